@@ -1,0 +1,61 @@
+"""The values that describe stored bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+from hetero_connector.spec.state_types import StateType
+
+ChunkKey = NewType("ChunkKey", bytes)
+"""16-byte chain hash: names a chunk and, through its parents, the whole prefix before it."""
+
+ROOT = ChunkKey(bytes(16))
+"""Parent of every first chunk."""
+
+
+class Tier(str, Enum):
+    """Where an artifact's bytes are."""
+
+    DRAM = "dram"
+    SSD = "ssd"
+    PEER = "peer"
+
+
+@dataclass(frozen=True)
+class ChunkRange:
+    """A chunk of a chain: its key, its parent's, and its tokens [start, end).
+
+    `end` is the boundary at which a request may resume. A chunk shorter than the
+    configured chunk size is a tail: the end of a request, never a parent.
+    """
+
+    key: ChunkKey
+    parent: ChunkKey
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class ArtifactId:
+    """Names an artifact: the model, tokens and range are inside the chunk key."""
+
+    chunk: ChunkKey
+    state_type: StateType
+
+    @property
+    def seed(self) -> int:
+        """64 bits of the id that seed the checksum, so that bytes of another artifact never verify."""
+        kind = list(StateType).index(self.state_type)
+        return int.from_bytes(self.chunk[:8], "little") ^ (kind * 0x9E3779B97F4A7C15 & (2**64 - 1))
+
+
+@dataclass(frozen=True)
+class SlotRef:
+    """A place in a tier. `generation` grows each time the slot is given to another artifact."""
+
+    tier: Tier
+    state_type: StateType
+    slot: int
+    generation: int

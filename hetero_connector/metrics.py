@@ -1,0 +1,87 @@
+"""What happened, counted: a serialisable bag of counters, gauges and timings.
+
+Both engine sides and the store write into a `Recorder`; the engine drains it once a
+step and ships the payload through vLLM's connector stats to Prometheus. Labels are
+part of the key, so merging two payloads needs no knowledge of the metrics.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from typing import Any
+
+Payload = dict[str, dict[str, Any]]
+
+COUNTERS, GAUGES, TIMINGS = "counters", "gauges", "timings"
+_MAX_SAMPLES = 1024
+
+
+def metric_key(name: str, labels: dict[str, str]) -> str:
+    """`name{a=1,b=2}` with labels sorted: the key of a time series."""
+    inner = ",".join(f"{k}={labels[k]}" for k in sorted(labels))
+    return f"{name}{{{inner}}}"
+
+
+def split_key(key: str) -> tuple[str, dict[str, str]]:
+    """Inverse of `metric_key`."""
+    name, _, inner = key[:-1].partition("{")
+    return name, dict(part.split("=", 1) for part in inner.split(",") if part)
+
+
+class Recorder:
+    """Thread-safe counters (`add`), gauges (`set`) and timings in seconds (`observe`)."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._counters: defaultdict[str, float] = defaultdict(float)
+        self._gauges: dict[str, float] = {}
+        self._timings: defaultdict[str, list[float]] = defaultdict(list)
+
+    def add(self, name: str, value: float = 1.0, **labels: str) -> None:
+        """Add to a monotone counter."""
+        key = metric_key(name, labels)
+        with self._lock:
+            self._counters[key] += value
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge."""
+        key = metric_key(name, labels)
+        with self._lock:
+            self._gauges[key] = value
+
+    def observe(self, name: str, seconds: float, **labels: str) -> None:
+        """Record one duration; at most 1,024 samples are kept between two drains."""
+        key = metric_key(name, labels)
+        with self._lock:
+            samples = self._timings[key]
+            if len(samples) < _MAX_SAMPLES:
+                samples.append(seconds)
+
+    def drain(self) -> Payload | None:
+        """Everything since the last drain, or None when nothing happened."""
+        with self._lock:
+            if not (self._counters or self._gauges or self._timings):
+                return None
+            payload: Payload = {
+                COUNTERS: dict(self._counters),
+                GAUGES: dict(self._gauges),
+                TIMINGS: dict(self._timings),
+            }
+            self._reset()
+        return payload
+
+
+def merge(into: Payload, other: Payload) -> Payload:
+    """Add `other`'s counters and timings to `into`; its gauges win."""
+    counters = into.setdefault(COUNTERS, {})
+    for key, value in other.get(COUNTERS, {}).items():
+        counters[key] = counters.get(key, 0.0) + value
+    into.setdefault(GAUGES, {}).update(other.get(GAUGES, {}))
+    timings = into.setdefault(TIMINGS, {})
+    for key, samples in other.get(TIMINGS, {}).items():
+        timings[key] = [*timings.get(key, []), *samples][:_MAX_SAMPLES]
+    return into

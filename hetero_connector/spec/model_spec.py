@@ -1,0 +1,128 @@
+"""What state a model keeps: one `LayerSpec` per cache layer, together a `ModelSpec`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from hetero_connector.spec.state_types import Family, RestoreRule, StateType
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """The state of one cache layer on one tensor-parallel rank.
+
+    `page` is the engine's block of `block_tokens` tokens for this layer; only its
+    `page_bytes` useful bytes are ever stored, never the padding up to
+    `page_stride_bytes`.
+    """
+
+    layer: str
+    """The engine's name of the cache layer, e.g. `model.layers.3.self_attn.attn`."""
+    group: int
+    """Index of the engine's KV cache group, whose block table addresses the pages."""
+    state_type: StateType
+    tokens_per_state: int
+    """Tokens folded into one stored state (1 unless the layer compresses)."""
+    block_tokens: int
+    """Tokens covered by one page."""
+    page_bytes: int
+    """Useful bytes of one page."""
+    page_stride_bytes: int
+    """Bytes from one page to the next in the engine's memory, padding included."""
+    dtype: str
+    """Element type of the page, as torch spells it: `bfloat16`, `uint8`, ..."""
+    restore_rule: RestoreRule
+    window: int | None = None
+    """Attention window, or local-attention chunk, in tokens."""
+    boundary_tokens: int = 0
+    """For WINDOW: how many tokens before a boundary are still read after it."""
+    replicated: bool = False
+    """Every tensor-parallel rank holds the same bytes (MLA, compressed states)."""
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Useful bytes per token of prefix; 0 for boundary states."""
+        if self.state_type.family is Family.BOUNDARY:
+            return 0.0
+        return self.page_bytes / self.block_tokens
+
+    def tokens_needed(self, start: int, boundary: int) -> range:
+        """Token positions whose state an artifact over [start, boundary) holds.
+
+        For boundary states `start` is ignored: the answer depends on the boundary
+        alone. Empty when nothing is needed.
+        """
+        rule = self.restore_rule
+        if rule is RestoreRule.EVERY_TOKEN:
+            return range(start, boundary)
+        if rule is RestoreRule.WINDOW:
+            return range(max(0, boundary - self.boundary_tokens), boundary)
+        if rule is RestoreRule.CHUNK_START:
+            assert self.window is not None
+            return range(boundary - boundary % self.window, boundary)
+        if rule is RestoreRule.AT_BOUNDARY:
+            return range(max(0, boundary - self.block_tokens), boundary)
+        return range(0)
+
+    def pages_needed(self, start: int, boundary: int) -> range:
+        """Indices into the request's block table of the pages holding those tokens."""
+        tokens = self.tokens_needed(start, boundary)
+        if not tokens:
+            return range(0)
+        return range(tokens.start // self.block_tokens, -(-tokens.stop // self.block_tokens))
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Every cache layer of a model on one rank, and the token grid restores must respect."""
+
+    layers: tuple[LayerSpec, ...]
+    alignment: int
+    """Tokens: a prefix may be resumed only at a multiple of this (lcm of block sizes)."""
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.alignment <= 0 or self.tp_size <= 0:
+            raise ValueError(f"alignment and tp_size must be positive, got {self!r}")
+
+    @cached_property
+    def stored_layers(self) -> tuple[LayerSpec, ...]:
+        """Layers that have anything to store."""
+        return tuple(
+            layer
+            for layer in self.layers
+            if layer.restore_rule is not RestoreRule.NOTHING
+            and not (layer.restore_rule is RestoreRule.WINDOW and layer.boundary_tokens == 0)
+        )
+
+    @cached_property
+    def state_types(self) -> tuple[StateType, ...]:
+        """State types that are stored, in the order of the `StateType` enum."""
+        present = {layer.state_type for layer in self.stored_layers}
+        return tuple(t for t in StateType if t in present)
+
+    @cached_property
+    def prefix_types(self) -> tuple[StateType, ...]:
+        """Stored types needed for every token before a boundary."""
+        return tuple(t for t in self.state_types if t.family is Family.PREFIX)
+
+    @cached_property
+    def boundary_types(self) -> tuple[StateType, ...]:
+        """Stored types needed only at a boundary."""
+        return tuple(t for t in self.state_types if t.family is Family.BOUNDARY)
+
+    def layers_of(self, state_type: StateType) -> Iterator[LayerSpec]:
+        """Stored layers of one state type, in model order."""
+        return (layer for layer in self.stored_layers if layer.state_type is state_type)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Useful prefix-proportional bytes per token on one rank."""
+        return sum(layer.bytes_per_token for layer in self.layers)
+
+    def default_chunk_tokens(self, at_least: int = 256) -> int:
+        """The smallest multiple of the alignment that is at least `at_least` tokens."""
+        return math.ceil(at_least / self.alignment) * self.alignment

@@ -1,0 +1,140 @@
+"""The store's contract: what the engine's scheduler side may ask of it.
+
+Threads: every method is called from the scheduler's thread and returns without
+waiting for I/O, except `flush` and `close`. The store's own I/O thread moves bytes
+between DRAM and SSD; a lock inside the store guards what they share and is never
+held during I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Literal, Protocol
+
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, Tier
+from hetero_connector.spec.state_types import StateType
+
+
+class Failure(str, Enum):
+    """Why an artifact could not be had. Every one of them is a counted miss."""
+
+    IO_ERROR = "io_error"
+    CHECKSUM = "checksum"
+    DEADLINE = "deadline"
+    NO_SLOT = "no_slot"
+    """No DRAM slot could be freed: everything in the tier is pinned."""
+    GONE = "gone"
+    """Evicted between the match and the restore."""
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """Capacities and places of the tiers."""
+
+    dram_bytes: int
+    ssd_dir: Path | None = None
+    """Directory for this model's slab files and journal; None for no SSD tier."""
+    ssd_bytes: int = 0
+    verify: Literal["ssd", "all"] = "ssd"
+    """`ssd`: checksum what comes from SSD. `all`: also what is served from DRAM."""
+    load_deadline_s: float = 10.0
+    """A restore that has not finished reading by then keeps what it has; the rest is a miss."""
+    spill_delay_s: float = 0.2
+    """How long a sealed artifact may wait in DRAM before its write to SSD starts."""
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """A chunk the store holds: for each sealed artifact, its fastest tier."""
+
+    chunk: ChunkRange
+    tiers: Mapping[StateType, Tier]
+
+
+class Restore(Protocol):
+    """Artifacts being brought into DRAM and pinned there. Always `release()` it."""
+
+    @property
+    def done(self) -> bool:
+        """Whether every artifact is either in DRAM or failed. Never blocks; enforces the deadline."""
+        ...
+
+    @property
+    def offsets(self) -> Mapping[ArtifactId, int]:
+        """Arena byte offset of each artifact that arrived. Valid until `release()`."""
+        ...
+
+    @property
+    def failed(self) -> Mapping[ArtifactId, Failure]:
+        """Artifacts that did not arrive, and why."""
+        ...
+
+    def release(self) -> None:
+        """Drop the pins. A read still under way keeps its slot until it ends. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True)
+class Save:
+    """DRAM slots reserved for one chunk's artifacts; invisible until completed."""
+
+    chunk: ChunkRange
+    offsets: Mapping[StateType, int]
+    """Arena byte offset at which each artifact must be written."""
+    sizes: Mapping[StateType, int]
+    """Bytes of each artifact."""
+
+
+class Store(Protocol):
+    """A content-addressed store of artifacts over DRAM and SSD."""
+
+    def match(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
+        """The longest prefix of `chain` of which each chunk has at least one sealed artifact.
+
+        No side effect: no pin, no recency. Stops at the first chunk that is unknown, so a
+        lazily hashed chain is consumed only as far as it matches.
+        """
+        ...
+
+    def tails(self, parent: ChunkKey) -> tuple[int, ...]:
+        """Token lengths of the chunks shorter than a full one under `parent`; at most eight."""
+        ...
+
+    def missing(self, chunk: ChunkRange, state_types: Sequence[StateType]) -> list[StateType]:
+        """Those of `state_types` that are neither sealed nor being saved for this chunk."""
+        ...
+
+    def begin_restore(self, wanted: Sequence[ArtifactId]) -> Restore:
+        """Pin what is in DRAM, start reading the rest from SSD, in order. Marks them as used."""
+        ...
+
+    def begin_save(self, chunk: ChunkRange, sizes: Mapping[StateType, int]) -> Save | None:
+        """Reserve DRAM slots, evicting leaves if needed; None (counted) if all is pinned.
+
+        A type already sealed or being saved must not be asked for (see `missing`).
+        """
+        ...
+
+    def complete_save(self, save: Save) -> None:
+        """Seal: the bytes are in the arena. Visible to `match` from now; queued for SSD."""
+        ...
+
+    def abandon_save(self, save: Save) -> None:
+        """Give the slots back; nothing becomes visible."""
+        ...
+
+    def reset(self) -> None:
+        """Forget every artifact in every tier. Running restores and saves end harmlessly."""
+        ...
+
+    def flush(self, deadline_s: float) -> bool:
+        """Wait until everything sealed is on SSD; False if the deadline passed first."""
+        ...
+
+    def close(self, deadline_s: float = 30.0) -> None:
+        """Flush, stop the I/O thread, release files and memory. Idempotent."""
+        ...
