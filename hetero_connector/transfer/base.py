@@ -1,0 +1,127 @@
+"""The port through which bytes move between the DRAM arena and slab files.
+
+Threads: a `FileTransfer` and the transfers it hands out belong to one I/O thread. No
+method waits for I/O, except `close`.
+
+Memory: the device may touch an extent's memory until its transfer is `terminal`, and
+until then the caller must neither reuse nor free it, not even when the caller no longer
+wants the bytes. There is no cancel: drop the transfer if you like, the `FileTransfer`
+keeps it in quarantine until it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from hetero_connector.errors import TransferError
+
+BLOCK_BYTES = 4096
+"""Every offset and size is a multiple of this, as O_DIRECT asks."""
+
+
+class Direction(str, Enum):
+    """Which way the bytes go."""
+
+    READ = "read"
+    """File to memory."""
+    WRITE = "write"
+    """Memory to file."""
+
+
+class TransferState(Enum):
+    """How far a transfer is."""
+
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A run of bytes in a file and its place in the arena. All in bytes, 4 KiB multiples."""
+
+    file: int
+    """Index into the files the `FileTransfer` was built over."""
+    file_offset: int
+    memory_offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    """A file to move bytes to and from. The caller keeps the descriptor open until `close`."""
+
+    fd: int
+    size_bytes: int
+    """Extents may not reach beyond this."""
+
+
+class Transfer(Protocol):
+    """Extents under way."""
+
+    @property
+    def terminal(self) -> bool:
+        """Whether it has ended: its memory is not touched any more. Does not poll."""
+        ...
+
+    @property
+    def error(self) -> TransferError | None:
+        """Why it failed; None unless FAILED. The destination's content is then undefined."""
+        ...
+
+    def poll(self) -> TransferState:
+        """Drive the transfer and say how far it is. DONE and FAILED are terminal and stay."""
+        ...
+
+
+class FileTransfer(Protocol):
+    """Moves extents between one memory region and a fixed list of files."""
+
+    @property
+    def name(self) -> str:
+        """For logs and metrics: `nixl-posix-uring`, `pread`, ..."""
+        ...
+
+    @property
+    def in_flight(self) -> int:
+        """Transfers that are not terminal, abandoned ones included."""
+        ...
+
+    def submit(self, direction: Direction, extents: Sequence[Extent]) -> Transfer:
+        """Start moving `extents`; poll the result. Large extents are split as the device likes.
+
+        I/O failures, those at submission included, show as a FAILED transfer. Raises
+        ValueError for extents that are empty, misaligned or out of range (a bug of the
+        caller) and StoreClosedError after `close`.
+        """
+        ...
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Wait for what is under way, then let go of the memory and the files. Idempotent.
+
+        False if something was still under way at the timeout: then the memory and the
+        descriptors must be kept for the life of the process.
+        """
+        ...
+
+
+def check_extents(extents: Sequence[Extent], files: Sequence[OpenFile], memory_bytes: int) -> None:
+    """Raise ValueError for the first extent that is empty, misaligned or out of range."""
+    if not extents:
+        raise ValueError("a transfer needs at least one extent")
+    for extent in extents:
+        if extent.size <= 0 or (
+            (extent.size | extent.file_offset | extent.memory_offset) % BLOCK_BYTES
+        ):
+            raise ValueError(f"not multiples of {BLOCK_BYTES} bytes: {extent}")
+        if not 0 <= extent.file < len(files):
+            raise ValueError(f"no such file: {extent}; there are {len(files)}")
+        if extent.file_offset < 0 or extent.file_offset + extent.size > (
+            files[extent.file].size_bytes
+        ):
+            raise ValueError(f"outside the file: {extent}; {files[extent.file]}")
+        if extent.memory_offset < 0 or extent.memory_offset + extent.size > memory_bytes:
+            raise ValueError(f"outside the memory of {memory_bytes} bytes: {extent}")
