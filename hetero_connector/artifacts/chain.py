@@ -1,0 +1,131 @@
+"""Chain hashing: each chunk of a prompt is named by a hash over everything before it.
+
+    key(i) = BLAKE2b-128(key(i-1) | length of extra | extra(i) | token ids of chunk i)
+
+where key(-1) is a root derived from the model's fingerprint, so two models never share
+a key, and `extra` is what else can change the bytes of the state over that range (LoRA,
+multi-modal inputs, cache salt). Nothing is hashed before somebody asks for it: a match
+that fails at the first chunk has hashed one chunk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+
+from hetero_connector.artifacts.canonical import encode
+from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange
+
+KEY_BYTES = 16
+_TOKEN_TYPE = "I"  # uint32: four bytes on every platform CPython supports
+_EXTRA_LENGTH = struct.Struct("<Q")
+
+ExtraKeys = Callable[[int, int], bytes]
+"""What besides the tokens identifies the state over tokens [start, end); b"" for nothing.
+
+Must be unambiguous: build it with `artifacts.canonical.encode`."""
+
+
+def no_extra_keys(start: int, end: int) -> bytes:
+    """The extra keys of a request that has none."""
+    return b""
+
+
+class ChainHasher:
+    """Chunk keys of one model: a pure function of parent, tokens and extra keys."""
+
+    def __init__(self, fingerprint: bytes, chunk_tokens: int) -> None:
+        """`fingerprint`: `Fingerprint.digest`. Raises ValueError when it is empty."""
+        if not fingerprint:
+            raise ValueError("the fingerprint is empty: keys of two models would collide")
+        if chunk_tokens <= 0:
+            raise ValueError(f"chunk_tokens must be positive, got {chunk_tokens}")
+        self.chunk_tokens = chunk_tokens
+        root = encode(["heterocache chain root", fingerprint, chunk_tokens])
+        self._root = hashlib.blake2b(root, digest_size=KEY_BYTES).digest()
+
+    def key(self, parent: ChunkKey, token_ids: list[int], extra: bytes) -> ChunkKey:
+        """Key of the chunk `token_ids` after `parent` (`record.ROOT` for the first).
+
+        Raises ValueError for a token id outside [0, 2**32): a placeholder is no token.
+        """
+        state = hashlib.blake2b(self._root if parent == ROOT else parent, digest_size=KEY_BYTES)
+        state.update(_EXTRA_LENGTH.pack(len(extra)) + extra)
+        state.update(_token_bytes(token_ids))
+        return ChunkKey(state.digest())
+
+
+def _token_bytes(token_ids: list[int]) -> array[int]:
+    try:
+        tokens = array(_TOKEN_TYPE, token_ids)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"token ids must be integers in [0, 2**32): {error}") from error
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens
+
+
+class RequestChain:
+    """The chain of one request, grown as its tokens arrive. Not thread-safe.
+
+    Every full chunk is hashed once, on the first time it is asked for.
+    """
+
+    def __init__(self, hasher: ChainHasher, extra_keys: ExtraKeys = no_extra_keys) -> None:
+        self._hasher = hasher
+        self._extra_keys = extra_keys
+        self._token_ids: list[int] = []
+        self._chunks: list[ChunkRange] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far."""
+        return len(self._token_ids)
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Append tokens; hashes nothing."""
+        self._token_ids.extend(token_ids)
+
+    def chunks(self, limit_tokens: int | None = None) -> Iterator[ChunkRange]:
+        """Full chunks that end at or before `limit_tokens` (default: all), hashed one by one."""
+        limit = self.num_tokens if limit_tokens is None else min(limit_tokens, self.num_tokens)
+        for index in range(limit // self._hasher.chunk_tokens):
+            yield self._chunk(index)
+
+    def tail(self, end: int) -> ChunkRange:
+        """The chunk from the last full chunk before `end` to `end`, shorter than a full one.
+
+        Raises ValueError when `end` is a chunk boundary or lies beyond the known tokens.
+        """
+        size = self._hasher.chunk_tokens
+        if not 0 < end <= self.num_tokens:
+            raise ValueError(f"no tail ends at {end}: {self.num_tokens} tokens are known")
+        if end % size == 0:
+            raise ValueError(f"{end} is a boundary of {size}-token chunks: no tail ends there")
+        return self._hash(self._key_before(end // size), end // size * size, end)
+
+    def ending_at(self, end: int) -> ChunkRange:
+        """The full chunk or the tail that ends at `end` tokens. Raises ValueError as `tail`."""
+        size = self._hasher.chunk_tokens
+        if end % size or not 0 < end <= self.num_tokens:
+            return self.tail(end)
+        return self._chunk(end // size - 1)
+
+    def _chunk(self, index: int) -> ChunkRange:
+        size = self._hasher.chunk_tokens
+        while len(self._chunks) <= index:
+            start = len(self._chunks) * size
+            parent = self._chunks[-1].key if self._chunks else ROOT
+            self._chunks.append(self._hash(parent, start, start + size))
+        return self._chunks[index]
+
+    def _key_before(self, index: int) -> ChunkKey:
+        return self._chunk(index - 1).key if index else ROOT
+
+    def _hash(self, parent: ChunkKey, start: int, end: int) -> ChunkRange:
+        extra = self._extra_keys(start, end)
+        key = self._hasher.key(parent, self._token_ids[start:end], extra)
+        return ChunkRange(key, parent, start, end)
