@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from hetero_connector.spec.state_types import StateType
 
@@ -37,9 +38,12 @@ class ChunkRange:
     end: int
 
 
-@dataclass(frozen=True)
-class ArtifactId:
-    """Names an artifact: the model, tokens and range are inside the chunk key."""
+class ArtifactId(NamedTuple):
+    """Names an artifact: the model, tokens and range are inside the chunk key.
+
+    A named tuple, not a dataclass: a long prompt makes and looks up hundreds of them
+    between two steps of the engine.
+    """
 
     chunk: ChunkKey
     state_type: StateType
@@ -59,3 +63,11 @@ class SlotRef:
     state_type: StateType
     slot: int
     generation: int
+
+
+@dataclass(frozen=True)
+class StoredChunk:
+    """A chunk the store holds: for each sealed artifact, its fastest tier."""
+
+    chunk: ChunkRange
+    tiers: Mapping[StateType, Tier]

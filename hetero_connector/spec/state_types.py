@@ -42,6 +42,9 @@ class StateType(str, Enum):
     RECURRENT = "recurrent"
     CHUNKED_LOCAL = "chunked_local"
 
+    # Enum's own hash is a Python function; state types key every hot dictionary.
+    __hash__ = str.__hash__
+
     @property
     def family(self) -> Family:
         """Whether the state grows with the prefix or belongs to one boundary."""

@@ -14,7 +14,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Literal, Protocol
 
-from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, Tier
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange
+from hetero_connector.artifacts.record import StoredChunk as StoredChunk
 from hetero_connector.spec.state_types import StateType
 
 
@@ -45,14 +46,6 @@ class StoreConfig:
     """A restore that has not finished reading by then keeps what it has; the rest is a miss."""
     spill_delay_s: float = 0.2
     """How long a sealed artifact may wait in DRAM before its write to SSD starts."""
-
-
-@dataclass(frozen=True)
-class StoredChunk:
-    """A chunk the store holds: for each sealed artifact, its fastest tier."""
-
-    chunk: ChunkRange
-    tiers: Mapping[StateType, Tier]
 
 
 class Restore(Protocol):

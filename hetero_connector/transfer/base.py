@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Protocol
 
 from hetero_connector.errors import TransferError
@@ -22,7 +22,7 @@ BLOCK_BYTES = 4096
 """Every offset and size is a multiple of this, as O_DIRECT asks."""
 
 
-class Direction(str, Enum):
+class Direction(StrEnum):
     """Which way the bytes go."""
 
     READ = "read"
@@ -125,3 +125,16 @@ def check_extents(extents: Sequence[Extent], files: Sequence[OpenFile], memory_b
             raise ValueError(f"outside the file: {extent}; {files[extent.file]}")
         if extent.memory_offset < 0 or extent.memory_offset + extent.size > memory_bytes:
             raise ValueError(f"outside the memory of {memory_bytes} bytes: {extent}")
+
+
+def split(extent: Extent, part_bytes: int) -> list[Extent]:
+    """Cut an extent into pieces of at most `part_bytes`, in order."""
+    return [
+        Extent(
+            extent.file,
+            extent.file_offset + at,
+            extent.memory_offset + at,
+            min(part_bytes, extent.size - at),
+        )
+        for at in range(0, extent.size, part_bytes)
+    ]

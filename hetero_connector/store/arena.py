@@ -1,0 +1,187 @@
+"""The DRAM tier's memory: one anonymous shared mapping that worker processes map too.
+
+It is a memfd, so nothing is left behind when the process dies, and other processes of
+the same user reach it as `/proc/<pid>/fd/<n>`.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+
+from hetero_connector.errors import ConfigError, StoreError
+
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23  # Linux 5.14: reserve and map pages now, report failure as an errno
+_POPULATE_STEP = 1 << 30
+_UNLIMITED = 1 << 60  # cgroup v1 spells "no limit" as a huge number
+
+
+@dataclass(frozen=True)
+class ArenaHandle:
+    """Names an arena to other processes of the same user, while its creator lives."""
+
+    path: str
+    size_bytes: int
+
+
+class Arena:
+    """A shared mapping. `Arena.create` makes one, `Arena.attach` finds it again."""
+
+    def __init__(self, handle: ArenaHandle, fd: int, mapping: mmap.mmap) -> None:
+        self.handle = handle
+        self._fd = fd
+        self._mapping = mapping
+        self._users = 1
+        self._view: npt.NDArray[np.uint8] | None = np.frombuffer(mapping, dtype=np.uint8)
+
+    @property
+    def view(self) -> npt.NDArray[np.uint8]:
+        """The bytes, `[size_bytes] uint8`, writable. StoreError once closed."""
+        if self._view is None:
+            raise StoreError("the DRAM arena was used after it was closed")
+        return self._view
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte in this process."""
+        return int(self.view.ctypes.data)
+
+    @classmethod
+    def create(cls, size_bytes: int) -> Arena:
+        """Reserve and map `size_bytes`. ConfigError("dram_gib") if the memory is not there."""
+        if size_bytes <= 0:
+            raise ConfigError("dram_gib", f"an arena of {size_bytes} bytes holds nothing")
+        available = available_memory_bytes()
+        if size_bytes > available:
+            raise _too_big(size_bytes, available)
+        fd = os.memfd_create("heterocache-arena", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, size_bytes)
+            mapping = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED)
+            _reserve(fd, mapping)
+        except (OSError, ValueError, OverflowError) as e:
+            os.close(fd)
+            if isinstance(e, OSError) and e.errno not in (errno.ENOMEM, errno.ENOSPC):
+                raise StoreError(f"cannot make a DRAM arena of {size_bytes} bytes: {e}") from e
+            raise _too_big(size_bytes, available) from e
+        arena = cls(ArenaHandle(f"/proc/{os.getpid()}/fd/{fd}", size_bytes), fd, mapping)
+        with _registry_lock:
+            _registry[arena.handle] = arena
+        return arena
+
+    @classmethod
+    def attach(cls, handle: ArenaHandle) -> Arena:
+        """The arena of `handle`: in the process that made it (or a fork) the very same object.
+
+        A second mapping of the same memory would pay every page fault again. Each attach
+        needs its own `close`. StoreError if it is gone or is not that arena.
+        """
+        with _registry_lock:
+            arena = _registry.get(handle)
+            if arena is None:
+                arena = _registry[handle] = cls(handle, *_map(handle))
+            else:
+                arena._users += 1
+            return arena
+
+    def close(self) -> None:
+        """Drop one use; the last one unmaps. Views still held elsewhere keep the memory alive."""
+        with _registry_lock:
+            if self._view is None:
+                return
+            self._users -= 1
+            if self._users:
+                return
+            del _registry[self.handle]
+            self._view = None
+        os.close(self._fd)
+        try:
+            self._mapping.close()
+        except BufferError:
+            # Someone still has a view. The mapping lives exactly as long as that view:
+            # unmapping under it would turn a late access into a crash.
+            pass
+
+
+_registry: dict[ArenaHandle, Arena] = {}
+_registry_lock = threading.Lock()
+
+
+def available_memory_bytes() -> int:
+    """Memory this process may still take: free memory or what its control group leaves."""
+    limits = [int(psutil.virtual_memory().available)]
+    for limit_file, used_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        try:
+            limit, used = int(Path(limit_file).read_text()), int(Path(used_file).read_text())
+        except (OSError, ValueError):  # no such control group, or "max"
+            continue
+        if limit < _UNLIMITED:
+            limits.append(max(0, limit - used))
+    return min(limits)
+
+
+def _too_big(asked: int, available: int) -> ConfigError:
+    gib = 1 << 30
+    return ConfigError(
+        "dram_gib",
+        f"the DRAM tier needs {asked / gib:.2f} GiB but only {available / gib:.2f} GiB "
+        "are available; ask for less",
+    )
+
+
+def _reserve(fd: int, mapping: mmap.mmap) -> None:
+    """Take every page now: a page that cannot be had later would kill the process (SIGBUS)."""
+    size = len(mapping)
+    try:
+        mapping.madvise(_MADV_HUGEPAGE)
+    except OSError:
+        pass  # huge pages only make it faster
+    try:
+        for start in range(0, size, _POPULATE_STEP):
+            mapping.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_STEP, size - start))
+    except OSError as e:
+        if e.errno != errno.EINVAL:
+            raise
+        os.posix_fallocate(fd, 0, size)  # a kernel before 5.14
+
+
+def _map(handle: ArenaHandle) -> tuple[int, mmap.mmap]:
+    """Map another process's arena."""
+    try:
+        fd = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as e:
+        raise StoreError(
+            f"cannot map the DRAM arena {handle.path}: {e}. Its engine must be running, "
+            "in the same process namespace and under the same user"
+        ) from e
+    try:
+        actual = os.fstat(fd).st_size
+        if actual != handle.size_bytes:
+            raise StoreError(
+                f"{handle.path} has {actual} bytes, the arena has {handle.size_bytes}: "
+                "the engine that made it is gone"
+            )
+        mapping = mmap.mmap(fd, handle.size_bytes, mmap.MAP_SHARED)
+    except BaseException:
+        os.close(fd)
+        raise
+    try:
+        mapping.madvise(_MADV_HUGEPAGE)
+    except OSError:
+        pass
+    return fd, mapping

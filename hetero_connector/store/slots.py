@@ -1,0 +1,180 @@
+"""Fixed-size slots of one tier: which are free, which are held by a transfer.
+
+A tier is cut into one region per state type with the same number of slots in each, as
+many as the capacity holds: a chunk needs one slot of each type, so equal counts run
+out together. Slots are multiples of 4 KiB because O_DIRECT needs that.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from hetero_connector.artifacts.record import SlotRef, Tier
+from hetero_connector.spec.state_types import StateType
+
+SLOT_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True)
+class SlotGeometry:
+    """How a capacity is cut: `count` slots of `stride_bytes[t]` for every state type t."""
+
+    count: int
+    stride_bytes: Mapping[StateType, int]
+
+    @classmethod
+    def fit(cls, slot_bytes: Mapping[StateType, int], capacity_bytes: int) -> SlotGeometry:
+        """As many equal-count slots as fit; `slot_bytes` are rounded up to 4 KiB."""
+        if not slot_bytes or min(slot_bytes.values()) <= 0:
+            raise ValueError(f"every state type needs a positive slot size, got {dict(slot_bytes)}")
+        stride = {t: -(-n // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for t, n in slot_bytes.items()}
+        return cls(max(0, capacity_bytes) // sum(stride.values()), stride)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.count * sum(self.stride_bytes.values())
+
+    @property
+    def region_offsets(self) -> dict[StateType, int]:
+        """Where each type's region starts if the regions lie one after the other."""
+        offsets, at = {}, 0
+        for kind, stride in self.stride_bytes.items():
+            offsets[kind] = at
+            at += self.count * stride
+        return offsets
+
+
+class SlotPool:
+    """Free and used slots of one tier. The caller holds the store's lock.
+
+    A slot given back while a transfer still touches it is quarantined: it becomes free
+    only when the last hold ends.
+    """
+
+    def __init__(self, tier: Tier, geometry: SlotGeometry) -> None:
+        self.tier = tier
+        self.geometry = geometry
+        self._regions = {t: _Region(geometry.count) for t in geometry.stride_bytes}
+        self._offsets = geometry.region_offsets
+
+    def take(self, state_type: StateType) -> SlotRef | None:
+        """A free slot with its next generation, or None."""
+        region = self._regions[state_type]
+        slot = region.pop_free()
+        if slot is None:
+            return None
+        region.used.add(slot)
+        region.generations[slot] += 1
+        return SlotRef(self.tier, state_type, slot, region.generations[slot])
+
+    def adopt(self, ref: SlotRef) -> bool:
+        """Mark a slot known from a journal as used; False if it does not exist or is taken."""
+        region = self._regions.get(ref.state_type)
+        if region is None or not 0 <= ref.slot < self.geometry.count or ref.slot in region.used:
+            return False
+        region.adopt(ref.slot)
+        region.generations[ref.slot] = ref.generation
+        return True
+
+    def give_back(self, ref: SlotRef) -> None:
+        """The slot's bytes are no longer wanted."""
+        region = self._current(ref)
+        region.used.remove(ref.slot)
+        if ref.slot in region.holds:
+            region.quarantined.add(ref.slot)
+        else:
+            region.free.append(ref.slot)
+
+    def hold(self, ref: SlotRef) -> None:
+        """A transfer starts to touch the slot."""
+        region = self._current(ref)
+        region.holds[ref.slot] = region.holds.get(ref.slot, 0) + 1
+
+    def unhold(self, ref: SlotRef) -> None:
+        """The transfer is terminal."""
+        region = self._regions[ref.state_type]
+        assert region.generations[ref.slot] == ref.generation, "a held slot was reused"
+        region.holds[ref.slot] -= 1
+        if not region.holds[ref.slot]:
+            del region.holds[ref.slot]
+            if ref.slot in region.quarantined:
+                region.quarantined.remove(ref.slot)
+                region.free.append(ref.slot)
+
+    def offset(self, ref: SlotRef) -> int:
+        """Byte offset in a tier whose regions lie one after the other (the arena)."""
+        return self._offsets[ref.state_type] + self.slab_offset(ref)
+
+    def slab_offset(self, ref: SlotRef) -> int:
+        """Byte offset inside the region of its own type (a slab file)."""
+        return ref.slot * self.geometry.stride_bytes[ref.state_type]
+
+    def used(self, state_type: StateType) -> int:
+        """Slots that hold or await an artifact."""
+        return len(self._regions[state_type].used)
+
+    def quarantined(self, state_type: StateType) -> int:
+        """Slots given back that a transfer still touches."""
+        return len(self._regions[state_type].quarantined)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every slot is in exactly one state."""
+        for region in self._regions.values():
+            region.check_integrity()
+
+    def _current(self, ref: SlotRef) -> _Region:
+        region = self._regions[ref.state_type]
+        assert ref.tier is self.tier and ref.slot in region.used, f"{ref} is not in use"
+        assert region.generations[ref.slot] == ref.generation, f"{ref} was reused"
+        return region
+
+
+class _Region:
+    """Slots of one state type: never used, free, used or quarantined."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.fresh = 0
+        """Slots from here on were never used: a big tier costs nothing to open."""
+        self.free: list[int] = []
+        self.skipped: set[int] = set()
+        """Adopted slots at or beyond `fresh`."""
+        self.used: set[int] = set()
+        self.quarantined: set[int] = set()
+        self.holds: dict[int, int] = {}
+        self.generations = array("Q", bytes(8 * count))
+
+    def pop_free(self) -> int | None:
+        if self.free:
+            return self.free.pop()
+        for slot in self._fresh_slots():
+            return slot
+        return None
+
+    def adopt(self, slot: int) -> None:
+        self.used.add(slot)
+        if slot >= self.fresh:
+            self.skipped.add(slot)
+        else:
+            self.free.remove(slot)
+
+    def _fresh_slots(self) -> Iterator[int]:
+        while self.fresh < self.count:
+            slot = self.fresh
+            self.fresh += 1
+            if slot not in self.skipped:
+                yield slot
+            self.skipped.discard(slot)
+
+    def check_integrity(self) -> None:
+        fresh = set(range(self.fresh, self.count)) - self.skipped
+        groups = (fresh, set(self.free), self.used, self.quarantined)
+        assert len(self.free) == len(set(self.free)), "a slot is free twice"
+        assert sum(map(len, groups)) == self.count, "a slot was lost or is in two states"
+        assert set().union(*groups) == set(range(self.count))
+        assert set(self.holds) <= self.used | self.quarantined
+        assert self.quarantined <= set(self.holds)
+        assert all(n > 0 for n in self.holds.values())

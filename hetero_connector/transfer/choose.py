@@ -1,0 +1,119 @@
+"""Which `FileTransfer` this machine gets: NIXL if it works on the directory, else preadv."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero_connector.errors import StoreError, TransferError
+from hetero_connector.transfer.base import (
+    BLOCK_BYTES,
+    Direction,
+    Extent,
+    FileTransfer,
+    OpenFile,
+    TransferState,
+)
+from hetero_connector.transfer.nixl_files import NixlFiles
+from hetero_connector.transfer.pread_files import PreadFiles
+
+Bytes = npt.NDArray[np.uint8]
+Build = Callable[[Bytes, Sequence[OpenFile]], FileTransfer]
+QUEUES = ("uring", "aio")
+_PROBE_TIMEOUT_S = 5.0
+_POLL_S = 100e-6
+
+
+@dataclass(frozen=True)
+class ChosenTransfer:
+    """The transfer to use and, for the log, why this one."""
+
+    transfer: FileTransfer
+    reason: str
+
+
+def choose_file_transfer(
+    memory: Bytes,
+    files: Sequence[OpenFile],
+    probe_dir: Path,
+    prefer: Literal["auto", "nixl", "pread"] = "auto",
+) -> ChosenTransfer:
+    """NIXL (io_uring, then AIO) if it writes and reads 4 KiB in `probe_dir`, else preadv.
+
+    With `prefer="nixl"` a StoreError says why NIXL does not work; with `"pread"` it is not
+    tried.
+    """
+    if prefer == "pread":
+        return ChosenTransfer(PreadFiles(memory, files), "pread was asked for")
+    problems = []
+    for queue in QUEUES:
+        try:
+            probe(probe_dir, lambda m, f, queue=queue: NixlFiles(m, f, queue))  # type: ignore[misc]
+            return ChosenTransfer(NixlFiles(memory, files, queue), f"NIXL ({queue}) works")
+        except StoreError as e:
+            problems.append(str(e))
+        except TransferError as e:
+            problems.append(f"NIXL ({queue}) cannot write and read in {probe_dir}: {e}")
+    why = "; ".join(dict.fromkeys(problems))
+    if prefer == "nixl":
+        raise StoreError(why)
+    return ChosenTransfer(PreadFiles(memory, files), f"preadv instead of NIXL: {why}")
+
+
+def probe(directory: Path, build: Build) -> None:
+    """Write 4 KiB to a scratch file in `directory` and read them back through `build(...)`.
+
+    Raises StoreError if it cannot be built, TransferError if the bytes do not come back.
+    """
+    memory = np.frombuffer(mmap.mmap(-1, 2 * BLOCK_BYTES), np.uint8)
+    memory[:BLOCK_BYTES] = np.arange(BLOCK_BYTES) % 251
+    fd = open_scratch(directory)
+    try:
+        os.ftruncate(fd, BLOCK_BYTES)
+        transfer = build(memory, [OpenFile(fd, BLOCK_BYTES)])
+        try:
+            _wait(transfer, Direction.WRITE, Extent(0, 0, 0, BLOCK_BYTES))
+            _wait(transfer, Direction.READ, Extent(0, 0, BLOCK_BYTES, BLOCK_BYTES))
+        finally:
+            transfer.close(_PROBE_TIMEOUT_S)
+    finally:
+        os.close(fd)
+    if not np.array_equal(memory[:BLOCK_BYTES], memory[BLOCK_BYTES:]):
+        raise TransferError("the bytes read differ from the bytes written")
+
+
+def open_scratch(directory: Path) -> int:
+    """An unnamed file in `directory`, O_DIRECT where the filesystem has it."""
+    fd, path = tempfile.mkstemp(prefix=".heterocache-probe-", dir=directory)
+    try:
+        direct = os.open(path, os.O_RDWR | os.O_DIRECT)
+    except OSError as e:
+        if e.errno != errno.EINVAL:
+            os.close(fd)
+            raise
+        return fd
+    finally:
+        os.unlink(path)
+    os.close(fd)
+    return direct
+
+
+def _wait(transfer: FileTransfer, direction: Direction, extent: Extent) -> None:
+    deadline = time.monotonic() + _PROBE_TIMEOUT_S
+    moving = transfer.submit(direction, [extent])
+    while moving.poll() is TransferState.PENDING:
+        if time.monotonic() > deadline:
+            raise TransferError(errno.ETIMEDOUT, f"{direction} of 4 KiB did not end")
+        time.sleep(_POLL_S)
+    if moving.error is not None:
+        raise moving.error

@@ -1,0 +1,263 @@
+"""`FileTransfer` over NIXL's POSIX backend: io_uring, or Linux AIO where that is missing.
+
+NIXL 1.5.1, as measured and read (src/plugins/posix): one post or poll submits at most 64
+I/Os; contiguous descriptors would be merged beyond what one I/O may carry, hence
+`skip_desc_merge`; a handle released while PROC seems to succeed and corrupts whatever
+runs next, hence the quarantine; its errors carry no errno; the POSIXAIO queue stays broken
+after its first error and is never used.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero_connector.errors import StoreClosedError, StoreError, TransferError
+from hetero_connector.transfer.base import (
+    Direction,
+    Extent,
+    OpenFile,
+    TransferState,
+    check_extents,
+    split,
+)
+
+_DESCRIPTOR_BYTES = 1 << 20
+"""An extent is cut into descriptors of this size; 1 MiB reaches the device's bandwidth."""
+_WINDOW_BYTES = 16 << 20
+"""Bytes posted at a time over all transfers; 4-16 MiB saturate an NVMe drive."""
+_POST_BYTES = 4 << 20
+_MAX_DESCRIPTORS = {"uring": 32, "aio": 1}
+"""Descriptors a post. AIO gets one: its post can fail half-way, and what was submitted
+before that would run on unseen."""
+_QUEUES = {"uring": {"use_uring": "true"}, "aio": {"use_aio": "true"}}
+_POLL_S = 100e-6
+
+_agent_numbers = itertools.count()
+_leaked: list[object] = []
+"""Kept for the life of the process: what was under way when `close` gave up on it."""
+
+
+def open_agent(queue: str) -> tuple[str, Any]:
+    """A NIXL agent with only the POSIX backend, on the `uring` or `aio` queue, and its name.
+
+    Raises StoreError saying why there is none.
+    """
+    try:
+        import nixl._api as nixl
+    except ImportError as e:
+        raise StoreError(f"nixl cannot be imported: {e}") from e
+    logger = logging.getLogger("nixl")
+    if "NIXL_LOG_LEVEL" not in os.environ and logger.level == logging.INFO:
+        logger.setLevel(logging.WARNING)  # its default prints two lines per agent to stdout
+    name = f"heterocache-files-{os.getpid()}-{next(_agent_numbers)}"
+    # STRICT: the agent is built on one thread and driven by another.
+    sync = nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    try:
+        config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[], sync_mode=sync)
+        agent = nixl.nixl_agent(name, config)
+        agent.create_backend("POSIX", _QUEUES[queue])
+    except Exception as e:  # nixl's exceptions derive from Exception only
+        raise StoreError(f"NIXL's POSIX backend ({queue}) does not start: {e!r}") from e
+    return name, agent
+
+
+class NixlTransfer:
+    """Batches of one transfer: waiting, posted, ended."""
+
+    def __init__(
+        self,
+        owner: NixlFiles,
+        direction: Direction,
+        descriptors: list[Extent],
+        batches: list[range],
+    ) -> None:
+        self._owner = owner
+        self.direction = direction
+        self.waiting = deque(batches)
+        self.posted = 0
+        self._failure: TransferError | None = None
+        self._sides = owner._prepare(descriptors)
+
+    @property
+    def terminal(self) -> bool:
+        """See `Transfer`."""
+        return not self.waiting and not self.posted
+
+    @property
+    def error(self) -> TransferError | None:
+        """See `Transfer`."""
+        return self._failure if self.terminal else None
+
+    def poll(self) -> TransferState:
+        """See `Transfer`."""
+        if not self.terminal:
+            self._owner._drive()
+        if not self.terminal:
+            return TransferState.PENDING
+        return TransferState.DONE if self._failure is None else TransferState.FAILED
+
+    def fail(self, error: TransferError) -> None:
+        """Drop what was not posted yet; what was posted still has to end."""
+        self._failure = self._failure or error
+        self.waiting.clear()
+
+
+class _Post:
+    """One NIXL transfer request under way."""
+
+    __slots__ = ("handle", "size", "transfer")
+
+    def __init__(self, transfer: NixlTransfer, handle: Any, size: int) -> None:
+        self.transfer = transfer
+        self.handle = handle
+        self.size = size
+
+
+class NixlFiles:
+    """Moves extents between `memory` ([n] uint8, writable) and `files`; both registered once.
+
+    Raises StoreError if NIXL, its POSIX backend or the registration is not to be had.
+    """
+
+    def __init__(
+        self,
+        memory: npt.NDArray[np.uint8],
+        files: Sequence[OpenFile],
+        queue: str = "uring",
+    ) -> None:
+        self._memory = memory
+        self._files = tuple(files)
+        self._max_descriptors = _MAX_DESCRIPTORS[queue]
+        self.name = f"nixl-posix-{queue}"
+        self._agent_name, self._agent = open_agent(queue)
+        self._address = memory.ctypes.data
+        self._registered: list[Any] = []
+        try:
+            self._register([(self._address, len(memory), 0, "")], "DRAM")
+            for file in files:
+                self._register([(0, file.size_bytes, file.fd, "")], "FILE")
+        except Exception as e:  # nixl's exceptions derive from Exception only
+            raise StoreError(f"NIXL cannot register the arena or a slab file: {e!r}") from e
+        self._posts: list[_Post] = []
+        self._queued: list[NixlTransfer] = []
+        self._posted_bytes = 0
+        self._closed = False
+
+    @property
+    def in_flight(self) -> int:
+        """See `FileTransfer`."""
+        unposted = {id(t) for t in self._queued if not t.terminal}
+        return len(unposted | {id(p.transfer) for p in self._posts})
+
+    def submit(self, direction: Direction, extents: Sequence[Extent]) -> NixlTransfer:
+        """See `FileTransfer`."""
+        if self._closed:
+            raise StoreClosedError("submit after close")
+        check_extents(extents, self._files, len(self._memory))
+        descriptors = [part for extent in extents for part in split(extent, _DESCRIPTOR_BYTES)]
+        batches = list(self._batches(descriptors))
+        transfer = NixlTransfer(self, direction, descriptors, batches)
+        self._queued.append(transfer)
+        # Reads first: a restoring request waits for them, nobody waits for a spill.
+        self._queued.sort(key=lambda t: t.direction is Direction.WRITE)
+        self._drive()
+        return transfer
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """See `FileTransfer`."""
+        self._closed = True
+        deadline = time.monotonic() + timeout_s
+        while self.in_flight:
+            if time.monotonic() > deadline:
+                _leaked.append(self)
+                return False
+            self._drive()
+            time.sleep(_POLL_S)
+        while self._registered:
+            self._agent.deregister_memory(self._registered.pop())
+        return True
+
+    def _register(self, regions: list[tuple[int, int, int, str]], kind: str) -> None:
+        self._registered.append(self._agent.register_memory(regions, kind))
+
+    def _batches(self, descriptors: list[Extent]) -> Iterator[range]:
+        start, size = 0, 0
+        for i, d in enumerate(descriptors):
+            if i > start and (size + d.size > _POST_BYTES or i - start >= self._max_descriptors):
+                yield range(start, i)
+                start, size = i, 0
+            size += d.size
+        yield range(start, len(descriptors))
+
+    def _prepare(self, descriptors: list[Extent]) -> tuple[Any, Any, npt.NDArray[np.int64]]:
+        """Both sides' prepared descriptor lists, and the descriptors' sizes."""
+        sizes = np.array([d.size for d in descriptors], np.int64)
+        local = np.array(
+            [(self._address + d.memory_offset, d.size, 0) for d in descriptors], np.uint64
+        )
+        remote = np.array(
+            [(d.file_offset, d.size, self._files[d.file].fd) for d in descriptors], np.uint64
+        )
+        prepare = self._agent.prep_xfer_dlist
+        return (
+            prepare("NIXL_INIT_AGENT", local, "DRAM"),
+            prepare(self._agent_name, remote, "FILE"),
+            sizes,
+        )
+
+    def _drive(self) -> None:
+        """See which posts ended, then post what fits into the window."""
+        self._posts = [post for post in self._posts if not self._ended(post)]
+        while self._queued:
+            transfer = self._queued[0]
+            if not transfer.waiting:
+                self._queued.pop(0)
+            elif self._posted_bytes < _WINDOW_BYTES:
+                self._post(transfer, transfer.waiting.popleft())
+            else:
+                return
+
+    def _post(self, transfer: NixlTransfer, batch: range) -> None:
+        local, remote, sizes = transfer._sides
+        index = np.arange(batch.start, batch.stop, dtype=np.int32)
+        size = int(sizes[batch.start : batch.stop].sum())
+        try:
+            handle = self._agent.make_prepped_xfer(
+                transfer.direction.name, local, index, remote, index, skip_desc_merge=True
+            )
+            state = self._agent.transfer(handle)
+        except Exception as e:
+            transfer.fail(TransferError(f"{self.name}: post failed: {e!r}"))
+            return
+        if state == "ERR":
+            transfer.fail(TransferError(f"{self.name}: post failed"))
+            return
+        transfer.posted += 1
+        self._posted_bytes += size
+        self._posts.append(_Post(transfer, handle, size))
+
+    def _ended(self, post: _Post) -> bool:
+        """Whether the post has ended; if so its handle is released."""
+        try:
+            state = self._agent.check_xfer_state(post.handle)
+        except Exception as e:
+            # Raised once every I/O of the post has ended, one of them short or in error.
+            post.transfer.fail(TransferError(f"{self.name}: {post.transfer.direction}: {e!r}"))
+            state = "ERR"
+        if state == "PROC":
+            return False
+        if state == "ERR":
+            post.transfer.fail(TransferError(f"{self.name}: {post.transfer.direction} failed"))
+        self._agent.release_xfer_handle(post.handle)
+        post.transfer.posted -= 1
+        self._posted_bytes -= post.size
+        return True
