@@ -3,6 +3,7 @@
 HeteroCacheError
 ├── ConfigError            a configuration key is wrong; names the key
 ├── UnsupportedModelError  a layer or parallel layout whose state cannot be stored; names the layer
+├── IdentityError          the model's files cannot be found or read: no identity, no caching
 ├── UnsupportedVersionError  this vLLM is not one the package was tested with
 ├── StoreError             a tier cannot be opened or is not usable
 │   ├── StoreInUseError    another engine owns the directory
@@ -32,6 +33,10 @@ class ConfigError(HeteroCacheError, ValueError):
 
 class UnsupportedModelError(HeteroCacheError, ValueError):
     """The model has a layer, or runs under a layout, whose state cannot be stored."""
+
+
+class IdentityError(HeteroCacheError, ValueError):
+    """The model's files cannot be found or read, so its state cannot be told from another's."""
 
 
 class UnsupportedVersionError(HeteroCacheError, RuntimeError):

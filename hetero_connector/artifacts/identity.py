@@ -1,0 +1,135 @@
+"""The fingerprint: everything about a model and its engine that can change stored bytes.
+
+State saved under one fingerprint is never seen under another: the digest is the root of
+every chunk key and names the SSD directory's slab files. What belongs to a request
+(LoRA, cache salt, multi-modal inputs, prompt embeddings) goes into the chain's extra
+keys instead (`artifacts.chain`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from hetero_connector.artifacts.canonical import encode
+from hetero_connector.artifacts.model_files import (
+    DIGEST_BYTES,
+    ModelSource,
+    locate_model,
+    lora_digest,
+    tokenizer_digest,
+    weights_digest,
+)
+from hetero_connector.spec.model_spec import ModelSpec
+
+__all__ = [
+    "FORMAT_VERSION",
+    "Fingerprint",
+    "ModelSource",
+    "canonical_config",
+    "locate_model",
+    "lora_digest",
+    "tokenizer_digest",
+    "weights_digest",
+]
+
+FORMAT_VERSION = 1
+"""Version of the stored bytes' meaning: artifact layout, chain hash, fingerprint."""
+
+_IGNORED_CONFIG_KEYS = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
+
+
+def canonical_config(config: Mapping[str, Any]) -> str:
+    """A Hugging Face config as JSON with sorted keys, without what never changes the bytes.
+
+    Dropped at every depth: the path it was loaded from, its commit (the weights are hashed
+    themselves) and the version of transformers that wrote it. A value JSON has no word for
+    (a torch dtype) is written as `str` gives it.
+    """
+    return json.dumps(_canonical(config), sort_keys=True, separators=(",", ":"))
+
+
+def _canonical(value: object) -> object:
+    if isinstance(value, Mapping):
+        items = {str(key): item for key, item in value.items()}
+        return {key: _canonical(items[key]) for key in items if key not in _IGNORED_CONFIG_KEYS}
+    if isinstance(value, (set, frozenset)):
+        return sorted((_canonical(item) for item in value), key=repr)
+    if isinstance(value, (list, tuple)):
+        return [_canonical(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(value)
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Identity of a model as one engine runs it. Every field but `model_name` is in the digest."""
+
+    architecture: str
+    """Model class, e.g. `LlamaForCausalLM`."""
+    hf_config: str
+    """`canonical_config` of the config the engine runs: overrides applied, RoPE included."""
+    weights: bytes
+    """`weights_digest`."""
+    tokenizer: bytes
+    """`tokenizer_digest`."""
+    quantization: str | None
+    """Weight quantisation method, None for none."""
+    kv_cache_dtype: str
+    model_dtype: str
+    model_spec: ModelSpec
+    """Every layer's state type, page bytes, window, ... and the tensor-parallel size."""
+    layout: str
+    """The engine's name of its KV memory layout, e.g. `NHD`."""
+    attention_backend: str
+    engine_version: str
+    chunk_tokens: int
+    extras: tuple[tuple[str, str], ...] = ()
+    """Further engine settings that change the bytes, e.g. the digest of a draft model."""
+    format_version: int = FORMAT_VERSION
+    model_name: str = field(default="", compare=False)
+    """For people: path or repo id and revision. Not identity, so a moved model keeps its state."""
+
+    @cached_property
+    def digest(self) -> bytes:
+        """32 bytes that stand for every field but `model_name`."""
+        fields = {
+            f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.compare
+        }
+        return hashlib.blake2b(encode(fields), digest_size=DIGEST_BYTES).digest()
+
+    @property
+    def hex(self) -> str:
+        """The digest as 64 hexadecimal digits."""
+        return self.digest.hex()
+
+    def describe(self) -> dict[str, Any]:
+        """What the fingerprint was taken over, for people and the journal; JSON-able."""
+        spec = self.model_spec
+        shown = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name not in ("model_spec", "hf_config", "weights", "tokenizer", "extras")
+        }
+        return shown | {
+            "fingerprint": self.hex,
+            "hf_config": json.loads(self.hf_config),
+            "weights": self.weights.hex(),
+            "tokenizer": self.tokenizer.hex(),
+            "extras": dict(self.extras),
+            "tp_size": spec.tp_size,
+            "alignment": spec.alignment,
+            "num_layers": len(spec.layers),
+            "state_types": [t.value for t in spec.state_types],
+            "bytes_per_token": spec.bytes_per_token * spec.tp_size,
+        }
+
+
+def _plain(value: object) -> object:
+    return dataclasses.asdict(value) if isinstance(value, ModelSpec) else value
