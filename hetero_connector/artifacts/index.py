@@ -84,6 +84,7 @@ class Artifact:
 
     @property
     def id(self) -> ArtifactId:
+        """Its name."""
         return ArtifactId(self.node.key, self.state_type)
 
     def slot(self, tier: Tier) -> SlotRef | None:
@@ -118,6 +119,7 @@ class Node:
 
     @property
     def key(self) -> ChunkKey:
+        """Its chunk's name."""
         return self.chunk.key
 
 
@@ -179,7 +181,8 @@ class PrefixIndex:
 
     def attach(self, artifact: Artifact, ref: SlotRef, offset: int = -1) -> None:
         """Note that the bytes are (or, unsealed, will be) in slot `ref`."""
-        assert artifact.slot(ref.tier) is None and not artifact.forgotten
+        assert artifact.slot(ref.tier) is None, artifact
+        assert not artifact.forgotten, artifact
         if ref.tier is Tier.DRAM:
             artifact.dram, artifact.dram_offset = ref, offset
             assert artifact.node.parent is not None
@@ -289,7 +292,7 @@ class PrefixIndex:
         held_dram: dict[StateType, int] = {}
         tails: dict[int, int] = {}
         for key, child in node.children.items():
-            assert child.parent is node and child.key == key
+            assert (child.parent, child.key) == (node, key)
             assert node is self.root or child.chunk.parent == node.key
             length = child.chunk.end - child.chunk.start
             if child.stored is not None and length < self._chunk_tokens:
@@ -303,7 +306,8 @@ class PrefixIndex:
         sealed = {a.state_type for a in node.artifacts.values() if a.sealed}
         assert sealed == set(node.stored.tiers if node.stored else ())
         for artifact in node.artifacts.values():
-            assert artifact.node is node and not artifact.forgotten and artifact.pins >= 0
+            assert (artifact.node, artifact.forgotten) == (node, False)
+            assert artifact.pins >= 0
             assert not artifact.sealed or artifact.dram or artifact.ssd, "sealed but nowhere"
 
 

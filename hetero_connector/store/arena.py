@@ -6,6 +6,7 @@ the same user reach it as `/proc/<pid>/fd/<n>`.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -104,12 +105,10 @@ class Arena:
             del _registry[self.handle]
             self._view = None
         os.close(self._fd)
-        try:
+        # BufferError: someone still has a view. The mapping then lives exactly as long as
+        # that view: unmapping under it would turn a late access into a crash.
+        with contextlib.suppress(BufferError):
             self._mapping.close()
-        except BufferError:
-            # Someone still has a view. The mapping lives exactly as long as that view:
-            # unmapping under it would turn a late access into a crash.
-            pass
 
 
 _registry: dict[ArenaHandle, Arena] = {}
@@ -147,10 +146,7 @@ def _too_big(asked: int, available: int) -> ConfigError:
 def _reserve(fd: int, mapping: mmap.mmap) -> None:
     """Take every page now: a page that cannot be had later would kill the process (SIGBUS)."""
     size = len(mapping)
-    try:
-        mapping.madvise(_MADV_HUGEPAGE)
-    except OSError:
-        pass  # huge pages only make it faster
+    _ask_huge_pages(mapping)
     try:
         for start in range(0, size, _POPULATE_STEP):
             mapping.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_STEP, size - start))
@@ -180,8 +176,11 @@ def _map(handle: ArenaHandle) -> tuple[int, mmap.mmap]:
     except BaseException:
         os.close(fd)
         raise
-    try:
-        mapping.madvise(_MADV_HUGEPAGE)
-    except OSError:
-        pass
+    _ask_huge_pages(mapping)
     return fd, mapping
+
+
+def _ask_huge_pages(mapping: mmap.mmap) -> None:
+    """They only make it faster: a kernel without them is fine."""
+    with contextlib.suppress(OSError):
+        mapping.madvise(_MADV_HUGEPAGE)

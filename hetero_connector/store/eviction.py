@@ -52,11 +52,13 @@ class LeafLru:
         self._order = count()
 
     def offer(self, artifact: Artifact) -> None:
+        """See `EvictionPolicy.offer`. O(log n)."""
         if artifact not in self._in_leaves:
             self._in_leaves.add(artifact)
             heapq.heappush(self._leaves, self._entry(artifact))
 
     def pop(self, standing: Callable[[Artifact], Standing]) -> Artifact | None:
+        """See `EvictionPolicy.pop`."""
         while (artifact := self._pop(self._leaves)) is not None:
             self._in_leaves.discard(artifact)
             found = standing(artifact)
@@ -72,6 +74,7 @@ class LeafLru:
         return None
 
     def clear(self) -> None:
+        """Forget every artifact."""
         for entries in (self._leaves, self._backed, self._in_leaves, self._in_backed):
             entries.clear()
 
@@ -79,7 +82,7 @@ class LeafLru:
         return (artifact.last_used, -artifact.node.chunk.end, next(self._order), artifact)
 
     def _pop(self, heap: list[_Entry]) -> Artifact | None:
-        """The artifact with the oldest true recency: stale entries are put back where they belong."""
+        """The artifact with the oldest recency; entries used since move to their place."""
         while heap:
             last_used, *_, artifact = heap[0]
             if artifact.last_used == last_used:

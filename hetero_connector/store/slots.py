@@ -127,7 +127,8 @@ class SlotPool:
 
     def _current(self, ref: SlotRef) -> _Region:
         region = self._regions[ref.state_type]
-        assert ref.tier is self.tier and ref.slot in region.used, f"{ref} is not in use"
+        assert ref.tier is self.tier, ref
+        assert ref.slot in region.used, f"{ref} is not in use"
         assert region.generations[ref.slot] == ref.generation, f"{ref} was reused"
         return region
 

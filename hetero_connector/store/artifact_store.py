@@ -1,0 +1,220 @@
+"""`ArtifactStore`: the store an engine's scheduler talks to. See `base.Store`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hetero_connector.artifacts.index import Artifact
+from hetero_connector.artifacts.record import (
+    ArtifactId,
+    ChunkKey,
+    ChunkRange,
+    StoredChunk,
+    Tier,
+)
+from hetero_connector.errors import ConfigError, StoreClosedError
+from hetero_connector.metrics import Recorder
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.arena import Arena
+from hetero_connector.store.base import Failure, Save, StoreConfig
+from hetero_connector.store.restore import ArtifactRestore
+from hetero_connector.store.slots import SlotGeometry
+from hetero_connector.store.state import Spill, StoreState
+from hetero_connector.store.tiers import Tiers
+
+
+@dataclass(frozen=True)
+class _ReservedSave(Save):
+    artifacts: list[Artifact]
+    """Each pinned once; emptied when the save ends."""
+
+
+class ArtifactStore:
+    """Implements `base.Store`. Made by `open`; with no `ssd_dir` it lives in DRAM alone."""
+
+    def __init__(self, arena: Arena, state: StoreState) -> None:
+        """Use `open`."""
+        self.arena = arena
+        """The DRAM tier's memory; offsets in `Save` and `Restore` point into it."""
+        self._state = state
+        self._tiers = state.tiers
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        slot_bytes: Mapping[StateType, int],
+        config: StoreConfig,
+        recorder: Recorder,
+        *,
+        chunk_tokens: int,
+        fingerprint: bytes,
+        description: Mapping[str, object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> ArtifactStore:
+        """Open the tiers.
+
+        `slot_bytes`: the largest artifact of each stored state type
+        (`ArtifactLayout.max_bytes`). `chunk_tokens`: tokens of a full chunk.
+        `fingerprint` and `description` name the model; an SSD directory of another one is
+        refused. Raises ConfigError naming the key (`dram_gib`, `ssd_dir`, `ssd_gib`),
+        StoreInUseError, FormatError, StoreError.
+        """
+        geometry = _dram_geometry(slot_bytes, config.dram_bytes)
+        arena = Arena.create(geometry.size_bytes)
+        tiers = Tiers(chunk_tokens, geometry, None, recorder)
+        return cls(arena, StoreState(tiers, config, recorder, clock))
+
+    def match(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
+        """See `base.Store.match`. Takes no lock: it reads one attribute a chunk."""
+        self._check_open()
+        return self._tiers.index.match(chain)
+
+    def tails(self, parent: ChunkKey) -> tuple[int, ...]:
+        """See `base.Store.tails`."""
+        self._check_open()
+        return self._tiers.index.tails(parent)
+
+    def missing(self, chunk: ChunkRange, state_types: Sequence[StateType]) -> list[StateType]:
+        """See `base.Store.missing`."""
+        self._check_open()
+        node = self._tiers.index.nodes.get(chunk.key)
+        return [t for t in state_types if node is None or t not in node.artifacts]
+
+    def begin_restore(self, wanted: Sequence[ArtifactId]) -> ArtifactRestore:
+        """See `base.Store.begin_restore`."""
+        self._check_open()
+        with self._state.lock:
+            return ArtifactRestore(self._state, wanted)
+
+    def begin_save(self, chunk: ChunkRange, sizes: Mapping[StateType, int]) -> Save | None:
+        """See `base.Store.begin_save`.
+
+        Also None (counted as `gone`) when the parent chunk is not in the store: nobody
+        could reach the chunk. ValueError for a type or size the store was not opened for,
+        or one that is already sealed or being saved.
+        """
+        self._check_open()
+        strides = self._tiers.dram.geometry.stride_bytes
+        for kind, size_bytes in sizes.items():
+            if not 0 < size_bytes <= strides.get(kind, 0):
+                raise ValueError(f"an artifact of {kind.value} cannot have {size_bytes} bytes")
+        with self._state.lock:
+            absent = self.missing(chunk, list(sizes))
+            if not absent or len(absent) < len(sizes):
+                raise ValueError(f"nothing to save, or already saved: {list(sizes)}, {absent=}")
+            if chunk.key not in self._tiers.index.nodes and (
+                chunk.parent not in self._tiers.index.nodes
+            ):
+                self._state.fail(Failure.GONE, Tier.DRAM)
+                return None
+            return self._reserve(chunk, sizes)
+
+    def complete_save(self, save: Save) -> None:
+        """See `base.Store.complete_save`. Without effect if a `reset` came in between."""
+        state = self._state
+        with state.lock:
+            now, due_s = self._tiers.tick(), state.clock() + state.config.spill_delay_s
+            wake = not state.spills
+            for artifact in _taken(save):
+                if not artifact.forgotten:
+                    artifact.last_used = now
+                    self._tiers.index.seal(artifact)
+                    state.recorder.add(
+                        "heterocache_saved_bytes",
+                        artifact.size_bytes,
+                        state_type=artifact.state_type.value,
+                    )
+                    if state.has_io:
+                        state.spills.append(Spill(artifact, due_s))
+                self._tiers.unpin(artifact)
+            if wake and state.spills:
+                state.lock.notify()
+            state.refresh_gauges()
+
+    def abandon_save(self, save: Save) -> None:
+        """See `base.Store.abandon_save`."""
+        with self._state.lock:
+            for artifact in _taken(save):
+                if not artifact.forgotten:
+                    self._tiers.forget(artifact)
+                self._tiers.unpin(artifact)
+
+    def reset(self) -> None:
+        """See `base.Store.reset`."""
+        self._check_open()
+        state = self._state
+        with state.lock:
+            for load in list(state.loading.values()):
+                state.disown(load, Failure.GONE)
+            self._tiers.clear()
+            state.spills.clear()
+            state.lock.notify()
+
+    def flush(self, deadline_s: float) -> bool:
+        """See `base.Store.flush`."""
+        self._check_open()
+        return True
+
+    def close(self, deadline_s: float = 30.0) -> None:
+        """See `base.Store.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        self.arena.close()
+
+    def publish_gauges(self) -> None:
+        """Write occupancy into the recorder now."""
+        with self._state.lock:
+            self._tiers.publish_gauges()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if index, slots and accounts disagree."""
+        with self._state.lock:
+            self._tiers.check_integrity()
+
+    def _reserve(self, chunk: ChunkRange, sizes: Mapping[StateType, int]) -> Save | None:
+        """All slots or none. The artifacts enter the index first: that keeps their parents."""
+        index = self._tiers.index
+        artifacts = [index.add(chunk, kind, size_bytes) for kind, size_bytes in sizes.items()]
+        for artifact in artifacts:
+            artifact.pins = 1
+        for artifact in artifacts:
+            ref = self._tiers.take_dram(artifact.state_type)
+            if ref is None:
+                self._state.fail(Failure.NO_SLOT, Tier.DRAM)
+                for undone in artifacts:
+                    self._tiers.forget(undone)
+                    self._tiers.unpin(undone)
+                return None
+            self._tiers.attach(artifact, ref)
+        offsets = {a.state_type: a.dram_offset for a in artifacts}
+        return _ReservedSave(chunk, offsets, dict(sizes), artifacts)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError("the artifact store is closed")
+
+
+def _taken(save: Save) -> list[Artifact]:
+    """The artifacts of a running save, which ends with this."""
+    assert isinstance(save, _ReservedSave), "a save that this store did not begin"
+    if not save.artifacts:
+        raise ValueError(f"the save of {save.chunk} has ended before")
+    artifacts = list(save.artifacts)
+    save.artifacts.clear()
+    return artifacts
+
+
+def _dram_geometry(slot_bytes: Mapping[StateType, int], dram_bytes: int) -> SlotGeometry:
+    geometry = SlotGeometry.fit(slot_bytes, dram_bytes)
+    if not geometry.count:
+        needed = sum(geometry.stride_bytes.values())
+        raise ConfigError(
+            "dram_gib",
+            f"{dram_bytes} bytes do not hold one chunk; a chunk of this model needs {needed} "
+            f"bytes ({needed / 2**30:.3f} GiB): ask for more, or for a smaller chunk_tokens",
+        )
+    return geometry

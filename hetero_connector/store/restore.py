@@ -1,0 +1,150 @@
+"""The handle of artifacts being brought into DRAM and pinned there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hetero_connector.artifacts.index import Artifact
+from hetero_connector.artifacts.record import ArtifactId, Tier
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.base import Failure
+from hetero_connector.store.state import Load, StoreState
+
+
+class ArtifactRestore:
+    """Implements `base.Restore` over a `StoreState`. Used by the scheduler's thread."""
+
+    def __init__(self, state: StoreState, wanted: Sequence[ArtifactId]) -> None:
+        """Needs the lock. Pins what is in DRAM first, so that no slot for a read evicts it."""
+        self._state = state
+        self._offsets: dict[ArtifactId, int] = {}
+        self._failed: dict[ArtifactId, Failure] = {}
+        self._pinned: list[Artifact] = []
+        self._pending: dict[ArtifactId, Load] = {}
+        self._deadline_s = state.clock() + state.config.load_deadline_s
+        self._released = False
+        rest = self._pin_dram(wanted)
+        self._num_dram_hits = len(self._pinned)
+        for artifact_id in rest:
+            self._load(artifact_id)
+        if self._pending:
+            state.lock.notify()
+
+    @property
+    def done(self) -> bool:
+        """Whether all have arrived or failed. At the deadline what is still missing fails."""
+        if not self._pending:
+            return True
+        with self._state.lock:
+            if self._pending and self._state.clock() >= self._deadline_s:
+                self._state.fail(Failure.DEADLINE, Tier.SSD, len(self._pending))
+                self._failed.update(dict.fromkeys(self._pending, Failure.DEADLINE))
+                self._abandon_pending()
+            return not self._pending
+
+    @property
+    def offsets(self) -> Mapping[ArtifactId, int]:
+        """Arena byte offset of each artifact that arrived. Final once `done`."""
+        return self._offsets
+
+    @property
+    def failed(self) -> Mapping[ArtifactId, Failure]:
+        """Artifacts that did not arrive, and why. Final once `done`."""
+        return self._failed
+
+    def release(self) -> None:
+        """Drop the pins and mark the artifacts as used. Idempotent."""
+        state = self._state
+        with state.lock:
+            if self._released:
+                return
+            self._released = True
+            self._abandon_pending()
+            self._count_dram_hits()
+            now = state.tiers.tick()
+            unpin = state.tiers.unpin
+            for artifact in self._pinned:
+                artifact.last_used = now
+                artifact.uses += 1
+                unpin(artifact)
+            self._pinned.clear()
+
+    def arrived(self, artifact: Artifact, failure: Failure | None) -> None:
+        """Called with the lock held when a load this restore waits for has ended."""
+        artifact_id = artifact.id
+        del self._pending[artifact_id]
+        if failure is None:
+            self._pin(artifact_id, artifact)
+        else:
+            self._failed[artifact_id] = failure
+
+    def _pin_dram(self, wanted: Sequence[ArtifactId]) -> list[ArtifactId]:
+        """Pin what can be used as it lies in DRAM; returns the rest, in order."""
+        state = self._state
+        if state.config.verify == "all":
+            return list(wanted)
+        nodes, offsets, pinned = state.tiers.index.nodes, self._offsets, self._pinned
+        rest = []
+        for artifact_id in wanted:
+            key, kind = artifact_id
+            node = nodes.get(key)
+            artifact = None if node is None else node.artifacts.get(kind)
+            if artifact is not None and artifact.sealed and artifact.dram is not None:
+                artifact.pins += 1
+                pinned.append(artifact)
+                offsets[artifact_id] = artifact.dram_offset
+            else:
+                rest.append(artifact_id)
+        return rest
+
+    def _load(self, artifact_id: ArtifactId) -> None:
+        state = self._state
+        if artifact_id in self._pending:
+            return  # asked for twice
+        artifact = state.tiers.index.find(artifact_id)
+        if artifact is None or not artifact.sealed:
+            self._failed[artifact_id] = Failure.GONE
+            state.fail(Failure.GONE, Tier.DRAM)
+            return
+        load = state.loading.get(artifact)
+        if load is None:
+            load = self._start(artifact)
+        if load is None:
+            self._failed[artifact_id] = Failure.NO_SLOT
+            state.fail(Failure.NO_SLOT, Tier.DRAM)
+            return
+        load.waiting.append(self)
+        self._pending[artifact_id] = load
+
+    def _start(self, artifact: Artifact) -> Load | None:
+        """Queue a read, or a check of what is in DRAM; None if there is no slot to read into."""
+        state = self._state
+        artifact.pins += 1
+        target = None
+        if artifact.dram is None:
+            target = state.tiers.take_dram(artifact.state_type)
+            if target is None:
+                state.tiers.unpin(artifact)
+                return None
+        load = state.loading[artifact] = Load(artifact, target)
+        state.loads.append(load)
+        return load
+
+    def _count_dram_hits(self) -> None:
+        read: dict[StateType, int] = {}
+        for artifact in self._pinned[: self._num_dram_hits]:
+            kind = artifact.state_type
+            read[kind] = read.get(kind, 0) + artifact.size_bytes
+        for kind, size_bytes in read.items():
+            self._state.count_read(Tier.DRAM, kind, size_bytes)
+
+    def _pin(self, artifact_id: ArtifactId, artifact: Artifact) -> None:
+        artifact.pins += 1
+        self._pinned.append(artifact)
+        self._offsets[artifact_id] = artifact.dram_offset
+
+    def _abandon_pending(self) -> None:
+        """Wait for nothing more; the loads go on, and what they bring stays cached."""
+        for load in self._pending.values():
+            load.waiting.remove(self)
+        self._pending.clear()

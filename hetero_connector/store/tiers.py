@@ -1,0 +1,181 @@
+"""What lies where: the index, the slots of both tiers and their eviction, kept consistent.
+
+Every method needs the store's lock held. Slot life cycle: `take` reserves one (evicting
+from DRAM if needed), `attach` puts an artifact into it, `drop` and `forget` give it back;
+a DRAM slot waits for the artifact's pins, an SSD slot for the journal to forget its row
+(`Forgotten`), and either for transfers that still touch it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from hetero_connector.artifacts.index import Artifact, PrefixIndex
+from hetero_connector.artifacts.record import ArtifactId, SlotRef, Tier
+from hetero_connector.metrics import Recorder
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.eviction import EvictionPolicy, LeafLru
+from hetero_connector.store.slots import SlotGeometry, SlotPool
+
+
+@dataclass(frozen=True)
+class Forgotten:
+    """An SSD slot whose journal row must be gone before the slot may be written again."""
+
+    id: ArtifactId
+    ref: SlotRef
+
+
+class Tiers:
+    """Index, slots and eviction of DRAM and, if there is one, SSD."""
+
+    def __init__(
+        self,
+        chunk_tokens: int,
+        dram: SlotGeometry,
+        ssd: SlotGeometry | None,
+        recorder: Recorder,
+    ) -> None:
+        self.index = PrefixIndex(chunk_tokens, self._offer)
+        self.dram = SlotPool(Tier.DRAM, dram)
+        self.ssd = None if ssd is None else SlotPool(Tier.SSD, ssd)
+        self.forgotten: list[Forgotten] = []
+        """SSD slots waiting for the journal."""
+        self.journal_stale = False
+        """The whole journal must be cleared (`clear` was called)."""
+        self._recorder = recorder
+        self._policies: dict[tuple[Tier, StateType], EvictionPolicy] = {
+            (tier, t): LeafLru() for tier in (Tier.DRAM, Tier.SSD) for t in dram.stride_bytes
+        }
+        self._bytes: defaultdict[tuple[Tier, StateType], int] = defaultdict(int)
+        self._count: defaultdict[tuple[Tier, StateType], int] = defaultdict(int)
+        self._tick = 0
+
+    def tick(self) -> int:
+        """The next moment of the store's logical clock: recency without time stamps."""
+        self._tick += 1
+        return self._tick
+
+    def take_dram(self, state_type: StateType) -> SlotRef | None:
+        """A DRAM slot, evicting as needed; None if everything of the type is held."""
+        while (ref := self.dram.take(state_type)) is None:
+            victim = self._pop(Tier.DRAM, state_type)
+            if victim is None:
+                return None
+            self.drop(victim, Tier.DRAM)
+        return ref
+
+    def evict_ssd(self, state_type: StateType) -> bool:
+        """Drop the next SSD victim; its slot is free once the journal has forgotten it."""
+        victim = self._pop(Tier.SSD, state_type)
+        if victim is not None:
+            self.drop(victim, Tier.SSD)
+        return victim is not None
+
+    def attach(self, artifact: Artifact, ref: SlotRef) -> None:
+        """The artifact lies in `ref` from now."""
+        offset = self.dram.offset(ref) if ref.tier is Tier.DRAM else -1
+        self.index.attach(artifact, ref, offset)
+        self._account(artifact, ref.tier, 1)
+
+    def drop(self, artifact: Artifact, tier: Tier) -> None:
+        """Drop the copy in `tier`, and with the last copy the artifact."""
+        other = artifact.ssd if tier is Tier.DRAM else artifact.dram
+        if other is None:
+            self.forget(artifact)
+            return
+        self._account(artifact, tier, -1)
+        self._give_back(artifact.id, self.index.detach(artifact, tier))
+
+    def forget(self, artifact: Artifact) -> None:
+        """Remove it from the index; memory still pinned is given back with the last pin."""
+        self.index.remove(artifact)
+        self._forgotten(artifact)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for artifact in self.index.clear():
+            self._forgotten(artifact)
+        for policy in self._policies.values():
+            policy.clear()
+        self.journal_stale = self.ssd is not None
+
+    def unpin(self, artifact: Artifact) -> None:
+        """Drop one pin (pins are taken by adding to `artifact.pins`)."""
+        artifact.pins -= 1
+        if artifact.pins == 0:
+            if not artifact.forgotten:
+                self._offer(artifact)
+            elif artifact.dram is not None:
+                self.dram.give_back(artifact.dram)
+                artifact.dram = None
+
+    def publish_gauges(self) -> None:
+        """Write occupancy into the recorder."""
+        pools = [self.dram] if self.ssd is None else [self.dram, self.ssd]
+        for pool in pools:
+            tier = pool.tier
+            self._recorder.set(
+                "heterocache_capacity_bytes", pool.geometry.size_bytes, tier=tier.value
+            )
+            for kind in pool.geometry.stride_bytes:
+                labels = {"tier": tier.value, "state_type": kind.value}
+                self._recorder.set("heterocache_bytes", self._bytes[tier, kind], **labels)
+                self._recorder.set("heterocache_artifacts", self._count[tier, kind], **labels)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless index, slots and accounts agree."""
+        self.index.check_integrity()
+        occupied: defaultdict[Tier, set[SlotRef]] = defaultdict(set)
+        size: defaultdict[tuple[Tier, StateType], int] = defaultdict(int)
+        for artifact in self.index.artifacts():
+            for ref in (artifact.dram, artifact.ssd):
+                if ref is not None:
+                    assert ref not in occupied[ref.tier], "two artifacts in one slot"
+                    occupied[ref.tier].add(ref)
+                    size[ref.tier, ref.state_type] += artifact.size_bytes
+        assert size == {k: v for k, v in self._bytes.items() if v}, "accounts disagree"
+        for pool in (self.dram, self.ssd):
+            if pool is not None:
+                pool.check_integrity()
+                for kind in pool.geometry.stride_bytes:
+                    stored = sum(r.state_type is kind for r in occupied[pool.tier])
+                    assert stored <= pool.used(kind)
+
+    def _offer(self, artifact: Artifact) -> None:
+        if artifact.pins or not artifact.sealed:
+            return  # offered again when the last pin goes
+        if artifact.dram is not None:
+            self._policies[Tier.DRAM, artifact.state_type].offer(artifact)
+        if artifact.ssd is not None:
+            self._policies[Tier.SSD, artifact.state_type].offer(artifact)
+
+    def _pop(self, tier: Tier, state_type: StateType) -> Artifact | None:
+        victim = self._policies[tier, state_type].pop(lambda a: self.index.standing(a, tier))
+        if victim is not None:
+            self._recorder.add(
+                "heterocache_evictions", tier=tier.value, state_type=state_type.value
+            )
+        return victim
+
+    def _forgotten(self, artifact: Artifact) -> None:
+        if artifact.dram is not None:
+            self._account(artifact, Tier.DRAM, -1)
+            if not artifact.pins:
+                self.dram.give_back(artifact.dram)
+                artifact.dram = None
+        if artifact.ssd is not None:
+            self._account(artifact, Tier.SSD, -1)
+            self._give_back(artifact.id, artifact.ssd)
+            artifact.ssd = None
+
+    def _give_back(self, artifact_id: ArtifactId, ref: SlotRef) -> None:
+        if ref.tier is Tier.DRAM:
+            self.dram.give_back(ref)
+        else:
+            self.forgotten.append(Forgotten(artifact_id, ref))
+
+    def _account(self, artifact: Artifact, tier: Tier, step: int) -> None:
+        self._bytes[tier, artifact.state_type] += step * artifact.size_bytes
+        self._count[tier, artifact.state_type] += step
