@@ -11,7 +11,7 @@ There is no header and no padding, so the size is pure arithmetic.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from hetero_connector.spec.model_spec import LayerSpec, ModelSpec
 from hetero_connector.spec.state_types import Family, StateType
@@ -45,11 +45,18 @@ class ArtifactLayout:
         self.model = model
         self.chunk_tokens = chunk_tokens
 
+        self._segments = lru_cache(maxsize=4096)(self._compute_segments)
+
     def segments(self, state_type: StateType, start: int, end: int) -> tuple[Segment, ...]:
         """Segments of the artifact of `state_type` over tokens [start, end), one rank's share.
 
         `start` and `end` are multiples of the model's alignment.
         """
+        return self._segments(state_type, start, end)
+
+    def _compute_segments(
+        self, state_type: StateType, start: int, end: int
+    ) -> tuple[Segment, ...]:
         segments, offset = [], 0
         for layer in self.model.layers_of(state_type):
             pages = layer.pages_needed(start, end)

@@ -118,6 +118,22 @@ class ModelSpec:
         """Stored layers of one state type, in model order."""
         return (layer for layer in self.stored_layers if layer.state_type is state_type)
 
+    @cached_property
+    def page_groups(self) -> dict[StateType, tuple[LayerSpec, ...]]:
+        """For each stored type, one layer per cache group: the one that needs most pages.
+
+        Layers of a group share a block table, so page ranges are a matter of the group.
+        """
+        widest: dict[tuple[StateType, int], LayerSpec] = {}
+        for layer in self.stored_layers:
+            key = (layer.state_type, layer.group)
+            if key not in widest or layer.boundary_tokens > widest[key].boundary_tokens:
+                widest[key] = layer
+        return {
+            t: tuple(x for (state_type, _), x in widest.items() if state_type is t)
+            for t in self.state_types
+        }
+
     @property
     def bytes_per_token(self) -> float:
         """Useful prefix-proportional bytes per token on one rank."""

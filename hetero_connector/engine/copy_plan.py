@@ -1,0 +1,119 @@
+"""From "these artifacts, these block tables" to the fewest possible copies per layer.
+
+Neighbouring chunks usually lie in neighbouring slots, and their pages follow each other
+in the block table, so one strided assignment moves a layer's pages of many chunks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero_connector.artifacts.layout import ArtifactLayout, Segment
+from hetero_connector.engine.messages import ArtifactCopy, Blocks, PageCopy
+from hetero_connector.engine.pages import ArenaRows, IndexArray
+from hetero_connector.spec import StateType
+
+LayerCopies = dict[str, list[tuple[ArenaRows, IndexArray]]]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Artifacts of one shape in evenly spaced slots."""
+
+    artifacts: Sequence[ArtifactCopy]
+    stride: int
+
+
+def plan_copies(layout: ArtifactLayout, rank: int, copy: PageCopy) -> LayerCopies:
+    """Every copy of `copy` on this rank, by layer name.
+
+    Null pages (block id 0) and pages outside the given blocks are left out.
+    """
+    plan: LayerCopies = defaultdict(list)
+    by_type: dict[StateType, list[ArtifactCopy]] = defaultdict(list)
+    for artifact in copy.artifacts:
+        by_type[artifact.state_type].append(artifact)
+    for state_type, artifacts in by_type.items():
+        tables = {
+            group: (blocks.first_page, np.asarray(blocks.ids, dtype=np.int64))
+            for (t, group), blocks in copy.blocks.items()
+            if t is state_type
+        }
+        for run in _runs(layout, artifacts):
+            _plan_run(layout, rank, run, tables, plan)
+    return dict(plan)
+
+
+def _runs(layout: ArtifactLayout, artifacts: list[ArtifactCopy]) -> Iterator[_Run]:
+    """Split into runs of equal page counts and equal distance between offsets."""
+    start = 0
+    while start < len(artifacts):
+        shape = _shape(layout, artifacts[start])
+        end, stride = start + 1, 0
+        while end < len(artifacts) and _shape(layout, artifacts[end]) == shape:
+            step = artifacts[end].offset - artifacts[end - 1].offset
+            if step <= 0 or (stride and step != stride):
+                break
+            stride, end = step, end + 1
+        yield _Run(artifacts[start:end], stride)
+        start = end
+
+
+def _shape(layout: ArtifactLayout, artifact: ArtifactCopy) -> tuple[int, ...]:
+    return tuple(segment.num_pages for segment in _segments(layout, artifact))
+
+
+def _segments(layout: ArtifactLayout, artifact: ArtifactCopy) -> tuple[Segment, ...]:
+    return layout.segments(artifact.state_type, artifact.start, artifact.end)
+
+
+def _plan_run(
+    layout: ArtifactLayout,
+    rank: int,
+    run: _Run,
+    tables: dict[int, tuple[int, IndexArray]],
+    plan: LayerCopies,
+) -> None:
+    first = run.artifacts[0]
+    segments = _segments(layout, first)
+    base = first.offset + rank * sum(s.size_bytes for s in segments)
+    ids_of_group: dict[tuple[int, int, int], IndexArray] = {}
+    for index, segment in enumerate(segments):
+        if not segment.num_pages:
+            continue
+        key = (segment.layer.group, segment.first_page, segment.num_pages)
+        if key not in ids_of_group:
+            firsts = [_segments(layout, a)[index].first_page for a in run.artifacts]
+            ids_of_group[key] = _block_ids(firsts, segment.num_pages, tables[key[0]])
+        ids = ids_of_group[key]
+        offset = base + segment.offset
+        plan[segment.layer.layer].extend(_valid_copies(segment, offset, run.stride, ids))
+
+
+def _block_ids(firsts: list[int], pages: int, table: tuple[int, IndexArray]) -> IndexArray:
+    """`[artifacts, pages]` block ids; 0 where the page is outside the table."""
+    table_start, ids = table
+    positions = np.asarray(firsts)[:, None] - table_start + np.arange(pages)[None, :]
+    inside = (positions >= 0) & (positions < len(ids))
+    clipped = np.clip(positions, 0, max(0, len(ids) - 1))
+    return np.where(inside, ids[clipped] if len(ids) else 0, 0)
+
+
+def _valid_copies(
+    segment: Segment, offset: int, stride: int, ids: IndexArray
+) -> Iterator[tuple[ArenaRows, IndexArray]]:
+    """One copy if no page is null, else one for each stretch of pages that are not."""
+    count, pages = ids.shape
+    if ids.all():
+        yield ArenaRows(offset, stride, count, pages), ids.reshape(-1)
+        return
+    for row in range(count):
+        valid = np.flatnonzero(ids[row])
+        for stretch in np.split(valid, np.flatnonzero(np.diff(valid) > 1) + 1):
+            if len(stretch):
+                start = offset + row * stride + int(stretch[0]) * segment.layer.page_bytes
+                yield ArenaRows(start, 0, 1, len(stretch)), ids[row, stretch]

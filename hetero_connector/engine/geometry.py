@@ -1,0 +1,167 @@
+"""vLLM's per-layer KV cache specs -> `ModelSpec`.
+
+Taken from the worker's `KVCacheConfig`: the scheduler's copy keeps only the first
+layer's spec of each group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.v1 import kv_cache_interface as kvi
+
+from hetero_connector.errors import UnsupportedModelError
+from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+_HCA_RATIO = 128
+_INDEXER_SUFFIX = ".indexer.k_cache"
+
+
+@dataclass(frozen=True)
+class _Role:
+    """What a cache layer holds and when it is needed again."""
+
+    state_type: StateType
+    rule: RestoreRule
+    window: int | None = None
+    boundary_tokens: int = 0
+
+
+def model_spec(config: KVCacheConfig, tp_size: int = 1) -> ModelSpec:
+    """Read the geometry of every cache layer of this rank.
+
+    Raises `UnsupportedModelError` naming the layer for a spec class the package does
+    not know: storing state it does not understand could serve wrong bytes.
+    """
+    ratios = {
+        name: int(spec.tokens_per_state)
+        for _, name, spec in _layer_specs(config)
+        if isinstance(spec, kvi.MLAAttentionSpec)
+    }
+    layers = tuple(
+        _layer(group, name, spec, _role(name, spec, transferred, ratios))
+        for (group, name, spec), transferred in zip(
+            _layer_specs(config), _transferred(config), strict=True
+        )
+    )
+    return ModelSpec(layers=layers, alignment=_alignment(config, layers), tp_size=tp_size)
+
+
+def _layer_specs(config: KVCacheConfig) -> Iterator[tuple[int, str, KVCacheSpec]]:
+    for index, group in enumerate(config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        for name in group.layer_names:
+            if isinstance(spec, kvi.UniformTypeKVCacheSpecs):
+                yield index, name, spec.kv_cache_specs[name]
+            else:
+                yield index, name, spec
+
+
+def _transferred(config: KVCacheConfig) -> Iterator[bool]:
+    for group in config.kv_cache_groups:
+        for _ in group.layer_names:
+            yield group.enable_kv_transfer
+
+
+def _alignment(config: KVCacheConfig, layers: tuple[LayerSpec, ...]) -> int:
+    blocks = {x.block_tokens for x in layers if x.restore_rule is not RestoreRule.NOTHING}
+    return math.lcm(config.cache_hit_alignment_tokens or 1, *blocks)
+
+
+def _role(name: str, spec: KVCacheSpec, transferred: bool, ratios: dict[str, int]) -> _Role:
+    if not transferred or not spec.prefix_cacheable:
+        # Per-request scratch (ring buffers, replayed windows): the engine rebuilds it.
+        return _Role(StateType.TAIL_STATE, RestoreRule.NOTHING)
+    if isinstance(spec, kvi.HiddenStateCacheSpec | kvi.RSWASpec | kvi.SinkFullAttentionSpec):
+        raise _unsupported(name, spec)
+    if isinstance(spec, kvi.MLAAttentionSpec):
+        return _Role(_mla_type(name, spec), RestoreRule.EVERY_TOKEN)
+    if isinstance(spec, kvi.FullAttentionSpec):
+        return _Role(StateType.DENSE_KV, RestoreRule.EVERY_TOKEN, spec.sliding_window)
+    if isinstance(spec, kvi.SlidingWindowMLASpec) and "compressor" in name:
+        return _compressor_state(name, spec, ratios)
+    if isinstance(spec, kvi.SlidingWindowSpec):
+        window = spec.sliding_window
+        # The token at the boundary itself is still to be computed, hence W - 1.
+        needed = window - 1 + spec.extra_retained_tokens
+        return _Role(StateType.WINDOW_SWA, RestoreRule.WINDOW, window, needed)
+    if isinstance(spec, kvi.ChunkedLocalAttentionSpec):
+        chunk = spec.attention_chunk_size
+        return _Role(StateType.CHUNKED_LOCAL, RestoreRule.CHUNK_START, chunk)
+    if isinstance(spec, kvi.MambaSpec):
+        return _Role(StateType.RECURRENT, RestoreRule.AT_BOUNDARY)
+    if isinstance(spec, kvi.EncoderOnlyAttentionSpec):
+        return _Role(StateType.DENSE_KV, RestoreRule.NOTHING)
+    raise _unsupported(name, spec)
+
+
+def _mla_type(name: str, spec: kvi.MLAAttentionSpec) -> StateType:
+    """Dense MLA, or DeepSeek-V4's compressed states, told apart by role and ratio."""
+    ratio = int(spec.tokens_per_state)
+    if ratio == 1:
+        return StateType.MLA_LATENT
+    if spec.cache_role is kvi.SparseCacheRole.INDEXER or name.endswith(_INDEXER_SUFFIX):
+        return StateType.COMPRESSED_CSA_INDEX
+    return (
+        StateType.COMPRESSED_HCA if ratio >= _HCA_RATIO else StateType.COMPRESSED_CSA_MAIN
+    )
+
+
+def _compressor_state(
+    name: str, spec: kvi.SlidingWindowMLASpec, ratios: dict[str, int]
+) -> _Role:
+    """Rows of a compression block that is not finished.
+
+    A window of one ratio holds only the open block, which is empty at an aligned
+    boundary; a window of two ratios (CSA) also holds the previous block, with which
+    the next one overlaps. So `window - ratio` tokens are read after a boundary.
+    """
+    stem = name.split(".compressor")[0]
+    ratio = ratios.get(stem) or ratios.get(stem + ".k_cache")
+    if ratio is None:
+        raise UnsupportedModelError(
+            f"compressor state {name!r} belongs to no compressed layer this package knows "
+            f"(looked for {stem!r}); please report the model"
+        )
+    needed = spec.sliding_window - ratio
+    return _Role(StateType.TAIL_STATE, RestoreRule.WINDOW, spec.sliding_window, needed)
+
+
+def _layer(group: int, name: str, spec: KVCacheSpec, role: _Role) -> LayerSpec:
+    page_bytes = spec.page_size_bytes
+    useful = getattr(spec, "real_page_size_bytes", page_bytes)
+    tokens_per_state = getattr(spec, "tokens_per_state", 1)
+    dtype = getattr(spec, "dtype", None)
+    return LayerSpec(
+        layer=name,
+        group=group,
+        state_type=role.state_type,
+        tokens_per_state=max(1, int(tokens_per_state)),
+        block_tokens=spec.block_size,
+        page_bytes=useful,
+        page_stride_bytes=page_bytes,
+        dtype=str(dtype).removeprefix("torch.") if dtype is not None else "uint8",
+        restore_rule=role.rule,
+        window=role.window,
+        boundary_tokens=role.boundary_tokens,
+        replicated=_replicated(spec),
+    )
+
+
+def _replicated(spec: KVCacheSpec) -> bool:
+    return getattr(spec, "max_tp_shards", None) == 1 or getattr(spec, "tp_replicated", False)
+
+
+def _unsupported(name: str, spec: KVCacheSpec) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"layer {name!r} keeps its state as {type(spec).__name__}, which HeteroConnector cannot "
+        "store and restore exactly. Serve this model without the connector (drop "
+        "--kv-transfer-config), or report the model so that the kind can be added to "
+        "hetero_connector/engine/geometry.py"
+    )

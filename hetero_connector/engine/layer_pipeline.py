@@ -1,0 +1,76 @@
+"""Layer-wise loading: a second thread runs ahead of the forward pass.
+
+The forward asks for layer after layer (`ensure`). A layer that the background thread
+has not reached is copied by the asker itself, so waiting never wastes a core and the
+forward never waits for more than one layer's copy.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+Job = Callable[[], None]
+
+
+class LayerPipeline:
+    """Runs one job per layer, each exactly once, in order but for those asked for early."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="heterocache-load")
+        self._lock = threading.Lock()
+        self._jobs: dict[str, Job] = {}
+        self._running: dict[str, threading.Event] = {}
+        self._background: Future[None] | None = None
+
+    def start(self, jobs: Sequence[tuple[str, Job]], overlap: bool) -> None:
+        """Queue the jobs, layer by layer; with `overlap` start running them at once."""
+        assert not self._jobs, "the last step's layers were never drained"
+        self._jobs.update(jobs)
+        if overlap and self._jobs:
+            self._background = self._executor.submit(self._run_ahead)
+
+    def ensure(self, layer: str) -> None:
+        """Return when the layer's job has run; raises what it raised."""
+        if not self._jobs and not self._running:
+            return
+        if not self._run(layer):
+            event = self._running.get(layer)
+            if event is not None:
+                event.wait()
+
+    def drain(self) -> None:
+        """Run what is left and wait for the background thread; raises what a job raised."""
+        self._run_ahead()
+        if self._background is not None:
+            self._background.result()
+            self._background = None
+
+    def close(self) -> None:
+        """Stop the thread. What is queued is dropped."""
+        self._jobs.clear()
+        self._executor.shutdown()
+
+    def _run(self, layer: str) -> bool:
+        """Run the layer's job here, if nobody has taken it."""
+        with self._lock:
+            job = self._jobs.pop(layer, None)
+            if job is None:
+                return False
+            done = self._running[layer] = threading.Event()
+        try:
+            job()
+        finally:
+            with self._lock:
+                del self._running[layer]
+            done.set()
+        return True
+
+    def _run_ahead(self) -> None:
+        while (layer := self._next()) is not None:
+            self._run(layer)
+
+    def _next(self) -> str | None:
+        with self._lock:
+            return next(iter(self._jobs), None)

@@ -1,0 +1,95 @@
+"""What the two sides say to each other, once per engine step.
+
+Everything here is pickled when workers live in processes of their own, so it is plain
+values: no tensors, no store objects.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from hetero_connector.spec import StateType
+from hetero_connector.store.arena import ArenaHandle
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Part of one request's block table in one KV cache group.
+
+    `ids[i]` is the engine's block of page `first_page + i`; pages outside, and null
+    blocks (id 0), must not be touched.
+    """
+
+    first_page: int
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class ArtifactCopy:
+    """One artifact's place in the arena."""
+
+    state_type: StateType
+    start: int
+    end: int
+    offset: int
+    """Arena byte offset of the artifact (rank 0's share first)."""
+
+
+@dataclass(frozen=True)
+class PageCopy:
+    """Copies of one request between its pages and the arena.
+
+    `blocks` maps (state type, group) to the pages in question; one entry spans all
+    the artifacts of that state type.
+    """
+
+    artifacts: list[ArtifactCopy]
+    blocks: dict[tuple[StateType, int], Blocks]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Arena -> pages. A parked load is answered between steps, in `finished_recving`."""
+
+    request_id: str
+    copy: PageCopy
+    parked: bool
+
+
+@dataclass(frozen=True)
+class Save:
+    """Pages -> arena. `save_ids` name the store's reservations that it completes."""
+
+    save_ids: list[int]
+    copy: PageCopy
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """Scheduler side -> worker side."""
+
+    arena: ArenaHandle | None = None
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    """Copied layer by layer as this step's forward fills the pages."""
+    early_saves: list[Save] = field(default_factory=list)
+    """Pages of finished requests, already freed: copied before anything may overwrite them."""
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """Worker side -> scheduler side: how many ranks finished each save and load."""
+
+    saved: Counter[int] = field(default_factory=Counter)
+    loaded: Counter[str] = field(default_factory=Counter)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        """Add another rank's report."""
+        assert isinstance(other, WorkerReport)
+        return WorkerReport(self.saved + other.saved, self.loaded + other.loaded)

@@ -1,0 +1,183 @@
+"""The engine's KV pages as copyable memory: views, and copies to and from the arena.
+
+A layer's pages are `[num_blocks, ...]` with strides of the engine's choosing; only the
+useful bytes of a page are ever read or written. `HostPages` copies with numpy, which
+releases the GIL, so a second thread can run ahead of the forward pass; `DevicePages`
+goes through pinned memory on a stream of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hetero_connector.errors import UnsupportedModelError
+from hetero_connector.spec import LayerSpec
+
+ByteArray = npt.NDArray[np.uint8]
+IndexArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ArenaRows:
+    """Rows of useful page bytes in the arena: `count` runs of `pages` pages each.
+
+    Run `i` starts at byte `offset + i * stride`; its pages lie back to back.
+    """
+
+    offset: int
+    stride: int
+    count: int
+    pages: int
+
+
+class Pages(Protocol):
+    """One layer's pages. Block ids are in the engine's numbering."""
+
+    def load(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
+        """Arena -> pages. `block_ids` has `rows.count * rows.pages` entries."""
+        ...
+
+    def save(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
+        """Pages -> arena."""
+        ...
+
+
+def page_view(spec: LayerSpec, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """`cache` as `[num_blocks, ...] uint8`, sharing its memory.
+
+    Raises `UnsupportedModelError` if a page's bytes are not what the spec says, which
+    would mean that this package misunderstands the layer.
+    """
+    if cache.shape[0] != num_blocks:
+        # Kernel blocks subdivide a manager block (vLLM's group_kernel_blocks).
+        cache = cache.unflatten(0, (num_blocks, -1))
+    view = cache.view(torch.uint8) if cache.dtype != torch.uint8 else cache
+    page_bytes = view[0].numel()
+    if page_bytes != spec.page_bytes:
+        raise UnsupportedModelError(
+            f"layer {spec.layer!r}: a page holds {page_bytes} bytes where its spec says "
+            f"{spec.page_bytes}; please report this model and vLLM version"
+        )
+    return view
+
+
+class HostPages:
+    """Pages in host memory (the CPU backend)."""
+
+    def __init__(self, view: torch.Tensor) -> None:
+        pages: ByteArray = view.numpy()
+        page_shape = pages.shape[1:]
+        dense = pages[0].flags.c_contiguous
+        if dense:
+            size = int(np.prod(page_shape))
+            pages = np.lib.stride_tricks.as_strided(
+                pages, (pages.shape[0], size), (pages.strides[0], 1)
+            )
+        self._pages = _widest(pages) if dense else pages
+        self._page_shape = self._pages.shape[1:]
+        self._dtype = self._pages.dtype
+        self._page_bytes = int(np.prod(page_shape))
+
+    def load(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
+        """Arena -> pages."""
+        source = self._arena_view(arena, rows)
+        first = _run_start(block_ids)
+        if first is not None:
+            target = self._pages[first : first + len(block_ids)]
+            target.reshape(rows.count, rows.pages, *self._page_shape)[...] = source
+        else:
+            self._pages[block_ids.reshape(rows.count, rows.pages)] = source
+
+    def save(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
+        """Pages -> arena."""
+        target = self._arena_view(arena, rows)
+        first = _run_start(block_ids)
+        if first is not None:
+            source = self._pages[first : first + len(block_ids)]
+            target[...] = source.reshape(rows.count, rows.pages, *self._page_shape)
+        else:
+            target[...] = self._pages[block_ids.reshape(rows.count, rows.pages)]
+
+    def _arena_view(self, arena: ByteArray, rows: ArenaRows) -> npt.NDArray[np.generic]:
+        """`[count, pages, *page]` over the arena, no copy."""
+        end = rows.offset + (rows.count - 1) * rows.stride + rows.pages * self._page_bytes
+        flat = arena[rows.offset : end]
+        view = np.lib.stride_tricks.as_strided(
+            flat,
+            (rows.count, rows.pages, self._page_bytes),
+            (rows.stride, self._page_bytes, 1),
+        )
+        return view.view(self._dtype).reshape(rows.count, rows.pages, *self._page_shape)
+
+
+class DevicePages:
+    """Pages in device memory: gathered and scattered on a side stream, through pinned rows.
+
+    The arena is pinned once per process (`pin`), so the copies are asynchronous; the
+    caller orders them against the forward pass with the stream.
+    """
+
+    def __init__(self, view: torch.Tensor, stream: torch.Stream | None) -> None:
+        self._view = view
+        self._stream = stream
+        self._page_bytes = view[0].numel()
+
+    def load(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
+        """Arena -> pages."""
+        with torch.inference_mode(), _on(self._stream):
+            ids = torch.from_numpy(block_ids).to(self._view.device, non_blocking=True)
+            for run in range(rows.count):
+                host = self._host_rows(arena, rows, run)
+                rows_on_device = host.to(self._view.device, non_blocking=True)
+                part = ids[run * rows.pages : (run + 1) * rows.pages]
+                self._view.index_copy_(0, part, rows_on_device.view(-1, *self._view.shape[1:]))
+
+    def save(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
+        """Pages -> arena."""
+        with torch.inference_mode(), _on(self._stream):
+            ids = torch.from_numpy(block_ids).to(self._view.device, non_blocking=True)
+            for run in range(rows.count):
+                part = ids[run * rows.pages : (run + 1) * rows.pages]
+                gathered = self._view.index_select(0, part).view(rows.pages, self._page_bytes)
+                self._host_rows(arena, rows, run).copy_(gathered, non_blocking=True)
+
+    def _host_rows(self, arena: ByteArray, rows: ArenaRows, run: int) -> torch.Tensor:
+        start = rows.offset + run * rows.stride
+        flat = arena[start : start + rows.pages * self._page_bytes]
+        return torch.from_numpy(flat).view(rows.pages, self._page_bytes)
+
+
+def _on(stream: torch.Stream | None) -> torch.Stream | _NoStream:
+    return stream if stream is not None else _NoStream()
+
+
+class _NoStream:
+    """Stands in for a stream where the device has none (CPU tensors in tests)."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _run_start(block_ids: IndexArray) -> int | None:
+    """First id if the ids are consecutive: then one slice copy does the work of many."""
+    first = int(block_ids[0])
+    if int(block_ids[-1]) - first != len(block_ids) - 1:
+        return None
+    return first if bool((np.diff(block_ids) == 1).all()) else None
+
+
+def _widest(pages: ByteArray) -> npt.NDArray[np.generic]:
+    """The same rows in the widest integers that fit: fancy indexing moves whole elements."""
+    stride, size = pages.strides[0], pages.shape[1]
+    address = pages.__array_interface__["data"][0]
+    for dtype in (np.uint64, np.uint32, np.uint16):
+        width = np.dtype(dtype).itemsize
+        if not (stride % width or size % width or address % width):
+            return pages.view(dtype)
+    return pages

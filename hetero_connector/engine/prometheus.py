@@ -1,0 +1,105 @@
+"""The recorder's payload as vLLM connector stats and Prometheus metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from hetero_connector.metrics import COUNTERS, GAUGES, TIMINGS, Payload, merge, split_key
+
+_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+
+METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "heterocache_hits": ("Requests that restored anything.", ()),
+    "heterocache_hit_tokens": ("Tokens restored, by the slowest tier needed.", ("tier",)),
+    "heterocache_restored_tokens": ("Tokens restored, by state.", ("tier", "state_type")),
+    "heterocache_restored_bytes": ("Useful bytes restored.", ("tier", "state_type")),
+    "heterocache_restores_shortened": ("Restores replanned after a failed artifact.", ()),
+    "heterocache_saved_bytes": ("Useful bytes sealed in DRAM.", ("state_type",)),
+    "heterocache_saves_dropped": ("Saves given up, by cause.", ("cause",)),
+    "heterocache_spilled_bytes": ("Useful bytes written to SSD.", ("state_type",)),
+    "heterocache_read_bytes": ("Useful bytes read into DRAM.", ("tier", "state_type")),
+    "heterocache_evictions": ("Artifacts evicted.", ("tier", "state_type")),
+    "heterocache_failures": ("Failed transfers and checks; each is a miss.", ("cause", "tier")),
+    "heterocache_bytes": ("Useful bytes stored.", ("tier", "state_type")),
+    "heterocache_artifacts": ("Artifacts stored.", ("tier", "state_type")),
+    "heterocache_capacity_bytes": ("Capacity of the tier.", ("tier",)),
+    "heterocache_stage_seconds": ("From the match to everything in DRAM.", ()),
+    "heterocache_load_seconds": ("Pages written by a step's loads.", ()),
+    "heterocache_save_seconds": ("Pages read by a step's saves.", ()),
+    "heterocache_ssd_read_seconds": ("One batch read from SSD.", ()),
+    "heterocache_ssd_write_seconds": ("One batch written to SSD.", ()),
+}
+"""Every metric: its help text and its labels (besides vLLM's own)."""
+
+
+@dataclass
+class HeteroStats(KVConnectorStats):
+    """A `metrics.Payload` in vLLM's envelope."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add another rank's or step's payload."""
+        merge(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """One line for vLLM's periodic log."""
+        counters = self.data.get(COUNTERS, {})
+        line: dict[str, int | float] = {}
+        for key, value in counters.items():
+            name, labels = split_key(key)
+            short = name.removeprefix("heterocache_")
+            if "tier" in labels:
+                short += f" {labels['tier']}"
+            line[short] = line.get(short, 0) + value
+        return line
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to report."""
+        return not self.data
+
+
+class HeteroPromMetrics(KVConnectorPromMetrics):
+    """Registers `METRICS` on vLLM's `/metrics` and feeds them from the payloads."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._series = {name: self._create(name) for name in METRICS}
+
+    def observe(self, transfer_stats_data: Payload, engine_idx: int = 0) -> None:
+        """Record one payload."""
+        for key, value in transfer_stats_data.get(COUNTERS, {}).items():
+            self._child(key, engine_idx).inc(value)
+        for key, value in transfer_stats_data.get(GAUGES, {}).items():
+            self._child(key, engine_idx).set(value)
+        for key, samples in transfer_stats_data.get(TIMINGS, {}).items():
+            child = self._child(key, engine_idx)
+            for seconds in samples:
+                child.observe(seconds)
+
+    def _create(self, name: str) -> Any:
+        help_text, labels = METRICS[name]
+        names = [*self._labelnames, *labels]
+        if name.endswith("_seconds"):
+            return self._histogram_cls(name, help_text, names, buckets=_BUCKETS)
+        if name in ("heterocache_bytes", "heterocache_artifacts", "heterocache_capacity_bytes"):
+            return self._gauge_cls(name, help_text, names)
+        return self._counter_cls(name, help_text, names)
+
+    def _child(self, key: str, engine_idx: int) -> Any:
+        name, labels = split_key(key)
+        values = [labels[label] for label in METRICS[name][1]]
+        return self._series[name].labels(*self.per_engine_labelvalues[engine_idx], *values)
+
+

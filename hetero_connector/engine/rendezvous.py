@@ -1,0 +1,121 @@
+"""How the scheduler side learns the workers' geometry before the first request.
+
+vLLM builds the workers, with their KV caches, before the scheduler, and hands the
+scheduler a reduced copy of their geometry. Each worker therefore leaves its own in a
+small file, named after the engine and its process; the scheduler side reads the files
+of itself and its children. vLLM's own handshake is not used because `MultiConnector`
+forwards it to one child only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero_connector.errors import StoreError, UnsupportedModelError
+from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
+
+_PATIENCE_S = 30.0
+
+
+@dataclass(frozen=True)
+class WorkerGeometry:
+    """What one rank tells about itself."""
+
+    rank: int
+    model: ModelSpec
+    attention_backends: tuple[str, ...]
+    device: str
+
+
+def announce(engine_id: str, geometry: WorkerGeometry) -> None:
+    """Leave this rank's geometry for the scheduler side of the same engine."""
+    path = _directory() / f"{engine_id}.{geometry.rank}.{os.getpid()}.json"
+    document = {"pid": os.getpid(), "parent": os.getppid(), "geometry": _encode(geometry)}
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(document))
+    partial.replace(path)
+
+
+def gather(engine_id: str, world_size: int, patience_s: float = _PATIENCE_S) -> list[WorkerGeometry]:
+    """Every rank's geometry, by rank; the files are removed.
+
+    Raises `StoreError` when a rank has not announced itself: its worker runs on another
+    host, or not under this process.
+    """
+    deadline = time.monotonic() + patience_s
+    found: dict[int, WorkerGeometry] = {}
+    while len(found) < world_size:
+        found.update(_collect(engine_id))
+        if len(found) < world_size:
+            if time.monotonic() > deadline:
+                raise StoreError(
+                    f"only {len(found)} of {world_size} workers announced their KV caches. "
+                    "HeteroConnector needs every worker on this host, started by the engine "
+                    "itself: use --distributed-executor-backend uni or mp on one node"
+                )
+            time.sleep(0.01)
+    ranks = [found[rank] for rank in sorted(found)]
+    _check_equal(ranks)
+    return ranks
+
+
+def _directory() -> Path:
+    path = Path(tempfile.gettempdir()) / f"heterocache-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.stat().st_uid != os.getuid():
+        raise StoreError(f"{path} belongs to another user; remove it or set TMPDIR")
+    return path
+
+
+def _collect(engine_id: str) -> dict[int, WorkerGeometry]:
+    found = {}
+    for path in _directory().glob(f"{engine_id}.*.json"):
+        try:
+            document = json.loads(path.read_text())
+        except FileNotFoundError:
+            continue  # another engine of the same id took its own file
+        if os.getpid() in (document["pid"], document["parent"]):
+            geometry = _decode(document["geometry"])
+            found[geometry.rank] = geometry
+            path.unlink(missing_ok=True)
+    return found
+
+
+def _check_equal(ranks: list[WorkerGeometry]) -> None:
+    for other in ranks[1:]:
+        if other.model != ranks[0].model:
+            raise UnsupportedModelError(
+                f"tensor-parallel ranks 0 and {other.rank} hold different KV geometry; "
+                "HeteroConnector needs equal shards. Use a tensor-parallel size that divides "
+                "the number of KV heads"
+            )
+
+
+def _encode(geometry: WorkerGeometry) -> dict[str, Any]:
+    return asdict(geometry)
+
+
+def _decode(document: dict[str, Any]) -> WorkerGeometry:
+    model = document["model"]
+    layers = tuple(
+        LayerSpec(
+            **{
+                **layer,
+                "state_type": StateType(layer["state_type"]),
+                "restore_rule": RestoreRule(layer["restore_rule"]),
+            }
+        )
+        for layer in model["layers"]
+    )
+    return WorkerGeometry(
+        rank=document["rank"],
+        model=ModelSpec(layers, model["alignment"], model["tp_size"]),
+        attention_backends=tuple(document["attention_backends"]),
+        device=document["device"],
+    )

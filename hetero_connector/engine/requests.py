@@ -1,0 +1,87 @@
+"""What the scheduler side remembers of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+from hetero_connector.artifacts.canonical import encode
+from hetero_connector.artifacts.chain import ChainHasher, RequestChain
+from hetero_connector.artifacts.identity import lora_digest
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from hetero_connector.engine.restoring import PendingRestore
+
+
+class LoraDigests:
+    """Content digest of each adapter, pinned when its id is first seen.
+
+    vLLM keeps the weights it loaded under an adapter id even if the files change, so
+    the digest is taken once per id.
+    """
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, bytes] = {}
+
+    def of(self, request: Request) -> bytes:
+        """b"" for a request without an adapter. Raises OSError if the files are gone."""
+        lora = request.lora_request
+        if lora is None:
+            return b""
+        if lora.lora_int_id not in self._by_id:
+            self._by_id[lora.lora_int_id] = lora_digest(Path(lora.lora_path))
+        return self._by_id[lora.lora_int_id]
+
+
+def extra_keys(request: Request, lora: bytes) -> Callable[[int, int], bytes]:
+    """What besides tokens identifies this request's state (vLLM's own extra keys, and LoRA)."""
+    if not (lora or request.mm_features or request.cache_salt or request.prompt_embeds is not None):
+        return lambda start, end: b""
+
+    def keys(start: int, end: int) -> bytes:
+        own, _ = generate_block_hash_extra_keys(request, start, end, 0)
+        return encode([lora, own or ()])
+
+    return keys
+
+
+@dataclass
+class RequestTracker:
+    """One request's chain, its restore in progress, and how far it has been saved."""
+
+    request: Request
+    chain: RequestChain
+    next_chunk: int = 0
+    """Index of the first full chunk that has not been looked at for saving."""
+    matched_chunks: int = 0
+    """Leading full chunks the store held when the request was last matched."""
+    restore: PendingRestore | None = None
+    admitting: bool = False
+    """Admitted since its last scheduled step: `next_chunk` is to be found anew."""
+
+    @classmethod
+    def of(cls, request: Request, hasher: ChainHasher, lora: bytes) -> RequestTracker:
+        """Start tracking; hashes nothing yet."""
+        return cls(request, RequestChain(hasher, extra_keys(request, lora)))
+
+    def grow(self) -> int:
+        """Take over the tokens that arrived since the last call; returns how many are known."""
+        known = self.request.num_tokens
+        if known > self.chain.num_tokens:
+            self.chain.extend(self.request.all_token_ids[self.chain.num_tokens : known])
+        return known
+
+
+def cacheable(request: Request) -> bool:
+    """Whether this request's state may be stored and restored at all.
+
+    Pooling reads hidden states of every token, and a streaming session rewrites its own
+    past: neither resumes from a prefix.
+    """
+    return request.pooling_params is None and not request.resumable

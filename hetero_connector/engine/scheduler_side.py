@@ -1,0 +1,210 @@
+"""The scheduler side: match, restore, save, seal. Runs in the engine core's process.
+
+One instance per engine. It owns the store; every method is called from the engine's
+scheduling thread, in the order described in `docs/architecture.md`, and none waits
+for I/O.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from hetero_connector.artifacts.chain import ChainHasher
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.engine.messages import Save, StepMetadata, WorkerReport
+from hetero_connector.engine.requests import LoraDigests, RequestTracker, cacheable
+from hetero_connector.engine.restoring import BlockTable, PendingRestore, Restorer
+from hetero_connector.engine.saving import Saver
+from hetero_connector.metrics import Recorder
+from hetero_connector.spec import StateType
+from hetero_connector.store.artifact_store import ArtifactStore
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+_SOURCES = {Tier.DRAM.value: CacheHitSource.HOST, Tier.SSD.value: CacheHitSource.DISK}
+
+
+class SchedulerSide:
+    """Decides what each step restores and saves."""
+
+    def __init__(
+        self,
+        layout: ArtifactLayout,
+        hasher: ChainHasher,
+        store: ArtifactStore,
+        recorder: Recorder,
+        *,
+        load_deadline_s: float,
+    ) -> None:
+        self._layout = layout
+        self._hasher = hasher
+        self._store = store
+        self._recorder = recorder
+        self._tp_size = layout.model.tp_size
+        # Recurrent state is copied by vLLM before the first layer runs, so it has to be in
+        # place before the admitting step: such models load between steps.
+        self._parked = StateType.RECURRENT in layout.model.state_types
+        self._restorer = Restorer(
+            layout, store, recorder, deadline_s=load_deadline_s, clock=time.monotonic
+        )
+        self._saver = Saver(layout, store, self._tp_size)
+        self._loras = LoraDigests()
+        self._trackers: dict[str, RequestTracker] = {}
+        self._admitted: list[RequestTracker] = []
+        self._loading: dict[str, PendingRestore] = {}
+        self._early: list[Save] = []
+        self._kv_cache_manager: KVCacheManager | None = None
+
+    def bind(self, kv_cache_manager: KVCacheManager) -> None:
+        """vLLM's block tables, read each step."""
+        self._kv_cache_manager = kv_cache_manager
+
+    def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        """`get_num_new_matched_tokens`: tokens that can be restored beyond the local hit."""
+        tracker = self._track(request)
+        if tracker is None or request.skip_reading_prefix_cache:
+            return 0, False
+        tokens = self._restorer.tokens(tracker, local_tokens)
+        return tokens, bool(tokens) and self._parked
+
+    def allocated(self, request: Request, num_external_tokens: int) -> None:
+        """`update_state_after_alloc`: the request is admitted, with or without our tokens."""
+        tracker = self._trackers.get(request.request_id)
+        if tracker is None:
+            return
+        tracker.admitting = True
+        if num_external_tokens:
+            self._admitted.append(tracker)
+        else:
+            self._restorer.forget(tracker)
+
+    def hit_sources(self, request: Request) -> dict[CacheHitSource, int]:
+        """Tokens of the admitted restore by tier, in vLLM's words."""
+        tracker = self._trackers.get(request.request_id)
+        if tracker is None or tracker.restore is None:
+            return {}
+        return {
+            _SOURCES[tier]: tokens for tier, tokens in self._restorer.sources(tracker).items()
+        }
+
+    def step(self, output: SchedulerOutput) -> StepMetadata:
+        """`build_connector_meta`: this step's loads and saves."""
+        meta = StepMetadata(arena=self._store.arena.handle)
+        meta.early_saves = self._take_early_saves(output)
+        for tracker in self._admitted:
+            self._load(tracker, meta)
+        self._admitted.clear()
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            self._save(request_id, num_tokens, output, meta)
+        return meta
+
+    def reported(self, report: WorkerReport) -> None:
+        """`update_connector_output`: what the workers finished."""
+        for save_id, ranks in report.saved.items():
+            self._saver.reported(save_id, ranks)
+        for request_id, ranks in report.loaded.items():
+            self._loaded(request_id, ranks)
+
+    def finished(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> None:
+        """`request_finished_all_groups`: order the tail's save; the blocks may be freed now."""
+        tracker = self._trackers.pop(request.request_id, None)
+        if tracker is None:
+            return
+        unloaded = self._parked and request.request_id in self._loading
+        self._restorer.forget(tracker)
+        if not unloaded:
+            self._early += self._saver.finish(tracker, request.num_computed_tokens, block_ids)
+
+    def reset(self) -> None:
+        """Forget everything stored; running requests save again from their start."""
+        self._store.reset()
+        for tracker in self._trackers.values():
+            tracker.next_chunk = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the engine must keep stepping for a worker's report to arrive."""
+        return self._saver.outstanding or bool(self._early)
+
+    def close(self) -> None:
+        """Write what is sealed to SSD and let go of the tiers."""
+        self._store.close()
+
+    def _track(self, request: Request) -> RequestTracker | None:
+        tracker = self._trackers.get(request.request_id)
+        if tracker is None and cacheable(request):
+            lora = self._loras.of(request)
+            tracker = RequestTracker.of(request, self._hasher, lora)
+            self._trackers[request.request_id] = tracker
+        return tracker
+
+    def _load(self, tracker: RequestTracker, meta: StepMetadata) -> None:
+        assert tracker.restore is not None
+        request_id = tracker.request.request_id
+        load = self._restorer.load(tracker, self._table(request_id), self._parked)
+        meta.loads.append(load)
+        self._loading[request_id] = tracker.restore
+        tracker.restore = None
+
+    def _loaded(self, request_id: str, ranks: int) -> None:
+        pending = self._loading[request_id]
+        pending.ranks_left -= ranks
+        if pending.ranks_left <= 0:
+            del self._loading[request_id]
+            pending.handle.release()
+
+    def _save(
+        self, request_id: str, num_tokens: int, output: SchedulerOutput, meta: StepMetadata
+    ) -> None:
+        tracker = self._trackers.get(request_id)
+        if tracker is None:
+            return
+        computed = tracker.request.num_computed_tokens
+        if tracker.admitting:
+            tracker.admitting = False
+            tracker.next_chunk = min(tracker.matched_chunks, computed // self._layout.chunk_tokens)
+        offers = _offers(output, request_id) if self._parked else ()
+        table = self._table(request_id)
+        meta.saves += self._saver.step(tracker, computed + num_tokens, table, offers)
+
+    def _table(self, request_id: str) -> BlockTable:
+        assert self._kv_cache_manager is not None
+        blocks = self._kv_cache_manager.get_blocks(request_id).blocks
+
+        def ids(group: int, pages: range) -> list[int]:
+            return [block.block_id for block in blocks[group][pages.start : pages.stop]]
+
+        return ids
+
+    def _take_early_saves(self, output: SchedulerOutput) -> list[Save]:
+        """Finished requests' saves whose freed pages nobody overwrites before the copy."""
+        early, self._early = self._early, []
+        if not early:
+            return early
+        overwritten = set(output.new_block_ids_to_zero or ())
+        overwritten.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
+        if not overwritten:
+            return early
+        kept = []
+        for save in early:
+            if any(overwritten.intersection(blocks.ids) for blocks in save.copy.blocks.values()):
+                self._saver.abandon(save)
+                self._recorder.add("heterocache_saves_dropped", cause="overwritten")
+            else:
+                kept.append(save)
+        return kept
+
+
+def _offers(output: SchedulerOutput, request_id: str) -> Iterable[tuple[int, int, int]]:
+    state = output.kv_connector_block_state
+    return state.boundary_state_offloads.get(request_id, ()) if state is not None else ()

@@ -1,0 +1,129 @@
+"""Building the two sides from vLLM's configuration, with every check that can fail."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from hetero_connector.artifacts.chain import ChainHasher
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.config import HeteroConfig
+from hetero_connector.engine import engine_identity, rendezvous
+from hetero_connector.engine.geometry import model_spec
+from hetero_connector.engine.rendezvous import WorkerGeometry
+from hetero_connector.engine.scheduler_side import SchedulerSide
+from hetero_connector.engine.worker_side import WorkerSide
+from hetero_connector.errors import ConfigError
+from hetero_connector.metrics import Recorder
+from hetero_connector.spec import ModelSpec
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import StoreConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger("vllm.heterocache")
+
+_GIB = 1 << 30
+
+
+def open_worker_side(
+    vllm_config: VllmConfig, kv_cache: KVCacheConfig, config: HeteroConfig, recorder: Recorder
+) -> WorkerSide | None:
+    """The worker side of this rank; None where nothing can be stored."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    engine_identity.check_parallelism(vllm_config)
+    model = model_spec(kv_cache, vllm_config.parallel_config.tensor_parallel_size)
+    rank = get_tensor_model_parallel_rank()
+    geometry = WorkerGeometry(
+        rank=rank,
+        model=model,
+        attention_backends=_attention_backends(vllm_config),
+        device=vllm_config.device_config.device_type,
+    )
+    assert vllm_config.kv_transfer_config is not None
+    rendezvous.announce(str(vllm_config.kv_transfer_config.engine_id), geometry)
+    if engine_identity.stand_back_reason(geometry):
+        return None
+    layout = ArtifactLayout(model, _chunk_tokens(config, model))
+    return WorkerSide(layout, rank, kv_cache.num_blocks, config.layerwise, recorder)
+
+
+def open_scheduler_side(
+    vllm_config: VllmConfig, kv_cache: KVCacheConfig, config: HeteroConfig, recorder: Recorder
+) -> SchedulerSide | None:
+    """The scheduler side with its store open; None where nothing can be stored."""
+    parallel = vllm_config.parallel_config
+    assert vllm_config.kv_transfer_config is not None
+    engine_id = str(vllm_config.kv_transfer_config.engine_id)
+    geometry = rendezvous.gather(engine_id, parallel.tensor_parallel_size)[0]
+    reason = engine_identity.stand_back_reason(geometry)
+    if reason is not None:
+        logger.warning("HeteroConnector stores nothing for this model: %s", reason)
+        return None
+    chunk_tokens = _chunk_tokens(config, geometry.model)
+    identity = engine_identity.fingerprint(vllm_config, kv_cache, geometry, chunk_tokens)
+    layout = ArtifactLayout(geometry.model, chunk_tokens)
+    store = ArtifactStore.open(
+        layout.max_bytes,
+        _store_config(config, vllm_config),
+        recorder,
+        fingerprint=identity.hex,
+        description=identity.describe(),
+    )
+    logger.info("HeteroConnector: %s", _summary(layout, config))
+    hasher = ChainHasher(identity.digest, chunk_tokens)
+    return SchedulerSide(
+        layout, hasher, store, recorder, load_deadline_s=config.load_deadline_s
+    )
+
+
+def _chunk_tokens(config: HeteroConfig, model: ModelSpec) -> int:
+    if config.chunk_tokens is None:
+        return model.default_chunk_tokens()
+    if config.chunk_tokens % model.alignment:
+        raise ConfigError(
+            "chunk_tokens",
+            f"{config.chunk_tokens} is not a multiple of {model.alignment}, the token grid on "
+            f"which this model's prefixes can be resumed; try {model.default_chunk_tokens()}",
+        )
+    return config.chunk_tokens
+
+
+def _store_config(config: HeteroConfig, vllm_config: VllmConfig) -> StoreConfig:
+    ssd_dir = config.ssd_dir
+    if ssd_dir is not None and vllm_config.parallel_config.data_parallel_size > 1:
+        # Data-parallel engines are separate caches; one directory has one owner.
+        ssd_dir = ssd_dir / f"dp{vllm_config.parallel_config.data_parallel_index}"
+    return StoreConfig(
+        dram_bytes=int(config.dram_gib * _GIB),
+        ssd_dir=ssd_dir,
+        ssd_bytes=int(config.ssd_gib * _GIB) if config.ssd_gib else 0,
+        verify=config.verify,
+        load_deadline_s=config.load_deadline_s,
+    )
+
+
+def _attention_backends(vllm_config: VllmConfig) -> tuple[str, ...]:
+    context = vllm_config.compilation_config.static_forward_context
+    names = {
+        layer.get_attn_backend().get_name()
+        for layer in context.values()
+        if hasattr(layer, "get_attn_backend")
+    }
+    return tuple(sorted(names))
+
+
+def _summary(layout: ArtifactLayout, config: HeteroConfig) -> str:
+    model = layout.model
+    types = ", ".join(
+        f"{t.value} {layout.max_bytes[t]:,} B"
+        + ("/chunk" if t in model.prefix_types else "/checkpoint")
+        for t in model.state_types
+    )
+    tiers = f"DRAM {config.dram_gib:g} GiB"
+    if config.ssd_dir is not None:
+        tiers += f", SSD {config.ssd_dir}"
+    return f"chunks of {layout.chunk_tokens} tokens: {types}; {tiers}"

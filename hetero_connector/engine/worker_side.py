@@ -1,0 +1,213 @@
+"""The worker side: copies pages to and from the arena, as the scheduler side says.
+
+One per tensor-parallel rank. Loads run layer by layer ahead of the forward, saves layer
+by layer behind it; layers that never call vLLM's layer hooks (recurrent layers, a
+model's auxiliary caches) are loaded before the forward and saved after it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.engine.copy_plan import LayerCopies, plan_copies
+from hetero_connector.engine.devices import Device, device_of
+from hetero_connector.engine.layer_pipeline import LayerPipeline
+from hetero_connector.engine.messages import Load, PageCopy, Save, StepMetadata, WorkerReport
+from hetero_connector.engine.pages import ByteArray, Pages, page_view
+from hetero_connector.metrics import Recorder
+from hetero_connector.store.arena import Arena
+
+OVERLAP_FROM_BYTES = 4 << 20
+"""Below this a step's loads end before a second thread would have started on them."""
+
+
+@dataclass
+class _StepSaves:
+    """This step's saves and the layers of them that are still to be copied."""
+
+    saves: list[Save]
+    left: list[LayerCopies]
+
+
+class WorkerSide:
+    """Executes `StepMetadata` on one rank's pages."""
+
+    def __init__(
+        self,
+        layout: ArtifactLayout,
+        rank: int,
+        num_blocks: int,
+        layerwise: str,
+        recorder: Recorder,
+    ) -> None:
+        self._layout = layout
+        self._rank = rank
+        self._num_blocks = num_blocks
+        self._recorder = recorder
+        self._layerwise = layerwise
+        self._pages: dict[str, Pages] = {}
+        self._device: Device | None = None
+        self._arena: Arena | None = None
+        self._pipeline = LayerPipeline()
+        self._hooked: set[str] = set()
+        self._report = WorkerReport()
+        self._finished_recving: set[str] = set()
+        self._saves = _StepSaves([], [])
+        self._save_s = 0.0
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Adopt the engine's pages. Raises `UnsupportedModelError` on a geometry mismatch."""
+        layers = self._layout.model.stored_layers
+        if layers:
+            self._device = device_of(kv_caches[layers[0].layer])
+        for spec in layers:
+            assert self._device is not None
+            view = page_view(spec, kv_caches[spec.layer], self._num_blocks)
+            self._pages[spec.layer] = self._device.pages(spec, view)
+
+    def early_saves(self, meta: StepMetadata) -> None:
+        """Copy pages of finished requests before anything may overwrite them."""
+        if not meta.early_saves:
+            return
+        self._device_().after_forward_so_far()
+        for save in meta.early_saves:
+            for layer, copies in plan_copies(self._layout, self._rank, save.copy).items():
+                self._save_layer(meta, layer, copies)
+            self._report.saved.update(save.save_ids)
+        self._device_().before_forward_goes_on()
+
+    def start_loads(self, meta: StepMetadata) -> None:
+        """Before the forward (or instead of one): load, or start loading ahead of it."""
+        if not meta.loads:
+            return
+        started = time.perf_counter()
+        self._device_().after_forward_so_far()
+        sync = [load for load in meta.loads if not load.parked]
+        for load in meta.loads:
+            if load.parked:
+                self._run_now(meta, plan_copies(self._layout, self._rank, load.copy))
+                self._finished_recving.add(load.request_id)
+        self._start_layerwise(meta, sync)
+        self._report.loaded.update(load.request_id for load in meta.loads)
+        self._recorder.observe("heterocache_load_seconds", time.perf_counter() - started)
+
+    def layer_wanted(self, layer: str) -> None:
+        """The forward is about to read this layer's pages."""
+        self._hooked.add(layer)
+        self._pipeline.ensure(layer)
+
+    def layer_written(self, meta: StepMetadata, layer: str) -> None:
+        """The forward has written this layer's pages for this step."""
+        if not meta.saves:
+            return
+        self._plan_saves(meta)
+        started = time.perf_counter()
+        for copies in self._saves.left:
+            if layer in copies:
+                self._device_().after_forward_so_far()
+                self._save_layer(meta, layer, copies.pop(layer))
+        self._save_s += time.perf_counter() - started
+
+    def end_step(self, meta: StepMetadata) -> None:
+        """After the forward: everything left over, then the step's copies are over."""
+        self._pipeline.drain()
+        if meta.saves:
+            self._plan_saves(meta)
+            self._finish_saves(meta)
+        if meta.saves or meta.loads or meta.early_saves:
+            self._device_().finish()
+
+    def take_finished_recving(self) -> set[str]:
+        """Requests whose parked load has ended."""
+        finished, self._finished_recving = self._finished_recving, set()
+        return finished
+
+    def take_report(self) -> WorkerReport | None:
+        """What this rank finished since the last call."""
+        if not (self._report.saved or self._report.loaded):
+            return None
+        report, self._report = self._report, WorkerReport()
+        return report
+
+    def close(self) -> None:
+        """Stop the loading thread and let go of the arena."""
+        self._pipeline.close()
+
+    def _device_(self) -> Device:
+        assert self._device is not None, "register_kv_caches was not called"
+        return self._device
+
+    def _arena_view(self, meta: StepMetadata) -> ByteArray:
+        if self._arena is None:
+            assert meta.arena is not None, "the first step's metadata carries the arena"
+            self._arena = Arena.attach(meta.arena)
+            self._device_().pin(self._arena.view)
+        return self._arena.view
+
+    def _start_layerwise(self, meta: StepMetadata, loads: list[Load]) -> None:
+        copies = [plan_copies(self._layout, self._rank, load.copy) for load in loads]
+        overlap = self._layerwise != "off" and (
+            self._layerwise == "on" or _total_bytes(self._layout, loads) >= OVERLAP_FROM_BYTES
+        )
+        later: list[str] = []
+        for spec in self._layout.model.stored_layers:
+            if overlap and spec.layer in self._hooked:
+                later.append(spec.layer)
+            else:
+                self._load_layer(meta, spec.layer, copies)
+        self._device_().before_forward_goes_on()
+        jobs = [(layer, self._load_job(meta, layer, copies)) for layer in later]
+        self._pipeline.start(jobs, overlap=self._device_().overlaps_by_thread)
+
+    def _load_job(self, meta: StepMetadata, layer: str, copies: list[LayerCopies]):  # type: ignore[no-untyped-def]
+        def job() -> None:
+            self._load_layer(meta, layer, copies)
+            self._device_().before_forward_goes_on()
+
+        return job
+
+    def _load_layer(self, meta: StepMetadata, layer: str, plans: list[LayerCopies]) -> None:
+        arena = self._arena_view(meta)
+        for plan in plans:
+            for rows, block_ids in plan.get(layer, ()):
+                self._pages[layer].load(arena, rows, block_ids)
+
+    def _run_now(self, meta: StepMetadata, plan: LayerCopies) -> None:
+        for layer in plan:
+            self._load_layer(meta, layer, [plan])
+
+    def _plan_saves(self, meta: StepMetadata) -> None:
+        if self._saves.saves is not meta.saves:
+            plans = [plan_copies(self._layout, self._rank, save.copy) for save in meta.saves]
+            self._saves = _StepSaves(meta.saves, plans)
+
+    def _finish_saves(self, meta: StepMetadata) -> None:
+        started = time.perf_counter()
+        self._device_().after_forward_so_far()
+        for copies in self._saves.left:
+            for layer, layer_copies in copies.items():
+                self._save_layer(meta, layer, layer_copies)
+        for save in meta.saves:
+            self._report.saved.update(save.save_ids)
+        self._saves = _StepSaves([], [])
+        self._save_s += time.perf_counter() - started
+        self._recorder.observe("heterocache_save_seconds", self._save_s)
+        self._save_s = 0.0
+
+    def _save_layer(self, meta: StepMetadata, layer: str, copies) -> None:  # type: ignore[no-untyped-def]
+        arena = self._arena_view(meta)
+        for rows, block_ids in copies:
+            self._pages[layer].save(arena, rows, block_ids)
+
+
+def _total_bytes(layout: ArtifactLayout, loads: list[Load]) -> int:
+    return sum(_copy_bytes(layout, load.copy) for load in loads)
+
+
+def _copy_bytes(layout: ArtifactLayout, copy: PageCopy) -> int:
+    return sum(layout.rank_bytes(a.state_type, a.start, a.end) for a in copy.artifacts)
