@@ -1,0 +1,108 @@
+"""How much memory and disk this process may use, inside a container too."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+GIB = 1 << 30
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of memory: what there is and what is free, cgroup limits applied."""
+
+    total_bytes: int
+    available_bytes: int
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes of the file system a directory lies on, or would be made on."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+def memory(cgroup_root: Path = _CGROUP_ROOT) -> Memory:
+    """Memory of this machine, or of its cgroup where that has less."""
+    host = psutil.virtual_memory()
+    total, available = host.total, host.available
+    for limit, used in _cgroup_limits(cgroup_root):
+        total = min(total, limit)
+        available = min(available, max(0, limit - used))
+    return Memory(total, available)
+
+
+def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
+    """(limit, bytes in use that cannot be reclaimed) of each cgroup this process is in."""
+    limits = []
+    for directory, limit_name, used_name, cache_name in _cgroup_directories(root):
+        limit, used = _number(directory / limit_name), _number(directory / used_name)
+        if limit is not None and used is not None:
+            reclaimable = _stat(directory / "memory.stat", cache_name)
+            limits.append((limit, max(0, used - reclaimable)))
+    return limits
+
+
+def _cgroup_directories(root: Path) -> list[tuple[Path, str, str, str]]:
+    """The v2 cgroup and its parents, or the v1 memory cgroup, with their files' names."""
+    if (root / "cgroup.controllers").exists():
+        names = ("memory.max", "memory.current", "inactive_file")
+        own = root / _own_cgroup("0::")
+        return [(d, *names) for d in (own, *own.parents) if d == root or root in d.parents]
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    base = root / "memory"
+    own = base / _own_cgroup("memory")
+    return [(d, *names) for d in {own, base}]
+
+
+def _own_cgroup(controller: str) -> str:
+    """This process's cgroup, relative to its hierarchy's root; "" when it is not known."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controller == f"{number}::" or controller in controllers.split(","):
+            return path.lstrip("/")
+    return ""
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _stat(path: Path, name: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    values = dict(line.split(" ", 1) for line in lines if " " in line)
+    return int(values.get(name, 0))
+
+
+def disk(directory: Path) -> Disk:
+    """Space of the file system of `directory`, which need not exist yet. Raises OSError."""
+    existing = next(d for d in (directory, *directory.parents) if d.exists())
+    usage = psutil.disk_usage(os.fspath(existing))
+    return Disk(usage.total, usage.free)
+
+
+def bytes_under(directory: Path) -> int:
+    """Disk space taken by the files below `directory`; 0 when it does not exist."""
+    return sum(
+        (Path(folder) / name).lstat().st_blocks * 512
+        for folder, _, names in os.walk(directory)
+        for name in names
+    )

@@ -1,0 +1,216 @@
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_connector import machine
+from hetero_connector.config import KEYS, HeteroConfig, markdown_table
+from hetero_connector.errors import ConfigError
+from hetero_connector.machine import GIB, Disk, Memory
+
+
+@pytest.fixture(autouse=True)
+def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "memory", lambda: Memory(64 * GIB, 48 * GIB))
+    monkeypatch.setattr(machine, "disk", lambda directory: Disk(1000 * GIB, 100 * GIB))
+
+
+def config(**extra: Any) -> HeteroConfig:
+    return HeteroConfig.from_extra_config(extra)
+
+
+def test_no_extra_config_works_with_dram_only() -> None:
+    assert config() == HeteroConfig(dram_gib=12.0)
+    assert config().dram_bytes == 12 * GIB
+    assert config().ssd_dir is None
+    assert config().ssd_bytes == 0
+
+
+def test_every_key_is_read(tmp_path: Path) -> None:
+    extra = {
+        "dram_gib": 2,
+        "ssd_dir": str(tmp_path / "new"),
+        "ssd_gib": 1.5,
+        "chunk_tokens": 512,
+        "layerwise": "off",
+        "load_deadline_s": 0.25,
+        "directory": "memory://",
+        "verify": "all",
+    }
+    assert (
+        set(extra) == {k.name for k in KEYS} == {f.name for f in dataclasses.fields(HeteroConfig)}
+    )
+    read = config(**extra)
+    assert dataclasses.asdict(read) == {**extra, "ssd_dir": tmp_path / "new"}
+    assert (read.dram_bytes, read.ssd_bytes) == (2 * GIB, 3 * GIB // 2)
+    assert isinstance(read.dram_gib, float)
+
+
+@pytest.mark.parametrize("key", ["dram_gib", "ssd_gib", "load_deadline_s"])
+@pytest.mark.parametrize(
+    "value", [True, "4", None, [], 0, -1, -0.0, math.nan, math.inf, -math.inf, 10**400, 1j]
+)
+def test_a_wrong_number_names_the_key(key: str, value: object, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"'{key}'.*number above 0") as caught:
+        config(**{"ssd_dir": str(tmp_path), key: value})
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize("value", [True, "256", None, 0, -256, 256.0, math.nan])
+def test_wrong_chunk_tokens(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"'chunk_tokens'.*whole number above 0"):
+        config(chunk_tokens=value)
+
+
+@pytest.mark.parametrize("key", ["layerwise", "verify"])
+@pytest.mark.parametrize("value", [True, None, "ON", "", "both", 1, ["on"]])
+def test_a_wrong_choice_names_the_key_and_the_choices(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"'{key}'.*one of '(auto|ssd)', ") as caught:
+        config(**{key: value})
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize(
+    "value",
+    [True, 3, None, "", "  ", "a\0b", b"/tmp", "~no-such-user-here/x", "/tmp/" + "x" * 5000],
+)
+def test_a_wrong_ssd_dir_names_the_key(value: object) -> None:
+    with pytest.raises(ConfigError, match="'ssd_dir'"):
+        config(ssd_dir=value)
+
+
+def test_an_ssd_dir_that_is_or_lies_under_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for path in ("file", "file/below"):
+        with pytest.raises(ConfigError, match=r"'ssd_dir'.*file is a file"):
+            config(ssd_dir=str(tmp_path / path))
+
+
+def test_an_ssd_dir_is_made_absolute_and_its_tilde_expanded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert config(ssd_dir="a/../b").ssd_dir == tmp_path / "b"
+    assert config(ssd_dir="~/cache").ssd_dir == tmp_path / "home" / "cache"
+    assert config(ssd_dir=tmp_path / "c").ssd_dir == tmp_path / "c"
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("value", ["redis://host:6379/0", "rediss://host"])
+def test_redis_is_said_to_be_for_later(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"'directory'.*not in this version.*memory://"):
+        config(directory=value)
+
+
+@pytest.mark.parametrize("value", [True, None, "", "memory", "http://x", 1])
+def test_another_directory_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"'directory'.*expected 'memory://'"):
+        config(directory=value)
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("dram_gb", "did you mean 'dram_gib'"),
+        ("SSD_DIR", "did you mean 'ssd_dir'"),
+        ("layer_wise", "did you mean 'layerwise'"),
+        ("cpu_bytes_to_use", "the keys are dram_gib, ssd_dir"),
+        (7, "the keys are"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_a_hint(key: Any, hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint) as caught:
+        HeteroConfig.from_extra_config({"dram_gib": 1, key: 1})
+    assert caught.value.key == key
+
+
+def test_ssd_gib_needs_ssd_dir() -> None:
+    with pytest.raises(ConfigError, match=r"'ssd_gib'.*needs 'ssd_dir'"):
+        config(ssd_gib=4)
+
+
+def test_capacities_beyond_the_machine_are_refused(tmp_path: Path) -> None:
+    assert config(dram_gib=64).dram_gib == 64
+    with pytest.raises(ConfigError, match=r"'dram_gib'.*65 GiB is more than.*64\.0 GiB"):
+        config(dram_gib=65)
+    assert config(ssd_dir=tmp_path, ssd_gib=1000).ssd_gib == 1000
+    with pytest.raises(ConfigError, match=r"'ssd_gib'.*1001 GiB is more than.*1000\.0 GiB"):
+        config(ssd_dir=tmp_path, ssd_gib=1001)
+
+
+@pytest.mark.parametrize(("free_gib", "dram_gib"), [(48, 12), (400, 32), (2, 0.5), (0, 1 / 16)])
+def test_default_dram_is_a_quarter_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, free_gib: int, dram_gib: float
+) -> None:
+    monkeypatch.setattr(machine, "memory", lambda: Memory(512 * GIB, free_gib * GIB))
+    assert config().dram_gib == dram_gib
+
+
+@pytest.mark.parametrize(("free_gib", "ssd_gib"), [(100, 50), (500, 64), (1, 0.5)])
+def test_default_ssd_is_half_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free_gib: int, ssd_gib: float
+) -> None:
+    monkeypatch.setattr(machine, "disk", lambda directory: Disk(1000 * GIB, free_gib * GIB))
+    assert config(ssd_dir=tmp_path).ssd_gib == ssd_gib
+
+
+def test_default_ssd_stays_the_same_once_the_directory_is_filled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(machine, "disk", lambda directory: Disk(1000 * GIB, 100 * GIB))
+    before = config(ssd_dir=tmp_path).ssd_gib
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "slab").write_bytes(b"x" * (8 << 20))
+    held = machine.bytes_under(tmp_path)
+    assert held >= 8 << 20
+    monkeypatch.setattr(machine, "disk", lambda directory: Disk(1000 * GIB, 100 * GIB - held))
+    assert config(ssd_dir=tmp_path).ssd_gib == before
+
+
+def test_a_full_disk_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "disk", lambda directory: Disk(10 * GIB, 0))
+    with pytest.raises(ConfigError, match=r"'ssd_dir'.*no space"):
+        config(ssd_dir=tmp_path)
+
+
+def test_chunk_tokens_meets_the_models_alignment() -> None:
+    assert config().resolved_chunk_tokens(alignment=256, default=512) == 512
+    assert config(chunk_tokens=768).resolved_chunk_tokens(alignment=256, default=512) == 768
+    with pytest.raises(ConfigError, match=r"'chunk_tokens'.*300 is not a multiple of 256.*use 512"):
+        config(chunk_tokens=300).resolved_chunk_tokens(alignment=256, default=512)
+
+
+JUNK = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers())
+
+
+@given(st.dictionaries(st.sampled_from([k.name for k in KEYS]) | st.text(), JUNK, max_size=4))
+def test_anything_is_a_config_or_a_config_error(extra: dict[str, Any]) -> None:
+    refused: ConfigError | None = None
+    try:
+        read = HeteroConfig.from_extra_config(extra)
+    except ConfigError as error:
+        refused = error
+    if refused:
+        assert refused.key in extra
+    else:
+        assert set(extra) <= {k.name for k in KEYS}
+        assert read.dram_bytes > 0
+
+
+def test_the_table_has_a_row_of_four_cells_for_every_key() -> None:
+    rows = markdown_table().splitlines()[2:]
+    assert [re.match(r"\| `(\w+)` \|", row)[1] for row in rows] == [k.name for k in KEYS]  # type: ignore[index]
+    assert all(row.count(" | ") == 3 for row in rows)
+
+
+def test_the_readme_shows_the_table() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    if "dram_gib" not in readme:
+        pytest.skip("the README has no configuration table yet")
+    assert markdown_table() in readme
