@@ -70,8 +70,9 @@ def open_scheduler_side(
         layout.max_bytes,
         _store_config(config, vllm_config),
         recorder,
-        fingerprint=identity.hex,
+        fingerprint=identity.digest,
         description=identity.describe(),
+        chunk_tokens=chunk_tokens,
     )
     logger.info("HeteroConnector: %s", _summary(layout, config))
     hasher = ChainHasher(identity.digest, chunk_tokens)
