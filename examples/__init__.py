@@ -1,0 +1,1 @@
+"""What runs without a download: small checkpoints, a served demo and its client."""

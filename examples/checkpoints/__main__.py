@@ -1,0 +1,27 @@
+"""`python -m examples.checkpoints OUT_DIR [name ...]`: write checkpoints (default: all)."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from examples.checkpoints import NAMES, write_checkpoint
+
+
+def main() -> None:
+    """Parse the command line and write what it asks for."""
+    parser = argparse.ArgumentParser(prog="python -m examples.checkpoints", description=__doc__)
+    parser.add_argument("out_dir", type=Path)
+    parser.add_argument("names", nargs="*", metavar="name", help=f"any of {', '.join(NAMES)}")
+    arguments = parser.parse_args()
+    unknown = set(arguments.names) - set(NAMES)
+    if unknown:
+        parser.error(f"no checkpoint {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    for name in arguments.names or NAMES:
+        directory = write_checkpoint(name, arguments.out_dir)
+        size = sum(file.stat().st_size for file in directory.iterdir())
+        print(f"{directory}  {size / 2**20:.1f} MiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""Starting the stock vLLM OpenAI server and talking to it, for the demo and the tests.
+
+`Server` owns one server in its own process group, so that `kill()` is a real kill -9 of
+the API server, the engine core and its workers together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+ENGINE_ENVIRONMENT: Mapping[str, str] = {
+    # One thread and no binding: with the default binding on a small shared machine a
+    # prefill takes ten times longer and logprobs move between runs.
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HETEROCACHE_DEEPSEEK_V4_CPU": "1",
+}
+"""What an engine on a CPU-only machine needs, set before vLLM is imported."""
+
+_START_TIMEOUT_S = 180.0
+_LOG_TAIL_BYTES = 6000
+
+
+def kv_transfer_config(extra: Mapping[str, Any] | None = None, **overrides: Any) -> dict[str, Any]:
+    """The `--kv-transfer-config` that selects HeteroConnector, with its extra config."""
+    return {
+        "kv_connector": "HeteroConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": dict(extra or {}),
+        **overrides,
+    }
+
+
+def engine_arguments(model: str) -> dict[str, Any]:
+    """Engine arguments a checkpoint of `examples.checkpoints` is served with.
+
+    Small blocks keep windows tight. With the default retention interval of 0 the engine
+    keeps no sliding-window checkpoints inside a prompt, and would hit nothing there.
+    """
+    arguments: dict[str, Any] = {
+        "enforce_eager": True,
+        "max_model_len": 4096,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 2048,
+        "enable_prefix_caching": True,
+    }
+    kind = model.split("-")[0]
+    # vLLM's `auto` halves a float32 checkpoint to bfloat16.
+    arguments["dtype"] = "float32"
+    if kind in ("deepseek_v4", "qwen3_next") or model.endswith("-bf16"):
+        arguments["dtype"] = "bfloat16"
+    if kind in ("dense", "gemma3", "gptoss"):
+        arguments["block_size"] = 32  # the smallest the CPU attention kernel takes
+    if kind in ("gemma3", "gptoss", "deepseek_v4"):
+        arguments["prefix_cache_retention_interval"] = 256
+    return arguments
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One streamed completion."""
+
+    tokens: list[int]
+    top_logprobs: list[dict[str, float]]
+    """Per generated token: `token_id:N` -> logprob, for the most likely ones."""
+    ttft_s: float
+    """Seconds from sending the request to the first streamed token."""
+    cached_tokens: int | None
+    """Prompt tokens the server did not compute, local and external; None if not told."""
+
+
+@dataclass
+class Server:
+    """The stock server of `model` (a checkpoint directory). Use it as a context manager.
+
+    `kv_transfer` is the connector's configuration; None serves without one.
+    `log_path` receives the server's output.
+    """
+
+    model: Path
+    log_path: Path
+    kv_transfer: Mapping[str, Any] | None = None
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    port: int = 0
+    _process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Base address."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, timeout_s: float = _START_TIMEOUT_S) -> Server:
+        """Start and wait for /health. Raises `RuntimeError` with the end of the log."""
+        self.port = self.port or _free_port()
+        environment = os.environ | dict(ENGINE_ENVIRONMENT) | {"VLLM_SERVER_DEV_MODE": "1"}
+        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.command(),
+                env=environment | dict(self.environment),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + timeout_s
+        while not self._healthy():
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the server ended at start:\n{self.log_tail()}")
+            if time.monotonic() > deadline:
+                self.kill()
+                raise RuntimeError(f"no /health within {timeout_s:.0f} s:\n{self.log_tail()}")
+            time.sleep(0.1)
+        return self
+
+    def command(self) -> list[str]:
+        """The command line."""
+        arguments = engine_arguments(self.model.name) | dict(self.engine_args)
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", str(self.model), "--served-model-name", self.model.name]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        # How many cached tokens a reply reports decides which replies may be compared.
+        command += ["--enable-prompt-tokens-details"]
+        for name, value in arguments.items():
+            flag = f"--{name.replace('_', '-')}"
+            if isinstance(value, bool):
+                command.append(flag if value else f"--no-{flag[2:]}")
+            else:
+                command += [flag, str(value)]
+        if self.kv_transfer is not None:
+            command += ["--kv-transfer-config", json.dumps(self.kv_transfer)]
+        return command
+
+    def complete(
+        self, prompt: Sequence[int], max_tokens: int = 16, num_logprobs: int = 20, **request: Any
+    ) -> Reply:
+        """Greedy completion of a prompt of token ids, streamed from /v1/completions."""
+        body = {
+            "model": self.model.name,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "logprobs": num_logprobs,
+            "return_tokens_as_token_ids": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **request,
+        }
+        sent = time.perf_counter()
+        ttft_s: float | None = None
+        tokens: list[int] = []
+        top_logprobs: list[dict[str, float]] = []
+        cached_tokens: int | None = None
+        for event in self._stream("/v1/completions", body):
+            for choice in event.get("choices", ()):
+                if ttft_s is None:
+                    ttft_s = time.perf_counter() - sent
+                logprobs = choice.get("logprobs") or {}
+                tokens += [int(name.partition(":")[2]) for name in logprobs.get("tokens", ())]
+                top_logprobs += logprobs.get("top_logprobs", ())
+            details = (event.get("usage") or {}).get("prompt_tokens_details")
+            if details is not None:
+                cached_tokens = details["cached_tokens"]
+        if ttft_s is None:
+            raise RuntimeError(f"the server streamed no token:\n{self.log_tail()}")
+        return Reply(tokens, top_logprobs, ttft_s, cached_tokens)
+
+    def metrics(self) -> dict[str, float]:
+        """/metrics: `name{labels}` as printed -> value."""
+        lines = self._get("/metrics").splitlines()
+        pairs = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
+        return {name: float(value) for name, _, value in pairs}
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the engine's own prefix cache; the connector's store stays."""
+        self._send("/reset_prefix_cache", b"").read()
+
+    def kill(self) -> None:
+        """kill -9 of the whole process group. Idempotent."""
+        self._signal(signal.SIGKILL)
+
+    def stop(self, timeout_s: float = 30.0) -> int:
+        """SIGTERM, and wait for a clean end; kill -9 when that takes too long."""
+        process = self._process
+        if process is None:
+            return 0
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout_s)
+        code = process.poll()
+        self.kill()
+        return -signal.SIGKILL if code is None else code
+
+    def log_tail(self) -> str:
+        """The end of what the server printed."""
+        return self.log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+
+    def __enter__(self) -> Server:
+        return self.start() if self._process is None else self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)  # start_new_session: its pid is the group's
+        self._process.wait()
+        self._process = None
+
+    def _healthy(self) -> bool:
+        try:
+            self._get("/health")
+        except (OSError, urllib.error.URLError):
+            return False
+        return True
+
+    def _get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=30) as response:
+            return str(response.read().decode())
+
+    def _send(self, path: str, body: bytes) -> Any:
+        request = urllib.request.Request(
+            self.url + path, data=body, headers={"Content-Type": "application/json"}
+        )
+        try:
+            return urllib.request.urlopen(request, timeout=300)
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"{path}: {error.code} {error.read().decode()}") from error
+
+    def _stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        with self._send(path, json.dumps(body).encode()) as response:
+            for line in response:
+                data = line.decode().strip().removeprefix("data: ")
+                if data == "[DONE]":
+                    return
+                if data:
+                    yield json.loads(data)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

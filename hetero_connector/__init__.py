@@ -1,0 +1,1 @@
+"""HeteroCache: typed KV-state caching for one vLLM engine."""

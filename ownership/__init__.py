@@ -1,0 +1,1 @@
+"""OwnerServe: who owns each artifact of a fleet, and where a request runs."""

@@ -1,0 +1,147 @@
+"""An engine in this process: started small, asked for full-vocabulary logprobs, shut down.
+
+    with engine("gemma3", {"dram_gib": 0.1}) as llm:
+        first = generate(llm, prompt, max_tokens=8)
+        llm.reset_prefix_cache()  # the engine's own cache; the connector's store stays
+        again = generate(llm, prompt, max_tokens=8)
+        assert delta(first, again) <= 1e-4
+
+`conftest.py` sets the environment before vLLM is imported. One engine at a time.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from examples.checkpoints import write_checkpoint
+from examples.serving import engine_arguments, kv_transfer_config
+
+CHECKPOINTS = Path(__file__).parents[2] / ".cache" / "checkpoints"
+HYBRID_MODELS = ("gemma3", "gptoss", "deepseek_v4", "qwen3_next")
+MODELS = ("dense", *HYBRID_MODELS, "mla")
+BF16_MODELS = ("deepseek_v4", "qwen3_next")
+"""The CPU kernels of these take bfloat16 only; the others run in float32."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Greedy tokens with the logprobs of the whole vocabulary at each of them."""
+
+    tokens: list[int]
+    logprobs: np.ndarray
+    """[num_tokens, vocabulary] float64."""
+    num_cached_tokens: int
+    """Prompt tokens that were not computed: local prefix hit plus external."""
+
+
+def prompt_tokens(num_tokens: int, seed: int = 0) -> list[int]:
+    """Random byte tokens."""
+    return np.random.default_rng(seed).integers(0, 256, num_tokens).tolist()
+
+
+def flipped(prompt: Sequence[int], position: int) -> list[int]:
+    """The prompt with another token at `position`."""
+    changed = list(prompt)
+    changed[position] = (changed[position] + 101) % 256
+    return changed
+
+
+def make_llm(
+    model: str, connector_extra: Mapping[str, Any] | None = None, **engine_args: Any
+) -> Any:
+    """Build an engine; with `connector_extra` (even empty) it runs HeteroConnector.
+
+    Keyword arguments override `engine_arguments(model)`; `kv_transfer_config` may be
+    given whole. End it with `shutdown`.
+    """
+    from vllm import LLM
+
+    arguments = engine_arguments(model)
+    if connector_extra is not None:
+        arguments["kv_transfer_config"] = kv_transfer_config(connector_extra)
+    arguments |= engine_args
+    return LLM(
+        model=str(write_checkpoint(model, CHECKPOINTS)),
+        skip_tokenizer_init=True,
+        max_logprobs=-1,
+        disable_log_stats=False,
+        **arguments,
+    )
+
+
+def generate_batch(
+    llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int = 1, **sampling: Any
+) -> list[Completion]:
+    """Complete several prompts in one batch."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=-1,
+        **sampling,
+    )
+    inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    return [_completion(output) for output in llm.generate(inputs, parameters, use_tqdm=False)]
+
+
+def generate(llm: Any, prompt: Sequence[int], max_tokens: int = 1, **sampling: Any) -> Completion:
+    """Complete one prompt."""
+    return generate_batch(llm, [prompt], max_tokens, **sampling)[0]
+
+
+def delta(one: Completion, other: Completion) -> float:
+    """Largest difference of a logprob, over the steps both had the same context.
+
+    Steps after the first differing token are left out: their contexts differ.
+    """
+    same = 0
+    for a, b in zip(one.tokens, other.tokens, strict=True):
+        same += 1
+        if a != b:
+            break
+    return float(np.abs(one.logprobs[:same] - other.logprobs[:same]).max())
+
+
+def shutdown(llm: Any) -> None:
+    """End the engine and give its memory back, so that the next one can start."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    cleanup_dist_env_and_memory()
+    gc.collect()
+
+
+@contextmanager
+def engine(
+    model: str, connector_extra: Mapping[str, Any] | None = None, **engine_args: Any
+) -> Iterator[Any]:
+    """`make_llm`, shut down at the end."""
+    llm = make_llm(model, connector_extra, **engine_args)
+    try:
+        yield llm
+    finally:
+        shutdown(llm)
+
+
+def _completion(output: Any) -> Completion:
+    sample = output.outputs[0]
+    steps = [
+        [step[token].logprob for token in sorted(step)]  # one entry per vocabulary id
+        for step in sample.logprobs
+    ]
+    return Completion(
+        tokens=list(sample.token_ids),
+        logprobs=np.array(steps),
+        num_cached_tokens=output.num_cached_tokens,
+    )

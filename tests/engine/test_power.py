@@ -1,0 +1,55 @@
+"""The checkpoints are fit to test with: far context counts, and repeats are exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from harness import BF16_MODELS, MODELS, delta, engine, flipped, generate, prompt_tokens
+
+pytestmark = pytest.mark.engine
+
+PROMPT = prompt_tokens(1500, seed=11)
+EARLY = (3, 29, 60)
+CLEAR = 0.05
+"""A logprob difference no rounding makes: 1e-4 is the tolerance of the exactness tests."""
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def llm(model: str) -> Iterator[Any]:
+    with engine(model) as llm:
+        yield llm
+
+
+def test_a_flipped_early_token_moves_the_last_logprobs(llm: Any) -> None:
+    base = generate(llm, PROMPT)
+    moved = {at: delta(base, generate(llm, flipped(PROMPT, at))) for at in EARLY}
+    assert min(moved.values()) > CLEAR, moved
+
+
+def test_a_repeat_does_not_move_them(llm: Any) -> None:
+    llm.reset_prefix_cache()
+    cold = generate(llm, PROMPT, max_tokens=8)
+    llm.reset_prefix_cache()
+    again = generate(llm, PROMPT, max_tokens=8)
+    assert (cold.num_cached_tokens, again.num_cached_tokens) == (0, 0)
+    assert again.tokens == cold.tokens
+    assert delta(cold, again) <= 1e-6
+
+
+def test_the_engine_hits_its_own_prefix(llm: Any, model: str) -> None:
+    if not llm.llm_engine.vllm_config.cache_config.enable_prefix_caching:
+        pytest.skip(f"the platform switches prefix caching off for {model}")
+    llm.reset_prefix_cache()
+    cold = generate(llm, PROMPT, max_tokens=8)
+    hit = generate(llm, PROMPT, max_tokens=8)
+    assert hit.num_cached_tokens >= 1024
+    assert hit.tokens[0] == cold.tokens[0]
+    # bf16 rounds differently for other chunk shapes; fp32 must not.
+    assert delta(cold, hit) <= (0.1 if model in BF16_MODELS else 1e-4)
