@@ -30,6 +30,7 @@ class Segment:
 
     @property
     def size_bytes(self) -> int:
+        """Useful bytes of the segment."""
         return self.num_pages * self.layer.page_bytes
 
 
@@ -54,9 +55,7 @@ class ArtifactLayout:
         """
         return self._segments(state_type, start, end)
 
-    def _compute_segments(
-        self, state_type: StateType, start: int, end: int
-    ) -> tuple[Segment, ...]:
+    def _compute_segments(self, state_type: StateType, start: int, end: int) -> tuple[Segment, ...]:
         segments, offset = [], 0
         for layer in self.model.layers_of(state_type):
             pages = layer.pages_needed(start, end)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetero_connector.artifacts.layout import ArtifactLayout, Segment
-from hetero_connector.engine.messages import ArtifactCopy, Blocks, PageCopy
+from hetero_connector.engine.messages import ArtifactCopy, PageCopy
 from hetero_connector.engine.pages import ArenaRows, IndexArray
 from hetero_connector.spec import StateType
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -33,6 +34,10 @@ class Device(Protocol):
         """What the forward issues from now runs after the copies issued so far."""
         ...
 
+    def mark(self) -> Callable[[], None]:
+        """A call that makes the forward wait for the copies issued up to now."""
+        ...
+
     def finish(self) -> None:
         """Block until every issued copy has ended."""
         ...
@@ -55,6 +60,10 @@ class HostDevice:
 
     def before_forward_goes_on(self) -> None:
         """Always so."""
+
+    def mark(self) -> Callable[[], None]:
+        """Copies have ended when they return."""
+        return lambda: None
 
     def finish(self) -> None:
         """Always so."""
@@ -93,6 +102,11 @@ class CudaDevice:
     def before_forward_goes_on(self) -> None:
         """The current stream waits for the side stream."""
         torch.cuda.current_stream().wait_stream(self._stream)
+
+    def mark(self) -> Callable[[], None]:
+        """An event on the side stream, for the current stream to wait on."""
+        event = self._stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(event)
 
     def finish(self) -> None:
         """Synchronise the side stream."""

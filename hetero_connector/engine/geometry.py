@@ -108,14 +108,10 @@ def _mla_type(name: str, spec: kvi.MLAAttentionSpec) -> StateType:
         return StateType.MLA_LATENT
     if spec.cache_role is kvi.SparseCacheRole.INDEXER or name.endswith(_INDEXER_SUFFIX):
         return StateType.COMPRESSED_CSA_INDEX
-    return (
-        StateType.COMPRESSED_HCA if ratio >= _HCA_RATIO else StateType.COMPRESSED_CSA_MAIN
-    )
+    return StateType.COMPRESSED_HCA if ratio >= _HCA_RATIO else StateType.COMPRESSED_CSA_MAIN
 
 
-def _compressor_state(
-    name: str, spec: kvi.SlidingWindowMLASpec, ratios: dict[str, int]
-) -> _Role:
+def _compressor_state(name: str, spec: kvi.SlidingWindowMLASpec, ratios: dict[str, int]) -> _Role:
     """Rows of a compression block that is not finished.
 
     A window of one ratio holds only the open block, which is empty at an aligned

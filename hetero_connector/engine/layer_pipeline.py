@@ -23,33 +23,47 @@ class LayerPipeline:
         self._jobs: dict[str, Job] = {}
         self._running: dict[str, threading.Event] = {}
         self._background: Future[None] | None = None
+        self._unasked: set[str] = set()
 
     def start(self, jobs: Sequence[tuple[str, Job]], overlap: bool) -> None:
         """Queue the jobs, layer by layer; with `overlap` start running them at once."""
         assert not self._jobs, "the last step's layers were never drained"
         self._jobs.update(jobs)
+        self._unasked = set(self._jobs)
         if overlap and self._jobs:
             self._background = self._executor.submit(self._run_ahead)
 
     def ensure(self, layer: str) -> None:
         """Return when the layer's job has run; raises what it raised."""
-        if not self._jobs and not self._running:
+        if not self._unasked:
             return
+        self._unasked.discard(layer)
         if not self._run(layer):
             event = self._running.get(layer)
             if event is not None:
                 event.wait()
 
     def drain(self) -> None:
-        """Run what is left and wait for the background thread; raises what a job raised."""
+        """Run what is left and wait for the background thread; raises what a job raised.
+
+        RuntimeError if the forward never asked for a layer: it may have read that layer's
+        pages before they were loaded, and a wrong answer is worse than none.
+        """
         self._run_ahead()
         if self._background is not None:
             self._background.result()
             self._background = None
+        if self._unasked:
+            unasked, self._unasked = self._unasked, set()
+            raise RuntimeError(
+                f"the forward pass did not wait for layers {sorted(unasked)}; "
+                "set layerwise to 'off' for this model and report it"
+            )
 
     def close(self) -> None:
         """Stop the thread. What is queued is dropped."""
         self._jobs.clear()
+        self._unasked.clear()
         self._executor.shutdown()
 
     def _run(self, layer: str) -> bool:

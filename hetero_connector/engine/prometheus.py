@@ -101,5 +101,3 @@ class HeteroPromMetrics(KVConnectorPromMetrics):
         name, labels = split_key(key)
         values = [labels[label] for label in METRICS[name][1]]
         return self._series[name].labels(*self.per_engine_labelvalues[engine_idx], *values)
-
-

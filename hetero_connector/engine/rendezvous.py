@@ -42,7 +42,9 @@ def announce(engine_id: str, geometry: WorkerGeometry) -> None:
     partial.replace(path)
 
 
-def gather(engine_id: str, world_size: int, patience_s: float = _PATIENCE_S) -> list[WorkerGeometry]:
+def gather(
+    engine_id: str, world_size: int, patience_s: float = _PATIENCE_S
+) -> list[WorkerGeometry]:
     """Every rank's geometry, by rank; the files are removed.
 
     Raises `StoreError` when a rank has not announced itself: its worker runs on another

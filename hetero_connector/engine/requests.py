@@ -72,7 +72,7 @@ class RequestTracker:
 
     def grow(self) -> int:
         """Take over the tokens that arrived since the last call; returns how many are known."""
-        known = self.request.num_tokens
+        known = int(self.request.num_tokens)
         if known > self.chain.num_tokens:
             self.chain.extend(self.request.all_token_ids[self.chain.num_tokens : known])
         return known

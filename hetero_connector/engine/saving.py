@@ -33,7 +33,7 @@ class _Collected:
 
     def message(self, table: BlockTable, offered: dict[int, int]) -> Save:
         """The worker's order; recurrent pages come from `offered` (group -> block id)."""
-        blocks = {}
+        blocks: dict[tuple[StateType, int], Blocks] = {}
         for (state_type, group), pages in self.pages.items():
             if state_type is StateType.RECURRENT:
                 blocks[state_type, group] = Blocks(pages.start, [offered[group]])
@@ -106,9 +106,7 @@ class Saver:
         for save_id in save.save_ids:
             self._store.abandon_save(self._reserved.pop(save_id))
 
-    def _full_chunks(
-        self, tracker: RequestTracker, known: int, table: BlockTable
-    ) -> _Collected:
+    def _full_chunks(self, tracker: RequestTracker, known: int, table: BlockTable) -> _Collected:
         """Reserve every full chunk up to `known` that the store lacks, parents first."""
         collected = _Collected()
         size = self._layout.chunk_tokens
@@ -135,9 +133,7 @@ class Saver:
     def _collect(self, collected: _Collected, chunk: ChunkRange, table: BlockTable) -> bool:
         """Reserve what the store lacks of this chunk; False if there was no room for it."""
         types = [
-            t
-            for t in self._store.missing(chunk, self._plain_types)
-            if self._held(t, chunk, table)
+            t for t in self._store.missing(chunk, self._plain_types) if self._held(t, chunk, table)
         ]
         return self._reserve(collected, chunk, types)
 
@@ -164,9 +160,7 @@ class Saver:
             pages = layer.pages_needed(copy.start, copy.end)
             key = (copy.state_type, layer.group)
             known = collected.pages.get(key, pages)
-            collected.pages[key] = range(
-                min(known.start, pages.start), max(known.stop, pages.stop)
-            )
+            collected.pages[key] = range(min(known.start, pages.start), max(known.stop, pages.stop))
 
     def _held(self, state_type: StateType, chunk: ChunkRange, table: BlockTable) -> bool:
         """Whether the engine still holds every page the artifact needs."""

@@ -91,9 +91,7 @@ class SchedulerSide:
         tracker = self._trackers.get(request.request_id)
         if tracker is None or tracker.restore is None:
             return {}
-        return {
-            _SOURCES[tier]: tokens for tier, tokens in self._restorer.sources(tracker).items()
-        }
+        return {_SOURCES[tier]: tokens for tier, tokens in self._restorer.sources(tracker).items()}
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """`build_connector_meta`: this step's loads and saves."""
@@ -113,9 +111,7 @@ class SchedulerSide:
         for request_id, ranks in report.loaded.items():
             self._loaded(request_id, ranks)
 
-    def finished(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> None:
+    def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
         """`request_finished_all_groups`: order the tail's save; the blocks may be freed now."""
         tracker = self._trackers.pop(request.request_id, None)
         if tracker is None:

@@ -76,9 +76,7 @@ def open_scheduler_side(
     )
     logger.info("HeteroConnector: %s", _summary(layout, config))
     hasher = ChainHasher(identity.digest, chunk_tokens)
-    return SchedulerSide(
-        layout, hasher, store, recorder, load_deadline_s=config.load_deadline_s
-    )
+    return SchedulerSide(layout, hasher, store, recorder, load_deadline_s=config.load_deadline_s)
 
 
 def _chunk_tokens(config: HeteroConfig, model: ModelSpec) -> int:

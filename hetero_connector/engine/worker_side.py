@@ -16,9 +16,9 @@ import torch
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.engine.copy_plan import LayerCopies, plan_copies
 from hetero_connector.engine.devices import Device, device_of
-from hetero_connector.engine.layer_pipeline import LayerPipeline
+from hetero_connector.engine.layer_pipeline import Job, LayerPipeline
 from hetero_connector.engine.messages import Load, PageCopy, Save, StepMetadata, WorkerReport
-from hetero_connector.engine.pages import ByteArray, Pages, page_view
+from hetero_connector.engine.pages import ArenaRows, ByteArray, IndexArray, Pages, page_view
 from hetero_connector.metrics import Recorder
 from hetero_connector.store.arena import Arena
 
@@ -164,12 +164,13 @@ class WorkerSide:
         jobs = [(layer, self._load_job(meta, layer, copies)) for layer in later]
         self._pipeline.start(jobs, overlap=self._device_().overlaps_by_thread)
 
-    def _load_job(self, meta: StepMetadata, layer: str, copies: list[LayerCopies]):  # type: ignore[no-untyped-def]
-        def job() -> None:
-            self._load_layer(meta, layer, copies)
-            self._device_().before_forward_goes_on()
-
-        return job
+    def _load_job(self, meta: StepMetadata, layer: str, copies: list[LayerCopies]) -> Job:
+        """What makes the layer's pages complete, for the pipeline to run."""
+        device = self._device_()
+        if device.overlaps_by_thread:
+            return lambda: self._load_layer(meta, layer, copies)
+        self._load_layer(meta, layer, copies)
+        return device.mark()
 
     def _load_layer(self, meta: StepMetadata, layer: str, plans: list[LayerCopies]) -> None:
         arena = self._arena_view(meta)
@@ -199,7 +200,9 @@ class WorkerSide:
         self._recorder.observe("heterocache_save_seconds", self._save_s)
         self._save_s = 0.0
 
-    def _save_layer(self, meta: StepMetadata, layer: str, copies) -> None:  # type: ignore[no-untyped-def]
+    def _save_layer(
+        self, meta: StepMetadata, layer: str, copies: list[tuple[ArenaRows, IndexArray]]
+    ) -> None:
         arena = self._arena_view(meta)
         for rows, block_ids in copies:
             self._pages[layer].save(arena, rows, block_ids)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 
-class Family(str, Enum):
+class Family(StrEnum):
     """When a state is needed to resume at a boundary."""
 
     PREFIX = "prefix"
@@ -14,7 +14,7 @@ class Family(str, Enum):
     """Needed only at the boundary itself (a window, a tail, a recurrent state)."""
 
 
-class RestoreRule(str, Enum):
+class RestoreRule(StrEnum):
     """Which tokens' state must be in place before the engine may resume at a boundary."""
 
     EVERY_TOKEN = "every_token"
@@ -29,7 +29,7 @@ class RestoreRule(str, Enum):
     """Never restored: per-request scratch that the engine rebuilds by itself."""
 
 
-class StateType(str, Enum):
+class StateType(StrEnum):
     """One kind of KV state. The value is the name in metrics, journals and plans."""
 
     DENSE_KV = "dense_kv"
