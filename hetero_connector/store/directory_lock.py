@@ -1,0 +1,98 @@
+"""An exclusive lock on a directory that says who holds it and dies with its holder."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+from hetero_connector.errors import StoreInUseError
+
+_RETRY_S = 0.05
+
+
+class DirectoryLock:
+    """flock on `path`, whose content names the holder's pid and host. Not reentrant.
+
+    The lock belongs to the open file, so it is gone when the holder is, however it ended.
+    The file's modification time is when the directory was last in use.
+    """
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self._fd: int | None = fd
+
+    @classmethod
+    def acquire(cls, path: Path, wait_s: float = 0.0) -> DirectoryLock:
+        """Raises StoreInUseError naming the holder after `wait_s`, OSError if it cannot be made."""
+        deadline = time.monotonic() + wait_s
+        while (lock := cls.try_acquire(path)) is None:
+            if time.monotonic() >= deadline:
+                raise StoreInUseError(
+                    f"{path.parent} is in use by {holder(path)}; stop that engine, or give this "
+                    "one another ssd_dir"
+                )
+            time.sleep(_RETRY_S)
+        return lock
+
+    @classmethod
+    def try_acquire(cls, path: Path) -> DirectoryLock | None:
+        """The lock, or None if somebody holds it."""
+        while True:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(fd, path):
+                    os.ftruncate(fd, 0)
+                    who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+                    os.pwrite(fd, json.dumps(who).encode(), 0)
+                    return cls(path, fd)
+            except BlockingIOError:
+                os.close(fd)
+                return None
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)  # its directory was removed between our open and our lock
+
+    def release(self) -> None:
+        """Idempotent."""
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            os.utime(fd)
+            os.close(fd)
+
+
+def holder(path: Path) -> str:
+    """Who wrote the lock file at `path`, for error messages."""
+    try:
+        who = json.loads(path.read_text())
+        return f"process {who['pid']} on {who['host']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def is_locked(path: Path) -> bool:
+    """Whether somebody holds the lock now. Changes nothing on disk; False if there is no file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        here, there = os.fstat(fd), os.stat(path)
+    except FileNotFoundError:
+        return False
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)

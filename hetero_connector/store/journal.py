@@ -1,0 +1,294 @@
+"""The journal of one model's SSD directory: which slot holds which artifact.
+
+A SQLite file in WAL mode with synchronous=NORMAL: a committed transaction survives a
+killed process, and a power cut may lose the last ones but never tears the file. That is
+enough because of the order in which the store writes: slab bytes are down (`fdatasync`)
+before their row is committed, and a row is deleted, committed, before its slot is
+overwritten. A lost row costs a miss; a row that names a slot of other bytes cannot be, and
+would fail its checksum.
+
+Threads: any one at a time (the store's I/O thread, or the opener before it starts).
+Every method raises StoreError, never a bare sqlite3 error.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from hetero_connector.artifacts.record import ArtifactId
+from hetero_connector.errors import FormatError, StoreError
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.journal_format import (
+    CorruptJournalError,
+    JournalMeta,
+    JournalRow,
+    SlabShape,
+    layout_of,
+    parse_meta,
+    parse_row,
+)
+
+SUFFIXES = ("", "-wal", "-shm")
+"""What SQLite appends to the journal's name for the files that belong to it."""
+
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE artifacts (
+    chunk BLOB NOT NULL,
+    parent BLOB NOT NULL,
+    start INTEGER NOT NULL,
+    end INTEGER NOT NULL,
+    state_type TEXT NOT NULL,
+    slot INTEGER NOT NULL,
+    generation INTEGER NOT NULL,
+    size_bytes INTEGER NOT NULL,
+    checksum BLOB NOT NULL,
+    last_access REAL NOT NULL,
+    reuse_count INTEGER NOT NULL,
+    PRIMARY KEY (chunk, state_type),
+    UNIQUE (state_type, slot)
+) WITHOUT ROWID;
+"""
+_COLUMNS = (
+    "chunk, parent, start, end, state_type, slot, generation, size_bytes, checksum, "
+    "last_access, reuse_count"
+)
+
+
+class Journal:
+    """Rows of the artifacts on SSD. Built by `Journal.open` or `Journal.open_existing`."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection, meta: JournalMeta) -> None:
+        self.path = path
+        self.meta = meta
+        self.moved_aside: Path | None = None
+        """Where a corrupt journal went that was found here; everything in it is forgotten."""
+        self._connection = connection
+
+    @classmethod
+    def open(cls, path: Path, meta: JournalMeta) -> Journal:
+        """Open the journal, or create it with `meta` if there is none.
+
+        A damaged file is moved aside (`moved_aside`) and an empty journal takes its place.
+        The slots per state type are left as found (see `resize`). Raises FormatError if it
+        belongs to another format version, model or slot size, StoreError if it cannot be
+        opened or created.
+        """
+        moved = None
+        if path.exists():
+            try:
+                journal = cls.open_existing(path)
+            except CorruptJournalError:
+                moved = _move_aside(path)
+            else:
+                try:
+                    journal._require(meta)
+                except FormatError:
+                    journal.close()
+                    raise
+                return journal
+        journal = cls._create(path, meta)
+        journal.moved_aside = moved
+        return journal
+
+    @classmethod
+    def open_existing(cls, path: Path, read_only: bool = False) -> Journal:
+        """Open a journal as it is, whatever model it belongs to.
+
+        Raises CorruptJournalError if it is damaged, FormatError for another format version,
+        StoreError if it cannot be read.
+        """
+        # Only a WAL that somebody may be writing needs the shared-memory file, which cannot
+        # be made in a read-only directory.
+        settled = not path.with_name(f"{path.name}-wal").exists()
+        read_mode = "ro&immutable=1" if settled else "ro"
+        connection = _connect(path, read_mode if read_only else "rw")
+        try:
+            with _sqlite_errors(path):
+                found = connection.execute("PRAGMA quick_check(1)").fetchone()
+                if found[0] != "ok":
+                    raise CorruptJournalError(f"journal {path} is damaged: {found[0]}")
+                table = dict(connection.execute("SELECT key, value FROM meta").fetchall())
+                connection.execute(f"SELECT {_COLUMNS} FROM artifacts LIMIT 1")
+            return cls(path, connection, parse_meta(path, table))
+        except BaseException:
+            connection.close()
+            raise
+
+    @classmethod
+    def _create(cls, path: Path, meta: JournalMeta) -> Journal:
+        for suffix in SUFFIXES[1:]:  # of a journal somebody deleted: not this one's
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+        connection = _connect(path, "rwc")
+        try:
+            with _sqlite_errors(path):
+                connection.execute("PRAGMA journal_mode=WAL")
+                # One transaction, so that a crash leaves either no tables or all.
+                connection.executescript(f"BEGIN;{_SCHEMA}")
+                connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.as_table().items())
+                connection.execute("COMMIT")
+        except BaseException:
+            connection.close()
+            raise
+        return cls(path, connection, meta)
+
+    def _require(self, wanted: JournalMeta) -> None:
+        if self.meta.fingerprint != wanted.fingerprint:
+            raise FormatError(
+                f"{self.path} holds state of another model (fingerprint "
+                f"{self.meta.fingerprint.hex()}, this one is {wanted.fingerprint.hex()}); "
+                "use another ssd_dir, or delete this directory"
+            )
+        if self.meta.slot_bytes != wanted.slot_bytes:
+            raise FormatError(
+                f"{self.path} describes other slots ({layout_of(self.meta)}) than these settings "
+                f"ask for ({layout_of(wanted)}); use the former chunk_tokens, another ssd_dir, "
+                "or delete this directory"
+            )
+
+    def resize(self, slots: Mapping[StateType, int]) -> None:
+        """Set the slots per state type; rows of slots that are no more are deleted."""
+        slabs = {t: SlabShape(slots[t], s.slot_bytes) for t, s in self.meta.slabs.items()}
+        meta = replace(self.meta, slabs=slabs)
+        with self._transaction() as connection:
+            connection.executemany(
+                "DELETE FROM artifacts WHERE state_type = ? AND slot >= ?",
+                ((t.value, count) for t, count in slots.items()),
+            )
+            connection.execute(
+                "UPDATE meta SET value = ? WHERE key = 'slabs'", (meta.as_table()["slabs"],)
+            )
+        self.meta = meta
+
+    def load(self) -> Iterator[JournalRow]:
+        """Every row, parents before children. Rows that make no sense are left out."""
+        with _sqlite_errors(self.path):
+            cursor = self._connection.execute(
+                f"SELECT {_COLUMNS} FROM artifacts ORDER BY start, end"
+            )
+            for values in cursor:
+                row = parse_row(values, self.meta)
+                if row is not None:
+                    yield row
+
+    def record(self, rows: Iterable[JournalRow]) -> None:
+        """Add rows, in one transaction. Their bytes must be down.
+
+        A row of the same artifact, or of the same slot, is replaced.
+        """
+        marks = ", ".join("?" * 11)
+        with self._transaction() as connection:
+            connection.executemany(
+                f"INSERT OR REPLACE INTO artifacts ({_COLUMNS}) VALUES ({marks})",
+                (
+                    (
+                        bytes(r.chunk.key),
+                        bytes(r.chunk.parent),
+                        r.chunk.start,
+                        r.chunk.end,
+                        r.state_type.value,
+                        r.slot,
+                        r.generation,
+                        r.size_bytes,
+                        r.checksum,
+                        r.last_access,
+                        r.reuse_count,
+                    )
+                    for r in rows
+                ),
+            )
+
+    def forget(self, ids: Iterable[ArtifactId]) -> None:
+        """Delete rows, in one transaction; unknown ids are ignored. Then slots may be reused."""
+        with self._transaction() as connection:
+            connection.executemany(
+                "DELETE FROM artifacts WHERE chunk = ? AND state_type = ?",
+                ((bytes(i.chunk), i.state_type.value) for i in ids),
+            )
+
+    def touch(self, used: Iterable[tuple[ArtifactId, float, int]]) -> None:
+        """Set (last access, reuse count) of a batch of rows; unknown ids are ignored."""
+        with self._transaction() as connection:
+            connection.executemany(
+                "UPDATE artifacts SET last_access = ?, reuse_count = ? "
+                "WHERE chunk = ? AND state_type = ?",
+                ((when, count, bytes(i.chunk), i.state_type.value) for i, when, count in used),
+            )
+
+    def clear(self) -> None:
+        """Delete every row."""
+        with self._transaction() as connection:
+            connection.execute("DELETE FROM artifacts")
+
+    def close(self) -> None:
+        """Idempotent."""
+        with _sqlite_errors(self.path):
+            self._connection.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with _sqlite_errors(self.path):
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                # SQLite has already rolled back by itself after some errors (full disk).
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+
+_CORRUPT_CODES = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+
+
+@contextmanager
+def _sqlite_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as e:
+        code = getattr(e, "sqlite_errorcode", 0) & 0xFF
+        no_table = isinstance(e, sqlite3.OperationalError) and "no such" in str(e)
+        if code in _CORRUPT_CODES or no_table:
+            raise CorruptJournalError(f"journal {path} is damaged: {e}") from e
+        raise StoreError(f"journal {path}: {e}") from e
+
+
+def _connect(path: Path, mode: str) -> sqlite3.Connection:
+    with _sqlite_errors(path):
+        # Autocommit: transactions are begun by hand. The directory's lock, not SQLite's
+        # thread check, keeps users apart.
+        connection = sqlite3.connect(
+            f"{path.absolute().as_uri()}?mode={mode}",
+            uri=True,
+            isolation_level=None,
+            check_same_thread=False,
+            timeout=5.0,
+        )
+        try:
+            connection.execute("PRAGMA synchronous=NORMAL")
+        except BaseException:
+            connection.close()
+            raise
+    return connection
+
+
+def _move_aside(path: Path) -> Path:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for n in range(1000):
+        target = path.with_name(f"journal.corrupt-{stamp}{f'-{n}' if n else ''}")
+        if not target.exists():
+            break
+    for suffix in SUFFIXES:
+        part = path.with_name(path.name + suffix)
+        try:
+            if part.exists():
+                part.rename(target.with_name(target.name + suffix))
+        except OSError as e:
+            raise StoreError(f"the damaged journal {part} cannot be moved aside: {e}") from e
+    return target

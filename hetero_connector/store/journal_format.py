@@ -1,0 +1,130 @@
+"""The journal's values: rows, the meta table, and how both are read back with suspicion."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange
+from hetero_connector.errors import FormatError, StoreError
+from hetero_connector.spec.state_types import StateType
+
+FORMAT_VERSION = 1
+
+
+class CorruptJournalError(StoreError):
+    """The journal is not a readable SQLite file, or not a journal."""
+
+
+@dataclass(frozen=True, slots=True)
+class JournalRow:
+    """An artifact that is on SSD."""
+
+    chunk: ChunkRange
+    state_type: StateType
+    slot: int
+    generation: int
+    size_bytes: int
+    """Useful bytes, from the slot's first byte on."""
+    checksum: bytes
+    last_access: float
+    """Unix time, seconds."""
+    reuse_count: int = 0
+
+    @property
+    def id(self) -> ArtifactId:
+        """The artifact's name."""
+        return ArtifactId(self.chunk.key, self.state_type)
+
+
+@dataclass(frozen=True, slots=True)
+class SlabShape:
+    """How a state type's slab file is cut."""
+
+    slots: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True)
+class JournalMeta:
+    """Whose state the directory holds and how it is laid out."""
+
+    fingerprint: bytes
+    slabs: Mapping[StateType, SlabShape]
+    description: Mapping[str, Any] = field(default_factory=dict)
+    """For people, in `heterocache inspect`: model name, dtype, chunk size. JSON values."""
+    created: float = 0.0
+    """Unix time, seconds."""
+
+    @property
+    def slot_bytes(self) -> dict[StateType, int]:
+        """Bytes of one slot by state type."""
+        return {t: s.slot_bytes for t, s in self.slabs.items()}
+
+    def as_table(self) -> dict[str, str]:
+        """The rows of the meta table."""
+        slabs = {t.value: [s.slots, s.slot_bytes] for t, s in self.slabs.items()}
+        return {
+            "format_version": str(FORMAT_VERSION),
+            "fingerprint": self.fingerprint.hex(),
+            "slabs": json.dumps(slabs, sort_keys=True),
+            "description": json.dumps(dict(self.description), sort_keys=True, default=str),
+            "created": str(self.created),
+        }
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, str]) -> JournalMeta:
+        """Inverse of `as_table`. Raises KeyError or ValueError if it is not one."""
+        slabs = {
+            StateType(name): SlabShape(int(slots), int(slot_bytes))
+            for name, (slots, slot_bytes) in json.loads(table["slabs"]).items()
+        }
+        fingerprint = bytes.fromhex(table["fingerprint"])
+        created = float(table["created"])
+        return cls(fingerprint, slabs, json.loads(table["description"]), created)
+
+
+def parse_meta(path: Path, table: Mapping[str, str]) -> JournalMeta:
+    """Raises FormatError for another version, CorruptJournalError for anything unreadable."""
+    version = table.get("format_version")
+    if version is None:
+        raise CorruptJournalError(f"journal {path} names no format version")
+    if version != str(FORMAT_VERSION):
+        raise FormatError(
+            f"{path} has format version {version}, this release writes {FORMAT_VERSION}; "
+            "use another ssd_dir, or delete this directory"
+        )
+    try:
+        return JournalMeta.from_table(table)
+    except (KeyError, ValueError, TypeError) as e:
+        raise CorruptJournalError(f"journal {path} has an unreadable meta table: {e!r}") from e
+
+
+def parse_row(values: tuple[Any, ...], meta: JournalMeta) -> JournalRow | None:
+    """The row, or None if it makes no sense in this layout."""
+    chunk, parent, start, end, name, slot, generation, size, digest, when, reuse = values
+    try:
+        state_type = StateType(name)
+        shape = meta.slabs[state_type]
+        ok = (
+            len(chunk) == len(parent) == len(digest) == 16
+            and 0 <= slot < shape.slots
+            and 0 < size <= shape.slot_bytes
+            and 0 <= start < end
+        )
+    except (KeyError, ValueError, TypeError):
+        return None
+    if not ok:
+        return None
+    where = ChunkRange(ChunkKey(chunk), ChunkKey(parent), start, end)
+    return JournalRow(where, state_type, slot, generation, size, digest, float(when), reuse)
+
+
+def layout_of(meta: JournalMeta) -> str:
+    """For error messages."""
+    return ", ".join(
+        f"{t.value} {s.slots} slots of {s.slot_bytes} bytes" for t, s in meta.slabs.items()
+    )

@@ -1,0 +1,247 @@
+"""The SSD tier's files for one model, and whose they are.
+
+    ssd_dir/.lock                       held for a moment while a directory is opened
+    ssd_dir/<fingerprint, 16 hex>/lock  held by the engine that uses it
+                                 /journal.sqlite
+                                 /<state type>.slab
+
+A slab is preallocated: its slots never move and a write to it never runs out of disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hetero_connector.errors import ConfigError, StoreError, TransferError
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.directory_lock import DirectoryLock
+from hetero_connector.store.journal import Journal
+from hetero_connector.store.journal_format import JournalMeta, SlabShape
+from hetero_connector.store.ssd_space import (
+    GIB,
+    JOURNAL_NAME,
+    LOCK_NAME,
+    SLAB_SUFFIX,
+    make_room,
+    model_directory,
+    no_space,
+    room_beside_live,
+)
+from hetero_connector.transfer.base import BLOCK_BYTES, OpenFile
+
+logger = logging.getLogger(__name__)
+
+_ROW_BYTES = 512
+"""Journal bytes a slot may cost: a row in two b-trees, at SQLite's usual fill."""
+_WAL_BYTES = 8 << 20
+_OPEN_WAIT_S = 30.0
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT}
+
+
+class SsdDirectory:
+    """An open, locked directory: its slab files, journal and warnings. Built by `open`."""
+
+    def __init__(
+        self, path: Path, lock: DirectoryLock, slabs: Mapping[StateType, SlabShape]
+    ) -> None:
+        self.path = path
+        self.slot_bytes = {t: s.slot_bytes for t, s in slabs.items()}
+        self.state_types = tuple(slabs)
+        self.slots_per_type = min(s.slots for s in slabs.values())
+        self.direct = True
+        """Whether the slabs are open with O_DIRECT."""
+        self.warnings: list[str] = []
+        """What was found wrong and mended at opening; also logged."""
+        self.journal: Journal
+        self._slabs = dict(slabs)
+        self._lock = lock
+        self._fds: dict[StateType, int] = {}
+        self._created: list[Path] = []
+
+    @classmethod
+    def open(
+        cls,
+        root: Path,
+        fingerprint: bytes,
+        slot_bytes: Mapping[StateType, int],
+        ssd_bytes: int,
+        description: Mapping[str, Any] | None = None,
+    ) -> SsdDirectory:
+        """Open or create a model's directory in `root`, all of which stays within `ssd_bytes`.
+
+        `slot_bytes`: a slot's size by state type, 4 KiB multiples. Every state type gets the
+        same number of slots, as many as fit beside the running engines of other models;
+        state of models not in use makes way. Rows whose slots are no more (a lower
+        `ssd_bytes`, a truncated slab) are forgotten. Raises
+        ConfigError (`ssd_dir`, `ssd_gib`), StoreInUseError, FormatError, StoreError.
+        """
+        slots_that_fit(slot_bytes, ssd_bytes)  # before anything is created
+        path = model_directory(root, fingerprint)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            opening = DirectoryLock.acquire(root / ".lock", wait_s=_OPEN_WAIT_S)
+            try:
+                room = room_beside_live(root, path, ssd_bytes)
+                slots = slots_that_fit(slot_bytes, room)
+                slabs = {t: SlabShape(slots, size) for t, size in slot_bytes.items()}
+                meta = JournalMeta(fingerprint, slabs, description or {}, created=time.time())
+                path.mkdir(exist_ok=True)
+                directory = cls(path, DirectoryLock.acquire(path / LOCK_NAME), slabs)
+                try:
+                    directory._open_files(root, meta, room)
+                except BaseException:
+                    directory._abandon()
+                    raise
+            finally:
+                opening.release()
+        except (ConfigError, StoreError):
+            raise
+        except OSError as e:
+            raise _explain(e, root) from e
+        return directory
+
+    @property
+    def files(self) -> tuple[OpenFile, ...]:
+        """The slab files, in the order of `state_types`."""
+        return tuple(OpenFile(self._fds[t], s.slots * s.slot_bytes) for t, s in self._slabs.items())
+
+    def file_of(self, state_type: StateType) -> int:
+        """Index into `files` of a state type's slab."""
+        return self.state_types.index(state_type)
+
+    def sync(self) -> None:
+        """Wait until every slab byte written so far survives a power cut. TransferError if not."""
+        for state_type, fd in self._fds.items():
+            try:
+                os.fdatasync(fd)
+            except OSError as e:
+                raise TransferError(e.errno, f"fdatasync of {state_type.value}: {e}") from e
+
+    def close(self) -> None:
+        """Close the journal and the slabs, let go of the lock. Idempotent."""
+        if hasattr(self, "journal"):
+            self.journal.close()
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+        self._lock.release()
+
+    def _abandon(self) -> None:
+        """Close after a failed opening: what it created is removed again."""
+        self.close()
+        for path in self._created:
+            path.unlink(missing_ok=True)
+
+    def _open_files(self, root: Path, meta: JournalMeta, room_bytes: int) -> None:
+        # The journal first: if it belongs to something else, nothing has been touched yet.
+        is_new = not (self.path / JOURNAL_NAME).exists()
+        needed = sum(s.slots * s.slot_bytes for s in self._slabs.values())
+        if is_new:
+            make_room(root, self.path, needed, room_bytes)
+        self.journal = Journal.open(self.path / JOURNAL_NAME, meta)
+        if self.journal.moved_aside:
+            self._warn(
+                f"the journal of {self.path} was damaged; it is now "
+                f"{self.journal.moved_aside.name} and everything it listed is forgotten"
+            )
+        if not is_new:
+            make_room(root, self.path, needed, room_bytes)
+        self._forget_lost_slots()
+        if self.journal.meta.slabs != self._slabs:
+            self.journal.resize({t: s.slots for t, s in self._slabs.items()})
+        for state_type in self._slabs:
+            self._open_slab(root, state_type)
+        if not self.direct:
+            self._warn(f"{self.path} has no O_DIRECT: the page cache will hold the slabs, too")
+        _sync_directory(self.path)
+
+    def _slab_path(self, state_type: StateType) -> Path:
+        return self.path / f"{state_type.value}{SLAB_SUFFIX}"
+
+    def _forget_lost_slots(self) -> None:
+        """Rows whose slot is not in its file any more: deleted or truncated slabs."""
+        present = {}
+        for state_type, slab in self._slabs.items():
+            path = self._slab_path(state_type)
+            present[state_type] = path.stat().st_size // slab.slot_bytes if path.exists() else 0
+        lost = [row.id for row in self.journal.load() if row.slot >= present[row.state_type]]
+        if lost:
+            self.journal.forget(lost)
+            self._warn(
+                f"slab files of {self.path} are missing or short: {len(lost)} artifacts lost"
+            )
+
+    def _open_slab(self, root: Path, state_type: StateType) -> None:
+        path, slab = self._slab_path(state_type), self._slabs[state_type]
+        size, is_new = slab.slots * slab.slot_bytes, not path.exists()
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o644)
+        except OSError as e:
+            if e.errno != errno.EINVAL:
+                raise
+            self.direct = False
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fds[state_type] = fd
+        if is_new:
+            self._created.append(path)
+        before = os.fstat(fd).st_size
+        try:
+            if before > size:
+                os.ftruncate(fd, size)
+            os.posix_fallocate(fd, 0, size)
+        except OSError as e:
+            if e.errno not in _NO_SPACE:
+                raise
+            os.ftruncate(fd, min(before, size))
+            raise no_space(root, size - before) from e
+
+    def _warn(self, message: str) -> None:
+        self.warnings.append(message)
+        logger.warning(message)
+
+
+def slots_that_fit(slot_bytes: Mapping[StateType, int], ssd_bytes: int) -> int:
+    """Slots each state type gets so that slabs and journal stay within `ssd_bytes`.
+
+    Raises ConfigError (`ssd_gib`) if there is not room for one, ValueError for sizes that
+    are not multiples of 4 KiB.
+    """
+    if not slot_bytes or any(size <= 0 or size % BLOCK_BYTES for size in slot_bytes.values()):
+        raise ValueError(f"slot sizes must be multiples of {BLOCK_BYTES} bytes: {slot_bytes}")
+    room = ssd_bytes - min(_WAL_BYTES, ssd_bytes // 16)
+    slots = room // sum(size + _ROW_BYTES for size in slot_bytes.values())
+    if slots < 1:
+        smallest = sum(slot_bytes.values()) * 17 // 16 + _ROW_BYTES * len(slot_bytes)
+        raise ConfigError(
+            "ssd_gib",
+            f"{ssd_bytes / GIB:.3g} does not hold one artifact of each state type of this "
+            f"model; at least {smallest / GIB:.3g}, or 0 for no SSD tier",
+        )
+    return slots
+
+
+def _explain(error: OSError, root: Path) -> ConfigError | StoreError:
+    if error.errno in _NO_SPACE:
+        return no_space(root, 0)
+    if error.errno in _NO_ACCESS:
+        return ConfigError(
+            "ssd_dir", f"{root} cannot be written ({error}); choose a directory that can be"
+        )
+    return StoreError(f"{root} cannot be used as ssd_dir: {error}")
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # Some filesystems cannot sync a directory; they order their metadata themselves.
+        with contextlib.suppress(OSError):
+            os.fsync(fd)
+    finally:
+        os.close(fd)

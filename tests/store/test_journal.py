@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import resource
+import signal
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkRange
+from hetero_connector.errors import FormatError, StoreError
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.journal import Journal
+from hetero_connector.store.journal_format import (
+    CorruptJournalError,
+    JournalMeta,
+    JournalRow,
+    SlabShape,
+)
+
+KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
+META = JournalMeta(
+    bytes(range(16)), {KV: SlabShape(100, 8192), SWA: SlabShape(100, 4096)}, {"model": "tiny"}, 5.0
+)
+
+
+def row(n: int, state_type: StateType = KV, slot: int | None = None) -> JournalRow:
+    key = ChunkKey(n.to_bytes(16, "little"))
+    parent = ChunkKey((n - 1).to_bytes(16, "little")) if n > 1 else ROOT
+    chunk = ChunkRange(key, parent, (n - 1) * 256, n * 256)
+    digest = bytes([n % 256]) * 16
+    return JournalRow(chunk, state_type, n if slot is None else slot, 3, 4096, digest, 1e9 + n, n)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.sqlite"
+
+
+@pytest.fixture
+def journal(path: Path) -> Iterator[Journal]:
+    journal = Journal.open(path, META)
+    yield journal
+    journal.close()
+
+
+def test_rows_come_back_as_recorded_after_reopening(journal: Journal, path: Path) -> None:
+    rows = [row(1), row(1, SWA), row(2), row(3)]
+    journal.record(reversed(rows))
+    journal.close()
+    again = Journal.open(path, META)
+    assert list(again.load()) == rows
+    assert again.meta == META
+    assert again.moved_aside is None
+    again.close()
+
+
+def test_recording_an_occupied_slot_replaces_its_row(journal: Journal) -> None:
+    journal.record([row(1, slot=7), row(2)])
+    journal.record([row(3, slot=7)])
+    assert list(journal.load()) == [row(2), row(3, slot=7)]
+
+
+def test_forget_touch_and_clear(journal: Journal) -> None:
+    journal.record([row(1), row(2), row(2, SWA)])
+    journal.forget([row(2).id, ArtifactId(ChunkKey(bytes(16)), KV)])
+    journal.touch([(row(1).id, 2e9, 9), (row(2).id, 2e9, 9)])
+    assert list(journal.load()) == [
+        replace(row(1), last_access=2e9, reuse_count=9),
+        row(2, SWA),
+    ]
+    journal.clear()
+    assert list(journal.load()) == []
+
+
+class JournalAgainstDict(RuleBasedStateMachine):
+    """The journal behaves like a dict from id to row in which a slot has one owner."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.journal = Journal.open(path, META)
+        self.rows: dict[ArtifactId, JournalRow] = {}
+
+    @rule(n=st.integers(1, 6), state_type=st.sampled_from([KV, SWA]), slot=st.integers(0, 4))
+    def record(self, n: int, state_type: StateType, slot: int) -> None:
+        new = row(n, state_type, slot)
+        self.journal.record([new])
+        taken = [i for i, r in self.rows.items() if (r.state_type, r.slot) == (state_type, slot)]
+        for i in taken:
+            del self.rows[i]
+        self.rows[new.id] = new
+
+    @rule(n=st.integers(1, 6), state_type=st.sampled_from([KV, SWA]))
+    def forget(self, n: int, state_type: StateType) -> None:
+        gone = row(n, state_type).id
+        self.journal.forget([gone])
+        self.rows.pop(gone, None)
+
+    @rule(slots=st.integers(1, 5))
+    def resize(self, slots: int) -> None:
+        self.journal.resize({KV: slots, SWA: slots})
+        self.rows = {i: r for i, r in self.rows.items() if r.slot < slots}
+        self.journal.resize({KV: 100, SWA: 100})
+
+    @invariant()
+    def same_rows(self) -> None:
+        assert {r.id: r for r in self.journal.load()} == self.rows
+
+    def teardown(self) -> None:
+        self.journal.close()
+
+
+def test_journal_matches_a_model(tmp_path: Path) -> None:
+    numbers = itertools.count()
+    run_state_machine_as_test(
+        lambda: JournalAgainstDict(tmp_path / f"{next(numbers)}.sqlite"),
+        settings=settings(max_examples=10, stateful_step_count=15, deadline=None),
+    )
+
+
+@pytest.mark.parametrize(
+    ("meta", "says"),
+    [
+        (replace(META, fingerprint=bytes(16)), "another model"),
+        (
+            replace(META, slabs={KV: SlabShape(100, 4096), SWA: SlabShape(100, 4096)}),
+            "chunk_tokens",
+        ),
+        (replace(META, slabs={KV: SlabShape(100, 8192)}), "chunk_tokens"),
+    ],
+)
+def test_a_journal_of_something_else_is_refused_and_kept(
+    journal: Journal, path: Path, meta: JournalMeta, says: str
+) -> None:
+    journal.record([row(1)])
+    with pytest.raises(FormatError, match=says):
+        Journal.open(path, meta)
+    assert list(journal.load()) == [row(1)]
+
+
+def test_another_format_version_is_refused_with_what_to_do(journal: Journal, path: Path) -> None:
+    journal._connection.execute("UPDATE meta SET value='0' WHERE key='format_version'")
+    with pytest.raises(FormatError, match=r"version 0.*delete this directory"):
+        Journal.open(path, META)
+
+
+def spoil_header(path: Path) -> None:
+    path.write_bytes(b"not a database at all" * 300)
+
+
+def spoil_pages(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    for page in range(1, len(data) // 4096):
+        data[page * 4096 : page * 4096 + 64] = b"\xff" * 64
+    path.write_bytes(data)
+
+
+def spoil_by_truncation(path: Path) -> None:
+    os.truncate(path, 4096 + 100)
+
+
+def spoil_by_emptying(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def spoil_schema(path: Path) -> None:
+    path.unlink()
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE other (x)")
+    connection.close()
+
+
+def spoil_meta(path: Path) -> None:
+    connection = sqlite3.connect(path)
+    connection.execute("UPDATE meta SET value='{' WHERE key='slabs'")
+    connection.commit()
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [spoil_header, spoil_pages, spoil_by_truncation, spoil_by_emptying, spoil_schema, spoil_meta],
+)
+def test_a_damaged_journal_is_moved_aside_and_an_empty_one_starts(path: Path, spoil) -> None:
+    journal = Journal.open(path, META)
+    journal.record([row(n) for n in range(1, 90)])
+    journal.close()
+    spoil(path)
+    with pytest.raises(CorruptJournalError, match="journal"):
+        Journal.open_existing(path)
+    fresh = Journal.open(path, META)
+    assert list(fresh.load()) == []
+    assert fresh.moved_aside is not None
+    assert fresh.moved_aside.exists()
+    assert fresh.moved_aside.name.startswith("journal.corrupt-")
+    fresh.record([row(1)])
+    fresh.close()
+    assert [r.id for r in _rows(path)] == [row(1).id]
+
+
+def _rows(path: Path) -> list[JournalRow]:
+    journal = Journal.open_existing(path, read_only=True)
+    try:
+        return list(journal.load())
+    finally:
+        journal.close()
+
+
+def test_rows_that_make_no_sense_are_left_out(journal: Journal) -> None:
+    journal.record([row(1), row(2), row(3), row(4, slot=100), replace(row(5), size_bytes=8193)])
+    journal._connection.execute("UPDATE artifacts SET state_type='later' WHERE slot=1")
+    journal._connection.execute("UPDATE artifacts SET checksum=x'00' WHERE slot=2")
+    assert list(journal.load()) == [row(3)]
+
+
+def test_a_stale_wal_beside_a_deleted_journal_is_not_replayed(journal: Journal, path: Path) -> None:
+    journal.record([row(1)])
+    wal = path.with_name("journal.sqlite-wal")
+    saved = wal.read_bytes()
+    assert saved
+    journal.close()
+    path.unlink()
+    wal.write_bytes(saved)
+    assert list(Journal.open(path, META).load()) == []
+
+
+def test_a_full_disk_is_a_store_error_and_loses_nothing(journal: Journal) -> None:
+    journal.record([row(1)])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        with pytest.raises(StoreError, match="journal"):
+            journal.record([row(n) for n in range(2, 99)])
+        with pytest.raises(StoreError, match="journal"):
+            journal.forget([row(1).id])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, old)
+    assert list(journal.load()) == [row(1)]
+    journal.record([row(2)])
+    assert list(journal.load()) == [row(1), row(2)]
+
+
+def _record_until_killed(path: Path, progress) -> None:
+    journal = Journal.open(path, META)
+    for n in range(1, 100):
+        journal.record([row(n), row(n, SWA)])
+        progress.send(n)
+    signal.pause()
+
+
+def test_what_was_committed_survives_kill_9_whole(path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    writer = context.Process(target=_record_until_killed, args=(path, send))
+    writer.start()
+    while receive.recv() < 20:
+        pass
+    writer.kill()
+    writer.join()
+    committed = 20
+    while receive.poll():
+        committed = receive.recv()
+    journal = Journal.open(path, META)
+    assert journal.moved_aside is None
+    rows = list(journal.load())
+    assert len(rows) in (2 * committed, 2 * committed + 2)
+    journal.close()
+
+
+def test_a_journal_that_cannot_be_created_is_a_store_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="journal"):
+        Journal.open(tmp_path / "missing" / "journal.sqlite", META)
+    (tmp_path / "journal.sqlite").mkdir()
+    with pytest.raises(StoreError, match="journal"):
+        Journal.open(tmp_path / "journal.sqlite", META)
+
+
+def test_used_after_close_is_a_store_error(journal: Journal) -> None:
+    journal.close()
+    with pytest.raises(StoreError):
+        journal.record([row(1)])
+    with pytest.raises(StoreError):
+        list(journal.load())

@@ -1,0 +1,381 @@
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange
+from hetero_connector.errors import (
+    ConfigError,
+    FormatError,
+    HeteroCacheError,
+    StoreInUseError,
+    TransferError,
+)
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store import ssd_directory, ssd_space
+from hetero_connector.store.directory_lock import DirectoryLock, is_locked
+from hetero_connector.store.journal_format import JournalRow
+from hetero_connector.store.ssd_directory import SsdDirectory, slots_that_fit
+from hetero_connector.store.ssd_space import make_room
+
+KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
+SLOTS = {KV: 64 << 10, SWA: 8 << 10}
+MODEL, OTHER, THIRD = b"\xaa" * 16, b"\xbb" * 16, b"\xcc" * 16
+MIB = 1 << 20
+
+
+def open_at(root: Path, fingerprint: bytes = MODEL, ssd_bytes: int = 4 * MIB) -> SsdDirectory:
+    return SsdDirectory.open(root, fingerprint, SLOTS, ssd_bytes, {"model": "tiny"})
+
+
+def row(n: int, state_type: StateType, slot: int) -> JournalRow:
+    chunk = ChunkRange(ChunkKey(bytes([n]) * 16), ROOT, 0, 256)
+    return JournalRow(chunk, state_type, slot, 1, 4096, bytes(16), 1.0)
+
+
+def disk_bytes(folder: Path) -> int:
+    return sum(p.stat().st_blocks * 512 for p in folder.rglob("*") if p.is_file())
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[SsdDirectory]:
+    directory = open_at(tmp_path)
+    yield directory
+    directory.close()
+
+
+def test_a_new_directory_is_laid_out_preallocated_and_within_its_budget(
+    directory: SsdDirectory, tmp_path: Path
+) -> None:
+    assert directory.path == tmp_path / ("aa" * 8)
+    assert {p.name for p in directory.path.iterdir()} >= {
+        "lock",
+        "journal.sqlite",
+        "dense_kv.slab",
+        "window_swa.slab",
+    }
+    slots = directory.slots_per_type
+    for state_type, size in SLOTS.items():
+        file = directory.files[directory.file_of(state_type)]
+        stat = os.fstat(file.fd)
+        assert stat.st_size == file.size_bytes == slots * size
+        assert stat.st_blocks * 512 >= stat.st_size
+        flags = fcntl.fcntl(file.fd, fcntl.F_GETFL)
+        assert bool(flags & os.O_DIRECT) == directory.direct
+    assert disk_bytes(tmp_path) <= 4 * MIB
+    assert (slots + 8) * sum(SLOTS.values()) > 4 * MIB * 15 // 16
+    assert directory.warnings == []
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(StateType), st.integers(1, 900).map(lambda n: n * 4096), min_size=1
+    ),
+    st.integers(0, 1 << 40),
+)
+def test_slots_fit_or_the_key_is_named(slot_bytes: Mapping[StateType, int], room: int) -> None:
+    one_of_each = sum(slot_bytes.values())
+    if room < one_of_each:
+        with pytest.raises(ConfigError, match="ssd_gib"):
+            slots_that_fit(slot_bytes, room)
+    elif room >= one_of_each * 1.2 + 512 * len(slot_bytes):
+        slots = slots_that_fit(slot_bytes, room)
+        assert 1 <= slots <= room // one_of_each
+        assert slots >= room // (one_of_each * 1.2 + 512 * len(slot_bytes))
+
+
+@pytest.mark.parametrize("sizes", [{}, {KV: 0}, {KV: 4097}])
+def test_slot_sizes_must_be_aligned(sizes: Mapping[StateType, int]) -> None:
+    with pytest.raises(ValueError, match="multiples"):
+        slots_that_fit(sizes, MIB)
+
+
+def test_bytes_and_rows_survive_reopening(directory: SsdDirectory, tmp_path: Path) -> None:
+    block = np.frombuffer(bytearray(os.urandom(8192)), np.uint8)
+    with open(directory.path / "window_swa.slab", "r+b") as f:
+        f.seek(5 * SLOTS[SWA])
+        f.write(block.tobytes())
+    directory.sync()
+    directory.journal.record([row(1, SWA, 5)])
+    directory.close()
+    again = open_at(tmp_path)
+    assert list(again.journal.load()) == [row(1, SWA, 5)]
+    fd = again.files[again.file_of(SWA)].fd
+    assert os.path.samefile(f"/proc/self/fd/{fd}", directory.path / "window_swa.slab")
+    assert (directory.path / "window_swa.slab").read_bytes()[40960:49152] == block.tobytes()
+    again.close()
+
+
+def _hold(root: Path, ready) -> None:
+    open_at(root)
+    ready.send(os.getpid())
+    signal.pause()
+
+
+@pytest.fixture
+def other_engine(tmp_path: Path):
+    """A process that has MODEL's directory open."""
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_hold, args=(tmp_path, send), daemon=True)
+    process.start()
+    assert receive.recv() == process.pid
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_the_second_engine_is_told_who_has_it_until_that_one_is_killed(
+    other_engine, tmp_path: Path
+) -> None:
+    with pytest.raises(StoreInUseError, match=rf"aaaa.*process {other_engine.pid} .*ssd_dir"):
+        open_at(tmp_path)
+    assert is_locked(tmp_path / ("aa" * 8) / "lock")
+    open_at(tmp_path, OTHER, 16 * MIB).close()
+    assert disk_bytes(tmp_path) <= 16 * MIB
+    other_engine.kill()
+    other_engine.join()
+    open_at(tmp_path).close()
+
+
+def test_another_models_live_directory_is_never_removed(other_engine, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"ssd_gib.*in use by process {other_engine.pid}"):
+        open_at(tmp_path, OTHER)
+    assert (tmp_path / ("aa" * 8) / "dense_kv.slab").exists()
+    assert not list((tmp_path / ("bb" * 8)).glob("*.slab"))
+
+
+def test_unused_models_go_least_recently_used_first_and_only_if_needed(tmp_path: Path) -> None:
+    for age, model in ((300, OTHER), (900, MODEL)):
+        folder = ssd_space.model_directory(tmp_path, model)
+        folder.mkdir()
+        (folder / "dense_kv.slab").write_bytes(bytes(MIB))
+        (folder / "lock").touch()
+        os.utime(folder / "lock", (1e9, 1e9 - age))
+    taken = disk_bytes(tmp_path / OTHER.hex()[:16])
+    own = tmp_path / THIRD.hex()[:16]
+    make_room(tmp_path, own, needed_bytes=4 * MIB, room_bytes=4 * MIB + 2 * taken)
+    assert (tmp_path / MODEL.hex()[:16]).exists()
+    make_room(tmp_path, own, needed_bytes=4 * MIB, room_bytes=4 * MIB + taken)
+    assert not (tmp_path / MODEL.hex()[:16]).exists(), "the least recently used one goes"
+    assert (tmp_path / OTHER.hex()[:16]).exists()
+    open_at(tmp_path, THIRD, 4 * MIB).close()
+    assert not (tmp_path / OTHER.hex()[:16]).exists()
+    assert disk_bytes(tmp_path) <= 4 * MIB
+
+
+def test_foreign_files_in_the_directory_are_left_alone(tmp_path: Path) -> None:
+    open_at(tmp_path, OTHER).close()
+    mine = tmp_path / ("bb" * 8) / "thesis.txt"
+    mine.write_text("do not delete")
+    (tmp_path / "photos").mkdir()
+    open_at(tmp_path, MODEL).close()
+    assert mine.read_text() == "do not delete"
+    assert not (mine.parent / "dense_kv.slab").exists()
+    assert (tmp_path / "photos").exists()
+
+
+def test_a_full_disk_at_start_names_the_key_and_leaves_no_slabs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"ssd_gib.*GiB are free") as caught:
+        open_at(tmp_path, ssd_bytes=1 << 60)
+    assert caught.value.key == "ssd_gib"
+    fallocate = os.posix_fallocate
+
+    def second_one_fails(fd: int, offset: int, size: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("window_swa.slab"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fallocate(fd, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", second_one_fails)
+    with pytest.raises(ConfigError, match=r"ssd_gib.*GiB are free"):
+        open_at(tmp_path)
+    assert not list(tmp_path.rglob("*.slab"))
+    monkeypatch.undo()
+    open_at(tmp_path).close()
+
+
+def test_a_full_tmpfs_at_start_names_the_key() -> None:
+    """The filesystem itself refuses, after the check of free space has passed."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, pytest.MonkeyPatch.context() as m:
+        root = Path(folder)
+        m.setattr(ssd_space, "free_bytes", lambda root: 1 << 62)
+        with pytest.raises(ConfigError, match="ssd_gib"):
+            open_at(root, ssd_bytes=1 << 45)
+        assert not list(root.rglob("*.slab"))
+
+
+def test_too_small_for_one_slot_names_the_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="ssd_gib"):
+        open_at(tmp_path / "new", ssd_bytes=SLOTS[KV])
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_path_that_is_no_directory_names_the_key(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for root in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match="ssd_dir") as caught:
+            open_at(root)
+        assert caught.value.key == "ssd_dir"
+
+
+def _as_nobody(root: Path, verdict) -> None:
+    if os.geteuid() == 0:
+        os.setuid(65534)
+    try:
+        open_at(root)
+    except HeteroCacheError as e:
+        verdict.send((type(e).__name__, str(e)))
+    else:
+        verdict.send(("opened", ""))
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_read_only_directory_names_the_key(existing: bool) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        root = Path(folder) / "ssd"
+        root.mkdir()
+        os.chmod(folder, 0o755)
+        if existing:
+            open_at(root).close()
+        os.chmod(root, 0o555)
+        context = multiprocessing.get_context("fork")
+        receive, send = context.Pipe(duplex=False)
+        process = context.Process(target=_as_nobody, args=(root, send))
+        process.start()
+        kind, message = receive.recv()
+        process.join()
+        os.chmod(root, 0o755)
+    assert kind == "ConfigError"
+    assert "'ssd_dir'" in message
+
+
+def test_without_o_direct_it_works_buffered_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_open = os.open
+
+    def no_direct(path, flags, *args, **kwargs):  # type: ignore[no-untyped-def]
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_open(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", no_direct)
+    directory = open_at(tmp_path)
+    assert not directory.direct
+    assert any("O_DIRECT" in w for w in directory.warnings)
+    directory.close()
+
+
+def test_a_short_or_missing_slab_loses_only_its_rows(tmp_path: Path) -> None:
+    directory = open_at(tmp_path)
+    rows = [row(n, t, n) for t in (KV, SWA) for n in range(8)]
+    directory.journal.record(rows)
+    directory.close()
+    os.truncate(directory.path / "dense_kv.slab", 3 * SLOTS[KV] + 100)
+    again = open_at(tmp_path)
+    assert {r.id for r in again.journal.load()} == {
+        r.id for r in rows if r.state_type is SWA or r.slot < 3
+    }
+    assert any("5 artifacts lost" in w for w in again.warnings)
+    assert os.path.getsize(again.path / "dense_kv.slab") == again.slots_per_type * SLOTS[KV]
+    again.close()
+    (directory.path / "window_swa.slab").unlink()
+    again = open_at(tmp_path)
+    assert [r.state_type for r in again.journal.load()] == [KV] * 3
+    again.close()
+
+
+def test_another_capacity_keeps_what_still_fits(tmp_path: Path) -> None:
+    directory = open_at(tmp_path)
+    small, large = directory.slots_per_type // 2, directory.slots_per_type
+    directory.journal.record([row(1, KV, 0), row(2, KV, large - 1), row(3, SWA, large - 1)])
+    directory.close()
+    lower = open_at(tmp_path, ssd_bytes=2 * MIB)
+    assert lower.slots_per_type <= small
+    assert list(lower.journal.load()) == [row(1, KV, 0)]
+    assert os.path.getsize(lower.path / "dense_kv.slab") == lower.slots_per_type * SLOTS[KV]
+    lower.close()
+    higher = open_at(tmp_path, ssd_bytes=8 * MIB)
+    assert higher.slots_per_type > large
+    assert list(higher.journal.load()) == [row(1, KV, 0)]
+    assert os.path.getsize(higher.path / "dense_kv.slab") == higher.slots_per_type * SLOTS[KV]
+    higher.close()
+
+
+def test_another_slot_size_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+    directory = open_at(tmp_path)
+    directory.journal.record([row(1, KV, 0)])
+    directory.close()
+    before = {p.name: p.stat().st_size for p in directory.path.glob("*.slab")}
+    with pytest.raises(FormatError, match="chunk_tokens"):
+        SsdDirectory.open(tmp_path, MODEL, {**SLOTS, KV: 4096}, 4 * MIB)
+    assert {p.name: p.stat().st_size for p in directory.path.glob("*.slab")} == before
+    again = open_at(tmp_path)
+    assert list(again.journal.load()) == [row(1, KV, 0)]
+    again.close()
+
+
+def test_fingerprints_that_share_a_prefix_do_not_share_state(tmp_path: Path) -> None:
+    open_at(tmp_path).close()
+    with pytest.raises(FormatError, match="another model"):
+        open_at(tmp_path, MODEL[:8] + b"\x00" * 8)
+
+
+def test_a_damaged_journal_starts_empty_with_a_warning(tmp_path: Path) -> None:
+    directory = open_at(tmp_path)
+    directory.journal.record([row(1, KV, 0)])
+    directory.close()
+    (directory.path / "journal.sqlite").write_bytes(b"junk" * 4096)
+    again = open_at(tmp_path)
+    assert list(again.journal.load()) == []
+    assert any("journal.corrupt-" in w for w in again.warnings)
+    again.close()
+
+
+def test_a_failed_sync_is_a_transfer_error(directory: SsdDirectory) -> None:
+    read_end, write_end = os.pipe()
+    with contextlib.ExitStack() as stack:
+        for end in (read_end, write_end):
+            stack.callback(os.close, end)
+        os.dup2(read_end, directory.files[0].fd)  # a pipe cannot be synced
+        with pytest.raises(TransferError, match="dense_kv"):
+            directory.sync()
+
+
+def test_the_lock_names_its_holder_and_is_not_fooled_by_a_removed_file(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    lock = DirectoryLock.acquire(path)
+    assert json.loads(path.read_text())["pid"] == os.getpid()
+    assert DirectoryLock.try_acquire(path) is None
+    path.unlink()  # as when a directory is removed: a new file is a new lock
+    second = DirectoryLock.try_acquire(path)
+    assert second is not None
+    lock.release()
+    lock.release()
+    assert is_locked(path)
+    second.release()
+    assert not is_locked(path)
+
+
+def test_opening_waits_for_another_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssd_directory, "_OPEN_WAIT_S", 0.1)
+    opening = DirectoryLock.acquire(tmp_path / ".lock")
+    with pytest.raises(StoreInUseError, match=f"process {os.getpid()}"):
+        open_at(tmp_path)
+    opening.release()
+    open_at(tmp_path).close()
