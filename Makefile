@@ -1,0 +1,54 @@
+# From a clean clone, on any machine with Python 3.11 and pip: make demo, make test.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   := .venv
+RUN    := $(VENV)/bin/python
+STAMP  := $(VENV)/.heterocache-setup
+
+# An engine on few cores: see examples/serving.py.
+export OMP_NUM_THREADS := 1
+export VLLM_CPU_OMP_THREADS_BIND := nobind
+export VLLM_CPU_KVCACHE_SPACE := 1
+export HF_HUB_OFFLINE := 1
+
+.PHONY: help venv demo test test-fast test-engine test-slow lint format bench clean
+
+help:  ## What there is
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+venv: $(STAMP)  ## Build .venv: package, CPU engine, NIXL, tools
+
+$(STAMP): pyproject.toml scripts/setup_venv.py
+	@test -n "$(PYTHON)" || { echo "no Python found: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) scripts/setup_venv.py $(VENV)
+	@touch $@
+
+demo: venv  ## A session that survives kill -9, on three kinds of model
+	$(RUN) -m examples.demo
+
+test: test-fast test-engine  ## Both layers of tests
+
+test-fast: venv  ## Tests that need no engine
+	$(RUN) -m pytest -q -m "not engine and not slow"
+
+test-engine: venv  ## Tests on the real engine
+	$(RUN) -m pytest -q -m "engine and not slow"
+
+test-slow: venv  ## Long soaks: many kill -9
+	$(RUN) -m pytest -q -m slow
+
+lint: venv  ## ruff and mypy
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: venv  ## Let ruff rewrite
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+bench: venv  ## Figures and plots
+	$(RUN) -m benchmarks.restore --json
+	$(RUN) -m benchmarks.layerwise_transfer --json
+
+clean:  ## Remove everything made here, the environment too
+	rm -rf $(VENV) .cache .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
