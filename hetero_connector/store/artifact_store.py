@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +21,18 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.arena import Arena
 from hetero_connector.store.base import Failure, Save, StoreConfig
+from hetero_connector.store.io_thread import IoThread
 from hetero_connector.store.restore import ArtifactRestore
 from hetero_connector.store.slots import SlotGeometry
+from hetero_connector.store.ssd import OpenTransfer, Ssd, adopt_journal, best_transfer
+from hetero_connector.store.ssd_directory import SsdDirectory
 from hetero_connector.store.state import Spill, StoreState
 from hetero_connector.store.tiers import Tiers
+
+logger = logging.getLogger(__name__)
+
+_kept_arenas: list[Arena] = []
+"""Arenas that a transfer which never ended may still touch."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +44,13 @@ class _ReservedSave(Save):
 class ArtifactStore:
     """Implements `base.Store`. Made by `open`; with no `ssd_dir` it lives in DRAM alone."""
 
-    def __init__(self, arena: Arena, state: StoreState) -> None:
+    def __init__(self, arena: Arena, state: StoreState, io_thread: IoThread | None) -> None:
         """Use `open`."""
         self.arena = arena
         """The DRAM tier's memory; offsets in `Save` and `Restore` point into it."""
         self._state = state
         self._tiers = state.tiers
+        self._io_thread = io_thread
         self._closed = False
 
     @classmethod
@@ -53,6 +64,7 @@ class ArtifactStore:
         fingerprint: bytes,
         description: Mapping[str, object],
         clock: Callable[[], float] = time.monotonic,
+        open_transfer: OpenTransfer = best_transfer,
     ) -> ArtifactStore:
         """Open the tiers.
 
@@ -63,9 +75,32 @@ class ArtifactStore:
         StoreInUseError, FormatError, StoreError.
         """
         geometry = _dram_geometry(slot_bytes, config.dram_bytes)
-        arena = Arena.create(geometry.size_bytes)
-        tiers = Tiers(chunk_tokens, geometry, None, recorder)
-        return cls(arena, StoreState(tiers, config, recorder, clock))
+        with contextlib.ExitStack() as undo:
+            arena = Arena.create(geometry.size_bytes)
+            undo.callback(arena.close)
+            ssd, ssd_geometry = None, None
+            if config.ssd_dir is not None:
+                directory = SsdDirectory.open(
+                    config.ssd_dir,
+                    fingerprint,
+                    geometry.stride_bytes,
+                    config.ssd_bytes,
+                    description,
+                )
+                undo.callback(directory.close)
+                ssd_geometry = SlotGeometry(directory.slots_per_type, geometry.stride_bytes)
+            tiers = Tiers(chunk_tokens, geometry, ssd_geometry, recorder)
+            if config.ssd_dir is not None:
+                adopt_journal(directory, tiers)
+                ssd = Ssd(directory, open_transfer(arena.view, directory))
+            state = StoreState(tiers, config, recorder, clock)
+            io_thread = None
+            if state.wants_spills:
+                io_thread = IoThread(state, arena.view, ssd)
+                io_thread.start()
+            undo.pop_all()
+        tiers.publish_gauges()
+        return cls(arena, state, io_thread)
 
     def match(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
         """See `base.Store.match`. Takes no lock: it reads one attribute a chunk."""
@@ -127,11 +162,11 @@ class ArtifactStore:
                         artifact.size_bytes,
                         state_type=artifact.state_type.value,
                     )
-                    if state.has_io:
+                    if state.wants_spills:
                         state.spills.append(Spill(artifact, due_s))
                 self._tiers.unpin(artifact)
             if wake and state.spills:
-                state.lock.notify()
+                state.lock.notify_all()
             state.refresh_gauges()
 
     def abandon_save(self, save: Save) -> None:
@@ -151,18 +186,28 @@ class ArtifactStore:
                 state.disown(load, Failure.GONE)
             self._tiers.clear()
             state.spills.clear()
-            state.lock.notify()
+            state.lock.notify_all()
 
     def flush(self, deadline_s: float) -> bool:
         """See `base.Store.flush`."""
         self._check_open()
-        return True
+        return self._flush(deadline_s)
 
     def close(self, deadline_s: float = 30.0) -> None:
-        """See `base.Store.close`."""
+        """See `base.Store.close`. Pending restores fail as `closed`."""
         if self._closed:
             return
         self._closed = True
+        io_thread, self._io_thread = self._io_thread, None
+        if io_thread is not None:
+            started_s = self._state.clock()
+            if not self._flush(deadline_s):
+                logger.warning("closing before everything was written to SSD")
+            if not io_thread.stop(max(0.0, deadline_s - (self._state.clock() - started_s))):
+                # A device may still write into the arena: it must never be unmapped.
+                logger.error("a transfer did not end; the DRAM arena is kept until exit")
+                _kept_arenas.append(self.arena)
+                return
         self.arena.close()
 
     def publish_gauges(self) -> None:
@@ -192,6 +237,19 @@ class ArtifactStore:
             self._tiers.attach(artifact, ref)
         offsets = {a.state_type: a.dram_offset for a in artifacts}
         return _ReservedSave(chunk, offsets, dict(sizes), artifacts)
+
+    def _flush(self, deadline_s: float) -> bool:
+        state = self._state
+        if self._state.config.ssd_dir is None:
+            return True
+        with state.lock:
+            state.flushing = True
+            state.lock.notify_all()
+            drained = state.lock.wait_for(
+                lambda: not (state.spills or state.spilling), timeout=deadline_s
+            )
+            state.flushing = False
+            return drained and state.ssd_writable
 
     def _check_open(self) -> None:
         if self._closed:

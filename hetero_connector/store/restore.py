@@ -28,7 +28,7 @@ class ArtifactRestore:
         for artifact_id in rest:
             self._load(artifact_id)
         if self._pending:
-            state.lock.notify()
+            state.lock.notify_all()
 
     @property
     def done(self) -> bool:
@@ -67,7 +67,9 @@ class ArtifactRestore:
                 artifact.last_used = now
                 artifact.uses += 1
                 unpin(artifact)
-            self._pinned.clear()
+            if state.config.ssd_dir is not None:
+                state.used.append(self._pinned)
+            self._pinned = []
 
     def arrived(self, artifact: Artifact, failure: Failure | None) -> None:
         """Called with the lock held when a load this restore waits for has ended."""
@@ -107,6 +109,9 @@ class ArtifactRestore:
             state.fail(Failure.GONE, Tier.DRAM)
             return
         load = state.loading.get(artifact)
+        if load is None and not state.io_alive:
+            self._failed[artifact_id] = Failure.IO_ERROR
+            return
         if load is None:
             load = self._start(artifact)
         if load is None:

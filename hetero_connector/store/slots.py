@@ -116,6 +116,11 @@ class SlotPool:
         """Slots that hold or await an artifact."""
         return len(self._regions[state_type].used)
 
+    def free(self, state_type: StateType) -> int:
+        """Slots that `take` can hand out."""
+        region = self._regions[state_type]
+        return self.geometry.count - len(region.used) - len(region.quarantined)
+
     def quarantined(self, state_type: StateType) -> int:
         """Slots given back that a transfer still touches."""
         return len(self._regions[state_type].quarantined)

@@ -65,16 +65,20 @@ class StoreState:
         self.spills: deque[Spill] = deque()
         self.spilling = 0
         """Artifacts the I/O thread is writing."""
+        self.used: list[list[Artifact]] = []
+        """What released restores had pinned, for the journal's recency."""
         self.flushing = False
         """Spills are due at once."""
         self.closing = False
+        self.io_alive = True
+        """Whether loads will be served."""
         self.ssd_writable = config.ssd_dir is not None
         self._gauges_due_s = 0.0
 
     @property
-    def has_io(self) -> bool:
-        """Whether an I/O thread is needed at all."""
-        return self.config.ssd_dir is not None or self.config.verify == "all"
+    def wants_spills(self) -> bool:
+        """Whether the I/O thread has anything to do with a newly sealed artifact."""
+        return self.ssd_writable or (self.config.verify == "all" and self.io_alive)
 
     def fail(self, cause: Failure, tier: Tier, count: int = 1) -> None:
         """Count failures."""

@@ -1,0 +1,130 @@
+"""The store's I/O thread: the only one to touch files, the journal and checksums.
+
+Restores come first: a batch of writes is started only while no read is queued or under
+way, and is small enough that a restore arriving meanwhile does not wait long.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.errors import StoreError
+from hetero_connector.store.base import Failure
+from hetero_connector.store.reading import Reader
+from hetero_connector.store.spilling import Spiller
+from hetero_connector.store.ssd import Ssd
+from hetero_connector.store.state import StoreState
+
+logger = logging.getLogger(__name__)
+
+_MIN_POLL_S, _MAX_POLL_S = 20e-6, 2e-3
+_IDLE_S = 1.0
+_TOUCH_S = 30.0
+
+
+class IoThread:
+    """Runs from `start` until `stop`. A daemon: an engine that dies without `stop` may exit."""
+
+    def __init__(self, state: StoreState, memory: npt.NDArray[np.uint8], ssd: Ssd | None) -> None:
+        self._state = state
+        self._ssd = ssd
+        self._reader = Reader(state, memory, ssd)
+        self._spiller = Spiller(state, memory, ssd)
+        self._thread = threading.Thread(target=self._run, name="heterocache-io", daemon=True)
+        self._stop_by_s = float("inf")
+        self._clean = False
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, deadline_s: float) -> bool:
+        """Fail pending restores, wait for transfers, close the files; within about `deadline_s`.
+
+        False if a transfer or the thread would not end: the arena must then stay mapped.
+        """
+        state = self._state
+        with state.lock:
+            state.closing = True
+            self._stop_by_s = state.clock() + deadline_s
+            for load in list(state.loading.values()):
+                state.disown(load, Failure.CLOSED)
+            state.lock.notify_all()
+        self._thread.join(deadline_s + _IDLE_S)
+        return not self._thread.is_alive() and self._clean
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            # A bug: say so, and let the engine go on with what is in DRAM.
+            logger.exception("The store's I/O thread ended; SSD is not used any more")
+            self._give_up()
+        finally:
+            self._clean = self._close()
+
+    def _serve(self) -> None:
+        pause_s, touch_due_s = _MIN_POLL_S, self._state.clock() + _TOUCH_S
+        while not self._finished():
+            moved = self._reader.step()
+            moved |= self._spiller.step(may_start=not self._reader.active)
+            if moved:
+                pause_s = _MIN_POLL_S
+            elif self._reader.active or self._spiller.active:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _MAX_POLL_S)
+            else:
+                self._wait()
+            if self._state.clock() >= touch_due_s:
+                touch_due_s = self._state.clock() + _TOUCH_S
+                self._spiller.touch_rows()
+
+    def _finished(self) -> bool:
+        state = self._state
+        if not state.closing:
+            return False
+        busy = self._reader.active or self._spiller.active or state.loads
+        return not busy or state.clock() >= self._stop_by_s
+
+    def _wait(self) -> None:
+        """Sleep until there is something to do, at most a second."""
+        state = self._state
+        with state.lock:
+            state.refresh_gauges()
+            if state.loads or state.closing or self._spiller.forget_due:
+                return
+            timeout_s = _IDLE_S
+            if state.spills:
+                due_s = 0.0 if state.flushing else state.spills[0].due_s
+                timeout_s = min(timeout_s, due_s - state.clock())
+            if timeout_s > 0:
+                state.lock.wait(timeout_s)
+
+    def _give_up(self) -> None:
+        state = self._state
+        with state.lock:
+            state.io_alive = False
+            state.ssd_writable = False
+            state.spills.clear()
+            state.fail(Failure.IO_ERROR, Tier.SSD)
+            for load in list(state.loading.values()):
+                state.disown(load, Failure.IO_ERROR)
+            state.lock.notify_all()
+
+    def _close(self) -> bool:
+        if self._ssd is None:
+            return True
+        self._spiller.touch_rows()
+        self._spiller.forget_rows()
+        try:
+            remaining_s = max(0.1, min(10.0, self._stop_by_s - self._state.clock()))
+            return self._ssd.close(remaining_s)
+        except (StoreError, OSError):
+            logger.exception("SSD tier %s was not closed cleanly", self._ssd.directory.path)
+            return False

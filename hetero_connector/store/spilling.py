@@ -1,0 +1,314 @@
+"""Writing sealed artifacts on to SSD, and the journal. Runs on the I/O thread.
+
+Order of a batch: evict and make the journal forget the victims, write, `fdatasync`,
+journal rows, and only then the SSD copy enters the index. A process killed anywhere in
+between leaves no row whose bytes are not down.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero_connector.artifacts.index import Artifact
+from hetero_connector.artifacts.record import SlotRef, Tier
+from hetero_connector.errors import StoreError
+from hetero_connector.store.base import Failure
+from hetero_connector.store.journal_format import JournalRow
+from hetero_connector.store.reading import padded
+from hetero_connector.store.ssd import Ssd
+from hetero_connector.store.state import StoreState
+from hetero_connector.store.tiers import Forgotten
+from hetero_connector.transfer.base import Direction, Extent, Transfer, TransferState
+from hetero_connector.transfer.checksum import checksum
+
+logger = logging.getLogger(__name__)
+
+_BATCH_BYTES = 16 << 20
+"""In flight at once: what a restore that comes in between may have to wait for."""
+_MAX_FAILURES = 3
+"""Failed batches in a row after which the tier is only read."""
+_WRITE_DEADLINE_S = 60.0
+_RETRY_S = 1.0
+
+
+@dataclass(frozen=True)
+class _Write:
+    artifact: Artifact
+    source: SlotRef
+    target: SlotRef
+
+
+@dataclass(frozen=True)
+class _Batch:
+    transfer: Transfer
+    writes: list[_Write]
+    started_s: float
+
+
+class Spiller:
+    """Takes due artifacts from the queue, oldest first, one batch at a time."""
+
+    def __init__(self, state: StoreState, memory: npt.NDArray[np.uint8], ssd: Ssd | None) -> None:
+        self._state = state
+        self._memory = memory
+        self._ssd = ssd
+        self._batch: _Batch | None = None
+        self._abandoned: list[_Batch] = []
+        self._failures = 0
+        self._journal_retry_s = 0.0
+
+    @property
+    def active(self) -> bool:
+        """Whether a batch is being written."""
+        return self._batch is not None
+
+    @property
+    def forget_due(self) -> bool:
+        """Whether the journal has something to forget now; needs the lock."""
+        tiers = self._state.tiers
+        waiting = bool(tiers.forgotten) or tiers.journal_stale
+        return waiting and self._state.clock() >= self._journal_retry_s
+
+    def step(self, may_start: bool) -> bool:
+        """End what has ended and, if `may_start`, begin the next batch; True if anything moved."""
+        self._poll_abandoned()
+        self.forget_rows()
+        if self._batch is not None:
+            return self._poll(self._batch)
+        return may_start and self._start()
+
+    def forget_rows(self) -> None:
+        """Make the journal forget what the index has forgotten; then those slots are free."""
+        state, ssd = self._state, self._ssd
+        if ssd is None or state.clock() < self._journal_retry_s:
+            return
+        with state.lock:
+            gone, state.tiers.forgotten = state.tiers.forgotten, []
+            stale, state.tiers.journal_stale = state.tiers.journal_stale, False
+        if not (gone or stale):
+            return
+        try:
+            if stale:
+                ssd.directory.journal.clear()
+            else:
+                ssd.directory.journal.forget([x.id for x in gone])
+        except StoreError as e:
+            self._journal_retry_s = state.clock() + _RETRY_S
+            with state.lock:
+                state.tiers.forgotten[:0] = gone
+                state.tiers.journal_stale |= stale
+            self._failed(e)
+            return
+        with state.lock:
+            assert state.tiers.ssd is not None
+            for item in gone:
+                state.tiers.ssd.give_back(item.ref)
+            state.lock.notify_all()
+
+    def touch_rows(self) -> None:
+        """Tell the journal what was used since the last time, for the order of eviction."""
+        state = self._state
+        with state.lock:
+            used = {a: None for restored in state.used for a in restored}
+            state.used.clear()
+            rows = [(a.id, a.last_used, a.uses) for a in used if a.ssd and not a.forgotten]
+        if not rows or self._ssd is None:
+            return
+        rows.sort(key=lambda row: row[1])
+        now = time.time()
+        stamps = ((x, now + i * 1e-6, uses) for i, (x, _, uses) in enumerate(rows))
+        try:
+            self._ssd.directory.journal.touch(stamps)
+        except StoreError as e:
+            self._failed(e)
+
+    def _start(self) -> bool:
+        artifacts = self._take_due()
+        for artifact in artifacts:
+            if artifact.checksum is None:
+                at = artifact.dram_offset
+                view = self._memory[at : at + artifact.size_bytes]
+                artifact.checksum = checksum(view, artifact.id.seed)
+        writes = self._place(artifacts)
+        if writes:
+            assert self._ssd is not None
+            extents = [self._extent(self._ssd, w) for w in writes]
+            transfer = self._ssd.transfer.submit(Direction.WRITE, extents)
+            self._batch = _Batch(transfer, writes, self._state.clock())
+        return bool(artifacts)
+
+    def _take_due(self) -> list[Artifact]:
+        """The next batch from the queue, pinned."""
+        state, size_bytes = self._state, 0
+        taken: list[Artifact] = []
+        with state.lock:
+            now = float("inf") if state.flushing else state.clock()
+            while state.spills and state.spills[0].due_s <= now and size_bytes < _BATCH_BYTES:
+                artifact = state.spills.popleft().artifact
+                if artifact.forgotten or artifact.dram is None:
+                    continue  # evicted while it waited
+                artifact.pins += 1
+                size_bytes += artifact.size_bytes
+                taken.append(artifact)
+            state.spilling += len(taken)
+            if not taken:
+                state.lock.notify_all()
+        return taken
+
+    def _place(self, artifacts: list[Artifact]) -> list[_Write]:
+        """Give each an SSD slot, evicting as needed; those without one stay in DRAM only."""
+        state, ssd = self._state, self._state.tiers.ssd
+        if ssd is None or not state.ssd_writable:
+            self._let_go(artifacts)
+            return []
+        with state.lock:
+            for kind, count in Counter(a.state_type for a in artifacts).items():
+                short = count - ssd.free(kind)
+                while short > 0 and state.tiers.evict_ssd(kind):
+                    short -= 1
+        self.forget_rows()
+        writes, homeless = [], []
+        with state.lock:
+            for artifact in artifacts:
+                target = None if artifact.forgotten else ssd.take(artifact.state_type)
+                if target is None:
+                    homeless.append(artifact)
+                    continue
+                assert artifact.dram is not None
+                ssd.hold(target)
+                state.tiers.dram.hold(artifact.dram)
+                writes.append(_Write(artifact, artifact.dram, target))
+            no_room = sum(not a.forgotten for a in homeless)
+            if no_room:
+                state.fail(Failure.NO_SLOT, Tier.SSD, no_room)
+        self._let_go(homeless)
+        return writes
+
+    def _extent(self, ssd: Ssd, write: _Write) -> Extent:
+        tiers = self._state.tiers
+        assert tiers.ssd is not None
+        return Extent(
+            ssd.file_of(write.artifact.state_type),
+            tiers.ssd.slab_offset(write.target),
+            tiers.dram.offset(write.source),
+            padded(write.artifact.size_bytes),
+        )
+
+    def _poll(self, batch: _Batch) -> bool:
+        if batch.transfer.poll() is TransferState.PENDING:
+            if self._state.clock() - batch.started_s < _WRITE_DEADLINE_S:
+                return False
+            self._abandon(batch)
+        elif batch.transfer.error is not None:
+            self._failed(batch.transfer.error)
+            self._release(batch, journaled=False)
+        else:
+            self._commit(batch)
+        self._batch = None
+        return True
+
+    def _commit(self, batch: _Batch) -> None:
+        """The bytes are written: make them durable, then known."""
+        assert self._ssd is not None
+        now = time.time()
+        rows = [_row(w, now) for w in batch.writes if not w.artifact.forgotten]
+        try:
+            self._ssd.directory.sync()
+            self.forget_rows()  # of an older artifact of the same name, before the new row
+            self._ssd.directory.journal.record(rows)
+        except (StoreError, OSError) as e:
+            self._failed(e)
+            self._release(batch, journaled=False)
+            return
+        self._failures = 0
+        self._state.recorder.observe(
+            "heterocache_ssd_write_seconds", self._state.clock() - batch.started_s
+        )
+        self._release(batch, journaled=True)
+
+    def _release(self, batch: _Batch, *, journaled: bool) -> None:
+        """Drop holds and pins of an ended batch; what was journaled is on SSD from now."""
+        state, tiers = self._state, self._state.tiers
+        assert tiers.ssd is not None
+        with state.lock:
+            for write in batch.writes:
+                artifact = write.artifact
+                tiers.dram.unhold(write.source)
+                tiers.ssd.unhold(write.target)
+                if not journaled:
+                    tiers.ssd.give_back(write.target)
+                elif artifact.forgotten:
+                    tiers.forgotten.append(Forgotten(artifact.id, write.target))
+                else:
+                    tiers.attach(artifact, write.target)
+                    state.recorder.add(
+                        "heterocache_spilled_bytes",
+                        artifact.size_bytes,
+                        state_type=artifact.state_type.value,
+                    )
+        self._let_go([w.artifact for w in batch.writes])
+
+    def _let_go(self, artifacts: list[Artifact]) -> None:
+        state = self._state
+        with state.lock:
+            for artifact in artifacts:
+                state.tiers.unpin(artifact)
+            state.spilling -= len(artifacts)
+            state.lock.notify_all()
+
+    def _abandon(self, batch: _Batch) -> None:
+        """A write that does not end: its slots stay in quarantine, and nothing more is written."""
+        self._abandoned.append(batch)
+        with self._state.lock:
+            self._state.spilling -= len(batch.writes)
+        self._failures = _MAX_FAILURES
+        self._failed(StoreError(f"a write has not ended after {_WRITE_DEADLINE_S:.0f} s"))
+
+    def _poll_abandoned(self) -> None:
+        for batch in list(self._abandoned):
+            if batch.transfer.poll() is not TransferState.PENDING:
+                self._abandoned.remove(batch)
+                with self._state.lock:
+                    self._state.spilling += len(batch.writes)
+                self._release(batch, journaled=False)
+
+    def _failed(self, error: Exception) -> None:
+        """Count a failure; after `_MAX_FAILURES` in a row stop writing to the tier."""
+        state = self._state
+        self._failures += 1
+        state.fail(Failure.IO_ERROR, Tier.SSD)
+        if self._failures < _MAX_FAILURES or not state.ssd_writable:
+            return
+        assert self._ssd is not None
+        logger.error(
+            "SSD tier %s: writing failed %d times, the last time with: %s. No more artifacts "
+            "are written there; what it holds is still read. Restart after freeing or repairing it",
+            self._ssd.directory.path,
+            self._failures,
+            error,
+        )
+        with state.lock:
+            state.ssd_writable = False
+            state.spills.clear()
+            state.lock.notify_all()
+
+
+def _row(write: _Write, now: float) -> JournalRow:
+    artifact, target = write.artifact, write.target
+    assert artifact.checksum is not None
+    return JournalRow(
+        artifact.node.chunk,
+        artifact.state_type,
+        target.slot,
+        target.generation,
+        artifact.size_bytes,
+        artifact.checksum,
+        now,
+        artifact.uses,
+    )

@@ -1,0 +1,91 @@
+"""Opening the SSD tier: its directory, its way to move bytes, and what its journal remembers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero_connector.artifacts.record import ArtifactId, SlotRef, Tier
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.journal_format import JournalRow
+from hetero_connector.store.ssd_directory import SsdDirectory
+from hetero_connector.store.tiers import Tiers
+from hetero_connector.transfer.base import FileTransfer
+from hetero_connector.transfer.choose import choose_file_transfer
+
+logger = logging.getLogger(__name__)
+
+OpenTransfer = Callable[[npt.NDArray[np.uint8], SsdDirectory], FileTransfer]
+"""Makes the transfer between the arena's bytes and the directory's slab files."""
+
+
+@dataclass(frozen=True)
+class Ssd:
+    """What the I/O thread needs to read and write slots. Only that thread uses it."""
+
+    directory: SsdDirectory
+    transfer: FileTransfer
+
+    def file_of(self, state_type: StateType) -> int:
+        """Which of the transfer's files is the slab of `state_type`."""
+        return self.directory.file_of(state_type)
+
+    def close(self, timeout_s: float) -> bool:
+        """False if a transfer would not end: then the files stay open, and so must the arena."""
+        if not self.transfer.close(timeout_s):
+            return False
+        self.directory.close()
+        return True
+
+
+def best_transfer(memory: npt.NDArray[np.uint8], directory: SsdDirectory) -> FileTransfer:
+    """NIXL where it works on this directory, else preadv; says which in the log."""
+    chosen = choose_file_transfer(memory, directory.files, directory.path)
+    logger.info("SSD tier %s uses %s: %s", directory.path, chosen.transfer.name, chosen.reason)
+    return chosen.transfer
+
+
+def adopt_journal(directory: SsdDirectory, tiers: Tiers) -> int:
+    """Put every reachable row of the journal into the index; returns how many.
+
+    Rows nobody could reach (their parent's row is missing), or that contradict another
+    row, are deleted from the journal.
+    """
+    journal = directory.journal
+    dropped: list[ArtifactId] = []
+    adopted = []
+    for row in journal.load():
+        if _adopt(row, tiers):
+            adopted.append(row)
+        else:
+            dropped.append(row.id)
+    if dropped:
+        logger.info("SSD tier %s: %d unreachable artifacts dropped", directory.path, len(dropped))
+        journal.forget(dropped)
+    for row in sorted(adopted, key=lambda r: r.last_access):
+        artifact = tiers.index.find(row.id)
+        assert artifact is not None
+        artifact.last_used, artifact.uses = tiers.tick(), row.reuse_count
+    return len(adopted)
+
+
+def _adopt(row: JournalRow, tiers: Tiers) -> bool:
+    index = tiers.index
+    node = index.nodes.get(row.chunk.key)
+    if node is not None and (node.chunk != row.chunk or row.state_type in node.artifacts):
+        return False
+    if node is None and row.chunk.parent not in index.nodes:
+        return False
+    ref = SlotRef(Tier.SSD, row.state_type, row.slot, row.generation)
+    assert tiers.ssd is not None
+    if not tiers.ssd.adopt(ref):
+        return False
+    artifact = index.add(row.chunk, row.state_type, row.size_bytes)
+    artifact.checksum = row.checksum
+    tiers.attach(artifact, ref)
+    index.seal(artifact)
+    return True
