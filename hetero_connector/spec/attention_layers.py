@@ -1,0 +1,103 @@
+"""`LayerSpec`s from shapes: the page arithmetic of vLLM's cache specs, without vLLM.
+
+Sources: `AttentionSpec`, `MLAAttentionSpec`, `SlidingWindowSpec` and `MambaSpec` in
+vllm/v1/kv_cache_interface.py; layer names as the model classes under
+vllm/model_executor/models give them (0.32.0).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from hetero_connector.spec.hf_config import Precision
+from hetero_connector.spec.model_spec import LayerSpec, ModelSpec
+from hetero_connector.spec.state_types import RestoreRule, StateType
+
+
+def dense_layer(
+    layer: str, num_kv_heads: int, head_dim: int, kv: Precision, block_tokens: int
+) -> LayerSpec:
+    """Full attention: keys and values of every token."""
+    page_bytes = 2 * num_kv_heads * head_dim * kv.item_bytes * block_tokens
+    return LayerSpec(
+        layer=layer,
+        group=0,
+        state_type=StateType.DENSE_KV,
+        tokens_per_state=1,
+        block_tokens=block_tokens,
+        page_bytes=page_bytes,
+        page_stride_bytes=page_bytes,
+        dtype=kv.dtype,
+        restore_rule=RestoreRule.EVERY_TOKEN,
+    )
+
+
+def sliding_layer(dense: LayerSpec, window: int) -> LayerSpec:
+    """The same pages, of which only the last `window` tokens' are read.
+
+    The token at the boundary is still to be computed, so a boundary needs `window - 1`.
+    """
+    return replace(
+        dense,
+        state_type=StateType.WINDOW_SWA,
+        restore_rule=RestoreRule.WINDOW,
+        window=window,
+        boundary_tokens=window - 1,
+    )
+
+
+def mla_layer(layer: str, latent_dim: int, kv: Precision, block_tokens: int) -> LayerSpec:
+    """Multi-head latent attention: one vector per token, the same on every rank."""
+    page_bytes = latent_dim * kv.item_bytes * block_tokens
+    return LayerSpec(
+        layer=layer,
+        group=0,
+        state_type=StateType.MLA_LATENT,
+        tokens_per_state=1,
+        block_tokens=block_tokens,
+        page_bytes=page_bytes,
+        page_stride_bytes=page_bytes,
+        dtype=kv.dtype,
+        restore_rule=RestoreRule.EVERY_TOKEN,
+        replicated=True,
+    )
+
+
+def recurrent_layer(layer: str, state_bytes: int, block_tokens: int, stride: int) -> LayerSpec:
+    """Mamba or gated delta net: one state per page, taken at the page's end."""
+    return LayerSpec(
+        layer=layer,
+        group=0,
+        state_type=StateType.RECURRENT,
+        tokens_per_state=1,
+        block_tokens=block_tokens,
+        page_bytes=state_bytes,
+        page_stride_bytes=stride,
+        dtype="uint8",
+        restore_rule=RestoreRule.AT_BOUNDARY,
+    )
+
+
+def hybrid_block_tokens(token_bytes: int, state_bytes: int, block_tokens: int) -> int:
+    """Tokens per block at which an attention page is no smaller than a recurrent state.
+
+    vllm/platforms/interface.py, `_align_hybrid_block_size`: a multiple of `block_tokens`.
+    """
+    return block_tokens * math.ceil(state_bytes / (block_tokens * token_bytes))
+
+
+def assemble(layers: Iterable[LayerSpec], tp_size: int) -> ModelSpec:
+    """Number the groups (one per geometry, in order of appearance) and find the alignment.
+
+    The engine may split a geometry into several groups of its own; which layers share a
+    block table changes no size and no boundary.
+    """
+    groups: dict[LayerSpec, int] = {}
+    numbered = []
+    for layer in layers:
+        geometry = replace(layer, layer="")
+        numbered.append(replace(layer, group=groups.setdefault(geometry, len(groups))))
+    alignment = math.lcm(*(layer.block_tokens for layer in numbered))
+    return ModelSpec(tuple(numbered), alignment=alignment, tp_size=tp_size)
