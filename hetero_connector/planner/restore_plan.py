@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetero_connector.artifacts.record import ArtifactId, ChunkRange, Tier
+from hetero_connector.artifacts.record import ArtifactId, ChunkRange, StoredChunk, Tier
 from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.base import StoredChunk
 
 
 @dataclass(frozen=True)
