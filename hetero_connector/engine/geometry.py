@@ -31,6 +31,7 @@ class _Role:
     rule: RestoreRule
     window: int | None = None
     boundary_tokens: int = 0
+    prompt_only: bool = False
 
 
 def model_spec(config: KVCacheConfig, tp_size: int = 1) -> ModelSpec:
@@ -78,10 +79,15 @@ def _role(name: str, spec: KVCacheSpec, transferred: bool, ratios: dict[str, int
     if not transferred or not spec.prefix_cacheable:
         # Per-request scratch (ring buffers, replayed windows): the engine rebuilds it.
         return _Role(StateType.TAIL_STATE, RestoreRule.NOTHING)
-    if isinstance(spec, kvi.HiddenStateCacheSpec | kvi.RSWASpec | kvi.SinkFullAttentionSpec):
+    if isinstance(spec, kvi.HiddenStateCacheSpec | kvi.SinkFullAttentionSpec):
         raise _unsupported(name, spec)
     if isinstance(spec, kvi.MLAAttentionSpec):
         return _Role(_mla_type(name, spec), RestoreRule.EVERY_TOKEN)
+    if isinstance(spec, kvi.RSWASpec):
+        # Prompt tokens see everything before them, decoded ones only a window: when they
+        # come back as part of the next prompt, their state has to be computed anew.
+        window = spec.rswa_window
+        return _Role(StateType.DENSE_KV, RestoreRule.EVERY_TOKEN, window, prompt_only=True)
     if isinstance(spec, kvi.FullAttentionSpec):
         return _Role(StateType.DENSE_KV, RestoreRule.EVERY_TOKEN, spec.sliding_window)
     if isinstance(spec, kvi.SlidingWindowMLASpec) and "compressor" in name:
@@ -147,6 +153,7 @@ def _layer(group: int, name: str, spec: KVCacheSpec, role: _Role) -> LayerSpec:
         window=role.window,
         boundary_tokens=role.boundary_tokens,
         replicated=_replicated(spec),
+        prompt_only=role.prompt_only,
     )
 
 

@@ -67,7 +67,7 @@ class Saver:
         self, tracker: RequestTracker, computed: int, table: BlockTable, offers: Iterable[Offer]
     ) -> list[Save]:
         """Saves for a request whose first `computed` tokens are computed after this step."""
-        known = min(tracker.grow(), computed)
+        known = self._storable(tracker, computed)
         messages = []
         collected = self._full_chunks(tracker, known, table)
         if collected.artifacts:
@@ -83,7 +83,7 @@ class Saver:
         self, tracker: RequestTracker, computed: int, block_ids: Sequence[list[int]]
     ) -> list[Save]:
         """Saves of an ending request: chunks not yet saved, and the tail after them."""
-        known = min(tracker.grow(), computed)
+        known = self._storable(tracker, computed)
 
         def table(group: int, pages: range) -> list[int]:
             return list(block_ids[group][pages.start : pages.stop])
@@ -105,6 +105,13 @@ class Saver:
         """The pages were overwritten before they could be copied."""
         for save_id in save.save_ids:
             self._store.abandon_save(self._reserved.pop(save_id))
+
+    def _storable(self, tracker: RequestTracker, computed: int) -> int:
+        """Tokens whose state may be stored: known, computed, and faithful if decoded."""
+        known = min(tracker.grow(), computed)
+        if self._model.prompt_only:
+            return min(known, int(tracker.request.num_prompt_tokens))
+        return known
 
     def _full_chunks(self, tracker: RequestTracker, known: int, table: BlockTable) -> _Collected:
         """Reserve every full chunk up to `known` that the store lacks, parents first."""

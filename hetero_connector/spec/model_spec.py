@@ -41,6 +41,8 @@ class LayerSpec:
     """For WINDOW: how many tokens before a boundary are still read after it."""
     replicated: bool = False
     """Every tensor-parallel rank holds the same bytes (MLA, compressed states)."""
+    prompt_only: bool = False
+    """State of decoded tokens differs from what a prefill of them would give (R-SWA)."""
 
     @property
     def bytes_per_token(self) -> float:
@@ -113,6 +115,11 @@ class ModelSpec:
     def boundary_types(self) -> tuple[StateType, ...]:
         """Stored types needed only at a boundary."""
         return tuple(t for t in self.state_types if t.family is Family.BOUNDARY)
+
+    @cached_property
+    def prompt_only(self) -> bool:
+        """Whether only state of prompt tokens may be stored."""
+        return any(layer.prompt_only for layer in self.stored_layers)
 
     def layers_of(self, state_type: StateType) -> Iterator[LayerSpec]:
         """Stored layers of one state type, in model order."""

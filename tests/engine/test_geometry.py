@@ -202,7 +202,6 @@ class NovelSpec(kvi.AttentionSpec):
     "spec",
     [
         NovelSpec(block_size=16, **HEADS),
-        kvi.RSWASpec(block_size=16, rswa_window=64, **HEADS),
         kvi.SinkFullAttentionSpec(block_size=16, sink_len=4, **HEADS),
         kvi.CrossAttentionSpec(block_size=16, **HEADS),
     ],
@@ -213,6 +212,13 @@ def test_what_cannot_be_restored_exactly_stops_the_engine_with_the_layer_s_name(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=r"layers\.7\.attn.*without the connector"):
         only("layers.7.attn", spec)
+
+
+def test_reference_sliding_window_stores_prompt_tokens_only() -> None:
+    spec = kvi.RSWASpec(block_size=16, rswa_window=64, **HEADS)
+    layer = only("a", spec)
+    assert (layer.state_type, layer.prompt_only) == (StateType.DENSE_KV, True)
+    assert model_spec(config([kvi.KVCacheGroupSpec(["a"], spec)])).prompt_only
 
 
 def test_alignment_is_the_common_grid_of_all_blocks() -> None:

@@ -1,0 +1,87 @@
+"""Stand-ins for what vLLM hands the scheduler side, for tests without an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
+
+
+@dataclass
+class FakeRequest:
+    """The attributes of `vllm.v1.request.Request` that the scheduler side reads."""
+
+    request_id: str
+    all_token_ids: list[int]
+    num_prompt_tokens: int = 0
+    num_computed_tokens: int = 0
+    lora_request: Any = None
+    mm_features: list[Any] = field(default_factory=list)
+    cache_salt: str | None = None
+    prompt_embeds: Any = None
+    pooling_params: Any = None
+    resumable: bool = False
+    skip_reading_prefix_cache: bool = False
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = self.num_prompt_tokens or len(self.all_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+class FakeBlockTables:
+    """`KVCacheManager.get_blocks`: block ids of each group, settable per request."""
+
+    def __init__(self) -> None:
+        self.ids: dict[str, tuple[list[int], ...]] = {}
+
+    def get_blocks(self, request_id: str) -> SimpleNamespace:
+        blocks = tuple(
+            [SimpleNamespace(block_id=i) for i in group] for group in self.ids[request_id]
+        )
+        return SimpleNamespace(blocks=blocks)
+
+
+def scheduled(**num_tokens: int) -> SimpleNamespace:
+    """A `SchedulerOutput` that schedules these requests."""
+    return SimpleNamespace(
+        num_scheduled_tokens=num_tokens,
+        kv_connector_block_state=None,
+        new_block_ids_to_zero=None,
+        kv_cache_block_copies=None,
+    )
+
+
+def layer(
+    name: str,
+    group: int,
+    state_type: StateType = StateType.DENSE_KV,
+    *,
+    block: int = 16,
+    page_bytes: int = 256,
+    window: int | None = None,
+) -> LayerSpec:
+    """A small layer; a window makes it a boundary state."""
+    return LayerSpec(
+        layer=name,
+        group=group,
+        state_type=state_type,
+        tokens_per_state=1,
+        block_tokens=block,
+        page_bytes=page_bytes,
+        page_stride_bytes=page_bytes,
+        dtype="uint8",
+        restore_rule=RestoreRule.WINDOW if window else RestoreRule.EVERY_TOKEN,
+        window=window,
+        boundary_tokens=window - 1 if window else 0,
+    )
+
+
+HYBRID = ModelSpec(
+    (layer("full", 0), layer("swa", 1, StateType.WINDOW_SWA, window=32)), alignment=16
+)
+DENSE = ModelSpec((layer("full", 0),), alignment=16)

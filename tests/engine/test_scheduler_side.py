@@ -1,0 +1,309 @@
+"""The scheduler side against a real store: what each step restores and saves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from hetero_connector.artifacts.chain import ChainHasher
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.engine.messages import StepMetadata, WorkerReport
+from hetero_connector.engine.scheduler_side import SchedulerSide
+from hetero_connector.metrics import COUNTERS, Recorder
+from hetero_connector.spec import ModelSpec, StateType
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import StoreConfig
+from tests.engine.fakes import DENSE, HYBRID, FakeBlockTables, FakeRequest, scheduled
+
+CHUNK = 64
+KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
+
+
+class Engine:
+    """A scheduler side with its store, stepped by hand."""
+
+    def __init__(self, model: ModelSpec, dram_bytes: int = 1 << 20) -> None:
+        self.layout = ArtifactLayout(model, CHUNK)
+        self.recorder = Recorder()
+        self.store = ArtifactStore.open(
+            self.layout.max_bytes,
+            StoreConfig(dram_bytes=dram_bytes),
+            self.recorder,
+            chunk_tokens=CHUNK,
+            fingerprint=b"f" * 32,
+            description={},
+        )
+        self.side = SchedulerSide(
+            self.layout, ChainHasher(b"f" * 32, CHUNK), self.store, self.recorder,
+            load_deadline_s=1.0,
+        )  # fmt: skip
+        self.tables = FakeBlockTables()
+        self.side.bind(self.tables)  # type: ignore[arg-type]
+        self.requests: dict[str, FakeRequest] = {}
+        self.next_block = 1
+
+    def admit(self, request: FakeRequest, local: int = 0) -> int:
+        """Ask, allocate and mark computed what can be restored; returns the restored tokens."""
+        self.requests[request.request_id] = request
+        tokens, parked = self.side.matched_tokens(request, local)  # type: ignore[arg-type]
+        assert tokens is not None
+        assert not parked
+        self.grow_table(request)
+        self.side.allocated(request, tokens)  # type: ignore[arg-type]
+        request.num_computed_tokens = local + tokens
+        return tokens
+
+    def grow_table(self, request: FakeRequest) -> None:
+        """One block per 16 tokens in both groups; no window block is ever recycled."""
+        blocks = -(-request.num_tokens // 16)
+        held = self.tables.ids.get(request.request_id, ([], []))
+        for group in held:
+            while len(group) < blocks:
+                group.append(self.next_block)
+                self.next_block += 1
+        self.tables.ids[request.request_id] = held
+
+    def step(self, **num_tokens: int) -> StepMetadata:
+        """One engine step; the workers report everything done."""
+        meta = self.side.step(scheduled(**num_tokens))  # type: ignore[arg-type]
+        for request_id, count in num_tokens.items():
+            self.requests[request_id].num_computed_tokens += count
+        self.report(meta)
+        return meta
+
+    def report(self, meta: StepMetadata) -> None:
+        saved: Counter[int] = Counter()
+        for save in [*meta.saves, *meta.early_saves]:
+            saved.update(save.save_ids)
+        loaded = Counter(load.request_id for load in meta.loads)
+        self.side.reported(WorkerReport(saved, loaded))
+
+    def run(self, request: FakeRequest) -> int:
+        """Admit, prefill in one step, finish, and give the early saves their step."""
+        restored = self.admit(request)
+        self.step(**{request.request_id: request.num_tokens - restored})
+        self.finish(request)
+        self.step()
+        return restored
+
+    def finish(self, request: FakeRequest) -> None:
+        self.side.finished(request, self.tables.ids[request.request_id])  # type: ignore[arg-type]
+
+    def counters(self) -> dict[str, float]:
+        payload = self.recorder.drain()
+        return payload[COUNTERS] if payload else {}
+
+
+@pytest.fixture
+def hybrid() -> Iterator[Engine]:
+    engine = Engine(HYBRID)
+    yield engine
+    engine.side.close()
+
+
+@pytest.fixture
+def dense() -> Iterator[Engine]:
+    engine = Engine(DENSE)
+    yield engine
+    engine.side.close()
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return [(seed * 7919 + i * 31) % 251 for i in range(count)]
+
+
+def test_a_prompt_is_saved_by_chunks_with_a_checkpoint_at_each(hybrid: Engine) -> None:
+    request = FakeRequest("a", tokens(200))
+    assert hybrid.admit(request) == 0
+    meta = hybrid.step(a=200)
+    (save,) = meta.saves
+    kinds = [(x.state_type, x.start, x.end) for x in save.copy.artifacts]
+    assert kinds == [(kind, i * CHUNK, (i + 1) * CHUNK) for i in range(3) for kind in (KV, SWA)]
+    assert save.copy.blocks[KV, 0].ids == hybrid.tables.ids["a"][0][:12]
+
+
+def test_chunked_prefill_saves_each_chunk_in_the_step_that_completes_it(hybrid: Engine) -> None:
+    hybrid.admit(FakeRequest("a", tokens(200)))
+    ends = [
+        [
+            x.end
+            for save in hybrid.step(a=n).saves
+            for x in save.copy.artifacts
+            if x.state_type is KV
+        ]
+        for n in (50, 50, 100)
+    ]
+    assert ends == [[], [64], [128, 192]]
+
+
+def test_the_next_request_restores_up_to_the_last_boundary(hybrid: Engine) -> None:
+    hybrid.run(FakeRequest("a", tokens(200)))
+    again = FakeRequest("b", tokens(200))
+    assert hybrid.admit(again) == 192
+    (load,) = hybrid.step(b=8).loads
+    assert [(x.state_type, x.end) for x in load.copy.artifacts] == [
+        (KV, 64), (KV, 128), (KV, 192), (SWA, 192),
+    ]  # fmt: skip
+    assert load.copy.blocks[SWA, 1].first_page == 10
+    assert load.copy.blocks[SWA, 1].ids == hybrid.tables.ids["b"][1][10:12]
+
+
+def test_the_end_of_a_request_is_a_boundary_of_its_own(hybrid: Engine) -> None:
+    hybrid.run(FakeRequest("a", tokens(110)))
+    turn = FakeRequest("b", [*tokens(110), *tokens(50, seed=9)])
+    assert hybrid.admit(turn) == 96
+
+
+def test_decoded_tokens_are_saved_as_they_fill_a_chunk(dense: Engine) -> None:
+    request = FakeRequest("a", tokens(60), num_prompt_tokens=60)
+    dense.admit(request)
+    dense.step(a=60)
+    saves = []
+    for token in range(10):
+        request.all_token_ids.append(token)
+        dense.grow_table(request)
+        saves += dense.step(a=1).saves
+    assert [x.end for save in saves for x in save.copy.artifacts] == [64]
+
+
+def test_a_chunk_waits_until_its_last_token_is_known(dense: Engine) -> None:
+    """Async scheduling computes a token before the scheduler learns its id."""
+    request = FakeRequest("a", tokens(63))
+    dense.admit(request)
+    assert dense.step(a=64).saves == []
+    request.all_token_ids.append(5)
+    dense.grow_table(request)
+    assert len(dense.step(a=1).saves) == 1
+
+
+def test_a_recycled_window_is_not_saved_but_the_chunk_is(hybrid: Engine) -> None:
+    request = FakeRequest("a", tokens(64))
+    hybrid.admit(request)
+    hybrid.tables.ids["a"][1][2] = 0
+    (save,) = hybrid.step(a=64).saves
+    assert [x.state_type for x in save.copy.artifacts] == [KV]
+
+
+def test_pages_of_the_local_hit_are_never_loaded_over(hybrid: Engine) -> None:
+    hybrid.run(FakeRequest("a", tokens(200)))
+    request = FakeRequest("b", tokens(200))
+    assert hybrid.admit(request, local=80) == 112
+    (load,) = hybrid.step(b=8).loads
+    assert load.copy.blocks[KV, 0].first_page == 5
+    assert [x.start for x in load.copy.artifacts if x.state_type is KV] == [64, 128]
+
+
+def test_nothing_is_saved_twice(hybrid: Engine) -> None:
+    hybrid.run(FakeRequest("a", tokens(200)))
+    hybrid.admit(FakeRequest("b", tokens(200)))
+    assert hybrid.step(b=8).saves == []
+
+
+def test_two_requests_at_once_save_a_shared_chunk_once(dense: Engine) -> None:
+    for name in "ab":
+        dense.admit(FakeRequest(name, tokens(64)))
+    meta = dense.step(a=64, b=64)
+    assert sum(len(save.copy.artifacts) for save in meta.saves) == 1
+
+
+def test_pins_are_dropped_when_the_load_is_reported(dense: Engine) -> None:
+    dense.run(FakeRequest("a", tokens(200)))
+    dense.admit(FakeRequest("b", tokens(200)))
+    meta = dense.side.step(scheduled(b=8))  # type: ignore[arg-type]
+    pinned = [a for a in artifacts(dense) if a.pins]
+    assert len(pinned) == 3
+    dense.report(meta)
+    assert not any(a.pins for a in artifacts(dense))
+
+
+def test_a_request_that_is_never_admitted_leaves_no_pin(dense: Engine) -> None:
+    dense.run(FakeRequest("a", tokens(200)))
+    request = FakeRequest("b", tokens(200))
+    assert dense.side.matched_tokens(request, 0) == (192, False)  # type: ignore[arg-type]
+    assert any(a.pins for a in artifacts(dense))
+    dense.side.finished(request, ([], []))  # type: ignore[arg-type]
+    assert not any(a.pins for a in artifacts(dense))
+
+
+def test_a_local_hit_that_overtakes_the_plan_drops_it(dense: Engine) -> None:
+    dense.run(FakeRequest("a", tokens(200)))
+    request = FakeRequest("b", tokens(200))
+    assert dense.side.matched_tokens(request, 0)[0] == 192  # type: ignore[arg-type]
+    assert dense.side.matched_tokens(request, 192)[0] == 0  # type: ignore[arg-type]
+    assert not any(a.pins for a in artifacts(dense))
+
+
+def test_other_salt_and_other_tokens_do_not_match(dense: Engine) -> None:
+    dense.run(FakeRequest("a", tokens(200)))
+    assert dense.admit(FakeRequest("b", tokens(200, seed=1))) == 0
+
+
+def test_pooling_and_streaming_requests_are_left_alone(dense: Engine) -> None:
+    dense.run(FakeRequest("a", tokens(200)))
+    for odd in (
+        FakeRequest("b", tokens(200), pooling_params=SimpleNamespace()),
+        FakeRequest("c", tokens(200), resumable=True),
+        FakeRequest("d", tokens(200), skip_reading_prefix_cache=True),
+    ):
+        assert dense.side.matched_tokens(odd, 0) == (0, False)  # type: ignore[arg-type]
+
+
+def test_early_saves_whose_pages_are_overwritten_are_dropped(dense: Engine) -> None:
+    request = FakeRequest("a", tokens(110))
+    dense.admit(request)
+    dense.step(a=110)
+    dense.finish(request)
+    output = scheduled()
+    output.new_block_ids_to_zero = [dense.tables.ids["a"][0][5]]
+    assert dense.side.has_work
+    meta = dense.side.step(output)  # type: ignore[arg-type]
+    assert meta.early_saves == []
+    assert not dense.side.has_work
+    assert dense.counters()["heterocache_saves_dropped{cause=overwritten}"] == 1
+    assert dense.admit(FakeRequest("b", tokens(150))) == 64
+
+
+def test_reset_forgets_everything_and_running_requests_save_again(dense: Engine) -> None:
+    request = FakeRequest("a", tokens(130))
+    dense.admit(request)
+    dense.step(a=130)
+    dense.side.reset()
+    assert dense.side.matched_tokens(FakeRequest("b", tokens(130)), 0)[0] == 0  # type: ignore[arg-type]
+    request.all_token_ids.append(1)
+    dense.grow_table(request)
+    (save,) = dense.step(a=1).saves
+    assert [x.end for x in save.copy.artifacts] == [64, 128]
+
+
+def test_an_evicted_parent_is_saved_again_before_its_child() -> None:
+    engine = Engine(DENSE, dram_bytes=4 * 4096)
+    request = FakeRequest("a", tokens(64))
+    engine.admit(request)
+    engine.step(a=64)
+    engine.side.reset()
+    request.all_token_ids += tokens(64, seed=3)
+    engine.grow_table(request)
+    (save,) = engine.step(a=64).saves
+    assert [x.end for x in save.copy.artifacts] == [64, 128]
+    engine.side.close()
+
+
+def test_a_full_tier_of_pinned_artifacts_saves_nothing_and_goes_on() -> None:
+    engine = Engine(DENSE, dram_bytes=2 * 4096)
+    engine.run(FakeRequest("a", tokens(128)))
+    held = FakeRequest("b", [*tokens(128), 1])
+    assert engine.admit(held) == 128
+    other = FakeRequest("c", tokens(128, seed=5))
+    engine.admit(other)
+    meta = engine.side.step(scheduled(b=1, c=128))  # type: ignore[arg-type]
+    assert meta.saves == []
+    engine.report(meta)
+    engine.side.close()
+
+
+def artifacts(engine: Engine) -> list:  # type: ignore[type-arg]
+    nodes = engine.store._tiers.index.nodes.values()
+    return [a for node in nodes for a in node.artifacts.values()]
