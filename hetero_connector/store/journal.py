@@ -176,6 +176,12 @@ class Journal:
                 if row is not None:
                     yield row
 
+    def malformed(self) -> list[tuple[bytes, str]]:
+        """Keys (chunk, state type) of the rows that `load` leaves out."""
+        with _sqlite_errors(self.path):
+            cursor = self._connection.execute(f"SELECT {_COLUMNS} FROM artifacts")
+            return [(v[0], v[4]) for v in cursor if parse_row(v, self.meta) is None]
+
     def record(self, rows: Iterable[JournalRow]) -> None:
         """Add rows, in one transaction. Their bytes must be down.
 
@@ -205,11 +211,12 @@ class Journal:
 
     def forget(self, ids: Iterable[ArtifactId]) -> None:
         """Delete rows, in one transaction; unknown ids are ignored. Then slots may be reused."""
+        self.forget_keys((bytes(i.chunk), i.state_type.value) for i in ids)
+
+    def forget_keys(self, keys: Iterable[tuple[bytes, str]]) -> None:
+        """`forget` by raw (chunk, state type), as `malformed` returns them."""
         with self._transaction() as connection:
-            connection.executemany(
-                "DELETE FROM artifacts WHERE chunk = ? AND state_type = ?",
-                ((bytes(i.chunk), i.state_type.value) for i in ids),
-            )
+            connection.executemany("DELETE FROM artifacts WHERE chunk = ? AND state_type = ?", keys)
 
     def touch(self, used: Iterable[tuple[ArtifactId, float, int]]) -> None:
         """Set (last access, reuse count) of a batch of rows; unknown ids are ignored."""

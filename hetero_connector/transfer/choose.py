@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import tempfile
@@ -106,6 +107,11 @@ def open_scratch(directory: Path) -> int:
         os.unlink(path)
     os.close(fd)
     return direct
+
+
+def is_direct(fd: int) -> bool:
+    """Whether a descriptor is open with O_DIRECT."""
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
 
 
 def _wait(transfer: FileTransfer, direction: Direction, extent: Extent) -> None:

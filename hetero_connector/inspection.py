@@ -1,0 +1,154 @@
+"""`heterocache inspect`: what an SSD directory holds, read from its journals alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.errors import StoreError
+from hetero_connector.store.directory_lock import is_locked
+from hetero_connector.store.journal import Journal
+from hetero_connector.store.journal_format import JournalMeta, JournalRow
+from hetero_connector.store.ssd_space import (
+    JOURNAL_NAME,
+    LOCK_NAME,
+    is_model_directory,
+    model_directories,
+)
+
+
+@dataclass(frozen=True)
+class TypeReport:
+    """Artifacts of one state type in one tier."""
+
+    state_type: str
+    tier: str
+    artifacts: int
+    bytes: int
+    """Useful bytes."""
+    slots: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What one model's directory holds."""
+
+    path: str
+    fingerprint: str
+    description: dict[str, Any]
+    created: float
+    """Unix time, seconds; so are `oldest` and `newest`."""
+    in_use: bool
+    artifacts: int
+    bytes: int
+    chains: int
+    """Chunks that no other stored chunk continues."""
+    tokens: int
+    """Tokens of distinct stored chunks."""
+    oldest: float | None
+    """Least recent access."""
+    newest: float | None
+    state_types: tuple[TypeReport, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def find_models(path: Path) -> list[Path]:
+    """The model directories at `path`, which is an ssd_dir or one model's directory.
+
+    Raises StoreError if it is neither.
+    """
+    try:
+        if is_model_directory(path):
+            return [path]
+        if not path.is_dir():
+            raise StoreError(f"{path} is not a directory; name an ssd_dir or a directory in it")
+        found = sorted(d.path for d in model_directories(path) if is_model_directory(d.path))
+    except OSError as e:
+        raise StoreError(f"{path} cannot be read: {e}") from e
+    if not found:
+        raise StoreError(
+            f"{path} holds no HeteroCache state (no <fingerprint>/{JOURNAL_NAME} in it); name the "
+            "ssd_dir of an engine that ran with one"
+        )
+    return found
+
+
+def inspect_model(path: Path) -> ModelReport:
+    """Read one model's journal; an engine may be using it. Raises StoreError."""
+    journal = Journal.open_existing(path / JOURNAL_NAME, read_only=True)
+    try:
+        rows = list(journal.load())
+    finally:
+        journal.close()
+    return _report(path, journal.meta, rows, is_locked(path / LOCK_NAME))
+
+
+def _report(path: Path, meta: JournalMeta, rows: Sequence[JournalRow], in_use: bool) -> ModelReport:
+    chunks = {row.chunk.key: row.chunk for row in rows}
+    parents = {chunk.parent for chunk in chunks.values()}
+    types = []
+    for state_type, shape in meta.slabs.items():
+        own = [row for row in rows if row.state_type is state_type]
+        size = sum(row.size_bytes for row in own)
+        types.append(
+            TypeReport(
+                state_type.value, Tier.SSD.value, len(own), size, shape.slots, shape.slot_bytes
+            )
+        )
+    used = [row.last_access for row in rows]
+    return ModelReport(
+        path=str(path),
+        fingerprint=meta.fingerprint.hex(),
+        description=dict(meta.description),
+        created=meta.created,
+        in_use=in_use,
+        artifacts=len(rows),
+        bytes=sum(row.size_bytes for row in rows),
+        chains=sum(key not in parents for key in chunks),
+        tokens=sum(chunk.end - chunk.start for chunk in chunks.values()),
+        oldest=min(used, default=None),
+        newest=max(used, default=None),
+        state_types=tuple(types),
+    )
+
+
+def as_text(report: ModelReport) -> str:
+    """A report for people."""
+    lines = [
+        f"{report.path}{'  (in use)' if report.in_use else ''}",
+        f"  fingerprint {report.fingerprint}, created {_when(report.created)}",
+        *(f"  {key}: {value}" for key, value in sorted(report.description.items())),
+        f"  {report.artifacts} artifacts, {_size(report.bytes)}, {report.chains} chains, "
+        f"{report.tokens} tokens",
+        f"  last used between {_when(report.oldest)} and {_when(report.newest)}",
+        f"  {'state type':<22}{'tier':<6}{'artifacts':>10}{'bytes':>12}{'slots':>9}{'used':>7}",
+    ]
+    for t in report.state_types:
+        used = f"{100 * t.artifacts / t.slots:.0f}%"
+        lines.append(
+            f"  {t.state_type:<22}{t.tier:<6}{t.artifacts:>10}{_size(t.bytes):>12}"
+            f"{t.slots:>9}{used:>7}"
+        )
+    return "\n".join(lines)
+
+
+def _when(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} TiB"

