@@ -40,7 +40,7 @@ class Arena:
     def __init__(self, handle: ArenaHandle, fd: int, mapping: mmap.mmap) -> None:
         self.handle = handle
         self._fd = fd
-        self._mapping = mapping
+        self._mapping: mmap.mmap | None = mapping
         self._users = 1
         self._view: npt.NDArray[np.uint8] | None = np.frombuffer(mapping, dtype=np.uint8)
 
@@ -104,11 +104,13 @@ class Arena:
                 return
             del _registry[self.handle]
             self._view = None
+            mapping, self._mapping = self._mapping, None
+        assert mapping is not None
         os.close(self._fd)
         # BufferError: someone still has a view. The mapping then lives exactly as long as
         # that view: unmapping under it would turn a late access into a crash.
         with contextlib.suppress(BufferError):
-            self._mapping.close()
+            mapping.close()
 
 
 _registry: dict[ArenaHandle, Arena] = {}

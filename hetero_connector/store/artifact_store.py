@@ -208,6 +208,7 @@ class ArtifactStore:
                 logger.error("a transfer did not end; the DRAM arena is kept until exit")
                 _kept_arenas.append(self.arena)
                 return
+        del io_thread  # its views would keep the memory
         self.arena.close()
 
     def publish_gauges(self) -> None:

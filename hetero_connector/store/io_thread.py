@@ -59,6 +59,11 @@ class IoThread:
         self._thread.join(deadline_s + _IDLE_S)
         return not self._thread.is_alive() and self._clean
 
+    def step(self) -> bool:
+        """One round without waiting; True if anything moved. For this thread, or in its place."""
+        moved = self._reader.step()
+        return self._spiller.step(may_start=not self._reader.active) or moved
+
     def _run(self) -> None:
         try:
             self._serve()
@@ -72,9 +77,7 @@ class IoThread:
     def _serve(self) -> None:
         pause_s, touch_due_s = _MIN_POLL_S, self._state.clock() + _TOUCH_S
         while not self._finished():
-            moved = self._reader.step()
-            moved |= self._spiller.step(may_start=not self._reader.active)
-            if moved:
+            if self.step():
                 pause_s = _MIN_POLL_S
             elif self._reader.active or self._spiller.active:
                 time.sleep(pause_s)

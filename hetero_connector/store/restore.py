@@ -108,10 +108,11 @@ class ArtifactRestore:
             self._failed[artifact_id] = Failure.GONE
             state.fail(Failure.GONE, Tier.DRAM)
             return
-        load = state.loading.get(artifact)
-        if load is None and not state.io_alive:
+        if not state.io_alive:
             self._failed[artifact_id] = Failure.IO_ERROR
+            state.fail(Failure.IO_ERROR, Tier.SSD)
             return
+        load = state.loading.get(artifact)
         if load is None:
             load = self._start(artifact)
         if load is None:

@@ -1,0 +1,176 @@
+import pytest
+
+from hetero_connector.artifacts.index import Artifact, PrefixIndex, Standing
+from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkRange, SlotRef, Tier
+from hetero_connector.spec.state_types import StateType
+
+DENSE, WINDOW = StateType.DENSE_KV, StateType.WINDOW_SWA
+CHUNK = 256
+_slots = iter(range(10**9))
+
+
+def slot(tier: Tier, kind: StateType) -> SlotRef:
+    return SlotRef(tier, kind, next(_slots), 1)
+
+
+class Tree:
+    """An index and the artifacts it offered."""
+
+    def __init__(self) -> None:
+        self.offered: list[Artifact] = []
+        self.index = PrefixIndex(CHUNK, self.offered.append)
+
+    def put(
+        self, chunk: ChunkRange, kind: StateType = DENSE, tiers: tuple[Tier, ...] = (Tier.DRAM,)
+    ) -> Artifact:
+        artifact = self.index.add(chunk, kind, 100)
+        for tier in tiers:
+            self.index.attach(artifact, slot(tier, kind), 0)
+        self.index.seal(artifact)
+        return artifact
+
+
+def chunk(name: str, parent: ChunkRange | None = None, tokens: int = CHUNK) -> ChunkRange:
+    start = parent.end if parent else 0
+    key = ChunkKey(name.encode().ljust(16))
+    return ChunkRange(key, parent.key if parent else ROOT, start, start + tokens)
+
+
+A = chunk("a")
+B = chunk("b", A)
+C = chunk("c", B)
+
+
+@pytest.fixture
+def tree() -> Tree:
+    return Tree()
+
+
+def test_match_is_the_longest_stored_prefix_with_the_fastest_tier(tree: Tree) -> None:
+    tree.put(A, DENSE, (Tier.SSD,))
+    tree.put(A, WINDOW, (Tier.SSD, Tier.DRAM))
+    tree.put(B)
+    found = tree.index.match([A, B, C])
+    assert [x.chunk for x in found] == [A, B]
+    assert found[0].tiers == {DENSE: Tier.SSD, WINDOW: Tier.DRAM}
+
+
+def test_match_consumes_a_lazy_chain_only_as_far_as_it_matches(tree: Tree) -> None:
+    tree.put(A)
+    hashed = []
+
+    def lazily():
+        for c in (A, B, C):
+            hashed.append(c)
+            yield c
+
+    assert len(tree.index.match(lazily())) == 1
+    assert hashed == [A, B]
+
+
+def test_an_unsealed_artifact_is_invisible_but_found(tree: Tree) -> None:
+    artifact = tree.index.add(A, DENSE, 100)
+    assert tree.index.match([A]) == []
+    assert tree.index.find(ArtifactId(A.key, DENSE)) is artifact
+    assert tree.index.standing(artifact, Tier.DRAM) is Standing.HELD
+
+
+def test_what_match_answered_does_not_change_later(tree: Tree) -> None:
+    artifact = tree.put(A, DENSE, (Tier.SSD,))
+    answer = tree.index.match([A])
+    tree.index.attach(artifact, slot(Tier.DRAM, DENSE), 0)
+    tree.put(A, WINDOW)
+    assert answer[0].tiers == {DENSE: Tier.SSD}
+
+
+def test_the_last_copy_of_a_parent_stays_while_a_child_holds_the_type(tree: Tree) -> None:
+    parent, child = tree.put(A), tree.put(B)
+    assert tree.index.standing(parent, Tier.DRAM) is Standing.HELD
+    assert tree.index.standing(child, Tier.DRAM) is Standing.LEAF
+    tree.offered.clear()
+    tree.index.remove(child)
+    assert tree.offered[-1] is parent
+    assert tree.index.standing(parent, Tier.DRAM) is Standing.LEAF
+    tree.index.check_integrity()
+
+
+def test_a_child_being_saved_keeps_its_parent(tree: Tree) -> None:
+    parent = tree.put(A)
+    tree.index.add(B, DENSE, 100)
+    assert tree.index.standing(parent, Tier.DRAM) is Standing.HELD
+
+
+def test_a_copy_backed_by_ssd_may_leave_dram_after_the_leaves(tree: Tree) -> None:
+    both = (Tier.DRAM, Tier.SSD)
+    parent, child = tree.put(A, DENSE, both), tree.put(B, DENSE, both)
+    assert tree.index.standing(parent, Tier.DRAM) is Standing.BACKED
+    assert tree.index.standing(child, Tier.DRAM) is Standing.LEAF
+    assert tree.index.standing(parent, Tier.SSD) is Standing.HELD
+    tree.offered.clear()
+    tree.index.detach(child, Tier.DRAM)
+    assert tree.offered == [parent]
+    assert tree.index.standing(parent, Tier.DRAM) is Standing.LEAF
+    assert tree.index.match([A, B])[1].tiers == {DENSE: Tier.SSD}
+
+
+def test_the_last_artifact_of_a_chunk_stays_while_it_has_children(tree: Tree) -> None:
+    window = tree.put(A, WINDOW)
+    child = tree.put(B, DENSE)
+    assert tree.index.standing(window, Tier.DRAM) is Standing.HELD
+    tree.put(A, DENSE)
+    assert window in tree.offered
+    assert tree.index.standing(window, Tier.DRAM) is Standing.LEAF
+    tree.index.remove(child)
+    tree.index.check_integrity()
+
+
+def test_pinned_is_held(tree: Tree) -> None:
+    artifact = tree.put(A)
+    artifact.pins = 1
+    assert tree.index.standing(artifact, Tier.DRAM) is Standing.HELD
+
+
+def test_empty_nodes_disappear_up_the_chain(tree: Tree) -> None:
+    parent, child = tree.put(A), tree.put(B)
+    tree.index.remove(parent)  # as a failed read does, whatever its standing
+    assert tree.index.match([A, B]) == []
+    assert B.key in tree.index.nodes
+    tree.index.check_integrity()
+    tree.index.remove(child)
+    assert list(tree.index.nodes) == [ROOT]
+
+
+def test_a_chain_heals_when_the_lost_chunk_is_saved_again(tree: Tree) -> None:
+    parent = tree.put(A)
+    tree.put(B)
+    tree.index.remove(parent)
+    tree.put(A)
+    assert len(tree.index.match([A, B])) == 2
+    tree.index.check_integrity()
+
+
+def test_a_chunk_without_its_parent_is_refused(tree: Tree) -> None:
+    with pytest.raises(KeyError):
+        tree.index.add(B, DENSE, 1)
+
+
+def test_tails_are_the_visible_short_children(tree: Tree) -> None:
+    tree.put(A)
+    shorts = [chunk(f"t{n}", A, 16 * n) for n in range(1, 11)]
+    artifacts = [tree.put(c) for c in shorts]
+    tree.put(B)
+    assert tree.index.tails(A.key) == tuple(16 * n for n in range(3, 11)), "the newest eight"
+    for artifact in artifacts[4:]:
+        tree.index.remove(artifact)
+    assert sorted(tree.index.tails(A.key)) == [16, 32, 48, 64]
+    assert tree.index.tails(B.key) == ()
+    assert tree.index.tails(ChunkKey(b"?" * 16)) == ()
+    tree.index.check_integrity()
+
+
+def test_clear_returns_everything_and_leaves_nothing(tree: Tree) -> None:
+    artifacts = {tree.put(A), tree.put(A, WINDOW), tree.put(B)}
+    assert set(tree.index.clear()) == artifacts
+    assert all(a.forgotten for a in artifacts)
+    assert tree.index.match([A]) == []
+    tree.index.check_integrity()

@@ -1,0 +1,136 @@
+"""Chunks, artifacts with known bytes, and stores to put them in."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkRange
+from hetero_connector.metrics import COUNTERS, GAUGES, Recorder
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import Restore, Save, StoreConfig
+from hetero_connector.store.ssd_directory import SsdDirectory
+from hetero_connector.transfer.memory_files import MemoryFiles
+
+CHUNK = 256
+DENSE, WINDOW = StateType.DENSE_KV, StateType.WINDOW_SWA
+SIZES = {DENSE: 9_000, WINDOW: 3_000}
+SLOTS = {DENSE: 12_288, WINDOW: 4_096}
+CHUNK_BYTES = sum(SLOTS.values())
+FINGERPRINT = b"f" * 16
+
+
+def chain(name: str, count: int, parent: ChunkRange | None = None) -> list[ChunkRange]:
+    """`count` full chunks after `parent`, their keys derived from `name`."""
+    chunks = []
+    key, start = (parent.key, parent.end) if parent else (ROOT, 0)
+    for i in range(count):
+        child = ChunkKey(hashlib.blake2b(f"{name}/{i}".encode() + key, digest_size=16).digest())
+        chunks.append(ChunkRange(child, key, start, start + CHUNK))
+        key, start = child, start + CHUNK
+    return chunks
+
+
+def ids_of(chunks: Iterable[ChunkRange], kinds: Iterable[StateType] = SIZES) -> list[ArtifactId]:
+    return [ArtifactId(c.key, t) for c in chunks for t in kinds]
+
+
+def contents(artifact_id: ArtifactId, size_bytes: int) -> npt.NDArray[np.uint8]:
+    seed = int.from_bytes(artifact_id.chunk, "little") + list(StateType).index(
+        artifact_id.state_type
+    )
+    return np.random.default_rng(seed).integers(0, 256, size_bytes, dtype=np.uint8)
+
+
+def fill(store: ArtifactStore, save: Save) -> None:
+    for kind, offset in save.offsets.items():
+        size = save.sizes[kind]
+        store.arena.view[offset : offset + size] = contents(ArtifactId(save.chunk.key, kind), size)
+
+
+def put(
+    store: ArtifactStore,
+    chunks: Iterable[ChunkRange],
+    sizes: Mapping[StateType, int] = SIZES,
+) -> None:
+    """Save whole chunks; every one must find room."""
+    for chunk in chunks:
+        save = store.begin_save(chunk, sizes)
+        assert save is not None
+        fill(store, save)
+        store.complete_save(save)
+
+
+def wait(restore: Restore, timeout_s: float = 20.0) -> Restore:
+    until(lambda: restore.done, timeout_s)
+    return restore
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.001)
+
+
+def intact(store: ArtifactStore, restore: Restore) -> bool:
+    """Whether every artifact that arrived has its own bytes."""
+    return all(
+        np.array_equal(
+            store.arena.view[at : at + SIZES[i.state_type]], contents(i, SIZES[i.state_type])
+        )
+        for i, at in restore.offsets.items()
+    )
+
+
+def stored(store: ArtifactStore, chunks: Sequence[ChunkRange]) -> int:
+    return len(store.match(chunks))
+
+
+class Disk:
+    """Slab contents that outlive a store: a `MemoryFiles` for every opening of a directory."""
+
+    def __init__(self) -> None:
+        self.slabs: list[npt.NDArray[np.uint8]] = []
+        self.files: MemoryFiles
+
+    def __call__(self, memory: npt.NDArray[np.uint8], directory: SsdDirectory) -> MemoryFiles:
+        if not self.slabs:
+            self.slabs = [np.zeros(f.size_bytes, np.uint8) for f in directory.files]
+        self.files = MemoryFiles(memory, self.slabs)
+        return self.files
+
+
+class Bench:
+    """Opens stores over one directory and keeps the latest recorder."""
+
+    def __init__(self, root: Path | None, disk: Disk | None = None) -> None:
+        self.root = root
+        self.disk = disk
+        self.recorder = Recorder()
+
+    def open(self, dram_chunks: int = 8, ssd_chunks: int = 16, **config: object) -> ArtifactStore:
+        self.recorder = Recorder()
+        ssd_bytes = (ssd_chunks * (CHUNK_BYTES + 1024)) * 16 // 15 if self.root else 0
+        values: dict[str, object] = {"spill_delay_s": 0.0, **config}
+        return ArtifactStore.open(
+            SIZES,
+            StoreConfig(dram_chunks * CHUNK_BYTES, self.root, ssd_bytes, **values),  # type: ignore[arg-type]
+            self.recorder,
+            chunk_tokens=CHUNK,
+            fingerprint=FINGERPRINT,
+            description={"model": "test"},
+            **({"open_transfer": self.disk} if self.disk else {}),
+        )
+
+    def counts(self, name: str) -> dict[str, float]:
+        """Counters and gauges of a name since the last call, by label text."""
+        payload = self.recorder.drain() or {}
+        found = {**payload.get(COUNTERS, {}), **payload.get(GAUGES, {})}
+        return {k[len(name) + 1 : -1]: v for k, v in found.items() if k.startswith(name + "{")}

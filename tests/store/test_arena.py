@@ -1,0 +1,114 @@
+import multiprocessing
+import os
+
+import pytest
+
+from hetero_connector.errors import ConfigError, StoreError
+from hetero_connector.store import arena as arena_module
+from hetero_connector.store.arena import Arena, ArenaHandle, available_memory_bytes
+
+SIZE = 1 << 20
+
+
+def _double_first_byte(handle: ArenaHandle) -> None:
+    arena = Arena.attach(handle)
+    arena.view[0] *= 2
+    arena.close()
+
+
+def test_another_process_sees_and_changes_the_same_bytes() -> None:
+    arena = Arena.create(SIZE)
+    arena.view[0] = 21
+    child = multiprocessing.get_context("spawn").Process(
+        target=_double_first_byte, args=(arena.handle,)
+    )
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert arena.view[0] == 42
+    arena.close()
+
+
+def test_attaching_in_the_creating_process_gives_the_same_mapping() -> None:
+    arena = Arena.create(SIZE)
+    again = Arena.attach(arena.handle)
+    assert again is arena
+    again.close()
+    arena.view[1] = 1  # the first use is still open
+    arena.close()
+    with pytest.raises(StoreError, match="after it was closed"):
+        _ = arena.view
+
+
+def test_a_view_survives_closing() -> None:
+    arena = Arena.create(SIZE)
+    view = arena.view
+    view[-1] = 9
+    arena.close()
+    arena.close()
+    assert view[-1] == 9
+
+
+def test_closing_gives_descriptor_and_memory_back() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    arena = Arena.create(SIZE)
+    path = arena.handle.path
+    assert os.path.exists(path)
+    arena.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_pages_are_reserved_at_once() -> None:
+    arena = Arena.create(SIZE)
+    assert os.stat(arena.handle.path).st_blocks * 512 >= SIZE
+    arena.close()
+
+
+def test_too_much_memory_is_refused_before_it_is_taken() -> None:
+    asked = available_memory_bytes() + (64 << 30)
+    with pytest.raises(ConfigError, match=r"dram_gib.*GiB are available") as e:
+        Arena.create(asked)
+    assert e.value.key == "dram_gib"
+    assert f"{asked / 2**30:.2f}" in str(e.value)
+
+
+def test_memory_that_runs_out_while_reserving_is_a_config_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def out_of_memory(*_: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(arena_module, "_reserve", out_of_memory)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigError, match="dram_gib"):
+        Arena.create(SIZE)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_kernel_without_huge_pages_or_populate_still_reserves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(arena_module, "_MADV_HUGEPAGE", 9999)
+    monkeypatch.setattr(arena_module, "_MADV_POPULATE_WRITE", 9999)
+    arena = Arena.create(SIZE)
+    assert os.stat(arena.handle.path).st_blocks * 512 >= SIZE
+    arena.close()
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_an_empty_arena_is_refused(size: int) -> None:
+    with pytest.raises(ConfigError, match="dram_gib"):
+        Arena.create(size)
+
+
+def test_attaching_to_a_dead_engine_says_so() -> None:
+    with pytest.raises(StoreError, match="engine must be running"):
+        Arena.attach(ArenaHandle("/proc/4194304/fd/3", SIZE))
+
+
+def test_a_descriptor_that_is_something_else_now_is_refused(tmp_path: os.PathLike[str]) -> None:
+    path = os.path.join(tmp_path, "other")
+    with open(path, "wb") as f:
+        f.write(b"x" * 100)
+    with pytest.raises(StoreError, match="engine that made it is gone"):
+        Arena.attach(ArenaHandle(path, SIZE))

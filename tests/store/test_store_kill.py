@@ -1,0 +1,76 @@
+"""kill -9 in the middle of spilling: what the journal lists afterwards is all there and right."""
+
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from filling import Bench, chain, ids_of, intact, put, stored, wait
+
+CHAINS = 40
+
+CHILD = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from filling import Bench, chain, put
+store = Bench(Path(sys.argv[1])).open(dram_chunks=32, ssd_chunks=24)
+print("open", flush=True)
+i = int(sys.argv[3])
+while True:  # more than fits: slots are evicted and written again, too
+    put(store, chain(f"c{i % 40}-{sys.argv[3]}", 3))
+    i += 1
+    if i % 4 == 0:
+        store.flush(10)
+        print(i, flush=True)
+"""
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=pytest.mark.slow)])
+def test_killed_while_spilling(tmp_path: Path, rounds: int) -> None:
+    rng = random.Random(7)
+    root = tmp_path / "ssd"
+    found = 0
+    for seed in range(rounds):
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(root), str(Path(__file__).parent), str(seed)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None
+        assert child.stdout.readline() == "open\n"
+        for _ in range(rng.randrange(1, 8)):
+            child.stdout.readline()
+        time.sleep(rng.random() * 0.02)
+        child.kill()
+        child.wait()
+        child.stdout.close()
+        found += check(root, seed)
+    assert found > rounds, "the kills came before anything was stored: the test shows nothing"
+
+
+def check(root: Path, seed: int) -> int:
+    """Restore every artifact that is listed; returns how many chunks."""
+    store = Bench(root).open(dram_chunks=32, ssd_chunks=24)
+    store.check_integrity()
+    chunks = 0
+    for i in range(CHAINS):
+        for earlier in range(seed + 1):
+            trunk = chain(f"c{i}-{earlier}", 3)
+            listed = store.match(trunk)
+            wanted = [j for x in listed for j in ids_of([x.chunk], x.tiers)]
+            restore = wait(store.begin_restore(wanted))
+            assert not restore.failed
+            assert len(restore.offsets) == len(wanted)
+            assert intact(store, restore)
+            restore.release()
+            chunks += len(listed)
+    put(store, chain("after", 3))
+    assert store.flush(20)
+    store.close()
+    store = Bench(root).open(dram_chunks=32, ssd_chunks=24)
+    assert stored(store, chain("after", 3)) == 3
+    store.close()
+    return chunks

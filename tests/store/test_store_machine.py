@@ -1,0 +1,210 @@
+"""The store against a model, with the I/O thread's rounds interleaved by hypothesis."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+from filling import SIZES, Bench, Disk, chain, contents, fill, ids_of
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from hetero_connector.artifacts.record import ChunkRange, Tier
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import Failure, Restore, Save
+from hetero_connector.store.io_thread import IoThread
+
+DEPTH = 4
+TRUNKS = {name: chain(name, DEPTH) for name in "abc"}
+# A branch: `b2` shares its first two chunks with `b`.
+TRUNKS["b2"] = [*TRUNKS["b"][:2], *chain("b2", DEPTH - 2, TRUNKS["b"][1])]
+chains = st.sampled_from(sorted(TRUNKS))
+HARMLESS = {Failure.GONE, Failure.NO_SLOT}
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Every byte a restore hands out is right and stays right while it is pinned.
+
+    The I/O thread is not started: rule `io_round` takes its place.
+    """
+
+    ssd = True
+    verify = "ssd"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp())
+        self.disk = Disk()
+        self.bench = Bench(self.root / "ssd" if self.ssd else None, self.disk)
+        self.saves: list[Save] = []
+        self.restores: list[Restore] = []
+        self.sealed: set[ChunkRange] = set()
+        self.store = self.open()
+
+    def open(self) -> ArtifactStore:
+        with patch.object(IoThread, "start"):
+            return self.bench.open(dram_chunks=4, ssd_chunks=6, verify=self.verify)
+
+    def teardown(self) -> None:
+        for restore in self.restores:
+            restore.release()
+        if self.store._io_thread is not None:
+            self.store._io_thread.start()
+        self.store.close()
+        shutil.rmtree(self.root)
+
+    def finish_restores(self) -> None:
+        for restore in self.restores:
+            while not restore.done:
+                assert self.round(), "nothing moves but a restore is pending"
+
+    def round(self) -> bool:
+        return self.store._io_thread is not None and self.store._io_thread.step()
+
+    @rule(name=chains, now=st.booleans())
+    def save_next(self, name: str, now: bool) -> None:
+        """Extend a chain by one chunk; seal it now or later."""
+        trunk = TRUNKS[name]
+        depth = len(self.store.match(trunk))
+        if depth == DEPTH:
+            return
+        missing = self.store.missing(trunk[depth], list(SIZES))
+        if not missing:
+            return
+        save = self.store.begin_save(trunk[depth], {t: SIZES[t] for t in missing})
+        if save is not None:
+            self.saves.append(save)
+            if now:
+                self.complete(len(self.saves) - 1)
+
+    def complete(self, index: int) -> None:
+        save = self.saves.pop(index)
+        fill(self.store, save)
+        self.store.complete_save(save)
+        self.sealed.add(save.chunk)
+
+    @precondition(lambda self: self.saves)
+    @rule(data=st.data(), seal=st.booleans())
+    def end_save(self, data: st.DataObject, seal: bool) -> None:
+        index = data.draw(st.integers(0, len(self.saves) - 1))
+        if seal:
+            self.complete(index)
+        else:
+            self.store.abandon_save(self.saves.pop(index))
+
+    @rule(name=chains, depth=st.integers(1, DEPTH))
+    def restore(self, name: str, depth: int) -> None:
+        found = self.store.match(TRUNKS[name])[:depth]
+        wanted = [
+            i
+            for i in ids_of([x.chunk for x in found])
+            if i.state_type in dict(next(x.tiers for x in found if x.chunk.key == i.chunk))
+        ]
+        restore = self.store.begin_restore(wanted)
+        in_dram = {
+            i for x in found for i in ids_of([x.chunk]) if x.tiers.get(i.state_type) is Tier.DRAM
+        }
+        if self.verify == "ssd":
+            assert in_dram <= set(restore.offsets), "what is in DRAM is had at once"
+        self.restores.append(restore)
+
+    @precondition(lambda self: self.restores)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        restore = data.draw(st.sampled_from(self.restores))
+        self.restores.remove(restore)
+        restore.release()
+
+    @rule(rounds=st.integers(1, 4))
+    def io_round(self, rounds: int) -> None:
+        for _ in range(rounds):
+            self.round()
+
+    @rule()
+    def reset(self) -> None:
+        self.store.reset()
+        self.sealed.clear()
+        assert all(not self.store.match(t) for t in TRUNKS.values())
+
+    @precondition(lambda self: self.ssd)
+    @rule(kill=st.booleans())
+    def restart(self, kill: bool) -> None:
+        """Cleanly, or with nothing written that is still pending."""
+        if not kill:
+            self.finish_restores()
+            while self.store._state.spills or self.store._state.spilling:
+                assert self.round()
+        durable = {
+            a.id
+            for a in self.store._tiers.index.artifacts()
+            if a.ssd is not None and not self.store._tiers.journal_stale
+        }
+        for restore in self.restores:
+            restore.release()
+        self.restores.clear()
+        self.saves.clear()
+        assert self.store._io_thread is not None
+        self.store._io_thread._ssd.directory.close()  # as the kernel does for a killed process
+        self.store.arena.close()
+        self.store = self.open()
+        back = {a.id for a in self.store._tiers.index.artifacts()}
+        reachable = {
+            i
+            for t in TRUNKS.values()
+            for x in self.store.match(t)
+            for i in ids_of([x.chunk], x.tiers)
+        }
+        assert back == reachable
+        if not kill:
+            assert back >= {i for i in durable if self.above_is_durable(i, durable)}
+
+    def above_is_durable(self, artifact_id: object, durable: set[object]) -> bool:
+        for trunk in TRUNKS.values():
+            for depth, chunk in enumerate(trunk):
+                if chunk.key == artifact_id.chunk:  # type: ignore[attr-defined]
+                    return all(durable & set(ids_of([c])) for c in trunk[:depth])
+        raise AssertionError
+
+    @invariant()
+    def consistent(self) -> None:
+        self.store.check_integrity()
+
+    @invariant()
+    def only_sealed_chunks_are_visible_and_all_are_reachable(self) -> None:
+        index = self.store._tiers.index
+        for node in index.nodes.values():
+            above = node.parent
+            while node.stored is not None and above is not None and above is not index.root:
+                assert above.stored is not None, "a stored chunk cannot be reached"
+                above = above.parent
+        if not self.ssd:
+            visible = {x.chunk for t in TRUNKS.values() for x in self.store.match(t)}
+            assert visible <= self.sealed
+
+    @invariant()
+    def pinned_bytes_are_right(self) -> None:
+        view = self.store.arena.view
+        for restore in self.restores:
+            assert set(restore.failed.values()) <= HARMLESS
+            for artifact_id, at in restore.offsets.items():
+                size = SIZES[artifact_id.state_type]
+                assert np.array_equal(view[at : at + size], contents(artifact_id, size))
+
+
+class DramMachine(StoreMachine):
+    ssd = False
+
+
+class VerifyAllMachine(StoreMachine):
+    verify = "all"
+
+
+for machine, examples in ((StoreMachine, 60), (DramMachine, 40), (VerifyAllMachine, 25)):
+    machine.TestCase.settings = settings(
+        max_examples=examples, stateful_step_count=40, deadline=None
+    )
+TestStoreMachine = StoreMachine.TestCase
+TestDramMachine = DramMachine.TestCase
+TestVerifyAllMachine = VerifyAllMachine.TestCase

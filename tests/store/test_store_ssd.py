@@ -1,0 +1,505 @@
+"""The store with an SSD tier: spill, restore, restart, and everything that can fail."""
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from filling import (
+    DENSE,
+    SIZES,
+    WINDOW,
+    Bench,
+    Disk,
+    chain,
+    fill,
+    ids_of,
+    intact,
+    put,
+    stored,
+    until,
+    wait,
+)
+
+from hetero_connector.artifacts.record import ArtifactId, Tier
+from hetero_connector.errors import StoreError, StoreInUseError
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import Failure
+from hetero_connector.store.journal import Journal
+from hetero_connector.store.ssd_directory import SsdDirectory
+from hetero_connector.transfer.base import Direction, Extent
+from hetero_connector.transfer.memory_files import MemoryFiles, MemoryTransfer
+from hetero_connector.transfer.pread_files import PreadFiles
+
+CHUNKS = chain("a", 6)
+
+
+@pytest.fixture
+def disk() -> Disk:
+    return Disk()
+
+
+@pytest.fixture
+def bench(tmp_path: Path, disk: Disk) -> Bench:
+    return Bench(tmp_path / "ssd", disk)
+
+
+def restarted(bench: Bench, store: ArtifactStore, **options: object) -> ArtifactStore:
+    store.check_integrity()
+    store.close()
+    return bench.open(**options)  # type: ignore[arg-type]
+
+
+def on_ssd_only(bench: Bench, count: int = 6, **options: object) -> ArtifactStore:
+    """A store whose first `count` chunks are on SSD and not in DRAM."""
+    store = bench.open()
+    put(store, CHUNKS[:count])
+    return restarted(bench, store, **options)
+
+
+@pytest.mark.parametrize("real_files", [False, True])
+def test_saved_restarted_restored(tmp_path: Path, disk: Disk, real_files: bool) -> None:
+    bench = Bench(tmp_path / "ssd", None if real_files else disk)
+    store = bench.open()
+    put(store, CHUNKS)
+    assert store.flush(20)
+    spilled = bench.counts("heterocache_spilled_bytes")
+    assert spilled == {"state_type=dense_kv": 54_000, "state_type=window_swa": 18_000}
+    assert store.match(CHUNKS)[0].tiers == {DENSE: Tier.DRAM, WINDOW: Tier.DRAM}
+    store = restarted(bench, store)
+    assert [x.tiers for x in store.match(CHUNKS)] == [{DENSE: Tier.SSD, WINDOW: Tier.SSD}] * 6
+    restore = wait(store.begin_restore(ids_of(CHUNKS)))
+    assert not restore.failed
+    assert len(restore.offsets) == 12
+    assert intact(store, restore)
+    restore.release()
+    assert store.match(CHUNKS)[5].tiers == {DENSE: Tier.DRAM, WINDOW: Tier.DRAM}
+    again = store.begin_restore(ids_of(CHUNKS))
+    assert again.done, "now it is in DRAM"
+    again.release()
+    counts = bench.counts("heterocache_read_bytes")
+    assert counts["state_type=dense_kv,tier=ssd"] == counts["state_type=dense_kv,tier=dram"]
+    store.check_integrity()
+    store.close()
+
+
+def test_the_spill_starts_by_itself(bench: Bench) -> None:
+    store = bench.open(spill_delay_s=0.01)
+    put(store, CHUNKS)
+    until(lambda: "state_type=dense_kv" in bench.counts("heterocache_spilled_bytes"))
+    store.close()
+
+
+def test_dram_smaller_than_the_chain_still_serves_it_from_ssd(bench: Bench) -> None:
+    store = bench.open(dram_chunks=3)
+    for chunk in CHUNKS:
+        put(store, [chunk])
+        assert store.flush(20)
+    assert stored(store, CHUNKS) == 6
+    for part in (CHUNKS[:3], CHUNKS[3:]):
+        restore = wait(store.begin_restore(ids_of(part)))
+        assert not restore.failed
+        assert intact(store, restore)
+        restore.release()
+    too_much = wait(store.begin_restore(ids_of(CHUNKS)))
+    assert set(too_much.failed.values()) == {Failure.NO_SLOT}
+    assert len(too_much.offsets) == 6
+    assert intact(store, too_much)
+    too_much.release()
+    store.check_integrity()
+    store.close()
+
+
+def test_full_ssd_evicts_leaves_and_the_journal_forgets_before_a_slot_is_written(
+    tmp_path: Path,
+) -> None:
+    class Watched(MemoryFiles):
+        directory: SsdDirectory
+
+        def submit(self, direction: Direction, extents: Sequence[Extent]) -> MemoryTransfer:
+            if direction is Direction.WRITE:
+                for e in extents:
+                    kind = self.directory.state_types[e.file]
+                    slot = e.file_offset // self.directory.slot_bytes[kind]
+                    rows = [(r.state_type, r.slot) for r in self.directory.journal.load()]
+                    overwritten.extend(x for x in rows if x == (kind, slot))
+                    writes.append((kind, slot))
+            return super().submit(direction, extents)
+
+    def watch(memory: np.ndarray, directory: SsdDirectory) -> Watched:
+        files = Watched(memory, [np.zeros(f.size_bytes, np.uint8) for f in directory.files])
+        files.directory = directory
+        return files
+
+    overwritten: list[object] = []
+    writes: list[object] = []
+    bench = Bench(tmp_path / "ssd", watch)  # type: ignore[arg-type]
+    store = bench.open(dram_chunks=4, ssd_chunks=6)
+    for i in range(8):
+        put(store, chain(f"c{i}", 2))
+        assert store.flush(20)
+    assert len(writes) > len(set(writes)), "slots were reused"
+    assert overwritten == []
+    assert bench.counts("heterocache_evictions")["state_type=dense_kv,tier=ssd"] > 0
+    for i in (6, 7):
+        assert stored(store, chain(f"c{i}", 2)) == 2
+    store.check_integrity()
+    store.close()
+
+
+def test_one_bad_artifact_is_dropped_and_the_rest_of_its_batch_arrives(
+    bench: Bench, disk: Disk
+) -> None:
+    store = on_ssd_only(bench)
+    disk.files.fail_next(2)  # the batch, then its first artifact alone
+    restore = wait(store.begin_restore(ids_of(CHUNKS)))
+    bad = ArtifactId(CHUNKS[0].key, DENSE)
+    assert restore.failed == {bad: Failure.IO_ERROR}
+    assert len(restore.offsets) == 11
+    assert intact(store, restore)
+    restore.release()
+    assert bench.counts("heterocache_failures") == {"cause=io_error,tier=ssd": 1}
+    assert store.match(CHUNKS)[0].tiers == {WINDOW: Tier.DRAM}
+    store = restarted(bench, store)
+    assert store.match(CHUNKS)[0].tiers == {WINDOW: Tier.SSD}, "the journal forgot it, too"
+    store.close()
+
+
+def test_a_flipped_bit_on_disk_is_a_miss(bench: Bench, disk: Disk) -> None:
+    store = on_ssd_only(bench)
+    disk.slabs[1][100] ^= 1
+    restore = wait(store.begin_restore(ids_of(CHUNKS)))
+    assert set(restore.failed.values()) == {Failure.CHECKSUM}
+    assert len(restore.failed) == 1
+    assert intact(store, restore)
+    restore.release()
+    assert bench.counts("heterocache_failures") == {"cause=checksum,tier=ssd": 1}
+    store.close()
+
+
+def test_swapped_slots_are_misses(bench: Bench, disk: Disk) -> None:
+    store = on_ssd_only(bench)
+    dense = disk.slabs[0].reshape(-1, 12_288)
+    dense[[0, 1]] = dense[[1, 0]]
+    restore = wait(store.begin_restore(ids_of(CHUNKS)))
+    assert list(restore.failed.values()) == [Failure.CHECKSUM] * 2
+    assert intact(store, restore)
+    restore.release()
+    store.close()
+
+
+def test_a_truncated_slab_is_a_miss(bench: Bench, disk: Disk) -> None:
+    store = on_ssd_only(bench)
+    disk.files.files[0] = disk.files.files[0][: 3 * 12_288]
+    restore = wait(store.begin_restore(ids_of(CHUNKS)))
+    assert list(restore.failed.values()) == [Failure.IO_ERROR] * 3
+    assert len(restore.offsets) == 9
+    assert intact(store, restore)
+    restore.release()
+    store.close()
+
+
+def test_a_late_read_is_a_miss_at_the_deadline_and_its_slot_stays_in_quarantine(
+    bench: Bench, disk: Disk
+) -> None:
+    store = on_ssd_only(bench, dram_chunks=6, load_deadline_s=0.05)
+    disk.files.hang_next()
+    late = wait(store.begin_restore(ids_of(CHUNKS)))
+    assert set(late.failed.values()) == {Failure.DEADLINE}
+    late.release()
+    assert store.begin_save(chain("b", 1)[0], SIZES) is None, "every slot awaits the late read"
+    disk.files.resume()
+    until(lambda: store.match(CHUNKS)[5].tiers == {DENSE: Tier.DRAM, WINDOW: Tier.DRAM})
+    again = store.begin_restore(ids_of(CHUNKS))
+    assert again.done, "what came late is kept"
+    assert intact(store, again)
+    again.release()
+    put(store, chain("b", 1))
+    assert bench.counts("heterocache_failures")["cause=deadline,tier=ssd"] == 12
+    store.check_integrity()
+    store.close()
+
+
+def test_a_hung_read_does_not_block_later_ones_for_ever(bench: Bench, disk: Disk) -> None:
+    store = on_ssd_only(bench, load_deadline_s=0.05)
+    disk.files.hang_next()
+    hung = wait(store.begin_restore(ids_of(CHUNKS[:1])))
+    assert set(hung.failed.values()) == {Failure.DEADLINE}
+    other = wait(store.begin_restore(ids_of(CHUNKS[1:])))
+    assert not other.failed
+    assert intact(store, other)
+    disk.files.resume()
+    hung.release()
+    other.release()
+    store.close()
+
+
+def test_concurrent_restores_share_one_read(bench: Bench, disk: Disk) -> None:
+    store = on_ssd_only(bench)
+    disk.files.hang_next()
+    first = store.begin_restore(ids_of(CHUNKS))
+    until(lambda: disk.files.in_flight == 1)
+    second = store.begin_restore(ids_of(CHUNKS[:2]))
+    abandoned = store.begin_restore(ids_of(CHUNKS[:1]))
+    abandoned.release()
+    disk.files.resume()
+    wait(first)
+    wait(second)
+    assert first.offsets.items() >= second.offsets.items()
+    assert len(second.offsets) == 4
+    first.release()
+    assert intact(store, second)
+    second.release()
+    sizes = bench.counts("heterocache_read_bytes")
+    assert sizes["state_type=dense_kv,tier=ssd"] == 6 * SIZES[DENSE], "each was read once"
+    store.check_integrity()
+    store.close()
+
+
+def test_a_failed_write_leaves_the_artifact_in_dram(bench: Bench, disk: Disk) -> None:
+    store = bench.open()
+    disk.files.fail_next()
+    put(store, CHUNKS[:1])
+    assert store.flush(20), "one failure does not stop the tier"
+    assert bench.counts("heterocache_failures") == {"cause=io_error,tier=ssd": 1}
+    put(store, CHUNKS[1:])
+    assert store.flush(20)
+    assert stored(store, CHUNKS) == 6
+    store = restarted(bench, store)
+    assert stored(store, CHUNKS) == 0, "rows below a lost one are unreachable"
+    put(store, CHUNKS)  # and their slots are free again
+    assert store.flush(20)
+    store.check_integrity()
+    store.close()
+
+
+def test_a_disk_that_cannot_be_written_is_given_up_with_one_line(
+    bench: Bench, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = on_ssd_only(bench, count=2)
+    disk.files.fail_next(100)
+    with caplog.at_level(logging.ERROR):
+        for i in range(6):
+            put(store, chain(f"b{i}", 1))
+            store.flush(20)
+    assert not store.flush(20)
+    assert len([r for r in caplog.records if r.levelno >= logging.ERROR]) == 1
+    assert "No more artifacts are written" in caplog.text
+    assert stored(store, chain("b5", 1)) == 1
+    disk.files._failures.clear()
+    restore = wait(store.begin_restore(ids_of(CHUNKS[:2])))
+    assert not restore.failed, "what is on the disk is still read"
+    restore.release()
+    store.check_integrity()
+    store.close()
+
+
+@pytest.mark.parametrize("step", ["sync", "record"])
+def test_bytes_that_are_not_durable_are_never_journaled(bench: Bench, step: str) -> None:
+    store = bench.open()
+    owner, name = (SsdDirectory, "sync") if step == "sync" else (Journal, "record")
+    with patch.object(owner, name, side_effect=StoreError("disk I/O error")):
+        put(store, CHUNKS[:3])
+        store.flush(20)
+    store = restarted(bench, store)
+    assert stored(store, CHUNKS) == 0
+    store.close()
+
+
+def test_a_journal_that_cannot_forget_keeps_the_slots(bench: Bench) -> None:
+    store = bench.open(ssd_chunks=2, dram_chunks=4)
+    put(store, CHUNKS[:2])
+    assert store.flush(20)
+    with patch.object(Journal, "clear", side_effect=StoreError("database is locked")):
+        store.reset()
+        until(lambda: "cause=io_error,tier=ssd" in bench.counts("heterocache_failures"))
+        put(store, chain("b", 2))
+        store.flush(20)
+        assert bench.counts("heterocache_spilled_bytes") == {}
+    until(lambda: not store._tiers.journal_stale)
+    put(store, chain("c", 2))
+    assert store.flush(20)
+    store = restarted(bench, store)
+    assert stored(store, CHUNKS) == 0
+    assert stored(store, chain("c", 2)) == 2
+    store.close()
+
+
+def test_reset_during_a_read(bench: Bench, disk: Disk) -> None:
+    store = on_ssd_only(bench, dram_chunks=6)
+    disk.files.hang_next()
+    restore = store.begin_restore(ids_of(CHUNKS))
+    until(lambda: disk.files.in_flight == 1)
+    store.reset()
+    assert restore.done
+    assert set(restore.failed.values()) == {Failure.GONE}
+    restore.release()
+    assert store.begin_save(CHUNKS[0], SIZES) is None, "the read still owns every slot"
+    disk.files.resume()
+    until(lambda: disk.files.in_flight == 0)
+    until(lambda: store._tiers.dram.used(DENSE) == 0)
+    put(store, CHUNKS)
+    assert store.flush(20)
+    restore = store.begin_restore(ids_of(CHUNKS))
+    assert intact(store, restore)
+    restore.release()
+    store = restarted(bench, store)
+    assert stored(store, CHUNKS) == 6
+    store.close()
+
+
+def test_reset_during_a_write_and_the_same_ids_again(bench: Bench, disk: Disk) -> None:
+    store = bench.open()
+    disk.files.hang_next()
+    put(store, CHUNKS[:2])
+    until(lambda: disk.files.in_flight == 1)
+    store.reset()
+    put(store, CHUNKS[:1])
+    disk.files.resume()
+    assert store.flush(20)
+    store = restarted(bench, store)
+    assert stored(store, CHUNKS) == 1
+    restore = wait(store.begin_restore(ids_of(CHUNKS[:1])))
+    assert not restore.failed
+    assert intact(store, restore)
+    restore.release()
+    store.check_integrity()
+    store.close()
+
+
+def test_reset_survives_a_restart(bench: Bench) -> None:
+    store = bench.open()
+    put(store, CHUNKS)
+    assert store.flush(20)
+    store.reset()
+    store = restarted(bench, store)
+    assert stored(store, CHUNKS) == 0
+    store.close()
+
+
+def test_close_writes_what_is_pending(bench: Bench) -> None:
+    store = bench.open(spill_delay_s=1000.0)
+    put(store, CHUNKS)
+    store = restarted(bench, store)
+    assert stored(store, CHUNKS) == 6
+    store.close()
+
+
+def test_close_with_a_read_that_never_ends_keeps_the_memory(bench: Bench, disk: Disk) -> None:
+    store = on_ssd_only(bench)
+    disk.files.hang_next()
+    restore = store.begin_restore(ids_of(CHUNKS))
+    until(lambda: disk.files.in_flight == 1)
+    view = store.arena.view
+    started = time.monotonic()
+    store.close(deadline_s=0.2)
+    assert time.monotonic() - started < 10
+    assert restore.done
+    assert set(restore.failed.values()) == {Failure.CLOSED}
+    assert store.arena.view is view, "a device may still write there"
+    store.arena.close()
+
+
+def test_a_second_engine_is_told_and_harms_nothing(bench: Bench) -> None:
+    store = bench.open()
+    put(store, CHUNKS)
+    with pytest.raises(StoreInUseError):
+        Bench(bench.root, bench.disk).open()
+    assert store.flush(20)
+    store.close()
+
+
+def test_a_deleted_journal_is_an_empty_store(bench: Bench) -> None:
+    store = bench.open()
+    put(store, CHUNKS)
+    path = next(bench.root.glob("*/journal.sqlite"))  # type: ignore[union-attr]
+    store.close()
+    for part in path.parent.glob("journal.sqlite*"):
+        part.unlink()
+    store = bench.open()
+    assert stored(store, CHUNKS) == 0
+    put(store, CHUNKS)
+    store = restarted(bench, store)
+    assert stored(store, CHUNKS) == 6
+    store.close()
+
+
+def test_recency_survives_a_restart(bench: Bench) -> None:
+    old, used = chain("old", 2), chain("used", 2)
+    store = bench.open()
+    put(store, used)
+    assert store.flush(20)
+    put(store, old)
+    assert store.flush(20)
+    store.begin_restore(ids_of(used)).release()
+    store = restarted(bench, store, ssd_chunks=16)
+    tiers = store._tiers
+    with store._state.lock:
+        assert tiers.evict_ssd(DENSE)
+    assert store.match(old)[1].tiers == {WINDOW: Tier.SSD}
+    assert store.match(used)[1].tiers == {DENSE: Tier.SSD, WINDOW: Tier.SSD}
+    store.close()
+
+
+def test_verify_all_with_ssd(bench: Bench) -> None:
+    store = bench.open(verify="all")
+    put(store, CHUNKS)
+    assert store.flush(20)
+    restore = wait(store.begin_restore(ids_of(CHUNKS)))
+    assert len(restore.offsets) == 12
+    at = restore.offsets[ArtifactId(CHUNKS[2].key, WINDOW)]
+    restore.release()
+    store.arena.view[at] ^= 0x80
+    restore = wait(store.begin_restore(ids_of(CHUNKS)))
+    assert restore.failed == {ArtifactId(CHUNKS[2].key, WINDOW): Failure.CHECKSUM}
+    restore.release()
+    store.check_integrity()
+    store.close()
+
+
+def test_a_dead_io_thread_is_a_miss_not_a_hang(
+    bench: Bench, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = on_ssd_only(bench)
+    with patch.object(MemoryFiles, "submit", side_effect=RuntimeError("a bug")):
+        restore = wait(store.begin_restore(ids_of(CHUNKS)))
+        assert set(restore.failed.values()) == {Failure.IO_ERROR}
+        restore.release()
+        again = store.begin_restore(ids_of(CHUNKS))
+        assert again.done
+        assert set(again.failed.values()) == {Failure.IO_ERROR}
+    put(store, chain("b", 1))
+    assert stored(store, chain("b", 1)) == 1
+    assert "I/O thread ended" in caplog.text
+    store.close()
+
+
+def test_a_save_under_way_is_not_spilled(bench: Bench) -> None:
+    store = bench.open()
+    save = store.begin_save(CHUNKS[0], SIZES)
+    assert save is not None
+    assert store.flush(20)
+    assert bench.counts("heterocache_spilled_bytes") == {}
+    fill(store, save)
+    store.complete_save(save)
+    assert store.flush(20)
+    assert bench.counts("heterocache_spilled_bytes") == {
+        "state_type=dense_kv": SIZES[DENSE],
+        "state_type=window_swa": SIZES[WINDOW],
+    }
+    store.close()
+
+
+def test_pread_serves_too(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "ssd", lambda memory, d: PreadFiles(memory, d.files))  # type: ignore[arg-type]
+    store = bench.open()
+    put(store, CHUNKS)
+    store = restarted(bench, store)
+    restore = wait(store.begin_restore(ids_of(CHUNKS)))
+    assert not restore.failed
+    assert intact(store, restore)
+    restore.release()
+    store.close()
