@@ -10,8 +10,8 @@ after its first error and is never used.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -52,12 +52,9 @@ def open_agent(queue: str) -> tuple[str, Any]:
     Raises StoreError saying why there is none.
     """
     try:
-        import nixl._api as nixl
+        nixl = _import_quietly()
     except ImportError as e:
         raise StoreError(f"nixl cannot be imported: {e}") from e
-    logger = logging.getLogger("nixl")
-    if "NIXL_LOG_LEVEL" not in os.environ and logger.level == logging.INFO:
-        logger.setLevel(logging.WARNING)  # its default prints two lines per agent to stdout
     name = f"heterocache-files-{os.getpid()}-{next(_agent_numbers)}"
     # STRICT: the agent is built on one thread and driven by another.
     sync = nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
@@ -68,6 +65,23 @@ def open_agent(queue: str) -> tuple[str, Any]:
     except Exception as e:  # nixl's exceptions derive from Exception only
         raise StoreError(f"NIXL's POSIX backend ({queue}) does not start: {e!r}") from e
     return name, agent
+
+
+def _import_quietly() -> Any:
+    """nixl's API. By default it prints lines for every agent and for every failed I/O.
+
+    Those failures reach the caller as TransferErrors. The level is read once, at import; a
+    user's own NIXL_LOG_LEVEL, or an import by somebody else before this one, wins.
+    """
+    ours = "NIXL_LOG_LEVEL" not in os.environ and "nixl" not in sys.modules
+    if ours:
+        os.environ["NIXL_LOG_LEVEL"] = "FATAL"
+    try:
+        import nixl._api as nixl
+    finally:
+        if ours:
+            del os.environ["NIXL_LOG_LEVEL"]
+    return nixl
 
 
 class NixlTransfer:

@@ -5,6 +5,8 @@ import errno
 import gc
 import mmap
 import os
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -27,6 +29,7 @@ from hetero_connector.transfer.base import (
 from hetero_connector.transfer.checksum import CHECKSUM_BYTES, checksum
 from hetero_connector.transfer.choose import choose_file_transfer, probe
 from hetero_connector.transfer.memory_files import MemoryFiles
+from hetero_connector.transfer.nixl_backends import working_backends
 from hetero_connector.transfer.nixl_files import NixlFiles, open_agent
 from hetero_connector.transfer.pread_files import PreadFiles
 
@@ -243,3 +246,45 @@ def test_pread_can_be_asked_for(tmp_path: Path) -> None:
     chosen = choose_file_transfer(arena(B), [], tmp_path, prefer="pread")
     assert chosen.transfer.name == "pread"
     assert chosen.transfer.close()
+
+
+_NOISY = """
+import mmap, os, sys, numpy as np
+from pathlib import Path
+from hetero_connector.transfer.base import Direction, Extent, OpenFile, TransferState
+from hetero_connector.transfer.choose import choose_file_transfer
+path = Path(sys.argv[1], "a.slab")
+path.write_bytes(bytes(4096))
+fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+memory = np.frombuffer(mmap.mmap(-1, 8192), np.uint8)
+transfer = choose_file_transfer(memory, [OpenFile(fd, 8192)], path.parent, "nixl").transfer
+failed = transfer.submit(Direction.READ, [Extent(0, 0, 0, 8192)])
+while failed.poll() is TransferState.PENDING:
+    pass
+assert failed.poll() is TransferState.FAILED
+assert transfer.close()
+assert "NIXL_LOG_LEVEL" not in os.environ
+"""
+
+
+@needs_uring
+def test_nixl_prints_nothing_not_even_on_a_failure(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _NOISY, str(tmp_path)], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [("exit 3", "exit 3"), ("echo cannot start >&2; kill -9 $$", "cannot start")],
+)
+def test_nixl_that_takes_its_process_down_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, says: str
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(StoreError, match=says):
+        working_backends()
