@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -75,6 +76,7 @@ class HeteroPromMetrics(KVConnectorPromMetrics):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        _unregister_earlier()
         self._series = {name: self._create(name) for name in METRICS}
 
     def observe(self, transfer_stats_data: Payload, engine_idx: int = 0) -> None:
@@ -101,3 +103,13 @@ class HeteroPromMetrics(KVConnectorPromMetrics):
         name, labels = split_key(key)
         values = [labels[label] for label in METRICS[name][1]]
         return self._series[name].labels(*self.per_engine_labelvalues[engine_idx], *values)
+
+
+def _unregister_earlier() -> None:
+    """Take back the names an engine before this one registered in the same process.
+
+    vLLM does the same for its own metrics (`unregister_vllm_metrics`), by their prefix.
+    """
+    for collector in list(REGISTRY._collector_to_names):
+        if getattr(collector, "_name", None) in METRICS:
+            REGISTRY.unregister(collector)

@@ -164,8 +164,13 @@ class Restorer:
         self._recorder.add("heterocache_restores_shortened")
 
     def _settle(self, tracker: RequestTracker) -> None:
-        for memory in (self._excluded, self._started, self._attempts):
-            memory.pop(tracker.request.request_id, None)
+        """The answer stands: forget how it came about."""
+        request_id = tracker.request.request_id
+        started = self._started.pop(request_id, None)
+        if started is not None:
+            self._recorder.observe("heterocache_stage_seconds", self._clock() - started)
+        self._excluded.pop(request_id, None)
+        self._attempts.pop(request_id, None)
 
     def _blocks(
         self, pending: PendingRestore, table: BlockTable

@@ -1,0 +1,65 @@
+"""Workers' geometry reaches the scheduler side of the same engine, and only that one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hetero_connector.engine import rendezvous
+from hetero_connector.engine.rendezvous import WorkerGeometry, announce, gather
+from hetero_connector.errors import StoreError, UnsupportedModelError
+from hetero_connector.spec import ModelSpec
+from tests.engine.fakes import HYBRID
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    return tmp_path
+
+
+def geometry(rank: int = 0, model: ModelSpec = HYBRID) -> WorkerGeometry:
+    return WorkerGeometry(rank, replace(model, tp_size=2), ("CPU_ATTN",), "cpu")
+
+
+def test_what_was_announced_is_gathered_by_rank_and_removed(own_directory: Path) -> None:
+    announce("engine", geometry(1))
+    announce("engine", geometry(0))
+    assert gather("engine", 2) == [geometry(0), geometry(1)]
+    assert list(own_directory.rglob("*.json")) == []
+
+
+def test_another_engine_s_announcement_is_left_alone() -> None:
+    announce("other", geometry(0))
+    with pytest.raises(StoreError, match="only 0 of 1 workers"):
+        gather("engine", 1, patience_s=0)
+
+
+def test_another_process_s_announcement_is_left_alone(own_directory: Path) -> None:
+    announce("engine", geometry(0))
+    (path,) = own_directory.rglob("*.json")
+    document = json.loads(path.read_text()) | {"pid": 1, "parent": 1}
+    path.write_text(json.dumps(document))
+    with pytest.raises(StoreError, match="uni or mp on one node"):
+        gather("engine", 1, patience_s=0)
+    assert path.exists()
+
+
+def test_unequal_shards_are_refused() -> None:
+    announce("engine", geometry(0))
+    announce("engine", geometry(1, replace(HYBRID, alignment=32)))
+    with pytest.raises(UnsupportedModelError, match="ranks 0 and 1"):
+        gather("engine", 2)
+
+
+def test_a_directory_of_another_user_is_not_trusted(
+    own_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announce("engine", geometry(0))
+    monkeypatch.setattr(rendezvous.os, "getuid", lambda: 12345)
+    (own_directory / "heterocache-12345").mkdir()
+    with pytest.raises(StoreError, match="another user"):
+        announce("engine", geometry(0))

@@ -1,0 +1,98 @@
+"""The rules of the house: who imports what, and how large a file may grow."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "hetero_connector"
+SOURCES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "ownership").rglob("*.py")])
+MAX_LINES = 350
+
+ONLY_IN = {
+    "vllm": (
+        "hetero_connector/engine/",
+        "hetero_connector/connector.py",
+        "hetero_connector/plugin.py",
+    ),
+    "nixl": ("hetero_connector/transfer/",),
+    "redis": ("ownership/redis_directory.py",),
+    "torch": ("hetero_connector/engine/", "hetero_connector/connector.py"),
+}
+BELOW = {
+    "spec": {"spec"},
+    "artifacts": {"artifacts", "spec"},
+    "transfer": {"transfer"},
+    "store": {"store", "transfer", "artifacts", "spec"},
+    "planner": {"planner", "artifacts", "spec"},
+}
+"""Rooms each room may import; the files beside them (errors, metrics, ...) are open to all."""
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_heavy_packages_stay_in_their_rooms(path: Path) -> None:
+    for name in imports(path):
+        allowed = ONLY_IN.get(name.split(".")[0])
+        assert allowed is None or relative(path).startswith(allowed), f"imports {name}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_dependencies_point_down(path: Path) -> None:
+    room = path.relative_to(ROOT).parts[1]
+    if room not in BELOW:
+        return
+    rooms = {p.name for p in PACKAGE.iterdir() if p.is_dir()}
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "hetero_connector" and len(parts) > 1 and parts[1] in rooms:
+            assert parts[1] in BELOW[room], f"{room} imports {name}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_files_stay_readable(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_numba_is_never_imported(path: Path) -> None:
+    """Importing numba before vLLM registers its kernels crashes vLLM."""
+    assert not any(name.split(".")[0] == "numba" for name in imports(path))
+
+
+def test_every_room_says_what_it_owns() -> None:
+    for room in (p for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"):
+        docstring = ast.get_docstring(ast.parse((room / "__init__.py").read_text()))
+        assert docstring, f"{room.name}/__init__.py has no docstring"
+        assert len(docstring) > 80, f"{room.name}/__init__.py says too little"
+
+
+def test_no_file_is_named_after_nothing() -> None:
+    for path in SOURCES:
+        assert not re.search(r"utils|helpers|common|misc|manager2", path.name), path
+
+
+def test_the_configuration_table_of_the_readme_is_the_one_that_is_checked() -> None:
+    from hetero_connector.config import KEYS
+
+    readme = (ROOT / "README.md").read_text()
+    for key in KEYS:
+        assert f"| `{key.name}` |" in readme, f"README lacks {key.name}"
+    in_readme = set(re.findall(r"^\| `([a-z_]+)` \|", readme, re.MULTILINE))
+    assert {key.name for key in KEYS} <= in_readme
