@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -194,6 +195,30 @@ def test_verify_of_an_intact_store_reads_all_and_changes_nothing(store: Path, ru
     assert f"{4 * USEFUL[KV] + 2 * USEFUL[SWA]} bytes read, all intact" in out
     assert "verify" in err, "the progress bar goes to stderr"
     assert snapshot(store) == before
+
+
+def test_verify_after_kill_9_sees_what_was_committed(store: Path, model: Path, run: Run) -> None:
+    ready, done = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            directory = SsdDirectory.open(store, MODEL, SLOTS, 4 << 20)
+            put(directory, 5, key(3), KV, slot=0)
+            os.write(done, b"x")
+            signal.pause()
+        finally:
+            os._exit(99)
+    assert os.read(ready, 1) == b"x"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(ready)
+    os.close(done)
+    assert (model / "journal.sqlite-wal").stat().st_size > 0
+    journal = (model / "journal.sqlite").read_bytes()
+    code, out, _ = run("verify", store)
+    assert code == 0
+    assert "7 artifacts" in out
+    assert (model / "journal.sqlite").read_bytes() == journal
 
 
 def flip(model: Path, state_type: StateType, offset: int, mask: int = 0x01) -> None:
