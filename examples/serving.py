@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -36,6 +37,7 @@ ENGINE_ENVIRONMENT: Mapping[str, str] = {
 
 _START_TIMEOUT_S = 180.0
 _LOG_TAIL_BYTES = 6000
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 def kv_transfer_config(extra: Mapping[str, Any] | None = None, **overrides: Any) -> dict[str, Any]:
@@ -188,6 +190,14 @@ class Server:
         lines = self._get("/metrics").splitlines()
         pairs = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in pairs}
+
+    def series(self, name: str) -> list[tuple[dict[str, str], float]]:
+        """The time series of one metric: its labels and value each."""
+        return [
+            (dict(_LABEL.findall(key)), value)
+            for key, value in self.metrics().items()
+            if key.partition("{")[0] == name
+        ]
 
     def reset_prefix_cache(self) -> None:
         """Empty the engine's own prefix cache; the connector's store stays."""

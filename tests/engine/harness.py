@@ -16,12 +16,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
+from prometheus_client import REGISTRY
 
 from examples.checkpoints import write_checkpoint
 from examples.serving import engine_arguments, kv_transfer_config
+from hetero_connector.artifacts.index import Artifact
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.engine.scheduler_side import SchedulerSide
+from hetero_connector.spec import StateType
 
 CHECKPOINTS = Path(__file__).parents[2] / ".cache" / "checkpoints"
 HYBRID_MODELS = ("gemma3", "gptoss", "deepseek_v4", "qwen3_next")
@@ -71,7 +77,6 @@ def make_llm(
         model=str(write_checkpoint(model, CHECKPOINTS)),
         skip_tokenizer_init=True,
         max_logprobs=-1,
-        disable_log_stats=False,
         **arguments,
     )
 
@@ -110,6 +115,82 @@ def delta(one: Completion, other: Completion) -> float:
         if a != b:
             break
     return float(np.abs(one.logprobs[:same] - other.logprobs[:same]).max())
+
+
+def scheduler_side(llm: Any) -> SchedulerSide:
+    """The connector's scheduler side, of an engine core in this process."""
+    return cast(
+        SchedulerSide, llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
+    )
+
+
+def settle(llm: Any) -> None:
+    """Step until every ordered save is sealed, as the busy loop of an engine core does."""
+    side = scheduler_side(llm)
+    while side.has_work:
+        llm.llm_engine.step()
+
+
+def forget_local(llm: Any) -> None:
+    """Seal everything, then empty the engine's own prefix cache."""
+    settle(llm)
+    assert llm.reset_prefix_cache()
+
+
+def forget(llm: Any) -> None:
+    """Empty the engine's own prefix cache and the store."""
+    settle(llm)
+    assert llm.reset_prefix_cache(reset_connector=True)
+
+
+@contextmanager
+def no_restores(llm: Any) -> Iterator[None]:
+    """The connector matches nothing: what is cached is the engine's own hit, the reference."""
+    side = scheduler_side(llm)
+    with patch.object(side, "matched_tokens", lambda request, local_tokens: (0, False)):
+        yield
+
+
+def sealed(llm: Any) -> list[Artifact]:
+    """Every sealed artifact."""
+    return [a for a in scheduler_side(llm)._store._tiers.index.artifacts() if a.sealed]
+
+
+def wipe(llm: Any, state_type: StateType) -> int:
+    """Zero the stored bytes of one state type in DRAM; returns how many artifacts had some."""
+    store = scheduler_side(llm)._store
+    wiped = 0
+    for artifact in sealed(llm):
+        if artifact.state_type is state_type:
+            stored = store.arena.view[artifact.dram_offset :][: artifact.size_bytes]
+            wiped += bool(stored.any())
+            stored[:] = 0
+    return wiped
+
+
+def leave_on_ssd_only(llm: Any) -> None:
+    """Write everything to SSD, then drop the DRAM copies, as eviction would."""
+    settle(llm)
+    store = scheduler_side(llm)._store
+    assert store.flush(30.0)
+    with store._state.lock:
+        for artifact in sealed(llm):
+            assert artifact.ssd is not None
+            assert not artifact.pins
+            store._tiers.drop(artifact, Tier.DRAM)
+
+
+def metric(name: str, **labels: str) -> float:
+    """Sum of this process's Prometheus series `name` that carry these labels.
+
+    Counters outlive an engine: compare two readings.
+    """
+    total = 0.0
+    for family in REGISTRY.collect():
+        for sample in family.samples:
+            if sample.name == name and labels.items() <= sample.labels.items():
+                total += sample.value
+    return total
 
 
 def shutdown(llm: Any) -> None:

@@ -1,0 +1,96 @@
+"""What the store holds per token, measured on a server, beside the model's arithmetic."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from examples.serving import Server, engine_arguments
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.spec import ModelSpec, StateType
+from hetero_connector.spec.from_config import model_spec_from_config
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of one state type for the whole prompt."""
+
+    state_type: str
+    stored: float
+    """Measured: `heterocache_saved_bytes_total`."""
+    useful: int
+    """By arithmetic, from config.json alone."""
+    padded: int
+    """The same pages at the engine's padded page stride."""
+
+
+@dataclass(frozen=True)
+class StoredBytes:
+    """Bytes stored for a prompt of `num_tokens`, a checkpoint every `chunk_tokens` included."""
+
+    num_tokens: int
+    chunk_tokens: int
+    states: tuple[StateBytes, ...]
+    engine_bytes_per_token: float
+    """What the engine's own KV blocks take: cache size / tokens it can hold."""
+
+
+def measure_stored_bytes(server: Server, prompt: Sequence[int], chunk_tokens: int) -> StoredBytes:
+    """Serve `prompt`, a multiple of `chunk_tokens` long and new to the store, and weigh it."""
+    spec = _model_spec(server.model)
+    layout = ArtifactLayout(spec, chunk_tokens)
+    before = _saved(server)
+    server.complete(prompt, 1, 0)  # the one decoded token is never computed: whole chunks only
+    after = _settled(server)
+    states = tuple(
+        StateBytes(
+            kind.value,
+            after.get(kind.value, 0.0) - before.get(kind.value, 0.0),
+            *_arithmetic(layout, kind, len(prompt)),
+        )
+        for kind in spec.state_types
+    )
+    return StoredBytes(len(prompt), chunk_tokens, states, _engine_bytes_per_token(server))
+
+
+def _model_spec(checkpoint: Path) -> ModelSpec:
+    config = json.loads((checkpoint / "config.json").read_text())
+    block_tokens = engine_arguments(checkpoint.name).get("block_size")
+    return model_spec_from_config(config, block_tokens=block_tokens)
+
+
+def _arithmetic(layout: ArtifactLayout, kind: StateType, num_tokens: int) -> tuple[int, int]:
+    """(useful, padded) bytes of every artifact of this type over the prompt's chunks."""
+    useful = padded = 0
+    for start in range(0, num_tokens, layout.chunk_tokens):
+        end = start + layout.chunk_tokens
+        useful += layout.artifact_bytes(kind, start, end)
+        padded += sum(
+            segment.num_pages * segment.layer.page_stride_bytes
+            for segment in layout.segments(kind, start, end)
+        )
+    return useful, padded
+
+
+def _saved(server: Server) -> dict[str, float]:
+    series = server.series("heterocache_saved_bytes_total")
+    return {labels["state_type"]: value for labels, value in series}
+
+
+def _settled(server: Server, timeout_s: float = 5.0) -> dict[str, float]:
+    """The counters once two readings agree: the last saves are reported a step later."""
+    deadline = time.monotonic() + timeout_s
+    last: dict[str, float] = {}
+    now = _saved(server)
+    while last != now and time.monotonic() < deadline:
+        time.sleep(0.5)
+        last, now = now, _saved(server)
+    return now
+
+
+def _engine_bytes_per_token(server: Server) -> float:
+    (info, _), *_ = server.series("vllm:cache_config_info")
+    return float(info["kv_cache_memory_bytes"]) / float(info["kv_cache_size_tokens"])
