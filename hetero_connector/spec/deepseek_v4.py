@@ -54,6 +54,8 @@ def deepseek_v4_layers(
     block = block_tokens or DEFAULT_BLOCK_TOKENS
     window = config.number("sliding_window")
     for index, ratio in enumerate(_ratios(config)):
+        if ratio and block % ratio:
+            raise config.error(f"blocks of {block} tokens hold no whole entry of ratio {ratio}")
         name = f"model.layers.{index}.attn"
         yield _window(f"{name}.swa_cache", entry, window)
         if ratio > 1:

@@ -7,7 +7,7 @@ speculative decoding; what it cannot compute exactly it refuses.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hetero_connector.errors import UnsupportedModelError
@@ -46,6 +46,7 @@ class _Deployment:
     """How the model is run."""
 
     kv_dtype: str
+    ssm_dtype: str
     block_tokens: int | None
     tp_size: int
 
@@ -58,12 +59,14 @@ def model_spec_from_config(
     config: Mapping[str, Any],
     *,
     kv_dtype: str = "auto",
+    ssm_dtype: str = "auto",
     block_tokens: int | None = None,
     tp_size: int = 1,
 ) -> ModelSpec:
     """The state one tensor-parallel rank keeps for the model of this `config.json`.
 
-    `kv_dtype` is vLLM's `--kv-cache-dtype`; `block_tokens` its `--block-size`, None for
+    `kv_dtype` is vLLM's `--kv-cache-dtype`, `ssm_dtype` its `--mamba-ssm-cache-dtype`
+    (the CPU build turns `auto` into float32); `block_tokens` its `--block-size`, None for
     the engine's own choice on a GPU (16 tokens; 64 for MLA, 256 for DeepSeek-V4; for
     recurrent hybrids the multiple at which an attention page covers a state).
     Raises UnsupportedModelError for a model type, shape or precision it cannot compute.
@@ -76,7 +79,7 @@ def model_spec_from_config(
             f"no preset arithmetic for model_type {model_type!r}; known are {', '.join(_FAMILIES)}"
         )
     family, defaults = _FAMILIES[model_type]
-    deployment = _Deployment(kv_dtype, block_tokens, tp_size)
+    deployment = _Deployment(kv_dtype, ssm_dtype, block_tokens, tp_size)
     return assemble(family(HfConfig(config, defaults), deployment), tp_size)
 
 
@@ -146,16 +149,17 @@ def _hybrid(
     config: HfConfig,
     deployment: _Deployment,
     kinds: list[str],
-    state_elements: Callable[[HfConfig, int], int],
+    state_elements: Callable[[HfConfig, int], tuple[int, int]],
     mixer: str,
 ) -> _Layers:
     """Recurrent layers, whose pages are padded to those of the attention beside them."""
-    state_item = precision("auto", config.model_dtype).item_bytes
-    state_bytes = state_elements(config, deployment.tp_size) * state_item
+    conv, recurrent = state_elements(config, deployment.tp_size)
+    conv_bytes = conv * precision("auto", config.model_dtype).item_bytes
+    state_bytes = conv_bytes + recurrent * _ssm_item_bytes(config, deployment)
     token_bytes = _dense(config, deployment, "", 1).bytes_per_token
     step = deployment.block_tokens or _DENSE_BLOCK_TOKENS
     block = hybrid_block_tokens(int(token_bytes), state_bytes, step)
-    aligned = _Deployment(deployment.kv_dtype, block, deployment.tp_size)
+    aligned = replace(deployment, block_tokens=block)
     for index, kind in enumerate(kinds):
         name = f"model.layers.{index}"
         if kind in _LINEAR:
@@ -166,8 +170,12 @@ def _hybrid(
             raise config.error(f"layer {index} is of kind {kind!r}")
 
 
-def _delta_net_elements(config: HfConfig, tp_size: int) -> int:
-    """Convolution and delta-rule state of one rank.
+def _ssm_item_bytes(config: HfConfig, deployment: _Deployment) -> int:
+    return precision(deployment.ssm_dtype, config.model_dtype).item_bytes
+
+
+def _delta_net_elements(config: HfConfig, tp_size: int) -> tuple[int, int]:
+    """Elements of the convolution state and of the delta-rule state on one rank.
 
     vllm/model_executor/layers/mamba/mamba_utils.py, `gated_delta_net_state_shape`.
     """
@@ -179,11 +187,13 @@ def _delta_net_elements(config: HfConfig, tp_size: int) -> int:
     value_heads = config.divided("linear_num_value_heads", tp_size)
     conv_rows = config.number("linear_conv_kernel_dim") - 1
     conv = (2 * key_dim * key_heads + value_dim * value_heads) * conv_rows
-    return conv + value_heads * value_dim * key_dim
+    return conv, value_heads * value_dim * key_dim
 
 
-def _mamba2_elements(config: HfConfig, tp_size: int) -> int:
-    """Convolution and SSM state of one rank; groups are copied where ranks outnumber them.
+def _mamba2_elements(config: HfConfig, tp_size: int) -> tuple[int, int]:
+    """Elements of the convolution state and of the SSM state on one rank.
+
+    Groups are copied where ranks outnumber them.
 
     vllm/model_executor/layers/mamba/mamba_utils.py, `mamba2_state_shape`.
     """
@@ -196,7 +206,7 @@ def _mamba2_elements(config: HfConfig, tp_size: int) -> int:
     groups = groups if groups % tp_size == 0 else tp_size
     state = config.number("mamba_d_state")
     conv_dim = (intermediate + 2 * groups * state) // tp_size
-    return conv_dim * (config.number("mamba_d_conv", 4) - 1) + heads * int(head_dim) * state
+    return conv_dim * (config.number("mamba_d_conv", 4) - 1), heads * int(head_dim) * state
 
 
 _FAMILIES: dict[str, tuple[_Family, dict[str, int]]] = {

@@ -204,6 +204,8 @@ def test_delta_net_states_and_the_attention_page_that_covers_them() -> None:
     layout = ArtifactLayout(model, 1088)
     assert layout.artifact_bytes(StateType.RECURRENT, 0, 1088) == 6 * state_bytes
     assert layout.artifact_bytes(StateType.DENSE_KV, 0, 1088) == 2 * 1088 * 256
+    wide = model_spec_from_config(QWEN3_NEXT, ssm_dtype="float32")
+    assert wide.layers[0].page_bytes == conv * 2 + 4 * 128 * 128 * 4
     halves = model_spec_from_config(QWEN3_NEXT, tp_size=2)
     assert halves.layers[0].page_bytes == state_bytes // 2
 
@@ -253,6 +255,8 @@ def test_layouts_that_do_not_divide_are_refused() -> None:
         model_spec_from_config(LLAMA, tp_size=3)
     with pytest.raises(UnsupportedModelError, match="'linear_num_key_heads' = 2"):
         model_spec_from_config(QWEN3_NEXT, tp_size=4)
+    with pytest.raises(UnsupportedModelError, match=r"blocks of 64 tokens .* ratio 128"):
+        model_spec_from_config(TINY_V4, block_tokens=64)
     with pytest.raises(UnsupportedModelError, match="KV dtype 'float32'"):
         model_spec_from_config(TINY_V4, kv_dtype="float32")
     with pytest.raises(UnsupportedModelError, match="KV dtype 'nvfp4'"):
