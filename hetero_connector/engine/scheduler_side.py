@@ -174,11 +174,13 @@ class SchedulerSide:
         meta.saves += self._saver.step(tracker, computed + num_tokens, table, offers)
 
     def _table(self, request_id: str) -> BlockTable:
-        assert self._kv_cache_manager is not None
-        blocks = self._kv_cache_manager.get_blocks(request_id).blocks
+        """The request's block tables, looked up only if a step has something to copy."""
+        manager = self._kv_cache_manager
+        assert manager is not None
 
         def ids(group: int, pages: range) -> list[int]:
-            return [block.block_id for block in blocks[group][pages.start : pages.stop]]
+            blocks = manager.get_blocks(request_id).blocks[group]
+            return [block.block_id for block in blocks[pages.start : pages.stop]]
 
         return ids
 
