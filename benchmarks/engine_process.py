@@ -1,0 +1,198 @@
+"""A stock vLLM engine in a process of its own, asked for timings one call at a time.
+
+vLLM keeps its connector in a global of the process, so an engine with HeteroConnector
+and one without cannot share a process. They can take turns: between calls an engine
+is idle, and turns of a few seconds share the machine's noise.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from examples.serving import ENGINE_ENVIRONMENT, engine_arguments, kv_transfer_config
+
+CHECKPOINTS = Path(__file__).parents[1] / ".cache" / "checkpoints"
+_FLUSH_DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One greedy completion."""
+
+    ttft_s: float
+    """From handing the request to the engine to its first token."""
+    token_s: float
+    """Seconds per decoded token after the first; 0 without one."""
+    cached_tokens: int
+    """Prompt tokens that were not computed."""
+
+
+class EngineProcess:
+    """Proxy of one engine. `extra`: HeteroConnector's extra config; None: no connector."""
+
+    def __init__(
+        self, model: str, extra: Mapping[str, Any] | None = None, **engine_args: Any
+    ) -> None:
+        os.environ.update(ENGINE_ENVIRONMENT)
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, model, extra, engine_args), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self._receive()  # ready
+
+    def complete(self, prompt: Sequence[int], tokens: int = 1, recompute: bool = False) -> Timing:
+        """Complete a prompt; with `recompute` whatever is cached anywhere is not read."""
+        return self._call("complete", list(prompt), tokens, recompute)
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the engine's own prefix cache; what the connector stores stays."""
+        self._call("reset_prefix_cache")
+
+    def flush(self) -> None:
+        """Wait until everything sealed is on SSD."""
+        self._call("flush")
+
+    def restored(self) -> dict[str, int]:
+        """Useful bytes restored since the last call, by the tier they came from."""
+        return self._call("restored")
+
+    def bytes_per_slot(self) -> int:
+        """DRAM bytes of one slot of every state type."""
+        return self._call("bytes_per_slot")
+
+    def close(self) -> None:
+        """End the engine. Idempotent."""
+        if self._process.is_alive():
+            self._pipe.send(None)
+            self._process.join(60)
+        if self._process.is_alive():
+            self._process.kill()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        self._pipe.send((name, arguments))
+        return self._receive()
+
+    def _receive(self) -> Any:
+        failure, result = self._pipe.recv()
+        if failure is not None:
+            raise RuntimeError(f"the engine process failed: {failure}")
+        return result
+
+
+def prompt_tokens(num_tokens: int, seed: int) -> list[int]:
+    """Random byte tokens."""
+    return np.random.default_rng(seed).integers(0, 256, num_tokens).tolist()
+
+
+class _Engine:
+    def __init__(
+        self, model: str, extra: Mapping[str, Any] | None, engine_args: Mapping[str, Any]
+    ) -> None:
+        import torch
+        from vllm import LLM
+
+        from examples.checkpoints import write_checkpoint
+
+        torch.set_num_threads(1)
+        arguments = engine_arguments(model) | dict(engine_args)
+        if extra is not None:
+            arguments["kv_transfer_config"] = kv_transfer_config(extra)
+        self._llm = LLM(
+            model=str(write_checkpoint(model, CHECKPOINTS)),
+            skip_tokenizer_init=True,
+            disable_log_stats=False,
+            **arguments,
+        )
+        self._told: dict[str, float] = {}
+
+    def complete(self, prompt: list[int], tokens: int, recompute: bool) -> Timing:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(
+            temperature=0.0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            detokenize=False,
+            skip_reading_prefix_cache=recompute or None,
+        )
+        started = time.perf_counter()
+        (output,) = self._llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
+        total_s = time.perf_counter() - started
+        told = output.metrics
+        decode_s = told.last_token_ts - told.first_token_ts
+        return Timing(total_s - decode_s, decode_s / max(1, tokens - 1), output.num_cached_tokens)
+
+    def reset_prefix_cache(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("the engine did not reset its prefix cache")
+
+    def flush(self) -> None:
+        if not self._store().flush(_FLUSH_DEADLINE_S):
+            raise RuntimeError("the store did not reach the SSD in time")
+
+    def bytes_per_slot(self) -> int:
+        return sum(self._store()._tiers.dram.geometry.stride_bytes.values())
+
+    def restored(self) -> dict[str, int]:
+        from prometheus_client import REGISTRY
+
+        now: dict[str, float] = {}
+        for metric in REGISTRY.collect():
+            for sample in metric.samples:
+                if sample.name == "heterocache_restored_bytes_total":
+                    tier = sample.labels["tier"]
+                    now[tier] = now.get(tier, 0) + sample.value
+        news = {tier: int(value - self._told.get(tier, 0)) for tier, value in now.items()}
+        self._told = now
+        return {tier: value for tier, value in news.items() if value}
+
+    def _store(self) -> Any:
+        """The store, reached through the engine: a benchmark may look inside."""
+        core = self._llm.llm_engine.engine_core.engine_core
+        return core.scheduler.connector._scheduler._store
+
+    def shutdown(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def _serve(
+    pipe: Any, model: str, extra: Mapping[str, Any] | None, engine_args: Mapping[str, Any]
+) -> None:
+    try:
+        engine = _Engine(model, extra, engine_args)
+    except Exception as error:
+        pipe.send((repr(error), None))
+        raise
+    pipe.send((None, None))
+    while (order := pipe.recv()) is not None:
+        name, arguments = order
+        try:
+            pipe.send((None, getattr(engine, name)(*arguments)))
+        except Exception as error:
+            pipe.send((repr(error), None))
+    engine.shutdown()

@@ -1,0 +1,327 @@
+"""`python -m benchmarks.restore [--json]`: what restoring and saving cost a real engine.
+
+Every figure is a ratio of medians taken in one run, next to their reference:
+
+- `dram_over_memcpy`: (TTFT restored from DRAM - TTFT of the engine's own prefix hit), over
+  one plain memcpy of the restored bytes into mapped memory. Goal <= 1.15.
+- `ssd_over_dd`: bandwidth of the SSD restore, over that of an O_DIRECT dd of the same
+  size in the same directory. Its seconds are what the SSD adds to the TTFT of a restore
+  from DRAM: reading, verifying and being asked again. Goal >= 0.9.
+- `prefill_save_ratio`, `decode_ratio`: seconds of a cold prefill and of a decoded token
+  with saving, over the same work in an engine without a connector. Goals <= 1.03, 1.01.
+  `..._vs_off`: over the same engine recomputing what is already stored, which saves nothing.
+- `hook_ms_131k`, `hash_ms_131k`: the scheduler's thread for a 131,072-token prompt that is
+  all in DRAM; the worst of the models tried. Goals <= 1 ms beyond hashing, <= 10 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import plots, scheduler_hook
+from benchmarks.engine_process import EngineProcess, prompt_tokens
+from benchmarks.measure import DirectDisk, Memcpy, Samples, machine_line, rounded, save, table
+
+GOALS = {
+    "dram_over_memcpy": (1.15, "<="),
+    "ssd_over_dd": (0.9, ">="),
+    "prefill_save_ratio": (1.03, "<="),
+    "decode_ratio": (1.01, "<="),
+    "hook_ms_131k": (1.0, "<="),
+    "hash_ms_131k": (10.0, "<="),
+}
+_GIB = 1 << 30
+_KV_CACHE_BYTES = 1 << 30  # examples.serving.ENGINE_ENVIRONMENT
+_HOOK_MODELS = ("llama-3.1-8b", "gemma-3-27b", "deepseek-v4-flash")
+
+
+@dataclass(frozen=True)
+class RestoreCase:
+    """One model and prompt length."""
+
+    model: str
+    tokens: int
+    max_model_len: int
+
+
+_MAIN_CASE = RestoreCase("dense-bench", 8100, 8448)
+_CASES = (
+    _MAIN_CASE,
+    RestoreCase("dense-bench-bf16", 8100, 8448),
+    RestoreCase("gemma3", 8100, 8448),
+    RestoreCase("deepseek_v4", 3900, 4096),
+)
+
+
+@dataclass(frozen=True)
+class RestoreTimes:
+    """Medians of one case, in seconds, and what was moved."""
+
+    case: RestoreCase
+    cached_tokens: int
+    dram_bytes: int
+    ssd_bytes: int
+    seconds: dict[str, float]
+
+    @property
+    def added_dram_s(self) -> float:
+        return self.seconds["dram"] - self.seconds["local"]
+
+    @property
+    def dram_over_memcpy(self) -> float:
+        return self.added_dram_s / self.seconds["memcpy"]
+
+    @property
+    def ssd_over_dd(self) -> float:
+        return self.seconds["dd"] / (self.seconds["ssd"] - self.seconds["dram"])
+
+
+def measure_restore(case: RestoreCase, directory: Path, repeats: int) -> RestoreTimes:
+    """Cold, own prefix hit, DRAM and SSD in turns, on two prompts of which DRAM holds one."""
+    samples = Samples()
+    prompts = [prompt_tokens(case.tokens, seed) for seed in (1, 2)]
+    extra: dict[str, Any] = {"ssd_dir": str(directory), "ssd_gib": 2.0}
+    engine_args = {"max_model_len": case.max_model_len}
+    with EngineProcess(case.model, extra | {"dram_gib": 1.0}, **engine_args) as engine:
+        for prompt in prompts:
+            samples.add("cold", engine.complete(prompt).ttft_s)
+        engine.complete(prompts[0])
+        engine.reset_prefix_cache()
+        engine.restored()
+        engine.complete(prompts[0])
+        restored_bytes = sum(engine.restored().values())
+        engine.flush()
+        slots = -(-case.tokens // 256)
+        one_prompt = slots * engine.bytes_per_slot()
+    disk = DirectDisk(directory.parent, restored_bytes)
+    try:
+        tight = extra | {"dram_gib": (one_prompt + 4096) / _GIB}
+        with EngineProcess(case.model, tight, **engine_args) as engine:
+            turns = _Turns(engine, samples, disk, Memcpy(restored_bytes))
+            turns.warm(prompts, restored_bytes)
+            for _ in range(repeats):
+                for prompt in prompts:
+                    turns.run(prompt)
+    finally:
+        disk.close()
+    return RestoreTimes(
+        case, turns.cached_tokens, turns.dram_bytes, turns.ssd_bytes, samples.medians()
+    )
+
+
+class _Turns:
+    """One turn: the same prompt from SSD, from the engine's own cache, and from DRAM."""
+
+    def __init__(
+        self, engine: EngineProcess, samples: Samples, disk: DirectDisk, memcpy: Memcpy
+    ) -> None:
+        self._engine, self._samples = engine, samples
+        self._disk, self._memcpy = disk, memcpy
+        self.cached_tokens = self.dram_bytes = self.ssd_bytes = 0
+
+    def warm(self, prompts: list[list[int]], restored_bytes: int) -> None:
+        """Touch every page of the engine's cache once: that cost is the first prefill's."""
+        for turn in range(2 + _KV_CACHE_BYTES // restored_bytes if restored_bytes else 0):
+            self._engine.reset_prefix_cache()
+            self._engine.complete(prompts[turn % 2])
+            if turn > 8:
+                break
+        self._engine.complete(prompts[1])
+
+    def run(self, prompt: list[int]) -> None:
+        engine, samples = self._engine, self._samples
+        engine.reset_prefix_cache()
+        engine.restored()
+        from_ssd = engine.complete(prompt)
+        self.ssd_bytes = engine.restored().get("ssd", 0)
+        samples.add("dd", self._memcpy.size_bytes / self._disk.read_bandwidth())
+        local = engine.complete(prompt)
+        engine.reset_prefix_cache()
+        from_dram = engine.complete(prompt)
+        restored = engine.restored()
+        self.dram_bytes = restored.get("dram", 0)
+        if restored.keys() != {"dram"} or not self.ssd_bytes:
+            raise RuntimeError(f"wrong tiers: {self.ssd_bytes=} then {restored}")
+        if not from_ssd.cached_tokens == local.cached_tokens == from_dram.cached_tokens:
+            raise RuntimeError(f"unequal hits: {from_ssd=} {local=} {from_dram=}")
+        self.cached_tokens = local.cached_tokens
+        samples.add("memcpy", self._memcpy.reused())
+        samples.add("memcpy fresh", self._memcpy.fresh())
+        samples.add("local", local.ttft_s)
+        samples.add("ssd", from_ssd.ttft_s)
+        samples.add("dram", from_dram.ttft_s)
+
+
+def measure_saving(directory: Path, repeats: int) -> dict[str, float]:
+    """Ratios of a 4,096-token prefill and of decoded tokens: three engines take turns."""
+    samples = Samples()
+    engine_args: dict[str, Any] = {"max_model_len": 4608}
+    ssd = {"dram_gib": 1.5, "ssd_dir": str(directory), "ssd_gib": 4.0}
+    with (
+        EngineProcess("dense-bench", **engine_args) as plain,
+        EngineProcess("dense-bench", {"dram_gib": 1.5}, **engine_args) as saving,
+        EngineProcess("dense-bench", ssd, **engine_args) as spilling,
+    ):
+        turns = [("plain", plain, False), ("save", saving, False)]
+        turns += [("off", saving, True), ("spill", spilling, False)]
+        for repeat in range(repeats + 1):
+            kept = samples if repeat else Samples()
+            for name, engine, recompute in _rotated(turns, repeat):
+                long, short = prompt_tokens(4096, 100 + repeat), prompt_tokens(512, 200 + repeat)
+                kept.add(f"prefill {name}", engine.complete(long, 1, recompute).ttft_s)
+                kept.add(f"decode {name}", engine.complete(short, 257, recompute).token_s)
+            spilling.flush()  # its background writes belong to no other engine's turn
+    return {
+        f"{work}_{name}": samples.paired_ratio(f"{work} {what}", f"{work} {reference}")
+        for work in ("prefill", "decode")
+        for name, what, reference in (
+            ("ratio", "save", "plain"),
+            ("vs_off", "save", "off"),
+            ("with_ssd", "spill", "plain"),
+        )
+    } | samples.medians()
+
+
+def _rotated(turns: list[Any], repeat: int) -> list[Any]:
+    """Another order each time, but what recomputes without saving comes after its save."""
+    first = repeat % len(turns)
+    order = turns[first:] + turns[:first]
+    return sorted(order, key=lambda turn: turn[2])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.restore", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
+    parser.add_argument("--quick", action="store_true", help="the main model only, few repeats")
+    parser.add_argument("--dir", type=Path, help="where the SSD tier lies (default: here)")
+    arguments = parser.parse_args()
+    parent = arguments.dir or Path.cwd() / ".cache"
+    parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="benchmark-", dir=parent))
+    repeats = 3 if arguments.quick else 5
+    try:
+        cases = _CASES[:1] if arguments.quick else _CASES
+        restores = [measure_restore(c, scratch / c.model / "ssd", repeats) for c in cases]
+        saving = measure_saving(scratch / "saving", repeats if arguments.quick else 9)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    hooks = {name: scheduler_hook.measure(name) for name in _HOOK_MODELS}
+    figures = _figures(restores[0], saving, hooks)
+    text = _report(restores, saving, hooks, figures)
+    print(text)
+    details = {
+        "restore": {r.case.model: r.seconds for r in restores},
+        "saving": saving,
+        "hooks": {name: vars(hook) for name, hook in hooks.items()},
+    }
+    if not arguments.quick:
+        print(f"\nwritten: {save('restore', text, figures, details)}, {_plot(restores, figures)}")
+    if arguments.json:
+        print(json.dumps(figures))
+
+
+def _figures(
+    main_restore: RestoreTimes,
+    saving: dict[str, float],
+    hooks: dict[str, scheduler_hook.HookTiming],
+) -> dict[str, float]:
+    return rounded(
+        {
+            "dram_over_memcpy": main_restore.dram_over_memcpy,
+            "ssd_over_dd": main_restore.ssd_over_dd,
+            "prefill_save_ratio": saving["prefill_ratio"],
+            "decode_ratio": saving["decode_ratio"],
+            "hook_ms_131k": 1e3 * max(h.hook_s for h in hooks.values()),
+            "hash_ms_131k": 1e3 * max(h.hash_s for h in hooks.values()),
+            "prefill_save_ratio_vs_off": saving["prefill_vs_off"],
+            "decode_ratio_vs_off": saving["decode_vs_off"],
+            "prefill_save_ratio_with_ssd": saving["prefill_with_ssd"],
+            "decode_ratio_with_ssd": saving["decode_with_ssd"],
+        }
+    )
+
+
+def _report(
+    restores: list[RestoreTimes],
+    saving: dict[str, float],
+    hooks: dict[str, scheduler_hook.HookTiming],
+    figures: dict[str, float],
+) -> str:
+    return "\n\n".join(
+        [
+            f"{machine_line()}; medians",
+            _restore_table(restores),
+            _saving_table(saving),
+            _hook_table(hooks),
+            _figure_table(figures),
+        ]
+    )
+
+
+def _restore_table(restores: list[RestoreTimes]) -> str:
+    columns = ("cold", "local", "dram", "ssd", "memcpy", "memcpy fresh", "dd")
+    header = ["restore, ms", "tokens", "MB", *columns, "dram/memcpy", "ssd/dd"]
+    rows = [
+        [
+            r.case.model,
+            r.cached_tokens,
+            f"{r.dram_bytes / 1e6:.1f}",
+            *(f"{1e3 * r.seconds[c]:.1f}" for c in columns),
+            f"{r.dram_over_memcpy:.2f}",
+            f"{r.ssd_over_dd:.2f}",
+        ]
+        for r in restores
+    ]
+    return table(header, rows)
+
+
+def _saving_table(saving: dict[str, float]) -> str:
+    columns = ("plain", "off", "save", "spill")
+    header = ["saving, ms", "no connector", "stored already", "saved", "saved and spilled"]
+    rows = [
+        [work, *(f"{1e3 * saving[f'{work} {name}']:.2f}" for name in columns)]
+        for work in ("prefill", "decode")
+    ]
+    return table(header, rows)
+
+
+def _hook_table(hooks: dict[str, scheduler_hook.HookTiming]) -> str:
+    parts = ("hash", "match", "admit", "step", "hook", "release")
+    header = ["131,072 tokens, ms", "chunks", "types", *parts]
+    rows = [
+        [name, h.chunks, h.state_types, *(f"{1e3 * getattr(h, f'{p}_s'):.3f}" for p in parts)]
+        for name, h in hooks.items()
+    ]
+    return table(header, rows)
+
+
+def _figure_table(figures: dict[str, float]) -> str:
+    rows = []
+    for name, value in figures.items():
+        goal, sense = GOALS.get(name, (None, ""))
+        met = "" if goal is None else _met(value, goal, sense)
+        rows.append([name, f"{value:.4g}", f"{sense} {goal:g}" if goal is not None else "", met])
+    return table(["figure", "value", "goal", ""], rows)
+
+
+def _met(value: float, goal: float, sense: str) -> str:
+    return "met" if (value <= goal if sense == "<=" else value >= goal) else "missed"
+
+
+def _plot(restores: list[RestoreTimes], figures: dict[str, float]) -> Path:
+    main_restore = restores[0]
+    ttft = {name: 1e3 * main_restore.seconds[name] for name in ("local", "dram", "ssd", "memcpy")}
+    panels: list[Any] = [(f"TTFT, {main_restore.dram_bytes / 1e6:.0f} MB", "ms", ttft, None)]
+    panels += [(name, "", {"": figures[name]}, goal) for name, (goal, _) in GOALS.items()]
+    return plots.bars("restore", panels)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""What the scheduler's thread pays for one long prompt: match, plan, admit, order the load.
+
+The real scheduler side over a real store that holds every chunk of the prompt in DRAM;
+only vLLM's request and block table are stand-ins. Page bytes are shrunk: the hook moves
+no bytes, and half a thousand real chunks would not fit a small machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.measure import Samples, timed
+from hetero_connector.artifacts.chain import ChainHasher, RequestChain
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.metrics import Recorder
+from hetero_connector.spec import ModelSpec
+from hetero_connector.spec.presets import PRESETS
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import StoreConfig
+
+PROMPT_TOKENS = 131_072
+_FINGERPRINT = b"benchmark"
+_PAGE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class HookTiming:
+    """Medians of one model, in seconds, for a prompt of `PROMPT_TOKENS`."""
+
+    hash_s: float
+    match_s: float
+    admit_s: float
+    step_s: float
+    release_s: float
+    chunks: int
+    state_types: int
+
+    @property
+    def hook_s(self) -> float:
+        """What the request costs the scheduler up to the worker's order, beyond hashing."""
+        return self.match_s + self.admit_s + self.step_s
+
+
+def measure(preset: str, repeats: int = 31) -> HookTiming:
+    """Time the hook for a preset model (`hetero_connector.spec.presets`)."""
+    model = _shrunk(PRESETS[preset]())
+    layout = ArtifactLayout(model, model.default_chunk_tokens())
+    hasher = ChainHasher(_FINGERPRINT, layout.chunk_tokens)
+    tokens = [i * 7919 % 100_000 for i in range(PROMPT_TOKENS + 1)]
+    samples = Samples()
+    with _filled_store(layout, hasher, tokens) as (store, recorder):
+        side = _scheduler_side(layout, hasher, store, recorder)
+        for repeat in range(repeats + 1):
+            _one_request(side, f"request-{repeat}", tokens, samples if repeat else Samples())
+        store.check_integrity()
+    return HookTiming(
+        **{f"{name}_s": seconds for name, seconds in samples.medians().items()},
+        chunks=PROMPT_TOKENS // layout.chunk_tokens,
+        state_types=len(model.state_types),
+    )
+
+
+def _one_request(side: Any, request_id: str, tokens: list[int], samples: Samples) -> None:
+    request = _request(request_id, tokens)
+    tracker = side._track(request)  # what `matched_tokens` does first; here to hash beforehand
+
+    def hash_all() -> None:
+        tracker.grow()
+        for _ in tracker.chain.chunks():
+            pass
+
+    samples.add("hash", timed(hash_all))
+    found: list[Any] = []
+    samples.add("match", timed(lambda: found.append(side.matched_tokens(request, 0))))
+    if found != [(PROMPT_TOKENS, False)]:
+        raise RuntimeError(f"expected the whole prompt from DRAM, got {found}")
+    samples.add("admit", timed(lambda: side.allocated(request, PROMPT_TOKENS)))
+    request.num_computed_tokens = PROMPT_TOKENS
+    output = SimpleNamespace(
+        num_scheduled_tokens={request_id: 1},
+        new_block_ids_to_zero=None,
+        kv_cache_block_copies=None,
+        kv_connector_block_state=None,
+    )
+    samples.add("step", timed(lambda: side.step(output)))
+    report = SimpleNamespace(saved={}, loaded={request_id: 1})
+    samples.add("release", timed(lambda: side.reported(report)))
+    side._trackers.pop(request_id)
+
+
+def _scheduler_side(
+    layout: ArtifactLayout, hasher: ChainHasher, store: ArtifactStore, recorder: Recorder
+) -> Any:
+    from hetero_connector.engine.scheduler_side import SchedulerSide
+
+    side = SchedulerSide(layout, hasher, store, recorder, load_deadline_s=10.0)
+    groups = max(x.group for x in layout.model.layers) + 1
+    blocks = []
+    for group in range(groups):
+        sizes = {x.block_tokens for x in layout.model.layers if x.group == group}
+        pages = range(1, PROMPT_TOKENS // min(sizes, default=PROMPT_TOKENS) + 2)
+        blocks.append([SimpleNamespace(block_id=page) for page in pages])
+    manager = SimpleNamespace(
+        get_blocks=lambda request_id: SimpleNamespace(blocks=blocks),
+        get_block_ids=lambda request_id: tuple([b.block_id for b in g] for g in blocks),
+    )
+    side.bind(manager)
+    return side
+
+
+@contextmanager
+def _filled_store(
+    layout: ArtifactLayout, hasher: ChainHasher, tokens: list[int]
+) -> Iterator[tuple[ArtifactStore, Recorder]]:
+    recorder = Recorder()
+    chunks = PROMPT_TOKENS // layout.chunk_tokens
+    slot_bytes = sum(-(-n // 4096) * 4096 for n in layout.max_bytes.values())
+    store = ArtifactStore.open(
+        layout.max_bytes,
+        StoreConfig(dram_bytes=(chunks + 1) * slot_bytes),
+        recorder,
+        chunk_tokens=layout.chunk_tokens,
+        fingerprint=_FINGERPRINT,
+        description={},
+    )
+    try:
+        chain = RequestChain(hasher)
+        chain.extend(tokens)
+        for chunk in chain.chunks():
+            sizes = {
+                t: layout.artifact_bytes(t, chunk.start, chunk.end)
+                for t in layout.model.state_types
+            }
+            save = store.begin_save(chunk, sizes)
+            if save is None:
+                raise RuntimeError("the store is too small for the prompt")
+            store.complete_save(save)
+        yield store, recorder
+    finally:
+        store.close()
+
+
+def _request(request_id: str, tokens: list[int]) -> Any:
+    return SimpleNamespace(
+        request_id=request_id,
+        all_token_ids=tokens,
+        num_tokens=len(tokens),
+        num_prompt_tokens=len(tokens),
+        num_computed_tokens=0,
+        lora_request=None,
+        mm_features=None,
+        cache_salt=None,
+        prompt_embeds=None,
+        pooling_params=None,
+        resumable=False,
+        skip_reading_prefix_cache=False,
+    )
+
+
+def _shrunk(model: ModelSpec) -> ModelSpec:
+    return replace(
+        model,
+        layers=tuple(
+            replace(x, page_bytes=_PAGE_BYTES, page_stride_bytes=_PAGE_BYTES) for x in model.layers
+        ),
+    )
