@@ -239,4 +239,4 @@ def _ssd_gib(given: float | None, directory: Path) -> float:
 def markdown_table() -> str:
     """The README's table of `KEYS`."""
     rows = [f"| `{k.name}` | {k.kind} | {k.default} | {k.meaning} |" for k in KEYS]
-    return "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows])
+    return "\n".join(["| key | takes | default | meaning |", "|---|---|---|---|", *rows])
