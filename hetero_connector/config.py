@@ -179,22 +179,6 @@ class HeteroConfig:
             raise ConfigError("ssd_gib", "needs 'ssd_dir', the directory to use")
         return cls(**given)
 
-    def resolved_chunk_tokens(self, alignment: int, default: int) -> int:
-        """`chunk_tokens`, or `default` when it was not given; in tokens.
-
-        Raises ConfigError when it is no multiple of the model's `alignment`.
-        """
-        if self.chunk_tokens is None:
-            return default
-        if self.chunk_tokens % alignment:
-            nearest = -(-self.chunk_tokens // alignment) * alignment
-            raise ConfigError(
-                "chunk_tokens",
-                f"{self.chunk_tokens} is not a multiple of {alignment}, the tokens at whose "
-                f"multiples this model can resume: use {nearest}",
-            )
-        return self.chunk_tokens
-
 
 def _refuse_unknown(extra_config: Mapping[str, Any]) -> None:
     names = [key.name for key in KEYS]

@@ -179,13 +179,6 @@ def test_a_full_disk_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         config(ssd_dir=tmp_path)
 
 
-def test_chunk_tokens_meets_the_models_alignment() -> None:
-    assert config().resolved_chunk_tokens(alignment=256, default=512) == 512
-    assert config(chunk_tokens=768).resolved_chunk_tokens(alignment=256, default=512) == 768
-    with pytest.raises(ConfigError, match=r"'chunk_tokens'.*300 is not a multiple of 256.*use 512"):
-        config(chunk_tokens=300).resolved_chunk_tokens(alignment=256, default=512)
-
-
 JUNK = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers())
 
 
