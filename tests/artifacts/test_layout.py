@@ -1,0 +1,67 @@
+"""Artifact sizes are arithmetic: useful bytes of the pages needed, nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
+from hetero_connector.spec.presets import PRESETS
+
+KV, SWA, LOCAL = StateType.DENSE_KV, StateType.WINDOW_SWA, StateType.CHUNKED_LOCAL
+
+FULL = LayerSpec("full", 0, KV, 1, 16, 100, 128, "uint8", RestoreRule.EVERY_TOKEN)
+WINDOW = replace(
+    FULL, layer="swa", group=1, state_type=SWA, restore_rule=RestoreRule.WINDOW, window=40,
+    boundary_tokens=39,
+)  # fmt: skip
+CHUNKED = replace(
+    FULL, layer="local", group=2, state_type=LOCAL, restore_rule=RestoreRule.CHUNK_START, window=64
+)
+MODEL = ModelSpec((FULL, replace(FULL, layer="full2"), WINDOW, CHUNKED), alignment=16, tp_size=2)
+LAYOUT = ArtifactLayout(MODEL, 48)
+
+
+def test_a_chunk_holds_its_pages_of_every_layer_and_rank() -> None:
+    assert LAYOUT.artifact_bytes(KV, 48, 96) == 2 * 2 * 3 * 100
+    assert [s.first_page for s in LAYOUT.segments(KV, 48, 96)] == [3, 3]
+    assert [s.offset for s in LAYOUT.segments(KV, 48, 96)] == [0, 300]
+
+
+def test_a_window_holds_the_blocks_that_cover_it_and_fewer_near_the_start() -> None:
+    assert LAYOUT.artifact_bytes(SWA, 0, 96) == 2 * 3 * 100
+    assert LAYOUT.artifact_bytes(SWA, 0, 32) == 2 * 2 * 100
+
+
+def test_chunked_local_state_is_empty_where_a_chunk_begins() -> None:
+    assert [LAYOUT.artifact_bytes(LOCAL, 0, b) for b in (16, 48, 64, 80)] == [200, 600, 0, 200]
+
+
+@given(st.integers(1, 64).map(lambda n: n * 16))
+def test_no_artifact_is_larger_than_its_slot(boundary: int) -> None:
+    for kind in (SWA, LOCAL):
+        assert LAYOUT.artifact_bytes(kind, 0, boundary) <= LAYOUT.max_bytes[kind]
+    start = max(0, boundary - 48)
+    assert LAYOUT.artifact_bytes(KV, start, boundary) <= LAYOUT.max_bytes[KV]
+
+
+def test_the_largest_of_each_type_really_occurs() -> None:
+    assert LAYOUT.max_bytes == {KV: 1200, SWA: 600, LOCAL: 600}
+
+
+@pytest.mark.parametrize("chunk", [0, -16, 20])
+def test_a_chunk_off_the_grid_is_refused(chunk: int) -> None:
+    with pytest.raises(ValueError, match="multiple of the model's alignment"):
+        ArtifactLayout(MODEL, chunk)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_preset_s_chunk_is_its_bytes_per_token(name: str) -> None:
+    model = PRESETS[name]()
+    layout = ArtifactLayout(model, model.default_chunk_tokens())
+    chunk = sum(layout.rank_bytes(t, 0, layout.chunk_tokens) for t in model.prefix_types)
+    assert chunk == model.bytes_per_token * layout.chunk_tokens
