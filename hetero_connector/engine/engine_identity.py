@@ -88,6 +88,16 @@ def check_parallelism(config: VllmConfig) -> None:
             )
 
 
+def _draft_digest(speculative: Any) -> str:
+    """Weights of the draft model; its method and settings where it has no files (ngram, MTP)."""
+    draft = getattr(speculative, "draft_model_config", None)
+    settings = f"{speculative.method} {speculative.num_speculative_tokens}"
+    if draft is None or not getattr(draft, "model", None):
+        return settings
+    weights = weights_digest(locate_model(draft.model, draft.revision).path)
+    return f"{settings} {weights.hex()}"
+
+
 def _extras(config: VllmConfig, geometry: WorkerGeometry) -> dict[str, str]:
     extras: dict[str, Any] = {
         "device": geometry.device,
@@ -99,5 +109,5 @@ def _extras(config: VllmConfig, geometry: WorkerGeometry) -> dict[str, str]:
     speculative = config.speculative_config
     if speculative is not None:
         # Draft layers keep KV of their own among the cache layers.
-        extras["draft_model"] = str(getattr(speculative, "model", ""))
+        extras["draft_model"] = _draft_digest(speculative)
     return {key: str(value) for key, value in extras.items()}

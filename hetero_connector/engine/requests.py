@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from hetero_connector.artifacts.canonical import encode
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
-from hetero_connector.artifacts.identity import lora_digest
+from hetero_connector.artifacts.identity import locate_model, lora_digest
+from hetero_connector.errors import IdentityError
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from hetero_connector.engine.restoring import PendingRestore
+
+logger = logging.getLogger("vllm.heterocache")
 
 
 class LoraDigests:
@@ -27,16 +30,23 @@ class LoraDigests:
     """
 
     def __init__(self) -> None:
-        self._by_id: dict[int, bytes] = {}
+        self._by_id: dict[int, bytes | None] = {}
 
-    def of(self, request: Request) -> bytes:
-        """b"" for a request without an adapter. Raises OSError if the files are gone."""
+    def of(self, request: Request) -> bytes | None:
+        """b"" for a request without an adapter; None if the adapter cannot be identified."""
         lora = request.lora_request
         if lora is None:
             return b""
         if lora.lora_int_id not in self._by_id:
-            self._by_id[lora.lora_int_id] = lora_digest(Path(lora.lora_path))
+            self._by_id[lora.lora_int_id] = self._digest(lora.lora_name, lora.lora_path)
         return self._by_id[lora.lora_int_id]
+
+    def _digest(self, name: str, path: str) -> bytes | None:
+        try:
+            return lora_digest(locate_model(path).path)
+        except (IdentityError, OSError) as error:
+            logger.warning("requests with adapter %r are not cached: %s", name, error)
+            return None
 
 
 def extra_keys(request: Request, lora: bytes) -> Callable[[int, int], bytes]:

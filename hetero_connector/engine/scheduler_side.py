@@ -140,8 +140,9 @@ class SchedulerSide:
         tracker = self._trackers.get(request.request_id)
         if tracker is None and cacheable(request):
             lora = self._loras.of(request)
-            tracker = RequestTracker.of(request, self._hasher, lora)
-            self._trackers[request.request_id] = tracker
+            if lora is not None:
+                tracker = RequestTracker.of(request, self._hasher, lora)
+                self._trackers[request.request_id] = tracker
         return tracker
 
     def _load(self, tracker: RequestTracker, meta: StepMetadata) -> None:

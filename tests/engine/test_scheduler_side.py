@@ -251,6 +251,16 @@ def test_pooling_and_streaming_requests_are_left_alone(dense: Engine) -> None:
         assert dense.side.matched_tokens(odd, 0) == (0, False)  # type: ignore[arg-type]
 
 
+def test_an_adapter_that_cannot_be_identified_is_served_but_not_cached(dense: Engine) -> None:
+    dense.run(FakeRequest("a", tokens(200)))
+    lora = SimpleNamespace(lora_int_id=1, lora_name="gone", lora_path="/nowhere/adapter")
+    request = FakeRequest("b", tokens(200), lora_request=lora)
+    assert dense.admit(request) == 0
+    assert dense.step(b=200).saves == []
+    dense.finish(request)
+    assert dense.step().early_saves == []
+
+
 def test_early_saves_whose_pages_are_overwritten_are_dropped(dense: Engine) -> None:
     request = FakeRequest("a", tokens(110))
     dense.admit(request)
