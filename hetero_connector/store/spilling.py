@@ -71,9 +71,7 @@ class Spiller:
     @property
     def forget_due(self) -> bool:
         """Whether the journal has something to forget now; needs the lock."""
-        tiers = self._state.tiers
-        waiting = bool(tiers.forgotten) or tiers.journal_stale
-        return waiting and self._state.clock() >= self._journal_retry_s
+        return self._forget_pending() and self._state.clock() >= self._journal_retry_s
 
     def step(self, may_start: bool) -> bool:
         """End what has ended and, if `may_start`, begin the next batch; True if anything moved."""
@@ -81,7 +79,9 @@ class Spiller:
         self.forget_rows()
         if self._batch is not None:
             return self._poll(self._batch)
-        return may_start and self._start()
+        # A row that should be gone may name an artifact that was saved again since: its new
+        # row must not be there yet when the old one is deleted.
+        return may_start and not self._forget_pending() and self._start()
 
     def forget_rows(self) -> None:
         """Make the journal forget what the index has forgotten; then those slots are free."""
@@ -110,6 +110,10 @@ class Spiller:
             for item in gone:
                 state.tiers.ssd.give_back(item.ref)
             state.lock.notify_all()
+
+    def _forget_pending(self) -> bool:
+        tiers = self._state.tiers
+        return self._ssd is not None and (bool(tiers.forgotten) or tiers.journal_stale)
 
     def touch_rows(self) -> None:
         """Tell the journal what was used since the last time, for the order of eviction."""
@@ -217,10 +221,9 @@ class Spiller:
         """The bytes are written: make them durable, then known."""
         assert self._ssd is not None
         now = time.time()
-        rows = [_row(w, now) for w in batch.writes if not w.artifact.forgotten]
+        rows = [_row(w, now) for w in batch.writes]
         try:
             self._ssd.directory.sync()
-            self.forget_rows()  # of an older artifact of the same name, before the new row
             self._ssd.directory.journal.record(rows)
         except (StoreError, OSError) as e:
             self._failed(e)

@@ -317,7 +317,7 @@ def test_a_journal_that_cannot_forget_keeps_the_slots(bench: Bench) -> None:
         store.reset()
         until(lambda: "cause=io_error,tier=ssd" in bench.counts("heterocache_failures"))
         put(store, chain("b", 2))
-        store.flush(20)
+        assert not store.flush(0.1), "nothing is written while old rows are still there"
         assert bench.counts("heterocache_spilled_bytes") == {}
     until(lambda: not store._tiers.journal_stale)
     put(store, chain("c", 2))
@@ -457,6 +457,26 @@ def test_verify_all_with_ssd(bench: Bench) -> None:
     assert restore.failed == {ArtifactId(CHUNKS[2].key, WINDOW): Failure.CHECKSUM}
     restore.release()
     store.check_integrity()
+    store.close()
+
+
+def test_an_artifact_found_bad_while_it_is_written_is_not_on_ssd_afterwards(
+    bench: Bench, disk: Disk
+) -> None:
+    store = bench.open(verify="all")
+    bad = ArtifactId(CHUNKS[0].key, DENSE)
+    disk.files.hang_next()
+    put(store, CHUNKS[:1])
+    until(lambda: disk.files.in_flight == 1)
+    store.arena.view[store._tiers.index.find(bad).dram_offset] ^= 1  # type: ignore[union-attr]
+    restore = wait(store.begin_restore(ids_of(CHUNKS[:1])))
+    assert restore.failed == {bad: Failure.CHECKSUM}
+    restore.release()
+    disk.files.resume()
+    assert store.flush(20)
+    store = restarted(bench, store)
+    assert store.match(CHUNKS)[0].tiers == {WINDOW: Tier.SSD}
+    assert store._tiers.ssd.free(DENSE) == store._tiers.ssd.geometry.count  # type: ignore[union-attr]
     store.close()
 
 
