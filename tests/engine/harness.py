@@ -156,16 +156,22 @@ def sealed(llm: Any) -> list[Artifact]:
     return [a for a in scheduler_side(llm)._store._tiers.index.artifacts() if a.sealed]
 
 
-def wipe(llm: Any, state_type: StateType) -> int:
-    """Zero the stored bytes of one state type in DRAM; returns how many artifacts had some."""
+@contextmanager
+def wiped(llm: Any, state_type: StateType) -> Iterator[None]:
+    """The stored bytes of one state type are zero in DRAM, and nobody knows."""
     store = scheduler_side(llm)._store
-    wiped = 0
-    for artifact in sealed(llm):
-        if artifact.state_type is state_type:
-            stored = store.arena.view[artifact.dram_offset :][: artifact.size_bytes]
-            wiped += bool(stored.any())
-            stored[:] = 0
-    return wiped
+    spans = [
+        store.arena.view[a.dram_offset :][: a.size_bytes]
+        for a in sealed(llm)
+        if a.state_type is state_type
+    ]
+    kept = [span.copy() for span in spans]
+    assert any(span.any() for span in spans)
+    for span in spans:
+        span[:] = 0
+    yield
+    for span, before in zip(spans, kept, strict=True):
+        span[:] = before
 
 
 def leave_on_ssd_only(llm: Any) -> None:

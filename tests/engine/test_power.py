@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from harness import BF16_MODELS, MODELS, delta, engine, flipped, generate, prompt_tokens
+
+from tests.engine.harness import (
+    BF16_MODELS,
+    MODELS,
+    delta,
+    engine,
+    flipped,
+    generate,
+    prompt_tokens,
+)
 
 pytestmark = pytest.mark.engine
 
