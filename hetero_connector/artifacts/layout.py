@@ -47,6 +47,7 @@ class ArtifactLayout:
         self.chunk_tokens = chunk_tokens
 
         self._segments = lru_cache(maxsize=4096)(self._compute_segments)
+        self._rank_bytes = lru_cache(maxsize=4096)(self._compute_rank_bytes)
 
     def segments(self, state_type: StateType, start: int, end: int) -> tuple[Segment, ...]:
         """Segments of the artifact of `state_type` over tokens [start, end), one rank's share.
@@ -65,6 +66,11 @@ class ArtifactLayout:
 
     def rank_bytes(self, state_type: StateType, start: int, end: int) -> int:
         """Bytes of one rank's share of the artifact."""
+        if state_type.family is Family.PREFIX:
+            start, end = 0, end - start  # the same for every chunk of this length
+        return self._rank_bytes(state_type, start, end)
+
+    def _compute_rank_bytes(self, state_type: StateType, start: int, end: int) -> int:
         return sum(s.size_bytes for s in self.segments(state_type, start, end))
 
     def artifact_bytes(self, state_type: StateType, start: int, end: int) -> int:

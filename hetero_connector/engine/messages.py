@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -30,9 +31,8 @@ class Blocks:
     ids: list[int]
 
 
-@dataclass(frozen=True)
-class ArtifactCopy:
-    """One artifact's place in the arena."""
+class ArtifactCopy(NamedTuple):
+    """One artifact's place in the arena. A named tuple: a long prompt makes thousands."""
 
     state_type: StateType
     start: int

@@ -8,6 +8,7 @@ answer is a number that can be kept. Whatever fails shortens the answer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -106,8 +107,8 @@ class Restorer:
         pending.ranks_left = self._model.tp_size
         offsets = pending.handle.offsets
         copies = [
-            ArtifactCopy(x.state_type, x.chunk.start, x.chunk.end, offsets[x.id])
-            for x in pending.plan.loads
+            ArtifactCopy(artifact.state_type, start, end, offsets[artifact])
+            for artifact, start, end, _ in pending.plan.loads
         ]
         blocks = dict(self._blocks(pending, table))
         self._count(pending)
@@ -117,7 +118,8 @@ class Restorer:
         """Match and plan; start bringing the planned artifacts to DRAM."""
         known = tracker.grow()
         stored = self._stored(tracker, known - 1)
-        tracker.matched_chunks = sum(1 for s in stored if self._is_full(s))
+        tails = 1 if stored and not self._is_full(stored[-1]) else 0
+        tracker.matched_chunks = len(stored) - tails
         if not stored or stored[-1].chunk.end <= local_tokens:
             return None
         plan = plan_restore(self._model, stored, local_tokens, known - 1)
@@ -190,12 +192,25 @@ class Restorer:
         self._count_by_type(pending)
 
     def _count_by_type(self, pending: PendingRestore) -> None:
-        for load in pending.plan.loads:
-            chunk, labels = load.chunk, {"tier": load.tier.value, "state_type": load.state_type}
-            size = self._layout.artifact_bytes(load.state_type, chunk.start, chunk.end)
-            tokens = chunk.end - max(chunk.start, pending.local_tokens)
-            self._recorder.add("heterocache_restored_bytes", size, **labels)
-            self._recorder.add("heterocache_restored_tokens", tokens, **labels)
+        loads, local = pending.plan.loads, pending.local_tokens
+        alike = Counter((load[0][1], load[3], load[2] - load[1]) for load in loads)
+        already = Counter(
+            {(x.tier, x.state_type): local - x.start for x in loads if x.start < local}
+        )
+        size_bytes: Counter[tuple[Tier, StateType]] = Counter()
+        tokens: Counter[tuple[Tier, StateType]] = Counter()
+        for (kind, tier, length), count in alike.items():
+            # A boundary state has one size in a plan: it is loaded at one boundary.
+            size = self._layout.artifact_bytes(
+                kind, pending.plan.boundary - length, pending.plan.boundary
+            )
+            size_bytes[tier, kind] += count * size
+            tokens[tier, kind] += count * length
+        for (tier, kind), total in size_bytes.items():
+            labels = {"tier": tier.value, "state_type": kind.value}
+            self._recorder.add("heterocache_restored_bytes", total, **labels)
+            restored = tokens[tier, kind] - already[tier, kind]
+            self._recorder.add("heterocache_restored_tokens", restored, **labels)
 
 
 def _without(stored: StoredChunk, excluded: set[ArtifactId], dram_only: bool) -> StoredChunk:
@@ -210,9 +225,11 @@ def _without(stored: StoredChunk, excluded: set[ArtifactId], dram_only: bool) ->
 
 def _tokens_by_tier(plan: RestorePlan, local_tokens: int) -> dict[str, int]:
     """Restored tokens by the slowest tier that any of their state came from."""
+    if all(load.tier is Tier.DRAM for load in plan.loads):
+        return {Tier.DRAM.value: plan.boundary - local_tokens}
     slowest: dict[tuple[int, int], Tier] = {}
     for load in plan.loads:
-        span = (max(load.chunk.start, local_tokens), load.chunk.end)
+        span = (max(load.start, local_tokens), load.end)
         if load.tier is not Tier.DRAM or span not in slowest:
             slowest[span] = load.tier
     tokens: dict[str, int] = {}

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, repeat
+from typing import NamedTuple
 
-from hetero_connector.artifacts.record import ArtifactId, ChunkRange, StoredChunk, Tier
+from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier
 from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.state_types import StateType
 
 
-@dataclass(frozen=True)
-class PlannedLoad:
-    """One artifact to load, and where it was when the plan was made."""
+class PlannedLoad(NamedTuple):
+    """One artifact to load, and where it was when the plan was made.
 
-    chunk: ChunkRange
-    state_type: StateType
+    A named tuple, not a dataclass: a long prompt makes thousands between two steps.
+    """
+
+    id: ArtifactId
+    start: int
+    end: int
+    """Tokens [start, end) of its chunk."""
     tier: Tier
 
     @property
-    def id(self) -> ArtifactId:
-        """The artifact's id."""
-        return ArtifactId(self.chunk.key, self.state_type)
+    def state_type(self) -> StateType:
+        """The artifact's state type."""
+        return self.id.state_type
+
+
+# `tuple.__new__` itself: a named tuple's own constructor is Python code, three times slower.
+_new_id: Callable[[Iterable[object]], ArtifactId] = partial(tuple.__new__, ArtifactId)
+_new_load: Callable[[Iterable[object]], PlannedLoad] = partial(tuple.__new__, PlannedLoad)
 
 
 @dataclass(frozen=True)
@@ -46,15 +58,16 @@ def plan_restore(
     None when nothing beyond the local tokens can be restored.
     """
     best = None
+    prefix_types, boundary_types = set(model.prefix_types), set(model.boundary_types)
     for index, entry in enumerate(stored):
-        chunk = entry.chunk
-        if chunk.end > limit_tokens:
+        end = entry.chunk.end
+        if end > limit_tokens:
             break
-        if chunk.end <= local_tokens:
+        if end <= local_tokens:
             continue
-        if any(t not in entry.tiers for t in model.prefix_types):
+        if not entry.tiers.keys() >= prefix_types:
             break
-        if all(t in entry.tiers for t in model.boundary_types):
+        if entry.tiers.keys() >= boundary_types:
             best = index
     if best is None:
         return None
@@ -64,12 +77,17 @@ def plan_restore(
 def _loads(
     model: ModelSpec, stored: Sequence[StoredChunk], local_tokens: int, last: int
 ) -> list[PlannedLoad]:
-    loads = [
-        PlannedLoad(entry.chunk, t, entry.tiers[t])
-        for entry in stored[: last + 1]
-        if entry.chunk.end > local_tokens
-        for t in model.prefix_types
-    ]
-    final = stored[last]
-    loads += [PlannedLoad(final.chunk, t, final.tiers[t]) for t in model.boundary_types]
+    beyond = [entry for entry in stored[: last + 1] if entry.chunk.end > local_tokens]
+    by_type = [_of_type(beyond, t) for t in model.prefix_types]
+    loads = list(chain.from_iterable(zip(*by_type, strict=True)))  # chunk by chunk
+    for state_type in model.boundary_types:
+        loads += _of_type(beyond[-1:], state_type)
     return loads
+
+
+def _of_type(entries: Sequence[StoredChunk], state_type: StateType) -> Iterator[PlannedLoad]:
+    chunks = [entry.chunk for entry in entries]
+    ids = map(_new_id, zip([c.key for c in chunks], repeat(state_type), strict=False))
+    tiers = [entry.tiers[state_type] for entry in entries]
+    fields = zip(ids, [c.start for c in chunks], [c.end for c in chunks], tiers, strict=True)
+    return map(_new_load, fields)
