@@ -21,6 +21,9 @@ from hetero_connector.spec import LayerSpec
 ByteArray = npt.NDArray[np.uint8]
 IndexArray = npt.NDArray[np.int64]
 
+_GATHER_BELOW_BYTES = 4096
+"""Pages smaller than this are saved by one indexed copy: a copy each would cost more."""
+
 
 @dataclass(frozen=True)
 class ArenaRows:
@@ -86,9 +89,9 @@ class HostPages:
     def load(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
         """Arena -> pages."""
         source = self._arena_view(arena, rows)
-        first = _run_start(block_ids)
-        if first is not None:
-            target = self._pages[first : first + len(block_ids)]
+        window = _window(block_ids)
+        if window is not None:
+            target = self._pages[window]
             target.reshape(rows.count, rows.pages, *self._page_shape)[...] = source
         else:
             self._pages[block_ids.reshape(rows.count, rows.pages)] = source
@@ -96,12 +99,16 @@ class HostPages:
     def save(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
         """Pages -> arena."""
         target = self._arena_view(arena, rows)
-        first = _run_start(block_ids)
-        if first is not None:
-            source = self._pages[first : first + len(block_ids)]
+        window = _window(block_ids)
+        if window is not None:
+            source = self._pages[window]
             target[...] = source.reshape(rows.count, rows.pages, *self._page_shape)
-        else:
+        elif self._page_bytes < _GATHER_BELOW_BYTES:
             target[...] = self._pages[block_ids.reshape(rows.count, rows.pages)]
+        else:
+            # Indexing with an array would copy twice: gathered first, then to the arena.
+            for index, block_id in enumerate(block_ids.tolist()):
+                target[index // rows.pages, index % rows.pages] = self._pages[block_id]
 
     def _arena_view(self, arena: ByteArray, rows: ArenaRows) -> npt.NDArray[np.generic]:
         """`[count, pages, *page]` over the arena, no copy."""
@@ -164,12 +171,17 @@ class _NoStream:
     def __exit__(self, *_: object) -> None: ...
 
 
-def _run_start(block_ids: IndexArray) -> int | None:
-    """First id if the ids are consecutive: then one slice copy does the work of many."""
-    first = int(block_ids[0])
-    if int(block_ids[-1]) - first != len(block_ids) - 1:
+def _window(block_ids: IndexArray) -> slice | None:
+    """The ids as a slice if they are consecutive: then one copy does the work of many.
+
+    Descending ones are as common as ascending: vLLM frees a request's blocks last to first.
+    """
+    first, last = int(block_ids[0]), int(block_ids[-1])
+    step = 1 if last >= first else -1
+    if (last - first) * step != len(block_ids) - 1 or not (np.diff(block_ids) == step).all():
         return None
-    return first if bool((np.diff(block_ids) == 1).all()) else None
+    stop = last + step
+    return slice(first, stop if stop >= 0 else None, step)
 
 
 def _widest(pages: ByteArray) -> npt.NDArray[np.generic]:
