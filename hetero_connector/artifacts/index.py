@@ -8,6 +8,8 @@ What may leave a tier (`standing`):
 
 - Never: an artifact that is pinned or not sealed.
 - From DRAM, while a copy is on SSD: any; those with no child in DRAM first.
+- From SSD, while a copy is in DRAM: those with no child on SSD; those with no child at
+  all first. So what is on SSD stays reachable without DRAM, as a restart needs it.
 - The last copy of an artifact: only if no child chunk holds the same state type, and
   only if its chunk either keeps another artifact or has no children.
 
@@ -42,7 +44,7 @@ class Standing(Enum):
     LEAF = "leaf"
     """Nothing deeper in the tier needs it: evict this kind first."""
     BACKED = "backed"
-    """Deeper chunks are in the tier, but another tier keeps a copy."""
+    """A deeper chunk is in the store, but another tier keeps a copy."""
     HELD = "held"
     """Must stay for now; `PrefixIndex` offers it again when that may have changed."""
 
@@ -101,7 +103,7 @@ class Artifact:
 class Node:
     """One chunk of the radix."""
 
-    __slots__ = ("artifacts", "children", "chunk", "held", "held_dram", "parent", "stored", "tails")
+    __slots__ = ("artifacts", "children", "chunk", "held", "held_in", "parent", "stored", "tails")
 
     def __init__(self, chunk: ChunkRange, parent: Node | None) -> None:
         self.chunk = chunk
@@ -110,8 +112,8 @@ class Node:
         self.artifacts: dict[StateType, Artifact] = {}
         self.held: dict[StateType, int] = {}
         """How many children hold an artifact of the type, in any tier."""
-        self.held_dram: dict[StateType, int] = {}
-        """How many children hold one in DRAM."""
+        self.held_in: dict[Tier, dict[StateType, int]] = {Tier.DRAM: {}, Tier.SSD: {}}
+        """How many children hold one in that tier."""
         self.stored: StoredChunk | None = None
         """What `match` answers; None while nothing is sealed."""
         self.tails: dict[int, int] = {}
@@ -185,10 +187,10 @@ class PrefixIndex:
         assert not artifact.forgotten, artifact
         if ref.tier is Tier.DRAM:
             artifact.dram, artifact.dram_offset = ref, offset
-            assert artifact.node.parent is not None
-            _count(artifact.node.parent.held_dram, artifact.state_type, 1)
         else:
             artifact.ssd = ref
+        assert artifact.node.parent is not None
+        _count(artifact.node.parent.held_in[ref.tier], artifact.state_type, 1)
         if artifact.sealed:
             self._refresh(artifact.node)
             self._offer(artifact)
@@ -199,9 +201,9 @@ class PrefixIndex:
         assert ref is not None
         if tier is Tier.DRAM:
             artifact.dram, artifact.dram_offset = None, -1
-            self._uncount(artifact, dram=True)
         else:
             artifact.ssd = None
+        self._uncount(artifact, tier)
         if artifact.sealed and not artifact.forgotten:
             self._refresh(artifact.node)
         return ref
@@ -212,9 +214,10 @@ class PrefixIndex:
         assert not artifact.forgotten
         artifact.forgotten = True
         del node.artifacts[artifact.state_type]
-        self._uncount(artifact, dram=False)
-        if artifact.dram is not None:
-            self._uncount(artifact, dram=True)
+        self._uncount(artifact, None)
+        for tier in (Tier.DRAM, Tier.SSD):
+            if artifact.slot(tier) is not None:
+                self._uncount(artifact, tier)
         self._refresh(node)
         self._prune(node)
 
@@ -235,18 +238,20 @@ class PrefixIndex:
             return Standing.HELD
         node, kind = artifact.node, artifact.state_type
         if tier is Tier.DRAM and artifact.ssd is not None:
-            return Standing.BACKED if node.held_dram.get(kind) else Standing.LEAF
-        if node.held.get(kind):
-            return Standing.HELD
-        last_copy = tier is Tier.DRAM or artifact.dram is None
-        if last_copy and node.children and len(node.artifacts) == 1:
+            return Standing.BACKED if node.held_in[tier].get(kind) else Standing.LEAF
+        if tier is Tier.SSD and artifact.dram is not None:
+            if node.held_in[tier].get(kind):
+                return Standing.HELD
+            return Standing.BACKED if node.held.get(kind) else Standing.LEAF
+        if node.held.get(kind) or (node.children and len(node.artifacts) == 1):
             return Standing.HELD
         return Standing.LEAF
 
-    def _uncount(self, artifact: Artifact, *, dram: bool) -> None:
+    def _uncount(self, artifact: Artifact, tier: Tier | None) -> None:
+        """The parent has one child less that holds the type in `tier` (None: at all)."""
         parent = artifact.node.parent
         assert parent is not None
-        counts = parent.held_dram if dram else parent.held
+        counts = parent.held if tier is None else parent.held_in[tier]
         _count(counts, artifact.state_type, -1)
         freed = parent.artifacts.get(artifact.state_type)
         if freed is not None and artifact.state_type not in counts:
@@ -289,7 +294,7 @@ class PrefixIndex:
 
     def _check_node(self, node: Node) -> None:
         held: dict[StateType, int] = {}
-        held_dram: dict[StateType, int] = {}
+        held_in: dict[Tier, dict[StateType, int]] = {Tier.DRAM: {}, Tier.SSD: {}}
         tails: dict[int, int] = {}
         for key, child in node.children.items():
             assert (child.parent, child.key) == (node, key)
@@ -299,9 +304,10 @@ class PrefixIndex:
                 _count(tails, length, 1)
             for kind, artifact in child.artifacts.items():
                 _count(held, kind, 1)
-                if artifact.dram is not None:
-                    _count(held_dram, kind, 1)
-        assert (held, held_dram, tails) == (node.held, node.held_dram, node.tails)
+                for tier, counts in held_in.items():
+                    if artifact.slot(tier) is not None:
+                        _count(counts, kind, 1)
+        assert (held, held_in, tails) == (node.held, node.held_in, node.tails)
         assert node is self.root or node.artifacts or node.children, "an empty leaf"
         sealed = {a.state_type for a in node.artifacts.values() if a.sealed}
         assert sealed == set(node.stored.tiers if node.stored else ())

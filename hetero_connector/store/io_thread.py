@@ -16,6 +16,7 @@ import numpy.typing as npt
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.errors import StoreError
 from hetero_connector.store.base import Failure
+from hetero_connector.store.journal_rows import JournalRows
 from hetero_connector.store.reading import Reader
 from hetero_connector.store.spilling import Spiller
 from hetero_connector.store.ssd import Ssd
@@ -35,7 +36,8 @@ class IoThread:
         self._state = state
         self._ssd = ssd
         self._reader = Reader(state, memory, ssd)
-        self._spiller = Spiller(state, memory, ssd)
+        self._rows = JournalRows(state, None if ssd is None else ssd.directory.journal)
+        self._spiller = Spiller(state, memory, ssd, self._rows)
         self._thread = threading.Thread(target=self._run, name="heterocache-io", daemon=True)
         self._stop_by_s = float("inf")
         self._clean = False
@@ -86,7 +88,7 @@ class IoThread:
                 self._wait()
             if self._state.clock() >= touch_due_s:
                 touch_due_s = self._state.clock() + _TOUCH_S
-                self._spiller.touch_rows()
+                self._touch()
 
     def _finished(self) -> bool:
         state = self._state
@@ -100,7 +102,7 @@ class IoThread:
         state = self._state
         with state.lock:
             state.refresh_gauges()
-            if state.loads or state.closing or self._spiller.forget_due:
+            if state.loads or state.closing or self._rows.due:
                 return
             timeout_s = _IDLE_S
             if state.spills:
@@ -115,16 +117,27 @@ class IoThread:
             state.io_alive = False
             state.ssd_writable = False
             state.spills.clear()
+            state.spilling = 0
             state.fail(Failure.IO_ERROR, Tier.SSD)
             for load in list(state.loading.values()):
                 state.disown(load, Failure.IO_ERROR)
             state.lock.notify_all()
 
+    def _touch(self) -> None:
+        try:
+            self._rows.touch()
+        except StoreError as e:
+            logger.warning("the order of use was not noted: %s", e)
+
     def _close(self) -> bool:
         if self._ssd is None:
             return True
-        self._spiller.touch_rows()
-        self._spiller.forget_rows()
+        try:
+            self._rows.touch()
+            self._rows.forget()
+        except StoreError as e:
+            # Worth a line, not a failure: a row too many is found out by its checksum.
+            logger.warning("the journal lacks the latest changes: %s", e)
         try:
             remaining_s = max(0.1, min(10.0, self._stop_by_s - self._state.clock()))
             return self._ssd.close(remaining_s)

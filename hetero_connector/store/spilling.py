@@ -20,7 +20,9 @@ from hetero_connector.artifacts.record import SlotRef, Tier
 from hetero_connector.errors import StoreError
 from hetero_connector.store.base import Failure
 from hetero_connector.store.journal_format import JournalRow
+from hetero_connector.store.journal_rows import JournalRows
 from hetero_connector.store.reading import padded
+from hetero_connector.store.slots import SlotPool
 from hetero_connector.store.ssd import Ssd
 from hetero_connector.store.state import StoreState
 from hetero_connector.store.tiers import Forgotten
@@ -34,7 +36,6 @@ _BATCH_BYTES = 16 << 20
 _MAX_FAILURES = 3
 """Failed batches in a row after which the tier is only read."""
 _WRITE_DEADLINE_S = 60.0
-_RETRY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -54,81 +55,39 @@ class _Batch:
 class Spiller:
     """Takes due artifacts from the queue, oldest first, one batch at a time."""
 
-    def __init__(self, state: StoreState, memory: npt.NDArray[np.uint8], ssd: Ssd | None) -> None:
+    def __init__(
+        self,
+        state: StoreState,
+        memory: npt.NDArray[np.uint8],
+        ssd: Ssd | None,
+        rows: JournalRows,
+    ) -> None:
         self._state = state
         self._memory = memory
         self._ssd = ssd
+        self._rows = rows
         self._batch: _Batch | None = None
         self._abandoned: list[_Batch] = []
         self._failures = 0
-        self._journal_retry_s = 0.0
 
     @property
     def active(self) -> bool:
         """Whether a batch is being written."""
         return self._batch is not None
 
-    @property
-    def forget_due(self) -> bool:
-        """Whether the journal has something to forget now; needs the lock."""
-        return self._forget_pending() and self._state.clock() >= self._journal_retry_s
-
     def step(self, may_start: bool) -> bool:
         """End what has ended and, if `may_start`, begin the next batch; True if anything moved."""
         self._poll_abandoned()
-        self.forget_rows()
+        self._forget_rows()
         if self._batch is not None:
             return self._poll(self._batch)
         # A row that should be gone may name an artifact that was saved again since: its new
         # row must not be there yet when the old one is deleted.
-        return may_start and not self._forget_pending() and self._start()
+        return may_start and not self._rows.pending and self._start()
 
-    def forget_rows(self) -> None:
-        """Make the journal forget what the index has forgotten; then those slots are free."""
-        state, ssd = self._state, self._ssd
-        if ssd is None or state.clock() < self._journal_retry_s:
-            return
-        with state.lock:
-            gone, state.tiers.forgotten = state.tiers.forgotten, []
-            stale, state.tiers.journal_stale = state.tiers.journal_stale, False
-        if not (gone or stale):
-            return
+    def _forget_rows(self) -> None:
         try:
-            if stale:
-                ssd.directory.journal.clear()
-            else:
-                ssd.directory.journal.forget([x.id for x in gone])
-        except StoreError as e:
-            self._journal_retry_s = state.clock() + _RETRY_S
-            with state.lock:
-                state.tiers.forgotten[:0] = gone
-                state.tiers.journal_stale |= stale
-            self._failed(e)
-            return
-        with state.lock:
-            assert state.tiers.ssd is not None
-            for item in gone:
-                state.tiers.ssd.give_back(item.ref)
-            state.lock.notify_all()
-
-    def _forget_pending(self) -> bool:
-        tiers = self._state.tiers
-        return self._ssd is not None and (bool(tiers.forgotten) or tiers.journal_stale)
-
-    def touch_rows(self) -> None:
-        """Tell the journal what was used since the last time, for the order of eviction."""
-        state = self._state
-        with state.lock:
-            used = {a: None for restored in state.used for a in restored}
-            state.used.clear()
-            rows = [(a.id, a.last_used, a.uses) for a in used if a.ssd and not a.forgotten]
-        if not rows or self._ssd is None:
-            return
-        rows.sort(key=lambda row: row[1])
-        now = time.time()
-        stamps = ((x, now + i * 1e-6, uses) for i, (x, _, uses) in enumerate(rows))
-        try:
-            self._ssd.directory.journal.touch(stamps)
+            self._rows.forget()
         except StoreError as e:
             self._failed(e)
 
@@ -171,28 +130,43 @@ class Spiller:
         if ssd is None or not state.ssd_writable:
             self._let_go(artifacts)
             return []
-        with state.lock:
-            for kind, count in Counter(a.state_type for a in artifacts).items():
-                short = count - ssd.free(kind)
-                while short > 0 and state.tiers.evict_ssd(kind):
-                    short -= 1
-        self.forget_rows()
-        writes, homeless = [], []
+        self._make_room(artifacts, ssd)
+        self._forget_rows()
+        writes: list[_Write] = []
+        homeless: list[Artifact] = []
+        placed: set[Artifact] = set()
         with state.lock:
             for artifact in artifacts:
-                target = None if artifact.forgotten else ssd.take(artifact.state_type)
+                target = None
+                if not artifact.forgotten and _parent_is_there(artifact, placed):
+                    target = ssd.take(artifact.state_type)
                 if target is None:
                     homeless.append(artifact)
                     continue
                 assert artifact.dram is not None
                 ssd.hold(target)
                 state.tiers.dram.hold(artifact.dram)
+                placed.add(artifact)
                 writes.append(_Write(artifact, artifact.dram, target))
             no_room = sum(not a.forgotten for a in homeless)
             if no_room:
                 state.fail(Failure.NO_SLOT, Tier.SSD, no_room)
         self._let_go(homeless)
         return writes
+
+    def _make_room(self, artifacts: list[Artifact], ssd: SlotPool) -> None:
+        """Evict from SSD what the batch needs, but never what the batch continues."""
+        state = self._state
+        with state.lock:
+            above = [x for x in map(_deepest_on_ssd, artifacts) if x is not None]
+            for artifact in above:
+                artifact.pins += 1
+            for kind, count in Counter(a.state_type for a in artifacts).items():
+                short = count - ssd.free(kind)
+                while short > 0 and state.tiers.evict_ssd(kind):
+                    short -= 1
+            for artifact in above:
+                state.tiers.unpin(artifact)
 
     def _extent(self, ssd: Ssd, write: _Write) -> Extent:
         tiers = self._state.tiers
@@ -224,7 +198,7 @@ class Spiller:
         rows = [_row(w, now) for w in batch.writes]
         try:
             self._ssd.directory.sync()
-            self._ssd.directory.journal.record(rows)
+            self._rows.record(rows)
         except (StoreError, OSError) as e:
             self._failed(e)
             self._release(batch, journaled=False)
@@ -300,6 +274,27 @@ class Spiller:
             state.ssd_writable = False
             state.spills.clear()
             state.lock.notify_all()
+
+
+def _deepest_on_ssd(artifact: Artifact) -> Artifact | None:
+    """The nearest ancestor of the same state type that is on SSD."""
+    node = artifact.node.parent
+    while node is not None:
+        above = node.artifacts.get(artifact.state_type)
+        if above is not None and above.ssd is not None:
+            return above
+        node = node.parent
+    return None
+
+
+def _parent_is_there(artifact: Artifact, placed: set[Artifact]) -> bool:
+    """Whether the parent chunk's artifact, if there is one, is on SSD or in this batch.
+
+    Else the copy would be out of reach after a restart, and would keep its parent in DRAM.
+    """
+    parent = artifact.node.parent
+    above = None if parent is None else parent.artifacts.get(artifact.state_type)
+    return above is None or above.ssd is not None or above in placed
 
 
 def _row(write: _Write, now: float) -> JournalRow:

@@ -113,6 +113,19 @@ def test_a_copy_backed_by_ssd_may_leave_dram_after_the_leaves(tree: Tree) -> Non
     assert tree.index.match([A, B])[1].tiers == {DENSE: Tier.SSD}
 
 
+def test_an_ssd_copy_backed_by_dram_may_leave_if_no_child_is_on_ssd(tree: Tree) -> None:
+    both = (Tier.DRAM, Tier.SSD)
+    top, middle = tree.put(A, DENSE, both), tree.put(B, DENSE, both)
+    tree.put(C, DENSE)
+    assert tree.index.standing(top, Tier.SSD) is Standing.HELD
+    assert tree.index.standing(middle, Tier.SSD) is Standing.BACKED
+    tree.offered.clear()
+    tree.index.detach(middle, Tier.SSD)
+    assert top in tree.offered
+    assert tree.index.standing(top, Tier.SSD) is Standing.BACKED
+    tree.index.check_integrity()
+
+
 def test_the_last_artifact_of_a_chunk_stays_while_it_has_children(tree: Tree) -> None:
     window = tree.put(A, WINDOW)
     child = tree.put(B, DENSE)

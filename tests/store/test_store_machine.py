@@ -201,7 +201,7 @@ class VerifyAllMachine(StoreMachine):
     verify = "all"
 
 
-for machine, examples in ((StoreMachine, 60), (DramMachine, 40), (VerifyAllMachine, 25)):
+for machine, examples in ((StoreMachine, 40), (DramMachine, 40), (VerifyAllMachine, 15)):
     machine.TestCase.settings = settings(
         max_examples=examples, stateful_step_count=40, deadline=None
     )
