@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple, NewType
 
 from hetero_connector.spec.state_types import StateType
@@ -16,7 +16,7 @@ ROOT = ChunkKey(bytes(16))
 """Parent of every first chunk."""
 
 
-class Tier(str, Enum):
+class Tier(StrEnum):
     """Where an artifact's bytes are."""
 
     DRAM = "dram"
@@ -50,7 +50,7 @@ class ArtifactId(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """64 bits of the id that seed the checksum, so that bytes of another artifact never verify."""
+        """64 bits of the id to seed the checksum: bytes of another artifact never verify."""
         kind = list(StateType).index(self.state_type)
         return int.from_bytes(self.chunk[:8], "little") ^ (kind * 0x9E3779B97F4A7C15 & (2**64 - 1))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -19,7 +19,7 @@ from hetero_connector.artifacts.record import StoredChunk as StoredChunk
 from hetero_connector.spec.state_types import StateType
 
 
-class Failure(str, Enum):
+class Failure(StrEnum):
     """Why an artifact could not be had. Every one of them is a counted miss."""
 
     IO_ERROR = "io_error"
@@ -53,7 +53,7 @@ class Restore(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether every artifact is either in DRAM or failed. Never blocks; enforces the deadline."""
+        """Whether every artifact is in DRAM or failed. Never blocks; enforces the deadline."""
         ...
 
     @property
