@@ -72,6 +72,9 @@ class Restorer:
         if pending is not None and not pending.fits(local_tokens):
             pending.handle.release()
             pending = None
+        elif pending is not None:
+            # The engine's own cache may have grown meanwhile: its pages are not ours to write.
+            pending.local_tokens = local_tokens
         while True:
             if pending is None:
                 pending = self._begin(tracker, local_tokens)

@@ -228,6 +228,15 @@ def test_a_request_that_is_never_admitted_leaves_no_pin(dense: Engine) -> None:
     assert not any(a.pins for a in artifacts(dense))
 
 
+def test_a_local_hit_that_grows_while_waiting_is_not_loaded_over(hybrid: Engine) -> None:
+    hybrid.run(FakeRequest("a", tokens(200)))
+    request = FakeRequest("b", tokens(200))
+    assert hybrid.side.matched_tokens(request, 0)[0] == 192  # type: ignore[arg-type]
+    assert hybrid.admit(request, local=80) == 112
+    (load,) = hybrid.step(b=8).loads
+    assert load.copy.blocks[KV, 0].first_page == 5
+
+
 def test_a_local_hit_that_overtakes_the_plan_drops_it(dense: Engine) -> None:
     dense.run(FakeRequest("a", tokens(200)))
     request = FakeRequest("b", tokens(200))
