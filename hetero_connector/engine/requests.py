@@ -74,6 +74,8 @@ class RequestTracker:
     restore: PendingRestore | None = None
     admitting: bool = False
     """Admitted since its last scheduled step: `next_chunk` is to be found anew."""
+    outdated: bool = False
+    """The store was reset since it was admitted: its pages must not be saved."""
 
     @classmethod
     def of(cls, request: Request, hasher: ChainHasher, lora: bytes) -> RequestTracker:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+_IDLE_STEP_S = 500e-6
 _SOURCES = {Tier.DRAM.value: CacheHitSource.HOST, Tier.SSD.value: CacheHitSource.DISK}
 
 
@@ -61,6 +62,8 @@ class SchedulerSide:
         self._admitted: list[RequestTracker] = []
         self._loading: dict[str, PendingRestore] = {}
         self._early: list[Save] = []
+        self._staging = False
+        """A request was told to ask again since the last step."""
         self._kv_cache_manager: KVCacheManager | None = None
 
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
@@ -73,6 +76,7 @@ class SchedulerSide:
         if tracker is None or request.skip_reading_prefix_cache:
             return 0, False
         tokens = self._restorer.tokens(tracker, local_tokens)
+        self._staging |= tokens is None
         return tokens, bool(tokens) and self._parked
 
     def allocated(self, request: Request, num_external_tokens: int) -> None:
@@ -81,6 +85,8 @@ class SchedulerSide:
         if tracker is None:
             return
         tracker.admitting = True
+        if request.num_computed_tokens == 0:  # not a parked load that has ended
+            tracker.outdated = False
         if num_external_tokens:
             self._admitted.append(tracker)
         else:
@@ -102,6 +108,7 @@ class SchedulerSide:
         self._admitted.clear()
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             self._save(request_id, num_tokens, output, meta)
+        self._yield_if_idle(output)
         return meta
 
     def reported(self, report: WorkerReport) -> None:
@@ -118,14 +125,19 @@ class SchedulerSide:
             return
         unloaded = self._parked and request.request_id in self._loading
         self._restorer.forget(tracker)
-        if not unloaded:
+        if not unloaded and not tracker.outdated:
             self._early += self._saver.finish(tracker, request.num_computed_tokens, block_ids)
 
     def reset(self) -> None:
-        """Forget everything stored; running requests save again from their start."""
+        """Forget everything stored, and what requests hold of it or computed before.
+
+        Whatever the reset is for (new weights, say) holds for running requests' pages too:
+        they are not saved again unless the request is preempted and computed anew.
+        """
         self._store.reset()
         for tracker in self._trackers.values():
-            tracker.next_chunk = 0
+            self._restorer.forget(tracker)
+            tracker.outdated = True
 
     @property
     def has_work(self) -> bool:
@@ -135,6 +147,16 @@ class SchedulerSide:
     def close(self) -> None:
         """Write what is sealed to SSD and let go of the tiers."""
         self._store.close()
+
+    def _yield_if_idle(self, output: SchedulerOutput) -> None:
+        """Let the I/O thread have the interpreter when a step has nothing else to run.
+
+        An engine core inside the caller's process steps without pause while a request waits
+        for the SSD, and would keep the interpreter's lock from the thread that reads.
+        """
+        if self._staging and not output.num_scheduled_tokens:
+            time.sleep(_IDLE_STEP_S)
+        self._staging = False
 
     def _track(self, request: Request) -> RequestTracker | None:
         tracker = self._trackers.get(request.request_id)
@@ -164,7 +186,7 @@ class SchedulerSide:
         self, request_id: str, num_tokens: int, output: SchedulerOutput, meta: StepMetadata
     ) -> None:
         tracker = self._trackers.get(request_id)
-        if tracker is None:
+        if tracker is None or tracker.outdated:
             return
         computed = tracker.request.num_computed_tokens
         if tracker.admitting:
