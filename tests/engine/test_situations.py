@@ -1,0 +1,293 @@
+"""Hard moments in a request's life: aborts, resets, salts, samples, and what is left behind.
+
+Preemption, prefix caching off and tiny tiers, which need engines of their own, are in
+test_pressure.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any
+from unittest.mock import PropertyMock, patch
+
+import pytest
+
+from hetero_connector.connector import HeteroConnector
+from hetero_connector.store.restore import ArtifactRestore
+from tests.engine.harness import (
+    BF16_MODELS,
+    Completion,
+    delta,
+    engine,
+    forget,
+    forget_local,
+    generate,
+    leave_on_ssd_only,
+    no_restores,
+    prompt_tokens,
+    scheduler_side,
+    sealed,
+    settle,
+)
+
+pytestmark = pytest.mark.engine
+
+PROMPT = prompt_tokens(1400, seed=41)
+_ids = count()
+
+
+@pytest.fixture(scope="module", params=("gemma3", "deepseek_v4", "qwen3_next"))
+def model(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def llm(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    extra = {"dram_gib": 0.1, "ssd_dir": str(tmp_path_factory.mktemp("ssd")), "ssd_gib": 0.2}
+    arguments: dict[str, Any] = {"max_num_batched_tokens": 768}
+    if model == "qwen3_next":
+        arguments["prefix_cache_retention_interval"] = 640
+    with engine(model, extra, **arguments) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(llm: Any) -> Iterator[None]:
+    forget(llm)
+    yield
+    settle(llm)
+    side = scheduler_side(llm)
+    assert side._store.flush(30.0)
+    assert [a for a in side._store._tiers.index.artifacts() if a.pins or not a.sealed] == []
+    assert (side._trackers, side._loading, side._admitted) == ({}, {}, [])
+    side._store.check_integrity()
+
+
+@pytest.fixture
+def reference(llm: Any) -> Completion:
+    """PROMPT stored, and the engine's own hit on it; its own cache is empty again."""
+    generate(llm, PROMPT)
+    settle(llm)
+    with no_restores(llm):
+        hit = generate(llm, PROMPT, max_tokens=8)
+    forget_local(llm)
+    return hit
+
+
+def same(model: str, completion: Completion, reference: Completion) -> None:
+    if model in BF16_MODELS:
+        assert completion.num_cached_tokens == reference.num_cached_tokens
+    assert completion.tokens == reference.tokens
+    assert delta(completion, reference) <= (0.0 if model in BF16_MODELS else 1e-4)
+
+
+def boundary(llm: Any, num_tokens: int) -> int:
+    alignment = scheduler_side(llm)._layout.model.alignment
+    return (num_tokens - 1) // alignment * alignment
+
+
+def add(llm: Any, prompt: Sequence[int], max_tokens: int = 8) -> str:
+    """Add a request, to be stepped by hand."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+    )
+    request_id = f"by-hand-{next(_ids)}"
+    llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, parameters)
+    return request_id
+
+
+def step(llm: Any, times: int = 1) -> list[Any]:
+    """Engine steps; returns the outputs."""
+    return [output for _ in range(times) for output in llm.llm_engine.step()]
+
+
+def worker_connector() -> HeteroConnector:
+    """The worker's half, of a worker in this process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector = get_kv_transfer_group()
+    assert isinstance(connector, HeteroConnector)
+    return connector
+
+
+class Staging:
+    """While it is entered, no restore ever gets further than being read from SSD."""
+
+    def __enter__(self) -> None:
+        self._patch = patch.object(
+            ArtifactRestore, "done", new_callable=PropertyMock, return_value=False
+        )
+        self._patch.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.stop()
+
+
+def test_abort_while_the_restore_is_read_from_ssd(
+    llm: Any, model: str, reference: Completion
+) -> None:
+    leave_on_ssd_only(llm)
+    with Staging():
+        request_id = add(llm, PROMPT)
+        step(llm, 2)
+        assert scheduler_side(llm)._trackers
+        llm.llm_engine.abort_request([request_id])
+        step(llm)
+    same(model, generate(llm, PROMPT, max_tokens=8), reference)
+
+
+def test_abort_while_the_load_is_under_way(llm: Any, model: str, reference: Completion) -> None:
+    held: set[str] = set()
+    worker = worker_connector()._worker
+    assert worker is not None
+    take = worker.take_finished_recving
+
+    def hold() -> set[str]:
+        held.update(take())
+        return set()
+
+    with patch.object(worker, "take_finished_recving", hold):
+        request_id = add(llm, PROMPT)
+        step(llm)
+        llm.llm_engine.abort_request([request_id])
+        step(llm)
+    if held:  # a parked load: vLLM waits for its end before it frees the pages
+        worker._finished_recving |= held
+        other = generate(llm, prompt_tokens(50, seed=42))
+        assert other.num_cached_tokens == 0
+    forget_local(llm)
+    same(model, generate(llm, PROMPT, max_tokens=8), reference)
+
+
+def test_abort_between_the_steps_of_a_prefill(llm: Any, model: str) -> None:
+    def prefill_a_part() -> None:
+        request_id = add(llm, PROMPT)
+        step(llm)
+        assert scheduler_side(llm)._trackers
+        llm.llm_engine.abort_request([request_id])
+        settle(llm)
+
+    prefill_a_part()
+    with no_restores(llm):
+        reference = generate(llm, PROMPT, max_tokens=8)
+    assert reference.num_cached_tokens == boundary(llm, 769)
+    forget(llm)
+    prefill_a_part()
+    forget_local(llm)
+    restored = generate(llm, PROMPT, max_tokens=8)
+    assert restored.num_cached_tokens == reference.num_cached_tokens
+    same(model, restored, reference)
+
+
+def test_abort_while_decoding(llm: Any, model: str, reference: Completion) -> None:
+    request_id = add(llm, PROMPT, max_tokens=100)
+    step(llm, 5)
+    llm.llm_engine.abort_request([request_id])
+    forget_local(llm)
+    same(model, generate(llm, PROMPT, max_tokens=8), reference)
+
+
+def test_the_last_pages_are_saved_without_holding_the_cache(llm: Any, model: str) -> None:
+    generate(llm, PROMPT)
+    # Only Gemma's alignment is finer than a chunk: it has a tail to save.
+    assert bool(scheduler_side(llm)._early) == (model == "gemma3")
+    assert llm.reset_prefix_cache(), "the request's pages are still held"
+    settle(llm)
+    assert generate(llm, PROMPT).num_cached_tokens == boundary(llm, len(PROMPT))
+
+
+def test_a_reset_forgets_everything(llm: Any, reference: Completion) -> None:
+    leave_on_ssd_only(llm)
+    generate(llm, PROMPT)  # and something in DRAM
+    settle(llm)
+    assert llm.reset_prefix_cache(reset_connector=True)
+    assert sealed(llm) == []
+    assert generate(llm, PROMPT).num_cached_tokens == 0
+
+
+def test_a_reset_forgets_what_a_waiting_request_has_staged(llm: Any, reference: Completion) -> None:
+    with Staging():
+        add(llm, PROMPT, max_tokens=1)
+        step(llm)
+        assert llm.reset_prefix_cache(reset_connector=True)
+    outputs = step(llm, 6)
+    assert [o.num_cached_tokens for o in outputs if o.finished] == [0]
+
+
+def test_a_reset_while_requests_run(llm: Any, model: str, reference: Completion) -> None:
+    add(llm, PROMPT, max_tokens=20)
+    step(llm, 5)
+    # The engine's own cache cannot be emptied under a running request; the store can.
+    assert not llm.reset_prefix_cache(reset_connector=True)
+    assert sealed(llm) == []
+    finished = [o for o in step(llm, 25) if o.finished]
+    assert finished[0].outputs[0].token_ids[:8] == reference.tokens
+    settle(llm)
+    # Its pages are older than the reset: whatever the reset was for holds for them too.
+    assert sealed(llm) == []
+    forget_local(llm)
+    assert generate(llm, PROMPT).num_cached_tokens == 0
+
+
+def test_a_reset_that_preempts_running_requests(
+    llm: Any, model: str, reference: Completion
+) -> None:
+    add(llm, PROMPT, max_tokens=8)
+    step(llm, 5)
+    assert llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert sealed(llm) == []
+    finished = [o for o in step(llm, 20) if o.finished]
+    if model not in BF16_MODELS:  # computed anew, in other shapes
+        assert list(finished[0].outputs[0].token_ids) == reference.tokens
+    # It was computed from its start, after the reset, and is stored again.
+    forget_local(llm)
+    same(model, generate(llm, PROMPT, max_tokens=8), reference)
+
+
+def test_salts_never_share(llm: Any) -> None:
+    def cached(salt: str | None) -> int:
+        forget_local(llm)
+        prompt: dict[str, Any] = {"prompt_token_ids": PROMPT}
+        if salt is not None:
+            prompt["cache_salt"] = salt
+        from vllm import SamplingParams
+
+        output = llm.generate(
+            [prompt], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False
+        )[0]
+        return int(output.num_cached_tokens)
+
+    last = boundary(llm, len(PROMPT))
+    assert [cached(s) for s in ("one", "two", None)] == [0, 0, 0]
+    assert [cached(s) for s in ("one", "two", None, "three")] == [last, last, last, 0]
+
+
+def test_a_request_that_must_not_read_the_cache_does_not(llm: Any, reference: Completion) -> None:
+    unread = generate(llm, PROMPT, skip_reading_prefix_cache=True)
+    assert unread.num_cached_tokens == 0
+    forget_local(llm)
+    # Logprobs of the prompt need every position's hidden state.
+    assert generate(llm, PROMPT, prompt_logprobs=1).num_cached_tokens == 0
+    forget_local(llm)
+    assert generate(llm, PROMPT).num_cached_tokens == boundary(llm, len(PROMPT))
+
+
+def test_several_samples_of_one_prompt(llm: Any, reference: Completion) -> None:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(
+        n=3, temperature=1.0, seed=5, max_tokens=12, ignore_eos=True, detokenize=False
+    )
+
+    def samples() -> list[list[int]]:
+        output = llm.generate([{"prompt_token_ids": PROMPT}], parameters, use_tqdm=False)[0]
+        assert output.num_cached_tokens == boundary(llm, len(PROMPT))
+        return [list(sample.token_ids) for sample in output.outputs]
+
+    restored = samples()
+    with no_restores(llm):
+        assert samples() == restored
+    assert len({tuple(sample) for sample in restored}) == 3
