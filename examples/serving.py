@@ -109,8 +109,8 @@ class Server:
         """Base address."""
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self, timeout_s: float = _START_TIMEOUT_S) -> Server:
-        """Start and wait for /health. Raises `RuntimeError` with the end of the log."""
+    def launch(self) -> None:
+        """Start the process and return at once; `start` then waits for it."""
         self.port = self.port or _free_port()
         environment = os.environ | dict(ENGINE_ENVIRONMENT) | {"VLLM_SERVER_DEV_MODE": "1"}
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
@@ -122,9 +122,17 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def start(self, timeout_s: float = _START_TIMEOUT_S) -> Server:
+        """Wait for /health, launching first if need be.
+
+        Raises `RuntimeError` with the end of the log when it does not come up.
+        """
+        if self._process is None:
+            self.launch()
         deadline = time.monotonic() + timeout_s
         while not self._healthy():
-            if self._process.poll() is not None:
+            if self._process is None or self._process.poll() is not None:
                 raise RuntimeError(f"the server ended at start:\n{self.log_tail()}")
             if time.monotonic() > deadline:
                 self.kill()
@@ -225,7 +233,7 @@ class Server:
         return self.log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
 
     def __enter__(self) -> Server:
-        return self.start() if self._process is None else self
+        return self.start()
 
     def __exit__(
         self,
