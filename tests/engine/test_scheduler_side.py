@@ -285,7 +285,9 @@ def test_early_saves_whose_pages_are_overwritten_are_dropped(dense: Engine) -> N
     assert dense.admit(FakeRequest("b", tokens(150))) == 64
 
 
-def test_reset_forgets_everything_and_running_requests_save_again(dense: Engine) -> None:
+def test_reset_forgets_everything_and_running_requests_save_once_computed_anew(
+    dense: Engine,
+) -> None:
     request = FakeRequest("a", tokens(130))
     dense.admit(request)
     dense.step(a=130)
@@ -293,7 +295,10 @@ def test_reset_forgets_everything_and_running_requests_save_again(dense: Engine)
     assert dense.side.matched_tokens(FakeRequest("b", tokens(130)), 0)[0] == 0  # type: ignore[arg-type]
     request.all_token_ids.append(1)
     dense.grow_table(request)
-    (save,) = dense.step(a=1).saves
+    assert dense.step(a=1).saves == []
+    request.num_computed_tokens = 0  # preempted
+    assert dense.admit(request) == 0
+    (save,) = dense.step(a=131).saves
     assert [x.end for x in save.copy.artifacts] == [64, 128]
 
 
@@ -302,7 +307,7 @@ def test_an_evicted_parent_is_saved_again_before_its_child() -> None:
     request = FakeRequest("a", tokens(64))
     engine.admit(request)
     engine.step(a=64)
-    engine.side.reset()
+    engine.store.reset()
     request.all_token_ids += tokens(64, seed=3)
     engine.grow_table(request)
     (save,) = engine.step(a=64).saves
