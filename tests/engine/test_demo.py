@@ -1,0 +1,24 @@
+"""`make demo` as a user runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def test_the_demo_runs_and_finds_nothing_to_complain_about(tmp_path: Path) -> None:
+    demo = subprocess.run(
+        [sys.executable, "-m", "examples.demo", "--dir", str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    for shown in ("restored from SSD after kill -9", "compressed_csa_main", "window_swa"):
+        assert shown in demo.stdout

@@ -1,0 +1,114 @@
+"""The client's reading of what a server says, on a fake server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from examples.demo import Outcome, _delta
+from examples.serving import Reply, Server
+
+METRICS = """# HELP heterocache_bytes Useful bytes stored.
+heterocache_bytes{engine="0",state_type="dense_kv",tier="dram"} 4096.0
+heterocache_bytes{engine="0",state_type="dense_kv",tier="ssd"} 2.5e+06
+heterocache_bytes_other{tier="ssd"} 1.0
+"""
+EVENTS = [
+    {"choices": [{"logprobs": {"tokens": ["token_id:7"], "top_logprobs": [{"token_id:7": -0.5}]}}]},
+    {"choices": [{"logprobs": {"tokens": ["token_id:9"], "top_logprobs": [{"token_id:9": -0.1}]}}]},
+    {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 256}}},
+]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def _reply(self, body: bytes) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        self._reply(METRICS.encode())
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        lines = [f"data: {json.dumps(event)}\n\n" for event in EVENTS]
+        self._reply("".join([*lines, "data: [DONE]\n\n"]).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    fake = HTTPServer(("127.0.0.1", 0), _Handler)
+    thread = threading.Thread(target=fake.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    log = tmp_path / "log"
+    log.write_text("started")
+    yield Server(tmp_path / "dense", log, port=fake.server_port)
+    fake.shutdown()
+    thread.join()
+    fake.server_close()
+
+
+def test_a_reply_has_its_tokens_logprobs_and_cached_tokens(server: Server) -> None:
+    reply = server.complete([1, 2, 3], 2)
+    assert reply.tokens == [7, 9]
+    assert reply.top_logprobs == [{"token_id:7": -0.5}, {"token_id:9": -0.1}]
+    assert reply.cached_tokens == 256
+    assert reply.ttft_s > 0
+
+
+def test_series_are_those_of_the_metric_only(server: Server) -> None:
+    found = {labels["tier"]: value for labels, value in server.series("heterocache_bytes")}
+    assert found == {"dram": 4096.0, "ssd": 2.5e6}
+
+
+def test_a_server_that_ends_at_start_shows_its_log(tmp_path: Path) -> None:
+    server = Server(tmp_path / "no-such-model", tmp_path / "log")
+    server.command = lambda: ["sh", "-c", "echo no such model; exit 3"]  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="no such model"):
+        server.start()
+
+
+def test_kill_ends_the_whole_process_group(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    server = Server(tmp_path / "dense", tmp_path / "log")
+    script = f"sleep 60 & echo $! > {pid_file}.new; mv {pid_file}.new {pid_file}; wait"
+    server.command = lambda: ["sh", "-c", script]  # type: ignore[method-assign]
+    server.launch()
+    while not pid_file.exists():
+        pass
+    child = int(pid_file.read_text())
+    server.kill()
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def _reply(logprobs: list[dict[str, float]], tokens: list[int], ttft_s: float = 0.1) -> Reply:
+    return Reply(tokens, logprobs, ttft_s, 256)
+
+
+def test_delta_stops_where_the_contexts_part() -> None:
+    one = _reply([{"a": -1.0}, {"a": -1.0}, {"a": -1.0}], [1, 2, 3])
+    same = _reply([{"a": -1.0}, {"a": -1.5}, {"a": -9.0}], [1, 5, 3])
+    assert _delta(one, same) == 0.5
+
+
+def test_the_demo_complains_about_a_wrong_or_missing_restore() -> None:
+    good, wrong = _reply([{"a": -1.0}], [1]), _reply([{"a": -1.1}], [1])
+    slow = _reply([{"a": -1.0}], [1], ttft_s=1.0)
+    outcome = Outcome("dense")
+    outcome.replies = {"cold": [slow], "local": [good], "dram": [good], "ssd": [good]}
+    outcome.restored = {"dram": {"dense_kv": 256}, "ssd": {"dense_kv": 256}}
+    assert outcome.complaints() == []
+    outcome.restored["ssd"] = {}
+    outcome.replies["dram"] = [wrong]
+    assert len(outcome.complaints()) == 2
+    outcome.replies["ssd"] = [slow]
+    assert len(outcome.complaints()) == 3
