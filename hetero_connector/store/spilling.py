@@ -24,7 +24,7 @@ from hetero_connector.store.journal_rows import JournalRows
 from hetero_connector.store.reading import padded
 from hetero_connector.store.slots import SlotPool
 from hetero_connector.store.ssd import Ssd
-from hetero_connector.store.state import StoreState
+from hetero_connector.store.state import Spill, StoreState
 from hetero_connector.store.tiers import Forgotten
 from hetero_connector.transfer.base import Direction, Extent, Transfer, TransferState
 from hetero_connector.transfer.checksum import checksum
@@ -36,6 +36,7 @@ _BATCH_BYTES = 16 << 20
 _MAX_FAILURES = 3
 """Failed batches in a row after which the tier is only read."""
 _WRITE_DEADLINE_S = 60.0
+_RETRY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -184,8 +185,7 @@ class Spiller:
                 return False
             self._abandon(batch)
         elif batch.transfer.error is not None:
-            self._failed(batch.transfer.error)
-            self._release(batch, journaled=False)
+            self._retry(batch, batch.transfer.error)
         else:
             self._commit(batch)
         self._batch = None
@@ -200,8 +200,7 @@ class Spiller:
             self._ssd.directory.sync()
             self._rows.record(rows)
         except (StoreError, OSError) as e:
-            self._failed(e)
-            self._release(batch, journaled=False)
+            self._retry(batch, e)
             return
         self._failures = 0
         self._state.recorder.observe(
@@ -230,6 +229,16 @@ class Spiller:
                         state_type=artifact.state_type.value,
                     )
         self._let_go([w.artifact for w in batch.writes])
+
+    def _retry(self, batch: _Batch, error: Exception) -> None:
+        """Put a failed batch back at the head of the queue: chunks below it depend on it."""
+        state = self._state
+        due_s = state.clock() + _RETRY_S
+        with state.lock:
+            again = [Spill(w.artifact, due_s) for w in batch.writes if not w.artifact.forgotten]
+            state.spills.extendleft(reversed(again))
+        self._failed(error)
+        self._release(batch, journaled=False)
 
     def _let_go(self, artifacts: list[Artifact]) -> None:
         state = self._state

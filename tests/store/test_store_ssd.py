@@ -282,19 +282,44 @@ def test_concurrent_restores_share_one_read(bench: Bench, disk: Disk) -> None:
     store.close()
 
 
-def test_a_failed_write_leaves_the_artifact_in_dram(bench: Bench, disk: Disk) -> None:
+def test_a_write_that_fails_once_is_tried_again(bench: Bench, disk: Disk) -> None:
     store = bench.open()
-    disk.files.fail_next()
-    put(store, CHUNKS[:1])
-    assert store.flush(20), "one failure does not stop the tier"
-    assert bench.counts("heterocache_failures") == {"cause=io_error,tier=ssd": 1}
-    put(store, CHUNKS[1:])
+    disk.files.fail_next(2)
+    put(store, CHUNKS)
     assert store.flush(20)
-    assert stored(store, CHUNKS) == 6
+    assert bench.counts("heterocache_failures") == {"cause=io_error,tier=ssd": 2}
     store = restarted(bench, store)
-    assert stored(store, CHUNKS) == 0, "rows below a lost one are unreachable"
-    put(store, CHUNKS)  # and their slots are free again
+    assert stored(store, CHUNKS) == 6
+    store.close()
+
+
+def test_rows_below_a_lost_one_are_dropped_and_their_slots_freed(bench: Bench) -> None:
+    store = bench.open()
+    put(store, CHUNKS)
     assert store.flush(20)
+    directory = store._io_thread._ssd.directory  # type: ignore[union-attr]
+    directory.journal.forget(ids_of(CHUNKS[2:3]))
+    store = restarted(bench, store)
+    assert stored(store, CHUNKS) == 2
+    assert store._tiers.ssd.used(DENSE) == 2  # type: ignore[union-attr]
+    put(store, CHUNKS[2:])
+    assert store.flush(20)
+    store.check_integrity()
+    store.close()
+
+
+def test_nothing_is_written_below_a_chunk_that_is_not_on_ssd(bench: Bench) -> None:
+    store = bench.open()
+    put(store, CHUNKS[:2])
+    assert store.flush(20)
+    with store._state.lock:
+        lost = store._tiers.index.find(ArtifactId(CHUNKS[1].key, DENSE))
+        assert lost is not None
+        store._tiers.drop(lost, Tier.SSD)
+    put(store, CHUNKS[2:])
+    assert store.flush(20)
+    assert store._tiers.ssd.used(DENSE) == 1  # type: ignore[union-attr]
+    assert store._tiers.ssd.used(WINDOW) == 6  # type: ignore[union-attr]
     store.check_integrity()
     store.close()
 
