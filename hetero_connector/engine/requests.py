@@ -13,11 +13,12 @@ from hetero_connector.artifacts.canonical import encode
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.identity import locate_model, lora_digest
 from hetero_connector.errors import IdentityError
+from hetero_connector.planner.restore_plan import RestorePlan
+from hetero_connector.store.base import Restore
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from hetero_connector.engine.restoring import PendingRestore
 
 logger = logging.getLogger("vllm.heterocache")
 
@@ -59,6 +60,21 @@ def extra_keys(request: Request, lora: bytes) -> Callable[[int, int], bytes]:
         return encode([lora, own or ()])
 
     return keys
+
+
+@dataclass
+class PendingRestore:
+    """A plan whose artifacts are being brought to DRAM, or are there."""
+
+    plan: RestorePlan
+    handle: Restore
+    local_tokens: int
+    ranks_left: int = 1
+    """Tensor-parallel ranks that have not reported the load yet."""
+
+    def fits(self, local_tokens: int) -> bool:
+        """Whether the plan still says what to load on top of `local_tokens`."""
+        return self.local_tokens <= local_tokens < self.plan.boundary
 
 
 @dataclass

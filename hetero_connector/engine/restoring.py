@@ -10,38 +10,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ROOT, ArtifactId, Tier
 from hetero_connector.engine.messages import ArtifactCopy, Blocks, Load, PageCopy
-from hetero_connector.engine.requests import RequestTracker
+from hetero_connector.engine.requests import PendingRestore, RequestTracker
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.restore_plan import RestorePlan, plan_restore
 from hetero_connector.spec import StateType
-from hetero_connector.store.base import Restore, Store, StoredChunk
+from hetero_connector.store.base import Store, StoredChunk
 
 _MAX_ATTEMPTS = 4
 """Plans tried for one request before it settles for what DRAM holds."""
 
 BlockTable = Callable[[int, range], list[int]]
 """`table(group, pages)`: block ids of these pages of a KV cache group; 0 for a null block."""
-
-
-@dataclass
-class PendingRestore:
-    """A plan whose artifacts are being brought to DRAM, or are there."""
-
-    plan: RestorePlan
-    handle: Restore
-    local_tokens: int
-    ranks_left: int = 1
-    """Tensor-parallel ranks that have not reported the load yet."""
-
-    def fits(self, local_tokens: int) -> bool:
-        """Whether the plan still says what to load on top of `local_tokens`."""
-        return self.local_tokens <= local_tokens < self.plan.boundary
 
 
 class Restorer:

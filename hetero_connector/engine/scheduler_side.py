@@ -17,8 +17,13 @@ from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine.messages import Save, StepMetadata, WorkerReport
-from hetero_connector.engine.requests import LoraDigests, RequestTracker, cacheable
-from hetero_connector.engine.restoring import BlockTable, PendingRestore, Restorer
+from hetero_connector.engine.requests import (
+    LoraDigests,
+    PendingRestore,
+    RequestTracker,
+    cacheable,
+)
+from hetero_connector.engine.restoring import BlockTable, Restorer
 from hetero_connector.engine.saving import Saver
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec import StateType
