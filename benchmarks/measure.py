@@ -19,7 +19,6 @@ import numpy as np
 RESULTS = Path(__file__).parent / "results"
 MIB = 1 << 20
 _DD_BLOCK = 4 * MIB
-_MADV_HUGEPAGE = 14
 
 
 def timed(job: Callable[[], object]) -> float:
@@ -59,8 +58,8 @@ class Memcpy:
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
-        self._source = _touched(size_bytes)
-        self._target = _touched(size_bytes)
+        self._source = touched(size_bytes)
+        self._target = touched(size_bytes)
 
     def reused(self) -> float:
         """Seconds into memory that is mapped already."""
@@ -71,9 +70,10 @@ class Memcpy:
         return timed(lambda: np.copyto(np.empty_like(self._source), self._source))
 
 
-def _touched(size_bytes: int) -> np.ndarray:
+def touched(size_bytes: int) -> np.ndarray:
+    """`[size_bytes] uint8` whose pages are mapped, huge ones if there are any."""
     mapping = mmap.mmap(-1, size_bytes)
-    mapping.madvise(_MADV_HUGEPAGE)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
     memory = np.frombuffer(mapping, dtype=np.uint8)
     memory[:] = 1
     return memory
