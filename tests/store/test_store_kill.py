@@ -67,10 +67,10 @@ def check(root: Path, seed: int) -> int:
             assert intact(store, restore)
             restore.release()
             chunks += len(listed)
-    put(store, chain("after", 3))
+    put(store, chain(f"after{seed}", 3))
     assert store.flush(20)
     store.close()
     store = Bench(root).open(dram_chunks=32, ssd_chunks=24)
-    assert stored(store, chain("after", 3)) == 3
+    assert stored(store, chain(f"after{seed}", 3)) == 3
     store.close()
     return chunks
