@@ -32,7 +32,7 @@ def main() -> int:
     if not python.exists():
         say(f"creating {directory}")
         venv.create(directory, with_pip=True, clear=directory.exists())
-    pip(python, "install", "--quiet", "--upgrade", "pip")
+    pip(python, "install", "-qq", "--upgrade", "pip")
     install_package(python)
     remove_broken_torch_libraries(python)
     nixl = install_nixl(python)
@@ -65,12 +65,12 @@ def remove_broken_torch_libraries(python: Path) -> None:
         if imported.returncode != 0:
             reason = (imported.stderr.strip().splitlines() or ["no message"])[-1]
             say(f"removing {name}: it does not work with this torch ({reason[:100]})")
-            pip(python, "uninstall", "--quiet", "--yes", name)
+            pip(python, "uninstall", "-qq", "--yes", name)
 
 
 def install_nixl(python: Path) -> bool:
     """NIXL without its CUDA dependencies: the POSIX backend needs none of them."""
-    installed = pip(python, "install", "--quiet", "--no-deps", *NIXL, check=False)
+    installed = pip(python, "install", "-qq", "--no-deps", *NIXL, check=False)
     if (
         installed
         and subprocess.run([python, "-c", "import nixl._api"], check=False).returncode == 0
@@ -125,7 +125,7 @@ def version_of(python: Path, distribution: str) -> str | None:
 def pip(python: Path, *arguments: str, quiet: bool = False, check: bool = True) -> bool:
     """Run pip; whether it succeeded. With `check`, end the set-up when it did not."""
     command = [str(python), "-m", "pip", "--disable-pip-version-check", *arguments]
-    result = subprocess.run(command + (["--quiet"] if quiet else []), check=False)
+    result = subprocess.run(command + (["-qq"] if quiet else []), check=False)
     if check and result.returncode != 0:
         sys.exit(f"setup: failed: {' '.join(command)}")
     return result.returncode == 0
