@@ -1,0 +1,134 @@
+"""Processes and company: an engine core of its own, tensor parallel workers, MultiConnector."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.checkpoints import write_checkpoint
+from examples.serving import Server, kv_transfer_config
+from tests.engine.harness import (
+    CHECKPOINTS,
+    delta,
+    engine,
+    forget_local,
+    generate,
+    no_restores,
+    prompt_tokens,
+    settle,
+)
+
+pytestmark = pytest.mark.engine
+
+PROMPT = prompt_tokens(1400, seed=91)
+
+
+@pytest.mark.parametrize("model", ["dense", "gemma3"])
+def test_two_tensor_parallel_workers(model: str) -> None:
+    workers = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with engine(model, {"dram_gib": 0.1}, **workers) as llm:
+        generate(llm, PROMPT)
+        settle(llm)
+        with no_restores(llm):
+            reference = generate(llm, PROMPT, max_tokens=8)
+        forget_local(llm)
+        restored = generate(llm, PROMPT, max_tokens=8)
+        assert restored.num_cached_tokens == 1376
+        assert restored.tokens == reference.tokens
+        assert delta(restored, reference) <= 1e-4
+
+
+def test_a_server_with_an_engine_core_of_its_own(tmp_path: Path) -> None:
+    transfer = kv_transfer_config(
+        {"dram_gib": 0.1}, kv_connector_module_path="hetero_connector.connector"
+    )
+    model = write_checkpoint("gemma3", CHECKPOINTS)
+    with Server(model, tmp_path / "server.log", transfer) as server:
+        server.complete(PROMPT, max_tokens=1)
+        reference = server.complete(PROMPT, max_tokens=8)
+        server.reset_prefix_cache()
+        restored = server.complete(PROMPT, max_tokens=8)
+        metrics = server.metrics()
+    assert restored.cached_tokens == 1376
+    assert restored.tokens == reference.tokens
+    for ours, theirs in zip(restored.top_logprobs, reference.top_logprobs, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+    def value(name: str, **labels: str) -> float:
+        parts = [f'{k}="{v}"' for k, v in labels.items()]
+        found = [v for k, v in metrics.items() if k.split("{")[0] == name]
+        assert found, f"{name} is not on /metrics"
+        return sum(
+            v
+            for k, v in metrics.items()
+            if k.split("{")[0] == name and all(part in k for part in parts)
+        )
+
+    assert value("heterocache_hits_total") >= 1
+    assert value("heterocache_hit_tokens_total", tier="dram") >= 1376
+    assert value("heterocache_restored_tokens_total", state_type="window_swa") > 0
+    assert value("heterocache_restored_bytes_total", state_type="dense_kv") >= 1376 * 1536
+    assert value("heterocache_saved_bytes_total", state_type="dense_kv") >= 1376 * 1536
+    assert value("heterocache_load_seconds_count") >= 1
+    assert value("heterocache_save_seconds_count") >= 1
+    assert value("heterocache_capacity_bytes", tier="dram") > 0
+    assert value("vllm:external_prefix_cache_hits_total") >= 1376
+    sources = {k: v for k, v in metrics.items() if "source" in k and v}
+    assert any("host" in k.lower() for k in sources), sources
+
+
+def test_a_child_of_multi_connector(tmp_path: Path) -> None:
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    transfer: dict[str, Any] = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "connectors": [kv_transfer_config({"dram_gib": 0.1}), example]
+        },
+    }
+    with engine("dense", kv_transfer_config=transfer, disable_hybrid_kv_cache_manager=True) as llm:
+        cold = generate(llm, PROMPT, max_tokens=8)
+        core = llm.llm_engine.engine_core.engine_core
+        while core.scheduler.connector.has_pending_push_work():
+            llm.llm_engine.step()
+        reference = generate(llm, PROMPT, max_tokens=8)
+        assert llm.reset_prefix_cache()
+        restored = generate(llm, PROMPT, max_tokens=8)
+        ours = core.scheduler.connector._connectors[0]._scheduler
+        assert [a for a in ours._store._tiers.index.artifacts() if a.uses]
+    assert restored.num_cached_tokens == 1376
+    assert restored.tokens == cold.tokens == reference.tokens
+    assert delta(restored, reference) <= 1e-4
+
+
+def test_pipeline_parallel_is_refused_at_start(tmp_path: Path) -> None:
+    arguments = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    model = write_checkpoint("dense", CHECKPOINTS)
+    log = tmp_path / "server.log"
+    server = Server(model, log, kv_transfer_config({"dram_gib": 0.1}), arguments)
+    with pytest.raises(RuntimeError, match="ended at start"):
+        server.start()
+    assert "set --pipeline-parallel-size 1" in log.read_text()
+
+
+def test_mla_on_the_cpu_is_served_and_nothing_is_stored(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with (
+        caplog.at_level(logging.WARNING, "vllm.heterocache"),
+        engine("mla", {"dram_gib": 0.1}) as llm,
+    ):
+        one = generate(llm, PROMPT, max_tokens=4)
+        two = generate(llm, PROMPT, max_tokens=4)
+        connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+        assert connector._scheduler is None
+    assert (one.num_cached_tokens, two.num_cached_tokens) == (0, 0)
+    assert one.tokens == two.tokens
+    assert "stores nothing for this model: vLLM's CPU_MLA" in caplog.text
