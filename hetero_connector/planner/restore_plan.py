@@ -59,11 +59,15 @@ def plan_restore(
     """
     best = None
     prefix_types, boundary_types = set(model.prefix_types), set(model.boundary_types)
+    num_types = len(model.state_types)
     for index, entry in enumerate(stored):
         end = entry.chunk.end
         if end > limit_tokens:
             break
         if end <= local_tokens:
+            continue
+        if len(entry.tiers) == num_types:
+            best = index  # has them all
             continue
         if not entry.tiers.keys() >= prefix_types:
             break
