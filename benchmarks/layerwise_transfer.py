@@ -163,9 +163,9 @@ class _TypeCopies:
         return PageCopy(self._artifacts, blocks)
 
     def plan(self, copy: Any) -> Any:
-        from hetero_connector.engine.copy_plan import plan_copies
+        from hetero_connector.engine.copy_plan import plan_loads
 
-        return plan_copies(self._layout, 0, copy)
+        return plan_loads(self._layout, 0, copy)
 
     def move(self, copy: Any, direction: str) -> float:
         """Seconds of all layers' copies, planned beforehand."""
