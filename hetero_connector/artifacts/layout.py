@@ -5,6 +5,9 @@ layers in model order, each layer's needed pages in token order, useful bytes on
 
     [rank 0: [layer a: page i, page i+1, ...][layer b: ...]] [rank 1: ...] ...
 
+State that every tensor-parallel rank holds alike (MLA, compressed states) is stored once:
+rank 0 writes it and all ranks read it.
+
 There is no header and no padding, so the size is pure arithmetic.
 """
 
@@ -73,9 +76,18 @@ class ArtifactLayout:
     def _compute_rank_bytes(self, state_type: StateType, start: int, end: int) -> int:
         return sum(s.size_bytes for s in self.segments(state_type, start, end))
 
+    def shares(self, state_type: StateType) -> int:
+        """How many ranks' shares an artifact holds: 1 if they are all alike."""
+        layers = self.model.layers_of(state_type)
+        return 1 if all(layer.replicated for layer in layers) else self.model.tp_size
+
+    def share_of(self, state_type: StateType, rank: int) -> int:
+        """The share that `rank` reads; it writes it only if the share's number is its own."""
+        return min(rank, self.shares(state_type) - 1)
+
     def artifact_bytes(self, state_type: StateType, start: int, end: int) -> int:
-        """Bytes of the whole artifact: all ranks' shares."""
-        return self.model.tp_size * self.rank_bytes(state_type, start, end)
+        """Bytes of the whole artifact: all shares."""
+        return self.shares(state_type) * self.rank_bytes(state_type, start, end)
 
     @cached_property
     def max_bytes(self) -> dict[StateType, int]:

@@ -28,11 +28,21 @@ class _Run:
     stride: int
 
 
-def plan_copies(layout: ArtifactLayout, rank: int, copy: PageCopy) -> LayerCopies:
-    """Every copy of `copy` on this rank, by layer name.
+def plan_loads(layout: ArtifactLayout, rank: int, copy: PageCopy) -> LayerCopies:
+    """Every copy of a load on this rank, by layer name.
 
     Null pages (block id 0) and pages outside the given blocks are left out.
     """
+    return _plan(layout, rank, copy)
+
+
+def plan_saves(layout: ArtifactLayout, rank: int, copy: PageCopy) -> LayerCopies:
+    """As `plan_loads`, for a save: what all ranks hold alike is left to rank 0."""
+    own = [a for a in copy.artifacts if layout.share_of(a.state_type, rank) == rank]
+    return _plan(layout, rank, PageCopy(own, copy.blocks))
+
+
+def _plan(layout: ArtifactLayout, rank: int, copy: PageCopy) -> LayerCopies:
     plan: LayerCopies = defaultdict(list)
     by_type: dict[StateType, list[ArtifactCopy]] = defaultdict(list)
     for artifact in copy.artifacts:
@@ -80,7 +90,8 @@ def _plan_run(
 ) -> None:
     first = run.artifacts[0]
     segments = _segments(layout, first)
-    base = first.offset + rank * sum(s.size_bytes for s in segments)
+    share = layout.share_of(first.state_type, rank)
+    base = first.offset + share * sum(s.size_bytes for s in segments)
     ids_of_group: dict[tuple[int, int, int], IndexArray] = {}
     for index, segment in enumerate(segments):
         if not segment.num_pages:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.engine.copy_plan import LayerCopies, plan_copies
+from hetero_connector.engine.copy_plan import LayerCopies, plan_loads, plan_saves
 from hetero_connector.engine.devices import Device, device_of
 from hetero_connector.engine.layer_pipeline import Job, LayerPipeline
 from hetero_connector.engine.messages import Load, PageCopy, Save, StepMetadata, WorkerReport
@@ -76,7 +76,7 @@ class WorkerSide:
             return
         self._device_().after_forward_so_far()
         for save in meta.early_saves:
-            for layer, copies in plan_copies(self._layout, self._rank, save.copy).items():
+            for layer, copies in plan_saves(self._layout, self._rank, save.copy).items():
                 self._save_layer(meta, layer, copies)
             self._report.saved.update(save.save_ids)
         self._device_().before_forward_goes_on()
@@ -90,7 +90,7 @@ class WorkerSide:
         sync = [load for load in meta.loads if not load.parked]
         for load in meta.loads:
             if load.parked:
-                self._run_now(meta, plan_copies(self._layout, self._rank, load.copy))
+                self._run_now(meta, plan_loads(self._layout, self._rank, load.copy))
                 self._finished_recving.add(load.request_id)
         self._start_layerwise(meta, sync)
         self._report.loaded.update(load.request_id for load in meta.loads)
@@ -150,7 +150,7 @@ class WorkerSide:
         return self._arena.view
 
     def _start_layerwise(self, meta: StepMetadata, loads: list[Load]) -> None:
-        copies = [plan_copies(self._layout, self._rank, load.copy) for load in loads]
+        copies = [plan_loads(self._layout, self._rank, load.copy) for load in loads]
         overlap = self._layerwise != "off" and (
             self._layerwise == "on" or _total_bytes(self._layout, loads) >= OVERLAP_FROM_BYTES
         )
@@ -184,7 +184,7 @@ class WorkerSide:
 
     def _plan_saves(self, meta: StepMetadata) -> None:
         if self._saves.saves is not meta.saves:
-            plans = [plan_copies(self._layout, self._rank, save.copy) for save in meta.saves]
+            plans = [plan_saves(self._layout, self._rank, save.copy) for save in meta.saves]
             self._saves = _StepSaves(meta.saves, plans)
 
     def _finish_saves(self, meta: StepMetadata) -> None:

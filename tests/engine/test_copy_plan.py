@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.engine.copy_plan import plan_copies
+from hetero_connector.engine.copy_plan import plan_loads, plan_saves
 from hetero_connector.engine.messages import ArtifactCopy, Blocks, PageCopy
 from hetero_connector.engine.pages import DevicePages, HostPages, Pages, page_view
 from hetero_connector.errors import UnsupportedModelError
@@ -73,8 +75,10 @@ def run(
     arena: np.ndarray,
     *,
     save: bool,
+    layout: ArtifactLayout = LAYOUT,
 ) -> None:
-    for name, copies in plan_copies(LAYOUT, rank, copy).items():
+    plan = (plan_saves if save else plan_loads)(layout, rank, copy)
+    for name, copies in plan.items():
         layer = next(x for x in MODEL.layers if x.layer == name)
         pages = make_pages(kind, layer, caches[name])
         for rows, ids in copies:
@@ -138,6 +142,22 @@ def test_saving_writes_exactly_the_artifact_s_bytes() -> None:
     assert bool((arena[4096 + size :] == 0xEE).all())
 
 
+def test_what_all_ranks_hold_alike_is_stored_once_and_read_by_all() -> None:
+    model = replace(MODEL, layers=tuple(replace(x, replicated=True) for x in MODEL.layers))
+    layout = ArtifactLayout(model, CHUNK)
+    assert layout.artifact_bytes(KV, 0, CHUNK) == 4 * (96 + 40)
+    copy = PageCopy(chunk_copies(1, [0]), {(KV, 0): Blocks(0, [1, 2, 3, 4])})
+    arena = np.zeros(1 << 16, np.uint8)
+    source = [{x.layer: strided_cache(x, 5 + rank) for x in MODEL.layers} for rank in range(2)]
+    target = [{x.layer: strided_cache(x, 0) for x in MODEL.layers} for rank in range(2)]
+    for rank in (0, 1):
+        run("host", rank, copy, source[rank], arena, save=True, layout=layout)
+    assert bool((arena[: 4 * 136] == 5).all()), "rank 1 wrote what is rank 0's to write"
+    for rank in (0, 1):
+        run("host", rank, copy, target[rank], arena, save=False, layout=layout)
+        assert bool((target[rank]["full.b"][1:5] == 5).all())
+
+
 def test_null_pages_and_pages_outside_the_table_are_left_alone() -> None:
     arena = np.full(1 << 16, 9, np.uint8)
     caches = {x.layer: strided_cache(x, 7) for x in MODEL.layers}
@@ -151,7 +171,7 @@ def test_null_pages_and_pages_outside_the_table_are_left_alone() -> None:
 def test_neighbouring_slots_and_blocks_become_one_copy() -> None:
     slot = LAYOUT.max_bytes[KV]
     copy = PageCopy(chunk_copies(3, [0, slot, 2 * slot]), {(KV, 0): Blocks(0, list(range(1, 13)))})
-    plan = plan_copies(LAYOUT, 0, copy)
+    plan = plan_loads(LAYOUT, 0, copy)
     assert {name: len(copies) for name, copies in plan.items()} == {"full.a": 1, "full.b": 1}
 
 
