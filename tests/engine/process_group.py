@@ -1,0 +1,28 @@
+"""What is left of a process group."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+
+def living(group: int) -> list[str]:
+    """Processes of the group that still run (a zombie only waits for its parent)."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = path.read_text().partition(" (")[2].rpartition(") ")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        state, _, pgrp = rest.split()[:3]
+        if int(pgrp) == group and state not in "ZX":
+            found.append(f"{path.parent.name} {name}")
+    return found
+
+
+def assert_gone(group: int, timeout_s: float = 20.0) -> None:
+    """A kill takes a moment; nothing may be left after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while left := living(group):
+        assert time.monotonic() < deadline, f"still running: {left}"
+        time.sleep(0.05)

@@ -1,0 +1,284 @@
+"""What goes wrong at start is one clear error; what goes wrong later is a counted miss.
+
+On the real engine. The same faults without an engine: `tests/test_config.py`,
+`tests/store/test_ssd_directory.py`, `tests/store/test_store_ssd.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.checkpoints import write_checkpoint
+from examples.serving import Server, kv_transfer_config
+from hetero_connector.machine import GIB
+from hetero_connector.store.ssd_directory import SsdDirectory
+from hetero_connector.verification import verify_model
+from tests.engine.harness import (
+    CHECKPOINTS,
+    Completion,
+    delta,
+    engine,
+    forget_local,
+    generate,
+    make_llm,
+    prompt_tokens,
+    settle,
+    shutdown,
+)
+from tests.engine.process_group import assert_gone
+
+pytestmark = pytest.mark.engine
+
+MODEL = "gemma3"
+PROMPT = prompt_tokens(1390, seed=61)
+BOUNDARY = 1376
+TIERS = {"dram_gib": 0.03, "ssd_gib": 0.06}
+TOLERANCE = 1e-4
+
+Spoil = Callable[[Path], None]
+
+
+def extra(ssd_dir: Path, **more: Any) -> dict[str, Any]:
+    return {**TIERS, "ssd_dir": str(ssd_dir), **more}
+
+
+@pytest.fixture(scope="module")
+def cold() -> Completion:
+    """What an engine without the connector answers."""
+    with engine(MODEL) as llm:
+        return generate(llm, PROMPT, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory, cold: Completion) -> Path:
+    """An ssd_dir that holds PROMPT, of an engine that has ended."""
+    root = tmp_path_factory.mktemp("filled")
+    with engine(MODEL, extra(root)) as llm:
+        same(generate(llm, PROMPT, max_tokens=8), cold)
+        settle(llm)
+    return root
+
+
+@pytest.fixture
+def ssd_dir(filled: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(filled, tmp_path / "ssd"))
+
+
+def same(answer: Completion, cold: Completion) -> None:
+    assert answer.tokens == cold.tokens
+    assert delta(answer, cold) <= TOLERANCE
+
+
+def model_directory(root: Path) -> Path:
+    (path,) = (p for p in root.iterdir() if p.is_dir())
+    return path
+
+
+def rows(root: Path, query: str) -> list[Any]:
+    journal = sqlite3.connect(model_directory(root) / "journal.sqlite")
+    try:
+        with journal:
+            return journal.execute(query).fetchall()
+    finally:
+        journal.close()
+
+
+def slots(root: Path, state_type: str) -> list[tuple[int, int, int]]:
+    """(offset, size, end token) of every artifact of a type in its slab."""
+    slab = model_directory(root) / f"{state_type}.slab"
+    found = rows(
+        root, f"SELECT slot, size_bytes, end FROM artifacts WHERE state_type='{state_type}'"
+    )
+    stride = -(-max(size for _, size, _ in found) // 4096) * 4096
+    assert slab.stat().st_size % stride == 0
+    return [(slot * stride, size, end) for slot, size, end in found]
+
+
+# At start
+
+
+def refused(given: dict[str, Any], message: str) -> None:
+    """The engine does not start, says why, and leaves no DRAM tier behind."""
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    before = arenas()
+    with pytest.raises(Exception, match=message):
+        shutdown(make_llm(MODEL, given))
+    # vLLM leaves the worker of a failed start behind, for a process that will end.
+    ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()
+    assert arenas() == before
+
+
+def arenas() -> list[str]:
+    """The DRAM tiers this process holds open."""
+    found = []
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.append(os.readlink(fd))
+    return sorted(name for name in found if "memfd" in name)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "key"),
+    [
+        ({"dram_gib": 1e-6}, "dram_gib"),
+        ({"chunk_tokens": 100}, "chunk_tokens"),
+        pytest.param({"dram_gb": 1}, "dram_gb", marks=pytest.mark.slow),
+        pytest.param({"ssd_gib": 1e-6}, "ssd_gib", marks=pytest.mark.slow),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(wrong: dict[str, Any], key: str, tmp_path: Path) -> None:
+    refused(extra(tmp_path) | wrong, rf"kv_connector_extra_config\['{key}'\]")
+    assert not list(tmp_path.rglob("*.slab"))
+
+
+def test_an_ssd_dir_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = SsdDirectory.open
+
+    def as_nobody(*arguments: Any) -> SsdDirectory:
+        with nobodys_files():
+            return opened(*arguments)
+
+    monkeypatch.setattr(SsdDirectory, "open", as_nobody)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o555)
+        refused(extra(Path(folder)), r"\['ssd_dir'\]: .* cannot be written .*choose a directory")
+
+
+@contextmanager
+def nobodys_files() -> Iterator[None]:
+    """Root may write anywhere: this thread then meets the file system as an ordinary user."""
+    libc = ctypes.CDLL(None)
+    mine = libc.setfsuid(65534) if os.geteuid() == 0 else None
+    try:
+        yield
+    finally:
+        if mine is not None:
+            libc.setfsuid(mine)
+
+
+def test_a_disk_with_too_little_space(tmp_path: Path) -> None:
+    disk = shutil.disk_usage(tmp_path)
+    asked = (disk.free + disk.total) / 2 / GIB
+    refused(extra(tmp_path, ssd_gib=asked), r"\['ssd_gib'\]: .*GiB are free; lower ssd_gib")
+
+
+def test_a_file_system_that_refuses_the_slabs(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, hard))
+    try:
+        refused(extra(tmp_path, ssd_gib=0.3), r"\['ssd_gib'\]: .*lower ssd_gib, free space")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.rglob("*.slab"))
+
+
+def older_format(root: Path) -> None:
+    rows(root, "UPDATE meta SET value='0' WHERE key='format_version'")
+
+
+def foreign_model(root: Path) -> None:
+    rows(root, f"UPDATE meta SET value='{'ab' * 32}' WHERE key='fingerprint'")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (older_format, "has format version 0, this release writes .*; use another ssd_dir"),
+        (foreign_model, "holds state of another model .*; use another ssd_dir"),
+    ],
+)
+def test_a_directory_of_something_else_is_refused_and_kept(
+    spoil: Spoil, message: str, ssd_dir: Path
+) -> None:
+    spoil(ssd_dir)
+    before = rows(ssd_dir, "SELECT * FROM artifacts")
+    assert before
+    refused(extra(ssd_dir), message)
+    assert rows(ssd_dir, "SELECT * FROM artifacts") == before
+
+
+def test_a_wrong_key_ends_the_server_with_one_error_and_no_process(tmp_path: Path) -> None:
+    log = server_ends(tmp_path, extra(tmp_path, load_deadline_s=-1))
+    assert "kv_connector_extra_config['load_deadline_s']: expected a finite number" in log
+
+
+def test_a_second_engine_is_told_who_has_the_directory(
+    ssd_dir: Path, tmp_path: Path, cold: Completion
+) -> None:
+    with engine(MODEL, extra(ssd_dir)) as first:
+        log = server_ends(tmp_path, extra(ssd_dir))
+        assert f"is in use by process {os.getpid()} on " in log
+        restored = generate(first, PROMPT, max_tokens=8)
+        assert restored.num_cached_tokens == BOUNDARY
+        same(restored, cold)
+
+
+def server_ends(folder: Path, given: dict[str, Any]) -> str:
+    """The log of a server that does not start; nothing of its process group is left."""
+    checkpoint = write_checkpoint(MODEL, CHECKPOINTS)
+    server = Server(checkpoint, folder / "server.log", kv_transfer_config(given))
+    with pytest.raises(RuntimeError, match="the server ended at start"):
+        server.start()
+    assert server._process is not None
+    group = server._process.pid
+    assert_gone(group)
+    return server.log_path.read_text()
+
+
+# Between two runs
+
+
+def journal_deleted(root: Path) -> None:
+    (model_directory(root) / "journal.sqlite").unlink()
+
+
+def journal_corrupted(root: Path) -> None:
+    path = model_directory(root) / "journal.sqlite"
+    path.write_bytes(path.read_bytes()[:100] + b"\xff" * 8000)
+
+
+def slab_truncated(root: Path) -> None:
+    os.truncate(model_directory(root) / "dense_kv.slab", min(s[0] for s in slots(root, "dense_kv")))
+
+
+def slab_deleted(root: Path) -> None:
+    (model_directory(root) / "window_swa.slab").unlink()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        journal_corrupted,
+        slab_truncated,
+        pytest.param(journal_deleted, marks=pytest.mark.slow),
+        pytest.param(slab_deleted, marks=pytest.mark.slow),
+    ],
+)
+def test_what_was_lost_between_two_runs_is_computed_again(
+    spoil: Spoil, ssd_dir: Path, cold: Completion
+) -> None:
+    spoil(ssd_dir)
+    with engine(MODEL, extra(ssd_dir)) as llm:
+        answer = generate(llm, PROMPT, max_tokens=8)
+        assert answer.num_cached_tokens == 0
+        same(answer, cold)
+        settle(llm)
+        forget_local(llm)
+        restored = generate(llm, PROMPT, max_tokens=8)
+        assert restored.num_cached_tokens == BOUNDARY
+        same(restored, cold)
+    assert not verify_model(model_directory(ssd_dir)).bad
