@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple, NewType
 
 from hetero_connector.spec.state_types import StateType
@@ -71,3 +72,11 @@ class StoredChunk:
 
     chunk: ChunkRange
     tiers: Mapping[StateType, Tier]
+
+    @cached_property
+    def slowest(self) -> Tier:
+        """The tier that makes a restore of the whole chunk wait longest."""
+        return max(self.tiers.values(), key=_SPEED.__getitem__)
+
+
+_SPEED = {Tier.DRAM: 0, Tier.PEER: 1, Tier.SSD: 2}

@@ -7,6 +7,7 @@ values: no tensors, no store objects.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -53,13 +54,37 @@ class PageCopy:
     blocks: dict[tuple[StateType, int], Blocks]
 
 
+class ArtifactSpan(NamedTuple):
+    """Artifacts of one state type over successive chunks of tokens [start, end)."""
+
+    state_type: StateType
+    start: int
+    end: int
+    chunk_tokens: int
+    offsets: list[int]
+    """Arena byte offset of each chunk's artifact; only the last chunk may be shorter."""
+
+    def artifacts(self) -> Iterator[ArtifactCopy]:
+        """One by one."""
+        for index, offset in enumerate(self.offsets):
+            start = self.start + index * self.chunk_tokens
+            end = min(start + self.chunk_tokens, self.end)
+            yield ArtifactCopy(self.state_type, start, end, offset)
+
+
 @dataclass(frozen=True)
 class Load:
     """Arena -> pages. A parked load is answered between steps, in `finished_recving`."""
 
     request_id: str
-    copy: PageCopy
+    spans: list[ArtifactSpan]
+    blocks: dict[tuple[StateType, int], Blocks]
     parked: bool
+
+    @property
+    def copy(self) -> PageCopy:
+        """Spelled out, for the worker."""
+        return PageCopy([a for span in self.spans for a in span.artifacts()], self.blocks)
 
 
 @dataclass(frozen=True)

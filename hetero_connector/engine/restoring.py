@@ -8,19 +8,18 @@ answer is a number that can be kept. Whatever fails shortens the answer.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ROOT, ArtifactId, Tier
-from hetero_connector.engine.messages import ArtifactCopy, Blocks, Load, PageCopy
+from hetero_connector.engine.messages import ArtifactSpan, Blocks, Load
 from hetero_connector.engine.requests import PendingRestore, RequestTracker
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.restore_plan import RestorePlan, plan_restore
 from hetero_connector.spec import StateType
-from hetero_connector.store.base import Store, StoredChunk
+from hetero_connector.store.base import Store, StoredChunk, Wanted
 
 _MAX_ATTEMPTS = 4
 """Plans tried for one request before it settles for what DRAM holds."""
@@ -93,14 +92,9 @@ class Restorer:
         pending = tracker.restore
         assert pending is not None
         pending.ranks_left = self._model.tp_size
-        offsets = pending.handle.offsets
-        copies = [
-            ArtifactCopy(artifact.state_type, start, end, offsets[artifact])
-            for artifact, start, end, _ in pending.plan.loads
-        ]
-        blocks = dict(self._blocks(pending, table))
+        blocks = self._blocks(pending, table)
         self._count(pending)
-        return Load(tracker.request.request_id, PageCopy(copies, blocks), parked)
+        return Load(tracker.request.request_id, self._spans(pending), blocks, parked)
 
     def _begin(self, tracker: RequestTracker, local_tokens: int) -> PendingRestore | None:
         """Match and plan; start bringing the planned artifacts to DRAM."""
@@ -113,7 +107,7 @@ class Restorer:
         plan = plan_restore(self._model, stored, local_tokens, known - 1)
         if plan is None:
             return None
-        handle = self._store.begin_restore([load.id for load in plan.loads])
+        handle = self._store.begin_restore(_wanted(plan))
         self._started.setdefault(tracker.request.request_id, self._clock())
         return PendingRestore(plan, handle, local_tokens)
 
@@ -164,41 +158,65 @@ class Restorer:
 
     def _blocks(
         self, pending: PendingRestore, table: BlockTable
-    ) -> Iterator[tuple[tuple[StateType, int], Blocks]]:
+    ) -> dict[tuple[StateType, int], Blocks]:
         boundary, local = pending.plan.boundary, pending.local_tokens
+        read: dict[tuple[int, int, int], Blocks] = {}
+        blocks = {}
         for layer in chain.from_iterable(self._model.page_groups.values()):
             pages = layer.pages_needed(local, boundary)
             # Pages below the local hit belong to the engine's prefix cache: never touched.
             first = max(pages.start, local // layer.block_tokens)
-            ids = table(layer.group, range(first, pages.stop))
-            yield (layer.state_type, layer.group), Blocks(first, ids)
+            key = (layer.group, first, pages.stop)
+            if key not in read:
+                read[key] = Blocks(first, table(layer.group, range(first, pages.stop)))
+            blocks[layer.state_type, layer.group] = read[key]
+        return blocks
+
+    def _spans(self, pending: PendingRestore) -> list[ArtifactSpan]:
+        """The plan's artifacts where they lie now, column by column as they were asked for."""
+        plan, size = pending.plan, self._layout.chunk_tokens
+        columns = [list(column) for column in pending.handle.columns]
+        prefix_start, last_start = plan.chunks[0].chunk.start, plan.chunks[-1].chunk.start
+        starts = [prefix_start] * len(plan.prefix_types) + [last_start] * len(plan.boundary_types)
+        types = plan.prefix_types + plan.boundary_types
+        return [
+            ArtifactSpan(state_type, start, plan.boundary, size, offsets)
+            for state_type, start, offsets in zip(types, starts, columns, strict=True)
+        ]
 
     def _count(self, pending: PendingRestore) -> None:
-        for tier, tokens in _tokens_by_tier(pending.plan, pending.local_tokens).items():
+        plan = pending.plan
+        for tier, tokens in _tokens_by_tier(plan, pending.local_tokens).items():
             self._recorder.add("heterocache_hit_tokens", tokens, tier=tier)
         self._recorder.add("heterocache_hits")
-        self._count_by_type(pending)
+        for state_type in plan.prefix_types:
+            self._count_type(plan.chunks, state_type, pending.local_tokens)
+        for state_type in plan.boundary_types:
+            self._count_type(plan.chunks[-1:], state_type, pending.local_tokens)
 
-    def _count_by_type(self, pending: PendingRestore) -> None:
-        loads, local = pending.plan.loads, pending.local_tokens
-        alike = Counter((load[0][1], load[3], load[2] - load[1]) for load in loads)
-        already = Counter(
-            {(x.tier, x.state_type): local - x.start for x in loads if x.start < local}
-        )
-        size_bytes: Counter[tuple[Tier, StateType]] = Counter()
-        tokens: Counter[tuple[Tier, StateType]] = Counter()
-        for (kind, tier, length), count in alike.items():
-            # A boundary state has one size in a plan: it is loaded at one boundary.
-            size = self._layout.artifact_bytes(
-                kind, pending.plan.boundary - length, pending.plan.boundary
+    def _count_type(
+        self, chunks: Sequence[StoredChunk], state_type: StateType, local_tokens: int
+    ) -> None:
+        tiers = [stored.tiers[state_type] for stored in chunks]
+        for tier in set(tiers):
+            ours = [x.chunk for x, t in zip(chunks, tiers, strict=True) if t is tier]
+            tokens = sum(chunk.end for chunk in ours) - sum(chunk.start for chunk in ours)
+            tokens -= sum(local_tokens - c.start for c in ours[:1] if c.start < local_tokens)
+            # All but the last of a chain are full chunks, of one size.
+            full = self._layout.artifact_bytes(state_type, ours[0].start, ours[0].end)
+            last = self._layout.artifact_bytes(state_type, ours[-1].start, ours[-1].end)
+            labels = {"tier": tier.value, "state_type": state_type.value}
+            self._recorder.add("heterocache_restored_tokens", tokens, **labels)
+            self._recorder.add(
+                "heterocache_restored_bytes", full * (len(ours) - 1) + last, **labels
             )
-            size_bytes[tier, kind] += count * size
-            tokens[tier, kind] += count * length
-        for (tier, kind), total in size_bytes.items():
-            labels = {"tier": tier.value, "state_type": kind.value}
-            self._recorder.add("heterocache_restored_bytes", total, **labels)
-            restored = tokens[tier, kind] - already[tier, kind]
-            self._recorder.add("heterocache_restored_tokens", restored, **labels)
+
+
+def _wanted(plan: RestorePlan) -> list[Wanted]:
+    keys = [stored.chunk.key for stored in plan.chunks]
+    return [Wanted(t, keys) for t in plan.prefix_types] + [
+        Wanted(t, keys[-1:]) for t in plan.boundary_types
+    ]
 
 
 def _without(stored: StoredChunk, excluded: set[ArtifactId], dram_only: bool) -> StoredChunk:
@@ -212,15 +230,18 @@ def _without(stored: StoredChunk, excluded: set[ArtifactId], dram_only: bool) ->
 
 
 def _tokens_by_tier(plan: RestorePlan, local_tokens: int) -> dict[str, int]:
-    """Restored tokens by the slowest tier that any of their state came from."""
-    if all(load.tier is Tier.DRAM for load in plan.loads):
-        return {Tier.DRAM.value: plan.boundary - local_tokens}
-    slowest: dict[tuple[int, int], Tier] = {}
-    for load in plan.loads:
-        span = (max(load.start, local_tokens), load.end)
-        if load.tier is not Tier.DRAM or span not in slowest:
-            slowest[span] = load.tier
+    """Restored tokens by the slowest tier that any state loaded for their chunk was in."""
     tokens: dict[str, int] = {}
-    for (start, end), tier in slowest.items():
-        tokens[tier.value] = tokens.get(tier.value, 0) + end - start
-    return tokens
+    for stored in plan.chunks:
+        if stored.slowest is Tier.DRAM:
+            continue
+        needed = plan.prefix_types
+        if stored is plan.chunks[-1]:
+            needed += plan.boundary_types
+        slow = [stored.tiers[t] for t in needed if stored.tiers[t] is not Tier.DRAM]
+        if slow:
+            chunk = stored.chunk
+            covered = chunk.end - max(chunk.start, local_tokens)
+            tokens[slow[0].value] = tokens.get(slow[0].value, 0) + covered
+    in_dram = plan.boundary - local_tokens - sum(tokens.values())
+    return ({Tier.DRAM.value: in_dram} if in_dram else {}) | tokens

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from hetero_connector.artifacts.index import Artifact
 from hetero_connector.artifacts.record import (
-    ArtifactId,
     ChunkKey,
     ChunkRange,
     StoredChunk,
@@ -20,7 +19,7 @@ from hetero_connector.errors import ConfigError, StoreClosedError
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.arena import Arena
-from hetero_connector.store.base import Failure, Save, StoreConfig
+from hetero_connector.store.base import Failure, Save, StoreConfig, Wanted
 from hetero_connector.store.io_thread import IoThread
 from hetero_connector.store.restore import ArtifactRestore
 from hetero_connector.store.slots import SlotGeometry
@@ -118,7 +117,7 @@ class ArtifactStore:
         node = self._tiers.index.nodes.get(chunk.key)
         return [t for t in state_types if node is None or t not in node.artifacts]
 
-    def begin_restore(self, wanted: Sequence[ArtifactId]) -> ArtifactRestore:
+    def begin_restore(self, wanted: Sequence[Wanted]) -> ArtifactRestore:
         """See `base.Store.begin_restore`."""
         self._check_open()
         with self._state.lock:

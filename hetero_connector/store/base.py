@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange
 from hetero_connector.artifacts.record import StoredChunk as StoredChunk
@@ -48,6 +48,13 @@ class StoreConfig:
     """How long a sealed artifact may wait in DRAM before its write to SSD starts."""
 
 
+class Wanted(NamedTuple):
+    """Artifacts of one state type over successive chunks of a chain."""
+
+    state_type: StateType
+    keys: Sequence[ChunkKey]
+
+
 class Restore(Protocol):
     """Artifacts being brought into DRAM and pinned there. Always `release()` it."""
 
@@ -57,8 +64,16 @@ class Restore(Protocol):
         ...
 
     @property
+    def columns(self) -> Sequence[Sequence[int]]:
+        """For each `Wanted`, the arena byte offset of each key's artifact; -1 if it failed.
+
+        Final once `done`, valid until `release()`.
+        """
+        ...
+
+    @property
     def offsets(self) -> Mapping[ArtifactId, int]:
-        """Arena byte offset of each artifact that arrived. Valid until `release()`."""
+        """The same by artifact, only those that arrived. Built anew at each call."""
         ...
 
     @property
@@ -101,7 +116,7 @@ class Store(Protocol):
         """Those of `state_types` that are neither sealed nor being saved for this chunk."""
         ...
 
-    def begin_restore(self, wanted: Sequence[ArtifactId]) -> Restore:
+    def begin_restore(self, wanted: Sequence[Wanted]) -> Restore:
         """Pin what is in DRAM, start reading the rest from SSD, in order. Marks them as used."""
         ...
 

@@ -7,26 +7,30 @@ from collections.abc import Mapping, Sequence
 from hetero_connector.artifacts.index import Artifact
 from hetero_connector.artifacts.record import ArtifactId, Tier
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.base import Failure
+from hetero_connector.store.base import Failure, Wanted
 from hetero_connector.store.state import Load, StoreState
 
 
 class ArtifactRestore:
     """Implements `base.Restore` over a `StoreState`. Used by the scheduler's thread."""
 
-    def __init__(self, state: StoreState, wanted: Sequence[ArtifactId]) -> None:
+    def __init__(self, state: StoreState, wanted: Sequence[Wanted]) -> None:
         """Needs the lock. Pins what is in DRAM first, so that no slot for a read evicts it."""
         self._state = state
-        self._offsets: dict[ArtifactId, int] = {}
+        self._wanted = wanted
+        self._columns: list[list[int]] = [[-1] * len(keys) for _, keys in wanted]
+        self._places: dict[ArtifactId, list[tuple[int, int]]] = {}
+        """Where in the columns an artifact that was not in DRAM belongs."""
         self._failed: dict[ArtifactId, Failure] = {}
         self._pinned: list[Artifact] = []
         self._pending: dict[ArtifactId, Load] = {}
         self._deadline_s = state.clock() + state.config.load_deadline_s
         self._released = False
-        rest = self._pin_dram(wanted)
+        rest = self._pin_dram()
         self._num_dram_hits = len(self._pinned)
-        for artifact_id in rest:
-            self._load(artifact_id)
+        for position, column in sorted(rest):  # in chain order
+            kind, keys = wanted[column]
+            self._load(ArtifactId(keys[position], kind), (column, position))
         if self._pending:
             state.lock.notify_all()
 
@@ -43,9 +47,19 @@ class ArtifactRestore:
             return not self._pending
 
     @property
+    def columns(self) -> Sequence[Sequence[int]]:
+        """See `base.Restore.columns`."""
+        return self._columns
+
+    @property
     def offsets(self) -> Mapping[ArtifactId, int]:
-        """Arena byte offset of each artifact that arrived. Final once `done`."""
-        return self._offsets
+        """See `base.Restore.offsets`."""
+        return {
+            ArtifactId(key, kind): at
+            for (kind, keys), column in zip(self._wanted, self._columns, strict=True)
+            for key, at in zip(keys, column, strict=True)
+            if at >= 0
+        }
 
     @property
     def failed(self) -> Mapping[ArtifactId, Failure]:
@@ -80,27 +94,29 @@ class ArtifactRestore:
         else:
             self._failed[artifact_id] = failure
 
-    def _pin_dram(self, wanted: Sequence[ArtifactId]) -> list[ArtifactId]:
-        """Pin what can be used as it lies in DRAM; returns the rest, in order."""
+    def _pin_dram(self) -> list[tuple[int, int]]:
+        """Pin what can be used as it lies in DRAM; returns (position, column) of the rest."""
         state = self._state
         if state.config.verify == "all":
-            return list(wanted)
-        nodes, offsets, pinned = state.tiers.index.nodes, self._offsets, self._pinned
+            return [(p, c) for c, (_, keys) in enumerate(self._wanted) for p in range(len(keys))]
+        nodes, pin = state.tiers.index.nodes, self._pinned.append
         rest = []
-        for artifact_id in wanted:
-            key, kind = artifact_id
-            node = nodes.get(key)
-            artifact = None if node is None else node.artifacts.get(kind)
-            if artifact is not None and artifact.sealed and artifact.dram is not None:
-                artifact.pins += 1
-                pinned.append(artifact)
-                offsets[artifact_id] = artifact.dram_offset
-            else:
-                rest.append(artifact_id)
+        for column, (kind, keys) in enumerate(self._wanted):
+            offsets = self._columns[column]
+            for position, key in enumerate(keys):
+                node = nodes.get(key)
+                artifact = None if node is None else node.artifacts.get(kind)
+                if artifact is not None and artifact.sealed and artifact.dram is not None:
+                    artifact.pins += 1
+                    pin(artifact)
+                    offsets[position] = artifact.dram_offset
+                else:
+                    rest.append((position, column))
         return rest
 
-    def _load(self, artifact_id: ArtifactId) -> None:
+    def _load(self, artifact_id: ArtifactId, place: tuple[int, int]) -> None:
         state = self._state
+        self._places.setdefault(artifact_id, []).append(place)
         if artifact_id in self._pending:
             return  # asked for twice
         artifact = state.tiers.index.find(artifact_id)
@@ -147,7 +163,8 @@ class ArtifactRestore:
     def _pin(self, artifact_id: ArtifactId, artifact: Artifact) -> None:
         artifact.pins += 1
         self._pinned.append(artifact)
-        self._offsets[artifact_id] = artifact.dram_offset
+        for column, position in self._places[artifact_id]:
+            self._columns[column][position] = artifact.dram_offset
 
     def _abandon_pending(self) -> None:
         """Wait for nothing more; the loads go on, and what they bring stays cached."""

@@ -51,7 +51,7 @@ def test_dense_takes_every_chunk_up_to_the_limit() -> None:
     plan = plan_restore(DENSE, chain, local_tokens=0, limit_tokens=3 * CHUNK + 5)
     assert plan is not None
     assert plan.boundary == 3 * CHUNK
-    assert [load.start for load in plan.loads] == [0, CHUNK, 2 * CHUNK]
+    assert [x.chunk.start for x in plan.chunks] == [0, CHUNK, 2 * CHUNK]
 
 
 def test_at_least_one_token_is_left_to_compute() -> None:
@@ -64,7 +64,7 @@ def test_local_tokens_are_not_loaded_again_but_their_chunk_is_if_it_reaches_past
     chain = [stored(i, KV) for i in range(3)]
     plan = plan_restore(DENSE, chain, local_tokens=CHUNK + 16, limit_tokens=3 * CHUNK)
     assert plan is not None
-    assert [load.start for load in plan.loads] == [CHUNK, 2 * CHUNK]
+    assert [x.chunk.start for x in plan.chunks] == [CHUNK, 2 * CHUNK]
 
 
 def test_a_hole_in_the_prefix_ends_the_plan() -> None:
@@ -86,7 +86,8 @@ def test_boundary_state_is_loaded_at_the_boundary_only() -> None:
     plan = plan_restore(HYBRID, chain, 0, 4 * CHUNK)
     assert plan is not None
     assert plan.boundary == 3 * CHUNK
-    assert [load.start for load in plan.loads if load.state_type is SWA] == [2 * CHUNK]
+    assert plan.boundary_types == (SWA,)
+    assert plan.chunks[-1].chunk.start == 2 * CHUNK
 
 
 def test_nothing_when_no_boundary_is_complete() -> None:

@@ -14,7 +14,7 @@ from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkR
 from hetero_connector.metrics import COUNTERS, GAUGES, Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Restore, Save, StoreConfig
+from hetero_connector.store.base import Restore, Save, StoreConfig, Wanted
 from hetero_connector.store.ssd_directory import SsdDirectory
 from hetero_connector.transfer.memory_files import MemoryFiles
 
@@ -39,6 +39,14 @@ def chain(name: str, count: int, parent: ChunkRange | None = None) -> list[Chunk
 
 def ids_of(chunks: Iterable[ChunkRange], kinds: Iterable[StateType] = SIZES) -> list[ArtifactId]:
     return [ArtifactId(c.key, t) for c in chunks for t in kinds]
+
+
+def begin(store: ArtifactStore, ids: Iterable[ArtifactId]) -> Restore:
+    """Begin a restore of artifacts, column by column."""
+    columns: dict[StateType, list[ChunkKey]] = {}
+    for chunk, kind in ids:
+        columns.setdefault(kind, []).append(chunk)
+    return store.begin_restore([Wanted(kind, keys) for kind, keys in columns.items()])
 
 
 def contents(artifact_id: ArtifactId, size_bytes: int) -> npt.NDArray[np.uint8]:

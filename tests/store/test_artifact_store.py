@@ -12,6 +12,7 @@ from filling import (
     SIZES,
     WINDOW,
     Bench,
+    begin,
     chain,
     contents,
     fill,
@@ -51,7 +52,7 @@ def test_what_was_saved_is_matched_and_restored_byte_for_byte(store: ArtifactSto
     found = store.match(chunks)
     assert [x.chunk for x in found] == chunks
     assert found[0].tiers == {DENSE: Tier.DRAM, WINDOW: Tier.DRAM}
-    restore = store.begin_restore(ids_of(chunks))
+    restore = begin(store, ids_of(chunks))
     assert restore.done
     assert set(restore.offsets) == set(ids_of(chunks))
     assert not restore.failed
@@ -65,7 +66,7 @@ def test_nothing_is_visible_before_it_is_complete(store: ArtifactStore) -> None:
     assert save is not None
     assert stored(store, [chunk]) == 0
     assert store.missing(chunk, [DENSE, WINDOW, StateType.RECURRENT]) == [StateType.RECURRENT]
-    restore = store.begin_restore(ids_of([chunk]))
+    restore = begin(store, ids_of([chunk]))
     assert restore.done
     assert set(restore.failed.values()) == {Failure.GONE}
     store.complete_save(save)
@@ -112,7 +113,7 @@ def test_eviction_takes_the_deepest_of_the_oldest_chain(store: ArtifactStore) ->
     old, new = chain("old", 5), chain("new", 5)
     put(store, old)
     put(store, new[:3])
-    restore = store.begin_restore(ids_of(old[:4]))
+    restore = begin(store, ids_of(old[:4]))
     restore.release()
     put(store, new[3:])  # two slots short: the old leaf, the only one not used again, and...
     assert stored(store, new) == 5
@@ -129,7 +130,7 @@ def test_eviction_spares_the_chain_that_is_being_extended(store: ArtifactStore) 
 def test_pinned_artifacts_stay_and_a_full_store_says_so(store: ArtifactStore, bench: Bench) -> None:
     chunks = chain("a", 8)
     put(store, chunks)
-    restore = store.begin_restore(ids_of(chunks))
+    restore = begin(store, ids_of(chunks))
     (other,) = chain("b", 1)
     assert store.begin_save(other, SIZES) is None
     assert bench.counts("heterocache_failures") == {"cause=no_slot,tier=dram": 1}
@@ -143,7 +144,7 @@ def test_pinned_artifacts_stay_and_a_full_store_says_so(store: ArtifactStore, be
 def test_two_restores_pin_independently(store: ArtifactStore) -> None:
     chunks = chain("a", 8)
     put(store, chunks)
-    first, second = (store.begin_restore(ids_of(chunks)) for _ in range(2))
+    first, second = (begin(store, ids_of(chunks)) for _ in range(2))
     first.release()
     assert store.begin_save(chain("b", 1)[0], SIZES) is None
     second.release()
@@ -153,7 +154,7 @@ def test_two_restores_pin_independently(store: ArtifactStore) -> None:
 def test_reset_forgets_all_but_keeps_pinned_memory_until_released(store: ArtifactStore) -> None:
     chunks = chain("a", 8)
     put(store, chunks)
-    restore = store.begin_restore(ids_of(chunks))
+    restore = begin(store, ids_of(chunks))
     store.reset()
     assert stored(store, chunks) == 0
     assert store.begin_save(chunks[0], SIZES) is None, "all memory is still pinned"
@@ -168,7 +169,7 @@ def test_reset_during_a_save(store: ArtifactStore) -> None:
     saves = [store.begin_save(c, SIZES) for c in chunks]
     store.reset()
     put(store, chunks)  # the same ids again, while the old saves still write to their slots
-    again = store.begin_restore(ids_of(chunks))
+    again = begin(store, ids_of(chunks))
     for save in saves:
         assert save is not None
         store.arena.view[save.offsets[DENSE]] ^= 0xFF
@@ -193,7 +194,7 @@ def test_tails(store: ArtifactStore) -> None:
 def test_asking_twice_for_one_artifact_is_harmless(store: ArtifactStore) -> None:
     chunks = chain("a", 1)
     put(store, chunks)
-    restore = store.begin_restore(ids_of(chunks) * 2)
+    restore = begin(store, ids_of(chunks) * 2)
     assert restore.done
     restore.release()
     store.reset()
@@ -205,12 +206,12 @@ def test_verify_all_finds_what_changed_in_dram(bench: Bench) -> None:
     for verify in ("ssd", "all"):
         store = bench.open(verify=verify)
         put(store, chunks)
-        wait(first := store.begin_restore(ids_of(chunks)))
+        wait(first := begin(store, ids_of(chunks)))
         assert intact(store, first)
         at = first.offsets[ArtifactId(chunks[1].key, DENSE)]
         first.release()
         store.arena.view[at + 5] ^= 1
-        wait(second := store.begin_restore(ids_of(chunks)))
+        wait(second := begin(store, ids_of(chunks)))
         if verify == "ssd":
             assert not second.failed
             assert not intact(store, second), "the flip shows when nothing verifies"
@@ -227,7 +228,7 @@ def test_verify_all_finds_what_changed_in_dram(bench: Bench) -> None:
 def test_metrics(store: ArtifactStore, bench: Bench) -> None:
     put(store, chain("a", 8))
     put(store, chain("b", 1))
-    store.begin_restore(ids_of(chain("b", 1))).release()
+    begin(store, ids_of(chain("b", 1))).release()
     store.publish_gauges()
     payload = bench.recorder.drain()
     assert payload is not None
@@ -261,7 +262,7 @@ def test_used_after_close() -> None:
     store = Bench(None).open()
     chunks = chain("a", 2)
     put(store, chunks[:1])
-    restore = store.begin_restore(ids_of(chunks[:1]))
+    restore = begin(store, ids_of(chunks[:1]))
     save = store.begin_save(chunks[1], SIZES)
     assert save is not None
     store.close()
@@ -270,7 +271,7 @@ def test_used_after_close() -> None:
     store.complete_save(save)
     for call in (
         lambda: store.match(chunks),
-        lambda: store.begin_restore([]),
+        lambda: begin(store, []),
         lambda: store.begin_save(chunks[0], SIZES),
         lambda: store.reset(),
         lambda: store.flush(1.0),

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from filling import Bench, chain, ids_of, intact, put, stored, wait
+from filling import Bench, begin, chain, ids_of, intact, put, stored, wait
 
 CHAINS = 40
 
@@ -61,7 +61,7 @@ def check(root: Path, seed: int) -> int:
             trunk = chain(f"c{i}-{earlier}", 3)
             listed = store.match(trunk)
             wanted = [j for x in listed for j in ids_of([x.chunk], x.tiers)]
-            restore = wait(store.begin_restore(wanted))
+            restore = wait(begin(store, wanted))
             assert not restore.failed
             assert len(restore.offsets) == len(wanted)
             assert intact(store, restore)

@@ -6,7 +6,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
-from filling import SIZES, Bench, Disk, chain, contents, fill, ids_of
+from filling import SIZES, Bench, Disk, begin, chain, contents, fill, ids_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -102,7 +102,7 @@ class StoreMachine(RuleBasedStateMachine):
             for i in ids_of([x.chunk for x in found])
             if i.state_type in dict(next(x.tiers for x in found if x.chunk.key == i.chunk))
         ]
-        restore = self.store.begin_restore(wanted)
+        restore = begin(self.store, wanted)
         in_dram = {
             i for x in found for i in ids_of([x.chunk]) if x.tiers.get(i.state_type) is Tier.DRAM
         }

@@ -14,6 +14,7 @@ from filling import (
     WINDOW,
     Bench,
     Disk,
+    begin,
     chain,
     fill,
     ids_of,
@@ -71,13 +72,13 @@ def test_saved_restarted_restored(tmp_path: Path, disk: Disk, real_files: bool) 
     assert store.match(CHUNKS)[0].tiers == {DENSE: Tier.DRAM, WINDOW: Tier.DRAM}
     store = restarted(bench, store)
     assert [x.tiers for x in store.match(CHUNKS)] == [{DENSE: Tier.SSD, WINDOW: Tier.SSD}] * 6
-    restore = wait(store.begin_restore(ids_of(CHUNKS)))
+    restore = wait(begin(store, ids_of(CHUNKS)))
     assert not restore.failed
     assert len(restore.offsets) == 12
     assert intact(store, restore)
     restore.release()
     assert store.match(CHUNKS)[5].tiers == {DENSE: Tier.DRAM, WINDOW: Tier.DRAM}
-    again = store.begin_restore(ids_of(CHUNKS))
+    again = begin(store, ids_of(CHUNKS))
     assert again.done, "now it is in DRAM"
     again.release()
     counts = bench.counts("heterocache_read_bytes")
@@ -100,11 +101,11 @@ def test_dram_smaller_than_the_chain_still_serves_it_from_ssd(bench: Bench) -> N
         assert store.flush(20)
     assert stored(store, CHUNKS) == 6
     for part in (CHUNKS[:3], CHUNKS[3:]):
-        restore = wait(store.begin_restore(ids_of(part)))
+        restore = wait(begin(store, ids_of(part)))
         assert not restore.failed
         assert intact(store, restore)
         restore.release()
-    too_much = wait(store.begin_restore(ids_of(CHUNKS)))
+    too_much = wait(begin(store, ids_of(CHUNKS)))
     assert set(too_much.failed.values()) == {Failure.NO_SLOT}
     assert len(too_much.offsets) == 6
     assert intact(store, too_much)
@@ -178,7 +179,7 @@ def test_one_bad_artifact_is_dropped_and_the_rest_of_its_batch_arrives(
 ) -> None:
     store = on_ssd_only(bench)
     disk.files.fail_next(2)  # the batch, then its first artifact alone
-    restore = wait(store.begin_restore(ids_of(CHUNKS)))
+    restore = wait(begin(store, ids_of(CHUNKS)))
     bad = ArtifactId(CHUNKS[0].key, DENSE)
     assert restore.failed == {bad: Failure.IO_ERROR}
     assert len(restore.offsets) == 11
@@ -194,7 +195,7 @@ def test_one_bad_artifact_is_dropped_and_the_rest_of_its_batch_arrives(
 def test_a_flipped_bit_on_disk_is_a_miss(bench: Bench, disk: Disk) -> None:
     store = on_ssd_only(bench)
     disk.slabs[1][100] ^= 1
-    restore = wait(store.begin_restore(ids_of(CHUNKS)))
+    restore = wait(begin(store, ids_of(CHUNKS)))
     assert set(restore.failed.values()) == {Failure.CHECKSUM}
     assert len(restore.failed) == 1
     assert intact(store, restore)
@@ -207,7 +208,7 @@ def test_swapped_slots_are_misses(bench: Bench, disk: Disk) -> None:
     store = on_ssd_only(bench)
     dense = disk.slabs[0].reshape(-1, 12_288)
     dense[[0, 1]] = dense[[1, 0]]
-    restore = wait(store.begin_restore(ids_of(CHUNKS)))
+    restore = wait(begin(store, ids_of(CHUNKS)))
     assert list(restore.failed.values()) == [Failure.CHECKSUM] * 2
     assert intact(store, restore)
     restore.release()
@@ -217,7 +218,7 @@ def test_swapped_slots_are_misses(bench: Bench, disk: Disk) -> None:
 def test_a_truncated_slab_is_a_miss(bench: Bench, disk: Disk) -> None:
     store = on_ssd_only(bench)
     disk.files.files[0] = disk.files.files[0][: 3 * 12_288]
-    restore = wait(store.begin_restore(ids_of(CHUNKS)))
+    restore = wait(begin(store, ids_of(CHUNKS)))
     assert list(restore.failed.values()) == [Failure.IO_ERROR] * 3
     assert len(restore.offsets) == 9
     assert intact(store, restore)
@@ -230,13 +231,13 @@ def test_a_late_read_is_a_miss_at_the_deadline_and_its_slot_stays_in_quarantine(
 ) -> None:
     store = on_ssd_only(bench, dram_chunks=6, load_deadline_s=0.05)
     disk.files.hang_next()
-    late = wait(store.begin_restore(ids_of(CHUNKS)))
+    late = wait(begin(store, ids_of(CHUNKS)))
     assert set(late.failed.values()) == {Failure.DEADLINE}
     late.release()
     assert store.begin_save(chain("b", 1)[0], SIZES) is None, "every slot awaits the late read"
     disk.files.resume()
     until(lambda: store.match(CHUNKS)[5].tiers == {DENSE: Tier.DRAM, WINDOW: Tier.DRAM})
-    again = store.begin_restore(ids_of(CHUNKS))
+    again = begin(store, ids_of(CHUNKS))
     assert again.done, "what came late is kept"
     assert intact(store, again)
     again.release()
@@ -249,9 +250,9 @@ def test_a_late_read_is_a_miss_at_the_deadline_and_its_slot_stays_in_quarantine(
 def test_a_hung_read_does_not_block_later_ones_for_ever(bench: Bench, disk: Disk) -> None:
     store = on_ssd_only(bench, load_deadline_s=0.05)
     disk.files.hang_next()
-    hung = wait(store.begin_restore(ids_of(CHUNKS[:1])))
+    hung = wait(begin(store, ids_of(CHUNKS[:1])))
     assert set(hung.failed.values()) == {Failure.DEADLINE}
-    other = wait(store.begin_restore(ids_of(CHUNKS[1:])))
+    other = wait(begin(store, ids_of(CHUNKS[1:])))
     assert not other.failed
     assert intact(store, other)
     disk.files.resume()
@@ -263,10 +264,10 @@ def test_a_hung_read_does_not_block_later_ones_for_ever(bench: Bench, disk: Disk
 def test_concurrent_restores_share_one_read(bench: Bench, disk: Disk) -> None:
     store = on_ssd_only(bench)
     disk.files.hang_next()
-    first = store.begin_restore(ids_of(CHUNKS))
+    first = begin(store, ids_of(CHUNKS))
     until(lambda: disk.files.in_flight == 1)
-    second = store.begin_restore(ids_of(CHUNKS[:2]))
-    abandoned = store.begin_restore(ids_of(CHUNKS[:1]))
+    second = begin(store, ids_of(CHUNKS[:2]))
+    abandoned = begin(store, ids_of(CHUNKS[:1]))
     abandoned.release()
     disk.files.resume()
     wait(first)
@@ -338,7 +339,7 @@ def test_a_disk_that_cannot_be_written_is_given_up_with_one_line(
     assert "No more artifacts are written" in caplog.text
     assert stored(store, chain("b5", 1)) == 1
     disk.files._failures.clear()
-    restore = wait(store.begin_restore(ids_of(CHUNKS[:2])))
+    restore = wait(begin(store, ids_of(CHUNKS[:2])))
     assert not restore.failed, "what is on the disk is still read"
     restore.release()
     store.check_integrity()
@@ -379,7 +380,7 @@ def test_a_journal_that_cannot_forget_keeps_the_slots(bench: Bench) -> None:
 def test_reset_during_a_read(bench: Bench, disk: Disk) -> None:
     store = on_ssd_only(bench, dram_chunks=6)
     disk.files.hang_next()
-    restore = store.begin_restore(ids_of(CHUNKS))
+    restore = begin(store, ids_of(CHUNKS))
     until(lambda: disk.files.in_flight == 1)
     store.reset()
     assert restore.done
@@ -391,7 +392,7 @@ def test_reset_during_a_read(bench: Bench, disk: Disk) -> None:
     until(lambda: store._tiers.dram.used(DENSE) == 0)
     put(store, CHUNKS)
     assert store.flush(20)
-    restore = store.begin_restore(ids_of(CHUNKS))
+    restore = begin(store, ids_of(CHUNKS))
     assert intact(store, restore)
     restore.release()
     store = restarted(bench, store)
@@ -410,7 +411,7 @@ def test_reset_during_a_write_and_the_same_ids_again(bench: Bench, disk: Disk) -
     assert store.flush(20)
     store = restarted(bench, store)
     assert stored(store, CHUNKS) == 1
-    restore = wait(store.begin_restore(ids_of(CHUNKS[:1])))
+    restore = wait(begin(store, ids_of(CHUNKS[:1])))
     assert not restore.failed
     assert intact(store, restore)
     restore.release()
@@ -439,7 +440,7 @@ def test_close_writes_what_is_pending(bench: Bench) -> None:
 def test_close_with_a_read_that_never_ends_keeps_the_memory(bench: Bench, disk: Disk) -> None:
     store = on_ssd_only(bench)
     disk.files.hang_next()
-    restore = store.begin_restore(ids_of(CHUNKS))
+    restore = begin(store, ids_of(CHUNKS))
     until(lambda: disk.files.in_flight == 1)
     view = store.arena.view
     started = time.monotonic()
@@ -482,7 +483,7 @@ def test_recency_survives_a_restart(bench: Bench) -> None:
     assert store.flush(20)
     put(store, old)
     assert store.flush(20)
-    store.begin_restore(ids_of(used)).release()
+    begin(store, ids_of(used)).release()
     store = restarted(bench, store, ssd_chunks=16)
     tiers = store._tiers
     with store._state.lock:
@@ -496,12 +497,12 @@ def test_verify_all_with_ssd(bench: Bench) -> None:
     store = bench.open(verify="all")
     put(store, CHUNKS)
     assert store.flush(20)
-    restore = wait(store.begin_restore(ids_of(CHUNKS)))
+    restore = wait(begin(store, ids_of(CHUNKS)))
     assert len(restore.offsets) == 12
     at = restore.offsets[ArtifactId(CHUNKS[2].key, WINDOW)]
     restore.release()
     store.arena.view[at] ^= 0x80
-    restore = wait(store.begin_restore(ids_of(CHUNKS)))
+    restore = wait(begin(store, ids_of(CHUNKS)))
     assert restore.failed == {ArtifactId(CHUNKS[2].key, WINDOW): Failure.CHECKSUM}
     restore.release()
     store.check_integrity()
@@ -517,7 +518,7 @@ def test_an_artifact_found_bad_while_it_is_written_is_not_on_ssd_afterwards(
     put(store, CHUNKS[:1])
     until(lambda: disk.files.in_flight == 1)
     store.arena.view[store._tiers.index.find(bad).dram_offset] ^= 1  # type: ignore[union-attr]
-    restore = wait(store.begin_restore(ids_of(CHUNKS[:1])))
+    restore = wait(begin(store, ids_of(CHUNKS[:1])))
     assert restore.failed == {bad: Failure.CHECKSUM}
     restore.release()
     disk.files.resume()
@@ -533,10 +534,10 @@ def test_a_dead_io_thread_is_a_miss_not_a_hang(
 ) -> None:
     store = on_ssd_only(bench)
     with patch.object(MemoryFiles, "submit", side_effect=RuntimeError("a bug")):
-        restore = wait(store.begin_restore(ids_of(CHUNKS)))
+        restore = wait(begin(store, ids_of(CHUNKS)))
         assert set(restore.failed.values()) == {Failure.IO_ERROR}
         restore.release()
-        again = store.begin_restore(ids_of(CHUNKS))
+        again = begin(store, ids_of(CHUNKS))
         assert again.done
         assert set(again.failed.values()) == {Failure.IO_ERROR}
     put(store, chain("b", 1))
@@ -566,7 +567,7 @@ def test_pread_serves_too(tmp_path: Path) -> None:
     store = bench.open()
     put(store, CHUNKS)
     store = restarted(bench, store)
-    restore = wait(store.begin_restore(ids_of(CHUNKS)))
+    restore = wait(begin(store, ids_of(CHUNKS)))
     assert not restore.failed
     assert intact(store, restore)
     restore.release()
