@@ -48,9 +48,12 @@ class ArtifactLayout:
             )
         self.model = model
         self.chunk_tokens = chunk_tokens
-
         self._segments = lru_cache(maxsize=4096)(self._compute_segments)
         self._rank_bytes = lru_cache(maxsize=4096)(self._compute_rank_bytes)
+        self._shares = {
+            t: 1 if all(x.replicated for x in model.layers_of(t)) else model.tp_size
+            for t in model.state_types
+        }
 
     def segments(self, state_type: StateType, start: int, end: int) -> tuple[Segment, ...]:
         """Segments of the artifact of `state_type` over tokens [start, end), one rank's share.
@@ -78,8 +81,7 @@ class ArtifactLayout:
 
     def shares(self, state_type: StateType) -> int:
         """How many ranks' shares an artifact holds: 1 if they are all alike."""
-        layers = self.model.layers_of(state_type)
-        return 1 if all(layer.replicated for layer in layers) else self.model.tp_size
+        return self._shares[state_type]
 
     def share_of(self, state_type: StateType, rank: int) -> int:
         """The share that `rank` reads; it writes it only if the share's number is its own."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, groupby
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ROOT, ArtifactId, Tier
@@ -185,31 +185,35 @@ class Restorer:
         ]
 
     def _count(self, pending: PendingRestore) -> None:
-        plan = pending.plan
-        for tier, tokens in _tokens_by_tier(plan, pending.local_tokens).items():
+        plan, local = pending.plan, pending.local_tokens
+        tokens_by_tier = _tokens_by_tier(plan, local)
+        for tier, tokens in tokens_by_tier.items():
             self._recorder.add("heterocache_hit_tokens", tokens, tier=tier)
         self._recorder.add("heterocache_hits")
+        count = self._count_run if set(tokens_by_tier) == {Tier.DRAM.value} else self._count_tiers
         for state_type in plan.prefix_types:
-            self._count_type(plan.chunks, state_type, pending.local_tokens)
+            count(plan.chunks, state_type, local, Tier.DRAM)
         for state_type in plan.boundary_types:
-            self._count_type(plan.chunks[-1:], state_type, pending.local_tokens)
+            count(plan.chunks[-1:], state_type, local, Tier.DRAM)
 
-    def _count_type(
-        self, chunks: Sequence[StoredChunk], state_type: StateType, local_tokens: int
+    def _count_tiers(
+        self, chunks: Sequence[StoredChunk], state_type: StateType, local_tokens: int, _: Tier
     ) -> None:
-        tiers = [stored.tiers[state_type] for stored in chunks]
-        for tier in set(tiers):
-            ours = [x.chunk for x, t in zip(chunks, tiers, strict=True) if t is tier]
-            tokens = sum(chunk.end for chunk in ours) - sum(chunk.start for chunk in ours)
-            tokens -= sum(local_tokens - c.start for c in ours[:1] if c.start < local_tokens)
-            # All but the last of a chain are full chunks, of one size.
-            full = self._layout.artifact_bytes(state_type, ours[0].start, ours[0].end)
-            last = self._layout.artifact_bytes(state_type, ours[-1].start, ours[-1].end)
-            labels = {"tier": tier.value, "state_type": state_type.value}
-            self._recorder.add("heterocache_restored_tokens", tokens, **labels)
-            self._recorder.add(
-                "heterocache_restored_bytes", full * (len(ours) - 1) + last, **labels
-            )
+        """Count run by run: successive chunks whose artifact lay in one tier."""
+        for tier, run in groupby(chunks, key=lambda stored: stored.tiers[state_type]):
+            self._count_run(list(run), state_type, local_tokens, tier)
+
+    def _count_run(
+        self, run: Sequence[StoredChunk], state_type: StateType, local_tokens: int, tier: Tier
+    ) -> None:
+        first, last = run[0].chunk, run[-1].chunk
+        # All but the last of a chain are full chunks, of one size.
+        size = (len(run) - 1) * self._layout.artifact_bytes(state_type, first.start, first.end)
+        size += self._layout.artifact_bytes(state_type, last.start, last.end)
+        tokens = last.end - max(first.start, local_tokens)
+        labels = {"tier": tier.value, "state_type": state_type.value}
+        self._recorder.add("heterocache_restored_tokens", tokens, **labels)
+        self._recorder.add("heterocache_restored_bytes", size, **labels)
 
 
 def _wanted(plan: RestorePlan) -> list[Wanted]:
