@@ -85,7 +85,8 @@ class Restorer:
         """Tokens of the staged restore by tier."""
         if tracker.restore is None:
             return {}
-        return _tokens_by_tier(tracker.restore.plan, tracker.restore.local_tokens)
+        local_tokens = tracker.restore.local_tokens
+        return _tokens_by_tier(_beyond(tracker.restore.plan, local_tokens), local_tokens)
 
     def load(self, tracker: RequestTracker, table: BlockTable, parked: bool) -> Load:
         """The worker's order for an admitted restore."""
@@ -185,7 +186,8 @@ class Restorer:
         ]
 
     def _count(self, pending: PendingRestore) -> None:
-        plan, local = pending.plan, pending.local_tokens
+        local = pending.local_tokens
+        plan = _beyond(pending.plan, local)
         tokens_by_tier = _tokens_by_tier(plan, local)
         for tier, tokens in tokens_by_tier.items():
             self._recorder.add("heterocache_hit_tokens", tokens, tier=tier)
@@ -231,6 +233,13 @@ def _without(stored: StoredChunk, excluded: set[ArtifactId], dram_only: bool) ->
         and not (dram_only and tier is not Tier.DRAM)
     }
     return replace(stored, tiers=tiers)
+
+
+def _beyond(plan: RestorePlan, local_tokens: int) -> RestorePlan:
+    """The plan without chunks that the engine came to hold by itself while it waited."""
+    if plan.chunks[0].chunk.end > local_tokens:
+        return plan
+    return replace(plan, chunks=[s for s in plan.chunks if s.chunk.end > local_tokens])
 
 
 def _tokens_by_tier(plan: RestorePlan, local_tokens: int) -> dict[str, int]:

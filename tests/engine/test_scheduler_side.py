@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine.messages import StepMetadata, WorkerReport
 from hetero_connector.engine.scheduler_side import SchedulerSide
 from hetero_connector.metrics import COUNTERS, Recorder
@@ -235,6 +237,23 @@ def test_a_local_hit_that_grows_while_waiting_is_not_loaded_over(hybrid: Engine)
     assert hybrid.admit(request, local=80) == 112
     (load,) = hybrid.step(b=8).loads
     assert load.copy.blocks[KV, 0].first_page == 5
+
+
+def test_chunks_that_a_growing_local_hit_overtakes_are_not_counted(dense: Engine) -> None:
+    dense.run(FakeRequest("a", tokens(200)))
+    request = FakeRequest("b", tokens(200))
+    assert dense.side.matched_tokens(request, 0)[0] == 192  # type: ignore[arg-type]
+    pending = dense.side._trackers["b"].restore
+    assert pending is not None
+    first, *rest = pending.plan.chunks
+    slow = replace(first, tiers=dict.fromkeys(first.tiers, Tier.SSD))
+    pending.plan = replace(pending.plan, chunks=[slow, *rest])
+    dense.counters()
+    assert dense.admit(request, local=80) == 112
+    dense.step(b=8)
+    counted = dense.counters()
+    assert counted["heterocache_hit_tokens{tier=dram}"] == 112
+    assert not [name for name, value in counted.items() if "ssd" in name or value < 0]
 
 
 def test_a_local_hit_that_overtakes_the_plan_drops_it(dense: Engine) -> None:
