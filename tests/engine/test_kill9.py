@@ -1,0 +1,162 @@
+"""kill -9 of a server under traffic: what is on SSD afterwards is whole, and answers are right.
+
+The server is small enough that restores come from SSD all the time. After each kill the
+directory verifies, nothing of the server is left, and the next server of the same directory
+answers as one without a connector does.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.checkpoints import write_checkpoint
+from examples.serving import Reply, Server, kv_transfer_config
+from hetero_connector.verification import verify_model
+from tests.engine.harness import CHECKPOINTS, prompt_tokens
+from tests.engine.process_group import assert_gone
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]  # five server starts
+
+MODEL = "gemma3"
+PROMPTS = [prompt_tokens(700 + 90 * i, seed=70 + i) for i in range(5)]
+"""Each longer than two chunks; together more than the DRAM tier holds."""
+MAX_TOKENS = 8
+TOLERANCE = 1e-4
+TIERS = {"dram_gib": 0.006, "ssd_gib": 0.06}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[Reply]:
+    """Of a server without the connector."""
+    log = tmp_path_factory.mktemp("reference") / "server.log"
+    with Server(write_checkpoint(MODEL, CHECKPOINTS), log) as server:
+        return [server.complete(prompt, MAX_TOKENS) for prompt in PROMPTS]
+
+
+def server_at(folder: Path, **engine_args: Any) -> Server:
+    given = {**TIERS, "ssd_dir": str(folder / "ssd")}
+    return Server(
+        write_checkpoint(MODEL, CHECKPOINTS),
+        folder / "server.log",
+        kv_transfer_config(given),
+        engine_args,
+    )
+
+
+def same(reply: Reply, answer: Reply) -> None:
+    assert reply.tokens == answer.tokens
+    for ours, theirs in zip(reply.top_logprobs, answer.top_logprobs, strict=True):
+        shared = ours.keys() & theirs.keys()
+        assert len(shared) >= len(theirs) - 1  # the last places may swap
+        assert max(abs(ours[token] - theirs[token]) for token in shared) <= TOLERANCE
+
+
+def ssd_hit_tokens(server: Server) -> float:
+    found = server.series("heterocache_hit_tokens_total")
+    return sum(value for labels, value in found if labels["tier"] == "ssd")
+
+
+class Traffic(threading.Thread):
+    """Sends prompts, old and new ones, until the server is gone."""
+
+    def __init__(self, server: Server, rng: random.Random) -> None:
+        super().__init__()
+        self._server = server
+        self._rng = rng
+        self.answered = 0
+
+    def run(self) -> None:
+        # The connection breaks with the server; whatever that looks like ends the traffic.
+        with suppress(OSError, RuntimeError, ValueError):
+            while True:
+                prompt = self._rng.choice(PROMPTS)
+                if self._rng.random() < 0.4:  # a fork: a stored beginning, then something new
+                    cut = self._rng.randrange(len(prompt))
+                    prompt = prompt[:cut] + prompt_tokens(300, seed=self._rng.randrange(1 << 30))
+                self._server.complete(prompt, 4)
+                self.answered += 1
+
+
+def killed_under_traffic(server: Server, rng: random.Random) -> int:
+    """Kill at a random moment; returns how many requests had been answered."""
+    threads = [Traffic(server, random.Random(rng.random())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(rng.uniform(0.3, 3.0))
+    assert server._process is not None
+    group = server._process.pid
+    server.kill()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert_gone(group)
+    return sum(thread.answered for thread in threads)
+
+
+def verified(folder: Path) -> int:
+    """How many artifacts lie in the directory, every one of them intact."""
+    count = 0
+    for path in (folder / "ssd").iterdir():
+        if path.is_dir():
+            report = verify_model(path)
+            assert not report.bad
+            count += report.artifacts
+    return count
+
+
+def arenas_of_others() -> set[str]:
+    """Files in /dev/shm: a DRAM tier must leave none."""
+    return {path.name for path in Path("/dev/shm").iterdir() if "heterocache" in path.name}
+
+
+@pytest.mark.parametrize(
+    "rounds",
+    [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+)
+def test_killed_at_random_moments(rounds: int, tmp_path: Path, answers: list[Reply]) -> None:
+    from_ssd, stored, answered = 0.0, 0, 0
+    for seed in range(rounds):
+        print(f"round {seed}: seed {seed}")
+        rng = random.Random(seed)
+        server = server_at(tmp_path).start()
+        try:
+            for index in rng.sample(range(len(PROMPTS)), 3):
+                same(server.complete(PROMPTS[index], MAX_TOKENS), answers[index])
+            from_ssd += ssd_hit_tokens(server)
+            answered += killed_under_traffic(server, rng)
+        finally:
+            server.kill()
+        stored = verified(tmp_path)
+        assert not arenas_of_others()
+    with server_at(tmp_path) as server:
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            same(server.complete(prompt, MAX_TOKENS), answer)
+        from_ssd += ssd_hit_tokens(server)
+    assert answered > 0, "every kill came before any traffic: the test shows nothing"
+    assert stored > 0
+    assert from_ssd > 0
+
+
+def test_sigterm_writes_everything_before_the_end(tmp_path: Path, answers: list[Reply]) -> None:
+    first = PROMPTS[0]
+    # Without it vLLM ends before its next step, in which a request's last boundary is saved.
+    with server_at(tmp_path, shutdown_timeout=30) as server:
+        assert server._process is not None
+        group = server._process.pid
+        reply = server.complete(first, 150)
+        server.stop()  # at once: what was saved last still lies in DRAM alone
+    assert_gone(group)
+    assert verified(tmp_path) > 0
+    second = first + reply.tokens
+    with server_at(tmp_path) as server:
+        restored = server.complete([*second, 1], MAX_TOKENS)
+        assert ssd_hit_tokens(server) == restored.cached_tokens
+    # The last decoded token was never an input, so its state does not exist.
+    assert restored.cached_tokens == (len(second) - 1) // 32 * 32
