@@ -92,7 +92,10 @@ class RequestChain:
     def chunks(self, limit_tokens: int | None = None) -> Iterator[ChunkRange]:
         """Full chunks that end at or before `limit_tokens` (default: all), hashed one by one."""
         limit = self.num_tokens if limit_tokens is None else min(limit_tokens, self.num_tokens)
-        for index in range(limit // self._hasher.chunk_tokens):
+        count = limit // self._hasher.chunk_tokens
+        hashed = self._chunks[:count]
+        yield from hashed
+        for index in range(len(hashed), count):
             yield self._chunk(index)
 
     def tail(self, end: int) -> ChunkRange:

@@ -244,10 +244,12 @@ def _beyond(plan: RestorePlan, local_tokens: int) -> RestorePlan:
 
 def _tokens_by_tier(plan: RestorePlan, local_tokens: int) -> dict[str, int]:
     """Restored tokens by the slowest tier that any state loaded for their chunk was in."""
+    total = plan.boundary - local_tokens
+    outside = [stored for stored in plan.chunks if stored.slowest is not Tier.DRAM]
+    if not outside:
+        return {Tier.DRAM.value: total}
     tokens: dict[str, int] = {}
-    for stored in plan.chunks:
-        if stored.slowest is Tier.DRAM:
-            continue
+    for stored in outside:
         needed = plan.prefix_types
         if stored is plan.chunks[-1]:
             needed += plan.boundary_types
@@ -256,5 +258,5 @@ def _tokens_by_tier(plan: RestorePlan, local_tokens: int) -> dict[str, int]:
             chunk = stored.chunk
             covered = chunk.end - max(chunk.start, local_tokens)
             tokens[slow[0].value] = tokens.get(slow[0].value, 0) + covered
-    in_dram = plan.boundary - local_tokens - sum(tokens.values())
+    in_dram = total - sum(tokens.values())
     return ({Tier.DRAM.value: in_dram} if in_dram else {}) | tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+_block_id = attrgetter("block_id")
 _IDLE_STEP_S = 500e-6
 _SOURCES = {Tier.DRAM.value: CacheHitSource.HOST, Tier.SSD.value: CacheHitSource.DISK}
 
@@ -208,7 +210,7 @@ class SchedulerSide:
 
         def ids(group: int, pages: range) -> list[int]:
             blocks = manager.get_blocks(request_id).blocks[group]
-            return [block.block_id for block in blocks[pages.start : pages.stop]]
+            return list(map(_block_id, blocks[pages.start : pages.stop]))
 
         return ids
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,22 +39,27 @@ def plan_restore(
     for every chunk that reaches past them; boundary state only at the boundary.
     None when nothing beyond the local tokens can be restored.
     """
-    first = last = None
-    num_types = len(model.state_types)
-    for index, entry in enumerate(stored):
-        end = entry.chunk.end
-        if end > limit_tokens:
-            break
-        if end <= local_tokens:
-            continue
-        first = index if first is None else first
-        if len(entry.tiers) == num_types:  # everything: no need to look closer
-            last = index
-        elif any(t not in entry.tiers for t in model.prefix_types):
-            break
-        elif all(t in entry.tiers for t in model.boundary_types):
-            last = index
-    if first is None or last is None:
+    first = bisect_right(stored, local_tokens, key=_end)
+    chunks = stored[first : bisect_right(stored, limit_tokens, key=_end)]
+    chunks = chunks[: _restorable(model, chunks)]
+    if not chunks:
         return None
-    chunks = stored[first : last + 1]
-    return RestorePlan(chunks[-1].chunk.end, chunks, model.prefix_types, model.boundary_types)
+    return RestorePlan(_end(chunks[-1]), chunks, model.prefix_types, model.boundary_types)
+
+
+def _restorable(model: ModelSpec, chunks: Sequence[StoredChunk]) -> int:
+    """How many of `chunks` lead to the deepest boundary that is complete."""
+    num_types = len(model.state_types)
+    if all(len(stored.tiers) == num_types for stored in chunks):
+        return len(chunks)  # everything is there: no need to look closer
+    best = 0
+    for count, stored in enumerate(chunks, 1):
+        if any(t not in stored.tiers for t in model.prefix_types):
+            break
+        if all(t in stored.tiers for t in model.boundary_types):
+            best = count
+    return best
+
+
+def _end(stored: StoredChunk) -> int:
+    return stored.chunk.end

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from hetero_connector.artifacts.index import Artifact
 from hetero_connector.artifacts.record import ArtifactId, Tier
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Failure, Wanted
 from hetero_connector.store.state import Load, StoreState
+
+
+class _Absent:
+    """Stands in for the node and for the artifact that the index does not have."""
+
+    artifacts: ClassVar[dict[StateType, Artifact]] = {}
+    dram_offset = -1
+    sealed = False
+    pins = 0
 
 
 class ArtifactRestore:
@@ -18,7 +28,7 @@ class ArtifactRestore:
         """Needs the lock. Pins what is in DRAM first, so that no slot for a read evicts it."""
         self._state = state
         self._wanted = wanted
-        self._columns: list[list[int]] = [[-1] * len(keys) for _, keys in wanted]
+        self._columns: list[list[int]] = [[] for _ in wanted]
         self._places: dict[ArtifactId, list[tuple[int, int]]] = {}
         """Where in the columns an artifact that was not in DRAM belongs."""
         self._failed: dict[ArtifactId, Failure] = {}
@@ -97,21 +107,22 @@ class ArtifactRestore:
     def _pin_dram(self) -> list[tuple[int, int]]:
         """Pin what can be used as it lies in DRAM; returns (position, column) of the rest."""
         state = self._state
-        if state.config.verify == "all":
-            return [(p, c) for c, (_, keys) in enumerate(self._wanted) for p in range(len(keys))]
         nodes, pin = state.tiers.index.nodes, self._pinned.append
+        none: Any = _Absent
+        check_all = state.config.verify == "all"
         rest = []
         for column, (kind, keys) in enumerate(self._wanted):
             offsets = self._columns[column]
-            for position, key in enumerate(keys):
-                node = nodes.get(key)
-                artifact = None if node is None else node.artifacts.get(kind)
-                if artifact is not None and artifact.sealed and artifact.dram is not None:
+            for key in keys:
+                artifact = nodes.get(key, none).artifacts.get(kind, none)
+                offset = artifact.dram_offset  # -1 where it is not in DRAM
+                if offset < 0 or check_all or not artifact.sealed:
+                    rest.append((len(offsets), column))
+                    offset = -1
+                else:
                     artifact.pins += 1
                     pin(artifact)
-                    offsets[position] = artifact.dram_offset
-                else:
-                    rest.append((position, column))
+                offsets.append(offset)
         return rest
 
     def _load(self, artifact_id: ArtifactId, place: tuple[int, int]) -> None:
