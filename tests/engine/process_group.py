@@ -7,15 +7,20 @@ from pathlib import Path
 
 
 def living(group: int) -> list[str]:
-    """Processes of the group that still run (a zombie only waits for its parent)."""
+    """Processes of the group that still run.
+
+    A zombie only waits for its parent, unless threads of it are still ending: those keep
+    its files, and so its locks.
+    """
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             name, _, rest = path.read_text().partition(" (")[2].rpartition(") ")
+            threads = len(list((path.parent / "task").iterdir()))
         except (FileNotFoundError, ProcessLookupError):
             continue
         state, _, pgrp = rest.split()[:3]
-        if int(pgrp) == group and state not in "ZX":
+        if int(pgrp) == group and (state not in "ZX" or threads > 1):
             found.append(f"{path.parent.name} {name}")
     return found
 
