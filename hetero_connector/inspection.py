@@ -70,7 +70,10 @@ def find_models(path: Path) -> list[Path]:
             return [path]
         if not path.is_dir():
             raise StoreError(f"{path} is not a directory; name an ssd_dir or a directory in it")
-        found = sorted(d.path for d in model_directories(path) if is_model_directory(d.path))
+        roots = [path, *path.glob("dp[0-9]*")]  # data-parallel engines have one each
+        found = sorted(
+            d.path for root in roots for d in model_directories(root) if is_model_directory(d.path)
+        )
     except OSError as e:
         raise StoreError(f"{path} cannot be read: {e}") from e
     if not found:

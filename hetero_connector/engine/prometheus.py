@@ -30,6 +30,7 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "heterocache_bytes": ("Useful bytes stored.", ("tier", "state_type")),
     "heterocache_artifacts": ("Artifacts stored.", ("tier", "state_type")),
     "heterocache_capacity_bytes": ("Capacity of the tier.", ("tier",)),
+    "heterocache_ssd_writable": ("1 while artifacts are written to SSD, 0 while not.", ()),
     "heterocache_stage_seconds": ("From the match to everything in DRAM.", ()),
     "heterocache_load_seconds": ("Pages written by a step's loads.", ()),
     "heterocache_save_seconds": ("Pages read by a step's saves.", ()),
@@ -37,6 +38,15 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "heterocache_ssd_write_seconds": ("One batch written to SSD.", ()),
 }
 """Every metric: its help text and its labels (besides vLLM's own)."""
+
+_GAUGES = frozenset(
+    {
+        "heterocache_bytes",
+        "heterocache_artifacts",
+        "heterocache_capacity_bytes",
+        "heterocache_ssd_writable",
+    }
+)
 
 
 @dataclass
@@ -95,7 +105,7 @@ class HeteroPromMetrics(KVConnectorPromMetrics):
         names = [*self._labelnames, *labels]
         if name.endswith("_seconds"):
             return self._histogram_cls(name, help_text, names, buckets=_BUCKETS)
-        if name in ("heterocache_bytes", "heterocache_artifacts", "heterocache_capacity_bytes"):
+        if name in _GAUGES:
             return self._gauge_cls(name, help_text, names)
         return self._counter_cls(name, help_text, names)
 

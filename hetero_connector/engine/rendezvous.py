@@ -77,12 +77,16 @@ def _directory() -> Path:
 
 def _collect(engine_id: str) -> dict[int, WorkerGeometry]:
     found = {}
-    for path in _directory().glob(f"{engine_id}.*.json"):
+    for path in _directory().glob("*.json"):
         try:
             document = json.loads(path.read_text())
         except FileNotFoundError:
             continue  # another engine of the same id took its own file
-        if os.getpid() in (document["pid"], document["parent"]):
+        if not Path(f"/proc/{document['pid']}").exists():
+            path.unlink(missing_ok=True)  # left by an engine that was killed while it started
+            continue
+        ours = os.getpid() in (document["pid"], document["parent"])
+        if ours and path.name.startswith(f"{engine_id}."):
             geometry = _decode(document["geometry"])
             found[geometry.rank] = geometry
             path.unlink(missing_ok=True)

@@ -108,8 +108,8 @@ class Restorer:
         plan = plan_restore(self._model, stored, local_tokens, known - 1)
         if plan is None:
             return None
-        handle = self._store.begin_restore(_wanted(plan))
         self._started.setdefault(tracker.request.request_id, self._clock())
+        handle = self._store.begin_restore(_wanted(plan))
         return PendingRestore(plan, handle, local_tokens)
 
     def _is_full(self, stored: StoredChunk) -> bool:

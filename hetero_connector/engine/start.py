@@ -93,13 +93,14 @@ def _chunk_tokens(config: HeteroConfig, model: ModelSpec) -> int:
 
 def _store_config(config: HeteroConfig, vllm_config: VllmConfig) -> StoreConfig:
     ssd_dir = config.ssd_dir
-    if ssd_dir is not None and vllm_config.parallel_config.data_parallel_size > 1:
-        # Data-parallel engines are separate caches; one directory has one owner.
+    engines = vllm_config.parallel_config.data_parallel_size
+    if ssd_dir is not None and engines > 1:
+        # Data-parallel engines are separate caches, each with its share of the space.
         ssd_dir = ssd_dir / f"dp{vllm_config.parallel_config.data_parallel_index}"
     return StoreConfig(
         dram_bytes=int(config.dram_gib * _GIB),
         ssd_dir=ssd_dir,
-        ssd_bytes=int(config.ssd_gib * _GIB) if config.ssd_gib else 0,
+        ssd_bytes=int(config.ssd_gib * _GIB) // engines if config.ssd_gib else 0,
         verify=config.verify,
         load_deadline_s=config.load_deadline_s,
     )

@@ -28,7 +28,7 @@ from hetero_connector.store.ssd_directory import SsdDirectory
 from hetero_connector.store.state import Spill, StoreState
 from hetero_connector.store.tiers import Tiers
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.heterocache")
 
 _kept_arenas: list[Arena] = []
 """Arenas that a transfer which never ended may still touch."""

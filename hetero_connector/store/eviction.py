@@ -34,6 +34,7 @@ class EvictionPolicy(Protocol):
 
 
 _Entry = tuple[int, int, int, Artifact]
+_SWEEP_FROM = 64
 
 
 class LeafLru:
@@ -50,6 +51,8 @@ class LeafLru:
         self._in_leaves: set[Artifact] = set()
         self._in_backed: set[Artifact] = set()
         self._order = count()
+        self._swept = 0
+        """Entries that the last sweep of `_backed` kept."""
 
     def offer(self, artifact: Artifact) -> None:
         """See `EvictionPolicy.offer`. O(log n)."""
@@ -67,6 +70,7 @@ class LeafLru:
             if found is Standing.BACKED and artifact not in self._in_backed:
                 self._in_backed.add(artifact)
                 heapq.heappush(self._backed, self._entry(artifact))
+                self._sweep(standing)
         while (artifact := self._pop(self._backed)) is not None:
             self._in_backed.discard(artifact)
             if standing(artifact) is not Standing.HELD:
@@ -77,6 +81,15 @@ class LeafLru:
         """Forget every artifact."""
         for entries in (self._leaves, self._backed, self._in_leaves, self._in_backed):
             entries.clear()
+
+    def _sweep(self, standing: Callable[[Artifact], Standing]) -> None:
+        """Drop what left the tier some other way, whenever the heap has doubled."""
+        if len(self._backed) <= 2 * self._swept + _SWEEP_FROM:
+            return
+        self._backed = [e for e in self._backed if standing(e[3]) is not Standing.HELD]
+        heapq.heapify(self._backed)
+        self._in_backed = {entry[3] for entry in self._backed}
+        self._swept = len(self._backed)
 
     def _entry(self, artifact: Artifact) -> _Entry:
         return (artifact.last_used, -artifact.node.chunk.end, next(self._order), artifact)

@@ -21,8 +21,9 @@ from hetero_connector.store.reading import Reader
 from hetero_connector.store.spilling import Spiller
 from hetero_connector.store.ssd import Ssd
 from hetero_connector.store.state import StoreState
+from hetero_connector.store.write_health import WriteHealth
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.heterocache")
 
 _MIN_POLL_S, _MAX_POLL_S = 20e-6, 2e-3
 _IDLE_S = 1.0
@@ -37,7 +38,8 @@ class IoThread:
         self._ssd = ssd
         self._reader = Reader(state, memory, ssd)
         self._rows = JournalRows(state, None if ssd is None else ssd.directory.journal)
-        self._spiller = Spiller(state, memory, ssd, self._rows)
+        self._health = WriteHealth(state, None if ssd is None else ssd.directory.path)
+        self._spiller = Spiller(state, memory, ssd, self._rows, self._health)
         self._thread = threading.Thread(target=self._run, name="heterocache-io", daemon=True)
         self._stop_by_s = float("inf")
         self._clean = False
@@ -87,8 +89,13 @@ class IoThread:
             else:
                 self._wait()
             if self._state.clock() >= touch_due_s:
+                self._check_files()
                 touch_due_s = self._state.clock() + _TOUCH_S
                 self._touch()
+
+    def _check_files(self) -> None:
+        if self._ssd is not None and not self._ssd.directory.in_place():
+            self._health.give_up("its files were deleted under this engine")
 
     def _finished(self) -> bool:
         state = self._state
@@ -130,6 +137,7 @@ class IoThread:
             logger.warning("the order of use was not noted: %s", e)
 
     def _close(self) -> bool:
+        self._spiller.close()
         if self._ssd is None:
             return True
         try:

@@ -7,9 +7,9 @@ between leaves no row whose bytes are not down.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,17 +26,16 @@ from hetero_connector.store.slots import SlotPool
 from hetero_connector.store.ssd import Ssd
 from hetero_connector.store.state import Spill, StoreState
 from hetero_connector.store.tiers import Forgotten
+from hetero_connector.store.write_health import WriteHealth
 from hetero_connector.transfer.base import Direction, Extent, Transfer, TransferState
 from hetero_connector.transfer.checksum import checksum
 
-logger = logging.getLogger(__name__)
-
 _BATCH_BYTES = 16 << 20
 """In flight at once: what a restore that comes in between may have to wait for."""
-_MAX_FAILURES = 3
-"""Failed batches in a row after which the tier is only read."""
 _WRITE_DEADLINE_S = 60.0
 _RETRY_S = 1.0
+_SYNC_PATIENCE_S = 0.005
+"""How long the I/O thread itself waits for a sync before it looks after reads again."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,7 @@ class Spiller:
         memory: npt.NDArray[np.uint8],
         ssd: Ssd | None,
         rows: JournalRows,
+        health: WriteHealth,
     ) -> None:
         self._state = state
         self._memory = memory
@@ -69,7 +69,9 @@ class Spiller:
         self._rows = rows
         self._batch: _Batch | None = None
         self._abandoned: list[_Batch] = []
-        self._failures = 0
+        self._health = health
+        self._syncing: Future[None] | None = None
+        self._syncer = ThreadPoolExecutor(1, thread_name_prefix="heterocache-sync")
 
     @property
     def active(self) -> bool:
@@ -80,6 +82,7 @@ class Spiller:
         """End what has ended and, if `may_start`, begin the next batch; True if anything moved."""
         self._poll_abandoned()
         self._forget_rows()
+        self._health.probe()
         if self._batch is not None:
             return self._poll(self._batch)
         # A row that should be gone may name an artifact that was saved again since: its new
@@ -90,7 +93,7 @@ class Spiller:
         try:
             self._rows.forget()
         except StoreError as e:
-            self._failed(e)
+            self._health.failed(e)
 
     def _start(self) -> bool:
         artifacts = self._take_due()
@@ -186,23 +189,35 @@ class Spiller:
             self._abandon(batch)
         elif batch.transfer.error is not None:
             self._retry(batch, batch.transfer.error)
+        elif not self._synced():
+            if self._state.clock() - batch.started_s < _WRITE_DEADLINE_S:
+                return False
+            self._abandon(batch)
         else:
             self._commit(batch)
         self._batch = None
         return True
 
-    def _commit(self, batch: _Batch) -> None:
-        """The bytes are written: make them durable, then known."""
+    def _synced(self) -> bool:
+        """Whether the batch's fdatasync has ended; beside this thread, which restores need."""
         assert self._ssd is not None
+        if self._syncing is None:
+            self._syncing = self._syncer.submit(self._ssd.directory.sync)
+        return bool(wait([self._syncing], timeout=_SYNC_PATIENCE_S).done)
+
+    def _commit(self, batch: _Batch) -> None:
+        """The bytes are written and synced: make them known."""
+        assert self._syncing is not None
+        syncing, self._syncing = self._syncing, None
         now = time.time()
         rows = [_row(w, now) for w in batch.writes]
         try:
-            self._ssd.directory.sync()
+            syncing.result()
             self._rows.record(rows)
         except (StoreError, OSError) as e:
             self._retry(batch, e)
             return
-        self._failures = 0
+        self._health.succeeded()
         self._state.recorder.observe(
             "heterocache_ssd_write_seconds", self._state.clock() - batch.started_s
         )
@@ -237,7 +252,7 @@ class Spiller:
         with state.lock:
             again = [Spill(w.artifact, due_s) for w in batch.writes if not w.artifact.forgotten]
             state.spills.extendleft(reversed(again))
-        self._failed(error)
+        self._health.failed(error)
         self._release(batch, journaled=False)
 
     def _let_go(self, artifacts: list[Artifact]) -> None:
@@ -253,8 +268,11 @@ class Spiller:
         self._abandoned.append(batch)
         with self._state.lock:
             self._state.spilling -= len(batch.writes)
-        self._failures = _MAX_FAILURES
-        self._failed(StoreError(f"a write has not ended after {_WRITE_DEADLINE_S:.0f} s"))
+        self._health.give_up(f"a write has not ended after {_WRITE_DEADLINE_S:.0f} s")
+
+    def close(self) -> None:
+        """Let go of the syncing thread; one that hangs in the kernel is left behind."""
+        self._syncer.shutdown(wait=False)
 
     def _poll_abandoned(self) -> None:
         for batch in list(self._abandoned):
@@ -263,26 +281,6 @@ class Spiller:
                 with self._state.lock:
                     self._state.spilling += len(batch.writes)
                 self._release(batch, journaled=False)
-
-    def _failed(self, error: Exception) -> None:
-        """Count a failure; after `_MAX_FAILURES` in a row stop writing to the tier."""
-        state = self._state
-        self._failures += 1
-        state.fail(Failure.IO_ERROR, Tier.SSD)
-        if self._failures < _MAX_FAILURES or not state.ssd_writable:
-            return
-        assert self._ssd is not None
-        logger.error(
-            "SSD tier %s: writing failed %d times, the last time with: %s. No more artifacts "
-            "are written there; what it holds is still read. Restart after freeing or repairing it",
-            self._ssd.directory.path,
-            self._failures,
-            error,
-        )
-        with state.lock:
-            state.ssd_writable = False
-            state.spills.clear()
-            state.lock.notify_all()
 
 
 def _deepest_on_ssd(artifact: Artifact) -> Artifact | None:

@@ -17,7 +17,7 @@ from hetero_connector.store.tiers import Tiers
 from hetero_connector.transfer.base import FileTransfer
 from hetero_connector.transfer.choose import choose_file_transfer
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.heterocache")
 
 OpenTransfer = Callable[[npt.NDArray[np.uint8], SsdDirectory], FileTransfer]
 """Makes the transfer between the arena's bytes and the directory's slab files."""

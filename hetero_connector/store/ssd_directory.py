@@ -36,7 +36,7 @@ from hetero_connector.store.ssd_space import (
 )
 from hetero_connector.transfer.base import BLOCK_BYTES, OpenFile
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.heterocache")
 
 _ROW_BYTES = 512
 """Journal bytes a slot may cost: a row in two b-trees, at SQLite's usual fill."""
@@ -124,6 +124,11 @@ class SsdDirectory:
                 os.fdatasync(fd)
             except OSError as e:
                 raise TransferError(e.errno, f"fdatasync of {state_type.value}: {e}") from e
+
+    def in_place(self) -> bool:
+        """Whether the files are still where the next engine would look for them."""
+        linked = all(os.fstat(fd).st_nlink > 0 for fd in self._fds.values())
+        return linked and (self.path / JOURNAL_NAME).exists()
 
     def close(self) -> None:
         """Close the journal and the slabs, let go of the lock. Idempotent."""
@@ -222,7 +227,7 @@ def slots_that_fit(slot_bytes: Mapping[StateType, int], ssd_bytes: int) -> int:
         raise ConfigError(
             "ssd_gib",
             f"{ssd_bytes / GIB:.3g} does not hold one artifact of each state type of this "
-            f"model; at least {smallest / GIB:.3g}, or 0 for no SSD tier",
+            f"model; at least {smallest / GIB:.3g}, or leave ssd_dir out",
         )
     return slots
 

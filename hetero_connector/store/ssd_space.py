@@ -13,7 +13,7 @@ from pathlib import Path
 from hetero_connector.errors import ConfigError
 from hetero_connector.store.directory_lock import DirectoryLock, holder, is_locked
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.heterocache")
 
 JOURNAL_NAME = "journal.sqlite"
 LOCK_NAME = "lock"
@@ -55,10 +55,26 @@ def model_directories(root: Path) -> Iterator[ModelDirectory]:
     for path in root.iterdir():
         if not (_MODEL_DIRECTORY.fullmatch(path.name) and path.is_dir()):
             continue
-        files = [entry.stat(follow_symlinks=False) for entry in os.scandir(path)]
-        lock = path / LOCK_NAME
-        used = lock.stat().st_mtime if lock.exists() else path.stat().st_mtime
-        yield ModelDirectory(path, sum(f.st_blocks * 512 for f in files), used)
+        try:
+            sizes = [_disk_bytes(entry) for entry in os.scandir(path)]
+            used = _modified(path / LOCK_NAME) or path.stat().st_mtime
+        except FileNotFoundError:
+            continue  # its engine, or another one starting, removed it meanwhile
+        yield ModelDirectory(path, sum(sizes), used)
+
+
+def _disk_bytes(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat(follow_symlinks=False).st_blocks * 512
+    except FileNotFoundError:  # an engine that stops removes its journal's WAL
+        return 0
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def room_beside_live(root: Path, own: Path, limit_bytes: int) -> int:

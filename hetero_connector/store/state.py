@@ -111,3 +111,5 @@ class StoreState:
         if now >= self._gauges_due_s:
             self._gauges_due_s = now + GAUGE_INTERVAL_S
             self.tiers.publish_gauges()
+            if self.config.ssd_dir is not None:
+                self.recorder.set("heterocache_ssd_writable", float(self.ssd_writable))

@@ -1,0 +1,134 @@
+"""What shows only after a while: bookkeeping that grows, slow syncs, disks that come and go."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from filling import DENSE, Bench, Disk, begin, chain, ids_of, intact, put, stored, until, wait
+
+from hetero_connector.errors import StoreError
+from hetero_connector.metrics import Recorder
+from hetero_connector.store import io_thread
+from hetero_connector.store.base import StoreConfig
+from hetero_connector.store.slots import SlotGeometry
+from hetero_connector.store.ssd_directory import SsdDirectory
+from hetero_connector.store.ssd_space import model_directories
+from hetero_connector.store.state import StoreState
+from hetero_connector.store.tiers import Tiers
+from hetero_connector.store.write_health import WriteHealth
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path / "ssd", Disk())
+
+
+def test_eviction_s_bookkeeping_does_not_grow_with_what_has_passed_through(bench: Bench) -> None:
+    store = bench.open(dram_chunks=8, ssd_chunks=24)
+    for i in range(150):
+        put(store, chain(f"c{i}", 4))
+        assert store.flush(20)
+    tracked = sum(
+        len(policy._backed) + len(policy._leaves)  # type: ignore[attr-defined]
+        for policy in store._tiers._policies.values()
+    )
+    assert len(list(store._tiers.index.artifacts())) <= 64
+    assert tracked < 600, "150 sessions of 8 artifacts went by"
+    store.close()
+
+
+def test_a_slow_sync_does_not_hold_up_a_restore(bench: Bench) -> None:
+    store = bench.open()
+    put(store, chain("a", 2))
+    store.close()
+    store = bench.open()
+    syncing, go = threading.Event(), threading.Event()
+
+    def slow(self: SsdDirectory) -> None:
+        syncing.set()
+        assert go.wait(20)
+
+    with patch.object(SsdDirectory, "sync", slow):
+        put(store, chain("b", 1))
+        assert syncing.wait(20)
+        restore = wait(begin(store, ids_of(chain("a", 2))), timeout_s=10)
+        assert not restore.failed
+        assert intact(store, restore)
+        assert bench.counts("heterocache_spilled_bytes") == {}, "not known before it is synced"
+        go.set()
+        assert store.flush(20)
+    restore.release()
+    store.close()
+
+
+def test_a_store_deleted_under_the_engine_is_noticed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(io_thread, "_TOUCH_S", 0.02)
+    store = bench.open()
+    put(store, chain("a", 2))
+    assert store.flush(20)
+    assert bench.root is not None
+    with caplog.at_level(logging.ERROR, logger="vllm.heterocache"):
+        shutil.rmtree(bench.root)
+        until(lambda: "deleted under this engine" in caplog.text)
+    assert not store._state.ssd_writable
+    put(store, chain("b", 1))
+    assert stored(store, chain("b", 1)) == 1, "DRAM goes on"
+    store.close()
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_writing_pauses_after_three_failures_and_is_tried_again_after_a_minute(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    tiers = Tiers(256, SlotGeometry.fit({DENSE: 4096}, 8192), None, Recorder())
+    state = StoreState(tiers, StoreConfig(0, tmp_path), Recorder(), clock)
+    health = WriteHealth(state, tmp_path)
+    with caplog.at_level(logging.ERROR, logger="vllm.heterocache"):
+        for _ in range(2):
+            health.failed(StoreError("full"))
+        assert state.ssd_writable
+        health.failed(StoreError("full"))
+        assert not state.ssd_writable
+        clock.now_s = 59.0
+        health.probe()
+        assert not state.ssd_writable
+        clock.now_s = 60.0
+        health.probe()
+        assert state.ssd_writable
+        health.failed(StoreError("still full"))
+        assert not state.ssd_writable, "one failure is enough now"
+        clock.now_s = 121.0
+        health.probe()
+        health.succeeded()
+        health.failed(StoreError("a hiccup"))
+        assert state.ssd_writable
+        health.give_up("gone")
+        clock.now_s = 1e9
+        health.probe()
+        assert not state.ssd_writable
+    assert len(caplog.records) == 3
+
+
+def test_a_directory_that_goes_away_while_it_is_listed_is_left_out(tmp_path: Path) -> None:
+    for name in ("0" * 16, "1" * 16):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").touch()
+    found = model_directories(tmp_path)
+    first = next(found)
+    (other,) = {tmp_path / ("0" * 16), tmp_path / ("1" * 16)} - {first.path}
+    shutil.rmtree(other)
+    assert list(found) == []
