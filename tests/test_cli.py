@@ -436,3 +436,15 @@ def test_a_disk_that_refuses_is_a_failure(
     findings = {f.name: f for f in doctor.ssd(tmp_path)}
     assert findings["SSD read"].status is Status.FAIL
     assert "No space left" in findings["SSD read"].detail
+
+
+def test_inspect_finds_the_state_of_data_parallel_engines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(2):
+        directory = SsdDirectory.open(
+            tmp_path / f"dp{rank}", bytes([rank]) * 32, {StateType.DENSE_KV: 4096}, 1 << 20
+        )
+        directory.close()
+    assert cli.main(["inspect", str(tmp_path), "--json"]) == 0
+    assert capsys.readouterr().out.count('"path"') == 2

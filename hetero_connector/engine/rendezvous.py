@@ -59,7 +59,8 @@ def gather(
                 raise StoreError(
                     f"only {len(found)} of {world_size} workers announced their KV caches. "
                     "HeteroConnector needs every worker on this host, started by the engine "
-                    "itself: use --distributed-executor-backend uni or mp on one node"
+                    "itself: use --distributed-executor-backend uni or mp on one node. After an "
+                    "engine that failed to start in this very process, start a new process"
                 )
             time.sleep(0.01)
     ranks = [found[rank] for rank in sorted(found)]

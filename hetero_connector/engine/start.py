@@ -75,6 +75,8 @@ def open_scheduler_side(
         chunk_tokens=chunk_tokens,
     )
     logger.info("HeteroConnector: %s", _summary(layout, config))
+    for warning in _warnings(layout, config, vllm_config.model_config.max_model_len):
+        logger.warning("HeteroConnector: %s", warning)
     hasher = ChainHasher(identity.digest, chunk_tokens)
     return SchedulerSide(layout, hasher, store, recorder, load_deadline_s=config.load_deadline_s)
 
@@ -114,6 +116,25 @@ def _attention_backends(vllm_config: VllmConfig) -> tuple[str, ...]:
         if hasattr(layer, "get_attn_backend")
     }
     return tuple(sorted(names))
+
+
+def _warnings(layout: ArtifactLayout, config: HeteroConfig, max_model_len: int) -> list[str]:
+    """What is allowed but hardly meant."""
+    warnings = []
+    if layout.chunk_tokens > max_model_len:
+        warnings.append(
+            f"chunk_tokens={layout.chunk_tokens} exceeds the {max_model_len} tokens a request may "
+            "have: only the ends of requests are stored"
+        )
+    chunk_bytes = sum(-(-size // 4096) * 4096 for size in layout.max_bytes.values())
+    in_dram = int(config.dram_gib * _GIB) // chunk_bytes if chunk_bytes else 0
+    longest = max_model_len // layout.chunk_tokens
+    if in_dram < longest:
+        warnings.append(
+            f"dram_gib={config.dram_gib:g} holds {in_dram} chunks, fewer than the {longest} of the "
+            "longest request: that cannot be restored whole. Raise dram_gib"
+        )
+    return warnings
 
 
 def _summary(layout: ArtifactLayout, config: HeteroConfig) -> str:
