@@ -53,12 +53,13 @@ def test_a_repeat_does_not_move_them(llm: Any) -> None:
 
 
 def test_the_engine_hits_its_own_prefix(llm: Any, model: str) -> None:
-    if not llm.llm_engine.vllm_config.cache_config.enable_prefix_caching:
-        pytest.skip(f"the platform switches prefix caching off for {model}")
     llm.reset_prefix_cache()
     cold = generate(llm, PROMPT, max_tokens=8)
     hit = generate(llm, PROMPT, max_tokens=8)
-    assert hit.num_cached_tokens >= 1024
+    if model == "mla":  # the CPU platform switches prefix caching off for it
+        assert hit.num_cached_tokens == 0
+    else:
+        assert hit.num_cached_tokens >= 1024
     assert hit.tokens[0] == cold.tokens[0]
     # bf16 rounds differently for other chunk shapes; fp32 must not.
     assert delta(cold, hit) <= (0.1 if model in BF16_MODELS else 1e-4)
