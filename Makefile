@@ -31,7 +31,7 @@ test-fast: venv  ## Tests that need no engine
 	$(RUN) -m pytest -q -m "not engine and not slow"
 
 test-engine: venv  ## Tests on the real engine
-	$(RUN) -m pytest -q -m "engine and not slow"
+	$(RUN) -m pytest -q --durations=12 -m "engine and not slow"
 
 test-slow: venv  ## Long soaks: many kill -9
 	$(RUN) -m pytest -q -m slow
