@@ -26,7 +26,7 @@ pytestmark = pytest.mark.engine
 PROMPT = prompt_tokens(1400, seed=91)
 
 
-@pytest.mark.parametrize("model", ["dense", "gemma3"])
+@pytest.mark.parametrize("model", [pytest.param("dense", marks=pytest.mark.slow), "gemma3"])
 def test_two_tensor_parallel_workers(model: str) -> None:
     workers = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     with engine(model, {"dram_gib": 0.1}, **workers) as llm:
