@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain, groupby
 
+from hetero_connector.artifacts.chain import RequestChain
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ROOT, ArtifactId, Tier
 from hetero_connector.engine.messages import ArtifactSpan, Blocks, Load
@@ -109,7 +110,7 @@ class Restorer:
         if plan is None:
             return None
         self._started.setdefault(tracker.request.request_id, self._clock())
-        handle = self._store.begin_restore(_wanted(plan))
+        handle = self._store.begin_restore(_wanted(plan, tracker.chain))
         return PendingRestore(plan, handle, local_tokens)
 
     def _is_full(self, stored: StoredChunk) -> bool:
@@ -218,8 +219,12 @@ class Restorer:
         self._recorder.add("heterocache_restored_bytes", size, **labels)
 
 
-def _wanted(plan: RestorePlan) -> list[Wanted]:
-    keys = [stored.chunk.key for stored in plan.chunks]
+def _wanted(plan: RestorePlan, chain: RequestChain) -> list[Wanted]:
+    # From the request's own chain, which is in the processor's cache, not from the store's.
+    keys = [chunk.key for chunk in chain.chunks(plan.boundary)]
+    if plan.boundary > chain.chunk_tokens * len(keys):
+        keys.append(plan.chunks[-1].chunk.key)  # a tail
+    keys = keys[-len(plan.chunks) :]
     return [Wanted(t, keys) for t in plan.prefix_types] + [
         Wanted(t, keys[-1:]) for t in plan.boundary_types
     ]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from hetero_connector.artifacts.index import Artifact
-from hetero_connector.artifacts.record import ArtifactId, Tier
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey, Tier
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Failure, Wanted
 from hetero_connector.store.state import Load, StoreState
@@ -111,19 +111,28 @@ class ArtifactRestore:
         none: Any = _Absent
         check_all = state.config.verify == "all"
         rest = []
-        for column, (kind, keys) in enumerate(self._wanted):
-            offsets = self._columns[column]
-            for key in keys:
-                artifact = nodes.get(key, none).artifacts.get(kind, none)
-                offset = artifact.dram_offset  # -1 where it is not in DRAM
-                if offset < 0 or check_all or not artifact.sealed:
-                    rest.append((len(offsets), column))
-                    offset = -1
-                else:
-                    artifact.pins += 1
-                    pin(artifact)
-                offsets.append(offset)
+        for keys, columns in self._by_keys():
+            for position, key in enumerate(keys):
+                artifacts = nodes.get(key, none).artifacts
+                for column, kind, offsets in columns:
+                    artifact = artifacts.get(kind, none)
+                    offset = artifact.dram_offset  # -1 where it is not in DRAM
+                    if offset < 0 or check_all or not artifact.sealed:
+                        rest.append((position, column))
+                        offset = -1
+                    else:
+                        artifact.pins += 1
+                        pin(artifact)
+                    offsets.append(offset)
         return rest
+
+    def _by_keys(self) -> list[tuple[Sequence[ChunkKey], list[tuple[int, StateType, list[int]]]]]:
+        """Columns over one and the same list of keys together: a node is looked up once."""
+        shared: dict[int, tuple[Sequence[ChunkKey], list[tuple[int, StateType, list[int]]]]] = {}
+        for column, (kind, keys) in enumerate(self._wanted):
+            entry = (column, kind, self._columns[column])
+            shared.setdefault(id(keys), (keys, []))[1].append(entry)
+        return list(shared.values())
 
     def _load(self, artifact_id: ArtifactId, place: tuple[int, int]) -> None:
         state = self._state
