@@ -80,7 +80,9 @@ def _one_request(side: Any, request_id: str, tokens: list[int], samples: Samples
         raise RuntimeError(f"expected the whole prompt from DRAM, got {found}")
     samples.add("admit", timed(lambda: side.allocated(request, PROMPT_TOKENS)))
     request.num_computed_tokens = PROMPT_TOKENS
+    block_ids = side._kv_cache_manager.get_block_ids(request_id)  # vLLM's own, for its workers
     output = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=request_id, block_ids=block_ids)],
         num_scheduled_tokens={request_id: 1},
         new_block_ids_to_zero=None,
         kv_cache_block_copies=None,

@@ -50,6 +50,14 @@ def _number(key: str, value: object) -> float:
     return number
 
 
+def _capacity(key: str, value: object) -> float:
+    """GiB, at least a byte of it."""
+    gib = _number(key, value)
+    if gib * GIB < 1:
+        raise ConfigError(key, f"{value!r} GiB are less than one byte")
+    return gib
+
+
 def _whole_number(key: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ConfigError(key, f"expected a whole number above 0, got {_shown(value)}")
@@ -101,7 +109,7 @@ def _shown(value: object) -> str:
 KEYS: tuple[Key, ...] = (
     Key(
         "dram_gib", "number > 0", "a quarter of the free memory, at most 32",
-        "GiB of host memory that hold state", _number,
+        "GiB of host memory that hold state", _capacity,
     ),
     Key(
         "ssd_dir", "path", "none: DRAM only",
@@ -109,7 +117,7 @@ KEYS: tuple[Key, ...] = (
     ),
     Key(
         "ssd_gib", "number > 0", "half of the free space, at most 64",
-        "GiB of that disk to use; needs `ssd_dir`", _number,
+        "GiB of that disk to use; needs `ssd_dir`", _capacity,
     ),
     Key(
         "chunk_tokens", "whole number > 0", "256, rounded up to the model's alignment",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from functools import lru_cache
 from typing import Any
 
 Payload = dict[str, dict[str, Any]]
@@ -19,7 +20,12 @@ _MAX_SAMPLES = 1024
 
 def metric_key(name: str, labels: dict[str, str]) -> str:
     """`name{a=1,b=2}` with labels sorted: the key of a time series."""
-    inner = ",".join(f"{k}={labels[k]}" for k in sorted(labels))
+    return _metric_key(name, tuple(labels.items()))
+
+
+@lru_cache(maxsize=4096)
+def _metric_key(name: str, labels: tuple[tuple[str, str], ...]) -> str:
+    inner = ",".join(f"{k}={v}" for k, v in sorted(labels))
     return f"{name}{{{inner}}}"
 
 

@@ -61,6 +61,13 @@ def test_a_wrong_number_names_the_key(key: str, value: object, tmp_path: Path) -
     assert caught.value.key == key
 
 
+@pytest.mark.parametrize("key", ["dram_gib", "ssd_gib"])
+@pytest.mark.parametrize("value", [1e-10, 1.6e-296])
+def test_less_than_a_byte_is_refused(key: str, value: float, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"'{key}'.*less than one byte"):
+        config(**{"ssd_dir": str(tmp_path), key: value})
+
+
 @pytest.mark.parametrize("value", [True, "256", None, 0, -256, 256.0, math.nan])
 def test_wrong_chunk_tokens(value: object) -> None:
     with pytest.raises(ConfigError, match=r"'chunk_tokens'.*whole number above 0"):

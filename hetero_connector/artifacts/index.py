@@ -133,6 +133,8 @@ class PrefixIndex:
         self._offer = offer
         self.root = Node(ChunkRange(ROOT, ROOT, 0, 0), None)
         self.nodes: dict[ChunkKey, Node] = {ROOT: self.root}
+        self._tiers: dict[tuple[tuple[StateType, Tier], ...], dict[StateType, Tier]] = {}
+        """Every combination `match` has answered."""
 
     def match(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
         """Longest prefix of `chain` of which every chunk has something sealed."""
@@ -223,6 +225,9 @@ class PrefixIndex:
 
     def clear(self) -> list[Artifact]:
         """Forget everything; returns the artifacts, their slots still noted on them."""
+        for node in self.nodes.values():
+            if node.stored is not None:
+                node.stored.stale = True
         gone = list(self.artifacts())
         for artifact in gone:
             artifact.forgotten = True
@@ -259,13 +264,19 @@ class PrefixIndex:
 
     def _refresh(self, node: Node) -> None:
         """Recompute what `match` answers for this chunk. A new object: old answers stay true."""
-        tiers = {
-            t: Tier.SSD if a.dram is None else Tier.DRAM
-            for t, a in node.artifacts.items()
-            if a.sealed
-        }
+        tiers: dict[StateType, Tier] = {}
+        offsets = [-1] * len(StateType)
+        for kind, artifact in node.artifacts.items():
+            if artifact.sealed:
+                tiers[kind] = Tier.SSD if artifact.dram is None else Tier.DRAM
+                offsets[kind.position] = artifact.dram_offset
         was_visible = node.stored is not None
-        node.stored = StoredChunk(node.chunk, tiers) if tiers else None
+        if node.stored is not None:
+            node.stored.stale = True
+        shared = self._tiers.setdefault(tuple(tiers.items()), tiers)
+        node.stored = (
+            StoredChunk(node.chunk, shared, tuple(offsets), stale=False) if tiers else None
+        )
         length = node.chunk.end - node.chunk.start
         if was_visible != bool(tiers) and length < self._chunk_tokens and node.parent is not None:
             _count(node.parent.tails, length, 1 if tiers else -1)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple, NewType
 
 from hetero_connector.spec.state_types import StateType
@@ -25,7 +25,7 @@ class Tier(StrEnum):
     PEER = "peer"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ChunkRange:
     """A chunk of a chain: its key, its parent's, and its tokens [start, end).
 
@@ -52,7 +52,7 @@ class ArtifactId(NamedTuple):
     @property
     def seed(self) -> int:
         """64 bits of the id to seed the checksum: bytes of another artifact never verify."""
-        kind = list(StateType).index(self.state_type)
+        kind = self.state_type.position
         return int.from_bytes(self.chunk[:8], "little") ^ (kind * 0x9E3779B97F4A7C15 & (2**64 - 1))
 
 
@@ -66,17 +66,29 @@ class SlotRef:
     generation: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StoredChunk:
-    """A chunk the store holds: for each sealed artifact, its fastest tier."""
+    """What the store holds of a chunk. The index answers with a new one when that changes."""
 
     chunk: ChunkRange
     tiers: Mapping[StateType, Tier]
+    """For each sealed artifact its fastest tier. Never changed; chunks that hold the same may
+    share one, see `distinct_tiers`."""
+    offsets: Sequence[int] = ()
+    """Where its sealed artifacts lie in the DRAM arena, in bytes, by `StateType.position`; -1
+    for those that do not."""
+    stale: bool = True
+    """Whether the index may answer differently by now."""
 
-    @cached_property
-    def slowest(self) -> Tier:
-        """The tier that makes a restore of the whole chunk wait longest."""
-        return max(self.tiers.values(), key=_SPEED.__getitem__)
+
+def distinct_tiers(chunks: Sequence[StoredChunk]) -> list[Mapping[StateType, Tier]]:
+    """The `tiers` of all the chunks, each mapping object once: hundreds of chunks share few."""
+    all_tiers = list(map(_tiers, chunks))
+    if not all_tiers:
+        return []
+    if all_tiers.count(all_tiers[0]) == len(all_tiers):  # compares by identity first
+        return all_tiers[:1]
+    return list({id(x): x for x in all_tiers}.values())
 
 
-_SPEED = {Tier.DRAM: 0, Tier.PEER: 1, Tier.SSD: 2}
+_tiers = attrgetter("tiers")

@@ -31,12 +31,14 @@ class WorkerGeometry:
     model: ModelSpec
     attention_backends: tuple[str, ...]
     device: str
+    pid: int
+    """Process the worker runs in."""
 
 
 def announce(engine_id: str, geometry: WorkerGeometry) -> None:
     """Leave this rank's geometry for the scheduler side of the same engine."""
-    path = _directory() / f"{engine_id}.{geometry.rank}.{os.getpid()}.json"
-    document = {"pid": os.getpid(), "parent": os.getppid(), "geometry": _encode(geometry)}
+    path = _directory() / f"{engine_id}.{geometry.rank}.{geometry.pid}.json"
+    document = {"pid": geometry.pid, "parent": os.getppid(), "geometry": _encode(geometry)}
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(document))
     partial.replace(path)
@@ -125,4 +127,5 @@ def _decode(document: dict[str, Any]) -> WorkerGeometry:
         model=ModelSpec(layers, model["alignment"], model["tp_size"]),
         attention_backends=tuple(document["attention_backends"]),
         device=document["device"],
+        pid=document["pid"],
     )

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain, groupby
 
-from hetero_connector.artifacts.chain import RequestChain
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ROOT, ArtifactId, Tier
 from hetero_connector.engine.messages import ArtifactSpan, Blocks, Load
@@ -27,6 +26,11 @@ _MAX_ATTEMPTS = 4
 
 BlockTable = Callable[[int, range], list[int]]
 """`table(group, pages)`: block ids of these pages of a KV cache group; 0 for a null block."""
+
+
+def table_of(block_ids: Sequence[list[int]]) -> BlockTable:
+    """Over the block ids of each group, as vLLM hands them out."""
+    return lambda group, pages: block_ids[group][pages.start : pages.stop]
 
 
 class Restorer:
@@ -110,7 +114,7 @@ class Restorer:
         if plan is None:
             return None
         self._started.setdefault(tracker.request.request_id, self._clock())
-        handle = self._store.begin_restore(_wanted(plan, tracker.chain))
+        handle = self._store.begin_restore(_wanted(plan))
         return PendingRestore(plan, handle, local_tokens)
 
     def _is_full(self, stored: StoredChunk) -> bool:
@@ -219,14 +223,9 @@ class Restorer:
         self._recorder.add("heterocache_restored_bytes", size, **labels)
 
 
-def _wanted(plan: RestorePlan, chain: RequestChain) -> list[Wanted]:
-    # From the request's own chain, which is in the processor's cache, not from the store's.
-    keys = [chunk.key for chunk in chain.chunks(plan.boundary)]
-    if plan.boundary > chain.chunk_tokens * len(keys):
-        keys.append(plan.chunks[-1].chunk.key)  # a tail
-    keys = keys[-len(plan.chunks) :]
-    return [Wanted(t, keys) for t in plan.prefix_types] + [
-        Wanted(t, keys[-1:]) for t in plan.boundary_types
+def _wanted(plan: RestorePlan) -> list[Wanted]:
+    return [Wanted(t, plan.chunks) for t in plan.prefix_types] + [
+        Wanted(t, plan.chunks[-1:]) for t in plan.boundary_types
     ]
 
 
@@ -237,7 +236,7 @@ def _without(stored: StoredChunk, excluded: set[ArtifactId], dram_only: bool) ->
         if ArtifactId(stored.chunk.key, state_type) not in excluded
         and not (dram_only and tier is not Tier.DRAM)
     }
-    return replace(stored, tiers=tiers)
+    return StoredChunk(stored.chunk, tiers)
 
 
 def _beyond(plan: RestorePlan, local_tokens: int) -> RestorePlan:
@@ -250,11 +249,10 @@ def _beyond(plan: RestorePlan, local_tokens: int) -> RestorePlan:
 def _tokens_by_tier(plan: RestorePlan, local_tokens: int) -> dict[str, int]:
     """Restored tokens by the slowest tier that any state loaded for their chunk was in."""
     total = plan.boundary - local_tokens
-    outside = [stored for stored in plan.chunks if stored.slowest is not Tier.DRAM]
-    if not outside:
+    if all(set(tiers.values()) == {Tier.DRAM} for tiers in plan.held):
         return {Tier.DRAM.value: total}
     tokens: dict[str, int] = {}
-    for stored in outside:
+    for stored in plan.chunks:
         needed = plan.prefix_types
         if stored is plan.chunks[-1]:
             needed += plan.boundary_types

@@ -14,7 +14,7 @@ from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ChunkRange
 from hetero_connector.engine.messages import ArtifactCopy, Blocks, PageCopy, Save
 from hetero_connector.engine.requests import RequestTracker
-from hetero_connector.engine.restoring import BlockTable
+from hetero_connector.engine.restoring import BlockTable, table_of
 from hetero_connector.spec import StateType
 from hetero_connector.store.base import Save as Reservation
 from hetero_connector.store.base import Store
@@ -84,10 +84,7 @@ class Saver:
     ) -> list[Save]:
         """Saves of an ending request: chunks not yet saved, and the tail after them."""
         known = self._storable(tracker, computed)
-
-        def table(group: int, pages: range) -> list[int]:
-            return list(block_ids[group][pages.start : pages.stop])
-
+        table = table_of(block_ids)
         collected = self._full_chunks(tracker, known, table)
         end = known - known % self._model.alignment
         if end % self._layout.chunk_tokens and not self._has_recurrent:

@@ -8,7 +8,7 @@ for I/O.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from hetero_connector.engine.requests import (
     RequestTracker,
     cacheable,
 )
-from hetero_connector.engine.restoring import BlockTable, Restorer
+from hetero_connector.engine.restoring import BlockTable, Restorer, table_of
 from hetero_connector.engine.saving import Saver
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec import StateType
@@ -110,9 +110,11 @@ class SchedulerSide:
         """`build_connector_meta`: this step's loads and saves."""
         meta = StepMetadata(arena=self._store.arena.handle)
         meta.early_saves = self._take_early_saves(output)
-        for tracker in self._admitted:
-            self._load(tracker, meta)
-        self._admitted.clear()
+        if self._admitted:
+            new = {x.req_id: x.block_ids for x in output.scheduled_new_reqs}
+            for tracker in self._admitted:
+                self._load(tracker, new.get(tracker.request.request_id), meta)
+            self._admitted.clear()
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             self._save(request_id, num_tokens, output, meta)
         self._yield_if_idle(output)
@@ -174,10 +176,15 @@ class SchedulerSide:
                 self._trackers[request.request_id] = tracker
         return tracker
 
-    def _load(self, tracker: RequestTracker, meta: StepMetadata) -> None:
+    def _load(
+        self, tracker: RequestTracker, told: Sequence[list[int]] | None, meta: StepMetadata
+    ) -> None:
+        """`told`: the block ids vLLM sends along, if the request is new in this step."""
         assert tracker.restore is not None
         request_id = tracker.request.request_id
-        load = self._restorer.load(tracker, self._table(request_id), self._parked)
+        # Eight thousand block objects of a long prompt would be looked at once more.
+        table = self._table(request_id) if told is None else table_of(told)
+        load = self._restorer.load(tracker, table, self._parked)
         meta.loads.append(load)
         self._loading[request_id] = tracker.restore
         tracker.restore = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
 from hetero_connector.artifacts.chain import ChainHasher
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.heterocache")
 
-_GIB = 1 << 30
-
 
 def open_worker_side(
     vllm_config: VllmConfig, kv_cache: KVCacheConfig, config: HeteroConfig, recorder: Recorder
@@ -42,6 +41,7 @@ def open_worker_side(
         model=model,
         attention_backends=_attention_backends(vllm_config),
         device=vllm_config.device_config.device_type,
+        pid=os.getpid(),
     )
     assert vllm_config.kv_transfer_config is not None
     rendezvous.announce(str(vllm_config.kv_transfer_config.engine_id), geometry)
@@ -58,7 +58,8 @@ def open_scheduler_side(
     parallel = vllm_config.parallel_config
     assert vllm_config.kv_transfer_config is not None
     engine_id = str(vllm_config.kv_transfer_config.engine_id)
-    geometry = rendezvous.gather(engine_id, parallel.tensor_parallel_size)[0]
+    workers = rendezvous.gather(engine_id, parallel.tensor_parallel_size)
+    geometry = workers[0]
     reason = engine_identity.stand_back_reason(geometry)
     if reason is not None:
         logger.warning("HeteroConnector stores nothing for this model: %s", reason)
@@ -68,7 +69,7 @@ def open_scheduler_side(
     layout = ArtifactLayout(geometry.model, chunk_tokens)
     store = ArtifactStore.open(
         layout.max_bytes,
-        _store_config(config, vllm_config),
+        _store_config(config, vllm_config, shared=any(w.pid != os.getpid() for w in workers)),
         recorder,
         fingerprint=identity.digest,
         description=identity.describe(),
@@ -93,16 +94,17 @@ def _chunk_tokens(config: HeteroConfig, model: ModelSpec) -> int:
     return config.chunk_tokens
 
 
-def _store_config(config: HeteroConfig, vllm_config: VllmConfig) -> StoreConfig:
+def _store_config(config: HeteroConfig, vllm_config: VllmConfig, *, shared: bool) -> StoreConfig:
     ssd_dir = config.ssd_dir
     engines = vllm_config.parallel_config.data_parallel_size
     if ssd_dir is not None and engines > 1:
         # Data-parallel engines are separate caches, each with its share of the space.
         ssd_dir = ssd_dir / f"dp{vllm_config.parallel_config.data_parallel_index}"
     return StoreConfig(
-        dram_bytes=int(config.dram_gib * _GIB),
+        dram_bytes=config.dram_bytes,
+        shared=shared,
         ssd_dir=ssd_dir,
-        ssd_bytes=int(config.ssd_gib * _GIB) // engines if config.ssd_gib else 0,
+        ssd_bytes=config.ssd_bytes // engines,
         verify=config.verify,
         load_deadline_s=config.load_deadline_s,
     )
@@ -127,7 +129,7 @@ def _warnings(layout: ArtifactLayout, config: HeteroConfig, max_model_len: int) 
             "have: only the ends of requests are stored"
         )
     chunk_bytes = sum(-(-size // 4096) * 4096 for size in layout.max_bytes.values())
-    in_dram = int(config.dram_gib * _GIB) // chunk_bytes if chunk_bytes else 0
+    in_dram = config.dram_bytes // chunk_bytes if chunk_bytes else 0
     longest = max_model_len // layout.chunk_tokens
     if in_dram < longest:
         warnings.append(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hetero_connector.artifacts.record import StoredChunk
+from hetero_connector.artifacts.record import StoredChunk, Tier, distinct_tiers
 from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.state_types import StateType
 
@@ -24,6 +24,8 @@ class RestorePlan:
     """Those that reach past the local tokens, in order; the last ends at `boundary`."""
     prefix_types: tuple[StateType, ...]
     boundary_types: tuple[StateType, ...]
+    held: Sequence[Mapping[StateType, Tier]]
+    """What the chunks hold where, each combination once (`distinct_tiers`)."""
 
 
 def plan_restore(
@@ -41,17 +43,18 @@ def plan_restore(
     """
     first = bisect_right(stored, local_tokens, key=_end)
     chunks = stored[first : bisect_right(stored, limit_tokens, key=_end)]
-    chunks = chunks[: _restorable(model, chunks)]
+    held = distinct_tiers(chunks)
+    num_types = len(model.state_types)
+    if any(len(tiers) < num_types for tiers in held):  # else no need to look closer
+        chunks = chunks[: _restorable(model, chunks)]
+        held = distinct_tiers(chunks)
     if not chunks:
         return None
-    return RestorePlan(_end(chunks[-1]), chunks, model.prefix_types, model.boundary_types)
+    return RestorePlan(_end(chunks[-1]), chunks, model.prefix_types, model.boundary_types, held)
 
 
 def _restorable(model: ModelSpec, chunks: Sequence[StoredChunk]) -> int:
     """How many of `chunks` lead to the deepest boundary that is complete."""
-    num_types = len(model.state_types)
-    if all(len(stored.tiers) == num_types for stored in chunks):
-        return len(chunks)  # everything is there: no need to look closer
     best = 0
     for count, stored in enumerate(chunks, 1):
         if any(t not in stored.tiers for t in model.prefix_types):

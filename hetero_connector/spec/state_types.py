@@ -50,6 +50,13 @@ class StateType(StrEnum):
         """Whether the state grows with the prefix or belongs to one boundary."""
         return Family.BOUNDARY if self in _BOUNDARY_TYPES else Family.PREFIX
 
+    @property
+    def position(self) -> int:
+        """Its place in the order of declaration."""
+        return _POSITIONS[self]
+
+
+_POSITIONS = {state_type: at for at, state_type in enumerate(StateType)}
 
 _BOUNDARY_TYPES = frozenset(
     {

@@ -1,13 +1,17 @@
-"""The DRAM tier's memory: one anonymous shared mapping that worker processes map too.
+"""The DRAM tier's memory: one anonymous mapping, which worker processes map too.
 
-It is a memfd, so nothing is left behind when the process dies, and other processes of
-the same user reach it as `/proc/<pid>/fd/<n>`.
+Shared, it is a memfd: nothing is left behind when the process dies, and other processes
+of the same user reach it as `/proc/<pid>/fd/<n>`. Where every worker lives in this process
+it is private memory instead, because there Linux gives huge pages to whoever asks, and to
+a memfd only where an administrator allowed it (`shmem_enabled`). Their physical runs make
+an O_DIRECT read up to twice as fast on a machine whose free memory is fragmented.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import mmap
 import os
 import threading
@@ -20,6 +24,7 @@ import psutil
 
 from hetero_connector.errors import ConfigError, StoreError
 
+_MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: reserve and map pages now, report failure as an errno
 _POPULATE_STEP = 1 << 30
@@ -28,7 +33,7 @@ _UNLIMITED = 1 << 60  # cgroup v1 spells "no limit" as a huge number
 
 @dataclass(frozen=True)
 class ArenaHandle:
-    """Names an arena to other processes of the same user, while its creator lives."""
+    """Names an arena, while its creator lives: a shared one to the user's other processes too."""
 
     path: str
     size_bytes: int
@@ -37,7 +42,7 @@ class ArenaHandle:
 class Arena:
     """A shared mapping. `Arena.create` makes one, `Arena.attach` finds it again."""
 
-    def __init__(self, handle: ArenaHandle, fd: int, mapping: mmap.mmap) -> None:
+    def __init__(self, handle: ArenaHandle, fd: int | None, mapping: mmap.mmap) -> None:
         self.handle = handle
         self._fd = fd
         self._mapping: mmap.mmap | None = mapping
@@ -57,27 +62,47 @@ class Arena:
         return int(self.view.ctypes.data)
 
     @classmethod
-    def create(cls, size_bytes: int) -> Arena:
-        """Reserve and map `size_bytes`. ConfigError("dram_gib") if the memory is not there."""
+    def create(cls, size_bytes: int, *, shared: bool = True) -> Arena:
+        """Reserve and map `size_bytes`; `shared` with other processes or in this one only.
+
+        ConfigError("dram_gib") if the memory is not there.
+        """
         if size_bytes <= 0:
             raise ConfigError("dram_gib", f"an arena of {size_bytes} bytes holds nothing")
         available = available_memory_bytes()
         if size_bytes > available:
             raise _too_big(size_bytes, available)
+        try:
+            arena = cls._shared(size_bytes) if shared else cls._private(size_bytes)
+        except (OSError, ValueError, OverflowError) as e:
+            if isinstance(e, OSError) and e.errno not in (errno.ENOMEM, errno.ENOSPC):
+                raise StoreError(f"cannot make a DRAM arena of {size_bytes} bytes: {e}") from e
+            raise _too_big(size_bytes, available) from e
+        with _registry_lock:
+            _registry[arena.handle] = arena
+        return arena
+
+    @classmethod
+    def _shared(cls, size_bytes: int) -> Arena:
         fd = os.memfd_create("heterocache-arena", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, size_bytes)
             mapping = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED)
-            _reserve(fd, mapping)
-        except (OSError, ValueError, OverflowError) as e:
+            _reserve(mapping, fd)
+        except BaseException:
             os.close(fd)
-            if isinstance(e, OSError) and e.errno not in (errno.ENOMEM, errno.ENOSPC):
-                raise StoreError(f"cannot make a DRAM arena of {size_bytes} bytes: {e}") from e
-            raise _too_big(size_bytes, available) from e
-        arena = cls(ArenaHandle(f"/proc/{os.getpid()}/fd/{fd}", size_bytes), fd, mapping)
-        with _registry_lock:
-            _registry[arena.handle] = arena
-        return arena
+            raise
+        return cls(ArenaHandle(f"/proc/{os.getpid()}/fd/{fd}", size_bytes), fd, mapping)
+
+    @classmethod
+    def _private(cls, size_bytes: int) -> Arena:
+        mapping = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A child would get its own copy, and until it execs every page here would be copied
+        # on the next write, under transfers that know the old one.
+        mapping.madvise(_MADV_DONTFORK)
+        _reserve(mapping, None)
+        path = f"{_PRIVATE}{os.getpid()}/{next(_private_numbers)}"
+        return cls(ArenaHandle(path, size_bytes), None, mapping)
 
     @classmethod
     def attach(cls, handle: ArenaHandle) -> Arena:
@@ -106,13 +131,16 @@ class Arena:
             self._view = None
             mapping, self._mapping = self._mapping, None
         assert mapping is not None
-        os.close(self._fd)
+        if self._fd is not None:
+            os.close(self._fd)
         # BufferError: someone still has a view. The mapping then lives exactly as long as
         # that view: unmapping under it would turn a late access into a crash.
         with contextlib.suppress(BufferError):
             mapping.close()
 
 
+_PRIVATE = "private:"
+_private_numbers = itertools.count()
 _registry: dict[ArenaHandle, Arena] = {}
 _registry_lock = threading.Lock()
 
@@ -145,8 +173,8 @@ def _too_big(asked: int, available: int) -> ConfigError:
     )
 
 
-def _reserve(fd: int, mapping: mmap.mmap) -> None:
-    """Take every page now: a page that cannot be had later would kill the process (SIGBUS)."""
+def _reserve(mapping: mmap.mmap, fd: int | None) -> None:
+    """Take every page now: a page that cannot be had later would kill the process."""
     size = len(mapping)
     _ask_huge_pages(mapping)
     try:
@@ -155,11 +183,17 @@ def _reserve(fd: int, mapping: mmap.mmap) -> None:
     except OSError as e:
         if e.errno != errno.EINVAL:
             raise
-        os.posix_fallocate(fd, 0, size)  # a kernel before 5.14
+        # A kernel before 5.14.
+        if fd is None:
+            np.frombuffer(mapping, dtype=np.uint8)[:: mmap.PAGESIZE] = 0
+        else:
+            os.posix_fallocate(fd, 0, size)
 
 
 def _map(handle: ArenaHandle) -> tuple[int, mmap.mmap]:
     """Map another process's arena."""
+    if handle.path.startswith(_PRIVATE):
+        raise StoreError(f"the DRAM arena {handle.path} can be used in its own process only")
     try:
         fd = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as e:

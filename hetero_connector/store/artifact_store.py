@@ -75,7 +75,7 @@ class ArtifactStore:
         """
         geometry = _dram_geometry(slot_bytes, config.dram_bytes)
         with contextlib.ExitStack() as undo:
-            arena = Arena.create(geometry.size_bytes)
+            arena = Arena.create(geometry.size_bytes, shared=config.shared)
             undo.callback(arena.close)
             ssd, ssd_geometry = None, None
             if config.ssd_dir is not None:

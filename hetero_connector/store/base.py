@@ -46,17 +46,19 @@ class StoreConfig:
     """A restore that has not finished reading by then keeps what it has; the rest is a miss."""
     spill_delay_s: float = 0.2
     """How long a sealed artifact may wait in DRAM before its write to SSD starts."""
+    shared: bool = True
+    """Whether other processes (tensor-parallel workers) map the DRAM tier too."""
 
 
 class Wanted(NamedTuple):
-    """Artifacts of one state type over successive chunks of a chain."""
+    """Artifacts of one state type over successive chunks of a chain, as `match` told them."""
 
     state_type: StateType
-    keys: Sequence[ChunkKey]
+    chunks: Sequence[StoredChunk]
 
 
 class Restore(Protocol):
-    """Artifacts being brought into DRAM and pinned there. Always `release()` it."""
+    """Artifacts being brought into DRAM and held there. Always `release()` it."""
 
     @property
     def done(self) -> bool:
@@ -65,7 +67,7 @@ class Restore(Protocol):
 
     @property
     def columns(self) -> Sequence[Sequence[int]]:
-        """For each `Wanted`, the arena byte offset of each key's artifact; -1 if it failed.
+        """For each `Wanted`, the arena byte offset of each chunk's artifact; -1 if it failed.
 
         Final once `done`, valid until `release()`.
         """
@@ -82,7 +84,7 @@ class Restore(Protocol):
         ...
 
     def release(self) -> None:
-        """Drop the pins. A read still under way keeps its slot until it ends. Idempotent."""
+        """Let go. A read still under way keeps its slot until it ends. Idempotent."""
         ...
 
 
@@ -117,7 +119,7 @@ class Store(Protocol):
         ...
 
     def begin_restore(self, wanted: Sequence[Wanted]) -> Restore:
-        """Pin what is in DRAM, start reading the rest from SSD, in order. Marks them as used."""
+        """Hold what is in DRAM, start reading the rest from SSD, in order. Marks them as used."""
         ...
 
     def begin_save(self, chunk: ChunkRange, sizes: Mapping[StateType, int]) -> Save | None:

@@ -18,7 +18,7 @@ from hetero_connector.transfer.checksum import checksum
 
 _BATCH_BYTES = 4 << 20
 """One transfer: small enough that the first chunks are verified while later ones are read."""
-_IN_FLIGHT_BYTES = 32 << 20
+_IN_FLIGHT_BYTES = 64 << 20
 """Over all reads; a device is saturated by 4-16 MiB, the rest hides the verification."""
 
 

@@ -1,46 +1,41 @@
-"""The handle of artifacts being brought into DRAM and pinned there."""
+"""The handle of artifacts being brought into DRAM and held there."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter, itemgetter
 
 from hetero_connector.artifacts.index import Artifact
-from hetero_connector.artifacts.record import ArtifactId, ChunkKey, Tier
+from hetero_connector.artifacts.record import ROOT, ArtifactId, StoredChunk, Tier
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Failure, Wanted
+from hetero_connector.store.hold import Hold
 from hetero_connector.store.state import Load, StoreState
 
-
-class _Absent:
-    """Stands in for the node and for the artifact that the index does not have."""
-
-    artifacts: ClassVar[dict[StateType, Artifact]] = {}
-    dram_offset = -1
-    sealed = False
-    pins = 0
+_offsets = attrgetter("offsets")
+_stale = attrgetter("stale")
 
 
 class ArtifactRestore:
     """Implements `base.Restore` over a `StoreState`. Used by the scheduler's thread."""
 
     def __init__(self, state: StoreState, wanted: Sequence[Wanted]) -> None:
-        """Needs the lock. Pins what is in DRAM first, so that no slot for a read evicts it."""
+        """Needs the lock. Holds what is in DRAM first, so that no slot for a read evicts it."""
         self._state = state
         self._wanted = wanted
-        self._columns: list[list[int]] = [[] for _ in wanted]
+        self._hold = Hold(wanted)
         self._places: dict[ArtifactId, list[tuple[int, int]]] = {}
-        """Where in the columns an artifact that was not in DRAM belongs."""
+        """Where in the columns an artifact that was not ready in DRAM belongs."""
         self._failed: dict[ArtifactId, Failure] = {}
-        self._pinned: list[Artifact] = []
         self._pending: dict[ArtifactId, Load] = {}
         self._deadline_s = state.clock() + state.config.load_deadline_s
         self._released = False
-        rest = self._pin_dram()
-        self._num_dram_hits = len(self._pinned)
-        for position, column in sorted(rest):  # in chain order
-            kind, keys = wanted[column]
-            self._load(ArtifactId(keys[position], kind), (column, position))
+        state.tiers.hold(self._hold)
+        self._columns = self._in_dram()
+        for position, column in sorted(self._not_ready()):  # in chain order
+            kind, chunks = wanted[column]
+            artifact_id = ArtifactId(chunks[position].chunk.key, kind)
+            self._load(artifact_id, (column, position))
         if self._pending:
             state.lock.notify_all()
 
@@ -65,9 +60,9 @@ class ArtifactRestore:
     def offsets(self) -> Mapping[ArtifactId, int]:
         """See `base.Restore.offsets`."""
         return {
-            ArtifactId(key, kind): at
-            for (kind, keys), column in zip(self._wanted, self._columns, strict=True)
-            for key, at in zip(keys, column, strict=True)
+            ArtifactId(stored.chunk.key, kind): at
+            for (kind, chunks), column in zip(self._wanted, self._columns, strict=True)
+            for stored, at in zip(chunks, column, strict=True)
             if at >= 0
         }
 
@@ -77,62 +72,62 @@ class ArtifactRestore:
         return self._failed
 
     def release(self) -> None:
-        """Drop the pins and mark the artifacts as used. Idempotent."""
+        """Let go, and mark the artifacts as used. Idempotent."""
         state = self._state
         with state.lock:
             if self._released:
                 return
             self._released = True
             self._abandon_pending()
-            self._count_dram_hits()
-            now = state.tiers.tick()
-            unpin = state.tiers.unpin
-            for artifact in self._pinned:
+            used, now = list(self._used()), state.tiers.tick()
+            for artifact in used:
                 artifact.last_used = now
                 artifact.uses += 1
-                unpin(artifact)
+            self._count_dram_hits(used)
+            state.tiers.let_go(self._hold)
             if state.config.ssd_dir is not None:
-                state.used.append(self._pinned)
-            self._pinned = []
+                state.used.append(used)
 
     def arrived(self, artifact: Artifact, failure: Failure | None) -> None:
         """Called with the lock held when a load this restore waits for has ended."""
         artifact_id = artifact.id
         del self._pending[artifact_id]
-        if failure is None:
-            self._pin(artifact_id, artifact)
-        else:
+        if failure is not None:
             self._failed[artifact_id] = failure
+            return
+        for column, position in self._places[artifact_id]:
+            self._columns[column][position] = artifact.dram_offset
 
-    def _pin_dram(self) -> list[tuple[int, int]]:
-        """Pin what can be used as it lies in DRAM; returns (position, column) of the rest."""
-        state = self._state
-        nodes, pin = state.tiers.index.nodes, self._pinned.append
-        none: Any = _Absent
-        check_all = state.config.verify == "all"
-        rest = []
-        for keys, columns in self._by_keys():
-            for position, key in enumerate(keys):
-                artifacts = nodes.get(key, none).artifacts
-                for column, kind, offsets in columns:
-                    artifact = artifacts.get(kind, none)
-                    offset = artifact.dram_offset  # -1 where it is not in DRAM
-                    if offset < 0 or check_all or not artifact.sealed:
-                        rest.append((position, column))
-                        offset = -1
-                    else:
-                        artifact.pins += 1
-                        pin(artifact)
-                    offsets.append(offset)
-        return rest
+    def _in_dram(self) -> list[list[int]]:
+        """The columns as far as they lie in DRAM, ready to be used.
 
-    def _by_keys(self) -> list[tuple[Sequence[ChunkKey], list[tuple[int, StateType, list[int]]]]]:
-        """Columns over one and the same list of keys together: a node is looked up once."""
-        shared: dict[int, tuple[Sequence[ChunkKey], list[tuple[int, StateType, list[int]]]]] = {}
-        for column, (kind, keys) in enumerate(self._wanted):
-            entry = (column, kind, self._columns[column])
-            shared.setdefault(id(keys), (keys, []))[1].append(entry)
-        return list(shared.values())
+        A long prompt has thousands of artifacts, nearly always all in DRAM and as the match
+        of a moment ago said: no look at each of them then.
+        """
+        if self._state.config.verify == "all":
+            return [[-1] * len(chunks) for _, chunks in self._wanted]
+        rows: dict[int, list[Sequence[int]]] = {}
+        for _, chunks in self._wanted:
+            if id(chunks) not in rows:  # columns over one and the same list share their rows
+                rows[id(chunks)] = list(map(_offsets, self._current(chunks)))
+        return [
+            list(map(itemgetter(kind.position), rows[id(chunks)])) for kind, chunks in self._wanted
+        ]
+
+    def _current(self, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
+        """What `match` would answer for the chunks by now."""
+        if True not in map(_stale, chunks):
+            return chunks
+        nodes = self._state.tiers.index.nodes
+        gone = StoredChunk(nodes[ROOT].chunk, {}, [-1] * len(StateType))
+        found = (nodes.get(stored.chunk.key) for stored in chunks)
+        return [gone if node is None else node.stored or gone for node in found]
+
+    def _not_ready(self) -> Iterator[tuple[int, int]]:
+        """(position, column) of what has no place in DRAM yet."""
+        for column, offsets in enumerate(self._columns):
+            if offsets and min(offsets) < 0:
+                yield from ((at, column) for at, offset in enumerate(offsets) if offset < 0)
 
     def _load(self, artifact_id: ArtifactId, place: tuple[int, int]) -> None:
         state = self._state
@@ -172,19 +167,23 @@ class ArtifactRestore:
         state.loads.append(load)
         return load
 
-    def _count_dram_hits(self) -> None:
+    def _used(self) -> Iterator[Artifact]:
+        """What arrived or was there, as far as the index still knows it."""
+        nodes = self._state.tiers.index.nodes
+        for (kind, chunks), offsets in zip(self._wanted, self._columns, strict=True):
+            for stored, offset in zip(chunks, offsets, strict=True):
+                node = nodes.get(stored.chunk.key)
+                if offset >= 0 and node is not None and kind in node.artifacts:
+                    yield node.artifacts[kind]
+
+    def _count_dram_hits(self, used: Sequence[Artifact]) -> None:
         read: dict[StateType, int] = {}
-        for artifact in self._pinned[: self._num_dram_hits]:
-            kind = artifact.state_type
-            read[kind] = read.get(kind, 0) + artifact.size_bytes
+        for artifact in used:
+            if not self._places or artifact.id not in self._places:
+                kind = artifact.state_type
+                read[kind] = read.get(kind, 0) + artifact.size_bytes
         for kind, size_bytes in read.items():
             self._state.count_read(Tier.DRAM, kind, size_bytes)
-
-    def _pin(self, artifact_id: ArtifactId, artifact: Artifact) -> None:
-        artifact.pins += 1
-        self._pinned.append(artifact)
-        for column, position in self._places[artifact_id]:
-            self._columns[column][position] = artifact.dram_offset
 
     def _abandon_pending(self) -> None:
         """Wait for nothing more; the loads go on, and what they bring stays cached."""

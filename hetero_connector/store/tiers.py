@@ -2,7 +2,7 @@
 
 Every method needs the store's lock held. Slot life cycle: `take` reserves one (evicting
 from DRAM if needed), `attach` puts an artifact into it, `drop` and `forget` give it back;
-a DRAM slot waits for the artifact's pins, an SSD slot for the journal to forget its row
+a DRAM slot waits for the artifact's pins and holds, an SSD slot for the journal to forget its row
 (`Forgotten`), and either for transfers that still touch it.
 """
 
@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from hetero_connector.artifacts.index import Artifact, PrefixIndex
+from hetero_connector.artifacts.index import Artifact, PrefixIndex, Standing
 from hetero_connector.artifacts.record import ArtifactId, SlotRef, Tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.eviction import EvictionPolicy, LeafLru
+from hetero_connector.store.hold import Hold
 from hetero_connector.store.slots import SlotGeometry, SlotPool
 
 
@@ -44,6 +45,7 @@ class Tiers:
         """SSD slots waiting for the journal."""
         self.journal_stale = False
         """The whole journal must be cleared (`clear` was called)."""
+        self._holds: list[Hold] = []
         self._recorder = recorder
         self._policies: dict[tuple[Tier, StateType], EvictionPolicy] = {
             (tier, t): LeafLru() for tier in (Tier.DRAM, Tier.SSD) for t in dram.stride_bytes
@@ -105,11 +107,34 @@ class Tiers:
         """Drop one pin (pins are taken by adding to `artifact.pins`)."""
         artifact.pins -= 1
         if artifact.pins == 0:
-            if not artifact.forgotten:
-                self._offer(artifact)
-            elif artifact.dram is not None:
-                self.dram.give_back(artifact.dram)
-                artifact.dram = None
+            self._freed(artifact)
+
+    def hold(self, hold: Hold) -> None:
+        """Keep in place what it covers, until `let_go`."""
+        self._holds.append(hold)
+
+    def let_go(self, hold: Hold) -> None:
+        """End a hold: what was passed over for its sake is looked at again."""
+        self._holds.remove(hold)
+        for artifact in hold.passed_over:
+            if not artifact.pins:
+                self._freed(artifact)
+
+    def held(self, artifact: Artifact) -> bool:
+        """Whether a restore needs the artifact where it is."""
+        for hold in self._holds:
+            if hold.covers(artifact):
+                hold.passed_over.add(artifact)
+                return True
+        return False
+
+    def in_use(self) -> list[Artifact]:
+        """What a pin or a hold keeps in place now. For tests and diagnosis: O(artifacts)."""
+        return [
+            artifact
+            for artifact in self.index.artifacts()
+            if artifact.pins or any(hold.covers(artifact) for hold in self._holds)
+        ]
 
     def publish_gauges(self) -> None:
         """Write occupancy into the recorder."""
@@ -151,8 +176,19 @@ class Tiers:
         if artifact.ssd is not None:
             self._policies[Tier.SSD, artifact.state_type].offer(artifact)
 
+    def _freed(self, artifact: Artifact) -> None:
+        """No pin is left: it may be evicted; if it is forgotten its memory is free."""
+        if not artifact.forgotten:
+            self._offer(artifact)
+        elif artifact.dram is not None and not self.held(artifact):
+            self.dram.give_back(artifact.dram)
+            artifact.dram = None
+
     def _pop(self, tier: Tier, state_type: StateType) -> Artifact | None:
-        victim = self._policies[tier, state_type].pop(lambda a: self.index.standing(a, tier))
+        def standing(artifact: Artifact) -> Standing:
+            return Standing.HELD if self.held(artifact) else self.index.standing(artifact, tier)
+
+        victim = self._policies[tier, state_type].pop(standing)
         if victim is not None:
             self._recorder.add(
                 "heterocache_evictions", tier=tier.value, state_type=state_type.value
@@ -163,8 +199,7 @@ class Tiers:
         if artifact.dram is not None:
             self._account(artifact, Tier.DRAM, -1)
             if not artifact.pins:
-                self.dram.give_back(artifact.dram)
-                artifact.dram = None
+                self._freed(artifact)
         if artifact.ssd is not None:
             self._account(artifact, Tier.SSD, -1)
             self._give_back(artifact.id, artifact.ssd)

@@ -30,9 +30,9 @@ from hetero_connector.transfer.base import (
     split,
 )
 
-_DESCRIPTOR_BYTES = 1 << 20
+_DESCRIPTOR_BYTES = 2 << 20
 """An extent is cut into descriptors of this size; 1 MiB reaches the device's bandwidth."""
-_WINDOW_BYTES = 16 << 20
+_WINDOW_BYTES = 32 << 20
 """Bytes posted at a time over all transfers; 4-16 MiB saturate an NVMe drive."""
 _POST_BYTES = 4 << 20
 _MAX_DESCRIPTORS = {"uring": 32, "aio": 1}

@@ -49,6 +49,7 @@ class FakeBlockTables:
 def scheduled(**num_tokens: int) -> SimpleNamespace:
     """A `SchedulerOutput` that schedules these requests."""
     return SimpleNamespace(
+        scheduled_new_reqs=[],
         num_scheduled_tokens=num_tokens,
         kv_connector_block_state=None,
         new_block_ids_to_zero=None,

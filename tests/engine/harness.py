@@ -180,9 +180,9 @@ def leave_on_ssd_only(llm: Any) -> None:
     store = scheduler_side(llm)._store
     assert store.flush(30.0)
     with store._state.lock:
+        assert not store._tiers.in_use()
         for artifact in sealed(llm):
             assert artifact.ssd is not None
-            assert not artifact.pins
             store._tiers.drop(artifact, Tier.DRAM)
 
 

@@ -20,8 +20,9 @@ from tests.engine.test_scheduler_side import Engine, tokens
 def engine() -> Iterator[Engine]:
     engine = Engine(DENSE)
     yield engine
-    pinned = [a for a in engine.store._tiers.index.artifacts() if a.pins or not a.sealed]
-    assert pinned == []
+    tiers = engine.store._tiers
+    assert tiers.in_use() == tiers._holds == []
+    assert all(a.sealed for a in tiers.index.artifacts())
     assert not engine.side.has_work
     engine.store.check_integrity()
     engine.side.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def geometry(rank: int = 0, model: ModelSpec = HYBRID) -> WorkerGeometry:
-    return WorkerGeometry(rank, replace(model, tp_size=2), ("CPU_ATTN",), "cpu")
+    return WorkerGeometry(rank, replace(model, tp_size=2), ("CPU_ATTN",), "cpu", os.getpid())
 
 
 def test_what_was_announced_is_gathered_by_rank_and_removed(own_directory: Path) -> None:

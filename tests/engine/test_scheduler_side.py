@@ -211,23 +211,22 @@ def test_two_requests_at_once_save_a_shared_chunk_once(dense: Engine) -> None:
     assert sum(len(save.copy.artifacts) for save in meta.saves) == 1
 
 
-def test_pins_are_dropped_when_the_load_is_reported(dense: Engine) -> None:
+def test_what_is_loaded_stays_until_the_load_is_reported(dense: Engine) -> None:
     dense.run(FakeRequest("a", tokens(200)))
     dense.admit(FakeRequest("b", tokens(200)))
     meta = dense.side.step(scheduled(b=8))  # type: ignore[arg-type]
-    pinned = [a for a in artifacts(dense) if a.pins]
-    assert len(pinned) == 3
+    assert len(in_use(dense)) == 3
     dense.report(meta)
-    assert not any(a.pins for a in artifacts(dense))
+    assert not in_use(dense)
 
 
-def test_a_request_that_is_never_admitted_leaves_no_pin(dense: Engine) -> None:
+def test_a_request_that_is_never_admitted_holds_nothing(dense: Engine) -> None:
     dense.run(FakeRequest("a", tokens(200)))
     request = FakeRequest("b", tokens(200))
     assert dense.side.matched_tokens(request, 0) == (192, False)  # type: ignore[arg-type]
-    assert any(a.pins for a in artifacts(dense))
+    assert in_use(dense)
     dense.side.finished(request, ([], []))  # type: ignore[arg-type]
-    assert not any(a.pins for a in artifacts(dense))
+    assert not in_use(dense)
 
 
 def test_a_local_hit_that_grows_while_waiting_is_not_loaded_over(hybrid: Engine) -> None:
@@ -261,7 +260,7 @@ def test_a_local_hit_that_overtakes_the_plan_drops_it(dense: Engine) -> None:
     request = FakeRequest("b", tokens(200))
     assert dense.side.matched_tokens(request, 0)[0] == 192  # type: ignore[arg-type]
     assert dense.side.matched_tokens(request, 192)[0] == 0  # type: ignore[arg-type]
-    assert not any(a.pins for a in artifacts(dense))
+    assert not in_use(dense)
 
 
 def test_other_salt_and_other_tokens_do_not_match(dense: Engine) -> None:
@@ -347,6 +346,5 @@ def test_a_full_tier_of_pinned_artifacts_saves_nothing_and_goes_on() -> None:
     engine.side.close()
 
 
-def artifacts(engine: Engine) -> list:  # type: ignore[type-arg]
-    nodes = engine.store._tiers.index.nodes.values()
-    return [a for node in nodes for a in node.artifacts.values()]
+def in_use(engine: Engine) -> list:  # type: ignore[type-arg]
+    return engine.store._tiers.in_use()

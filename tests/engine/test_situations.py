@@ -59,7 +59,9 @@ def _nothing_left_behind(llm: Any) -> Iterator[None]:
     settle(llm)
     side = scheduler_side(llm)
     assert side._store.flush(30.0)
-    assert [a for a in side._store._tiers.index.artifacts() if a.pins or not a.sealed] == []
+    tiers = side._store._tiers
+    assert tiers.in_use() == tiers._holds == []
+    assert all(a.sealed for a in tiers.index.artifacts())
     assert (side._trackers, side._loading, side._admitted) == ({}, {}, [])
     side._store.check_integrity()
 

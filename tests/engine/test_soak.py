@@ -97,7 +97,7 @@ def assert_nothing_is_held(llm: Any) -> None:
     assert store.flush(60.0)
     store.check_integrity()
     tiers = store._tiers
-    assert not [a for a in tiers.index.artifacts() if a.pins]
+    assert tiers.in_use() == tiers._holds == []
     for kind in tiers.dram.geometry.stride_bytes:
         in_dram = [a for a in tiers.index.artifacts() if a.state_type is kind and a.dram]
         assert tiers.dram.used(kind) == len(in_dram)

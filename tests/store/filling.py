@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkRange
+from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkRange, StoredChunk
 from hetero_connector.metrics import COUNTERS, GAUGES, Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
@@ -43,10 +43,17 @@ def ids_of(chunks: Iterable[ChunkRange], kinds: Iterable[StateType] = SIZES) -> 
 
 def begin(store: ArtifactStore, ids: Iterable[ArtifactId]) -> Restore:
     """Begin a restore of artifacts, column by column."""
-    columns: dict[StateType, list[ChunkKey]] = {}
-    for chunk, kind in ids:
-        columns.setdefault(kind, []).append(chunk)
-    return store.begin_restore([Wanted(kind, keys) for kind, keys in columns.items()])
+    columns: dict[StateType, list[StoredChunk]] = {}
+    for key, kind in ids:
+        columns.setdefault(kind, []).append(answer(store, key))
+    return store.begin_restore([Wanted(kind, chunks) for kind, chunks in columns.items()])
+
+
+def answer(store: ArtifactStore, key: ChunkKey) -> StoredChunk:
+    """What `match` says of the chunk; something outdated if the store does not have it."""
+    node = store._tiers.index.nodes.get(key)
+    found = None if node is None else node.stored
+    return found or StoredChunk(ChunkRange(key, ROOT, 0, CHUNK), {})
 
 
 def contents(artifact_id: ArtifactId, size_bytes: int) -> npt.NDArray[np.uint8]:

@@ -1,6 +1,8 @@
 import multiprocessing
 import os
+from pathlib import Path
 
+import psutil
 import pytest
 
 from hetero_connector.errors import ConfigError, StoreError
@@ -112,3 +114,46 @@ def test_a_descriptor_that_is_something_else_now_is_refused(tmp_path: os.PathLik
         f.write(b"x" * 100)
     with pytest.raises(StoreError, match="engine that made it is gone"):
         Arena.attach(ArenaHandle(path, SIZE))
+
+
+def test_a_private_arena_is_for_this_process_only() -> None:
+    arena = Arena.create(SIZE, shared=False)
+    assert Arena.attach(arena.handle) is arena
+    arena.close()
+    arena.view[0] = 1
+    handle = arena.handle
+    arena.close()
+    with pytest.raises(StoreError, match="its own process only"):
+        Arena.attach(handle)
+
+
+def test_two_private_arenas_are_two() -> None:
+    first, second = (Arena.create(SIZE, shared=False) for _ in range(2))
+    assert first.handle != second.handle
+    first.view[0] = 1
+    assert second.view[0] == 0
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("populate", [arena_module._MADV_POPULATE_WRITE, 9999])
+def test_private_pages_are_reserved_at_once(populate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "_MADV_POPULATE_WRITE", populate)
+    before = psutil.Process().memory_info().rss
+    arena = Arena.create(64 * SIZE, shared=False)
+    assert psutil.Process().memory_info().rss - before >= 60 * SIZE
+    arena.close()
+
+
+def test_a_child_does_not_inherit_a_private_arena() -> None:
+    arena = Arena.create(SIZE, shared=False)
+    start = arena.address
+    child = os.fork()
+    if child == 0:
+        mapped = any(
+            int(line.split("-")[0], 16) <= start < int(line.split("-")[1].split()[0], 16)
+            for line in Path("/proc/self/maps").read_text().splitlines()
+        )
+        os._exit(1 if mapped else 0)
+    assert os.waitpid(child, 0)[1] == 0
+    arena.close()

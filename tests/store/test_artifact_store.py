@@ -30,7 +30,7 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.arena import Arena
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Failure, StoreConfig
+from hetero_connector.store.base import Failure, StoreConfig, Wanted
 
 
 @pytest.fixture
@@ -149,6 +149,31 @@ def test_two_restores_pin_independently(store: ArtifactStore) -> None:
     assert store.begin_save(chain("b", 1)[0], SIZES) is None
     second.release()
     put(store, chain("b", 1))
+
+
+def test_an_outdated_match_is_looked_up_again(store: ArtifactStore) -> None:
+    chunks = chain("a", 8)
+    put(store, chunks)
+    found = store.match(chunks)
+    put(store, chain("b", 1))
+    restore = store.begin_restore([Wanted(DENSE, found), Wanted(WINDOW, found[-1:])])
+    assert [offset < 0 for offset in restore.columns[0]] == [False] * 7 + [True]
+    assert dict(restore.failed) == dict.fromkeys(ids_of(chunks[-1:]), Failure.GONE)
+    assert len(restore.offsets) == 7
+    assert intact(store, restore)
+    restore.release()
+
+
+def test_a_hold_ends_with_each_restore_of_its_own(store: ArtifactStore) -> None:
+    chunks = chain("a", 8)
+    put(store, chunks)
+    restores = [begin(store, ids_of(chunks)) for _ in range(3)]
+    store.reset()
+    for restore in restores:
+        assert store._tiers.dram.used(DENSE) == 8
+        assert intact(store, restore)
+        restore.release()
+    assert store._tiers.dram.used(DENSE) == 0
 
 
 def test_reset_forgets_all_but_keeps_pinned_memory_until_released(store: ArtifactStore) -> None:
