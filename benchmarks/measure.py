@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 RESULTS = Path(__file__).parent / "results"
 MIB = 1 << 20
 _DD_BLOCK = 4 * MIB
+_READERS = 4
 
 
 def timed(job: Callable[[], object]) -> float:
@@ -72,7 +74,7 @@ class Memcpy:
 
 def touched(size_bytes: int) -> np.ndarray:
     """`[size_bytes] uint8` whose pages are mapped, huge ones if there are any."""
-    mapping = mmap.mmap(-1, size_bytes)
+    mapping = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_HUGEPAGE)
     memory = np.frombuffer(mapping, dtype=np.uint8)
     memory[:] = 1
@@ -80,12 +82,17 @@ def touched(size_bytes: int) -> np.ndarray:
 
 
 class DirectDisk:
-    """`dd` with O_DIRECT on one file of `size_bytes` (rounded up to dd's block, 4 MiB)."""
+    """One file of `size_bytes` (rounded up to dd's block, 4 MiB), read and written O_DIRECT.
+
+    `read_bandwidth` is dd: one read at a time into a small buffer, whose pages may lie
+    anywhere. `limit` is what the device gives at best: reads side by side into huge pages.
+    """
 
     def __init__(self, directory: Path, size_bytes: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / "dd.reference"
         self._count = -(-size_bytes // _DD_BLOCK)
+        self._memory: np.ndarray | None = None
         # Random bytes: a device that compresses or drops zeros would look too fast.
         self._path.write_bytes(os.urandom(self._count * _DD_BLOCK))
         os.sync()
@@ -93,6 +100,23 @@ class DirectDisk:
     def read_bandwidth(self) -> float:
         """Bytes per second of reading the file."""
         return self._run(f"if={self._path}", "of=/dev/null", "iflag=direct")
+
+    def limit(self) -> float:
+        """Bytes per second of `_READERS` threads that read the file once, together."""
+        if self._memory is None:
+            self._memory = touched(self._count * _DD_BLOCK)
+        view, blocks = memoryview(self._memory), range(0, len(self._memory), _DD_BLOCK)
+        fd = os.open(self._path, os.O_RDONLY | os.O_DIRECT)
+
+        def read(start: int) -> None:
+            if os.preadv(fd, [view[start : start + _DD_BLOCK]], start) != _DD_BLOCK:
+                raise RuntimeError(f"a short read at {start}")
+
+        try:
+            with ThreadPoolExecutor(_READERS) as pool:
+                return len(view) / timed(lambda: list(pool.map(read, blocks)))
+        finally:
+            os.close(fd)
 
     def write_bandwidth(self) -> float:
         """Bytes per second of writing it again, in place."""

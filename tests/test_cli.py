@@ -408,6 +408,27 @@ def test_without_nixl_there_is_a_way() -> None:
     assert "start: POSIX (not: UCX)" in fine.detail
 
 
+@pytest.mark.parametrize(
+    ("enabled", "shared", "status", "told"),
+    [
+        ("always [madvise] never", "always within_size [advise] never deny force", "OK", "advise"),
+        ("always [madvise] never", "always advise [never] deny", "OK", "as root: echo advise"),
+        ("always madvise [never]", "[always] advise never", "WARN", "private memory: never"),
+        (None, None, "WARN", "private memory: unknown"),
+    ],
+)
+def test_doctor_on_huge_pages(
+    enabled: str | None, shared: str | None, status: str, told: str, tmp_path: Path
+) -> None:
+    for name, text in (("enabled", enabled), ("shmem_enabled", shared)):
+        if text is not None:
+            (tmp_path / name).write_text(text + "\n")
+    finding = doctor.huge_pages(tmp_path)
+    assert finding.status == status
+    assert told in finding.detail
+    assert ("echo madvise" in finding.advice) == (status == "WARN")
+
+
 def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "memory", lambda: machine.Memory(8 << 30, 100 << 20))
     finding = doctor.memory()
