@@ -343,6 +343,7 @@ def test_doctor_on_this_machine(small: None, tmp_path: Path, run: Run) -> None:
         "vLLM",
         "NIXL",
         "memory",
+        "huge pages",
         "DRAM copy",
         "SSD directory",
         "O_DIRECT",
