@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -10,6 +11,18 @@ import torch
 from hetero_connector.engine.pages import ByteArray, DevicePages, HostPages, Pages
 from hetero_connector.errors import StoreError
 from hetero_connector.spec import LayerSpec
+
+
+class Stopwatch(Protocol):
+    """Adds up stretches of work, which may overlap and come from several threads."""
+
+    def start(self) -> Callable[[], None]:
+        """Begin a stretch; call the result at its end."""
+        ...
+
+    def seconds(self) -> float | None:
+        """Their sum; None while the device has not reached the end of one."""
+        ...
 
 
 class Device(Protocol):
@@ -42,6 +55,58 @@ class Device(Protocol):
         """Block until every issued copy has ended."""
         ...
 
+    def time_forward(self) -> Stopwatch:
+        """For stretches of the forward pass."""
+        ...
+
+    def time_copies(self) -> Stopwatch:
+        """For stretches of copies."""
+        ...
+
+
+class HostStopwatch:
+    """Work that has ended when its call returns."""
+
+    def __init__(self) -> None:
+        self._stretches: list[float] = []
+
+    def start(self) -> Callable[[], None]:
+        """See `Stopwatch`."""
+        started_s = time.perf_counter()
+        return lambda: self._stretches.append(time.perf_counter() - started_s)
+
+    def seconds(self) -> float | None:
+        """See `Stopwatch`."""
+        return sum(self._stretches)
+
+
+class CudaStopwatch:
+    """Work issued on a stream (None: the one that is current), between two events each."""
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        self._stream = stream
+        self._stretches: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def start(self) -> Callable[[], None]:
+        """See `Stopwatch`."""
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._record(first)
+
+        def stop() -> None:
+            self._record(last)
+            self._stretches.append((first, last))
+
+        return stop
+
+    def seconds(self) -> float | None:
+        """See `Stopwatch`."""
+        if not all(last.query() for _, last in self._stretches):
+            return None
+        return 1e-3 * sum(float(first.elapsed_time(last)) for first, last in self._stretches)
+
+    def _record(self, event: torch.cuda.Event) -> None:
+        (self._stream or torch.cuda.current_stream()).record_event(event)
+
 
 class HostDevice:
     """Pages in host memory: copies are synchronous, so they are always ordered."""
@@ -67,6 +132,14 @@ class HostDevice:
 
     def finish(self) -> None:
         """Always so."""
+
+    def time_forward(self) -> Stopwatch:
+        """On the clock."""
+        return HostStopwatch()
+
+    def time_copies(self) -> Stopwatch:
+        """On the clock."""
+        return HostStopwatch()
 
 
 class CudaDevice:
@@ -111,6 +184,14 @@ class CudaDevice:
     def finish(self) -> None:
         """Synchronise the side stream."""
         self._stream.synchronize()
+
+    def time_forward(self) -> Stopwatch:
+        """Events on the current stream."""
+        return CudaStopwatch()
+
+    def time_copies(self) -> Stopwatch:
+        """Events on the side stream."""
+        return CudaStopwatch(self._stream)
 
 
 def device_of(tensor: torch.Tensor) -> Device:

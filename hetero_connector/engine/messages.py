@@ -95,6 +95,17 @@ class Save:
     copy: PageCopy
 
 
+class StepTiming(NamedTuple):
+    """How long one rank worked for a step."""
+
+    step: int
+    forward_s: float
+    """Of a step without loads: nothing else was waited for."""
+    load_s: float
+    """Copying, however much of it the forward hid; on the host the sum over its threads."""
+    load_bytes: int
+
+
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """Scheduler side -> worker side."""
@@ -105,6 +116,8 @@ class StepMetadata(KVConnectorMetadata):
     """Copied layer by layer as this step's forward fills the pages."""
     early_saves: list[Save] = field(default_factory=list)
     """Pages of finished requests, already freed: copied before anything may overwrite them."""
+    timed_as: int | None = None
+    """The step is to be timed and reported under this number."""
 
 
 @dataclass
@@ -113,8 +126,11 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     saved: Counter[int] = field(default_factory=Counter)
     loaded: Counter[str] = field(default_factory=Counter)
+    timings: list[StepTiming] = field(default_factory=list)
+    """Of one rank: they all do the same."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Add another rank's report."""
         assert isinstance(other, WorkerReport)
-        return WorkerReport(self.saved + other.saved, self.loaded + other.loaded)
+        timings = self.timings or other.timings
+        return WorkerReport(self.saved + other.saved, self.loaded + other.loaded, timings)

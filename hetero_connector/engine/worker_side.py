@@ -19,6 +19,7 @@ from hetero_connector.engine.devices import Device, device_of
 from hetero_connector.engine.layer_pipeline import Job, LayerPipeline
 from hetero_connector.engine.messages import Load, PageCopy, Save, StepMetadata, WorkerReport
 from hetero_connector.engine.pages import ArenaRows, ByteArray, IndexArray, Pages, page_view
+from hetero_connector.engine.step_timer import StepTimer
 from hetero_connector.metrics import Recorder
 from hetero_connector.store.arena import Arena
 
@@ -52,6 +53,7 @@ class WorkerSide:
         self._layerwise = layerwise
         self._pages: dict[str, Pages] = {}
         self._device: Device | None = None
+        self._timer: StepTimer | None = None
         self._arena: Arena | None = None
         self._pipeline = LayerPipeline()
         self._hooked: set[str] = set()
@@ -65,6 +67,7 @@ class WorkerSide:
         layers = self._layout.model.stored_layers
         if layers:
             self._device = device_of(kv_caches[layers[0].layer])
+            self._timer = StepTimer(self._device)
         for spec in layers:
             assert self._device is not None
             view = page_view(spec, kv_caches[spec.layer], self._num_blocks)
@@ -83,6 +86,8 @@ class WorkerSide:
 
     def start_loads(self, meta: StepMetadata) -> None:
         """Before the forward (or instead of one): load, or start loading ahead of it."""
+        if self._timer and meta.timed_as is not None:
+            self._timer.begin(meta.timed_as, _total_bytes(self._layout, meta.loads))
         if not meta.loads:
             return
         started = time.perf_counter()
@@ -116,6 +121,8 @@ class WorkerSide:
     def end_step(self, meta: StepMetadata) -> None:
         """After the forward: everything left over, then the step's copies are over."""
         self._pipeline.drain()
+        if self._timer:
+            self._timer.end()
         if meta.saves:
             self._plan_saves(meta)
             self._finish_saves(meta)
@@ -129,7 +136,9 @@ class WorkerSide:
 
     def take_report(self) -> WorkerReport | None:
         """What this rank finished since the last call."""
-        if not (self._report.saved or self._report.loaded):
+        if self._timer:
+            self._report.timings = self._timer.take()
+        if not (self._report.saved or self._report.loaded or self._report.timings):
             return None
         report, self._report = self._report, WorkerReport()
         return report
@@ -174,9 +183,12 @@ class WorkerSide:
 
     def _load_layer(self, meta: StepMetadata, layer: str, plans: list[LayerCopies]) -> None:
         arena = self._arena_view(meta)
+        assert self._timer is not None
+        end = self._timer.copying()
         for plan in plans:
             for rows, block_ids in plan.get(layer, ()):
                 self._pages[layer].load(arena, rows, block_ids)
+        end()
 
     def _run_now(self, meta: StepMetadata, plan: LayerCopies) -> None:
         for layer in plan:

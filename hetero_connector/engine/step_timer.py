@@ -1,0 +1,55 @@
+"""Timing a worker's steps for the cost model: forward passes, and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hetero_connector.engine.devices import Device, Stopwatch
+from hetero_connector.engine.messages import StepTiming
+
+
+class StepTimer:
+    """One step at a time. A device may end a step's work later: `take` waits for nothing."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._step: int | None = None
+        self._load_bytes = 0
+        self._forward = self._copies = device.time_forward()
+        self._end_forward: Callable[[], None] | None = None
+        self._ended: list[tuple[int, Stopwatch, Stopwatch, int]] = []
+
+    def begin(self, step: int, load_bytes: int) -> None:
+        """A step that is to be timed begins, with so many bytes to load."""
+        self._step, self._load_bytes = step, load_bytes
+        self._forward, self._copies = self._device.time_forward(), self._device.time_copies()
+        self._end_forward = None if load_bytes else self._forward.start()
+
+    def copying(self) -> Callable[[], None]:
+        """A stretch of copies begins; call the result at its end."""
+        return _nothing if self._step is None else self._copies.start()
+
+    def end(self) -> None:
+        """The step's forward and its copies have been issued."""
+        if self._step is None:
+            return
+        if self._end_forward is not None:
+            self._end_forward()
+        self._ended.append((self._step, self._forward, self._copies, self._load_bytes))
+        self._step = None
+
+    def take(self) -> list[StepTiming]:
+        """Timings of steps that the device has finished, oldest first; each once."""
+        taken = []
+        while self._ended:
+            step, forward, copies, load_bytes = self._ended[0]
+            forward_s, load_s = forward.seconds(), copies.seconds()
+            if forward_s is None or load_s is None:
+                break
+            taken.append(StepTiming(step, forward_s, load_s, load_bytes))
+            del self._ended[0]
+        return taken
+
+
+def _nothing() -> None:
+    pass
