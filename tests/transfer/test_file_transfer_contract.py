@@ -1,4 +1,4 @@
-"""One suite for every `FileTransfer`: NIXL on both queues, preadv, and the in-memory fake."""
+"""One suite for every `FileTransfer`: NIXL on both queues, preadv, throttled, and in memory."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from hetero_connector.transfer.base import (
 from hetero_connector.transfer.memory_files import MemoryFiles
 from hetero_connector.transfer.nixl_files import NixlFiles, open_agent
 from hetero_connector.transfer.pread_files import PreadFiles
+from hetero_connector.transfer.throttled_files import ThrottledFiles
 
 B = BLOCK_BYTES
 FILE_BYTES = 3 << 20
@@ -48,6 +49,7 @@ def nixl_works(queue: str) -> bool:
 KINDS = [
     "memory",
     "pread",
+    "throttled",
     *(
         pytest.param(
             f"nixl-{q}",
@@ -75,11 +77,12 @@ class Bench:
             path.write_bytes(bytes(FILE_BYTES))
             self.fds.append(os.open(path, os.O_RDWR | os.O_DIRECT))
         files = [OpenFile(fd, FILE_BYTES) for fd in self.fds]
-        self.transfer = (
-            PreadFiles(self.memory, files)
-            if kind == "pread"
-            else NixlFiles(self.memory, files, kind.removeprefix("nixl-"))
-        )
+        if kind.startswith("nixl-"):
+            self.transfer = NixlFiles(self.memory, files, kind.removeprefix("nixl-"))
+        else:
+            self.transfer = PreadFiles(self.memory, files)
+        if kind == "throttled":
+            self.transfer = ThrottledFiles(self.transfer, read_bandwidth=1e9)
 
     def content(self, file: int) -> np.ndarray:
         if isinstance(self.transfer, MemoryFiles):

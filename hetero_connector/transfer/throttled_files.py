@@ -1,0 +1,91 @@
+"""A `FileTransfer` slowed to a bandwidth: to see how a slower disk would do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from hetero_connector.errors import TransferError
+from hetero_connector.transfer.base import (
+    Direction,
+    Extent,
+    FileTransfer,
+    Transfer,
+    TransferState,
+)
+
+
+class ThrottledTransfer:
+    """Ends when the transfer under it has ended and its share of the bandwidth has passed."""
+
+    def __init__(self, inner: Transfer, due_s: float, clock: Callable[[], float]) -> None:
+        self._inner = inner
+        self._due_s = due_s
+        self._clock = clock
+        self._over = False
+
+    @property
+    def terminal(self) -> bool:
+        """See `Transfer`."""
+        return self._over
+
+    @property
+    def error(self) -> TransferError | None:
+        """See `Transfer`."""
+        return self._inner.error if self._over else None
+
+    def poll(self) -> TransferState:
+        """See `Transfer`."""
+        state = self._inner.poll()
+        if state is TransferState.PENDING or self._clock() < self._due_s:
+            return TransferState.PENDING
+        self._over = True
+        return state
+
+
+class ThrottledFiles:
+    """Lets the reads of `inner` end at `read_bandwidth` bytes a second, one after the other.
+
+    Writes pass at their own speed. The memory of a late transfer is never touched late: the
+    one under it has long ended.
+    """
+
+    def __init__(
+        self,
+        inner: FileTransfer,
+        read_bandwidth: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if read_bandwidth <= 0:
+            raise ValueError(f"a bandwidth of {read_bandwidth} bytes a second moves nothing")
+        self._inner = inner
+        self._read_bandwidth = read_bandwidth
+        self._clock = clock
+        self._free_s = 0.0
+        self._due_s: list[float] = []
+
+    @property
+    def name(self) -> str:
+        """See `FileTransfer`."""
+        return f"{self._inner.name} at {self._read_bandwidth / 1e6:.0f} MB/s"
+
+    @property
+    def in_flight(self) -> int:
+        """See `FileTransfer`."""
+        now_s = self._clock()
+        self._due_s = [due_s for due_s in self._due_s if due_s > now_s]
+        return max(self._inner.in_flight, len(self._due_s))
+
+    def submit(self, direction: Direction, extents: Sequence[Extent]) -> Transfer:
+        """See `FileTransfer`."""
+        inner = self._inner.submit(direction, extents)
+        if direction is not Direction.READ:
+            return inner
+        seconds = sum(extent.size for extent in extents) / self._read_bandwidth
+        self._free_s = max(self._free_s, self._clock()) + seconds
+        self._due_s.append(self._free_s)
+        return ThrottledTransfer(inner, self._free_s, self._clock)
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """See `FileTransfer`."""
+        return self._inner.close(timeout_s)
