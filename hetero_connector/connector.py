@@ -78,7 +78,7 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         """First hook of a step: nothing has overwritten freed pages yet."""
         if self._worker:
             assert isinstance(kv_connector_metadata, StepMetadata)
-            self._worker.early_saves(kv_connector_metadata)
+            self._worker.begin_step(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Start this step's loads."""

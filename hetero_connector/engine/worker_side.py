@@ -73,7 +73,13 @@ class WorkerSide:
             view = page_view(spec, kv_caches[spec.layer], self._num_blocks)
             self._pages[spec.layer] = self._device.pages(spec, view)
 
-    def early_saves(self, meta: StepMetadata) -> None:
+    def begin_step(self, meta: StepMetadata) -> None:
+        """The first hook of every step: `start_loads` comes after a forward without loads."""
+        self._early_saves(meta)
+        if self._timer and meta.timed_as is not None:
+            self._timer.begin(meta.timed_as, _total_bytes(self._layout, meta.loads))
+
+    def _early_saves(self, meta: StepMetadata) -> None:
         """Copy pages of finished requests before anything may overwrite them."""
         if not meta.early_saves:
             return
@@ -86,8 +92,6 @@ class WorkerSide:
 
     def start_loads(self, meta: StepMetadata) -> None:
         """Before the forward (or instead of one): load, or start loading ahead of it."""
-        if self._timer and meta.timed_as is not None:
-            self._timer.begin(meta.timed_as, _total_bytes(self._layout, meta.loads))
         if not meta.loads:
             return
         started = time.perf_counter()
