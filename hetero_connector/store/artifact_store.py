@@ -19,7 +19,7 @@ from hetero_connector.errors import ConfigError, StoreClosedError
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.arena import Arena
-from hetero_connector.store.base import Failure, Save, StoreConfig, Wanted
+from hetero_connector.store.base import Failure, ReadTiming, Save, StoreConfig, Wanted
 from hetero_connector.store.io_thread import IoThread
 from hetero_connector.store.restore import ArtifactRestore
 from hetero_connector.store.slots import SlotGeometry
@@ -186,6 +186,11 @@ class ArtifactStore:
             self._tiers.clear()
             state.spills.clear()
             state.lock.notify_all()
+
+    def take_timings(self) -> list[ReadTiming]:
+        """See `base.Store.take_timings`."""
+        timings = self._state.timings
+        return [timings.popleft() for _ in range(len(timings))]
 
     def flush(self, deadline_s: float) -> bool:
         """See `base.Store.flush`."""

@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, Tier
 from hetero_connector.artifacts.record import StoredChunk as StoredChunk
 from hetero_connector.spec.state_types import StateType
 
@@ -55,6 +55,17 @@ class Wanted(NamedTuple):
 
     state_type: StateType
     chunks: Sequence[StoredChunk]
+
+
+class ReadTiming(NamedTuple):
+    """One transfer into DRAM that has ended well."""
+
+    tier: Tier
+    """Where the bytes came from."""
+    size_bytes: int
+    ahead_bytes: int
+    """Bytes of other transfers that were under way when it began."""
+    seconds: float
 
 
 class Restore(Protocol):
@@ -139,6 +150,10 @@ class Store(Protocol):
 
     def reset(self) -> None:
         """Forget every artifact in every tier. Running restores and saves end harmlessly."""
+        ...
+
+    def take_timings(self) -> list[ReadTiming]:
+        """Reads that have ended since the last call, oldest first; the newest 256 at most."""
         ...
 
     def flush(self, deadline_s: float) -> bool:

@@ -1,17 +1,21 @@
 """Which artifact leaves a tier next.
 
-To add a policy: implement `EvictionPolicy` and add it to `POLICIES` in
-tests/store/test_eviction_contract.py.
+To add a policy: implement `EvictionPolicy`, name it in `make_policy` and in
+`base.EvictionName`, and add it to `POLICIES` in tests/store/test_eviction_contract.py.
+Every policy is deterministic: the same calls give the same victims.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Callable
 from itertools import count
 from typing import Protocol
 
 from hetero_connector.artifacts.index import Artifact, Standing
+from hetero_connector.store.base import EvictionName
+from hetero_connector.store.seconds_saved import SecondsSaved
 
 
 class EvictionPolicy(Protocol):
@@ -33,72 +37,198 @@ class EvictionPolicy(Protocol):
         ...
 
 
-_Entry = tuple[int, int, int, Artifact]
+def make_policy(
+    name: EvictionName, seconds_saved: SecondsSaved, now: Callable[[], int]
+) -> EvictionPolicy:
+    """The policy of that name. `now`: the logical clock that `Artifact.last_used` is of."""
+    match name:
+        case "leaf_lru":
+            return LeafLru()
+        case "lru":
+            return Lru()
+        case "value":
+            return Value(seconds_saved, now)
+
+
+Rank = tuple[float, int]
+"""The lowest leaves first. May change only when the artifact is used, and then only grow."""
 _SWEEP_FROM = 64
 
 
-class LeafLru:
-    """Leaves before artifacts that deeper ones rest on; within each, the least recently used.
+class LazyHeap:
+    """Artifacts by rank. An entry's place is checked when it is popped.
 
-    Among equally recent ones the deepest goes first. Two lazy heaps: an entry's place is
-    checked when it is popped, so pinning and using an artifact cost nothing here, and
-    every entry popped in vain was paid for by one `offer` or one use: O(log n) amortised.
+    So using an artifact costs nothing here, and every entry popped in vain was paid for by
+    one `push` or one use: O(log n) amortised.
     """
 
-    def __init__(self) -> None:
-        self._leaves: list[_Entry] = []
-        self._backed: list[_Entry] = []
-        self._in_leaves: set[Artifact] = set()
-        self._in_backed: set[Artifact] = set()
+    def __init__(self, rank: Callable[[Artifact], Rank]) -> None:
+        self._rank = rank
+        self._entries: list[tuple[Rank, int, int, Artifact]] = []
+        """(rank, order of arrival, recency that the rank is of, artifact)"""
+        self._members: set[Artifact] = set()
         self._order = count()
-        self._swept = 0
-        """Entries that the last sweep of `_backed` kept."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def push(self, artifact: Artifact) -> None:
+        """Add it, unless it is there."""
+        if artifact not in self._members:
+            self._members.add(artifact)
+            heapq.heappush(self._entries, self._entry(artifact))
+
+    def pop(self) -> Artifact | None:
+        """Remove the lowest; entries used since they were placed move to their new place."""
+        while self._entries:
+            *_, ranked_at, artifact = self._entries[0]
+            if artifact.last_used == ranked_at:
+                heapq.heappop(self._entries)
+                self._members.discard(artifact)
+                return artifact
+            heapq.heapreplace(self._entries, self._entry(artifact))
+        return None
+
+    def keep(self, wanted: Callable[[Artifact], bool]) -> None:
+        """Remove all others. O(n)."""
+        self._entries = [entry for entry in self._entries if wanted(entry[-1])]
+        heapq.heapify(self._entries)
+        self._members = {entry[-1] for entry in self._entries}
+
+    def clear(self) -> None:
+        """Remove all."""
+        self._entries.clear()
+        self._members.clear()
+
+    def _entry(self, artifact: Artifact) -> tuple[Rank, int, int, Artifact]:
+        return (self._rank(artifact), next(self._order), artifact.last_used, artifact)
+
+
+def recency(artifact: Artifact) -> Rank:
+    """The least recently used first; of equally recent ones the deepest."""
+    return (artifact.last_used, -artifact.node.chunk.end)
+
+
+class Lru:
+    """The least recently used of all that may leave, whatever rests on it."""
+
+    def __init__(self) -> None:
+        self._heap = LazyHeap(recency)
 
     def offer(self, artifact: Artifact) -> None:
         """See `EvictionPolicy.offer`. O(log n)."""
-        if artifact not in self._in_leaves:
-            self._in_leaves.add(artifact)
-            heapq.heappush(self._leaves, self._entry(artifact))
+        self._heap.push(artifact)
 
     def pop(self, standing: Callable[[Artifact], Standing]) -> Artifact | None:
         """See `EvictionPolicy.pop`."""
-        while (artifact := self._pop(self._leaves)) is not None:
-            self._in_leaves.discard(artifact)
-            found = standing(artifact)
-            if found is Standing.LEAF:
-                return artifact
-            if found is Standing.BACKED and artifact not in self._in_backed:
-                self._in_backed.add(artifact)
-                heapq.heappush(self._backed, self._entry(artifact))
-                self._sweep(standing)
-        while (artifact := self._pop(self._backed)) is not None:
-            self._in_backed.discard(artifact)
+        while (artifact := self._heap.pop()) is not None:
             if standing(artifact) is not Standing.HELD:
                 return artifact
         return None
 
     def clear(self) -> None:
         """Forget every artifact."""
-        for entries in (self._leaves, self._backed, self._in_leaves, self._in_backed):
-            entries.clear()
+        self._heap.clear()
+
+
+class LeafFirst:
+    """Leaves before artifacts that deeper ones rest on; within each, by rank."""
+
+    def __init__(self, rank: Callable[[Artifact], Rank]) -> None:
+        self._leaves = LazyHeap(rank)
+        self._backed = LazyHeap(rank)
+        self._swept = 0
+        """Entries that the last sweep of `_backed` kept."""
+
+    def offer(self, artifact: Artifact) -> None:
+        """See `EvictionPolicy.offer`. O(log n)."""
+        self._leaves.push(artifact)
+
+    def pop(self, standing: Callable[[Artifact], Standing]) -> Artifact | None:
+        """See `EvictionPolicy.pop`."""
+        while (artifact := self._leaves.pop()) is not None:
+            found = standing(artifact)
+            if found is Standing.LEAF:
+                return artifact
+            if found is Standing.BACKED:
+                self._backed.push(artifact)
+                self._sweep(standing)
+        while (artifact := self._backed.pop()) is not None:
+            if standing(artifact) is not Standing.HELD:
+                return artifact
+        return None
+
+    def clear(self) -> None:
+        """Forget every artifact."""
+        self._leaves.clear()
+        self._backed.clear()
 
     def _sweep(self, standing: Callable[[Artifact], Standing]) -> None:
         """Drop what left the tier some other way, whenever the heap has doubled."""
-        if len(self._backed) <= 2 * self._swept + _SWEEP_FROM:
+        if len(self._backed) > 2 * self._swept + _SWEEP_FROM:
+            self._backed.keep(lambda artifact: standing(artifact) is not Standing.HELD)
+            self._swept = len(self._backed)
+
+
+class LeafLru(LeafFirst):
+    """Leaves first, the least recently used of them."""
+
+    def __init__(self) -> None:
+        super().__init__(recency)
+
+
+class Value(LeafFirst):
+    """Leaves first, those with the least seconds saved per byte and use, aged.
+
+    Greedy-Dual-Size-Frequency (Cherkasova, "Improving WWW Proxies Performance with
+    Greedy-Dual-Size-Frequency Caching Policy", HP Labs 1998): an artifact ranks by
+    clock + frequency * seconds / bytes, with the clock as it was at its last use; the clock
+    rises to the rank of each victim, so that what was precious once and is not used any
+    more is overtaken. All artifacts of a policy fill slots of one size: seconds per slot
+    order them as seconds per byte do, and a short tail gets no bonus for the room it wastes.
+
+    Leaves first, because a chunk is worth what rests on it, too.
+    """
+
+    def __init__(self, seconds_saved: SecondsSaved, now: Callable[[], int]) -> None:
+        """`now`: the logical clock that `Artifact.last_used` is of."""
+        super().__init__(self._value)
+        self._seconds_saved = seconds_saved
+        self._now = now
+        self._moments: list[int] = []
+        """When the clock rose, ascending."""
+        self._clocks: list[float] = []
+        """What it rose to, in seconds."""
+
+    def pop(self, standing: Callable[[Artifact], Standing]) -> Artifact | None:
+        """See `EvictionPolicy.pop`."""
+        victim = super().pop(standing)
+        if victim is not None:
+            self._raise_clock(self._value(victim)[0])
+        return victim
+
+    def clear(self) -> None:
+        """Forget every artifact. The clock goes on."""
+        super().clear()
+
+    def _value(self, artifact: Artifact) -> Rank:
+        risen = bisect_right(self._moments, artifact.last_used)
+        clock = self._clocks[risen - 1] if risen else 0.0
+        worth = (1 + artifact.uses) * self._seconds_saved(artifact)
+        return (clock + worth, -artifact.node.chunk.end)
+
+    def _raise_clock(self, to: float) -> None:
+        if self._clocks and to <= self._clocks[-1]:
             return
-        self._backed = [e for e in self._backed if standing(e[3]) is not Standing.HELD]
-        heapq.heapify(self._backed)
-        self._in_backed = {entry[3] for entry in self._backed}
-        self._swept = len(self._backed)
+        now = self._now()
+        if self._moments and self._moments[-1] == now:
+            self._clocks[-1] = to
+            return
+        self._moments.append(now)
+        self._clocks.append(to)
+        if len(self._moments) > _MAX_MOMENTS:
+            # Every second one goes: what was used in between counts as a little older.
+            del self._moments[1::2], self._clocks[1::2]
 
-    def _entry(self, artifact: Artifact) -> _Entry:
-        return (artifact.last_used, -artifact.node.chunk.end, next(self._order), artifact)
 
-    def _pop(self, heap: list[_Entry]) -> Artifact | None:
-        """The artifact with the oldest recency; entries used since move to their place."""
-        while heap:
-            last_used, *_, artifact = heap[0]
-            if artifact.last_used == last_used:
-                return heapq.heappop(heap)[3]
-            heapq.heapreplace(heap, self._entry(artifact))
-        return None
+_MAX_MOMENTS = 4096

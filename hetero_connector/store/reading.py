@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from hetero_connector.artifacts.index import Artifact
 from hetero_connector.artifacts.record import SlotRef, Tier
-from hetero_connector.store.base import Failure
+from hetero_connector.store.base import Failure, ReadTiming
 from hetero_connector.store.slots import SLOT_ALIGNMENT
 from hetero_connector.store.ssd import Ssd
 from hetero_connector.store.state import Load, StoreState
@@ -35,6 +35,7 @@ class _Batch:
     transfer: Transfer
     reads: list[_Read]
     started_s: float
+    ahead_bytes: int
 
     @property
     def size_bytes(self) -> int:
@@ -116,15 +117,17 @@ class Reader:
 
     def _submit(self, reads: list[_Read]) -> None:
         assert self._ssd is not None
+        ahead_bytes = sum(batch.size_bytes for batch in self._active)
         transfer = self._ssd.transfer.submit(Direction.READ, [r.extent for r in reads])
-        self._active.append(_Batch(transfer, reads, self._state.clock()))
+        self._active.append(_Batch(transfer, reads, self._state.clock(), ahead_bytes))
 
     def _end(self, batch: _Batch) -> None:
         failed = batch.transfer.error is not None
         if not failed:
-            self._state.recorder.observe(
-                "heterocache_ssd_read_seconds", self._state.clock() - batch.started_s
-            )
+            seconds = self._state.clock() - batch.started_s
+            self._state.recorder.observe("heterocache_ssd_read_seconds", seconds)
+            timing = ReadTiming(Tier.SSD, batch.size_bytes, batch.ahead_bytes, seconds)
+            self._state.timings.append(timing)
         elif len(batch.reads) > 1:
             # Which of them failed is not known: each one again, alone.
             for read in batch.reads:

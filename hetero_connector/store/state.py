@@ -12,7 +12,7 @@ from hetero_connector.artifacts.index import Artifact
 from hetero_connector.artifacts.record import SlotRef, Tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.base import Failure, StoreConfig
+from hetero_connector.store.base import Failure, ReadTiming, StoreConfig
 from hetero_connector.store.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ class StoreState:
         """Artifacts the I/O thread is writing."""
         self.used: list[list[Artifact]] = []
         """What released restores had pinned, for the journal's recency."""
+        self.timings: deque[ReadTiming] = deque(maxlen=256)
+        """Appended by the I/O thread, taken by the scheduler's; needs no lock."""
         self.flushing = False
         """Spills are due at once."""
         self.closing = False

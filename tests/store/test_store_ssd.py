@@ -572,3 +572,17 @@ def test_pread_serves_too(tmp_path: Path) -> None:
     assert intact(store, restore)
     restore.release()
     store.close()
+
+
+def test_reads_are_timed_for_the_cost_model(bench: Bench) -> None:
+    store = on_ssd_only(bench)
+    assert store.take_timings() == []
+    wait(begin(store, ids_of(CHUNKS))).release()
+    timings = store.take_timings()
+    padded = {DENSE: 12_288, WINDOW: 4_096}
+    assert sum(x.size_bytes for x in timings) == len(CHUNKS) * sum(padded.values())
+    assert {x.tier for x in timings} == {Tier.SSD}
+    assert all(x.seconds >= 0 for x in timings)
+    assert timings[0].ahead_bytes == 0
+    assert store.take_timings() == []
+    store.close()
