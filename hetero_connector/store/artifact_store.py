@@ -22,6 +22,7 @@ from hetero_connector.store.arena import Arena
 from hetero_connector.store.base import Failure, ReadTiming, Save, StoreConfig, Wanted
 from hetero_connector.store.io_thread import IoThread
 from hetero_connector.store.restore import ArtifactRestore
+from hetero_connector.store.seconds_saved import SecondsSaved, recompute_seconds
 from hetero_connector.store.slots import SlotGeometry
 from hetero_connector.store.ssd import OpenTransfer, Ssd, adopt_journal, best_transfer
 from hetero_connector.store.ssd_directory import SsdDirectory
@@ -64,13 +65,15 @@ class ArtifactStore:
         description: Mapping[str, object],
         clock: Callable[[], float] = time.monotonic,
         open_transfer: OpenTransfer = best_transfer,
+        seconds_saved: SecondsSaved = recompute_seconds,
     ) -> ArtifactStore:
         """Open the tiers.
 
         `slot_bytes`: the largest artifact of each stored state type
         (`ArtifactLayout.max_bytes`). `chunk_tokens`: tokens of a full chunk.
         `fingerprint` and `description` name the model; an SSD directory of another one is
-        refused. Raises ConfigError naming the key (`dram_gib`, `ssd_dir`, `ssd_gib`),
+        refused. `seconds_saved`: what artifacts are worth to eviction and admission to SSD.
+        Raises ConfigError naming the key (`dram_gib`, `ssd_dir`, `ssd_gib`),
         StoreInUseError, FormatError, StoreError.
         """
         geometry = _dram_geometry(slot_bytes, config.dram_bytes)
@@ -88,7 +91,9 @@ class ArtifactStore:
                 )
                 undo.callback(directory.close)
                 ssd_geometry = SlotGeometry(directory.slots_per_type, geometry.stride_bytes)
-            tiers = Tiers(chunk_tokens, geometry, ssd_geometry, recorder)
+            tiers = Tiers(
+                chunk_tokens, geometry, ssd_geometry, recorder, config.eviction, seconds_saved
+            )
             if config.ssd_dir is not None:
                 adopt_journal(directory, tiers)
                 ssd = Ssd(directory, open_transfer(arena.view, directory))

@@ -18,6 +18,8 @@ from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, 
 from hetero_connector.artifacts.record import StoredChunk as StoredChunk
 from hetero_connector.spec.state_types import StateType
 
+EvictionName = Literal["leaf_lru", "lru", "value"]
+
 
 class Failure(StrEnum):
     """Why an artifact could not be had. Every one of them is a counted miss."""
@@ -46,6 +48,10 @@ class StoreConfig:
     """A restore that has not finished reading by then keeps what it has; the rest is a miss."""
     spill_delay_s: float = 0.2
     """How long a sealed artifact may wait in DRAM before its write to SSD starts."""
+    eviction: EvictionName = "leaf_lru"
+    """What leaves a full tier first."""
+    ssd_write_bytes_per_day: int | None = None
+    """Most that is written to SSD in any 24 hours, see `write_budget`; None: no limit."""
     shared: bool = True
     """Whether other processes (tensor-parallel workers) map the DRAM tier too."""
 
@@ -157,7 +163,10 @@ class Store(Protocol):
         ...
 
     def flush(self, deadline_s: float) -> bool:
-        """Wait until everything sealed is on SSD; False if the deadline passed first."""
+        """Wait until everything sealed is on SSD; False if the deadline passed first.
+
+        What is refused for the write budget's sake is not waited for.
+        """
         ...
 
     def close(self, deadline_s: float = 30.0) -> None:

@@ -8,7 +8,7 @@ Every policy is deterministic: the same calls give the same victims.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Callable
 from itertools import count
 from typing import Protocol
@@ -53,6 +53,7 @@ def make_policy(
 Rank = tuple[float, int]
 """The lowest leaves first. May change only when the artifact is used, and then only grow."""
 _SWEEP_FROM = 64
+_MAX_MOMENTS = 4096
 
 
 class LazyHeap:
@@ -207,12 +208,8 @@ class Value(LeafFirst):
             self._raise_clock(self._value(victim)[0])
         return victim
 
-    def clear(self) -> None:
-        """Forget every artifact. The clock goes on."""
-        super().clear()
-
     def _value(self, artifact: Artifact) -> Rank:
-        risen = bisect_right(self._moments, artifact.last_used)
+        risen = bisect_left(self._moments, artifact.last_used)
         clock = self._clocks[risen - 1] if risen else 0.0
         worth = (1 + artifact.uses) * self._seconds_saved(artifact)
         return (clock + worth, -artifact.node.chunk.end)
@@ -229,6 +226,3 @@ class Value(LeafFirst):
         if len(self._moments) > _MAX_MOMENTS:
             # Every second one goes: what was used in between counts as a little older.
             del self._moments[1::2], self._clocks[1::2]
-
-
-_MAX_MOMENTS = 4096

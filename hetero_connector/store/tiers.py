@@ -15,8 +15,10 @@ from hetero_connector.artifacts.index import Artifact, PrefixIndex, Standing
 from hetero_connector.artifacts.record import ArtifactId, SlotRef, Tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.eviction import EvictionPolicy, LeafLru
+from hetero_connector.store.base import EvictionName
+from hetero_connector.store.eviction import EvictionPolicy, make_policy
 from hetero_connector.store.hold import Hold
+from hetero_connector.store.seconds_saved import SecondsSaved, recompute_seconds
 from hetero_connector.store.slots import SlotGeometry, SlotPool
 
 
@@ -37,6 +39,8 @@ class Tiers:
         dram: SlotGeometry,
         ssd: SlotGeometry | None,
         recorder: Recorder,
+        eviction: EvictionName = "leaf_lru",
+        seconds_saved: SecondsSaved = recompute_seconds,
     ) -> None:
         self.index = PrefixIndex(chunk_tokens, self._offer)
         self.dram = SlotPool(Tier.DRAM, dram)
@@ -45,10 +49,13 @@ class Tiers:
         """SSD slots waiting for the journal."""
         self.journal_stale = False
         """The whole journal must be cleared (`clear` was called)."""
+        self.seconds_saved = seconds_saved
         self._holds: list[Hold] = []
         self._recorder = recorder
         self._policies: dict[tuple[Tier, StateType], EvictionPolicy] = {
-            (tier, t): LeafLru() for tier in (Tier.DRAM, Tier.SSD) for t in dram.stride_bytes
+            (tier, t): make_policy(eviction, seconds_saved, lambda: self._tick)
+            for tier in (Tier.DRAM, Tier.SSD)
+            for t in dram.stride_bytes
         }
         self._bytes: defaultdict[tuple[Tier, StateType], int] = defaultdict(int)
         self._count: defaultdict[tuple[Tier, StateType], int] = defaultdict(int)
