@@ -17,6 +17,7 @@ from benchmarks.measure import Samples, timed
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.metrics import Recorder
+from hetero_connector.planner.checkpoint_policy import Full
 from hetero_connector.spec import ModelSpec
 from hetero_connector.spec.presets import PRESETS
 from hetero_connector.store.artifact_store import ArtifactStore
@@ -99,7 +100,7 @@ def _scheduler_side(
 ) -> Any:
     from hetero_connector.engine.scheduler_side import SchedulerSide
 
-    side = SchedulerSide(layout, hasher, store, recorder, load_deadline_s=10.0)
+    side = SchedulerSide(layout, hasher, store, recorder, load_deadline_s=10.0, checkpoints=Full())
     groups = max(x.group for x in layout.model.layers) + 1
     blocks = []
     for group in range(groups):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,9 @@ _MAX_DEFAULT_DRAM_GIB = 32.0
 _MAX_DEFAULT_SSD_GIB = 64.0
 _MIN_DEFAULT_DRAM_GIB = 1 / 16
 _LAYERWISE = ("auto", "on", "off")
+_EVICTION = ("leaf_lru", "lru", "value")
 _VERIFY = ("ssd", "all")
+_CHECKPOINTS = re.compile(r"adaptive|full|zero|periodic:[1-9][0-9]{0,4}")
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,16 @@ def _one_of(*choices: str) -> Callable[[str, object], str]:
         return value
 
     return parse
+
+
+def _checkpoints(key: str, value: object) -> str:
+    if isinstance(value, str) and _CHECKPOINTS.fullmatch(value):
+        return value
+    raise ConfigError(
+        key,
+        "expected 'adaptive', 'full', 'zero' or 'periodic:N' with N chunks, N from 1 to 99999, "
+        f"got {_shown(value)}",
+    )
 
 
 def _directory_path(key: str, value: object) -> Path:
@@ -128,12 +141,27 @@ KEYS: tuple[Key, ...] = (
         "Move state layer by layer, overlapped with compute", _one_of(*_LAYERWISE),
     ),
     Key(
+        "checkpoints", "`adaptive`, `full`, `zero` or `periodic:N`", "`adaptive`",
+        "Chunk boundaries that keep a checkpoint, besides every turn's end: those that pay, "
+        "all, none, every Nth", _checkpoints,
+    ),
+    Key(
         "load_deadline_s", "number > 0", "10",
         "Seconds after which a restore gives up and the rest is computed", _number,
     ),
     Key(
         "directory", "`memory://`", "`memory://`",
         "Where it is known who owns which state", _directory_url,
+    ),
+    Key(
+        "eviction", "`leaf_lru`, `lru` or `value`", "`leaf_lru`",
+        "What leaves a full tier first: leaves not used for longest, what was not used for "
+        "longest, or leaves that save the fewest seconds per byte", _one_of(*_EVICTION),
+    ),
+    Key(
+        "ssd_write_gib_per_day", "number > 0", "none: no limit",
+        "Most GiB written to SSD in any 24 hours, for what is worth most; needs `ssd_dir`",
+        _capacity,
     ),
     Key(
         "verify", "`ssd` or `all`", "`ssd`",
@@ -155,8 +183,13 @@ class HeteroConfig:
     chunk_tokens: int | None = None
     """None: `ModelSpec.default_chunk_tokens()`."""
     layerwise: Literal["auto", "on", "off"] = "auto"
+    checkpoints: str = "adaptive"
+    """`planner.checkpoint_policy.policy_named` takes it."""
     load_deadline_s: float = 10.0
     directory: str = "memory://"
+    eviction: Literal["leaf_lru", "lru", "value"] = "leaf_lru"
+    ssd_write_gib_per_day: float | None = None
+    """None: no limit."""
     verify: Literal["ssd", "all"] = "ssd"
 
     @property
@@ -168,6 +201,12 @@ class HeteroConfig:
     def ssd_bytes(self) -> int:
         """Capacity of the SSD tier; 0 for none."""
         return int(self.ssd_gib * GIB)
+
+    @property
+    def ssd_write_bytes_per_day(self) -> int | None:
+        """Most that may be written to SSD in 24 hours; None for no limit."""
+        per_day = self.ssd_write_gib_per_day
+        return None if per_day is None else int(per_day * GIB)
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> HeteroConfig:
@@ -183,8 +222,10 @@ class HeteroConfig:
         given["dram_gib"] = _dram_gib(given.get("dram_gib"))
         if "ssd_dir" in given:
             given["ssd_gib"] = _ssd_gib(given.get("ssd_gib"), given["ssd_dir"])
-        elif "ssd_gib" in given:
-            raise ConfigError("ssd_gib", "needs 'ssd_dir', the directory to use")
+        else:
+            for key in ("ssd_gib", "ssd_write_gib_per_day"):
+                if key in given:
+                    raise ConfigError(key, "needs 'ssd_dir', the directory to use")
         return cls(**given)
 
 

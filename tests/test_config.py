@@ -38,6 +38,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         "ssd_gib": 1.5,
         "chunk_tokens": 512,
         "layerwise": "off",
+        "checkpoints": "periodic:4",
         "load_deadline_s": 0.25,
         "directory": "memory://",
         "verify": "all",
@@ -80,6 +81,21 @@ def test_a_wrong_choice_names_the_key_and_the_choices(key: str, value: object) -
     with pytest.raises(ConfigError, match=rf"'{key}'.*one of '(auto|ssd)', ") as caught:
         config(**{key: value})
     assert caught.value.key == key
+
+
+@pytest.mark.parametrize("value", ["adaptive", "full", "zero", "periodic:1", "periodic:64"])
+def test_every_checkpoint_policy_is_taken(value: str) -> None:
+    assert config(checkpoints=value).checkpoints == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [True, 4, None, "", "FULL", "periodic", "periodic:", "periodic:0", "periodic:-1",
+     "periodic:04", "periodic:1.5", "periodic:\u0664", "full:2", "periodic:4\n", ["full"]],
+)  # fmt: skip
+def test_another_checkpoint_policy_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"'checkpoints'.*'periodic:N'"):
+        config(checkpoints=value)
 
 
 @pytest.mark.parametrize(

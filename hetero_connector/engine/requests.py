@@ -13,6 +13,7 @@ from hetero_connector.artifacts.canonical import encode
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.identity import locate_model, lora_digest
 from hetero_connector.errors import IdentityError
+from hetero_connector.planner.checkpoint_policy import Reuse
 from hetero_connector.planner.restore_plan import RestorePlan
 from hetero_connector.store.base import Restore
 
@@ -87,6 +88,14 @@ class RequestTracker:
     """Index of the first full chunk that has not been looked at for saving."""
     matched_chunks: int = 0
     """Leading full chunks the store held when the request was last matched."""
+    local_tokens: int = 0
+    """What the engine's own prefix cache held when it was last matched."""
+    reuse: Reuse | None = None
+    """What it found stored when it was first admitted."""
+    missed_chunks: int = 0
+    """Chunks it then had to compute anew though they were stored, for want of a checkpoint."""
+    undecided: int = 0
+    """Save id of a checkpoint that stays only if the request ends there; 0 for none."""
     restore: PendingRestore | None = None
     admitting: bool = False
     """Admitted since its last scheduled step: `next_chunk` is to be found anew."""

@@ -1,20 +1,33 @@
 """What to save of a request as its tokens are computed, and once more when it ends.
 
-A chunk is saved in the step that completes it: its prefix-proportional state and, if
-the engine still holds it, the boundary state at its end. A request's last, unfinished
-chunk is saved when the request ends, so that the next turn resumes right there.
+A chunk is saved in the step that completes it: its prefix-proportional state and, where
+the checkpoint policy says so and the engine still holds it, the boundary state at its
+end. A request's last, unfinished chunk is saved when the request ends, so that the next
+turn resumes right there.
+
+Where chunks are as short as boundaries can be, no such tail exists, and a request's end is
+the last boundary it passed. The engine recycles a window before anyone knows that it was
+the last, so the newest boundary of decoded tokens is copied in any case and its
+checkpoint stays undecided: sealed if the request ends, dropped at the next boundary. It
+costs a copy and a DRAM slot, never a write to SSD.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ChunkRange
 from hetero_connector.engine.messages import ArtifactCopy, Blocks, PageCopy, Save
 from hetero_connector.engine.requests import RequestTracker
 from hetero_connector.engine.restoring import BlockTable, table_of
+from hetero_connector.planner.checkpoint_policy import (
+    Boundary,
+    CheckpointPolicy,
+    KeptBoundaries,
+    Reuse,
+)
 from hetero_connector.spec import StateType
 from hetero_connector.store.base import Save as Reservation
 from hetero_connector.store.base import Store
@@ -42,26 +55,61 @@ class _Collected:
         return Save(self.save_ids, PageCopy(self.artifacts, blocks))
 
 
+@dataclass
+class _Reserved:
+    """Slots that workers fill."""
+
+    reservation: Reservation
+    ranks_left: int
+    """Tensor-parallel ranks that have not copied their share yet."""
+    wanted: bool | None = True
+    """Whether to seal it; None while that is undecided."""
+
+
 class Saver:
     """Reserves slots for what a step completes and tracks them until all ranks report."""
 
-    def __init__(self, layout: ArtifactLayout, store: Store, tp_size: int) -> None:
+    def __init__(
+        self, layout: ArtifactLayout, store: Store, tp_size: int, checkpoints: CheckpointPolicy
+    ) -> None:
         self._layout = layout
         self._model = layout.model
         self._store = store
         self._tp_size = tp_size
+        self._policy = checkpoints
+        self._kept = KeptBoundaries()
         self._plain_types = tuple(
             t for t in self._model.state_types if t is not StateType.RECURRENT
         )
+        self._plain_boundary_types = tuple(
+            t for t in self._model.boundary_types if t is not StateType.RECURRENT
+        )
         self._has_recurrent = StateType.RECURRENT in self._model.state_types
+        self._has_tails = self._model.alignment < layout.chunk_tokens and not self._has_recurrent
         self._next_id = 0
-        self._reserved: dict[int, Reservation] = {}
-        self._reports: dict[int, int] = {}
+        self._reserved: dict[int, _Reserved] = {}
+        self._owed = 0
 
     @property
     def outstanding(self) -> bool:
         """Whether workers still owe a report."""
-        return bool(self._reserved)
+        return self._owed > 0
+
+    def admitted(self, tracker: RequestTracker, computed: int) -> None:
+        """The request starts, or starts again, with `computed` tokens in its pages."""
+        size, matched = self._layout.chunk_tokens, tracker.matched_chunks
+        tracker.next_chunk = min(matched, computed // size)
+        if tracker.reuse is not None:  # preempted: what it found now is its own
+            return
+        local = tracker.local_tokens // size
+        if computed > matched * size:
+            kept = matched
+        else:
+            ends = range(matched * size, 0, -size)
+            steps = self._kept.steps_to(tracker.chain.ending_at(end).key for end in ends)
+            kept = max(min(local, matched), 0 if steps is None else matched - steps)
+        tracker.reuse = Reuse(matched, kept, local)
+        tracker.missed_chunks = matched - tracker.next_chunk
 
     def step(
         self, tracker: RequestTracker, computed: int, table: BlockTable, offers: Iterable[Offer]
@@ -82,26 +130,55 @@ class Saver:
     def finish(
         self, tracker: RequestTracker, computed: int, block_ids: Sequence[list[int]]
     ) -> list[Save]:
-        """Saves of an ending request: chunks not yet saved, and the tail after them."""
+        """Saves of an ending request: chunks not yet saved, and the state at its end."""
         known = self._storable(tracker, computed)
         table = table_of(block_ids)
         collected = self._full_chunks(tracker, known, table)
+        self._decide(tracker, wanted=True)
         end = known - known % self._model.alignment
-        if end % self._layout.chunk_tokens and not self._has_recurrent:
-            self._collect(collected, tracker.chain.ending_at(end), table)
+        if end and not self._has_recurrent:
+            chunk = tracker.chain.ending_at(end)
+            self._collect(collected, chunk, self._plain_types, table)
+            self._kept.add(chunk.key)
+        if tracker.reuse is not None:
+            added = max(0, known // self._layout.chunk_tokens - tracker.reuse.matched)
+            self._policy.observe(replace(tracker.reuse, new=added))
         return [collected.message(table, {})] if collected.artifacts else []
+
+    def forget(self, tracker: RequestTracker) -> None:
+        """Let go of what is undecided: the request's end is not to be saved."""
+        self._decide(tracker, wanted=False)
 
     def reported(self, save_id: int, ranks: int) -> None:
         """`ranks` more ranks have copied their share; seals once all have."""
-        self._reports[save_id] = self._reports.get(save_id, 0) + ranks
-        if self._reports[save_id] >= self._tp_size:
-            del self._reports[save_id]
-            self._store.complete_save(self._reserved.pop(save_id))
+        reserved = self._reserved[save_id]
+        reserved.ranks_left -= ranks
+        if reserved.ranks_left <= 0:
+            self._owed -= 1
+            self._settle(save_id)
 
     def abandon(self, save: Save) -> None:
         """The pages were overwritten before they could be copied."""
         for save_id in save.save_ids:
-            self._store.abandon_save(self._reserved.pop(save_id))
+            self._owed -= 1
+            self._store.abandon_save(self._reserved.pop(save_id).reservation)
+
+    def _decide(self, tracker: RequestTracker, *, wanted: bool) -> None:
+        save_id, tracker.undecided = tracker.undecided, 0
+        if save_id:
+            self._reserved[save_id].wanted = wanted
+            self._settle(save_id)
+
+    def _settle(self, save_id: int) -> None:
+        """Seal or drop what is copied and decided."""
+        reserved = self._reserved[save_id]
+        if reserved.ranks_left > 0 or reserved.wanted is None:
+            return
+        del self._reserved[save_id]
+        if reserved.wanted:
+            self._store.complete_save(reserved.reservation)
+        else:
+            self._store.abandon_save(reserved.reservation)
 
     def _storable(self, tracker: RequestTracker, computed: int) -> int:
         """Tokens whose state may be stored: known, computed, and faithful if decoded."""
@@ -111,16 +188,46 @@ class Saver:
         return known
 
     def _full_chunks(self, tracker: RequestTracker, known: int, table: BlockTable) -> _Collected:
-        """Reserve every full chunk up to `known` that the store lacks, parents first."""
+        """Reserve of every full chunk up to `known` what the store lacks, parents first."""
         collected = _Collected()
         size = self._layout.chunk_tokens
         index = self._reachable(tracker, known // size)
         while (index + 1) * size <= known:
-            if not self._collect(collected, tracker.chain.ending_at((index + 1) * size), table):
+            if not self._full_chunk(collected, tracker, index + 1, table):
                 break
             index += 1
         tracker.next_chunk = index
         return collected
+
+    def _full_chunk(
+        self, collected: _Collected, tracker: RequestTracker, chunks: int, table: BlockTable
+    ) -> bool:
+        """The last of the request's first `chunks` chunks; False if there was no room for it."""
+        chunk = tracker.chain.ending_at(chunks * self._layout.chunk_tokens)
+        if self._keeps(tracker, chunks):
+            return self._collect(collected, chunk, self._plain_types, table)
+        if not self._collect(collected, chunk, self._model.prefix_types, table):
+            return False
+        if not self._has_tails and chunk.end > tracker.request.num_prompt_tokens:
+            self._decide(tracker, wanted=False)
+            before = self._next_id
+            self._collect(collected, chunk, self._plain_boundary_types, table, wanted=None)
+            tracker.undecided = self._next_id if self._next_id > before else 0
+        return True
+
+    def _keeps(self, tracker: RequestTracker, chunks: int) -> bool:
+        """Whether the boundary after the first `chunks` chunks gets a checkpoint."""
+        size, prompt = self._layout.chunk_tokens, int(tracker.request.num_prompt_tokens)
+        # The same prompt sent again resumes before its last token: of a prompt that ends on a
+        # boundary, one boundary earlier.
+        turn_end = chunks in (prompt // size, (prompt - 1) // size)
+        left_here = tracker.reuse is not None and chunks == tracker.reuse.matched
+        missed = tracker.missed_chunks if left_here else 0
+        if not self._policy.keeps(Boundary(chunks, turn_end, missed)):
+            return False
+        if turn_end or missed:
+            self._kept.add(tracker.chain.ending_at(chunks * size).key)
+        return True
 
     def _reachable(self, tracker: RequestTracker, stop: int) -> int:
         """`next_chunk`, or an earlier one if its parent has been evicted meanwhile."""
@@ -134,15 +241,24 @@ class Saver:
             index -= 1
         return index
 
-    def _collect(self, collected: _Collected, chunk: ChunkRange, table: BlockTable) -> bool:
+    def _collect(
+        self,
+        collected: _Collected,
+        chunk: ChunkRange,
+        types: Sequence[StateType],
+        table: BlockTable,
+        wanted: bool | None = True,
+    ) -> bool:
         """Reserve what the store lacks of this chunk; False if there was no room for it."""
-        types = [
-            t for t in self._store.missing(chunk, self._plain_types) if self._held(t, chunk, table)
-        ]
-        return self._reserve(collected, chunk, types)
+        held = [t for t in self._store.missing(chunk, types) if self._held(t, chunk, table)]
+        return self._reserve(collected, chunk, held, wanted)
 
     def _reserve(
-        self, collected: _Collected, chunk: ChunkRange, types: Sequence[StateType]
+        self,
+        collected: _Collected,
+        chunk: ChunkRange,
+        types: Sequence[StateType],
+        wanted: bool | None = True,
     ) -> bool:
         if not types:
             return True
@@ -151,7 +267,8 @@ class Saver:
         if reservation is None:
             return False
         self._next_id += 1
-        self._reserved[self._next_id] = reservation
+        self._reserved[self._next_id] = _Reserved(reservation, self._tp_size, wanted)
+        self._owed += 1
         collected.save_ids.append(self._next_id)
         for state_type, offset in reservation.offsets.items():
             copy = ArtifactCopy(state_type, chunk.start, chunk.end, offset)
@@ -187,7 +304,8 @@ class Saver:
         self, tracker: RequestTracker, boundary: int, offered: dict[int, int]
     ) -> _Collected:
         collected = _Collected()
-        if boundary % self._layout.chunk_tokens == 0:
+        chunks, rest = divmod(boundary, self._layout.chunk_tokens)
+        if not rest and self._keeps(tracker, chunks):
             chunk = tracker.chain.ending_at(boundary)
             types = self._store.missing(chunk, [StateType.RECURRENT])
             self._reserve(collected, chunk, types)

@@ -27,6 +27,7 @@ from hetero_connector.engine.requests import (
 from hetero_connector.engine.restoring import BlockTable, Restorer, table_of
 from hetero_connector.engine.saving import Saver
 from hetero_connector.metrics import Recorder
+from hetero_connector.planner.checkpoint_policy import CheckpointPolicy
 from hetero_connector.spec import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 
@@ -51,6 +52,7 @@ class SchedulerSide:
         recorder: Recorder,
         *,
         load_deadline_s: float,
+        checkpoints: CheckpointPolicy,
     ) -> None:
         self._layout = layout
         self._hasher = hasher
@@ -63,7 +65,7 @@ class SchedulerSide:
         self._restorer = Restorer(
             layout, store, recorder, deadline_s=load_deadline_s, clock=time.monotonic
         )
-        self._saver = Saver(layout, store, self._tp_size)
+        self._saver = Saver(layout, store, self._tp_size, checkpoints)
         self._loras = LoraDigests()
         self._trackers: dict[str, RequestTracker] = {}
         self._admitted: list[RequestTracker] = []
@@ -82,6 +84,7 @@ class SchedulerSide:
         tracker = self._track(request)
         if tracker is None or request.skip_reading_prefix_cache:
             return 0, False
+        tracker.local_tokens = local_tokens
         tokens = self._restorer.tokens(tracker, local_tokens)
         self._staging |= tokens is None
         return tokens, bool(tokens) and self._parked
@@ -136,6 +139,7 @@ class SchedulerSide:
         self._restorer.forget(tracker)
         if not unloaded and not tracker.outdated:
             self._early += self._saver.finish(tracker, request.num_computed_tokens, block_ids)
+        self._saver.forget(tracker)
 
     def reset(self) -> None:
         """Forget everything stored, and what requests hold of it or computed before.
@@ -146,6 +150,7 @@ class SchedulerSide:
         self._store.reset()
         for tracker in self._trackers.values():
             self._restorer.forget(tracker)
+            self._saver.forget(tracker)
             tracker.outdated = True
 
     @property
@@ -205,7 +210,7 @@ class SchedulerSide:
         computed = tracker.request.num_computed_tokens
         if tracker.admitting:
             tracker.admitting = False
-            tracker.next_chunk = min(tracker.matched_chunks, computed // self._layout.chunk_tokens)
+            self._saver.admitted(tracker, computed)
         offers = _offers(output, request_id) if self._parked else ()
         table = self._table(request_id)
         meta.saves += self._saver.step(tracker, computed + num_tokens, table, offers)

@@ -16,6 +16,7 @@ from hetero_connector.engine.scheduler_side import SchedulerSide
 from hetero_connector.engine.worker_side import WorkerSide
 from hetero_connector.errors import ConfigError
 from hetero_connector.metrics import Recorder
+from hetero_connector.planner.checkpoint_policy import CheckpointPolicy, Full, Sizes, policy_named
 from hetero_connector.spec import ModelSpec
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
@@ -79,7 +80,22 @@ def open_scheduler_side(
     for warning in _warnings(layout, config, vllm_config.model_config.max_model_len):
         logger.warning("HeteroConnector: %s", warning)
     hasher = ChainHasher(identity.digest, chunk_tokens)
-    return SchedulerSide(layout, hasher, store, recorder, load_deadline_s=config.load_deadline_s)
+    return SchedulerSide(
+        layout,
+        hasher,
+        store,
+        recorder,
+        load_deadline_s=config.load_deadline_s,
+        checkpoints=_checkpoint_policy(config, layout),
+    )
+
+
+def _checkpoint_policy(config: HeteroConfig, layout: ArtifactLayout) -> CheckpointPolicy:
+    if not layout.model.prefix_types:
+        # Nothing but checkpoints links such a model's chunks: a boundary without one would cut
+        # the chain.
+        return Full()
+    return policy_named(config.checkpoints, Sizes.of(layout))
 
 
 def _chunk_tokens(config: HeteroConfig, model: ModelSpec) -> int:
@@ -95,7 +111,7 @@ def _chunk_tokens(config: HeteroConfig, model: ModelSpec) -> int:
 
 
 def _store_config(config: HeteroConfig, vllm_config: VllmConfig, *, shared: bool) -> StoreConfig:
-    ssd_dir = config.ssd_dir
+    ssd_dir, per_day = config.ssd_dir, config.ssd_write_bytes_per_day
     engines = vllm_config.parallel_config.data_parallel_size
     if ssd_dir is not None and engines > 1:
         # Data-parallel engines are separate caches, each with its share of the space.
@@ -105,6 +121,8 @@ def _store_config(config: HeteroConfig, vllm_config: VllmConfig, *, shared: bool
         shared=shared,
         ssd_dir=ssd_dir,
         ssd_bytes=config.ssd_bytes // engines,
+        ssd_write_bytes_per_day=None if per_day is None else max(1, per_day // engines),
+        eviction=config.eviction,
         verify=config.verify,
         load_deadline_s=config.load_deadline_s,
     )

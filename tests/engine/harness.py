@@ -64,14 +64,17 @@ def make_llm(
 ) -> Any:
     """Build an engine; with `connector_extra` (even empty) it runs HeteroConnector.
 
-    Keyword arguments override `engine_arguments(model)`; `kv_transfer_config` may be
-    given whole. End it with `shutdown`.
+    Every chunk boundary gets a checkpoint unless `connector_extra` says otherwise, so that a
+    test may resume at any. Keyword arguments override `engine_arguments(model)`;
+    `kv_transfer_config` may be given whole. End it with `shutdown`.
     """
     from vllm import LLM
 
     arguments = engine_arguments(model)
     if connector_extra is not None:
-        arguments["kv_transfer_config"] = kv_transfer_config(connector_extra)
+        arguments["kv_transfer_config"] = kv_transfer_config(
+            {"checkpoints": "full", **connector_extra}
+        )
     arguments |= engine_args
     return LLM(
         model=str(write_checkpoint(model, CHECKPOINTS)),

@@ -15,6 +15,7 @@ from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine.messages import StepMetadata, WorkerReport
 from hetero_connector.engine.scheduler_side import SchedulerSide
 from hetero_connector.metrics import COUNTERS, Recorder
+from hetero_connector.planner.checkpoint_policy import CheckpointPolicy, Full
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
@@ -27,7 +28,12 @@ KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
 class Engine:
     """A scheduler side with its store, stepped by hand."""
 
-    def __init__(self, model: ModelSpec, dram_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        dram_bytes: int = 1 << 20,
+        checkpoints: CheckpointPolicy | None = None,
+    ) -> None:
         self.layout = ArtifactLayout(model, CHUNK)
         self.recorder = Recorder()
         self.store = ArtifactStore.open(
@@ -40,7 +46,7 @@ class Engine:
         )
         self.side = SchedulerSide(
             self.layout, ChainHasher(b"f" * 32, CHUNK), self.store, self.recorder,
-            load_deadline_s=1.0,
+            load_deadline_s=1.0, checkpoints=checkpoints or Full(),
         )  # fmt: skip
         self.tables = FakeBlockTables()
         self.side.bind(self.tables)  # type: ignore[arg-type]
