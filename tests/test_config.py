@@ -41,6 +41,8 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         "checkpoints": "periodic:4",
         "load_deadline_s": 0.25,
         "directory": "memory://",
+        "eviction": "value",
+        "ssd_write_gib_per_day": 40.0,
         "verify": "all",
     }
     assert (
@@ -49,10 +51,11 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     read = config(**extra)
     assert dataclasses.asdict(read) == {**extra, "ssd_dir": tmp_path / "new"}
     assert (read.dram_bytes, read.ssd_bytes) == (2 * GIB, 3 * GIB // 2)
+    assert read.ssd_write_bytes_per_day == 40 * GIB
     assert isinstance(read.dram_gib, float)
 
 
-@pytest.mark.parametrize("key", ["dram_gib", "ssd_gib", "load_deadline_s"])
+@pytest.mark.parametrize("key", ["dram_gib", "ssd_gib", "load_deadline_s", "ssd_write_gib_per_day"])
 @pytest.mark.parametrize(
     "value", [True, "4", None, [], 0, -1, -0.0, math.nan, math.inf, -math.inf, 10**400, 1j]
 )
@@ -62,7 +65,7 @@ def test_a_wrong_number_names_the_key(key: str, value: object, tmp_path: Path) -
     assert caught.value.key == key
 
 
-@pytest.mark.parametrize("key", ["dram_gib", "ssd_gib"])
+@pytest.mark.parametrize("key", ["dram_gib", "ssd_gib", "ssd_write_gib_per_day"])
 @pytest.mark.parametrize("value", [1e-10, 1.6e-296])
 def test_less_than_a_byte_is_refused(key: str, value: float, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"'{key}'.*less than one byte"):
@@ -75,10 +78,10 @@ def test_wrong_chunk_tokens(value: object) -> None:
         config(chunk_tokens=value)
 
 
-@pytest.mark.parametrize("key", ["layerwise", "verify"])
+@pytest.mark.parametrize("key", ["layerwise", "verify", "eviction"])
 @pytest.mark.parametrize("value", [True, None, "ON", "", "both", 1, ["on"]])
 def test_a_wrong_choice_names_the_key_and_the_choices(key: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=rf"'{key}'.*one of '(auto|ssd)', ") as caught:
+    with pytest.raises(ConfigError, match=rf"'{key}'.*one of '(auto|ssd|leaf_lru)', ") as caught:
         config(**{key: value})
     assert caught.value.key == key
 
@@ -153,9 +156,10 @@ def test_an_unknown_key_is_refused_with_a_hint(key: Any, hint: str) -> None:
     assert caught.value.key == key
 
 
-def test_ssd_gib_needs_ssd_dir() -> None:
-    with pytest.raises(ConfigError, match=r"'ssd_gib'.*needs 'ssd_dir'"):
-        config(ssd_gib=4)
+@pytest.mark.parametrize("key", ["ssd_gib", "ssd_write_gib_per_day"])
+def test_what_is_about_the_ssd_needs_ssd_dir(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{key}'.*needs 'ssd_dir'"):
+        config(**{key: 4})
 
 
 def test_capacities_beyond_the_machine_are_refused(tmp_path: Path) -> None:

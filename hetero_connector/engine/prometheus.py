@@ -24,6 +24,7 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "heterocache_saved_bytes": ("Useful bytes sealed in DRAM.", ("state_type",)),
     "heterocache_saves_dropped": ("Saves given up, by cause.", ("cause",)),
     "heterocache_spilled_bytes": ("Useful bytes written to SSD.", ("state_type",)),
+    "heterocache_spills_refused": ("Not written to SSD for the write budget.", ("state_type",)),
     "heterocache_read_bytes": ("Useful bytes read into DRAM.", ("tier", "state_type")),
     "heterocache_evictions": ("Artifacts evicted.", ("tier", "state_type")),
     "heterocache_failures": ("Failed transfers and checks; each is a miss.", ("cause", "tier")),
@@ -31,6 +32,7 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "heterocache_artifacts": ("Artifacts stored.", ("tier", "state_type")),
     "heterocache_capacity_bytes": ("Capacity of the tier.", ("tier",)),
     "heterocache_ssd_writable": ("1 while artifacts are written to SSD, 0 while not.", ()),
+    "heterocache_ssd_written_today_bytes": ("Of the write budget, in the last 24 hours.", ()),
     "heterocache_stage_seconds": ("From the match to everything in DRAM.", ()),
     "heterocache_load_seconds": ("Pages written by a step's loads.", ()),
     "heterocache_save_seconds": ("Pages read by a step's saves.", ()),
@@ -45,6 +47,7 @@ _GAUGES = frozenset(
         "heterocache_artifacts",
         "heterocache_capacity_bytes",
         "heterocache_ssd_writable",
+        "heterocache_ssd_written_today_bytes",
     }
 )
 

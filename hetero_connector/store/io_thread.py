@@ -15,12 +15,14 @@ import numpy.typing as npt
 
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.errors import StoreError
+from hetero_connector.store.admission import Admission
 from hetero_connector.store.base import Failure
 from hetero_connector.store.journal_rows import JournalRows
 from hetero_connector.store.reading import Reader
 from hetero_connector.store.spilling import Spiller
 from hetero_connector.store.ssd import Ssd
 from hetero_connector.store.state import StoreState
+from hetero_connector.store.write_budget import WriteBudget
 from hetero_connector.store.write_health import WriteHealth
 
 logger = logging.getLogger("vllm.heterocache")
@@ -39,7 +41,8 @@ class IoThread:
         self._reader = Reader(state, memory, ssd)
         self._rows = JournalRows(state, None if ssd is None else ssd.directory.journal)
         self._health = WriteHealth(state, None if ssd is None else ssd.directory.path)
-        self._spiller = Spiller(state, memory, ssd, self._rows, self._health)
+        admission = Admission(self._open_budget(), state.tiers.seconds_saved)
+        self._spiller = Spiller(state, memory, ssd, self._rows, self._health, admission)
         self._thread = threading.Thread(target=self._run, name="heterocache-io", daemon=True)
         self._stop_by_s = float("inf")
         self._clean = False
@@ -130,7 +133,16 @@ class IoThread:
                 state.disown(load, Failure.IO_ERROR)
             state.lock.notify_all()
 
+    def _open_budget(self) -> WriteBudget | None:
+        per_day = self._state.config.ssd_write_bytes_per_day
+        if per_day is None:
+            return None
+        budget = WriteBudget(per_day, self._state.clock, time.time)
+        self._rows.recall_budget(budget)
+        return budget
+
     def _touch(self) -> None:
+        self._spiller.ask_again()
         try:
             self._rows.touch()
         except StoreError as e:

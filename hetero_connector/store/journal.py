@@ -227,8 +227,20 @@ class Journal:
                 ((when, count, bytes(i.chunk), i.state_type.value) for i, when, count in used),
             )
 
+    def note(self, key: str, value: str) -> None:
+        """Keep a text beside the rows, in place of the last one of this key."""
+        with self._transaction() as connection:
+            connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+
+    def noted(self, key: str) -> str | None:
+        """What `note` kept."""
+        with _sqlite_errors(self.path):
+            cursor = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,))
+            found = cursor.fetchone()
+        return None if found is None else str(found[0])
+
     def clear(self) -> None:
-        """Delete every row."""
+        """Delete every row; what was noted stays."""
         with self._transaction() as connection:
             connection.execute("DELETE FROM artifacts")
 

@@ -9,8 +9,10 @@ from hetero_connector.errors import StoreError
 from hetero_connector.store.journal import Journal
 from hetero_connector.store.journal_format import JournalRow
 from hetero_connector.store.state import StoreState
+from hetero_connector.store.write_budget import WriteBudget
 
 _RETRY_S = 1.0
+_BUDGET = "write_budget"
 
 
 class JournalRows:
@@ -64,6 +66,18 @@ class JournalRows:
         """Add rows; their bytes must be down. StoreError if the journal cannot."""
         assert self._journal is not None
         self._journal.record(rows)
+
+    def note_budget(self, budget: WriteBudget | None) -> None:
+        """Keep what is left of the write budget for the next engine. StoreError if it cannot."""
+        if budget is not None and self._journal is not None:
+            self._journal.note(_BUDGET, budget.dump())
+
+    def recall_budget(self, budget: WriteBudget | None) -> None:
+        """Go on with what the last engine left of it. StoreError if the journal cannot say."""
+        if budget is not None and self._journal is not None:
+            noted = self._journal.noted(_BUDGET)
+            if noted is not None:
+                budget.load(noted)
 
     def touch(self) -> None:
         """Note what was used since the last time, for the order of eviction after a restart."""

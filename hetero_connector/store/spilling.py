@@ -18,13 +18,14 @@ import numpy.typing as npt
 from hetero_connector.artifacts.index import Artifact
 from hetero_connector.artifacts.record import SlotRef, Tier
 from hetero_connector.errors import StoreError
+from hetero_connector.store.admission import Admission, deepest_on_ssd, parent_is_there
 from hetero_connector.store.base import Failure
 from hetero_connector.store.journal_format import JournalRow
 from hetero_connector.store.journal_rows import JournalRows
 from hetero_connector.store.reading import padded
 from hetero_connector.store.slots import SlotPool
 from hetero_connector.store.ssd import Ssd
-from hetero_connector.store.state import Spill, StoreState
+from hetero_connector.store.state import GAUGE_INTERVAL_S, Spill, StoreState
 from hetero_connector.store.tiers import Forgotten
 from hetero_connector.store.write_health import WriteHealth
 from hetero_connector.transfer.base import Direction, Extent, Transfer, TransferState
@@ -62,6 +63,7 @@ class Spiller:
         ssd: Ssd | None,
         rows: JournalRows,
         health: WriteHealth,
+        admission: Admission,
     ) -> None:
         self._state = state
         self._memory = memory
@@ -70,6 +72,8 @@ class Spiller:
         self._batch: _Batch | None = None
         self._abandoned: list[_Batch] = []
         self._health = health
+        self._admission = admission
+        self._budget_due_s = 0.0
         self._syncing: Future[None] | None = None
         self._syncer = ThreadPoolExecutor(1, thread_name_prefix="heterocache-sync")
 
@@ -83,6 +87,7 @@ class Spiller:
         self._poll_abandoned()
         self._forget_rows()
         self._health.probe()
+        self._show_budget()
         if self._batch is not None:
             return self._poll(self._batch)
         # A row that should be gone may name an artifact that was saved again since: its new
@@ -105,6 +110,7 @@ class Spiller:
         writes = self._place(artifacts)
         if writes:
             assert self._ssd is not None
+            self._note_budget()
             extents = [self._extent(self._ssd, w) for w in writes]
             transfer = self._ssd.transfer.submit(Direction.WRITE, extents)
             self._batch = _Batch(transfer, writes, self._state.clock())
@@ -120,6 +126,8 @@ class Spiller:
                 artifact = state.spills.popleft().artifact
                 if artifact.forgotten or artifact.dram is None:
                     continue  # evicted while it waited
+                if artifact.ssd is not None or artifact in taken:
+                    continue  # asked for twice
                 artifact.pins += 1
                 size_bytes += artifact.size_bytes
                 taken.append(artifact)
@@ -134,6 +142,7 @@ class Spiller:
         if ssd is None or not state.ssd_writable:
             self._let_go(artifacts)
             return []
+        artifacts = self._admit(artifacts)
         self._make_room(artifacts, ssd)
         self._forget_rows()
         writes: list[_Write] = []
@@ -142,9 +151,10 @@ class Spiller:
         with state.lock:
             for artifact in artifacts:
                 target = None
-                if not artifact.forgotten and _parent_is_there(artifact, placed):
+                if not artifact.forgotten and parent_is_there(artifact, placed):
                     target = ssd.take(artifact.state_type)
                 if target is None:
+                    self._admission.refund(artifact)
                     homeless.append(artifact)
                     continue
                 assert artifact.dram is not None
@@ -158,11 +168,24 @@ class Spiller:
         self._let_go(homeless)
         return writes
 
+    def _admit(self, artifacts: list[Artifact]) -> list[Artifact]:
+        """Those worth their write; the others stay in DRAM only."""
+        state = self._state
+        with state.lock:
+            admitted = self._admission.admit(artifacts)
+            refused = [a for a in artifacts if a not in admitted]
+            for artifact in refused:
+                state.recorder.add(
+                    "heterocache_spills_refused", state_type=artifact.state_type.value
+                )
+        self._let_go(refused)
+        return admitted
+
     def _make_room(self, artifacts: list[Artifact], ssd: SlotPool) -> None:
         """Evict from SSD what the batch needs, but never what the batch continues."""
         state = self._state
         with state.lock:
-            above = [x for x in map(_deepest_on_ssd, artifacts) if x is not None]
+            above = [x for x in map(deepest_on_ssd, artifacts) if x is not None]
             for artifact in above:
                 artifact.pins += 1
             for kind, count in Counter(a.state_type for a in artifacts).items():
@@ -270,6 +293,32 @@ class Spiller:
             self._state.spilling -= len(batch.writes)
         self._health.give_up(f"a write has not ended after {_WRITE_DEADLINE_S:.0f} s")
 
+    def ask_again(self) -> None:
+        """Queue what restores used and only DRAM has: it is worth more than when it was refused."""
+        state = self._state
+        if self._admission.budget is None:
+            return
+        with state.lock:
+            now = state.clock()
+            again = {a for used in state.used for a in used if a.ssd is None and a.dram is not None}
+            in_order = sorted(again, key=lambda a: (a.last_used, a.node.chunk.end, a.node.key))
+            state.spills.extend(Spill(a, now) for a in in_order)
+
+    def _note_budget(self) -> None:
+        """Before a write, so that one cut short by a kill counts, too."""
+        try:
+            self._rows.note_budget(self._admission.budget)
+        except StoreError as e:
+            self._health.failed(e)
+
+    def _show_budget(self) -> None:
+        budget, now = self._admission.budget, self._state.clock()
+        if budget is not None and now >= self._budget_due_s:
+            self._budget_due_s = now + GAUGE_INTERVAL_S
+            self._state.recorder.set(
+                "heterocache_ssd_written_today_bytes", budget.spent_today_bytes
+            )
+
     def close(self) -> None:
         """Let go of the syncing thread; one that hangs in the kernel is left behind."""
         self._syncer.shutdown(wait=False)
@@ -281,27 +330,6 @@ class Spiller:
                 with self._state.lock:
                     self._state.spilling += len(batch.writes)
                 self._release(batch, journaled=False)
-
-
-def _deepest_on_ssd(artifact: Artifact) -> Artifact | None:
-    """The nearest ancestor of the same state type that is on SSD."""
-    node = artifact.node.parent
-    while node is not None:
-        above = node.artifacts.get(artifact.state_type)
-        if above is not None and above.ssd is not None:
-            return above
-        node = node.parent
-    return None
-
-
-def _parent_is_there(artifact: Artifact, placed: set[Artifact]) -> bool:
-    """Whether the parent chunk's artifact, if there is one, is on SSD or in this batch.
-
-    Else the copy would be out of reach after a restart, and would keep its parent in DRAM.
-    """
-    parent = artifact.node.parent
-    above = None if parent is None else parent.artifacts.get(artifact.state_type)
-    return above is None or above.ssd is not None or above in placed
 
 
 def _row(write: _Write, now: float) -> JournalRow:
