@@ -100,10 +100,9 @@ class StepTiming(NamedTuple):
 
     step: int
     forward_s: float
-    """Of a step without loads: nothing else was waited for."""
+    """0 for a step with loads, which may have been waited for."""
     load_s: float
     """Copying, however much of it the forward hid; on the host the sum over its threads."""
-    load_bytes: int
 
 
 @dataclass

@@ -14,16 +14,15 @@ class StepTimer:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._step: int | None = None
-        self._load_bytes = 0
         self._forward = self._copies = device.time_forward()
         self._end_forward: Callable[[], None] | None = None
-        self._ended: list[tuple[int, Stopwatch, Stopwatch, int]] = []
+        self._ended: list[tuple[int, Stopwatch, Stopwatch]] = []
 
-    def begin(self, step: int, load_bytes: int) -> None:
-        """A step that is to be timed begins, with so many bytes to load."""
-        self._step, self._load_bytes = step, load_bytes
+    def begin(self, step: int, loads: bool) -> None:
+        """A step that is to be timed begins, with something to load or without."""
+        self._step = step
         self._forward, self._copies = self._device.time_forward(), self._device.time_copies()
-        self._end_forward = None if load_bytes else self._forward.start()
+        self._end_forward = None if loads else self._forward.start()
 
     def copying(self) -> Callable[[], None]:
         """A stretch of copies begins; call the result at its end."""
@@ -35,18 +34,18 @@ class StepTimer:
             return
         if self._end_forward is not None:
             self._end_forward()
-        self._ended.append((self._step, self._forward, self._copies, self._load_bytes))
+        self._ended.append((self._step, self._forward, self._copies))
         self._step = None
 
     def take(self) -> list[StepTiming]:
         """Timings of steps that the device has finished, oldest first; each once."""
         taken = []
         while self._ended:
-            step, forward, copies, load_bytes = self._ended[0]
+            step, forward, copies = self._ended[0]
             forward_s, load_s = forward.seconds(), copies.seconds()
             if forward_s is None or load_s is None:
                 break
-            taken.append(StepTiming(step, forward_s, load_s, load_bytes))
+            taken.append(StepTiming(step, forward_s, load_s))
             del self._ended[0]
         return taken
 

@@ -77,7 +77,7 @@ class WorkerSide:
         """The first hook of every step: `start_loads` comes after a forward without loads."""
         self._early_saves(meta)
         if self._timer and meta.timed_as is not None:
-            self._timer.begin(meta.timed_as, _total_bytes(self._layout, meta.loads))
+            self._timer.begin(meta.timed_as, bool(meta.loads))
 
     def _early_saves(self, meta: StepMetadata) -> None:
         """Copy pages of finished requests before anything may overwrite them."""

@@ -68,7 +68,7 @@ class ReadTiming(NamedTuple):
 
     tier: Tier
     """Where the bytes came from."""
-    size_bytes: int
+    bytes_by_type: Mapping[StateType, int]
     ahead_bytes: int
     """Bytes of other transfers that were under way when it began."""
     seconds: float

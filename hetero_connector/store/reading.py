@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy.typing as npt
 
 from hetero_connector.artifacts.index import Artifact
 from hetero_connector.artifacts.record import SlotRef, Tier
+from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Failure, ReadTiming
 from hetero_connector.store.slots import SLOT_ALIGNMENT
 from hetero_connector.store.ssd import Ssd
@@ -40,6 +42,13 @@ class _Batch:
     @property
     def size_bytes(self) -> int:
         return sum(r.extent.size for r in self.reads)
+
+    def bytes_by_type(self) -> dict[StateType, int]:
+        """Useful bytes."""
+        sizes: defaultdict[StateType, int] = defaultdict(int)
+        for read in self.reads:
+            sizes[read.load.artifact.state_type] += read.load.artifact.size_bytes
+        return dict(sizes)
 
 
 class Reader:
@@ -126,7 +135,7 @@ class Reader:
         if not failed:
             seconds = self._state.clock() - batch.started_s
             self._state.recorder.observe("heterocache_ssd_read_seconds", seconds)
-            timing = ReadTiming(Tier.SSD, batch.size_bytes, batch.ahead_bytes, seconds)
+            timing = ReadTiming(Tier.SSD, batch.bytes_by_type(), batch.ahead_bytes, seconds)
             self._state.timings.append(timing)
         elif len(batch.reads) > 1:
             # Which of them failed is not known: each one again, alone.

@@ -579,8 +579,8 @@ def test_reads_are_timed_for_the_cost_model(bench: Bench) -> None:
     assert store.take_timings() == []
     wait(begin(store, ids_of(CHUNKS))).release()
     timings = store.take_timings()
-    padded = {DENSE: 12_288, WINDOW: 4_096}
-    assert sum(x.size_bytes for x in timings) == len(CHUNKS) * sum(padded.values())
+    for kind, size in SIZES.items():
+        assert sum(x.bytes_by_type.get(kind, 0) for x in timings) == len(CHUNKS) * size
     assert {x.tier for x in timings} == {Tier.SSD}
     assert all(x.seconds >= 0 for x in timings)
     assert timings[0].ahead_bytes == 0
