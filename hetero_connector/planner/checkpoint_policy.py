@@ -180,7 +180,7 @@ class Adaptive:
         weights: Weights = Weights(),
         rates: Callable[[], Rates] = Rates,
         memory_requests: int = 256,
-        prior_requests: float = 4.0,
+        prior_requests: float = 1.0,
     ) -> None:
         """`rates` is asked at every observation, so it may be what an engine has measured.
 

@@ -59,6 +59,25 @@ def test_a_chunk_off_the_grid_is_refused(chunk: int) -> None:
         ArtifactLayout(MODEL, chunk)
 
 
+@pytest.mark.parametrize("name", ["deepseek-v4-flash", "deepseek-v4-pro"])
+def test_a_deepseek_v4_checkpoint_leaves_out_the_compressor_state_that_is_dead(name: str) -> None:
+    """A ratio-128 block has just ended at every boundary; ratio-4 blocks and the indexer's
+    overlap with the one before."""
+    model = PRESETS[name]()
+    compressors = [x for x in model.layers if x.state_type is StateType.TAIL_STATE]
+    heavy = {x.layer for x in compressors if x.window == 128}
+    light = {x.layer for x in compressors} - heavy
+    assert heavy
+    assert any(".indexer." in layer for layer in light)
+    assert model.alignment % 128 == 0
+    layout = ArtifactLayout(model, model.default_chunk_tokens())
+    for boundary in (256, 512, 4096):
+        stored = {s.layer.layer: s for s in layout.segments(StateType.TAIL_STATE, 0, boundary)}
+        assert stored.keys() == light
+        assert {s.first_page * 4 for s in stored.values()} == {boundary - 4}
+        assert {s.num_pages for s in stored.values()} == {1}
+
+
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_a_preset_s_chunk_is_its_bytes_per_token(name: str) -> None:
     model = PRESETS[name]()

@@ -1,0 +1,352 @@
+"""The saver stores the boundaries the checkpoint policy says, a turn's end always."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from hetero_connector.engine.messages import StepMetadata
+from hetero_connector.planner.checkpoint_policy import (
+    Adaptive,
+    Boundary,
+    CheckpointPolicy,
+    Full,
+    Periodic,
+    Rates,
+    Reuse,
+    Sizes,
+    Zero,
+)
+from hetero_connector.spec import ModelSpec, RestoreRule, StateType
+from tests.engine.fakes import HYBRID, FakeRequest, layer, scheduled
+from tests.engine.test_scheduler_side import CHUNK, Engine, in_use, tokens
+
+KV, SWA, RECURRENT = StateType.DENSE_KV, StateType.WINDOW_SWA, StateType.RECURRENT
+
+COARSE = replace(HYBRID, alignment=CHUNK)
+"""Boundaries as far apart as chunks: a request's end is never a tail (DeepSeek-V4)."""
+MAMBA = ModelSpec(
+    (
+        layer("full", 0),
+        replace(layer("mamba", 1, RECURRENT, block=CHUNK), restore_rule=RestoreRule.AT_BOUNDARY),
+    ),
+    alignment=CHUNK,
+)
+
+
+class Recording:
+    """Keeps turns' ends, where requests leave, and the boundaries it was given."""
+
+    def __init__(self, chunks: Sequence[int] = ()) -> None:
+        self.chunks = chunks
+        self.asked: list[Boundary] = []
+        self.told: list[Reuse] = []
+
+    def keeps(self, boundary: Boundary) -> bool:
+        self.asked.append(boundary)
+        at_will = boundary.chunks in self.chunks
+        return at_will or boundary.turn_end or boundary.missed_chunks > 0
+
+    def observe(self, reuse: Reuse) -> None:
+        self.told.append(reuse)
+
+
+class Engines:
+    """Builds engines, and looks at each for what is left behind."""
+
+    def __init__(self) -> None:
+        self.built: list[Engine] = []
+
+    def __call__(self, policy: CheckpointPolicy, model: ModelSpec = HYBRID) -> Engine:
+        self.built.append(Engine(model, checkpoints=policy))
+        return self.built[-1]
+
+
+@pytest.fixture
+def engine_of() -> Iterator[Engines]:
+    engines = Engines()
+    yield engines
+    for engine in engines.built:
+        assert in_use(engine) == []
+        assert not engine.side.has_work
+        assert engine.side._saver._reserved == {}
+        engine.store.check_integrity()
+        engine.side.close()
+
+
+def checkpoints(engine: Engine, kind: StateType = SWA) -> list[int]:
+    """Boundaries, in tokens, at which sealed boundary state is stored."""
+    artifacts = engine.store._tiers.index.artifacts()
+    return sorted(a.node.chunk.end for a in artifacts if a.sealed and a.state_type is kind)
+
+
+def decode(engine: Engine, request: FakeRequest, count: int) -> None:
+    """One token a step, from the one the last step sampled."""
+    for at in range(count):
+        request.all_token_ids.append((request.num_tokens * 13 + at) % 251)
+        engine.grow_table(request)
+        engine.step(**{request.request_id: 1})
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (Full(), [64, 128, 192, 256, 320, 384, 400]),
+        (Periodic(2), [128, 256, 384, 400]),
+        (Periodic(4), [256, 384, 400]),
+        (Zero(), [384, 400]),
+    ],
+    ids=["full", "periodic:2", "periodic:4", "zero"],
+)
+@pytest.mark.parametrize("step", [400, 100, 30])
+def test_the_policy_s_boundaries_are_stored_and_every_chunk_s_prefix(
+    engine_of: Engines, policy: CheckpointPolicy, expected: list[int], step: int
+) -> None:
+    engine = engine_of(policy)
+    request = FakeRequest("a", tokens(400))
+    engine.admit(request)
+    for start in range(0, 400, step):
+        engine.step(a=min(step, 400 - start))
+    engine.finish(request)
+    engine.step()
+    assert checkpoints(engine) == expected
+    assert checkpoints(engine, KV) == [64, 128, 192, 256, 320, 384, 400]
+
+
+def test_the_policy_is_asked_once_for_each_boundary(engine_of: Engines) -> None:
+    policy = Recording([2])
+    engine = engine_of(policy)
+    request = FakeRequest("a", tokens(300))
+    engine.admit(request)
+    for _ in range(3):
+        engine.step(a=100)
+    assert policy.asked == [Boundary(n, turn_end=n == 4) for n in (1, 2, 3, 4)]
+    assert checkpoints(engine) == [128, 256]
+    engine.finish(request)
+    engine.step()
+
+
+def test_a_prompt_that_ends_on_a_boundary_resumes_when_it_is_sent_again(
+    engine_of: Engines,
+) -> None:
+    engine = engine_of(Zero())
+    engine.run(FakeRequest("a", tokens(256)))
+    assert checkpoints(engine) == [192, 256]
+    assert engine.run(FakeRequest("b", tokens(256))) == 192
+    assert engine.run(FakeRequest("c", tokens(257))) == 256
+
+
+@pytest.mark.parametrize(
+    ("policy", "resumed"), [(Full(), 256), (Periodic(2), 256), (Periodic(3), 192), (Zero(), 0)]
+)
+def test_a_request_resumes_at_the_last_checkpoint_before_it_leaves(
+    engine_of: Engines, policy: CheckpointPolicy, resumed: int
+) -> None:
+    engine = engine_of(policy)
+    engine.run(FakeRequest("a", tokens(400)))
+    assert engine.run(FakeRequest("b", [*tokens(300), *tokens(90, seed=8)])) == resumed
+
+
+def test_the_next_turn_resumes_where_the_last_one_ended_whatever_the_policy(
+    engine_of: Engines,
+) -> None:
+    engine = engine_of(Zero())
+    request = FakeRequest("a", tokens(150))
+    engine.admit(request)
+    engine.step(a=150)
+    decode(engine, request, 200)
+    engine.finish(request)
+    engine.step()
+    assert checkpoints(engine) == [128, 336]
+    turn = FakeRequest("b", [*request.all_token_ids, *tokens(50, seed=3)])
+    assert engine.run(turn) == 336
+
+
+def test_where_a_request_left_is_kept_for_the_next_that_leaves_there(engine_of: Engines) -> None:
+    policy = Recording()
+    engine = engine_of(policy)
+    common = tokens(300)
+    restored = [
+        engine.run(FakeRequest(str(seed), [*common, *tokens(200, seed)])) for seed in (1, 2, 3)
+    ]
+    assert restored == [0, 0, 256]
+    left = [x for x in policy.asked if x.missed_chunks]
+    assert left == [Boundary(4, missed_chunks=4)]
+
+
+def test_adaptive_learns_where_prompts_share_their_beginning(engine_of: Engines) -> None:
+    engine = engine_of(
+        Adaptive(Sizes(CHUNK, 1, 1), rates=lambda: Rates(1.0, 0.0, 0.1 / CHUNK), prior_requests=0)
+    )
+    common = tokens(700)
+    restored = [
+        engine.run(FakeRequest(str(seed), [*common, *tokens(200, seed)])) for seed in (1, 2, 3, 4)
+    ]
+    assert restored == [0, 0, 0, 0], "ten chunks of 0.1 s do not pay for a write of 1 s"
+    engine = engine_of(
+        Adaptive(Sizes(CHUNK, 1, 1), rates=lambda: Rates(1.0, 0.0, 0.11 / CHUNK), prior_requests=0)
+    )
+    restored = [
+        engine.run(FakeRequest(str(seed), [*common, *tokens(200, seed)])) for seed in (1, 2, 3, 4)
+    ]
+    assert restored == [0, 0, 640, 640]
+
+
+def test_the_policy_hears_of_every_request_what_it_found(engine_of: Engines) -> None:
+    policy = Recording()
+    engine = engine_of(policy)
+    engine.run(FakeRequest("cold", tokens(300)))
+    engine.run(FakeRequest("same", [*tokens(300), *tokens(100, seed=1)]))
+    engine.run(FakeRequest("left", [*tokens(200), *tokens(200, seed=2)]))
+    engine.run(FakeRequest("again", [*tokens(200), *tokens(200, seed=3)]))
+    assert policy.told == [
+        Reuse(matched=0, kept=0, new=4),
+        Reuse(matched=4, kept=4, new=2),  # resumed at the end of the first, 288
+        Reuse(matched=3, kept=0, new=3),
+        Reuse(matched=3, kept=3, new=3),  # where the third left
+    ]
+
+
+def test_what_the_engine_holds_itself_counts_as_kept(engine_of: Engines) -> None:
+    policy = Recording()
+    engine = engine_of(policy)
+    engine.run(FakeRequest("a", tokens(400)))
+    request = FakeRequest("b", [*tokens(300), *tokens(50, seed=1)])
+    engine.admit(request, local=144)
+    engine.step(b=206)
+    engine.finish(request)
+    engine.step()
+    assert policy.told[-1] == Reuse(matched=4, kept=2, local=2, new=1)
+
+
+def test_a_preempted_request_is_told_once_as_it_first_came(engine_of: Engines) -> None:
+    policy = Recording()
+    engine = engine_of(policy)
+    request = FakeRequest("a", tokens(200))
+    engine.admit(request)
+    engine.step(a=200)
+    request.num_computed_tokens = 0
+    restored = engine.admit(request)
+    assert restored == 192
+    engine.step(a=8)
+    engine.finish(request)
+    engine.step()
+    assert policy.told == [Reuse(matched=0, kept=0, new=3)]
+
+
+# A request's end where there are no tails
+
+
+def test_of_decoded_boundaries_only_the_last_stays(engine_of: Engines) -> None:
+    engine = engine_of(Zero(), COARSE)
+    request = FakeRequest("a", tokens(100))
+    engine.admit(request)
+    engine.step(a=100)
+    seen = []
+    for _ in range(3):
+        decode(engine, request, 64)
+        seen.append(checkpoints(engine))
+        assert not engine.side.has_work, "no step is needed for what is undecided"
+    assert seen == [[64], [64], [64]]
+    assert [a.state_type for a in in_use(engine)] == [SWA]
+    engine.finish(request)
+    engine.step()
+    assert checkpoints(engine) == [64, 256]
+    assert checkpoints(engine, KV) == [64, 128, 192, 256]
+    assert engine.counters()["heterocache_saved_bytes{state_type=window_swa}"] == 2 * 512
+    turn = FakeRequest("b", [*request.all_token_ids, *tokens(50, seed=3)])
+    assert engine.run(turn) == 256
+
+
+def test_a_decoded_boundary_the_policy_keeps_stays(engine_of: Engines) -> None:
+    engine = engine_of(Periodic(2), COARSE)
+    request = FakeRequest("a", tokens(100))
+    engine.admit(request)
+    engine.step(a=100)
+    decode(engine, request, 230)
+    assert checkpoints(engine) == [64, 128, 256]
+    engine.finish(request)
+    engine.step()
+    assert checkpoints(engine) == [64, 128, 256, 320]
+
+
+def reported_late(engine: Engine, request: FakeRequest) -> StepMetadata:
+    """Decode the first token after the chunk boundary 128; the step's report is still to come."""
+    engine.admit(request)
+    engine.step(a=100)
+    decode(engine, request, 27)
+    request.all_token_ids.append(1)
+    engine.grow_table(request)
+    meta = engine.side.step(scheduled(a=1))  # type: ignore[arg-type]
+    request.num_computed_tokens += 1
+    assert [x.state_type for save in meta.saves for x in save.copy.artifacts] == [KV, SWA]
+    return meta
+
+
+def test_an_end_that_is_copied_later_is_sealed_then(engine_of: Engines) -> None:
+    engine = engine_of(Zero(), COARSE)
+    request = FakeRequest("a", tokens(100))
+    meta = reported_late(engine, request)
+    engine.finish(request)
+    assert checkpoints(engine) == [64]
+    assert engine.side.has_work
+    engine.report(meta)
+    assert checkpoints(engine) == [64, 128]
+
+
+def test_an_undecided_boundary_goes_with_a_reset(engine_of: Engines) -> None:
+    engine = engine_of(Zero(), COARSE)
+    request = FakeRequest("a", tokens(100))
+    meta = reported_late(engine, request)
+    engine.side.reset()
+    assert engine.side.has_work, "the workers may still write into the slot"
+    engine.report(meta)
+    assert engine.side._saver._reserved == {}
+    engine.finish(request)
+    engine.step()
+    assert checkpoints(engine) == checkpoints(engine, KV) == []
+
+
+def test_a_preempted_request_keeps_its_undecided_boundary(engine_of: Engines) -> None:
+    engine = engine_of(Zero(), COARSE)
+    request = FakeRequest("a", tokens(100))
+    engine.report(reported_late(engine, request))
+    request.num_computed_tokens = 0
+    restored = engine.admit(request)
+    assert restored == 64
+    engine.step(a=request.num_tokens - restored)
+    engine.finish(request)
+    engine.step()
+    assert checkpoints(engine) == [64, 128]
+
+
+# Recurrent state
+
+
+def offered(boundaries: Sequence[int], **num_tokens: int) -> SimpleNamespace:
+    """A step in which vLLM hands over recurrent states at these boundaries."""
+    output = scheduled(**num_tokens)
+    offers = {name: [(1, 7, boundary) for boundary in boundaries] for name in num_tokens}
+    output.kv_connector_block_state = SimpleNamespace(boundary_state_offloads=offers)
+    return output
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [(Full(), [64, 128, 192, 256]), (Periodic(2), [128, 256]), (Periodic(3), [192, 256])],
+)
+def test_recurrent_state_is_kept_where_the_policy_says_and_at_the_prompt_s_last_boundary(
+    engine_of: Engines, policy: CheckpointPolicy, expected: list[int]
+) -> None:
+    engine = engine_of(policy, MAMBA)
+    request = FakeRequest("a", tokens(300))
+    engine.admit(request)
+    engine.report(engine.side.step(offered([64, 128, 192, 256], a=300)))  # type: ignore[arg-type]
+    request.num_computed_tokens += 300
+    engine.finish(request)
+    engine.step()
+    assert checkpoints(engine, RECURRENT) == expected
+    assert checkpoints(engine, KV) == [64, 128, 192, 256]

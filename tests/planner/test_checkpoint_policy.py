@@ -1,0 +1,344 @@
+"""Where checkpoints go: what every policy promises, and how the adaptive one chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.artifacts.record import ChunkKey, ChunkRange, StoredChunk, Tier
+from hetero_connector.planner.checkpoint_policy import (
+    NEVER,
+    PERIODS,
+    Adaptive,
+    Boundary,
+    CheckpointPolicy,
+    Full,
+    KeptBoundaries,
+    Periodic,
+    Rates,
+    Reuse,
+    Sizes,
+    Weights,
+    Zero,
+    policy_named,
+)
+from hetero_connector.planner.restore_plan import plan_restore
+from hetero_connector.spec import StateType
+from hetero_connector.spec.presets import PRESETS
+from tests.planner.test_restore_plan import HYBRID
+
+CHUNK = 256
+SIZES = Sizes(chunk_tokens=CHUNK, chunk_bytes=1 << 20, checkpoint_bytes=5 << 20)
+PLAIN = Sizes(chunk_tokens=CHUNK, chunk_bytes=0, checkpoint_bytes=1_000_000)
+WRITE_S, CHUNK_S = 10e-3, 5e-3
+
+
+def plain_rates() -> Rates:
+    """10 ms to write a checkpoint of `PLAIN`, 5 ms to recompute a chunk, loads for nothing."""
+    return Rates(WRITE_S / PLAIN.checkpoint_bytes, 0.0, CHUNK_S / CHUNK)
+
+
+def plain(prior_requests: float = 0.0, alpha: float = 1.0) -> Adaptive:
+    """That remembers everything."""
+    return Adaptive(
+        PLAIN,
+        rates=plain_rates,
+        weights=Weights(write=alpha),
+        memory_requests=1 << 60,
+        prior_requests=prior_requests,
+    )
+
+
+POLICIES: dict[str, Callable[[], CheckpointPolicy]] = {
+    "full": Full,
+    "periodic:2": lambda: Periodic(2),
+    "periodic:7": lambda: Periodic(7),
+    "zero": Zero,
+    "adaptive": lambda: Adaptive(SIZES),
+    "adaptive, costly writes": lambda: Adaptive(SIZES, weights=Weights(write=1e3)),
+}
+
+
+@st.composite
+def reuses(draw: st.DrawFn) -> Reuse:
+    """What a request may have found."""
+    matched = draw(st.integers(0, 600))
+    local = draw(st.integers(0, 600))
+    kept = max(draw(st.integers(0, matched)), min(local, matched))
+    return Reuse(matched, kept, local, new=draw(st.integers(0, 600)))
+
+
+HISTORIES = st.lists(reuses(), max_size=20)
+BOUNDARIES = st.builds(Boundary, st.integers(1, 4096), st.booleans(), st.integers(0, 600))
+
+
+def kept(policy: CheckpointPolicy, chunks: int) -> list[int]:
+    """Boundaries of a prompt of `chunks` chunks that get a checkpoint."""
+    return [n for n in range(1, chunks + 1) if policy.keeps(Boundary(n, turn_end=n == chunks))]
+
+
+every_policy = pytest.mark.parametrize("new_policy", POLICIES.values(), ids=POLICIES)
+
+
+# Every policy
+
+
+@every_policy
+@given(history=HISTORIES, chunks=st.integers(1, 4096))
+def test_a_turn_s_end_is_always_kept(
+    new_policy: Callable[[], CheckpointPolicy], history: Sequence[Reuse], chunks: int
+) -> None:
+    policy = new_policy()
+    for reuse in history:
+        policy.observe(reuse)
+        assert policy.keeps(Boundary(chunks, turn_end=True))
+
+
+@every_policy
+@given(history=HISTORIES, boundaries=st.lists(BOUNDARIES, max_size=20))
+def test_the_same_history_gives_the_same_answers_and_asking_changes_none(
+    new_policy: Callable[[], CheckpointPolicy],
+    history: Sequence[Reuse],
+    boundaries: Sequence[Boundary],
+) -> None:
+    asked, silent = new_policy(), new_policy()
+    for reuse in history:
+        silent.observe(reuse)
+        asked.observe(reuse)
+        for boundary in boundaries:
+            asked.keeps(boundary)
+    answers = [asked.keeps(b) for b in boundaries]
+    assert answers == [silent.keeps(b) for b in boundaries]
+    assert answers == [asked.keeps(b) for b in reversed(boundaries)][::-1]
+
+
+@every_policy
+@given(history=HISTORIES, chunks=st.integers(1, 300))
+def test_no_policy_writes_less_than_zero_or_more_than_full(
+    new_policy: Callable[[], CheckpointPolicy], history: Sequence[Reuse], chunks: int
+) -> None:
+    policy = new_policy()
+    for reuse in history:
+        policy.observe(reuse)
+    chosen = set(kept(policy, chunks))
+    assert set(kept(Zero(), chunks)) <= chosen <= set(kept(Full(), chunks))
+
+
+# The fixed ones
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 300))
+def test_a_period_that_divides_another_writes_at_least_as_much(
+    period: int, factor: int, chunks: int
+) -> None:
+    assert set(kept(Periodic(period * factor), chunks)) <= set(kept(Periodic(period), chunks))
+
+
+def test_where_the_fixed_ones_write() -> None:
+    assert kept(Full(), 7) == [1, 2, 3, 4, 5, 6, 7]
+    assert kept(Periodic(3), 7) == [3, 6, 7]
+    assert kept(Zero(), 7) == [7]
+
+
+def test_the_fixed_ones_take_no_note_of_where_requests_leave() -> None:
+    left = Boundary(5, missed_chunks=100)
+    assert not Zero().keeps(left)
+    assert not Periodic(2).keeps(left)
+
+
+def test_a_period_below_one_chunk_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1 chunk"):
+        Periodic(0)
+
+
+def test_policies_by_the_names_of_the_configuration() -> None:
+    assert isinstance(policy_named("adaptive", SIZES), Adaptive)
+    assert kept(policy_named("full", SIZES), 3) == [1, 2, 3]
+    assert kept(policy_named("zero", SIZES), 3) == [3]
+    assert kept(policy_named("periodic:2", SIZES), 5) == [2, 4, 5]
+
+
+# The adaptive one
+
+
+def test_the_cost_of_every_period_worked_by_hand() -> None:
+    """Requests leave after 5, 6, 7 and 12 chunks and add 8 each: 32 to write at 10 ms.
+
+    A period of 4 has them recompute 1 + 2 + 3 + 0 chunks at 5 ms.
+    """
+    policy = plain()
+    for matched in (5, 6, 7, 12):
+        policy.observe(Reuse(matched, new=8))
+    milliseconds = {p: cost * 1e3 for p, cost in policy.costs_s().items()}
+    assert milliseconds == pytest.approx(
+        {
+            1: 320 + 0,
+            2: 160 + 5 * (1 + 0 + 1 + 0),
+            4: 80 + 5 * (1 + 2 + 3 + 0),
+            8: 40 + 5 * (5 + 6 + 7 + 4),
+            16: 20 + 5 * (5 + 6 + 7 + 12),
+            32: 10 + 5 * (5 + 6 + 7 + 12),
+            64: 5 + 5 * (5 + 6 + 7 + 12),
+            NEVER: 5 * (5 + 6 + 7 + 12),
+        },
+        abs=1e-3,
+    )
+    assert policy.period == 4
+    assert kept(policy, 11) == [4, 8, 11]
+
+
+def test_loads_count_too() -> None:
+    """A chunk takes 1 ms to load and a checkpoint 2 ms, and 5 ms to recompute."""
+    sizes = Sizes(CHUNK, chunk_bytes=1_000_000, checkpoint_bytes=2_000_000)
+    policy = Adaptive(
+        sizes, rates=lambda: Rates(0.0, 1e-9, CHUNK_S / CHUNK), prior_requests=0.0,
+        memory_requests=1 << 60,
+    )  # fmt: skip
+    policy.observe(Reuse(matched=7, new=1))
+    costs_ms = {p: cost * 1e3 for p, cost in policy.costs_s().items()}
+    # From chunk 6 on: one chunk recomputed instead of loaded. From the start: seven, but
+    # no checkpoint is loaded. What all periods load alike is left out.
+    assert costs_ms[2] == pytest.approx(2 + (5 - 1) * 1)
+    assert costs_ms[8] == pytest.approx((5 - 1) * 7)
+
+
+@pytest.mark.parametrize(("new_chunks", "period"), [(1, 2), (4, 4), (16, 8), (64, 16), (256, 32)])
+def test_requests_that_leave_anywhere_give_the_square_root_law(
+    new_chunks: int, period: int
+) -> None:
+    policy = plain()
+    for matched in range(128, 256):
+        policy.observe(Reuse(matched, new=new_chunks))
+    assert (2 * WRITE_S * new_chunks / CHUNK_S) ** 0.5 == pytest.approx(period)
+    assert policy.period == period
+
+
+def test_a_session_whose_turns_only_grow_needs_no_more_than_their_ends() -> None:
+    policy = plain(prior_requests=1.0)
+    assert policy.period < NEVER
+    for turn in range(1, 100):
+        policy.observe(Reuse(matched=3 * turn, kept=3 * turn, new=3))
+    assert policy.period == NEVER
+
+
+def test_it_follows_when_the_reuse_changes() -> None:
+    policy = Adaptive(PLAIN, rates=plain_rates, memory_requests=50)
+    for _ in range(200):
+        policy.observe(Reuse(matched=30, kept=30, new=3))
+    assert policy.period == NEVER
+    for matched in range(200, 400):
+        policy.observe(Reuse(matched, new=4))
+    assert policy.period == 4
+
+
+def test_where_loading_is_slower_than_computing_nothing_is_kept_on_the_way() -> None:
+    slow = Rates(load_s_per_byte=1e-6)
+    policy = Adaptive(SIZES, rates=lambda: slow)
+    for matched in range(100, 300):
+        policy.observe(Reuse(matched, new=1))
+    assert policy.period == NEVER
+    assert not policy.keeps(Boundary(100, missed_chunks=50))
+
+
+def test_what_the_engine_holds_itself_needs_no_checkpoint() -> None:
+    policy = plain()
+    for matched in range(100, 200):
+        policy.observe(Reuse(matched, kept=matched, local=matched, new=2))
+    assert policy.period == NEVER
+
+
+def test_where_a_request_left_is_kept_once_another_would_pay_for_it() -> None:
+    """Writing takes 10 ms: worth three missed chunks of 5 ms, not two."""
+    policy = plain()
+    assert policy.period == NEVER
+    assert not policy.keeps(Boundary(5, missed_chunks=2))
+    assert policy.keeps(Boundary(5, missed_chunks=3))
+
+
+def test_the_first_period_is_of_the_order_of_two_thousand_tokens() -> None:
+    model = PRESETS["deepseek-v4-flash"]()
+    policy = Adaptive(Sizes.of(ArtifactLayout(model, CHUNK)))
+    assert 4 * CHUNK <= policy.period * CHUNK <= 8 * CHUNK
+
+
+@given(st.lists(reuses(), min_size=1, max_size=20))
+def test_the_period_is_the_best_for_the_requests_seen(history: Sequence[Reuse]) -> None:
+    policy = plain()
+    for reuse in history:
+        policy.observe(reuse)
+
+    def cost_s(period: int) -> float:
+        written = sum(x.new for x in history) / period
+        recomputed = sum(min(x.matched % period, x.matched - x.kept) for x in history)
+        return WRITE_S * written + CHUNK_S * recomputed
+
+    assert cost_s(policy.period) == pytest.approx(min(map(cost_s, PERIODS)), abs=1e-6)
+
+
+@given(st.lists(reuses(), min_size=1, max_size=20), st.integers(0, 10), st.integers(0, 10))
+def test_the_more_a_write_weighs_the_fewer_there_are(
+    history: Sequence[Reuse], one: int, more: int
+) -> None:
+    light, heavy = plain(alpha=2.0**one), plain(alpha=2.0 ** (one + more))
+    for reuse in history:
+        light.observe(reuse)
+        heavy.observe(reuse)
+    assert light.period <= heavy.period
+
+
+# What it is told
+
+
+def key(number: int) -> ChunkKey:
+    return ChunkKey(number.to_bytes(16, "little"))
+
+
+def test_the_nearest_kept_boundary_is_found_going_back() -> None:
+    boundaries = KeptBoundaries()
+    boundaries.add(key(3))
+    boundaries.add(key(7))
+    assert boundaries.steps_to(map(key, [9, 8, 7, 6, 5, 4, 3])) == 2
+    assert boundaries.steps_to(map(key, [7, 3])) == 0
+    assert boundaries.steps_to(map(key, [9, 8])) is None
+    assert boundaries.steps_to([]) is None
+
+
+def test_the_search_ends_at_the_longest_period() -> None:
+    boundaries = KeptBoundaries()
+    boundaries.add(key(1))
+    assert boundaries.steps_to(map(key, range(64, 0, -1))) == 63
+    assert boundaries.steps_to(map(key, range(65, 0, -1))) is None
+
+
+def test_the_oldest_boundary_is_forgotten_first_and_a_repeated_one_is_new() -> None:
+    boundaries = KeptBoundaries(capacity=2)
+    for number in (1, 2, 1, 3):
+        boundaries.add(key(number))
+    assert [boundaries.steps_to([key(n)]) for n in (1, 2, 3)] == [0, None, 0]
+
+
+# What a restore makes of it
+
+KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
+
+
+@given(chunks=st.integers(1, 40), left=st.integers(1, 40), period=st.integers(1, 12))
+def test_a_sparse_chain_is_resumed_at_its_last_checkpoint(
+    chunks: int, left: int, period: int
+) -> None:
+    size = 64
+    checkpoints = set(kept(Periodic(period), chunks))
+    chain = [
+        StoredChunk(
+            ChunkRange(key(n), key(n - 1), (n - 1) * size, n * size),
+            dict.fromkeys([KV, SWA] if n in checkpoints else [KV], Tier.DRAM),
+        )
+        for n in range(1, chunks + 1)
+    ]
+    plan = plan_restore(HYBRID, chain, local_tokens=0, limit_tokens=left * size)
+    usable = [n for n in checkpoints if n <= left]
+    assert (plan.boundary if plan else 0) == max(usable, default=0) * size
