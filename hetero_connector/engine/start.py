@@ -20,6 +20,7 @@ from hetero_connector.planner.checkpoint_policy import CheckpointPolicy, Full, S
 from hetero_connector.spec import ModelSpec
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
+from hetero_connector.store.write_budget import burst_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -153,6 +154,13 @@ def _warnings(layout: ArtifactLayout, config: HeteroConfig, max_model_len: int) 
         warnings.append(
             f"dram_gib={config.dram_gib:g} holds {in_dram} chunks, fewer than the {longest} of the "
             "longest request: that cannot be restored whole. Raise dram_gib"
+        )
+    per_day = config.ssd_write_bytes_per_day
+    if per_day is not None and burst_bytes(per_day) < chunk_bytes:
+        warnings.append(
+            f"ssd_write_gib_per_day={config.ssd_write_gib_per_day:g} lets "
+            f"{burst_bytes(per_day):,.0f} bytes be written at once, less than the {chunk_bytes:,} "
+            "of a chunk: hardly anything reaches the SSD. Raise it"
         )
     return warnings
 

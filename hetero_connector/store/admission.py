@@ -23,7 +23,7 @@ from hetero_connector.store.reading import padded
 from hetero_connector.store.seconds_saved import SecondsSaved
 from hetero_connector.store.write_budget import WriteBudget
 
-_FREE_BELOW = 0.5
+_FREE_FROM = 0.5
 """Fullness of the bucket from which on nothing is refused."""
 _REMEMBERED = 256
 """Chunks asked for that the threshold is taken from."""
@@ -45,10 +45,11 @@ class Admission:
         """Those to write, in the batch's order; each is paid for. Parents come first."""
         if self.budget is None:
             return list(batch)
-        admitted: dict[Artifact, None] = {}
+        admitted: set[Artifact] = set()
+        recent = sorted(self._recent)
         for group in _groups(batch):
-            if _is_restorable(group, admitted) and self._is_worth_it(group, self.budget):
-                admitted.update(dict.fromkeys(group))
+            if _is_restorable(group, admitted) and self._is_worth_it(group, recent, self.budget):
+                admitted.update(group)
         return [artifact for artifact in batch if artifact in admitted]
 
     def refund(self, artifact: Artifact) -> None:
@@ -56,14 +57,18 @@ class Admission:
         if self.budget is not None:
             self.budget.refund(padded(artifact.size_bytes))
 
-    def _is_worth_it(self, group: Sequence[Artifact], budget: WriteBudget) -> bool:
+    def _is_worth_it(
+        self, group: Sequence[Artifact], recent: Sequence[float], budget: WriteBudget
+    ) -> bool:
+        """Whether it is better than enough of `recent`, and there is the budget; then it is paid.
+
+        Strictly better: among equals the last half of the bucket waits for something better.
+        """
         worth = self._worth(group[0])
-        recent = sorted(self._recent)
         self._recent.append(worth)
-        if budget.fullness < _FREE_BELOW:
-            better_than = bisect_left(recent, worth) / max(1, len(recent))
-            if better_than < 1 - budget.fullness / _FREE_BELOW:
-                return False
+        better_than = bisect_left(recent, worth) / max(1, len(recent))
+        if better_than < 1 - budget.fullness / _FREE_FROM:
+            return False
         return budget.spend(sum(padded(a.size_bytes) for a in group))
 
     def _worth(self, artifact: Artifact) -> float:

@@ -41,7 +41,8 @@ class IoThread:
         self._reader = Reader(state, memory, ssd)
         self._rows = JournalRows(state, None if ssd is None else ssd.directory.journal)
         self._health = WriteHealth(state, None if ssd is None else ssd.directory.path)
-        admission = Admission(self._open_budget(), state.tiers.seconds_saved)
+        self._budget = self._open_budget()
+        admission = Admission(self._budget, state.tiers.seconds_saved)
         self._spiller = Spiller(state, memory, ssd, self._rows, self._health, admission)
         self._thread = threading.Thread(target=self._run, name="heterocache-io", daemon=True)
         self._stop_by_s = float("inf")
@@ -143,6 +144,10 @@ class IoThread:
 
     def _touch(self) -> None:
         self._spiller.ask_again()
+        if self._budget is not None:
+            self._state.recorder.set(
+                "heterocache_ssd_written_today_bytes", self._budget.spent_today_bytes
+            )
         try:
             self._rows.touch()
         except StoreError as e:

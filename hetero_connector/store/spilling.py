@@ -25,7 +25,7 @@ from hetero_connector.store.journal_rows import JournalRows
 from hetero_connector.store.reading import padded
 from hetero_connector.store.slots import SlotPool
 from hetero_connector.store.ssd import Ssd
-from hetero_connector.store.state import GAUGE_INTERVAL_S, Spill, StoreState
+from hetero_connector.store.state import Spill, StoreState
 from hetero_connector.store.tiers import Forgotten
 from hetero_connector.store.write_health import WriteHealth
 from hetero_connector.transfer.base import Direction, Extent, Transfer, TransferState
@@ -73,7 +73,6 @@ class Spiller:
         self._abandoned: list[_Batch] = []
         self._health = health
         self._admission = admission
-        self._budget_due_s = 0.0
         self._syncing: Future[None] | None = None
         self._syncer = ThreadPoolExecutor(1, thread_name_prefix="heterocache-sync")
 
@@ -87,7 +86,6 @@ class Spiller:
         self._poll_abandoned()
         self._forget_rows()
         self._health.probe()
-        self._show_budget()
         if self._batch is not None:
             return self._poll(self._batch)
         # A row that should be gone may name an artifact that was saved again since: its new
@@ -119,22 +117,27 @@ class Spiller:
     def _take_due(self) -> list[Artifact]:
         """The next batch from the queue, pinned."""
         state, size_bytes = self._state, 0
-        taken: list[Artifact] = []
+        taken: dict[Artifact, None] = {}
+        chunk = None
         with state.lock:
             now = float("inf") if state.flushing else state.clock()
-            while state.spills and state.spills[0].due_s <= now and size_bytes < _BATCH_BYTES:
-                artifact = state.spills.popleft().artifact
+            while state.spills and state.spills[0].due_s <= now:
+                artifact = state.spills[0].artifact
+                if size_bytes >= _BATCH_BYTES and artifact.node is not chunk:
+                    break
+                state.spills.popleft()
                 if artifact.forgotten or artifact.dram is None:
                     continue  # evicted while it waited
                 if artifact.ssd is not None or artifact in taken:
                     continue  # asked for twice
                 artifact.pins += 1
                 size_bytes += artifact.size_bytes
-                taken.append(artifact)
+                taken[artifact] = None
+                chunk = artifact.node
             state.spilling += len(taken)
             if not taken:
                 state.lock.notify_all()
-        return taken
+        return list(taken)
 
     def _place(self, artifacts: list[Artifact]) -> list[_Write]:
         """Give each an SSD slot, evicting as needed; those without one stay in DRAM only."""
@@ -173,7 +176,7 @@ class Spiller:
         state = self._state
         with state.lock:
             admitted = self._admission.admit(artifacts)
-            refused = [a for a in artifacts if a not in admitted]
+            refused = list(set(artifacts).difference(admitted))
             for artifact in refused:
                 state.recorder.add(
                     "heterocache_spills_refused", state_type=artifact.state_type.value
@@ -301,8 +304,8 @@ class Spiller:
         with state.lock:
             now = state.clock()
             again = {a for used in state.used for a in used if a.ssd is None and a.dram is not None}
-            in_order = sorted(again, key=lambda a: (a.last_used, a.node.chunk.end, a.node.key))
-            state.spills.extend(Spill(a, now) for a in in_order)
+            parents_first = sorted(again, key=lambda a: (a.node.chunk.end, a.node.key))
+            state.spills.extend(Spill(a, now) for a in parents_first)
 
     def _note_budget(self) -> None:
         """Before a write, so that one cut short by a kill counts, too."""
@@ -310,14 +313,6 @@ class Spiller:
             self._rows.note_budget(self._admission.budget)
         except StoreError as e:
             self._health.failed(e)
-
-    def _show_budget(self) -> None:
-        budget, now = self._admission.budget, self._state.clock()
-        if budget is not None and now >= self._budget_due_s:
-            self._budget_due_s = now + GAUGE_INTERVAL_S
-            self._state.recorder.set(
-                "heterocache_ssd_written_today_bytes", budget.spent_today_bytes
-            )
 
     def close(self) -> None:
         """Let go of the syncing thread; one that hangs in the kernel is left behind."""

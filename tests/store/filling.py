@@ -125,9 +125,15 @@ class Disk:
 class Bench:
     """Opens stores over one directory and keeps the latest recorder."""
 
-    def __init__(self, root: Path | None, disk: Disk | None = None) -> None:
+    def __init__(
+        self,
+        root: Path | None,
+        disk: Disk | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.root = root
         self.disk = disk
+        self.clock = clock
         self.recorder = Recorder()
 
     def open(self, dram_chunks: int = 8, ssd_chunks: int = 16, **config: object) -> ArtifactStore:
@@ -141,6 +147,7 @@ class Bench:
             chunk_tokens=CHUNK,
             fingerprint=FINGERPRINT,
             description={"model": "test"},
+            clock=self.clock,
             **({"open_transfer": self.disk} if self.disk else {}),
         )
 

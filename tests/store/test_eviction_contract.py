@@ -1,22 +1,36 @@
-"""What every eviction policy must do, and what `LeafLru` does."""
+"""What every eviction policy must do, and what each does beyond."""
 
 import random
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hetero_connector.artifacts.index import Artifact, Node, Standing
 from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.eviction import EvictionPolicy, LeafLru
+from hetero_connector.store import eviction
+from hetero_connector.store.base import EvictionName
+from hetero_connector.store.eviction import EvictionPolicy, LeafLru, Lru, Value, make_policy
+from hetero_connector.store.seconds_saved import recompute_seconds
 
-POLICIES: list[Callable[[], EvictionPolicy]] = [LeafLru]
+NAMES: tuple[EvictionName, ...] = get_args(EvictionName)
+POLICIES: dict[EvictionName, type[EvictionPolicy]] = {
+    "leaf_lru": LeafLru,
+    "lru": Lru,
+    "value": Value,
+}
 
 
-@pytest.fixture(params=POLICIES)
+def make(name: EvictionName, now: Callable[[], int] = lambda: 0) -> EvictionPolicy:
+    return make_policy(name, recompute_seconds, now)
+
+
+@pytest.fixture(params=NAMES)
 def policy(request: pytest.FixtureRequest) -> EvictionPolicy:
-    made: EvictionPolicy = request.param()
-    return made
+    return make(request.param)
 
 
 def artifact(end: int = 256, last_used: int = 0) -> Artifact:
@@ -28,6 +42,11 @@ def artifact(end: int = 256, last_used: int = 0) -> Artifact:
 
 def leaf(_: Artifact) -> Standing:
     return Standing.LEAF
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_makes_its_policy(name: EvictionName) -> None:
+    assert type(make(name)) is POLICIES[name]
 
 
 def test_nothing_offered_nothing_popped(policy: EvictionPolicy) -> None:
@@ -63,8 +82,83 @@ def test_clear_forgets_all(policy: EvictionPolicy) -> None:
     assert policy.pop(leaf) is kept
 
 
-def test_leaf_lru_pops_the_least_recently_used_by_its_recency_now() -> None:
-    policy = LeafLru()
+STANDINGS = st.sampled_from(Standing)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("offer"), st.integers(0, 7)),
+        st.tuples(st.just("use"), st.integers(0, 7)),
+        st.tuples(st.just("stand"), st.integers(0, 7), STANDINGS),
+        st.tuples(st.just("pop")),
+    ),
+    max_size=60,
+)
+
+
+class Trial:
+    """A policy and what it should hold, driven by `STEPS`."""
+
+    def __init__(self, name: EvictionName) -> None:
+        self.tick = 0
+        self.policy = make(name, lambda: self.tick)
+        self.artifacts = [artifact(end=256 * (1 + i % 3)) for i in range(8)]
+        self.standing = dict.fromkeys(self.artifacts, Standing.LEAF)
+        self.offered: set[Artifact] = set()
+        self.popped: list[int | None] = []
+
+    def pop(self) -> Artifact | None:
+        victim = self.policy.pop(self.standing.__getitem__)
+        self.popped.append(None if victim is None else self.artifacts.index(victim))
+        return victim
+
+    def step(self, kind: str, which: int = 0, standing: Standing = Standing.LEAF) -> None:
+        chosen = self.artifacts[which]
+        if kind == "offer":
+            self.policy.offer(chosen)
+            self.offered.add(chosen)
+        elif kind == "use":
+            self.tick += 1
+            chosen.last_used, chosen.uses = self.tick, chosen.uses + 1
+        elif kind == "stand":
+            was, self.standing[chosen] = self.standing[chosen], standing
+            if was is Standing.HELD and standing is not Standing.HELD:
+                self.step("offer", which)  # as the index does
+        else:
+            self.check_victim(self.pop())
+
+    def check_victim(self, victim: Artifact | None) -> None:
+        free = [a for a in self.offered if self.standing[a] is not Standing.HELD]
+        if victim is None:
+            assert not free
+            return
+        assert victim in free
+        leaves = [a for a in free if self.standing[a] is Standing.LEAF]
+        if not isinstance(self.policy, Lru) and leaves:
+            assert victim in leaves
+        if not isinstance(self.policy, Value):
+            among = free if isinstance(self.policy, Lru) or not leaves else leaves
+            assert eviction.recency(victim) == min(map(eviction.recency, among))
+        self.offered.remove(victim)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(steps=STEPS)
+def test_a_victim_is_offered_free_and_first_in_order_however_it_came_about(
+    name: EvictionName, steps: list[tuple[str, int, Standing]]
+) -> None:
+    trial, again = Trial(name), Trial(name)
+    for step in steps:
+        trial.step(*step)
+        again.step(*step)
+    while (victim := trial.pop()) is not None:
+        trial.check_victim(victim)
+        again.pop()
+    assert not [a for a in trial.offered if trial.standing[a] is not Standing.HELD]
+    again.pop()
+    assert again.popped == trial.popped, "the same calls, other victims"
+
+
+@pytest.mark.parametrize("policy", ["lru", "leaf_lru"], indirect=True)
+def test_lru_pops_the_least_recently_used_by_its_recency_now(policy: EvictionPolicy) -> None:
     a, b, c = (artifact(last_used=i) for i in (1, 2, 3))
     for x in (c, a, b):
         policy.offer(x)
@@ -72,16 +166,16 @@ def test_leaf_lru_pops_the_least_recently_used_by_its_recency_now() -> None:
     assert [policy.pop(leaf) for _ in range(3)] == [b, c, a]
 
 
-def test_leaf_lru_pops_the_deepest_of_equally_recent_ones() -> None:
-    policy = LeafLru()
+@pytest.mark.parametrize("policy", ["lru", "leaf_lru"], indirect=True)
+def test_lru_pops_the_deepest_of_equally_recent_ones(policy: EvictionPolicy) -> None:
     shallow, deep = artifact(end=256), artifact(end=1024)
     policy.offer(shallow)
     policy.offer(deep)
     assert policy.pop(leaf) is deep
 
 
-def test_leaf_lru_takes_backed_ones_only_when_there_is_no_leaf() -> None:
-    policy = LeafLru()
+@pytest.mark.parametrize("policy", ["leaf_lru", "value"], indirect=True)
+def test_backed_ones_are_taken_only_when_there_is_no_leaf(policy: EvictionPolicy) -> None:
     backed, young_leaf = artifact(last_used=1), artifact(last_used=5)
     standing = {backed: Standing.BACKED, young_leaf: Standing.LEAF}
     for _ in range(3):  # offering a backed one again must not multiply it
@@ -92,8 +186,18 @@ def test_leaf_lru_takes_backed_ones_only_when_there_is_no_leaf() -> None:
     assert policy.pop(standing.__getitem__) is None
 
 
-def test_leaf_lru_looks_at_pinned_ones_once_not_at_every_eviction() -> None:
-    policy, looks = LeafLru(), 0
+def test_lru_takes_the_oldest_though_something_rests_on_it() -> None:
+    policy = Lru()
+    backed, leaf = artifact(last_used=1), artifact(last_used=5)
+    standing = {backed: Standing.BACKED, leaf: Standing.LEAF}
+    policy.offer(backed)
+    policy.offer(leaf)
+    assert policy.pop(standing.__getitem__) is backed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pinned_ones_are_looked_at_once_not_at_every_eviction(name: EvictionName) -> None:
+    policy, looks = make(name), 0
     pinned = {artifact(last_used=i) for i in range(1000)}
     for a in pinned:
         policy.offer(a)
@@ -108,3 +212,103 @@ def test_leaf_lru_looks_at_pinned_ones_once_not_at_every_eviction() -> None:
         policy.offer(free)
         assert policy.pop(standing) is free
     assert looks == 1000 + 100
+
+
+class Worth:
+    """Seconds saved, by hand, and a logical clock."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[Artifact, float] = {}
+        self.tick = 0
+        self.policy = Value(self.seconds.__getitem__, lambda: self.tick)
+
+    def seal(self, seconds: float, uses: int = 0) -> Artifact:
+        made = artifact()
+        self.seconds[made] = seconds
+        made.uses = uses
+        self.touch(made)
+        self.policy.offer(made)
+        return made
+
+    def use(self, used: Artifact) -> None:
+        used.uses += 1
+        self.touch(used)
+
+    def touch(self, used: Artifact) -> None:
+        self.tick += 1
+        used.last_used = self.tick
+
+
+def test_value_by_hand() -> None:
+    w = Worth()
+    a, b, c = w.seal(1.0), w.seal(3.0), w.seal(1.0, uses=4)  # ranks 1, 3, 5 x 1 = 5
+    assert w.policy.pop(leaf) is a  # the clock is at 1
+    d = w.seal(1.0)  # 1 + 1 = 2
+    assert w.policy.pop(leaf) is d  # 2
+    e = w.seal(1.5)  # 2 + 1.5 = 3.5
+    assert w.policy.pop(leaf) is b, "worth twice what e is, but nobody came for it"
+    f = w.seal(1.0)  # 3 + 1 = 4
+    w.use(e)  # 3 + 2 x 1.5 = 6
+    assert [w.policy.pop(leaf) for _ in range(3)] == [f, c, e]
+
+
+def test_value_ages_from_the_last_use_not_from_when_it_was_noticed() -> None:
+    w = Worth()
+    used, old = w.seal(2.0), w.seal(3.0)
+    w.use(used)  # 0 + 2 x 2 = 4: the clock had not risen yet
+    for _ in range(3):
+        passing = w.seal(0.1)
+        assert w.policy.pop(leaf) is passing
+    assert w.policy.pop(leaf) is old  # the clock is at 3
+    fresh = w.seal(1.5)  # 4.5
+    assert w.policy.pop(leaf) is used
+    assert w.policy.pop(leaf) is fresh
+
+
+def test_value_of_a_held_one_is_not_renewed_by_offering_it_again() -> None:
+    w = Worth()
+    held, young = w.seal(1.5), w.seal(1.0)
+    standing = {held: Standing.HELD, young: Standing.LEAF}
+    assert w.policy.pop(standing.__getitem__) is young
+    for _ in range(4):  # the clock goes to 5
+        w.policy.pop(leaf)
+        w.seal(1.0)
+    w.policy.offer(held)
+    assert w.policy.pop(leaf) is held, "1.5 from before the clock rose"
+
+
+def test_value_keeps_a_bounded_memory_of_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction, "_MAX_MOMENTS", 16)
+    w = Worth()
+    for _ in range(1000):
+        sealed = w.seal(1.0)
+        assert w.policy.pop(leaf) is sealed
+    assert len(w.policy._moments) == len(w.policy._clocks) <= 16
+    assert w.policy._moments == sorted(w.policy._moments)
+    late, later = w.seal(1.0), w.seal(2.0)
+    assert w.policy.pop(leaf) is late
+    assert w.policy.pop(leaf) is later
+
+
+def chunk(start: int, parent: Node | None, *kinds: StateType) -> Node:
+    node = Node(ChunkRange(ChunkKey(random.randbytes(16)), ROOT, start, start + 256), parent)
+    node.artifacts = {kind: Artifact(node, kind, 1) for kind in kinds}
+    return node
+
+
+def test_recomputing_a_deeper_chunk_costs_more() -> None:
+    shallow, deep = (chunk(at, None, StateType.DENSE_KV) for at in (0, 32_768 - 128))
+    (a,), (b,) = shallow.artifacts.values(), deep.artifacts.values()
+    assert recompute_seconds(b) == pytest.approx(256 * 1e-4 * 2)
+    assert recompute_seconds(a) == pytest.approx(256 * 1e-4 * (1 + 128 / 32_768))
+
+
+def test_boundary_state_saves_all_since_the_boundary_above() -> None:
+    root = Node(ChunkRange(ROOT, ROOT, 0, 0), None)
+    first = chunk(0, root, StateType.DENSE_KV, StateType.WINDOW_SWA)
+    second = chunk(256, first, StateType.DENSE_KV)
+    third = chunk(512, second, StateType.DENSE_KV, StateType.WINDOW_SWA)
+    dense = [recompute_seconds(n.artifacts[StateType.DENSE_KV]) for n in (first, second, third)]
+    window = recompute_seconds(third.artifacts[StateType.WINDOW_SWA])
+    assert window == pytest.approx(dense[1] + dense[2])
+    assert recompute_seconds(first.artifacts[StateType.WINDOW_SWA]) == pytest.approx(dense[0])
