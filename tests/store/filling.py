@@ -16,7 +16,8 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Restore, Save, StoreConfig, Wanted
 from hetero_connector.store.ssd_directory import SsdDirectory
-from hetero_connector.transfer.memory_files import MemoryFiles
+from hetero_connector.transfer.base import Direction, Extent
+from hetero_connector.transfer.memory_files import MemoryFiles, MemoryTransfer
 
 CHUNK = 256
 DENSE, WINDOW = StateType.DENSE_KV, StateType.WINDOW_SWA
@@ -108,17 +109,30 @@ def stored(store: ArtifactStore, chunks: Sequence[ChunkRange]) -> int:
     return len(store.match(chunks))
 
 
+class CountedFiles(MemoryFiles):
+    """Tells a `Disk` what was written to it, whatever became of the write."""
+
+    disk: Disk
+
+    def submit(self, direction: Direction, extents: Sequence[Extent]) -> MemoryTransfer:
+        if direction is Direction.WRITE:
+            self.disk.written_bytes += sum(extent.size for extent in extents)
+        return super().submit(direction, extents)
+
+
 class Disk:
     """Slab contents that outlive a store: a `MemoryFiles` for every opening of a directory."""
 
     def __init__(self) -> None:
+        self.written_bytes = 0
         self.slabs: list[npt.NDArray[np.uint8]] = []
-        self.files: MemoryFiles
+        self.files: CountedFiles
 
     def __call__(self, memory: npt.NDArray[np.uint8], directory: SsdDirectory) -> MemoryFiles:
         if not self.slabs:
             self.slabs = [np.zeros(f.size_bytes, np.uint8) for f in directory.files]
-        self.files = MemoryFiles(memory, self.slabs)
+        self.files = CountedFiles(memory, self.slabs)
+        self.files.disk = self
         return self.files
 
 

@@ -2,18 +2,19 @@
 
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
-from filling import SIZES, Bench, Disk, begin, chain, contents, fill, ids_of
+from filling import CHUNK_BYTES, SIZES, Bench, Disk, begin, chain, contents, fill, ids_of, until
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hetero_connector.artifacts.record import ChunkRange, Tier
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Failure, Restore, Save
+from hetero_connector.store.base import EvictionName, Failure, Restore, Save
 from hetero_connector.store.io_thread import IoThread
 
 DEPTH = 4
@@ -32,6 +33,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     ssd = True
     verify = "ssd"
+    eviction: EvictionName = "leaf_lru"
+    budget_bytes: int | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +48,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     def open(self) -> ArtifactStore:
         with patch.object(IoThread, "start"):
-            return self.bench.open(dram_chunks=4, ssd_chunks=6, verify=self.verify)
+            return self.bench.open(
+                dram_chunks=4,
+                ssd_chunks=6,
+                verify=self.verify,
+                eviction=self.eviction,
+                ssd_write_bytes_per_day=self.budget_bytes,
+            )
 
     def teardown(self) -> None:
         for restore in self.restores:
@@ -62,6 +71,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     def round(self) -> bool:
         return self.store._io_thread is not None and self.store._io_thread.step()
+
+    def drained(self) -> bool:
+        """Whether nothing waits to be written. A round may find a sync still under way."""
+        self.round()
+        return not (self.store._state.spills or self.store._state.spilling)
 
     @rule(name=chains, now=st.booleans())
     def save_next(self, name: str, now: bool) -> None:
@@ -122,6 +136,13 @@ class StoreMachine(RuleBasedStateMachine):
         for _ in range(rounds):
             self.round()
 
+    @precondition(lambda self: self.ssd)
+    @rule()
+    def touch(self) -> None:
+        """What the I/O thread does every half minute."""
+        assert self.store._io_thread is not None
+        self.store._io_thread._touch()
+
     @rule()
     def reset(self) -> None:
         self.store.reset()
@@ -134,8 +155,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Cleanly, or with nothing written that is still pending."""
         if not kill:
             self.finish_restores()
-            while self.store._state.spills or self.store._state.spilling:
-                assert self.round()
+            until(self.drained)
         durable = {
             a.id
             for a in self.store._tiers.index.artifacts()
@@ -201,10 +221,59 @@ class VerifyAllMachine(StoreMachine):
     verify = "all"
 
 
-for machine, examples in ((StoreMachine, 40), (DramMachine, 40), (VerifyAllMachine, 15)):
+class LruMachine(StoreMachine):
+    eviction = "lru"
+
+
+class ValueMachine(StoreMachine):
+    eviction = "value"
+
+
+class DramValueMachine(DramMachine):
+    eviction = "value"
+
+
+class BudgetMachine(StoreMachine):
+    """A bucket of four chunks, which hardly fills while a test runs."""
+
+    eviction = "value"
+    budget_bytes = 8 * 4 * CHUNK_BYTES
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began_s = time.time()
+
+    @invariant()
+    def within_budget(self) -> None:
+        """Over all restarts and resets."""
+        passed = (time.time() - self.began_s) / 86_400
+        allowed = self.budget_bytes * (1 / 8 + passed) if self.budget_bytes else 0
+        assert self.disk.written_bytes <= allowed
+
+    @invariant()
+    def what_is_on_ssd_is_of_use_after_a_restart(self) -> None:
+        for artifact in self.store._tiers.index.artifacts():
+            above = artifact.node.parent
+            if artifact.ssd is not None and above is not None and above.parent is not None:
+                assert any(a.ssd is not None for a in above.artifacts.values())
+
+
+for machine, examples in (
+    (StoreMachine, 40),
+    (DramMachine, 40),
+    (VerifyAllMachine, 15),
+    (LruMachine, 15),
+    (ValueMachine, 15),
+    (DramValueMachine, 15),
+    (BudgetMachine, 25),
+):
     machine.TestCase.settings = settings(
         max_examples=examples, stateful_step_count=40, deadline=None
     )
 TestStoreMachine = StoreMachine.TestCase
 TestDramMachine = DramMachine.TestCase
 TestVerifyAllMachine = VerifyAllMachine.TestCase
+TestLruMachine = LruMachine.TestCase
+TestValueMachine = ValueMachine.TestCase
+TestDramValueMachine = DramValueMachine.TestCase
+TestBudgetMachine = BudgetMachine.TestCase
