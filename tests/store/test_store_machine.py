@@ -234,10 +234,10 @@ class DramValueMachine(DramMachine):
 
 
 class BudgetMachine(StoreMachine):
-    """A bucket of four chunks, which hardly fills while a test runs."""
+    """A bucket of two chunks, which hardly fills while a test runs."""
 
     eviction = "value"
-    budget_bytes = 8 * 4 * CHUNK_BYTES
+    budget_bytes = 8 * 2 * CHUNK_BYTES
 
     def __init__(self) -> None:
         super().__init__()
