@@ -139,6 +139,17 @@ def test_a_prompt_that_ends_on_a_boundary_resumes_when_it_is_sent_again(
     assert engine.run(FakeRequest("c", tokens(257))) == 256
 
 
+def test_such_a_prompt_s_end_stays_when_a_reply_follows(engine_of: Engines) -> None:
+    engine = engine_of(Zero())
+    request = FakeRequest("a", tokens(256))
+    engine.admit(request)
+    engine.step(a=256)
+    decode(engine, request, 90)
+    engine.finish(request)
+    engine.step()
+    assert checkpoints(engine) == [192, 256, 336]
+
+
 @pytest.mark.parametrize(
     ("policy", "resumed"), [(Full(), 256), (Periodic(2), 256), (Periodic(3), 192), (Zero(), 0)]
 )
@@ -153,7 +164,8 @@ def test_a_request_resumes_at_the_last_checkpoint_before_it_leaves(
 def test_the_next_turn_resumes_where_the_last_one_ended_whatever_the_policy(
     engine_of: Engines,
 ) -> None:
-    engine = engine_of(Zero())
+    policy = Recording()
+    engine = engine_of(policy)
     request = FakeRequest("a", tokens(150))
     engine.admit(request)
     engine.step(a=150)
@@ -163,6 +175,7 @@ def test_the_next_turn_resumes_where_the_last_one_ended_whatever_the_policy(
     assert checkpoints(engine) == [128, 336]
     turn = FakeRequest("b", [*request.all_token_ids, *tokens(50, seed=3)])
     assert engine.run(turn) == 336
+    assert policy.told[-1] == Reuse(matched=5, kept=5, new=1)
 
 
 def test_where_a_request_left_is_kept_for_the_next_that_leaves_there(engine_of: Engines) -> None:
@@ -175,6 +188,14 @@ def test_where_a_request_left_is_kept_for_the_next_that_leaves_there(engine_of: 
     assert restored == [0, 0, 256]
     left = [x for x in policy.asked if x.missed_chunks]
     assert left == [Boundary(4, missed_chunks=4)]
+
+
+def test_chunks_it_did_not_have_to_compute_are_not_missed(engine_of: Engines) -> None:
+    policy = Recording([2])
+    engine = engine_of(policy)
+    engine.run(FakeRequest("a", tokens(400)))
+    assert engine.run(FakeRequest("b", [*tokens(300), *tokens(90, seed=8)])) == 128
+    assert [x for x in policy.asked if x.missed_chunks] == [Boundary(4, missed_chunks=2)]
 
 
 def test_adaptive_learns_where_prompts_share_their_beginning(engine_of: Engines) -> None:
@@ -241,7 +262,8 @@ def test_a_preempted_request_is_told_once_as_it_first_came(engine_of: Engines) -
 
 
 def test_of_decoded_boundaries_only_the_last_stays(engine_of: Engines) -> None:
-    engine = engine_of(Zero(), COARSE)
+    policy = Recording()
+    engine = engine_of(policy, COARSE)
     request = FakeRequest("a", tokens(100))
     engine.admit(request)
     engine.step(a=100)
@@ -259,6 +281,7 @@ def test_of_decoded_boundaries_only_the_last_stays(engine_of: Engines) -> None:
     assert engine.counters()["heterocache_saved_bytes{state_type=window_swa}"] == 2 * 512
     turn = FakeRequest("b", [*request.all_token_ids, *tokens(50, seed=3)])
     assert engine.run(turn) == 256
+    assert policy.told[-1] == Reuse(matched=4, kept=4, new=1)
 
 
 def test_a_decoded_boundary_the_policy_keeps_stays(engine_of: Engines) -> None:

@@ -226,9 +226,12 @@ def test_a_session_whose_turns_only_grow_needs_no_more_than_their_ends() -> None
 
 
 def test_it_follows_when_the_reuse_changes() -> None:
-    policy = Adaptive(PLAIN, rates=plain_rates, memory_requests=50)
+    policy = Adaptive(PLAIN, rates=plain_rates, memory_requests=20)
+    for matched in range(200, 400):
+        policy.observe(Reuse(matched, new=4))
+    assert policy.period == 4
     for _ in range(200):
-        policy.observe(Reuse(matched=30, kept=30, new=3))
+        policy.observe(Reuse(matched=30, kept=30, new=4))
     assert policy.period == NEVER
     for matched in range(200, 400):
         policy.observe(Reuse(matched, new=4))
