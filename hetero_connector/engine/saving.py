@@ -284,7 +284,9 @@ class Saver:
             collected.pages[key] = range(min(known.start, pages.start), max(known.stop, pages.stop))
 
     def _held(self, state_type: StateType, chunk: ChunkRange, table: BlockTable) -> bool:
-        """Whether the engine still holds every page the artifact needs."""
+        """Whether the artifact has any bytes, and the engine still holds every page of them."""
+        if not self._layout.artifact_bytes(state_type, chunk.start, chunk.end):
+            return False  # chunked-local state, where a local chunk has just begun
         for layer in self._model.page_groups[state_type]:
             pages = layer.pages_needed(chunk.start, chunk.end)
             ids = table(layer.group, pages)

@@ -36,6 +36,17 @@ MAMBA = ModelSpec(
     alignment=CHUNK,
 )
 
+LOCAL = ModelSpec(
+    (
+        layer("full", 0),
+        replace(
+            layer("local", 1, StateType.CHUNKED_LOCAL, window=128),
+            restore_rule=RestoreRule.CHUNK_START,
+        ),
+    ),
+    alignment=16,
+)
+
 
 class Recording:
     """Keeps turns' ends, where requests leave, and the boundaries it was given."""
@@ -256,6 +267,14 @@ def test_a_preempted_request_is_told_once_as_it_first_came(engine_of: Engines) -
     engine.finish(request)
     engine.step()
     assert policy.told == [Reuse(matched=0, kept=0, new=3)]
+
+
+def test_a_boundary_that_needs_no_boundary_state_is_saved_without(engine_of: Engines) -> None:
+    """A local-attention chunk begins at 128 and at 256."""
+    engine = engine_of(Full(), LOCAL)
+    engine.run(FakeRequest("a", tokens(280)))
+    assert checkpoints(engine, StateType.CHUNKED_LOCAL) == [64, 192, 272]
+    assert checkpoints(engine, KV) == [64, 128, 192, 256, 272]
 
 
 # A request's end where there are no tails
