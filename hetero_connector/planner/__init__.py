@@ -1,5 +1,9 @@
-"""Deciding what to restore. Pure: no engine, no I/O, no clock of its own.
+"""Deciding what to restore, and which boundaries to store. Pure: no engine, no I/O, no clock.
 
-Today one rule, the deepest boundary that can be restored exactly; a cost model that
-may choose less, or nothing, plugs in at `plan_restore`. Imports `spec` and `artifacts`.
+Owns the cost model (`compute_model` and `load_model`, both learned from what really happened
+by `least_squares`; `cost_model` bundles them, `cost_profile` keeps them in a file), the
+planner (`restore_planner` asks `weighing`, which prices all `boundaries` at once by
+`pricing`; the answer is a `decision`, which `explain` prints), the rule without costs
+(`restore_plan`) and the checkpoint policies. Imports `spec` and `artifacts`. A new term of the
+price goes into `Terms` and `Pricing`; a new way to restore is another pass in `Weighing`.
 """

@@ -26,6 +26,14 @@ class RestorePlan:
     boundary_types: tuple[StateType, ...]
     held: Sequence[Mapping[StateType, Tier]]
     """What the chunks hold where, each combination once (`distinct_tiers`)."""
+    replay_tokens: int = 0
+    """Above 0 `boundary_types` is empty: the engine rebuilds boundary state by computing so
+    many tokens before the boundary again, whose loaded state it must not write to."""
+
+    @property
+    def resume_tokens(self) -> int:
+        """The engine computes from here."""
+        return self.boundary - self.replay_tokens
 
 
 def plan_restore(

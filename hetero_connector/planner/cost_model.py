@@ -1,0 +1,74 @@
+"""What a restore costs, in seconds: the terms and the models behind them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hetero_connector.planner.compute_model import ComputeRegression
+from hetero_connector.planner.load_model import LoadModel
+
+
+class Terms(NamedTuple):
+    """Predicted seconds of one way to serve a request. They add up."""
+
+    queue_s: float
+    """Until the tokens scheduled ahead are computed."""
+    load_s: float
+    """What loading adds: what neither the queue nor the first step's compute hides."""
+    compute_s: float
+    """Computing what is not restored."""
+    stall_s: float
+    """Price of holding up running decodes."""
+    hbm_s: float
+    """Price of the KV pages held meanwhile."""
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to the first token: without the prices that others pay."""
+        return self.queue_s + self.load_s + self.compute_s
+
+    @property
+    def total_s(self) -> float:
+        """What the planner compares."""
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class CostWeights:
+    """What a second of others' time and of KV memory is worth."""
+
+    stall: float = 0.01
+    """Seconds of cost for each second that one running decode is held up."""
+    hbm_s_per_gib_s: float = 0.001
+    """lambda: seconds of cost for each GiB of KV pages held for a second."""
+
+    def __post_init__(self) -> None:
+        for weight in (self.stall, self.hbm_s_per_gib_s):
+            if not 0.0 <= weight < math.inf:
+                raise ValueError(f"weights are finite and at least 0: {self}")
+
+
+@dataclass
+class CostModel:
+    """Compute and load, learned as they happen, and the weights of the rest."""
+
+    compute: ComputeRegression
+    load: LoadModel
+    weights: CostWeights = field(default_factory=CostWeights)
+    step_tokens: int = 0
+    """Tokens the engine computes in one step at most (vLLM's `max_num_batched_tokens`);
+    0: everything in one step."""
+
+    def num_steps(self, tokens: int) -> int:
+        """Steps in which the engine computes so many tokens."""
+        return math.ceil(tokens / self.step_tokens) if self.step_tokens else int(tokens > 0)
+
+    def queue_s(self, queued_tokens: int) -> float:
+        """Seconds until the tokens scheduled ahead are computed.
+
+        Their attention is left out: nothing is known of their contexts.
+        """
+        step_s, token_s, _ = self.compute.coefficients
+        return self.num_steps(queued_tokens) * step_s + queued_tokens * token_s

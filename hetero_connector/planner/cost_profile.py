@@ -1,0 +1,206 @@
+"""A cost model on disk: what `heterocache calibrate` measured, as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.errors import ConfigError
+from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
+from hetero_connector.planner.cost_model import CostModel, CostWeights
+from hetero_connector.planner.least_squares import RelativeErrors
+from hetero_connector.planner.load_model import LoadModel, TierRates
+from hetero_connector.spec.state_types import StateType
+
+PROFILE_FORMAT = 1
+"""Version of the file's meaning."""
+
+_KEY = "planner_profile"
+_Kind = TypeVar("_Kind", Tier, StateType)
+
+
+@dataclass(frozen=True)
+class FitError:
+    """How well the fit predicted the samples it was made from, each before it was learned."""
+
+    samples: int
+    median: float
+    """Relative: 0.1 is ten per cent."""
+    p95: float
+
+    @classmethod
+    def of(cls, errors: RelativeErrors) -> FitError | None:
+        """None before the first sample."""
+        return cls(errors.count, errors.median, errors.p95) if errors.count else None
+
+
+@dataclass(frozen=True)
+class CostProfile:
+    """Coefficients of a `CostModel`, and how well they fitted."""
+
+    model: str
+    """For people: what was measured, and on what."""
+    compute: ComputeCoefficients
+    compute_error: FitError | None = None
+    load: Mapping[Tier, TierRates] = field(default_factory=dict)
+    """Tiers that were measured."""
+    load_errors: Mapping[Tier, FitError] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, costs: CostModel, model: str) -> CostProfile:
+        """What the cost model has learned. Tiers without a sample are left out."""
+        errors = {tier: FitError.of(costs.load.errors(tier)) for tier in Tier}
+        known = {tier: error for tier, error in errors.items() if error}
+        return cls(
+            model,
+            costs.compute.coefficients,
+            FitError.of(costs.compute.errors),
+            {tier: costs.load.rates(tier) for tier in known},
+            known,
+        )
+
+    def cost_model(
+        self,
+        state_types: Sequence[StateType],
+        weights: CostWeights | None = None,
+        step_tokens: int = 0,
+    ) -> CostModel:
+        """A cost model that starts from this profile and goes on learning."""
+        return CostModel(
+            ComputeRegression(self.compute),
+            LoadModel(state_types, self.load),
+            weights or CostWeights(),
+            step_tokens,
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the JSON file. Raises OSError."""
+        path.write_text(json.dumps(self.as_json(), indent=1) + "\n")
+
+    def as_json(self) -> dict[str, Any]:
+        """The file's content."""
+        load = {
+            tier.value: {
+                "latency_s": rates.latency_s,
+                "seconds_per_byte": {t.value: s for t, s in rates.seconds_per_byte.items()},
+                "ahead_s_per_byte": rates.ahead_s_per_byte,
+                "fit": _error_json(self.load_errors.get(tier)),
+            }
+            for tier, rates in self.load.items()
+        }
+        compute = self.compute._asdict() | {"fit": _error_json(self.compute_error)}
+        return {"format": PROFILE_FORMAT, "model": self.model, "compute": compute, "load": load}
+
+    @classmethod
+    def read(cls, path: Path) -> CostProfile:
+        """Raises ConfigError naming `planner_profile` and what is wrong with the file."""
+        try:
+            return cls.from_json(json.loads(path.read_text()))
+        except OSError as error:
+            raise ConfigError(_KEY, f"cannot read {path}: {error.strerror}") from error
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise ConfigError(_KEY, f"{path} is not JSON: {error}") from error
+        except _BadProfileError as error:
+            raise ConfigError(
+                _KEY, f"{path}: {error}; write a new one with 'heterocache calibrate'"
+            ) from error
+
+    @classmethod
+    def from_json(cls, document: object) -> CostProfile:
+        """From the file's content. Raises ValueError that says where it is wrong."""
+        top = _Section("the profile", document)
+        version = top.get("format")
+        if version != PROFILE_FORMAT or isinstance(version, bool):
+            raise _BadProfileError(f"format {version!r}, this version reads {PROFILE_FORMAT}")
+        model = top.get("model")
+        if not isinstance(model, str):
+            raise _BadProfileError(f"'model' should be a string, got {model!r}")
+        compute = _Section("compute", top.get("compute"))
+        coefficients = ComputeCoefficients(
+            *(compute.number(name) for name in ComputeCoefficients._fields)
+        )
+        if not any(coefficients):
+            raise _BadProfileError("compute: every coefficient is 0, computing cannot be free")
+        sections = {
+            _member(Tier, name): _Section(f"load.{name}", value)
+            for name, value in _Section("load", top.get("load")).items()
+        }
+        errors = {tier: _read_error(section) for tier, section in sections.items()}
+        return cls(
+            model,
+            coefficients,
+            _read_error(compute),
+            {tier: _read_rates(section) for tier, section in sections.items()},
+            {tier: error for tier, error in errors.items() if error},
+        )
+
+
+class _BadProfileError(ValueError):
+    """What is wrong with a profile, and where."""
+
+
+class _Section:
+    """An object of the file, with its place for messages."""
+
+    def __init__(self, place: str, value: object) -> None:
+        if not isinstance(value, dict):
+            raise _BadProfileError(f"{place} should be an object, got {value!r}")
+        self._place, self._value = place, value
+
+    def get(self, name: str) -> Any:
+        if name not in self._value:
+            raise _BadProfileError(f"{self._place} lacks {name!r}")
+        return self._value[name]
+
+    def items(self) -> list[tuple[str, Any]]:
+        return list(self._value.items())
+
+    def section(self, name: str) -> _Section:
+        return _Section(f"{self._place}.{name}", self.get(name))
+
+    def number(self, name: str) -> float:
+        """A finite number of at least 0."""
+        value = self.get(name)
+        try:
+            good = not isinstance(value, bool) and 0.0 <= float(value) < math.inf
+        except (TypeError, ValueError, OverflowError):
+            good = False
+        if not good or isinstance(value, str):
+            raise _BadProfileError(
+                f"{self._place}.{name} should be a finite number of at least 0, got {value!r}"
+            )
+        return float(value)
+
+
+def _member(kind: type[_Kind], name: str) -> _Kind:
+    try:
+        return kind(name)
+    except ValueError:
+        raise _BadProfileError(f"{name!r} is no {kind.__name__} of this version") from None
+
+
+def _read_rates(section: _Section) -> TierRates:
+    per_byte = section.section("seconds_per_byte")
+    return TierRates(
+        section.number("latency_s"),
+        {_member(StateType, name): per_byte.number(name) for name, _ in per_byte.items()},
+        section.number("ahead_s_per_byte"),
+    )
+
+
+def _read_error(section: _Section) -> FitError | None:
+    if section.get("fit") is None:
+        return None
+    fit = section.section("fit")
+    return FitError(int(fit.number("samples")), fit.number("median"), fit.number("p95"))
+
+
+def _error_json(error: FitError | None) -> dict[str, Any] | None:
+    if error is None:
+        return None
+    return {"samples": error.samples, "median": error.median, "p95": error.p95}

@@ -1,0 +1,204 @@
+"""Seconds as a non-negative combination of features, learned one sample at a time.
+
+Recursive least squares in its information form: the normal equations are kept instead of
+their inverse, which makes three things plain arithmetic that the covariance form cannot do.
+A sum over size classes of samples, so that a million decode steps do not wash out what few
+prefills have taught (covariance wind-up); coefficients held at or above zero; and evidence
+that fades towards the prior.
+
+The solver is plain Python: three to seven unknowns are too few for numpy to pay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+_FORGETTING = 0.995
+"""Weight that a size class's older samples keep at each new one: about 200 count."""
+_HUBER = 2.0
+"""Residuals beyond this many running mean deviations lose weight (P. J. Huber, Robust
+Estimation of a Location Parameter, 1964)."""
+_GUESSED = 1e-8
+"""Samples that a built-in default weighs: it may be a thousand times off."""
+_KNOWN = 10.0
+"""Samples that a measured profile weighs."""
+_SETTLED_SAMPLES = 64
+_SOLVE_EVERY = 8
+"""Samples per solution once the first are in: one moves little, and solving costs most."""
+_DEVIATION_GAIN = 0.05
+_LEAST_DEVIATION = 0.01
+
+
+@dataclass
+class RelativeErrors:
+    """|predicted - observed| / observed of the last samples, each predicted before it was seen."""
+
+    window: int = 256
+    count: int = 0
+    """Samples seen since the start; the statistics are over the last `window`."""
+    _last: deque[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._last = deque(maxlen=self.window)
+
+    def add(self, predicted_s: float, observed_s: float) -> None:
+        """`observed_s` is above 0."""
+        self._last.append(abs(predicted_s - observed_s) / observed_s)
+        self.count += 1
+
+    @property
+    def median(self) -> float:
+        """Half of the errors are at most this; infinite before the first sample."""
+        return self.quantile(0.5)
+
+    @property
+    def p95(self) -> float:
+        """95 of 100 errors are at most this; infinite before the first sample."""
+        return self.quantile(0.95)
+
+    def quantile(self, share: float) -> float:
+        """The error that `share` of the samples do not exceed; `share` in (0, 1]."""
+        if not self._last:
+            return math.inf
+        ordered = sorted(self._last)
+        return ordered[math.ceil(share * len(ordered)) - 1]
+
+
+class RobustLeastSquares:
+    """seconds = sum of coefficient x feature, every coefficient >= 0. Not thread-safe.
+
+    Residuals count relative to the seconds predicted, so a step of 2 ms teaches as much as
+    a prefill of 2 s.
+    """
+
+    def __init__(self, default: Sequence[float], known: Sequence[float] | None = None) -> None:
+        """`default`: seconds per unit of each feature, above 0, until samples say otherwise.
+
+        `known`: the same as measured earlier, at least 0; weighs as much as a few samples.
+        What was found to be 0 then may have been too small to see, and is open again.
+        """
+        prior = known or default
+        scale = [k or d for k, d in zip(prior, default, strict=True)]
+        trust = [_KNOWN if known and k else _GUESSED for k in prior]
+        size = len(default)
+        self._scale = tuple(scale)
+        self._pairs = [(i, j) for i in range(size) for j in range(i, size)]
+        self._prior = [trust[i] if i == j else 0.0 for i, j in self._pairs]
+        self._prior += [t * p / s for t, p, s in zip(trust, prior, scale, strict=True)]
+        self._evidence: dict[int, list[float]] = {}
+        self._deviation = 0.5
+        self.errors = RelativeErrors()
+        self._solve()
+
+    @property
+    def samples(self) -> int:
+        """Samples seen since the start."""
+        return self.errors.count
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """Seconds per unit of each feature."""
+        return self._coefficients
+
+    def predict(self, features: Sequence[float]) -> float:
+        """Seconds; never below 0 for features that are not."""
+        return sum(c * x for c, x in zip(self._coefficients, features, strict=True))
+
+    def observe(self, features: Sequence[float], seconds: float, size_class: int) -> None:
+        """Learn one sample. Samples of other size classes are not forgotten for it.
+
+        Without effect unless `seconds` is finite and above 0.
+        """
+        if not 0.0 < seconds < math.inf:
+            return
+        predicted_s = self.predict(features)
+        self.errors.add(predicted_s, seconds)
+        unit_s = max(predicted_s, seconds / 2)  # a prediction near 0 would weigh too much
+        row = [x * s / unit_s for x, s in zip(features, self._scale, strict=True)]
+        residual = abs(seconds - predicted_s) / unit_s
+        weight = self._weight(residual, row)
+        target = weight * seconds / unit_s
+        news = [weight * row[i] * row[j] for i, j in self._pairs] + [x * target for x in row]
+        old = self._evidence.get(size_class)
+        if old is not None:
+            news = [_FORGETTING * a + b for a, b in zip(old, news, strict=True)]
+        self._evidence[size_class] = news
+        if self.samples <= _SETTLED_SAMPLES or self.samples % _SOLVE_EVERY == 0:
+            self._solve()
+
+    def fade(self, keep: float) -> None:
+        """Keep this share of the evidence, in [0, 1]: the rest goes back to the prior."""
+        for size_class, evidence in self._evidence.items():
+            self._evidence[size_class] = [keep * x for x in evidence]
+        self._solve()
+
+    def _weight(self, residual: float, row: Sequence[float]) -> float:
+        """1, or less for an outlier; a row unlike those seen is allowed to surprise."""
+        spread = math.sqrt(1.0 + self._leverage(row))
+        bound = _HUBER * self._deviation
+        deviation = residual / spread
+        moved = _DEVIATION_GAIN * (min(deviation, 1.5 * bound) - self._deviation)
+        self._deviation = max(_LEAST_DEVIATION, self._deviation + moved)
+        return 1.0 if deviation <= bound else bound / deviation
+
+    def _leverage(self, row: Sequence[float]) -> float:
+        """row' A^-1 row over the coefficients that are not held at 0."""
+        solved = _forward(self._factor, [row[i] for i in self._free])
+        return sum(x * x for x in solved)
+
+    def _solve(self) -> None:
+        """Coefficients from the evidence; those that would be negative are held at 0."""
+        total = [sum(column) for column in zip(self._prior, *self._evidence.values(), strict=True)]
+        size = len(self._scale)
+        entry = dict(zip(self._pairs, total, strict=False))  # the last `size` are not pairs
+        right = total[-size:]
+        free = list(range(size))
+        while True:
+            self._factor = _cholesky([[entry[j, i] for j in free if j <= i] for i in free])
+            found = _backward(self._factor, _forward(self._factor, [right[i] for i in free]))
+            lowest = min(range(len(free)), key=found.__getitem__)
+            if found[lowest] >= 0.0 or len(free) == 1:
+                break
+            del free[lowest]
+        self._free = free
+        solution = dict(zip(free, found, strict=True))
+        self._coefficients = tuple(
+            max(0.0, solution.get(i, 0.0)) * s for i, s in enumerate(self._scale)
+        )
+
+
+def _cholesky(lower: list[list[float]]) -> list[list[float]]:
+    """L with L L' = A, from the rows of A's lower triangle. A is positive definite."""
+    factor: list[list[float]] = []
+    for i, row in enumerate(lower):
+        done: list[float] = []
+        for j in range(i):
+            inner = sum(a * b for a, b in zip(done, factor[j], strict=False))
+            done.append((row[j] - inner) / factor[j][j])
+        # Rounding may eat a pivot when columns are all but alike.
+        pivot = max(row[i] - sum(a * a for a in done), 1e-12 * row[i])
+        done.append(math.sqrt(pivot))
+        factor.append(done)
+    return factor
+
+
+def _forward(factor: list[list[float]], right: Sequence[float]) -> list[float]:
+    """x with L x = right."""
+    solved: list[float] = []
+    for row, value in zip(factor, right, strict=True):
+        inner = sum(a * b for a, b in zip(row, solved, strict=False))
+        solved.append((value - inner) / row[-1])
+    return solved
+
+
+def _backward(factor: list[list[float]], right: list[float]) -> list[float]:
+    """x with L' x = right."""
+    solved = list(right)
+    for i in reversed(range(len(solved))):
+        solved[i] /= factor[i][i]
+        for j in range(i):
+            solved[j] -= factor[i][j] * solved[i]
+    return solved

@@ -1,0 +1,141 @@
+"""Seconds a load takes: per tier a latency and, for each state type, bytes over bandwidth.
+
+Bandwidth is kept by state type because small artifacts move more slowly than large ones.
+Bytes that the tier is already moving go first, at the pace of what it usually moves.
+Loads of several types are observed as a whole; the fit tells the types apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.planner.least_squares import RelativeErrors, RobustLeastSquares
+from hetero_connector.spec.state_types import StateType
+
+_LEAST_S_PER_BYTE = 1e-30
+"""Too little to ever show in a sum, but not 0: a load of bytes is told from one of none."""
+_KEEP_OF_MIX = 0.99
+
+
+@dataclass(frozen=True)
+class TierRates:
+    """How fast one tier is. Loads from SSD and PEER go to DRAM, those from DRAM to pages."""
+
+    latency_s: float
+    """Seconds before the first byte, once per load."""
+    seconds_per_byte: Mapping[StateType, float]
+    ahead_s_per_byte: float
+    """Seconds per byte that is already under way."""
+
+    def seconds(self, bytes_by_type: Mapping[StateType, float], in_flight_bytes: float) -> float:
+        """Seconds of a load; 0 for one of no bytes."""
+        if not any(bytes_by_type.values()):
+            return 0.0
+        moving_s = sum(n * self.seconds_per_byte[t] for t, n in bytes_by_type.items())
+        return self.latency_s + in_flight_bytes * self.ahead_s_per_byte + moving_s
+
+
+class LoadModel:
+    """What loads from each tier take, learned from real ones. Not thread-safe."""
+
+    def __init__(
+        self, state_types: Sequence[StateType], profile: Mapping[Tier, TierRates] | None = None
+    ) -> None:
+        """`state_types`: the model's. `profile`: rates measured earlier, to start from."""
+        self._types = tuple(state_types)
+        self._tiers = {
+            tier: _TierFit(self._types, (profile or {}).get(tier), *default)
+            for tier, default in _FAST_TIERS.items()
+        }
+
+    def rates(self, tier: Tier) -> TierRates:
+        """The fit so far; the same object until the next `observe` or `fade`."""
+        return self._tiers[tier].rates
+
+    def errors(self, tier: Tier) -> RelativeErrors:
+        """Errors of the tier's loads, each predicted before it was learned from."""
+        return self._tiers[tier].fit.errors
+
+    def observe(
+        self,
+        tier: Tier,
+        bytes_by_type: Mapping[StateType, float],
+        seconds: float,
+        in_flight_bytes: float = 0,
+    ) -> None:
+        """Learn from a load that took `seconds`, begun behind `in_flight_bytes` of others.
+
+        Without effect unless bytes and seconds are above 0. KeyError for a state type that
+        the model does not store.
+        """
+        if any(bytes_by_type.values()):
+            self._tiers[tier].observe(bytes_by_type, seconds, in_flight_bytes)
+
+    def predict(
+        self, tier: Tier, bytes_by_type: Mapping[StateType, float], in_flight_bytes: float = 0
+    ) -> float:
+        """Seconds of a load; 0 for one of no bytes."""
+        return self.rates(tier).seconds(bytes_by_type, in_flight_bytes)
+
+    def fade(self, tier: Tier, keep: float = 0.9) -> None:
+        """Trust what was learned of the tier a little less.
+
+        Call it when a load was turned down for its cost: a disk that was slow once is
+        never tried again otherwise, and never found to have recovered.
+        """
+        self._tiers[tier].fade(keep)
+
+
+_FAST_TIERS = {Tier.DRAM: (2e-4, 1 / 10e9), Tier.SSD: (1e-3, 1 / 3e9), Tier.PEER: (2e-3, 1 / 3e9)}
+"""(latency in s, seconds per byte) before the first load is seen: 10 and 3 GB/s. Rather
+fast, so that a load is tried and its speed can be learned."""
+
+
+class _TierFit:
+    """One tier's regression over (1, bytes of each type)."""
+
+    def __init__(
+        self,
+        state_types: tuple[StateType, ...],
+        profile: TierRates | None,
+        latency_s: float,
+        s_per_byte: float,
+    ) -> None:
+        self._types = state_types
+        default = [latency_s] + [s_per_byte] * len(state_types)
+        known = None
+        if profile:
+            per_byte = profile.seconds_per_byte
+            known = [profile.latency_s, *(per_byte.get(t, s_per_byte) for t in state_types)]
+        self.fit = RobustLeastSquares(default, known)
+        self._moved = dict.fromkeys(state_types, 0.0)
+        self._unseen_s_per_byte = profile.ahead_s_per_byte if profile else s_per_byte
+        self.rates = self._rates()
+
+    def observe(
+        self, bytes_by_type: Mapping[StateType, float], seconds: float, in_flight_bytes: float
+    ) -> None:
+        size_class = int(sum(bytes_by_type.values()) + in_flight_bytes).bit_length() // 4
+        moved = {t: _KEEP_OF_MIX * n for t, n in self._moved.items()}
+        for state_type, size in bytes_by_type.items():
+            moved[state_type] += size
+        self._moved = moved
+        share = in_flight_bytes / sum(moved.values())
+        row = [bytes_by_type.get(t, 0) + share * moved[t] for t in self._types]
+        self.fit.observe([1.0, *row], seconds, size_class)
+        self.rates = self._rates()
+
+    def fade(self, keep: float) -> None:
+        self.fit.fade(keep)
+        self.rates = self._rates()
+
+    def _rates(self) -> TierRates:
+        latency_s, *per_byte = self.fit.coefficients
+        seconds = {t: max(s, _LEAST_S_PER_BYTE) for t, s in zip(self._types, per_byte, strict=True)}
+        total = sum(self._moved.values())
+        ahead = self._unseen_s_per_byte
+        if total:
+            ahead = sum(seconds[t] * n for t, n in self._moved.items()) / total
+        return TierRates(latency_s, seconds, ahead)

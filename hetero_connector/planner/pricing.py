@@ -1,0 +1,231 @@
+"""The price of every boundary of one request, as arrays.
+
+    T = queue + max(staging - queue, 0) + exposed + compute, then stall and HBM
+
+Staging brings artifacts from SSD or PEER to DRAM while the request waits, so the queue hides
+it; tiers are read side by side. What is in DRAM then goes to pages. Layer by layer that is
+hidden by the first step's compute, except for the first layer, which nothing runs ahead of:
+max(load, first step) + load / layers instead of their sum. Parked it comes before compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetero_connector.artifacts.record import StoredChunk, Tier
+from hetero_connector.planner.boundaries import ChunkGrid, Floats, Holdings
+from hetero_connector.planner.compute_model import Tokens
+from hetero_connector.planner.cost_model import CostModel, Terms
+from hetero_connector.planner.decision import EngineLoad
+from hetero_connector.planner.load_model import TierRates
+from hetero_connector.spec.state_types import StateType
+
+_GIB = 1 << 30
+_TIERS = (Tier.DRAM, Tier.SSD, Tier.PEER)
+
+
+class TierTable:
+    """Seconds of moving a model's artifacts from one tier, at rates that stand."""
+
+    def __init__(self, grid: ChunkGrid, tier: Tier, rates: TierRates) -> None:
+        self.tier, self.rates = tier, rates
+        per_byte = rates.seconds_per_byte
+        self.prefix_s = {t: n * per_byte[t] for t, n in grid.prefix_bytes.items()}
+        """One full chunk, by type."""
+        self.boundary_types = grid.model.boundary_types
+        column = np.array([per_byte[t] for t in self.boundary_types]).reshape(-1, 1)
+        self.boundary_s = grid.boundary_bytes * column
+        """[boundary types, columns]"""
+        self.chunk_s = sum(self.prefix_s.values())
+        self.checkpoint_s: Floats = self.boundary_s.sum(axis=0)
+        """[columns]"""
+
+    def seconds(self, bytes_by_type: Mapping[StateType, int], types: Iterable[StateType]) -> float:
+        """Of moving those types of one chunk; the latency is not in it."""
+        per_byte = self.rates.seconds_per_byte
+        return sum(bytes_by_type.get(t, 0) * per_byte[t] for t in types)
+
+    def prefix_seconds(self, types: Container[StateType]) -> float:
+        """Of moving the prefix types among `types` of one full chunk."""
+        return sum((s for t, s in self.prefix_s.items() if t in types), 0.0)
+
+    def boundary_seconds(self, types: Container[StateType]) -> Floats:
+        """[columns] of moving the boundary types among `types` at each boundary."""
+        chosen = [t in types for t in self.boundary_types]
+        return self.checkpoint_s if all(chosen) else self.boundary_s[chosen].sum(axis=0)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Seconds by term, over the chunks at whose end the request may resume."""
+
+    resume: Floats
+    load_s: Floats
+    compute_s: Floats
+    stall_s: Floats
+    hbm_s: Floats
+    total_s: Floats
+    """The terms together with the queue."""
+    staged_s: Floats | None
+    """Seconds of staging; None where everything is in DRAM."""
+
+
+class Pricing:
+    """Prices for one request, by the costs and the engine's load at this moment."""
+
+    def __init__(
+        self,
+        grid: ChunkGrid,
+        costs: CostModel,
+        tables: dict[Tier, TierTable],
+        prompt_tokens: int,
+        load: EngineLoad,
+    ) -> None:
+        """`tables`: kept between requests; renewed here where the rates have changed."""
+        for tier in _TIERS:
+            rates = costs.load.rates(tier)
+            if tier not in tables or tables[tier].rates is not rates:
+                tables[tier] = TierTable(grid, tier, rates)
+        self._dram_table, *self._slow_tables = (tables[tier] for tier in _TIERS)
+        self._grid, self._load = grid, load
+        self._prompt_tokens = prompt_tokens
+        self._step_tokens = costs.step_tokens or prompt_tokens
+        self._coefficients = costs.compute.coefficients
+        self._queue_s = costs.queue_s(load.queued_tokens)
+        self._stall = costs.weights.stall * load.running_decodes
+        self._hbm = costs.weights.hbm_s_per_gib_s * grid.page_bytes_per_token * prompt_tokens / _GIB
+        self._num_layers = len(grid.model.stored_layers)
+
+    def nothing(self, local_tokens: int) -> Terms:
+        """Of computing everything past the local tokens."""
+        compute_s = float(self._compute(float(local_tokens)))
+        hbm_s = self._hbm * compute_s
+        return Terms(self._queue_s, 0.0, compute_s, self._stall * compute_s, hbm_s)
+
+    def boundaries(
+        self, chunks: Sequence[StoredChunk], held: Holdings, replay_tokens: int
+    ) -> Prices:
+        """Of restoring up to the end of each of `chunks`, all of which hold the prefix types.
+
+        With `replay_tokens` boundary state is not loaded but rebuilt by computing so many
+        tokens again. Does not ask whether what is loaded is there: see `held`.
+        """
+        span = _Span(self._grid, chunks, with_checkpoint=not replay_tokens)
+        resume = span.ends - replay_tokens if replay_tokens else span.ends
+        staged_s = self._staged(span, held)
+        compute_s = self._compute(resume)
+        exposed_s = dram_s = self._dram(span)
+        if self._load.layerwise:
+            hidden_s = self._first_step(resume)
+            exposed_s = np.maximum(dram_s - hidden_s, 0.0) + dram_s / self._num_layers
+        busy_s = exposed_s + compute_s
+        # A parked load runs beside the steps of others, but holds its pages.
+        stall_s = self._stall * (busy_s if self._load.layerwise else compute_s)
+        hbm_s = self._hbm * busy_s
+        load_s = exposed_s
+        if staged_s is not None:
+            load_s = np.maximum(staged_s - self._queue_s, 0.0) + exposed_s
+        total_s = load_s + compute_s + stall_s + hbm_s + self._queue_s
+        return Prices(resume, load_s, compute_s, stall_s, hbm_s, total_s, staged_s)
+
+    def terms(self, prices: Prices, index: int) -> Terms:
+        """One boundary's."""
+        return Terms(
+            self._queue_s,
+            float(prices.load_s[index]),
+            float(prices.compute_s[index]),
+            float(prices.stall_s[index]),
+            float(prices.hbm_s[index]),
+        )
+
+    def _compute(self, resume: Tokens) -> Tokens:
+        """Seconds of the prompt's tokens from `resume` on, in as many steps as it takes."""
+        step_s, token_s, attention_s = self._coefficients
+        rest = self._prompt_tokens - resume
+        # n (context + n / 2) for context = resume and n = rest
+        work_s = rest * (token_s + attention_s / 2 * (self._prompt_tokens + resume))
+        steps: Tokens = np.ceil(rest / self._step_tokens)
+        return work_s + step_s * steps
+
+    def _first_step(self, resume: Floats) -> Floats:
+        """Seconds of the step that admits the request."""
+        step_s, token_s, attention_s = self._coefficients
+        new = np.minimum(self._prompt_tokens - resume, self._step_tokens)
+        return step_s + new * (token_s + attention_s * (resume + new / 2))
+
+    def _dram(self, span: _Span) -> Floats:
+        """Seconds from DRAM to pages."""
+        table = self._dram_table
+        moved_s = self._grid.ordinals(span.count) * table.chunk_s
+        if span.with_checkpoint:
+            moved_s += table.checkpoint_s.take(span.columns)
+        if span.tail_bytes:
+            full_s = (span.count - 1) * table.chunk_s
+            moved_s[-1] = full_s + table.seconds(span.tail_bytes, span.tail_bytes)
+        moved_s += self._overhead_s(table)
+        return moved_s
+
+    def _staged(self, span: _Span, held: Holdings) -> Floats | None:
+        """Seconds until everything is in DRAM; None where it is there already."""
+        staged = None
+        for table in self._slow_tables:
+            here = [_held_in(table.tier, tiers) for tiers in held.distinct]
+            if any(here):
+                staged_s = self._staged_from(table, here, span, held)
+                staged = staged_s if staged is None else np.maximum(staged, staged_s)
+        return staged
+
+    def _staged_from(
+        self, table: TierTable, here: list[set[StateType]], span: _Span, held: Holdings
+    ) -> Floats:
+        """Seconds of bringing from one tier what is there; `here` by the code of `held`."""
+        prefix_s = np.array([table.prefix_seconds(types) for types in here], np.float64)
+        per_chunk_s = prefix_s.take(held.codes)
+        last = here[held.codes[-1]]
+        if span.tail_bytes:
+            per_chunk_s[-1] = table.seconds(span.tail_bytes, last & table.prefix_s.keys())
+        moved_s: Floats = per_chunk_s.cumsum()
+        if span.with_checkpoint:
+            by_code_s = np.array([table.boundary_seconds(types) for types in here])
+            checkpoint_s = by_code_s[held.codes, span.columns]
+            if span.tail_bytes:
+                checkpoint_s[-1] = table.seconds(span.tail_bytes, last - table.prefix_s.keys())
+            moved_s += checkpoint_s
+        return moved_s + self._overhead_s(table) * (moved_s > 0.0)
+
+    def _overhead_s(self, table: TierTable) -> float:
+        """Latency, and what is under way already."""
+        ahead_s = self._load.in_flight_bytes.get(table.tier, 0) * table.rates.ahead_s_per_byte
+        return table.rates.latency_s + ahead_s
+
+
+class _Span:
+    """The chunks being priced, on the grid."""
+
+    def __init__(
+        self, grid: ChunkGrid, chunks: Sequence[StoredChunk], with_checkpoint: bool
+    ) -> None:
+        first, last = chunks[0].chunk, chunks[-1].chunk
+        index = first.start // grid.layout.chunk_tokens
+        self.count = len(chunks)
+        self.ends = grid.ends(index, self.count)
+        self.columns = grid.columns(index, self.count)
+        self.with_checkpoint = with_checkpoint and bool(grid.model.boundary_types)
+        self.tail_bytes: dict[StateType, int] = {}
+        """Of the last chunk, by type, if it is shorter than the others; else empty."""
+        if last.end - last.start < grid.layout.chunk_tokens:
+            self.ends = self.ends.copy()
+            self.ends[-1] = last.end
+            types = grid.model.prefix_types
+            if self.with_checkpoint:
+                types = grid.model.state_types
+            self.tail_bytes = {
+                t: grid.layout.artifact_bytes(t, last.start, last.end) for t in types
+            }
+
+
+def _held_in(tier: Tier, tiers: Mapping[StateType, Tier]) -> set[StateType]:
+    return {state_type for state_type, place in tiers.items() if place is tier}

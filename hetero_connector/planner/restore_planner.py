@@ -1,0 +1,107 @@
+"""Choosing what to restore: load, compute, or both, by predicted cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal, get_args
+
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.artifacts.record import StoredChunk, Tier
+from hetero_connector.planner.boundaries import ChunkGrid
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.decision import Action, Decision, EngineLoad
+from hetero_connector.planner.pricing import Pricing, TierTable
+from hetero_connector.planner.restore_plan import RestorePlan, plan_restore
+from hetero_connector.planner.weighing import Weighing
+from hetero_connector.spec.model_spec import ModelSpec
+
+Mode = Literal["cost", "always_load", "never_load"]
+
+
+class RestorePlanner:
+    """Prices every boundary a request could resume at, and takes the cheapest.
+
+    Not thread-safe. A decision takes microseconds: tens for hundreds of chunks.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        layout: ArtifactLayout,
+        costs: CostModel,
+        mode: Mode = "cost",
+        *,
+        replay_tokens: int = 0,
+        deadline_s: float = math.inf,
+    ) -> None:
+        """`replay_tokens`: how many tokens before a boundary the engine must compute again to
+        rebuild its boundary state exactly; 0 where replay is not exact or not supported.
+
+        `deadline_s`: a boundary whose staging is predicted to take longer is not taken.
+        """
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode is one of {get_args(Mode)}, not {mode!r}")
+        self.costs = costs
+        self.mode = mode
+        self._model = model
+        self._grid = ChunkGrid(layout)
+        # Without prefix types there is nothing to load that replay would spare.
+        self._replay_tokens = replay_tokens if model.boundary_types and model.prefix_types else 0
+        self._deadline_s = deadline_s
+        self._tables: dict[Tier, TierTable] = {}
+
+    def plan(
+        self,
+        stored: Sequence[StoredChunk],
+        local_tokens: int,
+        limit_tokens: int,
+        prompt_tokens: int,
+        load: EngineLoad,
+    ) -> Decision:
+        """What to restore of `stored`, one unbroken chain from the first chunk.
+
+        The engine holds the state of the first `local_tokens`; a boundary may be at most
+        `limit_tokens`; all of `prompt_tokens` must be restored or computed. Ties go to
+        loading, and to loading deeper.
+        """
+        pricing = Pricing(self._grid, self.costs, self._tables, prompt_tokens, load)
+        weighing = Weighing(
+            self._grid,
+            pricing,
+            stored,
+            local_tokens,
+            limit_tokens,
+            replay_tokens=self._replay_tokens,
+            deadline_s=self._deadline_s,
+        )
+        if self.mode == "cost":
+            plan, terms = weighing.cheapest()
+        elif self.mode == "always_load":
+            plan, terms = weighing.of(plan_restore(self._model, stored, local_tokens, limit_tokens))
+        else:
+            plan, terms = None, weighing.nothing
+        return Decision(
+            plan,
+            terms,
+            weighing.nothing,
+            tuple(self._actions(weighing, plan, local_tokens, prompt_tokens)),
+            lambda: weighing.candidates(plan),
+        )
+
+    def _actions(
+        self, weighing: Weighing, plan: RestorePlan | None, local_tokens: int, prompt_tokens: int
+    ) -> Iterator[Action]:
+        if plan is not None:
+            if plan.prefix_types:
+                yield Action.LOAD_COMPRESSED_KV
+            if plan.boundary_types:
+                yield Action.LOAD_SWA_CHECKPOINT
+            if plan.replay_tokens:
+                yield Action.RECOMPUTE_SWA
+            if weighing.stages(plan):
+                yield Action.PREFETCH_ARTIFACT
+        if prompt_tokens > (plan.boundary if plan else local_tokens):
+            yield Action.RECOMPUTE_TAIL
+        if self.mode == "cost" and weighing.leads_further(plan):
+            yield Action.DROP_LOW_UTILITY_ARTIFACT

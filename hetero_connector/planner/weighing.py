@@ -1,0 +1,177 @@
+"""All the ways to serve one request, priced and compared."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetero_connector.artifacts.record import StoredChunk, Tier
+from hetero_connector.planner.boundaries import ChunkGrid, Floats, Holdings
+from hetero_connector.planner.cost_model import Terms
+from hetero_connector.planner.decision import Candidate
+from hetero_connector.planner.pricing import Prices, Pricing
+from hetero_connector.planner.restore_plan import RestorePlan
+from hetero_connector.spec.model_spec import ModelSpec
+from hetero_connector.spec.state_types import StateType
+
+Flags = NDArray[np.bool_]
+
+
+class Weighing:
+    """One request's boundaries, with and without replay, beside restoring nothing."""
+
+    def __init__(
+        self,
+        grid: ChunkGrid,
+        pricing: Pricing,
+        stored: Sequence[StoredChunk],
+        local_tokens: int,
+        limit_tokens: int,
+        *,
+        replay_tokens: int,
+        deadline_s: float,
+    ) -> None:
+        self._model, self._layout = grid.model, grid.layout
+        self._pricing = pricing
+        self._local_tokens = local_tokens
+        self.nothing = pricing.nothing(local_tokens)
+        self._nothing_s = self.nothing.total_s
+        first = bisect_right(stored, local_tokens, key=_end)
+        chunks = stored[first : bisect_right(stored, limit_tokens, key=_end)]
+        self._ways: list[_Way] = []
+        if not chunks:
+            return
+        held = Holdings.of(chunks)
+        count = _unbroken(grid.model, held, len(chunks))
+        self._chunks, self._held = chunks[:count], held.up_to(count)
+        if not count:
+            return
+        self._ways.append(self._way(0, self._complete(), deadline_s))
+        if replay_tokens:
+            self._ways.append(self._way(replay_tokens, None, deadline_s))
+
+    def cheapest(self) -> tuple[RestorePlan | None, Terms]:
+        """The best way; loading wins a tie, and the deeper of two."""
+        best: tuple[float, int] = (self._nothing_s, -1)
+        best_way = None
+        for way in self._ways:
+            index = way.cheapest()
+            total_s = float(way.total_s[index])
+            if total_s <= self._nothing_s and (total_s, -index) < (best[0], -best[1]):
+                best, best_way = (total_s, index), way
+        if best_way is None:
+            return None, self.nothing
+        index = best[1]
+        return self._plan(best_way, index), self._pricing.terms(best_way.prices, index)
+
+    def of(self, plan: RestorePlan | None) -> tuple[RestorePlan | None, Terms]:
+        """A plan made elsewhere, without replay, and its terms."""
+        if plan is None:
+            return None, self.nothing
+        return plan, self._pricing.terms(self._ways[0].prices, len(plan.chunks) - 1)
+
+    def stages(self, plan: RestorePlan) -> bool:
+        """Whether the plan needs artifacts that are not in DRAM."""
+        staged_s = self._way_of(plan).prices.staged_s
+        return staged_s is not None and bool(staged_s[len(plan.chunks) - 1] > 0.0)
+
+    def leads_further(self, plan: RestorePlan | None) -> bool:
+        """Whether what is stored would lead further than the plan goes."""
+        taken = len(plan.chunks) if plan else 0
+        return any(way.total_s[taken:].min(initial=math.inf) < math.inf for way in self._ways)
+
+    def candidates(self, plan: RestorePlan | None) -> Iterator[Candidate]:
+        """Nothing at all, then every boundary, `plan`'s marked as chosen."""
+        local = self._local_tokens
+        yield Candidate(local, local, {}, self.nothing, chosen=plan is None)
+        for way in self._ways:
+            taken = len(plan.chunks) - 1 if plan and self._way_of(plan) is way else -1
+            prefix_bytes: dict[Tier, int] = {}
+            for index, stored in enumerate(self._chunks):
+                self._add_bytes(prefix_bytes, stored, self._model.prefix_types)
+                if way.possible is not None and not way.possible[index]:
+                    continue
+                load_bytes = dict(prefix_bytes)
+                if not way.replay_tokens:
+                    self._add_bytes(load_bytes, stored, self._model.boundary_types)
+                yield Candidate(
+                    stored.chunk.end,
+                    stored.chunk.end - way.replay_tokens,
+                    load_bytes,
+                    self._pricing.terms(way.prices, index),
+                    in_time=bool(np.isfinite(way.total_s[index])),
+                    chosen=index == taken,
+                )
+
+    def _way(self, replay_tokens: int, possible: Flags | None, deadline_s: float) -> _Way:
+        prices = self._pricing.boundaries(self._chunks, self._held, replay_tokens)
+        if replay_tokens:
+            # From the local tokens or before, nothing would be saved by what is loaded.
+            possible = prices.resume > self._local_tokens
+        total_s = prices.total_s
+        if possible is not None:
+            total_s = np.where(possible, total_s, math.inf)
+        if prices.staged_s is not None and prices.staged_s.max() > deadline_s:
+            total_s = np.where(prices.staged_s <= deadline_s, total_s, math.inf)
+        return _Way(prices, total_s, possible, replay_tokens)
+
+    def _way_of(self, plan: RestorePlan) -> _Way:
+        return self._ways[1 if plan.replay_tokens else 0]
+
+    def _complete(self) -> Flags | None:
+        """[chunks] whether the boundary types are there; None for everywhere."""
+        types = self._model.boundary_types
+        complete = [all(t in tiers for t in types) for tiers in self._held.distinct]
+        return None if all(complete) else np.array(complete)[self._held.codes]
+
+    def _plan(self, way: _Way, index: int) -> RestorePlan:
+        chunks = self._chunks[: index + 1]
+        return RestorePlan(
+            chunks[-1].chunk.end,
+            chunks,
+            self._model.prefix_types,
+            () if way.replay_tokens else self._model.boundary_types,
+            self._held.up_to(index + 1).distinct,
+            way.replay_tokens,
+        )
+
+    def _add_bytes(
+        self, total: dict[Tier, int], stored: StoredChunk, types: Sequence[StateType]
+    ) -> None:
+        for state_type in types:
+            tier, chunk = stored.tiers[state_type], stored.chunk
+            size = self._layout.artifact_bytes(state_type, chunk.start, chunk.end)
+            total[tier] = total.get(tier, 0) + size
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Every boundary, restored in one way."""
+
+    prices: Prices
+    total_s: Floats
+    """Infinite where the boundary is not possible or staging is too slow."""
+    possible: Flags | None
+    """None where all are."""
+    replay_tokens: int
+
+    def cheapest(self) -> int:
+        """Its chunk; of equals the deepest."""
+        return len(self.total_s) - 1 - int(self.total_s[::-1].argmin())
+
+
+def _unbroken(model: ModelSpec, held: Holdings, count: int) -> int:
+    """How many chunks hold every prefix type before the first that does not."""
+    for tiers, first in zip(held.distinct, held.firsts, strict=True):
+        if len(tiers) < len(model.state_types) and any(t not in tiers for t in model.prefix_types):
+            return first
+    return count
+
+
+def _end(stored: StoredChunk) -> int:
+    return stored.chunk.end

@@ -1,0 +1,147 @@
+"""Small models and stored chains to plan over, and a slow planner to check the real one by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.artifacts.record import ChunkKey, ChunkRange, StoredChunk, Tier
+from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
+from hetero_connector.planner.cost_model import CostModel, CostWeights, Terms
+from hetero_connector.planner.decision import EngineLoad
+from hetero_connector.planner.load_model import LoadModel, TierRates
+from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
+
+KV, SWA, LOCAL = StateType.DENSE_KV, StateType.WINDOW_SWA, StateType.CHUNKED_LOCAL
+CHUNK = 64
+
+FULL = LayerSpec("full", 0, KV, 1, 16, 1000, 1024, "uint8", RestoreRule.EVERY_TOKEN)
+WINDOW = replace(
+    FULL, layer="window", group=1, state_type=SWA, restore_rule=RestoreRule.WINDOW, window=80,
+    boundary_tokens=79,
+)  # fmt: skip
+CHUNKED = replace(
+    FULL, layer="local", group=2, state_type=LOCAL, restore_rule=RestoreRule.CHUNK_START, window=192
+)
+DENSE = ModelSpec((FULL,), alignment=16)
+HYBRID = ModelSpec((FULL, WINDOW), alignment=16)
+LLAMA4 = ModelSpec((FULL, CHUNKED), alignment=16)
+WINDOWS_ONLY = ModelSpec((WINDOW,), alignment=16)
+
+
+def layout_of(model: ModelSpec) -> ArtifactLayout:
+    return ArtifactLayout(model, CHUNK)
+
+
+def chain_of(
+    held: Sequence[Mapping[StateType, Tier]], tail_tokens: int = 0, shared: bool = True
+) -> list[StoredChunk]:
+    """One chunk per mapping, the last cut to `tail_tokens` if given.
+
+    Equal mappings are one object, as the index gives them, unless `shared` is False.
+    """
+    objects: dict[object, Mapping[StateType, Tier]] = {}
+    stored = []
+    for index, tiers in enumerate(held):
+        start = index * CHUNK
+        last = index == len(held) - 1
+        end = start + (tail_tokens if tail_tokens and last else CHUNK)
+        chunk = ChunkRange(ChunkKey(bytes([index + 1] * 16)), ChunkKey(bytes(16)), start, end)
+        one = objects.setdefault(tuple(tiers.items()), tiers) if shared else dict(tiers)
+        stored.append(StoredChunk(chunk, one))
+    return stored
+
+
+def in_tier(tier: Tier, *types: StateType) -> dict[StateType, Tier]:
+    return dict.fromkeys(types, tier)
+
+
+def rates(latency_s: float, s_per_byte: float, **by_type: float) -> TierRates:
+    """One pace for all types, but for those named by their value."""
+    return TierRates(
+        latency_s, {t: by_type.get(t.value, s_per_byte) for t in StateType}, s_per_byte
+    )
+
+
+def costs_of(
+    model: ModelSpec,
+    compute: tuple[float, float, float] = (0.01, 1e-3, 1e-6),
+    load: Mapping[Tier, TierRates] | None = None,
+    weights: CostWeights | None = None,
+    step_tokens: int = 0,
+) -> CostModel:
+    """Costs that are known, not learned."""
+    return CostModel(
+        ComputeRegression(ComputeCoefficients(*compute)),
+        LoadModel(model.state_types, load or {}),
+        weights or CostWeights(0.0, 0.0),
+        step_tokens,
+    )
+
+
+@dataclass(frozen=True)
+class SlowPlanner:
+    """The same question answered chunk by chunk with plain numbers, to check the arrays by."""
+
+    layout: ArtifactLayout
+    costs: CostModel
+    load: EngineLoad
+    prompt_tokens: int
+
+    def terms(
+        self, chunks: Sequence[StoredChunk], start_tokens: int, replay_tokens: int = 0
+    ) -> Terms:
+        """Of loading `chunks`, the last with its boundary state unless that is replayed.
+
+        `start_tokens`: where computing starts when `chunks` is empty.
+        """
+        resume = chunks[-1].chunk.end - replay_tokens if chunks else start_tokens
+        compute_s, first_s = self._compute(resume)
+        staged: dict[Tier, dict[StateType, float]] = {}
+        to_pages: dict[StateType, float] = {}
+        for stored in chunks:
+            types = self.layout.model.prefix_types
+            if stored is chunks[-1] and not replay_tokens:
+                types = self.layout.model.state_types
+            for t in types:
+                size = self.layout.artifact_bytes(t, stored.chunk.start, stored.chunk.end)
+                to_pages[t] = to_pages.get(t, 0) + size
+                if stored.tiers[t] is not Tier.DRAM:
+                    by_type = staged.setdefault(stored.tiers[t], {})
+                    by_type[t] = by_type.get(t, 0) + size
+        queue_s = self.costs.queue_s(self.load.queued_tokens)
+        staging_s = max([self._seconds(tier, sizes) for tier, sizes in staged.items()], default=0.0)
+        exposed_s = dram_s = self._seconds(Tier.DRAM, to_pages)
+        if self.load.layerwise:
+            layers = len(self.layout.model.stored_layers)
+            exposed_s = max(dram_s - first_s, 0.0) + dram_s / layers
+        held_s = exposed_s + compute_s if self.load.layerwise else compute_s
+        weights = self.costs.weights
+        page_bytes = sum(
+            x.page_stride_bytes / x.block_tokens
+            for x in self.layout.model.layers
+            if x.restore_rule is RestoreRule.EVERY_TOKEN
+        )
+        gib = page_bytes * self.prompt_tokens / 2**30
+        return Terms(
+            queue_s,
+            max(staging_s - queue_s, 0.0) + exposed_s,
+            compute_s,
+            weights.stall * self.load.running_decodes * held_s,
+            weights.hbm_s_per_gib_s * gib * (exposed_s + compute_s),
+        )
+
+    def _seconds(self, tier: Tier, sizes: Mapping[StateType, float]) -> float:
+        return self.costs.load.predict(tier, sizes, self.load.in_flight_bytes.get(tier, 0))
+
+    def _compute(self, resume: int) -> tuple[float, float]:
+        """(all steps, the first step), step by step."""
+        limit = self.costs.step_tokens or self.prompt_tokens
+        steps = []
+        while resume < self.prompt_tokens:
+            new = min(limit, self.prompt_tokens - resume)
+            steps.append(float(self.costs.compute.predict(new, resume)))
+            resume += new
+        return math.fsum(steps), steps[0] if steps else 0.0

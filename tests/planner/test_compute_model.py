@@ -1,0 +1,108 @@
+"""Seconds of steps: the polynomial, its fit, and its errors."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_connector.planner.compute_model import (
+    SLOW_ENGINE,
+    ComputeCoefficients,
+    ComputeRegression,
+    attention_work,
+)
+
+TRUE = ComputeCoefficients(3e-3, 5e-5, 2e-9)
+
+
+def seconds_of(n: int, context: int) -> float:
+    return TRUE.step_s + TRUE.token_s * n + TRUE.attention_s * n * (context + n / 2)
+
+
+def test_attention_is_over_the_context_and_half_of_oneself() -> None:
+    assert attention_work(10.0, 100.0) == 10 * 105
+
+
+@given(st.integers(0, 10**6), st.lists(st.integers(1, 10**5), min_size=1, max_size=6))
+def test_attention_of_a_chunked_prefill_adds_up(context: int, chunks: list[int]) -> None:
+    parts, at = 0.0, context
+    for n in chunks:
+        parts += attention_work(float(n), float(at))
+        at += n
+    assert parts == pytest.approx(attention_work(float(sum(chunks)), float(context)))
+
+
+def test_the_prediction_is_worked_by_hand() -> None:
+    model = ComputeRegression(ComputeCoefficients(0.5, 0.01, 1e-4))
+    assert model.predict(10, 100) == pytest.approx(0.5 + 0.1 + 1e-4 * 10 * 105)
+
+
+def test_arrays_are_predicted_like_numbers() -> None:
+    model = ComputeRegression(TRUE)
+    new, context = np.array([1.0, 100.0, 4096.0]), np.array([0.0, 8192.0, 100.0])
+    expected = [model.predict(n, c) for n, c in zip(new.tolist(), context.tolist(), strict=True)]
+    assert model.predict(new, context).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_known_coefficients_are_recovered_from_noise_with_outliers(seed: int) -> None:
+    rng = random.Random(seed)
+    model = ComputeRegression()
+    for _ in range(2000):
+        n = rng.choice([1, 4, 60, 512, rng.randint(1, 8192)])
+        context = rng.randint(0, 100_000)
+        seconds = seconds_of(n, context) * (1 + 0.08 * rng.gauss(0, 1))
+        if rng.random() < 0.08:
+            seconds *= rng.choice([8.0, 20.0, 0.1])
+        model.observe(n, context, seconds)
+    assert model.coefficients == pytest.approx(TRUE, rel=0.15)
+    for n, context in ((1, 0), (1, 50_000), (2048, 0), (8192, 100_000)):
+        assert model.predict(n, context) == pytest.approx(seconds_of(n, context), rel=0.06)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_fifty_requests_of_chunked_prefill_and_decode_teach_enough(seed: int) -> None:
+    rng = random.Random(seed)
+    model = ComputeRegression()
+    for _ in range(50):
+        prompt = rng.randint(100, 16_000)
+        for start in range(0, prompt, 2048):
+            n = min(2048, prompt - start)
+            model.observe(n, start, seconds_of(n, start) * (1 + 0.1 * rng.gauss(0, 1)))
+        for k in range(16):
+            model.observe(1, prompt + k, seconds_of(1, prompt + k) * rng.uniform(0.8, 1.4))
+    assert model.errors.median <= 0.15
+    assert model.errors.p95 <= 0.4
+
+
+def test_a_mixed_step_is_the_sum_of_its_requests() -> None:
+    """Two requests of one step; told apart they are two steps, with two fixed parts."""
+    one, other = (100, 0), (1, 5000)
+    tokens = one[0] + other[0]
+    work = attention_work(*map(float, one)) + attention_work(*map(float, other))
+    model = ComputeRegression()
+    for _ in range(50):
+        model.observe_work(tokens, work, 1.0)
+        model.observe(500, 0, 5.0)
+    step_s, token_s, attention_s = model.coefficients
+    assert step_s + tokens * token_s + work * attention_s == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_step_of_no_tokens_teaches_nothing() -> None:
+    model = ComputeRegression()
+    model.observe(0, 1000, 1.0)
+    assert model.samples == 0
+    assert model.coefficients == pytest.approx(SLOW_ENGINE)
+
+
+def test_a_profile_is_where_it_starts_from() -> None:
+    model = ComputeRegression(ComputeCoefficients(2e-3, 4e-5, 0.0))
+    assert model.coefficients == pytest.approx((2e-3, 4e-5, 0.0))
+    for _ in range(200):
+        model.observe(10, 10_000, 2e-3 + 4e-4 + 1e-8 * 10 * 10_005)
+        model.observe(1000, 0, 2e-3 + 4e-2 + 1e-8 * 1000 * 500)
+    assert model.coefficients.attention_s == pytest.approx(1e-8, rel=0.1)

@@ -1,0 +1,150 @@
+"""A profile comes back as it was written; a bad file is named and said what is wrong with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.errors import ConfigError
+from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
+from hetero_connector.planner.cost_model import CostModel, CostWeights
+from hetero_connector.planner.cost_profile import CostProfile, FitError
+from hetero_connector.planner.load_model import LoadModel, TierRates
+from hetero_connector.spec import StateType
+
+KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
+
+numbers = st.floats(0, 1e6)
+errors = st.none() | st.builds(FitError, st.integers(1, 10**6), numbers, numbers)
+tier_rates = st.builds(
+    TierRates, numbers, st.dictionaries(st.sampled_from(list(StateType)), numbers), numbers
+)
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> CostProfile:
+    load = draw(st.dictionaries(st.sampled_from(list(Tier)), tier_rates))
+    load_errors = {tier: draw(errors) for tier in load}
+    return CostProfile(
+        draw(st.text()),
+        ComputeCoefficients(draw(st.floats(1e-9, 1)), draw(numbers), draw(numbers)),
+        draw(errors),
+        load,
+        {tier: error for tier, error in load_errors.items() if error},
+    )
+
+
+@given(profiles())
+def test_json_and_back(profile: CostProfile) -> None:
+    assert CostProfile.from_json(json.loads(json.dumps(profile.as_json()))) == profile
+
+
+def learned() -> CostModel:
+    costs = CostModel(ComputeRegression(), LoadModel([KV, SWA]))
+    for n in (1, 100, 2000) * 10:
+        costs.compute.observe(n, n, 1e-3 + 2e-5 * n)
+        costs.load.observe(Tier.SSD, {KV: n * 10_000}, 2e-3 + n * 1e-5)
+    return costs
+
+
+def test_what_was_learned_is_written_and_started_from(tmp_path: Path) -> None:
+    costs = learned()
+    path = tmp_path / "profile.json"
+    CostProfile.of(costs, "tiny on a test").write(path)
+    profile = CostProfile.read(path)
+    assert profile.model == "tiny on a test"
+    assert profile.compute_error is not None
+    assert profile.compute_error.samples == 30
+    assert profile.load.keys() == profile.load_errors.keys() == {Tier.SSD}
+    again = profile.cost_model([KV, SWA], CostWeights(0.5, 0.25), step_tokens=2048)
+    assert again.compute.predict(500, 0) == pytest.approx(costs.compute.predict(500, 0))
+    sizes = {KV: 10**7}
+    expected = costs.load.predict(Tier.SSD, sizes, 10**6)
+    assert again.load.predict(Tier.SSD, sizes, 10**6) == pytest.approx(expected)
+    assert (again.weights.stall, again.step_tokens) == (0.5, 2048)
+
+
+def test_nothing_learned_is_written_without_errors() -> None:
+    profile = CostProfile.of(CostModel(ComputeRegression(), LoadModel([KV])), "")
+    assert profile.compute_error is None
+    assert profile.load == {}
+
+
+def good() -> dict[str, Any]:
+    return CostProfile.of(learned(), "model").as_json()
+
+
+def damaged(*path: str, value: Any = None, remove: bool = False) -> str:
+    document = good()
+    place = document
+    for name in path[:-1]:
+        place = place[name]
+    if remove:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "not JSON"),
+        ("[1, 2]", "should be an object"),
+        ("[" * 100_000, "not JSON"),
+        (damaged("format", value=2), "format 2, this version reads 1"),
+        (damaged("format", value=True), "format True"),
+        (damaged("format", remove=True), "lacks 'format'"),
+        (damaged("model", value=3), "'model' should be a string"),
+        (damaged("compute", remove=True), "lacks 'compute'"),
+        (damaged("compute", "token_s", remove=True), "compute lacks 'token_s'"),
+        (damaged("compute", "token_s", value=-1e-9), "compute.token_s"),
+        (damaged("compute", "token_s", value="1"), "compute.token_s"),
+        (damaged("compute", "token_s", value=True), "compute.token_s"),
+        (damaged("compute", "token_s", value=float("nan")), "compute.token_s"),
+        (damaged("compute", "token_s", value=10**400), "compute.token_s"),
+        (damaged("compute", "fit", value=[]), "compute.fit should be an object"),
+        (damaged("load", value=[]), "load should be an object"),
+        (damaged("load", "tape", value={}), "'tape' is no Tier"),
+        (damaged("load", "ssd", "latency_s", value=None), "load.ssd.latency_s"),
+        (damaged("load", "ssd", "seconds_per_byte", "kv", value=1.0), "'kv' is no StateType"),
+        (damaged("load", "ssd", "seconds_per_byte", "dense_kv", value=[]), "seconds_per_byte"),
+    ],
+)
+def test_a_bad_profile_is_refused_by_its_key_and_place(
+    tmp_path: Path, text: str, told: str
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        CostProfile.read(path)
+    assert refused.value.key == "planner_profile"
+    assert told in str(refused.value)
+    assert str(path) in str(refused.value)
+
+
+def test_a_profile_by_which_computing_is_free_is_refused() -> None:
+    document = good()
+    document["compute"] |= {"step_s": 0, "token_s": 0, "attention_s": 0}
+    with pytest.raises(ValueError, match="computing cannot be free"):
+        CostProfile.from_json(document)
+
+
+def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        CostProfile.read(tmp_path / "none.json")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not JSON"):
+        CostProfile.read(tmp_path / "binary")
+
+
+@pytest.mark.parametrize("weights", [(-1.0, 0.0), (0.0, float("nan")), (float("inf"), 0.0)])
+def test_weights_are_finite_and_not_negative(weights: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="weights"):
+        CostWeights(*weights)

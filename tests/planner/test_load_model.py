@@ -1,0 +1,100 @@
+"""Seconds of loads: latency, bytes by type, bytes in flight."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.planner.load_model import LoadModel, TierRates
+from hetero_connector.spec import StateType
+
+KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
+PROFILE = {Tier.SSD: TierRates(0.01, {KV: 1e-9, SWA: 4e-9}, 2e-9)}
+
+
+def test_a_load_is_latency_and_bytes_of_each_type_behind_what_is_in_flight() -> None:
+    model = LoadModel([KV, SWA], PROFILE)
+    seconds = model.predict(Tier.SSD, {KV: 50_000_000, SWA: 1_000_000}, 30_000_000)
+    assert seconds == pytest.approx(0.01 + 0.05 + 0.004 + 0.06)
+
+
+def test_nothing_takes_no_time() -> None:
+    model = LoadModel([KV, SWA], PROFILE)
+    assert model.predict(Tier.SSD, {}) == 0.0
+    assert model.predict(Tier.SSD, {KV: 0}, in_flight_bytes=10**9) == 0.0
+
+
+def test_without_a_profile_a_faster_tier_is_thought_faster() -> None:
+    model = LoadModel([KV])
+    dram, ssd, peer = (model.predict(t, {KV: 10**8}) for t in (Tier.DRAM, Tier.SSD, Tier.PEER))
+    assert 0.0 < dram < ssd < peer
+
+
+def test_a_type_that_the_profile_lacks_gets_the_default() -> None:
+    model = LoadModel([KV, SWA], {Tier.SSD: TierRates(0.01, {KV: 1e-9}, 1e-9)})
+    assert model.rates(Tier.SSD).seconds_per_byte[SWA] == pytest.approx(1 / 3e9)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_latency_and_bandwidths_are_found_in_noise_with_outliers(seed: int) -> None:
+    rng = random.Random(seed)
+    model = LoadModel([KV, SWA])
+    for _ in range(300):
+        kv, swa = rng.randint(0, 10**9), rng.choice([0, 10**6, 10**8])
+        seconds = (0.004 + kv / 0.8e9 + swa / 0.2e9) * (1 + 0.1 * rng.gauss(0, 1))
+        if rng.random() < 0.08:
+            seconds *= 10
+        if kv + swa:
+            model.observe(Tier.SSD, {KV: kv, SWA: swa}, seconds)
+    for sizes in ({KV: 10**8}, {SWA: 10**8}, {KV: 5 * 10**8, SWA: 10**6}):
+        expected = 0.004 + sizes.get(KV, 0) / 0.8e9 + sizes.get(SWA, 0) / 0.2e9
+        assert model.predict(Tier.SSD, sizes) == pytest.approx(expected, rel=0.12)
+    assert model.errors(Tier.SSD).median < 0.15
+
+
+def test_a_load_behind_others_does_not_make_the_tier_look_slow() -> None:
+    model = LoadModel([KV])
+    for ahead in (0, 10**8, 4 * 10**8) * 20:
+        model.observe(Tier.SSD, {KV: 10**8}, (ahead + 10**8) / 1e9, ahead)
+    assert model.predict(Tier.SSD, {KV: 10**8}) == pytest.approx(0.1, rel=0.1)
+    assert model.predict(Tier.SSD, {KV: 10**8}, 10**8) == pytest.approx(0.2, rel=0.1)
+
+
+def test_tiers_are_learned_apart() -> None:
+    model = LoadModel([KV])
+    before = model.rates(Tier.DRAM)
+    model.observe(Tier.SSD, {KV: 10**8}, 5.0)
+    assert model.rates(Tier.DRAM) is before
+    assert model.predict(Tier.SSD, {KV: 10**8}) == pytest.approx(5.0, rel=0.1)
+
+
+def test_rates_stand_until_the_next_load_and_old_ones_are_kept() -> None:
+    model = LoadModel([KV])
+    before = model.rates(Tier.SSD)
+    assert model.rates(Tier.SSD) is before
+    old = before.seconds({KV: 10**8}, 0)
+    model.observe(Tier.SSD, {KV: 10**8}, 5.0)
+    assert model.rates(Tier.SSD) is not before
+    assert before.seconds({KV: 10**8}, 0) == old
+
+
+def test_a_tier_that_was_slow_is_tried_again_when_its_evidence_has_faded() -> None:
+    model = LoadModel([KV])
+    fast = model.predict(Tier.SSD, {KV: 10**8})
+    for _ in range(50):
+        model.observe(Tier.SSD, {KV: 10**8}, 5.0)
+    assert model.predict(Tier.SSD, {KV: 10**8}) > 4.5
+    for _ in range(3000):
+        model.fade(Tier.SSD)
+    assert model.predict(Tier.SSD, {KV: 10**8}) == pytest.approx(fast, rel=0.01)
+
+
+def test_what_was_no_load_teaches_nothing() -> None:
+    model = LoadModel([KV])
+    model.observe(Tier.SSD, {KV: 0}, 1.0, in_flight_bytes=100)
+    model.observe(Tier.SSD, {KV: 100}, 0.0)
+    assert model.errors(Tier.SSD).count == 0
+    with pytest.raises(KeyError):
+        model.observe(Tier.SSD, {SWA: 100}, 1.0)

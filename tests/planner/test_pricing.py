@@ -1,0 +1,160 @@
+"""Each term of the price, worked out by hand on round numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.planner.cost_model import CostModel, CostWeights, Terms
+from hetero_connector.planner.decision import Candidate, EngineLoad
+from hetero_connector.planner.restore_planner import RestorePlanner
+from hetero_connector.spec import ModelSpec
+from tests.planner.chains import (
+    CHUNK,
+    DENSE,
+    HYBRID,
+    KV,
+    SWA,
+    chain_of,
+    costs_of,
+    in_tier,
+    layout_of,
+    rates,
+)
+
+DRAM = {Tier.DRAM: rates(0.001, 1e-6)}
+CHUNK_BYTES = 4000  # of DENSE_KV: four pages of 16 tokens
+DRAM_CHUNK_S = 0.004
+
+
+def candidates(
+    costs: CostModel,
+    tiers: list[Tier],
+    load: EngineLoad,
+    model: ModelSpec = DENSE,
+    prompt_tokens: int = 1000,
+    local_tokens: int = 0,
+) -> list[Candidate]:
+    """Nothing, then every boundary of a chain whose chunks are in these tiers."""
+    chain = chain_of([in_tier(tier, *model.state_types) for tier in tiers])
+    planner = RestorePlanner(model, layout_of(model), costs)
+    limit = prompt_tokens - 1
+    return list(planner.plan(chain, local_tokens, limit, prompt_tokens, load).candidates())
+
+
+def approx(*terms: float) -> Terms:
+    return Terms(*(pytest.approx(x) for x in terms))
+
+
+def test_nothing_is_the_prefill_of_all_tokens() -> None:
+    nothing = candidates(costs_of(DENSE), [], EngineLoad())[0]
+    # 10 ms + 1000 x 1 ms + 1e-6 x 1000 x 500
+    assert nothing.terms == approx(0, 0, 1.51, 0, 0)
+
+
+def test_local_tokens_are_context_and_are_not_computed() -> None:
+    nothing = candidates(costs_of(DENSE), [], EngineLoad(), local_tokens=400)[0]
+    # 10 ms + 600 x 1 ms + 1e-6 x 600 x (400 + 300)
+    assert nothing.terms.compute_s == pytest.approx(0.01 + 0.6 + 0.42)
+
+
+def test_each_step_pays_its_fixed_part_and_attention_adds_up() -> None:
+    nothing = candidates(costs_of(DENSE, step_tokens=300), [], EngineLoad())[0]
+    assert nothing.terms.compute_s == pytest.approx(4 * 0.01 + 1.0 + 0.5)
+
+
+def test_a_parked_load_comes_before_the_compute() -> None:
+    two = candidates(costs_of(DENSE, load=DRAM), [Tier.DRAM] * 2, EngineLoad(layerwise=False))[2]
+    rest = 1000 - 2 * CHUNK
+    compute_s = 0.01 + rest * 1e-3 + 1e-6 * rest * (2 * CHUNK + rest / 2)
+    assert two.terms == approx(0, 0.001 + 2 * DRAM_CHUNK_S, compute_s, 0, 0)
+
+
+def test_layer_by_layer_only_the_first_layer_shows_where_compute_is_longer() -> None:
+    # HYBRID has two layers; at the second boundary five of the window's pages.
+    two = candidates(costs_of(HYBRID, load=DRAM), [Tier.DRAM] * 2, EngineLoad(), HYBRID)[2]
+    dram_s = 0.001 + (2 * CHUNK_BYTES + 5000) * 1e-6
+    assert two.terms.load_s == pytest.approx(dram_s / 2)
+
+
+def test_layer_by_layer_a_long_load_shows_what_the_first_step_does_not_hide() -> None:
+    slow = {Tier.DRAM: rates(0.0, 1e-4)}
+    costs = costs_of(HYBRID, (0.01, 1e-3, 0.0), load=slow, step_tokens=100)
+    two = candidates(costs, [Tier.DRAM] * 2, EngineLoad(), HYBRID)[2]
+    dram_s, first_step_s = 1.3, 0.11
+    assert two.terms.load_s == pytest.approx(dram_s - first_step_s + dram_s / 2)
+
+
+def test_ssd_is_staged_first_and_then_goes_from_dram_to_pages() -> None:
+    load = DRAM | {Tier.SSD: rates(0.1, 1e-5)}
+    mixed = candidates(
+        costs_of(DENSE, load=load), [Tier.DRAM, Tier.SSD, Tier.SSD], EngineLoad(layerwise=False)
+    )
+    in_dram, one_staged, two_staged = mixed[1:]
+    assert in_dram.terms.load_s == pytest.approx(0.001 + DRAM_CHUNK_S)
+    assert one_staged.terms.load_s == pytest.approx(0.1 + 0.04 + 0.001 + 2 * DRAM_CHUNK_S)
+    assert two_staged.terms.load_s == pytest.approx(0.1 + 0.08 + 0.001 + 3 * DRAM_CHUNK_S)
+
+
+def test_boundary_state_is_paid_at_its_own_boundary_only_and_by_its_own_rate() -> None:
+    load = {
+        Tier.DRAM: rates(0.0, 0.0),
+        Tier.SSD: rates(0.0, 1e-5, window_swa=1e-4),
+    }
+    chain = chain_of(
+        [in_tier(Tier.DRAM, KV) | in_tier(Tier.SSD, SWA), in_tier(Tier.DRAM, KV, SWA)] * 2
+    )
+    planner = RestorePlanner(HYBRID, layout_of(HYBRID), costs_of(HYBRID, load=load))
+    found = planner.plan(chain, 0, 999, 1000, EngineLoad(layerwise=False)).candidates()
+    # Four pages of window at 64 tokens, five from 80 on.
+    expected = [0.0, 4000 * 1e-4, 0.0, 5000 * 1e-4, 0.0]
+    assert [c.terms.load_s for c in found] == pytest.approx(expected, abs=1e-6)
+
+
+def test_tiers_are_staged_side_by_side() -> None:
+    load = DRAM | {Tier.SSD: rates(0.0, 1e-5), Tier.PEER: rates(0.0, 2e-5)}
+    three = candidates(
+        costs_of(DENSE, load=load), [Tier.PEER, Tier.SSD, Tier.SSD], EngineLoad(layerwise=False)
+    )[3]
+    assert three.terms.load_s == pytest.approx(max(0.08, 0.08) + 0.001 + 3 * DRAM_CHUNK_S)
+
+
+def test_bytes_in_flight_go_first() -> None:
+    load = DRAM | {Tier.SSD: rates(0.1, 1e-5)}
+    busy = EngineLoad(in_flight_bytes={Tier.SSD: 50_000}, layerwise=False)
+    one = candidates(costs_of(DENSE, load=load), [Tier.SSD], busy)[1]
+    assert one.terms.load_s == pytest.approx(0.1 + 0.5 + 0.04 + 0.001 + DRAM_CHUNK_S)
+
+
+def test_the_queue_is_waited_for_and_hides_staging() -> None:
+    load = DRAM | {Tier.SSD: rates(0.1, 1e-5)}
+    for queued, hidden_s in ((0, 0.0), (100, 0.11), (1000, 0.14)):
+        busy = EngineLoad(queued_tokens=queued, layerwise=False)
+        one = candidates(costs_of(DENSE, load=load), [Tier.SSD], busy)[1]
+        assert one.terms.queue_s == pytest.approx((0.01 + queued * 1e-3) if queued else 0.0)
+        assert one.terms.load_s == pytest.approx(0.14 - hidden_s + 0.001 + DRAM_CHUNK_S)
+
+
+@pytest.mark.parametrize("layerwise", [True, False])
+def test_decodes_are_held_up_by_compute_and_by_layerwise_loads(layerwise: bool) -> None:
+    costs = costs_of(DENSE, load={Tier.DRAM: rates(5.0, 0.0)}, weights=CostWeights(0.02, 0.0))
+    busy = EngineLoad(running_decodes=3, layerwise=layerwise)
+    nothing, one = candidates(costs, [Tier.DRAM], busy)
+    assert nothing.terms.stall_s == pytest.approx(0.06 * nothing.terms.compute_s)
+    held_s = one.terms.compute_s + (one.terms.load_s if layerwise else 0.0)
+    assert one.terms.stall_s == pytest.approx(0.06 * held_s)
+    assert one.terms.load_s > 4.9
+
+
+def test_kv_pages_are_paid_by_gib_and_second() -> None:
+    costs = costs_of(DENSE, load=DRAM, weights=CostWeights(0.0, 3.0))
+    nothing, one = candidates(costs, [Tier.DRAM], EngineLoad(layerwise=False))
+    gib = 1000 * 1024 / 16 / 2**30
+    assert nothing.terms.hbm_s == pytest.approx(3 * gib * nothing.terms.compute_s)
+    assert one.terms.hbm_s == pytest.approx(3 * gib * (one.terms.compute_s + one.terms.load_s))
+
+
+def test_the_total_and_the_time_to_first_token_are_sums() -> None:
+    terms = Terms(1.0, 2.0, 4.0, 8.0, 16.0)
+    assert terms.total_s == 31.0
+    assert terms.ttft_s == 7.0

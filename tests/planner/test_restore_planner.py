@@ -1,0 +1,337 @@
+"""The decision is the cheapest of all candidates, and says what it is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_connector.artifacts.record import StoredChunk, Tier
+from hetero_connector.planner.cost_model import CostModel, CostWeights, Terms
+from hetero_connector.planner.decision import Action, Decision, EngineLoad
+from hetero_connector.planner.load_model import TierRates
+from hetero_connector.planner.restore_plan import plan_restore
+from hetero_connector.planner.restore_planner import RestorePlanner
+from hetero_connector.spec import ModelSpec, StateType
+from tests.planner.chains import (
+    CHUNK,
+    DENSE,
+    HYBRID,
+    KV,
+    LLAMA4,
+    SWA,
+    WINDOWS_ONLY,
+    SlowPlanner,
+    chain_of,
+    costs_of,
+    in_tier,
+    layout_of,
+    rates,
+)
+
+FAST = {Tier.DRAM: rates(1e-4, 1e-9), Tier.SSD: rates(1e-3, 1e-8)}
+SLOW = {Tier.DRAM: rates(1e-4, 1e-9), Tier.SSD: rates(1e-3, 1e-3)}
+BOTH = in_tier(Tier.DRAM, KV, SWA)
+IDLE = EngineLoad()
+
+places = st.sampled_from([None, Tier.DRAM, Tier.DRAM, Tier.SSD, Tier.PEER])
+seconds = st.floats(0, 1e-3)
+
+
+@st.composite
+def chains(draw: st.DrawFn, model: ModelSpec) -> list[StoredChunk]:
+    held = draw(st.lists(st.tuples(*(places for _ in model.state_types)), max_size=9))
+    mappings = [
+        {t: tier for t, tier in zip(model.state_types, row, strict=True) if tier} for row in held
+    ]
+    tail = draw(st.sampled_from([0, 16, 48]))
+    return chain_of(mappings, tail, shared=draw(st.booleans()))
+
+
+@st.composite
+def cost_models(draw: st.DrawFn, model: ModelSpec) -> CostModel:
+    compute = draw(st.tuples(st.floats(0, 0.1), st.floats(1e-6, 1e-2), st.floats(0, 1e-5)))
+    load = {
+        tier: rates(draw(st.floats(0, 0.2)), draw(st.floats(0, 1e-4)), window_swa=draw(seconds))
+        for tier in Tier
+    }
+    weights = CostWeights(draw(st.floats(0, 0.1)), draw(st.floats(0, 10.0)))
+    return costs_of(model, compute, load, weights, draw(st.sampled_from([0, 50, 128])))
+
+
+loads = st.builds(
+    EngineLoad,
+    st.sampled_from([0, 0, 100]),
+    st.sampled_from([0, 0, 7]),
+    st.dictionaries(st.sampled_from(list(Tier)), st.integers(0, 10_000)),
+    st.booleans(),
+)
+models = st.sampled_from([DENSE, HYBRID, LLAMA4, WINDOWS_ONLY])
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A planning question."""
+
+    model: ModelSpec
+    stored: list[StoredChunk]
+    local_tokens: int
+    prompt_tokens: int
+    costs: CostModel
+    load: EngineLoad
+
+    def decide(self, mode: str = "cost", **options: float) -> Decision:
+        planner = RestorePlanner(self.model, layout_of(self.model), self.costs, mode, **options)
+        limit = self.prompt_tokens - 1
+        return planner.plan(self.stored, self.local_tokens, limit, self.prompt_tokens, self.load)
+
+    def every_way(self, replay_tokens: int) -> dict[tuple[int, int], Terms]:
+        """(boundary, replayed tokens) -> terms, asked of the slow planner one by one."""
+        slow = SlowPlanner(layout_of(self.model), self.costs, self.load, self.prompt_tokens)
+        ways = {(self.local_tokens, 0): slow.terms([], self.local_tokens)}
+        chunks: list[StoredChunk] = []
+        for stored in self.stored:
+            end = stored.chunk.end
+            if end <= self.local_tokens:
+                continue
+            if end >= self.prompt_tokens:
+                break
+            chunks = [*chunks, stored]
+            if any(t not in stored.tiers for t in self.model.prefix_types):
+                break
+            if all(t in stored.tiers for t in self.model.boundary_types):
+                ways[end, 0] = slow.terms(chunks, 0)
+            replayable = replay_tokens and self.model.boundary_types and self.model.prefix_types
+            if replayable and end - replay_tokens > self.local_tokens:
+                ways[end, replay_tokens] = slow.terms(chunks, 0, replay_tokens)
+        return ways
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    model = draw(models)
+    return Case(
+        model,
+        draw(chains(model)),
+        draw(st.sampled_from([0, 0, 16, CHUNK, CHUNK + 16, 3 * CHUNK])),
+        draw(st.integers(4 * CHUNK, 12 * CHUNK)),
+        draw(cost_models(model)),
+        draw(loads),
+    )
+
+
+@given(cases(), st.sampled_from([0, 0, 30, 100]))
+def test_the_decision_is_the_cheapest_of_all_candidates(case: Case, replay_tokens: int) -> None:
+    ways = case.every_way(replay_tokens)
+    decision = case.decide(replay_tokens=replay_tokens)
+    found = {(c.boundary, c.boundary - c.resume_tokens): c.terms for c in decision.candidates()}
+    assert found.keys() == ways.keys()
+    for way, terms in ways.items():
+        assert found[way] == pytest.approx(terms, rel=1e-9, abs=1e-12)
+    plan = decision.plan
+    chosen = (plan.boundary, plan.replay_tokens) if plan else (case.local_tokens, 0)
+    assert decision.predicted == pytest.approx(ways[chosen], rel=1e-9, abs=1e-12)
+    cheapest = min(terms.total_s for terms in ways.values())
+    assert decision.predicted.total_s <= cheapest * (1 + 1e-9)
+    marked = [c for c in decision.candidates() if c.chosen]
+    assert [(c.boundary, c.boundary - c.resume_tokens) for c in marked] == [chosen]
+
+
+@given(cases())
+def test_planned_is_never_worse_than_always_or_never_loading(case: Case) -> None:
+    planned, always, never = (
+        case.decide(mode).predicted.total_s for mode in ("cost", "always_load", "never_load")
+    )
+    assert planned <= min(always, never)
+
+
+@given(cases())
+def test_always_load_is_the_plan_of_plan_restore(case: Case) -> None:
+    plan = case.decide("always_load").plan
+    limit = case.prompt_tokens - 1
+    assert plan == plan_restore(case.model, case.stored, case.local_tokens, limit)
+
+
+@given(cases())
+def test_a_plan_of_the_same_boundary_is_the_plan_of_plan_restore(case: Case) -> None:
+    """What the engine gets does not depend on who chose it."""
+    plan = case.decide().plan
+    if plan is not None:
+        expected = plan_restore(case.model, case.stored, case.local_tokens, plan.boundary)
+        assert expected is not None
+        assert dataclasses.replace(plan, held=expected.held) == expected
+        assert all(tiers in expected.held for tiers in plan.held)
+        assert all(tiers in plan.held for tiers in expected.held)
+
+
+@given(cases())
+def test_never_load_computes_everything(case: Case) -> None:
+    decision = case.decide("never_load")
+    assert decision.plan is None
+    assert decision.predicted == decision.nothing
+    assert decision.reuse_benefit_s == 0.0
+    assert decision.actions == (Action.RECOMPUTE_TAIL,)
+
+
+@given(cases(), st.floats(1.0, 100.0))
+def test_a_slower_tier_never_makes_the_best_cheaper(case: Case, factor: float) -> None:
+    slower = {}
+    for tier in Tier:
+        now = case.costs.load.rates(tier)
+        slower[tier] = TierRates(
+            now.latency_s * factor,
+            {t: s * factor for t, s in now.seconds_per_byte.items()},
+            now.ahead_s_per_byte * factor,
+        )
+    costs = costs_of(
+        case.model,
+        case.costs.compute.coefficients,
+        slower,
+        case.costs.weights,
+        case.costs.step_tokens,
+    )
+    after = dataclasses.replace(case, costs=costs).decide().predicted.total_s
+    assert after >= case.decide().predicted.total_s * (1 - 1e-9)
+
+
+@given(cases(), st.integers(0, 8))
+def test_more_that_is_stored_never_makes_the_best_dearer(case: Case, count: int) -> None:
+    fewer = dataclasses.replace(case, stored=case.stored[:count])
+    assert case.decide().predicted.total_s <= fewer.decide().predicted.total_s
+
+
+def full_chain(*tiers: Tier, model: ModelSpec = HYBRID) -> list[StoredChunk]:
+    return chain_of([in_tier(tier, *model.state_types) for tier in tiers])
+
+
+def case_of(
+    stored: list[StoredChunk], costs: CostModel, model: ModelSpec = HYBRID, load: EngineLoad = IDLE
+) -> Case:
+    return Case(model, stored, 0, 8 * CHUNK, costs, load)
+
+
+def test_only_the_first_chunks_are_loaded_where_the_rest_is_slow() -> None:
+    case = case_of(full_chain(*[Tier.DRAM] * 3, *[Tier.SSD] * 3), costs_of(HYBRID, load=SLOW))
+    decision = case.decide()
+    assert decision.plan is not None
+    assert decision.plan.boundary == 3 * CHUNK
+    assert decision.actions == (
+        Action.LOAD_COMPRESSED_KV,
+        Action.LOAD_SWA_CHECKPOINT,
+        Action.RECOMPUTE_TAIL,
+        Action.DROP_LOW_UTILITY_ARTIFACT,
+    )
+
+
+def test_what_is_on_ssd_is_prefetched_where_that_pays() -> None:
+    case = case_of(full_chain(*[Tier.SSD] * 3, model=DENSE), costs_of(DENSE, load=FAST), DENSE)
+    assert case.decide().actions == (
+        Action.LOAD_COMPRESSED_KV,
+        Action.PREFETCH_ARTIFACT,
+        Action.RECOMPUTE_TAIL,
+    )
+
+
+def test_nothing_is_loaded_where_computing_is_cheaper() -> None:
+    decision = case_of(full_chain(*[Tier.SSD] * 3), costs_of(HYBRID, load=SLOW)).decide()
+    assert decision.plan is None
+    assert decision.actions == (Action.RECOMPUTE_TAIL, Action.DROP_LOW_UTILITY_ARTIFACT)
+    assert decision.reuse_benefit_s == 0.0
+
+
+def test_the_benefit_is_the_prefill_less_the_load_the_rest_and_the_stall() -> None:
+    costs = costs_of(HYBRID, load=FAST, weights=CostWeights(0.5, 0.0))
+    case = case_of(full_chain(*[Tier.DRAM] * 4), costs, load=EngineLoad(running_decodes=2))
+    decision = case.decide()
+    whole, chosen = decision.nothing, decision.predicted
+    assert whole.compute_s * 2 - chosen.compute_s * 2 - chosen.load_s * 2 == pytest.approx(
+        decision.reuse_benefit_s
+    )
+    assert decision.reuse_benefit_s > 0.2
+
+
+def test_a_tie_goes_to_loading_deeper() -> None:
+    """Compute is one step whatever its length, and nothing else costs anything."""
+    free = {Tier.DRAM: rates(0.0, 0.0)}
+    case = case_of(full_chain(*[Tier.DRAM] * 4), costs_of(HYBRID, (0.1, 0.0, 0.0), load=free))
+    decision = case.decide()
+    assert decision.nothing.total_s == decision.predicted.total_s
+    assert decision.plan is not None
+    assert decision.plan.boundary == 4 * CHUNK
+
+
+def test_staging_beyond_the_deadline_is_not_taken_but_shown() -> None:
+    load = FAST | {Tier.SSD: rates(0.0, 1e-6)}  # 4 ms of prefix a chunk
+    dear_compute = costs_of(DENSE, (0.0, 1.0, 0.0), load=load)
+    case = case_of(full_chain(*[Tier.SSD] * 4, model=DENSE), dear_compute, DENSE)
+    decision = case.decide(deadline_s=0.010)
+    assert decision.plan is not None
+    assert decision.plan.boundary == 2 * CHUNK
+    assert [c.in_time for c in decision.candidates()] == [True, True, True, False, False]
+
+
+def test_replay_restores_where_no_checkpoint_is_near() -> None:
+    stored = chain_of([in_tier(Tier.DRAM, KV)] * 6)
+    case = case_of(stored, costs_of(HYBRID, load=FAST))
+    assert case.decide().plan is None
+    decision = case.decide(replay_tokens=80)
+    plan = decision.plan
+    assert plan is not None
+    assert (plan.boundary, plan.resume_tokens) == (6 * CHUNK, 6 * CHUNK - 80)
+    assert plan.boundary_types == ()
+    assert decision.actions == (
+        Action.LOAD_COMPRESSED_KV,
+        Action.RECOMPUTE_SWA,
+        Action.RECOMPUTE_TAIL,
+    )
+
+
+def test_a_checkpoint_is_taken_where_it_is_cheaper_than_replay() -> None:
+    case = case_of(full_chain(*[Tier.DRAM] * 6), costs_of(HYBRID, load=FAST))
+    plan = case.decide(replay_tokens=80).plan
+    assert plan is not None
+    assert (plan.boundary, plan.replay_tokens) == (6 * CHUNK, 0)
+
+
+def test_replay_is_no_way_for_a_model_without_boundary_state() -> None:
+    case = case_of(full_chain(*[Tier.DRAM] * 6, model=DENSE), costs_of(DENSE), DENSE)
+    assert all(c.boundary == c.resume_tokens for c in case.decide(replay_tokens=80).candidates())
+
+
+def test_a_decision_keeps_the_costs_it_was_made_by() -> None:
+    case = case_of(full_chain(*[Tier.DRAM] * 3), costs_of(HYBRID, load=FAST))
+    decision = case.decide()
+    before = decision.candidates()
+    case.costs.compute.observe(1000, 0, 99.0)
+    case.costs.load.observe(Tier.DRAM, {KV: 1000}, 99.0)
+    assert decision.candidates() == before
+    assert case.decide().candidates() != before
+
+
+def test_bytes_are_told_by_tier() -> None:
+    stored = chain_of([BOTH, in_tier(Tier.SSD, KV) | in_tier(Tier.DRAM, SWA)])
+    last = case_of(stored, costs_of(HYBRID)).decide().candidates()[-1]
+    assert last.load_bytes == {Tier.DRAM: 4000 + 5000, Tier.SSD: 4000}
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match="sometimes"):
+        RestorePlanner(DENSE, layout_of(DENSE), costs_of(DENSE), "sometimes")  # type: ignore[arg-type]
+
+
+def test_long_prompts_of_a_chain_that_holds_one_type_each_time() -> None:
+    """Beyond the arrays the planner starts with."""
+    tiers = in_tier(Tier.DRAM, StateType.DENSE_KV)
+    stored = chain_of([tiers])[:1]
+    key = stored[0].chunk
+    stored = [
+        StoredChunk(dataclasses.replace(key, start=i * CHUNK, end=(i + 1) * CHUNK), tiers)
+        for i in range(3000)
+    ]
+    planner = RestorePlanner(DENSE, layout_of(DENSE), costs_of(DENSE, load=FAST))
+    plan = planner.plan(stored, 0, math.inf, 3000 * CHUNK + 1, IDLE).plan  # type: ignore[arg-type]
+    assert plan is not None
+    assert plan.boundary == 3000 * CHUNK
