@@ -1,6 +1,7 @@
 """The artifact store: sealed KV state in DRAM and on SSD, found again by its prefix.
 
 Owns: which artifact is in which slot (`tiers`, `slots`), what leaves first (`eviction`),
+what is worth writing to SSD (`admission`, `write_budget`),
 the DRAM arena (`arena`), the SSD directory and its journal, and the I/O thread that is
 the only one to touch them (`io_thread`). May import `artifacts`, `spec` and `transfer`;
 knows no engine.

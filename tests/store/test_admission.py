@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from filling import CHUNK, CHUNK_BYTES, DENSE, SIZES, WINDOW, Bench, Disk, begin, chain, ids_of, put
+from filling import CHUNK_BYTES, DENSE, SIZES, WINDOW, Bench, Disk, begin, chain, ids_of, put
 
 from hetero_connector.artifacts.index import Artifact, Node
 from hetero_connector.artifacts.record import ChunkRange
@@ -306,26 +306,27 @@ def test_two_days_of_sessions_stay_within_capacity_and_budget(
         w.clock.now_s = minute * 60.0
         if minute == 24 * 60:
             w.restart()
+        for _ in range(2):
+            one_shots += 1
+            Session(f"one {one_shots}").turn(w.store, w, 2)
         session = rng.choice(sessions)
         if session.length > 10:
             session.length, session.name = 0, f"{session.name}+"
         session.turn(w.store, w, rng.randint(1, 2))
-        for _ in range(2):
-            one_shots += 1
-            Session(f"one {one_shots}").turn(w.store, w, 2)
         w.settle()
         written_at.append((w.clock.now_s, disk.written_bytes))
         day_ago = max(b for at, b in written_at if at <= max(0.0, w.clock.now_s - DAY_S))
         assert disk.written_bytes - day_ago <= a_day * CHUNK_BYTES
         w.store.check_integrity()
     assert disk.written_bytes > 1.5 * a_day * CHUNK_BYTES, "the budget is used"
-    asked = 2 * 24 * 6 * 5.5
-    assert asked > 4 * 2 * a_day, "and was not enough"
     came_back = [c for s in sessions for c in chain(s.name, s.length)]
     nobody = [c for i in range(one_shots - 100, one_shots) for c in chain(f"one {i}", 2)]
-    assert w.on_ssd(came_back) / len(came_back) > 5 * w.on_ssd(nobody) / len(nobody)
+    # Written first come, first served, it is none of the one and a fifth of the other.
+    assert w.on_ssd(came_back) > len(came_back) / 2
+    assert w.on_ssd(nobody) < len(nobody) / 50
     payload = w.bench.recorder.drain() or {}
     today = payload[GAUGES]["heterocache_ssd_written_today_bytes{}"]
     assert 0 < today <= a_day * CHUNK_BYTES
-    assert any(k.startswith("heterocache_spills_refused") for k in payload[COUNTERS])
-    assert CHUNK == 256
+    refused = payload[COUNTERS]["heterocache_spills_refused{state_type=dense_kv}"]
+    spilled = payload[COUNTERS]["heterocache_spilled_bytes{state_type=dense_kv}"] / SIZES[DENSE]
+    assert refused > 3 * spilled, "it was not enough by far"
