@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.config import HeteroConfig
-from hetero_connector.engine.start import _warnings
+from hetero_connector.engine.start import _store_config, _warnings
+from hetero_connector.machine import GIB
+from hetero_connector.store.base import StoreConfig
 from tests.engine.fakes import HYBRID
 
 LAYOUT = ArtifactLayout(HYBRID, 64)
@@ -31,3 +36,19 @@ def test_a_write_budget_smaller_than_a_chunk_is_pointed_out() -> None:
     config = HeteroConfig(dram_gib=0.1, ssd_write_gib_per_day=1e-6)
     (warning,) = _warnings(LAYOUT, config, max_model_len=4096)
     assert "ssd_write_gib_per_day=1e-06 lets 134 bytes be written at once" in warning
+
+
+def test_data_parallel_engines_share_the_ssd_and_its_write_budget(tmp_path: Path) -> None:
+    parallel = SimpleNamespace(data_parallel_size=4, data_parallel_index=2)
+    config = HeteroConfig(
+        dram_gib=1, ssd_dir=tmp_path, ssd_gib=8, ssd_write_gib_per_day=40, eviction="value"
+    )
+    made = _store_config(config, SimpleNamespace(parallel_config=parallel), shared=False)  # type: ignore[arg-type]
+    assert made == StoreConfig(
+        dram_bytes=GIB,
+        ssd_dir=tmp_path / "dp2",
+        ssd_bytes=2 * GIB,
+        ssd_write_bytes_per_day=10 * GIB,
+        eviction="value",
+        shared=False,
+    )
