@@ -160,7 +160,7 @@ KEYS: tuple[Key, ...] = (
     ),
     Key(
         "ssd_write_gib_per_day", "number > 0", "none: no limit",
-        "Most GiB written to SSD in any 24 hours, for what is worth most; needs `ssd_dir`",
+        "Most GiB an engine writes to SSD in any 24 hours, for what is worth most; needs `ssd_dir`",
         _capacity,
     ),
     Key(
