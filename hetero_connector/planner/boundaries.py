@@ -101,19 +101,16 @@ class Holdings:
     @classmethod
     def of(cls, chunks: Sequence[StoredChunk]) -> Holdings:
         """`chunks` has at least one."""
-        held = [stored.tiers for stored in chunks]
-        first = held[0]
-        # Two looks spare the usual mixtures (fast before slow, every other one) the count.
-        if (
-            held[-1] is first
-            and held[len(held) // 2 - 1] is first
-            and held.count(first) == len(held)
-        ):
-            return cls([first], [0], np.zeros(len(held), np.intp))
+        first, size = chunks[0].tiers, len(chunks)
+        # Two looks spare the usual mixtures, fast before slow or every other one, the rest.
+        if chunks[-1].tiers is first and chunks[size // 2 - 1].tiers is first:
+            held = [stored.tiers for stored in chunks]
+            if held.count(first) == size:  # compares by identity first
+                return cls([first], [0], np.zeros(size, np.intp))
         code: defaultdict[int, int] = defaultdict(count().__next__)
-        codes = [code[id(x)] for x in held]
+        codes = [code[id(stored.tiers)] for stored in chunks]
         firsts = [codes.index(i) for i in range(len(code))]
-        return cls([held[i] for i in firsts], firsts, np.asarray(array("I", codes)))
+        return cls([chunks[i].tiers for i in firsts], firsts, np.asarray(array("I", codes)))
 
     def up_to(self, count: int) -> Holdings:
         """Of the first `count` chunks."""

@@ -42,6 +42,7 @@ class TierTable:
         self.chunk_s = sum(self.prefix_s.values())
         self.checkpoint_s: Floats = self.boundary_s.sum(axis=0)
         """[columns]"""
+        self._no_checkpoint_s: Floats = np.zeros_like(self.checkpoint_s)
 
     def seconds(self, bytes_by_type: Mapping[StateType, int], types: Iterable[StateType]) -> float:
         """Of moving those types of one chunk; the latency is not in it."""
@@ -55,7 +56,12 @@ class TierTable:
     def boundary_seconds(self, types: Container[StateType]) -> Floats:
         """[columns] of moving the boundary types among `types` at each boundary."""
         chosen = [t in types for t in self.boundary_types]
-        return self.checkpoint_s if all(chosen) else self.boundary_s[chosen].sum(axis=0)
+        if all(chosen):
+            return self.checkpoint_s
+        if not any(chosen):
+            return self._no_checkpoint_s
+        seconds: Floats = self.boundary_s[chosen].sum(axis=0)
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -63,14 +69,14 @@ class Prices:
     """Seconds by term, over the chunks at whose end the request may resume."""
 
     resume: Floats
-    load_s: Floats
-    compute_s: Floats
-    stall_s: Floats
-    hbm_s: Floats
-    total_s: Floats
-    """The terms together with the queue."""
+    """Where the engine computes from, in tokens."""
     staged_s: Floats | None
-    """Seconds of staging; None where everything is in DRAM."""
+    """Until everything is in DRAM; None where it is there already."""
+    exposed_s: Floats
+    """From DRAM to pages, as far as compute does not hide it."""
+    compute_s: Floats
+    total_s: Floats
+    """All terms together."""
 
 
 class Pricing:
@@ -96,6 +102,8 @@ class Pricing:
         self._coefficients = costs.compute.coefficients
         self._queue_s = costs.queue_s(load.queued_tokens)
         self._stall = costs.weights.stall * load.running_decodes
+        # A parked load runs beside the steps of others; layer by layer it may hold them up.
+        self._load_stall = self._stall if load.layerwise else 0.0
         self._hbm = costs.weights.hbm_s_per_gib_s * grid.page_bytes_per_token * prompt_tokens / _GIB
         self._num_layers = len(grid.model.stored_layers)
 
@@ -117,44 +125,48 @@ class Pricing:
         resume = span.ends - replay_tokens if replay_tokens else span.ends
         staged_s = self._staged(span, held)
         compute_s = self._compute(resume)
-        exposed_s = dram_s = self._dram(span)
+        exposed_s = self._dram(span)
         if self._load.layerwise:
-            hidden_s = self._first_step(resume)
-            exposed_s = np.maximum(dram_s - hidden_s, 0.0) + dram_s / self._num_layers
-        busy_s = exposed_s + compute_s
-        # A parked load runs beside the steps of others, but holds its pages.
-        stall_s = self._stall * (busy_s if self._load.layerwise else compute_s)
-        hbm_s = self._hbm * busy_s
-        load_s = exposed_s
-        if staged_s is not None:
-            load_s = np.maximum(staged_s - self._queue_s, 0.0) + exposed_s
-        total_s = load_s + compute_s + stall_s + hbm_s + self._queue_s
-        return Prices(resume, load_s, compute_s, stall_s, hbm_s, total_s, staged_s)
+            first_s = self._first_step(resume, compute_s)
+            exposed_s = np.maximum(exposed_s - first_s, 0.0) + exposed_s / self._num_layers
+        waited_s = self._queue_s if staged_s is None else np.maximum(staged_s, self._queue_s)
+        total_s = (exposed_s + compute_s) * (1.0 + self._hbm + self._load_stall)
+        total_s += waited_s
+        if self._load_stall != self._stall:
+            total_s += compute_s * self._stall
+        return Prices(resume, staged_s, exposed_s, compute_s, total_s)
 
     def terms(self, prices: Prices, index: int) -> Terms:
         """One boundary's."""
+        exposed_s, compute_s = float(prices.exposed_s[index]), float(prices.compute_s[index])
+        staged_s = 0.0 if prices.staged_s is None else float(prices.staged_s[index])
         return Terms(
             self._queue_s,
-            float(prices.load_s[index]),
-            float(prices.compute_s[index]),
-            float(prices.stall_s[index]),
-            float(prices.hbm_s[index]),
+            max(staged_s - self._queue_s, 0.0) + exposed_s,
+            compute_s,
+            self._stall * compute_s + self._load_stall * exposed_s,
+            self._hbm * (exposed_s + compute_s),
         )
 
     def _compute(self, resume: Tokens) -> Tokens:
         """Seconds of the prompt's tokens from `resume` on, in as many steps as it takes."""
         step_s, token_s, attention_s = self._coefficients
         rest = self._prompt_tokens - resume
-        # n (context + n / 2) for context = resume and n = rest
-        work_s = rest * (token_s + attention_s / 2 * (self._prompt_tokens + resume))
+        # attention_work of the rest over `resume` is rest (prompt + resume) / 2
+        fixed_s = token_s + attention_s / 2 * self._prompt_tokens
+        work_s = rest * (fixed_s + attention_s / 2 * resume)
         steps: Tokens = np.ceil(rest / self._step_tokens)
         return work_s + step_s * steps
 
-    def _first_step(self, resume: Floats) -> Floats:
-        """Seconds of the step that admits the request."""
+    def _first_step(self, resume: Floats, compute_s: Floats) -> Floats:
+        """Seconds of the step that admits the request: a full one, or all that is left."""
         step_s, token_s, attention_s = self._coefficients
-        new = np.minimum(self._prompt_tokens - resume, self._step_tokens)
-        return step_s + new * (token_s + attention_s * (resume + new / 2))
+        size = self._step_tokens
+        full_s = step_s + size * (token_s + attention_s / 2 * size)
+        first_s = resume * (size * attention_s) + full_s
+        last = int(resume.searchsorted(self._prompt_tokens - size))
+        first_s[last:] = compute_s[last:]
+        return first_s
 
     def _dram(self, span: _Span) -> Floats:
         """Seconds from DRAM to pages."""
@@ -189,8 +201,8 @@ class Pricing:
             per_chunk_s[-1] = table.seconds(span.tail_bytes, last & table.prefix_s.keys())
         moved_s: Floats = per_chunk_s.cumsum()
         if span.with_checkpoint:
-            by_code_s = np.array([table.boundary_seconds(types) for types in here])
-            checkpoint_s = by_code_s[held.codes, span.columns]
+            by_code_s = np.concatenate([table.boundary_seconds(types) for types in here])
+            checkpoint_s = by_code_s.take(held.codes * len(table.checkpoint_s) + span.columns)
             if span.tail_bytes:
                 checkpoint_s[-1] = table.seconds(span.tail_bytes, last - table.prefix_s.keys())
             moved_s += checkpoint_s

@@ -57,17 +57,10 @@ class Weighing:
 
     def cheapest(self) -> tuple[RestorePlan | None, Terms]:
         """The best way; loading wins a tie, and the deeper of two."""
-        best: tuple[float, int] = (self._nothing_s, -1)
-        best_way = None
-        for way in self._ways:
-            index = way.cheapest()
-            total_s = float(way.total_s[index])
-            if total_s <= self._nothing_s and (total_s, -index) < (best[0], -best[1]):
-                best, best_way = (total_s, index), way
-        if best_way is None:
+        way = min(self._ways, key=lambda way: (way.best_s, -way.best), default=None)
+        if way is None or way.best_s > self._nothing_s:
             return None, self.nothing
-        index = best[1]
-        return self._plan(best_way, index), self._pricing.terms(best_way.prices, index)
+        return self._plan(way, way.best), self._pricing.terms(way.prices, way.best)
 
     def of(self, plan: RestorePlan | None) -> tuple[RestorePlan | None, Terms]:
         """A plan made elsewhere, without replay, and its terms."""
@@ -116,9 +109,10 @@ class Weighing:
         total_s = prices.total_s
         if possible is not None:
             total_s = np.where(possible, total_s, math.inf)
-        if prices.staged_s is not None and prices.staged_s.max() > deadline_s:
+        if prices.staged_s is not None and deadline_s < math.inf:
             total_s = np.where(prices.staged_s <= deadline_s, total_s, math.inf)
-        return _Way(prices, total_s, possible, replay_tokens)
+        best = len(total_s) - 1 - int(total_s[::-1].argmin())
+        return _Way(prices, total_s, possible, replay_tokens, best, float(total_s[best]))
 
     def _way_of(self, plan: RestorePlan) -> _Way:
         return self._ways[1 if plan.replay_tokens else 0]
@@ -159,10 +153,10 @@ class _Way:
     possible: Flags | None
     """None where all are."""
     replay_tokens: int
-
-    def cheapest(self) -> int:
-        """Its chunk; of equals the deepest."""
-        return len(self.total_s) - 1 - int(self.total_s[::-1].argmin())
+    best: int
+    """The chunk at the cheapest boundary; of equals the deepest."""
+    best_s: float
+    """That boundary's total."""
 
 
 def _unbroken(model: ModelSpec, held: Holdings, count: int) -> int:

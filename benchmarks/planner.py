@@ -1,0 +1,159 @@
+"""`python -m benchmarks.planner [--json]`: what a decision of the restore planner takes.
+
+`decision_us_131k`, `decision_us_1m`: microseconds of the scheduler's thread for one decision
+over a prompt of 131,072 and of 1,048,576 tokens whose chunks are all stored; medians, the
+worst of the models and of where the chunks are. Goals <= 100 and <= 1000. Before each
+decision the cost model learns from a step and a load, as it does in an engine, so the
+decision finds no table that was made for the one before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from benchmarks.measure import machine_line, rounded, save, table, timed
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.artifacts.record import ChunkKey, ChunkRange, StoredChunk, Tier
+from hetero_connector.planner.compute_model import ComputeRegression
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.decision import EngineLoad
+from hetero_connector.planner.load_model import LoadModel
+from hetero_connector.planner.restore_planner import RestorePlanner
+from hetero_connector.spec import ModelSpec, StateType
+from hetero_connector.spec.presets import PRESETS
+
+MODELS = ("llama-3.1-8b", "gemma-3-27b", "deepseek-v4-flash")
+SIZES = {"131k": 131_072, "1m": 1_048_576}
+GOALS_US = {"decision_us_131k": 100.0, "decision_us_1m": 1000.0}
+_STEP_TOKENS = 8192
+_REPLAY_TOKENS = 8192
+_BUSY = EngineLoad(queued_tokens=2000, running_decodes=16, in_flight_bytes={Tier.SSD: 50_000_000})
+
+Held = Mapping[StateType, Tier]
+Place = Callable[[int, int], Held]
+"""(chunk, chunks) -> what is held of it, and where."""
+
+
+@dataclass(frozen=True)
+class DecisionTiming:
+    """Median seconds of a decision."""
+
+    model: str
+    size: str
+    held: str
+    chunks: int
+    decision_s: float
+    replay_s: float
+    """With replay among the ways to restore: twice the boundaries to price."""
+
+
+def places(model: ModelSpec) -> dict[str, Place]:
+    """Where the chunks of a long prompt typically are."""
+    dram, ssd = (dict.fromkeys(model.state_types, tier) for tier in (Tier.DRAM, Tier.SSD))
+    bare_dram, bare_ssd = (
+        dict.fromkeys(model.prefix_types, tier) for tier in (Tier.DRAM, Tier.SSD)
+    )
+
+    def mixed(chunk: int, chunks: int) -> Held:
+        full, bare = (dram, bare_dram) if 2 * chunk < chunks else (ssd, bare_ssd)
+        return bare if chunk % 4 else full
+
+    return {
+        "DRAM": lambda chunk, chunks: dram,
+        "half DRAM, half SSD": lambda chunk, chunks: dram if 2 * chunk < chunks else ssd,
+        "the same, every 4th checkpoint": mixed,
+    }
+
+
+def measure(name: str, size: str, repeats: int) -> list[DecisionTiming]:
+    """One model and prompt length, for every place."""
+    model = PRESETS[name]()
+    layout = ArtifactLayout(model, model.default_chunk_tokens())
+    chunks = SIZES[size] // layout.chunk_tokens
+    timings = []
+    for held, place in places(model).items():
+        stored = [_stored(layout, i, place(i, chunks)) for i in range(chunks)]
+        decision_s, replay_s = (
+            _decision_s(model, layout, stored, replay_tokens, repeats)
+            for replay_tokens in (0, _REPLAY_TOKENS)
+        )
+        timings.append(DecisionTiming(name, size, held, chunks, decision_s, replay_s))
+    return timings
+
+
+def _decision_s(
+    model: ModelSpec,
+    layout: ArtifactLayout,
+    stored: list[StoredChunk],
+    replay_tokens: int,
+    repeats: int,
+) -> float:
+    costs = CostModel(ComputeRegression(), LoadModel(model.state_types), step_tokens=_STEP_TOKENS)
+    planner = RestorePlanner(model, layout, costs, replay_tokens=replay_tokens)
+    limit = stored[-1].chunk.end
+    samples = []
+    for repeat in range(repeats + 1):
+        costs.compute.observe(1 + repeat % 2 * _STEP_TOKENS, 0, 0.02 + repeat % 2 * 0.4)
+        for tier in (Tier.DRAM, Tier.SSD):
+            costs.load.observe(tier, {model.prefix_types[0]: 10**8}, 0.02)
+        samples.append(timed(lambda: planner.plan(stored, 0, limit, limit + 1, _BUSY)))
+    return statistics.median(samples[1:])
+
+
+def _stored(layout: ArtifactLayout, index: int, held: Held) -> StoredChunk:
+    key, parent = (ChunkKey(i.to_bytes(16, "big")) for i in (index + 1, index))
+    size = layout.chunk_tokens
+    return StoredChunk(ChunkRange(key, parent, index * size, (index + 1) * size), held)
+
+
+def figures(timings: list[DecisionTiming]) -> dict[str, float]:
+    """The worst of each prompt length; with replay it is told apart."""
+    worst = {}
+    for size in SIZES:
+        of_size = [t for t in timings if t.size == size]
+        worst[f"decision_us_{size}"] = 1e6 * max(t.decision_s for t in of_size)
+        worst[f"decision_us_{size}_with_replay"] = 1e6 * max(t.replay_s for t in of_size)
+    return rounded(worst)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="the figures as a last line of JSON")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats; writes no results")
+    arguments = parser.parse_args()
+    repeats = 51 if arguments.quick else 301
+    timings = [x for name in MODELS for size in SIZES for x in measure(name, size, repeats)]
+    worst = figures(timings)
+    text = _report(timings, worst)
+    print(text)
+    if not arguments.quick:
+        details = {"decisions": [vars(timing) for timing in timings]}
+        print(f"\nwritten: {save('planner', text, worst, details)}")
+    if arguments.json:
+        print(json.dumps(worst))
+
+
+def _report(timings: list[DecisionTiming], worst: dict[str, float]) -> str:
+    rows = [
+        [t.model, t.size, t.held, t.chunks, f"{1e6 * t.decision_s:.0f}", f"{1e6 * t.replay_s:.0f}"]
+        for t in timings
+    ]
+    header = ["model", "tokens", "chunks are in", "chunks", "decision, us", "with replay, us"]
+    goals = [[name, f"{us:.4g}", *_goal(name, us)] for name, us in worst.items()]
+    figure_table = table(["figure", "value", "goal", ""], goals)
+    return "\n\n".join([f"{machine_line()}; medians", table(header, rows), figure_table])
+
+
+def _goal(name: str, us: float) -> tuple[str, str]:
+    goal_us = GOALS_US.get(name)
+    if goal_us is None:
+        return "", ""
+    return f"<= {goal_us:g}", "met" if us <= goal_us else "missed"
+
+
+if __name__ == "__main__":
+    main()
