@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from filling import CHUNK_BYTES, DENSE, SIZES, WINDOW, Bench, Disk, begin, chain, ids_of, put
+from filling import CHUNK_BYTES, DENSE, SIZES, WINDOW, Bench, Disk, begin, chain, ids_of, put, until
 
 from hetero_connector.artifacts.index import Artifact, Node
 from hetero_connector.artifacts.record import ChunkRange
@@ -185,10 +185,13 @@ def test_every_attempt_of_a_failing_write_is_paid_for(
     assert w.bench.disk is not None
     w.bench.disk.files.fail_next(2)
     put(w.store, chain("a", 1))
-    for _ in range(60):
+
+    def written_after_a_while() -> bool:
         w.clock.now_s += 0.1
         w.io_thread.step()
-    assert w.on_ssd(chain("a", 1)) == 1
+        return w.on_ssd(chain("a", 1)) == 1
+
+    until(written_after_a_while)
     budget = w.io_thread._budget
     assert budget is not None
     assert budget.spent_today_bytes == 3 * CHUNK_BYTES == w.bench.disk.written_bytes
