@@ -18,6 +18,10 @@ from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.checkpoint_policy import Full
+from hetero_connector.planner.compute_model import ComputeRegression
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.load_model import LoadModel
+from hetero_connector.planner.restore_planner import RestorePlanner
 from hetero_connector.spec import ModelSpec
 from hetero_connector.spec.presets import PRESETS
 from hetero_connector.store.artifact_store import ArtifactStore
@@ -85,12 +89,13 @@ def _one_request(side: Any, request_id: str, tokens: list[int], samples: Samples
     output = SimpleNamespace(
         scheduled_new_reqs=[SimpleNamespace(req_id=request_id, block_ids=block_ids)],
         num_scheduled_tokens={request_id: 1},
+        total_num_scheduled_tokens=1,
         new_block_ids_to_zero=None,
         kv_cache_block_copies=None,
         kv_connector_block_state=None,
     )
     samples.add("step", timed(lambda: side.step(output)))
-    report = SimpleNamespace(saved={}, loaded={request_id: 1})
+    report = SimpleNamespace(saved={}, loaded={request_id: 1}, timings=[])
     samples.add("release", timed(lambda: side.reported(report)))
     side._trackers.pop(request_id)
 
@@ -100,7 +105,17 @@ def _scheduler_side(
 ) -> Any:
     from hetero_connector.engine.scheduler_side import SchedulerSide
 
-    side = SchedulerSide(layout, hasher, store, recorder, load_deadline_s=10.0, checkpoints=Full())
+    costs = CostModel(ComputeRegression(), LoadModel(layout.model.state_types))
+    side = SchedulerSide(
+        layout,
+        hasher,
+        store,
+        recorder,
+        planner=RestorePlanner(layout.model, layout, costs),
+        layerwise=True,
+        load_deadline_s=10.0,
+        checkpoints=Full(),
+    )
     groups = max(x.group for x in layout.model.layers) + 1
     blocks = []
     for group in range(groups):
@@ -154,6 +169,7 @@ def _request(request_id: str, tokens: list[int]) -> Any:
         num_tokens=len(tokens),
         num_prompt_tokens=len(tokens),
         num_computed_tokens=0,
+        status=None,
         lora_request=None,
         mm_features=None,
         cache_salt=None,

@@ -11,8 +11,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from hetero_connector import doctor, inspection, verification
-from hetero_connector.errors import HeteroCacheError
+from hetero_connector import doctor, explaining, inspection, verification
+from hetero_connector.errors import HeteroCacheError, StoreError
+from hetero_connector.planner.cost_profile import CostProfile
+from hetero_connector.planner.explain import explain
 from hetero_connector.store.journal_format import JournalRow
 
 EXIT_OK, EXIT_BAD, EXIT_UNUSABLE = 0, 1, 2
@@ -54,6 +56,24 @@ def _parser() -> argparse.ArgumentParser:
         "--repair", action="store_true", help="forget the bad artifacts (they become misses)"
     )
     command.set_defaults(run=_verify)
+
+    command = commands.add_parser("calibrate", help="measure a model's costs on this machine")
+    command.add_argument("model", help="as vLLM takes it: a path or a repository")
+    command.add_argument("--out", type=Path, default=Path("heterocache-profile.json"))
+    command.add_argument("--ssd-dir", type=Path, help="measure restores from SSD too, here")
+    command.add_argument("--dram-gib", type=float, default=1.0, help="DRAM to use (default 1)")
+    command.add_argument(
+        "--engine-args", type=json.loads, default={}, help="vLLM's, as JSON: {'dtype': ...}"
+    )
+    command.set_defaults(run=_calibrate)
+
+    command = commands.add_parser("explain", help="what would be restored of a prompt, and why")
+    command.add_argument("dir", type=Path, help="one model's directory in an ssd_dir")
+    command.add_argument("prompt", type=Path, help="a file: a JSON list of token ids, or text")
+    command.add_argument("--profile", type=Path, help="costs, from `heterocache calibrate`")
+    command.add_argument("--in-dram", action="store_true", help="as if all of it were in DRAM")
+    command.add_argument("--rows", type=int, default=24, help="candidates to show (default 24)")
+    command.set_defaults(run=_explain)
 
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="one JSON value on stdout")
@@ -110,11 +130,56 @@ def _verify(args: argparse.Namespace) -> int:
     return code
 
 
+def _calibrate(args: argparse.Namespace) -> int:
+    from hetero_connector.engine.calibration import calibrate  # starts vLLM
+    from hetero_connector.profile_plot import plot
+
+    if args.ssd_dir is not None:
+        args.ssd_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        found = calibrate(args.model, args.engine_args, args.ssd_dir, args.dram_gib)
+        found.profile.write(args.out)
+    except (HeteroCacheError, OSError) as e:
+        return _complain(e)
+    picture = plot(found, args.out.with_suffix(".png"))
+    if args.json:
+        print(json.dumps(found.profile.as_json()))
+    else:
+        print(f"written: {args.out}" + (f", {picture}" if picture else ""))
+        error = found.profile.compute_error
+        if error:
+            print(f"steps: median error {error.median:.0%}, 95 % within {error.p95:.0%}")
+    return EXIT_OK
+
+
+def _explain(args: argparse.Namespace) -> int:
+    try:
+        (directory,) = _one_model(args.dir)
+        tokens = explaining.read_tokens(args.prompt, lambda: explaining.tokenizer(directory))
+        profile = CostProfile.read(args.profile) if args.profile else None
+        decision = explaining.decide(directory, tokens, profile, in_dram=args.in_dram)
+    except (HeteroCacheError, ValueError) as e:
+        return _complain(e)
+    if args.json:
+        print(json.dumps(explaining.as_json(decision), indent=2))
+    else:
+        print(explain(decision, args.rows))
+    return EXIT_OK
+
+
+def _one_model(path: Path) -> list[Path]:
+    found = inspection.find_models(path)
+    if len(found) > 1:
+        names = ", ".join(str(model) for model in found)
+        raise StoreError(f"{path} holds several models; name one of {names}")
+    return found
+
+
 def _progress(rows: list[JournalRow]) -> tqdm[JournalRow]:
     return tqdm(rows, unit=" artifacts", desc="verify", leave=False)
 
 
-def _complain(error: HeteroCacheError) -> int:
+def _complain(error: Exception) -> int:
     print(f"heterocache: {error}", file=sys.stderr)
     return EXIT_UNUSABLE
 

@@ -24,6 +24,7 @@ _MAX_DEFAULT_SSD_GIB = 64.0
 _MIN_DEFAULT_DRAM_GIB = 1 / 16
 _LAYERWISE = ("auto", "on", "off")
 _EVICTION = ("leaf_lru", "lru", "value")
+_PLANNER = ("cost", "always_load", "never_load")
 _VERIFY = ("ssd", "all")
 _CHECKPOINTS = re.compile(r"adaptive|full|zero|periodic:[1-9][0-9]{0,4}")
 
@@ -87,23 +88,40 @@ def _checkpoints(key: str, value: object) -> str:
     )
 
 
-def _directory_path(key: str, value: object) -> Path:
-    """An absolute path, `~` expanded, that is a directory or can become one."""
+def _path(key: str, value: object, kind: str) -> Path:
+    """An absolute path, `~` expanded."""
     if not isinstance(value, (str, os.PathLike)):
-        raise ConfigError(key, f"expected a directory's path, got {_shown(value)}")
+        raise ConfigError(key, f"expected a {kind}'s path, got {_shown(value)}")
     text = os.fspath(value)
     if not isinstance(text, str) or not text.strip() or "\0" in text:
-        raise ConfigError(key, f"expected a directory's path, got {_shown(value)}")
+        raise ConfigError(key, f"expected a {kind}'s path, got {_shown(value)}")
     try:
-        path = Path(os.path.abspath(Path(text).expanduser()))
+        return Path(os.path.abspath(Path(text).expanduser()))
     except RuntimeError as error:
         raise ConfigError(key, f"cannot expand {text!r}: {error}") from error
+
+
+def _directory_path(key: str, value: object) -> Path:
+    """A path that is a directory or can become one."""
+    path = _path(key, value, "directory")
     try:
         existing = next(p for p in (path, *path.parents) if p.exists())
     except OSError as error:
         raise ConfigError(key, f"cannot look at {path}: {error.strerror}") from error
     if not existing.is_dir():
         raise ConfigError(key, f"{existing} is a file, not a directory")
+    return path
+
+
+def _file_path(key: str, value: object) -> Path:
+    """A path of a file that is there."""
+    path = _path(key, value, "file")
+    try:
+        there = path.is_file()
+    except OSError as error:
+        raise ConfigError(key, f"cannot look at {path}: {error.strerror}") from error
+    if not there:
+        raise ConfigError(key, f"there is no file {path}")
     return path
 
 
@@ -146,6 +164,15 @@ KEYS: tuple[Key, ...] = (
         "all, none, every Nth", _checkpoints,
     ),
     Key(
+        "planner", "`cost`, `always_load` or `never_load`", "`cost`",
+        "What to restore: what is predicted to be fastest, all there is, nothing",
+        _one_of(*_PLANNER),
+    ),
+    Key(
+        "planner_profile", "path", "none: learned as it runs",
+        "What `heterocache calibrate` measured on this machine, for a start", _file_path,
+    ),
+    Key(
         "load_deadline_s", "number > 0", "10",
         "Seconds after which a restore gives up and the rest is computed", _number,
     ),
@@ -185,6 +212,8 @@ class HeteroConfig:
     layerwise: Literal["auto", "on", "off"] = "auto"
     checkpoints: str = "adaptive"
     """`planner.checkpoint_policy.policy_named` takes it."""
+    planner: Literal["cost", "always_load", "never_load"] = "cost"
+    planner_profile: Path | None = None
     load_deadline_s: float = 10.0
     directory: str = "memory://"
     eviction: Literal["leaf_lru", "lru", "value"] = "leaf_lru"

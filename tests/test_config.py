@@ -32,6 +32,7 @@ def test_no_extra_config_works_with_dram_only() -> None:
 
 
 def test_every_key_is_read(tmp_path: Path) -> None:
+    (tmp_path / "profile.json").write_text("{}")
     extra = {
         "dram_gib": 2,
         "ssd_dir": str(tmp_path / "new"),
@@ -39,6 +40,8 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         "chunk_tokens": 512,
         "layerwise": "off",
         "checkpoints": "periodic:4",
+        "planner": "always_load",
+        "planner_profile": str(tmp_path / "profile.json"),
         "load_deadline_s": 0.25,
         "directory": "memory://",
         "eviction": "value",
@@ -49,7 +52,11 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         set(extra) == {k.name for k in KEYS} == {f.name for f in dataclasses.fields(HeteroConfig)}
     )
     read = config(**extra)
-    assert dataclasses.asdict(read) == {**extra, "ssd_dir": tmp_path / "new"}
+    assert dataclasses.asdict(read) == {
+        **extra,
+        "ssd_dir": tmp_path / "new",
+        "planner_profile": tmp_path / "profile.json",
+    }
     assert (read.dram_bytes, read.ssd_bytes) == (2 * GIB, 3 * GIB // 2)
     assert read.ssd_write_bytes_per_day == 40 * GIB
     assert isinstance(read.dram_gib, float)
@@ -78,10 +85,10 @@ def test_wrong_chunk_tokens(value: object) -> None:
         config(chunk_tokens=value)
 
 
-@pytest.mark.parametrize("key", ["layerwise", "verify", "eviction"])
+@pytest.mark.parametrize("key", ["layerwise", "planner", "verify", "eviction"])
 @pytest.mark.parametrize("value", [True, None, "ON", "", "both", 1, ["on"]])
 def test_a_wrong_choice_names_the_key_and_the_choices(key: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=rf"'{key}'.*one of '(auto|ssd|leaf_lru)', ") as caught:
+    with pytest.raises(ConfigError, match=rf"'{key}'.*one of '(auto|cost|ssd|leaf_lru)', ") as caught:
         config(**{key: value})
     assert caught.value.key == key
 
@@ -108,6 +115,12 @@ def test_another_checkpoint_policy_is_refused(value: object) -> None:
 def test_a_wrong_ssd_dir_names_the_key(value: object) -> None:
     with pytest.raises(ConfigError, match="'ssd_dir'"):
         config(ssd_dir=value)
+
+
+@pytest.mark.parametrize("value", [True, None, "", "a\0b", "~no-such-user-here/x", "/no/such/file"])
+def test_a_wrong_planner_profile_names_the_key(value: object) -> None:
+    with pytest.raises(ConfigError, match="'planner_profile'"):
+        config(planner_profile=value)
 
 
 def test_an_ssd_dir_that_is_or_lies_under_a_file_is_refused(tmp_path: Path) -> None:

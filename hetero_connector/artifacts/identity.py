@@ -123,6 +123,7 @@ class Fingerprint:
             "weights": self.weights.hex(),
             "tokenizer": self.tokenizer.hex(),
             "extras": dict(self.extras),
+            "model_spec": spec.as_plain(),
             "tp_size": spec.tp_size,
             "alignment": spec.alignment,
             "num_layers": len(spec.layers),

@@ -14,12 +14,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from hetero_connector.metrics import COUNTERS, GAUGES, TIMINGS, Payload, merge, split_key
 
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_BENEFIT_BUCKETS = (-1, -0.1, -0.01, -0.001, 0, 0.001, 0.01, 0.1, 1, 10, 100)
 
 METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "heterocache_hits": ("Requests that restored anything.", ()),
     "heterocache_hit_tokens": ("Tokens restored, by the slowest tier needed.", ("tier",)),
     "heterocache_restored_tokens": ("Tokens restored, by state.", ("tier", "state_type")),
     "heterocache_restored_bytes": ("Useful bytes restored.", ("tier", "state_type")),
+    "heterocache_decisions": ("Matched requests by what was chosen for them.", ("choice",)),
+    "heterocache_ttft_seconds": ("Decision to first token of matched requests.", ("kind",)),
+    "heterocache_reuse_benefit_seconds": ("What restoring saved them of it.", ("kind",)),
     "heterocache_restores_shortened": ("Restores replanned after a failed artifact.", ()),
     "heterocache_saved_bytes": ("Useful bytes sealed in DRAM.", ("state_type",)),
     "heterocache_saves_dropped": ("Saves given up, by cause.", ("cause",)),
@@ -107,7 +111,8 @@ class HeteroPromMetrics(KVConnectorPromMetrics):
         help_text, labels = METRICS[name]
         names = [*self._labelnames, *labels]
         if name.endswith("_seconds"):
-            return self._histogram_cls(name, help_text, names, buckets=_BUCKETS)
+            buckets = _BENEFIT_BUCKETS if "benefit" in name else _BUCKETS
+            return self._histogram_cls(name, help_text, names, buckets=buckets)
         if name in _GAUGES:
             return self._gauge_cls(name, help_text, names)
         return self._counter_cls(name, help_text, names)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_connector.errors import StoreError, UnsupportedModelError
-from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
+from hetero_connector.spec import ModelSpec
 
 _PATIENCE_S = 30.0
 
@@ -111,20 +111,9 @@ def _encode(geometry: WorkerGeometry) -> dict[str, Any]:
 
 
 def _decode(document: dict[str, Any]) -> WorkerGeometry:
-    model = document["model"]
-    layers = tuple(
-        LayerSpec(
-            **{
-                **layer,
-                "state_type": StateType(layer["state_type"]),
-                "restore_rule": RestoreRule(layer["restore_rule"]),
-            }
-        )
-        for layer in model["layers"]
-    )
     return WorkerGeometry(
         rank=document["rank"],
-        model=ModelSpec(layers, model["alignment"], model["tp_size"]),
+        model=ModelSpec.from_plain(document["model"]),
         attention_backends=tuple(document["attention_backends"]),
         device=document["device"],
         pid=document["pid"],

@@ -15,9 +15,12 @@ from itertools import chain, groupby
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ROOT, ArtifactId, Tier
 from hetero_connector.engine.messages import ArtifactSpan, Blocks, Load
+from hetero_connector.engine.predictions import Predictions
 from hetero_connector.engine.requests import PendingRestore, RequestTracker
 from hetero_connector.metrics import Recorder
-from hetero_connector.planner.restore_plan import RestorePlan, plan_restore
+from hetero_connector.planner.decision import EngineLoad
+from hetero_connector.planner.restore_plan import RestorePlan
+from hetero_connector.planner.restore_planner import RestorePlanner
 from hetero_connector.spec import StateType
 from hetero_connector.store.base import Store, StoredChunk, Wanted
 
@@ -41,6 +44,9 @@ class Restorer:
         layout: ArtifactLayout,
         store: Store,
         recorder: Recorder,
+        planner: RestorePlanner,
+        engine_load: Callable[[], EngineLoad],
+        predictions: Predictions,
         *,
         deadline_s: float,
         clock: Callable[[], float],
@@ -49,6 +55,9 @@ class Restorer:
         self._model = layout.model
         self._store = store
         self._recorder = recorder
+        self._planner = planner
+        self._engine_load = engine_load
+        self._predictions = predictions
         self._deadline_s = deadline_s
         self._clock = clock
         self._excluded: dict[str, set[ArtifactId]] = {}
@@ -110,10 +119,13 @@ class Restorer:
         tracker.matched_chunks = len(stored) - tails
         if not stored or stored[-1].chunk.end <= local_tokens:
             return None
-        plan = plan_restore(self._model, stored, local_tokens, known - 1)
+        decision = self._planner.plan(stored, local_tokens, known - 1, known, self._engine_load())
+        request_id = tracker.request.request_id
+        self._predictions.decided(request_id, decision, stored[-1].chunk.end)
+        plan = decision.plan
         if plan is None:
             return None
-        self._started.setdefault(tracker.request.request_id, self._clock())
+        self._started.setdefault(request_id, self._clock())
         handle = self._store.begin_restore(_wanted(plan))
         return PendingRestore(plan, handle, local_tokens)
 

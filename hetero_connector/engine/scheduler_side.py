@@ -13,11 +13,14 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
 
 from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
+from hetero_connector.engine.cost_learning import CostLearner
 from hetero_connector.engine.messages import Save, StepMetadata, WorkerReport
+from hetero_connector.engine.predictions import Predictions
 from hetero_connector.engine.requests import (
     LoraDigests,
     PendingRestore,
@@ -28,6 +31,8 @@ from hetero_connector.engine.restoring import BlockTable, Restorer, table_of
 from hetero_connector.engine.saving import Saver
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.checkpoint_policy import CheckpointPolicy
+from hetero_connector.planner.decision import EngineLoad
+from hetero_connector.planner.restore_planner import RestorePlanner
 from hetero_connector.spec import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 
@@ -51,20 +56,34 @@ class SchedulerSide:
         store: ArtifactStore,
         recorder: Recorder,
         *,
+        planner: RestorePlanner,
+        layerwise: bool,
         load_deadline_s: float,
         checkpoints: CheckpointPolicy,
     ) -> None:
+        self.costs = planner.costs
+        """What it has learned of the engine's costs."""
+        self.store = self._store = store
         self._layout = layout
         self._hasher = hasher
-        self._store = store
         self._recorder = recorder
         self._tp_size = layout.model.tp_size
         # Recurrent state is copied by vLLM before the first layer runs, so it has to be in
         # place before the admitting step: such models load between steps.
         self._parked = StateType.RECURRENT in layout.model.state_types
+        self._layerwise = layerwise and not self._parked
+        self._predictions = Predictions(recorder, time.monotonic)
         self._restorer = Restorer(
-            layout, store, recorder, deadline_s=load_deadline_s, clock=time.monotonic
+            layout,
+            store,
+            recorder,
+            planner,
+            self._engine_load,
+            self._predictions,
+            deadline_s=load_deadline_s,
+            clock=time.monotonic,
         )
+        self._learner = CostLearner(planner.costs, layout, store)
         self._saver = Saver(layout, store, self._tp_size, checkpoints)
         self._loras = LoraDigests()
         self._trackers: dict[str, RequestTracker] = {}
@@ -120,6 +139,7 @@ class SchedulerSide:
             self._admitted.clear()
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             self._save(request_id, num_tokens, output, meta)
+        self._learner.ask(output, self._trackers, meta)
         self._yield_if_idle(output)
         return meta
 
@@ -129,12 +149,16 @@ class SchedulerSide:
             self._saver.reported(save_id, ranks)
         for request_id, ranks in report.loaded.items():
             self._loaded(request_id, ranks)
+        self._learner.learn(report.timings)
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
         """`request_finished_all_groups`: order the tail's save; the blocks may be freed now."""
         tracker = self._trackers.pop(request.request_id, None)
         if tracker is None:
             return
+        if request.num_computed_tokens >= request.num_prompt_tokens:
+            self._predictions.first_token(request.request_id)
+        self._predictions.forget(request.request_id)
         unloaded = self._parked and request.request_id in self._loading
         self._restorer.forget(tracker)
         if not unloaded and not tracker.outdated:
@@ -172,6 +196,17 @@ class SchedulerSide:
             time.sleep(_IDLE_STEP_S)
         self._staging = False
 
+    def _engine_load(self) -> EngineLoad:
+        """What the engine is busy with, as far as requests are tracked."""
+        queued = decodes = 0
+        for tracker in self._trackers.values():
+            request = tracker.request
+            if request.status == RequestStatus.RUNNING:
+                left = request.num_prompt_tokens - request.num_computed_tokens
+                queued += max(0, left)
+                decodes += left <= 0
+        return EngineLoad(queued, decodes, self._store.reading_bytes, layerwise=self._layerwise)
+
     def _track(self, request: Request) -> RequestTracker | None:
         tracker = self._trackers.get(request.request_id)
         if tracker is None and cacheable(request):
@@ -208,6 +243,8 @@ class SchedulerSide:
         if tracker is None or tracker.outdated:
             return
         computed = tracker.request.num_computed_tokens
+        if computed >= tracker.request.num_prompt_tokens:
+            self._predictions.first_token(request_id)
         if tracker.admitting:
             tracker.admitting = False
             self._saver.admitted(tracker, computed)

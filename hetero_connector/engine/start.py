@@ -17,6 +17,11 @@ from hetero_connector.engine.worker_side import WorkerSide
 from hetero_connector.errors import ConfigError
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.checkpoint_policy import CheckpointPolicy, Full, Sizes, policy_named
+from hetero_connector.planner.compute_model import ComputeRegression
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.cost_profile import CostProfile
+from hetero_connector.planner.load_model import LoadModel
+from hetero_connector.planner.restore_planner import RestorePlanner
 from hetero_connector.spec import ModelSpec
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
@@ -69,6 +74,7 @@ def open_scheduler_side(
     chunk_tokens = _chunk_tokens(config, geometry.model)
     identity = engine_identity.fingerprint(vllm_config, kv_cache, geometry, chunk_tokens)
     layout = ArtifactLayout(geometry.model, chunk_tokens)
+    planner = _planner(config, layout, vllm_config.scheduler_config.max_num_batched_tokens)
     store = ArtifactStore.open(
         layout.max_bytes,
         _store_config(config, vllm_config, shared=any(w.pid != os.getpid() for w in workers)),
@@ -86,8 +92,22 @@ def open_scheduler_side(
         hasher,
         store,
         recorder,
+        planner=planner,
+        layerwise=config.layerwise != "off",
         load_deadline_s=config.load_deadline_s,
         checkpoints=_checkpoint_policy(config, layout),
+    )
+
+
+def _planner(config: HeteroConfig, layout: ArtifactLayout, step_tokens: int) -> RestorePlanner:
+    types = layout.model.state_types
+    if config.planner_profile is None:
+        costs = CostModel(ComputeRegression(), LoadModel(types), step_tokens=step_tokens)
+    else:
+        profile = CostProfile.read(config.planner_profile)
+        costs = profile.cost_model(types, step_tokens=step_tokens)
+    return RestorePlanner(
+        layout.model, layout, costs, config.planner, deadline_s=config.load_deadline_s
     )
 
 

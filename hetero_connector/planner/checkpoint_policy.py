@@ -266,11 +266,11 @@ class KeptBoundaries:
         return None
 
 
-def policy_named(name: str, sizes: Sizes) -> CheckpointPolicy:
+def policy_named(name: str, sizes: Sizes, rates: Callable[[], Rates] = Rates) -> CheckpointPolicy:
     """The policy a configuration names: `adaptive`, `full`, `zero` or `periodic:N`."""
     kind, _, period = name.partition(":")
     if kind == "periodic":
         return Periodic(int(period))
     if kind == "adaptive":
-        return Adaptive(sizes)
+        return Adaptive(sizes, rates=rates)
     return {"full": Full, "zero": Zero}[kind]()

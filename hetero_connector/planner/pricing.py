@@ -184,8 +184,8 @@ class Pricing:
         """Seconds until everything is in DRAM; None where it is there already."""
         staged = None
         for table in self._slow_tables:
-            here = [_held_in(table.tier, tiers) for tiers in held.distinct]
-            if any(here):
+            if any(table.tier in tiers.values() for tiers in held.distinct):
+                here = [_held_in(table.tier, tiers) for tiers in held.distinct]
                 staged_s = self._staged_from(table, here, span, held)
                 staged = staged_s if staged is None else np.maximum(staged, staged_s)
         return staged

@@ -16,7 +16,6 @@ from hetero_connector.planner.cost_model import Terms
 from hetero_connector.planner.decision import Candidate
 from hetero_connector.planner.pricing import Prices, Pricing
 from hetero_connector.planner.restore_plan import RestorePlan
-from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.state_types import StateType
 
 Flags = NDArray[np.bool_]
@@ -46,12 +45,14 @@ class Weighing:
         self._ways: list[_Way] = []
         if not chunks:
             return
-        held = Holdings.of(chunks)
-        count = _unbroken(grid.model, held, len(chunks))
-        self._chunks, self._held = chunks[:count], held.up_to(count)
-        if not count:
+        self._chunks, self._held = chunks, Holdings.of(chunks)
+        complete = None
+        num_types = len(grid.model.state_types)
+        if any(len(tiers) < num_types for tiers in self._held.distinct):
+            complete = self._cut()
+        if not self._chunks:
             return
-        self._ways.append(self._way(0, self._complete(), deadline_s))
+        self._ways.append(self._way(0, complete, deadline_s))
         if replay_tokens:
             self._ways.append(self._way(replay_tokens, None, deadline_s))
 
@@ -117,11 +118,18 @@ class Weighing:
     def _way_of(self, plan: RestorePlan) -> _Way:
         return self._ways[1 if plan.replay_tokens else 0]
 
-    def _complete(self) -> Flags | None:
-        """[chunks] whether the boundary types are there; None for everywhere."""
-        types = self._model.boundary_types
-        complete = [all(t in tiers for t in types) for tiers in self._held.distinct]
-        return None if all(complete) else np.array(complete)[self._held.codes]
+    def _cut(self) -> Flags:
+        """Leave the chunks before the first that lacks a prefix type.
+
+        [chunks left] whether the boundary types are there.
+        """
+        model, held = self._model, self._held
+        for tiers, first in zip(held.distinct, held.firsts, strict=True):
+            if any(t not in tiers for t in model.prefix_types):
+                self._chunks, self._held = self._chunks[:first], held.up_to(first)
+                break
+        complete = [all(t in tiers for t in model.boundary_types) for tiers in held.distinct]
+        return np.array(complete).take(self._held.codes)
 
     def _plan(self, way: _Way, index: int) -> RestorePlan:
         chunks = self._chunks[: index + 1]
@@ -157,14 +165,6 @@ class _Way:
     """The chunk at the cheapest boundary; of equals the deepest."""
     best_s: float
     """That boundary's total."""
-
-
-def _unbroken(model: ModelSpec, held: Holdings, count: int) -> int:
-    """How many chunks hold every prefix type before the first that does not."""
-    for tiers, first in zip(held.distinct, held.firsts, strict=True):
-        if len(tiers) < len(model.state_types) and any(t not in tiers for t in model.prefix_types):
-            return first
-    return count
 
 
 def _end(stored: StoredChunk) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 from hetero_connector.spec.state_types import Family, RestoreRule, StateType
 
@@ -140,6 +141,25 @@ class ModelSpec:
             t: tuple(x for (state_type, _), x in widest.items() if state_type is t)
             for t in self.state_types
         }
+
+    def as_plain(self) -> dict[str, Any]:
+        """As JSON values, for `from_plain`."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, document: Mapping[str, Any]) -> ModelSpec:
+        """From what `as_plain` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        layers = tuple(
+            LayerSpec(
+                **{
+                    **layer,
+                    "state_type": StateType(layer["state_type"]),
+                    "restore_rule": RestoreRule(layer["restore_rule"]),
+                }
+            )
+            for layer in document["layers"]
+        )
+        return cls(layers, document["alignment"], document["tp_size"])
 
     @property
     def bytes_per_token(self) -> float:

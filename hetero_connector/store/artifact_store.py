@@ -192,6 +192,11 @@ class ArtifactStore:
             state.spills.clear()
             state.lock.notify_all()
 
+    @property
+    def reading_bytes(self) -> Mapping[Tier, int]:
+        """See `base.Store.reading_bytes`."""
+        return {Tier.SSD: self._state.reading_bytes} if self._state.reading_bytes else {}
+
     def take_timings(self) -> list[ReadTiming]:
         """See `base.Store.take_timings`."""
         timings = self._state.timings
@@ -219,6 +224,14 @@ class ArtifactStore:
                 return
         del io_thread  # its views would keep the memory
         self.arena.close()
+
+    def leave_to_ssd(self) -> None:
+        """Drop every DRAM copy that is on SSD too and not in use: to measure the SSD."""
+        with self._state.lock:
+            used = set(self._tiers.in_use())
+            for artifact in list(self._tiers.index.artifacts()):
+                if artifact.dram is not None and artifact.ssd is not None and artifact not in used:
+                    self._tiers.drop(artifact, Tier.DRAM)
 
     def publish_gauges(self) -> None:
         """Write occupancy into the recorder now."""

@@ -158,6 +158,11 @@ class Store(Protocol):
         """Forget every artifact in every tier. Running restores and saves end harmlessly."""
         ...
 
+    @property
+    def reading_bytes(self) -> Mapping[Tier, int]:
+        """Bytes that restores wait for, by the tier they come from."""
+        ...
+
     def take_timings(self) -> list[ReadTiming]:
         """Reads that have ended since the last call, oldest first; the newest 256 at most."""
         ...

@@ -163,6 +163,7 @@ class ArtifactRestore:
             if target is None:
                 state.tiers.unpin(artifact)
                 return None
+            state.reading_bytes += artifact.size_bytes
         load = state.loading[artifact] = Load(artifact, target)
         state.loads.append(load)
         return load

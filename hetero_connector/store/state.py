@@ -62,6 +62,8 @@ class StoreState:
         """Not yet taken by the I/O thread, oldest first."""
         self.loading: dict[Artifact, Load] = {}
         """Every load that is not settled."""
+        self.reading_bytes = 0
+        """Of the loads that are not settled and have to be read."""
         self.spills: deque[Spill] = deque()
         self.spilling = 0
         """Artifacts the I/O thread is writing."""
@@ -102,6 +104,8 @@ class StoreState:
         """End a load, with the lock held: tell those who wait, and drop the load's pin."""
         artifact = load.artifact
         del self.loading[artifact]
+        if load.target is not None:
+            self.reading_bytes -= artifact.size_bytes
         for restore in load.waiting:
             restore.arrived(artifact, failure)
         load.waiting.clear()

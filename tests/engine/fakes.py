@@ -24,6 +24,7 @@ class FakeRequest:
     pooling_params: Any = None
     resumable: bool = False
     skip_reading_prefix_cache: bool = False
+    status: Any = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prompt_tokens or len(self.all_token_ids)
@@ -50,6 +51,7 @@ def scheduled(**num_tokens: int) -> SimpleNamespace:
     """A `SchedulerOutput` that schedules these requests."""
     return SimpleNamespace(
         scheduled_new_reqs=[],
+        total_num_scheduled_tokens=sum(num_tokens.values()),
         num_scheduled_tokens=num_tokens,
         kv_connector_block_state=None,
         new_block_ids_to_zero=None,

@@ -25,7 +25,6 @@ from prometheus_client import REGISTRY
 from examples.checkpoints import write_checkpoint
 from examples.serving import engine_arguments, kv_transfer_config
 from hetero_connector.artifacts.index import Artifact
-from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine.scheduler_side import SchedulerSide
 from hetero_connector.spec import StateType
 
@@ -182,11 +181,9 @@ def leave_on_ssd_only(llm: Any) -> None:
     settle(llm)
     store = scheduler_side(llm)._store
     assert store.flush(30.0)
-    with store._state.lock:
-        assert not store._tiers.in_use()
-        for artifact in sealed(llm):
-            assert artifact.ssd is not None
-            store._tiers.drop(artifact, Tier.DRAM)
+    assert not store._tiers.in_use()
+    assert all(artifact.ssd is not None for artifact in sealed(llm))
+    store.leave_to_ssd()
 
 
 def metric(name: str, **labels: str) -> float:

@@ -16,6 +16,10 @@ from hetero_connector.engine.messages import StepMetadata, WorkerReport
 from hetero_connector.engine.scheduler_side import SchedulerSide
 from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.planner.checkpoint_policy import CheckpointPolicy, Full
+from hetero_connector.planner.compute_model import ComputeRegression
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.load_model import LoadModel
+from hetero_connector.planner.restore_planner import Mode, RestorePlanner
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
@@ -33,6 +37,7 @@ class Engine:
         model: ModelSpec,
         dram_bytes: int = 1 << 20,
         checkpoints: CheckpointPolicy | None = None,
+        mode: Mode = "always_load",
     ) -> None:
         self.layout = ArtifactLayout(model, CHUNK)
         self.recorder = Recorder()
@@ -44,8 +49,10 @@ class Engine:
             fingerprint=b"f" * 32,
             description={},
         )
+        self.costs = CostModel(ComputeRegression(), LoadModel(model.state_types))
         self.side = SchedulerSide(
             self.layout, ChainHasher(b"f" * 32, CHUNK), self.store, self.recorder,
+            planner=RestorePlanner(model, self.layout, self.costs, mode), layerwise=True,
             load_deadline_s=1.0, checkpoints=checkpoints or Full(),
         )  # fmt: skip
         self.tables = FakeBlockTables()

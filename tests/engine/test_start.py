@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.config import HeteroConfig
-from hetero_connector.engine.start import _store_config, _warnings
+from hetero_connector.engine.start import _checkpoint_policy, _store_config, _warnings
 from hetero_connector.machine import GIB
+from hetero_connector.planner.checkpoint_policy import Adaptive, Full, Zero
+from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.store.base import StoreConfig
-from tests.engine.fakes import HYBRID
+from tests.engine.fakes import HYBRID, layer
 
 LAYOUT = ArtifactLayout(HYBRID, 64)
 
@@ -52,3 +54,16 @@ def test_data_parallel_engines_share_the_ssd_and_its_write_budget(tmp_path: Path
         eviction="value",
         shared=False,
     )
+
+
+def test_the_checkpoint_policy_is_the_configured_one() -> None:
+    config = HeteroConfig.from_extra_config({"dram_gib": 0.1, "checkpoints": "zero"})
+    assert isinstance(_checkpoint_policy(config, LAYOUT), Zero)
+    config = HeteroConfig.from_extra_config({"dram_gib": 0.1})
+    assert isinstance(_checkpoint_policy(config, LAYOUT), Adaptive)
+
+
+def test_a_model_of_nothing_but_windows_keeps_every_checkpoint() -> None:
+    windows = ModelSpec((layer("swa", 0, StateType.WINDOW_SWA, window=32),), alignment=16)
+    config = HeteroConfig.from_extra_config({"dram_gib": 0.1, "checkpoints": "zero"})
+    assert isinstance(_checkpoint_policy(config, ArtifactLayout(windows, 64)), Full)

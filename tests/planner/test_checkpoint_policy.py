@@ -156,7 +156,9 @@ def test_a_period_below_one_chunk_is_refused() -> None:
 
 
 def test_policies_by_the_names_of_the_configuration() -> None:
-    assert isinstance(policy_named("adaptive", SIZES), Adaptive)
+    adaptive = policy_named("adaptive", SIZES, lambda: Rates(load_s_per_byte=1.0))
+    assert isinstance(adaptive, Adaptive)
+    assert adaptive.period == NEVER
     assert kept(policy_named("full", SIZES), 3) == [1, 2, 3]
     assert kept(policy_named("zero", SIZES), 3) == [3]
     assert kept(policy_named("periodic:2", SIZES), 5) == [2, 4, 5]

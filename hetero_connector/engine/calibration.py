@@ -1,0 +1,158 @@
+"""`heterocache calibrate`: teach a cost model on an engine of its own, and write it down.
+
+A stock engine with HeteroConnector runs prompts of many lengths, each three ways: computed,
+continued from the engine's own prefix cache (which varies the context), and restored from
+DRAM and, with an SSD directory, from SSD. The connector learns from them as it would in
+service; what it then knows is the profile.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hetero_connector.errors import UnsupportedModelError
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.cost_profile import CostProfile
+
+_SHORTEST = 64
+_ROUNDS = 4
+_FLUSH_S = 120.0
+_TOKEN_IDS = 200
+"""Random ids are drawn below this: every vocabulary has as many."""
+
+
+class Sample(NamedTuple):
+    """One prompt's time to first token against what the profile says of it."""
+
+    new_tokens: int
+    context_tokens: int
+    observed_s: float
+    predicted_s: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was learned, and the prompts to judge it by."""
+
+    profile: CostProfile
+    samples: tuple[Sample, ...]
+    """Prompts that were computed, judged by the final fit."""
+
+
+def calibrate(
+    model: str, engine_arguments: Mapping[str, Any], ssd_dir: Path | None, dram_gib: float
+) -> Calibration:
+    """Run an engine for `model` and learn its costs. Takes a minute or more.
+
+    `engine_arguments`: vLLM's, as the engine will be served with. `ssd_dir`: where its SSD
+    tier will be; a directory inside it is used and removed. Raises UnsupportedModelError if
+    HeteroConnector stores nothing for the model; vLLM's own errors pass.
+    """
+    # The engine core in this process: its connector is asked for what it learned.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    extra: dict[str, Any] = {"dram_gib": dram_gib, "planner": "always_load", "checkpoints": "full"}
+    with tempfile.TemporaryDirectory(dir=ssd_dir, prefix="calibration-") as scratch:
+        if ssd_dir is not None:
+            extra |= {"ssd_dir": scratch, "ssd_gib": dram_gib}
+        engine = _Engine(model, engine_arguments, extra)
+        try:
+            computed = list(engine.teach(on_ssd=ssd_dir is not None))
+            return _judged(CostProfile.of(engine.costs, model), engine.costs, computed)
+        finally:
+            engine.close()
+
+
+def _judged(
+    profile: CostProfile, costs: CostModel, computed: list[tuple[int, int, float]]
+) -> Calibration:
+    samples = [
+        Sample(new, context, seconds, float(costs.compute.predict(float(new), float(context))))
+        for new, context, seconds in computed
+    ]
+    return Calibration(profile, tuple(samples))
+
+
+class _Engine:
+    """A stock engine and the connector in it."""
+
+    def __init__(
+        self, model: str, engine_arguments: Mapping[str, Any], extra: Mapping[str, Any]
+    ) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        self._llm = LLM(
+            model=model,
+            enable_prefix_caching=True,
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="HeteroConnector",
+                kv_role="kv_both",
+                kv_connector_extra_config=dict(extra),
+            ),
+            **engine_arguments,
+        )
+        core: Any = self._llm.llm_engine.engine_core
+        side = core.engine_core.scheduler.connector._scheduler
+        if side is None:
+            self.close()
+            raise UnsupportedModelError(f"HeteroConnector stores nothing for {model}")
+        self.costs: CostModel = side.costs
+        self._store = side.store
+        self._longest = int(self._llm.llm_engine.model_config.max_model_len) - 8
+        self._rng = random.Random(0)
+
+    def teach(self, on_ssd: bool) -> Iterator[tuple[int, int, float]]:
+        """Run the prompts; yields (new tokens, context, seconds) of those that computed."""
+        for round_number in range(_ROUNDS):
+            for length in _lengths(self._longest):
+                prompt = [self._rng.randrange(_TOKEN_IDS) for _ in range(length)]
+                seconds, cached = self._run(prompt)
+                if round_number:  # the first touches memory and compiles
+                    yield length - cached, cached, seconds
+                longer = prompt + [self._rng.randrange(_TOKEN_IDS) for _ in range(length // 2)]
+                if len(longer) <= self._longest:
+                    seconds, cached = self._run(longer)
+                    if round_number:
+                        yield len(longer) - cached, cached, seconds
+                self._restore(prompt, on_ssd)
+
+    def _restore(self, prompt: list[int], on_ssd: bool) -> None:
+        self._llm.reset_prefix_cache()
+        self._run(prompt)
+        if on_ssd and self._store.flush(_FLUSH_S):
+            self._llm.reset_prefix_cache()
+            self._store.leave_to_ssd()
+            self._run(prompt)
+
+    def _run(self, prompt: list[int]) -> tuple[float, int]:
+        """Seconds to the first of two tokens, and how many of the prompt's were cached."""
+        from vllm import SamplingParams
+
+        started_s = time.perf_counter()
+        parameters = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        (output,) = self._llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
+        total_s = time.perf_counter() - started_s
+        told = output.metrics
+        decode_s = told.last_token_ts - told.first_token_ts if told else 0.0
+        return total_s - decode_s, int(output.num_cached_tokens or 0)
+
+    def close(self) -> None:
+        """End the engine."""
+        core: Any = self._llm.llm_engine.engine_core
+        core.shutdown()
+
+
+def _lengths(longest: int) -> Iterator[int]:
+    """Prompt lengths, doubling, up to the longest the engine takes."""
+    length = min(_SHORTEST, longest)
+    while length < longest:
+        yield length
+        length *= 2
+    yield longest

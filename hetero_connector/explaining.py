@@ -1,0 +1,150 @@
+"""`heterocache explain`: what the planner would restore of a prompt, and why.
+
+Reads one model's journal, so everything is taken to be on SSD; what a running engine holds
+in DRAM besides is not known here (`in_dram` asks what if all of it were there). Costs come
+from a profile, or are the built-in ones an engine starts with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hetero_connector.artifacts.chain import ChainHasher, RequestChain
+from hetero_connector.artifacts.index import PrefixIndex
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.artifacts.record import ROOT, SlotRef, StoredChunk, Tier
+from hetero_connector.errors import StoreError
+from hetero_connector.planner.compute_model import ComputeRegression
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.cost_profile import CostProfile
+from hetero_connector.planner.decision import Decision, EngineLoad
+from hetero_connector.planner.load_model import LoadModel
+from hetero_connector.planner.restore_planner import RestorePlanner
+from hetero_connector.spec import ModelSpec
+from hetero_connector.store.journal import Journal
+from hetero_connector.store.ssd_space import JOURNAL_NAME
+
+
+def decide(
+    directory: Path, token_ids: list[int], profile: CostProfile | None, *, in_dram: bool
+) -> Decision:
+    """The planner's decision for a request of `token_ids` on an idle engine.
+
+    `directory`: one model's. Raises StoreError, and ValueError for a token id that is none.
+    """
+    journal = Journal.open_existing(directory / JOURNAL_NAME, read_only=True)
+    try:
+        description = journal.meta.description
+        index = _index(journal, Tier.DRAM if in_dram else Tier.SSD, int(chunk_tokens(description)))
+        fingerprint = bytes.fromhex(description["fingerprint"])
+    finally:
+        journal.close()
+    layout = ArtifactLayout(_model(directory, description), chunk_tokens(description))
+    stored = _match(index, RequestChain(ChainHasher(fingerprint, layout.chunk_tokens)), token_ids)
+    types = layout.model.state_types
+    if profile is None:
+        costs = CostModel(ComputeRegression(), LoadModel(types))
+    else:
+        costs = profile.cost_model(types)
+    planner = RestorePlanner(layout.model, layout, costs)
+    known = len(token_ids)
+    return planner.plan(stored, 0, known - 1, known, EngineLoad())
+
+
+def chunk_tokens(description: Any) -> int:
+    """Tokens of a full chunk, as the engine described itself."""
+    return int(description["chunk_tokens"])
+
+
+def read_tokens(path: Path, tokenizer_of: Callable[[], Any]) -> list[int]:
+    """Token ids from a file: a JSON list of them, else text for the model's tokenizer.
+
+    Raises StoreError if the file cannot be read or holds no token.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreError(f"cannot read {path}: {error}") from error
+    try:
+        ids = json.loads(text)
+    except json.JSONDecodeError:
+        ids = tokenizer_of().encode(text)
+    if not isinstance(ids, list) or not ids or not all(type(x) is int for x in ids):
+        raise StoreError(f"{path} holds neither a JSON list of token ids nor text")
+    return ids
+
+
+def tokenizer(directory: Path) -> Any:
+    """The tokenizer of the model whose state the directory holds. Raises StoreError."""
+    journal = Journal.open_existing(directory / JOURNAL_NAME, read_only=True)
+    name = str(journal.meta.description.get("model_name", ""))
+    journal.close()
+    try:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(name)
+    except (ImportError, OSError, ValueError) as error:
+        raise StoreError(f"no tokenizer of {name!r}: {error}; pass token ids instead") from error
+
+
+def as_json(decision: Decision) -> dict[str, Any]:
+    """For `--json`."""
+    plan = decision.plan
+    return {
+        "boundary": plan.boundary if plan else 0,
+        "actions": list(decision.actions),
+        "predicted": decision.predicted._asdict(),
+        "nothing": decision.nothing._asdict(),
+        "reuse_benefit_s": decision.reuse_benefit_s,
+        "candidates": [
+            {
+                "boundary": c.boundary,
+                "resume_tokens": c.resume_tokens,
+                "load_bytes": {tier.value: size for tier, size in c.load_bytes.items()},
+                "terms": c.terms._asdict(),
+                "total_s": c.terms.total_s,
+                "chosen": c.chosen,
+            }
+            for c in decision.candidates()
+        ],
+    }
+
+
+def _model(directory: Path, description: Any) -> ModelSpec:
+    try:
+        return ModelSpec.from_plain(description["model_spec"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreError(
+            f"{directory} does not say what state its model keeps; it was written by an earlier "
+            "version: let an engine of this one open it"
+        ) from error
+
+
+def _index(journal: Journal, tier: Tier, full_chunk: int) -> PrefixIndex:
+    index = PrefixIndex(full_chunk, offer=lambda artifact: None)
+    for row in journal.load():
+        node = index.nodes.get(row.chunk.key)
+        known = node is not None and row.state_type in node.artifacts
+        if row.chunk.parent in index.nodes and not known:
+            artifact = index.add(row.chunk, row.state_type, row.size_bytes)
+            index.attach(artifact, SlotRef(tier, row.state_type, row.slot, row.generation), 0)
+            index.seal(artifact)
+    return index
+
+
+def _match(index: PrefixIndex, chain: RequestChain, token_ids: list[int]) -> list[StoredChunk]:
+    """Full chunks, then the longest tail, as an engine matches them."""
+    chain.extend(token_ids)
+    limit = len(token_ids) - 1
+    stored = index.match(chain.chunks(limit))
+    last = stored[-1].chunk if stored else None
+    start = last.end if last else 0
+    for length in sorted(index.tails(last.key if last else ROOT), reverse=True):
+        if start + length <= limit:
+            tail = index.match([chain.ending_at(start + length)])
+            if tail:
+                return stored + tail
+    return stored
