@@ -63,16 +63,17 @@ def make_llm(
 ) -> Any:
     """Build an engine; with `connector_extra` (even empty) it runs HeteroConnector.
 
-    Every chunk boundary gets a checkpoint unless `connector_extra` says otherwise, so that a
-    test may resume at any. Keyword arguments override `engine_arguments(model)`;
-    `kv_transfer_config` may be given whole. End it with `shutdown`.
+    Whatever is stored is restored, and every chunk boundary gets a checkpoint, so that a
+    test may resume at any, unless `connector_extra` says otherwise. Keyword arguments
+    override `engine_arguments(model)`; `kv_transfer_config` may be given whole. End it
+    with `shutdown`.
     """
     from vllm import LLM
 
     arguments = engine_arguments(model)
     if connector_extra is not None:
         arguments["kv_transfer_config"] = kv_transfer_config(
-            {"checkpoints": "full", **connector_extra}
+            {"checkpoints": "full", "planner": "always_load", **connector_extra}
         )
     arguments |= engine_args
     return LLM(

@@ -29,7 +29,7 @@ PROMPTS = [prompt_tokens(700 + 90 * i, seed=70 + i) for i in range(5)]
 """Each longer than two chunks; together more than the DRAM tier holds."""
 MAX_TOKENS = 8
 TOLERANCE = 1e-4
-TIERS = {"dram_gib": 0.006, "ssd_gib": 0.06, "checkpoints": "full"}
+TIERS = {"dram_gib": 0.006, "ssd_gib": 0.06, "checkpoints": "full", "planner": "always_load"}
 
 
 @pytest.fixture(scope="module")

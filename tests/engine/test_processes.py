@@ -23,6 +23,7 @@ from tests.engine.harness import (
 
 pytestmark = pytest.mark.engine
 
+EXTRA = {"dram_gib": 0.1, "planner": "always_load"}
 PROMPT = prompt_tokens(1400, seed=91)
 
 
@@ -42,9 +43,7 @@ def test_two_tensor_parallel_workers(model: str) -> None:
 
 
 def test_a_server_with_an_engine_core_of_its_own(tmp_path: Path) -> None:
-    transfer = kv_transfer_config(
-        {"dram_gib": 0.1}, kv_connector_module_path="hetero_connector.connector"
-    )
+    transfer = kv_transfer_config(EXTRA, kv_connector_module_path="hetero_connector.connector")
     model = write_checkpoint("gemma3", CHECKPOINTS)
     with Server(model, tmp_path / "server.log", transfer) as server:
         server.complete(PROMPT, max_tokens=1)
@@ -89,9 +88,7 @@ def test_a_child_of_multi_connector(tmp_path: Path) -> None:
     transfer: dict[str, Any] = {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "connectors": [kv_transfer_config({"dram_gib": 0.1}), example]
-        },
+        "kv_connector_extra_config": {"connectors": [kv_transfer_config(EXTRA), example]},
     }
     with engine("dense", kv_transfer_config=transfer, disable_hybrid_kv_cache_manager=True) as llm:
         cold = generate(llm, PROMPT, max_tokens=8)
@@ -112,7 +109,7 @@ def test_pipeline_parallel_is_refused_at_start(tmp_path: Path) -> None:
     arguments = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
     model = write_checkpoint("dense", CHECKPOINTS)
     log = tmp_path / "server.log"
-    server = Server(model, log, kv_transfer_config({"dram_gib": 0.1}), arguments)
+    server = Server(model, log, kv_transfer_config(EXTRA), arguments)
     with pytest.raises(RuntimeError, match="ended at start"):
         server.start()
     assert "set --pipeline-parallel-size 1" in log.read_text()
