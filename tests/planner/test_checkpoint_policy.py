@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, count
 
 import pytest
 from hypothesis import given
@@ -324,6 +327,74 @@ def test_the_oldest_boundary_is_forgotten_first_and_a_repeated_one_is_new() -> N
     for number in (1, 2, 1, 3):
         boundaries.add(key(number))
     assert [boundaries.steps_to([key(n)]) for n in (1, 2, 3)] == [0, None, 0]
+
+
+# All of them on sessions of agents
+
+
+@dataclass
+class Sessions:
+    """Sessions over five system prompts that grow by turns, and sometimes branch off earlier.
+
+    The store forgets nothing and the engine's own cache holds nothing.
+    """
+
+    policy: CheckpointPolicy
+    sizes: Sizes
+    branching: float
+    """Share of turns that leave the session somewhere before its end."""
+    stored: set[int] = field(default_factory=set)
+    checkpoints: set[int] = field(default_factory=set)
+    kept: KeptBoundaries = field(default_factory=KeptBoundaries)
+    missed: int = 0
+
+    def play(self, num_turns: int, seed: int) -> float:
+        """Seconds of writing checkpoints and of recomputing, at the default `Rates`."""
+        rng = random.Random(seed)
+        new = count()
+        prompts = [[next(new) for _ in range(rng.randrange(2, 40))] for _ in range(5)]
+        sessions = [list(rng.choice(prompts)) for _ in range(30)]
+        for _ in range(num_turns):
+            at = rng.randrange(len(sessions))
+            chunks = sessions[at]
+            if rng.random() < 0.03 or len(chunks) > 400:
+                chunks = list(rng.choice(prompts))
+            elif rng.random() < self.branching:
+                chunks = chunks[: rng.randrange(1, len(chunks))]
+            sessions[at] = chunks + [next(new) for _ in range(rng.randrange(1, 8))]
+            self.serve(sessions[at])
+        written = len(self.checkpoints) * self.sizes.checkpoint_bytes
+        recompute_s = self.missed * self.sizes.chunk_tokens * Rates().recompute_s_per_token
+        return written * Rates().write_s_per_byte + recompute_s
+
+    def serve(self, chunks: Sequence[int]) -> None:
+        names = list(accumulate(chunks, lambda parent, chunk: hash((parent, chunk))))
+        matched = sum(name in self.stored for name in names)
+        passed = range(matched, 0, -1)
+        resumed = next((n for n in passed if names[n - 1] in self.checkpoints), 0)
+        steps = self.kept.steps_to(key(names[n - 1] % 2**64) for n in passed)
+        self.missed += matched - resumed
+        self.stored.update(names)
+        for n in range(resumed + 1, len(names) + 1):
+            missed = matched - resumed if n == matched else 0
+            boundary = Boundary(n, n == len(names), missed)
+            if self.policy.keeps(boundary):
+                self.checkpoints.add(names[n - 1])
+                if boundary.turn_end or missed:
+                    self.kept.add(key(names[n - 1] % 2**64))
+        behind = 0 if steps is None else matched - steps
+        self.policy.observe(Reuse(matched, behind, new=len(names) - matched))
+
+
+@pytest.mark.parametrize("branching", [0.0, 0.1, 0.4])
+@pytest.mark.parametrize("model", ["deepseek-v4-flash", "gemma-3-27b", "gpt-oss-120b"])
+def test_adaptive_costs_no_more_than_the_best_fixed_policy(model: str, branching: float) -> None:
+    """Within 3%, learning included; the fixed ones differ by a factor of two and more."""
+    sizes = Sizes.of(ArtifactLayout(PRESETS[model](), CHUNK))
+    fixed = {p: Sessions(Periodic(p), sizes, branching).play(800, seed=5) for p in PERIODS}
+    adaptive = Sessions(Adaptive(sizes), sizes, branching).play(800, seed=5)
+    assert max(fixed.values()) > 2 * min(fixed.values())
+    assert adaptive <= 1.03 * min(fixed.values())
 
 
 # What a restore makes of it
