@@ -13,8 +13,8 @@ from array import array
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from hetero_connector.artifacts.record import StoredChunk, Tier
 from hetero_connector.spec.state_types import Family, RestoreRule, StateType
 
 Floats = NDArray[np.float64]
-Codes = NDArray[np.integer]
+Codes = NDArray[np.int64]
 
 
 class ChunkGrid:
@@ -87,8 +87,7 @@ class ChunkGrid:
         return -(-reach // self.layout.chunk_tokens), period // self.layout.chunk_tokens
 
 
-@dataclass(frozen=True)
-class Holdings:
+class Holdings(NamedTuple):
     """What the chunks hold where: few distinct mappings, and which chunk has which."""
 
     distinct: Sequence[Mapping[StateType, Tier]]
@@ -106,11 +105,11 @@ class Holdings:
         if chunks[-1].tiers is first and chunks[size // 2 - 1].tiers is first:
             held = [stored.tiers for stored in chunks]
             if held.count(first) == size:  # compares by identity first
-                return cls([first], [0], np.zeros(size, np.intp))
+                return cls([first], [0], np.zeros(size, np.int64))
         code: defaultdict[int, int] = defaultdict(count().__next__)
         codes = [code[id(stored.tiers)] for stored in chunks]
         firsts = [codes.index(i) for i in range(len(code))]
-        return cls([chunks[i].tiers for i in firsts], firsts, np.asarray(array("I", codes)))
+        return cls([chunks[i].tiers for i in firsts], firsts, np.asarray(array("q", codes)))
 
     def up_to(self, count: int) -> Holdings:
         """Of the first `count` chunks."""

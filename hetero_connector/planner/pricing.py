@@ -10,8 +10,8 @@ max(load, first step) + load / layers instead of their sum. Parked it comes befo
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from hetero_connector.planner.cost_model import CostModel, Terms
 from hetero_connector.planner.decision import EngineLoad
 from hetero_connector.planner.load_model import TierRates
 from hetero_connector.spec.state_types import StateType
+
+Held = Mapping[StateType, Tier]
 
 _GIB = 1 << 30
 _TIERS = (Tier.DRAM, Tier.SSD, Tier.PEER)
@@ -44,28 +46,28 @@ class TierTable:
         """[columns]"""
         self._no_checkpoint_s: Floats = np.zeros_like(self.checkpoint_s)
 
+    def prefix_seconds(self, tiers: Held) -> float:
+        """Of moving the prefix types that this tier has of one full chunk."""
+        tier = self.tier
+        return sum([s for t, s in self.prefix_s.items() if tiers.get(t) is tier], 0.0)
+
+    def boundary_seconds(self, tiers: Held) -> Floats:
+        """[columns] of moving the boundary types that this tier has, at each boundary."""
+        rows = [i for i, t in enumerate(self.boundary_types) if tiers.get(t) is self.tier]
+        if len(rows) == len(self.boundary_types):
+            return self.checkpoint_s
+        if not rows:
+            return self._no_checkpoint_s
+        seconds: Floats = self.boundary_s[rows].sum(axis=0)
+        return seconds
+
     def seconds(self, bytes_by_type: Mapping[StateType, int], types: Iterable[StateType]) -> float:
         """Of moving those types of one chunk; the latency is not in it."""
         per_byte = self.rates.seconds_per_byte
         return sum(bytes_by_type.get(t, 0) * per_byte[t] for t in types)
 
-    def prefix_seconds(self, types: Container[StateType]) -> float:
-        """Of moving the prefix types among `types` of one full chunk."""
-        return sum((s for t, s in self.prefix_s.items() if t in types), 0.0)
 
-    def boundary_seconds(self, types: Container[StateType]) -> Floats:
-        """[columns] of moving the boundary types among `types` at each boundary."""
-        chosen = [t in types for t in self.boundary_types]
-        if all(chosen):
-            return self.checkpoint_s
-        if not any(chosen):
-            return self._no_checkpoint_s
-        seconds: Floats = self.boundary_s[chosen].sum(axis=0)
-        return seconds
-
-
-@dataclass(frozen=True)
-class Prices:
+class Prices(NamedTuple):
     """Seconds by term, over the chunks at whose end the request may resume."""
 
     resume: Floats
@@ -185,26 +187,25 @@ class Pricing:
         staged = None
         for table in self._slow_tables:
             if any(table.tier in tiers.values() for tiers in held.distinct):
-                here = [_held_in(table.tier, tiers) for tiers in held.distinct]
-                staged_s = self._staged_from(table, here, span, held)
+                staged_s = self._staged_from(table, span, held)
                 staged = staged_s if staged is None else np.maximum(staged, staged_s)
         return staged
 
-    def _staged_from(
-        self, table: TierTable, here: list[set[StateType]], span: _Span, held: Holdings
-    ) -> Floats:
-        """Seconds of bringing from one tier what is there; `here` by the code of `held`."""
-        prefix_s = np.array([table.prefix_seconds(types) for types in here], np.float64)
+    def _staged_from(self, table: TierTable, span: _Span, held: Holdings) -> Floats:
+        """Seconds of bringing to DRAM what one tier has."""
+        prefix_s = np.array([table.prefix_seconds(tiers) for tiers in held.distinct])
         per_chunk_s = prefix_s.take(held.codes)
-        last = here[held.codes[-1]]
+        tail_types = span.tail_types(table.tier)
         if span.tail_bytes:
-            per_chunk_s[-1] = table.seconds(span.tail_bytes, last & table.prefix_s.keys())
+            per_chunk_s[-1] = table.seconds(span.tail_bytes, tail_types & table.prefix_s.keys())
         moved_s: Floats = per_chunk_s.cumsum()
         if span.with_checkpoint:
-            by_code_s = np.concatenate([table.boundary_seconds(types) for types in here])
+            by_code_s = np.concatenate([table.boundary_seconds(tiers) for tiers in held.distinct])
             checkpoint_s = by_code_s.take(held.codes * len(table.checkpoint_s) + span.columns)
             if span.tail_bytes:
-                checkpoint_s[-1] = table.seconds(span.tail_bytes, last - table.prefix_s.keys())
+                checkpoint_s[-1] = table.seconds(
+                    span.tail_bytes, tail_types - table.prefix_s.keys()
+                )
             moved_s += checkpoint_s
         return moved_s + self._overhead_s(table) * (moved_s > 0.0)
 
@@ -226,6 +227,7 @@ class _Span:
         self.ends = grid.ends(index, self.count)
         self.columns = grid.columns(index, self.count)
         self.with_checkpoint = with_checkpoint and bool(grid.model.boundary_types)
+        self._last_tiers = chunks[-1].tiers
         self.tail_bytes: dict[StateType, int] = {}
         """Of the last chunk, by type, if it is shorter than the others; else empty."""
         if last.end - last.start < grid.layout.chunk_tokens:
@@ -238,6 +240,6 @@ class _Span:
                 t: grid.layout.artifact_bytes(t, last.start, last.end) for t in types
             }
 
-
-def _held_in(tier: Tier, tiers: Mapping[StateType, Tier]) -> set[StateType]:
-    return {state_type for state_type, place in tiers.items() if place is tier}
+    def tail_types(self, tier: Tier) -> set[StateType]:
+        """What the tail has in a tier."""
+        return {t for t in self.tail_bytes if self._last_tiers.get(t) is tier}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,11 +124,12 @@ class Weighing:
         [chunks left] whether the boundary types are there.
         """
         model, held = self._model, self._held
+        prefix, boundary = set(model.prefix_types), set(model.boundary_types)
         for tiers, first in zip(held.distinct, held.firsts, strict=True):
-            if any(t not in tiers for t in model.prefix_types):
+            if not tiers.keys() >= prefix:
                 self._chunks, self._held = self._chunks[:first], held.up_to(first)
                 break
-        complete = [all(t in tiers for t in model.boundary_types) for tiers in held.distinct]
+        complete = [tiers.keys() >= boundary for tiers in held.distinct]
         return np.array(complete).take(self._held.codes)
 
     def _plan(self, way: _Way, index: int) -> RestorePlan:
@@ -151,8 +152,7 @@ class Weighing:
             total[tier] = total.get(tier, 0) + size
 
 
-@dataclass(frozen=True)
-class _Way:
+class _Way(NamedTuple):
     """Every boundary, restored in one way."""
 
     prices: Prices
