@@ -37,10 +37,17 @@ class Timing:
 
 
 class EngineProcess:
-    """Proxy of one engine. `extra`: HeteroConnector's extra config; None: no connector."""
+    """Proxy of one engine. `extra`: HeteroConnector's extra config; None: no connector.
+
+    `kind`: what runs in the process, an `Engine` with whatever methods `call` is to reach.
+    """
 
     def __init__(
-        self, model: str, extra: Mapping[str, Any] | None = None, **engine_args: Any
+        self,
+        model: str,
+        extra: Mapping[str, Any] | None = None,
+        kind: type[Engine] | None = None,
+        **engine_args: Any,
     ) -> None:
         os.environ.update(ENGINE_ENVIRONMENT)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -48,7 +55,7 @@ class EngineProcess:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, model, extra, engine_args), daemon=True
+            target=_serve, args=(theirs, kind or Engine, model, extra, engine_args), daemon=True
         )
         self._process.start()
         theirs.close()
@@ -56,23 +63,23 @@ class EngineProcess:
 
     def complete(self, prompt: Sequence[int], tokens: int = 1, recompute: bool = False) -> Timing:
         """Complete a prompt; with `recompute` whatever is cached anywhere is not read."""
-        return self._call("complete", list(prompt), tokens, recompute)
+        return self.call("complete", list(prompt), tokens, recompute)
 
     def reset_prefix_cache(self) -> None:
         """Empty the engine's own prefix cache; what the connector stores stays."""
-        self._call("reset_prefix_cache")
+        self.call("reset_prefix_cache")
 
     def flush(self) -> None:
         """Wait until everything sealed is on SSD."""
-        self._call("flush")
+        self.call("flush")
 
     def restored(self) -> dict[str, int]:
         """Useful bytes restored since the last call, by the tier they came from."""
-        return self._call("restored")
+        return self.call("restored")
 
     def bytes_per_slot(self) -> int:
         """DRAM bytes of one slot of every state type."""
-        return self._call("bytes_per_slot")
+        return self.call("bytes_per_slot")
 
     def close(self) -> None:
         """End the engine. Idempotent."""
@@ -93,7 +100,8 @@ class EngineProcess:
     ) -> None:
         self.close()
 
-    def _call(self, name: str, *arguments: Any) -> Any:
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a method of the engine in the other process."""
         self._pipe.send((name, arguments))
         return self._receive()
 
@@ -109,7 +117,9 @@ def prompt_tokens(num_tokens: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 256, num_tokens).tolist()
 
 
-class _Engine:
+class Engine:
+    """The engine itself, in its process."""
+
     def __init__(
         self, model: str, extra: Mapping[str, Any] | None, engine_args: Mapping[str, Any]
     ) -> None:
@@ -183,10 +193,14 @@ class _Engine:
 
 
 def _serve(
-    pipe: Any, model: str, extra: Mapping[str, Any] | None, engine_args: Mapping[str, Any]
+    pipe: Any,
+    kind: type[Engine],
+    model: str,
+    extra: Mapping[str, Any] | None,
+    engine_args: Mapping[str, Any],
 ) -> None:
     try:
-        engine = _Engine(model, extra, engine_args)
+        engine = kind(model, extra, engine_args)
     except Exception as error:
         pipe.send((repr(error), None))
         raise

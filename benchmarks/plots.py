@@ -51,6 +51,28 @@ def lines(name: str, panels: Sequence[tuple[str, str, str, Mapping[str, Any]]]) 
     return _save(figure, name)
 
 
+def heat_maps(
+    name: str, title: str, panels: Sequence[tuple[str, Sequence[Any], Sequence[str], Any]]
+) -> Path:
+    """One panel each: (title, column labels, row labels, rows of values around 1)."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 4), squeeze=False)
+    for axis, (panel, columns, rows, values) in zip(axes[0], panels, strict=True):
+        axis.imshow(values, cmap="RdYlGn_r", vmin=0.5, vmax=1.5, aspect="auto")
+        for y, row in enumerate(values):
+            for x, value in enumerate(row):
+                axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7)
+        axis.set_xticks(range(len(columns)), labels=list(map(str, columns)), fontsize=7)
+        axis.set_yticks(range(len(rows)), labels=list(rows), fontsize=7)
+        axis.set_title(panel, fontsize=9)
+    figure.suptitle(title, fontsize=9)
+    return _save(figure, name)
+
+
 def _save(figure: Any, name: str) -> Path:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}-{time.strftime('%Y-%m-%d')}.png"

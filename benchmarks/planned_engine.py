@@ -1,0 +1,128 @@
+"""An engine whose restore planner and disk a benchmark sets request by request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.engine_process import Engine, prompt_tokens
+from hetero_connector.artifacts.record import StoredChunk
+from hetero_connector.planner.decision import Decision, EngineLoad
+from hetero_connector.planner.restore_planner import RestorePlanner
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.ssd import best_transfer
+from hetero_connector.store.ssd_directory import SsdDirectory
+from hetero_connector.transfer.base import FileTransfer
+from hetero_connector.transfer.throttled_files import ThrottledFiles
+
+CUTS = (0.25, 0.5, 0.75)
+_UNTHROTTLED = 1e12
+_MAX_STEPS = 100_000
+
+
+class PlannedEngine(Engine):
+    """`Engine` that serves one prompt by a policy: never, always, planned, or cut at a share."""
+
+    def __init__(
+        self, model: str, extra: Mapping[str, Any] | None, engine_args: Mapping[str, Any]
+    ) -> None:
+        self._disk: ThrottledFiles | None = None
+        defaults = ArtifactStore.open.__func__.__kwdefaults__  # type: ignore[attr-defined]
+        defaults["open_transfer"] = self._open_throttled
+        super().__init__(model, extra, engine_args)
+        core: Any = self._llm.llm_engine.engine_core
+        self._restorer = core.engine_core.scheduler.connector._scheduler._restorer
+        self._planner: RestorePlanner = self._restorer._planner
+        self._on_ssd = False
+        self._decoding = 0
+        self._seed = 1_000_000
+
+    def throttle(self, bandwidth: float | None) -> None:
+        """Bytes a second of the SSD from now; None: serve from DRAM."""
+        self._on_ssd = bandwidth is not None
+        assert self._disk is not None
+        self._disk._read_bandwidth = bandwidth or _UNTHROTTLED
+
+    def serve(self, prompt: list[int], policy: str, decodes: int) -> tuple[float, int]:
+        """TTFT in seconds, and tokens that were not computed, with `decodes` others running."""
+        self._prepare()
+        self._set(policy, len(prompt))
+        others = [self._start_decoding() for _ in range(decodes)]
+        started_s = time.perf_counter()
+        self._add("probe", prompt, 1)
+        cached = -1
+        for _ in range(_MAX_STEPS):
+            for output in self._llm.llm_engine.step():
+                if output.request_id.startswith("probe"):
+                    cached = int(output.num_cached_tokens or 0)
+            if cached >= 0:
+                break
+        ttft_s = time.perf_counter() - started_s
+        self._llm.llm_engine.abort_request(others)
+        while self._llm.llm_engine.has_unfinished_requests():
+            self._llm.llm_engine.step()
+        return ttft_s, cached
+
+    def _prepare(self) -> None:
+        """The prompt is in the store alone, in the tier asked for."""
+        self.reset_prefix_cache()
+        if self._on_ssd:
+            self.flush()
+            self._store().leave_to_ssd()
+
+    def _set(self, policy: str, num_tokens: int) -> None:
+        if policy.startswith("cut "):
+            limit = int(float(policy.removeprefix("cut ")) * num_tokens)
+            self._restorer._planner = _Cut(self._planner, limit)
+            return
+        self._restorer._planner = self._planner
+        modes = {"never": "never_load", "always": "always_load", "planned": "cost"}
+        self._planner.mode = modes[policy]  # type: ignore[assignment]
+
+    def _start_decoding(self) -> str:
+        """A request of its own prompt that decodes for longer than a probe takes."""
+        self._seed += 1
+        name = f"other-{self._seed}"
+        self._add(name, prompt_tokens(64, self._seed), 200)
+        for _ in range(4):
+            self._llm.llm_engine.step()
+        return name
+
+    def _add(self, name: str, prompt: list[int], tokens: int) -> None:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        self._llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
+
+    def _open_throttled(self, memory: np.ndarray, directory: SsdDirectory) -> FileTransfer:
+        self._disk = ThrottledFiles(best_transfer(memory, directory), _UNTHROTTLED)
+        return self._disk
+
+
+class _Cut:
+    """Stands in for the planner: everything up to a limit is loaded."""
+
+    def __init__(self, planner: RestorePlanner, limit: int) -> None:
+        self._planner = planner
+        self._limit = limit
+
+    def plan(
+        self,
+        stored: Sequence[StoredChunk],
+        local_tokens: int,
+        limit_tokens: int,
+        prompt_tokens: int,
+        load: EngineLoad,
+    ) -> Decision:
+        """As `RestorePlanner.plan`."""
+        mode, self._planner.mode = self._planner.mode, "always_load"
+        try:
+            limit = min(limit_tokens, self._limit)
+            return self._planner.plan(stored, local_tokens, limit, prompt_tokens, load)
+        finally:
+            self._planner.mode = mode

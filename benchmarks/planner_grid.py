@@ -1,0 +1,203 @@
+"""`python -m benchmarks.planner_grid [--json]`: does planning ever lose?
+
+A grid on the real engine: model x prompt length x where the state is (DRAM, or an SSD slowed
+to a bandwidth) x what else the engine is doing. In every cell the same prompt is served by
+turns with nothing restored, with everything restored, as planned, and cut at boundaries in
+between. The cost model learns online, from the runs before.
+
+- `worst_cell_over_best`: planned TTFT over the better of never and always, at the median of
+  the worst cell. Goal <= 1.05.
+- `geomean_over_single`: geometric mean over the cells of planned TTFT, over that of the
+  better single policy. Goal <= 0.85.
+- `regret_p95`: planned over the best of everything tried, less 1, at the 95th percentile of
+  cells. Goal <= 0.10.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import plots
+from benchmarks.engine_process import EngineProcess, prompt_tokens
+from benchmarks.measure import machine_line, rounded, save, table
+from benchmarks.planned_engine import CUTS, PlannedEngine
+
+GOALS = {"worst_cell_over_best": 1.05, "geomean_over_single": 0.85, "regret_p95": 0.10}
+_MODELS = {"dense": (320, 1088, 4000), "dense-bench": (320, 1088, 4000, 8100)}
+_BANDWIDTHS = (None, 2.5e9, 0.5e9, 0.1e9)
+"""Bytes a second of the SSD; None: the state is in DRAM."""
+_DECODES = (0, 2)
+_POLICIES = ("never", "always", "planned", *(f"cut {share:g}" for share in CUTS))
+
+
+class Cell(NamedTuple):
+    """One point of the grid."""
+
+    model: str
+    tokens: int
+    bandwidth: float | None
+    decodes: int
+
+    @property
+    def place(self) -> str:
+        return "DRAM" if self.bandwidth is None else f"SSD {self.bandwidth / 1e9:g} GB/s"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Median TTFT of a cell by policy, in seconds, and what the planner chose."""
+
+    cell: Cell
+    ttft_s: Mapping[str, float]
+    boundary: int
+
+    @property
+    def over_best_single(self) -> float:
+        return self.ttft_s["planned"] / min(self.ttft_s["never"], self.ttft_s["always"])
+
+    @property
+    def regret(self) -> float:
+        return self.ttft_s["planned"] / min(self.ttft_s.values()) - 1
+
+
+def measure(model: str, lengths: tuple[int, ...], directory: Path, repeats: int) -> list[Measured]:
+    """Every cell of one model, in one engine."""
+    extra: dict[str, Any] = {
+        "dram_gib": 1.0, "ssd_dir": str(directory), "ssd_gib": 1.0, "planner": "cost",
+    }  # fmt: skip
+    longest = max(lengths)
+    measured = []
+    with EngineProcess(model, extra, PlannedEngine, max_model_len=longest + 348) as engine:
+        prompts = {n: prompt_tokens(n, seed=n) for n in lengths}
+        for bandwidth in _BANDWIDTHS:
+            engine.call("throttle", bandwidth)
+            _teach(engine, prompts)
+            for tokens in lengths:
+                for decodes in _DECODES:
+                    cell = Cell(model, tokens, bandwidth, decodes)
+                    measured.append(_measure_cell(engine, cell, prompts[tokens], repeats))
+                    print(_row(measured[-1]), file=sys.stderr, flush=True)
+    return measured
+
+
+def _teach(engine: EngineProcess, prompts: Mapping[int, list[int]]) -> None:
+    """What a while of service teaches: each length computed and restored a few times."""
+    for _ in range(3):
+        for prompt in prompts.values():
+            for policy in ("never", "always"):
+                engine.call("serve", prompt, policy, 0)
+
+
+def _measure_cell(engine: EngineProcess, cell: Cell, prompt: list[int], repeats: int) -> Measured:
+    times: dict[str, list[float]] = {policy: [] for policy in _POLICIES}
+    boundary = 0
+    for repeat in range(repeats):
+        turn = repeat % len(_POLICIES)
+        for policy in (*_POLICIES[turn:], *_POLICIES[:turn]):
+            ttft_s, cached = engine.call("serve", prompt, policy, cell.decodes)
+            times[policy].append(ttft_s)
+            if policy == "planned":
+                boundary = cached
+    medians = {policy: statistics.median(seconds) for policy, seconds in times.items()}
+    return Measured(cell, medians, boundary)
+
+
+def figures_of(measured: list[Measured]) -> dict[str, float]:
+    """The three figures."""
+    regrets = sorted(m.regret for m in measured)
+
+    def geomean(policy: str) -> float:
+        return math.exp(statistics.fmean(math.log(m.ttft_s[policy]) for m in measured))
+
+    return rounded(
+        {
+            "worst_cell_over_best": max(m.over_best_single for m in measured),
+            "geomean_over_single": geomean("planned") / min(geomean("never"), geomean("always")),
+            "regret_p95": regrets[math.ceil(0.95 * len(regrets)) - 1],
+        }
+    )
+
+
+def _row(measured: Measured) -> str:
+    times = "  ".join(f"{p} {1e3 * s:.0f}" for p, s in measured.ttft_s.items())
+    return f"{measured.cell}: {times}; resumed at {measured.boundary}"
+
+
+def _report(measured: list[Measured], figures: Mapping[str, float]) -> str:
+    header = ["TTFT, ms", "tokens", "state in", "decodes", *_POLICIES, "resumed", "over best"]
+    rows = [
+        [
+            m.cell.model, m.cell.tokens, m.cell.place, m.cell.decodes,
+            *(f"{1e3 * m.ttft_s[p]:.1f}" for p in _POLICIES), m.boundary,
+            f"{m.over_best_single:.2f}",
+        ]
+        for m in measured
+    ]  # fmt: skip
+    goals = [
+        [name, f"{value:.3f}", f"<= {GOALS[name]:g}", "met" if value <= GOALS[name] else "missed"]
+        for name, value in figures.items()
+    ]
+    return "\n\n".join(
+        [
+            f"{machine_line()}; medians",
+            table(header, rows),
+            table(["figure", "value", "goal", ""], goals),
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner_grid", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--model", choices=list(_MODELS), help="this one only; nothing is written")
+    arguments = parser.parse_args()
+    parent = Path.cwd() / ".cache"
+    parent.mkdir(exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="planner-grid-", dir=parent))
+    chosen = {m: n for m, n in _MODELS.items() if arguments.model in (None, m)}
+    measured: list[Measured] = []
+    try:
+        for model, lengths in chosen.items():
+            measured += measure(model, lengths, scratch / model, arguments.repeats)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    figures = figures_of(measured)
+    text = _report(measured, figures)
+    print(text)
+    if arguments.model is None:
+        cells = [{**m.cell._asdict(), **m.ttft_s, "boundary": m.boundary} for m in measured]
+        path = save("planner_grid", text, figures, {"cells": cells})
+        print(f"\nwritten: {path}, {_plot(measured)}")
+    if arguments.json:
+        print(json.dumps(figures))
+
+
+def _plot(measured: list[Measured]) -> Path:
+    """Planned over the better single policy, as a heat map for each model."""
+    panels = []
+    for model in dict.fromkeys(m.cell.model for m in measured):
+        mine = [m for m in measured if m.cell.model == model]
+        columns = list(dict.fromkeys(m.cell.tokens for m in mine))
+        rows = list(dict.fromkeys((m.cell.place, m.cell.decodes) for m in mine))
+        value = {((m.cell.place, m.cell.decodes), m.cell.tokens): m.over_best_single for m in mine}
+        grid = [[value[row, column] for column in columns] for row in rows]
+        panels.append((model, columns, [f"{p}, {d} decodes" for p, d in rows], grid))
+    return plots.heat_maps(
+        "planner_grid", "planned TTFT over the better of never and always", panels
+    )
+
+
+if __name__ == "__main__":
+    main()
