@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.artifacts.record import Tier
 from hetero_connector.config import HeteroConfig
 from hetero_connector.engine import engine_identity, rendezvous
 from hetero_connector.engine.geometry import model_spec
@@ -16,7 +17,13 @@ from hetero_connector.engine.scheduler_side import SchedulerSide
 from hetero_connector.engine.worker_side import WorkerSide
 from hetero_connector.errors import ConfigError
 from hetero_connector.metrics import Recorder
-from hetero_connector.planner.checkpoint_policy import CheckpointPolicy, Full, Sizes, policy_named
+from hetero_connector.planner.checkpoint_policy import (
+    CheckpointPolicy,
+    Full,
+    Rates,
+    Sizes,
+    policy_named,
+)
 from hetero_connector.planner.compute_model import ComputeRegression
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.cost_profile import CostProfile
@@ -95,7 +102,7 @@ def open_scheduler_side(
         planner=planner,
         layerwise=config.layerwise != "off",
         load_deadline_s=config.load_deadline_s,
-        checkpoints=_checkpoint_policy(config, layout),
+        checkpoints=_checkpoint_policy(config, layout, planner.costs),
     )
 
 
@@ -111,12 +118,28 @@ def _planner(config: HeteroConfig, layout: ArtifactLayout, step_tokens: int) -> 
     )
 
 
-def _checkpoint_policy(config: HeteroConfig, layout: ArtifactLayout) -> CheckpointPolicy:
+def _checkpoint_policy(
+    config: HeteroConfig, layout: ArtifactLayout, costs: CostModel
+) -> CheckpointPolicy:
     if not layout.model.prefix_types:
         # Nothing but checkpoints links such a model's chunks: a boundary without one would cut
         # the chain.
         return Full()
-    return policy_named(config.checkpoints, Sizes.of(layout))
+    has_ssd = config.ssd_dir is not None
+    step_tokens = costs.step_tokens or layout.chunk_tokens
+    return policy_named(
+        config.checkpoints, Sizes.of(layout), lambda: _rates(costs, step_tokens, has_ssd)
+    )
+
+
+def _rates(costs: CostModel, step_tokens: int, has_ssd: bool) -> Rates:
+    """What the cost model has learned; without an SSD a checkpoint costs no more than a copy."""
+    load_s = costs.load.rates(Tier.SSD if has_ssd else Tier.DRAM).ahead_s_per_byte
+    return Rates(
+        write_s_per_byte=Rates.write_s_per_byte if has_ssd else load_s,
+        load_s_per_byte=load_s,
+        recompute_s_per_token=float(costs.compute.predict(step_tokens, 0)) / step_tokens,
+    )
 
 
 def _chunk_tokens(config: HeteroConfig, model: ModelSpec) -> int:

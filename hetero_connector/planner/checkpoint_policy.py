@@ -202,7 +202,8 @@ class Adaptive:
         """See `CheckpointPolicy.keeps`."""
         if boundary.turn_end or boundary.chunks % self.period == 0:
             return True
-        return boundary.missed_chunks * self._chunk_s() > self._checkpoint_s()
+        missed = boundary.missed_chunks
+        return bool(missed) and missed * self._chunk_s() > self._checkpoint_s()
 
     def observe(self, reuse: Reuse) -> None:
         """See `CheckpointPolicy.observe`."""

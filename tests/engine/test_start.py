@@ -5,11 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.artifacts.record import Tier
 from hetero_connector.config import HeteroConfig
-from hetero_connector.engine.start import _checkpoint_policy, _store_config, _warnings
+from hetero_connector.engine.start import _checkpoint_policy, _rates, _store_config, _warnings
 from hetero_connector.machine import GIB
-from hetero_connector.planner.checkpoint_policy import Adaptive, Full, Zero
+from hetero_connector.planner.checkpoint_policy import (
+    NEVER,
+    Adaptive,
+    Full,
+    Rates,
+    Reuse,
+    Zero,
+)
+from hetero_connector.planner.compute_model import ComputeRegression
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.store.base import StoreConfig
 from tests.engine.fakes import HYBRID, layer
@@ -56,14 +69,41 @@ def test_data_parallel_engines_share_the_ssd_and_its_write_budget(tmp_path: Path
     )
 
 
+def costs() -> CostModel:
+    return CostModel(ComputeRegression(), LoadModel(HYBRID.state_types), step_tokens=512)
+
+
 def test_the_checkpoint_policy_is_the_configured_one() -> None:
     config = HeteroConfig.from_extra_config({"dram_gib": 0.1, "checkpoints": "zero"})
-    assert isinstance(_checkpoint_policy(config, LAYOUT), Zero)
+    assert isinstance(_checkpoint_policy(config, LAYOUT, costs()), Zero)
     config = HeteroConfig.from_extra_config({"dram_gib": 0.1})
-    assert isinstance(_checkpoint_policy(config, LAYOUT), Adaptive)
+    assert isinstance(_checkpoint_policy(config, LAYOUT, costs()), Adaptive)
 
 
 def test_a_model_of_nothing_but_windows_keeps_every_checkpoint() -> None:
     windows = ModelSpec((layer("swa", 0, StateType.WINDOW_SWA, window=32),), alignment=16)
     config = HeteroConfig.from_extra_config({"dram_gib": 0.1, "checkpoints": "zero"})
-    assert isinstance(_checkpoint_policy(config, ArtifactLayout(windows, 64)), Full)
+    assert isinstance(_checkpoint_policy(config, ArtifactLayout(windows, 64), costs()), Full)
+
+
+def test_the_adaptive_policy_goes_by_the_speeds_the_planner_has_learned(tmp_path: Path) -> None:
+    """Checkpoints are rarer the slower they are to load and the faster tokens are to compute."""
+    extra = {"dram_gib": 0.1, "ssd_dir": str(tmp_path), "ssd_gib": 0.1}
+    learned = costs()
+    policy = _checkpoint_policy(HeteroConfig.from_extra_config(extra), LAYOUT, learned)
+    assert isinstance(policy, Adaptive)
+    assert policy.period == 1
+    for size_bytes in range(1000, 51_000, 1000):
+        learned.compute.observe(512, 0, 512e-6)
+        learned.load.observe(Tier.SSD, {StateType.DENSE_KV: size_bytes}, size_bytes * 1e-3)
+        policy.observe(Reuse(matched=0))
+    assert policy.period == NEVER
+
+
+def test_without_an_ssd_a_checkpoint_costs_a_copy() -> None:
+    dram, ssd = (_rates(costs(), 512, has_ssd=has_ssd) for has_ssd in (False, True))
+    assert dram.write_s_per_byte == dram.load_s_per_byte < ssd.load_s_per_byte
+    assert ssd.write_s_per_byte == Rates.write_s_per_byte
+    assert dram.recompute_s_per_token == pytest.approx(
+        (5e-3 + 512 * 1e-4 + 512**2 / 2 * 1e-9) / 512
+    )
