@@ -48,6 +48,7 @@ format: venv  ## Let ruff rewrite
 bench: venv  ## Figures and plots
 	$(RUN) -m benchmarks.restore --json
 	$(RUN) -m benchmarks.layerwise_transfer --json
+	$(RUN) -m benchmarks.planner --json
 
 clean:  ## Remove everything made here, the environment too
 	rm -rf $(VENV) .cache .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -68,6 +68,9 @@ class Decision:
     nothing: Terms
     """Of computing everything past the local tokens."""
     actions: tuple[Action, ...]
+    declined: tuple[Tier, ...]
+    """Tiers of which nothing is loaded although it would lead further. Nothing is learned of
+    them this time: `LoadModel.fade` lets a tier that was slow once be tried again."""
     _candidates: Callable[[], Iterable[Candidate]] = field(repr=False, compare=False)
 
     @property

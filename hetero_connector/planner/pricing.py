@@ -37,14 +37,12 @@ class TierTable:
         per_byte = rates.seconds_per_byte
         self.prefix_s = {t: n * per_byte[t] for t, n in grid.prefix_bytes.items()}
         """One full chunk, by type."""
-        self.boundary_types = grid.model.boundary_types
-        column = np.array([per_byte[t] for t in self.boundary_types]).reshape(-1, 1)
-        self.boundary_s = grid.boundary_bytes * column
-        """[boundary types, columns]"""
         self.chunk_s = sum(self.prefix_s.values())
-        self.checkpoint_s: Floats = self.boundary_s.sum(axis=0)
-        """[columns]"""
-        self._no_checkpoint_s: Floats = np.zeros_like(self.checkpoint_s)
+        self._boundary_types = grid.model.boundary_types
+        self._boundary_bytes = grid.boundary_bytes
+        self._per_byte = np.array([per_byte[t] for t in self._boundary_types], np.float64)
+        self.checkpoint_s: Floats = self._per_byte @ grid.boundary_bytes
+        """[columns] all boundary types."""
 
     def prefix_seconds(self, tiers: Held) -> float:
         """Of moving the prefix types that this tier has of one full chunk."""
@@ -53,12 +51,12 @@ class TierTable:
 
     def boundary_seconds(self, tiers: Held) -> Floats:
         """[columns] of moving the boundary types that this tier has, at each boundary."""
-        rows = [i for i, t in enumerate(self.boundary_types) if tiers.get(t) is self.tier]
-        if len(rows) == len(self.boundary_types):
+        rows = [i for i, t in enumerate(self._boundary_types) if tiers.get(t) is self.tier]
+        if len(rows) == len(self._boundary_types):
             return self.checkpoint_s
         if not rows:
-            return self._no_checkpoint_s
-        seconds: Floats = self.boundary_s[rows].sum(axis=0)
+            return np.zeros(len(self.checkpoint_s))
+        seconds: Floats = self._per_byte[rows] @ self._boundary_bytes[rows]
         return seconds
 
     def seconds(self, bytes_by_type: Mapping[StateType, int], types: Iterable[StateType]) -> float:
@@ -207,6 +205,8 @@ class Pricing:
                     span.tail_bytes, tail_types - table.prefix_s.keys()
                 )
             moved_s += checkpoint_s
+        if per_chunk_s[0] > 0.0:  # then something is moved for every boundary
+            return moved_s + self._overhead_s(table)
         return moved_s + self._overhead_s(table) * (moved_s > 0.0)
 
     def _overhead_s(self, table: TierTable) -> float:

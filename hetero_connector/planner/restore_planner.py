@@ -86,6 +86,7 @@ class RestorePlanner:
             terms,
             weighing.nothing,
             tuple(self._actions(weighing, plan, local_tokens, prompt_tokens)),
+            weighing.declined(plan) if self.mode == "cost" else (),
             lambda: weighing.candidates(plan),
         )
 

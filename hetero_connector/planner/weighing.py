@@ -79,6 +79,22 @@ class Weighing:
         taken = len(plan.chunks) if plan else 0
         return any(way.total_s[taken:].min(initial=math.inf) < math.inf for way in self._ways)
 
+    def declined(self, plan: RestorePlan | None) -> tuple[Tier, ...]:
+        """Tiers that hold what would lead further and of which the plan loads nothing.
+
+        Those too that are thought too slow for the deadline.
+        """
+        taken = len(plan.chunks) if plan else 0
+        if not any(way.reaches_beyond(taken) for way in self._ways):
+            return ()
+        loaded = plan.held if plan else ()
+        return tuple(
+            tier
+            for tier in Tier
+            if any(tier in tiers.values() for tiers in self._held.distinct)
+            and not any(tier in tiers.values() for tiers in loaded)
+        )
+
     def candidates(self, plan: RestorePlan | None) -> Iterator[Candidate]:
         """Nothing at all, then every boundary, `plan`'s marked as chosen."""
         local = self._local_tokens
@@ -165,6 +181,12 @@ class _Way(NamedTuple):
     """The chunk at the cheapest boundary; of equals the deepest."""
     best_s: float
     """That boundary's total."""
+
+    def reaches_beyond(self, taken: int) -> bool:
+        """Whether a boundary is possible after the first `taken` chunks."""
+        if self.possible is None:
+            return taken < len(self.total_s)
+        return bool(self.possible[taken:].any())
 
 
 def _end(stored: StoredChunk) -> int:

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_connector.artifacts.record import StoredChunk, Tier
+from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
 from hetero_connector.planner.cost_model import CostModel, CostWeights, Terms
 from hetero_connector.planner.decision import Action, Decision, EngineLoad
-from hetero_connector.planner.load_model import TierRates
+from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.planner.restore_plan import plan_restore
 from hetero_connector.planner.restore_planner import RestorePlanner
 from hetero_connector.spec import ModelSpec, StateType
@@ -224,6 +225,7 @@ def test_only_the_first_chunks_are_loaded_where_the_rest_is_slow() -> None:
         Action.RECOMPUTE_TAIL,
         Action.DROP_LOW_UTILITY_ARTIFACT,
     )
+    assert decision.declined == (Tier.SSD,)
 
 
 def test_what_is_on_ssd_is_prefetched_where_that_pays() -> None:
@@ -240,6 +242,29 @@ def test_nothing_is_loaded_where_computing_is_cheaper() -> None:
     assert decision.plan is None
     assert decision.actions == (Action.RECOMPUTE_TAIL, Action.DROP_LOW_UTILITY_ARTIFACT)
     assert decision.reuse_benefit_s == 0.0
+    assert decision.declined == (Tier.SSD,)
+
+
+def test_a_slow_disk_is_tried_again_after_enough_refusals() -> None:
+    costs = CostModel(ComputeRegression(ComputeCoefficients(0.01, 1e-4, 0.0)), LoadModel([KV]))
+    for _ in range(20):
+        costs.load.observe(Tier.SSD, {KV: 24_000}, 60.0)
+    case = case_of(full_chain(*[Tier.SSD] * 6, model=DENSE), costs, DENSE)
+    refusals = 0
+    while case.decide().plan is None:
+        for tier in case.decide().declined:
+            costs.load.fade(tier)
+        refusals += 1
+        assert refusals < 1000
+    assert refusals > 20
+
+
+def test_nothing_is_declined_that_leads_nowhere_or_is_loaded() -> None:
+    stored = chain_of([BOTH, in_tier(Tier.SSD, KV)])  # no boundary on SSD
+    assert case_of(stored, costs_of(HYBRID, load=SLOW)).decide().declined == ()
+    loaded = full_chain(*[Tier.SSD] * 3)
+    assert case_of(loaded, costs_of(HYBRID, load=FAST)).decide().declined == ()
+    assert case_of(loaded, costs_of(HYBRID, load=SLOW)).decide("never_load").declined == ()
 
 
 def test_the_benefit_is_the_prefill_less_the_load_the_rest_and_the_stall() -> None:
@@ -271,6 +296,9 @@ def test_staging_beyond_the_deadline_is_not_taken_but_shown() -> None:
     assert decision.plan is not None
     assert decision.plan.boundary == 2 * CHUNK
     assert [c.in_time for c in decision.candidates()] == [True, True, True, False, False]
+    late = case.decide(deadline_s=1e-6)
+    assert late.plan is None
+    assert late.declined == (Tier.SSD,)
 
 
 def test_replay_restores_where_no_checkpoint_is_near() -> None:
