@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from hetero_connector.artifacts.record import Tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.cost_model import Terms
 from hetero_connector.planner.decision import Decision
+from hetero_connector.planner.load_model import LoadModel
 
 
 class Prediction(NamedTuple):
@@ -18,13 +20,15 @@ class Prediction(NamedTuple):
     chosen: Terms
     nothing: Terms
     choice: str
+    declined: tuple[Tier, ...]
 
 
 class Predictions:
     """Remembers the decision of each request until its first token, then counts."""
 
-    def __init__(self, recorder: Recorder, clock: Callable[[], float]) -> None:
+    def __init__(self, recorder: Recorder, load: LoadModel, clock: Callable[[], float]) -> None:
         self._recorder = recorder
+        self._load = load
         self._clock = clock
         self._open: dict[str, Prediction] = {}
 
@@ -34,7 +38,9 @@ class Predictions:
         decided_s = earlier.decided_s if earlier else self._clock()
         plan = decision.plan
         choice = "compute" if plan is None else "load" if plan.boundary == deepest else "load_part"
-        self._open[request_id] = Prediction(decided_s, decision.predicted, decision.nothing, choice)
+        self._open[request_id] = Prediction(
+            decided_s, decision.predicted, decision.nothing, choice, decision.declined
+        )
 
     def first_token(self, request_id: str) -> None:
         """Its prompt has been computed. Without effect for a request that was not planned."""
@@ -42,6 +48,8 @@ class Predictions:
         if made is None:
             return
         took_s = self._clock() - made.decided_s
+        for tier in made.declined:
+            self._load.fade(tier)  # once a request, however often it was planned
         self._recorder.add("heterocache_decisions", choice=made.choice)
         self._recorder.observe("heterocache_ttft_seconds", made.chosen.ttft_s, kind="predicted")
         self._recorder.observe("heterocache_ttft_seconds", took_s, kind="observed")

@@ -72,7 +72,7 @@ class SchedulerSide:
         # place before the admitting step: such models load between steps.
         self._parked = StateType.RECURRENT in layout.model.state_types
         self._layerwise = layerwise and not self._parked
-        self._predictions = Predictions(recorder, time.monotonic)
+        self._predictions = Predictions(recorder, planner.costs.load, time.monotonic)
         self._restorer = Restorer(
             layout,
             store,

@@ -134,6 +134,20 @@ def test_what_was_predicted_is_reported_with_what_came(engine: Engine) -> None:
             assert isinstance(seconds, float)
 
 
+def test_a_tier_that_was_turned_down_is_trusted_less_once_a_request(engine: Engine) -> None:
+    engine.run(FakeRequest("a", tokens(200)))
+    taught(engine, token_s=1e-6, byte_s=1e-3)
+    slow_s = engine.costs.load.predict(Tier.DRAM, {KV: 4096})
+    request = FakeRequest("b", tokens(200))
+    for _ in range(50):
+        assert engine.side.matched_tokens(request, 0)[0] == 0  # type: ignore[arg-type]
+    assert engine.costs.load.predict(Tier.DRAM, {KV: 4096}) == slow_s
+    assert engine.admit(request) == 0
+    request.num_computed_tokens = 200
+    step(engine, b=1)
+    assert engine.costs.load.predict(Tier.DRAM, {KV: 4096}) < slow_s
+
+
 def test_the_engine_s_load_counts_running_requests(engine: Engine) -> None:
     for name, computed in (("a", 150), ("b", 200), ("c", 0)):
         engine.admit(FakeRequest(name, tokens(200)))
