@@ -107,9 +107,15 @@ class Holdings(NamedTuple):
             if held.count(first) == size:  # compares by identity first
                 return cls([first], [0], np.zeros(size, np.int64))
         code: defaultdict[int, int] = defaultdict(count().__next__)
-        codes = [code[id(stored.tiers)] for stored in chunks]
+        codes: list[int] = []
+        append, last, current = codes.append, None, 0
+        for stored in chunks:
+            tiers = stored.tiers
+            if tiers is not last:  # runs are the rule
+                last, current = tiers, code[id(tiers)]
+            append(current)
         firsts = [codes.index(i) for i in range(len(code))]
-        return cls([chunks[i].tiers for i in firsts], firsts, np.asarray(array("q", codes)))
+        return cls([chunks[i].tiers for i in firsts], firsts, np.array(array("I", codes), np.int64))
 
     def up_to(self, count: int) -> Holdings:
         """Of the first `count` chunks."""

@@ -98,7 +98,7 @@ class Pricing:
         self._dram_table, *self._slow_tables = (tables[tier] for tier in _TIERS)
         self._grid, self._load = grid, load
         self._prompt_tokens = prompt_tokens
-        self._step_tokens = costs.step_tokens or prompt_tokens
+        self._step_tokens = costs.step_tokens or max(1, prompt_tokens)
         self._coefficients = costs.compute.coefficients
         self._queue_s = costs.queue_s(load.queued_tokens)
         self._stall = costs.weights.stall * load.running_decodes

@@ -106,3 +106,15 @@ def test_a_profile_is_where_it_starts_from() -> None:
         model.observe(10, 10_000, 2e-3 + 4e-4 + 1e-8 * 10 * 10_005)
         model.observe(1000, 0, 2e-3 + 4e-2 + 1e-8 * 1000 * 500)
     assert model.coefficients.attention_s == pytest.approx(1e-8, rel=0.1)
+
+
+def test_a_slow_first_step_is_soon_forgiven() -> None:
+    """An engine's first steps allocate and compile."""
+    model = ComputeRegression()
+    for n in (512, 1, 1):
+        model.observe(n, 0, 30 * seconds_of(n, 0))
+    for _ in range(10):
+        for n in (512, 1, 1):
+            model.observe(n, 0, seconds_of(n, 0))
+    for n in (512, 1):
+        assert model.predict(n, 0) == pytest.approx(seconds_of(n, 0), rel=0.2)
