@@ -32,6 +32,7 @@ from hetero_connector.planner.restore_planner import RestorePlanner
 from hetero_connector.spec import ModelSpec
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
+from hetero_connector.store.seconds_saved import recompute_seconds
 from hetero_connector.store.write_budget import burst_bytes
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def open_scheduler_side(
         fingerprint=identity.digest,
         description=identity.describe(),
         chunk_tokens=chunk_tokens,
+        seconds_saved=recompute_seconds(planner.costs.compute.predict),
     )
     logger.info("HeteroConnector: %s", _summary(layout, config))
     for warning in _warnings(layout, config, vllm_config.model_config.max_model_len):

@@ -22,7 +22,7 @@ from hetero_connector.store.arena import Arena
 from hetero_connector.store.base import Failure, ReadTiming, Save, StoreConfig, Wanted
 from hetero_connector.store.io_thread import IoThread
 from hetero_connector.store.restore import ArtifactRestore
-from hetero_connector.store.seconds_saved import SecondsSaved, recompute_seconds
+from hetero_connector.store.seconds_saved import SecondsSaved, default_seconds_saved
 from hetero_connector.store.slots import SlotGeometry
 from hetero_connector.store.ssd import OpenTransfer, Ssd, adopt_journal, best_transfer
 from hetero_connector.store.ssd_directory import SsdDirectory
@@ -65,7 +65,7 @@ class ArtifactStore:
         description: Mapping[str, object],
         clock: Callable[[], float] = time.monotonic,
         open_transfer: OpenTransfer = best_transfer,
-        seconds_saved: SecondsSaved = recompute_seconds,
+        seconds_saved: SecondsSaved = default_seconds_saved,
     ) -> ArtifactStore:
         """Open the tiers.
 

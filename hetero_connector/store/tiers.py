@@ -18,7 +18,7 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import EvictionName
 from hetero_connector.store.eviction import EvictionPolicy, make_policy
 from hetero_connector.store.hold import Hold
-from hetero_connector.store.seconds_saved import SecondsSaved, recompute_seconds
+from hetero_connector.store.seconds_saved import SecondsSaved, default_seconds_saved
 from hetero_connector.store.slots import SlotGeometry, SlotPool
 
 
@@ -40,7 +40,7 @@ class Tiers:
         ssd: SlotGeometry | None,
         recorder: Recorder,
         eviction: EvictionName = "leaf_lru",
-        seconds_saved: SecondsSaved = recompute_seconds,
+        seconds_saved: SecondsSaved = default_seconds_saved,
     ) -> None:
         self.index = PrefixIndex(chunk_tokens, self._offer)
         self.dram = SlotPool(Tier.DRAM, dram)

@@ -14,7 +14,7 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store import eviction
 from hetero_connector.store.base import EvictionName
 from hetero_connector.store.eviction import EvictionPolicy, LeafLru, Lru, Value, make_policy
-from hetero_connector.store.seconds_saved import recompute_seconds
+from hetero_connector.store.seconds_saved import default_seconds_saved, recompute_seconds
 
 NAMES: tuple[EvictionName, ...] = get_args(EvictionName)
 POLICIES: dict[EvictionName, type[EvictionPolicy]] = {
@@ -25,7 +25,7 @@ POLICIES: dict[EvictionName, type[EvictionPolicy]] = {
 
 
 def make(name: EvictionName, now: Callable[[], int] = lambda: 0) -> EvictionPolicy:
-    return make_policy(name, recompute_seconds, now)
+    return make_policy(name, default_seconds_saved, now)
 
 
 @pytest.fixture(params=NAMES)
@@ -296,8 +296,8 @@ def chunk(start: int, parent: Node | None, *kinds: StateType) -> Node:
 def test_recomputing_a_deeper_chunk_costs_more() -> None:
     shallow, deep = (chunk(at, None, StateType.DENSE_KV) for at in (0, 32_768 - 128))
     (a,), (b,) = shallow.artifacts.values(), deep.artifacts.values()
-    assert recompute_seconds(b) == pytest.approx(256 * 1e-4 * 2)
-    assert recompute_seconds(a) == pytest.approx(256 * 1e-4 * (1 + 128 / 32_768))
+    assert default_seconds_saved(b) == pytest.approx(256 * 1e-4 * 2)
+    assert default_seconds_saved(a) == pytest.approx(256 * 1e-4 * (1 + 128 / 32_768))
 
 
 def test_boundary_state_saves_all_since_the_boundary_above() -> None:
@@ -305,7 +305,12 @@ def test_boundary_state_saves_all_since_the_boundary_above() -> None:
     first = chunk(0, root, StateType.DENSE_KV, StateType.WINDOW_SWA)
     second = chunk(256, first, StateType.DENSE_KV)
     third = chunk(512, second, StateType.DENSE_KV, StateType.WINDOW_SWA)
-    dense = [recompute_seconds(n.artifacts[StateType.DENSE_KV]) for n in (first, second, third)]
-    window = recompute_seconds(third.artifacts[StateType.WINDOW_SWA])
+    dense = [default_seconds_saved(n.artifacts[StateType.DENSE_KV]) for n in (first, second, third)]
+    window = default_seconds_saved(third.artifacts[StateType.WINDOW_SWA])
     assert window == pytest.approx(dense[1] + dense[2])
-    assert recompute_seconds(first.artifacts[StateType.WINDOW_SWA]) == pytest.approx(dense[0])
+    assert default_seconds_saved(first.artifacts[StateType.WINDOW_SWA]) == pytest.approx(dense[0])
+
+
+def test_measured_prefill_says_what_an_artifact_saves() -> None:
+    saved = recompute_seconds(lambda new_tokens, context_tokens: 10 * new_tokens + context_tokens)
+    assert saved(artifact(end=512)) == 10 * 256 + 256
