@@ -10,7 +10,14 @@ import pytest
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.config import HeteroConfig
-from hetero_connector.engine.start import _checkpoint_policy, _rates, _store_config, _warnings
+from hetero_connector.engine.start import (
+    _checkpoint_policy,
+    _planner,
+    _rates,
+    _store_config,
+    _warnings,
+)
+from hetero_connector.errors import ConfigError
 from hetero_connector.machine import GIB
 from hetero_connector.planner.checkpoint_policy import (
     NEVER,
@@ -20,8 +27,9 @@ from hetero_connector.planner.checkpoint_policy import (
     Reuse,
     Zero,
 )
-from hetero_connector.planner.compute_model import ComputeRegression
+from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
 from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.cost_profile import CostProfile
 from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.store.base import StoreConfig
@@ -107,3 +115,17 @@ def test_without_an_ssd_a_checkpoint_costs_a_copy() -> None:
     assert dram.recompute_s_per_token == pytest.approx(
         (5e-3 + 512 * 1e-4 + 512**2 / 2 * 1e-9) / 512
     )
+
+
+def test_a_profile_is_where_the_planner_starts_from(tmp_path: Path) -> None:
+    coefficients = ComputeCoefficients(1e-3, 1e-5, 1e-9)
+    CostProfile("measured", coefficients).write(tmp_path / "profile.json")
+    extra = {"dram_gib": 0.1, "planner_profile": str(tmp_path / "profile.json")}
+    layout = ArtifactLayout(HYBRID, 64)
+    planner = _planner(HeteroConfig.from_extra_config(extra), layout, 2048)
+    assert planner.mode == "cost"
+    assert planner.costs.compute.coefficients == pytest.approx(coefficients)
+    assert planner.costs.step_tokens == 2048
+    (tmp_path / "profile.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"planner_profile.*not JSON"):
+        _planner(HeteroConfig.from_extra_config(extra), layout, 2048)

@@ -1,0 +1,86 @@
+"""The restore planner on the real engine: what it learns, and that it decides by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.planner.load_model import LoadModel, TierRates
+from hetero_connector.spec import StateType
+from tests.engine.harness import (
+    delta,
+    engine,
+    forget,
+    forget_local,
+    generate,
+    leave_on_ssd_only,
+    metric,
+    prompt_tokens,
+    scheduler_side,
+    settle,
+)
+
+pytestmark = pytest.mark.engine
+
+PROMPT = prompt_tokens(1400, seed=83)
+BOUNDARY = 1280
+KV = StateType.DENSE_KV
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    extra: dict[str, Any] = {"dram_gib": 0.1, "ssd_gib": 0.2, "planner": "cost"}
+    extra["ssd_dir"] = str(tmp_path_factory.mktemp("ssd"))
+    with engine("dense", extra, max_num_batched_tokens=512, disable_log_stats=False) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def _empty(llm: Any) -> Iterator[None]:
+    forget(llm)
+    yield
+    settle(llm)
+    assert scheduler_side(llm).store._tiers.in_use() == []
+
+
+def test_steps_loads_and_reads_are_learned_from(llm: Any) -> None:
+    costs = scheduler_side(llm).costs
+    steps, loads, reads = (
+        costs.compute.samples,
+        costs.load.errors(Tier.DRAM).count,
+        costs.load.errors(Tier.SSD).count,
+    )
+    cold = generate(llm, PROMPT, max_tokens=40)
+    # 1,400 tokens are three steps of at most 512; decode steps are sampled
+    assert costs.compute.samples >= steps + 3
+    assert 0 < costs.compute.predict(512.0, 0.0) < 60
+    forget_local(llm)
+    assert generate(llm, PROMPT, max_tokens=2).num_cached_tokens == BOUNDARY
+    assert costs.load.errors(Tier.DRAM).count > loads
+    leave_on_ssd_only(llm)
+    forget_local(llm)
+    from_ssd = generate(llm, PROMPT, max_tokens=40)
+    assert from_ssd.num_cached_tokens > BOUNDARY  # the answers in between left a tail
+    settle(llm)
+    assert costs.load.errors(Tier.SSD).count > reads
+    assert delta(from_ssd, cold) <= 1e-4
+
+
+def test_what_is_dearer_to_load_than_to_compute_is_computed(llm: Any) -> None:
+    side = scheduler_side(llm)
+    cold = generate(llm, PROMPT, max_tokens=8)
+    computed = metric("heterocache_decisions_total", choice="compute")
+    half_a_minute = TierRates(30.0, {KV: 1e-3}, 1e-3)
+    slow_memory = LoadModel([KV], {Tier.DRAM: half_a_minute})
+    forget_local(llm)
+    with patch.object(side.costs, "load", slow_memory):
+        again = generate(llm, PROMPT, max_tokens=8)
+    assert again.num_cached_tokens == 0
+    assert delta(again, cold) <= 1e-4
+    assert metric("heterocache_decisions_total", choice="compute") == computed + 1
+    for kind in ("predicted", "observed"):
+        assert metric("heterocache_ttft_seconds_count", kind=kind) > 0
