@@ -88,15 +88,16 @@ class _Engine:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
+        # Statistics tell the first token's time from the last's.
+        arguments = {"disable_log_stats": False, "enable_prefix_caching": True, **engine_arguments}
         self._llm = LLM(
             model=model,
-            enable_prefix_caching=True,
             kv_transfer_config=KVTransferConfig(
                 kv_connector="HeteroConnector",
                 kv_role="kv_both",
                 kv_connector_extra_config=dict(extra),
             ),
-            **engine_arguments,
+            **arguments,
         )
         core: Any = self._llm.llm_engine.engine_core
         side = core.engine_core.scheduler.connector._scheduler
