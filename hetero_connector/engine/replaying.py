@@ -106,6 +106,16 @@ class Replays:
         return self._running.pop(request_id, None) is not None
 
 
+def can_hide(manager: KVCacheManager) -> bool:
+    """Whether this vLLM lets `hide_inexact_windows` work: it has no interface for that."""
+    managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
+    return (
+        bool(managers)
+        and all(hasattr(x, "req_to_blocks") and hasattr(x, "num_cached_block") for x in managers)
+        and hasattr(getattr(manager, "block_pool", None), "evict_blocks")
+    )
+
+
 def hide_inexact_windows(
     manager: KVCacheManager,
     request_id: str,

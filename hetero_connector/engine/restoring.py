@@ -60,6 +60,8 @@ class Restorer:
         self._predictions = predictions
         self._deadline_s = deadline_s
         self._clock = clock
+        self.may_replay = True
+        """Whether a plan may rebuild windows by a replay."""
         self._excluded: dict[str, set[ArtifactId]] = {}
         self._started: dict[str, float] = {}
         self._attempts: dict[str, int] = {}
@@ -139,7 +141,7 @@ class Restorer:
             known - 1,
             known,
             self._engine_load(),
-            may_replay=replayable(tracker.request),
+            may_replay=self.may_replay and replayable(tracker.request),
         )
         request_id = tracker.request.request_id
         self._predictions.decided(request_id, decision, stored[-1].chunk.end)

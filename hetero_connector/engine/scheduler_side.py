@@ -21,7 +21,7 @@ from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine.cost_learning import CostLearner
 from hetero_connector.engine.messages import Save, StepMetadata, WorkerReport
 from hetero_connector.engine.predictions import Predictions
-from hetero_connector.engine.replaying import Replays
+from hetero_connector.engine.replaying import Replays, can_hide
 from hetero_connector.engine.requests import (
     LoraDigests,
     PendingRestore,
@@ -101,6 +101,7 @@ class SchedulerSide:
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
         """vLLM's block tables, read each step."""
         self._kv_cache_manager = kv_cache_manager
+        self._restorer.may_replay = can_hide(kv_cache_manager)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """`get_num_new_matched_tokens`: tokens that can be restored beyond the local hit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,6 +168,15 @@ def test_only_exact_windows_are_saved(engine: Engine) -> None:
     meta = engine.step(a=450 - RESUME)
     saved = [(x.state_type, x.end) for save in meta.saves for x in save.copy.artifacts]
     assert saved == [(KV, 448), (SWA, 448)]  # neither 320 nor 384
+    engine.finish(engine.requests["a"])
+    engine.step()
+
+
+def test_a_vllm_whose_prefix_cache_cannot_be_corrected_is_not_replayed(engine: Engine) -> None:
+    other: Any = SimpleNamespace(get_blocks=engine.tables.get_blocks, coordinator=None)
+    engine.side.bind(other)
+    assert engine.admit(request()) == 0
+    engine.step(a=450)
     engine.finish(engine.requests["a"])
     engine.step()
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetero_connector.artifacts.record import StoredChunk
+from hetero_connector.planner.decision import EngineLoad
+from hetero_connector.planner.restore_plan import RestorePlan
+from hetero_connector.planner.restore_planner import Mode, RestorePlanner
 from hetero_connector.planner.window_replay import WindowReplay, plan_replay
 from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
+from tests.planner.chains import costs_of, layout_of
 from tests.planner.test_restore_plan import CHUNK, HYBRID, KV, SWA, stored
 
 
@@ -91,3 +96,26 @@ def test_nothing_is_replayed_that_the_engine_computes_anyway() -> None:
     assert plan_replay(HYBRID, 80, chain, 176, 4 * CHUNK) is None
     assert plan_replay(HYBRID, 80, chain[:1], 0, 4 * CHUNK) is None  # shorter than a replay
     assert plan_replay(HYBRID, 80, [], 0, 4 * CHUNK) is None
+
+
+def planned(chain: list[StoredChunk], mode: Mode, *, replays: bool, **options: bool) -> RestorePlan:
+    planner = RestorePlanner(HYBRID, layout_of(HYBRID), costs_of(HYBRID), mode, replay_tokens=80)
+    planner.replay_when_missing = replays
+    plan = planner.plan(chain, 0, 4 * CHUNK, 4 * CHUNK + 1, EngineLoad(), **options).plan
+    assert plan is not None
+    return plan
+
+
+def test_always_load_replays_if_told_to_where_that_resumes_later() -> None:
+    chain = [stored(0, KV, SWA), *(stored(i, KV) for i in range(1, 4))]
+    assert planned(chain, "always_load", replays=False).resume_tokens == 64
+    assert planned(chain, "always_load", replays=True).resume_tokens == 176
+    chain[2] = stored(2, KV, SWA)
+    assert planned(chain, "always_load", replays=True).replay_tokens == 0
+    assert planned([stored(0, KV, SWA)], "always_load", replays=True).resume_tokens == 64
+
+
+def test_a_request_that_cannot_be_replayed_is_not() -> None:
+    chain = [stored(0, KV, SWA), *(stored(i, KV) for i in range(1, 4))]
+    for mode in ("always_load", "cost"):
+        assert planned(chain, mode, replays=True, may_replay=False).replay_tokens == 0

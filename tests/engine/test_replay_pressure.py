@@ -1,6 +1,7 @@
-"""Random sessions whose checkpoints are dropped after every round: windows are replayed.
+"""Replays without the engine's prefix cache, and in random sessions with few blocks.
 
-The traffic, the few blocks and the check of every answer are those of test_soak.
+The traffic, the blocks and the check of every answer are those of test_soak; here all
+checkpoints are dropped after every round.
 """
 
 from __future__ import annotations
@@ -9,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.harness import BF16_MODELS, engine, forget_checkpoints, metric, scheduler_side
+from tests.engine.harness import (
+    BF16_MODELS,
+    delta,
+    engine,
+    forget_checkpoints,
+    generate,
+    metric,
+    prompt_tokens,
+    scheduler_side,
+)
 from tests.engine.test_soak import (
     BF16_TOLERANCE,
     BLOCKS,
@@ -28,6 +38,18 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 REPLAYED = "heterocache_replayed_tokens_total"
 _slow = pytest.mark.slow
+
+
+def test_without_the_engines_prefix_cache() -> None:
+    prompt = prompt_tokens(1400, seed=91)
+    with engine("gemma3", {"dram_gib": 0.1}, enable_prefix_caching=False) as llm:
+        scheduler_side(llm)._restorer._planner.replay_when_missing = True
+        cold = generate(llm, prompt, max_tokens=16)
+        forget_checkpoints(llm)
+        replayed = generate(llm, prompt, max_tokens=16)
+    assert replayed.num_cached_tokens == 1376 - 384
+    assert replayed.tokens == cold.tokens
+    assert delta(replayed, cold) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
