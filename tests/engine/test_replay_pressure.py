@@ -47,7 +47,7 @@ def test_without_the_engines_prefix_cache() -> None:
         cold = generate(llm, prompt, max_tokens=16)
         forget_checkpoints(llm)
         replayed = generate(llm, prompt, max_tokens=16)
-    assert replayed.num_cached_tokens == 1376 - 384
+    assert replayed.num_cached_tokens == 1280 - 384  # the tail stored after it is too long
     assert replayed.tokens == cold.tokens
     assert delta(replayed, cold) <= TOLERANCE
 
