@@ -83,7 +83,11 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Start this step's loads."""
         if self._worker:
-            self._worker.start_loads(self._step())
+            step, attention = self._step(), kwargs.get("attn_metadata")
+            if step.protected:
+                attention = attention or forward_context.attn_metadata
+                self._worker.start_replays(step, forward_context.slot_mapping, attention)
+            self._worker.start_loads(step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Block until this layer's pages are loaded."""

@@ -60,6 +60,8 @@ class CostLearner:
             return
         if any(request_id not in trackers for request_id in scheduled):
             return
+        if meta.protected:  # the steps of a replay may load less than whole artifacts
+            return
         work = 0.0
         for request_id, new_tokens in scheduled.items():
             work += attention_work(new_tokens, trackers[request_id].request.num_computed_tokens)

@@ -115,6 +115,12 @@ class StepMetadata(KVConnectorMetadata):
     """Copied layer by layer as this step's forward fills the pages."""
     early_saves: list[Save] = field(default_factory=list)
     """Pages of finished requests, already freed: copied before anything may overwrite them."""
+    cleared: dict[int, list[int]] = field(default_factory=dict)
+    """Blocks by KV cache group to fill with zeros before the forward: a replay's first tokens
+    read them, and what earlier requests left there may be NaN, which masks do not stop."""
+    protected: dict[int, list[int]] = field(default_factory=dict)
+    """Blocks by KV cache group that this step's forward must not write: they hold loaded state
+    of tokens that it computes once more."""
     timed_as: int | None = None
     """The step is to be timed and reported under this number."""
 

@@ -49,6 +49,10 @@ class Pages(Protocol):
         """Pages -> arena."""
         ...
 
+    def clear(self, block_ids: IndexArray) -> None:
+        """Fill pages with zeros."""
+        ...
+
 
 def page_view(spec: LayerSpec, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     """`cache` as `[num_blocks, ...] uint8`, sharing its memory.
@@ -110,6 +114,10 @@ class HostPages:
             for index, block_id in enumerate(block_ids.tolist()):
                 target[index // rows.pages, index % rows.pages] = self._pages[block_id]
 
+    def clear(self, block_ids: IndexArray) -> None:
+        """Fill pages with zeros."""
+        self._pages[block_ids] = 0
+
     def _arena_view(self, arena: ByteArray, rows: ArenaRows) -> npt.NDArray[np.generic]:
         """`[count, pages, *page]` over the arena, no copy."""
         end = rows.offset + (rows.count - 1) * rows.stride + rows.pages * self._page_bytes
@@ -152,6 +160,12 @@ class DevicePages:
                 part = ids[run * rows.pages : (run + 1) * rows.pages]
                 gathered = self._view.index_select(0, part).view(rows.pages, self._page_bytes)
                 self._host_rows(arena, rows, run).copy_(gathered, non_blocking=True)
+
+    def clear(self, block_ids: IndexArray) -> None:
+        """Fill pages with zeros."""
+        with torch.inference_mode(), _on(self._stream):
+            ids = torch.from_numpy(block_ids).to(self._view.device, non_blocking=True)
+            self._view.index_fill_(0, ids, 0)
 
     def _host_rows(self, arena: ByteArray, rows: ArenaRows, run: int) -> torch.Tensor:
         start = rows.offset + run * rows.stride

@@ -37,7 +37,12 @@ class Predictions:
         earlier = self._open.get(request_id)
         decided_s = earlier.decided_s if earlier else self._clock()
         plan = decision.plan
-        choice = "compute" if plan is None else "load" if plan.boundary == deepest else "load_part"
+        if plan is None:
+            choice = "compute"
+        elif plan.replay_tokens:
+            choice = "replay"
+        else:
+            choice = "load" if plan.boundary == deepest else "load_part"
         self._open[request_id] = Prediction(
             decided_s, decision.predicted, decision.nothing, choice, decision.declined
         )

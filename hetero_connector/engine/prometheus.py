@@ -19,6 +19,7 @@ _BENEFIT_BUCKETS = (-1, -0.1, -0.01, -0.001, 0, 0.001, 0.01, 0.1, 1, 10, 100)
 METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "heterocache_hits": ("Requests that restored anything.", ()),
     "heterocache_hit_tokens": ("Tokens restored, by the slowest tier needed.", ("tier",)),
+    "heterocache_replayed_tokens": ("Tokens computed once more to rebuild windows.", ()),
     "heterocache_restored_tokens": ("Tokens restored, by state.", ("tier", "state_type")),
     "heterocache_restored_bytes": ("Useful bytes restored.", ("tier", "state_type")),
     "heterocache_decisions": ("Matched requests by what was chosen for them.", ("choice",)),

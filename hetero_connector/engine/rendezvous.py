@@ -33,6 +33,8 @@ class WorkerGeometry:
     device: str
     pid: int
     """Process the worker runs in."""
+    replay_refusal: str | None = None
+    """Why this engine's windows cannot be rebuilt by a replay; None if they can."""
 
 
 def announce(engine_id: str, geometry: WorkerGeometry) -> None:
@@ -117,4 +119,5 @@ def _decode(document: dict[str, Any]) -> WorkerGeometry:
         attention_backends=tuple(document["attention_backends"]),
         device=document["device"],
         pid=document["pid"],
+        replay_refusal=document["replay_refusal"],
     )

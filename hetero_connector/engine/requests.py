@@ -70,12 +70,12 @@ class PendingRestore:
     plan: RestorePlan
     handle: Restore
     local_tokens: int
-    ranks_left: int = 1
-    """Tensor-parallel ranks that have not reported the load yet."""
+    ranks_left: int = 0
+    """Reports still to come: one of each tensor-parallel rank for each load ordered."""
 
     def fits(self, local_tokens: int) -> bool:
         """Whether the plan still says what to load on top of `local_tokens`."""
-        return self.local_tokens <= local_tokens < self.plan.boundary
+        return self.local_tokens <= local_tokens < self.plan.resume_tokens
 
 
 @dataclass
@@ -99,6 +99,8 @@ class RequestTracker:
     restore: PendingRestore | None = None
     admitting: bool = False
     """Admitted since its last scheduled step: `next_chunk` is to be found anew."""
+    windows_from: int = 0
+    """The first boundary whose windows are exact; those before it must not be saved."""
     outdated: bool = False
     """The store was reset since it was admitted: its pages must not be saved."""
 
@@ -122,3 +124,11 @@ def cacheable(request: Request) -> bool:
     past: neither resumes from a prefix.
     """
     return request.pooling_params is None and not request.resumable
+
+
+def replayable(request: Request) -> bool:
+    """Whether each token sees only tokens before it, as the replay length takes for granted.
+
+    Images may be attended to in both directions; embeddings have no token ids to replay.
+    """
+    return not request.mm_features and request.prompt_embeds is None

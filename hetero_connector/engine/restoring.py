@@ -16,7 +16,7 @@ from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ROOT, ArtifactId, Tier
 from hetero_connector.engine.messages import ArtifactSpan, Blocks, Load
 from hetero_connector.engine.predictions import Predictions
-from hetero_connector.engine.requests import PendingRestore, RequestTracker
+from hetero_connector.engine.requests import PendingRestore, RequestTracker, replayable
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.decision import EngineLoad
 from hetero_connector.planner.restore_plan import RestorePlan
@@ -60,6 +60,8 @@ class Restorer:
         self._predictions = predictions
         self._deadline_s = deadline_s
         self._clock = clock
+        self.may_replay = True
+        """Whether a plan may rebuild windows by a replay."""
         self._excluded: dict[str, set[ArtifactId]] = {}
         self._started: dict[str, float] = {}
         self._attempts: dict[str, int] = {}
@@ -84,7 +86,7 @@ class Restorer:
                 return None
             if not pending.handle.failed:
                 self._settle(tracker)
-                return pending.plan.boundary - local_tokens
+                return pending.plan.resume_tokens - local_tokens
             self._exclude(tracker, pending)
             pending = tracker.restore = None
 
@@ -103,13 +105,27 @@ class Restorer:
         return _tokens_by_tier(_beyond(tracker.restore.plan, local_tokens), local_tokens)
 
     def load(self, tracker: RequestTracker, table: BlockTable, parked: bool) -> Load:
-        """The worker's order for an admitted restore."""
+        """The worker's order for an admitted restore, all of it."""
         pending = tracker.restore
         assert pending is not None
-        pending.ranks_left = self._model.tp_size
-        blocks = self._blocks(pending, table)
-        self._count(pending)
-        return Load(tracker.request.request_id, self._spans(pending), blocks, parked)
+        self.count(pending)
+        tokens = range(pending.local_tokens, pending.plan.boundary)
+        return self.part(tracker.request.request_id, pending, table, tokens, parked=parked)
+
+    def part(
+        self,
+        request_id: str,
+        pending: PendingRestore,
+        table: BlockTable,
+        tokens: range,
+        *,
+        parked: bool = False,
+    ) -> Load:
+        """The worker's order to load these tokens' share of an admitted restore."""
+        pending.ranks_left += self._model.tp_size
+        blocks = self._blocks(pending.plan, table, tokens)
+        spans = [_within(span, tokens) for span in self._spans(pending)]
+        return Load(request_id, spans, blocks, parked)
 
     def _begin(self, tracker: RequestTracker, local_tokens: int) -> PendingRestore | None:
         """Match and plan; start bringing the planned artifacts to DRAM."""
@@ -119,7 +135,14 @@ class Restorer:
         tracker.matched_chunks = len(stored) - tails
         if not stored or stored[-1].chunk.end <= local_tokens:
             return None
-        decision = self._planner.plan(stored, local_tokens, known - 1, known, self._engine_load())
+        decision = self._planner.plan(
+            stored,
+            local_tokens,
+            known - 1,
+            known,
+            self._engine_load(),
+            may_replay=self.may_replay and replayable(tracker.request),
+        )
         request_id = tracker.request.request_id
         self._predictions.decided(request_id, decision, stored[-1].chunk.end)
         plan = decision.plan
@@ -175,15 +198,15 @@ class Restorer:
         self._attempts.pop(request_id, None)
 
     def _blocks(
-        self, pending: PendingRestore, table: BlockTable
+        self, plan: RestorePlan, table: BlockTable, tokens: range
     ) -> dict[tuple[StateType, int], Blocks]:
-        boundary, local = pending.plan.boundary, pending.local_tokens
         read: dict[tuple[int, int, int], Blocks] = {}
         blocks = {}
-        for layer in chain.from_iterable(self._model.page_groups.values()):
-            pages = layer.pages_needed(local, boundary)
+        types = plan.prefix_types + plan.boundary_types
+        for layer in chain.from_iterable(self._model.page_groups[t] for t in types):
+            pages = layer.pages_needed(tokens.start, tokens.stop)
             # Pages below the local hit belong to the engine's prefix cache: never touched.
-            first = max(pages.start, local // layer.block_tokens)
+            first = max(pages.start, tokens.start // layer.block_tokens)
             key = (layer.group, first, pages.stop)
             if key not in read:
                 read[key] = Blocks(first, table(layer.group, range(first, pages.stop)))
@@ -202,14 +225,16 @@ class Restorer:
             for state_type, start, offsets in zip(types, starts, columns, strict=True)
         ]
 
-    def _count(self, pending: PendingRestore) -> None:
+    def count(self, pending: PendingRestore) -> None:
+        """Count an admitted restore."""
         local = pending.local_tokens
         plan = _beyond(pending.plan, local)
-        tokens_by_tier = _tokens_by_tier(plan, local)
-        for tier, tokens in tokens_by_tier.items():
+        for tier, tokens in _tokens_by_tier(plan, local).items():
             self._recorder.add("heterocache_hit_tokens", tokens, tier=tier)
         self._recorder.add("heterocache_hits")
-        count = self._count_run if set(tokens_by_tier) == {Tier.DRAM.value} else self._count_tiers
+        if plan.replay_tokens:
+            self._recorder.add("heterocache_replayed_tokens", plan.replay_tokens)
+        count = self._count_run if _in_dram(plan) else self._count_tiers
         for state_type in plan.prefix_types:
             count(plan.chunks, state_type, local, Tier.DRAM)
         for state_type in plan.boundary_types:
@@ -241,6 +266,17 @@ def _wanted(plan: RestorePlan) -> list[Wanted]:
     ]
 
 
+def _within(span: ArtifactSpan, tokens: range) -> ArtifactSpan:
+    """Only the chunks that reach into `tokens`."""
+    size = span.chunk_tokens
+    first = max(0, tokens.start - span.start) // size
+    last = min(len(span.offsets), -(-(tokens.stop - span.start) // size))
+    if first == 0 and last == len(span.offsets):
+        return span
+    end = min(span.end, span.start + last * size)
+    return span._replace(start=span.start + first * size, end=end, offsets=span.offsets[first:last])
+
+
 def _without(stored: StoredChunk, excluded: set[ArtifactId], dram_only: bool) -> StoredChunk:
     tiers = {
         state_type: tier
@@ -258,10 +294,17 @@ def _beyond(plan: RestorePlan, local_tokens: int) -> RestorePlan:
     return replace(plan, chunks=[s for s in plan.chunks if s.chunk.end > local_tokens])
 
 
+def _in_dram(plan: RestorePlan) -> bool:
+    return all(set(tiers.values()) == {Tier.DRAM} for tiers in plan.held)
+
+
 def _tokens_by_tier(plan: RestorePlan, local_tokens: int) -> dict[str, int]:
-    """Restored tokens by the slowest tier that any state loaded for their chunk was in."""
-    total = plan.boundary - local_tokens
-    if all(set(tiers.values()) == {Tier.DRAM} for tiers in plan.held):
+    """Restored tokens by the slowest tier that any state loaded for their chunk was in.
+
+    Tokens to be replayed are computed, so they are not among them.
+    """
+    total = plan.resume_tokens - local_tokens
+    if _in_dram(plan):
         return {Tier.DRAM.value: total}
     tokens: dict[str, int] = {}
     for stored in plan.chunks:
@@ -271,7 +314,9 @@ def _tokens_by_tier(plan: RestorePlan, local_tokens: int) -> dict[str, int]:
         slow = [stored.tiers[t] for t in needed if stored.tiers[t] is not Tier.DRAM]
         if slow:
             chunk = stored.chunk
-            covered = chunk.end - max(chunk.start, local_tokens)
+            covered = min(chunk.end, plan.resume_tokens) - max(chunk.start, local_tokens)
+            if covered <= 0:
+                continue
             tokens[slow[0].value] = tokens.get(slow[0].value, 0) + covered
     in_dram = total - sum(tokens.values())
     return ({Tier.DRAM.value: in_dram} if in_dram else {}) | tokens

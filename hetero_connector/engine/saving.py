@@ -136,7 +136,7 @@ class Saver:
         collected = self._full_chunks(tracker, known, table)
         self._decide(tracker, wanted=True)
         end = known - known % self._model.alignment
-        if end and not self._has_recurrent:
+        if end >= max(1, tracker.windows_from) and not self._has_recurrent:
             chunk = tracker.chain.ending_at(end)
             self._collect(collected, chunk, self._plain_types, table)
             self._kept.add(chunk.key)
@@ -204,11 +204,12 @@ class Saver:
     ) -> bool:
         """The last of the request's first `chunks` chunks; False if there was no room for it."""
         chunk = tracker.chain.ending_at(chunks * self._layout.chunk_tokens)
-        if self._keeps(tracker, chunks):
+        exact = chunk.end >= tracker.windows_from
+        if exact and self._keeps(tracker, chunks):
             return self._collect(collected, chunk, self._plain_types, table)
         if not self._collect(collected, chunk, self._model.prefix_types, table):
             return False
-        if not self._has_tails and chunk.end > tracker.request.num_prompt_tokens:
+        if exact and not self._has_tails and chunk.end > tracker.request.num_prompt_tokens:
             self._decide(tracker, wanted=False)
             before = self._next_id
             self._collect(collected, chunk, self._plain_boundary_types, table, wanted=None)

@@ -21,6 +21,7 @@ from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine.cost_learning import CostLearner
 from hetero_connector.engine.messages import Save, StepMetadata, WorkerReport
 from hetero_connector.engine.predictions import Predictions
+from hetero_connector.engine.replaying import Replays, can_hide
 from hetero_connector.engine.requests import (
     LoraDigests,
     PendingRestore,
@@ -33,6 +34,7 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.planner.checkpoint_policy import CheckpointPolicy
 from hetero_connector.planner.decision import EngineLoad
 from hetero_connector.planner.restore_planner import RestorePlanner
+from hetero_connector.planner.window_replay import WindowReplay
 from hetero_connector.spec import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 
@@ -60,6 +62,7 @@ class SchedulerSide:
         layerwise: bool,
         load_deadline_s: float,
         checkpoints: CheckpointPolicy,
+        window_replay: WindowReplay | None = None,
     ) -> None:
         self.costs = planner.costs
         """What it has learned of the engine's costs."""
@@ -89,6 +92,7 @@ class SchedulerSide:
         self._trackers: dict[str, RequestTracker] = {}
         self._admitted: list[RequestTracker] = []
         self._loading: dict[str, PendingRestore] = {}
+        self._replays = Replays(layout.model, window_replay, self._restorer)
         self._early: list[Save] = []
         self._staging = False
         """A request was told to ask again since the last step."""
@@ -97,6 +101,7 @@ class SchedulerSide:
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
         """vLLM's block tables, read each step."""
         self._kv_cache_manager = kv_cache_manager
+        self._restorer.may_replay = can_hide(kv_cache_manager)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """`get_num_new_matched_tokens`: tokens that can be restored beyond the local hit."""
@@ -120,6 +125,8 @@ class SchedulerSide:
             self._admitted.append(tracker)
         else:
             self._restorer.forget(tracker)
+        assert self._kv_cache_manager is not None
+        self._replays.admitted(tracker, self._kv_cache_manager)
 
     def hit_sources(self, request: Request) -> dict[CacheHitSource, int]:
         """Tokens of the admitted restore by tier, in vLLM's words."""
@@ -132,12 +139,16 @@ class SchedulerSide:
         """`build_connector_meta`: this step's loads and saves."""
         meta = StepMetadata(arena=self._store.arena.handle)
         meta.early_saves = self._take_early_saves(output)
+        for request_id in output.preempted_req_ids or ():
+            self._end_replay(request_id)
         if self._admitted:
             new = {x.req_id: x.block_ids for x in output.scheduled_new_reqs}
             for tracker in self._admitted:
                 self._load(tracker, new.get(tracker.request.request_id), meta)
             self._admitted.clear()
         for request_id, num_tokens in output.num_scheduled_tokens.items():
+            if request_id in self._replays:
+                self._replay(request_id, num_tokens, output, meta)
             self._save(request_id, num_tokens, output, meta)
         self._learner.ask(output, self._trackers, meta)
         self._yield_if_idle(output)
@@ -159,6 +170,7 @@ class SchedulerSide:
         if request.num_computed_tokens >= request.num_prompt_tokens:
             self._predictions.first_token(request.request_id)
         self._predictions.forget(request.request_id)
+        self._end_replay(request.request_id)
         unloaded = self._parked and request.request_id in self._loading
         self._restorer.forget(tracker)
         if not unloaded and not tracker.outdated:
@@ -222,19 +234,39 @@ class SchedulerSide:
         """`told`: the block ids vLLM sends along, if the request is new in this step."""
         assert tracker.restore is not None
         request_id = tracker.request.request_id
+        self._loading[request_id] = tracker.restore
+        if tracker.restore.plan.replay_tokens:
+            self._replays.begin(request_id, tracker.restore)
+            tracker.restore = None
+            return
         # Eight thousand block objects of a long prompt would be looked at once more.
         table = self._table(request_id) if told is None else table_of(told)
         load = self._restorer.load(tracker, table, self._parked)
         meta.loads.append(load)
-        self._loading[request_id] = tracker.restore
         tracker.restore = None
 
     def _loaded(self, request_id: str, ranks: int) -> None:
-        pending = self._loading[request_id]
-        pending.ranks_left -= ranks
-        if pending.ranks_left <= 0:
-            del self._loading[request_id]
-            pending.handle.release()
+        self._loading[request_id].ranks_left -= ranks
+        self._release_if_loaded(request_id)
+
+    def _release_if_loaded(self, request_id: str) -> None:
+        if request_id in self._replays or self._loading[request_id].ranks_left > 0:
+            return
+        self._loading.pop(request_id).handle.release()
+
+    def _replay(
+        self, request_id: str, num_tokens: int, output: SchedulerOutput, meta: StepMetadata
+    ) -> None:
+        table = self._table(request_id)
+        if self._replays.step(self._trackers[request_id], num_tokens, table, meta):
+            self._end_replay(request_id)
+        # vLLM sets it for the step that admits a request; without it the load hook, which
+        # loads and masks, comes after the forward.
+        output.has_sync_kv_loads = True
+
+    def _end_replay(self, request_id: str) -> None:
+        if self._replays.end(request_id):
+            self._release_if_loaded(request_id)
 
     def _save(
         self, request_id: str, num_tokens: int, output: SchedulerOutput, meta: StepMetadata

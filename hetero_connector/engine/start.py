@@ -10,7 +10,7 @@ from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.config import HeteroConfig
-from hetero_connector.engine import engine_identity, rendezvous
+from hetero_connector.engine import engine_identity, rendezvous, replay_support
 from hetero_connector.engine.geometry import model_spec
 from hetero_connector.engine.rendezvous import WorkerGeometry
 from hetero_connector.engine.scheduler_side import SchedulerSide
@@ -29,7 +29,8 @@ from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.cost_profile import CostProfile
 from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.planner.restore_planner import RestorePlanner
-from hetero_connector.spec import ModelSpec
+from hetero_connector.planner.window_replay import WindowReplay
+from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
 from hetero_connector.store.seconds_saved import recompute_seconds
@@ -51,12 +52,16 @@ def open_worker_side(
     engine_identity.check_parallelism(vllm_config)
     model = model_spec(kv_cache, vllm_config.parallel_config.tensor_parallel_size)
     rank = get_tensor_model_parallel_rank()
+    backends = _attention_backends(vllm_config)
     geometry = WorkerGeometry(
         rank=rank,
         model=model,
-        attention_backends=_attention_backends(vllm_config),
+        attention_backends=backends,
         device=vllm_config.device_config.device_type,
         pid=os.getpid(),
+        replay_refusal=replay_support.refusal(
+            model, backends, shares_kv=_shares_kv(vllm_config), config=vllm_config
+        ),
     )
     assert vllm_config.kv_transfer_config is not None
     rendezvous.announce(str(vllm_config.kv_transfer_config.engine_id), geometry)
@@ -82,7 +87,9 @@ def open_scheduler_side(
     chunk_tokens = _chunk_tokens(config, geometry.model)
     identity = engine_identity.fingerprint(vllm_config, kv_cache, geometry, chunk_tokens)
     layout = ArtifactLayout(geometry.model, chunk_tokens)
-    planner = _planner(config, layout, vllm_config.scheduler_config.max_num_batched_tokens)
+    window_replay = _window_replay(geometry)
+    step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    planner = _planner(config, layout, step_tokens, window_replay)
     store = ArtifactStore.open(
         layout.max_bytes,
         _store_config(config, vllm_config, shared=any(w.pid != os.getpid() for w in workers)),
@@ -105,10 +112,16 @@ def open_scheduler_side(
         layerwise=config.layerwise != "off",
         load_deadline_s=config.load_deadline_s,
         checkpoints=_checkpoint_policy(config, layout, planner.costs),
+        window_replay=window_replay,
     )
 
 
-def _planner(config: HeteroConfig, layout: ArtifactLayout, step_tokens: int) -> RestorePlanner:
+def _planner(
+    config: HeteroConfig,
+    layout: ArtifactLayout,
+    step_tokens: int,
+    window_replay: WindowReplay | None,
+) -> RestorePlanner:
     types = layout.model.state_types
     if config.planner_profile is None:
         costs = CostModel(ComputeRegression(), LoadModel(types), step_tokens=step_tokens)
@@ -116,7 +129,12 @@ def _planner(config: HeteroConfig, layout: ArtifactLayout, step_tokens: int) -> 
         profile = CostProfile.read(config.planner_profile)
         costs = profile.cost_model(types, step_tokens=step_tokens)
     return RestorePlanner(
-        layout.model, layout, costs, config.planner, deadline_s=config.load_deadline_s
+        layout.model,
+        layout,
+        costs,
+        config.planner,
+        replay_tokens=window_replay.tokens if window_replay else 0,
+        deadline_s=config.load_deadline_s,
     )
 
 
@@ -182,6 +200,20 @@ def _attention_backends(vllm_config: VllmConfig) -> tuple[str, ...]:
         if hasattr(layer, "get_attn_backend")
     }
     return tuple(sorted(names))
+
+
+def _shares_kv(vllm_config: VllmConfig) -> bool:
+    context = vllm_config.compilation_config.static_forward_context
+    return any(getattr(x, "kv_sharing_target_layer_name", None) for x in context.values())
+
+
+def _window_replay(geometry: WorkerGeometry) -> WindowReplay | None:
+    if StateType.WINDOW_SWA not in geometry.model.state_types:
+        return None
+    if geometry.replay_refusal is not None:
+        logger.info("HeteroConnector: no window replay: %s", geometry.replay_refusal)
+        return None
+    return WindowReplay.of(geometry.model)
 
 
 def _warnings(layout: ArtifactLayout, config: HeteroConfig, max_model_len: int) -> list[str]:

@@ -10,10 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.engine import slot_masks
 from hetero_connector.engine.copy_plan import LayerCopies, plan_loads, plan_saves
 from hetero_connector.engine.devices import Device, device_of
 from hetero_connector.engine.layer_pipeline import Job, LayerPipeline
@@ -104,6 +107,23 @@ class WorkerSide:
         self._start_layerwise(meta, sync)
         self._report.loaded.update(load.request_id for load in meta.loads)
         self._recorder.observe("heterocache_load_seconds", time.perf_counter() - started)
+
+    def start_replays(
+        self,
+        meta: StepMetadata,
+        slot_mapping: Mapping[str, torch.Tensor],
+        attention: Mapping[str, Any] | None,
+    ) -> None:
+        """Before the forward: clear and protect the pages of replays (see `slot_masks`)."""
+        layers = self._layout.model.stored_layers
+        if meta.cleared:
+            self._device_().after_forward_so_far()
+            for spec in layers:
+                if blocks := meta.cleared.get(spec.group):
+                    self._pages[spec.layer].clear(np.array(blocks, dtype=np.int64))
+            self._device_().before_forward_goes_on()
+        if meta.protected:
+            slot_masks.protect(layers, meta.protected, slot_mapping, attention)
 
     def layer_wanted(self, layer: str) -> None:
         """The forward is about to read this layer's pages."""

@@ -13,7 +13,7 @@ from hetero_connector.spec.state_types import StateType
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """Resume at `boundary` tokens.
+    """Load state up to `boundary` tokens and compute from `resume_tokens` on.
 
     Load `prefix_types` of every chunk in `chunks` and `boundary_types` of the last one.
     Nothing is spelled out by artifact: a long prompt has thousands, between two steps.

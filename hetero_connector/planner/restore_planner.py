@@ -14,6 +14,7 @@ from hetero_connector.planner.decision import Action, Decision, EngineLoad
 from hetero_connector.planner.pricing import Pricing, TierTable
 from hetero_connector.planner.restore_plan import RestorePlan, plan_restore
 from hetero_connector.planner.weighing import Weighing
+from hetero_connector.planner.window_replay import plan_replay
 from hetero_connector.spec.model_spec import ModelSpec
 
 Mode = Literal["cost", "always_load", "never_load"]
@@ -48,6 +49,8 @@ class RestorePlanner:
         self._grid = ChunkGrid(layout)
         # Without prefix types there is nothing to load that replay would spare.
         self._replay_tokens = replay_tokens if model.boundary_types and model.prefix_types else 0
+        self.replay_when_missing = False
+        """`always_load` replays too, where that resumes later than any checkpoint lets it."""
         self._deadline_s = deadline_s
         self._tables: dict[Tier, TierTable] = {}
 
@@ -58,13 +61,17 @@ class RestorePlanner:
         limit_tokens: int,
         prompt_tokens: int,
         load: EngineLoad,
+        *,
+        may_replay: bool = True,
     ) -> Decision:
         """What to restore of `stored`, one unbroken chain from the first chunk.
 
         The engine holds the state of the first `local_tokens`; a boundary may be at most
         `limit_tokens`; all of `prompt_tokens` must be restored or computed. Ties go to
-        loading, and to loading deeper.
+        loading, and to loading deeper. `may_replay`: whether this request's windows can be
+        rebuilt at all.
         """
+        replay_tokens = self._replay_tokens if may_replay else 0
         pricing = Pricing(self._grid, self.costs, self._tables, prompt_tokens, load)
         weighing = Weighing(
             self._grid,
@@ -72,13 +79,14 @@ class RestorePlanner:
             stored,
             local_tokens,
             limit_tokens,
-            replay_tokens=self._replay_tokens,
+            replay_tokens=replay_tokens,
             deadline_s=self._deadline_s,
         )
         if self.mode == "cost":
             plan, terms = weighing.cheapest()
         elif self.mode == "always_load":
-            plan, terms = weighing.of(plan_restore(self._model, stored, local_tokens, limit_tokens))
+            deepest = self._deepest(stored, local_tokens, limit_tokens, replay_tokens)
+            plan, terms = weighing.of(deepest)
         else:
             plan, terms = None, weighing.nothing
         return Decision(
@@ -89,6 +97,22 @@ class RestorePlanner:
             weighing.declined(plan) if self.mode == "cost" else (),
             lambda: weighing.candidates(plan),
         )
+
+    def _deepest(
+        self,
+        stored: Sequence[StoredChunk],
+        local_tokens: int,
+        limit_tokens: int,
+        replay_tokens: int,
+    ) -> RestorePlan | None:
+        """The plan that leaves least to compute, whatever it costs."""
+        plan = plan_restore(self._model, stored, local_tokens, limit_tokens)
+        if not (replay_tokens and self.replay_when_missing):
+            return plan
+        replay = plan_replay(self._model, replay_tokens, stored, local_tokens, limit_tokens)
+        if plan is None or (replay is not None and replay.resume_tokens > plan.resume_tokens):
+            return replay
+        return plan
 
     def _actions(
         self, weighing: Weighing, plan: RestorePlan | None, local_tokens: int, prompt_tokens: int

@@ -64,10 +64,10 @@ class Weighing:
         return self._plan(way, way.best), self._pricing.terms(way.prices, way.best)
 
     def of(self, plan: RestorePlan | None) -> tuple[RestorePlan | None, Terms]:
-        """A plan made elsewhere, without replay, and its terms."""
+        """A plan made elsewhere, and its terms."""
         if plan is None:
             return None, self.nothing
-        return plan, self._pricing.terms(self._ways[0].prices, len(plan.chunks) - 1)
+        return plan, self._pricing.terms(self._way_of(plan).prices, len(plan.chunks) - 1)
 
     def stages(self, plan: RestorePlan) -> bool:
         """Whether the plan needs artifacts that are not in DRAM."""

@@ -35,10 +35,32 @@ class FakeRequest:
 
 
 class FakeBlockTables:
-    """`KVCacheManager.get_blocks`: block ids of each group, settable per request."""
+    """`KVCacheManager`: block ids of each group, settable per request, and what is published."""
 
     def __init__(self) -> None:
         self.ids: dict[str, tuple[list[int], ...]] = {}
+        self.evicted: set[int] = set()
+        """Blocks taken out of the prefix cache."""
+        self.published: tuple[dict[str, int], ...] = ({}, {})
+        """By group: how many of a request's blocks are in the prefix cache."""
+
+    @property
+    def coordinator(self) -> SimpleNamespace:
+        managers = [
+            SimpleNamespace(
+                req_to_blocks={
+                    name: [SimpleNamespace(block_id=i, is_null=not i) for i in ids[group]]
+                    for name, ids in self.ids.items()
+                },
+                num_cached_block=published,
+            )
+            for group, published in enumerate(self.published)
+        ]
+        return SimpleNamespace(single_type_managers=managers)
+
+    @property
+    def block_pool(self) -> SimpleNamespace:
+        return SimpleNamespace(evict_blocks=self.evicted.update)
 
     def get_blocks(self, request_id: str) -> SimpleNamespace:
         blocks = tuple(
@@ -54,6 +76,8 @@ def scheduled(**num_tokens: int) -> SimpleNamespace:
         total_num_scheduled_tokens=sum(num_tokens.values()),
         num_scheduled_tokens=num_tokens,
         kv_connector_block_state=None,
+        preempted_req_ids=None,
+        has_sync_kv_loads=False,
         new_block_ids_to_zero=None,
         kv_cache_block_copies=None,
     )

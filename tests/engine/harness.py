@@ -26,7 +26,7 @@ from examples.checkpoints import write_checkpoint
 from examples.serving import engine_arguments, kv_transfer_config
 from hetero_connector.artifacts.index import Artifact
 from hetero_connector.engine.scheduler_side import SchedulerSide
-from hetero_connector.spec import StateType
+from hetero_connector.spec import Family, StateType
 
 CHECKPOINTS = Path(__file__).parents[2] / ".cache" / "checkpoints"
 HYBRID_MODELS = ("gemma3", "gptoss", "deepseek_v4", "qwen3_next")
@@ -144,6 +144,17 @@ def forget(llm: Any) -> None:
     """Empty the engine's own prefix cache and the store."""
     settle(llm)
     assert llm.reset_prefix_cache(reset_connector=True)
+
+
+def forget_checkpoints(llm: Any) -> None:
+    """Drop all boundary state, as eviction would; prefix-proportional state stays."""
+    settle(llm)
+    store = scheduler_side(llm)._store
+    assert store.flush(30.0)
+    with store._state.lock:
+        for artifact in sealed(llm):
+            if artifact.state_type.family is Family.BOUNDARY:
+                store._tiers.forget(artifact)
 
 
 @contextmanager

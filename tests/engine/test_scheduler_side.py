@@ -20,6 +20,7 @@ from hetero_connector.planner.compute_model import ComputeRegression
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.planner.restore_planner import Mode, RestorePlanner
+from hetero_connector.planner.window_replay import WindowReplay
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
@@ -38,6 +39,7 @@ class Engine:
         dram_bytes: int = 1 << 20,
         checkpoints: CheckpointPolicy | None = None,
         mode: Mode = "always_load",
+        window_replay: WindowReplay | None = None,
     ) -> None:
         self.layout = ArtifactLayout(model, CHUNK)
         self.recorder = Recorder()
@@ -52,8 +54,12 @@ class Engine:
         self.costs = CostModel(ComputeRegression(), LoadModel(model.state_types))
         self.side = SchedulerSide(
             self.layout, ChainHasher(b"f" * 32, CHUNK), self.store, self.recorder,
-            planner=RestorePlanner(model, self.layout, self.costs, mode), layerwise=True,
-            load_deadline_s=1.0, checkpoints=checkpoints or Full(),
+            planner=RestorePlanner(
+                model, self.layout, self.costs, mode,
+                replay_tokens=window_replay.tokens if window_replay else 0,
+            ),
+            layerwise=True, load_deadline_s=1.0, checkpoints=checkpoints or Full(),
+            window_replay=window_replay,
         )  # fmt: skip
         self.tables = FakeBlockTables()
         self.side.bind(self.tables)  # type: ignore[arg-type]

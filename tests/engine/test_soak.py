@@ -105,7 +105,7 @@ def assert_nothing_is_held(llm: Any) -> None:
     assert not side._loading
     assert not side._admitted
     assert not side._saver._reserved
-    assert not side._saver._reports
+    assert not side._saver.outstanding
     assert not side._restorer._started
     assert not side._restorer._excluded
 

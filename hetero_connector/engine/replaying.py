@@ -1,0 +1,147 @@
+"""Window replays under way: what their requests' steps load, protect and clear.
+
+The engine believes that a request resumes at `plan.resume_tokens` and computes from there, in
+as many steps as it likes. Until it reaches `plan.boundary`, each of its steps loads the stored
+prefix-proportional state of the tokens it computes and keeps the forward from writing it; the
+windows are written as in any prefill. See `planner.window_replay` for why they end up exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hetero_connector.engine.messages import StepMetadata
+from hetero_connector.engine.requests import PendingRestore, RequestTracker
+from hetero_connector.engine.restoring import BlockTable, Restorer
+from hetero_connector.planner.window_replay import WindowReplay
+from hetero_connector.spec import Family, LayerSpec, ModelSpec, StateType
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+
+@dataclass
+class Replay:
+    """One admitted request's replay."""
+
+    pending: PendingRestore
+    begun: bool = False
+
+    def loads(self, model: ModelSpec, computed: int, end: int) -> range:
+        """Tokens whose stored state a step needs that computes [`computed`, `end`)."""
+        # A page begun in the last step may be loaded again: nobody has written to it.
+        start = computed - computed % model.alignment if self.begun else self.pending.local_tokens
+        return range(start, self._within(end))
+
+    def shield(
+        self, model: ModelSpec, computed: int, end: int, table: BlockTable, meta: StepMetadata
+    ) -> None:
+        """Note in `meta` what the step must not write and what it must clear first."""
+        for layer in _widest(model, model.prefix_types):
+            pages = layer.pages_needed(computed, self._within(end))
+            meta.protected.setdefault(layer.group, []).extend(table(layer.group, pages))
+        if self.begun:
+            return
+        self.begun = True
+        local, resume = self.pending.local_tokens, self.pending.plan.resume_tokens
+        for layer in _widest(model, model.boundary_types):
+            pages = layer.pages_needed(0, resume)
+            # Below the local hit they are the engine's own, exact, and perhaps shared.
+            own = range(max(pages.start, local // layer.block_tokens), pages.stop)
+            ids = [block for block in table(layer.group, own) if block]
+            meta.cleared.setdefault(layer.group, []).extend(ids)
+
+    def ends_by(self, end: int) -> bool:
+        """Whether the tokens before `end` include all that are replayed."""
+        return end >= self.pending.plan.boundary
+
+    def _within(self, end: int) -> int:
+        return min(end, self.pending.plan.boundary)
+
+
+class Replays:
+    """The replays under way in one engine, by request."""
+
+    def __init__(self, model: ModelSpec, rule: WindowReplay | None, restorer: Restorer) -> None:
+        """`rule`: None where no plan has a replay (see `replay_support`)."""
+        self._model = model
+        self._rule = rule
+        self._restorer = restorer
+        self._running: dict[str, Replay] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._running
+
+    def admitted(self, tracker: RequestTracker, manager: KVCacheManager) -> None:
+        """vLLM has allocated the request's blocks: what is not exact in them is nobody's."""
+        tracker.windows_from = 0
+        pending = tracker.restore
+        if pending is None or not pending.plan.replay_tokens:
+            return
+        assert self._rule is not None
+        tracker.windows_from = self._rule.checkpoints_from(pending.plan.resume_tokens)
+        request_id = tracker.request.request_id
+        hide_inexact_windows(manager, request_id, self._model, self._rule, pending)
+
+    def begin(self, request_id: str, pending: PendingRestore) -> None:
+        """Its first step is being built; `step` says for each what to do."""
+        self._restorer.count(pending)
+        self._running[request_id] = Replay(pending)
+
+    def step(
+        self, tracker: RequestTracker, num_tokens: int, table: BlockTable, meta: StepMetadata
+    ) -> bool:
+        """Order what a step of the request needs that computes `num_tokens`; True for the last."""
+        request_id, computed = tracker.request.request_id, tracker.request.num_computed_tokens
+        replay, end = self._running[request_id], computed + num_tokens
+        tokens = replay.loads(self._model, computed, end)
+        meta.loads.append(self._restorer.part(request_id, replay.pending, table, tokens))
+        replay.shield(self._model, computed, end, table, meta)
+        return replay.ends_by(end)
+
+    def end(self, request_id: str) -> bool:
+        """Over, or given up: nothing more will be loaded. False if there was none."""
+        return self._running.pop(request_id, None) is not None
+
+
+def can_hide(manager: KVCacheManager) -> bool:
+    """Whether this vLLM lets `hide_inexact_windows` work: it has no interface for that."""
+    managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
+    return (
+        bool(managers)
+        and all(hasattr(x, "req_to_blocks") and hasattr(x, "num_cached_block") for x in managers)
+        and hasattr(getattr(manager, "block_pool", None), "evict_blocks")
+    )
+
+
+def hide_inexact_windows(
+    manager: KVCacheManager,
+    request_id: str,
+    model: ModelSpec,
+    replay: WindowReplay,
+    pending: PendingRestore,
+) -> None:
+    """Take back blocks of boundary state that vLLM has published and that are not exact.
+
+    vLLM puts a block under its prefix hash when it allocates it, and would serve a later
+    request with it. Its count of published blocks is raised too, so that the next chunks of
+    this prefill do not publish the rest.
+    """
+    exact_from = replay.pages_from(pending.plan.resume_tokens)
+    boundary_layers = [x for x in model.layers if x.state_type.family is Family.BOUNDARY]
+    for layer in {x.group: x for x in boundary_layers}.values():
+        blocks_of_type = manager.coordinator.single_type_managers[layer.group]
+        first = pending.local_tokens // layer.block_tokens
+        first_exact = -(-exact_from // layer.block_tokens)
+        blocks = blocks_of_type.req_to_blocks[request_id][first:first_exact]
+        manager.block_pool.evict_blocks({x.block_id for x in blocks if not x.is_null})
+        published = blocks_of_type.num_cached_block
+        published[request_id] = max(published.get(request_id, 0), first_exact)
+
+
+def _widest(model: ModelSpec, types: Iterable[StateType]) -> Iterator[LayerSpec]:
+    """One layer of each KV cache group, the one that needs most pages."""
+    for state_type in types:
+        yield from model.page_groups[state_type]

@@ -1,0 +1,55 @@
+"""Keeping a forward pass from writing pages: their entries in vLLM's slot mappings become -1.
+
+A slot mapping holds, for each token of the batch, where its state goes:
+`block_id * slots_per_block + offset`; -1 is vLLM's own mark for padding, which its kernels
+skip. A layer that compresses has a mapping of its own beside the one in tokens, with a slot
+for each state and -1 for the tokens that complete none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from hetero_connector.spec import LayerSpec
+
+
+def protect(
+    layers: Iterable[LayerSpec],
+    blocks: Mapping[int, list[int]],
+    slot_mapping: Mapping[str, torch.Tensor],
+    attention: Mapping[str, Any] | None,
+) -> None:
+    """Mask `blocks` (KV cache group -> block ids) for this step, in place.
+
+    `slot_mapping` is the forward context's, in tokens, and `attention` its attention metadata,
+    both by layer; backends read one or the other. Where nothing is compressed they are one
+    tensor, shared by a group.
+    Raises `RuntimeError` for a layer that has neither: its stored state would be overwritten,
+    and a wrong answer is worse than none.
+    """
+    masked: set[int] = set()
+    for layer in layers:
+        if not blocks.get(layer.group):
+            continue
+        raw = slot_mapping.get(layer.layer)
+        own = getattr((attention or {}).get(layer.layer), "slot_mapping", None)
+        if raw is None and own is None:
+            raise RuntimeError(
+                f"layer {layer.layer!r} has no slot mapping in this vLLM version, so its "
+                "stored state cannot be kept from being overwritten; please report it"
+            )
+        states = layer.block_tokens // layer.tokens_per_state
+        for mapping, slots_per_block in ((raw, layer.block_tokens), (own, states)):
+            if mapping is not None and mapping.data_ptr() not in masked:
+                masked.add(mapping.data_ptr())
+                _mask(mapping, slots_per_block, blocks[layer.group])
+
+
+def _mask(mapping: torch.Tensor, slots_per_block: int, blocks: list[int]) -> None:
+    """`mapping`: `[num_tokens]`, integers."""
+    protected = torch.tensor(blocks, dtype=mapping.dtype, device=mapping.device)
+    block_of_token = torch.div(mapping, slots_per_block, rounding_mode="floor")
+    mapping.masked_fill_(torch.isin(block_of_token, protected), -1)

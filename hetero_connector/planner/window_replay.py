@@ -1,0 +1,92 @@
+"""Rebuilding windows by computing the last tokens before a boundary once more.
+
+Where a boundary has no checkpoint but all prefix-proportional state before it, a request may
+resume some tokens earlier: those are computed again, against the stored prefix-proportional
+state, only for the windows they leave behind. Their first windows are wrong, because what
+lies before them is missing; each window layer passes the error on by its window less one
+token, so after the sum over all layers nothing of it is left.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hetero_connector.artifacts.record import StoredChunk, distinct_tiers
+from hetero_connector.planner.restore_plan import RestorePlan
+from hetero_connector.spec.model_spec import ModelSpec
+from hetero_connector.spec.state_types import StateType
+
+
+@dataclass(frozen=True)
+class WindowReplay:
+    """How far an error in the windows reaches in one model, in tokens.
+
+    The k-th window layer's state is exact from the replay's start plus the sum of
+    `window - 1` over the window layers below it: its input at a token is the output of the
+    layer below, which reads that layer's window of the token.
+    """
+
+    reach_tokens: int
+    """Sum of `window - 1` over all window layers."""
+    narrowest_tokens: int
+    """The smallest `window - 1`."""
+    alignment: int
+    """A replay starts at a multiple of this."""
+
+    @classmethod
+    def of(cls, model: ModelSpec) -> WindowReplay:
+        """For a model that has window layers."""
+        reaches = [x.boundary_tokens for x in model.layers_of(StateType.WINDOW_SWA)]
+        return cls(sum(reaches), min(reaches), model.alignment)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens before a boundary to compute again, so that its windows are exact."""
+        return -(-self.reach_tokens // self.alignment) * self.alignment
+
+    def checkpoints_from(self, start: int) -> int:
+        """The first boundary whose windows are exact in a replay that began at `start`."""
+        return start + self.reach_tokens
+
+    def pages_from(self, start: int) -> int:
+        """The first token from which on every layer's window state is exact.
+
+        Earlier than `checkpoints_from`: a boundary's windows are state of earlier tokens.
+        """
+        return start + self.reach_tokens - self.narrowest_tokens
+
+
+def plan_replay(
+    model: ModelSpec,
+    replay_tokens: int,
+    stored: Sequence[StoredChunk],
+    local_tokens: int,
+    limit_tokens: int,
+) -> RestorePlan | None:
+    """The deepest boundary that can be reached by a replay; arguments as in `plan_restore`.
+
+    None where it would have to begin within what the engine holds: that saves nothing, the
+    engine computes those tokens as it is.
+    """
+    first = bisect_right(stored, local_tokens, key=_end)
+    chunks = list(stored[first : bisect_right(stored, limit_tokens, key=_end)])
+    for count, chunk in enumerate(chunks):
+        if any(t not in chunk.tiers for t in model.prefix_types):
+            del chunks[count:]
+            break
+    if not chunks or _end(chunks[-1]) - replay_tokens <= local_tokens:
+        return None
+    return RestorePlan(
+        boundary=_end(chunks[-1]),
+        chunks=chunks,
+        prefix_types=model.prefix_types,
+        boundary_types=(),
+        held=distinct_tiers(chunks),
+        replay_tokens=replay_tokens,
+    )
+
+
+def _end(stored: StoredChunk) -> int:
+    return stored.chunk.end

@@ -1,0 +1,434 @@
+"""Windows rebuilt by a replay give the logprobs of the engine's own prefix hit.
+
+Every checkpoint is dropped first, so that what is restored is replayed. The power tests take
+one part of the mechanism away at a time and see the answer move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from hetero_connector.engine import replaying, slot_masks
+from hetero_connector.engine.pages import HostPages
+from hetero_connector.planner.window_replay import WindowReplay
+from hetero_connector.spec import StateType
+from tests.engine.harness import (
+    BF16_MODELS,
+    Completion,
+    delta,
+    forget,
+    forget_checkpoints,
+    forget_local,
+    generate,
+    generate_batch,
+    leave_on_ssd_only,
+    make_llm,
+    metric,
+    no_restores,
+    prompt_tokens,
+    scheduler_side,
+    sealed,
+    settle,
+    shutdown,
+)
+from tests.engine.test_situations import add, step, worker_connector
+
+pytestmark = pytest.mark.engine
+
+CLEAR = 0.02
+"""A logprob difference no rounding makes."""
+PROMPT = prompt_tokens(1400, seed=21)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a replay is in one model, in tokens."""
+
+    name: str
+    grid: int
+    replayed: int
+    """(window - 1) x window layers, on the grid."""
+
+    def boundary(self, num_tokens: int = len(PROMPT)) -> int:
+        """The last one at which a prompt of `num_tokens` can resume."""
+        return (num_tokens - 1) // self.grid * self.grid
+
+    @property
+    def resume(self) -> int:
+        """Where a replay of PROMPT begins."""
+        return self.boundary() - self.replayed
+
+    @property
+    def tolerance(self) -> float:
+        return 0.0 if self.name in BF16_MODELS else 1e-4
+
+    def same(self, completion: Completion, reference: Completion) -> None:
+        assert completion.tokens == reference.tokens[: len(completion.tokens)]
+        assert error(completion, reference) <= self.tolerance
+
+
+CASES = (
+    Case("gemma3", grid=32, replayed=384),  # 63 x 6
+    Case("gptoss", grid=32, replayed=256),  # 63 x 4
+    Case("deepseek_v4", grid=256, replayed=768),  # 127 x 5
+)
+PLAIN = CASES[:2]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=[case.name for case in CASES])
+def case(request: pytest.FixtureRequest) -> Case:
+    assert isinstance(request.param, Case)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def llm(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    extra = {"dram_gib": 0.25, "ssd_dir": str(tmp_path_factory.mktemp("ssd")), "ssd_gib": 0.5}
+    llm = make_llm(case.name, extra, max_num_batched_tokens=512, disable_log_stats=False)
+    yield llm
+    shutdown(llm)
+
+
+@pytest.fixture(autouse=True)
+def _replaying(llm: Any) -> Iterator[None]:
+    forget(llm)
+    side = scheduler_side(llm)
+    side._restorer._planner.replay_when_missing = True
+    yield
+    settle(llm)
+    assert side._store.flush(30.0)
+    assert (side._replays._running, side._loading, side._trackers) == ({}, {}, {})
+    assert side._store._tiers.in_use() == side._store._tiers._holds == []
+    side._store.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def own_hit(llm: Any) -> Completion:
+    """The engine's own hit on PROMPT."""
+    return own_hits(llm, [PROMPT], max_tokens=64)[0]
+
+
+@pytest.fixture
+def reference(llm: Any, own_hit: Completion) -> Completion:
+    """What a replay of PROMPT must give; only prefix-proportional state of it is stored."""
+    generate(llm, PROMPT)
+    forget_local(llm)
+    forget_checkpoints(llm)
+    return own_hit
+
+
+def own_hits(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> list[Completion]:
+    with no_restores(llm):
+        generate_batch(llm, prompts)
+        return generate_batch(llm, prompts, max_tokens)
+
+
+def error(completion: Completion, reference: Completion) -> float:
+    """Largest logprob difference, over as many tokens as the shorter one has."""
+    count = min(len(completion.tokens), len(reference.tokens))
+    return delta(cut(completion, count), cut(reference, count))
+
+
+def cut(completion: Completion, count: int) -> Completion:
+    return replace(
+        completion, tokens=completion.tokens[:count], logprobs=completion.logprobs[:count]
+    )
+
+
+def scheduler_of(llm: Any) -> Any:
+    """vLLM's own."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+@contextmanager
+def steps_of(llm: Any, num_tokens: int) -> Iterator[None]:
+    """No engine step computes more tokens."""
+    with patch.object(scheduler_of(llm), "max_num_scheduled_tokens", num_tokens):
+        yield
+
+
+@contextmanager
+def replay_rule(llm: Any, rule: WindowReplay) -> Iterator[None]:
+    side = scheduler_side(llm)
+    with (
+        patch.object(side._replays, "_rule", rule),
+        patch.object(side._restorer._planner, "_replay_tokens", rule.tokens),
+    ):
+        yield
+
+
+def rule_of(llm: Any) -> WindowReplay:
+    rule = scheduler_side(llm)._replays._rule
+    assert rule is not None
+    return rule
+
+
+def poison(pages: HostPages, block_ids: Any) -> None:
+    """NaN in every element, as an earlier request may have left there."""
+    pages._pages[block_ids] = np.iinfo(pages._dtype).max
+
+
+def test_power_without_a_mask(llm: Any, reference: Completion, case: Case) -> None:
+    with patch.object(slot_masks, "protect", lambda *_: None):
+        wrong = generate(llm, PROMPT, max_tokens=8)
+    assert wrong.num_cached_tokens == case.resume
+    assert error(wrong, reference) > CLEAR
+
+
+def test_power_with_too_short_a_replay(llm: Any, case: Case, reference: Completion) -> None:
+    rule = rule_of(llm)
+    with replay_rule(llm, replace(rule, reach_tokens=rule.narrowest_tokens)):
+        wrong = generate(llm, PROMPT, max_tokens=8)
+    assert wrong.num_cached_tokens > case.resume
+    assert error(wrong, reference) > CLEAR
+
+
+def test_power_with_the_mask_after_the_forward(llm: Any, reference: Completion, case: Case) -> None:
+    """Only the step that admits a request runs its load hook before the forward by itself."""
+    side, scheduler = scheduler_side(llm), scheduler_of(llm)
+    order = side._replay
+
+    def late(request_id: str, num_tokens: int, output: Any, meta: Any) -> None:
+        before = output.has_sync_kv_loads
+        order(request_id, num_tokens, output, meta)
+        output.has_sync_kv_loads = before
+        scheduler.max_num_scheduled_tokens = 512
+
+    with steps_of(llm, 32), patch.object(side, "_replay", late):
+        wrong = generate(llm, PROMPT, max_tokens=8)
+    assert wrong.num_cached_tokens == case.resume
+    assert error(wrong, reference) > CLEAR
+
+
+def test_power_of_the_pool_guard(llm: Any, reference: Completion, case: Case) -> None:
+    """Unguarded, a later request is served with windows that were never exact."""
+    retained = -(-case.resume // 256) * 256  # where the engine keeps windows
+    other = PROMPT[:retained] + prompt_tokens(30, seed=28)
+    with no_restores(llm):
+        right = generate(llm, other, max_tokens=8)
+    forget_local(llm)
+    forget_checkpoints(llm)
+    with patch.object(replaying, "hide_inexact_windows", lambda *_: None):
+        generate(llm, PROMPT)
+    with no_restores(llm):
+        wrong = generate(llm, other, max_tokens=8)
+    assert wrong.num_cached_tokens == retained
+    assert error(wrong, right) > CLEAR
+
+
+def test_replayed_from_dram(llm: Any, reference: Completion, case: Case) -> None:
+    before = metric("heterocache_replayed_tokens_total")
+    hits = metric("heterocache_hit_tokens_total", tier="dram")
+    replayed = generate(llm, PROMPT, max_tokens=64)
+    assert replayed.num_cached_tokens == case.resume
+    assert metric("heterocache_replayed_tokens_total") - before == case.replayed
+    assert metric("heterocache_hit_tokens_total", tier="dram") - hits == case.resume
+    case.same(replayed, reference)
+
+
+def test_replayed_from_ssd(llm: Any, reference: Completion, case: Case) -> None:
+    leave_on_ssd_only(llm)
+    hits = metric("heterocache_hit_tokens_total", tier="ssd")
+    replayed = generate(llm, PROMPT, max_tokens=8)
+    assert replayed.num_cached_tokens == case.resume
+    assert metric("heterocache_hit_tokens_total", tier="ssd") - hits == case.resume
+    case.same(replayed, reference)
+
+
+@pytest.mark.parametrize("case", CASES[2:], indirect=True, ids=lambda case: case.name)
+def test_replayed_where_the_index_selects(llm: Any, case: Case) -> None:
+    """With fewer tokens it takes every compressed entry, whatever it holds."""
+    prompt = prompt_tokens(3000, seed=22)
+    right = own_hits(llm, [prompt], max_tokens=40)[0]
+    forget_local(llm)
+    generate(llm, prompt)
+    forget_local(llm)
+    forget_checkpoints(llm)
+    replayed = generate(llm, prompt, max_tokens=40)
+    assert replayed.num_cached_tokens == case.boundary(len(prompt)) - case.replayed
+    case.same(replayed, right)
+
+
+@pytest.mark.parametrize("step_tokens", [32, 100, 250])
+def test_replayed_in_several_steps(
+    llm: Any, reference: Completion, case: Case, step_tokens: int
+) -> None:
+    with steps_of(llm, step_tokens):
+        replayed = generate(llm, PROMPT, max_tokens=8)
+    assert replayed.num_cached_tokens == case.resume
+    case.same(replayed, reference)
+
+
+def test_recycled_pages_are_cleared(llm: Any, case: Case, reference: Completion) -> None:
+    clear = HostPages.clear
+
+    def recycled(pages: HostPages, block_ids: Any) -> None:
+        poison(pages, block_ids)
+        clear(pages, block_ids)
+
+    with patch.object(HostPages, "clear", recycled):
+        case.same(generate(llm, PROMPT, max_tokens=64), reference)
+
+
+@pytest.mark.parametrize("case", PLAIN, indirect=True, ids=lambda case: case.name)
+def test_power_of_clearing(llm: Any, case: Case, reference: Completion) -> None:
+    with patch.object(HostPages, "clear", poison):
+        wrong = generate(llm, PROMPT, max_tokens=64)
+    assert not error(wrong, reference) <= CLEAR  # it is NaN
+    forget(llm)
+    worker = worker_connector()._worker
+    assert worker is not None
+    for pages in worker._pages.values():  # the engine itself clears no window pages
+        cast(HostPages, pages)._pages[:] = 0
+
+
+def test_the_engine_holds_a_part(llm: Any, reference: Completion, case: Case) -> None:
+    with no_restores(llm):
+        generate(llm, PROMPT[: case.resume - 100])
+        local = generate(llm, PROMPT[: case.resume - 99]).num_cached_tokens
+    assert 0 < local < case.resume
+    forget_checkpoints(llm)
+    hits = metric("heterocache_hit_tokens_total")
+    replayed = generate(llm, PROMPT, max_tokens=8)
+    assert replayed.num_cached_tokens == case.resume
+    assert metric("heterocache_hit_tokens_total") - hits == case.resume - local
+    case.same(replayed, reference)
+
+
+@pytest.mark.parametrize("case", PLAIN, indirect=True, ids=lambda case: case.name)
+def test_the_engine_holds_a_part_of_the_first_window(
+    llm: Any, reference: Completion, case: Case
+) -> None:
+    """Those pages are shared: neither cleared nor loaded over."""
+    with no_restores(llm):
+        generate(llm, PROMPT[: case.resume - 31])
+        held = generate(llm, [*PROMPT[: case.resume - 31], 1], max_tokens=8)
+    assert held.num_cached_tokens == case.resume - 32
+    forget_checkpoints(llm)
+    assert generate(llm, PROMPT, max_tokens=8).num_cached_tokens == case.resume
+    with no_restores(llm):
+        unharmed = generate(llm, [*PROMPT[: case.resume - 31], 1], max_tokens=8)
+    assert unharmed.num_cached_tokens == case.resume - 32
+    case.same(unharmed, held)
+
+
+def test_a_replay_that_would_begin_in_what_the_engine_holds_is_left(
+    llm: Any, reference: Completion, case: Case
+) -> None:
+    with no_restores(llm):
+        generate(llm, PROMPT[: case.resume + 2 * case.grid + 1])
+    forget_checkpoints(llm)
+    before = metric("heterocache_replayed_tokens_total")
+    computed = generate(llm, PROMPT, max_tokens=8)
+    assert metric("heterocache_replayed_tokens_total") == before
+    assert computed.num_cached_tokens == case.resume + 2 * case.grid
+    case.same(computed, reference)
+
+
+def test_a_later_local_hit_is_right(llm: Any, case: Case, reference: Completion) -> None:
+    with steps_of(llm, 100):
+        generate(llm, PROMPT)
+    with no_restores(llm):
+        local = generate(llm, PROMPT, max_tokens=64)
+    assert local.num_cached_tokens == case.boundary()
+    case.same(local, reference)
+    for shared in (1030, 1290, 1330):
+        other = PROMPT[:shared] + prompt_tokens(20, seed=shared)
+        forget_local(llm)
+        forget_checkpoints(llm)
+        generate(llm, PROMPT)
+        with no_restores(llm):
+            served = generate(llm, other, max_tokens=4)
+            forget_local(llm)
+            case.same(served, generate(llm, other, max_tokens=4))
+
+
+def test_what_a_replay_saves_is_exact(llm: Any, reference: Completion, case: Case) -> None:
+    generate(llm, PROMPT)  # at more tokens the windows of the boundary are gone
+    settle(llm)
+    checkpoints = {a.node.chunk.end for a in sealed(llm) if a.state_type is StateType.WINDOW_SWA}
+    assert checkpoints
+    assert min(checkpoints) >= case.resume + rule_of(llm).reach_tokens
+    forget_local(llm)
+    loaded = generate(llm, PROMPT, max_tokens=64)
+    assert loaded.num_cached_tokens == case.boundary()
+    case.same(loaded, reference)
+
+
+def test_a_replay_for_another_suffix(llm: Any, case: Case, reference: Completion) -> None:
+    other = PROMPT[:1100] + prompt_tokens(200, seed=29)
+    with no_restores(llm):
+        right = generate(llm, other, max_tokens=8)
+    forget_local(llm)
+    replayed = generate(llm, other, max_tokens=8)
+    assert replayed.num_cached_tokens == 1024 - case.replayed
+    case.same(replayed, right)
+
+
+def test_replays_cold_and_local_requests_in_one_batch(llm: Any, case: Case) -> None:
+    second, local, cold = (prompt_tokens(n, seed=n) for n in (1200, 900, 350))
+    batch = [PROMPT, cold, second, local]
+    references = own_hits(llm, batch)
+    forget(llm)
+    generate_batch(llm, [PROMPT, second])
+    forget_local(llm)
+    forget_checkpoints(llm)
+    with no_restores(llm):
+        generate(llm, local)
+    with steps_of(llm, 170):
+        answers = generate_batch(llm, batch, max_tokens=8)
+    expected = [case.resume, 0, case.boundary(1200) - case.replayed, case.boundary(900)]
+    assert [c.num_cached_tokens for c in answers] == expected
+    for answer, right in zip(answers, references, strict=True):
+        case.same(answer, right)
+
+
+def test_the_same_prompt_twice_at_once(llm: Any, case: Case, reference: Completion) -> None:
+    with steps_of(llm, 300):
+        for answer in generate_batch(llm, [PROMPT, PROMPT], max_tokens=8):
+            case.same(answer, reference)
+
+
+def test_preempted_in_the_middle(llm: Any, reference: Completion, case: Case) -> None:
+    replayed = metric("heterocache_replayed_tokens_total")
+    with steps_of(llm, 100):
+        add(llm, PROMPT, max_tokens=8)
+        step(llm, 2)
+        assert scheduler_side(llm)._replays._running
+        assert llm.reset_prefix_cache(reset_running_requests=True)
+        forget_checkpoints(llm)
+        outputs = [o for _ in range(40) for o in step(llm) if o.finished]
+    assert list(outputs[0].outputs[0].token_ids) == reference.tokens[:8]
+    assert metric("heterocache_replayed_tokens_total") - replayed == 2 * case.replayed
+    with no_restores(llm):  # what it left in the engine's own cache
+        case.same(generate(llm, PROMPT, max_tokens=8), reference)
+
+
+def test_aborted_in_the_middle(llm: Any, case: Case, reference: Completion) -> None:
+    with steps_of(llm, 100):
+        request_id = add(llm, PROMPT)
+        step(llm, 2)
+        assert scheduler_side(llm)._replays._running
+        llm.llm_engine.abort_request([request_id])
+        settle(llm)
+    assert scheduler_side(llm)._replays._running == {}
+    assert not [a for a in sealed(llm) if a.state_type is StateType.WINDOW_SWA]
+    case.same(generate(llm, PROMPT, max_tokens=8), reference)
+
+
+def test_the_store_is_reset_in_the_middle(llm: Any, case: Case, reference: Completion) -> None:
+    with steps_of(llm, 100):
+        add(llm, PROMPT, max_tokens=8)
+        step(llm, 2)
+        llm.reset_prefix_cache(reset_connector=True)
+        assert sealed(llm) == []
+        outputs = [o for _ in range(40) for o in step(llm) if o.finished]
+    assert list(outputs[0].outputs[0].token_ids) == reference.tokens[:8]
+    assert sealed(llm) == []

@@ -1,0 +1,84 @@
+"""Replays without the engine's prefix cache, and in random sessions with few blocks.
+
+The traffic, the blocks and the check of every answer are those of test_soak; here all
+checkpoints are dropped after every round.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.harness import (
+    BF16_MODELS,
+    delta,
+    engine,
+    forget_checkpoints,
+    generate,
+    metric,
+    prompt_tokens,
+    scheduler_side,
+)
+from tests.engine.test_soak import (
+    BF16_TOLERANCE,
+    BLOCKS,
+    LONG,
+    PREEMPTIONS,
+    SHORT,
+    TOLERANCE,
+    arguments,
+    assert_nothing_is_held,
+    deviating,
+    recomputed,
+)
+from tests.engine.traffic import play, record
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
+
+REPLAYED = "heterocache_replayed_tokens_total"
+_slow = pytest.mark.slow
+
+
+def test_without_the_engines_prefix_cache() -> None:
+    prompt = prompt_tokens(1400, seed=91)
+    with engine("gemma3", {"dram_gib": 0.1}, enable_prefix_caching=False) as llm:
+        scheduler_side(llm)._restorer._planner.replay_when_missing = True
+        cold = generate(llm, prompt, max_tokens=16)
+        forget_checkpoints(llm)
+        replayed = generate(llm, prompt, max_tokens=16)
+    assert replayed.num_cached_tokens == 1280 - 384  # the tail stored after it is too long
+    assert replayed.tokens == cold.tokens
+    assert delta(replayed, cold) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("model", "rounds"),
+    [
+        ("gemma3", SHORT),
+        pytest.param("deepseek_v4", 3 * SHORT, marks=_slow),
+        pytest.param("gemma3", LONG, marks=_slow),
+    ],
+)
+def test_every_answer_is_the_engines_own(model: str, rounds: int, tmp_path: Path) -> None:
+    with engine(model, **arguments(model)) as llm:
+        traffic = record(llm, seed=rounds, num_rounds=rounds)
+    tolerance = BF16_TOLERANCE if model in BF16_MODELS else TOLERANCE
+    few = {"num_gpu_blocks_override": BLOCKS[model], "max_num_batched_tokens": 200}
+    extra = {"dram_gib": 0.05, "ssd_dir": str(tmp_path), "ssd_gib": 0.1, "checkpoints": "zero"}
+    with engine(model, extra, **(arguments(model) | few)) as llm:
+        side = scheduler_side(llm)
+        side._restorer._planner.replay_when_missing = True
+        reset = llm.llm_engine.engine_core.engine_core.scheduler.reset_connector_cache
+        answers = play(llm, traffic, reset, lambda: forget_checkpoints(llm))
+        assert_nothing_is_held(llm)
+        assert side._replays._running == {}
+    assert metric(REPLAYED) > 0
+    assert metric(PREEMPTIONS) > 0, "blocks were never short"
+    different = deviating(answers, traffic, tolerance)
+    if different:
+        with engine(model, **arguments(model)) as llm:
+            for index in different:
+                answer = answers[index]
+                assert answer is not None
+                assert recomputed(llm, traffic.asks[index], answer, tolerance), index

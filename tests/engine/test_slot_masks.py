@@ -1,0 +1,58 @@
+"""Masks hit the slots of the protected blocks and no others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_connector.engine.slot_masks import protect
+from hetero_connector.spec import StateType
+from tests.engine.fakes import layer
+
+FULL = [layer("full.0", 0), layer("full.1", 0)]
+SWA = layer("swa", 1)
+BLOCK = 16
+
+
+@given(
+    st.lists(st.integers(-1, 40 * BLOCK - 1)),
+    st.lists(st.integers(0, 39), unique=True, min_size=1),
+)
+def test_exactly_the_protected_blocks(slots: list[int], blocks: list[int]) -> None:
+    mapping = torch.tensor(slots, dtype=torch.int64)
+    protect(FULL, {0: blocks}, {"full.0": mapping, "full.1": mapping}, None)
+    expected = [-1 if slot // BLOCK in blocks else slot for slot in slots]
+    assert mapping.tolist() == expected
+
+
+def test_other_groups_are_written_as_ever() -> None:
+    full, swa = (torch.arange(64) for _ in range(2))
+    protect([*FULL, SWA], {0: [1]}, {"full.0": full, "full.1": full, "swa": swa}, None)
+    assert full.tolist() == [*range(16), *[-1] * 16, *range(32, 64)]
+    assert swa.tolist() == list(range(64))
+
+
+def test_a_mapping_of_the_attention_s_own_is_masked_too() -> None:
+    raw, own = torch.arange(32), torch.arange(32, dtype=torch.int32)
+    attention = {"full.0": SimpleNamespace(slot_mapping=own), "full.1": SimpleNamespace()}
+    protect(FULL, {0: [0]}, {"full.0": raw, "full.1": raw}, attention)
+    assert raw.tolist() == own.tolist() == [*[-1] * 16, *range(16, 32)]
+
+
+def test_a_layer_that_compresses_has_slots_for_its_states() -> None:
+    csa = replace(layer("csa", 0, StateType.COMPRESSED_CSA_MAIN), tokens_per_state=4)
+    raw = torch.arange(48)
+    states = torch.tensor([-1, -1, -1, 3, -1, 4, 7, 8])
+    protect([csa], {0: [1]}, {"csa": raw}, {"csa": SimpleNamespace(slot_mapping=states)})
+    assert raw.tolist() == [*range(16), *[-1] * 16, *range(32, 48)]
+    assert states.tolist() == [-1, -1, -1, 3, -1, -1, -1, 8]
+
+
+def test_a_layer_without_a_mapping_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"full\.1.*no slot mapping"):
+        protect(FULL, {0: [0]}, {"full.0": torch.arange(32)}, {})

@@ -1,0 +1,121 @@
+"""How far back a replay must begin, and where it is planned."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_connector.artifacts.record import StoredChunk
+from hetero_connector.planner.decision import EngineLoad
+from hetero_connector.planner.restore_plan import RestorePlan
+from hetero_connector.planner.restore_planner import Mode, RestorePlanner
+from hetero_connector.planner.window_replay import WindowReplay, plan_replay
+from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
+from tests.planner.chains import costs_of, layout_of
+from tests.planner.test_restore_plan import CHUNK, HYBRID, KV, SWA, stored
+
+
+def window_layer(index: int, window: int) -> LayerSpec:
+    return LayerSpec(
+        layer=f"layers.{index}",
+        group=1,
+        state_type=StateType.WINDOW_SWA,
+        tokens_per_state=1,
+        block_tokens=4,
+        page_bytes=64,
+        page_stride_bytes=64,
+        dtype="uint8",
+        restore_rule=RestoreRule.WINDOW,
+        window=window,
+        boundary_tokens=window - 1,
+    )
+
+
+def exact_states(windows: list[int], start: int, end: int) -> list[list[bool]]:
+    """By layer and token: whether its window state is exact when computed from `start` on.
+
+    What lies before `start` is missing. A layer's state is computed from its input; its
+    output is exact where it sees only exact states, from its own input on.
+    """
+    inputs = [token >= start for token in range(end)]
+    layers = []
+    for window in windows:
+        layers.append(list(inputs))
+        inputs = [
+            inputs[t] and all(inputs[max(0, t - window + 1) : t + 1]) and t >= start
+            for t in range(end)
+        ]
+    return layers
+
+
+@given(st.lists(st.integers(2, 9), min_size=1, max_size=5), st.integers(10, 20))
+def test_the_reach_is_what_the_layers_pass_on(windows: list[int], start: int) -> None:
+    model = ModelSpec(tuple(window_layer(i, w) for i, w in enumerate(windows)), alignment=4)
+    replay = WindowReplay.of(model)
+    end = start + replay.reach_tokens + 10
+    layers = exact_states(windows, start, end)
+
+    def exact_at(boundary: int) -> bool:
+        return all(
+            all(states[boundary - window + 1 : boundary])
+            for states, window in zip(layers, windows, strict=True)
+        )
+
+    first = replay.checkpoints_from(start)
+    assert all(exact_at(boundary) for boundary in range(first, end))
+    assert not exact_at(first - 1)  # and not one token less
+    assert all(all(states[replay.pages_from(start) :]) for states in layers)
+
+
+@given(st.integers(1, 300), st.sampled_from([16, 64, 256]))
+def test_a_replay_begins_on_the_grid(reach: int, alignment: int) -> None:
+    tokens = WindowReplay(reach, 1, alignment).tokens
+    assert tokens % alignment == 0
+    assert 0 <= tokens - reach < alignment
+
+
+def test_it_resumes_before_the_deepest_boundary() -> None:
+    chain = [stored(i, KV) for i in range(4)]
+    plan = plan_replay(HYBRID, 80, chain, local_tokens=0, limit_tokens=4 * CHUNK)
+    assert plan is not None
+    assert (plan.boundary, plan.replay_tokens, plan.resume_tokens) == (256, 80, 176)
+    assert (plan.prefix_types, plan.boundary_types) == ((KV,), ())
+    assert list(plan.chunks) == chain
+
+
+def test_a_hole_in_the_prefix_ends_it_and_checkpoints_do_not_matter() -> None:
+    chain = [stored(0, KV), stored(1, KV, SWA), stored(2, KV), stored(3, SWA)]
+    plan = plan_replay(HYBRID, 80, chain, 0, 4 * CHUNK)
+    assert plan is not None
+    assert (plan.boundary, plan.resume_tokens) == (192, 112)
+
+
+def test_nothing_is_replayed_that_the_engine_computes_anyway() -> None:
+    chain = [stored(i, KV) for i in range(4)]
+    assert plan_replay(HYBRID, 80, chain, 175, 4 * CHUNK) is not None
+    assert plan_replay(HYBRID, 80, chain, 176, 4 * CHUNK) is None
+    assert plan_replay(HYBRID, 80, chain[:1], 0, 4 * CHUNK) is None  # shorter than a replay
+    assert plan_replay(HYBRID, 80, [], 0, 4 * CHUNK) is None
+
+
+def planned(chain: list[StoredChunk], mode: Mode, *, replays: bool, **options: bool) -> RestorePlan:
+    planner = RestorePlanner(HYBRID, layout_of(HYBRID), costs_of(HYBRID), mode, replay_tokens=80)
+    planner.replay_when_missing = replays
+    plan = planner.plan(chain, 0, 4 * CHUNK, 4 * CHUNK + 1, EngineLoad(), **options).plan
+    assert plan is not None
+    return plan
+
+
+def test_always_load_replays_if_told_to_where_that_resumes_later() -> None:
+    chain = [stored(0, KV, SWA), *(stored(i, KV) for i in range(1, 4))]
+    assert planned(chain, "always_load", replays=False).resume_tokens == 64
+    assert planned(chain, "always_load", replays=True).resume_tokens == 176
+    chain[2] = stored(2, KV, SWA)
+    assert planned(chain, "always_load", replays=True).replay_tokens == 0
+    assert planned([stored(0, KV, SWA)], "always_load", replays=True).resume_tokens == 64
+
+
+def test_a_request_that_cannot_be_replayed_is_not() -> None:
+    chain = [stored(0, KV, SWA), *(stored(i, KV) for i in range(1, 4))]
+    for mode in ("always_load", "cost"):
+        assert planned(chain, mode, replays=True, may_replay=False).replay_tokens == 0
