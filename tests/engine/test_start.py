@@ -122,10 +122,10 @@ def test_a_profile_is_where_the_planner_starts_from(tmp_path: Path) -> None:
     CostProfile("measured", coefficients).write(tmp_path / "profile.json")
     extra = {"dram_gib": 0.1, "planner_profile": str(tmp_path / "profile.json")}
     layout = ArtifactLayout(HYBRID, 64)
-    planner = _planner(HeteroConfig.from_extra_config(extra), layout, 2048)
+    planner = _planner(HeteroConfig.from_extra_config(extra), layout, 2048, None)
     assert planner.mode == "cost"
     assert planner.costs.compute.coefficients == pytest.approx(coefficients)
     assert planner.costs.step_tokens == 2048
     (tmp_path / "profile.json").write_text("{")
     with pytest.raises(ConfigError, match=r"planner_profile.*not JSON"):
-        _planner(HeteroConfig.from_extra_config(extra), layout, 2048)
+        _planner(HeteroConfig.from_extra_config(extra), layout, 2048, None)
