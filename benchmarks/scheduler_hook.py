@@ -90,6 +90,7 @@ def _one_request(side: Any, request_id: str, tokens: list[int], samples: Samples
         scheduled_new_reqs=[SimpleNamespace(req_id=request_id, block_ids=block_ids)],
         num_scheduled_tokens={request_id: 1},
         total_num_scheduled_tokens=1,
+        preempted_req_ids=None,
         new_block_ids_to_zero=None,
         kv_cache_block_copies=None,
         kv_connector_block_state=None,
