@@ -19,6 +19,7 @@ chain the deepest chunk of each state type goes first.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import TypeVar
@@ -35,6 +36,7 @@ from hetero_connector.artifacts.record import (
 from hetero_connector.spec.state_types import StateType
 
 MAX_TAILS = 8
+_OFFSETS = struct.Struct(f"={len(StateType)}q")
 _K = TypeVar("_K")
 
 
@@ -275,7 +277,7 @@ class PrefixIndex:
             node.stored.stale = True
         shared = self._tiers.setdefault(tuple(tiers.items()), tiers)
         node.stored = (
-            StoredChunk(node.chunk, shared, tuple(offsets), stale=False) if tiers else None
+            StoredChunk(node.chunk, shared, _OFFSETS.pack(*offsets), stale=False) if tiers else None
         )
         length = node.chunk.end - node.chunk.start
         if was_visible != bool(tiers) and length < self._chunk_tokens and node.parent is not None:

@@ -74,9 +74,10 @@ class StoredChunk:
     tiers: Mapping[StateType, Tier]
     """For each sealed artifact its fastest tier. Never changed; chunks that hold the same may
     share one, see `distinct_tiers`."""
-    offsets: Sequence[int] = ()
-    """Where its sealed artifacts lie in the DRAM arena, in bytes, by `StateType.position`; -1
-    for those that do not."""
+    offsets: bytes = b""
+    """Where its sealed artifacts lie in the DRAM arena: an int64 for each state type by
+    `StateType.position`, in bytes; -1 for those that do not. Packed, because a long prompt's
+    thousands of numbers are looked at at once."""
     stale: bool = True
     """Whether the index may answer differently by now."""
 

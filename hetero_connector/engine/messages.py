@@ -7,7 +7,7 @@ values: no tensors, no store objects.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -61,7 +61,7 @@ class ArtifactSpan(NamedTuple):
     start: int
     end: int
     chunk_tokens: int
-    offsets: list[int]
+    offsets: Sequence[int]
     """Arena byte offset of each chunk's artifact; only the last chunk may be shorter."""
 
     def artifacts(self) -> Iterator[ArtifactCopy]:

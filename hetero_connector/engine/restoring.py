@@ -216,7 +216,7 @@ class Restorer:
     def _spans(self, pending: PendingRestore) -> list[ArtifactSpan]:
         """The plan's artifacts where they lie now, column by column as they were asked for."""
         plan, size = pending.plan, self._layout.chunk_tokens
-        columns = [list(column) for column in pending.handle.columns]
+        columns = pending.handle.columns
         prefix_start, last_start = plan.chunks[0].chunk.start, plan.chunks[-1].chunk.start
         starts = [prefix_start] * len(plan.prefix_types) + [last_start] * len(plan.boundary_types)
         types = plan.prefix_types + plan.boundary_types

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter, itemgetter
+from operator import attrgetter
+
+import numpy as np
+import numpy.typing as npt
 
 from hetero_connector.artifacts.index import Artifact
 from hetero_connector.artifacts.record import ROOT, ArtifactId, StoredChunk, Tier
@@ -13,6 +16,7 @@ from hetero_connector.store.hold import Hold
 from hetero_connector.store.state import Load, StoreState
 
 _offsets = attrgetter("offsets")
+_NOWHERE = np.full(len(StateType), -1, np.int64).tobytes()
 _stale = attrgetter("stale")
 
 
@@ -106,20 +110,21 @@ class ArtifactRestore:
         """
         if self._state.config.verify == "all":
             return [[-1] * len(chunks) for _, chunks in self._wanted]
-        rows: dict[int, list[Sequence[int]]] = {}
-        for _, chunks in self._wanted:
-            if id(chunks) not in rows:  # columns over one and the same list share their rows
-                rows[id(chunks)] = list(map(_offsets, self._current(chunks)))
-        return [
-            list(map(itemgetter(kind.position), rows[id(chunks)])) for kind, chunks in self._wanted
-        ]
+        tables: dict[int, npt.NDArray[np.int64]] = {}
+        columns: list[list[int]] = []
+        for kind, chunks in self._wanted:
+            if id(chunks) not in tables:  # columns over one and the same list share theirs
+                packed = b"".join(map(_offsets, self._current(chunks)))
+                tables[id(chunks)] = np.frombuffer(packed, np.int64).reshape(-1, len(StateType))
+            columns.append(tables[id(chunks)][:, kind.position].tolist())
+        return columns
 
     def _current(self, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
         """What `match` would answer for the chunks by now."""
         if True not in map(_stale, chunks):
             return chunks
         nodes = self._state.tiers.index.nodes
-        gone = StoredChunk(nodes[ROOT].chunk, {}, [-1] * len(StateType))
+        gone = StoredChunk(nodes[ROOT].chunk, {}, _NOWHERE)
         found = (nodes.get(stored.chunk.key) for stored in chunks)
         return [gone if node is None else node.stored or gone for node in found]
 
