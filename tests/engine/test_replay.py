@@ -256,6 +256,20 @@ def test_replayed_where_the_index_selects(llm: Any, case: Case) -> None:
     case.same(replayed, right)
 
 
+def test_the_planner_takes_it_where_it_is_cheapest(llm: Any, case: Case) -> None:
+    prompt = prompt_tokens(3000, seed=30)
+    generate(llm, prompt)  # from which it learns what computing takes
+    forget_local(llm)
+    forget_checkpoints(llm)
+    planner = scheduler_side(llm)._restorer._planner
+    with patch.object(planner, "mode", "cost"):
+        assert generate(llm, prompt).num_cached_tokens == (
+            case.boundary(len(prompt)) - case.replayed
+        )
+        forget_local(llm)  # but not the checkpoint at its end, which is cheaper
+        assert generate(llm, prompt).num_cached_tokens == case.boundary(len(prompt))
+
+
 @pytest.mark.parametrize("step_tokens", [32, 100, 250])
 def test_replayed_in_several_steps(
     llm: Any, reference: Completion, case: Case, step_tokens: int
