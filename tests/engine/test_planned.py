@@ -44,7 +44,9 @@ def _empty(llm: Any) -> Iterator[None]:
     forget(llm)
     yield
     settle(llm)
-    assert scheduler_side(llm).store._tiers.in_use() == []
+    store = scheduler_side(llm).store
+    assert store.flush(30.0)  # what is being written is pinned
+    assert store._tiers.in_use() == []
 
 
 def test_steps_loads_and_reads_are_learned_from(llm: Any) -> None:
