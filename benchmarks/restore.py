@@ -42,7 +42,6 @@ _RATIO_FROM_BYTES = 50_000_000
 """Below this a restore costs its fixed part, and a ratio to moving the bytes says nothing."""
 _GIB = 1 << 30
 _KV_CACHE_BYTES = 1 << 30  # examples.serving.ENGINE_ENVIRONMENT
-_HOOK_MODELS = ("llama-3.1-8b", "gemma-3-27b", "deepseek-v4-flash")
 
 
 @dataclass(frozen=True)
@@ -227,7 +226,7 @@ def main() -> None:
         saving = measure_saving(scratch / "saving", 5 if arguments.quick else 31)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    hooks = {name: scheduler_hook.measure(name) for name in _HOOK_MODELS}
+    hooks = scheduler_hook.measure_all()
     figures = _figures(restores[0], saving, hooks)
     text = _report(restores, saving, hooks, figures)
     print(text)
@@ -253,8 +252,7 @@ def _figures(
             "ssd_over_dd": main_restore.ssd_over_dd,
             "prefill_save_ratio": saving["prefill_ratio"],
             "decode_ratio": saving["decode_ratio"],
-            "hook_ms_131k": 1e3 * max(h.hook_s for h in hooks.values()),
-            "hash_ms_131k": 1e3 * max(h.hash_s for h in hooks.values()),
+            **scheduler_hook.figures_of(hooks),
             "ssd_over_limit": main_restore.ssd_over_limit,
             "prefill_save_ratio_vs_off": saving["prefill_vs_off"],
             "decode_ratio_vs_off": saving["decode_vs_off"],
@@ -275,7 +273,7 @@ def _report(
             f"{machine_line()}; medians",
             _restore_table(restores),
             _saving_table(saving),
-            _hook_table(hooks),
+            scheduler_hook.report(hooks),
             _figure_table(figures),
         ]
     )
@@ -308,16 +306,6 @@ def _saving_table(saving: dict[str, float]) -> str:
     rows = [
         [work, *(f"{1e3 * saving[f'{work} {name}']:.2f}" for name in columns)]
         for work in ("prefill", "decode")
-    ]
-    return table(header, rows)
-
-
-def _hook_table(hooks: dict[str, scheduler_hook.HookTiming]) -> str:
-    parts = ("hash", "match", "admit", "step", "hook", "release")
-    header = ["131,072 tokens, ms", "chunks", "types", *parts]
-    rows = [
-        [name, h.chunks, h.state_types, *(f"{1e3 * getattr(h, f'{p}_s'):.3f}" for p in parts)]
-        for name, h in hooks.items()
     ]
     return table(header, rows)
 

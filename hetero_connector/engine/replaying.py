@@ -87,7 +87,6 @@ class Replays:
 
     def begin(self, request_id: str, pending: PendingRestore) -> None:
         """Its first step is being built; `step` says for each what to do."""
-        self._restorer.count(pending)
         self._running[request_id] = Replay(pending)
 
     def step(

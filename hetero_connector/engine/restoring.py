@@ -108,7 +108,6 @@ class Restorer:
         """The worker's order for an admitted restore, all of it."""
         pending = tracker.restore
         assert pending is not None
-        self.count(pending)
         tokens = range(pending.local_tokens, pending.plan.boundary)
         return self.part(tracker.request.request_id, pending, table, tokens, parked=parked)
 
@@ -226,7 +225,7 @@ class Restorer:
         ]
 
     def count(self, pending: PendingRestore) -> None:
-        """Count an admitted restore."""
+        """Count a restore whose loads have ended, while it is held."""
         local = pending.local_tokens
         plan = _beyond(pending.plan, local)
         for tier, tokens in _tokens_by_tier(plan, local).items():

@@ -252,7 +252,9 @@ class SchedulerSide:
     def _release_if_loaded(self, request_id: str) -> None:
         if request_id in self._replays or self._loading[request_id].ranks_left > 0:
             return
-        self._loading.pop(request_id).handle.release()
+        pending = self._loading.pop(request_id)
+        self._restorer.count(pending)
+        pending.handle.release()
 
     def _replay(
         self, request_id: str, num_tokens: int, output: SchedulerOutput, meta: StepMetadata
