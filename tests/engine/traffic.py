@@ -56,8 +56,8 @@ def record(llm: Any, seed: int, num_rounds: int) -> Traffic:
     sessions = [list(rng.choice(systems)) for _ in range(_SESSIONS)]
     for number in range(num_rounds):
         asks = []
-        crowd = number == num_rounds // 2
-        for index in rng.sample(range(_SESSIONS), 4 if crowd else rng.randint(2, 6)):
+        crowd = number % 3 == 1  # often enough that blocks run short in a few rounds
+        for index in rng.sample(range(_SESSIONS), 6 if crowd else rng.randint(2, 6)):
             ask = _long_ask(rng, sessions[index]) if crowd else _next_ask(rng, sessions[index])
             answer = None
             if ask.abort_after is None:
