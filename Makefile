@@ -33,7 +33,7 @@ test-fast: venv  ## Tests that need no engine
 test-engine: venv  ## Tests on the real engine
 	$(RUN) -m pytest -q --durations=12 -m "engine and not slow"
 
-test-slow: venv  ## Long soaks: many kill -9
+test-slow: venv  ## Long soaks, many kill -9, the complete exactness matrix
 	$(RUN) -m pytest -q -m slow
 
 lint: venv  ## ruff and mypy
@@ -49,6 +49,9 @@ bench: venv  ## Figures and plots
 	$(RUN) -m benchmarks.restore --json
 	$(RUN) -m benchmarks.layerwise_transfer --json
 	$(RUN) -m benchmarks.planner --json
+	$(RUN) -m benchmarks.peer --json
+	$(RUN) -m benchmarks.directory --json
+	$(RUN) -m benchmarks.scheduling --json
 
 clean:  ## Remove everything made here, the environment too
 	rm -rf $(VENV) .cache .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

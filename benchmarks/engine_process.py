@@ -131,8 +131,9 @@ class Engine:
         torch.set_num_threads(1)
         arguments = engine_arguments(model) | dict(engine_args)
         if extra is not None:
-            # Measured is what a restore costs, not whether the planner would make it.
-            extra = {"planner": "always_load", **extra}
+            # Measured is what a restore costs, from the tier it is said to come from, not
+            # whether the planner would make it.
+            extra = {"planner": "always_load", "prefetch": "off", **extra}
             arguments["kv_transfer_config"] = kv_transfer_config(extra)
         self._llm = LLM(
             model=str(write_checkpoint(model, CHECKPOINTS)),

@@ -12,13 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +26,6 @@ from benchmarks import plots
 from benchmarks.engine_process import EngineProcess, prompt_tokens
 from benchmarks.measure import (
     MIB,
-    DirectDisk,
     Memcpy,
     Samples,
     machine_line,
@@ -40,16 +35,13 @@ from benchmarks.measure import (
     timed,
     touched,
 )
+from benchmarks.ssd_transfer import SSD_EXTENTS, measure_ssd
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.spec import Family, ModelSpec, StateType
 from hetero_connector.spec.presets import PRESETS, model_spec_from_config
-from hetero_connector.transfer.base import Direction, Extent, FileTransfer, OpenFile, TransferState
-from hetero_connector.transfer.choose import choose_file_transfer
 
 _SLOT_ALIGNMENT = 4096
 _ORDERS = ("ascending", "descending", "scattered")
-_EXTENTS = [64 << 10, 256 << 10, MIB, 4 * MIB]
-_SSD_BYTES = 192 * MIB
 _MIN_COPY_BYTES = 1 * MIB
 """Below this a copy fits the processor's cache, and memcpy says nothing about memory."""
 
@@ -206,63 +198,6 @@ def measure_overlap(repeats: int) -> dict[str, float]:
     return samples.medians()
 
 
-def measure_ssd(directory: Path, repeats: int) -> dict[str, list[tuple[int, float]]]:
-    """Curve -> [(extent bytes, bandwidth over dd's)]."""
-    curves: dict[str, list[tuple[int, float]]] = {}
-    memory = touched(_SSD_BYTES)
-    disk = DirectDisk(directory, _SSD_BYTES)
-    try:
-        with _direct_file(directory / "slab", memory) as file:
-            for kind in ("nixl", "pread"):
-                transfer = choose_file_transfer(memory, [file], directory, kind).transfer
-                try:
-                    for size in _EXTENTS:
-                        ratios = _ssd_ratios(transfer, disk, size, repeats)
-                        for direction, ratio in ratios.items():
-                            name = f"{transfer.name} {direction.value}"
-                            curves.setdefault(name, []).append((size, ratio))
-                finally:
-                    transfer.close()
-    finally:
-        disk.close()
-    return curves
-
-
-def _ssd_ratios(
-    transfer: FileTransfer, disk: DirectDisk, extent_bytes: int, repeats: int
-) -> dict[Direction, float]:
-    extents = [Extent(0, at, at, extent_bytes) for at in range(0, _SSD_BYTES, extent_bytes)]
-    references: dict[Direction, Callable[[], float]] = {
-        Direction.READ: disk.read_bandwidth,
-        Direction.WRITE: disk.write_bandwidth,
-    }
-    ratios: dict[Direction, list[float]] = {direction: [] for direction in references}
-    for _ in range(repeats):
-        for direction, reference in references.items():
-            seconds = timed(partial(_move, transfer, direction, extents))
-            ratios[direction].append(_SSD_BYTES / seconds / reference())
-    return {direction: statistics.median(values) for direction, values in ratios.items()}
-
-
-def _move(transfer: FileTransfer, direction: Direction, extents: list[Extent]) -> None:
-    moving = transfer.submit(direction, extents)
-    while moving.poll() is TransferState.PENDING:
-        time.sleep(100e-6)
-    if moving.error is not None:
-        raise moving.error
-
-
-@contextmanager
-def _direct_file(path: Path, memory: np.ndarray) -> Iterator[OpenFile]:
-    path.write_bytes(os.urandom(len(memory)))
-    fd = os.open(path, os.O_RDWR | os.O_DIRECT)
-    try:
-        yield OpenFile(fd, len(memory))
-    finally:
-        os.close(fd)
-        path.unlink()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.layerwise_transfer",
@@ -331,7 +266,7 @@ def _report(
         for c in copies
     ]
     copy_header = ["copies", "blocks", "MB", "plan ms", "load/memcpy", "save/memcpy"]
-    ssd_header = ["SSD, x dd", *(f"{size >> 10} KiB" for size in _EXTENTS)]
+    ssd_header = ["SSD, x dd", *(f"{size >> 10} KiB" for size in SSD_EXTENTS)]
     ssd_rows = [[name, *(f"{r:.2f}" for _, r in points)] for name, points in ssd.items()]
     return "\n\n".join(
         [

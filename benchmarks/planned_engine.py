@@ -10,8 +10,8 @@ import numpy as np
 
 from benchmarks.engine_process import Engine, prompt_tokens
 from hetero_connector.artifacts.record import StoredChunk
-from hetero_connector.planner.decision import Decision, EngineLoad
-from hetero_connector.planner.restore_planner import RestorePlanner
+from hetero_connector.planner.decision import Decision
+from hetero_connector.planner.restore_planner import Mode, RestorePlanner
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.ssd import best_transfer
 from hetero_connector.store.ssd_directory import SsdDirectory
@@ -19,6 +19,7 @@ from hetero_connector.transfer.base import FileTransfer
 from hetero_connector.transfer.throttled_files import ThrottledFiles
 
 CUTS = (0.25, 0.5, 0.75)
+_MODES: dict[str, Mode] = {"never": "never_load", "always": "always_load", "planned": "cost"}
 _UNTHROTTLED = 1e12
 _MAX_STEPS = 100_000
 
@@ -30,6 +31,7 @@ class PlannedEngine(Engine):
         self, model: str, extra: Mapping[str, Any] | None, engine_args: Mapping[str, Any]
     ) -> None:
         self._disk: ThrottledFiles | None = None
+        # The connector opens the store with its default: the one place where it can be slowed.
         defaults = ArtifactStore.open.__func__.__kwdefaults__  # type: ignore[attr-defined]
         defaults["open_transfer"] = self._open_throttled
         super().__init__(model, extra, engine_args)
@@ -44,7 +46,7 @@ class PlannedEngine(Engine):
         """Bytes a second of the SSD from now; None: serve from DRAM."""
         self._on_ssd = bandwidth is not None
         assert self._disk is not None
-        self._disk._read_bandwidth = bandwidth or _UNTHROTTLED
+        self._disk.read_bandwidth = bandwidth or _UNTHROTTLED
 
     def serve(self, prompt: list[int], policy: str, decodes: int) -> tuple[float, int]:
         """TTFT in seconds, and tokens that were not computed, with `decodes` others running."""
@@ -79,8 +81,7 @@ class PlannedEngine(Engine):
             self._restorer._planner = _Cut(self._planner, limit)
             return
         self._restorer._planner = self._planner
-        modes = {"never": "never_load", "always": "always_load", "planned": "cost"}
-        self._planner.mode = modes[policy]  # type: ignore[assignment]
+        self._planner.mode = _MODES[policy]
 
     def _start_decoding(self) -> str:
         """A request of its own prompt that decodes for longer than a probe takes."""
@@ -105,7 +106,7 @@ class PlannedEngine(Engine):
 
 
 class _Cut:
-    """Stands in for the planner: everything up to a limit is loaded."""
+    """Stands in for the planner: everything up to a limit is loaded, nothing replayed."""
 
     def __init__(self, planner: RestorePlanner, limit: int) -> None:
         self._planner = planner
@@ -116,13 +117,13 @@ class _Cut:
         stored: Sequence[StoredChunk],
         local_tokens: int,
         limit_tokens: int,
-        prompt_tokens: int,
-        load: EngineLoad,
+        *rest: Any,
+        **_: Any,
     ) -> Decision:
         """As `RestorePlanner.plan`."""
+        limit = min(limit_tokens, self._limit)
         mode, self._planner.mode = self._planner.mode, "always_load"
         try:
-            limit = min(limit_tokens, self._limit)
-            return self._planner.plan(stored, local_tokens, limit, prompt_tokens, load)
+            return self._planner.plan(stored, local_tokens, limit, *rest, may_replay=False)
         finally:
             self._planner.mode = mode

@@ -9,6 +9,8 @@ between. The cost model learns online, from the runs before.
   the worst cell. Goal <= 1.05.
 - `geomean_over_single`: geometric mean over the cells of planned TTFT, over that of the
   better single policy. Goal <= 0.85.
+- `geomean_limit`: the same of the best of everything tried in each cell: how low planning
+  could bring it on this grid. No goal; where it is above 0.85 nothing can reach that.
 - `regret_p95`: planned over the best of everything tried, less 1, at the 95th percentile of
   cells. Goal <= 0.10.
 """
@@ -33,10 +35,18 @@ from benchmarks.measure import machine_line, rounded, save, table
 from benchmarks.planned_engine import CUTS, PlannedEngine
 
 GOALS = {"worst_cell_over_best": 1.05, "geomean_over_single": 0.85, "regret_p95": 0.10}
-_MODELS = {"dense": (320, 1088, 4000), "dense-bench": (320, 1088, 4000, 8100)}
+_MODELS = {
+    "dense": (320, 1088, 4000, 16000),
+    "dense-bench": (320, 1088, 4000),
+    "dense-wide": (320, 1088, 4000),
+    "gemma3": (320, 1088, 4000),
+}
 _BANDWIDTHS = (None, 2.5e9, 0.5e9, 0.1e9)
 """Bytes a second of the SSD; None: the state is in DRAM."""
 _DECODES = (0, 2)
+_POLICY_S = 0.8
+_MOST_REPEATS = 40
+"""A policy is repeated until it has taken `_POLICY_S` in a cell: 10 ms differ by half."""
 _POLICIES = ("never", "always", "planned", *(f"cut {share:g}" for share in CUTS))
 
 
@@ -60,6 +70,10 @@ class Measured:
     cell: Cell
     ttft_s: Mapping[str, float]
     boundary: int
+
+    def seconds(self, policy: str) -> float:
+        """Of a policy; `best`: of whichever was the fastest here."""
+        return min(self.ttft_s.values()) if policy == "best" else self.ttft_s[policy]
 
     @property
     def over_best_single(self) -> float:
@@ -99,11 +113,14 @@ def _teach(engine: EngineProcess, prompts: Mapping[int, list[int]]) -> None:
 
 
 def _measure_cell(engine: EngineProcess, cell: Cell, prompt: list[int], repeats: int) -> Measured:
+    """The policies by turns, each as often as it needs."""
     times: dict[str, list[float]] = {policy: [] for policy in _POLICIES}
     boundary = 0
-    for repeat in range(repeats):
+    for repeat in range(_MOST_REPEATS):
         turn = repeat % len(_POLICIES)
         for policy in (*_POLICIES[turn:], *_POLICIES[:turn]):
+            if len(times[policy]) >= repeats and sum(times[policy]) > _POLICY_S:
+                continue
             ttft_s, cached = engine.call("serve", prompt, policy, cell.decodes)
             times[policy].append(ttft_s)
             if policy == "planned":
@@ -117,12 +134,14 @@ def figures_of(measured: list[Measured]) -> dict[str, float]:
     regrets = sorted(m.regret for m in measured)
 
     def geomean(policy: str) -> float:
-        return math.exp(statistics.fmean(math.log(m.ttft_s[policy]) for m in measured))
+        return math.exp(statistics.fmean(math.log(m.seconds(policy)) for m in measured))
 
+    single = min(geomean("never"), geomean("always"))
     return rounded(
         {
             "worst_cell_over_best": max(m.over_best_single for m in measured),
-            "geomean_over_single": geomean("planned") / min(geomean("never"), geomean("always")),
+            "geomean_over_single": geomean("planned") / single,
+            "geomean_limit": geomean("best") / single,
             "regret_p95": regrets[math.ceil(0.95 * len(regrets)) - 1],
         }
     )
@@ -144,9 +163,10 @@ def _report(measured: list[Measured], figures: Mapping[str, float]) -> str:
         for m in measured
     ]  # fmt: skip
     goals = [
-        [name, f"{value:.3f}", f"<= {GOALS[name]:g}", "met" if value <= GOALS[name] else "missed"]
-        for name, value in figures.items()
+        [name, f"{figures[name]:.3f}", f"<= {goal:g}", "met" if figures[name] <= goal else "missed"]
+        for name, goal in GOALS.items()
     ]
+    goals.append(["geomean_limit", f"{figures['geomean_limit']:.3f}", "", ""])
     return "\n\n".join(
         [
             f"{machine_line()}; medians",
@@ -160,7 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner_grid", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3, help="at least, per cell")
     parser.add_argument("--model", choices=list(_MODELS), help="this one only; nothing is written")
     arguments = parser.parse_args()
     parent = Path.cwd() / ".cache"

@@ -51,6 +51,33 @@ def lines(name: str, panels: Sequence[tuple[str, str, str, Mapping[str, Any]]]) 
     return _save(figure, name)
 
 
+def scatter(
+    name: str,
+    panels: Sequence[tuple[str, str, str, Mapping[str, tuple[float, float]], Any]],
+) -> Path:
+    """One panel each: (title, x label, y label, label -> (x, y), [(x, y), ...] joined by a line).
+
+    x is logarithmic.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.6), squeeze=False)
+    for axis, (title, x_label, y_label, points, line) in zip(axes[0], panels, strict=True):
+        axis.plot(*zip(*line, strict=True), color="#bbbbbb", linewidth=1, zorder=0)
+        for label, (x, y) in points.items():
+            axis.scatter([x], [y], s=18, color="#cc3311" if label == "adaptive" else "#4477aa")
+            axis.annotate(label, (x, y), xytext=(3, 3), textcoords="offset points", fontsize=7)
+        axis.set_xscale("log")
+        axis.set_title(title, fontsize=9)
+        axis.set_xlabel(x_label, fontsize=8)
+        axis.set_ylabel(y_label, fontsize=8)
+        axis.tick_params(labelsize=7)
+    return _save(figure, name)
+
+
 def heat_maps(
     name: str, title: str, panels: Sequence[tuple[str, Sequence[Any], Sequence[str], Any]]
 ) -> Path:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -127,6 +128,8 @@ def main() -> None:
 
 
 def _one_request(side: Any, request_id: str, tokens: list[int], samples: Samples) -> None:
+    from hetero_connector.engine.messages import WorkerReport
+
     request = _request(request_id, tokens)
     tracker = side._track(request)  # what `matched_tokens` does first; here to hash beforehand
 
@@ -153,7 +156,7 @@ def _one_request(side: Any, request_id: str, tokens: list[int], samples: Samples
         kv_connector_block_state=None,
     )
     samples.add("step", timed(lambda: side.step(output)))
-    report = SimpleNamespace(saved={}, loaded={request_id: 1}, timings=[])
+    report = WorkerReport(loaded=Counter({request_id: 1}))
     samples.add("release", timed(lambda: side.reported(report)))
     side._trackers.pop(request_id)
 
@@ -173,6 +176,7 @@ def _scheduler_side(
         layerwise=True,
         load_deadline_s=10.0,
         checkpoints=Full(),
+        prefetch="auto",
     )
     groups = max(x.group for x in layout.model.layers) + 1
     blocks = []
@@ -235,6 +239,8 @@ def _request(request_id: str, tokens: list[int]) -> Any:
         pooling_params=None,
         resumable=False,
         skip_reading_prefix_cache=False,
+        session_id=None,
+        kv_transfer_params=None,
     )
 
 

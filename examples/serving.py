@@ -35,7 +35,7 @@ ENGINE_ENVIRONMENT: Mapping[str, str] = {
 }
 """What an engine on a CPU-only machine needs, set before vLLM is imported."""
 
-_START_TIMEOUT_S = 180.0
+_START_TIMEOUT_S = 420.0
 _LOG_TAIL_BYTES = 6000
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 

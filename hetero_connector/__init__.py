@@ -1,7 +1,7 @@
 """HeteroCache: typed KV-state caching for one vLLM engine.
 
-`HeteroConnector` is what vLLM loads; importing it imports vLLM, so it and the store are
-resolved on first use and everything else works without an engine.
+`HeteroConnector` is what vLLM loads; importing it imports vLLM, so it, the store and the
+planner are resolved on first use and everything else works without an engine.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from hetero_connector.spec import LayerSpec, ModelSpec, StateType
 
 if TYPE_CHECKING:
     from hetero_connector.connector import HeteroConnector
+    from hetero_connector.planner.restore_planner import RestorePlanner
     from hetero_connector.store.artifact_store import ArtifactStore
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "HeteroConnector",
     "LayerSpec",
     "ModelSpec",
+    "RestorePlanner",
     "StateType",
 ]
 
@@ -38,4 +40,8 @@ def __getattr__(name: str) -> Any:
         from hetero_connector.store.artifact_store import ArtifactStore
 
         return ArtifactStore
+    if name == "RestorePlanner":
+        from hetero_connector.planner.restore_planner import RestorePlanner
+
+        return RestorePlanner
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -63,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--ssd-dir", type=Path, help="measure restores from SSD too, here")
     command.add_argument("--dram-gib", type=float, default=1.0, help="DRAM to use (default 1)")
     command.add_argument(
-        "--engine-args", type=json.loads, default={}, help="vLLM's, as JSON: {'dtype': ...}"
+        "--engine-args", type=_json_object, default={}, help="vLLM's, as a JSON object"
     )
     command.set_defaults(run=_calibrate)
 
@@ -75,9 +76,30 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--rows", type=int, default=24, help="candidates to show (default 24)")
     command.set_defaults(run=_explain)
 
-    for command in commands.choices.values():
-        command.add_argument("--json", action="store_true", help="one JSON value on stdout")
+    trace = commands.add_parser("trace", help="recorded requests; needs the extra `sim`")
+    actions = trace.add_subparsers(required=True, metavar="ACTION")
+    command = actions.add_parser("stats", help="what of the prompts comes back, and when")
+    command.add_argument(
+        "file", type=Path, help="a trace, plain or gzip, or a directory of its files"
+    )
+    command.add_argument("--format", help="of the trace (default: what its first line shows)")
+    command.add_argument("--plot", type=Path, metavar="PNG", help="draw it too, here")
+    command.set_defaults(run=_trace_stats)
+
+    for command in (*commands.choices.values(), *actions.choices.values()):
+        if command is not trace:
+            command.add_argument("--json", action="store_true", help="one JSON value on stdout")
     return parser
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"not a JSON object: {text}")
+    return value
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -131,17 +153,19 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
+    if args.out.is_dir() or not args.out.parent.is_dir():  # said before minutes of measuring
+        return _complain(f"--out {args.out} is not a file in a directory that exists")
     from hetero_connector.engine.calibration import calibrate  # starts vLLM
     from hetero_connector.profile_plot import plot
 
-    if args.ssd_dir is not None:
-        args.ssd_dir.mkdir(parents=True, exist_ok=True)
     try:
+        if args.ssd_dir is not None:
+            args.ssd_dir.mkdir(parents=True, exist_ok=True)
         found = calibrate(args.model, args.engine_args, args.ssd_dir, args.dram_gib)
         found.profile.write(args.out)
+        picture = plot(found, args.out.with_name(f"{args.out.name}.png"))
     except (HeteroCacheError, OSError) as e:
         return _complain(e)
-    picture = plot(found, args.out.with_suffix(".png"))
     if args.json:
         print(json.dumps(found.profile.as_json()))
     else:
@@ -154,7 +178,7 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     try:
-        (directory,) = _one_model(args.dir)
+        directory = _one_model(args.dir)
         tokens = explaining.read_tokens(args.prompt, lambda: explaining.tokenizer(directory))
         profile = CostProfile.read(args.profile) if args.profile else None
         decision = explaining.decide(directory, tokens, profile, in_dram=args.in_dram)
@@ -167,19 +191,31 @@ def _explain(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _one_model(path: Path) -> list[Path]:
+def _trace_stats(args: argparse.Namespace) -> int:
+    try:
+        from ownership.simulator.traces.command import stats
+
+        stats(args.file, args.format, args.plot, as_json=args.json)
+    except ModuleNotFoundError as e:
+        return _complain(f"{e.name} is missing: pip install 'heterocache[sim]'")
+    except (HeteroCacheError, OSError) as e:
+        return _complain(e)
+    return EXIT_OK
+
+
+def _one_model(path: Path) -> Path:
     found = inspection.find_models(path)
     if len(found) > 1:
         names = ", ".join(str(model) for model in found)
         raise StoreError(f"{path} holds several models; name one of {names}")
-    return found
+    return found[0]
 
 
 def _progress(rows: list[JournalRow]) -> tqdm[JournalRow]:
     return tqdm(rows, unit=" artifacts", desc="verify", leave=False)
 
 
-def _complain(error: Exception) -> int:
+def _complain(error: Exception | str) -> int:
     print(f"heterocache: {error}", file=sys.stderr)
     return EXIT_UNUSABLE
 

@@ -7,15 +7,25 @@ table all come from it.
 from __future__ import annotations
 
 import difflib
-import math
-import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from hetero_connector import machine
+from hetero_connector.config_values import (
+    capacity,
+    checkpoints,
+    directory_path,
+    file_path,
+    fleet_directory,
+    lease,
+    number,
+    one_of,
+    peer_host,
+    whole_number,
+    worker_name,
+)
 from hetero_connector.errors import ConfigError
 from hetero_connector.machine import GIB
 
@@ -25,8 +35,8 @@ _MIN_DEFAULT_DRAM_GIB = 1 / 16
 _LAYERWISE = ("auto", "on", "off")
 _EVICTION = ("leaf_lru", "lru", "value")
 _PLANNER = ("cost", "always_load", "never_load")
+_PREFETCH = ("auto", "hint", "off")
 _VERIFY = ("ssd", "all")
-_CHECKPOINTS = re.compile(r"adaptive|full|zero|periodic:[1-9][0-9]{0,4}")
 
 
 @dataclass(frozen=True)
@@ -41,159 +51,82 @@ class Key:
     """(key, value) -> the checked value; raises ConfigError."""
 
 
-def _number(key: str, value: object) -> float:
-    """A finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(key, f"expected a number above 0, got {_shown(value)}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number) or number <= 0:
-        raise ConfigError(key, f"expected a finite number above 0, got {value!r}")
-    return number
-
-
-def _capacity(key: str, value: object) -> float:
-    """GiB, at least a byte of it."""
-    gib = _number(key, value)
-    if gib * GIB < 1:
-        raise ConfigError(key, f"{value!r} GiB are less than one byte")
-    return gib
-
-
-def _whole_number(key: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ConfigError(key, f"expected a whole number above 0, got {_shown(value)}")
-    return value
-
-
-def _one_of(*choices: str) -> Callable[[str, object], str]:
-    def parse(key: str, value: object) -> str:
-        if not isinstance(value, str) or value not in choices:
-            accepted = ", ".join(map(repr, choices))
-            raise ConfigError(key, f"expected one of {accepted}, got {_shown(value)}")
-        return value
-
-    return parse
-
-
-def _checkpoints(key: str, value: object) -> str:
-    if isinstance(value, str) and _CHECKPOINTS.fullmatch(value):
-        return value
-    raise ConfigError(
-        key,
-        "expected 'adaptive', 'full', 'zero' or 'periodic:N' with N chunks, N from 1 to 99999, "
-        f"got {_shown(value)}",
-    )
-
-
-def _path(key: str, value: object, kind: str) -> Path:
-    """An absolute path, `~` expanded."""
-    if not isinstance(value, (str, os.PathLike)):
-        raise ConfigError(key, f"expected a {kind}'s path, got {_shown(value)}")
-    text = os.fspath(value)
-    if not isinstance(text, str) or not text.strip() or "\0" in text:
-        raise ConfigError(key, f"expected a {kind}'s path, got {_shown(value)}")
-    try:
-        return Path(os.path.abspath(Path(text).expanduser()))
-    except RuntimeError as error:
-        raise ConfigError(key, f"cannot expand {text!r}: {error}") from error
-
-
-def _directory_path(key: str, value: object) -> Path:
-    """A path that is a directory or can become one."""
-    path = _path(key, value, "directory")
-    try:
-        existing = next(p for p in (path, *path.parents) if p.exists())
-    except OSError as error:
-        raise ConfigError(key, f"cannot look at {path}: {error.strerror}") from error
-    if not existing.is_dir():
-        raise ConfigError(key, f"{existing} is a file, not a directory")
-    return path
-
-
-def _file_path(key: str, value: object) -> Path:
-    """A path of a file that is there."""
-    path = _path(key, value, "file")
-    try:
-        there = path.is_file()
-    except OSError as error:
-        raise ConfigError(key, f"cannot look at {path}: {error.strerror}") from error
-    if not there:
-        raise ConfigError(key, f"there is no file {path}")
-    return path
-
-
-def _directory_url(key: str, value: object) -> str:
-    if value == "memory://":
-        return "memory://"
-    if isinstance(value, str) and value.startswith(("redis://", "rediss://")):
-        raise ConfigError(key, "a Redis directory is not in this version: use 'memory://'")
-    raise ConfigError(key, f"expected 'memory://', got {_shown(value)}")
-
-
-def _shown(value: object) -> str:
-    return f"{value!r} ({type(value).__name__})"
-
-
 KEYS: tuple[Key, ...] = (
     Key(
         "dram_gib", "number > 0", "a quarter of the free memory, at most 32",
-        "GiB of host memory that hold state", _capacity,
+        "GiB of host memory that hold state", capacity,
     ),
     Key(
         "ssd_dir", "path", "none: DRAM only",
-        "Directory on a local SSD that holds state across restarts", _directory_path,
+        "Directory on a local SSD that holds state across restarts", directory_path,
     ),
     Key(
         "ssd_gib", "number > 0", "half of the free space, at most 64",
-        "GiB of that disk to use; needs `ssd_dir`", _capacity,
+        "GiB of that disk to use; needs `ssd_dir`", capacity,
     ),
     Key(
         "chunk_tokens", "whole number > 0", "256, rounded up to the model's alignment",
-        "Tokens per stored chunk; a multiple of the model's alignment", _whole_number,
+        "Tokens per stored chunk; a multiple of the model's alignment", whole_number,
     ),
     Key(
         "layerwise", "`auto`, `on` or `off`", "`auto`",
-        "Move state layer by layer, overlapped with compute", _one_of(*_LAYERWISE),
+        "Move state layer by layer, overlapped with compute", one_of(*_LAYERWISE),
     ),
     Key(
         "checkpoints", "`adaptive`, `full`, `zero` or `periodic:N`", "`adaptive`",
         "Chunk boundaries that keep a checkpoint, besides every turn's end: those that pay, "
-        "all, none, every Nth", _checkpoints,
+        "all, none, every Nth", checkpoints,
     ),
     Key(
         "planner", "`cost`, `always_load` or `never_load`", "`cost`",
         "What to restore: what is predicted to be fastest, all there is, nothing",
-        _one_of(*_PLANNER),
+        one_of(*_PLANNER),
     ),
     Key(
         "planner_profile", "path", "none: learned as it runs",
-        "What `heterocache calibrate` measured on this machine, for a start", _file_path,
+        "What `heterocache calibrate` measured on this machine, for a start", file_path,
     ),
     Key(
         "load_deadline_s", "number > 0", "10",
-        "Seconds after which a restore gives up and the rest is computed", _number,
+        "Seconds after which a restore gives up and the rest is computed; a fleet's directory is "
+        "waited for a hundredth of that", number,
     ),
     Key(
-        "directory", "`memory://`", "`memory://`",
-        "Where it is known who owns which state", _directory_url,
+        "directory", "`redis://` URL or `memory://`", "none: this engine by itself",
+        "Where the engines that share a cache know who has what; `memory://` is within one process",
+        fleet_directory,
+    ),
+    Key(
+        "lease_s", "number from 1 to 3600", "10",
+        "Seconds after which an engine that does not answer may be taken over", lease,
+    ),
+    Key(
+        "worker_name", "text", "host name and engine id",
+        "This engine in the fleet; a restart under the same name takes over at once", worker_name,
+    ),
+    Key(
+        "peer_host", "address", "any",
+        "Address of this machine through which its peers read from it", peer_host,
     ),
     Key(
         "eviction", "`leaf_lru`, `lru` or `value`", "`leaf_lru`",
         "What leaves a full tier first: leaves not used for longest, what was not used for "
-        "longest, or leaves that save the fewest seconds per byte", _one_of(*_EVICTION),
+        "longest, or leaves that save the fewest seconds per byte", one_of(*_EVICTION),
     ),
     Key(
         "ssd_write_gib_per_day", "number > 0", "none: no limit",
         "Most GiB an engine writes to SSD in any 24 hours, for what is worth most; needs `ssd_dir`",
-        _capacity,
+        capacity,
+    ),
+    Key(
+        "prefetch", "`auto`, `hint` or `off`", "`auto`",
+        "Bring state from SSD to DRAM before its session is back: as clients hint or sessions "
+        "used to come, only as clients hint, never", one_of(*_PREFETCH),
     ),
     Key(
         "verify", "`ssd` or `all`", "`ssd`",
         "Check sums of what is read from SSD, or of what is served from DRAM too",
-        _one_of(*_VERIFY),
+        one_of(*_VERIFY),
     ),
 )  # fmt: skip
 
@@ -215,10 +148,17 @@ class HeteroConfig:
     planner: Literal["cost", "always_load", "never_load"] = "cost"
     planner_profile: Path | None = None
     load_deadline_s: float = 10.0
-    directory: str = "memory://"
+    directory: str = ""
+    """"" for none."""
+    lease_s: float = 10.0
+    worker_name: str = ""
+    """"": the host's name and the engine's id."""
+    peer_host: str = ""
+    """"": any."""
     eviction: Literal["leaf_lru", "lru", "value"] = "leaf_lru"
     ssd_write_gib_per_day: float | None = None
     """None: no limit."""
+    prefetch: Literal["auto", "hint", "off"] = "auto"
     verify: Literal["ssd", "all"] = "ssd"
 
     @property
@@ -248,6 +188,10 @@ class HeteroConfig:
         given = {
             k.name: k.parse(k.name, extra_config[k.name]) for k in KEYS if k.name in extra_config
         }
+        if not given.get("directory"):
+            for key in ("lease_s", "worker_name", "peer_host"):
+                if key in given:
+                    raise ConfigError(key, "needs 'directory', where the fleet meets")
         given["dram_gib"] = _dram_gib(given.get("dram_gib"))
         if "ssd_dir" in given:
             given["ssd_gib"] = _ssd_gib(given.get("ssd_gib"), given["ssd_dir"])

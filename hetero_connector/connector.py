@@ -19,7 +19,7 @@ from hetero_connector.engine.messages import StepMetadata, WorkerReport
 from hetero_connector.engine.prometheus import HeteroPromMetrics, HeteroStats
 from hetero_connector.engine.start import open_scheduler_side, open_worker_side
 from hetero_connector.metrics import Recorder
-from hetero_connector.plugin import check_version
+from hetero_connector.supported_vllm import check_version
 
 if TYPE_CHECKING:
     import torch
@@ -155,8 +155,9 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Seal what all ranks have saved; unpin what all ranks have loaded."""
         report = connector_output.kv_connector_worker_meta
-        if self._scheduler and isinstance(report, WorkerReport):
-            self._scheduler.reported(report)
+        if self._scheduler:
+            told = report if isinstance(report, WorkerReport) else WorkerReport()
+            self._scheduler.reported(told)
 
     def request_finished(
         self, request: Request, block_ids: list[int]

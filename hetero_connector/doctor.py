@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from hetero_connector import machine
 from hetero_connector.errors import StoreError, TransferError, UnsupportedVersionError
-from hetero_connector.plugin import SUPPORTED_VLLM, check_version
+from hetero_connector.supported_vllm import SUPPORTED_VLLM, check_version
 from hetero_connector.transfer.base import Direction, Extent, FileTransfer, OpenFile, TransferState
 from hetero_connector.transfer.choose import choose_file_transfer, is_direct, open_scratch
 from hetero_connector.transfer.nixl_backends import working_backends

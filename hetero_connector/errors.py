@@ -9,7 +9,15 @@ HeteroCacheError
 │   ├── StoreInUseError    another engine owns the directory
 │   ├── FormatError        the directory holds another format version or another geometry
 │   └── StoreClosedError   used after close()
-└── TransferError          bytes could not be moved; carries the errno where one is known
+├── DirectoryError         the ownership directory did not do what was asked
+│   ├── StaleEpochError    the worker's lease has ended: register again, claim again
+│   ├── DirectoryUnavailableError  it cannot be reached or did not answer in time
+│   ├── DirectoryRefusedError  wrong password, certificate or version: asking again is no use
+│   └── RecordError        what it answered is not a record of this version
+├── PeerError              what another engine says of its memory makes no sense
+├── NoWorkerError          no worker of the fleet accepts requests
+├── TransferError          bytes could not be moved; carries the errno where one is known
+└── TraceError             a recorded trace is not what its format says; names file, line and field
 
 An error raised while serving (transfer, checksum, deadline) never reaches the
 engine: it is counted and becomes a cache miss. Errors at start are raised, and
@@ -59,5 +67,51 @@ class StoreClosedError(StoreError):
     """The store was used after close()."""
 
 
+class DirectoryError(HeteroCacheError, RuntimeError):
+    """The ownership directory did not do what was asked."""
+
+
+class StaleEpochError(DirectoryError):
+    """The epoch's lease has ended: nothing was changed. Register again, then claim again."""
+
+    def __init__(self, epoch: int, why: str = "its lease has ended") -> None:
+        super().__init__(f"epoch {epoch} may change nothing: {why}; register the worker again")
+        self.epoch = epoch
+
+
+class DirectoryUnavailableError(DirectoryError):
+    """The directory cannot be reached, or did not answer before the deadline."""
+
+
+class DirectoryRefusedError(DirectoryError):
+    """The directory will not work until somebody changes something; says what."""
+
+
+class RecordError(DirectoryError, ValueError):
+    """Bytes from the directory are not a record this version can read. Treated as no record."""
+
+
+class PeerError(HeteroCacheError, ValueError):
+    """A peer's metadata or record is malformed, or points outside the peer's memory."""
+
+
+class NoWorkerError(HeteroCacheError, RuntimeError):
+    """Every worker of the fleet is draining or gone: start one, or let one accept requests."""
+
+    def __init__(self) -> None:
+        super().__init__("no worker accepts requests: start one, or let one accept requests again")
+
+
 class TransferError(HeteroCacheError, OSError):
     """Bytes could not be moved; `errno` is set where the system named one."""
+
+
+class TraceError(HeteroCacheError, ValueError):
+    """A recorded trace is unreadable, or not what its format says: names file, line and field."""
+
+    def __init__(
+        self, source: str, problem: str, *, line: int | None = None, field: str | None = None
+    ) -> None:
+        place = source if line is None else f"{source}:{line}"
+        super().__init__(f"{place}: {field}: {problem}" if field else f"{place}: {problem}")
+        self.source, self.line, self.field, self.problem = source, line, field, problem

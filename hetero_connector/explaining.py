@@ -1,14 +1,15 @@
 """`heterocache explain`: what the planner would restore of a prompt, and why.
 
 Reads one model's journal, so everything is taken to be on SSD; what a running engine holds
-in DRAM besides is not known here (`in_dram` asks what if all of it were there). Costs come
-from a profile, or are the built-in ones an engine starts with.
+in DRAM besides is not known here (`in_dram` asks what if all of it were there). Whether windows
+can be rebuilt by a replay is what the journal's last engine said of itself. Costs come from a
+profile, or are the built-in ones an engine starts with.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from hetero_connector.planner.cost_profile import CostProfile
 from hetero_connector.planner.decision import Decision, EngineLoad
 from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.planner.restore_planner import RestorePlanner
+from hetero_connector.planner.window_replay import WindowReplay
 from hetero_connector.spec import ModelSpec
 from hetero_connector.store.journal import Journal
+from hetero_connector.store.journal_format import REPLAY_EXACT, WINDOW_REPLAY
 from hetero_connector.store.ssd_space import JOURNAL_NAME
 
 
@@ -37,26 +40,22 @@ def decide(
     """
     journal = Journal.open_existing(directory / JOURNAL_NAME, read_only=True)
     try:
-        description = journal.meta.description
-        index = _index(journal, Tier.DRAM if in_dram else Tier.SSD, int(chunk_tokens(description)))
-        fingerprint = bytes.fromhex(description["fingerprint"])
+        description, fingerprint = journal.meta.description, journal.meta.fingerprint
+        layout = _layout(directory, description)
+        index = _index(journal, Tier.DRAM if in_dram else Tier.SSD, layout.chunk_tokens)
     finally:
         journal.close()
-    layout = ArtifactLayout(_model(directory, description), chunk_tokens(description))
     stored = _match(index, RequestChain(ChainHasher(fingerprint, layout.chunk_tokens)), token_ids)
     types = layout.model.state_types
     if profile is None:
         costs = CostModel(ComputeRegression(), LoadModel(types))
     else:
         costs = profile.cost_model(types)
-    planner = RestorePlanner(layout.model, layout, costs)
+    planner = RestorePlanner(
+        layout.model, layout, costs, replay_tokens=_replay_tokens(layout.model, description)
+    )
     known = len(token_ids)
     return planner.plan(stored, 0, known - 1, known, EngineLoad())
-
-
-def chunk_tokens(description: Any) -> int:
-    """Tokens of a full chunk, as the engine described itself."""
-    return int(description["chunk_tokens"])
 
 
 def read_tokens(path: Path, tokenizer_of: Callable[[], Any]) -> list[int]:
@@ -70,7 +69,7 @@ def read_tokens(path: Path, tokenizer_of: Callable[[], Any]) -> list[int]:
         raise StoreError(f"cannot read {path}: {error}") from error
     try:
         ids = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         ids = tokenizer_of().encode(text)
     if not isinstance(ids, list) or not ids or not all(type(x) is int for x in ids):
         raise StoreError(f"{path} holds neither a JSON list of token ids nor text")
@@ -113,14 +112,22 @@ def as_json(decision: Decision) -> dict[str, Any]:
     }
 
 
-def _model(directory: Path, description: Any) -> ModelSpec:
+def _layout(directory: Path, description: Any) -> ArtifactLayout:
     try:
-        return ModelSpec.from_plain(description["model_spec"])
+        model = ModelSpec.from_plain(description["model_spec"])
+        return ArtifactLayout(model, int(description["chunk_tokens"]))
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(
             f"{directory} does not say what state its model keeps; it was written by an earlier "
             "version: let an engine of this one open it"
         ) from error
+
+
+def _replay_tokens(model: ModelSpec, description: Mapping[str, Any]) -> int:
+    """0 unless the engine that wrote the journal said that a replay is exact there."""
+    if description.get(WINDOW_REPLAY) != REPLAY_EXACT:
+        return 0
+    return WindowReplay.of(model).tokens
 
 
 def _index(journal: Journal, tier: Tier, full_chunk: int) -> PrefixIndex:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,17 @@ def memory(cgroup_root: Path = _CGROUP_ROOT) -> Memory:
         total = min(total, limit)
         available = min(available, max(0, limit - used))
     return Memory(total, available)
+
+
+def addresses() -> dict[str, str]:
+    """The name of the network interface by each address of this machine."""
+    internet = (socket.AF_INET, socket.AF_INET6)
+    return {
+        address.address.partition("%")[0]: name
+        for name, found in psutil.net_if_addrs().items()
+        for address in found
+        if address.family in internet
+    }
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:

@@ -470,3 +470,21 @@ def test_inspect_finds_the_state_of_data_parallel_engines(
         directory.close()
     assert cli.main(["inspect", str(tmp_path), "--json"]) == 0
     assert capsys.readouterr().out.count('"path"') == 2
+
+
+@pytest.mark.parametrize("out", ["none/profile.json", "."])
+def test_calibrate_says_at_once_that_its_profile_has_no_place(
+    out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["calibrate", "no/such-model", "--out", str(tmp_path / out)]) == 2
+    assert "--out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000, "9" * 5_000])
+def test_calibrate_wants_the_engine_s_arguments_as_an_object(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        cli.main(["calibrate", "no/such-model", "--engine-args", text])
+    assert refused.value.code == 2
+    assert "not a JSON object" in capsys.readouterr().err

@@ -43,9 +43,13 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         "planner": "always_load",
         "planner_profile": str(tmp_path / "profile.json"),
         "load_deadline_s": 0.25,
-        "directory": "memory://",
+        "directory": "redis://host:6379/0?fleet=a",
+        "lease_s": 3.0,
+        "worker_name": "ann",
+        "peer_host": "127.0.0.1",
         "eviction": "value",
         "ssd_write_gib_per_day": 40.0,
+        "prefetch": "hint",
         "verify": "all",
     }
     assert (
@@ -142,16 +146,54 @@ def test_an_ssd_dir_is_made_absolute_and_its_tilde_expanded(
     assert not (tmp_path / "b").exists()
 
 
-@pytest.mark.parametrize("value", ["redis://host:6379/0", "rediss://host"])
-def test_redis_is_said_to_be_for_later(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"'directory'.*not in this version.*memory://"):
-        config(directory=value)
+@pytest.mark.parametrize(
+    "value", ["", "memory://", "redis://host:6379/0", "rediss://host", "redis+cluster://a,b"]
+)
+def test_a_directory_is_none_in_memory_or_in_redis(value: str) -> None:
+    assert config(directory=value).directory == value
 
 
-@pytest.mark.parametrize("value", [True, None, "", "memory", "http://x", 1])
+@pytest.mark.parametrize("value", [True, None, "memory", "http://x", 1, "host:6379"])
 def test_another_directory_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"'directory'.*expected 'memory://'"):
+    with pytest.raises(
+        ConfigError, match=r"'directory'.*'memory://'.*redis://, redis\+sentinel://"
+    ):
         config(directory=value)
+
+
+def test_a_refused_directory_does_not_tell_its_password() -> None:
+    with pytest.raises(ConfigError) as refused:
+        config(directory="http://user:secret@host")
+    assert "host" in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("value", [0, 0.9, 3601, "10", True])
+def test_a_lease_is_neither_too_short_nor_endless(value: object) -> None:
+    with pytest.raises(ConfigError, match="lease_s"):
+        config(directory="memory://", lease_s=value)
+
+
+@pytest.mark.parametrize("value", ["", "a" * 129, "ä" * 65, 3, None])
+def test_a_worker_has_a_name_that_fits_a_record(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"worker_name.*1 to 128 bytes"):
+        config(directory="memory://", worker_name=value)
+
+
+def test_peers_reach_an_address_that_this_machine_has() -> None:
+    assert config(directory="memory://", peer_host="127.0.0.1").peer_host == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"peer_host.*'192.0.2.1' is no address.*127.0.0.1"):
+        config(directory="memory://", peer_host="192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    "given", [{"lease_s": 5}, {"worker_name": "ann"}, {"peer_host": "127.0.0.1"}]
+)
+def test_what_is_about_a_fleet_needs_a_directory(given: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="needs 'directory'"):
+        config(**given)
+    with pytest.raises(ConfigError, match="needs 'directory'"):
+        config(directory="", **given)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,44 +15,52 @@ from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.compute_model import ComputeCoefficients
 from hetero_connector.planner.cost_profile import CostProfile
 from hetero_connector.planner.load_model import TierRates
+from hetero_connector.planner.window_replay import WindowReplay
+from hetero_connector.spec import Family, ModelSpec
 from hetero_connector.store.journal_format import JournalRow
 from hetero_connector.store.ssd_directory import SsdDirectory
-from tests.engine.fakes import DENSE
+from tests.engine.fakes import DENSE, HYBRID
 
 CHUNK = 64
 FINGERPRINT = b"e" * 32
-LAYOUT = ArtifactLayout(DENSE, CHUNK)
 TOKENS = [i * 31 % 251 for i in range(300)]
+CHECKPOINT = 64
+"""The only boundary with one; the hybrid model's replays begin 32 tokens before a boundary."""
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    """Three full chunks and a tail of 32 tokens of `TOKENS`."""
+def store(root: Path, model: ModelSpec, **said: str) -> Path:
+    """Three full chunks and a tail of 32 tokens of `TOKENS`; `said`: of the engine itself."""
+    layout = ArtifactLayout(model, CHUNK)
     description = {
         "fingerprint": FINGERPRINT.hex(),
         "chunk_tokens": CHUNK,
-        "model_spec": json.loads(json.dumps(DENSE.as_plain())),
+        "model_spec": json.loads(json.dumps(model.as_plain())),
         "model_name": "no/such-model",
     }
     opened = SsdDirectory.open(
-        tmp_path / "ssd", FINGERPRINT, dict.fromkeys(LAYOUT.max_bytes, 4096), 4 << 20, description
+        root, FINGERPRINT, dict.fromkeys(layout.max_bytes, 4096), 4 << 20, description | said
     )
     chain = RequestChain(ChainHasher(FINGERPRINT, CHUNK))
     chain.extend(TOKENS)
     chunks = [*list(chain.chunks())[:3], chain.tail(3 * CHUNK + 32)]
-    (kind,) = DENSE.state_types
     opened.journal.record(
-        JournalRow(c, kind, slot, 1, LAYOUT.artifact_bytes(kind, c.start, c.end), b"c" * 16, 1e9)
+        JournalRow(c, kind, slot, 1, layout.artifact_bytes(kind, c.start, c.end), b"c" * 16, 1e9)
         for slot, c in enumerate(chunks)
+        for kind in model.state_types
+        if kind.family is Family.PREFIX or c.end == CHECKPOINT
     )
     path = opened.path
     opened.close()
     return path
 
 
-def profile(path: Path, token_s: float) -> Path:
-    (kind,) = DENSE.state_types
-    rates = TierRates(1e-4, {kind: 1e-9}, 1e-9)
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return store(tmp_path / "ssd", DENSE)
+
+
+def profile(path: Path, token_s: float, model: ModelSpec = DENSE) -> Path:
+    rates = TierRates(1e-4, dict.fromkeys(model.state_types, 1e-9), 1e-9)
     coefficients = ComputeCoefficients(1e-4, token_s, 0.0)
     CostProfile("test", coefficients, load=dict.fromkeys(Tier, rates)).write(path)
     return path
@@ -86,6 +95,37 @@ def test_the_choice_follows_the_costs(
     assert chosen["boundary"] == boundary
 
 
+@pytest.mark.parametrize(
+    ("said", "ways"),
+    [
+        (
+            {"window_replay": "exact"},
+            [(0, 0), (64, 64), (64, 32), (128, 96), (192, 160), (224, 192)],
+        ),
+        ({"window_replay": "microbatches have slot mappings"}, [(0, 0), (64, 64)]),
+        ({}, [(0, 0), (64, 64)]),  # written by a release that did not say
+    ],
+)
+def test_replays_are_offered_where_the_engine_said_they_are_exact(
+    tmp_path: Path,
+    prompt: Path,
+    said: dict[str, str],
+    ways: list[tuple[int, int]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert WindowReplay.of(HYBRID).tokens == 32
+    directory = store(tmp_path / "ssd", HYBRID, **said)
+    costs = profile(tmp_path / "profile.json", 1e-3, HYBRID)
+    command = ["explain", str(directory), str(prompt), "--profile", str(costs)]
+    assert cli.main([*command, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [(c["boundary"], c["resume_tokens"]) for c in told["candidates"]] == ways
+    assert told["boundary"] == ways[-1][0]
+    assert ("RECOMPUTE_SWA" in told["actions"]) == (len(ways) > 2)
+    assert cli.main(command) == 0
+    assert ("compute from 192 again" in capsys.readouterr().out) == (len(ways) > 2)
+
+
 def test_a_table_for_people_from_the_ssd_dir_itself(
     directory: Path, prompt: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,6 +144,8 @@ def test_a_table_for_people_from_the_ssd_dir_itself(
         ("{}", "neither a JSON list"),
         ("[-1, 2, 3]" + " " * 10, "token ids must be"),
         ("some text", "no tokenizer of 'no/such-model'"),
+        ("[" * 100_000, "no tokenizer of 'no/such-model'"),
+        ("9" * 5_000, "no tokenizer of 'no/such-model'"),
     ],
 )
 def test_a_wrong_prompt_is_said(
@@ -113,6 +155,33 @@ def test_a_wrong_prompt_is_said(
     path.write_text("[" + "-1," * 300 + "0]" if "-1" in text else text)
     assert cli.main(["explain", str(directory), str(path)]) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lost", ["model_spec", "chunk_tokens"])
+def test_a_store_that_does_not_describe_its_model_is_said(
+    prompt: Path, tmp_path: Path, lost: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    description = {
+        "chunk_tokens": CHUNK,
+        "model_spec": json.loads(json.dumps(DENSE.as_plain())),
+    }
+    del description[lost]
+    slots = dict.fromkeys(DENSE.state_types, 4096)
+    opened = SsdDirectory.open(tmp_path / "ssd", FINGERPRINT, slots, 4 << 20, description)
+    opened.close()
+    assert cli.main(["explain", str(opened.path), str(prompt)]) == 2
+    assert "written by an earlier version" in capsys.readouterr().err
+
+
+def test_several_models_in_a_directory_are_named(
+    directory: Path, prompt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(directory, directory.parent / ("6f" * 8))
+    assert cli.main(["explain", str(directory.parent), str(prompt)]) == 2
+    told = capsys.readouterr().err
+    assert "several models" in told
+    assert str(directory) in told
+    assert str(other) in told
 
 
 def test_a_missing_prompt_or_store_is_said(

@@ -18,10 +18,10 @@ ONLY_IN = {
     "vllm": (
         "hetero_connector/engine/",
         "hetero_connector/connector.py",
-        "hetero_connector/plugin.py",
     ),
     "nixl": ("hetero_connector/transfer/",),
-    "redis": ("ownership/redis_directory.py",),
+    "redis": ("ownership/redis_directory/",),
+    "msgspec": ("ownership/simulator/",),  # of the extra `sim`
     "torch": ("hetero_connector/engine/", "hetero_connector/connector.py"),
 }
 BELOW = {
@@ -63,6 +63,46 @@ def test_dependencies_point_down(path: Path) -> None:
         parts = name.split(".")
         if parts[0] == "hetero_connector" and len(parts) > 1 and parts[1] in rooms:
             assert parts[1] in BELOW[room], f"{room} imports {name}"
+
+
+JOINS = ("hetero_connector/cli.py", "hetero_connector/engine/fleet.py")
+"""The command line is one for both; an engine joins a fleet where its configuration says so."""
+
+
+def test_one_engine_knows_no_fleet() -> None:
+    """But for `JOINS`, which import a fleet's parts when asked for them: they need not be
+    installed."""
+    for path in PACKAGE.rglob("*.py"):
+        if not any(name.split(".")[0] == "ownership" for name in imports(path)):
+            continue
+        assert relative(path) in JOINS
+        at_the_top = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ImportFrom)]
+        assert not any((n.module or "").startswith("ownership") for n in at_the_top)
+
+
+def test_traces_know_nothing_of_what_replays_them() -> None:
+    for path in (ROOT / "ownership/simulator/traces").rglob("*.py"):
+        ours = {n for n in imports(path) if n.startswith(("hetero_connector", "ownership"))}
+        allowed = ("hetero_connector.errors", "ownership.simulator.traces")
+        assert all(name.startswith(allowed) for name in ours), relative(path)
+
+
+def test_scheduling_is_pure() -> None:
+    """A router and a simulator run the same policies: no clock, no I/O, neither of the two."""
+    rooms = ("errors", "spec", "artifacts", "planner")
+    ours = [f"hetero_connector.{room}" for room in rooms]
+    ours += [f"ownership.{room}" for room in ("scheduling", "directory", "identifiers")]
+    plain = {"__future__", "collections", "dataclasses", "enum", "functools", "math", "typing"}
+    plain |= {"numpy", "random"}  # random: its generators are passed in
+    for path in (ROOT / "ownership/scheduling").rglob("*.py"):
+        for name in imports(path):
+            mine = any(name == room or name.startswith(f"{room}.") for room in ours)
+            assert mine or name.split(".")[0] in plain, f"{relative(path)} imports {name}"
+
+
+def test_scheduling_draws_from_no_generator_of_its_own() -> None:
+    for path in (ROOT / "ownership/scheduling").rglob("*.py"):
+        assert not re.search(r"\brandom\.(?!Random\b)|random\.Random\(", path.read_text()), path
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)

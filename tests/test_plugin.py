@@ -6,8 +6,9 @@ from importlib.metadata import entry_points
 
 import pytest
 
+from hetero_connector.engine.plugin import register
 from hetero_connector.errors import UnsupportedVersionError
-from hetero_connector.plugin import check_version, register
+from hetero_connector.supported_vllm import check_version
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.33.0", "0.33"])

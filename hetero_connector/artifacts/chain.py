@@ -81,11 +81,6 @@ class RequestChain:
         self._chunks: list[ChunkRange] = []
 
     @property
-    def chunk_tokens(self) -> int:
-        """Tokens of a full chunk."""
-        return self._hasher.chunk_tokens
-
-    @property
     def num_tokens(self) -> int:
         """Tokens known so far."""
         return len(self._token_ids)

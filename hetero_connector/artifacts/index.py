@@ -29,6 +29,7 @@ from hetero_connector.artifacts.record import (
     ArtifactId,
     ChunkKey,
     ChunkRange,
+    SharedTiers,
     SlotRef,
     StoredChunk,
     Tier,
@@ -62,10 +63,12 @@ class Artifact:
         "last_used",
         "node",
         "pins",
+        "replica",
         "sealed",
         "size_bytes",
         "ssd",
         "state_type",
+        "token",
         "uses",
     )
 
@@ -83,6 +86,10 @@ class Artifact:
         self.dram: SlotRef | None = None
         self.dram_offset = -1
         self.ssd: SlotRef | None = None
+        self.replica = False
+        """Another worker owns it: not written to SSD."""
+        self.token = 0
+        """The fencing token under which the fleet knows it as ours."""
         self.last_used = 0
         self.uses = 0
 
@@ -135,8 +142,7 @@ class PrefixIndex:
         self._offer = offer
         self.root = Node(ChunkRange(ROOT, ROOT, 0, 0), None)
         self.nodes: dict[ChunkKey, Node] = {ROOT: self.root}
-        self._tiers: dict[tuple[tuple[StateType, Tier], ...], dict[StateType, Tier]] = {}
-        """Every combination `match` has answered."""
+        self._tiers = SharedTiers()
 
     def match(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
         """Longest prefix of `chain` of which every chunk has something sealed."""
@@ -275,10 +281,11 @@ class PrefixIndex:
         was_visible = node.stored is not None
         if node.stored is not None:
             node.stored.stale = True
-        shared = self._tiers.setdefault(tuple(tiers.items()), tiers)
-        node.stored = (
-            StoredChunk(node.chunk, shared, _OFFSETS.pack(*offsets), stale=False) if tiers else None
-        )
+        node.stored = None
+        if tiers:
+            shared, number = self._tiers.share(tiers)
+            packed = _OFFSETS.pack(*offsets)
+            node.stored = StoredChunk(node.chunk, shared, packed, stale=False, number=number)
         length = node.chunk.end - node.chunk.start
         if was_visible != bool(tiers) and length < self._chunk_tokens and node.parent is not None:
             _count(node.parent.tails, length, 1 if tiers else -1)
@@ -324,6 +331,9 @@ class PrefixIndex:
         assert node is self.root or node.artifacts or node.children, "an empty leaf"
         sealed = {a.state_type for a in node.artifacts.values() if a.sealed}
         assert sealed == set(node.stored.tiers if node.stored else ())
+        if node.stored is not None:
+            known = self._tiers.share(node.stored.tiers)
+            assert known == (node.stored.tiers, node.stored.number)
         for artifact in node.artifacts.values():
             assert (artifact.node, artifact.forgotten) == (node, False)
             assert artifact.pins >= 0

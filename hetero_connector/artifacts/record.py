@@ -66,6 +66,10 @@ class SlotRef:
     generation: int
 
 
+UNNUMBERED = 255
+"""The greatest byte: in place of a number."""
+
+
 @dataclass(slots=True)
 class StoredChunk:
     """What the store holds of a chunk. The index answers with a new one when that changes."""
@@ -80,6 +84,31 @@ class StoredChunk:
     thousands of numbers are looked at at once."""
     stale: bool = True
     """Whether the index may answer differently by now."""
+    number: int = UNNUMBERED
+    """Of `tiers`, by the `SharedTiers` it comes from. Chunks of one number hold the same."""
+
+
+class SharedTiers:
+    """One mapping for all the chunks that hold the same, numbered.
+
+    A long prompt's thousands of chunks are told apart by one byte each.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[
+            frozenset[tuple[StateType, Tier]], tuple[Mapping[StateType, Tier], int]
+        ] = {}
+
+    def share(self, tiers: Mapping[StateType, Tier]) -> tuple[Mapping[StateType, Tier], int]:
+        """The mapping to use in place of `tiers`, which must not change any more; its number.
+
+        `UNNUMBERED` once so many combinations have been seen.
+        """
+        key = frozenset(tiers.items())
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = tiers, min(len(self._known), UNNUMBERED)
+        return known
 
 
 def distinct_tiers(chunks: Sequence[StoredChunk]) -> list[Mapping[StateType, Tier]]:

@@ -2,8 +2,9 @@
 
 A stock engine with HeteroConnector runs prompts of many lengths, each three ways: computed,
 continued from the engine's own prefix cache (which varies the context), and restored from
-DRAM and, with an SSD directory, from SSD. The connector learns from them as it would in
-service; what it then knows is the profile.
+DRAM and, with an SSD directory, from SSD. Then batches decode while a prompt is computed beside
+them, which shows what a prefill does to decodes. The connector learns from all of it as it would
+in service; what it then knows is the profile.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from hetero_connector.planner.cost_profile import CostProfile
 _SHORTEST = 64
 _ROUNDS = 4
 _FLUSH_S = 120.0
+_BATCHES = (1, 4, 16)
+"""Requests that decode while another's prompt is computed."""
+_DECODES = 48
+"""Tokens each of them decodes at most; only some of the steps are timed."""
 _TOKEN_IDS = 200
 """Random ids are drawn below this: every vocabulary has as many."""
 
@@ -64,6 +69,7 @@ def calibrate(
         engine = _Engine(model, engine_arguments, extra)
         try:
             computed = list(engine.teach(on_ssd=ssd_dir is not None))
+            engine.teach_interference()
             return _judged(CostProfile.of(engine.costs, model), engine.costs, computed)
         finally:
             engine.close()
@@ -108,6 +114,7 @@ class _Engine:
         self._store = side.store
         self._longest = int(self._llm.llm_engine.model_config.max_model_len) - 8
         self._rng = random.Random(0)
+        self._added = 0
 
     def teach(self, on_ssd: bool) -> Iterator[tuple[int, int, float]]:
         """Run the prompts; yields (new tokens, context, seconds) of those that computed."""
@@ -123,6 +130,32 @@ class _Engine:
                     if round_number:
                         yield len(longer) - cached, cached, seconds
                 self._restore(prompt, on_ssd)
+
+    def teach_interference(self) -> None:
+        """Compute prompts of several lengths while batches of several sizes decode."""
+        for length in list(_lengths(self._longest))[:-1]:  # with room for the others' steps
+            for batch in _BATCHES:
+                self._run_beside(batch, length)
+
+    def _run_beside(self, batch: int, length: int) -> None:
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+
+        def add(num_tokens: int, max_tokens: int) -> None:
+            prompt = [self._rng.randrange(_TOKEN_IDS) for _ in range(num_tokens)]
+            parameters = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+            self._added += 1
+            engine.add_request(f"beside-{self._added}", {"prompt_token_ids": prompt}, parameters)
+
+        short = min(_SHORTEST, self._longest // 2)
+        for _ in range(batch):
+            add(short, min(_DECODES, self._longest - short))
+        for _ in range(_DECODES // 4):  # by then all of them decode
+            engine.step()
+        add(length, 1)
+        while engine.has_unfinished_requests():
+            engine.step()
 
     def _restore(self, prompt: list[int], on_ssd: bool) -> None:
         self._llm.reset_prefix_cache()

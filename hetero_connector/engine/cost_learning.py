@@ -1,21 +1,25 @@
 """Feeding the cost model: what the engine's own steps, loads and reads took.
 
 The worker times steps that this side asks about; only steps of tracked requests, whose
-tokens and contexts are known, can be learned from.
+tokens and contexts are known, can be learned from. A step takes longer than its forward:
+what sampling and the engine's own work add is what this side sees beyond it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median_low
+from typing import TYPE_CHECKING
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.engine.messages import Load, StepMetadata, StepTiming
+from hetero_connector.engine.messages import Load, StepMetadata, WorkerReport
 from hetero_connector.engine.requests import RequestTracker
 from hetero_connector.planner.compute_model import attention_work
 from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.interference_model import StepMix
 from hetero_connector.spec import StateType
 from hetero_connector.store.base import Store
 
@@ -25,24 +29,41 @@ if TYPE_CHECKING:
 _DECODE_STEPS_PER_SAMPLE = 16
 """Steps that only decode are much alike: few are timed."""
 _MAX_AWAITED = 64
+_MARGINS = 31
 
 
-class _Asked(NamedTuple):
+@dataclass
+class _Asked:
     """A step whose timing was asked for."""
 
     new_tokens: int
     work: float
     """`attention_work`, summed over requests."""
+    mix: StepMix
     load_bytes: Mapping[StateType, int]
+    begun_s: float
+    whole_s: float | None = None
+    """From here and back; None until it is back."""
 
 
 class CostLearner:
     """One per engine, on the scheduler's thread."""
 
-    def __init__(self, costs: CostModel, layout: ArtifactLayout, store: Store) -> None:
+    def __init__(
+        self,
+        costs: CostModel,
+        layout: ArtifactLayout,
+        store: Store,
+        clock: Callable[[], float],
+    ) -> None:
         self._costs = costs
         self._layout = layout
         self._store = store
+        self._clock = clock
+        self._margins_s = deque([0.0], _MARGINS)
+        """What the last steps took beyond their forwards."""
+        self._back_s = clock()
+        """When the last step was back."""
         self._asked: dict[int, _Asked] = {}
         self._step = 0
 
@@ -62,27 +83,55 @@ class CostLearner:
             return
         if meta.protected:  # the steps of a replay may load less than whole artifacts
             return
-        work = 0.0
-        for request_id, new_tokens in scheduled.items():
-            work += attention_work(new_tokens, trackers[request_id].request.num_computed_tokens)
+        work, mix = _work(scheduled, trackers)
         load_bytes = _bytes_by_type(self._layout, meta.loads)
-        self._asked[self._step] = _Asked(output.total_num_scheduled_tokens, work, load_bytes)
+        self._asked[self._step] = _Asked(
+            output.total_num_scheduled_tokens, work, mix, load_bytes, self._clock()
+        )
         meta.timed_as = self._step
         while len(self._asked) > _MAX_AWAITED:  # a step that never ran is never reported
             del self._asked[next(iter(self._asked))]
 
-    def learn(self, timings: Iterable[StepTiming]) -> None:
+    def learn(self, report: WorkerReport) -> None:
         """Take over what the worker timed, and what the store read meanwhile."""
-        for timing in timings:
+        now_s = self._clock()
+        if report.ran is not None and (ran := self._asked.get(report.ran)):
+            # A step that was scheduled ahead began when the one before it was back.
+            ran.whole_s = now_s - max(ran.begun_s, self._back_s)
+        self._back_s = now_s
+        for timing in report.timings:
             asked = self._asked.pop(timing.step, None)
             if asked is None:
                 continue
-            if asked.load_bytes:
-                self._costs.load.observe(Tier.DRAM, asked.load_bytes, timing.load_s)
-            else:
-                self._costs.compute.observe_work(asked.new_tokens, asked.work, timing.forward_s)
+            if asked.whole_s is not None and not asked.load_bytes:
+                self._margins_s.append(max(0.0, asked.whole_s - timing.forward_s))
+            step_s = timing.forward_s + median_low(self._margins_s)
+            self._costs.load.observe(Tier.DRAM, asked.load_bytes, timing.load_s)
+            self._costs.compute.observe_work(asked.new_tokens, asked.work, step_s)
+            self._costs.interference.observe(asked.mix, step_s)
         for read in self._store.take_timings():
             self._costs.load.observe(read.tier, read.bytes_by_type, read.seconds, read.ahead_bytes)
+
+
+def _work(
+    scheduled: Mapping[str, int], trackers: Mapping[str, RequestTracker]
+) -> tuple[float, StepMix]:
+    """`attention_work` of a step, summed over requests, and what it is made of."""
+    decode_work = prefill_work = 0.0
+    prefill_tokens = decodes = context_tokens = 0
+    for request_id, new_tokens in scheduled.items():
+        request = trackers[request_id].request
+        computed = request.num_computed_tokens
+        work = attention_work(new_tokens, computed)
+        if computed >= request.num_prompt_tokens:
+            decode_work += work
+            decodes += 1
+            context_tokens += computed
+        else:
+            prefill_work += work
+            prefill_tokens += new_tokens
+    mix = StepMix(prefill_tokens, prefill_work, decodes, context_tokens)
+    return prefill_work + decode_work, mix
 
 
 def _bytes_by_type(layout: ArtifactLayout, loads: Iterable[Load]) -> dict[StateType, int]:

@@ -33,10 +33,13 @@ class LayerPipeline:
         if overlap and self._jobs:
             self._background = self._executor.submit(self._run_ahead)
 
+    @property
+    def active(self) -> bool:
+        """Whether the forward has layers of this step still to ask for."""
+        return bool(self._unasked)
+
     def ensure(self, layer: str) -> None:
         """Return when the layer's job has run; raises what it raised."""
-        if not self._unasked:
-            return
         self._unasked.discard(layer)
         if not self._run(layer):
             event = self._running.get(layer)

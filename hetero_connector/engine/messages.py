@@ -100,7 +100,7 @@ class StepTiming(NamedTuple):
 
     step: int
     forward_s: float
-    """0 for a step with loads, which may have been waited for."""
+    """Without the stretches in which the forward waited for loads."""
     load_s: float
     """Copying, however much of it the forward hid; on the host the sum over its threads."""
 
@@ -133,9 +133,12 @@ class WorkerReport(KVConnectorWorkerMetadata):
     loaded: Counter[str] = field(default_factory=Counter)
     timings: list[StepTiming] = field(default_factory=list)
     """Of one rank: they all do the same."""
+    ran: int | None = None
+    """The step that this comes with, if it was to be timed: a device may tell its timing later."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Add another rank's report."""
         assert isinstance(other, WorkerReport)
         timings = self.timings or other.timings
-        return WorkerReport(self.saved + other.saved, self.loaded + other.loaded, timings)
+        ran = other.ran if self.ran is None else self.ran
+        return WorkerReport(self.saved + other.saved, self.loaded + other.loaded, timings, ran)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from hetero_connector.artifacts.record import Tier
+from hetero_connector.artifacts.record import StoredChunk, Tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.cost_model import Terms
-from hetero_connector.planner.decision import Decision
+from hetero_connector.planner.decision import Action, Decision
 from hetero_connector.planner.load_model import LoadModel
+from hetero_connector.store.base import Store
 
 
 class Prediction(NamedTuple):
@@ -17,23 +19,42 @@ class Prediction(NamedTuple):
 
     decided_s: float
     """Clock time of the first decision: a request may be planned again while it waits."""
+    num_tokens: int
+    """Its tokens known then: one more is the first that comes of the decision."""
     chosen: Terms
-    nothing: Terms
+    benefit_s: float
+    """`Decision.reuse_benefit_s`."""
     choice: str
     declined: tuple[Tier, ...]
+    actions: tuple[Action, ...]
+    left: Sequence[StoredChunk]
+    """What would have led further and is of little use."""
 
 
 class Predictions:
-    """Remembers the decision of each request until its first token, then counts."""
+    """Remembers the decision of each request until its first token, then counts.
 
-    def __init__(self, recorder: Recorder, load: LoadModel, clock: Callable[[], float]) -> None:
+    What a decision leaves alone is declined then, once a request however often it was planned.
+    """
+
+    def __init__(
+        self, recorder: Recorder, load: LoadModel, store: Store, clock: Callable[[], float]
+    ) -> None:
         self._recorder = recorder
         self._load = load
+        self._store = store
         self._clock = clock
         self._open: dict[str, Prediction] = {}
 
-    def decided(self, request_id: str, decision: Decision, deepest: int) -> None:
-        """A request was planned; `deepest`: the farthest boundary that might be restored."""
+    def decided(
+        self,
+        request_id: str,
+        decision: Decision,
+        stored: Sequence[StoredChunk],
+        local_tokens: int,
+        num_tokens: int,
+    ) -> None:
+        """A request of `num_tokens` was planned; `stored`: what might be restored of its chain."""
         earlier = self._open.get(request_id)
         decided_s = earlier.decided_s if earlier else self._clock()
         plan = decision.plan
@@ -42,30 +63,53 @@ class Predictions:
         elif plan.replay_tokens:
             choice = "replay"
         else:
-            choice = "load" if plan.boundary == deepest else "load_part"
+            choice = "load" if plan.boundary == stored[-1].chunk.end else "load_part"
+        left: Sequence[StoredChunk] = ()
+        if Action.DROP_LOW_UTILITY_ARTIFACT in decision.actions:
+            taken = plan.boundary if plan else local_tokens
+            left = stored[bisect_right(stored, taken, key=_end) :]
         self._open[request_id] = Prediction(
-            decided_s, decision.predicted, decision.nothing, choice, decision.declined
+            decided_s,
+            num_tokens,
+            decision.predicted,
+            decision.reuse_benefit_s,
+            choice,
+            decision.declined,
+            decision.actions,
+            left,
         )
 
-    def first_token(self, request_id: str) -> None:
-        """Its prompt has been computed. Without effect for a request that was not planned."""
-        made = self._open.pop(request_id, None)
-        if made is None:
+    def progressed(self, request_id: str, num_tokens: int) -> None:
+        """So many of its tokens are known. Counts what is the first token since it was planned.
+
+        Not once the prompt counts as computed: that is so as soon as its last step is scheduled.
+        """
+        made = self._open.get(request_id)
+        if made is None or num_tokens <= made.num_tokens:
             return
+        del self._open[request_id]
         took_s = self._clock() - made.decided_s
         for tier in made.declined:
-            self._load.fade(tier)  # once a request, however often it was planned
+            self._load.fade(tier)
+        if made.left:
+            self._store.decline(made.left)
+        for action in made.actions:
+            self._recorder.add("heterocache_actions", action=action.value)
         self._recorder.add("heterocache_decisions", choice=made.choice)
         self._recorder.observe("heterocache_ttft_seconds", made.chosen.ttft_s, kind="predicted")
         self._recorder.observe("heterocache_ttft_seconds", took_s, kind="observed")
-        nothing_s = made.nothing.ttft_s
+        late_s = took_s - made.chosen.ttft_s
         self._recorder.observe(
-            "heterocache_reuse_benefit_seconds", nothing_s - made.chosen.ttft_s, kind="predicted"
+            "heterocache_reuse_benefit_seconds", made.benefit_s, kind="predicted"
         )
         self._recorder.observe(
-            "heterocache_reuse_benefit_seconds", nothing_s - took_s, kind="observed"
+            "heterocache_reuse_benefit_seconds", made.benefit_s - late_s, kind="observed"
         )
 
     def forget(self, request_id: str) -> None:
         """It ended before its first token."""
         self._open.pop(request_id, None)
+
+
+def _end(stored: StoredChunk) -> int:
+    return stored.chunk.end

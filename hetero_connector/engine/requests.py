@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -96,6 +96,8 @@ class RequestTracker:
     """Chunks it then had to compute anew though they were stored, for want of a checkpoint."""
     undecided: int = 0
     """Save id of a checkpoint that stays only if the request ends there; 0 for none."""
+    session: Hashable | None = None
+    """Whose turn it is; None until it has been matched."""
     restore: PendingRestore | None = None
     admitting: bool = False
     """Admitted since its last scheduled step: `next_chunk` is to be found anew."""

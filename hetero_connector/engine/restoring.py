@@ -1,7 +1,7 @@
 """One request's restore: match, plan, stage in DRAM, admit, let go.
 
 vLLM asks `get_num_new_matched_tokens` until it gets a number. While artifacts are
-being read from SSD the answer is "ask again later" (the request stays parked in the
+being read from SSD or from peers the answer is "ask again later" (the request stays parked in the
 waiting queue and holds no KV blocks); once everything is in DRAM and verified the
 answer is a number that can be kept. Whatever fails shortens the answer.
 """
@@ -13,8 +13,9 @@ from dataclasses import replace
 from itertools import chain, groupby
 
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.artifacts.record import ROOT, ArtifactId, Tier
+from hetero_connector.artifacts.record import ROOT, ArtifactId, SharedTiers, Tier
 from hetero_connector.engine.messages import ArtifactSpan, Blocks, Load
+from hetero_connector.engine.peer_matching import PeerMatcher
 from hetero_connector.engine.predictions import Predictions
 from hetero_connector.engine.requests import PendingRestore, RequestTracker, replayable
 from hetero_connector.metrics import Recorder
@@ -47,6 +48,7 @@ class Restorer:
         planner: RestorePlanner,
         engine_load: Callable[[], EngineLoad],
         predictions: Predictions,
+        peers: PeerMatcher,
         *,
         deadline_s: float,
         clock: Callable[[], float],
@@ -58,6 +60,7 @@ class Restorer:
         self._planner = planner
         self._engine_load = engine_load
         self._predictions = predictions
+        self._peers = peers
         self._deadline_s = deadline_s
         self._clock = clock
         self.may_replay = True
@@ -77,7 +80,10 @@ class Restorer:
             pending.local_tokens = local_tokens
         while True:
             if pending is None:
-                pending = self._begin(tracker, local_tokens)
+                known = tracker.grow()
+                if self._peers.pending(tracker, local_tokens, known - 1):
+                    return None
+                pending = self._begin(tracker, local_tokens, known)
                 tracker.restore = pending
             if pending is None:
                 self._settle(tracker)
@@ -93,6 +99,7 @@ class Restorer:
     def forget(self, tracker: RequestTracker) -> None:
         """Drop what is staged for the request, if it was never admitted with it."""
         self._settle(tracker)
+        self._peers.forget(tracker)
         if tracker.restore is not None:
             tracker.restore.handle.release()
             tracker.restore = None
@@ -126,9 +133,10 @@ class Restorer:
         spans = [_within(span, tokens) for span in self._spans(pending)]
         return Load(request_id, spans, blocks, parked)
 
-    def _begin(self, tracker: RequestTracker, local_tokens: int) -> PendingRestore | None:
+    def _begin(
+        self, tracker: RequestTracker, local_tokens: int, known: int
+    ) -> PendingRestore | None:
         """Match and plan; start bringing the planned artifacts to DRAM."""
-        known = tracker.grow()
         stored = self._stored(tracker, known - 1)
         tails = 1 if stored and not self._is_full(stored[-1]) else 0
         tracker.matched_chunks = len(stored) - tails
@@ -143,12 +151,12 @@ class Restorer:
             may_replay=self.may_replay and replayable(tracker.request),
         )
         request_id = tracker.request.request_id
-        self._predictions.decided(request_id, decision, stored[-1].chunk.end)
+        self._predictions.decided(request_id, decision, stored, local_tokens, known)
         plan = decision.plan
         if plan is None:
             return None
         self._started.setdefault(request_id, self._clock())
-        handle = self._store.begin_restore(_wanted(plan))
+        handle = self._store.begin_restore(_wanted(plan), self._peers.copies(tracker))
         return PendingRestore(plan, handle, local_tokens)
 
     def _is_full(self, stored: StoredChunk) -> bool:
@@ -156,33 +164,36 @@ class Restorer:
 
     def _stored(self, tracker: RequestTracker, limit: int) -> list[StoredChunk]:
         """Matching chunks and the longest matching tail, without what has failed before."""
-        stored = self._store.match(tracker.chain.chunks(limit))
+        stored = self._peers.extend(tracker, self._store.match(tracker.chain.chunks(limit)))
         stored += self._tail(tracker, stored, limit)
         request_id = tracker.request.request_id
         excluded = self._excluded.get(request_id)
-        if not excluded:
+        if excluded is None:  # nothing has failed
             return stored
         dram_only = (
             self._attempts[request_id] >= _MAX_ATTEMPTS
             or self._clock() - self._started[request_id] >= self._deadline_s
         )
-        return [_without(s, excluded, dram_only) for s in stored]
+        return without(stored, excluded, dram_only)
 
     def _tail(
         self, tracker: RequestTracker, stored: list[StoredChunk], limit: int
     ) -> list[StoredChunk]:
         chunk = stored[-1].chunk if stored else None
         start = chunk.end if chunk else 0
+        remote = self._peers.tail(tracker, start, limit)
+        remote_tokens = remote[0].chunk.end - start if remote else 0
         for length in sorted(self._store.tails(chunk.key if chunk else ROOT), reverse=True):
-            if start + length <= limit:
+            if remote_tokens < length <= limit - start:
                 found = self._store.match([tracker.chain.ending_at(start + length)])
                 if found:
                     return found
-        return []
+        return remote
 
     def _exclude(self, tracker: RequestTracker, pending: PendingRestore) -> None:
         request_id = tracker.request.request_id
-        self._excluded.setdefault(request_id, set()).update(pending.handle.failed)
+        lost = self._peers.without_copy(tracker, pending.handle.failed)
+        self._excluded.setdefault(request_id, set()).update(lost)
         self._attempts[request_id] = self._attempts.get(request_id, 0) + 1
         pending.handle.release()
         self._recorder.add("heterocache_restores_shortened")
@@ -276,14 +287,21 @@ def _within(span: ArtifactSpan, tokens: range) -> ArtifactSpan:
     return span._replace(start=span.start + first * size, end=end, offsets=span.offsets[first:last])
 
 
-def _without(stored: StoredChunk, excluded: set[ArtifactId], dram_only: bool) -> StoredChunk:
-    tiers = {
-        state_type: tier
-        for state_type, tier in stored.tiers.items()
-        if ArtifactId(stored.chunk.key, state_type) not in excluded
-        and not (dram_only and tier is not Tier.DRAM)
-    }
-    return StoredChunk(stored.chunk, tiers)
+def without(
+    chunks: Sequence[StoredChunk], excluded: set[ArtifactId], dram_only: bool
+) -> list[StoredChunk]:
+    """As if what is excluded were not stored. Chunks that hold the same share one mapping."""
+    shared, left = SharedTiers(), []
+    for stored in chunks:
+        tiers = {
+            state_type: tier
+            for state_type, tier in stored.tiers.items()
+            if ArtifactId(stored.chunk.key, state_type) not in excluded
+            and not (dram_only and tier is not Tier.DRAM)
+        }
+        whole = len(tiers) == len(stored.tiers)
+        left.append(stored if whole else StoredChunk(stored.chunk, shared.share(tiers)[0]))
+    return left
 
 
 def _beyond(plan: RestorePlan, local_tokens: int) -> RestorePlan:

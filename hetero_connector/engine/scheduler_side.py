@@ -8,6 +8,7 @@ for I/O.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -19,7 +20,9 @@ from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine.cost_learning import CostLearner
+from hetero_connector.engine.fleet import Fleet
 from hetero_connector.engine.messages import Save, StepMetadata, WorkerReport
+from hetero_connector.engine.peer_matching import PeerMatcher
 from hetero_connector.engine.predictions import Predictions
 from hetero_connector.engine.replaying import Replays, can_hide
 from hetero_connector.engine.requests import (
@@ -30,10 +33,13 @@ from hetero_connector.engine.requests import (
 )
 from hetero_connector.engine.restoring import BlockTable, Restorer, table_of
 from hetero_connector.engine.saving import Saver
+from hetero_connector.engine.sessions import Mode as PrefetchMode
+from hetero_connector.engine.sessions import Sessions
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.checkpoint_policy import CheckpointPolicy
 from hetero_connector.planner.decision import EngineLoad
 from hetero_connector.planner.restore_planner import RestorePlanner
+from hetero_connector.planner.think_times import ThinkTimes
 from hetero_connector.planner.window_replay import WindowReplay
 from hetero_connector.spec import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
@@ -45,7 +51,11 @@ if TYPE_CHECKING:
 
 _block_id = attrgetter("block_id")
 _IDLE_STEP_S = 500e-6
-_SOURCES = {Tier.DRAM.value: CacheHitSource.HOST, Tier.SSD.value: CacheHitSource.DISK}
+_SOURCES = {
+    Tier.DRAM.value: CacheHitSource.HOST,
+    Tier.SSD.value: CacheHitSource.DISK,
+    Tier.PEER.value: CacheHitSource.P2P,
+}
 
 
 class SchedulerSide:
@@ -63,6 +73,9 @@ class SchedulerSide:
         load_deadline_s: float,
         checkpoints: CheckpointPolicy,
         window_replay: WindowReplay | None = None,
+        think_times: ThinkTimes | None = None,
+        prefetch: PrefetchMode = "off",
+        fleet: Fleet | None = None,
     ) -> None:
         self.costs = planner.costs
         """What it has learned of the engine's costs."""
@@ -75,7 +88,8 @@ class SchedulerSide:
         # place before the admitting step: such models load between steps.
         self._parked = StateType.RECURRENT in layout.model.state_types
         self._layerwise = layerwise and not self._parked
-        self._predictions = Predictions(recorder, planner.costs.load, time.monotonic)
+        self._predictions = Predictions(recorder, planner.costs.load, store, time.monotonic)
+        self._peers = PeerMatcher(layout, store, fleet, recorder, time.monotonic)
         self._restorer = Restorer(
             layout,
             store,
@@ -83,15 +97,21 @@ class SchedulerSide:
             planner,
             self._engine_load,
             self._predictions,
+            self._peers,
             deadline_s=load_deadline_s,
             clock=time.monotonic,
         )
-        self._learner = CostLearner(planner.costs, layout, store)
+        self._learner = CostLearner(planner.costs, layout, store, time.monotonic)
         self._saver = Saver(layout, store, self._tp_size, checkpoints)
+        self._sessions = Sessions(
+            layout, store, planner.costs, think_times or ThinkTimes(), time.monotonic, prefetch
+        )
         self._loras = LoraDigests()
         self._trackers: dict[str, RequestTracker] = {}
         self._admitted: list[RequestTracker] = []
-        self._loading: dict[str, PendingRestore] = {}
+        self._loading: defaultdict[str, list[PendingRestore]] = defaultdict(list)
+        """Restores with reports to come, oldest first. A second one of a request is there if it
+        was preempted and admitted again before the first was reported."""
         self._replays = Replays(layout.model, window_replay, self._restorer)
         self._early: list[Save] = []
         self._staging = False
@@ -110,6 +130,7 @@ class SchedulerSide:
             return 0, False
         tracker.local_tokens = local_tokens
         tokens = self._restorer.tokens(tracker, local_tokens)
+        self._sessions.began(tracker)
         self._staging |= tokens is None
         return tokens, bool(tokens) and self._parked
 
@@ -121,6 +142,7 @@ class SchedulerSide:
         tracker.admitting = True
         if request.num_computed_tokens == 0:  # not a parked load that has ended
             tracker.outdated = False
+        self._peers.forget(tracker)
         if num_external_tokens:
             self._admitted.append(tracker)
         else:
@@ -160,15 +182,14 @@ class SchedulerSide:
             self._saver.reported(save_id, ranks)
         for request_id, ranks in report.loaded.items():
             self._loaded(request_id, ranks)
-        self._learner.learn(report.timings)
+        self._learner.learn(report)
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
         """`request_finished_all_groups`: order the tail's save; the blocks may be freed now."""
         tracker = self._trackers.pop(request.request_id, None)
         if tracker is None:
             return
-        if request.num_computed_tokens >= request.num_prompt_tokens:
-            self._predictions.first_token(request.request_id)
+        self._predictions.progressed(request.request_id, request.num_tokens)
         self._predictions.forget(request.request_id)
         self._end_replay(request.request_id)
         unloaded = self._parked and request.request_id in self._loading
@@ -176,6 +197,7 @@ class SchedulerSide:
         if not unloaded and not tracker.outdated:
             self._early += self._saver.finish(tracker, request.num_computed_tokens, block_ids)
         self._saver.forget(tracker)
+        self._sessions.ended(tracker, request.num_computed_tokens)
 
     def reset(self) -> None:
         """Forget everything stored, and what requests hold of it or computed before.
@@ -195,7 +217,8 @@ class SchedulerSide:
         return self._saver.outstanding or bool(self._early)
 
     def close(self) -> None:
-        """Write what is sealed to SSD and let go of the tiers."""
+        """Leave the fleet, write what is sealed to SSD and let go of the tiers."""
+        self._peers.close()
         self._store.close()
 
     def _yield_if_idle(self, output: SchedulerOutput) -> None:
@@ -234,7 +257,7 @@ class SchedulerSide:
         """`told`: the block ids vLLM sends along, if the request is new in this step."""
         assert tracker.restore is not None
         request_id = tracker.request.request_id
-        self._loading[request_id] = tracker.restore
+        self._loading[request_id].append(tracker.restore)
         if tracker.restore.plan.replay_tokens:
             self._replays.begin(request_id, tracker.restore)
             tracker.restore = None
@@ -246,13 +269,17 @@ class SchedulerSide:
         tracker.restore = None
 
     def _loaded(self, request_id: str, ranks: int) -> None:
-        self._loading[request_id].ranks_left -= ranks
+        self._loading[request_id][0].ranks_left -= ranks
         self._release_if_loaded(request_id)
 
     def _release_if_loaded(self, request_id: str) -> None:
-        if request_id in self._replays or self._loading[request_id].ranks_left > 0:
+        loading = self._loading[request_id]
+        replayed = len(loading) == 1 and request_id in self._replays
+        if replayed or loading[0].ranks_left > 0:
             return
-        pending = self._loading.pop(request_id)
+        pending = loading.pop(0)
+        if not loading:
+            del self._loading[request_id]
         self._restorer.count(pending)
         pending.handle.release()
 
@@ -274,11 +301,12 @@ class SchedulerSide:
         self, request_id: str, num_tokens: int, output: SchedulerOutput, meta: StepMetadata
     ) -> None:
         tracker = self._trackers.get(request_id)
-        if tracker is None or tracker.outdated:
+        if tracker is None:
+            return
+        self._predictions.progressed(request_id, tracker.request.num_tokens)
+        if tracker.outdated:
             return
         computed = tracker.request.num_computed_tokens
-        if computed >= tracker.request.num_prompt_tokens:
-            self._predictions.first_token(request_id)
         if tracker.admitting:
             tracker.admitting = False
             self._saver.admitted(tracker, computed)

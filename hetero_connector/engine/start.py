@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hetero_connector import machine
 from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.config import HeteroConfig
-from hetero_connector.engine import engine_identity, rendezvous, replay_support
+from hetero_connector.engine import engine_identity, fleet, rendezvous, replay_support
 from hetero_connector.engine.geometry import model_spec
 from hetero_connector.engine.rendezvous import WorkerGeometry
 from hetero_connector.engine.scheduler_side import SchedulerSide
@@ -29,12 +31,17 @@ from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.cost_profile import CostProfile
 from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.planner.restore_planner import RestorePlanner
+from hetero_connector.planner.think_times import ThinkTimes
 from hetero_connector.planner.window_replay import WindowReplay
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
+from hetero_connector.store.journal_format import REPLAY_EXACT, WINDOW_REPLAY
+from hetero_connector.store.peers import PeerAccess
+from hetero_connector.store.prefetching import PrefetchCosts
 from hetero_connector.store.seconds_saved import recompute_seconds
 from hetero_connector.store.write_budget import burst_bytes
+from hetero_connector.transfer.nixl_peers import NixlPeers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -90,15 +97,28 @@ def open_scheduler_side(
     window_replay = _window_replay(geometry)
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     planner = _planner(config, layout, step_tokens, window_replay)
+    think_times = ThinkTimes()
+    joined = _join(config, vllm_config, recorder)
     store = ArtifactStore.open(
         layout.max_bytes,
         _store_config(config, vllm_config, shared=any(w.pid != os.getpid() for w in workers)),
         recorder,
         fingerprint=identity.digest,
-        description=identity.describe(),
+        description=identity.describe() | {WINDOW_REPLAY: geometry.replay_refusal or REPLAY_EXACT},
         chunk_tokens=chunk_tokens,
         seconds_saved=recompute_seconds(planner.costs.compute.predict),
+        prefetch_costs=PrefetchCosts(
+            lambda artifact: planner.costs.load.artifact_seconds(
+                Tier.SSD, artifact.state_type, artifact.size_bytes
+            ),
+            think_times.returns_within,
+        ),
+        peers=None if joined is None else _peer_access(joined, config),
     )
+    if joined is not None and store.sharing is None:
+        joined = None  # nothing could be read from us, so nothing is to be claimed
+    if joined is not None and store.sharing is not None:
+        joined.start(store.sharing)
     logger.info("HeteroConnector: %s", _summary(layout, config))
     for warning in _warnings(layout, config, vllm_config.model_config.max_model_len):
         logger.warning("HeteroConnector: %s", warning)
@@ -113,6 +133,26 @@ def open_scheduler_side(
         load_deadline_s=config.load_deadline_s,
         checkpoints=_checkpoint_policy(config, layout, planner.costs),
         window_replay=window_replay,
+        think_times=think_times,
+        prefetch="off" if config.planner == "never_load" else config.prefetch,
+        fleet=joined,
+    )
+
+
+def _join(config: HeteroConfig, vllm_config: VllmConfig, recorder: Recorder) -> fleet.Fleet | None:
+    assert vllm_config.kv_transfer_config is not None
+    parallel = vllm_config.parallel_config
+    if config.worker_name and parallel.data_parallel_size > 1:
+        # Data-parallel engines are workers of their own.
+        name = f"{config.worker_name}-dp{parallel.data_parallel_index}"
+        config = replace(config, worker_name=name)
+    return fleet.join(config, str(vllm_config.kv_transfer_config.engine_id), recorder)
+
+
+def _peer_access(joined: fleet.Fleet, config: HeteroConfig) -> PeerAccess:
+    interface = machine.addresses()[config.peer_host] if config.peer_host else ""
+    return PeerAccess(
+        joined.peers, lambda regions: NixlPeers(regions, interface=interface), joined.wake
     )
 
 
@@ -146,19 +186,8 @@ def _checkpoint_policy(
         # the chain.
         return Full()
     has_ssd = config.ssd_dir is not None
-    step_tokens = costs.step_tokens or layout.chunk_tokens
     return policy_named(
-        config.checkpoints, Sizes.of(layout), lambda: _rates(costs, step_tokens, has_ssd)
-    )
-
-
-def _rates(costs: CostModel, step_tokens: int, has_ssd: bool) -> Rates:
-    """What the cost model has learned; without an SSD a checkpoint costs no more than a copy."""
-    load_s = costs.load.rates(Tier.SSD if has_ssd else Tier.DRAM).ahead_s_per_byte
-    return Rates(
-        write_s_per_byte=Rates.write_s_per_byte if has_ssd else load_s,
-        load_s_per_byte=load_s,
-        recompute_s_per_token=float(costs.compute.predict(step_tokens, 0)) / step_tokens,
+        config.checkpoints, Sizes.of(layout), lambda: Rates.learned(costs, has_ssd=has_ssd)
     )
 
 
@@ -189,6 +218,8 @@ def _store_config(config: HeteroConfig, vllm_config: VllmConfig, *, shared: bool
         eviction=config.eviction,
         verify=config.verify,
         load_deadline_s=config.load_deadline_s,
+        # Peers are told of what has its checksum: at once, so that they find it.
+        spill_delay_s=0.0 if config.directory else StoreConfig.spill_delay_s,
     )
 
 

@@ -15,14 +15,21 @@ class StepTimer:
         self._device = device
         self._step: int | None = None
         self._forward = self._copies = device.time_forward()
-        self._end_forward: Callable[[], None] | None = None
+        self._end_forward: Callable[[], None] = _nothing
         self._ended: list[tuple[int, Stopwatch, Stopwatch]] = []
 
-    def begin(self, step: int, loads: bool) -> None:
-        """A step that is to be timed begins, with something to load or without."""
+    def begin(self, step: int) -> None:
+        """A step that is to be timed begins."""
         self._step = step
         self._forward, self._copies = self._device.time_forward(), self._device.time_copies()
-        self._end_forward = None if loads else self._forward.start()
+        self._end_forward = self._forward.start()
+
+    def waiting(self) -> Callable[[], None]:
+        """The forward waits for loads from now on; call the result when it goes on."""
+        if self._step is None:
+            return _nothing
+        self._end_forward()
+        return self._go_on
 
     def copying(self) -> Callable[[], None]:
         """A stretch of copies begins; call the result at its end."""
@@ -32,8 +39,7 @@ class StepTimer:
         """The step's forward and its copies have been issued."""
         if self._step is None:
             return
-        if self._end_forward is not None:
-            self._end_forward()
+        self._end_forward()
         self._ended.append((self._step, self._forward, self._copies))
         self._step = None
 
@@ -48,6 +54,9 @@ class StepTimer:
             taken.append(StepTiming(step, forward_s, load_s))
             del self._ended[0]
         return taken
+
+    def _go_on(self) -> None:
+        self._end_forward = self._forward.start()
 
 
 def _nothing() -> None:

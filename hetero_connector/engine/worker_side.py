@@ -80,7 +80,8 @@ class WorkerSide:
         """The first hook of every step: `start_loads` comes after a forward without loads."""
         self._early_saves(meta)
         if self._timer and meta.timed_as is not None:
-            self._timer.begin(meta.timed_as, bool(meta.loads))
+            self._timer.begin(meta.timed_as)
+            self._report.ran = meta.timed_as
 
     def _early_saves(self, meta: StepMetadata) -> None:
         """Copy pages of finished requests before anything may overwrite them."""
@@ -98,6 +99,8 @@ class WorkerSide:
         if not meta.loads:
             return
         started = time.perf_counter()
+        assert self._timer is not None
+        go_on = self._timer.waiting()
         self._device_().after_forward_so_far()
         sync = [load for load in meta.loads if not load.parked]
         for load in meta.loads:
@@ -105,6 +108,7 @@ class WorkerSide:
                 self._run_now(meta, plan_loads(self._layout, self._rank, load.copy))
                 self._finished_recving.add(load.request_id)
         self._start_layerwise(meta, sync)
+        go_on()
         self._report.loaded.update(load.request_id for load in meta.loads)
         self._recorder.observe("heterocache_load_seconds", time.perf_counter() - started)
 
@@ -128,7 +132,11 @@ class WorkerSide:
     def layer_wanted(self, layer: str) -> None:
         """The forward is about to read this layer's pages."""
         self._hooked.add(layer)
-        self._pipeline.ensure(layer)
+        if self._pipeline.active:
+            assert self._timer is not None
+            go_on = self._timer.waiting()
+            self._pipeline.ensure(layer)
+            go_on()
 
     def layer_written(self, meta: StepMetadata, layer: str) -> None:
         """The forward has written this layer's pages for this step."""
@@ -162,7 +170,8 @@ class WorkerSide:
         """What this rank finished since the last call."""
         if self._timer:
             self._report.timings = self._timer.take()
-        if not (self._report.saved or self._report.loaded or self._report.timings):
+        told = self._report
+        if not (told.saved or told.loaded or told.timings or told.ran is not None):
             return None
         report, self._report = self._report, WorkerReport()
         return report

@@ -9,18 +9,15 @@ share one `tiers` object.
 from __future__ import annotations
 
 import math
-from array import array
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.artifacts.record import StoredChunk, Tier
+from hetero_connector.artifacts.record import UNNUMBERED, StoredChunk, Tier
 from hetero_connector.spec.state_types import Family, RestoreRule, StateType
 
 Floats = NDArray[np.float64]
@@ -99,25 +96,37 @@ class Holdings(NamedTuple):
 
     @classmethod
     def of(cls, chunks: Sequence[StoredChunk]) -> Holdings:
-        """`chunks` has at least one."""
-        first, size = chunks[0].tiers, len(chunks)
-        # Two looks spare the usual mixtures, fast before slow or every other one, the rest.
-        if chunks[-1].tiers is first and chunks[size // 2 - 1].tiers is first:
-            held = [stored.tiers for stored in chunks]
-            if held.count(first) == size:  # compares by identity first
-                return cls([first], [0], np.zeros(size, np.int64))
-        code: defaultdict[int, int] = defaultdict(count().__next__)
+        """`chunks`, at least one; their numbers are all of one index."""
+        numbers = left = bytes([stored.number for stored in chunks])
+        if UNNUMBERED in numbers:
+            return cls._by_identity(chunks)
+        distinct = b""
+        while left:
+            distinct += left[:1]
+            left = left.translate(None, left[:1])
+        firsts = [numbers.index(number) for number in distinct]
+        codes = numbers.translate(bytes.maketrans(distinct, bytes(range(len(distinct)))))
+        tiers = [chunks[first].tiers for first in firsts]
+        return cls(tiers, firsts, np.frombuffer(codes, np.uint8).astype(np.int64))
+
+    @classmethod
+    def _by_identity(cls, chunks: Sequence[StoredChunk]) -> Holdings:
+        """Of chunks of which some have no number."""
+        known: dict[int, int] = {}
         codes: list[int] = []
-        append, last, current = codes.append, None, 0
-        for stored in chunks:
-            tiers = stored.tiers
-            if tiers is not last:  # runs are the rule
-                last, current = tiers, code[id(tiers)]
-            append(current)
-        firsts = [codes.index(i) for i in range(len(code))]
-        return cls([chunks[i].tiers for i in firsts], firsts, np.array(array("I", codes), np.int64))
+        firsts: list[int] = []
+        for index, stored in enumerate(chunks):
+            code = known.setdefault(id(stored.tiers), len(firsts))
+            if code == len(firsts):
+                firsts.append(index)
+            codes.append(code)
+        return cls([chunks[i].tiers for i in firsts], firsts, np.array(codes, np.int64))
 
     def up_to(self, count: int) -> Holdings:
         """Of the first `count` chunks."""
         known = bisect_left(self.firsts, count)
         return Holdings(self.distinct[:known], self.firsts[:known], self.codes[:count])
+
+    def distinct_up_to(self, count: int) -> Sequence[Mapping[StateType, Tier]]:
+        """`distinct` of the first `count` chunks."""
+        return self.distinct[: bisect_left(self.firsts, count)]

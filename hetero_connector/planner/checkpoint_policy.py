@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.artifacts.record import ChunkKey
+from hetero_connector.artifacts.record import ChunkKey, Tier
+from hetero_connector.planner.cost_model import CostModel
 
 NEVER = 1 << 30
 """A period in chunks that no prompt reaches: only turns' ends."""
@@ -23,6 +24,8 @@ period stay useful under a shorter one; the best of them costs at most 6% more t
 period of all (a/p + bp at a factor of sqrt(2) from its minimum)."""
 _LONGEST = PERIODS[-2]
 _PRIOR_NEW_CHUNKS = 32
+_STEP_TOKENS = 2048
+"""Of an engine that computes everything in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,17 @@ class Rates:
     """Seconds per byte restored: 2 GB/s."""
     recompute_s_per_token: float = 100e-6
     """Seconds per token of prefill: 10,000 tokens/s."""
+
+    @classmethod
+    def learned(cls, costs: CostModel, *, has_ssd: bool = True) -> Rates:
+        """What a cost model has learned; without an SSD a checkpoint costs no more than a copy."""
+        load_s = costs.load.rates(Tier.SSD if has_ssd else Tier.DRAM).ahead_s_per_byte
+        step_tokens = costs.step_tokens or _STEP_TOKENS
+        return cls(
+            write_s_per_byte=cls.write_s_per_byte if has_ssd else load_s,
+            load_s_per_byte=load_s,
+            recompute_s_per_token=float(costs.compute.predict(step_tokens, 0)) / step_tokens,
+        )
 
 
 @dataclass(frozen=True)

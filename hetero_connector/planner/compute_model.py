@@ -9,12 +9,14 @@ The last term adds up exactly over the steps of a chunked prefill; only c0 is pa
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hetero_connector.planner.least_squares import RelativeErrors, RobustLeastSquares
+from hetero_connector.planner.pace import Pace
 
 Tokens = TypeVar("Tokens", float, NDArray[np.float64])
 """A number of tokens, or `[n] float64` of them."""
@@ -41,27 +43,31 @@ SLOW_ENGINE = ComputeCoefficients(5e-3, 1e-4, 1e-9)
 context of 100,000. Rather slow, so that a restore is tried and loading can be learned."""
 
 
+_PACED_FROM = 16
+"""Steps before which a surprise is the coefficients' fault."""
+
+
 class ComputeRegression:
     """The polynomial, fitted to the engine's own steps as they come. Not thread-safe."""
 
     def __init__(self, profile: ComputeCoefficients | None = None) -> None:
         """`profile`: coefficients measured earlier, to start from."""
         self._fit = RobustLeastSquares(SLOW_ENGINE, profile)
+        self._pace = Pace()
+        self.errors = RelativeErrors()
+        """Errors of steps, each predicted before it was learned from."""
 
     @property
     def coefficients(self) -> ComputeCoefficients:
-        """The fit so far."""
-        return ComputeCoefficients(*self._fit.coefficients)
+        """The fit so far, at the present pace."""
+        factor = self._pace.factor
+        step_s, token_s, attention_s = self._fit.coefficients
+        return ComputeCoefficients(factor * step_s, factor * token_s, factor * attention_s)
 
     @property
     def samples(self) -> int:
         """Steps observed."""
         return self._fit.samples
-
-    @property
-    def errors(self) -> RelativeErrors:
-        """Errors of steps, each predicted before it was learned from."""
-        return self._fit.errors
 
     def observe(self, new_tokens: float, context_tokens: float, seconds: float) -> None:
         """Learn from a step that computed one request; see `observe_work` for a mixed one."""
@@ -74,14 +80,20 @@ class ComputeRegression:
         """
         if new_tokens > 0:
             size_class = int(new_tokens).bit_length() // 3  # 1-3, 4-31, 32-255, 256-2047, ...
-            self._fit.observe((1.0, new_tokens, work), seconds, size_class)
+            row = (1.0, new_tokens, work)
+            fitted_s = self._fit.predict(row)
+            if 0.0 < seconds < math.inf:
+                self.errors.add(self._pace.factor * fitted_s, seconds)
+                if self.samples >= _PACED_FROM and fitted_s > 0.0:
+                    self._pace.follow(seconds / fitted_s, size_class)
+            self._fit.observe(row, seconds, size_class)
 
     def predict(self, new_tokens: Tokens, context_tokens: Tokens) -> Tokens:
         """Seconds of one step of `new_tokens` (above 0) over `context_tokens`; at least 0.
 
         Takes numbers or arrays of them.
         """
-        step_s, token_s, attention_s = self._fit.coefficients
+        step_s, token_s, attention_s = self.coefficients
         return (
             step_s + token_s * new_tokens + attention_s * attention_work(new_tokens, context_tokens)
         )

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hetero_connector.planner.compute_model import ComputeRegression
+from hetero_connector.planner.interference_model import (
+    InterferenceCoefficients,
+    InterferenceRegression,
+)
 from hetero_connector.planner.load_model import LoadModel
 
 
@@ -52,7 +56,7 @@ class CostWeights:
 
 @dataclass
 class CostModel:
-    """Compute and load, learned as they happen, and the weights of the rest."""
+    """Compute, load and interference, learned as they happen, and the weights of the rest."""
 
     compute: ComputeRegression
     load: LoadModel
@@ -60,6 +64,15 @@ class CostModel:
     step_tokens: int = 0
     """Tokens the engine computes in one step at most (vLLM's `max_num_batched_tokens`);
     0: everything in one step."""
+    interference: InterferenceRegression = field(default_factory=InterferenceRegression)
+    """What a prefill does to the decodes beside it. The planner does without; a fleet's
+    scheduler asks, by `delays`."""
+
+    def delays(self) -> InterferenceCoefficients:
+        """What is known of interference; guessed from `compute` before anything is measured."""
+        if self.interference.measured:
+            return self.interference.coefficients
+        return InterferenceCoefficients.of_compute(self.compute.coefficients)
 
     def num_steps(self, tokens: int) -> int:
         """Steps in which the engine computes so many tokens."""

@@ -13,6 +13,10 @@ from hetero_connector.artifacts.record import Tier
 from hetero_connector.errors import ConfigError
 from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
 from hetero_connector.planner.cost_model import CostModel, CostWeights
+from hetero_connector.planner.interference_model import (
+    InterferenceCoefficients,
+    InterferenceRegression,
+)
 from hetero_connector.planner.least_squares import RelativeErrors
 from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.spec.state_types import StateType
@@ -50,6 +54,9 @@ class CostProfile:
     load: Mapping[Tier, TierRates] = field(default_factory=dict)
     """Tiers that were measured."""
     load_errors: Mapping[Tier, FitError] = field(default_factory=dict)
+    interference: InterferenceCoefficients | None = None
+    """None: not measured."""
+    interference_error: FitError | None = None
 
     @classmethod
     def of(cls, costs: CostModel, model: str) -> CostProfile:
@@ -62,6 +69,8 @@ class CostProfile:
             FitError.of(costs.compute.errors),
             {tier: costs.load.rates(tier) for tier in known},
             known,
+            costs.interference.coefficients if costs.interference.measured else None,
+            FitError.of(costs.interference.errors),
         )
 
     def cost_model(
@@ -76,6 +85,7 @@ class CostProfile:
             LoadModel(state_types, self.load),
             weights or CostWeights(),
             step_tokens,
+            InterferenceRegression(self.interference, self.compute),
         )
 
     def write(self, path: Path) -> None:
@@ -94,7 +104,11 @@ class CostProfile:
             for tier, rates in self.load.items()
         }
         compute = self.compute._asdict() | {"fit": _error_json(self.compute_error)}
-        return {"format": PROFILE_FORMAT, "model": self.model, "compute": compute, "load": load}
+        document = {"format": PROFILE_FORMAT, "model": self.model, "compute": compute, "load": load}
+        if self.interference is not None:
+            fit = _error_json(self.interference_error)
+            document["interference"] = self.interference._asdict() | {"fit": fit}
+        return document
 
     @classmethod
     def read(cls, path: Path) -> CostProfile:
@@ -103,12 +117,12 @@ class CostProfile:
             return cls.from_json(json.loads(path.read_text()))
         except OSError as error:
             raise ConfigError(_KEY, f"cannot read {path}: {error.strerror}") from error
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise ConfigError(_KEY, f"{path} is not JSON: {error}") from error
         except _BadProfileError as error:
             raise ConfigError(
                 _KEY, f"{path}: {error}; write a new one with 'heterocache calibrate'"
             ) from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(_KEY, f"{path} is not JSON: {error}") from error
 
     @classmethod
     def from_json(cls, document: object) -> CostProfile:
@@ -126,6 +140,7 @@ class CostProfile:
         )
         if not any(coefficients):
             raise _BadProfileError("compute: every coefficient is 0, computing cannot be free")
+        interference, interference_error = _read_interference(top)
         sections = {
             _member(Tier, name): _Section(f"load.{name}", value)
             for name, value in _Section("load", top.get("load")).items()
@@ -137,6 +152,8 @@ class CostProfile:
             _read_error(compute),
             {tier: _read_rates(section) for tier, section in sections.items()},
             {tier: error for tier, error in errors.items() if error},
+            interference,
+            interference_error,
         )
 
 
@@ -156,6 +173,9 @@ class _Section:
         if name not in self._value:
             raise _BadProfileError(f"{self._place} lacks {name!r}")
         return self._value[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._value
 
     def items(self) -> list[tuple[str, Any]]:
         return list(self._value.items())
@@ -191,6 +211,17 @@ def _read_rates(section: _Section) -> TierRates:
         {_member(StateType, name): per_byte.number(name) for name, _ in per_byte.items()},
         section.number("ahead_s_per_byte"),
     )
+
+
+def _read_interference(
+    top: _Section,
+) -> tuple[InterferenceCoefficients | None, FitError | None]:
+    """Profiles written before it was measured have none."""
+    if "interference" not in top:
+        return None, None
+    section = top.section("interference")
+    numbers = [section.number(name) for name in InterferenceCoefficients._fields]
+    return InterferenceCoefficients(*numbers), _read_error(section)
 
 
 def _read_error(section: _Section) -> FitError | None:

@@ -23,9 +23,10 @@ class Action(StrEnum):
     RECOMPUTE_SWA = "RECOMPUTE_SWA"
     """Windows are rebuilt by recomputing tokens before the boundary."""
     PREFETCH_ARTIFACT = "PREFETCH_ARTIFACT"
-    """Artifacts are brought to DRAM before the request is admitted."""
+    """Artifacts are brought from SSD to DRAM, and the request is admitted once they are there."""
     DROP_LOW_UTILITY_ARTIFACT = "DROP_LOW_UTILITY_ARTIFACT"
-    """Artifacts that would lead further are left alone: computing is cheaper."""
+    """Artifacts that would lead further are left alone, for computing is cheaper, and leave
+    their tier before all others when it needs room."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,16 @@ class Decision:
     predicted: Terms
     nothing: Terms
     """Of computing everything past the local tokens."""
-    actions: tuple[Action, ...]
     declined: tuple[Tier, ...]
     """Tiers of which nothing is loaded although it would lead further. Nothing is learned of
     them this time: `LoadModel.fade` lets a tier that was slow once be tried again."""
+    _actions: Callable[[], Iterable[Action]] = field(repr=False, compare=False)
     _candidates: Callable[[], Iterable[Candidate]] = field(repr=False, compare=False)
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """What it makes happen, in order."""
+        return tuple(self._actions())
 
     @property
     def reuse_benefit_s(self) -> float:

@@ -23,7 +23,7 @@ def explain(decision: Decision, max_rows: int | None = None) -> str:
     """
     candidates = decision.candidates()
     shown = _shown(candidates, max_rows)
-    lines = _table([_HEADER, *(_row(candidates[i]) for i in shown)])
+    lines = aligned([_HEADER, *(_row(candidates[i]) for i in shown)])
     left_out = len(candidates) - len(shown)
     if left_out:
         lines.append(f"{left_out} more candidates are not shown")
@@ -78,7 +78,7 @@ def _shown(candidates: Sequence[Candidate], max_rows: int | None) -> list[int]:
     return sorted({i for i in near if 0 <= i < count} | set(range(0, count, step)))
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Right-aligned columns, as wide as their widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [

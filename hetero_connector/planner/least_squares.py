@@ -4,7 +4,7 @@ Recursive least squares in its information form: the normal equations are kept i
 their inverse, which makes three things plain arithmetic that the covariance form cannot do.
 A sum over size classes of samples, so that a million decode steps do not wash out what few
 prefills have taught (covariance wind-up); coefficients held at or above zero; and evidence
-that fades towards the prior.
+that fades towards the default.
 
 The solver is plain Python: three to seven unknowns are too few for numpy to pay.
 """
@@ -74,20 +74,24 @@ class RobustLeastSquares:
     a prefill of 2 s.
     """
 
-    def __init__(self, default: Sequence[float], known: Sequence[float] | None = None) -> None:
+    def __init__(
+        self, default: Sequence[float], known: Sequence[float | None] | None = None
+    ) -> None:
         """`default`: seconds per unit of each feature, above 0, until samples say otherwise.
 
-        `known`: the same as measured earlier, at least 0; weighs as much as a few samples.
-        What was found to be 0 then may have been too small to see, and is open again.
+        `known`: the same as measured earlier, at least 0, or None for what was not; weighs as
+        much as a few samples. What was found to be 0 then may have been too small to see, and
+        is open again.
         """
-        prior = known or default
-        scale = [k or d for k, d in zip(prior, default, strict=True)]
-        trust = [_KNOWN if known and k else _GUESSED for k in prior]
         size = len(default)
-        self._scale = tuple(scale)
+        earlier = known or [None] * size
+        self._scale = tuple(k or d for k, d in zip(earlier, default, strict=True))
         self._pairs = [(i, j) for i in range(size) for j in range(i, size)]
-        self._prior = [trust[i] if i == j else 0.0 for i, j in self._pairs]
-        self._prior += [t * p / s for t, p, s in zip(trust, prior, scale, strict=True)]
+        guess = [0.0 if k == 0.0 else d for k, d in zip(earlier, default, strict=True)]
+        self._guess = self._as_evidence([_GUESSED] * size, guess)
+        self._known = self._as_evidence(
+            [_KNOWN if k else 0.0 for k in earlier], [k or 0.0 for k in earlier]
+        )
         self._evidence: dict[int, list[float]] = {}
         self._deviation = 0.5
         self.errors = RelativeErrors()
@@ -130,10 +134,20 @@ class RobustLeastSquares:
             self._solve()
 
     def fade(self, keep: float) -> None:
-        """Keep this share of the evidence, in [0, 1]: the rest goes back to the prior."""
+        """Keep this share of what was learned, now and earlier, in [0, 1].
+
+        The rest goes back to the default.
+        """
+        self._known = [keep * x for x in self._known]
         for size_class, evidence in self._evidence.items():
             self._evidence[size_class] = [keep * x for x in evidence]
         self._solve()
+
+    def _as_evidence(self, weights: Sequence[float], coefficients: Sequence[float]) -> list[float]:
+        """What samples of one feature each would leave, so many of these coefficients."""
+        evidence = [weights[i] if i == j else 0.0 for i, j in self._pairs]
+        told = zip(weights, coefficients, self._scale, strict=True)
+        return evidence + [w * c / s for w, c, s in told]
 
     def _weight(self, residual: float, row: Sequence[float]) -> float:
         """1, or less for an outlier; a row unlike those seen is allowed to surprise."""
@@ -151,7 +165,8 @@ class RobustLeastSquares:
 
     def _solve(self) -> None:
         """Coefficients from the evidence; those that would be negative are held at 0."""
-        total = [sum(column) for column in zip(self._prior, *self._evidence.values(), strict=True)]
+        parts = (self._guess, self._known, *self._evidence.values())
+        total = [sum(column) for column in zip(*parts, strict=True)]
         size = len(self._scale)
         entry = dict(zip(self._pairs, total, strict=False))  # the last `size` are not pairs
         right = total[-size:]

@@ -79,6 +79,10 @@ class LoadModel:
         """Seconds of a load; 0 for one of no bytes."""
         return self.rates(tier).seconds(bytes_by_type, in_flight_bytes)
 
+    def artifact_seconds(self, tier: Tier, state_type: StateType, size_bytes: int) -> float:
+        """What an artifact among others adds to a load. May be asked on any thread."""
+        return size_bytes * self.rates(tier).seconds_per_byte[state_type]
+
     def fade(self, tier: Tier, keep: float = 0.9) -> None:
         """Trust what was learned of the tier a little less.
 
@@ -105,10 +109,10 @@ class _TierFit:
     ) -> None:
         self._types = state_types
         default = [latency_s] + [s_per_byte] * len(state_types)
-        known = None
+        known: list[float | None] | None = None
         if profile:
-            per_byte = profile.seconds_per_byte
-            known = [profile.latency_s, *(per_byte.get(t, s_per_byte) for t in state_types)]
+            per_byte = (profile.seconds_per_byte.get(t) for t in state_types)
+            known = [profile.latency_s, *(0.0 if s == _LEAST_S_PER_BYTE else s for s in per_byte)]
         self.fit = RobustLeastSquares(default, known)
         self._moved = dict.fromkeys(state_types, 0.0)
         self._unseen_s_per_byte = profile.ahead_s_per_byte if profile else s_per_byte

@@ -3,9 +3,11 @@
     T = queue + max(staging - queue, 0) + exposed + compute, then stall and HBM
 
 Staging brings artifacts from SSD or PEER to DRAM while the request waits, so the queue hides
-it; tiers are read side by side. What is in DRAM then goes to pages. Layer by layer that is
-hidden by the first step's compute, except for the first layer, which nothing runs ahead of:
-max(load, first step) + load / layers instead of their sum. Parked it comes before compute.
+it; tiers are read side by side. The engine finds out that it has ended between two steps: with
+decodes running that is half a step later, on average. What is in DRAM then goes to pages.
+Layer by layer that is hidden by the first step's compute, except for the first layer, which
+nothing runs ahead of: max(load, first step) + load / layers instead of their sum. Parked it
+comes before compute.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class TierTable:
         self._boundary_types = grid.model.boundary_types
         self._boundary_bytes = grid.boundary_bytes
         self._per_byte = np.array([per_byte[t] for t in self._boundary_types], np.float64)
-        self.checkpoint_s: Floats = self._per_byte @ grid.boundary_bytes
+        self.checkpoint_s: Floats = self._per_byte.dot(grid.boundary_bytes)
         """[columns] all boundary types."""
 
     def prefix_seconds(self, tiers: Held) -> float:
@@ -51,12 +53,13 @@ class TierTable:
 
     def boundary_seconds(self, tiers: Held) -> Floats:
         """[columns] of moving the boundary types that this tier has, at each boundary."""
-        rows = [i for i, t in enumerate(self._boundary_types) if tiers.get(t) is self.tier]
-        if len(rows) == len(self._boundary_types):
+        tier = self.tier
+        here = [tiers.get(t) is tier for t in self._boundary_types]
+        if all(here):
             return self.checkpoint_s
-        if not rows:
+        if True not in here:
             return np.zeros(len(self.checkpoint_s))
-        seconds: Floats = self._per_byte[rows] @ self._boundary_bytes[rows]
+        seconds: Floats = (self._per_byte * here).dot(self._boundary_bytes)
         return seconds
 
     def seconds(self, bytes_by_type: Mapping[StateType, int], types: Iterable[StateType]) -> float:
@@ -101,6 +104,9 @@ class Pricing:
         self._step_tokens = costs.step_tokens or max(1, prompt_tokens)
         self._coefficients = costs.compute.coefficients
         self._queue_s = costs.queue_s(load.queued_tokens)
+        self._noticed_s = 0.0
+        if load.running_decodes:
+            self._noticed_s = costs.queue_s(load.running_decodes) / 2
         self._stall = costs.weights.stall * load.running_decodes
         # A parked load runs beside the steps of others; layer by layer it may hold them up.
         self._load_stall = self._stall if load.layerwise else 0.0
@@ -127,8 +133,9 @@ class Pricing:
         compute_s = self._compute(resume)
         exposed_s = self._dram(span)
         if self._load.layerwise:
-            first_s = self._first_step(resume, compute_s)
-            exposed_s = np.maximum(exposed_s - first_s, 0.0) + exposed_s / self._num_layers
+            hidden_s = np.minimum(exposed_s, self._first_step(resume, compute_s))
+            exposed_s *= 1.0 + 1.0 / self._num_layers
+            exposed_s -= hidden_s
         waited_s = self._queue_s if staged_s is None else np.maximum(staged_s, self._queue_s)
         total_s = (exposed_s + compute_s) * (1.0 + self._hbm + self._load_stall)
         total_s += waited_s
@@ -163,10 +170,7 @@ class Pricing:
         step_s, token_s, attention_s = self._coefficients
         size = self._step_tokens
         full_s = step_s + size * (token_s + attention_s / 2 * size)
-        first_s = resume * (size * attention_s) + full_s
-        last = int(resume.searchsorted(self._prompt_tokens - size))
-        first_s[last:] = compute_s[last:]
-        return first_s
+        return np.minimum(resume * (size * attention_s) + full_s, compute_s)
 
     def _dram(self, span: _Span) -> Floats:
         """Seconds from DRAM to pages."""
@@ -187,6 +191,8 @@ class Pricing:
             if any(table.tier in tiers.values() for tiers in held.distinct):
                 staged_s = self._staged_from(table, span, held)
                 staged = staged_s if staged is None else np.maximum(staged, staged_s)
+        if staged is not None and self._noticed_s:
+            staged += self._noticed_s * (staged > 0.0)
         return staged
 
     def _staged_from(self, table: TierTable, span: _Span, held: Holdings) -> Floats:

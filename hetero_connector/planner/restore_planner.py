@@ -82,7 +82,8 @@ class RestorePlanner:
             replay_tokens=replay_tokens,
             deadline_s=self._deadline_s,
         )
-        if self.mode == "cost":
+        by_cost = self.mode == "cost"
+        if by_cost:
             plan, terms = weighing.cheapest()
         elif self.mode == "always_load":
             deepest = self._deepest(stored, local_tokens, limit_tokens, replay_tokens)
@@ -93,8 +94,8 @@ class RestorePlanner:
             plan,
             terms,
             weighing.nothing,
-            tuple(self._actions(weighing, plan, local_tokens, prompt_tokens)),
-            weighing.declined(plan) if self.mode == "cost" else (),
+            weighing.declined(plan) if by_cost else (),
+            lambda: _actions(weighing, plan, by_cost, local_tokens, prompt_tokens),
             lambda: weighing.candidates(plan),
         )
 
@@ -114,19 +115,24 @@ class RestorePlanner:
             return replay
         return plan
 
-    def _actions(
-        self, weighing: Weighing, plan: RestorePlan | None, local_tokens: int, prompt_tokens: int
-    ) -> Iterator[Action]:
-        if plan is not None:
-            if plan.prefix_types:
-                yield Action.LOAD_COMPRESSED_KV
-            if plan.boundary_types:
-                yield Action.LOAD_SWA_CHECKPOINT
-            if plan.replay_tokens:
-                yield Action.RECOMPUTE_SWA
-            if weighing.stages(plan):
-                yield Action.PREFETCH_ARTIFACT
-        if prompt_tokens > (plan.boundary if plan else local_tokens):
-            yield Action.RECOMPUTE_TAIL
-        if self.mode == "cost" and weighing.leads_further(plan):
-            yield Action.DROP_LOW_UTILITY_ARTIFACT
+
+def _actions(
+    weighing: Weighing,
+    plan: RestorePlan | None,
+    by_cost: bool,
+    local_tokens: int,
+    prompt_tokens: int,
+) -> Iterator[Action]:
+    if plan is not None:
+        if plan.prefix_types:
+            yield Action.LOAD_COMPRESSED_KV
+        if plan.boundary_types:
+            yield Action.LOAD_SWA_CHECKPOINT
+        if plan.replay_tokens:
+            yield Action.RECOMPUTE_SWA
+        if weighing.stages(plan):
+            yield Action.PREFETCH_ARTIFACT
+    if prompt_tokens > (plan.boundary if plan else local_tokens):
+        yield Action.RECOMPUTE_TAIL
+    if by_cost and weighing.leads_further(plan):
+        yield Action.DROP_LOW_UTILITY_ARTIFACT

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hetero_connector.artifacts.record import StoredChunk, Tier
 from hetero_connector.planner.boundaries import ChunkGrid, Floats, Holdings
@@ -17,8 +16,6 @@ from hetero_connector.planner.decision import Candidate
 from hetero_connector.planner.pricing import Prices, Pricing
 from hetero_connector.planner.restore_plan import RestorePlan
 from hetero_connector.spec.state_types import StateType
-
-Flags = NDArray[np.bool_]
 
 
 class Weighing:
@@ -40,25 +37,24 @@ class Weighing:
         self._local_tokens = local_tokens
         self.nothing = pricing.nothing(local_tokens)
         self._nothing_s = self.nothing.total_s
-        first = bisect_right(stored, local_tokens, key=_end)
-        chunks = stored[first : bisect_right(stored, limit_tokens, key=_end)]
+        chunks = _between(stored, local_tokens, limit_tokens)
         self._ways: list[_Way] = []
         if not chunks:
             return
         self._chunks, self._held = chunks, Holdings.of(chunks)
-        complete = None
+        barred_s = None
         num_types = len(grid.model.state_types)
         if any(len(tiers) < num_types for tiers in self._held.distinct):
-            complete = self._cut()
+            barred_s = self._cut()
         if not self._chunks:
             return
-        self._ways.append(self._way(0, complete, deadline_s))
+        self._ways.append(self._way(0, barred_s, deadline_s))
         if replay_tokens:
             self._ways.append(self._way(replay_tokens, None, deadline_s))
 
     def cheapest(self) -> tuple[RestorePlan | None, Terms]:
         """The best way; loading wins a tie, and the deeper of two."""
-        way = min(self._ways, key=lambda way: (way.best_s, -way.best), default=None)
+        way = min(self._ways, key=_price, default=None)
         if way is None or way.best_s > self._nothing_s:
             return None, self.nothing
         return self._plan(way, way.best), self._pricing.terms(way.prices, way.best)
@@ -104,7 +100,7 @@ class Weighing:
             prefix_bytes: dict[Tier, int] = {}
             for index, stored in enumerate(self._chunks):
                 self._add_bytes(prefix_bytes, stored, self._model.prefix_types)
-                if way.possible is not None and not way.possible[index]:
+                if way.barred_s is not None and way.barred_s[index]:
                     continue
                 load_bytes = dict(prefix_bytes)
                 if not way.replay_tokens:
@@ -118,26 +114,26 @@ class Weighing:
                     chosen=index == taken,
                 )
 
-    def _way(self, replay_tokens: int, possible: Flags | None, deadline_s: float) -> _Way:
+    def _way(self, replay_tokens: int, barred_s: Floats | None, deadline_s: float) -> _Way:
         prices = self._pricing.boundaries(self._chunks, self._held, replay_tokens)
+        total_s, staged_s = prices.total_s, prices.staged_s
         if replay_tokens:
             # From the local tokens or before, nothing would be saved by what is loaded.
-            possible = prices.resume > self._local_tokens
-        total_s = prices.total_s
-        if possible is not None:
-            total_s = np.where(possible, total_s, math.inf)
-        if prices.staged_s is not None and deadline_s < math.inf:
-            total_s = np.where(prices.staged_s <= deadline_s, total_s, math.inf)
+            barred_s = np.where(prices.resume > self._local_tokens, 0.0, math.inf)
+        if barred_s is not None:
+            total_s = total_s + barred_s
+        if staged_s is not None and staged_s.max() > deadline_s:
+            total_s = np.where(staged_s <= deadline_s, total_s, math.inf)
         best = len(total_s) - 1 - int(total_s[::-1].argmin())
-        return _Way(prices, total_s, possible, replay_tokens, best, float(total_s[best]))
+        return _Way(prices, total_s, barred_s, replay_tokens, best, float(total_s[best]))
 
     def _way_of(self, plan: RestorePlan) -> _Way:
         return self._ways[1 if plan.replay_tokens else 0]
 
-    def _cut(self) -> Flags:
+    def _cut(self) -> Floats:
         """Leave the chunks before the first that lacks a prefix type.
 
-        [chunks left] whether the boundary types are there.
+        [chunks left] infinite where boundary types are missing, else 0.
         """
         model, held = self._model, self._held
         prefix, boundary = set(model.prefix_types), set(model.boundary_types)
@@ -145,8 +141,8 @@ class Weighing:
             if not tiers.keys() >= prefix:
                 self._chunks, self._held = self._chunks[:first], held.up_to(first)
                 break
-        complete = [tiers.keys() >= boundary for tiers in held.distinct]
-        return np.array(complete).take(self._held.codes)
+        barred_s = [0.0 if tiers.keys() >= boundary else math.inf for tiers in held.distinct]
+        return np.array(barred_s).take(self._held.codes)
 
     def _plan(self, way: _Way, index: int) -> RestorePlan:
         chunks = self._chunks[: index + 1]
@@ -155,7 +151,7 @@ class Weighing:
             chunks,
             self._model.prefix_types,
             () if way.replay_tokens else self._model.boundary_types,
-            self._held.up_to(index + 1).distinct,
+            self._held.distinct_up_to(index + 1),
             way.replay_tokens,
         )
 
@@ -174,8 +170,8 @@ class _Way(NamedTuple):
     prices: Prices
     total_s: Floats
     """Infinite where the boundary is not possible or staging is too slow."""
-    possible: Flags | None
-    """None where all are."""
+    barred_s: Floats | None
+    """Infinite where the boundary is not possible, else 0; None where all are."""
     replay_tokens: int
     best: int
     """The chunk at the cheapest boundary; of equals the deepest."""
@@ -184,9 +180,25 @@ class _Way(NamedTuple):
 
     def reaches_beyond(self, taken: int) -> bool:
         """Whether a boundary is possible after the first `taken` chunks."""
-        if self.possible is None:
+        if self.barred_s is None:
             return taken < len(self.total_s)
-        return bool(self.possible[taken:].any())
+        return bool(self.barred_s[taken:].min(initial=math.inf) == 0.0)
+
+
+def _price(way: _Way) -> tuple[float, int]:
+    return way.best_s, -way.best
+
+
+def _between(
+    stored: Sequence[StoredChunk], local_tokens: int, limit_tokens: int
+) -> Sequence[StoredChunk]:
+    """Those that end in (`local_tokens`, `limit_tokens`]; as a rule all do."""
+    first = 0
+    if stored and stored[0].chunk.end <= local_tokens:
+        first = bisect_right(stored, local_tokens, key=_end)
+    if first or (stored and stored[-1].chunk.end > limit_tokens):
+        return stored[first : bisect_right(stored, limit_tokens, key=_end)]
+    return stored
 
 
 def _end(stored: StoredChunk) -> int:

@@ -105,6 +105,24 @@ def parent_is_there(artifact: Artifact, placed: Collection[Artifact]) -> bool:
     return above is None or above.ssd is not None or above in placed
 
 
+def could_be_written(artifact: Artifact) -> bool:
+    """Whether it lies in DRAM alone and is not a peer's to keep."""
+    return artifact.ssd is None and artifact.dram is not None and not artifact.replica
+
+
+def continues_replica(artifact: Artifact) -> bool:
+    """Whether the chain above the artifact is a peer's, who keeps it on its own SSD."""
+    node = artifact.node.parent
+    while node is not None:
+        above = node.artifacts.get(artifact.state_type)
+        if above is None or above.ssd is not None:
+            return False
+        if above.replica:
+            return True
+        node = node.parent
+    return False
+
+
 def deepest_on_ssd(artifact: Artifact) -> Artifact | None:
     """The nearest ancestor of the same state type that is on SSD."""
     node = artifact.node.parent

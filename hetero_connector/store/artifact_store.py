@@ -5,25 +5,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_connector.artifacts.index import Artifact
-from hetero_connector.artifacts.record import (
-    ChunkKey,
-    ChunkRange,
-    StoredChunk,
-    Tier,
-)
-from hetero_connector.errors import ConfigError, StoreClosedError
+from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, StoredChunk, Tier
+from hetero_connector.errors import StoreClosedError
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.arena import Arena
 from hetero_connector.store.base import Failure, ReadTiming, Save, StoreConfig, Wanted
 from hetero_connector.store.io_thread import IoThread
+from hetero_connector.store.peers import PeerAccess, PeerPort
+from hetero_connector.store.prefetch_schedule import ExpectedReturn
+from hetero_connector.store.prefetching import DEFAULT_COSTS, PrefetchCosts
 from hetero_connector.store.restore import ArtifactRestore
 from hetero_connector.store.seconds_saved import SecondsSaved, default_seconds_saved
-from hetero_connector.store.slots import SlotGeometry
+from hetero_connector.store.sharing import Sharing
+from hetero_connector.store.slots import SlotGeometry, dram_geometry
 from hetero_connector.store.ssd import OpenTransfer, Ssd, adopt_journal, best_transfer
 from hetero_connector.store.ssd_directory import SsdDirectory
 from hetero_connector.store.state import Spill, StoreState
@@ -44,13 +44,21 @@ class _ReservedSave(Save):
 class ArtifactStore:
     """Implements `base.Store`. Made by `open`; with no `ssd_dir` it lives in DRAM alone."""
 
-    def __init__(self, arena: Arena, state: StoreState, io_thread: IoThread | None) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        state: StoreState,
+        io_thread: IoThread | None,
+        port: PeerPort | None = None,
+    ) -> None:
         """Use `open`."""
         self.arena = arena
         """The DRAM tier's memory; offsets in `Save` and `Restore` point into it."""
         self._state = state
         self._tiers = state.tiers
         self._io_thread = io_thread
+        self.sharing = None if port is None else Sharing(state, port)
+        """For the fleet; None: peers cannot read the DRAM tier, nor is theirs read."""
         self._closed = False
 
     @classmethod
@@ -66,17 +74,21 @@ class ArtifactStore:
         clock: Callable[[], float] = time.monotonic,
         open_transfer: OpenTransfer = best_transfer,
         seconds_saved: SecondsSaved = default_seconds_saved,
+        peers: PeerAccess | None = None,
+        prefetch_costs: PrefetchCosts = DEFAULT_COSTS,
     ) -> ArtifactStore:
         """Open the tiers.
 
         `slot_bytes`: the largest artifact of each stored state type
         (`ArtifactLayout.max_bytes`). `chunk_tokens`: tokens of a full chunk.
         `fingerprint` and `description` name the model; an SSD directory of another one is
-        refused. `seconds_saved`: what artifacts are worth to eviction and admission to SSD.
+        refused. `seconds_saved`: what artifacts are worth to eviction and admission to SSD;
+        `prefetch_costs`: what prefetching weighs besides; `peers`: the fleet, if it reads
+        this DRAM tier and this engine theirs.
         Raises ConfigError naming the key (`dram_gib`, `ssd_dir`, `ssd_gib`),
         StoreInUseError, FormatError, StoreError.
         """
-        geometry = _dram_geometry(slot_bytes, config.dram_bytes)
+        geometry = dram_geometry(slot_bytes, config.dram_bytes)
         with contextlib.ExitStack() as undo:
             arena = Arena.create(geometry.size_bytes, shared=config.shared)
             undo.callback(arena.close)
@@ -91,8 +103,18 @@ class ArtifactStore:
                 )
                 undo.callback(directory.close)
                 ssd_geometry = SlotGeometry(directory.slots_per_type, geometry.stride_bytes)
+            port = PeerPort.open(peers, arena.view, geometry)
+            if port is not None:
+                undo.callback(port.transfers.close)
             tiers = Tiers(
-                chunk_tokens, geometry, ssd_geometry, recorder, config.eviction, seconds_saved
+                chunk_tokens,
+                geometry,
+                ssd_geometry,
+                recorder,
+                config.eviction,
+                seconds_saved,
+                generations=None if port is None else port.table.generations,
+                exports=None if port is None else port.feed,
             )
             if config.ssd_dir is not None:
                 adopt_journal(directory, tiers)
@@ -100,11 +122,11 @@ class ArtifactStore:
             state = StoreState(tiers, config, recorder, clock)
             io_thread = None
             if state.wants_spills:
-                io_thread = IoThread(state, arena.view, ssd)
+                io_thread = IoThread(state, arena.view, ssd, prefetch_costs, port)
                 io_thread.start()
             undo.pop_all()
         tiers.publish_gauges()
-        return cls(arena, state, io_thread)
+        return cls(arena, state, io_thread, port)
 
     def match(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
         """See `base.Store.match`. Takes no lock: it reads one attribute a chunk."""
@@ -122,11 +144,13 @@ class ArtifactStore:
         node = self._tiers.index.nodes.get(chunk.key)
         return [t for t in state_types if node is None or t not in node.artifacts]
 
-    def begin_restore(self, wanted: Sequence[Wanted]) -> ArtifactRestore:
+    def begin_restore(
+        self, wanted: Sequence[Wanted], copies: Mapping[ArtifactId, PeerCopy] | None = None
+    ) -> ArtifactRestore:
         """See `base.Store.begin_restore`."""
         self._check_open()
         with self._state.lock:
-            return ArtifactRestore(self._state, wanted)
+            return ArtifactRestore(self._state, wanted, copies or {})
 
     def begin_save(self, chunk: ChunkRange, sizes: Mapping[StateType, int]) -> Save | None:
         """See `base.Store.begin_save`.
@@ -155,7 +179,7 @@ class ArtifactStore:
         """See `base.Store.complete_save`. Without effect if a `reset` came in between."""
         state = self._state
         with state.lock:
-            now, due_s = self._tiers.tick(), state.clock() + state.config.spill_delay_s
+            now, due_s = state.tick(), state.clock() + state.config.spill_delay_s
             wake = not state.spills
             for artifact in _taken(save):
                 if not artifact.forgotten:
@@ -189,13 +213,31 @@ class ArtifactStore:
             for load in list(state.loading.values()):
                 state.disown(load, Failure.GONE)
             self._tiers.clear()
+            state.returns.clear()
+            state.declined.clear()
             state.spills.clear()
             state.lock.notify_all()
+
+    def expect(self, expected: ExpectedReturn) -> None:
+        """See `base.Store.expect`."""
+        self._state.expect(expected)
+
+    def came_back(self, session: Hashable) -> None:
+        """See `base.Store.came_back`."""
+        self._state.came_back(session)
+
+    def decline(self, chunks: Sequence[StoredChunk]) -> None:
+        """See `base.Store.decline`. Where there is an I/O thread, that looks at it later."""
+        if self._io_thread is not None:
+            self._state.declined.append(chunks)
+        else:
+            with self._state.lock:
+                self._tiers.demote(chunks)
 
     @property
     def reading_bytes(self) -> Mapping[Tier, int]:
         """See `base.Store.reading_bytes`."""
-        return {Tier.SSD: self._state.reading_bytes} if self._state.reading_bytes else {}
+        return {tier: n for tier, n in self._state.reading_bytes.items() if n}
 
     def take_timings(self) -> list[ReadTiming]:
         """See `base.Store.take_timings`."""
@@ -212,6 +254,8 @@ class ArtifactStore:
         if self._closed:
             return
         self._closed = True
+        if self.sharing is not None:
+            self.sharing.serve_under(0)
         io_thread, self._io_thread = self._io_thread, None
         if io_thread is not None:
             started_s = self._state.clock()
@@ -269,7 +313,7 @@ class ArtifactStore:
             state.flushing = True
             state.lock.notify_all()
             drained = state.lock.wait_for(
-                lambda: not (state.spills or state.spilling), timeout=deadline_s
+                lambda: not (state.spills or state.spilling or state.unjudged), timeout=deadline_s
             )
             state.flushing = False
             return drained and state.ssd_writable
@@ -287,15 +331,3 @@ def _taken(save: Save) -> list[Artifact]:
     artifacts = list(save.artifacts)
     save.artifacts.clear()
     return artifacts
-
-
-def _dram_geometry(slot_bytes: Mapping[StateType, int], dram_bytes: int) -> SlotGeometry:
-    geometry = SlotGeometry.fit(slot_bytes, dram_bytes)
-    if not geometry.count:
-        needed = sum(geometry.stride_bytes.values())
-        raise ConfigError(
-            "dram_gib",
-            f"{dram_bytes} bytes do not hold one chunk; a chunk of this model needs {needed} "
-            f"bytes ({needed / 2**30:.3f} GiB): ask for more, or for a smaller chunk_tokens",
-        )
-    return geometry

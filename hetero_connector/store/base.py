@@ -8,15 +8,17 @@ held during I/O.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
+from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, Tier
 from hetero_connector.artifacts.record import StoredChunk as StoredChunk
 from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.prefetch_schedule import ExpectedReturn
 
 EvictionName = Literal["leaf_lru", "lru", "value"]
 
@@ -31,6 +33,14 @@ class Failure(StrEnum):
     """No DRAM slot could be freed: everything in the tier is pinned."""
     GONE = "gone"
     """Evicted between the match and the restore."""
+    UNREACHABLE = "unreachable"
+    """The peer's lease has ended, it cannot be connected to, or it has just failed."""
+    FENCED = "fenced"
+    """The peer does not serve under the record's epoch any more, or was taken over."""
+    REUSED = "reused"
+    """The peer's slot holds something else by now."""
+    BAD_RECORD = "bad_record"
+    """The record points outside the peer's slots."""
     CLOSED = "closed"
 
 
@@ -46,6 +56,8 @@ class StoreConfig:
     """`ssd`: checksum what comes from SSD. `all`: also what is served from DRAM."""
     load_deadline_s: float = 10.0
     """A restore that has not finished reading by then keeps what it has; the rest is a miss."""
+    peer_deadline_s: float = 2.0
+    """A read from a peer that has not ended by then is a miss, and the peer is left alone."""
     spill_delay_s: float = 0.2
     """How long a sealed artifact may wait in DRAM before its write to SSD starts."""
     eviction: EvictionName = "leaf_lru"
@@ -64,14 +76,15 @@ class Wanted(NamedTuple):
 
 
 class ReadTiming(NamedTuple):
-    """One transfer into DRAM that has ended well."""
+    """One restore's reads from one tier, which have all ended well."""
 
     tier: Tier
     """Where the bytes came from."""
     bytes_by_type: Mapping[StateType, int]
     ahead_bytes: int
-    """Bytes of other transfers that were under way when it began."""
+    """Bytes of the same tier that others waited for when it began."""
     seconds: float
+    """From then to the last verified byte."""
 
 
 class Restore(Protocol):
@@ -135,8 +148,14 @@ class Store(Protocol):
         """Those of `state_types` that are neither sealed nor being saved for this chunk."""
         ...
 
-    def begin_restore(self, wanted: Sequence[Wanted]) -> Restore:
-        """Hold what is in DRAM, start reading the rest from SSD, in order. Marks them as used."""
+    def begin_restore(
+        self, wanted: Sequence[Wanted], copies: Mapping[ArtifactId, PeerCopy] | None = None
+    ) -> Restore:
+        """Hold what is in DRAM, start reading the rest, in order. Marks them as used.
+
+        What is not stored here is read from the peer that `copies` names, and then is stored
+        here; anything else is read from SSD.
+        """
         ...
 
     def begin_save(self, chunk: ChunkRange, sizes: Mapping[StateType, int]) -> Save | None:
@@ -156,6 +175,21 @@ class Store(Protocol):
 
     def reset(self) -> None:
         """Forget every artifact in every tier. Running restores and saves end harmlessly."""
+        ...
+
+    def expect(self, expected: ExpectedReturn) -> None:
+        """A session is expected back: stage its chain in DRAM, if that pays. Replaces earlier ones.
+
+        Never at the expense of a restore; see `prefetching`.
+        """
+        ...
+
+    def came_back(self, session: Hashable) -> None:
+        """It is back: what is not staged yet is left to its restore."""
+        ...
+
+    def decline(self, chunks: Sequence[StoredChunk]) -> None:
+        """Computing is cheaper than loading these: let them leave first when room is needed."""
         ...
 
     @property

@@ -60,7 +60,8 @@ class LazyHeap:
     """Artifacts by rank. An entry's place is checked when it is popped.
 
     So using an artifact costs nothing here, and every entry popped in vain was paid for by
-    one `push` or one use: O(log n) amortised.
+    one `push` or one use: O(log n) amortised. What the index has forgotten meanwhile is let
+    go of whenever the heap has doubled, for a tier that is never short of slots pops nothing.
     """
 
     def __init__(self, rank: Callable[[Artifact], Rank]) -> None:
@@ -69,6 +70,8 @@ class LazyHeap:
         """(rank, order of arrival, recency that the rank is of, artifact)"""
         self._members: set[Artifact] = set()
         self._order = count()
+        self._kept = 0
+        """Entries after the last `keep`."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -76,6 +79,8 @@ class LazyHeap:
     def push(self, artifact: Artifact) -> None:
         """Add it, unless it is there."""
         if artifact not in self._members:
+            if len(self._entries) > 2 * self._kept + _SWEEP_FROM:
+                self.keep(lambda other: not other.forgotten)
             self._members.add(artifact)
             heapq.heappush(self._entries, self._entry(artifact))
 
@@ -95,11 +100,13 @@ class LazyHeap:
         self._entries = [entry for entry in self._entries if wanted(entry[-1])]
         heapq.heapify(self._entries)
         self._members = {entry[-1] for entry in self._entries}
+        self._kept = len(self._entries)
 
     def clear(self) -> None:
         """Remove all."""
         self._entries.clear()
         self._members.clear()
+        self._kept = 0
 
     def _entry(self, artifact: Artifact) -> tuple[Rank, int, int, Artifact]:
         return (self._rank(artifact), next(self._order), artifact.last_used, artifact)

@@ -1,7 +1,7 @@
 """The store's I/O thread: the only one to touch files, the journal and checksums.
 
-Restores come first: a batch of writes is started only while no read is queued or under
-way, and is small enough that a restore arriving meanwhile does not wait long.
+Restores come first: a prefetch and a batch of writes are started only while no read is
+queued or under way, and are small enough that a restore arriving meanwhile does not wait long.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from hetero_connector.errors import StoreError
 from hetero_connector.store.admission import Admission
 from hetero_connector.store.base import Failure
 from hetero_connector.store.journal_rows import JournalRows
+from hetero_connector.store.peer_reading import PeerReader
+from hetero_connector.store.peers import PeerPort
+from hetero_connector.store.prefetching import PrefetchCosts, Prefetcher
 from hetero_connector.store.reading import Reader
 from hetero_connector.store.spilling import Spiller
 from hetero_connector.store.ssd import Ssd
@@ -30,15 +33,27 @@ logger = logging.getLogger("vllm.heterocache")
 _MIN_POLL_S, _MAX_POLL_S = 20e-6, 2e-3
 _IDLE_S = 1.0
 _TOUCH_S = 30.0
+_PEER_CLOSE_S = 0.5
+"""A peer that was stopped is not waited for."""
 
 
 class IoThread:
     """Runs from `start` until `stop`. A daemon: an engine that dies without `stop` may exit."""
 
-    def __init__(self, state: StoreState, memory: npt.NDArray[np.uint8], ssd: Ssd | None) -> None:
+    def __init__(
+        self,
+        state: StoreState,
+        memory: npt.NDArray[np.uint8],
+        ssd: Ssd | None,
+        prefetch_costs: PrefetchCosts,
+        port: PeerPort | None = None,
+    ) -> None:
         self._state = state
         self._ssd = ssd
+        self._peer_reader = None if port is None else PeerReader(state, memory, port)
+        state.reads_peers = port is not None
         self._reader = Reader(state, memory, ssd)
+        self._prefetcher = Prefetcher(state, self._reader, prefetch_costs)
         self._rows = JournalRows(state, None if ssd is None else ssd.directory.journal)
         self._health = WriteHealth(state, None if ssd is None else ssd.directory.path)
         self._budget = self._open_budget()
@@ -70,7 +85,16 @@ class IoThread:
     def step(self) -> bool:
         """One round without waiting; True if anything moved. For this thread, or in its place."""
         moved = self._reader.step()
-        return self._spiller.step(may_start=not self._reader.active) or moved
+        if self._peer_reader is not None:
+            moved = self._peer_reader.step() or moved
+        moved = self._spiller.step(may_start=not self._reading) or moved
+        queued = self._state.loads or self._state.peer_loads or self._state.closing
+        return self._prefetcher.step(may_start=not (self._reading or queued)) or moved
+
+    @property
+    def _reading(self) -> bool:
+        peers = self._peer_reader
+        return self._reader.active or (peers is not None and peers.active)
 
     def _run(self) -> None:
         try:
@@ -87,7 +111,7 @@ class IoThread:
         while not self._finished():
             if self.step():
                 pause_s = _MIN_POLL_S
-            elif self._reader.active or self._spiller.active:
+            elif self._reading or self._spiller.active:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MAX_POLL_S)
             else:
@@ -105,7 +129,7 @@ class IoThread:
         state = self._state
         if not state.closing:
             return False
-        busy = self._reader.active or self._spiller.active or state.loads
+        busy = self._reading or self._spiller.active or state.loads or state.peer_loads
         return not busy or state.clock() >= self._stop_by_s
 
     def _wait(self) -> None:
@@ -113,9 +137,9 @@ class IoThread:
         state = self._state
         with state.lock:
             state.refresh_gauges()
-            if state.loads or state.closing or self._rows.due:
+            if state.loads or state.peer_loads or state.closing or self._rows.due:
                 return
-            timeout_s = _IDLE_S
+            timeout_s = min(_IDLE_S, self._prefetcher.wake_s - state.clock())
             if state.spills:
                 due_s = 0.0 if state.flushing else state.spills[0].due_s
                 timeout_s = min(timeout_s, due_s - state.clock())
@@ -144,6 +168,8 @@ class IoThread:
 
     def _touch(self) -> None:
         self._spiller.ask_again()
+        if self._peer_reader is not None:
+            self._peer_reader.forget_ended()
         if self._budget is not None:
             self._state.recorder.set(
                 "heterocache_ssd_written_today_bytes", self._budget.spent_today_bytes
@@ -155,6 +181,10 @@ class IoThread:
 
     def _close(self) -> bool:
         self._spiller.close()
+        let_go = self._peer_reader is None or self._peer_reader.close(_PEER_CLOSE_S)
+        return self._close_ssd() and let_go
+
+    def _close_ssd(self) -> bool:
         if self._ssd is None:
             return True
         try:

@@ -75,9 +75,10 @@ class Journal:
         """Open the journal, or create it with `meta` if there is none.
 
         A damaged file is moved aside (`moved_aside`) and an empty journal takes its place.
-        The slots per state type are left as found (see `resize`). Raises FormatError if it
-        belongs to another format version, model or slot size, StoreError if it cannot be
-        opened or created.
+        The slots per state type are left as found (see `resize`); a description that
+        `meta` has takes the place of the last one. Raises FormatError if it belongs to
+        another format version, model or slot size, StoreError if it cannot be opened or
+        created.
         """
         moved = None
         if path.exists():
@@ -88,7 +89,8 @@ class Journal:
             else:
                 try:
                     journal._require(meta)
-                except FormatError:
+                    journal._describe(meta)
+                except StoreError:
                     journal.close()
                     raise
                 return journal
@@ -150,6 +152,15 @@ class Journal:
                 f"ask for ({layout_of(wanted)}); use the former chunk_tokens, another ssd_dir, "
                 "or delete this directory"
             )
+
+    def _describe(self, wanted: JournalMeta) -> None:
+        meta = replace(self.meta, description=wanted.description)
+        told = meta.as_table()["description"]
+        if not wanted.description or told == self.meta.as_table()["description"]:
+            return
+        with self._transaction() as connection:
+            connection.execute("UPDATE meta SET value = ? WHERE key = 'description'", (told,))
+        self.meta = meta
 
     def resize(self, slots: Mapping[StateType, int]) -> None:
         """Set the slots per state type; rows of slots that are no more are deleted."""

@@ -8,11 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange
+from hetero_connector.artifacts.index import Artifact
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, SlotRef
 from hetero_connector.errors import FormatError, StoreError
 from hetero_connector.spec.state_types import StateType
 
 FORMAT_VERSION = 1
+WINDOW_REPLAY = "window_replay"
+"""Key of a description: `REPLAY_EXACT` where the engine rebuilds windows by a replay, else why it
+does not. Journals of earlier releases lack it."""
+REPLAY_EXACT = "exact"
 
 
 class CorruptJournalError(StoreError):
@@ -39,6 +44,21 @@ class JournalRow:
         """The artifact's name."""
         return ArtifactId(self.chunk.key, self.state_type)
 
+    @classmethod
+    def of(cls, artifact: Artifact, ref: SlotRef, now: float) -> JournalRow:
+        """An artifact whose bytes lie in that slot of the slab; `now`: Unix time, seconds."""
+        assert artifact.checksum is not None
+        return cls(
+            artifact.node.chunk,
+            artifact.state_type,
+            ref.slot,
+            ref.generation,
+            artifact.size_bytes,
+            artifact.checksum,
+            now,
+            artifact.uses,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SlabShape:
@@ -55,7 +75,7 @@ class JournalMeta:
     fingerprint: bytes
     slabs: Mapping[StateType, SlabShape]
     description: Mapping[str, Any] = field(default_factory=dict)
-    """For people, in `heterocache inspect`: model name, dtype, chunk size. JSON values."""
+    """For people and the tools: model name, dtype, chunk size, geometry. JSON values."""
     created: float = 0.0
     """Unix time, seconds."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from hetero_connector.artifacts.index import Artifact
 from hetero_connector.artifacts.record import SlotRef, Tier
-from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.base import Failure, ReadTiming
+from hetero_connector.store.base import Failure
 from hetero_connector.store.slots import SLOT_ALIGNMENT
 from hetero_connector.store.ssd import Ssd
 from hetero_connector.store.state import Load, StoreState
@@ -37,18 +36,10 @@ class _Batch:
     transfer: Transfer
     reads: list[_Read]
     started_s: float
-    ahead_bytes: int
 
     @property
     def size_bytes(self) -> int:
         return sum(r.extent.size for r in self.reads)
-
-    def bytes_by_type(self) -> dict[StateType, int]:
-        """Useful bytes."""
-        sizes: defaultdict[StateType, int] = defaultdict(int)
-        for read in self.reads:
-            sizes[read.load.artifact.state_type] += read.load.artifact.size_bytes
-        return dict(sizes)
 
 
 class Reader:
@@ -83,6 +74,19 @@ class Reader:
                 moved = True
         return moved
 
+    def begin(self, loads: Sequence[Load]) -> None:
+        """Start reads outside the queue, their slots held (`hold`)."""
+        self._submit([self._read(x, x.target) for x in loads if x.target is not None])
+
+    def hold(self, load: Load) -> None:
+        """Keep both slots of a read as they are until it has ended; needs the lock."""
+        tiers, source = self._state.tiers, load.artifact.ssd
+        assert load.target is not None
+        assert source is not None
+        assert tiers.ssd is not None
+        tiers.dram.hold(load.target)
+        tiers.ssd.hold(source)
+
     def _room(self) -> int:
         """Bytes that may be started. A read past the load deadline no longer counts."""
         late_s = self._state.clock() - self._state.config.load_deadline_s
@@ -102,10 +106,7 @@ class Reader:
                     state.settle(load, Failure.GONE)
                     continue
                 if target is not None:
-                    assert artifact.ssd is not None
-                    assert state.tiers.ssd is not None
-                    state.tiers.dram.hold(target)
-                    state.tiers.ssd.hold(artifact.ssd)
+                    self.hold(load)
                 size_bytes += artifact.size_bytes
                 taken.append(load)
         return taken
@@ -126,17 +127,14 @@ class Reader:
 
     def _submit(self, reads: list[_Read]) -> None:
         assert self._ssd is not None
-        ahead_bytes = sum(batch.size_bytes for batch in self._active)
         transfer = self._ssd.transfer.submit(Direction.READ, [r.extent for r in reads])
-        self._active.append(_Batch(transfer, reads, self._state.clock(), ahead_bytes))
+        self._active.append(_Batch(transfer, reads, self._state.clock()))
 
     def _end(self, batch: _Batch) -> None:
         failed = batch.transfer.error is not None
         if not failed:
             seconds = self._state.clock() - batch.started_s
             self._state.recorder.observe("heterocache_ssd_read_seconds", seconds)
-            timing = ReadTiming(Tier.SSD, batch.bytes_by_type(), batch.ahead_bytes, seconds)
-            self._state.timings.append(timing)
         elif len(batch.reads) > 1:
             # Which of them failed is not known: each one again, alone.
             for read in batch.reads:

@@ -9,10 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero_connector.artifacts.index import Artifact
-from hetero_connector.artifacts.record import ROOT, ArtifactId, StoredChunk, Tier
+from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkRange, StoredChunk, Tier
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Failure, Wanted
 from hetero_connector.store.hold import Hold
+from hetero_connector.store.staging_timer import StagingTimer
 from hetero_connector.store.state import Load, StoreState
 
 _offsets = attrgetter("offsets")
@@ -23,23 +25,31 @@ _stale = attrgetter("stale")
 class ArtifactRestore:
     """Implements `base.Restore` over a `StoreState`. Used by the scheduler's thread."""
 
-    def __init__(self, state: StoreState, wanted: Sequence[Wanted]) -> None:
+    def __init__(
+        self,
+        state: StoreState,
+        wanted: Sequence[Wanted],
+        copies: Mapping[ArtifactId, PeerCopy],
+    ) -> None:
         """Needs the lock. Holds what is in DRAM first, so that no slot for a read evicts it."""
         self._state = state
         self._wanted = wanted
+        self._copies = copies
         self._hold = Hold(wanted)
         self._places: dict[ArtifactId, list[tuple[int, int]]] = {}
         """Where in the columns an artifact that was not ready in DRAM belongs."""
         self._failed: dict[ArtifactId, Failure] = {}
         self._pending: dict[ArtifactId, Load] = {}
-        self._deadline_s = state.clock() + state.config.load_deadline_s
+        started_s = state.clock()
+        self._timer = StagingTimer(started_s, state.reading_bytes)
+        self._deadline_s = started_s + state.config.load_deadline_s
         self._released = False
         state.tiers.hold(self._hold)
         self._columns = self._in_dram()
-        for position, column in sorted(self._not_ready()):  # in chain order
+        for place in sorted(self._not_ready(), key=self._begins_at):  # parents first
+            column, position = place
             kind, chunks = wanted[column]
-            artifact_id = ArtifactId(chunks[position].chunk.key, kind)
-            self._load(artifact_id, (column, position))
+            self._load(chunks[position].chunk, kind, place)
         if self._pending:
             state.lock.notify_all()
 
@@ -50,7 +60,8 @@ class ArtifactRestore:
             return True
         with self._state.lock:
             if self._pending and self._state.clock() >= self._deadline_s:
-                self._state.fail(Failure.DEADLINE, Tier.SSD, len(self._pending))
+                for load in self._pending.values():
+                    self._state.fail(Failure.DEADLINE, load.tier)
                 self._failed.update(dict.fromkeys(self._pending, Failure.DEADLINE))
                 self._abandon_pending()
             return not self._pending
@@ -83,10 +94,8 @@ class ArtifactRestore:
                 return
             self._released = True
             self._abandon_pending()
-            used, now = list(self._used()), state.tiers.tick()
-            for artifact in used:
-                artifact.last_used = now
-                artifact.uses += 1
+            used = list(self._used())
+            state.tiers.used(used, state.tick())
             self._count_dram_hits(used)
             state.tiers.let_go(self._hold)
             if state.config.ssd_dir is not None:
@@ -95,7 +104,11 @@ class ArtifactRestore:
     def arrived(self, artifact: Artifact, failure: Failure | None) -> None:
         """Called with the lock held when a load this restore waits for has ended."""
         artifact_id = artifact.id
-        del self._pending[artifact_id]
+        load = self._pending.pop(artifact_id)
+        state = self._state
+        timing = self._timer.ended(load.tier, state.clock(), failed=failure is not None)
+        if timing is not None:
+            state.timings.append(timing)
         if failure is not None:
             self._failed[artifact_id] = failure
             return
@@ -129,34 +142,69 @@ class ArtifactRestore:
         return [gone if node is None else node.stored or gone for node in found]
 
     def _not_ready(self) -> Iterator[tuple[int, int]]:
-        """(position, column) of what has no place in DRAM yet."""
+        """(column, position) of what has no place in DRAM yet."""
         for column, offsets in enumerate(self._columns):
             if offsets and min(offsets) < 0:
-                yield from ((at, column) for at, offset in enumerate(offsets) if offset < 0)
+                yield from ((column, at) for at, offset in enumerate(offsets) if offset < 0)
 
-    def _load(self, artifact_id: ArtifactId, place: tuple[int, int]) -> None:
-        state = self._state
+    def _begins_at(self, place: tuple[int, int]) -> int:
+        """Where in the chain the artifact of a place begins, in tokens."""
+        column, position = place
+        return self._wanted[column].chunks[position].chunk.start
+
+    def _load(self, chunk: ChunkRange, kind: StateType, place: tuple[int, int]) -> None:
+        state, artifact_id = self._state, ArtifactId(chunk.key, kind)
         self._places.setdefault(artifact_id, []).append(place)
         if artifact_id in self._pending:
             return  # asked for twice
         artifact = state.tiers.index.find(artifact_id)
-        if artifact is None or not artifact.sealed:
-            self._failed[artifact_id] = Failure.GONE
-            state.fail(Failure.GONE, Tier.DRAM)
-            return
+        load, failure, tier, joined = None, None, Tier.DRAM, False
         if not state.io_alive:
-            self._failed[artifact_id] = Failure.IO_ERROR
-            state.fail(Failure.IO_ERROR, Tier.SSD)
-            return
-        load = state.loading.get(artifact)
-        if load is None:
+            failure, tier = Failure.IO_ERROR, Tier.SSD
+        elif artifact is None:
+            load, failure = self._fetch(chunk, kind)
+            tier = Tier.PEER if failure is Failure.BAD_RECORD else tier
+        elif artifact in state.loading:
+            load, joined = state.loading[artifact], True
+        elif not artifact.sealed:
+            failure = Failure.GONE
+        else:
             load = self._start(artifact)
+            failure = Failure.NO_SLOT if load is None else None
         if load is None:
-            self._failed[artifact_id] = Failure.NO_SLOT
-            state.fail(Failure.NO_SLOT, Tier.DRAM)
+            assert failure is not None
+            self._failed[artifact_id] = failure
+            state.fail(failure, tier)
             return
+        if joined:
+            self._timer.joined(load.tier)
+        else:
+            self._timer.begun(load.tier, kind, load.artifact.size_bytes)
         load.waiting.append(self)
         self._pending[artifact_id] = load
+
+    def _fetch(self, chunk: ChunkRange, kind: StateType) -> tuple[Load | None, Failure | None]:
+        """Queue a read from a peer of what is not stored here; else why there is none."""
+        state, index = self._state, self._state.tiers.index
+        copy = self._copies.get(ArtifactId(chunk.key, kind))
+        if copy is None or not state.reads_peers:
+            return None, Failure.GONE
+        if not 0 < copy.size_bytes <= state.tiers.dram.geometry.stride_bytes.get(kind, 0):
+            return None, Failure.BAD_RECORD
+        if chunk.key not in index.nodes and chunk.parent not in index.nodes:
+            return None, Failure.GONE  # nobody could reach the chunk
+        # The artifact enters the index first: that keeps its parents.
+        artifact = index.add(chunk, kind, copy.size_bytes)
+        artifact.replica = True
+        artifact.pins = 1
+        target = state.tiers.take_dram(kind)
+        if target is None:
+            state.tiers.forget(artifact)
+            state.tiers.unpin(artifact)
+            return None, Failure.NO_SLOT
+        load = state.begin(artifact, target, copy)
+        state.peer_loads.append(load)
+        return load, None
 
     def _start(self, artifact: Artifact) -> Load | None:
         """Queue a read, or a check of what is in DRAM; None if there is no slot to read into."""
@@ -168,8 +216,7 @@ class ArtifactRestore:
             if target is None:
                 state.tiers.unpin(artifact)
                 return None
-            state.reading_bytes += artifact.size_bytes
-        load = state.loading[artifact] = Load(artifact, target)
+        load = state.begin(artifact, target)
         state.loads.append(load)
         return load
 

@@ -8,13 +8,16 @@ out together. Slots are multiples of 4 KiB because O_DIRECT needs that.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from hetero_connector.artifacts.record import SlotRef, Tier
+from hetero_connector.errors import ConfigError
 from hetero_connector.spec.state_types import StateType
 
 SLOT_ALIGNMENT = 4096
+Generations = Callable[[StateType], memoryview]
+"""The words that hold the generations of one type's slots."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,19 @@ class SlotGeometry:
         return offsets
 
 
+def dram_geometry(slot_bytes: Mapping[StateType, int], dram_bytes: int) -> SlotGeometry:
+    """The DRAM tier's slots. Raises ConfigError (`dram_gib`) if they do not hold one chunk."""
+    geometry = SlotGeometry.fit(slot_bytes, dram_bytes)
+    if not geometry.count:
+        needed = sum(geometry.stride_bytes.values())
+        raise ConfigError(
+            "dram_gib",
+            f"{dram_bytes} bytes do not hold one chunk; a chunk of this model needs {needed} "
+            f"bytes ({needed / 2**30:.3f} GiB): ask for more, or for a smaller chunk_tokens",
+        )
+    return geometry
+
+
 class SlotPool:
     """Free and used slots of one tier. The caller holds the store's lock.
 
@@ -54,10 +70,19 @@ class SlotPool:
     only when the last hold ends.
     """
 
-    def __init__(self, tier: Tier, geometry: SlotGeometry) -> None:
+    def __init__(
+        self, tier: Tier, geometry: SlotGeometry, generations: Generations | None = None
+    ) -> None:
+        """`generations`: where the slots' generations are kept; None: here."""
         self.tier = tier
         self.geometry = geometry
-        self._regions = {t: _Region(geometry.count) for t in geometry.stride_bytes}
+        self._regions = {
+            t: _Region(
+                geometry.count,
+                array("Q", bytes(8 * geometry.count)) if generations is None else generations(t),
+            )
+            for t in geometry.stride_bytes
+        }
         self._offsets = geometry.region_offsets
 
     def take(self, state_type: StateType) -> SlotRef | None:
@@ -141,7 +166,7 @@ class SlotPool:
 class _Region:
     """Slots of one state type: never used, free, used or quarantined."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, generations: array[int] | memoryview) -> None:
         self.count = count
         self.fresh = 0
         """Slots from here on were never used: a big tier costs nothing to open."""
@@ -151,7 +176,8 @@ class _Region:
         self.used: set[int] = set()
         self.quarantined: set[int] = set()
         self.holds: dict[int, int] = {}
-        self.generations = array("Q", bytes(8 * count))
+        self.generations = generations
+        """64-bit words, grown before the slot's bytes may change."""
 
     def pop_free(self) -> int | None:
         if self.free:

@@ -18,7 +18,13 @@ import numpy.typing as npt
 from hetero_connector.artifacts.index import Artifact
 from hetero_connector.artifacts.record import SlotRef, Tier
 from hetero_connector.errors import StoreError
-from hetero_connector.store.admission import Admission, deepest_on_ssd, parent_is_there
+from hetero_connector.store.admission import (
+    Admission,
+    continues_replica,
+    could_be_written,
+    deepest_on_ssd,
+    parent_is_there,
+)
 from hetero_connector.store.base import Failure
 from hetero_connector.store.journal_format import JournalRow
 from hetero_connector.store.journal_rows import JournalRows
@@ -86,6 +92,9 @@ class Spiller:
         self._poll_abandoned()
         self._forget_rows()
         self._health.probe()
+        if self._state.unjudged:
+            with self._state.lock:
+                self._state.unjudged.offer_overdue(at_once=self._state.flushing)
         if self._batch is not None:
             return self._poll(self._batch)
         # A row that should be gone may name an artifact that was saved again since: its new
@@ -105,6 +114,7 @@ class Spiller:
                 at = artifact.dram_offset
                 view = self._memory[at : at + artifact.size_bytes]
                 artifact.checksum = checksum(view, artifact.id.seed)
+        self._state.export(artifacts)
         writes = self._place(artifacts)
         if writes:
             assert self._ssd is not None
@@ -165,23 +175,23 @@ class Spiller:
                 state.tiers.dram.hold(artifact.dram)
                 placed.add(artifact)
                 writes.append(_Write(artifact, artifact.dram, target))
-            no_room = sum(not a.forgotten for a in homeless)
+            no_room = sum(not (a.forgotten or continues_replica(a)) for a in homeless)
             if no_room:
                 state.fail(Failure.NO_SLOT, Tier.SSD, no_room)
         self._let_go(homeless)
         return writes
 
     def _admit(self, artifacts: list[Artifact]) -> list[Artifact]:
-        """Those worth their write; the others stay in DRAM only."""
+        """Those that are ours and worth their write; the others stay in DRAM only."""
         state = self._state
         with state.lock:
-            admitted = self._admission.admit(artifacts)
-            refused = list(set(artifacts).difference(admitted))
-            for artifact in refused:
+            ours = state.unjudged.sift(artifacts, at_once=state.flushing)
+            admitted = self._admission.admit(ours)
+            for artifact in set(ours).difference(admitted):
                 state.recorder.add(
                     "heterocache_spills_refused", state_type=artifact.state_type.value
                 )
-        self._let_go(refused)
+        self._let_go(list(set(artifacts).difference(admitted)))
         return admitted
 
     def _make_room(self, artifacts: list[Artifact], ssd: SlotPool) -> None:
@@ -236,7 +246,7 @@ class Spiller:
         assert self._syncing is not None
         syncing, self._syncing = self._syncing, None
         now = time.time()
-        rows = [_row(w, now) for w in batch.writes]
+        rows = [JournalRow.of(w.artifact, w.target, now) for w in batch.writes]
         try:
             syncing.result()
             self._rows.record(rows)
@@ -303,7 +313,7 @@ class Spiller:
             return
         with state.lock:
             now = state.clock()
-            again = {a for used in state.used for a in used if a.ssd is None and a.dram is not None}
+            again = {a for used in state.used for a in used if could_be_written(a)}
             parents_first = sorted(again, key=lambda a: (a.node.chunk.end, a.node.key))
             state.spills.extend(Spill(a, now) for a in parents_first)
 
@@ -325,18 +335,3 @@ class Spiller:
                 with self._state.lock:
                     self._state.spilling += len(batch.writes)
                 self._release(batch, journaled=False)
-
-
-def _row(write: _Write, now: float) -> JournalRow:
-    artifact, target = write.artifact, write.target
-    assert artifact.checksum is not None
-    return JournalRow(
-        artifact.node.chunk,
-        artifact.state_type,
-        target.slot,
-        target.generation,
-        artifact.size_bytes,
-        artifact.checksum,
-        now,
-        artifact.uses,
-    )

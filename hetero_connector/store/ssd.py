@@ -70,6 +70,8 @@ def adopt_journal(directory: SsdDirectory, tiers: Tiers) -> int:
         artifact = tiers.index.find(row.id)
         assert artifact is not None
         artifact.last_used, artifact.uses = tiers.tick(), row.reuse_count
+    for node in list(tiers.index.nodes.values()):
+        tiers.forget_remains(node)
     return len(adopted)
 
 

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from hetero_connector.artifacts.index import Artifact
-from hetero_connector.artifacts.record import SlotRef, Tier
+from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.record import SlotRef, StoredChunk, Tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Failure, ReadTiming, StoreConfig
+from hetero_connector.store.moments import Moments
+from hetero_connector.store.prefetch_schedule import ExpectedReturn, PrefetchSchedule
 from hetero_connector.store.tiers import Tiers
-
-if TYPE_CHECKING:
-    from hetero_connector.store.restore import ArtifactRestore
+from hetero_connector.store.unjudged import Unjudged
 
 GAUGE_INTERVAL_S = 1.0
+
+
+class Waiting(Protocol):
+    """Who waits for a load: a restore, or a prefetch."""
+
+    def arrived(self, artifact: Artifact, failure: Failure | None) -> None:
+        """The load has ended. Called once, with the store's lock held."""
+        ...
 
 
 @dataclass(eq=False)
@@ -31,7 +40,16 @@ class Load:
     artifact: Artifact
     target: SlotRef | None
     """DRAM slot to read into; None: the bytes are in DRAM and only their checksum is checked."""
-    waiting: list[ArtifactRestore] = field(default_factory=list)
+    waiting: list[Waiting] = field(default_factory=list)
+    copy: PeerCopy | None = None
+    """Where a peer has it; None: it is read from SSD."""
+
+    @property
+    def tier(self) -> Tier:
+        """Where the bytes come from."""
+        if self.target is None:
+            return Tier.DRAM
+        return Tier.SSD if self.copy is None else Tier.PEER
 
 
 @dataclass(frozen=True)
@@ -62,11 +80,22 @@ class StoreState:
         """Not yet taken by the I/O thread, oldest first."""
         self.loading: dict[Artifact, Load] = {}
         """Every load that is not settled."""
-        self.reading_bytes = 0
+        self.peer_loads: deque[Load] = deque()
+        """The same for what comes from peers."""
+        self.reading_bytes = dict.fromkeys((Tier.SSD, Tier.PEER), 0)
         """Of the loads that are not settled and have to be read."""
         self.spills: deque[Spill] = deque()
         self.spilling = 0
         """Artifacts the I/O thread is writing."""
+        self.unjudged = Unjudged(clock, self.offer)
+        """Artifacts whose write waits for the fleet's word."""
+        self.returns = PrefetchSchedule()
+        """Sessions expected back."""
+        self.back: set[Hashable] = set()
+        """Sessions that came back since the I/O thread last looked."""
+        self.declined: deque[Sequence[StoredChunk]] = deque(maxlen=64)
+        """Runs of chunks that the planner left alone: to be demoted."""
+        self.moments = Moments(clock())
         self.used: list[list[Artifact]] = []
         """What released restores had pinned, for the journal's recency."""
         self.timings: deque[ReadTiming] = deque(maxlen=256)
@@ -74,6 +103,8 @@ class StoreState:
         self.flushing = False
         """Spills are due at once."""
         self.closing = False
+        self.reads_peers = False
+        """Whether peer loads will be served."""
         self.io_alive = True
         """Whether loads will be served."""
         self.ssd_writable = config.ssd_dir is not None
@@ -82,7 +113,49 @@ class StoreState:
     @property
     def wants_spills(self) -> bool:
         """Whether the I/O thread has anything to do with a newly sealed artifact."""
-        return self.ssd_writable or (self.config.verify == "all" and self.io_alive)
+        return self.ssd_writable or (self.wants_checksums and self.io_alive)
+
+    @property
+    def wants_checksums(self) -> bool:
+        """Whether what is sealed is summed, although it is not written anywhere."""
+        return self.config.verify == "all" or self.tiers.feed is not None
+
+    def offer(self, artifact: Artifact) -> None:
+        """Have it written to SSD, unless there is a reason not to; needs the lock."""
+        if self.wants_spills:
+            self.spills.append(Spill(artifact, self.clock()))
+
+    def tick(self) -> int:
+        """The next moment of the logical clock, its time noted; needs the lock."""
+        tick = self.tiers.tick()
+        self.moments.note(tick, self.clock())
+        return tick
+
+    def expect(self, expected: ExpectedReturn) -> None:
+        """A session is due; takes the lock."""
+        if self.config.ssd_dir is None or not self.io_alive:
+            return
+        with self.lock:
+            self.returns.expect(expected)
+            if self.returns.next_s >= expected.start_s:  # the I/O thread sleeps longer
+                self.lock.notify_all()
+
+    def came_back(self, session: Hashable) -> None:
+        """It is not expected any more; takes the lock."""
+        if self.config.ssd_dir is None or not self.io_alive:
+            return
+        with self.lock:
+            self.returns.cancel(session)
+            self.back.add(session)
+
+    def begin(
+        self, artifact: Artifact, target: SlotRef | None, copy: PeerCopy | None = None
+    ) -> Load:
+        """A load of an artifact that has been pinned for it; needs the lock."""
+        load = self.loading[artifact] = Load(artifact, target, copy=copy)
+        if target is not None:
+            self.reading_bytes[load.tier] += artifact.size_bytes
+        return load
 
     def fail(self, cause: Failure, tier: Tier, count: int = 1) -> None:
         """Count failures."""
@@ -94,10 +167,19 @@ class StoreState:
             "heterocache_read_bytes", size_bytes, tier=tier.value, state_type=state_type.value
         )
 
+    def export(self, artifacts: Iterable[Artifact]) -> None:
+        """Their checksums are known: peers may read them from now."""
+        feed = self.tiers.feed
+        if feed is not None:
+            with self.lock:
+                for artifact in artifacts:
+                    if not artifact.forgotten:
+                        feed.here(artifact)
+
     def disown(self, load: Load, failure: Failure) -> None:
         """Tell those who wait that it failed, though its transfer goes on; needs the lock."""
-        for restore in load.waiting:
-            restore.arrived(load.artifact, failure)
+        for waiting in load.waiting:
+            waiting.arrived(load.artifact, failure)
         load.waiting.clear()
 
     def settle(self, load: Load, failure: Failure | None) -> None:
@@ -105,9 +187,9 @@ class StoreState:
         artifact = load.artifact
         del self.loading[artifact]
         if load.target is not None:
-            self.reading_bytes -= artifact.size_bytes
-        for restore in load.waiting:
-            restore.arrived(artifact, failure)
+            self.reading_bytes[load.tier] -= artifact.size_bytes
+        for waiting in load.waiting:
+            waiting.arrived(artifact, failure)
         load.waiting.clear()
         self.tiers.unpin(artifact)
 

@@ -9,17 +9,21 @@ a DRAM slot waits for the artifact's pins and holds, an SSD slot for the journal
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hetero_connector.artifacts.index import Artifact, PrefixIndex, Standing
-from hetero_connector.artifacts.record import ArtifactId, SlotRef, Tier
+from hetero_connector.artifacts.index import Artifact, Node, PrefixIndex, Standing
+from hetero_connector.artifacts.record import ArtifactId, SlotRef, StoredChunk, Tier
 from hetero_connector.metrics import Recorder
-from hetero_connector.spec.state_types import StateType
+from hetero_connector.spec.state_types import Family, StateType
 from hetero_connector.store.base import EvictionName
+from hetero_connector.store.demoted import Demoted
 from hetero_connector.store.eviction import EvictionPolicy, make_policy
+from hetero_connector.store.exporting import ExportFeed
 from hetero_connector.store.hold import Hold
+from hetero_connector.store.prefetched import Prefetched
 from hetero_connector.store.seconds_saved import SecondsSaved, default_seconds_saved
-from hetero_connector.store.slots import SlotGeometry, SlotPool
+from hetero_connector.store.slots import Generations, SlotGeometry, SlotPool
 
 
 @dataclass(frozen=True)
@@ -41,15 +45,22 @@ class Tiers:
         recorder: Recorder,
         eviction: EvictionName = "leaf_lru",
         seconds_saved: SecondsSaved = default_seconds_saved,
+        generations: Generations | None = None,
+        exports: ExportFeed | None = None,
     ) -> None:
         self.index = PrefixIndex(chunk_tokens, self._offer)
-        self.dram = SlotPool(Tier.DRAM, dram)
+        self.dram = SlotPool(Tier.DRAM, dram, generations)
+        self.feed = exports
+        """What the fleet is told, as it changes; None: there is no fleet."""
         self.ssd = None if ssd is None else SlotPool(Tier.SSD, ssd)
         self.forgotten: list[Forgotten] = []
         """SSD slots waiting for the journal."""
         self.journal_stale = False
         """The whole journal must be cleared (`clear` was called)."""
         self.seconds_saved = seconds_saved
+        self.prefetched = Prefetched(recorder)
+        self.demoted = Demoted()
+        self._has_prefix = any(t.family is Family.PREFIX for t in dram.stride_bytes)
         self._holds: list[Hold] = []
         self._recorder = recorder
         self._policies: dict[tuple[Tier, StateType], EvictionPolicy] = {
@@ -66,27 +77,52 @@ class Tiers:
         self._tick += 1
         return self._tick
 
-    def take_dram(self, state_type: StateType) -> SlotRef | None:
-        """A DRAM slot, evicting as needed; None if everything of the type is held."""
+    def take_dram(
+        self, state_type: StateType, spares: Callable[[Artifact], bool] | None = None
+    ) -> SlotRef | None:
+        """A DRAM slot, evicting as needed; None if everything of the type is held.
+
+        `spares`: asked of the next victim; where it says so, the victim stays and the answer
+        is None.
+        """
         while (ref := self.dram.take(state_type)) is None:
-            victim = self._pop(Tier.DRAM, state_type)
+            victim = self._pop(Tier.DRAM, state_type, spares)
             if victim is None:
                 return None
-            self.drop(victim, Tier.DRAM)
+            self._evict(victim, Tier.DRAM)
         return ref
 
     def evict_ssd(self, state_type: StateType) -> bool:
         """Drop the next SSD victim; its slot is free once the journal has forgotten it."""
         victim = self._pop(Tier.SSD, state_type)
         if victim is not None:
-            self.drop(victim, Tier.SSD)
+            self._evict(victim, Tier.SSD)
         return victim is not None
+
+    def used(self, artifacts: Sequence[Artifact], now: int) -> None:
+        """A restore used them, at this moment of the logical clock."""
+        for artifact in artifacts:
+            artifact.last_used = now
+            artifact.uses += 1
+        self.prefetched.used(artifacts)
+        self.demoted.used(artifacts)
+
+    def demote(self, chunks: Sequence[StoredChunk]) -> None:
+        """They leave the tier they are in before others, while nobody uses them."""
+        for stored in chunks:
+            node = self.index.nodes.get(stored.chunk.key)
+            for artifact in node.artifacts.values() if node else ():
+                if artifact.sealed and not artifact.pins:
+                    tier = Tier.SSD if artifact.dram is None else Tier.DRAM
+                    self.demoted.add(artifact, tier)
 
     def attach(self, artifact: Artifact, ref: SlotRef) -> None:
         """The artifact lies in `ref` from now."""
         offset = self.dram.offset(ref) if ref.tier is Tier.DRAM else -1
         self.index.attach(artifact, ref, offset)
         self._account(artifact, ref.tier, 1)
+        if self.feed is not None:
+            self.feed.here(artifact)
 
     def drop(self, artifact: Artifact, tier: Tier) -> None:
         """Drop the copy in `tier`, and with the last copy the artifact."""
@@ -94,13 +130,34 @@ class Tiers:
         if other is None:
             self.forget(artifact)
             return
+        if tier is Tier.DRAM:
+            self.prefetched.left(artifact)
         self._account(artifact, tier, -1)
         self._give_back(artifact.id, self.index.detach(artifact, tier))
+        if self.feed is not None:
+            self.feed.here(artifact)
 
     def forget(self, artifact: Artifact) -> None:
         """Remove it from the index; memory still pinned is given back with the last pin."""
         self.index.remove(artifact)
         self._forgotten(artifact)
+
+    def forget_remains(self, node: Node) -> None:
+        """Forget what is left of a leaf that has lost its prefix-proportional state.
+
+        Nobody can restore it, and it would keep the chunks above in place: a tier has as many
+        slots for checkpoints as for chunks, so where few chunks have one they are never short.
+        """
+        while self._has_prefix and node.parent is not None and not node.children:
+            remains = list(node.artifacts.values())
+            if any(a.state_type.family is Family.PREFIX for a in remains):
+                return
+            for artifact in remains:
+                for tier in (Tier.DRAM, Tier.SSD):
+                    if artifact.slot(tier) is not None:
+                        self._count_eviction(tier, artifact.state_type)
+                self.forget(artifact)
+            node = node.parent
 
     def clear(self) -> None:
         """Forget everything."""
@@ -108,6 +165,7 @@ class Tiers:
             self._forgotten(artifact)
         for policy in self._policies.values():
             policy.clear()
+        self.demoted.clear()
         self.journal_stale = self.ssd is not None
 
     def unpin(self, artifact: Artifact) -> None:
@@ -123,7 +181,8 @@ class Tiers:
     def let_go(self, hold: Hold) -> None:
         """End a hold: what was passed over for its sake is looked at again."""
         self._holds.remove(hold)
-        for artifact in hold.passed_over:
+        passed_over, hold.passed_over = hold.passed_over, set()
+        for artifact in passed_over:
             if not artifact.pins:
                 self._freed(artifact)
 
@@ -191,18 +250,43 @@ class Tiers:
             self.dram.give_back(artifact.dram)
             artifact.dram = None
 
-    def _pop(self, tier: Tier, state_type: StateType) -> Artifact | None:
+    def _pop(
+        self,
+        tier: Tier,
+        state_type: StateType,
+        spares: Callable[[Artifact], bool] | None = None,
+    ) -> Artifact | None:
         def standing(artifact: Artifact) -> Standing:
             return Standing.HELD if self.held(artifact) else self.index.standing(artifact, tier)
 
-        victim = self._policies[tier, state_type].pop(standing)
+        victim = self.demoted.pop(tier, state_type, standing)
         if victim is not None:
             self._recorder.add(
-                "heterocache_evictions", tier=tier.value, state_type=state_type.value
+                "heterocache_dropped_bytes",
+                victim.size_bytes,
+                tier=tier.value,
+                state_type=state_type.value,
             )
+            return victim
+        victim = self._policies[tier, state_type].pop(standing)
+        if victim is not None and spares is not None and spares(victim):
+            self._offer(victim)
+            return None
         return victim
 
+    def _evict(self, victim: Artifact, tier: Tier) -> None:
+        self._count_eviction(tier, victim.state_type)
+        self.drop(victim, tier)
+        if victim.forgotten:
+            self.forget_remains(victim.node)
+
+    def _count_eviction(self, tier: Tier, state_type: StateType) -> None:
+        self._recorder.add("heterocache_evictions", tier=tier.value, state_type=state_type.value)
+
     def _forgotten(self, artifact: Artifact) -> None:
+        self.prefetched.left(artifact)
+        if self.feed is not None:
+            self.feed.gone(artifact)
         if artifact.dram is not None:
             self._account(artifact, Tier.DRAM, -1)
             if not artifact.pins:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -29,11 +28,13 @@ from hetero_connector.transfer.base import (
     check_extents,
     split,
 )
+from hetero_connector.transfer.nixl_library import import_nixl
 
 _DESCRIPTOR_BYTES = 2 << 20
-"""An extent is cut into descriptors of this size; 1 MiB reaches the device's bandwidth."""
+"""An extent is cut into descriptors of this size; from 1 MiB on it makes no difference."""
 _WINDOW_BYTES = 32 << 20
-"""Bytes posted at a time over all transfers; 4-16 MiB saturate an NVMe drive."""
+"""Bytes posted at a time over all transfers; 16 MiB saturate an NVMe drive, twice that
+spares it a pause between two polls."""
 _POST_BYTES = 4 << 20
 _MAX_DESCRIPTORS = {"uring": 32, "aio": 1}
 """Descriptors a post. AIO gets one: its post can fail half-way, and what was submitted
@@ -52,7 +53,7 @@ def open_agent(queue: str) -> tuple[str, Any]:
     Raises StoreError saying why there is none.
     """
     try:
-        nixl = _import_quietly()
+        nixl = import_nixl()
     except ImportError as e:
         raise StoreError(f"nixl cannot be imported: {e}") from e
     name = f"heterocache-files-{os.getpid()}-{next(_agent_numbers)}"
@@ -65,23 +66,6 @@ def open_agent(queue: str) -> tuple[str, Any]:
     except Exception as e:  # nixl's exceptions derive from Exception only
         raise StoreError(f"NIXL's POSIX backend ({queue}) does not start: {e!r}") from e
     return name, agent
-
-
-def _import_quietly() -> Any:
-    """nixl's API. By default it prints lines for every agent and for every failed I/O.
-
-    Those failures reach the caller as TransferErrors. The level is read once, at import; a
-    user's own NIXL_LOG_LEVEL, or an import by somebody else before this one, wins.
-    """
-    ours = "NIXL_LOG_LEVEL" not in os.environ and "nixl" not in sys.modules
-    if ours:
-        os.environ["NIXL_LOG_LEVEL"] = "FATAL"
-    try:
-        import nixl._api as nixl
-    finally:
-        if ours:
-            del os.environ["NIXL_LOG_LEVEL"]
-    return nixl
 
 
 class NixlTransfer:

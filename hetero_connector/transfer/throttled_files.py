@@ -59,7 +59,8 @@ class ThrottledFiles:
         if read_bandwidth <= 0:
             raise ValueError(f"a bandwidth of {read_bandwidth} bytes a second moves nothing")
         self._inner = inner
-        self._read_bandwidth = read_bandwidth
+        self.read_bandwidth = read_bandwidth
+        """Bytes a second, for reads submitted from now."""
         self._clock = clock
         self._free_s = 0.0
         self._due_s: list[float] = []
@@ -67,7 +68,7 @@ class ThrottledFiles:
     @property
     def name(self) -> str:
         """See `FileTransfer`."""
-        return f"{self._inner.name} at {self._read_bandwidth / 1e6:.0f} MB/s"
+        return f"{self._inner.name} at {self.read_bandwidth / 1e6:.0f} MB/s"
 
     @property
     def in_flight(self) -> int:
@@ -81,7 +82,7 @@ class ThrottledFiles:
         inner = self._inner.submit(direction, extents)
         if direction is not Direction.READ:
             return inner
-        seconds = sum(extent.size for extent in extents) / self._read_bandwidth
+        seconds = sum(extent.size for extent in extents) / self.read_bandwidth
         self._free_s = max(self._free_s, self._clock()) + seconds
         self._due_s.append(self._free_s)
         return ThrottledTransfer(inner, self._free_s, self._clock)

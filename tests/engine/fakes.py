@@ -25,6 +25,8 @@ class FakeRequest:
     resumable: bool = False
     skip_reading_prefix_cache: bool = False
     status: Any = None
+    session_id: str | None = None
+    kv_transfer_params: Any = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prompt_tokens or len(self.all_token_ids)

@@ -63,17 +63,22 @@ def make_llm(
 ) -> Any:
     """Build an engine; with `connector_extra` (even empty) it runs HeteroConnector.
 
-    Whatever is stored is restored, and every chunk boundary gets a checkpoint, so that a
-    test may resume at any, unless `connector_extra` says otherwise. Keyword arguments
-    override `engine_arguments(model)`; `kv_transfer_config` may be given whole. End it
-    with `shutdown`.
+    Whatever is stored is restored, from where it was left, and every chunk boundary gets a
+    checkpoint, so that a test may resume at any, unless `connector_extra` says otherwise.
+    Keyword arguments override `engine_arguments(model)`; `kv_transfer_config` may be given
+    whole. End it with `shutdown`.
     """
     from vllm import LLM
 
     arguments = engine_arguments(model)
     if connector_extra is not None:
         arguments["kv_transfer_config"] = kv_transfer_config(
-            {"checkpoints": "full", "planner": "always_load", **connector_extra}
+            {
+                "checkpoints": "full",
+                "planner": "always_load",
+                "prefetch": "off",
+                **connector_extra,
+            }
         )
     arguments |= engine_args
     return LLM(
@@ -144,6 +149,26 @@ def forget(llm: Any) -> None:
     """Empty the engine's own prefix cache and the store."""
     settle(llm)
     assert llm.reset_prefix_cache(reset_connector=True)
+
+
+def assert_nothing_is_held(llm: Any) -> None:
+    """Every request is gone: so are its pins, its slots and what was remembered of it."""
+    settle(llm)
+    side = scheduler_side(llm)
+    store, saver, restorer = side._store, side._saver, side._restorer
+    assert store.flush(60.0)  # what is being written is pinned
+    store.check_integrity()
+    tiers = store._tiers
+    assert tiers.in_use() == tiers._holds == []
+    artifacts = list(tiers.index.artifacts())
+    assert all(artifact.sealed for artifact in artifacts)
+    for kind in tiers.dram.geometry.stride_bytes:
+        in_dram = [a for a in artifacts if a.state_type is kind and a.dram]
+        assert tiers.dram.used(kind) == len(in_dram)
+    assert (side._trackers, side._loading, side._replays._running) == ({}, {}, {})
+    assert (side._admitted, side._early, side._predictions._open) == ([], [], {})
+    assert (saver._reserved, saver.outstanding) == ({}, False)
+    assert (restorer._started, restorer._excluded, restorer._attempts) == ({}, {}, {})
 
 
 def forget_checkpoints(llm: Any) -> None:

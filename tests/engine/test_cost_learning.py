@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import pytest
 from vllm.v1.request import RequestStatus
 
+from hetero_connector.artifacts.chain import RequestChain
 from hetero_connector.artifacts.record import Tier
+from hetero_connector.engine.cost_learning import CostLearner
 from hetero_connector.engine.messages import StepMetadata, StepTiming, WorkerReport
-from hetero_connector.metrics import TIMINGS
+from hetero_connector.metrics import COUNTERS, TIMINGS
 from hetero_connector.planner.compute_model import attention_work
 from hetero_connector.spec import StateType
 from hetero_connector.store.base import ReadTiming
@@ -62,6 +64,21 @@ def test_work_is_summed_over_the_requests_of_a_step(engine: Engine) -> None:
     assert meta.timed_as is not None
 
 
+def test_a_step_teaches_what_a_prefill_does_to_decodes(engine: Engine) -> None:
+    """`a` decodes its 201st token while `b` computes 64 tokens of its prompt."""
+    for name in "ab":
+        engine.admit(FakeRequest(name, tokens(200)))
+    engine.requests["a"].num_computed_tokens = 200
+    engine.requests["b"].num_computed_tokens = 64
+    meta = step(engine, a=1, b=64)
+    (asked,) = engine.side._learner._asked.values()
+    assert asked.mix == (64, attention_work(64, 64), 1, 200)
+    assert asked.work == attention_work(64, 64) + attention_work(1, 200)
+    timed(engine, meta, 0.25)
+    assert engine.costs.interference.samples == 1
+    assert engine.costs.interference.predict(asked.mix) == pytest.approx(0.25, rel=0.05)
+
+
 def test_a_step_with_an_unknown_request_teaches_nothing(engine: Engine) -> None:
     engine.admit(FakeRequest("a", tokens(200)))
     assert step(engine, a=128, stranger=64).timed_as is None
@@ -76,19 +93,71 @@ def test_few_decode_steps_are_timed(engine: Engine) -> None:
     assert sum(x is not None for x in timed_steps) == 4
 
 
-def test_a_load_teaches_its_tier_and_no_compute(engine: Engine) -> None:
+def test_a_step_that_loads_teaches_its_tier_and_compute(engine: Engine) -> None:
+    """What is computed after a restore, few tokens over a long context, is seen nowhere else."""
     engine.run(FakeRequest("a", tokens(200)))
-    before = engine.costs.compute.samples
     for number in range(20):
         name = f"b{number}"
         assert engine.admit(FakeRequest(name, tokens(200))) == 192
         meta = step(engine, **{name: 8})
-        timed(engine, meta, 0.0, load_s=0.01)
+        timed(engine, meta, 0.03, load_s=0.01)
         engine.report(meta)
-    assert engine.costs.compute.samples == before
     assert engine.costs.load.errors(Tier.DRAM).count == 20
     pages = {KV: 12 * 256}
     assert engine.costs.load.predict(Tier.DRAM, pages) == pytest.approx(0.01, rel=0.1)
+    assert engine.costs.compute.samples == 20
+    assert engine.costs.compute.predict(8, 192) == pytest.approx(0.03, rel=0.1)
+
+
+def learner(engine: Engine) -> tuple[CostLearner, list[float]]:
+    """On a clock that a test sets."""
+    now = [100.0]
+    return CostLearner(engine.costs, engine.layout, engine.store, lambda: now[0]), now
+
+
+def asked(learner: CostLearner, engine: Engine, name: str, num_tokens: int) -> int:
+    meta = StepMetadata()
+    learner.ask(scheduled(**{name: num_tokens}), engine.side._trackers, meta)  # type: ignore[arg-type]
+    assert meta.timed_as is not None
+    return meta.timed_as
+
+
+def test_what_a_step_takes_beyond_its_forward_belongs_to_it(engine: Engine) -> None:
+    engine.admit(FakeRequest("a", tokens(20_000)))
+    learning, now = learner(engine)
+    for _ in range(40):
+        number = asked(learning, engine, "a", 128)
+        now[0] += 0.030
+        report = WorkerReport(timings=[StepTiming(number, 0.020, 0.0)], ran=number)
+        learning.learn(report)
+        now[0] += 5.0  # idle
+    assert engine.costs.compute.predict(128, 0) == pytest.approx(0.030, rel=0.02)
+
+
+def test_steps_scheduled_ahead_do_not_count_each_other_s_time(engine: Engine) -> None:
+    engine.admit(FakeRequest("a", tokens(20_000)))
+    learning, now = learner(engine)
+    running = asked(learning, engine, "a", 128)
+    for _ in range(40):
+        ahead = asked(learning, engine, "a", 128)
+        now[0] += 0.030
+        learning.learn(WorkerReport(timings=[StepTiming(running, 0.020, 0.0)], ran=running))
+        running = ahead
+    assert engine.costs.compute.predict(128, 0) == pytest.approx(0.030, rel=0.02)
+
+
+def test_a_timing_that_comes_late_is_held_against_its_own_step(engine: Engine) -> None:
+    engine.admit(FakeRequest("a", tokens(20_000)))
+    learning, now = learner(engine)
+    late: list[StepTiming] = []
+    for _ in range(40):
+        number = asked(learning, engine, "a", 128)
+        now[0] += 0.030
+        learning.learn(WorkerReport(timings=late, ran=number))
+        late = [StepTiming(number, 0.020, 0.0)]
+        now[0] += 0.5
+        learning.learn(WorkerReport())
+    assert engine.costs.compute.predict(128, 0) == pytest.approx(0.030, rel=0.02)
 
 
 def test_reads_of_the_store_teach_the_ssd(engine: Engine) -> None:
@@ -124,6 +193,7 @@ def test_what_was_predicted_is_reported_with_what_came(engine: Engine) -> None:
     engine.admit(request)
     step(engine, b=8)
     request.num_computed_tokens = 200
+    request.all_token_ids.append(7)
     step(engine, b=1)
     payload = engine.recorder.drain()
     assert payload is not None
@@ -144,8 +214,38 @@ def test_a_tier_that_was_turned_down_is_trusted_less_once_a_request(engine: Engi
     assert engine.costs.load.predict(Tier.DRAM, {KV: 4096}) == slow_s
     assert engine.admit(request) == 0
     request.num_computed_tokens = 200
+    request.all_token_ids.append(7)
     step(engine, b=1)
     assert engine.costs.load.predict(Tier.DRAM, {KV: 4096}) < slow_s
+
+
+def test_what_is_left_alone_is_reported_and_leaves_first() -> None:
+    """Action DROP_LOW_UTILITY_ARTIFACT: done once a request, when its prompt is computed."""
+    slots = 8
+    engine = Engine(DENSE, mode="cost", dram_bytes=slots * 4096)
+    engine.run(FakeRequest("kept", tokens(128, seed=1)))
+    engine.run(FakeRequest("dear", tokens(192)))  # more recent
+    taught(engine, token_s=1e-6, byte_s=1e-3)
+    request = FakeRequest("again", tokens(200))
+    assert engine.admit(request) == 0
+    engine.recorder.drain()
+    step(engine, again=200)
+    request.num_computed_tokens = 200
+    request.all_token_ids.append(7)
+    step(engine, again=1)
+    payload = engine.recorder.drain()
+    assert payload is not None
+    actions = {k: v for k, v in payload[COUNTERS].items() if "_actions" in k}
+    assert actions == {
+        "heterocache_actions{action=RECOMPUTE_TAIL}": 1,
+        "heterocache_actions{action=DROP_LOW_UTILITY_ARTIFACT}": 1,
+    }
+    engine.run(FakeRequest("new", tokens(320, seed=2)))  # needs two slots more than are free
+    for prompt, chunks in ((tokens(128, seed=1), 2), (tokens(192), 1)):
+        chain = RequestChain(engine.side._hasher)
+        chain.extend(prompt)
+        assert len(engine.store.match(chain.chunks())) == chunks
+    engine.side.close()
 
 
 def test_the_engine_s_load_counts_running_requests(engine: Engine) -> None:

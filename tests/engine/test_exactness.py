@@ -18,6 +18,7 @@ from tests.engine.harness import (
     BF16_MODELS,
     HYBRID_MODELS,
     Completion,
+    assert_nothing_is_held,
     delta,
     flipped,
     forget,
@@ -104,7 +105,7 @@ def engine(
 def _empty_store(engine: Engine) -> Iterator[None]:
     forget(engine.llm)
     yield
-    scheduler_side(engine.llm)._store.check_integrity()
+    assert_nothing_is_held(engine.llm)
 
 
 def test_power_a_flipped_early_token_shows(engine: Engine) -> None:

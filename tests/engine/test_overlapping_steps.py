@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hetero_connector.engine.messages import StepMetadata
+from hetero_connector.metrics import TIMINGS
 from tests.engine.fakes import DENSE, FakeRequest, scheduled
 from tests.engine.test_scheduler_side import Engine, tokens
 
@@ -75,6 +76,32 @@ def test_a_token_that_is_not_known_yet_is_never_hashed(engine: Engine) -> None:
     engine.step()
 
 
+def counted(engine: Engine) -> dict[str, list[float]]:
+    """Timings since the last call."""
+    found: dict[str, list[float]] = (engine.recorder.drain() or {}).get(TIMINGS, {})
+    return found
+
+
+def test_the_first_token_is_when_it_comes_not_when_the_step_after_it_is_scheduled(
+    engine: Engine,
+) -> None:
+    engine.run(FakeRequest("a", tokens(128)))
+    request = FakeRequest("b", tokens(200))
+    assert engine.admit(request) == 128
+    observed = "heterocache_ttft_seconds{kind=observed}"
+    first = schedule(engine, b=72)
+    second = schedule(engine, b=1)  # while the first still runs
+    assert observed not in counted(engine)
+    engine.report(first)
+    request.all_token_ids.append(7)
+    third = schedule(engine, b=1)
+    assert len(counted(engine)[observed]) == 1
+    engine.report(second)
+    engine.report(third)
+    engine.finish(request)
+    engine.step()
+
+
 def test_a_request_ends_while_its_load_and_its_save_are_unreported(engine: Engine) -> None:
     engine.run(FakeRequest("a", tokens(128)))
     again = FakeRequest("b", tokens(200))
@@ -100,6 +127,24 @@ def test_preempted_before_the_report_and_admitted_again_after_it(engine: Engine)
     third = schedule(engine, b=8)
     engine.report(second)
     engine.report(third)
+    engine.finish(request)
+    engine.step()
+
+
+def test_preempted_and_admitted_again_before_the_report(engine: Engine) -> None:
+    """vLLM's `reset_prefix_cache(reset_running_requests=True)` resumes in the very next step."""
+    engine.run(FakeRequest("a", tokens(128)))
+    request = FakeRequest("b", tokens(200))
+    assert engine.admit(request) == 128
+    first = schedule(engine, b=8)
+    request.num_computed_tokens = 0
+    assert engine.admit(request) == 128
+    second = schedule(engine, b=8)
+    assert len(second.loads) == 1
+    engine.report(first)
+    assert len(engine.store._tiers._holds) == 1, "the second load is still under way"
+    engine.report(second)
+    assert engine.store._tiers._holds == []
     engine.finish(request)
     engine.step()
 

@@ -12,6 +12,7 @@ from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.spec import StateType
 from tests.engine.harness import (
+    assert_nothing_is_held,
     delta,
     engine,
     forget,
@@ -43,10 +44,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def _empty(llm: Any) -> Iterator[None]:
     forget(llm)
     yield
-    settle(llm)
-    store = scheduler_side(llm).store
-    assert store.flush(30.0)  # what is being written is pinned
-    assert store._tiers.in_use() == []
+    assert_nothing_is_held(llm)
 
 
 def test_steps_loads_and_reads_are_learned_from(llm: Any) -> None:

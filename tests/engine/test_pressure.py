@@ -11,6 +11,7 @@ import pytest
 from tests.engine.harness import (
     BF16_MODELS,
     Completion,
+    assert_nothing_is_held,
     delta,
     engine,
     forget,
@@ -57,7 +58,7 @@ def test_preempted_requests_resume_from_the_store() -> None:
         together = generate_batch(llm, prompts, max_tokens=300)
         assert metric("vllm:num_preemptions_total") > preemptions
         assert metric("heterocache_hits_total") > hits, "nobody resumed from the store"
-        scheduler_side(llm)._store.check_integrity()
+        assert_nothing_is_held(llm)
         forget(llm)
         for prompt, completion in zip(prompts, together, strict=True):
             alone = generate(llm, prompt, max_tokens=300)
@@ -112,7 +113,7 @@ def test_a_soak_in_which_everything_is_evicted_again(tmp_path: Path) -> None:
             if number % 2:
                 forget_local(llm)
             scheduler_side(llm)._store.check_integrity()
-        settle(llm)
+        assert_nothing_is_held(llm)
         after = {name: metric(name) - before[name] for name in names}
     assert after["heterocache_hits_total"] > 10, after
     assert after["heterocache_evictions_total"] > 50, after

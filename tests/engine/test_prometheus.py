@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from hetero_connector.engine.prometheus import METRICS, HeteroPromMetrics, HeteroStats
 from hetero_connector.metrics import Recorder
 
-PACKAGE = Path(__file__).parents[2] / "hetero_connector"
+ROOT = Path(__file__).parents[2]
+SOURCES = [*(ROOT / "hetero_connector").rglob("*.py"), *(ROOT / "ownership").rglob("*.py")]
 
 
 def prom(registry: CollectorRegistry) -> HeteroPromMetrics:
@@ -57,9 +58,9 @@ def test_stats_of_two_ranks_add_up() -> None:
 
 
 def recorded() -> set[tuple[str, tuple[str, ...]]]:
-    """Every (metric, labels) the package records, read from its source."""
+    """Every (metric, labels) the packages record, read from their source."""
     found = set()
-    for path in PACKAGE.rglob("*.py"):
+    for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if (
                 isinstance(node, ast.Call)

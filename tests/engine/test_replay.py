@@ -9,19 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 
+from hetero_connector import explaining
 from hetero_connector.engine import replaying, slot_masks
 from hetero_connector.engine.pages import HostPages
+from hetero_connector.inspection import find_models
 from hetero_connector.planner.window_replay import WindowReplay
 from hetero_connector.spec import StateType
 from tests.engine.harness import (
     BF16_MODELS,
     Completion,
+    assert_nothing_is_held,
     delta,
     forget,
     forget_checkpoints,
@@ -102,11 +106,7 @@ def _replaying(llm: Any) -> Iterator[None]:
     side = scheduler_side(llm)
     side._restorer._planner.replay_when_missing = True
     yield
-    settle(llm)
-    assert side._store.flush(30.0)
-    assert (side._replays._running, side._loading, side._trackers) == ({}, {}, {})
-    assert side._store._tiers.in_use() == side._store._tiers._holds == []
-    side._store.check_integrity()
+    assert_nothing_is_held(llm)
 
 
 @pytest.fixture(scope="module")
@@ -268,6 +268,16 @@ def test_the_planner_takes_it_where_it_is_cheapest(llm: Any, case: Case) -> None
         )
         forget_local(llm)  # but not the checkpoint at its end, which is cheaper
         assert generate(llm, prompt).num_cached_tokens == case.boundary(len(prompt))
+
+
+def test_explain_offers_what_this_engine_would_replay(
+    llm: Any, reference: Completion, case: Case
+) -> None:
+    leave_on_ssd_only(llm)
+    config = llm.llm_engine.vllm_config.kv_transfer_config.kv_connector_extra_config
+    (directory,) = find_models(Path(config["ssd_dir"]))
+    offered = explaining.decide(directory, PROMPT, None, in_dram=False).candidates()
+    assert (case.boundary(), case.resume) in [(c.boundary, c.resume_tokens) for c in offered]
 
 
 @pytest.mark.parametrize("step_tokens", [32, 100, 250])

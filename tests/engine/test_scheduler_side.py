@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.artifacts.record import Tier
+from hetero_connector.artifacts.record import UNNUMBERED, Tier
+from hetero_connector.engine.fleet import Fleet
 from hetero_connector.engine.messages import StepMetadata, WorkerReport
 from hetero_connector.engine.scheduler_side import SchedulerSide
 from hetero_connector.metrics import COUNTERS, Recorder
@@ -24,6 +27,7 @@ from hetero_connector.planner.window_replay import WindowReplay
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
+from hetero_connector.store.peers import PeerAccess
 from tests.engine.fakes import DENSE, HYBRID, FakeBlockTables, FakeRequest, scheduled
 
 CHUNK = 64
@@ -40,17 +44,25 @@ class Engine:
         checkpoints: CheckpointPolicy | None = None,
         mode: Mode = "always_load",
         window_replay: WindowReplay | None = None,
+        fleet: Fleet | None = None,
+        peers: PeerAccess | None = None,
+        **store: Any,
     ) -> None:
+        self.asks_again = fleet is not None
         self.layout = ArtifactLayout(model, CHUNK)
         self.recorder = Recorder()
         self.store = ArtifactStore.open(
             self.layout.max_bytes,
-            StoreConfig(dram_bytes=dram_bytes),
+            StoreConfig(dram_bytes=dram_bytes, **store),
             self.recorder,
             chunk_tokens=CHUNK,
             fingerprint=b"f" * 32,
             description={},
+            peers=peers,
         )
+        if fleet is not None:
+            assert self.store.sharing is not None
+            fleet.start(self.store.sharing)
         self.costs = CostModel(ComputeRegression(), LoadModel(model.state_types))
         self.side = SchedulerSide(
             self.layout, ChainHasher(b"f" * 32, CHUNK), self.store, self.recorder,
@@ -59,7 +71,7 @@ class Engine:
                 replay_tokens=window_replay.tokens if window_replay else 0,
             ),
             layerwise=True, load_deadline_s=1.0, checkpoints=checkpoints or Full(),
-            window_replay=window_replay,
+            window_replay=window_replay, fleet=fleet,
         )  # fmt: skip
         self.tables = FakeBlockTables()
         self.side.bind(self.tables)  # type: ignore[arg-type]
@@ -69,12 +81,20 @@ class Engine:
     def admit(self, request: FakeRequest, local: int = 0) -> int:
         """Ask, allocate and mark computed what can be restored; returns the restored tokens."""
         self.requests[request.request_id] = request
-        tokens, parked = self.side.matched_tokens(request, local)  # type: ignore[arg-type]
+        tokens = self.ask(request, local)
+        while tokens is None and self.asks_again:
+            time.sleep(1e-3)
+            tokens = self.ask(request, local)
         assert tokens is not None
-        assert not parked
         self.grow_table(request)
         self.side.allocated(request, tokens)  # type: ignore[arg-type]
         request.num_computed_tokens = local + tokens
+        return tokens
+
+    def ask(self, request: FakeRequest, local: int = 0) -> int | None:
+        """Tokens that can be restored, or None to be asked again."""
+        tokens, parked = self.side.matched_tokens(request, local)  # type: ignore[arg-type]
+        assert not parked
         return tokens
 
     def grow_table(self, request: FakeRequest) -> None:
@@ -264,7 +284,7 @@ def test_chunks_that_a_growing_local_hit_overtakes_are_not_counted(dense: Engine
     pending = dense.side._trackers["b"].restore
     assert pending is not None
     first, *rest = pending.plan.chunks
-    slow = replace(first, tiers=dict.fromkeys(first.tiers, Tier.SSD))
+    slow = replace(first, tiers=dict.fromkeys(first.tiers, Tier.SSD), number=UNNUMBERED)
     pending.plan = replace(pending.plan, chunks=[slow, *rest])
     dense.counters()
     assert dense.admit(request, local=80) == 112

@@ -18,6 +18,7 @@ from hetero_connector.store.restore import ArtifactRestore
 from tests.engine.harness import (
     BF16_MODELS,
     Completion,
+    assert_nothing_is_held,
     delta,
     engine,
     forget,
@@ -56,14 +57,7 @@ def llm(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def _nothing_left_behind(llm: Any) -> Iterator[None]:
     forget(llm)
     yield
-    settle(llm)
-    side = scheduler_side(llm)
-    assert side._store.flush(30.0)
-    tiers = side._store._tiers
-    assert tiers.in_use() == tiers._holds == []
-    assert all(a.sealed for a in tiers.index.artifacts())
-    assert (side._trackers, side._loading, side._admitted) == ({}, {}, [])
-    side._store.check_integrity()
+    assert_nothing_is_held(llm)
 
 
 @pytest.fixture

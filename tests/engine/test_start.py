@@ -13,7 +13,6 @@ from hetero_connector.config import HeteroConfig
 from hetero_connector.engine.start import (
     _checkpoint_policy,
     _planner,
-    _rates,
     _store_config,
     _warnings,
 )
@@ -109,7 +108,7 @@ def test_the_adaptive_policy_goes_by_the_speeds_the_planner_has_learned(tmp_path
 
 
 def test_without_an_ssd_a_checkpoint_costs_a_copy() -> None:
-    dram, ssd = (_rates(costs(), 512, has_ssd=has_ssd) for has_ssd in (False, True))
+    dram, ssd = (Rates.learned(costs(), has_ssd=has_ssd) for has_ssd in (False, True))
     assert dram.write_s_per_byte == dram.load_s_per_byte < ssd.load_s_per_byte
     assert ssd.write_s_per_byte == Rates.write_s_per_byte
     assert dram.recompute_s_per_token == pytest.approx(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+
+import pytest
 
 from hetero_connector.engine.devices import HostDevice, HostStopwatch
 from hetero_connector.engine.messages import StepTiming, WorkerReport
@@ -36,9 +39,19 @@ class LateDevice(HostDevice):
         return LateStopwatch(self)
 
 
+class CountingClock:
+    """A second passes at every look."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
 def test_a_step_without_loads_times_the_forward() -> None:
     timer = StepTimer(HostDevice())
-    timer.begin(7, loads=False)
+    timer.begin(7)
     timer.end()
     (timing,) = timer.take()
     assert timing.step == 7
@@ -47,20 +60,26 @@ def test_a_step_without_loads_times_the_forward() -> None:
     assert timer.take() == []
 
 
-def test_a_step_with_loads_times_the_copies_alone() -> None:
-    timer = StepTimer(HostDevice())
-    timer.begin(8, loads=True)
+def test_a_forward_is_not_timed_while_it_waits_for_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer, clock = StepTimer(HostDevice()), CountingClock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    timer.begin(8)
+    go_on = timer.waiting()
     for _ in range(3):
         timer.copying()()
+    clock.now_s += 100.0
+    go_on()
+    timer.waiting()()
     timer.end()
     (timing,) = timer.take()
-    assert timing.forward_s == 0
-    assert timing.load_s > 0
+    assert timing.forward_s == 3.0  # a second before, between and after the two waits
+    assert timing.load_s == 3.0
 
 
 def test_what_is_not_to_be_timed_is_not() -> None:
     timer = StepTimer(HostDevice())
     timer.copying()()
+    timer.waiting()()
     timer.end()
     assert timer.take() == []
 
@@ -68,15 +87,15 @@ def test_what_is_not_to_be_timed_is_not() -> None:
 def test_a_device_that_lags_is_not_waited_for() -> None:
     device = LateDevice()
     timer = StepTimer(device)
-    timer.begin(1, loads=False)
+    timer.begin(1)
     timer.end()
-    timer.begin(2, loads=True)
+    timer.begin(2)
     timer.copying()()
     timer.copying()()
     timer.end()
     assert timer.take() == []
     device.done = True
-    assert timer.take() == [StepTiming(1, 1.0, 0.0), StepTiming(2, 0.0, 2.0)]
+    assert timer.take() == [StepTiming(1, 1.0, 0.0), StepTiming(2, 1.0, 2.0)]
 
 
 def test_stretches_of_a_stopwatch_add_up() -> None:
@@ -94,3 +113,5 @@ def test_ranks_reports_keep_one_rank_s_timings() -> None:
     merged = WorkerReport(timings=[timing]).aggregate(WorkerReport(timings=[timing]))
     assert merged.timings == [timing]
     assert WorkerReport().aggregate(WorkerReport(timings=[timing])).timings == [timing]
+    assert WorkerReport().aggregate(WorkerReport(ran=3)).ran == 3
+    assert WorkerReport(ran=3).aggregate(WorkerReport()).ran == 3

@@ -91,13 +91,13 @@ def _long_ask(rng: Random, session: Sequence[int]) -> Ask:
 
 def play(
     llm: Any,
-    traffic: Traffic,
+    rounds: Sequence[Round],
     reset_store: Callable[[], None] | None = None,
     after_round: Callable[[], None] | None = None,
 ) -> list[Completion | None]:
-    """The answers, in the order of `traffic.asks`."""
+    """The answers, in the order of all asks."""
     answers: list[Completion | None] = []
-    for number, round_ in enumerate(traffic.rounds):
+    for number, round_ in enumerate(rounds):
         if round_.forget_local:
             llm.reset_prefix_cache()
         answers += _play_round(llm, number, round_, reset_store)

@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.artifacts.record import ChunkKey, ChunkRange, StoredChunk, Tier
+from hetero_connector.artifacts.record import (
+    UNNUMBERED,
+    ChunkKey,
+    ChunkRange,
+    SharedTiers,
+    StoredChunk,
+    Tier,
+)
 from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
 from hetero_connector.planner.cost_model import CostModel, CostWeights, Terms
 from hetero_connector.planner.decision import EngineLoad
@@ -42,15 +49,15 @@ def chain_of(
 
     Equal mappings are one object, as the index gives them, unless `shared` is False.
     """
-    objects: dict[object, Mapping[StateType, Tier]] = {}
+    known = SharedTiers()
     stored = []
     for index, tiers in enumerate(held):
         start = index * CHUNK
         last = index == len(held) - 1
         end = start + (tail_tokens if tail_tokens and last else CHUNK)
         chunk = ChunkRange(ChunkKey(bytes([index + 1] * 16)), ChunkKey(bytes(16)), start, end)
-        one = objects.setdefault(tuple(tiers.items()), tiers) if shared else dict(tiers)
-        stored.append(StoredChunk(chunk, one))
+        one, number = known.share(tiers) if shared else (dict(tiers), UNNUMBERED)
+        stored.append(StoredChunk(chunk, one, number=number))
     return stored
 
 
@@ -113,6 +120,8 @@ class SlowPlanner:
                     by_type[t] = by_type.get(t, 0) + size
         queue_s = self.costs.queue_s(self.load.queued_tokens)
         staging_s = max([self._seconds(tier, sizes) for tier, sizes in staged.items()], default=0.0)
+        if staging_s and self.load.running_decodes:  # its end shows between two steps
+            staging_s += self.costs.queue_s(self.load.running_decodes) / 2
         exposed_s = dram_s = self._seconds(Tier.DRAM, to_pages)
         if self.load.layerwise:
             layers = len(self.layout.model.stored_layers)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.artifacts.record import Tier, distinct_tiers
+from hetero_connector.artifacts.record import StoredChunk, Tier, distinct_tiers
 from hetero_connector.planner.boundaries import ChunkGrid, Holdings
 from hetero_connector.spec.presets import PRESETS
 from tests.planner.chains import HYBRID, KV, LLAMA4, SWA, chain_of, in_tier, layout_of
@@ -65,5 +65,16 @@ def test_every_chunk_has_the_mapping_its_code_says(
     for count in range(1, len(chunks) + 1):
         part = held.up_to(count)
         assert [part.distinct[code] for code in part.codes] == mappings[:count]
+        assert held.distinct_up_to(count) == part.distinct
         if shared:
             assert part.distinct == distinct_tiers(chunks[:count])
+
+
+def test_chunks_without_a_number_among_numbered_ones_are_told_apart() -> None:
+    """A request that saw a read fail plans over chunks of its own making."""
+    chunks = chain_of([MIXTURES[0], MIXTURES[1], MIXTURES[0]])
+    chunks[1] = StoredChunk(chunks[1].chunk, MIXTURES[2])
+    held = Holdings.of(chunks)
+    assert [held.distinct[code] for code in held.codes] == [
+        MIXTURES[0], MIXTURES[2], MIXTURES[0],
+    ]  # fmt: skip

@@ -15,6 +15,7 @@ from hetero_connector.errors import ConfigError
 from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
 from hetero_connector.planner.cost_model import CostModel, CostWeights
 from hetero_connector.planner.cost_profile import CostProfile, FitError
+from hetero_connector.planner.interference_model import InterferenceCoefficients, StepMix
 from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.spec import StateType
 
@@ -27,6 +28,9 @@ tier_rates = st.builds(
 )
 
 
+delays = st.none() | st.builds(InterferenceCoefficients, *[numbers] * 6)
+
+
 @st.composite
 def profiles(draw: st.DrawFn) -> CostProfile:
     load = draw(st.dictionaries(st.sampled_from(list(Tier)), tier_rates))
@@ -37,6 +41,8 @@ def profiles(draw: st.DrawFn) -> CostProfile:
         draw(errors),
         load,
         {tier: error for tier, error in load_errors.items() if error},
+        draw(delays),
+        None,
     )
 
 
@@ -50,6 +56,7 @@ def learned() -> CostModel:
     for n in (1, 100, 2000) * 10:
         costs.compute.observe(n, n, 1e-3 + 2e-5 * n)
         costs.load.observe(Tier.SSD, {KV: n * 10_000}, 2e-3 + n * 1e-5)
+        costs.interference.observe(StepMix(n, n * n, n, n * n), 2e-3 + n * 3e-5)
     return costs
 
 
@@ -65,6 +72,9 @@ def test_what_was_learned_is_written_and_started_from(tmp_path: Path) -> None:
     again = profile.cost_model([KV, SWA], CostWeights(0.5, 0.25), step_tokens=2048)
     assert again.compute.predict(500, 0) == pytest.approx(costs.compute.predict(500, 0))
     sizes = {KV: 10**7}
+    assert profile.interference_error is not None
+    assert profile.interference_error.samples == 30
+    assert again.delays() == pytest.approx(costs.delays())
     expected = costs.load.predict(Tier.SSD, sizes, 10**6)
     assert again.load.predict(Tier.SSD, sizes, 10**6) == pytest.approx(expected)
     assert (again.weights.stall, again.step_tokens) == (0.5, 2048)
@@ -74,6 +84,17 @@ def test_nothing_learned_is_written_without_errors() -> None:
     profile = CostProfile.of(CostModel(ComputeRegression(), LoadModel([KV])), "")
     assert profile.compute_error is None
     assert profile.load == {}
+    assert profile.interference is None
+
+
+def test_before_interference_is_measured_it_is_guessed_from_compute() -> None:
+    document = good()
+    del document["interference"]
+    costs = CostProfile.from_json(document).cost_model([KV, SWA])
+    step_s, token_s, attention_s = costs.compute.coefficients
+    assert costs.delays() == (step_s, token_s, attention_s, 0.0, token_s, attention_s)
+    costs.interference.observe(StepMix(0, 0.0, 4, 4_000), 0.25)
+    assert costs.delays().decode_step_s(4, 4_000) == pytest.approx(0.25, rel=0.1)
 
 
 def good() -> dict[str, Any]:
@@ -109,7 +130,11 @@ def damaged(*path: str, value: Any = None, remove: bool = False) -> str:
         (damaged("compute", "token_s", value=True), "compute.token_s"),
         (damaged("compute", "token_s", value=float("nan")), "compute.token_s"),
         (damaged("compute", "token_s", value=10**400), "compute.token_s"),
+        ("9" * 5_000, "not JSON"),
         (damaged("compute", "fit", value=[]), "compute.fit should be an object"),
+        (damaged("interference", value=[]), "interference should be an object"),
+        (damaged("interference", "mixed_s", remove=True), "interference lacks 'mixed_s'"),
+        (damaged("interference", "token_s", value=-1.0), "interference.token_s"),
         (damaged("load", value=[]), "load should be an object"),
         (damaged("load", "tape", value={}), "'tape' is no Tier"),
         (damaged("load", "ssd", "latency_s", value=None), "load.ssd.latency_s"),

@@ -91,6 +91,37 @@ def test_a_tier_that_was_slow_is_tried_again_when_its_evidence_has_faded() -> No
     assert model.predict(Tier.SSD, {KV: 10**8}) == pytest.approx(fast, rel=0.01)
 
 
+def test_a_tier_that_the_profile_calls_slow_is_tried_again_in_the_end() -> None:
+    model = LoadModel([KV], {Tier.SSD: TierRates(0.5, {KV: 1e-6}, 1e-6)})
+    assert model.predict(Tier.SSD, {KV: 10**8}) == pytest.approx(100.5)
+    for _ in range(3000):
+        model.fade(Tier.SSD)
+    assert model.predict(Tier.SSD, {KV: 10**8}) == pytest.approx(
+        LoadModel([KV]).predict(Tier.SSD, {KV: 10**8}), rel=0.01
+    )
+
+
+def test_a_type_too_cheap_to_see_when_it_was_measured_is_learned_later() -> None:
+    measured = LoadModel([KV, SWA])
+    for n in (10**6, 10**7, 10**8) * 30:
+        for swa in (0, n // 2):  # those with windows happened to be faster
+            measured.observe(Tier.SSD, {KV: n, SWA: swa}, 1e-3 + n * 1e-8 - swa * 1e-9)
+    rates = measured.rates(Tier.SSD)
+    assert rates.seconds_per_byte[SWA] < 1e-20
+    model = LoadModel([KV, SWA], {Tier.SSD: rates})
+    assert model.predict(Tier.SSD, {SWA: 10**7}) == pytest.approx(rates.latency_s)
+    for n in (10**6, 10**7, 10**8) * 30:
+        model.observe(Tier.SSD, {SWA: n}, 1e-3 + n * 5e-9)
+    assert model.predict(Tier.SSD, {SWA: 10**8}) == pytest.approx(0.5, rel=0.1)
+
+
+def test_what_a_profile_does_not_say_is_a_guess_and_gives_way_like_one() -> None:
+    profile = {Tier.SSD: TierRates(0.01, {KV: 1e-9}, 1e-9)}
+    model = LoadModel([KV, SWA], profile)
+    model.observe(Tier.SSD, {SWA: 10**8}, 1.0)
+    assert model.rates(Tier.SSD).seconds_per_byte[SWA] == pytest.approx(1e-8, rel=0.2)
+
+
 def test_what_was_no_load_teaches_nothing() -> None:
     model = LoadModel([KV])
     model.observe(Tier.SSD, {KV: 0}, 1.0, in_flight_bytes=100)

@@ -158,3 +158,18 @@ def test_the_total_and_the_time_to_first_token_are_sums() -> None:
     terms = Terms(1.0, 2.0, 4.0, 8.0, 16.0)
     assert terms.total_s == 31.0
     assert terms.ttft_s == 7.0
+
+
+def test_decodes_notice_the_end_of_staging_half_a_step_late() -> None:
+    costs = costs_of(DENSE, load={Tier.SSD: rates(0.5, 1e-6), **DRAM})
+    idle, busy = (
+        candidates(costs, [Tier.SSD], EngineLoad(running_decodes=n))[-1].terms.load_s
+        for n in (0, 4)
+    )
+    # A step of 4 decodes takes 10 ms + 4 x 1 ms.
+    assert busy - idle == pytest.approx(0.014 / 2)
+    in_dram = [
+        candidates(costs, [Tier.DRAM], EngineLoad(running_decodes=n))[-1].terms.load_s
+        for n in (0, 4)
+    ]
+    assert in_dram[0] == pytest.approx(in_dram[1])

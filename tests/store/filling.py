@@ -15,6 +15,7 @@ from hetero_connector.metrics import COUNTERS, GAUGES, Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Restore, Save, StoreConfig, Wanted
+from hetero_connector.store.prefetching import DEFAULT_COSTS, PrefetchCosts
 from hetero_connector.store.ssd_directory import SsdDirectory
 from hetero_connector.transfer.base import Direction, Extent
 from hetero_connector.transfer.memory_files import MemoryFiles, MemoryTransfer
@@ -150,7 +151,13 @@ class Bench:
         self.clock = clock
         self.recorder = Recorder()
 
-    def open(self, dram_chunks: int = 8, ssd_chunks: int = 16, **config: object) -> ArtifactStore:
+    def open(
+        self,
+        dram_chunks: int = 8,
+        ssd_chunks: int = 16,
+        prefetch_costs: PrefetchCosts = DEFAULT_COSTS,
+        **config: object,
+    ) -> ArtifactStore:
         self.recorder = Recorder()
         ssd_bytes = (ssd_chunks * (CHUNK_BYTES + 1024)) * 16 // 15 if self.root else 0
         values: dict[str, object] = {"spill_delay_s": 0.0, **config}
@@ -162,6 +169,7 @@ class Bench:
             fingerprint=FINGERPRINT,
             description={"model": "test"},
             clock=self.clock,
+            prefetch_costs=prefetch_costs,
             **({"open_transfer": self.disk} if self.disk else {}),
         )
 

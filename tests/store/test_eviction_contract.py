@@ -1,5 +1,6 @@
 """What every eviction policy must do, and what each does beyond."""
 
+import gc
 import random
 from collections.abc import Callable
 from typing import get_args
@@ -80,6 +81,28 @@ def test_clear_forgets_all(policy: EvictionPolicy) -> None:
     assert policy.pop(leaf) is None
     policy.offer(kept)
     assert policy.pop(leaf) is kept
+
+
+def artifacts_in_memory() -> int:
+    gc.collect()
+    return sum(type(x) is Artifact for x in gc.get_objects())  # asks nothing of the others
+
+
+def test_what_was_forgotten_is_let_go_of_though_nothing_is_ever_popped(
+    policy: EvictionPolicy,
+) -> None:
+    kept = [artifact(last_used=i) for i in range(10)]
+    before = artifacts_in_memory()
+    for a in kept:
+        policy.offer(a)
+    for _ in range(2000):
+        gone = artifact()
+        policy.offer(gone)
+        gone.forgotten = True  # the index dropped it some other way
+    assert artifacts_in_memory() - before < 200
+    standing = dict.fromkeys(kept, Standing.LEAF)
+    popped = [policy.pop(lambda a: standing.get(a, Standing.HELD)) for _ in kept]
+    assert set(popped) == set(kept)
 
 
 STANDINGS = st.sampled_from(Standing)

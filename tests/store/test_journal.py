@@ -45,6 +45,19 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "journal.sqlite"
 
 
+def test_what_the_last_engine_said_of_itself_is_kept(journal: Journal, path: Path) -> None:
+    journal.record([row(1)])
+    journal.close()
+    newer = Journal.open(path, replace(META, description={"model": "tiny", "more": 1}))
+    assert newer.meta.description == {"model": "tiny", "more": 1}
+    newer.close()
+    Journal.open(path, replace(META, description={})).close()
+    read = Journal.open_existing(path, read_only=True)
+    assert read.meta == replace(META, description={"model": "tiny", "more": 1})
+    assert list(read.load()) == [row(1)]
+    read.close()
+
+
 @pytest.fixture
 def journal(path: Path) -> Iterator[Journal]:
     journal = Journal.open(path, META)

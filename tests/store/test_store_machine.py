@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,9 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hetero_connector.artifacts.record import ChunkRange, Tier
+from hetero_connector.metrics import COUNTERS
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import EvictionName, Failure, Restore, Save
 from hetero_connector.store.io_thread import IoThread
+from hetero_connector.store.prefetch_schedule import ExpectedReturn
+from hetero_connector.store.prefetching import PrefetchCosts
 
 DEPTH = 4
 TRUNKS = {name: chain(name, DEPTH) for name in "abc"}
@@ -44,9 +48,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.saves: list[Save] = []
         self.restores: list[Restore] = []
         self.sealed: set[ChunkRange] = set()
+        self.used_within = 0.0
+        self.counted: Counter[str]
         self.store = self.open()
 
     def open(self) -> ArtifactStore:
+        self.counted = Counter()
         with patch.object(IoThread, "start"):
             return self.bench.open(
                 dram_chunks=4,
@@ -54,6 +61,7 @@ class StoreMachine(RuleBasedStateMachine):
                 verify=self.verify,
                 eviction=self.eviction,
                 ssd_write_bytes_per_day=self.budget_bytes,
+                prefetch_costs=PrefetchCosts(used_within=lambda idle_s, within_s: self.used_within),
             )
 
     def teardown(self) -> None:
@@ -131,6 +139,23 @@ class StoreMachine(RuleBasedStateMachine):
         self.restores.remove(restore)
         restore.release()
 
+    @rule(name=chains, depth=st.integers(1, DEPTH), late=st.booleans(), used=st.floats(0.0, 1.0))
+    def expect(self, name: str, depth: int, late: bool, used: float) -> None:
+        """A session is due: for long, or hardly any more."""
+        self.used_within = used
+        now_s = self.bench.clock()
+        leaves = tuple(chunk.key for chunk in reversed(TRUNKS[name][:depth]))
+        latest_s = now_s + (1e-4 if late else 1e9)
+        self.store.expect(ExpectedReturn(name, leaves, now_s, latest_s, 0.5))
+
+    @rule(name=chains)
+    def come_back(self, name: str) -> None:
+        self.store.came_back(name)
+
+    @rule(name=chains, depth=st.integers(0, DEPTH))
+    def decline(self, name: str, depth: int) -> None:
+        self.store.decline(self.store.match(TRUNKS[name])[depth:])
+
     @rule(rounds=st.integers(1, 4))
     def io_round(self, rounds: int) -> None:
         for _ in range(rounds):
@@ -190,6 +215,17 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def consistent(self) -> None:
         self.store.check_integrity()
+
+    @invariant()
+    def what_was_prefetched_is_used_wasted_or_waits(self) -> None:
+        for key, value in (self.bench.recorder.drain() or {}).get(COUNTERS, {}).items():
+            self.counted[key.partition("{")[0]] += value
+        came, used, wasted = (
+            self.counted[f"heterocache_prefetch{x}_bytes"] for x in ("ed", "_used", "_wasted")
+        )
+        waiting = self.store._tiers.prefetched._waiting
+        assert all(artifact.dram is not None for artifact in waiting)
+        assert came == used + wasted + sum(artifact.size_bytes for artifact in waiting)
 
     @invariant()
     def only_sealed_chunks_are_visible_and_all_are_reachable(self) -> None:

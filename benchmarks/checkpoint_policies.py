@@ -1,0 +1,201 @@
+"""`python -m benchmarks.checkpoint_policies [--trace FILE] [--json]`: where do checkpoints pay?
+
+Agent sessions are replayed through the package's own restorer, planner, saver, checkpoint policies
+and store, without an engine: only the forward pass is priced, by a calibrated profile or by what
+the planner starts from. For every policy, per model: bytes written to SSD for each new token, and
+seconds until what was stored was there again, loaded or computed once more.
+
+- `over_hull_<model>`: those seconds of `adaptive`, over the lower convex hull of the fixed
+  policies at the same bytes. Goal <= 1: on or under their Pareto front.
+- `objective_<model>`: seconds of writing, loading and recomputing of `adaptive`, over the best
+  fixed policy's. Goal <= 1.
+
+With `--day` the sessions are spread over a day against smaller and smaller budgets and disks:
+`day_over_budget` and `day_over_capacity`, the worst of what was written in any 24 hours over the
+budget and of the disk's use over `ssd_gib`. Goals <= 1. With `--engine` a few scaled-down sessions
+run on the real CPU engine, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks import pareto, plots, policy_engine, session_day
+from benchmarks.agent_sessions import Session, recorded, synthetic
+from benchmarks.measure import machine_line, rounded, save, table
+from benchmarks.policy_replay import PolicyRun, replay
+from hetero_connector.planner.checkpoint_policy import NEVER
+from hetero_connector.planner.cost_profile import CostProfile
+
+MODELS = ("gemma-3-27b", "deepseek-v4-flash")
+FIXED = ("full", "periodic:4", "periodic:16", "periodic:64", "zero")
+_SEED = 1
+
+
+def main() -> None:
+    arguments = _arguments()
+    sessions = _sessions(arguments)
+    profile = None if arguments.profile is None else CostProfile.read(arguments.profile)
+    report = _Report()
+    report.add(_heading(arguments, sessions))
+    runs = replay(MODELS, (*FIXED, "adaptive"), sessions, profile)
+    report.add(_policy_table(runs), figures_of(runs), policies=[_details(run) for run in runs])
+    scratch = _scratch()
+    try:
+        if arguments.day:
+            days = session_day.sweep(sessions, scratch / "day", _SEED)
+            figures = session_day.figures_of(days)
+            report.add(session_day.report(days), figures, days=[day.details() for day in days])
+        if arguments.engine:
+            measured = policy_engine.measure(sessions, scratch / "engine")
+            report.add(policy_engine.report(measured), engine=[asdict(x) for x in measured])
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    report.add(_goal_table(report.figures))
+    if arguments.out:
+        text = "\n\n".join(report.sections)
+        path = save("checkpoint_policies", text, report.figures, report.details)
+        print(f"written: {path}, {_plot(runs)}")
+    if arguments.json:
+        print(json.dumps(report.figures))
+
+
+class _Report:
+    """Printed as it grows: a run takes minutes."""
+
+    def __init__(self) -> None:
+        self.sections: list[str] = []
+        self.figures: dict[str, float] = {}
+        self.details: dict[str, Any] = {}
+
+    def add(self, section: str, figures: Mapping[str, float] | None = None, **details: Any) -> None:
+        self.sections.append(section)
+        self.figures |= figures or {}
+        self.details |= details
+        print(f"{section}\n", flush=True)
+
+
+def figures_of(runs: Sequence[PolicyRun]) -> dict[str, float]:
+    """Adaptive against the fixed policies, by model."""
+    figures = {}
+    for model in dict.fromkeys(run.model for run in runs):
+        fixed = [r for r in runs if r.model == model and r.policy != "adaptive"]
+        (adaptive,) = [r for r in runs if r.model == model and r.policy == "adaptive"]
+        figures[f"over_hull_{model}"] = pareto.over_hull(_point(adaptive), list(map(_point, fixed)))
+        best_s = min(run.objective_s for run in fixed)
+        figures[f"objective_{model}"] = adaptive.objective_s / best_s
+    return rounded(figures)
+
+
+def _point(run: PolicyRun) -> pareto.Point:
+    return (run.written_per_token, run.restore_s)
+
+
+def _sessions(arguments: argparse.Namespace) -> list[Session]:
+    if arguments.trace is None:
+        return synthetic(arguments.sessions, _SEED)
+    return recorded(arguments.trace, arguments.sessions)
+
+
+def _heading(arguments: argparse.Namespace, sessions: Sequence[Session]) -> str:
+    if arguments.trace is None:
+        source = "synthetic sessions (`synthetic` of `benchmarks.agent_sessions`)"
+    else:
+        source = f"recorded sessions of {arguments.trace.name}"
+    requests = sum(len(s.turns) for s in sessions)
+    costs = "the planner's own guess" if arguments.profile is None else str(arguments.profile)
+    return "\n".join(
+        [
+            machine_line(),
+            f"{len(sessions)} sessions, {requests} requests; {source}",
+            f"restores from SSD, priced by {costs}; nothing in the engine's own prefix cache",
+        ]
+    )
+
+
+def _policy_table(runs: Sequence[PolicyRun]) -> str:
+    header = [
+        "model", "policy", "B/token", "of it checkpoints", "load, s", "recompute, s",
+        "restore p50, s", "p95, s", "objective, s", "front",
+    ]  # fmt: skip
+    return table(header, [_row(run, runs) for run in runs])
+
+
+def _row(run: PolicyRun, runs: Sequence[PolicyRun]) -> list[object]:
+    others = [_point(r) for r in runs if r.model == run.model and r is not run]
+    written = run.chunk_bytes + run.checkpoint_bytes
+    name = run.policy
+    if run.policy == "adaptive":
+        name += f" (ended at {'turns' if run.period == NEVER else run.period})"
+    return [
+        run.model, name, f"{run.written_per_token:,.0f}",
+        f"{run.checkpoint_bytes / max(1, written):.0%}", f"{run.load_s:.1f}",
+        f"{run.recompute_s:.1f}", f"{run.median_s:.3f}", f"{run.percentile_s(0.95):.3f}",
+        f"{run.objective_s:.1f}", "beaten" if pareto.is_beaten(_point(run), others) else "on",
+    ]  # fmt: skip
+
+
+def _goal_table(figures: Mapping[str, float]) -> str:
+    rows = [
+        [name, f"{value:.4g}", "<= 1", "met" if value <= 1.0 else "missed"]
+        for name, value in figures.items()
+    ]
+    return table(["figure", "value", "goal", ""], rows)
+
+
+def _details(run: PolicyRun) -> dict[str, Any]:
+    return {
+        "model": run.model,
+        "policy": run.policy,
+        "written_per_token": run.written_per_token,
+        "checkpoint_bytes": run.checkpoint_bytes,
+        "load_s": run.load_s,
+        "recompute_s": run.recompute_s,
+        "objective_s": run.objective_s,
+        "period": run.period,
+    }
+
+
+def _plot(runs: Sequence[PolicyRun]) -> Path:
+    panels = []
+    for model in dict.fromkeys(run.model for run in runs):
+        mine = [run for run in runs if run.model == model]
+        points = {run.policy: (run.written_per_token / 1e3, run.restore_s) for run in mine}
+        line = pareto.hull([p for name, p in points.items() if name != "adaptive"])
+        panels.append((model, "kB written per token", "s of restores", points, line))
+    return plots.scatter("checkpoint_policies", panels)
+
+
+def _scratch() -> Path:
+    parent = Path.cwd() / ".cache"
+    parent.mkdir(exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix="checkpoint-policies-", dir=parent))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.checkpoint_policies", description=__doc__
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--trace", type=Path, help="coding-agent sessions; synthetic without")
+    parser.add_argument("--sessions", type=int, default=8, help="evenly spaced ones of the trace")
+    parser.add_argument("--profile", type=Path, help="of `heterocache calibrate`")
+    parser.add_argument("--day", action="store_true", help="a day within SSD capacity and budget")
+    parser.add_argument("--engine", action="store_true", help="a few sessions on the CPU engine")
+    parser.add_argument("--out", action="store_true", help="write table and plot into results/")
+    parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
+    arguments = parser.parse_args()
+    if arguments.sessions < 1:
+        parser.error("--sessions: at least 1")
+    return arguments
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""`python -m benchmarks.directory [--json]`: what the directory in Redis costs.
+
+`lookup_ms_1m`: milliseconds to look up a chain of 1,048,576 tokens, median, the worse of a dense
+and a DeepSeek-V4 model whose chunks were claimed by prefill steps; goal <= 2.
+`claims_per_s`: claims of one client that sends `CLAIMS_PER_CALL` at a time; goal >= 20,000.
+`redis_bytes_per_artifact`: memory of a server that knows a million artifacts of the dense model,
+over their number; goal <= 300. References from the same run: a PING, the bytes of the dense
+lookup as one plain value, and the same chunks as fields of a plain hash.
+A private server on this machine, by TCP on the loopback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import redis
+
+from benchmarks.measure import machine_line, rounded, save, table, timed
+from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey
+from hetero_connector.spec import StateType
+from hetero_connector.spec.presets import PRESETS
+from hetero_connector.spec.state_types import Family
+from ownership.directory import Claim, Copy, Grant, Worker
+from ownership.embedded_redis import EmbeddedRedis
+from ownership.identifiers import Epoch
+from ownership.redis_directory import RedisDirectory
+
+TOKENS = 1_048_576
+STEP_TOKENS = 8_192
+"""A prefill step: its chunks are claimed together."""
+CHECKPOINT_CHUNKS = 8
+"""Boundary states are kept at every 8th chunk."""
+CLAIMS_PER_CALL = 1_024
+ARTIFACTS = 1_000_000
+MODELS = {"dense": "llama-3.1-8b", "DeepSeek-V4": "deepseek-v4-flash"}
+GOALS = {"lookup_ms_1m": 2.0, "claims_per_s": 20_000.0, "redis_bytes_per_artifact": 300.0}
+_LEASE_S = 3_600.0
+_COPY_BYTES = 786_432
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A prompt of `TOKENS` tokens and what a worker claims of it."""
+
+    keys: list[ChunkKey]
+    claims: list[list[Claim]]
+    """By chunk."""
+
+    @property
+    def num_artifacts(self) -> int:
+        return sum(map(len, self.claims))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one kind of call."""
+
+    name: str
+    num_artifacts: int
+    median_ms: float
+    p95_ms: float
+    least_ms: float
+
+
+def make_chain(
+    rng: random.Random, state_types: Sequence[StateType], chunk_tokens: int, parents: bool = True
+) -> Chain:
+    """Prefix-proportional states of every chunk, boundary states of every 8th."""
+    keys = [ChunkKey(rng.randbytes(16)) for _ in range(TOKENS // chunk_tokens)]
+    claims = []
+    for index, key in enumerate(keys):
+        parent = keys[index - 1] if parents and index else ROOT
+        at_checkpoint = index % CHECKPOINT_CHUNKS == CHECKPOINT_CHUNKS - 1
+        kept = [x for x in state_types if x.family is Family.PREFIX or at_checkpoint]
+        claims.append([Claim(ArtifactId(key, x), _copy(rng, index), parent) for x in kept])
+    return Chain(keys, claims)
+
+
+def chain_of(rng: random.Random, preset: str) -> Chain:
+    """A model's chain at its default chunk size."""
+    model = PRESETS[preset]()
+    return make_chain(rng, model.state_types, model.default_chunk_tokens())
+
+
+def claim_chain(directory: RedisDirectory, epoch: Epoch, chain: Chain, chunks_a_call: int) -> None:
+    """As it happens: the chunks of a step together."""
+    for first in range(0, len(chain.keys), chunks_a_call):
+        step = chain.claims[first : first + chunks_a_call]
+        directory.claim_owner(epoch, [claim for chunk in step for claim in chunk])
+
+
+def fill(directory: RedisDirectory, epoch: Epoch, rng: random.Random, artifacts: int) -> Chain:
+    """Claims chains of the dense model until there are `artifacts`; returns the last."""
+    claimed = 0
+    while True:
+        chain = chain_of(rng, MODELS["dense"])
+        claim_chain(directory, epoch, chain, STEP_TOKENS * len(chain.keys) // TOKENS)
+        claimed += chain.num_artifacts
+        if claimed >= artifacts:
+            return chain
+
+
+def claim_rates(
+    directory: RedisDirectory, epoch: Epoch, rng: random.Random, rounds: int
+) -> dict[int, float]:
+    """Claims per second by how many go in one call; what was claimed is released again."""
+    rates = {}
+    for size in (1, 32, CLAIMS_PER_CALL):
+        per_round = []
+        for _ in range(rounds):
+            keys = [
+                ChunkKey(rng.randbytes(16)) for _ in range(min(4 * CLAIMS_PER_CALL, 512 * size))
+            ]
+            claims = [
+                Claim(ArtifactId(key, StateType.DENSE_KV), _copy(rng, at), keys[at - 1])
+                for at, key in enumerate(keys)
+            ]
+            calls = [claims[at : at + size] for at in range(0, len(claims), size)]
+            grants: list[Grant] = []
+            seconds = timed(partial(_claim_all, directory, epoch, calls, grants))
+            owned = {c.artifact: grant.token for c, grant in zip(claims, grants, strict=True)}
+            directory.release(epoch, owned)
+            per_round.append(len(claims) / seconds)
+        rates[size] = statistics.median(per_round)
+    return rates
+
+
+def _claim_all(
+    directory: RedisDirectory, epoch: Epoch, calls: Sequence[Sequence[Claim]], grants: list[Grant]
+) -> None:
+    for call in calls:
+        grants.extend(directory.claim_owner(epoch, call))
+
+
+def timing(name: str, call: Callable[[], object], repeats: int, num_artifacts: int = 0) -> Timing:
+    """Of `repeats` calls, after one that is not counted."""
+    call()
+    samples = sorted(1e3 * timed(call) for _ in range(repeats))
+    p95_ms = samples[int(0.95 * (len(samples) - 1))]
+    return Timing(name, num_artifacts, statistics.median(samples), p95_ms, samples[0])
+
+
+def lookups(
+    directory: RedisDirectory, epoch: Epoch, rng: random.Random, dense: Chain, repeats: int
+) -> list[Timing]:
+    """Lookups of a million tokens, by what is stored and how it was claimed."""
+    deepseek = chain_of(rng, MODELS["DeepSeek-V4"])
+    claim_chain(directory, epoch, deepseek, STEP_TOKENS * len(deepseek.keys) // TOKENS)
+    small = make_chain(rng, [StateType.DENSE_KV], 128)
+    claim_chain(directory, epoch, small, STEP_TOKENS // 128)
+    lone = make_chain(rng, [StateType.DENSE_KV], 256, parents=False)
+    claim_chain(directory, epoch, lone, 1)
+    unknown = make_chain(rng, [StateType.DENSE_KV], 256)
+    cases = {
+        "dense": dense,
+        "DeepSeek-V4": deepseek,
+        "dense, chunks of 128 tokens": small,
+        "dense, claimed one by one, parents not told": lone,
+        "a prompt nobody has": unknown,
+    }
+    found = [
+        timing(name, lambda keys=chain.keys: directory.lookup(keys), repeats, chain.num_artifacts)
+        for name, chain in cases.items()
+    ]
+    decoded = timing(
+        "dense, every record decoded",
+        lambda: list(directory.lookup(dense.keys).chunks),
+        repeats,
+        dense.num_artifacts,
+    )
+    return [*found, decoded]
+
+
+def references(client: redis.Redis, dense: Chain, repeats: int) -> list[Timing]:
+    """What the same bytes cost without a directory."""
+    record = 57
+    size_bytes = len(dense.keys) * (16 + record)
+    client.set("reference-value", bytes(size_bytes))
+    client.hset("reference-hash", mapping={key: bytes(record) for key in dense.keys})
+    found = [
+        timing("PING", client.ping, repeats),
+        timing("GET of as many bytes", lambda: client.get("reference-value"), repeats),
+        timing(
+            "HMGET of as many fields", lambda: client.hmget("reference-hash", dense.keys), repeats
+        ),
+    ]
+    client.delete("reference-value", "reference-hash")
+    return found
+
+
+@contextmanager
+def served() -> Iterator[tuple[RedisDirectory, redis.Redis]]:
+    """A private server's directory, and a plain client."""
+    with EmbeddedRedis() as server:
+        directory = RedisDirectory(server.url, deadline_s=60.0)
+        client = redis.Redis.from_url(server.url, protocol=2)
+        yield directory, client
+        client.close()
+        directory.close()
+
+
+def measure(artifacts: int = ARTIFACTS, repeats: int = 201) -> tuple[dict[str, float], str]:
+    """The figures, and a report."""
+    rng = random.Random(1)
+    with served() as (directory, client):
+        epoch = directory.register(Worker("benchmark"), _LEASE_S).epoch
+        renewals = [timing("renewal, nothing owned", lambda: directory.renew_lease(epoch), repeats)]
+        before = client.info("memory")["used_memory"]
+        dense = fill(directory, epoch, rng, artifacts)
+        held = int(client.hget("{heterocache:default}:fleet", "artifacts") or 0)
+        bytes_each = (client.info("memory")["used_memory"] - before) / held
+        rates = claim_rates(directory, epoch, rng, rounds=5)
+        found = lookups(directory, epoch, rng, dense, repeats)
+        renewals.append(
+            timing(f"renewal, {held:,} owned", lambda: directory.renew_lease(epoch), repeats, held)
+        )
+        plain = references(client, dense, repeats)
+    figures = {
+        "lookup_ms_1m": max(x.median_ms for x in found if x.name in MODELS),
+        "claims_per_s": rates[CLAIMS_PER_CALL],
+        "redis_bytes_per_artifact": bytes_each,
+        "lookup_over_get": found[0].median_ms / plain[1].median_ms,
+        "renew_ms": renewals[1].median_ms,
+        "ping_ms": plain[0].median_ms,
+    }
+    return figures, report(figures, [*found, *renewals, *plain], rates)
+
+
+def report(figures: dict[str, float], timings: Sequence[Timing], rates: dict[int, float]) -> str:
+    """Tables."""
+    calls = [
+        [x.name, f"{x.num_artifacts:,}", *(f"{y:.2f}" for y in (x.median_ms, x.p95_ms, x.least_ms))]
+        for x in timings
+    ]
+    goals = [[name, f"{figures[name]:,.4g}", f"{goal:,g}"] for name, goal in GOALS.items()]
+    return "\n\n".join(
+        [
+            table(["figure", "value", "goal"], goals),
+            table(["call, 1,048,576 tokens", "artifacts", "median ms", "p95", "least"], calls),
+            table(["claims in a call", "claims/s"], [[n, f"{r:,.0f}"] for n, r in rates.items()]),
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.directory")
+    parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
+    arguments = parser.parse_args()
+    figures, tables = measure()
+    text = f"{machine_line()}\n\n{tables}"
+    print(text)
+    print(f"\nwritten: {save('directory', text, rounded(figures), {})}")
+    if arguments.json:
+        print(json.dumps(rounded(figures)))
+
+
+def _copy(rng: random.Random, index: int) -> Copy:
+    return Copy(_COPY_BYTES, rng.randbytes(16), index * _COPY_BYTES, 1, True)
+
+
+if __name__ == "__main__":
+    main()

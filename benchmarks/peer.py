@@ -1,0 +1,256 @@
+"""Reading another process's DRAM over NIXL and UCX, over a memcpy from shared memory.
+
+    python -m benchmarks.peer --json
+
+An owner process exports two arenas: private memory on huge pages, as an engine with its
+workers in one process has it, and a memfd. The reference is the same blocks copied one by one
+from the memfd, mapped into this process, to the same places: what a cache that shares memory on
+one host would pay. Reads and copies take turns, a median of the ratios of neighbours counts.
+
+`restore` is the whole way through the store: artifacts of 1 MiB read, verified by checksum,
+generation and epoch, and stored; over a plain memcpy of as many bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measure import MIB, Samples, machine_line, rounded, save, table, timed
+from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.record import (
+    ROOT,
+    ArtifactId,
+    ChunkKey,
+    ChunkRange,
+    StoredChunk,
+    Tier,
+)
+from hetero_connector.metrics import Recorder
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.arena import Arena, ArenaHandle
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import StoreConfig, Wanted
+from hetero_connector.store.peers import KnownPeers, PeerAccess
+from hetero_connector.transfer.base import TransferState
+from hetero_connector.transfer.nixl_peers import NixlPeers
+from hetero_connector.transfer.peer_base import PeerExtent
+
+BLOCKS = [16 << 10, 64 << 10, 256 << 10, MIB, 4 * MIB]
+FIGURE_BLOCK = MIB
+TOTAL = 128 * MIB
+EPOCH = 1
+KIND = StateType.DENSE_KV
+REGIONS = {"private": 0, "memfd": 1}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="the figures as a last line of JSON")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats; writes no results")
+    arguments = parser.parse_args()
+    samples = measure(3 if arguments.quick else 15)
+    figures = rounded(figures_of(samples))
+    transports = os.environ.get("UCX_TLS", "not set")
+    text = f"{machine_line()}; medians; UCX_TLS {transports}\n\n{report(samples)}"
+    print(text)
+    if not arguments.quick:
+        print(f"\nwritten: {save('peer', text, figures, {'seconds': samples.medians()})}")
+    if arguments.json:
+        print(json.dumps(figures))
+
+
+def measure(repeats: int) -> Samples:
+    """Seconds to move `TOTAL` bytes, by what moved them and the block size."""
+    samples = Samples()
+    with owner(export) as (metadata, handle):
+        own, shared = Arena.create(TOTAL, shared=False), Arena.attach(handle)
+        peers = NixlPeers([own.view])
+        peers.connect("owner", metadata)
+        for size in BLOCKS:
+            # Slots of a store that has run for a while lie anywhere.
+            order = np.random.default_rng(size).permutation(TOTAL // size) * size
+            copy = partial(copy_blocks, own.view, shared.view, order.tolist(), size)
+            reads = {
+                name: partial(read_blocks, peers, region, order.tolist(), size)
+                for name, region in REGIONS.items()
+            }
+            for turn in range(repeats + 1):
+                seconds = {"memcpy": timed(copy)}
+                for name, read in reads.items():
+                    own.view[:: 1 << 12] = 0
+                    seconds[name] = timed(read)
+                    if not np.array_equal(own.view[:: 1 << 12], shared.view[:: 1 << 12]):
+                        raise RuntimeError("the bytes that were read are not those of the owner")
+                for name, value in seconds.items() if turn else ():
+                    samples.add(f"{name} {size}", value)
+        peers.close()
+    measure_restores(samples, repeats)
+    return samples
+
+
+def measure_restores(samples: Samples, repeats: int) -> None:
+    """Through a store, next to a memcpy of as many bytes."""
+    with owner(export_store) as (card, copies):
+        known = KnownPeers()
+        known.cards[EPOCH] = card
+        store = open_store(known)
+        chunks = [StoredChunk(chunk, {KIND: Tier.PEER}) for chunk in chain()]
+        source, target = np.ones(TOTAL, np.uint8), np.ones(TOTAL, np.uint8)
+        for turn in range(repeats + 1):
+            copied_s = timed(lambda: np.copyto(target, source))
+            restored_s = timed(lambda: restore(store, chunks, copies))
+            store.reset()
+            if turn:
+                samples.add("memcpy restore", copied_s)
+                samples.add("restore", restored_s)
+        store.close()
+
+
+def figures_of(samples: Samples) -> dict[str, float]:
+    """Bandwidth over that of the memcpy."""
+    size = FIGURE_BLOCK
+    return {
+        "peer_over_memcpy": samples.paired_ratio(f"memcpy {size}", f"private {size}"),
+        "peer_memfd_over_memcpy": samples.paired_ratio(f"memcpy {size}", f"memfd {size}"),
+        "peer_restore_over_memcpy": samples.paired_ratio("memcpy restore", "restore"),
+        "peer_gb_per_s": TOTAL / samples.median(f"private {size}") / 1e9,
+    }
+
+
+def report(samples: Samples) -> str:
+    """Bandwidth by block size."""
+    rows = []
+    for size in BLOCKS:
+        row: list[object] = [f"{size >> 10} KiB"]
+        row.append(f"{TOTAL / samples.median(f'memcpy {size}') / 1e9:.2f}")
+        for name in REGIONS:
+            row.append(f"{TOTAL / samples.median(f'{name} {size}') / 1e9:.2f}")
+            row.append(f"{samples.paired_ratio(f'memcpy {size}', f'{name} {size}'):.2f}")
+        rows.append(row)
+    header = ["block", "memcpy GB/s", "private GB/s", "over memcpy", "memfd GB/s", "over memcpy"]
+    whole = samples.paired_ratio("memcpy restore", "restore")
+    speed = TOTAL / samples.median("restore") / 1e9
+    return (
+        f"{table(header, rows)}\n\nrestore of {TOTAL // MIB} artifacts of 1 MiB, verified: "
+        f"{speed:.2f} GB/s, {whole:.2f} of a memcpy"
+    )
+
+
+def copy_blocks(target: np.ndarray, source: np.ndarray, offsets: list[int], size: int) -> None:
+    for at in offsets:
+        target[at : at + size] = source[at : at + size]
+
+
+def read_blocks(peers: NixlPeers, region: int, offsets: list[int], size: int) -> None:
+    extents = [PeerExtent(region, at, 0, at, size) for at in offsets]
+    transfer = peers.submit("owner", extents)
+    while transfer.poll() is TransferState.PENDING:
+        time.sleep(50e-6)
+    if transfer.error is not None:
+        raise transfer.error
+
+
+def restore(
+    store: ArtifactStore, chunks: list[StoredChunk], copies: dict[ArtifactId, PeerCopy]
+) -> None:
+    running = store.begin_restore([Wanted(KIND, chunks)], copies)
+    while not running.done:
+        time.sleep(100e-6)
+    if running.failed:
+        raise RuntimeError(f"not everything was read: {set(running.failed.values())}")
+    running.release()
+
+
+def chain() -> list[ChunkRange]:
+    """Chunks of one artifact of 1 MiB each."""
+    chunks, key = [], ROOT
+    for i in range(TOTAL // MIB):
+        child = ChunkKey(hashlib.blake2b(key + bytes([i]), digest_size=16).digest())
+        chunks.append(ChunkRange(child, key, 256 * i, 256 * (i + 1)))
+        key = child
+    return chunks
+
+
+def open_store(peers: KnownPeers) -> ArtifactStore:
+    return ArtifactStore.open(
+        {KIND: MIB},
+        StoreConfig(
+            TOTAL, spill_delay_s=0.0, peer_deadline_s=30.0, load_deadline_s=30.0, shared=False
+        ),
+        Recorder(),
+        chunk_tokens=256,
+        fingerprint=b"benchmark",
+        description={},
+        peers=PeerAccess(peers),
+    )
+
+
+def export(pipe: Connection) -> None:
+    """In the owner's process: the same bytes in both kinds of arena."""
+    arenas = [Arena.create(TOTAL, shared=name == "memfd") for name in REGIONS]
+    arenas[0].view[:] = np.random.default_rng(0).integers(0, 256, TOTAL, dtype=np.uint8)
+    arenas[1].view[:] = arenas[0].view
+    peers = NixlPeers([arena.view for arena in arenas])
+    pipe.send((peers.metadata, ArenaHandle(arenas[1].handle.path, TOTAL)))
+    pipe.recv()
+    peers.close()
+
+
+def export_store(pipe: Connection) -> None:
+    """In the owner's process: a store that holds the chain."""
+    store = open_store(KnownPeers())
+    store.sharing.serve_under(EPOCH)
+    rng = np.random.default_rng(0)
+    for chunk in chain():
+        begun = store.begin_save(chunk, {KIND: MIB})
+        if begun is None:
+            raise RuntimeError("the store has no room for the chain")
+        at = begun.offsets[KIND]
+        store.arena.view[at : at + MIB] = rng.integers(0, 256, MIB, dtype=np.uint8)
+        store.complete_save(begun)
+    copies: dict[ArtifactId, PeerCopy] = {}
+    while len(copies) < TOTAL // MIB:
+        for change in store.sharing.take_exports():
+            if change.copy is not None:
+                copies[ArtifactId(change.chunk.key, KIND)] = PeerCopy(
+                    EPOCH,
+                    change.copy.dram_offset,
+                    change.copy.generation,
+                    change.copy.size_bytes,
+                    change.copy.checksum,
+                )
+        time.sleep(0.001)
+    pipe.send((store.sharing.card, copies))
+    pipe.recv()
+    store.close()
+
+
+@contextmanager
+def owner(run: Any) -> Iterator[Any]:
+    """A process of its own that runs `run`; what it sends first."""
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=run, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        yield pipe.recv()
+        pipe.send("end")
+    finally:
+        process.join(10)
+        process.kill()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,338 @@
+"""A day of agent sessions against an SSD's capacity and its daily write budget.
+
+The package's own store on real files, its write budget, admission and eviction, on a virtual
+clock. Artifacts are held at 1/`scale`, so a day of a large model takes minutes and fits a small
+disk; budget, capacity and what is written are at that scale, too. Half-way through the day the
+engine is restarted: DRAM is lost, and the budget goes on where it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.agent_sessions import Session, TokenTurn, token_turns
+from benchmarks.measure import rounded, table
+from benchmarks.policy_replay import CHUNK_TOKENS, FINGERPRINT, costs_of
+from benchmarks.replayed_engine import ReplayedEngine, SmallStore
+from hetero_connector.artifacts.chain import ChainHasher, RequestChain
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.metrics import COUNTERS, Recorder, split_key
+from hetero_connector.planner.checkpoint_policy import Rates, Sizes, policy_named
+from hetero_connector.planner.restore_planner import RestorePlanner
+from hetero_connector.spec.presets import PRESETS
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import StoreConfig
+from hetero_connector.store.io_thread import IoThread
+from hetero_connector.store.seconds_saved import recompute_seconds
+from hetero_connector.store.ssd import OpenTransfer, best_transfer
+from hetero_connector.store.ssd_directory import SsdDirectory
+from hetero_connector.store.write_budget import DAY_S, WriteBudget
+from hetero_connector.transfer.base import Direction, Extent, FileTransfer, Transfer
+
+SCALES = {"gemma-3-27b": 5120.0, "deepseek-v4-flash": 192.0}
+"""By how much artifacts are smaller than the model's: a chunk's smallest fits a block."""
+SHARES = ((None, None), (0.5, None), (0.125, None), (None, 0.25), (0.25, 0.25))
+"""(budget, capacity) of a sweep's days: shares of what the first one wrote and took."""
+_AMPLE_BYTES = 2 << 30
+_BLOCK = 4096
+_TOUCH_S = 30.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the day must stay within, in bytes on the disk (already at the scale)."""
+
+    ssd_bytes: int
+    write_bytes_per_day: int | None = None
+    dram_chunks: int = 2048
+    """Chunks and checkpoints the DRAM tier holds; a restore needs all of its chunks there."""
+
+
+@dataclass
+class DayResult:
+    """What came of the day."""
+
+    model: str
+    limits: Limits
+    written: list[tuple[float, int]] = field(default_factory=list)
+    """(seconds since the day began, bytes on the disk's side), one for each request."""
+    disk_bytes: int = 0
+    """The most that all files together took."""
+    ssd_chunks: int = 0
+    """Slots of one state type in use at the end, the most of any."""
+    slot_bytes: int = 0
+    """Of one slot of every state type."""
+    num_types: int = 0
+    prompt_tokens: int = 0
+    counters: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """The store's and the restorer's, labels other than the tier summed up: `name` or
+    `name{tier}`."""
+    budget_left: tuple[float, float] = (0.0, 0.0)
+    """Before the restart, and after it."""
+
+    @property
+    def written_bytes(self) -> int:
+        """Over the whole day."""
+        return sum(size for _, size in self.written)
+
+    @property
+    def worst_day_bytes(self) -> int:
+        """The most in any 24 hours."""
+        sums, begin, total = 0, 0, 0
+        for at_s, size in self.written:
+            total += size
+            while self.written[begin][0] <= at_s - DAY_S:
+                total -= self.written[begin][1]
+                begin += 1
+            sums = max(sums, total)
+        return sums
+
+    @property
+    def over_capacity(self) -> float:
+        """The disk's use over `ssd_bytes`."""
+        return self.disk_bytes / self.limits.ssd_bytes
+
+    @property
+    def over_budget(self) -> float:
+        """The worst 24 hours over the budget; 0 without one."""
+        return self.worst_day_bytes / (self.limits.write_bytes_per_day or math.inf)
+
+    def bytes_for(self, share: float) -> int:
+        """What `ssd_bytes` must be to hold a share of the chunks of this day."""
+        # 512 bytes of journal are set aside for a slot of each type, and a sixteenth in all.
+        slots = max(8, round(share * self.ssd_chunks))
+        return slots * (self.slot_bytes + 512 * self.num_types) * 16 // 15 + (1 << 20)
+
+    def details(self) -> dict[str, Any]:
+        """For a file."""
+        return {
+            "model": self.model,
+            **vars(self.limits),
+            "written_bytes": self.written_bytes,
+            "worst_day_bytes": self.worst_day_bytes,
+            "disk_bytes": self.disk_bytes,
+            "budget_left": [x for x in self.budget_left if x < math.inf],
+            "prompt_tokens": self.prompt_tokens,
+            "counters": self.counters,
+        }
+
+    def hit_share(self, tier: str) -> float:
+        """Of all prompt tokens, those restored from a tier."""
+        return self.counters[f"heterocache_hit_tokens{{{tier}}}"] / max(1, self.prompt_tokens)
+
+
+class SessionDay:
+    """One engine over one SSD directory. Steps the store's I/O itself, by the virtual clock."""
+
+    def __init__(
+        self,
+        root: Path,
+        model: str,
+        limits: Limits,
+        checkpoints: str = "adaptive",
+        open_transfer: OpenTransfer = best_transfer,
+    ) -> None:
+        """`model`: a preset of `SCALES`."""
+        layout = ArtifactLayout(PRESETS[model](), CHUNK_TOKENS)
+        self.result = DayResult(model, limits)
+        self._root, self._layout, self._scale = root, layout, SCALES[model]
+        self._open_transfer = open_transfer
+        self._costs = costs_of(layout, None)
+        self._checkpoints = policy_named(
+            checkpoints, Sizes.of(layout), lambda: Rates.learned(self._costs)
+        )
+        self._hasher = ChainHasher(FINGERPRINT, layout.chunk_tokens)
+        self._now_s = 0.0
+        self._touched_s = 0.0
+        self._written_bytes = 0
+        self._open()
+
+    def run(self, turns: Iterable[TokenTurn], restart_at_s: float | None = None) -> DayResult:
+        """Serve the turns, which come in the order of time."""
+        for turn in turns:
+            if restart_at_s is not None and turn.at_s >= restart_at_s:
+                self.restart()
+                restart_at_s = None
+            self.serve(turn)
+        return self.result
+
+    def serve(self, turn: TokenTurn) -> None:
+        """One request at its time, and all the writing that is due after it."""
+        self._now_s = turn.at_s
+        chain = RequestChain(self._hasher)
+        chain.extend(turn.tokens)
+        self._engine.serve(turn, chain)
+        self._settle()
+        self.result.prompt_tokens += turn.prompt_tokens
+        self.result.written.append((turn.at_s, self._written_bytes))
+        self._written_bytes = 0
+
+    def restart(self) -> None:
+        """End the engine and start it again."""
+        before = self._budget_left()
+        self.close()
+        self._open()
+        self.result.budget_left = (before, self._budget_left())
+
+    def close(self) -> None:
+        """End the engine."""
+        self._count()
+        self._store.inner.check_integrity()
+        tiers = self._store.inner._tiers
+        assert tiers.ssd is not None
+        self.result.ssd_chunks = max(map(tiers.ssd.used, self._layout.model.state_types))
+        self.result.num_types = len(tiers.ssd.geometry.stride_bytes)
+        self.result.slot_bytes = sum(tiers.ssd.geometry.stride_bytes.values())
+        self._io_thread.start()
+        self._store.close()
+        files = [f for f in self._root.rglob("*") if f.is_file()]
+        taken = sum(f.stat().st_blocks * 512 for f in files)
+        self.result.disk_bytes = max(self.result.disk_bytes, taken)
+
+    def _open(self) -> None:
+        self._recorder = Recorder()
+        limits, layout = self.result.limits, self._layout
+        slots = {t: math.ceil(n / self._scale) for t, n in layout.max_bytes.items()}
+        dram_bytes = limits.dram_chunks * sum(-(-n // _BLOCK) * _BLOCK for n in slots.values())
+        config = StoreConfig(
+            dram_bytes, self._root, limits.ssd_bytes, spill_delay_s=0.0, shared=False,
+            ssd_write_bytes_per_day=limits.write_bytes_per_day,
+        )  # fmt: skip
+        with patch.object(IoThread, "start"):
+            store = ArtifactStore.open(
+                slots, config, self._recorder,
+                chunk_tokens=layout.chunk_tokens, fingerprint=FINGERPRINT, description={},
+                clock=lambda: self._now_s, open_transfer=self._open_counted,
+                seconds_saved=recompute_seconds(self._costs.compute.predict),
+            )  # fmt: skip
+        assert store._io_thread is not None
+        self._io_thread: IoThread = store._io_thread
+        self._store = SmallStore(store, self._scale)
+        planner = RestorePlanner(layout.model, layout, self._costs)
+        self._engine = ReplayedEngine(
+            layout, self._store, planner, self._checkpoints, self._recorder,
+            clock=lambda: self._now_s, step_io=self._io_thread.step,
+        )  # fmt: skip
+
+    def _open_counted(self, memory: npt.NDArray[np.uint8], directory: SsdDirectory) -> FileTransfer:
+        return CountedWrites(self._open_transfer(memory, directory), self)
+
+    def wrote(self, size_bytes: int) -> None:
+        """A write was submitted."""
+        self._written_bytes += size_bytes
+
+    def _settle(self) -> None:
+        """What the I/O thread does until it has nothing left to do."""
+        if self._now_s - self._touched_s >= _TOUCH_S:
+            self._io_thread._touch()
+            self._touched_s = self._now_s
+        state = self._store.inner._state
+        while self._io_thread.step() or state.spills or state.spilling:
+            pass
+        self._count()
+
+    def _count(self) -> None:
+        payload = self._recorder.drain() or {}
+        for key, value in payload.get(COUNTERS, {}).items():
+            name, labels = split_key(key)
+            tier = labels.get("tier")
+            self.result.counters[f"{name}{{{tier}}}" if tier else name] += value
+
+    def _budget_left(self) -> float:
+        budget: WriteBudget | None = self._io_thread._budget
+        return math.inf if budget is None else budget.left_bytes
+
+
+class CountedWrites:
+    """A `FileTransfer` that tells a day what was written."""
+
+    def __init__(self, inner: FileTransfer, day: SessionDay) -> None:
+        self._inner = inner
+        self._day = day
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def in_flight(self) -> int:
+        return self._inner.in_flight
+
+    def submit(self, direction: Direction, extents: Sequence[Extent]) -> Transfer:
+        if direction is Direction.WRITE:
+            self._day.wrote(sum(extent.size for extent in extents))
+        return self._inner.submit(direction, extents)
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        return self._inner.close(timeout_s)
+
+
+def starts_over_a_day(num_sessions: int, seed: int) -> list[float]:
+    """When sessions begin: anywhere in the day, in no order."""
+    return np.random.default_rng(seed).uniform(0.0, DAY_S, num_sessions).tolist()
+
+
+def sweep(sessions: Sequence[Session], root: Path, seed: int) -> list[DayResult]:
+    """A day without limits and, by what it took, days with less and less, for every model."""
+    starts_s = starts_over_a_day(len(sessions), seed)
+    results = []
+    for model in SCALES:
+        ample = Limits(_AMPLE_BYTES)
+        for number, (budget, capacity) in enumerate(SHARES):
+            limits = ample
+            if number:
+                first = results[len(results) - number]
+                limits = Limits(
+                    first.bytes_for(capacity) if capacity else ample.ssd_bytes,
+                    int(budget * first.written_bytes) if budget else None,
+                )
+            day = SessionDay(root / f"{model}-{number}", model, limits)
+            turns = (t for t in token_turns(sessions, starts_s) if t.at_s < DAY_S)
+            results.append(day.run(turns, DAY_S / 2))
+            day.close()
+    return results
+
+
+def figures_of(days: Sequence[DayResult]) -> dict[str, float]:
+    """The worst of all days."""
+    return rounded(
+        {
+            "day_over_budget": max(day.over_budget for day in days),
+            "day_over_capacity": max(day.over_capacity for day in days),
+        }
+    )
+
+
+def report(days: Sequence[DayResult]) -> str:
+    """A table; bytes as if artifacts were whole."""
+    header = [
+        "a day, restarted at noon", "budget, GB", "ssd, GB", "written, GB", "refused",
+        "evicted from SSD", "hit in DRAM", "from SSD", "budget left at noon, GB",
+    ]  # fmt: skip
+    return table(header, [_row(day) for day in days])
+
+
+def _row(day: DayResult) -> list[object]:
+    gb = SCALES[day.model] / 1e9
+    budget = day.limits.write_bytes_per_day
+    before, after = day.budget_left
+    return [
+        day.model,
+        "none" if budget is None else f"{budget * gb:.0f}",
+        f"{day.limits.ssd_bytes * gb:.0f}",
+        f"{day.written_bytes * gb:.0f}",
+        f"{day.counters['heterocache_spills_refused']:.0f}",
+        f"{day.counters['heterocache_evictions{ssd}']:.0f}",
+        f"{day.hit_share('dram'):.1%}",
+        f"{day.hit_share('ssd'):.1%}",
+        "" if budget is None else f"{before * gb:.1f}, then {after * gb:.1f}",
+    ]

@@ -1,0 +1,76 @@
+"""What reading a trace costs a request, and whether that stays the same as the trace grows.
+
+`python -m benchmarks.traces [--trace FILE] [--json]`. CPU seconds, medians of rounds. Ratios are of
+a trace of ten times as many synthetic sessions over one of `--sessions`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.measure import MIB
+from ownership.simulator.traces.formats import open_trace
+from ownership.simulator.traces.session import Trace
+from ownership.simulator.traces.starts import PoissonStarts
+from ownership.simulator.traces.statistics import TraceStatistics, measure
+from ownership.simulator.traces.synthetic import synthetic
+from ownership.simulator.traces.synthetic_spec import CODING_AGENT
+
+SESSIONS = 60
+GROWTH = 10
+ROUNDS = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trace", type=Path, help="time reading and measuring this file, too")
+    parser.add_argument("--sessions", type=int, default=SESSIONS)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    figures: dict[str, float] = {}
+    if args.trace is not None:
+        seconds, found = _timed(open_trace(args.trace))
+        figures |= {"file_s": seconds, "file_us_per_request": 1e6 * seconds / found.num_requests}
+        figures |= {"file_requests": found.num_requests, "file_hit_rate": found.hit_rate}
+    for growth in (1, GROWTH):
+        seconds, found = _timed(_made(args.sessions * growth))
+        figures[f"us_per_request_x{growth}"] = 1e6 * seconds / found.num_requests
+        figures[f"requests_x{growth}"] = found.num_requests
+    figures["growth_ratio"] = figures[f"us_per_request_x{GROWTH}"] / figures["us_per_request_x1"]
+    figures["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
+    for name, value in figures.items():
+        print(f"{name:24} {value:12.4g}")
+    if args.json:
+        print(json.dumps(figures))
+
+
+def _made(num_sessions: int) -> Trace:
+    """A synthetic trace whose sessions are drawn before the clock runs."""
+    trace = synthetic(
+        CODING_AGENT,
+        num_sessions=num_sessions,
+        starts=PoissonStarts(0.05),
+        block_tokens=64,
+        seed=0,
+    )
+    sessions = list(trace)
+    return replace(trace, sessions=lambda: iter(sessions))
+
+
+def _timed(trace: Trace) -> tuple[float, TraceStatistics]:
+    rounds = []
+    for _ in range(ROUNDS):
+        started = time.process_time()
+        found = measure(trace)
+        rounds.append(time.process_time() - started)
+    return statistics.median(rounds), found
+
+
+if __name__ == "__main__":
+    main()

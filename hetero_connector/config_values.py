@@ -1,0 +1,156 @@
+"""What a key of the configuration takes: functions from (key, value) to the checked value.
+
+Each raises ConfigError that names the key, what it takes and what it got.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from hetero_connector import machine
+from hetero_connector.errors import ConfigError
+from hetero_connector.machine import GIB
+
+_REDIS = tuple(
+    f"{scheme}{kind}://" for scheme in ("redis", "rediss") for kind in ("", "+sentinel", "+cluster")
+)
+_MIN_LEASE_S, _MAX_LEASE_S = 1.0, 3600.0
+_MAX_NAME_BYTES = 128
+_CHECKPOINTS = re.compile(r"adaptive|full|zero|periodic:[1-9][0-9]{0,4}")
+
+
+def number(key: str, value: object) -> float:
+    """A finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(key, f"expected a number above 0, got {_shown(value)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or number <= 0:
+        raise ConfigError(key, f"expected a finite number above 0, got {value!r}")
+    return number
+
+
+def capacity(key: str, value: object) -> float:
+    """GiB, at least a byte of it."""
+    gib = number(key, value)
+    if gib * GIB < 1:
+        raise ConfigError(key, f"{value!r} GiB are less than one byte")
+    return gib
+
+
+def whole_number(key: str, value: object) -> int:
+    """A whole number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ConfigError(key, f"expected a whole number above 0, got {_shown(value)}")
+    return value
+
+
+def one_of(*choices: str) -> Callable[[str, object], str]:
+    """For a key that takes one of these words."""
+
+    def parse(key: str, value: object) -> str:
+        if not isinstance(value, str) or value not in choices:
+            accepted = ", ".join(map(repr, choices))
+            raise ConfigError(key, f"expected one of {accepted}, got {_shown(value)}")
+        return value
+
+    return parse
+
+
+def checkpoints(key: str, value: object) -> str:
+    """The name of a checkpoint policy."""
+    if isinstance(value, str) and _CHECKPOINTS.fullmatch(value):
+        return value
+    raise ConfigError(
+        key,
+        "expected 'adaptive', 'full', 'zero' or 'periodic:N' with N chunks, N from 1 to 99999, "
+        f"got {_shown(value)}",
+    )
+
+
+def _path(key: str, value: object, kind: str) -> Path:
+    """An absolute path, `~` expanded."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise ConfigError(key, f"expected a {kind}'s path, got {_shown(value)}")
+    text = os.fspath(value)
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise ConfigError(key, f"expected a {kind}'s path, got {_shown(value)}")
+    try:
+        return Path(os.path.abspath(Path(text).expanduser()))
+    except RuntimeError as error:
+        raise ConfigError(key, f"cannot expand {text!r}: {error}") from error
+
+
+def directory_path(key: str, value: object) -> Path:
+    """A path that is a directory or can become one."""
+    path = _path(key, value, "directory")
+    try:
+        existing = next(p for p in (path, *path.parents) if p.exists())
+    except OSError as error:
+        raise ConfigError(key, f"cannot look at {path}: {error.strerror}") from error
+    if not existing.is_dir():
+        raise ConfigError(key, f"{existing} is a file, not a directory")
+    return path
+
+
+def file_path(key: str, value: object) -> Path:
+    """A path of a file that is there."""
+    path = _path(key, value, "file")
+    try:
+        there = path.is_file()
+    except OSError as error:
+        raise ConfigError(key, f"cannot look at {path}: {error.strerror}") from error
+    if not there:
+        raise ConfigError(key, f"there is no file {path}")
+    return path
+
+
+def fleet_directory(key: str, value: object) -> str:
+    """Where a fleet meets, or "" for none. Redis' own part of the URL is checked on joining."""
+    if isinstance(value, str) and (value in ("", "memory://") or value.startswith(_REDIS)):
+        return value
+    expected = f"'', 'memory://' or a URL that begins with one of {', '.join(_REDIS)}"
+    raise ConfigError(key, f"expected {expected}; got {_without_password(value)}")
+
+
+def _without_password(value: object) -> str:
+    return _shown(re.sub(r"//.*@", "//...@", value) if isinstance(value, str) else value)
+
+
+def lease(key: str, value: object) -> float:
+    """Seconds that a lease may last."""
+    lease_s = number(key, value)
+    if not _MIN_LEASE_S <= lease_s <= _MAX_LEASE_S:
+        raise ConfigError(
+            key, f"expected {_MIN_LEASE_S:g} to {_MAX_LEASE_S:g} seconds, got {value!r}"
+        )
+    return lease_s
+
+
+def worker_name(key: str, value: object) -> str:
+    """A name that fits a record."""
+    if not isinstance(value, str) or not 0 < len(value.encode()) <= _MAX_NAME_BYTES:
+        raise ConfigError(
+            key, f"expected 1 to {_MAX_NAME_BYTES} bytes of text, got {_shown(value)}"
+        )
+    return value
+
+
+def peer_host(key: str, value: object) -> str:
+    """An address of a network interface of this machine."""
+    host = worker_name(key, value)
+    addresses = machine.addresses()
+    if host not in addresses:
+        known = ", ".join(sorted(addresses))
+        raise ConfigError(key, f"{host!r} is no address of this machine; it has {known}")
+    return host
+
+
+def _shown(value: object) -> str:
+    return f"{value!r} ({type(value).__name__})"

@@ -1,0 +1,71 @@
+"""What an engine asks of the fleet it shares its cache with.
+
+An engine by itself has no fleet and imports nothing of one: `join` alone does, when the key
+`directory` says so.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.record import ChunkKey
+from hetero_connector.config import HeteroConfig
+from hetero_connector.metrics import Recorder
+from hetero_connector.spec import StateType
+from hetero_connector.store.peers import Peers
+from hetero_connector.store.sharing import Sharing
+
+
+class Lookup(Protocol):
+    """A question to the fleet's directory."""
+
+    @property
+    def done(self) -> bool:
+        """Whether there is an answer, or none is waited for any more. Never blocks."""
+        ...
+
+    @property
+    def found(self) -> Sequence[Mapping[StateType, Sequence[PeerCopy]]]:
+        """For each chunk asked for, where peers have it, best first; empty without an answer."""
+        ...
+
+
+class Fleet(Protocol):
+    """The engine's part in its fleet. Methods return at once, but `close`."""
+
+    @property
+    def peers(self) -> Peers:
+        """For the store, to read from them."""
+        ...
+
+    def start(self, store: Sharing) -> None:
+        """Join, with this store."""
+        ...
+
+    def wake(self) -> None:
+        """The store has something to tell."""
+        ...
+
+    def find(self, chain: Sequence[ChunkKey]) -> Lookup:
+        """Ask what peers hold of these chunks."""
+        ...
+
+    def close(self) -> None:
+        """Leave. Waits a few seconds at most."""
+        ...
+
+
+def join(config: HeteroConfig, engine_id: str, recorder: Recorder) -> Fleet | None:
+    """The fleet that the configuration names; None for an engine by itself.
+
+    Raises ConfigError for a directory that cannot be.
+    """
+    if not config.directory:
+        return None
+    from ownership.joining import open_worker
+
+    name = config.worker_name or f"{socket.gethostname()}-{engine_id}"
+    return open_worker(config.directory, name, config.lease_s, config.load_deadline_s, recorder)

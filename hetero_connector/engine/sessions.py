@@ -1,0 +1,148 @@
+"""Sessions as the engine sees them: when a turn begins and ends, and what clients say.
+
+A request names its session by vLLM's own `session_id` (the request's field, or the header
+X-Session-ID) or by `kv_transfer_params`; else it is told by its tokens
+(`planner.conversations`). The hint is `kv_transfer_params["expected_back_s"]`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.artifacts.record import ChunkKey, Tier
+from hetero_connector.engine.requests import RequestTracker
+from hetero_connector.planner.conversations import Conversations
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.think_times import ThinkTimes
+from hetero_connector.store.base import Store
+from hetero_connector.store.prefetch_schedule import ExpectedReturn
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.heterocache")
+
+Mode = Literal["auto", "hint", "off"]
+_LEAD = 2.0
+"""Staging begins this many times its predicted seconds ahead of the session, and"""
+_LEAD_S = 0.25
+"""so much more, in seconds: the I/O thread may be busy writing."""
+_LONGEST_HINT_S = 30 * 86_400.0
+"""What is farther off than a month says nothing, and would say how wrong hints can be."""
+
+
+class SessionHint(NamedTuple):
+    """What a request's `kv_transfer_params` say of its session."""
+
+    session_id: str | None = None
+    expected_back_s: float | None = None
+    """Seconds from the end of the answer to the session's next request."""
+
+    @classmethod
+    def of(cls, params: object) -> SessionHint:
+        """Other fields are left alone: they may be another connector's.
+
+        ValueError, saying what is expected, for a field of a wrong type or out of range.
+        """
+        if not isinstance(params, dict):
+            return cls()
+        session_id, back_s = params.get("session_id"), params.get("expected_back_s")
+        if session_id is not None and not isinstance(session_id, str):
+            raise ValueError(f"session_id must be a string, got {session_id!r}")
+        if back_s is not None:
+            number = isinstance(back_s, (int, float)) and not isinstance(back_s, bool)
+            if not number or not 0 <= back_s <= _LONGEST_HINT_S:
+                raise ValueError(
+                    f"expected_back_s must be seconds from 0 to {_LONGEST_HINT_S:.0f}, "
+                    f"got {back_s!r}"
+                )
+            back_s = float(back_s)
+        return cls(session_id or None, back_s)
+
+
+class Sessions:
+    """Tells the store which sessions are expected back. On the scheduler's thread."""
+
+    def __init__(
+        self,
+        layout: ArtifactLayout,
+        store: Store,
+        costs: CostModel,
+        think_times: ThinkTimes,
+        clock: Callable[[], float],
+        mode: Mode,
+    ) -> None:
+        """`clock`: the store's."""
+        self._layout = layout
+        self._model = layout.model
+        self._store = store
+        self._costs = costs
+        self._think_times = think_times
+        self._clock = clock
+        self._mode = mode
+        self._conversations = Conversations(layout.chunk_tokens, layout.model.alignment)
+        self._complained = False
+
+    def began(self, tracker: RequestTracker) -> None:
+        """The request has been matched for the first time; later calls change nothing."""
+        if self._mode == "off" or tracker.session is not None:
+            return
+        request = tracker.request
+        session_id = request.session_id or self._hint(request).session_id
+        if session_id is not None:
+            # Clients choose the ids: only so much of each is kept.
+            tracker.session = hashlib.blake2b(
+                session_id.encode(errors="surrogatepass"), digest_size=16
+            ).digest()
+        else:
+            tracker.session = self._conversations.of(
+                tracker.chain, request.num_prompt_tokens, tracker.matched_chunks
+            )
+        self._think_times.began(tracker.session, self._clock())
+        self._store.came_back(tracker.session)
+
+    def ended(self, tracker: RequestTracker, computed: int) -> None:
+        """The request is over, with `computed` tokens in its pages."""
+        session = tracker.session
+        if session is None:
+            return
+        if isinstance(session, int):
+            self._conversations.note(tracker.chain, tracker.request.num_prompt_tokens, session)
+        hint_s = self._hint(tracker.request).expected_back_s
+        expected = self._think_times.ended(session, self._clock(), hint_s)
+        if expected is None or (hint_s is None and self._mode == "hint"):
+            return
+        known = min(tracker.chain.num_tokens, computed)
+        leaves = self._leaves(tracker, known)
+        if leaves:
+            start_s = expected.earliest_s - _LEAD * self._stage_s(known) - _LEAD_S
+            self._store.expect(
+                ExpectedReturn(session, leaves, start_s, expected.latest_s, expected.probability)
+            )
+
+    def _hint(self, request: Request) -> SessionHint:
+        try:
+            return SessionHint.of(request.kv_transfer_params)
+        except ValueError as error:
+            if not self._complained:  # once: it may come with every request
+                self._complained = True
+                logger.warning("kv_transfer_params of request %s: %s", request.request_id, error)
+            return SessionHint()
+
+    def _leaves(self, tracker: RequestTracker, known: int) -> tuple[ChunkKey, ...]:
+        """Where the request's chain may end: its tail, its last chunk, its prompt's last."""
+        size, prompt = self._layout.chunk_tokens, min(known, tracker.request.num_prompt_tokens)
+        ends = {known - known % self._model.alignment, known - known % size, prompt - prompt % size}
+        return tuple(tracker.chain.ending_at(end).key for end in sorted(ends, reverse=True) if end)
+
+    def _stage_s(self, tokens: int) -> float:
+        """Predicted seconds to stage all state of so many tokens."""
+        chunks = tokens // self._layout.chunk_tokens + 1
+        sizes = self._layout.max_bytes
+        load_bytes = {t: float(chunks * sizes[t]) for t in self._model.prefix_types}
+        load_bytes |= {t: float(sizes[t]) for t in self._model.boundary_types}
+        return self._costs.load.predict(Tier.SSD, load_bytes)

@@ -1,0 +1,96 @@
+"""What the store needs to know of a fleet to read from its peers.
+
+The store asks on its I/O thread, between transfers: answers come from memory, at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.record import ArtifactId
+from hetero_connector.errors import StoreError
+from hetero_connector.store.exporting import ExportFeed
+from hetero_connector.store.peer_card import PeerCard
+from hetero_connector.store.slot_table import SlotTable
+from hetero_connector.store.slots import SlotGeometry
+from hetero_connector.transfer.nixl_peers import NixlPeers
+from hetero_connector.transfer.peer_base import PeerTransfers
+
+logger = logging.getLogger("vllm.heterocache")
+
+
+class Peers(Protocol):
+    """The workers of the fleet, and whether their copies may be used."""
+
+    def card(self, holder: int) -> bytes | None:
+        """What the worker of this epoch published (`PeerCard`); None unless its lease lasts."""
+        ...
+
+    def admits(self, artifact: ArtifactId, copy: PeerCopy) -> bool:
+        """Whether a copy may become visible now: its holder was not taken over meanwhile."""
+        ...
+
+
+class KnownPeers:
+    """Implements `Peers` by what it is told: for tests and the simulator."""
+
+    def __init__(self) -> None:
+        self.cards: dict[int, bytes] = {}
+        """By epoch; take one out and its lease has ended."""
+        self.fenced: set[ArtifactId] = set()
+        """Artifacts that somebody else took over."""
+
+    def card(self, holder: int) -> bytes | None:
+        """See `Peers`."""
+        return self.cards.get(holder)
+
+    def admits(self, artifact: ArtifactId, copy: PeerCopy) -> bool:
+        """See `Peers`."""
+        return copy.holder in self.cards and artifact not in self.fenced
+
+
+@dataclass(frozen=True)
+class PeerAccess:
+    """How a store reads from its peers, and lets them read from it."""
+
+    peers: Peers
+    open_transfers: Callable[[Sequence[npt.NDArray[np.uint8]]], PeerTransfers] = NixlPeers
+    """Exports the regions given; StoreError if peers cannot be had on this machine."""
+    changed: Callable[[], None] | None = None
+    """Called when `Sharing.take_exports` has something to take again; returns at once."""
+
+
+@dataclass(frozen=True)
+class PeerPort:
+    """The DRAM tier as peers see it, and the way to theirs."""
+
+    peers: Peers
+    table: SlotTable
+    transfers: PeerTransfers
+    card: bytes
+    """For the directory: a `PeerCard`."""
+    feed: ExportFeed
+
+    @classmethod
+    def open(
+        cls, access: PeerAccess | None, arena: npt.NDArray[np.uint8], geometry: SlotGeometry
+    ) -> PeerPort | None:
+        """Export the arena; None, with one line in the log, if that cannot be done here."""
+        if access is None:
+            return None
+        table = SlotTable(geometry)
+        try:
+            transfers = access.open_transfers([arena, table.view])
+        except StoreError as e:
+            logger.warning("no peer tier: %s", e)
+            return None
+        card = PeerCard(geometry, transfers.metadata).encode()
+        logger.info("the DRAM tier can be read by peers through %s", transfers.name)
+        return cls(access.peers, table, transfers, card, ExportFeed(access.changed))

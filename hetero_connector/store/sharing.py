@@ -1,0 +1,92 @@
+"""The side of a store that its fleet sees: what is here, and whose it is.
+
+Used by the fleet's thread, beside the scheduler's. An artifact is the fleet's: one worker owns
+it and keeps it on its SSD. So a sealed artifact is written only once the fleet has said that it
+is ours, or has not answered in time; another's is a *replica* here, which stays in DRAM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from hetero_connector.artifacts.exported import ExportChange
+from hetero_connector.artifacts.index import Artifact
+from hetero_connector.artifacts.record import ArtifactId
+from hetero_connector.store.exporting import as_it_stands
+from hetero_connector.store.peers import PeerPort
+from hetero_connector.store.state import StoreState
+
+_CHUNKS_AT_ONCE = 64
+"""Of an inventory: the lock is held for one batch."""
+
+
+class Sharing:
+    """What a fleet's member asks of its store. Methods return at once."""
+
+    def __init__(self, state: StoreState, port: PeerPort) -> None:
+        self._state = state
+        self._port = port
+
+    @property
+    def card(self) -> bytes:
+        """What peers need to read the DRAM tier, for the directory: a `PeerCard`."""
+        return self._port.card
+
+    def serve_under(self, epoch: int) -> None:
+        """Peers accept what they read from now if it was listed under this epoch; 0: nothing."""
+        self._port.table.epoch = epoch
+        with self._state.lock:
+            self._state.unjudged.joined = bool(epoch)
+
+    def take_exports(self) -> list[ExportChange]:
+        """What is here, as it changed since the last call; see `ExportFeed`."""
+        feed = self._state.tiers.feed
+        return [] if feed is None else feed.take()
+
+    def inventory(self) -> Iterator[list[ExportChange]]:
+        """All that is here and may be told, a batch at a time, parents first."""
+        nodes = self._state.tiers.index.nodes
+        keys = list(nodes)
+        for first in range(0, len(keys), _CHUNKS_AT_ONCE):
+            batch = []
+            with self._state.lock:
+                nodes = self._state.tiers.index.nodes
+                for key in keys[first : first + _CHUNKS_AT_ONCE]:
+                    node = nodes.get(key)
+                    for artifact in node.artifacts.values() if node else ():
+                        change = as_it_stands(artifact) if artifact.sealed else None
+                        if change is not None:
+                            batch.append(change)
+            if batch:
+                yield batch
+
+    def judged(
+        self, owned: Mapping[ArtifactId, int], held: Iterable[ArtifactId]
+    ) -> list[ArtifactId]:
+        """What the fleet says: ours, by fencing token; others' replicas. Those that are gone."""
+        state, gone = self._state, []
+        with state.lock:
+            for artifact_id, token in owned.items():
+                artifact = self._find(artifact_id)
+                if artifact is None:
+                    gone.append(artifact_id)
+                    continue
+                was_replica, artifact.replica = artifact.replica, False
+                artifact.token = token
+                if was_replica:  # nobody else keeps it any more
+                    state.offer(artifact)
+                else:
+                    state.unjudged.is_ours(artifact)
+            for artifact_id in held:
+                artifact = self._find(artifact_id)
+                if artifact is None:
+                    gone.append(artifact_id)
+                    continue
+                artifact.token, artifact.replica = 0, True
+                state.unjudged.is_not_ours(artifact)
+            state.lock.notify_all()
+        return gone
+
+    def _find(self, artifact_id: ArtifactId) -> Artifact | None:
+        artifact = self._state.tiers.index.find(artifact_id)
+        return artifact if artifact is not None and artifact.sealed else None

@@ -1,0 +1,89 @@
+"""What a peer must see of the slots besides their bytes: the epoch and the generations.
+
+    offset              bytes
+    0                   8       the epoch under which this engine serves; 0: it does not
+    64                  8 n     generation of each of the n slots, types in the geometry's order
+    64 + 8 n            8 n     for our own reads, slot by slot: the peer's generation
+    64 + 16 n           8 n     the same: the peer's epoch
+
+Native little-endian 64-bit words. The memory is registered for peers beside the arena; they
+read the words one-sidedly with the bytes, so serving costs the owner nothing. A slot's
+generation grows before the slot's bytes change, because taking the slot sets it.
+
+The landing place of a read's words belongs to the slot the read fills, and so is in
+quarantine as long as that slot.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero_connector.artifacts.record import SlotRef
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.slots import SlotGeometry
+
+WORD_BYTES = 8
+EPOCH_OFFSET = 0
+_GENERATIONS = 64
+_MADV_DONTFORK = 10
+
+
+class SlotTable:
+    """The words of one engine's slots. Written under the store's lock."""
+
+    def __init__(self, geometry: SlotGeometry) -> None:
+        self._geometry = geometry
+        count = geometry.count * len(geometry.stride_bytes)
+        self._landing = _GENERATIONS + WORD_BYTES * count
+        self._epoch_landing = self._landing + WORD_BYTES * count
+        mapping = mmap.mmap(-1, table_bytes(geometry), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping.madvise(_MADV_DONTFORK)
+        self.view: npt.NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
+        """All of it, `[bytes] uint8`, to be registered for peers."""
+        self._words = memoryview(mapping).cast("Q")
+
+    @property
+    def epoch(self) -> int:
+        """Under which this engine serves; 0: it does not."""
+        return self._words[0]
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._words[0] = epoch
+
+    def generations(self, state_type: StateType) -> memoryview:
+        """The words of one type's slots, for `SlotPool` to write. Indexed by slot number."""
+        first = (_GENERATIONS // WORD_BYTES) + _first(self._geometry, state_type)
+        return self._words[first : first + self._geometry.count]
+
+    def landing(self, ref: SlotRef) -> tuple[int, int]:
+        """Byte offsets at which a read into `ref` lands the peer's generation and epoch."""
+        at = WORD_BYTES * (_first(self._geometry, ref.state_type) + ref.slot)
+        return self._landing + at, self._epoch_landing + at
+
+    def landed(self, ref: SlotRef) -> tuple[int, int]:
+        """What a read into `ref` brought: the peer's generation and epoch."""
+        generation_at, epoch_at = self.landing(ref)
+        return self._words[generation_at // WORD_BYTES], self._words[epoch_at // WORD_BYTES]
+
+    def clear_landing(self, ref: SlotRef) -> None:
+        """Before a read: nothing of an earlier one may pass for its answer."""
+        for at in self.landing(ref):
+            self._words[at // WORD_BYTES] = 0
+
+
+def table_bytes(geometry: SlotGeometry) -> int:
+    """Size of the table of a geometry."""
+    return _GENERATIONS + 3 * WORD_BYTES * geometry.count * len(geometry.stride_bytes)
+
+
+def generation_offset(geometry: SlotGeometry, state_type: StateType, slot: int) -> int:
+    """Byte offset of a slot's generation in the table of an engine with this geometry."""
+    return _GENERATIONS + WORD_BYTES * (_first(geometry, state_type) + slot)
+
+
+def _first(geometry: SlotGeometry, state_type: StateType) -> int:
+    return geometry.count * list(geometry.stride_bytes).index(state_type)

@@ -1,0 +1,55 @@
+"""What a restore's reads take, tier by tier, for the cost model to learn from.
+
+From when the restore begins to its last verified byte: queue, transfers, checksums and the
+I/O thread's own pauses. That is what a request waits for; the transfers alone are less.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.base import ReadTiming
+
+
+@dataclass
+class _Reads:
+    bytes_by_type: Counter[StateType] = field(default_factory=Counter)
+    left: int = 0
+    telling: bool = True
+    """Whether the time is that of these bytes."""
+
+
+class StagingTimer:
+    """One per restore."""
+
+    def __init__(self, started_s: float, ahead_bytes: Mapping[Tier, int]) -> None:
+        """`ahead_bytes`: by tier, what others wait for when it begins."""
+        self._started_s = started_s
+        self._ahead_bytes = dict(ahead_bytes)
+        self._reads: dict[Tier, _Reads] = {}
+
+    def begun(self, tier: Tier, state_type: StateType, size_bytes: int) -> None:
+        """The restore asks for a read of its own."""
+        reads = self._reads.setdefault(tier, _Reads())
+        reads.bytes_by_type[state_type] += size_bytes
+        reads.left += 1
+
+    def joined(self, tier: Tier) -> None:
+        """It waits for somebody else's read, begun earlier: its time says nothing then."""
+        reads = self._reads.setdefault(tier, _Reads())
+        reads.left += 1
+        reads.telling = False
+
+    def ended(self, tier: Tier, now_s: float, *, failed: bool) -> ReadTiming | None:
+        """One of them has ended; a timing if it was the tier's last and all went well."""
+        reads = self._reads[tier]
+        reads.left -= 1
+        reads.telling &= not failed
+        if reads.left or not reads.telling or tier is Tier.DRAM:
+            return None
+        ahead_bytes = self._ahead_bytes.get(tier, 0)
+        return ReadTiming(tier, reads.bytes_by_type, ahead_bytes, now_s - self._started_s)

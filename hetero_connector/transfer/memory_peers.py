@@ -1,0 +1,136 @@
+"""`PeerTransfers` within one process, with faults on demand: for tests and the simulator."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero_connector.errors import PeerError, StoreClosedError, TransferError
+from hetero_connector.transfer.base import TransferState
+from hetero_connector.transfer.peer_base import PeerExtent, check_destination, check_source
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class MemoryNetwork:
+    """The engines that can reach each other, by their metadata."""
+
+    def __init__(self) -> None:
+        self._exported: dict[bytes, tuple[Bytes, ...]] = {}
+        self._names = 0
+        self.stopped: set[bytes] = set()
+        """Engines that do not answer: reads of them stay PENDING until they are taken out."""
+        self.before_read: Callable[[bytes, PeerExtent], None] | None = None
+        """Called before each extent moves, as an owner that writes meanwhile would come in."""
+
+    def join(self, regions: Sequence[Bytes]) -> bytes:
+        """Export `regions`; the metadata that names them from now."""
+        self._names += 1
+        metadata = f"engine {self._names}".encode()
+        self._exported[metadata] = tuple(regions)
+        return metadata
+
+    def kill(self, metadata: bytes) -> None:
+        """The engine is gone: reads of it fail."""
+        self._exported.pop(metadata, None)
+        self.stopped.discard(metadata)
+
+    def regions(self, metadata: bytes) -> tuple[Bytes, ...] | None:
+        """What an engine exports; None if it is gone."""
+        return self._exported.get(metadata)
+
+    def knows(self, metadata: bytes) -> bool:
+        """Whether an engine, dead or alive, ever had this metadata."""
+        name, _, number = metadata.partition(b" ")
+        return name == b"engine" and number.isdigit() and 0 < int(number) <= self._names
+
+
+class MemoryRead:
+    """Moves its bytes when polled, never at submission, as a network would."""
+
+    def __init__(self, owner: MemoryPeers, source: bytes, extents: Sequence[PeerExtent]) -> None:
+        self._owner = owner
+        self._source = source
+        self._extents = tuple(extents)
+        self._state = TransferState.PENDING
+        self.error: TransferError | None = None
+
+    @property
+    def terminal(self) -> bool:
+        """See `Transfer`."""
+        return self._state is not TransferState.PENDING
+
+    def poll(self) -> TransferState:
+        """See `Transfer`."""
+        network = self._owner.network
+        if not self.terminal and self._source not in network.stopped:
+            self._move(network)
+            self._state = TransferState.DONE if self.error is None else TransferState.FAILED
+            self._owner._active.remove(self)
+        return self._state
+
+    def _move(self, network: MemoryNetwork) -> None:
+        for e in self._extents:
+            if network.before_read is not None:
+                network.before_read(self._source, e)
+            regions = network.regions(self._source)
+            if regions is None:
+                self.error = TransferError(errno.ECONNRESET, "the peer is gone")
+                return
+            remote = regions[e.remote_region][e.remote_offset : e.remote_offset + e.size]
+            self._owner.memory[e.region][e.offset : e.offset + e.size] = remote
+
+
+class MemoryPeers:
+    """Implements `PeerTransfers` on a `MemoryNetwork`."""
+
+    name = "memory"
+
+    def __init__(self, network: MemoryNetwork, regions: Sequence[Bytes]) -> None:
+        self.network = network
+        self.memory = tuple(regions)
+        self.metadata = network.join(regions)
+        self._peers: dict[str, bytes] = {}
+        self._active: list[MemoryRead] = []
+        self._closed = False
+
+    @property
+    def in_flight(self) -> int:
+        """See `PeerTransfers`."""
+        return len(self._active)
+
+    def connect(self, peer: str, metadata: bytes) -> None:
+        """See `PeerTransfers`."""
+        if not self.network.knows(metadata):
+            raise PeerError(f"this is not the metadata of a peer: {metadata!r}")
+        self._peers[peer] = metadata
+
+    def submit(self, peer: str, extents: Sequence[PeerExtent]) -> MemoryRead:
+        """See `PeerTransfers`."""
+        if self._closed:
+            raise StoreClosedError("submit after close")
+        source = self._peers.get(peer)
+        if source is None:
+            raise PeerError(f"{peer} was never connected")
+        check_destination(extents, [len(r) for r in self.memory])
+        regions = self.network.regions(source)
+        if regions is not None:
+            check_source(extents, [len(r) for r in regions])
+        read = MemoryRead(self, source, extents)
+        self._active.append(read)
+        return read
+
+    def disconnect(self, peer: str) -> None:
+        """See `PeerTransfers`."""
+        self._peers.pop(peer, None)
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Ends at once: what is stuck stays in quarantine."""
+        self._closed = True
+        for read in list(self._active):
+            read.poll()
+        self.network.kill(self.metadata)
+        return not self._active

@@ -1,0 +1,254 @@
+"""One peer's connection: reads that wait, reads that were posted, and what is left of failed ones.
+
+NIXL 1.5.1, as read (src/core/nixl_agent.cpp) and measured: when one read finds the peer dead,
+NIXL forgets the peer and reports an error for every other read of it at once, ended or not;
+and of a read's many descriptors it reports the first error it sees. So a failed read is not
+an ended one: it is `settling` for a while before its memory is given back.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from hetero_connector.errors import TransferError
+from hetero_connector.transfer.agent_metadata import AgentMetadata
+from hetero_connector.transfer.base import TransferState
+from hetero_connector.transfer.peer_base import PeerExtent
+from hetero_connector.transfer.ucx_agent import Descriptors, UcxAgent
+
+_DESCRIPTOR_BYTES = 2 << 20
+_POST_BYTES = 4 << 20
+_POST_DESCRIPTORS = 512
+"""A post of small descriptors takes the I/O thread as long as one of large ones."""
+_WINDOW_BYTES = 16 << 20
+"""Bytes posted at a time: also the most that a peer which stops can keep in quarantine."""
+_SETTLE_S = 0.1
+"""UCX ends what a broken connection had under way within a millisecond."""
+
+
+class PeerRead:
+    """Implements `base.Transfer`. Written by the peer thread, read by any."""
+
+    def __init__(self, local: Descriptors, remote: Descriptors) -> None:
+        self.local = local
+        self.remote = remote
+        self.waiting = deque(_batches(local[:, 1]))
+        self.posted = 0
+        self.sides: tuple[int, int] | None = None
+        self._failure: TransferError | None = None
+        self._over = False
+
+    @property
+    def terminal(self) -> bool:
+        """See `Transfer`."""
+        return self._over
+
+    @property
+    def error(self) -> TransferError | None:
+        """See `Transfer`."""
+        return self._failure if self._over else None
+
+    def poll(self) -> TransferState:
+        """See `Transfer`. Drives nothing: the peer thread does."""
+        if not self._over:
+            return TransferState.PENDING
+        return TransferState.DONE if self._failure is None else TransferState.FAILED
+
+    def fail(self, error: TransferError) -> None:
+        """Drop what was not posted yet; what was posted still has to end."""
+        self._failure = self._failure or error
+        self.waiting.clear()
+
+    def end_if_over(self) -> bool:
+        """Whether nothing is waiting or posted any more; from then on it is terminal."""
+        self._over = not self.waiting and not self.posted
+        return self._over
+
+
+class _Post:
+    __slots__ = ("read", "request", "settled_s", "size")
+
+    def __init__(self, read: PeerRead, request: int, size: int) -> None:
+        self.read = read
+        self.request = request
+        self.size = size
+        self.settled_s: float | None = None
+        """When a failed one may be released."""
+
+
+class PeerConnection:
+    """Drives the reads of one peer. Used by the peer thread alone."""
+
+    def __init__(self, agent: UcxAgent, metadata: AgentMetadata) -> None:
+        self.metadata = metadata
+        self._agent = agent
+        self._reads: deque[PeerRead] = deque()
+        """Those with something left to post, oldest first."""
+        self._posts: list[_Post] = []
+        self._posted_bytes = 0
+        self._loaded = False
+        self._broken = False
+        """Reads wait until what was posted has ended, then the peer is connected to anew."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to drive."""
+        return not self._reads and not self._posts
+
+    def add(self, read: PeerRead) -> None:
+        """Read this after what was added before."""
+        self._reads.append(read)
+
+    def drive(self, now_s: float) -> bool:
+        """End what has ended, post what fits; True if anything moved."""
+        left = [post for post in self._posts if not self._ended(post, now_s)]
+        moved = len(left) < len(self._posts)
+        self._posts = left
+        if self._broken and not self._posts:
+            self.unload()
+        return self._post_waiting(now_s) or moved
+
+    def cancel(self, error: TransferError) -> None:
+        """Fail what was added; what of it is posted goes on to its end."""
+        reads = list(self._reads)
+        self._reads.clear()
+        for read in reads:
+            read.fail(error)
+            self._end(read)
+
+    def unload(self) -> None:
+        """Close the connection; the next read opens it again. Nothing may be posted."""
+        if self._loaded:
+            self._loaded = False
+            self._agent.unload(self.metadata.agent)
+        self._broken = False
+
+    def _post_waiting(self, now_s: float) -> bool:
+        moved = False
+        while self._reads and not self._broken and self._posted_bytes < _WINDOW_BYTES:
+            read = self._reads[0]
+            try:
+                self._post(read, now_s)
+            except TransferError as e:
+                self._broken = True
+                self.cancel(e)
+            else:
+                if not read.waiting:
+                    self._reads.popleft()
+            moved = True
+        return moved
+
+    def _post(self, read: PeerRead, now_s: float) -> None:
+        if not self._loaded:
+            self._load()
+        if read.sides is None:
+            read.sides = self._prepare(read)
+        batch = read.waiting[0]
+        index = np.arange(batch.start, batch.stop, dtype=np.int32)
+        size = int(read.local[batch.start : batch.stop, 1].sum())
+        post = _Post(read, self._agent.make_read(*read.sides, index), size)
+        read.waiting.popleft()
+        read.posted += 1
+        self._posted_bytes += size
+        self._posts.append(post)
+        try:
+            self._agent.post(post.request)
+        except TransferError:
+            post.settled_s = now_s + _SETTLE_S
+            raise
+
+    def _prepare(self, read: PeerRead) -> tuple[int, int]:
+        local = self._agent.prepare(None, read.local)
+        try:
+            return local, self._agent.prepare(self.metadata.agent, read.remote)
+        except TransferError:
+            self._agent.drop(local)
+            raise
+
+    def _load(self) -> None:
+        name = self._agent.load(self.metadata.nixl)
+        self._loaded = True
+        if name != self.metadata.agent:
+            self._agent.unload(name)
+            self._loaded = False
+            raise TransferError(
+                errno.ECONNREFUSED, f"the metadata of {self.metadata.agent} is that of {name}"
+            )
+
+    def _ended(self, post: _Post, now_s: float) -> bool:
+        """Whether the post is over, its handle released."""
+        if post.settled_s is None:
+            try:
+                if not self._agent.ended(post.request):
+                    return False
+            except TransferError as e:
+                post.read.fail(e)
+                self._broken = True
+                self.cancel(e)
+                post.settled_s = now_s + _SETTLE_S
+        if post.settled_s is not None and now_s < post.settled_s:
+            return False
+        if not self._agent.release(post.request):
+            return False
+        post.read.posted -= 1
+        self._posted_bytes -= post.size
+        self._end(post.read)
+        return True
+
+    def _end(self, read: PeerRead) -> None:
+        if read.end_if_over() and read.sides is not None:
+            for side in read.sides:
+                self._agent.drop(side)
+            read.sides = None
+
+
+def describe(
+    extents: Sequence[PeerExtent],
+    regions: Sequence[tuple[int, int]],
+    remote_regions: Sequence[tuple[int, int]],
+) -> tuple[Descriptors, Descriptors]:
+    """Both sides' descriptors, runs merged and cut again; regions are (address, bytes)."""
+    local: list[tuple[int, int, int]] = []
+    remote: list[tuple[int, int, int]] = []
+    for at, remote_at, size in _merged(extents, regions, remote_regions):
+        for done in range(0, size, _DESCRIPTOR_BYTES):
+            part = min(_DESCRIPTOR_BYTES, size - done)
+            local.append((at + done, part, 0))
+            remote.append((remote_at + done, part, 0))
+    return np.array(local, np.uint64), np.array(remote, np.uint64)
+
+
+def _merged(
+    extents: Sequence[PeerExtent],
+    regions: Sequence[tuple[int, int]],
+    remote_regions: Sequence[tuple[int, int]],
+) -> Iterator[tuple[int, int, int]]:
+    """(our address, the peer's, bytes); what goes on where the one before ended is one run.
+
+    Each descriptor costs microseconds, and slots filled one after the other lie so.
+    """
+    at, remote_at, size = 0, 0, 0
+    for e in extents:
+        next_at = regions[e.region][0] + e.offset
+        next_remote = remote_regions[e.remote_region][0] + e.remote_offset
+        if size and (next_at, next_remote) == (at + size, remote_at + size):
+            size += e.size
+            continue
+        if size:
+            yield at, remote_at, size
+        at, remote_at, size = next_at, next_remote, e.size
+    yield at, remote_at, size
+
+
+def _batches(sizes: Descriptors) -> Iterator[range]:
+    start, total = 0, 0
+    for i, size in enumerate(sizes.tolist()):
+        if i > start and (total + size > _POST_BYTES or i - start >= _POST_DESCRIPTORS):
+            yield range(start, i)
+            start, total = i, 0
+        total += size
+    yield range(start, len(sizes))

@@ -1,0 +1,294 @@
+"""The directory beside the engine: a thread of its own, so that no step ever waits for it.
+
+It keeps the lease, answers calls through futures, and publishes what the worker has sealed. The
+directory may hang up to its deadline, be gone for hours or come back empty: calls fail in time,
+sealed artifacts wait in a bounded queue, and after every new registration all that the worker
+has is claimed again, a batch at a time between other calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from hetero_connector.artifacts.record import ChunkKey
+from hetero_connector.errors import (
+    DirectoryError,
+    DirectoryRefusedError,
+    DirectoryUnavailableError,
+    RecordError,
+    StaleEpochError,
+)
+from hetero_connector.metrics import Recorder
+from ownership.directory import ChainView, Claim, Directory, Grant
+from ownership.identifiers import Epoch
+from ownership.lease_keeper import LeaseKeeper
+
+T = TypeVar("T")
+Job = Callable[[Directory, Epoch], T]
+"""A call of the directory; the epoch is the worker's latest."""
+Inventory = Callable[[], Iterator[Sequence[Claim]]]
+"""Batches of all that the worker has sealed; made anew after each registration."""
+Granted = Callable[[Epoch, Sequence[Claim], Sequence[Grant]], None]
+"""Told what became of claims, on the directory's thread."""
+
+CLAIMS_PER_CALL = 256
+_SWEEP_RECORDS = 1_000
+_PAUSE_S = 0.25
+"""After a claim that failed: the directory is not asked in a loop."""
+_CLOSE_TIMEOUT_S = 5.0
+_CAUSES = (
+    (StaleEpochError, "stale"),
+    (DirectoryUnavailableError, "unavailable"),
+    (DirectoryRefusedError, "refused"),
+    (RecordError, "record"),
+)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Call:
+    job: Callable[[Directory, Epoch], Any]
+    needs_epoch: bool
+    until_s: float
+    future: Future[Any] = field(default_factory=Future)
+
+
+class DirectoryThread:
+    """A `Directory` used from an engine. All methods return at once, but `close`."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        keeper: LeaseKeeper,
+        inventory: Inventory,
+        granted: Granted,
+        recorder: Recorder,
+        *,
+        errands: Callable[[], float] = lambda: math.inf,
+        max_calls: int = 256,
+        max_claims: int = 65_536,
+        sweep_every_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`errands`: called on the thread, in each turn; says in how many seconds it is due again.
+
+        `max_calls`, `max_claims`: most that wait; more are refused. Call `start`.
+        """
+        self._directory = directory
+        self._keeper = keeper
+        self._inventory = inventory
+        self._granted = granted
+        self._recorder = recorder
+        self._max_calls = max_calls
+        self._max_claims = max_claims
+        self._errands = errands
+        self._sweep_every_s = sweep_every_s
+        self._clock = clock
+        self._wake = threading.Condition()
+        self._calls: deque[_Call] = deque()
+        self._claims: deque[Claim] = deque()
+        self._batches: Iterator[Sequence[Claim]] | None = None
+        """What is left to claim again under a new epoch; None when all is."""
+        self._claim_at_s = self._sweep_at_s = self._errands_at_s = clock()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="directory", daemon=True)
+
+    def start(self) -> None:
+        """Begin to register."""
+        self._thread.start()
+
+    def lookup(self, chain: Sequence[ChunkKey], deadline_s: float) -> Future[ChainView]:
+        """What is known of a chain. See `call`."""
+        return self.ask(lambda directory, _: directory.lookup(chain), deadline_s)
+
+    def ask(self, job: Job[T], deadline_s: float) -> Future[T]:
+        """Run calls that change nothing, registered or not. See `call`."""
+        return self._enqueue(job, False, deadline_s)
+
+    def call(self, job: Job[T], deadline_s: float) -> Future[T]:
+        """Run any call that needs an epoch; ask the future, never wait for it in a step.
+
+        It fails with DirectoryUnavailableError when the worker is not registered, too many
+        calls wait, or its turn does not come within `deadline_s`; else as the directory does.
+        """
+        return self._enqueue(job, True, deadline_s)
+
+    def publish(self, claims: Sequence[Claim]) -> int:
+        """Claim what was sealed, soon; how many were taken on. The rest stays local, counted."""
+        with self._wake:
+            room = 0 if self._is_closing else max(0, self._max_claims - len(self._claims))
+            self._claims.extend(claims[:room])
+            self._wake.notify()
+        self._count_dropped(len(claims) - room)
+        return min(len(claims), room)
+
+    def close(self) -> None:
+        """Fail what waits, end the lease, stop the thread. Idempotent; waits a few seconds."""
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def wake(self) -> None:
+        """The errands have something to do. Returns at once."""
+        with self._wake:
+            self._errands_at_s = -math.inf
+            self._wake.notify()
+
+    def _enqueue(
+        self, job: Callable[[Directory, Epoch], T], needs_epoch: bool, deadline_s: float
+    ) -> Future[T]:
+        call = _Call(job, needs_epoch, self._clock() + deadline_s)
+        with self._wake:
+            refusal = ""
+            if self._is_closing:
+                refusal = "the directory is closed"
+            elif len(self._calls) >= self._max_calls:
+                refusal = f"{self._max_calls} calls wait for the directory already"
+            if refusal:
+                call.future.set_exception(self._counted(DirectoryUnavailableError(refusal)))
+            else:
+                self._calls.append(call)
+                self._wake.notify()
+        return call.future
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                if self._is_closing:
+                    break
+                idle_s = self._idle_s()
+                if idle_s > 0.0:
+                    self._wake.wait(idle_s)
+            try:
+                self._turn()
+            except Exception:  # a bug in a callback must not end the heartbeat
+                self._recorder.add("heterocache_directory_failures", cause="internal")
+                _log.exception("the directory's thread goes on after an error")
+        self._end()
+
+    def _turn(self) -> None:
+        """What is due, most urgent first: the lease, one call, one batch of claims, a sweep."""
+        if self._keeper.keep() is not None:
+            self._batches = self._inventory()
+        self._errands_at_s = math.inf
+        due_in_s = self._errands()
+        with self._wake:  # it may have been woken meanwhile
+            self._errands_at_s = min(self._errands_at_s, self._clock() + due_in_s)
+        call = self._next_call()
+        if call is not None:
+            self._answer(call)
+        elif self._is_joined():
+            if self._clock() >= self._claim_at_s:
+                self._publish_batch()
+            if self._clock() >= self._sweep_at_s:
+                self._sweep()
+
+    def _is_joined(self) -> bool:
+        lease = self._keeper.lease
+        return lease is not None and lease.is_valid
+
+    def _idle_s(self) -> float:
+        """Seconds until there is something to do, if nothing new comes in."""
+        if self._calls:
+            return 0.0
+        due_s = self._clock() + self._keeper.wait_s()
+        if self._is_joined():
+            due_s = min(due_s, self._sweep_at_s)
+            if self._claims or self._batches is not None:
+                due_s = min(due_s, self._claim_at_s)
+        return max(0.0, min(due_s, self._errands_at_s) - self._clock())
+
+    def _next_call(self) -> _Call | None:
+        with self._wake:
+            return self._calls.popleft() if self._calls else None
+
+    def _answer(self, call: _Call) -> None:
+        if not call.future.set_running_or_notify_cancel():
+            return
+        lease = self._keeper.lease
+        try:
+            if self._clock() >= call.until_s:
+                raise DirectoryUnavailableError("its turn did not come before the deadline")
+            if call.needs_epoch and lease is None:
+                raise DirectoryUnavailableError("the worker is not registered")
+            answer = call.job(self._directory, Epoch(0) if lease is None else lease.epoch)
+        except DirectoryError as error:
+            call.future.set_exception(self._counted(error))
+        except Exception as error:
+            call.future.set_exception(error)
+        else:
+            call.future.set_result(answer)
+
+    def _publish_batch(self) -> None:
+        """Claim what was sealed of late, else what a new epoch has to claim again."""
+        lease = self._keeper.lease
+        claims = self._next_claims()
+        if not claims or lease is None:
+            return
+        try:
+            grants = self._directory.claim_owner(lease.epoch, claims)
+        except DirectoryError as error:
+            self._counted(error)
+            self._claim_at_s = self._clock() + _PAUSE_S
+            self._put_back(claims)
+            return
+        for grant in grants:
+            self._keeper.saw(grant.token)
+        self._granted(lease.epoch, claims, grants)
+
+    def _next_claims(self) -> Sequence[Claim]:
+        with self._wake:
+            count = min(CLAIMS_PER_CALL, len(self._claims))
+            if count:
+                return [self._claims.popleft() for _ in range(count)]
+        if self._batches is None:
+            return ()
+        claims = next(self._batches, None)
+        if claims is None:
+            self._batches = None
+        return claims or ()
+
+    def _put_back(self, claims: Sequence[Claim]) -> None:
+        """They wait for the directory to come back, as far as there is room."""
+        with self._wake:
+            room = max(0, self._max_claims - len(self._claims))
+            self._claims.extendleft(reversed(claims[:room]))
+        self._count_dropped(len(claims) - room)
+
+    def _count_dropped(self, count: int) -> None:
+        if count > 0:
+            self._recorder.add("heterocache_directory_claims_dropped", count)
+
+    def _sweep(self) -> None:
+        self._sweep_at_s = self._clock() + self._sweep_every_s
+        try:
+            self._directory.sweep(_SWEEP_RECORDS)
+        except DirectoryError as error:
+            self._counted(error)
+
+    def _counted(self, error: DirectoryError) -> DirectoryError:
+        if isinstance(error, StaleEpochError):
+            self._keeper.lost(Epoch(error.epoch))
+        cause = next((name for kind, name in _CAUSES if isinstance(error, kind)), "error")
+        self._recorder.add("heterocache_directory_failures", cause=cause)
+        return error
+
+    def _end(self) -> None:
+        with self._wake:
+            waiting, self._calls = self._calls, deque()
+        for call in waiting:
+            if call.future.set_running_or_notify_cancel():
+                call.future.set_exception(DirectoryUnavailableError("the directory is closed"))
+        self._keeper.leave()
+        self._directory.close()

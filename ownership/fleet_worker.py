@@ -1,0 +1,136 @@
+"""One engine's part in its fleet: the lease, what it shares, and what it finds at others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey
+from hetero_connector.metrics import Recorder
+from ownership.chain_lookup import DEADLINE_S, ChainLookup, ChainLookups
+from ownership.directory import Claim, Directory, Grant, Worker
+from ownership.directory_thread import DirectoryThread
+from ownership.fencing import HORIZON_S
+from ownership.held_lease import RENEWALS_PER_LEASE
+from ownership.identifiers import NOBODY, Epoch, Token
+from ownership.lease_keeper import LeaseKeeper
+from ownership.ledger import REPLICA_TTL_S, Ledger, SharedStore
+from ownership.live_peers import LivePeers
+
+
+class FleetWorker:
+    """Implements `hetero_connector.engine.fleet.Fleet` over any `Directory`.
+
+    Everything that talks to the directory happens on a thread of its own. While the directory
+    is gone the engine is alone with its own cache; it joins again by itself.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        name: str,
+        lease_s: float,
+        recorder: Recorder,
+        *,
+        call_s: float = 1.0,
+        lookup_s: float = DEADLINE_S,
+        replica_ttl_s: float = REPLICA_TTL_S,
+        horizon_s: float = HORIZON_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`call_s`: longest that a call of the directory takes. `lookup_s`: how long a request
+        waits for it. `horizon_s`: longest from a lookup to the use of what it found.
+        """
+        self.peers = LivePeers(lease_s, clock, horizon_s)
+        self._name = name
+        self._lease_s = lease_s
+        self._recorder = recorder
+        self._stop_early_s = min(2 * call_s, lease_s / 2)
+        """Serving ends so long before the lease: our thread may hang in two calls meanwhile."""
+        self._replica_ttl_s = replica_ttl_s
+        self._clock = clock
+        self._keeper = LeaseKeeper(directory, self._worker, lease_s, recorder, clock)
+        self._thread = DirectoryThread(
+            directory,
+            self._keeper,
+            self._inventory,
+            self._granted,
+            recorder,
+            errands=self._errands,
+            clock=clock,
+        )
+        self._lookups = ChainLookups(
+            self._thread, self._keeper, self.peers, recorder, lookup_s, clock, self._found_own
+        )
+        self._store: SharedStore | None = None
+        self._ledger: Ledger | None = None
+        self._serving = NOBODY
+        self._refresh_at_s = clock()
+        self._refreshing: Future[None] | None = None
+
+    def start(self, store: SharedStore) -> None:
+        """Join with this store."""
+        self._store = store
+        self._ledger = Ledger(store, self._thread, self._recorder, self._replica_ttl_s, self._clock)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """The store has something to tell. Returns at once."""
+        self._thread.wake()
+
+    def find(self, chain: Sequence[ChunkKey]) -> ChainLookup:
+        """Ask what peers hold of these chunks. Returns at once."""
+        return self._lookups.find(chain)
+
+    def close(self) -> None:
+        """Stop serving, and leave. Waits a few seconds at most. Idempotent."""
+        if self._store is not None:
+            self._thread.close()
+            self._store.serve_under(NOBODY)
+
+    def _worker(self) -> Worker:
+        assert self._store is not None
+        return Worker(self._name, self._store.card)
+
+    def _inventory(self) -> Iterator[Sequence[Claim]]:
+        assert self._ledger is not None
+        return self._ledger.inventory()
+
+    def _granted(self, epoch: Epoch, claims: Sequence[Claim], grants: Sequence[Grant]) -> None:
+        assert self._ledger is not None
+        self._ledger.granted(epoch, claims, grants)
+
+    def _found_own(self, own: Mapping[ArtifactId, Token]) -> None:
+        assert self._ledger is not None
+        self._ledger.found(own)
+
+    def _errands(self) -> float:
+        assert self._ledger is not None
+        wait_s = min(self._serve(), self._ledger.keep(), self._refresh())
+        return max(0.0, wait_s)
+
+    def _serve(self) -> float:
+        """Let peers read as long as nobody can have taken over; seconds until that ends."""
+        assert self._store is not None
+        lease = self._keeper.lease
+        left_s = 0.0 if lease is None else lease.left_s - self._stop_early_s
+        serving = NOBODY if lease is None or left_s <= 0.0 else lease.epoch
+        if serving != self._serving:
+            self._store.serve_under(serving)
+            self._serving = serving
+        return left_s if serving else self._lease_s
+
+    def _refresh(self) -> float:
+        """Ask who lives, now and then; seconds until then."""
+        now_s = self._clock()
+        if self._refreshing is not None and not self._refreshing.done():
+            return self._lease_s
+        if now_s >= self._refresh_at_s:
+            self._refresh_at_s = now_s + self._lease_s / RENEWALS_PER_LEASE
+            self._refreshing = self._thread.call(self._ask_who_lives, self._lease_s)
+        return self._refresh_at_s - now_s
+
+    def _ask_who_lives(self, directory: Directory, _: Epoch) -> None:
+        asked_s = self._clock()
+        self.peers.refresh(directory.workers(), asked_s)

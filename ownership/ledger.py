@@ -1,0 +1,201 @@
+"""What the fleet knows of one worker's artifacts, and what it is still to be told.
+
+Everything the store tells is claimed. What somebody else owns is listed as a replica, for a
+time: a claim that is repeated before it is over either renews that, or makes us the owner of
+what its owner has let go. What leaves the store is released.
+
+Only the directory's thread comes here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from itertools import islice
+from typing import Protocol
+
+from hetero_connector.artifacts.exported import ExportChange
+from hetero_connector.artifacts.record import ArtifactId
+from hetero_connector.metrics import Recorder
+from ownership.directory import Claim, Copy, Directory, Grant, Outcome
+from ownership.directory_thread import CLAIMS_PER_CALL, DirectoryThread
+from ownership.identifiers import NO_TOKEN, Epoch, Token
+
+REPLICA_TTL_S = 60.0
+_TELL_DEADLINE_S = 5.0
+_PAUSE_S = 0.5
+"""After something that the directory could not be told."""
+
+
+class SharedStore(Protocol):
+    """The worker's store: `hetero_connector.store.sharing.Sharing`."""
+
+    @property
+    def card(self) -> bytes:
+        """What peers need to read from it."""
+        ...
+
+    def serve_under(self, epoch: int) -> None:
+        """Peers accept what was listed under this epoch; 0: nothing."""
+        ...
+
+    def take_exports(self) -> list[ExportChange]:
+        """What it holds, as it changed since the last call."""
+        ...
+
+    def inventory(self) -> Iterator[list[ExportChange]]:
+        """All it holds, in batches."""
+        ...
+
+    def judged(
+        self, owned: Mapping[ArtifactId, int], held: Iterable[ArtifactId]
+    ) -> list[ArtifactId]:
+        """Ours, by token, and others'; returns what it does not hold any more."""
+        ...
+
+
+class Ledger:
+    """Claims, replicas and releases of one worker."""
+
+    def __init__(
+        self,
+        store: SharedStore,
+        thread: DirectoryThread,
+        recorder: Recorder,
+        replica_ttl_s: float = REPLICA_TTL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._thread = thread
+        self._recorder = recorder
+        self._ttl_s = replica_ttl_s
+        self._clock = clock
+        self._replicas: dict[ArtifactId, Claim] = {}
+        """What others own, and where it is here."""
+        self._unlisted: dict[ArtifactId, None] = {}
+        """Replicas to be listed, or listed again."""
+        self._releases: dict[ArtifactId, Token] = {}
+        """Not answered yet: until then the artifact is not claimed again, for a release that
+        arrives late would undo the claim."""
+        self._held_back: dict[ArtifactId, Claim] = {}
+        """Claims of what has come back meanwhile."""
+        self._telling: Future[None] | None = None
+        self._tell_at_s = self._reclaim_at_s = clock()
+
+    def inventory(self) -> Iterator[Sequence[Claim]]:
+        """Everything is claimed anew: nothing of an earlier epoch stands any more."""
+        self._releases.clear()
+        self._held_back.clear()
+        self._unlisted.clear()
+        self._replicas.clear()
+        for batch in self._store.inventory():
+            yield [_claim(change) for change in batch]
+
+    def keep(self) -> float:
+        """Tell what has changed; seconds until there is something to do again."""
+        self._take_exports()
+        now_s = self._clock()
+        if now_s >= self._reclaim_at_s:
+            self._reclaim_at_s = now_s + self._ttl_s / 3
+            self._thread.publish(list(self._replicas.values()))
+        self._tell()
+        wait_s = self._reclaim_at_s - now_s
+        if self._releases or self._unlisted:
+            wait_s = min(wait_s, max(0.0, self._tell_at_s - now_s))
+        return wait_s
+
+    def granted(self, epoch: Epoch, claims: Sequence[Claim], grants: Sequence[Grant]) -> None:
+        """What became of claims."""
+        owned: dict[ArtifactId, int] = {}
+        held: list[ArtifactId] = []
+        for claim, grant in zip(claims, grants, strict=True):
+            artifact = claim.artifact
+            if grant.outcome is Outcome.OWNED:
+                owned[artifact] = grant.token
+                self._replicas.pop(artifact, None)
+                self._unlisted.pop(artifact, None)
+            elif grant.outcome is Outcome.HELD:
+                held.append(artifact)
+                self._replicas[artifact] = claim
+                self._unlisted[artifact] = None
+        for outcome, count in Counter(grant.outcome for grant in grants).items():
+            self._recorder.add("heterocache_directory_claims", count, outcome=outcome.value)
+        for artifact in self._store.judged(owned, held):
+            self._has_left(artifact, Token(owned.get(artifact, NO_TOKEN)))
+        self._recorder.set("heterocache_replicas", len(self._replicas))
+
+    def found(self, own: Mapping[ArtifactId, Token]) -> None:
+        """The directory says that these are ours: those that are not here are released.
+
+        A claim whose answer was lost leaves such records.
+        """
+        for artifact in self._store.judged(own, ()):
+            self._has_left(artifact, own[artifact])
+
+    def _take_exports(self) -> None:
+        latest = {change.id: change for change in self._store.take_exports()}
+        claims = []
+        for artifact, change in latest.items():
+            if change.copy is None:
+                self._has_left(artifact, Token(change.token))
+            else:
+                claim = _claim(change)
+                if artifact in self._releases:
+                    self._held_back[artifact] = claim
+                else:
+                    claims.append(claim)
+        if claims:
+            self._thread.publish(claims)
+
+    def _has_left(self, artifact: ArtifactId, token: Token) -> None:
+        was_replica = self._replicas.pop(artifact, None) is not None
+        self._unlisted.pop(artifact, None)
+        self._held_back.pop(artifact, None)
+        if was_replica or token:
+            self._releases[artifact] = token
+
+    def _tell(self) -> None:
+        """Releases and replicas, a call at a time. What fails is told again later."""
+        telling = self._telling
+        if telling is not None:
+            if not telling.done():
+                return
+            self._telling = None
+            if telling.exception() is not None:
+                self._tell_at_s = self._clock() + _PAUSE_S
+        if (self._releases or self._unlisted) and self._clock() >= self._tell_at_s:
+            self._telling = self._thread.call(self._tell_some, _TELL_DEADLINE_S)
+
+    def _tell_some(self, directory: Directory, epoch: Epoch) -> None:
+        releases = dict(islice(self._releases.items(), CLAIMS_PER_CALL))
+        if releases:
+            directory.release(epoch, releases)
+            for artifact in releases:
+                del self._releases[artifact]
+            back = [self._held_back.pop(a) for a in releases if a in self._held_back]
+            self._thread.publish(back)
+        listed = list(islice(self._unlisted, CLAIMS_PER_CALL))
+        if listed:
+            copies = [self._replicas[artifact] for artifact in listed]
+            grants = directory.replicate_readonly(epoch, copies, self._ttl_s)
+            for artifact in listed:
+                del self._unlisted[artifact]
+            let_go = [
+                claim
+                for claim, grant in zip(copies, grants, strict=True)
+                if grant.outcome is Outcome.ABSENT
+            ]
+            if let_go:  # its owner has released it meanwhile
+                self._thread.publish(let_go)
+
+
+def _claim(change: ExportChange) -> Claim:
+    copy = change.copy
+    assert copy is not None
+    return Claim(
+        change.id,
+        Copy(copy.size_bytes, copy.checksum, copy.dram_offset, copy.generation, copy.on_ssd),
+        change.chunk.parent,
+    )

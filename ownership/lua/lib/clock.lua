@@ -1,0 +1,20 @@
+-- Directory time in seconds: this server's clock, made to never go back. Set back, it stands
+-- still for a moment and then goes on, so an ended lease stays ended and a running one is not
+-- prolonged. Needs: fleet.
+
+-- A double as text that reads back as the same double.
+local function exact(number)
+  return string.format('%.17g', number)
+end
+
+-- Now. Notes it, in scripts that only read too: what one caller saw end must not live again.
+local function tick_s()
+  local raw_s = server_s()
+  local kept = redis.call('HMGET', fleet, 'raw_s', 'now_s')
+  local now_s = raw_s
+  if kept[1] then
+    now_s = tonumber(kept[2]) + math.max(0, raw_s - tonumber(kept[1]))
+  end
+  redis.call('HSET', fleet, 'raw_s', exact(raw_s), 'now_s', exact(now_s))
+  return now_s
+end

@@ -1,0 +1,59 @@
+-- Epochs and what they may do. Needs: fleet, epochs.
+--
+-- epochs: hash, epoch -> msgpack [name, storage, lease_s, deadline_s, retired].
+-- fleet.sequence: the last epoch or token handed out, one counter for both.
+
+local NAME, STORAGE, LEASE_S, DEADLINE_S, IS_RETIRED = 1, 2, 3, 4, 5
+local LIVE, RETIRED, ENDED = 0, 1, 2
+local NOBODY = 0
+
+local entries = {}
+
+-- An epoch as the name of its field: no exponent, whatever its size.
+local function field_of(epoch)
+  return string.format('%.0f', epoch)
+end
+
+local function entry_of(epoch)
+  local entry = entries[epoch]
+  if entry == nil then
+    local packed = redis.call('HGET', epochs, field_of(epoch))
+    entry = packed and cmsgpack.unpack(packed) or false
+    entries[epoch] = entry
+  end
+  return entry
+end
+
+local function keep_entry(epoch, entry)
+  entries[epoch] = entry
+  redis.call('HSET', epochs, field_of(epoch), cmsgpack.pack(entry))
+end
+
+local function standing(epoch, now_s)
+  local entry = entry_of(epoch)
+  if not entry or entry[DEADLINE_S] <= now_s then
+    return ENDED
+  end
+  return entry[IS_RETIRED] and RETIRED or LIVE
+end
+
+-- Whether the epoch ended at or before `moment_s`; an unknown one did.
+local function ended_before(epoch, moment_s)
+  local entry = entry_of(epoch)
+  return not entry or entry[DEADLINE_S] <= moment_s
+end
+
+-- Why the epoch may change nothing, as the error to answer; nil when it may.
+local function refusal(epoch, now_s)
+  local stands = standing(epoch, now_s)
+  if stands == RETIRED then
+    return redis.error_reply('STALE_EPOCH its worker has registered again')
+  elseif stands == ENDED then
+    return redis.error_reply('STALE_EPOCH its lease has ended')
+  end
+  return nil
+end
+
+local function next_in_sequence()
+  return redis.call('HINCRBY', fleet, 'sequence', 1)
+end

@@ -1,0 +1,158 @@
+-- What is known of each artifact. Needs: fleet, epochs, chunks, runs.
+--
+-- The entry of a chunk: msgpack [holding, ...], one for each state type that is known;
+-- a holding: [state type, owner, token, copy, replica...]; a replica: [holder, copy, expires_s].
+-- `copy` is opaque here, see `encoding.pack_copy`.
+
+local TYPE, OWNER, TOKEN, COPY, FIRST_REPLICA = 1, 2, 3, 4, 5
+local HOLDER, REPLICA_COPY, EXPIRES_S = 1, 2, 3
+
+local decoded = {}
+local num_added = 0
+
+local function is_replica(value)
+  return type(value) == 'table' and type(value[HOLDER]) == 'number'
+    and type(value[REPLICA_COPY]) == 'string' and type(value[EXPIRES_S]) == 'number'
+end
+
+local function is_holding(value)
+  if type(value) ~= 'table' or type(value[TYPE]) ~= 'number' or type(value[OWNER]) ~= 'number'
+    or type(value[TOKEN]) ~= 'number' or type(value[COPY]) ~= 'string' then
+    return false
+  end
+  for index = FIRST_REPLICA, #value do
+    if not is_replica(value[index]) then
+      return false
+    end
+  end
+  return true
+end
+
+-- The holdings of an entry; of one that cannot be read none, so that it is overwritten.
+local function holdings_from(entry)
+  local read, found = pcall(cmsgpack.unpack, entry)
+  if entry == '' or not read or type(found) ~= 'table' then
+    return {}
+  end
+  local holdings = {}
+  for index = 1, #found do
+    if not is_holding(found[index]) then
+      return {}
+    end
+    holdings[index] = found[index]
+  end
+  return holdings
+end
+
+-- The place of a chunk in this call: run, position and holdings, made if `parent` is given.
+local function place_of(chunk, parent)
+  local place = decoded[chunk]
+  if place then
+    return place
+  end
+  local run, position = find_chunk(chunk)
+  if not run then
+    if not parent then
+      return nil
+    end
+    run, position = add_chunk(chunk, parent)
+  end
+  place = { run = run, holdings = holdings_from(run.entries[position]) }
+  decoded[chunk] = place
+  return place
+end
+
+local function holding_in(place, state_type)
+  for index, holding in ipairs(place.holdings) do
+    if holding[TYPE] == state_type then
+      return holding, index
+    end
+  end
+  return nil
+end
+
+local function add_holding(place, holding)
+  table.insert(place.holdings, holding)
+  num_added = num_added + 1
+  place.changed = true
+end
+
+local function is_listed(replica, now_s)
+  return replica[EXPIRES_S] > now_s and standing(replica[HOLDER], now_s) ~= ENDED
+end
+
+local function has_listed(holding, now_s)
+  for index = FIRST_REPLICA, #holding do
+    if is_listed(holding[index], now_s) then
+      return true
+    end
+  end
+  return false
+end
+
+-- Drop the replicas for which `drop` says so.
+local function drop_replicas(holding, drop)
+  for index = #holding, FIRST_REPLICA, -1 do
+    if drop(holding[index]) then
+      table.remove(holding, index)
+    end
+  end
+end
+
+local function replica_of(holding, epoch)
+  for index = FIRST_REPLICA, #holding do
+    if holding[index][HOLDER] == epoch then
+      return holding[index]
+    end
+  end
+  return nil
+end
+
+-- Keep a holding as it has become, or forget it when it names neither owner nor live replica.
+local function settle(place, index, now_s)
+  place.changed = true
+  local holding = place.holdings[index]
+  if holding[OWNER] == NOBODY and not has_listed(holding, now_s) then
+    table.remove(place.holdings, index)
+    num_added = num_added - 1
+  end
+end
+
+-- Whether an epoch other than `epoch` owns it for as long as its lease lasts.
+local function is_held(holding, epoch, now_s)
+  local owner = holding[OWNER]
+  return owner ~= NOBODY and owner ~= epoch and standing(owner, now_s) ~= ENDED
+end
+
+-- Make `epoch` the owner, under a new token unless it is already.
+local function take(place, holding, epoch, copy)
+  if holding[OWNER] ~= epoch then
+    holding[OWNER], holding[TOKEN] = epoch, next_in_sequence()
+  end
+  holding[COPY] = copy
+  drop_replicas(holding, function(replica) return replica[HOLDER] == epoch end)
+  place.changed = true
+end
+
+-- Write what has changed; call it last.
+local function write_holdings()
+  for chunk, place in pairs(decoded) do
+    if place.changed then
+      local position = position_in(place.run.keys, chunk)
+      if #place.holdings == 0 then
+        remove_chunk(place.run, position)
+      else
+        set_entry(place.run, position, cmsgpack.pack(place.holdings))
+      end
+    end
+  end
+  write_runs()
+  if num_added ~= 0 then
+    redis.call('HINCRBY', fleet, 'artifacts', num_added)
+  end
+end
+
+-- Artifacts with a record, those of this call included.
+local function num_artifacts()
+  return tonumber(redis.call('HGET', fleet, 'artifacts') or 0) + num_added
+end

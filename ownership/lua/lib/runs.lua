@@ -1,0 +1,144 @@
+-- Chunks of one chain kept together, so that a long chain is read in few pieces. Needs: chunks,
+-- runs.
+--
+-- A run is a path of the tree of chains, at most RUN_CHUNKS long, named by its first chunk.
+-- chunks: hash, chunk key (16 bytes) -> one of
+--   the keys of a run's chunks, one after the other    under its first chunk
+--   '\2' | first chunk of the run that holds it         a pointer
+-- runs: hash, first chunk -> '\1' | msgpack [entry of each chunk]. The first byte is the format.
+-- The entry of a chunk is msgpack, see holdings.lua; only a run's first chunk may have none ('').
+--
+-- A chunk begins a run if its key says so (`begins_run`), so that a reader knows most runs' names
+-- from the chain alone, and can fetch them past this interpreter, which hashes every string it
+-- meets. The others begin where a chain leaves another, or a run is full.
+-- What cannot be read counts as absent and is overwritten.
+
+local ENTRIES, POINTER = '\1', '\2'
+local RUN_CHUNKS = 256
+local KEY = 16
+
+local loaded = {}
+local changed = {}
+
+-- True for one chunk in 64; `scripts.begins_run` is the same.
+local function begins_run(chunk)
+  return string.byte(chunk, 1) % 64 == 0
+end
+
+-- The run's name where `value` is a pointer, else nil.
+local function pointed_to(value)
+  return #value == 1 + KEY and string.sub(value, 1, 1) == POINTER and string.sub(value, 2) or nil
+end
+
+local function run_from(head, keys)
+  local packed = redis.call('HGET', runs, head)
+  if not packed or string.sub(packed, 1, 1) ~= ENTRIES or string.sub(keys, 1, KEY) ~= head then
+    return nil
+  end
+  local read, entries_of_run = pcall(cmsgpack.unpack, string.sub(packed, 2))
+  if not read or type(entries_of_run) ~= 'table' or #entries_of_run * KEY ~= #keys then
+    return nil
+  end
+  for index = 1, #entries_of_run do
+    if type(entries_of_run[index]) ~= 'string' then
+      return nil
+    end
+  end
+  return { head = head, keys = keys, entries = entries_of_run }
+end
+
+-- Where a chunk is among keys, from 1, or nil.
+local function position_in(keys, chunk)
+  local from = 1
+  while true do
+    local found = string.find(keys, chunk, from, true)
+    if not found then
+      return nil
+    elseif found % KEY == 1 then
+      return (found - 1) / KEY + 1
+    end
+    from = found + 1
+  end
+end
+
+local function load_run(head, keys)
+  local run = loaded[head]
+  if run == nil then
+    keys = keys or redis.call('HGET', chunks, head)
+    run = keys and run_from(head, keys) or false
+    loaded[head] = run
+  end
+  return run
+end
+
+-- The run that holds a chunk and the chunk's position in it, or nil.
+local function find_chunk(chunk)
+  local run = loaded[chunk]
+  if not run then
+    local value = redis.call('HGET', chunks, chunk)
+    if not value then
+      return nil
+    end
+    local head = pointed_to(value)
+    run = head and load_run(head) or load_run(chunk, value)
+  end
+  local position = run and position_in(run.keys, chunk)
+  if not position then
+    return nil
+  end
+  return run, position
+end
+
+-- Make room for a new chunk: behind `parent` where that ends a run with space, else in a new one.
+local function add_chunk(chunk, parent)
+  local run, position
+  if not begins_run(chunk) then
+    run, position = find_chunk(parent)
+  end
+  if run and position == #run.entries and position < RUN_CHUNKS then
+    run.keys = run.keys .. chunk
+    run.has_new_keys = true
+    run.entries[position + 1] = ''
+    redis.call('HSET', chunks, chunk, POINTER .. run.head)
+    return run, position + 1
+  end
+  run = { head = chunk, keys = chunk, has_new_keys = true, entries = { '' } }
+  loaded[chunk] = run
+  return run, 1
+end
+
+local function set_entry(run, position, entry)
+  run.entries[position] = entry
+  changed[run.head] = run
+end
+
+-- Forget a chunk; the first of a run leaves its key behind while others follow.
+local function remove_chunk(run, position)
+  changed[run.head] = run
+  if position == 1 then
+    run.entries[1] = ''
+    return
+  end
+  local from = (position - 1) * KEY
+  redis.call('HDEL', chunks, string.sub(run.keys, from + 1, from + KEY))
+  run.keys = string.sub(run.keys, 1, from) .. string.sub(run.keys, from + KEY + 1)
+  run.has_new_keys = true
+  table.remove(run.entries, position)
+end
+
+-- Write what has changed; call it last.
+local function write_runs()
+  for head, run in pairs(changed) do
+    if #run.entries == 1 and run.entries[1] == '' then
+      redis.call('HDEL', chunks, head)
+      redis.call('HDEL', runs, head)
+      loaded[head] = nil
+    else
+      redis.call('HSET', runs, head, ENTRIES .. cmsgpack.pack(run.entries))
+      if run.has_new_keys then
+        redis.call('HSET', chunks, head, run.keys)
+      end
+    end
+  end
+  changed = {}
+end

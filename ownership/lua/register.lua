@@ -1,0 +1,55 @@
+-- A new epoch for a worker; its earlier epoch is retired. `OwnershipDirectory.register`.
+-- KEYS: fleet epochs names peers
+-- ARGV: format version, name, storage, peer metadata, lease_s, floor, most workers
+-- Returns: the epoch. Errors: FORMAT (another version's fleet), WORKERS (too many alive).
+-- USES: clock epochs
+
+local format, name, storage, peer = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local lease_s, floor, max_workers = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+
+local written = redis.call('HGET', fleet, 'format')
+if written and written ~= format then
+  return redis.error_reply('FORMAT ' .. written)
+end
+local now_s = tick_s()
+
+local function forget(epoch, entry)
+  redis.call('HDEL', epochs, field_of(epoch))
+  redis.call('HDEL', peers, field_of(epoch))
+  if redis.call('HGET', names, entry[NAME]) == field_of(epoch) then
+    redis.call('HDEL', names, entry[NAME])
+  end
+end
+
+if redis.call('HLEN', epochs) >= max_workers then
+  local oldest, oldest_entry
+  local all = redis.call('HGETALL', epochs)
+  for index = 1, #all, 2 do
+    local entry = cmsgpack.unpack(all[index + 1])
+    local is_older = not oldest_entry or entry[DEADLINE_S] < oldest_entry[DEADLINE_S]
+    if entry[DEADLINE_S] <= now_s and is_older then
+      oldest, oldest_entry = tonumber(all[index]), entry
+    end
+  end
+  if not oldest then
+    return redis.error_reply('WORKERS ' .. max_workers .. ' epochs are alive')
+  end
+  forget(oldest, oldest_entry)
+end
+
+redis.call('HSET', fleet, 'format', format)
+-- Counted from the time in microseconds: greater than before even if all memory was lost.
+local sequence = tonumber(redis.call('HGET', fleet, 'sequence') or math.floor(server_s() * 1e6))
+local epoch = math.max(sequence, floor) + 1
+redis.call('HSET', fleet, 'sequence', field_of(epoch))
+
+local earlier = tonumber(redis.call('HGET', names, name) or NOBODY)
+if earlier ~= NOBODY and entry_of(earlier) then
+  local entry = entry_of(earlier)
+  entry[IS_RETIRED] = true
+  keep_entry(earlier, entry)
+end
+redis.call('HSET', names, name, field_of(epoch))
+redis.call('HSET', peers, field_of(epoch), peer)
+keep_entry(epoch, { name, storage, lease_s, now_s + lease_s, false })
+return epoch

@@ -1,0 +1,16 @@
+-- What is known of sessions. `SessionDirectory.sessions`.
+-- KEYS: fleet sessions
+-- ARGV: session_ttl_s, session id, ...
+-- Returns: [msgpack session (lib/sessions.lua), or empty where nothing is known, ...].
+-- USES: clock
+
+local USED_S = 8
+
+local oldest_s = tick_s() - tonumber(ARGV[1])
+local found = {}
+for index = 2, #ARGV do
+  local packed = redis.call('HGET', sessions, ARGV[index])
+  local is_known = packed and cmsgpack.unpack(packed)[USED_S] > oldest_s
+  found[index - 1] = is_known and packed or ''
+end
+return found

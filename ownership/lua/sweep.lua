@@ -1,0 +1,71 @@
+-- Forget what nobody can use any more. `OwnershipDirectory.sweep`.
+-- KEYS: fleet epochs chunks runs readers used names peers
+-- ARGV: about how many records to look at, orphan_ttl_s
+-- Returns: how many artifacts' records went.
+-- USES: clock epochs runs holdings readers
+
+local limit, orphan_ttl_s = tonumber(ARGV[1]), tonumber(ARGV[2])
+local now_s = tick_s()
+local oldest_s = now_s - orphan_ttl_s
+
+-- The next `limit` fields of a hash; where it left off is kept in the fleet's hash.
+local function scan(key, cursor_field)
+  local cursor = redis.call('HGET', fleet, cursor_field) or '0'
+  local answer = redis.call('HSCAN', key, cursor, 'COUNT', limit)
+  redis.call('HSET', fleet, cursor_field, answer[1])
+  return answer[2]
+end
+
+local function is_gone(replica)
+  return not is_listed(replica, now_s)
+end
+
+local function sweep_chunk(place)
+  for at = #place.holdings, 1, -1 do
+    local holding = place.holdings[at]
+    local replicas = #holding
+    drop_replicas(holding, is_gone)
+    local is_orphan = #holding == COPY and ended_before(holding[OWNER], oldest_s)
+    if is_orphan then
+      holding[OWNER] = NOBODY
+    end
+    if is_orphan or #holding ~= replicas then
+      settle(place, at, now_s)
+    end
+  end
+end
+
+local scanned = scan(chunks, 'chunk_cursor')
+for index = 1, #scanned, 2 do
+  local keys = scanned[index + 1]
+  local run = not pointed_to(keys) and load_run(scanned[index], keys)
+  for position = 0, run and #run.entries - 1 or -1 do
+    local chunk = string.sub(run.keys, position * KEY + 1, position * KEY + KEY)
+    sweep_chunk(place_of(chunk))
+  end
+end
+local num_forgotten = -num_added
+write_holdings()
+
+scanned = scan(readers, 'reader_cursor')
+for index = 1, #scanned, 2 do
+  keep_readers(scanned[index], live_readers(readers_of(scanned[index]), now_s))
+end
+for _, chunk in ipairs(redis.call('ZRANGEBYSCORE', used, '-inf', exact(oldest_s), 'LIMIT', 0, limit)) do
+  if redis.call('HEXISTS', readers, chunk) == 0 then
+    redis.call('ZREM', used, chunk)
+  end
+end
+
+for _, field in ipairs(redis.call('HKEYS', epochs)) do
+  local epoch = tonumber(field)
+  if ended_before(epoch, oldest_s) then
+    local name = entry_of(epoch)[NAME]
+    redis.call('HDEL', epochs, field)
+    redis.call('HDEL', peers, field)
+    if redis.call('HGET', names, name) == field then
+      redis.call('HDEL', names, name)
+    end
+  end
+end
+return num_forgotten

@@ -1,0 +1,14 @@
+-- Who reads each chunk now, and since when nobody has come or gone. `OwnershipDirectory.usage`.
+-- KEYS: fleet epochs readers used
+-- ARGV: msgpack [chunk, ...]
+-- Returns: [number of readers, idle seconds as text or empty, ...].
+-- USES: clock epochs readers
+
+local now_s = tick_s()
+local answers = {}
+for index, chunk in ipairs(cmsgpack.unpack(ARGV[1])) do
+  local used_s = redis.call('ZSCORE', used, chunk)
+  answers[2 * index - 1] = #live_readers(readers_of(chunk), now_s) / 2
+  answers[2 * index] = used_s and exact(now_s - tonumber(used_s)) or ''
+end
+return answers

@@ -1,0 +1,133 @@
+"""Simple policies that fleets run today, to compare by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hetero_connector.planner.cost_model import CostWeights
+from ownership.scheduling.decision import Decision, decision_of
+from ownership.scheduling.fleet import FleetView
+from ownership.scheduling.policy import open_workers
+from ownership.scheduling.step import ClassThresholds, HeldPrefix, Step, classify
+from ownership.scheduling.step_pricing import StepPricing, Way
+
+_NOTHING = HeldPrefix()
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What these share: they price their choice, though they do not choose by it."""
+
+    weights: CostWeights = field(default_factory=CostWeights)
+    thresholds: ClassThresholds = field(default_factory=ClassThresholds)
+
+    def start(self, step: Step, fleet: FleetView, sources: Sequence[int] = ()) -> StepPricing:
+        """The figures of this moment. `sources`: workers that a prefill may read from."""
+        return StepPricing(step, fleet, self.weights, sources)
+
+    def chosen(self, step: Step, fleet: FleetView, pricing: StepPricing, way: Way) -> Decision:
+        """A decision for `way`."""
+        return decision_of(step, classify(step, self.thresholds), fleet, pricing, way)
+
+
+@dataclass(frozen=True)
+class Colocated(Baseline):
+    """Prefill and decode at one worker: the session's, else the least loaded.
+
+    The load is that of vLLM's data-parallel balancer: 4 waiting + running requests
+    (`vllm/v1/engine/core_client.py`, `DPLBAsyncMPClient`).
+    """
+
+    sticky: bool = True
+    """False: every step goes to the least loaded worker."""
+    name: str = "colocated"
+
+    def decide(self, step: Step, fleet: FleetView) -> Decision:
+        """Where the step runs."""
+        pricing = self.start(step, fleet)
+        found = open_workers(pricing, range(len(fleet)))
+        owner = fleet.index.get(step.owner or "")
+        if self.sticky and owner in found:
+            at = owner
+        else:
+            load = 4.0 * pricing.table.waiting + pricing.table.running
+            at = min(found, key=load.__getitem__)
+        return self.chosen(step, fleet, pricing, Way(at, at))
+
+
+@dataclass(frozen=True)
+class StaticPd(Baseline):
+    """Prefill and decode pools by role; every prompt is computed in one and moved to the other.
+
+    To the least loaded of each pool: by queued tokens, and by running decodes. A session stays
+    with its decoder, which keeps its state.
+    """
+
+    name: str = "static_pd"
+
+    def decide(self, step: Step, fleet: FleetView) -> Decision:
+        """Where the step runs."""
+        pricing = self.start(step, fleet)
+        prefillers = open_workers(pricing, fleet.prefill_pool)
+        decoders = open_workers(pricing, fleet.decode_pool)
+        decode = fleet.index.get(step.owner or "")
+        if decode is None or decode not in decoders:
+            decode = min(decoders, key=pricing.table.running.__getitem__)
+        prefill = min(prefillers, key=pricing.table.queued_tokens.__getitem__)
+        return self.chosen(step, fleet, pricing, Way(decode, prefill))
+
+
+@dataclass
+class RoundRobinPd:
+    """The same pools, each in turn: what vLLM's example proxies for disaggregated prefill do.
+
+    Source: `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py` in vLLM.
+    """
+
+    base: Baseline = field(default_factory=Baseline)
+    name: str = "round_robin_pd"
+    _turn: int = field(default=0, init=False)
+
+    def decide(self, step: Step, fleet: FleetView) -> Decision:
+        """Where the step runs."""
+        pricing = self.base.start(step, fleet)
+        prefillers = open_workers(pricing, fleet.prefill_pool)
+        decoders = open_workers(pricing, fleet.decode_pool)
+        turn, self._turn = self._turn, self._turn + 1
+        way = Way(decoders[turn % len(decoders)], prefillers[turn % len(prefillers)])
+        return self.base.chosen(step, fleet, pricing, way)
+
+
+@dataclass(frozen=True)
+class PrefixAware(Baseline):
+    """The longest prefix while loads are balanced, else the least loaded; many own a prefix.
+
+    The rule and its defaults are those of SGLang's cache-aware router (`--cache-threshold`,
+    `--balance-abs-threshold`, `--balance-rel-threshold`; SGLang Model Gateway's load balancing
+    documentation). Loads are waiting and running requests. Nothing is moved: whoever gets a
+    prompt computes what it lacks, and so becomes another owner of it.
+    """
+
+    cache_threshold: float = 0.3
+    """Least share of the prompt that must match for the longest prefix to decide."""
+    balance_abs: float = 64.0
+    balance_rel: float = 1.5
+    """Unbalanced: most - least > `balance_abs` and most > `balance_rel` x least."""
+    name: str = "prefix_aware"
+
+    def decide(self, step: Step, fleet: FleetView) -> Decision:
+        """Where the step runs."""
+        pricing = self.start(step, fleet)
+        found = open_workers(pricing, range(len(fleet)))
+        table = pricing.table
+        load = (table.waiting + table.running).tolist()
+        matched = {i: step.held.get(fleet.names[i], _NOTHING).local_tokens for i in found}
+        at = min(found, key=load.__getitem__)
+        most, least = max(load[i] for i in found), load[at]
+        unbalanced = most - least > self.balance_abs and most > self.balance_rel * least
+        longest = max(matched.values())
+        if not unbalanced and longest > self.cache_threshold * step.prompt_tokens:
+            holders = [i for i in found if matched[i] == longest]
+            at = min(holders, key=load.__getitem__)
+        return self.chosen(step, fleet, pricing, Way(at, at))

@@ -1,0 +1,84 @@
+"""Mooncake's Conductor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ownership.scheduling.admission import TtftObjective
+from ownership.scheduling.baselines import Baseline
+from ownership.scheduling.decision import Decision, Refusal, decision_of
+from ownership.scheduling.fleet import FleetView
+from ownership.scheduling.policy import holders, open_workers
+from ownership.scheduling.step import HeldPrefix, Step, classify
+from ownership.scheduling.step_pricing import StepPricing, Way
+
+_NOTHING = HeldPrefix()
+
+
+@dataclass(frozen=True)
+class Conductor:
+    """The prefill worker of least predicted TTFT, and the decode worker of least step time.
+
+    TTFT of a prefill worker: queue + prefill from its own prefix. Where the fleet's longest
+    prefix is more than `threshold` times its own, that may be fetched first, if the transfer is
+    shorter than the prefill it spares; below the threshold the difference is computed again. A
+    step that would miss the objectives is refused. Source: Qin et al., Mooncake (arXiv 2407.00079;
+    FAST 2025): Algorithm 1, and section 6.2 on what is transferred.
+    """
+
+    threshold: float = 2.0
+    """`kvcache_balancing_threshold`; the paper names no value."""
+    ttft_objective_s: float = math.inf
+    tbt_objective_s: float = math.inf
+    """Of a decode step with the request in it."""
+    base: Baseline = field(default_factory=Baseline)
+    name: str = "conductor"
+
+    def __post_init__(self) -> None:
+        if not self.threshold >= 1.0:
+            raise ValueError(f"threshold is a ratio of at least 1, got {self.threshold}")
+
+    def decide(self, step: Step, fleet: FleetView) -> Decision:
+        """Where the step runs."""
+        pricing = self.base.start(step, fleet, holders(step, fleet)[:1])
+        prefillers = open_workers(pricing, fleet.prefill_pool)
+        prefill, source = self._prefill(step, fleet, pricing, prefillers)
+        decode, tbt_s = self._decode(step, fleet, pricing)
+        step_class = classify(step, self.base.thresholds)
+        way = Way(decode, prefill, source)
+        decision = decision_of(step, step_class, fleet, pricing, way)
+        refusal = TtftObjective(self.ttft_objective_s).refusal(decision)
+        if refusal is None and tbt_s > self.tbt_objective_s:
+            reason = f"a decode step would take {tbt_s:.3g} s, more than {self.tbt_objective_s:g}"
+            refusal = Refusal(reason, decision.predicted.ttft_s)
+        return decision_of(step, step_class, fleet, pricing, way, refusal)
+
+    def _prefill(
+        self, step: Step, fleet: FleetView, pricing: StepPricing, found: Sequence[int]
+    ) -> tuple[int, int | None]:
+        """The worker and the one it reads from."""
+        local_s = pricing.local_ready_s
+        own = {i: step.held.get(fleet.names[i], _NOTHING).local_tokens for i in found}
+        ways: list[tuple[float, int, int | None]]
+        ways = [(local_s.item(i), i, None) for i in found]
+        for source in pricing.sources:
+            best = pricing.prefills.readable[source]
+            fetched_s = pricing.fetched_ready_s
+            ways += [
+                (fetched_s.item(0, i), i, source)
+                for i in found
+                if best > self.threshold * own[i] and fetched_s.item(0, i) < local_s.item(i)
+            ]
+        return min(ways, key=lambda way: way[0])[1:]
+
+    def _decode(self, step: Step, fleet: FleetView, pricing: StepPricing) -> tuple[int, float]:
+        """The decode worker, and how long its steps will take."""
+        found = open_workers(pricing, fleet.decode_pool)
+        table = pricing.table
+        context = table.context_tokens + step.prompt_tokens
+        step_s = table.decode_step_s + (table.running + 1.0) * table.decode_s
+        step_s = step_s + context * table.context_s
+        at = min(found, key=step_s.__getitem__)
+        return at, float(step_s[at])

@@ -1,0 +1,64 @@
+"""NVIDIA Dynamo's KV router, as first documented."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ownership.scheduling.baselines import Baseline
+from ownership.scheduling.decision import Decision
+from ownership.scheduling.fleet import FleetView, Floats
+from ownership.scheduling.policy import open_workers
+from ownership.scheduling.step import Step
+from ownership.scheduling.step_pricing import StepPricing, Way
+
+
+@dataclass
+class DynamoKv:
+    """logit = 2 overlap - cache usage - normalised waiting; the greatest, or drawn by softmax.
+
+    overlap: matching share of the prompt; cache usage: share of the KV cache in use; waiting:
+    requests over the most that any worker has waiting. Source: NVIDIA Dynamo documentation, "KV
+    Router Performance Tuning", Cost Function Tuning. There a tie is drawn, here the first by
+    name wins, so that runs can be repeated. With a temperature logits are divided by their range
+    before the softmax (lib/kv-router, `softmax_sample`). Later releases count active blocks.
+    """
+
+    rng: random.Random
+    """Used with a temperature only."""
+    temperature: float = 0.0
+    """0: greedy."""
+    overlap_weight: float = 2.0
+    base: Baseline = field(default_factory=Baseline)
+    name: str = "dynamo_kv"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < np.inf:
+            raise ValueError(f"temperature is at least 0 and finite, got {self.temperature}")
+
+    def decide(self, step: Step, fleet: FleetView) -> Decision:
+        """Where the step runs."""
+        pricing = self.base.start(step, fleet)
+        found = open_workers(pricing, range(len(fleet)))
+        logits = self.logits(step, fleet, pricing)[found]
+        at = found[self._drawn(logits) if self.temperature else int(logits.argmax())]
+        return self.base.chosen(step, fleet, pricing, Way(at, at))
+
+    def logits(self, step: Step, fleet: FleetView, pricing: StepPricing) -> Floats:
+        """[workers] the higher the better."""
+        table = pricing.table
+        overlap = np.zeros(len(fleet))
+        for name, prefix in step.held.items():
+            if name in fleet.index:
+                overlap[fleet.index[name]] = prefix.local_tokens / step.prompt_tokens
+        usage = table.hbm_used / table.hbm_bytes
+        waiting = table.waiting / max(table.waiting.max(), 1.0)
+        logits: Floats = self.overlap_weight * overlap - usage - waiting
+        return logits
+
+    def _drawn(self, logits: Floats) -> int:
+        spread = float(np.ptp(logits)) or 1.0
+        weights = np.exp((logits - logits.max()) / (spread * self.temperature))
+        return self.rng.choices(range(len(weights)), weights.tolist())[0]

@@ -1,0 +1,59 @@
+"""A decision as a table: every candidate with its price by term, the choice marked."""
+
+from __future__ import annotations
+
+from hetero_connector.planner.explain import aligned
+from ownership.scheduling.decision import Candidate, Decision
+
+_HEADER = (
+    "", "action", "decode at", "prefill at", "reads from", "resume", "queue ms", "compute ms",
+    "network ms", "restore ms", "decode ms", "hbm ms", "interference ms", "total ms",
+)  # fmt: skip
+
+
+def explain(decision: Decision, max_rows: int | None = None) -> str:
+    """The decision in words and a table, the cheapest first, for a terminal.
+
+    `max_rows`: at most so many candidates, the choice among them. None: all.
+    """
+    # Of equal ones the choice first: it is what wins a tie.
+    candidates = sorted(decision.candidates(), key=lambda x: (x.terms.total_s, not x.chosen))
+    shown = candidates[:max_rows]
+    shown += [x for x in candidates[len(shown) :] if x.chosen]
+    lines = aligned([_HEADER, *map(_row, shown)])
+    if len(shown) < len(candidates):
+        lines.append(f"{len(candidates) - len(shown)} more candidates are not shown")
+    return "\n".join([*lines, "", *_summary(decision)])
+
+
+def _summary(decision: Decision) -> list[str]:
+    placement, terms = decision.placement, decision.predicted
+    where = f"decode at {placement.decode_worker}"
+    if placement.prefill_worker != placement.decode_worker:
+        where += f", prefill at {placement.prefill_worker}"
+    if placement.source_worker is not None:
+        where += f", reading from {placement.source_worker}"
+    lines = [
+        f"step: {decision.step_class}, {decision.step.prompt_tokens} tokens",
+        f"choice: {placement.action}, {where}",
+        f"predicted time to first token: {_ms(terms.ttft_s)} ms",
+    ]
+    return lines + ([f"refused: {decision.refusal.reason}"] if decision.refusal else [])
+
+
+def _row(candidate: Candidate) -> tuple[str, ...]:
+    placement, terms = candidate.placement, candidate.terms
+    return (
+        "*" if candidate.chosen else "",
+        placement.action,
+        placement.decode_worker,
+        placement.prefill_worker,
+        placement.source_worker or "-",
+        str(candidate.resume_tokens),
+        *map(_ms, terms),
+        _ms(terms.total_s),
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}"

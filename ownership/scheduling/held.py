@@ -1,0 +1,66 @@
+"""From what the directory knows of a chain to how much of it each worker holds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from hetero_connector.spec.model_spec import ModelSpec
+from ownership.directory import ChainView
+from ownership.identifiers import Epoch
+from ownership.scheduling.step import HeldPrefix
+
+
+def held_prefixes(view: ChainView, model: ModelSpec, ends: Sequence[int]) -> dict[str, HeldPrefix]:
+    """How far each live worker could resume, by name; those that hold nothing are left out.
+
+    `ends`: where the view's chunks end, in tokens. The directory does not know what is in an
+    engine's pages: `hbm_tokens` is 0. Looks at chunks only as far as somebody's prefix reaches.
+    """
+    if len(ends) != len(view.chunks):
+        raise ValueError(f"{len(view.chunks)} chunks need as many ends, got {len(ends)}")
+    reaches: dict[Epoch, _Reach] = {}
+    for index, end in enumerate(ends):
+        types = _types_held(view, model, index)
+        if index == 0:
+            reaches = {epoch: _Reach(model) for epoch in types}
+        for epoch, reach in reaches.items():
+            reach.extend(end, *types.get(epoch, (0, 0)))
+        if not any(reach.goes_on for reach in reaches.values()):
+            break
+    return {
+        view.workers[epoch].name: HeldPrefix(0, reach.dram_tokens, reach.local_tokens)
+        for epoch, reach in reaches.items()
+        if reach.local_tokens
+    }
+
+
+class _Reach:
+    """How far one worker's copies go. State types are bits, by their position."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        self._prefix = sum(1 << t.position for t in model.prefix_types)
+        self._all = self._prefix | sum(1 << t.position for t in model.boundary_types)
+        self.dram_tokens = self.local_tokens = 0
+        self.goes_on = self._in_dram = True
+
+    def extend(self, end: int, in_dram: int, anywhere: int) -> None:
+        """With what it has of the chunk that ends there."""
+        self.goes_on &= anywhere & self._prefix == self._prefix
+        self._in_dram &= in_dram & self._prefix == self._prefix
+        if self.goes_on and anywhere & self._all == self._all:
+            self.local_tokens = end
+        if self._in_dram and in_dram & self._all == self._all:
+            self.dram_tokens = end
+
+
+def _types_held(view: ChainView, model: ModelSpec, index: int) -> dict[Epoch, tuple[int, int]]:
+    """By worker: the state types of a chunk that it has in DRAM, and in any tier."""
+    found: defaultdict[Epoch, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for state_type in model.state_types:
+        bit = 1 << state_type.position
+        for holder, _, copy in view.copies(index, state_type):
+            in_dram, anywhere = found[holder]
+            in_dram |= bit if copy.dram_offset >= 0 else 0
+            found[holder] = (in_dram, anywhere | in_dram | (bit if copy.on_ssd else 0))
+    return dict(found)

@@ -1,0 +1,32 @@
+"""Policies by name, for a command line or a configuration file."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+
+from ownership.scheduling.baselines import Colocated, PrefixAware, RoundRobinPd, StaticPd
+from ownership.scheduling.conductor import Conductor
+from ownership.scheduling.dynamo_kv import DynamoKv
+from ownership.scheduling.ownerserve import OwnerServe
+from ownership.scheduling.policy import SchedulingPolicy
+
+POLICIES: Mapping[str, Callable[[random.Random], SchedulingPolicy]] = {
+    "ownerserve": lambda rng: OwnerServe(),
+    "colocated": lambda rng: Colocated(),
+    "static_pd": lambda rng: StaticPd(),
+    "round_robin_pd": lambda rng: RoundRobinPd(),
+    "prefix_aware": lambda rng: PrefixAware(),
+    "dynamo_kv": lambda rng: DynamoKv(rng),
+    "conductor": lambda rng: Conductor(),
+}
+"""Each with its defaults; the source of randomness is for those that draw."""
+
+DEFAULT_POLICY = "ownerserve"
+
+
+def scheduling_policy(name: str, rng: random.Random) -> SchedulingPolicy:
+    """A new policy of that name. Raises ValueError that lists the names."""
+    if name not in POLICIES:
+        raise ValueError(f"no scheduling policy {name!r}; there are {', '.join(POLICIES)}")
+    return POLICIES[name](rng)

@@ -1,0 +1,135 @@
+"""A step: one request as the scheduler sees it, and what kind of work it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class HeldPrefix(NamedTuple):
+    """How much of a prompt one worker could resume from, in tokens from its start.
+
+    Each is a boundary at which everything needed is there: prefix-proportional state up to it,
+    boundary state at it.
+    """
+
+    hbm_tokens: int = 0
+    """In the engine's own pages: resuming there costs nothing."""
+    dram_tokens: int = 0
+    """Sealed in its DRAM; as much can other workers read."""
+    ssd_tokens: int = 0
+    """With its SSD too."""
+
+    @property
+    def resident_tokens(self) -> int:
+        """Without touching a disk."""
+        return max(self.hbm_tokens, self.dram_tokens)
+
+    @property
+    def local_tokens(self) -> int:
+        """From any of its own tiers."""
+        return max(self)
+
+
+class StepClass(StrEnum):
+    """Kinds of work that are best placed differently."""
+
+    NEW_LONG_PREFIX = "new_long_prefix"
+    """Much to compute that nobody has computed."""
+    INCREMENTAL_TURN = "incremental_turn"
+    """Little to compute, after a known prefix or none."""
+    LONG_TOOL_OUTPUT = "long_tool_output"
+    """A session goes on with a tool's long answer."""
+    DECODE_CONTINUATION = "decode_continuation"
+    """All but a few tokens are computed: the session goes on decoding."""
+    FORKED_ROLLOUT = "forked_rollout"
+    """One of several continuations of the same prefix."""
+    COLD_RESUME = "cold_resume"
+    """A session comes back, and its state is in no worker's HBM or DRAM."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One request and what is known about it."""
+
+    prompt_tokens: int
+    held: Mapping[str, HeldPrefix] = field(default_factory=dict)
+    """What workers hold of the prompt, by name. Those that hold nothing may be left out."""
+    session_id: str = ""
+    """"" if it belongs to no session."""
+    owner: str | None = None
+    """The worker that the session decodes at; None: it has not begun, or its worker is gone."""
+    boundary_tokens: int = 0
+    """Tokens of the prompt that were computed when the session's last turn ended; 0: the first."""
+    output_tokens: float = 0.0
+    """Tokens it is expected to decode. 0: decoding is left out of the price."""
+    from_tool: bool = False
+    """What is new in the prompt was written by a tool."""
+    forked: bool = False
+    """Others continue the same prefix beside it."""
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 1:
+            raise ValueError(f"a step has at least one token, got {self.prompt_tokens}")
+        if not 0 <= self.boundary_tokens <= self.prompt_tokens:
+            raise ValueError(
+                f"boundary_tokens lies within the prompt's {self.prompt_tokens} tokens, got "
+                f"{self.boundary_tokens}"
+            )
+        if not self.output_tokens >= 0.0:
+            raise ValueError(f"output_tokens is at least 0, got {self.output_tokens}")
+
+    @property
+    def resident_tokens(self) -> int:
+        """The longest prefix in any one worker's HBM or DRAM."""
+        return max((x.resident_tokens for x in self.held.values()), default=0)
+
+
+@dataclass(frozen=True)
+class ClassThresholds:
+    """Where one class ends and the next begins."""
+
+    continuation_tokens: int = 16
+    """At most so many new tokens: the session just goes on decoding."""
+    long_tool_tokens: int = 2_048
+    """At least so many new tokens from a tool are a long output. In recorded coding-agent
+    sessions half of the turns add fewer than 700 and nine in ten fewer than 4,000."""
+    long_prefix_tokens: int = 8_192
+    """At least so many new tokens are a long prefix: vLLM's usual step is full of it."""
+    cold_share: float = 0.5
+    """A session is cold when less than this share of what it had computed is in memory."""
+
+    def __post_init__(self) -> None:
+        ordered = 0 <= self.continuation_tokens < self.long_tool_tokens <= self.long_prefix_tokens
+        if not ordered or not 0.0 <= self.cold_share <= 1.0:
+            raise ValueError(
+                "needs 0 <= continuation_tokens < long_tool_tokens <= long_prefix_tokens and "
+                f"cold_share in [0, 1], got {self}"
+            )
+
+
+def classify(step: Step, thresholds: ClassThresholds) -> StepClass:
+    """The step's class; the first rule that holds.
+
+    1. forked: `FORKED_ROLLOUT`.
+    2. A known session of which too little is in memory: `COLD_RESUME`.
+    3. A known session with at most `continuation_tokens` new: `DECODE_CONTINUATION`.
+    4. A tool's `long_tool_tokens` or more: `LONG_TOOL_OUTPUT`.
+    5. `long_prefix_tokens` or more that nobody has in memory: `NEW_LONG_PREFIX`.
+    6. `INCREMENTAL_TURN`.
+    """
+    if step.forked:
+        return StepClass.FORKED_ROLLOUT
+    resident, known = step.resident_tokens, step.boundary_tokens
+    if known and resident < thresholds.cold_share * known:
+        return StepClass.COLD_RESUME
+    new_tokens = step.prompt_tokens - max(known, resident)
+    if known and new_tokens <= thresholds.continuation_tokens:
+        return StepClass.DECODE_CONTINUATION
+    if step.from_tool and new_tokens >= thresholds.long_tool_tokens:
+        return StepClass.LONG_TOOL_OUTPUT
+    if new_tokens >= thresholds.long_prefix_tokens:
+        return StepClass.NEW_LONG_PREFIX
+    return StepClass.INCREMENTAL_TURN

@@ -1,0 +1,103 @@
+"""The block ids of a prompt, run-length coded.
+
+A prompt of 100,000 tokens is 1,500 blocks but rarely more than a few runs of consecutive ids, so
+that everything that can be said about runs is said without ever listing the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRuns:
+    """Ids of a prompt's blocks in order, as `(first id, number of ids)` runs.
+
+    Ids name prefixes: two prompts of a trace have the same id at a position if and only if all
+    their blocks up to there are equal (the readers see to it). No run is empty, and neighbouring
+    runs do not continue each other; so equal prompts have equal runs.
+    """
+
+    runs: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of_runs(cls, runs: Iterable[tuple[int, int]]) -> BlockRuns:
+        """From runs that may be empty or continue each other."""
+        merged: list[tuple[int, int]] = []
+        for first, count in runs:
+            if merged and merged[-1][0] + merged[-1][1] == first:
+                merged[-1] = (merged[-1][0], merged[-1][1] + count)
+            elif count:
+                merged.append((first, count))
+        return cls(tuple(merged))
+
+    @classmethod
+    def of_ids(cls, ids: npt.ArrayLike) -> BlockRuns:
+        """From ids one by one (`[num_blocks] int64`)."""
+        array = np.asarray(ids, dtype=np.int64)
+        if not len(array):
+            return cls()
+        starts = np.flatnonzero(np.diff(array, prepend=array[0] - 2) != 1)
+        counts = np.diff(starts, append=len(array))
+        return cls(tuple(zip(array[starts].tolist(), counts.tolist(), strict=True)))
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks there are."""
+        return sum(count for _, count in self.runs)
+
+    def ids(self) -> npt.NDArray[np.int64]:
+        """Every id (`[num_blocks] int64`); made anew at each call."""
+        if not self.runs:
+            return np.empty(0, dtype=np.int64)
+        runs = np.asarray(self.runs, dtype=np.int64)
+        ends = np.cumsum(runs[:, 1])
+        ids = np.arange(ends[-1], dtype=np.int64)
+        ids += np.repeat(runs[:, 0] - (ends - runs[:, 1]), runs[:, 1])
+        return ids
+
+    def shared_with(self, other: BlockRuns) -> int:
+        """How many leading blocks both prompts share."""
+        shared = 0
+        for (first, count), (other_first, other_count) in zip(self.runs, other.runs, strict=False):
+            if first != other_first:
+                break
+            shared += min(count, other_count)
+            if count != other_count:
+                break
+        return shared
+
+    def head(self, num_blocks: int) -> BlockRuns:
+        """The first `num_blocks` blocks (all of them if there are fewer)."""
+        kept: list[tuple[int, int]] = []
+        for first, count in self.runs:
+            if num_blocks <= 0:
+                break
+            kept.append((first, min(count, num_blocks)))
+            num_blocks -= count
+        return BlockRuns(tuple(kept))
+
+    def tail(self, skipped_blocks: int) -> BlockRuns:
+        """What follows the first `skipped_blocks` blocks."""
+        kept: list[tuple[int, int]] = []
+        for first, count in self.runs:
+            skipped = min(count, skipped_blocks)
+            skipped_blocks -= skipped
+            if skipped < count:
+                kept.append((first + skipped, count - skipped))
+        return BlockRuns(tuple(kept))
+
+    def shifted(self, by: int) -> BlockRuns:
+        """The same blocks under ids that are `by` greater."""
+        return BlockRuns(tuple((first + by, count) for first, count in self.runs))
+
+    def chunk_ids(self, blocks_per_chunk: int) -> npt.NDArray[np.int64]:
+        """Names of the full chunks of `blocks_per_chunk` blocks: each the id of its last block.
+
+        Since an id names the whole prefix that ends with it, so does the chunk's.
+        """
+        return self.ids()[blocks_per_chunk - 1 :: blocks_per_chunk]

@@ -1,0 +1,10 @@
+"""The benchmark of the directory still claims and finds what it says."""
+
+from benchmarks import directory
+
+
+def test_a_small_run_has_every_figure() -> None:
+    figures, tables = directory.measure(artifacts=1, repeats=2)
+    assert figures.keys() >= directory.GOALS.keys()
+    assert 50 < figures["redis_bytes_per_artifact"] < 1_000
+    assert "dense, every record decoded" in tables

@@ -1,0 +1,251 @@
+"""Every model x checkpoint policy x planner x tier: where requests resume, and how exactly.
+
+Each case stores a prompt and then restores three: the prompt itself (its checkpoint is loaded),
+one that leaves it half-way (an earlier boundary, a replay of the windows or a plain recompute,
+as policy and planner have it) and another that leaves it there. The reference of each is the
+engine's own prefix hit at the same number of cached tokens, over the whole vocabulary.
+
+`docs/exactness.md` says what the other tests of exactness add. The complete matrix is marked
+slow; of every model and policy one case is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.engine.scheduler_side import SchedulerSide
+from hetero_connector.planner.checkpoint_policy import KeptBoundaries, Rates, Sizes, policy_named
+from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
+from hetero_connector.planner.load_model import LoadModel, TierRates
+from tests.engine.harness import (
+    BF16_MODELS,
+    HYBRID_MODELS,
+    Completion,
+    assert_nothing_is_held,
+    delta,
+    flipped,
+    forget,
+    forget_local,
+    generate,
+    leave_on_ssd_only,
+    make_llm,
+    metric,
+    no_restores,
+    prompt_tokens,
+    scheduler_side,
+    settle,
+    shutdown,
+)
+
+pytestmark = pytest.mark.engine
+
+CLEAR = 0.02
+"""A logprob difference no rounding makes."""
+PROMPT = prompt_tokens(1400, seed=81)
+SHARED = 1100
+BRANCHES = [PROMPT[:SHARED] + prompt_tokens(400, seed=seed) for seed in (82, 83)]
+"""Their own ends are beyond the boundary at which they leave the prompt."""
+REPLAYED = {"gemma3": 384, "gptoss": 256, "deepseek_v4": 768}
+"""Tokens of a replay: 63 x 6, 63 x 4 and 127 x 5 window tokens, on the model's grid. The others
+have no windows, or recurrent state beside, which a replay does not rebuild."""
+
+MODELS = ("dense", *HYBRID_MODELS)
+POLICIES = ("full", "periodic:3", "zero", "adaptive")
+PLANNERS = ("always_load", "cost", "cost with dear loads")
+TIERS = (Tier.DRAM, Tier.SSD)
+ONE_WAY = {
+    "full": (("cost", Tier.DRAM), ("always_load", Tier.SSD)),
+    "periodic:3": (("always_load", Tier.DRAM), ("cost", Tier.SSD)),
+    "zero": (("cost", Tier.SSD), ("cost", Tier.DRAM)),
+    "adaptive": (("cost", Tier.DRAM), ("cost with dear loads", Tier.SSD)),
+}
+"""By policy: planner and tier for every other model, where not all are tried."""
+
+
+@dataclass
+class Engine:
+    """One model's engine, and what it answered on its own."""
+
+    model: str
+    llm: Any
+    references: dict[tuple[tuple[int, ...], int], Completion] = field(default_factory=dict)
+
+    @property
+    def side(self) -> SchedulerSide:
+        return scheduler_side(self.llm)
+
+    @property
+    def chunk(self) -> int:
+        return self.side._layout.chunk_tokens
+
+    def boundary(self, num_tokens: int) -> int:
+        """The last token at which a prompt of `num_tokens` can resume."""
+        alignment = self.side._layout.model.alignment
+        return (num_tokens - 1) // alignment * alignment
+
+    def checkpoints(self) -> set[int]:
+        """Boundaries, in tokens, at which all that is needed there is stored."""
+        needed = set(self.side._layout.model.state_types)
+        nodes = self.side._store._tiers.index.nodes.values()
+        return {node.chunk.end for node in nodes if needed <= node.artifacts.keys()}
+
+    def use_policy(self, name: str) -> None:
+        """As if the engine had been started with it.
+
+        Under these rates `adaptive` keeps every eighth boundary, and one where a request
+        was seen to leave.
+        """
+        sizes, rate = Sizes.of(self.side._layout), 1e-4
+        write = 0.9 * rate * self.chunk / max(1, sizes.checkpoint_bytes)
+        rates = Rates(write, 1e-12, rate)
+        self.side._saver._policy = policy_named(name, sizes, lambda: rates)
+        self.side._saver._kept = KeptBoundaries()
+
+    @contextmanager
+    def planned(self, planner: str) -> Iterator[None]:
+        """The planner decides by these costs, whatever the machine's are."""
+        side, dear = self.side, planner == "cost with dear loads"
+        types = side._layout.model.state_types
+        rates = TierRates(30.0 if dear else 1e-5, dict.fromkeys(types, 1e-11), 1e-11)
+        with ExitStack() as patches:
+            mode = planner.split()[0]
+            patches.enter_context(patch.object(side._restorer._planner, "mode", mode))
+            load = LoadModel(types, dict.fromkeys(TIERS, rates))
+            patches.enter_context(patch.object(side.costs, "load", load))
+            compute = ComputeRegression(ComputeCoefficients(1e-3, 1e-3, 0.0))
+            patches.enter_context(patch.object(side.costs, "compute", compute))
+            patches.enter_context(patch.object(side._restorer._planner, "_deadline_s", 60.0))
+            yield
+
+    def restore(self, prompt: Sequence[int], planner: str, tier: Tier) -> Completion:
+        """The answer with all that is stored in one tier and nothing in the engine's cache."""
+        if tier is Tier.SSD:
+            leave_on_ssd_only(self.llm)
+        forget_local(self.llm)
+        hits = metric("heterocache_hit_tokens_total", tier=tier.value)
+        with self.planned(planner):
+            restored = generate(self.llm, prompt, max_tokens=8)
+        hits = metric("heterocache_hit_tokens_total", tier=tier.value) - hits
+        assert hits == restored.num_cached_tokens
+        return restored
+
+    def own_hit(self, prompt: Sequence[int], cached: int) -> Completion:
+        """The engine's own answer with this many tokens in its prefix cache."""
+        key = (tuple(prompt), cached)
+        if key not in self.references:
+            forget_local(self.llm)
+            with no_restores(self.llm):
+                if cached:
+                    generate(self.llm, prompt[: cached + 1])
+                self.references[key] = generate(self.llm, prompt, max_tokens=8)
+        return self.references[key]
+
+    def assert_exact(self, prompt: Sequence[int], restored: Completion) -> None:
+        reference = self.own_hit(prompt, restored.num_cached_tokens)
+        assert reference.num_cached_tokens == restored.num_cached_tokens
+        assert restored.tokens == reference.tokens
+        assert delta(restored, reference) <= (0.0 if self.model in BF16_MODELS else 1e-4)
+
+
+@pytest.fixture(scope="module")
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    engine = start(request.param, tmp_path_factory.mktemp("ssd"))
+    yield engine
+    shutdown(engine.llm)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(engine: Engine) -> Iterator[None]:
+    forget(engine.llm)
+    yield
+    assert_nothing_is_held(engine.llm)
+
+
+def start(model: str, ssd_dir: Path) -> Engine:
+    extra = {"dram_gib": 0.25, "ssd_dir": str(ssd_dir), "ssd_gib": 0.5}
+    arguments: dict[str, Any] = {"max_num_batched_tokens": 512}
+    if model == "qwen3_next":  # see test_exactness
+        arguments = {"max_num_batched_tokens": 768, "prefix_cache_retention_interval": 640}
+    return Engine(model, make_llm(model, extra, disable_log_stats=False, **arguments))
+
+
+def kept(engine: Engine, policy: str) -> set[int]:
+    """Boundaries of PROMPT that have a checkpoint under a policy."""
+    chunk, last = engine.chunk, len(PROMPT) // engine.chunk * engine.chunk
+    every = {"full": 1, "periodic:3": 3}.get(policy)
+    if not engine.side._layout.model.boundary_types:
+        every = 1
+    ends = {last, last if engine.model == "qwen3_next" else engine.boundary(len(PROMPT))}
+    return ends | (set(range(every * chunk, last, every * chunk)) if every else set())
+
+
+def deepest(engine: Engine, planner: str, checkpoints: set[int], limit: int) -> int:
+    """Where a request resumes that shares `limit` tokens, the chunk boundary it can get to."""
+    if planner == "cost with dear loads":
+        return 0
+    loaded = max((x for x in checkpoints if x <= limit), default=0)
+    replayed = REPLAYED.get(engine.model, limit)
+    return max(loaded, limit - replayed) if planner == "cost" else loaded
+
+
+@pytest.mark.parametrize("engine", MODELS, indirect=True)
+def test_power_a_flipped_early_token_shows(engine: Engine) -> None:
+    base = engine.own_hit(PROMPT, 0)
+    assert delta(base, engine.own_hit(flipped(PROMPT, 3), 0)) > CLEAR
+
+
+@pytest.mark.parametrize("engine", MODELS, indirect=True)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_restored_where_policy_and_planner_say_and_exactly(engine: Engine, policy: str) -> None:
+    planner, tier = ONE_WAY[policy][MODELS.index(engine.model) % 2]
+    restore_and_compare(engine, policy, planner, tier)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", MODELS, indirect=True)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("tier", TIERS)
+def test_the_complete_matrix(engine: Engine, policy: str, planner: str, tier: Tier) -> None:
+    restore_and_compare(engine, policy, planner, tier)
+
+
+def restore_and_compare(engine: Engine, policy: str, planner: str, tier: Tier) -> None:
+    engine.use_policy(policy)
+    generate(engine.llm, PROMPT)
+    settle(engine.llm)
+    checkpoints = kept(engine, policy)
+    assert engine.checkpoints() == checkpoints
+    limit = SHARED // engine.chunk * engine.chunk
+    again = engine.restore(PROMPT, planner, tier)
+    assert again.num_cached_tokens == deepest(engine, planner, checkpoints, max(checkpoints))
+    engine.assert_exact(PROMPT, again)
+    for branch in BRANCHES:
+        restored = engine.restore(branch, planner, tier)
+        assert restored.num_cached_tokens == deepest(engine, planner, checkpoints, limit)
+        engine.assert_exact(branch, restored)
+        if policy == "adaptive":  # it kept the boundary where that one left
+            checkpoints.add(limit)
+
+
+@pytest.mark.parametrize("engine", ["gemma3", "deepseek_v4"], indirect=True)
+@pytest.mark.parametrize(
+    "policy", ["zero", *(pytest.param(x, marks=pytest.mark.slow) for x in POLICIES if x != "zero")]
+)
+def test_the_next_turn_resumes_after_decoded_tokens(engine: Engine, policy: str) -> None:
+    engine.use_policy(policy)
+    reply = generate(engine.llm, PROMPT, max_tokens=300).tokens
+    turn = PROMPT + reply + prompt_tokens(60, seed=84)
+    restored = engine.restore(turn, "always_load", Tier.DRAM)
+    assert restored.num_cached_tokens == engine.boundary(len(PROMPT) + len(reply))
+    engine.assert_exact(turn, restored)

@@ -1,0 +1,339 @@
+"""Two scheduler sides that share a cache: a directory in memory, reads within the process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey
+from hetero_connector.engine import peer_matching
+from hetero_connector.errors import DirectoryUnavailableError
+from hetero_connector.metrics import COUNTERS, split_key
+from hetero_connector.spec import ModelSpec
+from hetero_connector.store.peer_card import PeerCard
+from hetero_connector.store.peers import PeerAccess
+from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
+from ownership.directory import ChainView, Claim, Holding
+from ownership.fleet_worker import FleetWorker
+from ownership.memory_directory import MemoryDirectory
+from tests.engine.fakes import DENSE, HYBRID, FakeRequest
+from tests.engine.test_scheduler_side import CHUNK, Engine, tokens
+
+LEASE_S = 2.0
+WAIT_S = 20.0
+PROMPT = tokens(3 * CHUNK + 40)
+
+
+class SlowDirectory(MemoryDirectory):
+    """Answers lookups when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = threading.Event()
+        self.answers.set()
+        self.fails = False
+        self.asked = 0
+
+    def lookup(self, chain: Sequence[ChunkKey]) -> ChainView:
+        self.asked += 1
+        self.answers.wait(WAIT_S)
+        if self.fails:
+            raise DirectoryUnavailableError("it is gone")
+        return super().lookup(chain)
+
+
+class Fleet:
+    """Engines of one model on one directory and one network."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        self.model = model
+        self.network = MemoryNetwork()
+        self.directory = SlowDirectory()
+        self.engines: list[Engine] = []
+        self.counted: dict[Engine, dict[str, float]] = {}
+
+    def join(self, name: str, dram_bytes: int = 1 << 20, **given: Any) -> Engine:
+        recorder_of = _Recorders()
+        worker = FleetWorker(
+            self.directory,
+            name,
+            LEASE_S,
+            recorder_of,  # type: ignore[arg-type]
+            call_s=0.1,
+            lookup_s=given.pop("lookup_s", 5.0),
+            replica_ttl_s=given.pop("replica_ttl_s", 60.0),
+        )
+        access = PeerAccess(
+            worker.peers, lambda regions: MemoryPeers(self.network, regions), worker.wake
+        )
+        engine = Engine(
+            self.model,
+            dram_bytes,
+            fleet=worker,
+            peers=access,
+            spill_delay_s=0.0,
+            peer_deadline_s=0.2,
+            **given,
+        )
+        recorder_of.target = engine.recorder
+        self.engines.append(engine)
+        self.counted[engine] = {}
+        until(lambda: name in {w.name for w in self.directory.workers().values()})
+        until(lambda: worker._keeper.lease is not None)
+        return engine
+
+    def count(self, engine: Engine, name: str, **labels: str) -> float:
+        """All that an engine has counted of a metric so far."""
+        counted = self.counted[engine]
+        for key, number in (engine.recorder.drain() or {COUNTERS: {}})[COUNTERS].items():
+            counted[key] = counted.get(key, 0.0) + number
+        found = ((split_key(key), number) for key, number in counted.items())
+        return sum(n for (who, has), n in found if who == name and labels.items() <= has.items())
+
+    def holdings(self, engine: Engine) -> dict[ArtifactId, Holding]:
+        """What the directory says of everything that an engine stores."""
+        stored = list(engine.store._tiers.index.artifacts())
+        keys = [a.node.key for a in stored]
+        view = MemoryDirectory.lookup(self.directory, keys)
+        held = zip(stored, view.chunks, strict=True)
+        return {a.id: chunk[a.state_type] for a, chunk in held if a.state_type in chunk}
+
+    def settle(self, engine: Engine) -> None:
+        """Until the directory knows all that the engine stores, and the engine whose it is."""
+
+        def judged() -> bool:
+            stored = list(engine.store._tiers.index.artifacts())
+            known = self.holdings(engine)
+            return len(known) == len(stored) and all(a.token or a.replica for a in stored)
+
+        until(judged)
+
+
+class _Recorders:
+    """The engine makes its recorder after its fleet."""
+
+    target: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name) if self.target is not None else lambda *_, **__: None
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(2e-3)
+
+
+@pytest.fixture(params=[DENSE, HYBRID], ids=["dense", "hybrid"])
+def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    made = Fleet(request.param)
+    yield made
+    made.directory.answers.set()
+    made.network.stopped.clear()
+    for engine in made.engines:
+        engine.side.close()
+        engine.store.check_integrity()
+
+
+def test_what_one_engine_computed_the_other_restores(fleet: Fleet) -> None:
+    ann, bob = fleet.join("ann"), fleet.join("bob")
+    assert ann.run(FakeRequest("a", PROMPT)) == 0
+    fleet.settle(ann)
+    # The prompt's end lies past the last boundary that a request for it may resume at.
+    restored = bob.run(FakeRequest("b", PROMPT))
+    assert restored == 3 * CHUNK + 32
+    assert fleet.count(bob, "heterocache_hit_tokens", tier="peer") == restored
+    assert fleet.count(bob, "heterocache_directory_lookups", outcome="found") == 1
+
+
+def test_what_was_read_is_a_replica_listed_for_others_and_no_second_owner(fleet: Fleet) -> None:
+    ann, bob = fleet.join("ann"), fleet.join("bob")
+    ann.run(FakeRequest("a", PROMPT))
+    fleet.settle(ann)
+    owners = {holding.owner for holding in fleet.holdings(ann).values()}
+    assert len(owners) == 1
+    bob.run(FakeRequest("b", PROMPT))
+    fleet.settle(bob)
+    until(lambda: all(h.replicas for h in fleet.holdings(bob).values()))
+    assert {holding.owner for holding in fleet.holdings(bob).values()} == owners
+    assert all(a.replica for a in bob.store._tiers.index.artifacts())
+
+
+def test_what_both_computed_is_written_to_ssd_by_its_owner_alone(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    ssd = {"ssd_bytes": 1 << 20}
+    ann = fleet.join("ann", ssd_dir=tmp_path / "ann", **ssd)
+    bob = fleet.join("bob", ssd_dir=tmp_path / "bob", **ssd)
+    fleet.directory.fails = True  # so that both compute
+    for engine in (ann, bob):
+        assert engine.run(FakeRequest("a", PROMPT)) == 0
+        fleet.settle(engine)
+    for engine in (ann, bob):
+        assert engine.store.flush(WAIT_S)
+    assert all(a.ssd is not None for a in ann.store._tiers.index.artifacts())
+    assert all(a.ssd is None for a in bob.store._tiers.index.artifacts())
+    until(lambda: all(h.copy.on_ssd for h in fleet.holdings(ann).values()))
+
+
+def test_what_the_owner_has_evicted_nobody_asks_it_for(fleet: Fleet) -> None:
+    ann, bob = fleet.join("ann"), fleet.join("bob")
+    ann.run(FakeRequest("a", PROMPT))
+    fleet.settle(ann)
+    known = fleet.holdings(ann)
+    ann.side.reset()
+    chain = [artifact.chunk for artifact in known]
+
+    def released() -> bool:
+        view = MemoryDirectory.lookup(fleet.directory, chain)
+        return not any(view.copies(i, t) for i, held in enumerate(view.chunks) for t in held)
+
+    until(released)
+    assert bob.run(FakeRequest("b", PROMPT)) == 0
+    assert fleet.count(bob, "heterocache_failures", tier="peer") == 0
+
+
+def test_a_replica_becomes_its_holders_own_when_the_owner_is_gone(fleet: Fleet) -> None:
+    ann, bob = fleet.join("ann"), fleet.join("bob", replica_ttl_s=0.3)
+    ann.run(FakeRequest("a", PROMPT))
+    fleet.settle(ann)
+    bob.run(FakeRequest("b", PROMPT))
+    fleet.settle(bob)
+    ann.side.close()
+    until(lambda: all(a.token for a in bob.store._tiers.index.artifacts()))
+    assert not any(a.replica for a in bob.store._tiers.index.artifacts())
+    third = fleet.join("cay")
+    assert third.run(FakeRequest("c", PROMPT)) == 3 * CHUNK + 32
+
+
+def test_own_state_is_continued_by_what_a_peer_has(fleet: Fleet) -> None:
+    ann, bob = fleet.join("ann"), fleet.join("bob")
+    bob.run(FakeRequest("b", PROMPT[: CHUNK + 10]))
+    fleet.settle(bob)
+    ann.run(FakeRequest("a", PROMPT))
+    fleet.settle(ann)
+    assert bob.run(FakeRequest("c", [*PROMPT, *tokens(3 * CHUNK, seed=5)])) == 3 * CHUNK + 32
+    assert fleet.count(bob, "heterocache_hit_tokens", tier="peer") == 2 * CHUNK + 32
+    assert fleet.count(bob, "heterocache_hit_tokens", tier="dram") == CHUNK
+
+
+def test_a_stopped_peer_costs_its_deadline_and_the_prompt_is_computed(fleet: Fleet) -> None:
+    ann, bob = fleet.join("ann"), fleet.join("bob")
+    ann.run(FakeRequest("a", PROMPT))
+    fleet.settle(ann)
+    assert ann.store.sharing is not None
+    fleet.network.stopped.add(PeerCard.decode(ann.store.sharing.card).agent)
+    assert bob.run(FakeRequest("b", PROMPT)) == 0
+    assert fleet.count(bob, "heterocache_failures", tier="peer", cause="deadline") > 0
+
+
+def test_what_a_dead_owner_cannot_give_is_read_from_a_replica(fleet: Fleet) -> None:
+    ann, bob = fleet.join("ann"), fleet.join("bob")
+    ann.run(FakeRequest("a", PROMPT))
+    fleet.settle(ann)
+    bob.run(FakeRequest("b", PROMPT))
+    fleet.settle(bob)
+    until(lambda: all(h.replicas for h in fleet.holdings(bob).values()))
+    cay = fleet.join("cay")
+    assert ann.store.sharing is not None
+    fleet.network.kill(PeerCard.decode(ann.store.sharing.card).agent)
+    assert cay.run(FakeRequest("c", PROMPT)) == 3 * CHUNK + 32
+    assert fleet.count(cay, "heterocache_failures", tier="peer", cause="io_error") > 0
+
+
+def test_an_owner_that_serves_no_more_is_fenced(fleet: Fleet) -> None:
+    ann, bob = fleet.join("ann"), fleet.join("bob")
+    ann.run(FakeRequest("a", PROMPT))
+    fleet.settle(ann)
+    assert ann.store.sharing is not None
+    ann.store.sharing.serve_under(0)  # by its own clock its lease has ended
+    assert bob.run(FakeRequest("b", PROMPT)) == 0
+    assert fleet.count(bob, "heterocache_failures", tier="peer", cause="fenced") > 0
+
+
+def test_a_slow_directory_costs_one_deadline_and_is_asked_again_when_it_answers(
+    fleet: Fleet,
+) -> None:
+    ann, bob = fleet.join("ann"), fleet.join("bob", lookup_s=0.15)
+    ann.run(FakeRequest("a", PROMPT))
+    fleet.settle(ann)
+    fleet.directory.answers.clear()
+    started_s = time.monotonic()
+    assert bob.run(FakeRequest("b", PROMPT)) == 0
+    assert 0.15 <= time.monotonic() - started_s < 2.0
+    asked = fleet.directory.asked
+    for index in range(5):  # answered at once
+        assert bob.ask(FakeRequest(f"c{index}", tokens(200, seed=index + 3))) == 0
+    assert fleet.directory.asked == asked
+    assert fleet.count(bob, "heterocache_directory_lookups", outcome="paused") == 5
+    fleet.directory.answers.set()
+    seeds = iter(range(100, 100_000))
+
+    def answered() -> bool:
+        bob.run(FakeRequest(f"d{next(seeds)}", tokens(200, seed=next(seeds))))
+        return fleet.count(bob, "heterocache_directory_lookups", outcome="nothing") > 1
+
+    until(answered)
+
+
+def test_tenants_with_salts_of_their_own_see_nothing_of_each_other(fleet: Fleet) -> None:
+    ann, bob = fleet.join("ann"), fleet.join("bob")
+    ann.run(FakeRequest("a", PROMPT, cache_salt="red"))
+    fleet.settle(ann)
+    assert bob.run(FakeRequest("b", PROMPT, cache_salt="blue")) == 0
+    assert bob.run(FakeRequest("c", PROMPT)) == 0
+    assert bob.run(FakeRequest("d", PROMPT, cache_salt="red")) == 3 * CHUNK + 32
+
+
+def test_a_record_of_another_size_than_the_artifacts_is_a_counted_miss(fleet: Fleet) -> None:
+    ann, bob = fleet.join("ann"), fleet.join("bob")
+    ann.run(FakeRequest("a", PROMPT))
+    fleet.settle(ann)
+    claims = [
+        Claim(artifact, held.copy._replace(size_bytes=held.copy.size_bytes - 1))
+        for artifact, held in fleet.holdings(ann).items()
+    ]
+    owner = next(iter(fleet.holdings(ann).values())).owner
+    fleet.directory.claim_owner(owner, claims)
+    assert bob.run(FakeRequest("b", PROMPT)) == 0
+    assert fleet.count(bob, "heterocache_failures", tier="peer", cause="bad_record") == len(claims)
+
+
+PREFILLED = {"do_remote_prefill": True}
+
+
+@pytest.mark.parametrize("length", [3 * CHUNK + 40, 3 * CHUNK + 16, 3 * CHUNK, 40])
+def test_what_a_prefill_is_just_sealing_is_waited_for(
+    fleet: Fleet, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_matching, "_PREFILL_S", WAIT_S)
+    ann, bob = fleet.join("ann"), fleet.join("bob")
+    prompt = tokens(length)
+    request = FakeRequest("b", prompt, kv_transfer_params=PREFILLED)
+    assert bob.ask(request) is None
+    until(lambda: bob.ask(request) is None and fleet.directory.asked > 2)
+    ann.run(FakeRequest("a", prompt))
+    last = (length - 1) // CHUNK * CHUNK if length % 16 == 0 else length // 16 * 16
+    assert bob.run(request) == last
+
+
+def test_a_prefill_that_left_nothing_is_waited_for_a_moment_only(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_matching, "_PREFILL_S", 0.2)
+    bob = fleet.join("bob")
+    started_s = time.monotonic()
+    assert bob.run(FakeRequest("b", PROMPT, kv_transfer_params=PREFILLED)) == 0
+    assert 0.2 <= time.monotonic() - started_s < 5.0
+
+
+def test_a_prompt_shorter_than_a_chunk_is_not_asked_for(fleet: Fleet) -> None:
+    bob = fleet.join("bob")
+    assert bob.ask(FakeRequest("b", tokens(CHUNK))) == 0
+    assert fleet.directory.asked == 0

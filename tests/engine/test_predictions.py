@@ -1,0 +1,111 @@
+"""What was predicted of a request is counted once, against what came of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hetero_connector.metrics import TIMINGS
+from hetero_connector.planner.decision import Decision
+from tests.engine.fakes import DENSE, FakeRequest
+from tests.engine.test_scheduler_side import Engine, tokens
+
+
+class Watched:
+    """An engine whose requests find 192 of 200 tokens, on a clock and with decisions kept."""
+
+    def __init__(self) -> None:
+        self.engine = Engine(DENSE, mode="cost")
+        self.engine.run(FakeRequest("a", tokens(200)))
+        self.engine.recorder.drain()
+        self.now_s = 100.0
+        self.made: list[Decision] = []
+        predictions = self.engine.side._predictions
+        predictions._clock = lambda: self.now_s
+        decided = predictions.decided
+
+        def keep(request_id: str, decision: Decision, *rest: Any) -> None:
+            self.made.append(decision)
+            decided(request_id, decision, *rest)
+
+        predictions.decided = keep  # type: ignore[method-assign,assignment]
+
+    def admitted(self) -> FakeRequest:
+        request = FakeRequest("b", tokens(200))
+        assert self.engine.admit(request) == 192
+        return request
+
+    def timings(self) -> dict[str, list[float]]:
+        payload = self.engine.recorder.drain() or {}
+        return {
+            name.removeprefix("heterocache_"): values
+            for name, values in payload.get(TIMINGS, {}).items()
+            if "ttft" in name or "benefit" in name
+        }
+
+
+@pytest.fixture
+def watched() -> Any:
+    watched = Watched()
+    yield watched
+    watched.engine.side.close()
+
+
+def test_the_benefit_is_the_decisions_and_late_by_what_the_token_was_late(
+    watched: Watched,
+) -> None:
+    request = watched.admitted()
+    watched.engine.step(b=8)
+    watched.now_s += 3.0
+    request.all_token_ids.append(7)
+    watched.engine.step(b=1)
+    (decision,) = watched.made
+    told = watched.timings()
+    assert told["ttft_seconds{kind=observed}"] == [3.0]
+    assert told["ttft_seconds{kind=predicted}"] == [decision.predicted.ttft_s]
+    assert told["reuse_benefit_seconds{kind=predicted}"] == [decision.reuse_benefit_s]
+    late_s = 3.0 - decision.predicted.ttft_s
+    assert told["reuse_benefit_seconds{kind=observed}"] == [
+        pytest.approx(decision.reuse_benefit_s - late_s)
+    ]
+    watched.engine.step(b=1)
+    assert watched.timings() == {}, "once a request"
+
+
+def test_a_reset_does_not_make_the_first_token_wait_for_the_last(watched: Watched) -> None:
+    request = watched.admitted()
+    watched.engine.step(b=8)
+    watched.engine.side.reset()
+    watched.now_s += 3.0
+    request.all_token_ids.append(7)
+    watched.engine.step(b=1)
+    watched.now_s += 60.0
+    request.all_token_ids.append(7)
+    watched.engine.finish(request)
+    assert watched.timings()["ttft_seconds{kind=observed}"] == [3.0]
+    watched.engine.step()
+
+
+def test_who_is_preempted_while_decoding_waits_for_a_token_again(watched: Watched) -> None:
+    request = watched.admitted()
+    watched.engine.step(b=8)
+    request.all_token_ids.append(7)
+    watched.engine.step(b=1)
+    assert watched.timings()
+    request.num_computed_tokens = 0
+    assert watched.engine.admit(request) == 192
+    watched.now_s += 3.0
+    watched.engine.step(b=9)
+    assert watched.timings() == {}, "it has no new token yet"
+    request.all_token_ids.append(7)
+    watched.engine.step(b=1)
+    assert watched.timings()["ttft_seconds{kind=observed}"] == [3.0]
+
+
+def test_who_is_aborted_before_a_token_is_not_counted(watched: Watched) -> None:
+    request = watched.admitted()
+    watched.engine.step(b=8)  # its prompt counts as computed now
+    watched.engine.finish(request)
+    assert watched.timings() == {}
+    watched.engine.step()

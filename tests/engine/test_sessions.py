@@ -1,0 +1,224 @@
+"""What the scheduler side makes of session ids, hints and turns, over a real store with an SSD."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_connector.artifacts.chain import ChainHasher, RequestChain
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.engine.scheduler_side import SchedulerSide
+from hetero_connector.engine.sessions import Mode, SessionHint
+from hetero_connector.metrics import Recorder
+from hetero_connector.planner.checkpoint_policy import Full
+from hetero_connector.planner.compute_model import ComputeRegression
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.load_model import LoadModel
+from hetero_connector.planner.restore_planner import RestorePlanner
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import StoreConfig
+from hetero_connector.store.prefetch_schedule import ExpectedReturn
+from tests.engine.fakes import HYBRID, FakeBlockTables, FakeRequest
+
+CHUNK = 64
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return [1000 * seed + i for i in range(count)]
+
+
+class Turns:
+    """A scheduler side whose requests are matched and finished, without steps between."""
+
+    def __init__(self, root: Path, mode: Mode) -> None:
+        layout = ArtifactLayout(HYBRID, CHUNK)
+        self.store = ArtifactStore.open(
+            layout.max_bytes,
+            StoreConfig(1 << 20, root / "ssd", 8 << 20),
+            Recorder(),
+            chunk_tokens=CHUNK,
+            fingerprint=b"f" * 32,
+            description={},
+        )
+        costs = CostModel(ComputeRegression(), LoadModel(HYBRID.state_types))
+        self.side = SchedulerSide(
+            layout, ChainHasher(b"f" * 32, CHUNK), self.store, Recorder(),
+            planner=RestorePlanner(HYBRID, layout, costs),
+            layerwise=True, load_deadline_s=1.0, checkpoints=Full(), prefetch=mode,
+        )  # fmt: skip
+        self.side.bind(FakeBlockTables())  # type: ignore[arg-type]
+        self.now_s = 1000.0 + time.monotonic()
+        self.side._sessions._clock = lambda: self.now_s
+
+    def turn(self, request: FakeRequest) -> Any:
+        """Match and end it; the session it was taken for."""
+        side: Any = self.side
+        side.matched_tokens(request, 0)
+        tracker = side._trackers[request.request_id]
+        tracker.outdated = True  # nothing is to be saved
+        side.finished(request, ([], []))
+        return tracker.session
+
+    @property
+    def expected(self) -> dict[object, ExpectedReturn]:
+        return self.store._state.returns._expected
+
+
+@pytest.fixture
+def turns(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Turns]:
+    turns = Turns(tmp_path, getattr(request, "param", "auto"))
+    yield turns
+    turns.store.close()
+
+
+def asking(name: str, prompt: list[int], **fields: Any) -> FakeRequest:
+    return FakeRequest(name, prompt, num_computed_tokens=len(prompt), **fields)
+
+
+def test_a_hint_is_expected_back_around_then(turns: Turns) -> None:
+    params = {"session_id": "s", "expected_back_s": 60}
+    prompt = tokens(220)
+    session = turns.turn(asking("a", prompt, kv_transfer_params=params))
+    expected = turns.expected[session]
+    assert turns.now_s + 30 < expected.start_s < turns.now_s + 60 < expected.latest_s
+    assert expected.latest_s < turns.now_s + 120
+    chain = RequestChain(ChainHasher(b"f" * 32, CHUNK))
+    chain.extend(prompt)
+    assert expected.leaves == tuple(chain.ending_at(end).key for end in (208, 192))
+
+
+@pytest.mark.parametrize("named", ["session_id", "kv_transfer_params"])
+def test_a_session_is_known_by_either_id(turns: Turns, named: str) -> None:
+    value: Any = "s" if named == "session_id" else {"session_id": "s"}
+    one = turns.turn(asking("a", tokens(200), **{named: value}))
+    other = turns.turn(asking("b", tokens(100, seed=1), session_id="s"))
+    assert one == other
+    assert turns.turn(asking("c", tokens(200), session_id="t")) != one
+
+
+def test_a_session_that_is_back_is_not_expected_while_it_runs(turns: Turns) -> None:
+    params = {"expected_back_s": 60}
+    session = turns.turn(asking("a", tokens(200), session_id="s", kv_transfer_params=params))
+    assert session in turns.expected
+    turns.side.matched_tokens(asking("b", tokens(300), session_id="s"), 0)  # type: ignore[arg-type]
+    assert session not in turns.expected
+
+
+def test_without_hints_a_session_is_expected_at_its_own_pace(turns: Turns) -> None:
+    for turn in range(6):
+        session = turns.turn(asking(f"a{turn}", tokens(200), session_id="s"))
+        turns.now_s += 20.0
+    ended_s = turns.now_s - 20.0
+    assert (
+        ended_s < turns.expected[session].start_s < ended_s + 20 < turns.expected[session].latest_s
+    )
+
+
+@pytest.mark.parametrize("turns", ["hint"], indirect=True)
+def test_mode_hint_expects_only_who_was_announced(turns: Turns) -> None:
+    for turn in range(6):
+        session = turns.turn(asking(f"a{turn}", tokens(200), session_id="s"))
+        turns.now_s += 20.0
+    assert session not in turns.expected
+    params = {"expected_back_s": 5}
+    turns.turn(asking("b", tokens(200), session_id="s", kv_transfer_params=params))
+    assert session in turns.expected
+
+
+@pytest.mark.parametrize("turns", ["off"], indirect=True)
+def test_mode_off_looks_at_nothing(turns: Turns) -> None:
+    params = {"session_id": "s", "expected_back_s": 5}
+    assert turns.turn(asking("a", tokens(200), kv_transfer_params=params)) is None
+    assert not turns.expected
+
+
+def test_what_no_session_can_be_made_of_is_left_alone(turns: Turns) -> None:
+    for number in range(3):
+        turns.turn(asking(f"short {number}", tokens(10)))
+    assert not turns.expected
+    never_matched = asking("n", tokens(200))
+    turns.side.finished(never_matched, ([], []))  # type: ignore[arg-type]
+    assert not turns.expected
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"session_id": "s", "expected_back_s": 1e308},
+        {"session_id": "s", "expected_back_s": 10**400},
+        {"session_id": "\ud800", "expected_back_s": 5},
+    ],
+)
+def test_no_client_can_stop_the_engine_by_what_it_says(turns: Turns, params: object) -> None:
+    for name in ("a", "b"):
+        assert turns.turn(asking(name, tokens(200), kv_transfer_params=params)) is not None
+    sane = {"session_id": "t", "expected_back_s": 5}
+    turns.turn(asking("c", tokens(200, seed=1), kv_transfer_params=sane))
+    assert max(x.latest_s for x in turns.expected.values()) < turns.now_s + 3600
+
+
+def test_a_wrong_hint_is_said_once_and_ignored(
+    turns: Turns, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("vllm.heterocache").propagate = True
+    with caplog.at_level(logging.WARNING):
+        for number in range(3):
+            params = {"session_id": "s", "expected_back_s": "soon"}
+            turns.turn(asking(f"a{number}", tokens(200), kv_transfer_params=params))
+    lines = [r.message for r in caplog.records if "expected_back_s" in r.message]
+    assert len(lines) == 1
+    assert "'soon'" in lines[0]
+    assert not turns.expected
+
+
+@pytest.mark.parametrize(
+    "params", [None, {}, {"do_remote_prefill": True}, [], "s", {"session_id": ""}]
+)
+def test_other_parameters_say_nothing(params: object) -> None:
+    assert SessionHint.of(params) == SessionHint(None, None)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"session_id": 7},
+        {"expected_back_s": True},
+        {"expected_back_s": -1},
+        {"expected_back_s": float("nan")},
+        {"expected_back_s": float("inf")},
+        {"expected_back_s": 1e308},
+        {"expected_back_s": 10**400},
+        {"expected_back_s": "1"},
+    ],
+)
+def test_wrong_ones_say_what_is_expected(params: object) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        SessionHint.of(params)
+
+
+def test_what_a_client_sends_the_stock_server_reaches_the_request() -> None:
+    """vLLM's own classes, from the body of a chat request to what the connector is handed."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.v1.request import Request
+
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "go on"}],
+        "session_id": "agent-7",
+        "kv_transfer_params": {"expected_back_s": 12.5},
+    }
+    parsed = ChatCompletionRequest.model_validate(body)
+    request = Request(
+        "r",
+        prompt_token_ids=[1, 2, 3],
+        sampling_params=parsed.to_sampling_params(16, {}),
+        pooling_params=None,
+        session_id=parsed.session_id,
+    )
+    assert request.session_id == "agent-7"
+    assert SessionHint.of(request.kv_transfer_params) == SessionHint(None, 12.5)

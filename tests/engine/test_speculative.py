@@ -1,0 +1,78 @@
+"""Speculative decoding: restores are exact beside it, and no window is replayed.
+
+In a server of its own: vLLM's n-gram proposer imports numba, after which no other engine can
+start in the process.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from examples.checkpoints import write_checkpoint
+from examples.serving import Reply, Server, kv_transfer_config
+from hetero_connector import explaining
+from hetero_connector.inspection import find_models
+from hetero_connector.store.journal import Journal
+from hetero_connector.store.ssd_space import JOURNAL_NAME
+from tests.engine.harness import CHECKPOINTS, flipped, prompt_tokens
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+PROMPT = prompt_tokens(200, seed=95) * 6
+"""It repeats itself, so that drafts are found in it."""
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+
+
+def same(one: Reply, other: Reply) -> bool:
+    """The same tokens, with the same logprobs of the likeliest ones."""
+    return one.tokens == other.tokens and all(
+        ours == pytest.approx(theirs, abs=1e-4)
+        for ours, theirs in zip(one.top_logprobs, other.top_logprobs, strict=True)
+    )
+
+
+def own_and_restored(server: Server, prompt: list[int]) -> tuple[Reply, Reply]:
+    """The engine's own hit on what it computed, and then the connector's."""
+    own = server.complete(prompt, max_tokens=12)
+    server.reset_prefix_cache()
+    restored = server.complete(prompt, max_tokens=12)
+    assert restored.cached_tokens == own.cached_tokens
+    return own, restored
+
+
+def test_restores_are_exact_and_replays_refused(tmp_path: Path) -> None:
+    extra = {"dram_gib": 0.1, "ssd_dir": str(tmp_path / "ssd"), "ssd_gib": 0.2}
+    transfer = kv_transfer_config(extra | {"checkpoints": "zero", "planner": "always_load"})
+    model = write_checkpoint("gemma3", CHECKPOINTS)
+    arguments = {"speculative_config": json.dumps(NGRAMS)}
+    with Server(model, tmp_path / "server.log", transfer, arguments) as server:
+        first = server.complete(PROMPT, max_tokens=40)
+        own, restored = own_and_restored(server, PROMPT)
+        assert restored.cached_tokens == 1184
+        assert same(restored, own)
+        assert not same(own, server.complete(flipped(PROMPT, 3), max_tokens=12))
+        # What was decoded was saved from pages into which rejected drafts were written too.
+        turn = PROMPT + first.tokens + prompt_tokens(30, seed=96)
+        server.reset_prefix_cache()
+        server.complete(PROMPT, max_tokens=40)
+        own, restored = own_and_restored(server, turn)
+        assert restored.cached_tokens == 1216
+        assert same(restored, own)
+        drafts = dict.fromkeys(("draft", "accepted"), 0.0)
+        for name in drafts:
+            found = server.series(f"vllm:spec_decode_num_{name}_tokens_total")
+            drafts[name] = sum(value for _, value in found)
+        assert drafts["draft"] > drafts["accepted"]
+        server.reset_prefix_cache()
+        branch = PROMPT[:900] + prompt_tokens(100, seed=97)
+        assert server.complete(branch, max_tokens=1).cached_tokens == 0
+    (directory,) = find_models(tmp_path / "ssd")
+    journal = Journal.open_existing(directory / JOURNAL_NAME, read_only=True)
+    assert "speculative" in journal.meta.description["window_replay"]
+    journal.close()
+    shorter = PROMPT[:600] + prompt_tokens(100, seed=98)
+    offered = explaining.decide(directory, shorter, None, in_dram=False).candidates()
+    assert [c.boundary for c in offered] == [0]  # not 512, which a replay could reach

@@ -1,0 +1,95 @@
+"""A directory under test, with its clock in the test's hand, and values to put into it.
+
+To test another directory: a class like `MemoryBench`, listed in `BENCHES`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Protocol
+
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey
+from hetero_connector.spec.state_types import StateType
+from ownership.directory import Claim, Copy, Directory, DirectoryLimits, Grant, Lease, Worker
+from ownership.memory_directory import MemoryDirectory
+from tests.ownership.redis_bench import RedisBench
+
+LEASE_S = 10.0
+LIMITS = DirectoryLimits(
+    max_artifacts=50,
+    max_replicas=2,
+    max_readers=3,
+    max_workers=8,
+    max_sessions=4,
+    max_groups=4,
+    orphan_ttl_s=60.0,
+    session_ttl_s=600.0,
+    group_half_life_s=100.0,
+)
+"""Small enough to be reached by a test."""
+
+KV, WINDOW = StateType.DENSE_KV, StateType.WINDOW_SWA
+
+
+class DirectoryBench(Protocol):
+    """One fleet's directory."""
+
+    def open(self) -> Directory:
+        """A client of it; workers of one fleet may each have one."""
+        ...
+
+    def advance(self, seconds: float) -> None:
+        """Move the directory's clock; negative: set it back."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class MemoryBench:
+    """The embedded directory: every client is the same object."""
+
+    def __init__(self, limits: DirectoryLimits) -> None:
+        self.now_s = 1_000.0
+        self.directory = MemoryDirectory(lambda: self.now_s, limits)
+
+    def open(self) -> Directory:
+        return self.directory
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def close(self) -> None:
+        self.directory.check_integrity()
+
+
+BENCHES: dict[str, Callable[[DirectoryLimits], DirectoryBench]] = {
+    "memory": MemoryBench,
+    "redis": RedisBench,
+}
+
+
+def chain(name: str, depth: int) -> list[ChunkKey]:
+    keys = (hashlib.blake2b(f"{name}/{i}".encode(), digest_size=16) for i in range(depth))
+    return [ChunkKey(key.digest()) for key in keys]
+
+
+def artifact(name: str = "a", index: int = 0, state_type: StateType = KV) -> ArtifactId:
+    return ArtifactId(chain(name, index + 1)[index], state_type)
+
+
+def copy_of(what: ArtifactId, offset: int = 4096, on_ssd: bool = False) -> Copy:
+    checksum = hashlib.blake2b(repr(what).encode(), digest_size=16).digest()
+    return Copy(1_000, checksum, offset, 7, on_ssd)
+
+
+def claim_of(what: ArtifactId, offset: int = 4096, on_ssd: bool = False) -> Claim:
+    return Claim(what, copy_of(what, offset, on_ssd))
+
+
+def join(directory: Directory, name: str, storage: str = "", lease_s: float = LEASE_S) -> Lease:
+    return directory.register(Worker(name, f"peer of {name}".encode(), storage), lease_s)
+
+
+def claim(directory: Directory, lease: Lease, *what: ArtifactId) -> list[Grant]:
+    return directory.claim_owner(lease.epoch, [claim_of(a) for a in what])

@@ -1,0 +1,157 @@
+"""Small fleets whose prices can be worked out by hand, and random ones."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
+from hetero_connector.planner.cost_model import CostModel, CostWeights
+from hetero_connector.planner.interference_model import (
+    InterferenceCoefficients,
+    InterferenceRegression,
+)
+from hetero_connector.planner.load_model import LoadModel, TierRates
+from hetero_connector.spec import StateType
+from ownership.scheduling import (
+    FleetView,
+    HeldPrefix,
+    Link,
+    Role,
+    StateFootprint,
+    Step,
+    WorkerLoad,
+    WorkerView,
+)
+
+KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
+GIB = 1 << 30
+FREE = CostWeights(0.0, 0.0)
+BYTE_A_TOKEN = StateFootprint({KV: 1.0}, {}, 1.0, 1)
+"""One byte of state and of pages per token, in one layer."""
+
+
+def rates(latency_s: float, s_per_byte: float) -> TierRates:
+    return TierRates(latency_s, dict.fromkeys(StateType, s_per_byte), s_per_byte)
+
+
+def costs_of(
+    token_s: float = 1e-3,
+    peer_s: float = 1e-4,
+    ssd_s: float = 1e-4,
+    *,
+    step_s: float = 0.0,
+    attention_s: float = 0.0,
+    step_tokens: int = 0,
+    interference: InterferenceCoefficients | None = None,
+) -> CostModel:
+    """1 ms a token computed, 0.1 ms a byte from SSD or a peer, pages filled for nothing."""
+    load = {
+        Tier.DRAM: rates(0.0, 0.0),
+        Tier.SSD: rates(0.0, ssd_s),
+        Tier.PEER: rates(0.0, peer_s),
+    }
+    return CostModel(
+        ComputeRegression(ComputeCoefficients(step_s, token_s, attention_s)),
+        LoadModel([KV, SWA], load),
+        step_tokens=step_tokens,
+        interference=InterferenceRegression(interference),
+    )
+
+
+def worker(
+    name: str,
+    load: WorkerLoad | None = None,
+    costs: CostModel | None = None,
+    role: Role = Role.BOTH,
+    hbm_bytes: int = GIB,
+) -> WorkerView:
+    return WorkerView(name, costs or costs_of(), hbm_bytes, role, load or WorkerLoad())
+
+
+def fleet_of(*workers: WorkerView, links: dict[tuple[str, str], Link] | None = None) -> FleetView:
+    return FleetView(BYTE_A_TOKEN, workers, links)
+
+
+NAMES = ("a", "b", "c", "d")
+counts = st.integers(0, 5_000)
+paces = st.floats(1e-6, 1e-3)
+loads = st.builds(
+    WorkerLoad,
+    counts,
+    st.integers(0, 9),
+    st.integers(0, 9),
+    counts,
+    st.integers(0, 12_000),
+    st.sampled_from([0.0, 0.5]),
+    counts,
+    counts,
+    counts,
+    st.sampled_from([True, True, True, False]),
+)
+held_prefixes = st.builds(HeldPrefix, counts, counts, counts)
+
+
+@st.composite
+def cost_models(draw: st.DrawFn) -> CostModel:
+    load = {tier: rates(draw(st.floats(0, 0.1)), draw(paces)) for tier in Tier}
+    compute = ComputeCoefficients(
+        draw(st.floats(0, 0.01)), draw(paces), draw(st.floats(1e-10, 1e-6))
+    )
+    step_tokens = draw(st.sampled_from([0, 256, 2048]))
+    delays = draw(st.none() | st.builds(InterferenceCoefficients, *[st.floats(0, 1e-3)] * 6))
+    return CostModel(
+        ComputeRegression(compute),
+        LoadModel([KV, SWA], load),
+        step_tokens=step_tokens,
+        interference=InterferenceRegression(delays),
+    )
+
+
+@st.composite
+def worker_views(draw: st.DrawFn, name: str) -> WorkerView:
+    return WorkerView(
+        name,
+        draw(cost_models()),
+        draw(st.sampled_from([10_000, 1 << 20])),
+        draw(st.sampled_from(list(Role))),
+        draw(loads),
+    )
+
+
+@st.composite
+def workers(draw: st.DrawFn) -> list[WorkerView]:
+    """At least one of them accepts requests and has room for any prompt."""
+    names = NAMES[: draw(st.integers(1, 4))]
+    found = [draw(worker_views(name)) for name in names]
+    first = found[0]
+    found[0] = WorkerView(
+        first.name,
+        first.costs,
+        1 << 20,
+        first.role,
+        first.load._replace(accepting=True),
+    )
+    return found
+
+
+link_tables = st.none() | st.dictionaries(
+    st.tuples(st.sampled_from(NAMES[:1]), st.sampled_from(NAMES[:1])),
+    st.builds(Link, st.floats(0, 0.1), st.floats(0, 1e-3)),
+    min_size=1,
+)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    tokens = draw(st.integers(1, 6_000))
+    return Step(
+        tokens,
+        draw(st.dictionaries(st.sampled_from(NAMES), held_prefixes)),
+        "session",
+        draw(st.none() | st.sampled_from(NAMES)),
+        draw(st.integers(0, tokens)),
+        draw(st.sampled_from([0.0, 100.0])),
+        draw(st.booleans()),
+        draw(st.booleans()),
+    )

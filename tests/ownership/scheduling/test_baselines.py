@@ -1,0 +1,139 @@
+"""What the simple policies choose, worked by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_connector.errors import NoWorkerError
+from ownership.scheduling import (
+    POLICIES,
+    Action,
+    FleetView,
+    HeldPrefix,
+    Role,
+    Step,
+    WorkerLoad,
+    WorkerView,
+    scheduling_policy,
+)
+from ownership.scheduling.baselines import Colocated, PrefixAware, RoundRobinPd, StaticPd
+from ownership.scheduling.policy import SchedulingPolicy
+from tests.ownership.scheduling.fleets import BYTE_A_TOKEN, fleet_of, steps, worker, workers
+
+MAKERS = list(POLICIES.values())
+
+
+def where(policy: SchedulingPolicy, step: Step, fleet: FleetView) -> tuple[str, str]:
+    placement = policy.decide(step, fleet).placement
+    return placement.prefill_worker, placement.decode_worker
+
+
+@pytest.mark.parametrize("maker", MAKERS, ids=list(POLICIES))
+@given(found=workers(), step=steps())
+def test_every_policy_names_one_decode_worker_that_accepts(
+    maker: Callable[[random.Random], SchedulingPolicy], found: list[WorkerView], step: Step
+) -> None:
+    decision = maker(random.Random(1)).decide(step, FleetView(BYTE_A_TOKEN, found))
+    accepting = {x.name for x in found if x.load.accepting}
+    assert {decision.placement.decode_worker, decision.placement.prefill_worker} <= accepting
+    chosen = [x for x in decision.candidates() if x.chosen]
+    assert [x.placement for x in chosen] == [decision.placement]
+    assert chosen[0].terms == decision.predicted
+
+
+@pytest.mark.parametrize("maker", MAKERS, ids=list(POLICIES))
+@given(found=workers(), asked=st.lists(steps(), max_size=4), rng=st.randoms(use_true_random=False))
+def test_every_policy_answers_the_same_again_and_for_any_order(
+    maker: Callable[[random.Random], SchedulingPolicy],
+    found: list[WorkerView],
+    asked: list[Step],
+    rng: random.Random,
+) -> None:
+    one, other = maker(random.Random(7)), maker(random.Random(7))
+    shuffled = list(found)
+    rng.shuffle(shuffled)
+    fleets = FleetView(BYTE_A_TOKEN, found), FleetView(BYTE_A_TOKEN, shuffled)
+    for step in asked:
+        assert one.decide(step, fleets[0]).placement == other.decide(step, fleets[1]).placement
+
+
+@pytest.mark.parametrize("maker", MAKERS, ids=list(POLICIES))
+def test_every_policy_says_when_no_worker_accepts(
+    maker: Callable[[random.Random], SchedulingPolicy],
+) -> None:
+    fleet = fleet_of(*(worker(x, WorkerLoad(accepting=False)) for x in "ab"))
+    with pytest.raises(NoWorkerError):
+        maker(random.Random(1)).decide(Step(10), fleet)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_are_made_by_name(name: str) -> None:
+    assert scheduling_policy(name, random.Random(1)).name == name
+
+
+def test_an_unknown_name_is_told_the_others() -> None:
+    with pytest.raises(ValueError, match="no scheduling policy 'fifo'; there are ownerserve"):
+        scheduling_policy("fifo", random.Random(1))
+
+
+def test_colocated_by_hand() -> None:
+    """4 waiting + running: a 4 x 1 + 3 = 7, b 4 x 0 + 6 = 6."""
+    fleet = fleet_of(
+        worker("a", WorkerLoad(waiting_requests=1, running_decodes=3)),
+        worker("b", WorkerLoad(running_decodes=6)),
+    )
+    assert where(Colocated(), Step(10), fleet) == ("b", "b")
+    assert where(Colocated(), Step(10, owner="a"), fleet) == ("a", "a")
+    assert where(Colocated(sticky=False), Step(10, owner="a"), fleet) == ("b", "b")
+
+
+def pools() -> FleetView:
+    return fleet_of(
+        worker("p1", WorkerLoad(queued_tokens=500), role=Role.PREFILL),
+        worker("p2", WorkerLoad(queued_tokens=400), role=Role.PREFILL),
+        worker("d1", WorkerLoad(running_decodes=5), role=Role.DECODE),
+        worker("d2", WorkerLoad(running_decodes=4), role=Role.DECODE),
+        worker("both"),
+    )
+
+
+def test_static_pd_by_hand() -> None:
+    """p2 has fewer tokens queued, d2 fewer decodes; a session's decoder is kept."""
+    fleet = pools()
+    decision = StaticPd().decide(Step(10), fleet)
+    assert decision.placement.action is Action.REMOTE_PREFILL
+    assert where(StaticPd(), Step(10), fleet) == ("p2", "d2")
+    assert where(StaticPd(), Step(10, owner="d1"), fleet) == ("p2", "d1")
+    assert where(StaticPd(), Step(10, owner="p1"), fleet) == ("p2", "d2")
+
+
+def test_round_robin_pd_by_hand() -> None:
+    """Each pool in turn, by name, whatever the load."""
+    policy, fleet = RoundRobinPd(), pools()
+    taken = [where(policy, Step(10), fleet) for _ in range(3)]
+    assert taken == [("p1", "d1"), ("p2", "d2"), ("p1", "d1")]
+
+
+def test_prefix_aware_by_hand() -> None:
+    """400 of 1,000 tokens match at b, over 0.3: b, though a is idle. 300 do not decide."""
+    fleet = fleet_of(worker("a"), worker("b", WorkerLoad(running_decodes=64)))
+    policy = PrefixAware()
+    assert where(policy, Step(1_000, {"b": HeldPrefix(400)}), fleet) == ("b", "b")
+    assert where(policy, Step(1_000, {"b": HeldPrefix(300)}), fleet) == ("a", "a")
+
+
+def test_prefix_aware_gives_up_the_prefix_when_loads_differ_by_hand() -> None:
+    """65 - 0 > 64 and 65 > 1.5 x 0: unbalanced, so the least loaded."""
+    fleet = fleet_of(worker("a"), worker("b", WorkerLoad(running_decodes=65)))
+    assert where(PrefixAware(), Step(1_000, {"b": HeldPrefix(900)}), fleet) == ("a", "a")
+
+
+def test_prefix_aware_takes_the_least_loaded_of_several_owners() -> None:
+    fleet = fleet_of(worker("a", WorkerLoad(running_decodes=2)), worker("b"), worker("c"))
+    held = {"a": HeldPrefix(900), "b": HeldPrefix(0, 900)}
+    assert where(PrefixAware(), Step(1_000, held), fleet) == ("b", "b")

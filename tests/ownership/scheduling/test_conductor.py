@@ -1,0 +1,80 @@
+"""Mooncake's Algorithm 1, worked by hand: 1 ms a token computed, 0.1 ms a byte moved."""
+
+from __future__ import annotations
+
+import pytest
+
+from ownership.scheduling import Decision, FleetView, HeldPrefix, Role, Step, WorkerLoad
+from ownership.scheduling.conductor import Conductor
+from tests.ownership.scheduling.fleets import costs_of, fleet_of, worker
+
+DECODERS = (
+    worker("d1", WorkerLoad(running_decodes=3), role=Role.DECODE),
+    worker("d2", WorkerLoad(running_decodes=2), role=Role.DECODE),
+)
+
+
+def held(p1: int, p2: int) -> dict[str, HeldPrefix]:
+    return {"p1": HeldPrefix(0, p1, p1), "p2": HeldPrefix(0, p2, p2)}
+
+
+def fleet(queued: int, peer_s: float = 1e-4) -> FleetView:
+    return fleet_of(
+        worker("p1", WorkerLoad(queued_tokens=queued), costs_of(peer_s=peer_s), Role.PREFILL),
+        worker("p2", costs=costs_of(peer_s=peer_s), role=Role.PREFILL),
+        *DECODERS,
+    )
+
+
+def decide(step: Step, view: FleetView, **options: float) -> Decision:
+    return Conductor(**options).decide(step, view)
+
+
+def test_the_longest_prefix_wins_while_its_queue_is_short() -> None:
+    """p1: 0.05 queued + 0.1 computed = 0.15; p2 fetches: 0.09 + 0.1 = 0.19. Decoder: d2."""
+    placement = decide(Step(1_000, held(900, 0)), fleet(queued=50)).placement
+    assert (placement.prefill_worker, placement.source_worker) == ("p1", None)
+    assert placement.decode_worker == "d2"
+
+
+def test_beyond_the_threshold_the_prefix_is_fetched() -> None:
+    """p1: 0.5 + 0.1 = 0.6; p2 has 400, 900 > 2 x 400: 0.05 + 0.1 = 0.15, computing 0.6."""
+    placement = decide(Step(1_000, held(900, 400)), fleet(queued=500)).placement
+    assert (placement.prefill_worker, placement.source_worker) == ("p2", "p1")
+
+
+def test_within_the_threshold_the_difference_is_computed() -> None:
+    """900 <= 2 x 450: p2 computes 550 tokens, 0.55 < 0.6, though fetching were 0.145."""
+    placement = decide(Step(1_000, held(900, 450)), fleet(queued=500)).placement
+    assert (placement.prefill_worker, placement.source_worker) == ("p2", None)
+    tighter = decide(Step(1_000, held(900, 450)), fleet(queued=500), threshold=1.5).placement
+    assert tighter.source_worker == "p1"
+
+
+def test_a_transfer_slower_than_the_prefill_it_spares_is_left() -> None:
+    """0.01 s a byte: 900 bytes take 9 s; p2 computes 1,000 tokens in 1 s; p1 is done in 2.1 s."""
+    placement = decide(Step(1_000, held(900, 0)), fleet(queued=2_000, peer_s=1e-2)).placement
+    assert (placement.prefill_worker, placement.source_worker) == ("p2", None)
+
+
+def test_an_objective_that_cannot_be_met_refuses() -> None:
+    """TTFT: p1 0.15, hand-over of 999 bytes 0.0999, the last token 0.001: 0.2509 s."""
+    step, view = Step(1_000, held(900, 0)), fleet(queued=50)
+    decision = decide(step, view, ttft_objective_s=0.25)
+    assert decision.refusal is not None
+    assert decision.refusal.predicted_ttft_s == pytest.approx(0.2509)
+    assert decide(step, view, ttft_objective_s=0.26).refusal is None
+
+
+def test_a_decode_step_over_its_objective_refuses() -> None:
+    """d2 has 2 decodes and would have 3, at 1 ms each."""
+    step, view = Step(100), fleet(queued=0)
+    refusal = decide(step, view, tbt_objective_s=2.9e-3).refusal
+    assert refusal is not None
+    assert "decode step would take 0.003 s" in refusal.reason
+    assert decide(step, view, tbt_objective_s=3.1e-3).refusal is None
+
+
+def test_a_threshold_is_a_ratio() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        Conductor(threshold=0.5)

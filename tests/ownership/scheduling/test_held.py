@@ -1,0 +1,98 @@
+"""How far each worker could resume, by what the directory says."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey
+from hetero_connector.spec import StateType
+from ownership.directory import Claim, Copy, Directory, Worker
+from ownership.identifiers import Epoch
+from ownership.memory_directory import MemoryDirectory
+from ownership.scheduling import HeldPrefix
+from ownership.scheduling.held import held_prefixes
+from tests.planner.chains import DENSE, HYBRID, KV, SWA
+
+CHAIN = [ChunkKey(bytes([i + 1] * 16)) for i in range(4)]
+ENDS = [64, 128, 192, 224]
+DRAM, SSD = Copy(10, bytes(16), 0), Copy(10, bytes(16), on_ssd=True)
+
+
+@pytest.fixture
+def directory() -> Directory:
+    return MemoryDirectory(lambda: 1_000.0)
+
+
+def register(directory: Directory, name: str) -> Epoch:
+    return directory.register(Worker(name), 60.0).epoch
+
+
+def claim(
+    directory: Directory, epoch: Epoch, chunks: str, state_type: StateType = KV
+) -> list[Claim]:
+    """One letter a chunk: d for DRAM, s for SSD, a dot for nothing."""
+    copies = {"d": DRAM, "s": SSD}
+    claims = [
+        Claim(ArtifactId(key, state_type), copies[place])
+        for key, place in zip(CHAIN, chunks, strict=False)
+        if place in copies
+    ]
+    directory.claim_owner(epoch, claims)
+    return claims
+
+
+@pytest.mark.parametrize(
+    ("chunks", "expected"),
+    [
+        ("dddd", HeldPrefix(0, 224, 224)),
+        ("ddss", HeldPrefix(0, 128, 224)),
+        ("dsdd", HeldPrefix(0, 64, 224)),
+        ("d.dd", HeldPrefix(0, 64, 64)),
+        ("ssss", HeldPrefix(0, 0, 224)),
+        (".ddd", None),
+        ("", None),
+    ],
+)
+def test_a_prefix_is_unbroken(
+    directory: Directory, chunks: str, expected: HeldPrefix | None
+) -> None:
+    claim(directory, register(directory, "a"), chunks)
+    found = held_prefixes(directory.lookup(CHAIN), DENSE, ENDS)
+    assert found == ({} if expected is None else {"a": expected})
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "expected"),
+    [
+        ("....", None),
+        (".d..", HeldPrefix(0, 128, 128)),
+        ("dsd.", HeldPrefix(0, 192, 192)),
+        ("d..s", HeldPrefix(0, 64, 224)),
+    ],
+)
+def test_a_request_resumes_only_at_a_checkpoint(
+    directory: Directory, checkpoints: str, expected: HeldPrefix | None
+) -> None:
+    epoch = register(directory, "a")
+    claim(directory, epoch, "dddd")
+    claim(directory, epoch, checkpoints, SWA)
+    found = held_prefixes(directory.lookup(CHAIN), HYBRID, ENDS)
+    assert found == ({} if expected is None else {"a": expected})
+
+
+def test_replicas_count_and_ended_workers_do_not(directory: Directory) -> None:
+    owner, reader = register(directory, "a"), register(directory, "b")
+    claims = claim(directory, owner, "dddd")
+    directory.replicate_readonly(reader, claims[:2], 30.0)
+    view = directory.lookup(CHAIN)
+    assert held_prefixes(view, DENSE, ENDS) == {
+        "a": HeldPrefix(0, 224, 224),
+        "b": HeldPrefix(0, 128, 128),
+    }
+    directory.end_lease(owner)
+    assert held_prefixes(directory.lookup(CHAIN), DENSE, ENDS) == {"b": HeldPrefix(0, 128, 128)}
+
+
+def test_ends_are_told_for_every_chunk(directory: Directory) -> None:
+    with pytest.raises(ValueError, match="4 chunks need as many ends, got 1"):
+        held_prefixes(directory.lookup(CHAIN), DENSE, [64])

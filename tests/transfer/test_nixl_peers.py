@@ -1,0 +1,417 @@
+"""Reading the memory of real processes over NIXL and UCX, and everything that can happen to them.
+
+Each owner is a process with an arena of its own; a few are started once for the whole file,
+those that a test ends are its own.
+"""
+
+from __future__ import annotations
+
+import builtins
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from owners import SIZES, Owner, contents, owners
+
+from hetero_connector.errors import PeerError, StoreClosedError, StoreError, TransferError
+from hetero_connector.transfer import nixl_peers
+from hetero_connector.transfer.agent_metadata import AgentMetadata
+from hetero_connector.transfer.base import Transfer, TransferState
+from hetero_connector.transfer.nixl_peers import NixlPeers
+from hetero_connector.transfer.peer_base import PeerExtent
+
+MIB = 1 << 20
+WHOLE = [PeerExtent(0, 0, 0, 0, SIZES[0])]
+CMA, TCP = "cma", "tcp"
+
+
+def memory(size: int = SIZES[0]) -> np.ndarray:
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+
+
+def wait(transfer: Transfer, timeout_s: float = 30.0) -> TransferState:
+    deadline_s = time.monotonic() + timeout_s
+    while transfer.poll() is TransferState.PENDING and time.monotonic() < deadline_s:
+        time.sleep(1e-4)
+    return transfer.poll()
+
+
+@pytest.fixture(scope="module")
+def owner() -> Iterator[Owner]:
+    with owners(1) as (one,):
+        yield one
+
+
+@pytest.fixture
+def reader() -> Iterator[NixlPeers]:
+    peers = NixlPeers([memory(), memory(SIZES[1])])
+    yield peers
+    assert peers.close()
+
+
+@pytest.fixture(params=[CMA, TCP])
+def any_transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """UCX's own choice on one host, and what is left of it between containers."""
+    if request.param == TCP:
+        monkeypatch.setenv("UCX_TLS", "tcp")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_reads_exact_bytes_of_any_alignment_from_both_kinds_of_arena(
+    reader: NixlPeers, shared: bool
+) -> None:
+    with owners(1, shared=shared) as (other,):
+        reader.connect("w", other.metadata)
+        extents = [
+            PeerExtent(0, 1, 0, 3, 5 * MIB + 7),
+            PeerExtent(1, 17, 0, 16 * MIB + 1, 4_001),
+            PeerExtent(1, 8, 1, 8, 8),
+            PeerExtent(0, SIZES[0] - 1, 1, 4_096, 1),
+        ]
+        assert wait(reader.submit("w", extents)) is TransferState.DONE
+        expected = [np.zeros(size, np.uint8) for size in SIZES]
+        source = [contents(i, size) for i, size in enumerate(SIZES)]
+        for e in extents:
+            expected[e.region][e.offset : e.offset + e.size] = source[e.remote_region][
+                e.remote_offset : e.remote_offset + e.size
+            ]
+        for mine, right in zip(reader._memory, expected, strict=True):
+            assert np.array_equal(mine, right)
+
+
+def test_many_small_reads_and_many_transfers_at_once(reader: NixlPeers, owner: Owner) -> None:
+    reader.connect("w", owner.metadata)
+    rng = np.random.default_rng(0)
+    order = rng.permutation(SIZES[0] // 8_192)
+    transfers = [
+        reader.submit("w", [PeerExtent(0, int(i) * 8_192, 0, int(i) * 8_192, 8_192) for i in part])
+        for part in np.array_split(order, 7)
+    ]
+    assert [wait(t) for t in transfers] == [TransferState.DONE] * 7
+    assert np.array_equal(reader._memory[0], contents(0, SIZES[0]))
+    assert reader.in_flight == 0
+
+
+def test_an_owner_killed_before_and_after_a_read_and_started_again(any_transport: str) -> None:
+    peers = NixlPeers([memory(), memory(SIZES[1])])
+    with owners(2) as (first, second):
+        peers.connect("w", first.metadata)
+        assert wait(peers.submit("w", WHOLE)) is TransferState.DONE
+        first.kill()
+        for _ in range(3):
+            failed = peers.submit("w", WHOLE)
+            assert wait(failed) is TransferState.FAILED
+            assert isinstance(failed.error, TransferError)
+        peers._memory[0][:] = 0
+        peers.connect("w", second.metadata)
+        assert wait(peers.submit("w", WHOLE)) is TransferState.DONE
+        assert np.array_equal(peers._memory[0], contents(0, SIZES[0]))
+        assert peers.close()
+        assert second.close()
+
+
+def test_an_owner_that_is_dead_before_the_first_read(reader: NixlPeers) -> None:
+    with owners(1) as (other,):
+        reader.connect("w", other.metadata)
+        other.kill()
+        failed = reader.submit("w", WHOLE)
+        assert wait(failed) is TransferState.FAILED
+        assert isinstance(failed.error, TransferError)
+
+
+def test_owners_killed_while_they_are_read(any_transport: str) -> None:
+    """A read ends well with every byte right, or it fails; none hangs."""
+    peers = NixlPeers([memory()])
+    right = contents(0, SIZES[0])
+    outcomes: set[TransferState] = set()
+    with owners(3) as many:
+        for i, other in enumerate(many):
+            peers.connect("w", other.metadata)
+            assert wait(peers.submit("w", [PeerExtent(0, 0, 0, 0, 4_096)])) is TransferState.DONE
+            killer = threading.Timer(0.01 * i, other.kill)
+            killer.start()
+            while TransferState.FAILED not in outcomes:
+                peers._memory[0][:] = 0
+                outcome = wait(peers.submit("w", WHOLE))
+                assert outcome is not TransferState.PENDING
+                outcomes.add(outcome)
+                if outcome is TransferState.DONE:
+                    assert np.array_equal(peers._memory[0], right)
+            killer.join()
+            outcomes.clear()
+            assert wait(peers.submit("w", WHOLE)) is TransferState.FAILED
+    assert peers.in_flight == 0
+    assert peers.close()
+
+
+def test_a_stopped_owner_holds_up_nobody_and_its_late_bytes_go_where_they_belong(
+    reader: NixlPeers, owner: Owner
+) -> None:
+    with owners(1) as (stopped,):
+        reader.connect("stopped", stopped.metadata)
+        reader.connect("w", owner.metadata)
+        stopped.stop()
+        half = SIZES[0] // 2
+        late = reader.submit("stopped", [PeerExtent(0, 0, 0, 0, half)])
+        assert wait(late, 0.3) is TransferState.PENDING
+        other = reader.submit("w", [PeerExtent(0, half, 0, half, half)])
+        assert wait(other) is TransferState.DONE
+        assert late.poll() is TransferState.PENDING
+        assert not late.terminal, "its memory may still be written"
+        assert reader.in_flight == 1
+        stopped.resume()
+        assert wait(late) is TransferState.DONE
+        assert np.array_equal(reader._memory[0], contents(0, SIZES[0]))
+
+
+def test_over_tcp_a_read_stays_pending_while_the_owner_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    peers = NixlPeers([memory()])
+    with owners(1) as (other,):
+        peers.connect("w", other.metadata)
+        assert wait(peers.submit("w", [PeerExtent(0, 0, 0, 0, 4_096)])) is TransferState.DONE
+        other.stop()
+        late = peers.submit("w", WHOLE)
+        assert wait(late, 0.3) is TransferState.PENDING
+        other.resume()
+        assert wait(late) is TransferState.DONE
+        assert np.array_equal(peers._memory[0], contents(0, SIZES[0]))
+        other.stop()
+        lost = peers.submit("w", WHOLE)
+        assert wait(lost, 0.1) is TransferState.PENDING
+        other.kill()
+        assert wait(lost) is TransferState.FAILED
+    assert peers.close()
+
+
+def test_close_gives_up_on_a_stopped_owner_and_keeps_the_memory() -> None:
+    peers = NixlPeers([memory()])
+    with owners(1) as (stopped,):
+        peers.connect("w", stopped.metadata)
+        stopped.stop()
+        late = peers.submit("w", WHOLE)
+        assert wait(late, 0.1) is TransferState.PENDING
+        assert peers.close(timeout_s=0.1) is False
+        assert any(kept is peers for kept in nixl_peers._leaked)
+        with pytest.raises(StoreClosedError):
+            peers.submit("w", WHOLE)
+        stopped.resume()
+        assert wait(late) is not TransferState.PENDING
+    assert peers.close()
+    nixl_peers._leaked.remove(peers)
+
+
+def test_a_peer_that_was_disconnected_is_forgotten_and_can_come_back(
+    reader: NixlPeers, owner: Owner
+) -> None:
+    for _ in range(3):
+        reader.connect("w", owner.metadata)
+        assert wait(reader.submit("w", WHOLE)) is TransferState.DONE
+        reader.disconnect("w")
+        reader.disconnect("w")
+        with pytest.raises(PeerError, match="never connected"):
+            reader.submit("w", WHOLE)
+
+
+@pytest.mark.parametrize(
+    "extent",
+    [
+        PeerExtent(0, SIZES[0] - 4_096, 0, 0, 4_097),
+        PeerExtent(0, SIZES[0], 0, 0, 1),
+        PeerExtent(0, -1, 0, 0, 1),
+        PeerExtent(0, 2**63, 0, 0, 1),
+        PeerExtent(2, 0, 0, 0, 1),
+        PeerExtent(-1, 0, 0, 0, 1),
+    ],
+)
+def test_addresses_outside_the_peers_memory_are_refused_before_anything_is_posted(
+    reader: NixlPeers, owner: Owner, extent: PeerExtent
+) -> None:
+    reader.connect("w", owner.metadata)
+    with pytest.raises(PeerError, match="outside"):
+        reader.submit("w", [WHOLE[0], extent])
+    assert reader.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    "extents",
+    [
+        [],
+        [PeerExtent(0, 0, 0, 0, 0)],
+        [PeerExtent(0, 0, 0, SIZES[0], 1)],
+        [PeerExtent(0, 0, 2, 0, 1)],
+        [PeerExtent(0, 0, 0, -1, 1)],
+    ],
+)
+def test_our_own_memory_is_checked_too(
+    reader: NixlPeers, owner: Owner, extents: list[PeerExtent]
+) -> None:
+    reader.connect("w", owner.metadata)
+    with pytest.raises(ValueError, match=r"extent|outside"):
+        reader.submit("w", extents)
+
+
+def test_metadata_that_lies_about_its_regions_reads_nothing(
+    reader: NixlPeers, owner: Owner
+) -> None:
+    """The envelope says more than NIXL was told: NIXL refuses the addresses."""
+    told = AgentMetadata.decode(owner.metadata)
+    wide = AgentMetadata(told.agent, ((told.regions[0][0], 1 << 40),), told.nixl)
+    reader.connect("w", wide.encode())
+    failed = reader.submit("w", [PeerExtent(0, 1 << 39, 0, 0, 4_096)])
+    assert wait(failed) is TransferState.FAILED
+    with pytest.raises(PeerError, match="known with others"):
+        reader.connect("v", owner.metadata)
+    reader.disconnect("w")
+
+
+def test_metadata_under_another_agents_name_is_not_used(reader: NixlPeers, owner: Owner) -> None:
+    told = AgentMetadata.decode(owner.metadata)
+    reader.connect("w", AgentMetadata("somebody", told.regions, told.nixl).encode())
+    assert wait(reader.submit("w", WHOLE)) is TransferState.FAILED
+    reader.disconnect("w")
+    with pytest.raises(PeerError, match="own"):
+        reader.connect("me", reader.metadata)
+
+
+_FUZZ = """
+import mmap, random, sys
+import numpy as np
+from hetero_connector.transfer.agent_metadata import AgentMetadata
+from hetero_connector.transfer.base import TransferState
+from hetero_connector.transfer.nixl_peers import NixlPeers
+from hetero_connector.transfer.peer_base import PeerExtent
+told = AgentMetadata.decode(bytes.fromhex(sys.argv[1]))
+peers = NixlPeers([np.frombuffer(mmap.mmap(-1, 8192), np.uint8)])
+rng, ended = random.Random(1), 0
+for i in range(40):
+    blob = bytearray(told.nixl)
+    if i % 4 == 0:
+        del blob[rng.randrange(len(blob)):]
+    else:
+        for _ in range(1 + i % 3):
+            at = rng.randrange(len(blob) // 2)
+            blob[at] = rng.randrange(256)
+    peers.connect("w", AgentMetadata(f"agent {i}", told.regions, bytes(blob)).encode())
+    read = peers.submit("w", [PeerExtent(0, 0, 0, 0, 4096)])
+    while read.poll() is TransferState.PENDING:
+        pass
+    ended += read.poll() is TransferState.FAILED
+print(ended)
+"""
+
+
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    root = str(Path(__file__).parents[2])
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": root},
+    )
+
+
+def test_damaged_metadata_of_nixl_fails_its_reads_and_nothing_else(owner: Owner) -> None:
+    done = run(_FUZZ, owner.metadata.hex())
+    assert (done.returncode, done.stdout.strip()) == (0, "40"), done.stderr
+
+
+_QUIET = """
+import mmap, os, signal, sys
+import numpy as np
+from hetero_connector.transfer.base import TransferState
+from hetero_connector.transfer.nixl_peers import NixlPeers
+from hetero_connector.transfer.peer_base import PeerExtent
+peers = NixlPeers([np.frombuffer(mmap.mmap(-1, 8192), np.uint8)])
+peers.connect("w", bytes.fromhex(sys.argv[1]))
+def read():
+    transfer = peers.submit("w", [PeerExtent(0, 0, 0, 0, 4096)])
+    while transfer.poll() is TransferState.PENDING:
+        pass
+    return transfer.poll()
+assert read() is TransferState.DONE
+os.kill(int(sys.argv[2]), signal.SIGKILL)
+while read() is TransferState.DONE:
+    pass
+assert peers.close()
+assert "UCX_LOG_LEVEL" not in os.environ
+"""
+
+
+def test_nothing_is_printed_not_even_when_a_peer_dies() -> None:
+    with owners(1) as (other,):
+        done = run(_QUIET, other.metadata.hex(), str(other.pid))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+_EXIT = """
+import mmap, sys
+import numpy as np
+from hetero_connector.transfer.nixl_peers import NixlPeers
+from hetero_connector.transfer.peer_base import PeerExtent
+peers = NixlPeers([np.frombuffer(mmap.mmap(-1, 8192), np.uint8)])
+peers.connect("w", bytes.fromhex(sys.argv[1]))
+late = peers.submit("w", [PeerExtent(0, 0, 0, 0, 4096)])
+while not late.posted:
+    assert not late.terminal, late.error
+print(peers.close(0.2), late.terminal)
+"""
+
+
+def test_a_process_with_a_read_under_way_from_a_stopped_owner_still_exits() -> None:
+    with owners(1) as (stopped,):
+        metadata = stopped.metadata.hex()
+        stopped.stop()
+        done = run(_EXIT, metadata)
+    assert (done.returncode, done.stdout.strip()) == (0, "False False"), done.stderr
+
+
+def test_a_reader_killed_while_reading_does_not_disturb_the_owner(
+    reader: NixlPeers, owner: Owner
+) -> None:
+    code = _EXIT.partition("while")[0] + "import os; os.kill(os.getpid(), 9)"
+    assert run(code, owner.metadata.hex()).returncode == -9
+    reader.connect("w", owner.metadata)
+    assert wait(reader.submit("w", WHOLE)) is TransferState.DONE
+    assert np.array_equal(reader._memory[0], contents(0, SIZES[0]))
+
+
+def test_an_idle_agent_leaves_the_cores_alone() -> None:
+    """NIXL's own agent class starts a progress thread that polls without a pause."""
+    peers = NixlPeers([memory(8_192)])
+    try:
+        before = time.process_time()
+        time.sleep(1.0)
+        assert time.process_time() - before < 0.1
+    finally:
+        assert peers.close()
+
+
+def test_without_nixl_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    real_import = builtins.__import__
+
+    def no_nixl(name, *args, **kwargs):  # type: ignore[no-untyped-def]
+        if name.startswith("nixl"):
+            raise ImportError("No module named 'nixl'")
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_nixl)
+    with pytest.raises(StoreError, match="nixl cannot be imported"):
+        NixlPeers([memory(8_192)])
+
+
+def test_transports_that_cannot_connect_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "posix,sysv")
+    with pytest.raises(StoreError, match="UCX_TLS"):
+        NixlPeers([memory(8_192)])
