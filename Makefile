@@ -10,7 +10,7 @@ export VLLM_CPU_OMP_THREADS_BIND := nobind
 export VLLM_CPU_KVCACHE_SPACE := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv demo test test-fast test-engine test-slow lint format bench clean
+.PHONY: help venv demo test test-fast test-engine test-search test-slow lint format bench clean
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,9 @@ test-fast: venv  ## Tests that need no engine
 
 test-engine: venv  ## Tests on the real engine
 	$(RUN) -m pytest -q --durations=12 -m "engine and not slow"
+
+test-search: venv  ## The fast tests, property tests with new examples
+	$(RUN) -m pytest -q -m "not engine and not slow" --hypothesis-profile=search
 
 test-slow: venv  ## Long soaks, many kill -9, the complete exactness matrix
 	$(RUN) -m pytest -q -m slow

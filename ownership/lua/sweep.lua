@@ -41,7 +41,10 @@ for index = 1, #scanned, 2 do
   local run = not pointed_to(keys) and load_run(scanned[index], keys)
   for position = 0, run and #run.entries - 1 or -1 do
     local chunk = string.sub(run.keys, position * KEY + 1, position * KEY + KEY)
-    sweep_chunk(place_of(chunk))
+    local place = place_of(chunk)
+    if place then  -- else the index does not know that the run holds it
+      sweep_chunk(place)
+    end
   end
 end
 local num_forgotten = -num_added
