@@ -81,12 +81,13 @@ def make_llm(
             }
         )
     arguments |= engine_args
-    return LLM(
-        model=str(write_checkpoint(model, CHECKPOINTS)),
-        skip_tokenizer_init=True,
-        max_logprobs=-1,
-        **arguments,
-    )
+    with _nothing_left_of_a_failed_start():
+        return LLM(
+            model=str(write_checkpoint(model, CHECKPOINTS)),
+            skip_tokenizer_init=True,
+            max_logprobs=-1,
+            **arguments,
+        )
 
 
 def generate_batch(
@@ -238,12 +239,29 @@ def metric(name: str, **labels: str) -> float:
 
 def shutdown(llm: Any) -> None:
     """End the engine and give its memory back, so that the next one can start."""
+    try:
+        llm.llm_engine.engine_core.shutdown()
+    finally:
+        _clean_up()
+
+
+def _clean_up() -> None:
+    """Let go of what vLLM keeps per process: the next engine would run on this one's connector."""
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    llm.llm_engine.engine_core.shutdown()
-    del llm
+    ensure_kv_transfer_shutdown()
     cleanup_dist_env_and_memory()
     gc.collect()
+
+
+@contextmanager
+def _nothing_left_of_a_failed_start() -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        _clean_up()
+        raise
 
 
 @contextmanager

@@ -151,6 +151,11 @@ class Engine:
     def assert_exact(self, prompt: Sequence[int], restored: Completion) -> None:
         reference = self.own_hit(prompt, restored.num_cached_tokens)
         assert reference.num_cached_tokens == restored.num_cached_tokens
+        self.assert_same(restored, reference)
+
+    def assert_same(self, restored: Completion, reference: Completion) -> None:
+        if self.model in BF16_MODELS:  # another shape rounds differently
+            assert reference.num_cached_tokens == restored.num_cached_tokens
         assert restored.tokens == reference.tokens
         assert delta(restored, reference) <= (0.0 if self.model in BF16_MODELS else 1e-4)
 
@@ -248,4 +253,9 @@ def test_the_next_turn_resumes_after_decoded_tokens(engine: Engine, policy: str)
     turn = PROMPT + reply + prompt_tokens(60, seed=84)
     restored = engine.restore(turn, "always_load", Tier.DRAM)
     assert restored.num_cached_tokens == engine.boundary(len(PROMPT) + len(reply))
-    engine.assert_exact(turn, restored)
+    forget_local(engine.llm)
+    with no_restores(engine.llm):
+        # Not prefilled: in bfloat16 kernels for few rows round differently from those for many.
+        assert generate(engine.llm, PROMPT, max_tokens=300).tokens == reply
+        reference = generate(engine.llm, turn, max_tokens=8)
+    engine.assert_same(restored, reference)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -113,19 +112,3 @@ def test_pipeline_parallel_is_refused_at_start(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="ended at start"):
         server.start()
     assert "set --pipeline-parallel-size 1" in log.read_text()
-
-
-def test_mla_on_the_cpu_is_served_and_nothing_is_stored(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with (
-        caplog.at_level(logging.WARNING, "vllm.heterocache"),
-        engine("mla", {"dram_gib": 0.1}) as llm,
-    ):
-        one = generate(llm, PROMPT, max_tokens=4)
-        two = generate(llm, PROMPT, max_tokens=4)
-        connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
-        assert connector._scheduler is None
-    assert (one.num_cached_tokens, two.num_cached_tokens) == (0, 0)
-    assert one.tokens == two.tokens
-    assert "stores nothing for this model: vLLM's CPU_MLA" in caplog.text

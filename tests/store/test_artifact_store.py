@@ -328,5 +328,5 @@ def test_many_stores_leave_no_threads_or_descriptors(bench: Bench) -> None:
         store = bench.open(verify="all")
         put(store, chain("a", 3))
         store.close()
-    assert descriptors() == before
+    assert descriptors() <= before
     until(lambda: "heterocache-io" not in {t.name for t in threading.enumerate()})

@@ -259,7 +259,7 @@ CHANGES: list[tuple[Failure, Change]] = [
 ]
 
 
-@pytest.mark.parametrize(("cause", "change"), CHANGES, ids=str)
+@pytest.mark.parametrize(("cause", "change"), CHANGES)
 def test_whatever_is_wrong_is_a_counted_miss(
     fleet: Fleet, owner: ArtifactStore, reader: ArtifactStore, cause: Failure, change: Change
 ) -> None:
