@@ -296,4 +296,6 @@ class PeerReader:
                 tiers.forget(artifact)
                 if failure is not Failure.GONE:  # whoever gave up waiting has counted it
                     state.fail(failure, Tier.PEER)
+        if all(other.sealed for other in artifact.node.artifacts.values()):
+            tiers.forget_remains(artifact.node)  # nothing more of the chunk is on its way
         state.settle(read.load, failure)

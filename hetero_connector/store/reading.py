@@ -154,15 +154,17 @@ class Reader:
         with state.lock:
             tiers.dram.unhold(read.target)
             tiers.ssd.unhold(read.source)
-            if failure is None and not artifact.forgotten:
+            if failure is not None:
+                state.fail(failure, Tier.SSD)
+            elif artifact.forgotten:
+                failure = Failure.GONE
+            if failure is None:
                 tiers.attach(artifact, read.target)
                 state.count_read(Tier.SSD, artifact.state_type, artifact.size_bytes)
             else:
                 tiers.dram.give_back(read.target)
-            if failure is not None:
-                state.fail(failure, Tier.SSD)
                 if not artifact.forgotten:
-                    tiers.forget(artifact)
+                    tiers.lose(artifact)
             state.settle(read.load, failure)
 
     def _settle_check(self, load: Load) -> None:
@@ -177,7 +179,7 @@ class Reader:
             state.fail(Failure.CHECKSUM, Tier.DRAM)
             if not artifact.forgotten:
                 # Not even an SSD copy is kept: it may have been written from these bytes.
-                state.tiers.forget(artifact)
+                state.tiers.lose(artifact)
             state.settle(load, Failure.CHECKSUM)
 
     def _intact(self, artifact: Artifact, offset: int) -> bool:

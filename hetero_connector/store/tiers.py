@@ -142,6 +142,11 @@ class Tiers:
         self.index.remove(artifact)
         self._forgotten(artifact)
 
+    def lose(self, artifact: Artifact) -> None:
+        """Forget what could not be read or is wrong, and what is left of its chunk."""
+        self.forget(artifact)
+        self.forget_remains(artifact.node)
+
     def forget_remains(self, node: Node) -> None:
         """Forget what is left of a leaf that has lost its prefix-proportional state.
 

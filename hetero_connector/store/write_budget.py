@@ -8,8 +8,10 @@ was spent in them.
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 DAY_S = 86_400.0
 _BURST = 1 / 8
@@ -93,10 +95,18 @@ class WriteBudget:
         self._filled_s = self._clock()
         try:
             values = json.loads(dumped)
-            away_s = max(0.0, self._wall() - float(values["wall_s"]))
-            left = float(values["left"]) + self._rate * away_s
-            spent = [(self._filled_s - float(a) - away_s, int(b)) for a, b in values["spent"]]
-        except (ValueError, TypeError, KeyError, OverflowError):
+            away_s = max(0.0, self._wall() - _finite(values["wall_s"]))
+            left = _finite(values["left"]) + self._rate * away_s
+            spent = [(self._filled_s - _finite(a) - away_s, int(b)) for a, b in values["spent"]]
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             left, spent = 0.0, []
         self._left = min(self.burst_bytes, max(0.0, left))
         self._spent = deque(spent)
+
+
+def _finite(value: Any) -> float:
+    """JSON knows no infinity, but Python's reader takes one."""
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"not a finite number: {value!r}")
+    return number

@@ -280,6 +280,19 @@ def test_a_record_of_another_artifact_of_the_same_owner_does_not_verify(
     restore.release()
 
 
+def test_a_checkpoint_whose_chunk_did_not_arrive_is_not_kept(
+    fleet: Fleet, owner: ArtifactStore, reader: ArtifactStore
+) -> None:
+    copies = exports(owner, 8)
+    bad = ArtifactId(CHUNKS[3].key, DENSE)
+    copies[bad] = replace(copies[bad], checksum=bytes(16))
+    restore = wait(fetch(reader, copies))
+    assert restore.failed == {bad: Failure.CHECKSUM}
+    restore.release()
+    assert stored(reader, CHUNKS) == 3
+    reader.check_integrity()
+
+
 def test_without_a_copy_it_is_gone(
     fleet: Fleet, owner: ArtifactStore, reader: ArtifactStore
 ) -> None:

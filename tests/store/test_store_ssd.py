@@ -204,6 +204,28 @@ def test_a_flipped_bit_on_disk_is_a_miss(bench: Bench, disk: Disk) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("failure", [Failure.CHECKSUM, Failure.IO_ERROR])
+def test_a_leaf_that_lost_its_state_keeps_nothing_of_its_chain_in_place(
+    bench: Bench, disk: Disk, failure: Failure
+) -> None:
+    store = on_ssd_only(bench, dram_chunks=8)
+    bad = ArtifactId(CHUNKS[5].key, DENSE)
+    artifact = store._tiers.index.find(bad)
+    assert artifact is not None
+    assert artifact.ssd is not None
+    if failure is Failure.CHECKSUM:
+        disk.slabs[0][artifact.ssd.slot * 12_288] ^= 1
+    else:
+        disk.files.fail_next(1)
+    restore = wait(begin(store, [bad]))
+    assert restore.failed == {bad: failure}
+    restore.release()
+    assert stored(store, CHUNKS) == 5, "nobody can use the checkpoint that was left"
+    store = restarted(bench, store)
+    assert stored(store, CHUNKS) == 5, "nor is it in the journal"
+    store.close()
+
+
 def test_swapped_slots_are_misses(bench: Bench, disk: Disk) -> None:
     store = on_ssd_only(bench)
     dense = disk.slabs[0].reshape(-1, 12_288)
@@ -219,8 +241,10 @@ def test_a_truncated_slab_is_a_miss(bench: Bench, disk: Disk) -> None:
     store = on_ssd_only(bench)
     disk.files.files[0] = disk.files.files[0][: 3 * 12_288]
     restore = wait(begin(store, ids_of(CHUNKS)))
-    assert list(restore.failed.values()) == [Failure.IO_ERROR] * 3
-    assert len(restore.offsets) == 9
+    lost = [key for key, failure in restore.failed.items() if failure is Failure.IO_ERROR]
+    assert lost == ids_of(CHUNKS[3:], [DENSE])
+    assert set(restore.failed) <= set(ids_of(CHUNKS[3:])), "their checkpoints went with them"
+    assert set(restore.offsets) | set(restore.failed) == set(ids_of(CHUNKS))
     assert intact(store, restore)
     restore.release()
     store.close()
@@ -519,7 +543,7 @@ def test_an_artifact_found_bad_while_it_is_written_is_not_on_ssd_afterwards(
     until(lambda: disk.files.in_flight == 1)
     store.arena.view[store._tiers.index.find(bad).dram_offset] ^= 1  # type: ignore[union-attr]
     restore = wait(begin(store, ids_of(CHUNKS[:1])))
-    assert restore.failed == {bad: Failure.CHECKSUM}
+    assert restore.failed[bad] is Failure.CHECKSUM
     restore.release()
     disk.files.resume()
     assert store.flush(20)
