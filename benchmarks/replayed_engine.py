@@ -212,7 +212,7 @@ class ReplayedEngine:
             store,  # type: ignore[arg-type]
             recorder,
             planner,
-            EngineLoad,
+            lambda _: EngineLoad(),
             self._decisions,
             PeerMatcher(layout, store, None, recorder, clock),  # type: ignore[arg-type]
             deadline_s=math.inf,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+from vllm.v1.request import RequestStatus
 
 from hetero_connector.artifacts.canonical import encode
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
@@ -111,12 +112,53 @@ class RequestTracker:
         """Start tracking; hashes nothing yet."""
         return cls(request, RequestChain(hasher, extra_keys(request, lora)))
 
+    @property
+    def left_to_compute(self) -> int:
+        """Tokens after those it holds, is to hold, or was found to hold when last asked about."""
+        if self.restore is not None:
+            resume = self.restore.plan.resume_tokens
+        else:
+            resume = max(self.local_tokens, int(self.request.num_computed_tokens))
+        return max(0, int(self.request.num_tokens) - resume)
+
     def grow(self) -> int:
         """Take over the tokens that arrived since the last call; returns how many are known."""
         known = int(self.request.num_tokens)
         if known > self.chain.num_tokens:
             self.chain.extend(self.request.all_token_ids[self.chain.num_tokens : known])
         return known
+
+
+class Ahead(NamedTuple):
+    """What tracked requests have to do before a new one, or beside it."""
+
+    queued_tokens: int
+    """Prompt tokens that running ones have not computed."""
+    decodes: int
+    """Running ones that decode."""
+    waiting_tokens: int
+    """What is left to compute to those further up the queue that wait."""
+
+
+def ahead_of(new: RequestTracker, trackers: Iterable[RequestTracker]) -> Ahead:
+    """`trackers`: all there are, as they were first asked about: in the order of vLLM's queue.
+
+    When vLLM asks about a request it has admitted those further up the queue, but for the ones
+    that wait: they were told to ask again, or load between steps.
+    """
+    queued = decodes = waiting = 0
+    before_new = True
+    for tracker in trackers:
+        request = tracker.request
+        if request.status == RequestStatus.RUNNING:
+            left = request.num_prompt_tokens - request.num_computed_tokens
+            queued += max(0, left)
+            decodes += left <= 0
+        elif tracker is new:
+            before_new = False
+        elif before_new:
+            waiting += tracker.left_to_compute
+    return Ahead(queued, decodes, waiting)
 
 
 def cacheable(request: Request) -> bool:

@@ -46,7 +46,7 @@ class Restorer:
         store: Store,
         recorder: Recorder,
         planner: RestorePlanner,
-        engine_load: Callable[[], EngineLoad],
+        engine_load: Callable[[RequestTracker], EngineLoad],
         predictions: Predictions,
         peers: PeerMatcher,
         *,
@@ -147,7 +147,7 @@ class Restorer:
             local_tokens,
             known - 1,
             known,
-            self._engine_load(),
+            self._engine_load(tracker),
             may_replay=self.may_replay and replayable(tracker.request),
         )
         request_id = tracker.request.request_id

@@ -14,7 +14,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm.v1.request import RequestStatus
 
 from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
@@ -29,6 +28,7 @@ from hetero_connector.engine.requests import (
     LoraDigests,
     PendingRestore,
     RequestTracker,
+    ahead_of,
     cacheable,
 )
 from hetero_connector.engine.restoring import BlockTable, Restorer, table_of
@@ -231,16 +231,11 @@ class SchedulerSide:
             time.sleep(_IDLE_STEP_S)
         self._staging = False
 
-    def _engine_load(self) -> EngineLoad:
-        """What the engine is busy with, as far as requests are tracked."""
-        queued = decodes = 0
-        for tracker in self._trackers.values():
-            request = tracker.request
-            if request.status == RequestStatus.RUNNING:
-                left = request.num_prompt_tokens - request.num_computed_tokens
-                queued += max(0, left)
-                decodes += left <= 0
-        return EngineLoad(queued, decodes, self._store.reading_bytes, layerwise=self._layerwise)
+    def _engine_load(self, new: RequestTracker) -> EngineLoad:
+        """What the engine is busy with before `new`, as far as requests are tracked."""
+        queued, decodes, waiting = ahead_of(new, self._trackers.values())
+        reading = self._store.reading_bytes
+        return EngineLoad(queued, decodes, reading, self._layerwise, waiting)
 
     def _track(self, request: Request) -> RequestTracker | None:
         tracker = self._trackers.get(request.request_id)

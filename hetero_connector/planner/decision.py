@@ -34,13 +34,16 @@ class EngineLoad:
     """What the engine is busy with when a request is planned."""
 
     queued_tokens: int = 0
-    """Prompt tokens scheduled ahead of the request and not yet computed."""
+    """Prompt tokens of running requests, not yet computed: scheduled ahead in any case."""
     running_decodes: int = 0
     """Requests that are being decoded."""
     in_flight_bytes: Mapping[Tier, int] = field(default_factory=dict)
     """Bytes that earlier restores are still reading, by the tier they come from."""
     layerwise: bool = True
     """DRAM to pages runs layer by layer beside the forward pass; else it is parked, before it."""
+    waiting_tokens: int = 0
+    """Prompt tokens that requests before this one will compute once their own loads have ended:
+    before this one's if it waits for a load too, after them if it does not."""
 
 
 @dataclass(frozen=True)

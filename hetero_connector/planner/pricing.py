@@ -1,13 +1,14 @@
 """The price of every boundary of one request, as arrays.
 
-    T = queue + max(staging - queue, 0) + exposed + compute, then stall and HBM
+    T = queue + max(staging - queue, waiting, 0) + exposed + compute, then stall and HBM
 
 Staging brings artifacts from SSD or PEER to DRAM while the request waits, so the queue hides
 it; tiers are read side by side. The engine finds out that it has ended between two steps: with
-decodes running that is half a step later, on average. What is in DRAM then goes to pages.
-Layer by layer that is hidden by the first step's compute, except for the first layer, which
-nothing runs ahead of: max(load, first step) + load / layers instead of their sum. Parked it
-comes before compute.
+decodes running that is half a step later, on average. Requests that waited before it for loads
+of their own are computed first; without a load to wait for it overtakes them. What is in DRAM
+then goes to pages. Layer by layer that is hidden by the first step's compute, except for the
+first layer, which nothing runs ahead of: max(load, first step) + load / layers instead of their
+sum. Parked it comes before compute.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ class Pricing:
         self._step_tokens = costs.step_tokens or max(1, prompt_tokens)
         self._coefficients = costs.compute.coefficients
         self._queue_s = costs.queue_s(load.queued_tokens)
+        self._behind_s = costs.queue_s(load.queued_tokens + load.waiting_tokens)
         self._noticed_s = 0.0
         if load.running_decodes:
             self._noticed_s = costs.queue_s(load.running_decodes) / 2
@@ -136,7 +138,7 @@ class Pricing:
             hidden_s = np.minimum(exposed_s, self._first_step(resume, compute_s))
             exposed_s *= 1.0 + 1.0 / self._num_layers
             exposed_s -= hidden_s
-        waited_s = self._queue_s if staged_s is None else np.maximum(staged_s, self._queue_s)
+        waited_s = self._waited(staged_s)
         total_s = (exposed_s + compute_s) * (1.0 + self._hbm + self._load_stall)
         total_s += waited_s
         if self._load_stall != self._stall:
@@ -146,14 +148,25 @@ class Pricing:
     def terms(self, prices: Prices, index: int) -> Terms:
         """One boundary's."""
         exposed_s, compute_s = float(prices.exposed_s[index]), float(prices.compute_s[index])
-        staged_s = 0.0 if prices.staged_s is None else float(prices.staged_s[index])
+        staged_s = None if prices.staged_s is None else prices.staged_s[index : index + 1]
         return Terms(
             self._queue_s,
-            max(staged_s - self._queue_s, 0.0) + exposed_s,
+            float(np.max(self._waited(staged_s))) - self._queue_s + exposed_s,
             compute_s,
             self._stall * compute_s + self._load_stall * exposed_s,
             self._hbm * (exposed_s + compute_s),
         )
+
+    def _waited(self, staged_s: Floats | None) -> Floats | float:
+        """Seconds until a request that loads is admitted."""
+        if not self._load.layerwise:  # loading between steps is waiting, too
+            return self._behind_s if staged_s is None else np.maximum(staged_s, self._behind_s)
+        if staged_s is None:
+            return self._queue_s
+        waited_s: Floats = np.maximum(staged_s, self._queue_s)
+        if self._behind_s > self._queue_s:
+            waited_s = np.maximum(waited_s, self._behind_s * (staged_s > 0.0))
+        return waited_s
 
     def _compute(self, resume: Tokens) -> Tokens:
         """Seconds of the prompt's tokens from `resume` on, in as many steps as it takes."""

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
@@ -89,6 +90,7 @@ class Engine:
         self.grow_table(request)
         self.side.allocated(request, tokens)  # type: ignore[arg-type]
         request.num_computed_tokens = local + tokens
+        request.status = RequestStatus.RUNNING
         return tokens
 
     def ask(self, request: FakeRequest, local: int = 0) -> int | None:

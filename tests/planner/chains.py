@@ -126,6 +126,10 @@ class SlowPlanner:
         if self.load.layerwise:
             layers = len(self.layout.model.stored_layers)
             exposed_s = max(dram_s - first_s, 0.0) + dram_s / layers
+        waited_s = max(staging_s, queue_s)
+        if staging_s or (chunks and not self.load.layerwise):  # it waits, so others go first
+            ahead = self.load.queued_tokens + self.load.waiting_tokens
+            waited_s = max(waited_s, self.costs.queue_s(ahead))
         held_s = exposed_s + compute_s if self.load.layerwise else compute_s
         weights = self.costs.weights
         page_bytes = sum(
@@ -136,7 +140,7 @@ class SlowPlanner:
         gib = page_bytes * self.prompt_tokens / 2**30
         return Terms(
             queue_s,
-            max(staging_s - queue_s, 0.0) + exposed_s,
+            waited_s - queue_s + exposed_s,
             compute_s,
             weights.stall * self.load.running_decodes * held_s,
             weights.hbm_s_per_gib_s * gib * (exposed_s + compute_s),

@@ -136,6 +136,22 @@ def test_the_queue_is_waited_for_and_hides_staging() -> None:
 
 
 @pytest.mark.parametrize("layerwise", [True, False])
+def test_requests_that_wait_go_first_only_where_this_one_waits_too(layerwise: bool) -> None:
+    """400 tokens, 0.41 s, of requests that were told to ask again."""
+    load = DRAM | {Tier.SSD: rates(0.1, 1e-5)}
+    costs = costs_of(DENSE, load=load)
+    idle, busy = (
+        candidates(costs, [Tier.DRAM, Tier.SSD], EngineLoad(waiting_tokens=n, layerwise=layerwise))
+        for n in (0, 400)
+    )
+    assert busy[0].terms == idle[0].terms, "computing at once overtakes them"
+    assert [c.terms.queue_s for c in busy] == [0.0] * 3
+    delays = [b.terms.load_s - i.terms.load_s for b, i in zip(busy, idle, strict=True)]
+    from_dram_s = 0.0 if layerwise else 0.41
+    assert delays == [0.0, pytest.approx(from_dram_s), pytest.approx(0.41 - 0.14)]
+
+
+@pytest.mark.parametrize("layerwise", [True, False])
 def test_decodes_are_held_up_by_compute_and_by_layerwise_loads(layerwise: bool) -> None:
     costs = costs_of(DENSE, load={Tier.DRAM: rates(5.0, 0.0)}, weights=CostWeights(0.02, 0.0))
     busy = EngineLoad(running_decodes=3, layerwise=layerwise)

@@ -69,6 +69,7 @@ loads = st.builds(
     st.sampled_from([0, 0, 7]),
     st.dictionaries(st.sampled_from(list(Tier)), st.integers(0, 10_000)),
     st.booleans(),
+    st.sampled_from([0, 0, 60]),
 )
 models = st.sampled_from([DENSE, HYBRID, LLAMA4, WINDOWS_ONLY])
 
