@@ -1,8 +1,8 @@
 """Feeding the cost model: what the engine's own steps, loads and reads took.
 
 The worker times steps that this side asks about; only steps of tracked requests, whose
-tokens and contexts are known, can be learned from. A step takes longer than its forward:
-what sampling and the engine's own work add is what this side sees beyond it.
+tokens and contexts are known, can be learned from, and steps that only load. A step takes longer
+than its forward: what sampling and the engine's own work add is what this side sees beyond it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class CostLearner:
         self._step += 1
         scheduled = output.num_scheduled_tokens
         decodes_only = output.total_num_scheduled_tokens == len(scheduled) and not meta.loads
-        if not scheduled or (decodes_only and self._step % _DECODE_STEPS_PER_SAMPLE):
+        if not (scheduled or meta.loads):
+            return
+        if decodes_only and self._step % _DECODE_STEPS_PER_SAMPLE:
             return
         if any(request_id not in trackers for request_id in scheduled):
             return
@@ -105,8 +107,10 @@ class CostLearner:
                 continue
             if asked.whole_s is not None and not asked.load_bytes:
                 self._margins_s.append(max(0.0, asked.whole_s - timing.forward_s))
-            step_s = timing.forward_s + median_low(self._margins_s)
             self._costs.load.observe(Tier.DRAM, asked.load_bytes, timing.load_s)
+            if not asked.new_tokens:  # a parked load on an engine with nothing else to do
+                continue
+            step_s = timing.forward_s + median_low(self._margins_s)
             self._costs.compute.observe_work(asked.new_tokens, asked.work, step_s)
             self._costs.interference.observe(asked.mix, step_s)
         for read in self._store.take_timings():

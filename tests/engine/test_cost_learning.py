@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from vllm.v1.request import RequestStatus
@@ -10,12 +11,18 @@ from vllm.v1.request import RequestStatus
 from hetero_connector.artifacts.chain import RequestChain
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine.cost_learning import CostLearner
-from hetero_connector.engine.messages import StepMetadata, StepTiming, WorkerReport
+from hetero_connector.engine.messages import (
+    ArtifactSpan,
+    Load,
+    StepMetadata,
+    StepTiming,
+    WorkerReport,
+)
 from hetero_connector.metrics import COUNTERS, TIMINGS
 from hetero_connector.planner.compute_model import attention_work
-from hetero_connector.spec import StateType
+from hetero_connector.spec import ModelSpec, RestoreRule, StateType
 from hetero_connector.store.base import ReadTiming
-from tests.engine.fakes import DENSE, FakeRequest, scheduled
+from tests.engine.fakes import DENSE, FakeRequest, layer, scheduled
 from tests.engine.test_scheduler_side import Engine, tokens
 
 KV = StateType.DENSE_KV
@@ -107,6 +114,25 @@ def test_a_step_that_loads_teaches_its_tier_and_compute(engine: Engine) -> None:
     assert engine.costs.load.predict(Tier.DRAM, pages) == pytest.approx(0.01, rel=0.1)
     assert engine.costs.compute.samples == 20
     assert engine.costs.compute.predict(8, 192) == pytest.approx(0.03, rel=0.1)
+
+
+def test_a_step_that_only_loads_teaches_the_load() -> None:
+    """Recurrent state on an idle engine: its load has a step of its own."""
+    recurrent = layer("gdn", 1, StateType.RECURRENT, block=64)
+    recurrent = replace(recurrent, restore_rule=RestoreRule.AT_BOUNDARY)
+    engine = Engine(ModelSpec((layer("full", 0), recurrent), alignment=16), mode="cost")
+    size = engine.layout.artifact_bytes(KV, 0, 64)
+    load = Load("a", [ArtifactSpan(KV, 0, 192, 64, [0, 4096, 8192])], {}, parked=True)
+    for _ in range(20):
+        meta = StepMetadata(loads=[load])
+        engine.side._learner.ask(scheduled(), {}, meta)  # type: ignore[arg-type]
+        timed(engine, meta, 0.001, load_s=0.01)
+    assert engine.costs.load.predict(Tier.DRAM, {KV: 3 * size}) == pytest.approx(0.01, rel=0.1)
+    assert engine.costs.compute.samples == 0
+    nothing = StepMetadata()
+    engine.side._learner.ask(scheduled(), {}, nothing)  # type: ignore[arg-type]
+    assert nothing.timed_as is None
+    engine.side.close()
 
 
 def learner(engine: Engine) -> tuple[CostLearner, list[float]]:
@@ -263,7 +289,13 @@ def test_the_engine_s_load_counts_running_requests(engine: Engine) -> None:
 def test_requests_that_wait_further_up_the_queue_are_ahead(engine: Engine) -> None:
     engine.run(FakeRequest("before", tokens(200)))
     taught(engine, token_s=1e-3, byte_s=1e-9)
-    for name, seed in (("computes", 1), ("restores", 0), ("loads parked", 2), ("new", 3), ("later", 4)):
+    for name, seed in (
+        ("computes", 1),
+        ("restores", 0),
+        ("loads parked", 2),
+        ("new", 3),
+        ("later", 4),
+    ):
         request = FakeRequest(name, tokens(200, seed), status=RequestStatus.WAITING)
         assert engine.ask(request, local=32 if name == "computes" else 0) is not None
         engine.requests[name] = request

@@ -13,6 +13,7 @@ from unittest.mock import PropertyMock, patch
 
 import pytest
 
+from hetero_connector.artifacts.record import Tier
 from hetero_connector.connector import HeteroConnector
 from hetero_connector.store.restore import ArtifactRestore
 from tests.engine.harness import (
@@ -193,6 +194,16 @@ def test_the_last_pages_are_saved_without_holding_the_cache(llm: Any, model: str
     assert llm.reset_prefix_cache(), "the request's pages are still held"
     settle(llm)
     assert generate(llm, PROMPT).num_cached_tokens == boundary(llm, len(PROMPT))
+
+
+def test_a_restore_on_an_idle_engine_teaches_what_loads_take(
+    llm: Any, reference: Completion
+) -> None:
+    """In the step of the first tokens, or in one of its own before."""
+    load = scheduler_side(llm).costs.load
+    learned = load.errors(Tier.DRAM).count
+    generate(llm, PROMPT)
+    assert load.errors(Tier.DRAM).count == learned + 1
 
 
 def test_a_reset_forgets_everything(llm: Any, reference: Completion) -> None:
