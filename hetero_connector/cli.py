@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from hetero_connector import doctor, explaining, inspection, verification
 from hetero_connector.errors import HeteroCacheError, StoreError
-from hetero_connector.planner.cost_profile import CostProfile
 from hetero_connector.planner.explain import explain
 from hetero_connector.store.journal_format import JournalRow
 
@@ -180,14 +179,14 @@ def _explain(args: argparse.Namespace) -> int:
     try:
         directory = _one_model(args.dir)
         tokens = explaining.read_tokens(args.prompt, lambda: explaining.tokenizer(directory))
-        profile = CostProfile.read(args.profile) if args.profile else None
-        decision = explaining.decide(directory, tokens, profile, in_dram=args.in_dram)
+        found = explaining.decide(directory, tokens, args.profile, in_dram=args.in_dram)
     except (HeteroCacheError, ValueError) as e:
         return _complain(e)
     if args.json:
-        print(json.dumps(explaining.as_json(decision), indent=2))
+        print(json.dumps(found.as_json(), indent=2))
     else:
-        print(explain(decision, args.rows))
+        print(explain(found.decision, args.rows))
+        print(found.assumptions())
     return EXIT_OK
 
 

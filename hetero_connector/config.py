@@ -84,7 +84,8 @@ KEYS: tuple[Key, ...] = (
     ),
     Key(
         "planner_profile", "path", "none: learned as it runs",
-        "What `heterocache calibrate` measured on this machine, for a start", file_path,
+        "What `heterocache calibrate` measured with this model on this machine, for a start; of "
+        "another it is refused", file_path,
     ),
     Key(
         "load_deadline_s", "number > 0", "10",

@@ -4,6 +4,7 @@ HeteroCacheError
 ├── ConfigError            a configuration key is wrong; names the key
 ├── UnsupportedModelError  a layer or parallel layout whose state cannot be stored; names the layer
 ├── IdentityError          the model's files cannot be found or read: no identity, no caching
+├── EngineStartError       vLLM refuses the model or its arguments; says which
 ├── UnsupportedVersionError  this vLLM is not one the package was tested with
 ├── StoreError             a tier cannot be opened or is not usable
 │   ├── StoreInUseError    another engine owns the directory
@@ -45,6 +46,10 @@ class UnsupportedModelError(HeteroCacheError, ValueError):
 
 class IdentityError(HeteroCacheError, ValueError):
     """The model's files cannot be found or read, so its state cannot be told from another's."""
+
+
+class EngineStartError(HeteroCacheError, ValueError):
+    """vLLM starts no engine for this model with these arguments."""
 
 
 class UnsupportedVersionError(HeteroCacheError, RuntimeError):

@@ -1,28 +1,33 @@
 """`heterocache explain`: what the planner would restore of a prompt, and why.
 
 Reads one model's journal, so everything is taken to be on SSD; what a running engine holds
-in DRAM besides is not known here (`in_dram` asks what if all of it were there). Whether windows
-can be rebuilt by a replay is what the journal's last engine said of itself. Costs come from a
-profile, or are the built-in ones an engine starts with.
+in DRAM besides is not known here (`in_dram` asks what if all of it were there), nor what else it is
+busy with: it is taken to be idle. Whether windows can be rebuilt by a replay, and the settings the
+planner goes by, are what the journal's last engine said of itself. Costs come from a profile, or
+are the built-in ones an engine starts with. What was assumed is part of the answer.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.index import PrefixIndex
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.artifacts.record import ROOT, SlotRef, StoredChunk, Tier
+from hetero_connector.artifacts.record import SlotRef, Tier
+from hetero_connector.artifacts.tails import longest_tail
 from hetero_connector.errors import StoreError
 from hetero_connector.planner.compute_model import ComputeRegression
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.cost_profile import CostProfile
 from hetero_connector.planner.decision import Decision, EngineLoad
+from hetero_connector.planner.engine_settings import EngineSettings
 from hetero_connector.planner.load_model import LoadModel
+from hetero_connector.planner.profile_subject import ProfileSubject
 from hetero_connector.planner.restore_planner import RestorePlanner
 from hetero_connector.planner.window_replay import WindowReplay
 from hetero_connector.spec import ModelSpec
@@ -30,32 +35,78 @@ from hetero_connector.store.journal import Journal
 from hetero_connector.store.journal_format import REPLAY_EXACT, WINDOW_REPLAY
 from hetero_connector.store.ssd_space import JOURNAL_NAME
 
+_Told = TypeVar("_Told")
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A decision, and on what assumptions."""
+
+    decision: Decision
+    settings: EngineSettings
+    settings_from: str
+    costs_from: str
+
+    def assumptions(self) -> str:
+        """In words."""
+        return (
+            f"assumed: an idle engine; {self.settings} ({self.settings_from}); "
+            f"costs: {self.costs_from}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        assumed = asdict(self.settings) | {
+            "settings_from": self.settings_from,
+            "costs_from": self.costs_from,
+        }
+        return as_json(self.decision) | {"assumed": assumed}
+
 
 def decide(
-    directory: Path, token_ids: list[int], profile: CostProfile | None, *, in_dram: bool
-) -> Decision:
+    directory: Path, token_ids: list[int], profile: Path | None, *, in_dram: bool
+) -> Explained:
     """The planner's decision for a request of `token_ids` on an idle engine.
 
-    `directory`: one model's. Raises StoreError, and ValueError for a token id that is none.
+    `directory`: one model's. `profile`: a `CostProfile`'s file. Raises StoreError, ConfigError for
+    a profile that is none or another model's, and ValueError for a token id that is none.
     """
     journal = Journal.open_existing(directory / JOURNAL_NAME, read_only=True)
     try:
         description, fingerprint = journal.meta.description, journal.meta.fingerprint
-        layout = _layout(directory, description)
+        layout = _described(directory, _layout, description)
         index = _index(journal, Tier.DRAM if in_dram else Tier.SSD, layout.chunk_tokens)
     finally:
         journal.close()
-    stored = _match(index, RequestChain(ChainHasher(fingerprint, layout.chunk_tokens)), token_ids)
+    known = len(token_ids)
+    chain = RequestChain(ChainHasher(fingerprint, layout.chunk_tokens))
+    chain.extend(token_ids)
+    stored = index.match(chain.chunks(known - 1))
+    stored += longest_tail(index, chain, stored[-1].chunk if stored else None, known - 1)
+    told = _described(directory, EngineSettings.of, description)
+    settings = told or EngineSettings()
     types = layout.model.state_types
     if profile is None:
-        costs = CostModel(ComputeRegression(), LoadModel(types))
+        costs = CostModel(ComputeRegression(), LoadModel(types), step_tokens=settings.step_tokens)
     else:
-        costs = profile.cost_model(types)
+        subject = _described(directory, ProfileSubject.of, description)
+        costs = CostProfile.read(profile, subject).cost_model(
+            types, step_tokens=settings.step_tokens
+        )
     planner = RestorePlanner(
-        layout.model, layout, costs, replay_tokens=_replay_tokens(layout.model, description)
+        layout.model,
+        layout,
+        costs,
+        settings.planner,
+        replay_tokens=_replay_tokens(layout.model, description),
+        deadline_s=settings.load_deadline_s,
     )
-    known = len(token_ids)
-    return planner.plan(stored, 0, known - 1, known, EngineLoad())
+    return Explained(
+        planner.plan(stored, 0, known - 1, known, EngineLoad(layerwise=settings.layerwise)),
+        settings,
+        "as its last engine ran" if told else "defaults: its last engine did not say",
+        f"{profile}" if profile else "built in, --profile names measured ones",
+    )
 
 
 def read_tokens(path: Path, tokenizer_of: Callable[[], Any]) -> list[int]:
@@ -112,14 +163,20 @@ def as_json(decision: Decision) -> dict[str, Any]:
     }
 
 
-def _layout(directory: Path, description: Any) -> ArtifactLayout:
+def _layout(description: Mapping[str, Any]) -> ArtifactLayout:
+    model = ModelSpec.from_plain(description["model_spec"])
+    return ArtifactLayout(model, int(description["chunk_tokens"]))
+
+
+def _described(
+    directory: Path, read: Callable[[Mapping[str, Any]], _Told], description: Mapping[str, Any]
+) -> _Told:
     try:
-        model = ModelSpec.from_plain(description["model_spec"])
-        return ArtifactLayout(model, int(description["chunk_tokens"]))
+        return read(description)
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(
-            f"{directory} does not say what state its model keeps; it was written by an earlier "
-            "version: let an engine of this one open it"
+            f"{directory} does not say what state its model keeps and how its engine runs; it was "
+            "written by an earlier version: let an engine of this one open it"
         ) from error
 
 
@@ -140,18 +197,3 @@ def _index(journal: Journal, tier: Tier, full_chunk: int) -> PrefixIndex:
             index.attach(artifact, SlotRef(tier, row.state_type, row.slot, row.generation), 0)
             index.seal(artifact)
     return index
-
-
-def _match(index: PrefixIndex, chain: RequestChain, token_ids: list[int]) -> list[StoredChunk]:
-    """Full chunks, then the longest tail, as an engine matches them."""
-    chain.extend(token_ids)
-    limit = len(token_ids) - 1
-    stored = index.match(chain.chunks(limit))
-    last = stored[-1].chunk if stored else None
-    start = last.end if last else 0
-    for length in sorted(index.tails(last.key if last else ROOT), reverse=True):
-        if start + length <= limit:
-            tail = index.match([chain.ending_at(start + length)])
-            if tail:
-                return stored + tail
-    return stored

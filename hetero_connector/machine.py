@@ -1,8 +1,9 @@
-"""How much memory and disk this process may use, inside a container too."""
+"""How much memory and disk this process may use, inside a container too, and what it runs on."""
 
 from __future__ import annotations
 
 import os
+import platform
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,17 @@ def memory(cgroup_root: Path = _CGROUP_ROOT) -> Memory:
         total = min(total, limit)
         available = min(available, max(0, limit - used))
     return Memory(total, available)
+
+
+def processor() -> str:
+    """The processor's name and the machine's number of cores."""
+    name = platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            name = value.strip()
+            break
+    return f"{name}, {os.cpu_count()} cores"
 
 
 def addresses() -> dict[str, str]:

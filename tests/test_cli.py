@@ -480,6 +480,14 @@ def test_calibrate_says_at_once_that_its_profile_has_no_place(
     assert "--out" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("model", ["/no/such/model", "./no/such/model"])
+def test_calibrate_says_that_there_is_no_such_model(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["calibrate", model, "--out", str(tmp_path / "profile.json")]) == 2
+    assert capsys.readouterr().err == f"heterocache: there is no model at {model}\n"
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000, "9" * 5_000])
 def test_calibrate_wants_the_engine_s_arguments_as_an_object(
     text: str, capsys: pytest.CaptureFixture[str]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,9 @@ from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.compute_model import ComputeCoefficients
 from hetero_connector.planner.cost_profile import CostProfile
+from hetero_connector.planner.engine_settings import EngineSettings
 from hetero_connector.planner.load_model import TierRates
+from hetero_connector.planner.profile_subject import ProfileSubject
 from hetero_connector.planner.window_replay import WindowReplay
 from hetero_connector.spec import Family, ModelSpec
 from hetero_connector.store.journal_format import JournalRow
@@ -28,10 +31,22 @@ CHECKPOINT = 64
 """The only boundary with one; the hybrid model's replays begin 32 tokens before a boundary."""
 
 
-def store(root: Path, model: ModelSpec, **said: str) -> Path:
+MODEL = {
+    "architecture": "TinyForCausalLM",
+    "hf_config": {"hidden_size": 64},
+    "model_dtype": "bfloat16",
+    "quantization": None,
+    "kv_cache_dtype": "auto",
+    "tp_size": 1,
+}
+SUBJECT = ProfileSubject.of(MODEL, "some machine")
+
+
+def store(root: Path, model: ModelSpec, **said: object) -> Path:
     """Three full chunks and a tail of 32 tokens of `TOKENS`; `said`: of the engine itself."""
     layout = ArtifactLayout(model, CHUNK)
     description = {
+        **MODEL,
         "fingerprint": FINGERPRINT.hex(),
         "chunk_tokens": CHUNK,
         "model_spec": json.loads(json.dumps(model.as_plain())),
@@ -62,7 +77,7 @@ def directory(tmp_path: Path) -> Path:
 def profile(path: Path, token_s: float, model: ModelSpec = DENSE) -> Path:
     rates = TierRates(1e-4, dict.fromkeys(model.state_types, 1e-9), 1e-9)
     coefficients = ComputeCoefficients(1e-4, token_s, 0.0)
-    CostProfile("test", coefficients, load=dict.fromkeys(Tier, rates)).write(path)
+    CostProfile("test", SUBJECT, coefficients, load=dict.fromkeys(Tier, rates)).write(path)
     return path
 
 
@@ -124,6 +139,66 @@ def test_replays_are_offered_where_the_engine_said_they_are_exact(
     assert ("RECOMPUTE_SWA" in told["actions"]) == (len(ways) > 2)
     assert cli.main(command) == 0
     assert ("compute from 192 again" in capsys.readouterr().out) == (len(ways) > 2)
+
+
+def test_the_planner_is_given_what_the_store_s_engine_ran_with(
+    tmp_path: Path, prompt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each setting shows in the price or the choice; without any the defaults are stated."""
+    costs = profile(tmp_path / "profile.json", 1e-3, HYBRID)
+
+    def told(
+        name: str, settings: EngineSettings | None, model: ModelSpec = DENSE
+    ) -> tuple[dict[str, Any], str]:
+        said = settings.described() if settings else {}
+        command = ["explain", str(store(tmp_path / name, model, **said)), str(prompt)]
+        command += ["--profile", str(costs)]
+        assert cli.main([*command, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert cli.main(command) == 0
+        return found, capsys.readouterr().out.splitlines()[-1]
+
+    silent, line = told("silent", None)
+    assert silent["boundary"] == 224
+    assert silent["assumed"]["settings_from"] == "defaults: its last engine did not say"
+    assert (
+        "an idle engine; planner=cost, one step, loads layer by layer, load_deadline_s=10" in line
+    )
+    assert line.endswith(f"costs: {costs}")
+
+    steps, line = told("steps", EngineSettings(step_tokens=64))
+    more_steps = 1e-4 * (5 - 1)
+    assert compute_s(steps) == pytest.approx(compute_s(silent) + more_steps)
+    assert "steps of 64 tokens" in line
+    assert "(as its last engine ran)" in line
+
+    layerwise, _ = told("layer by layer", EngineSettings(), HYBRID)
+    parked, line = told("parked", EngineSettings(layerwise=False), HYBRID)
+    assert parked["predicted"]["load_s"] > layerwise["predicted"]["load_s"]
+    assert "loads between steps" in line
+    late, _ = told("late", EngineSettings(load_deadline_s=1e-9))
+    assert late["boundary"] == 0
+    never, _ = told("never", EngineSettings(planner="never_load"))
+    assert never["boundary"] == 0
+
+
+def compute_s(told: dict[str, Any]) -> float:
+    """Of restoring nothing."""
+    seconds = told["candidates"][0]["terms"]["compute_s"]
+    assert isinstance(seconds, float)
+    return seconds
+
+
+def test_a_profile_of_another_model_is_refused(
+    directory: Path, prompt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = profile(tmp_path / "profile.json", 1e-3)
+    other = store(tmp_path / "other", DENSE, architecture="OtherForCausalLM")
+    assert cli.main(["explain", str(directory), str(prompt), "--profile", str(costs)]) == 0
+    capsys.readouterr()
+    assert cli.main(["explain", str(other), str(prompt), "--profile", str(costs)]) == 2
+    error = capsys.readouterr().err
+    assert "architecture 'TinyForCausalLM' there, 'OtherForCausalLM' here" in error
 
 
 def test_a_table_for_people_from_the_ssd_dir_itself(

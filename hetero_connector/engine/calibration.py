@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hetero_connector.errors import UnsupportedModelError
+from hetero_connector.errors import EngineStartError, HeteroCacheError, UnsupportedModelError
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.cost_profile import CostProfile
 
@@ -58,8 +58,11 @@ def calibrate(
 
     `engine_arguments`: vLLM's, as the engine will be served with. `ssd_dir`: where its SSD
     tier will be; a directory inside it is used and removed. Raises UnsupportedModelError if
-    HeteroConnector stores nothing for the model; vLLM's own errors pass.
+    HeteroConnector stores nothing for the model, EngineStartError if vLLM refuses the model or
+    the arguments.
     """
+    if model.startswith(("/", ".")) and not Path(model).exists():
+        raise EngineStartError(f"there is no model at {model}")
     # The engine core in this process: its connector is asked for what it learned.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     extra: dict[str, Any] = {"dram_gib": dram_gib, "planner": "always_load", "checkpoints": "full"}
@@ -70,7 +73,8 @@ def calibrate(
         try:
             computed = list(engine.teach(on_ssd=ssd_dir is not None))
             engine.teach_interference()
-            return _judged(CostProfile.of(engine.costs, model), engine.costs, computed)
+            profile = CostProfile.of(engine.costs, model, engine.subject)
+            return _judged(profile, engine.costs, computed)
         finally:
             engine.close()
 
@@ -94,23 +98,27 @@ class _Engine:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
+        from hetero_connector.engine.engine_identity import profile_subject
+
         # Statistics tell the first token's time from the last's.
         arguments = {"disable_log_stats": False, "enable_prefix_caching": True, **engine_arguments}
-        self._llm = LLM(
-            model=model,
-            kv_transfer_config=KVTransferConfig(
-                kv_connector="HeteroConnector",
-                kv_role="kv_both",
-                kv_connector_extra_config=dict(extra),
-            ),
-            **arguments,
+        connector = KVTransferConfig(
+            kv_connector="HeteroConnector", kv_role="kv_both", kv_connector_extra_config=dict(extra)
         )
+        try:
+            self._llm = LLM(model=model, kv_transfer_config=connector, **arguments)
+        except HeteroCacheError:
+            raise
+        except (TypeError, ValueError) as error:  # what vLLM raises for a wrong argument
+            reason = " ".join(str(error).split())
+            raise EngineStartError(f"vLLM starts no engine for {model}: {reason}") from error
         core: Any = self._llm.llm_engine.engine_core
         side = core.engine_core.scheduler.connector._scheduler
         if side is None:
             self.close()
             raise UnsupportedModelError(f"HeteroConnector stores nothing for {model}")
         self.costs: CostModel = side.costs
+        self.subject = profile_subject(self._llm.llm_engine.vllm_config)
         self._store = side.store
         self._longest = int(self._llm.llm_engine.model_config.max_model_len) - 8
         self._rng = random.Random(0)

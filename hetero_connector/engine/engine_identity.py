@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm.platforms import current_platform
+
+from hetero_connector import machine
 from hetero_connector.artifacts.identity import (
     Fingerprint,
     canonical_config,
@@ -15,6 +19,7 @@ from hetero_connector.artifacts.identity import (
 )
 from hetero_connector.engine.rendezvous import WorkerGeometry
 from hetero_connector.errors import UnsupportedModelError
+from hetero_connector.planner.profile_subject import ProfileSubject
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,7 +48,7 @@ def fingerprint(
         tokenizer=tokenizer_digest(tokenizer if tokenizer.exists() else source.path),
         quantization=model.quantization,
         kv_cache_dtype=str(config.cache_config.cache_dtype),
-        model_dtype=str(model.dtype).removeprefix("torch."),
+        model_dtype=_dtype(config),
         model_spec=geometry.model,
         layout=str(kv_cache.kv_cache_layout),
         attention_backend=",".join(geometry.attention_backends),
@@ -51,6 +56,23 @@ def fingerprint(
         chunk_tokens=chunk_tokens,
         extras=tuple(sorted(_extras(config, geometry).items())),
         model_name=model.model,
+    )
+
+
+def profile_subject(config: VllmConfig) -> ProfileSubject:
+    """What this engine's costs are the costs of. As `fingerprint` has it, without the files."""
+    model = config.model_config
+    told = {
+        "architecture": str(model.architecture),
+        "hf_config": json.loads(canonical_config(model.hf_config.to_dict())),
+        "model_dtype": _dtype(config),
+        "quantization": model.quantization,
+        "kv_cache_dtype": str(config.cache_config.cache_dtype),
+        "tp_size": config.parallel_config.tensor_parallel_size,
+    }
+    on_cpu = config.device_config.device_type == "cpu"
+    return ProfileSubject.of(
+        told, machine.processor() if on_cpu else str(current_platform.get_device_name())
     )
 
 
@@ -86,6 +108,10 @@ def check_parallelism(config: VllmConfig) -> None:
                 f"--{option} {size}: HeteroConnector stores equal shards of whole tokens; "
                 f"set --{option} 1"
             )
+
+
+def _dtype(config: VllmConfig) -> str:
+    return str(config.model_config.dtype).removeprefix("torch.")
 
 
 def _draft_digest(speculative: Any) -> str:

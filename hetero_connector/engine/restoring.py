@@ -13,7 +13,8 @@ from dataclasses import replace
 from itertools import chain, groupby
 
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.artifacts.record import ROOT, ArtifactId, SharedTiers, Tier
+from hetero_connector.artifacts.record import ArtifactId, SharedTiers, Tier
+from hetero_connector.artifacts.tails import longest_tail
 from hetero_connector.engine.messages import ArtifactSpan, Blocks, Load
 from hetero_connector.engine.peer_matching import PeerMatcher
 from hetero_connector.engine.predictions import Predictions
@@ -179,16 +180,11 @@ class Restorer:
     def _tail(
         self, tracker: RequestTracker, stored: list[StoredChunk], limit: int
     ) -> list[StoredChunk]:
-        chunk = stored[-1].chunk if stored else None
-        start = chunk.end if chunk else 0
+        last = stored[-1].chunk if stored else None
+        start = last.end if last else 0
         remote = self._peers.tail(tracker, start, limit)
         remote_tokens = remote[0].chunk.end - start if remote else 0
-        for length in sorted(self._store.tails(chunk.key if chunk else ROOT), reverse=True):
-            if remote_tokens < length <= limit - start:
-                found = self._store.match([tracker.chain.ending_at(start + length)])
-                if found:
-                    return found
-        return remote
+        return longest_tail(self._store, tracker.chain, last, limit, remote_tokens) or remote
 
     def _exclude(self, tracker: RequestTracker, pending: PendingRestore) -> None:
         request_id = tracker.request.request_id

@@ -29,7 +29,9 @@ from hetero_connector.planner.checkpoint_policy import (
 from hetero_connector.planner.compute_model import ComputeRegression
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.cost_profile import CostProfile
+from hetero_connector.planner.engine_settings import EngineSettings
 from hetero_connector.planner.load_model import LoadModel
+from hetero_connector.planner.profile_subject import ProfileSubject
 from hetero_connector.planner.restore_planner import RestorePlanner
 from hetero_connector.planner.think_times import ThinkTimes
 from hetero_connector.planner.window_replay import WindowReplay
@@ -96,7 +98,9 @@ def open_scheduler_side(
     layout = ArtifactLayout(geometry.model, chunk_tokens)
     window_replay = _window_replay(geometry)
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-    planner = _planner(config, layout, step_tokens, window_replay)
+    settings = _settings(config, layout, step_tokens)
+    subject = engine_identity.profile_subject(vllm_config)
+    planner = _planner(config, layout, step_tokens, window_replay, subject)
     think_times = ThinkTimes()
     joined = _join(config, vllm_config, recorder)
     store = ArtifactStore.open(
@@ -104,7 +108,9 @@ def open_scheduler_side(
         _store_config(config, vllm_config, shared=any(w.pid != os.getpid() for w in workers)),
         recorder,
         fingerprint=identity.digest,
-        description=identity.describe() | {WINDOW_REPLAY: geometry.replay_refusal or REPLAY_EXACT},
+        description=identity.describe()
+        | {WINDOW_REPLAY: geometry.replay_refusal or REPLAY_EXACT}
+        | settings.described(),
         chunk_tokens=chunk_tokens,
         seconds_saved=recompute_seconds(planner.costs.compute.predict),
         prefetch_costs=PrefetchCosts(
@@ -129,7 +135,7 @@ def open_scheduler_side(
         store,
         recorder,
         planner=planner,
-        layerwise=config.layerwise != "off",
+        layerwise=settings.layerwise,
         load_deadline_s=config.load_deadline_s,
         checkpoints=_checkpoint_policy(config, layout, planner.costs),
         window_replay=window_replay,
@@ -161,12 +167,13 @@ def _planner(
     layout: ArtifactLayout,
     step_tokens: int,
     window_replay: WindowReplay | None,
+    subject: ProfileSubject,
 ) -> RestorePlanner:
     types = layout.model.state_types
     if config.planner_profile is None:
         costs = CostModel(ComputeRegression(), LoadModel(types), step_tokens=step_tokens)
     else:
-        profile = CostProfile.read(config.planner_profile)
+        profile = CostProfile.read(config.planner_profile, subject)
         costs = profile.cost_model(types, step_tokens=step_tokens)
     return RestorePlanner(
         layout.model,
@@ -176,6 +183,12 @@ def _planner(
         replay_tokens=window_replay.tokens if window_replay else 0,
         deadline_s=config.load_deadline_s,
     )
+
+
+def _settings(config: HeteroConfig, layout: ArtifactLayout, step_tokens: int) -> EngineSettings:
+    parked = StateType.RECURRENT in layout.model.state_types
+    layerwise = config.layerwise != "off" and not parked
+    return EngineSettings(config.planner, step_tokens, layerwise, config.load_deadline_s)
 
 
 def _checkpoint_policy(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,9 +19,10 @@ from hetero_connector.planner.interference_model import (
 )
 from hetero_connector.planner.least_squares import RelativeErrors
 from hetero_connector.planner.load_model import LoadModel, TierRates
+from hetero_connector.planner.profile_subject import ProfileSubject
 from hetero_connector.spec.state_types import StateType
 
-PROFILE_FORMAT = 1
+PROFILE_FORMAT = 2
 """Version of the file's meaning."""
 
 _KEY = "planner_profile"
@@ -48,7 +49,8 @@ class CostProfile:
     """Coefficients of a `CostModel`, and how well they fitted."""
 
     model: str
-    """For people: what was measured, and on what."""
+    """For people: its path or repository."""
+    subject: ProfileSubject
     compute: ComputeCoefficients
     compute_error: FitError | None = None
     load: Mapping[Tier, TierRates] = field(default_factory=dict)
@@ -59,12 +61,13 @@ class CostProfile:
     interference_error: FitError | None = None
 
     @classmethod
-    def of(cls, costs: CostModel, model: str) -> CostProfile:
+    def of(cls, costs: CostModel, model: str, subject: ProfileSubject) -> CostProfile:
         """What the cost model has learned. Tiers without a sample are left out."""
         errors = {tier: FitError.of(costs.load.errors(tier)) for tier in Tier}
         known = {tier: error for tier, error in errors.items() if error}
         return cls(
             model,
+            subject,
             costs.compute.coefficients,
             FitError.of(costs.compute.errors),
             {tier: costs.load.rates(tier) for tier in known},
@@ -104,17 +107,26 @@ class CostProfile:
             for tier, rates in self.load.items()
         }
         compute = self.compute._asdict() | {"fit": _error_json(self.compute_error)}
-        document = {"format": PROFILE_FORMAT, "model": self.model, "compute": compute, "load": load}
+        document: dict[str, Any] = {
+            "format": PROFILE_FORMAT,
+            "model": self.model,
+            "subject": asdict(self.subject),
+            "compute": compute,
+            "load": load,
+        }
         if self.interference is not None:
             fit = _error_json(self.interference_error)
             document["interference"] = self.interference._asdict() | {"fit": fit}
         return document
 
     @classmethod
-    def read(cls, path: Path) -> CostProfile:
-        """Raises ConfigError naming `planner_profile` and what is wrong with the file."""
+    def read(cls, path: Path, subject: ProfileSubject | None = None) -> CostProfile:
+        """Raises ConfigError naming `planner_profile` and what is wrong with the file.
+
+        `subject`: what the costs are wanted for; a profile of another one is refused.
+        """
         try:
-            return cls.from_json(json.loads(path.read_text()))
+            profile = cls.from_json(json.loads(path.read_text()))
         except OSError as error:
             raise ConfigError(_KEY, f"cannot read {path}: {error.strerror}") from error
         except _BadProfileError as error:
@@ -123,6 +135,14 @@ class CostProfile:
             ) from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(_KEY, f"{path} is not JSON: {error}") from error
+        differences = profile.subject.differences(subject) if subject else []
+        if differences:
+            raise ConfigError(
+                _KEY,
+                f"{path} was measured for {profile.model}: {'; '.join(differences)}; write a new "
+                "one with 'heterocache calibrate', for this model on this machine",
+            )
+        return profile
 
     @classmethod
     def from_json(cls, document: object) -> CostProfile:
@@ -131,9 +151,7 @@ class CostProfile:
         version = top.get("format")
         if version != PROFILE_FORMAT or isinstance(version, bool):
             raise _BadProfileError(f"format {version!r}, this version reads {PROFILE_FORMAT}")
-        model = top.get("model")
-        if not isinstance(model, str):
-            raise _BadProfileError(f"'model' should be a string, got {model!r}")
+        model = top.text("model")
         compute = _Section("compute", top.get("compute"))
         coefficients = ComputeCoefficients(
             *(compute.number(name) for name in ComputeCoefficients._fields)
@@ -148,6 +166,7 @@ class CostProfile:
         errors = {tier: _read_error(section) for tier, section in sections.items()}
         return cls(
             model,
+            _read_subject(top.section("subject")),
             coefficients,
             _read_error(compute),
             {tier: _read_rates(section) for tier, section in sections.items()},
@@ -183,6 +202,12 @@ class _Section:
     def section(self, name: str) -> _Section:
         return _Section(f"{self._place}.{name}", self.get(name))
 
+    def text(self, name: str) -> str:
+        value = self.get(name)
+        if not isinstance(value, str):
+            raise _BadProfileError(f"{self._place}.{name} should be a string, got {value!r}")
+        return value
+
     def number(self, name: str) -> float:
         """A finite number of at least 0."""
         value = self.get(name)
@@ -202,6 +227,18 @@ def _member(kind: type[_Kind], name: str) -> _Kind:
         return kind(name)
     except ValueError:
         raise _BadProfileError(f"{name!r} is no {kind.__name__} of this version") from None
+
+
+def _read_subject(section: _Section) -> ProfileSubject:
+    return ProfileSubject(
+        section.text("architecture"),
+        section.text("config"),
+        section.text("model_dtype"),
+        section.text("quantization"),
+        section.text("kv_cache_dtype"),
+        int(section.number("tp_size")),
+        section.text("machine"),
+    )
 
 
 def _read_rates(section: _Section) -> TierRates:

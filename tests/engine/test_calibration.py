@@ -1,4 +1,7 @@
-"""`heterocache calibrate` on a real engine leaves a profile with all that was measured."""
+"""`heterocache calibrate` on a real engine leaves a profile with all that was measured.
+
+An engine of the same model takes it whatever its own limits are, and so does `explain`.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,36 @@ import pytest
 
 from examples.checkpoints import write_checkpoint
 from examples.serving import ENGINE_ENVIRONMENT, engine_arguments
+from hetero_connector import cli
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.cost_profile import CostProfile
+from tests.engine.harness import engine, generate, prompt_tokens, scheduler_side
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.engine
-def test_a_profile_says_what_prefills_do_to_decodes(tmp_path: Path) -> None:
-    """Prompts longer than a step's tokens, beside batches of up to 16 that decode."""
-    directory = write_checkpoint("dense", tmp_path)
-    out = tmp_path / "profile.json"
-    sizes = {"max_model_len": 1024, "max_num_seqs": 24, "max_num_batched_tokens": 256}
-    arguments = json.dumps(engine_arguments("dense") | sizes)
-    command = [sys.executable, "-m", "hetero_connector.cli", "calibrate", str(directory)]
-    command += ["--out", str(out), "--engine-args", arguments]
-    done = subprocess.run(
+def calibrated(model: Path, out: Path, **arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hetero_connector.cli", "calibrate", str(model)]
+    command += ["--out", str(out), "--engine-args", json.dumps(arguments)]
+    return subprocess.run(
         command, env=os.environ | ENGINE_ENVIRONMENT, cwd=ROOT, capture_output=True, text=True
     )
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile by prompts longer than a step's tokens, beside up to 16 that decode."""
+    directory = tmp_path_factory.mktemp("calibration")
+    sizes = {"max_model_len": 1024, "max_num_seqs": 24, "max_num_batched_tokens": 256}
+    arguments = engine_arguments("dense") | sizes
+    out = directory / "profile.json"
+    done = calibrated(write_checkpoint("dense", directory), out, **arguments)
     assert done.returncode == 0, done.stderr[-4000:]
+    return out
+
+
+@pytest.mark.engine
+def test_a_profile_says_what_prefills_do_to_decodes(out: Path) -> None:
     profile = CostProfile.read(out)
     assert profile.compute_error is not None
     assert Tier.DRAM in profile.load
@@ -39,3 +53,38 @@ def test_a_profile_says_what_prefills_do_to_decodes(tmp_path: Path) -> None:
     assert profile.interference_error.samples >= 50
     # 256 tokens of a prompt hold up a decode for longer than one more decode would.
     assert profile.interference.delay_s(256, 256 * 128, 1) > profile.interference.decode_s
+
+
+@pytest.mark.engine
+def test_an_engine_of_the_model_starts_from_it_and_its_store_is_explained_by_it(
+    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extra = {"dram_gib": 0.1, "ssd_dir": str(tmp_path / "ssd"), "ssd_gib": 0.1}
+    extra |= {"planner": "cost", "planner_profile": str(out)}
+    prompt = prompt_tokens(300)
+    with engine("dense", extra, max_num_batched_tokens=512) as llm:
+        learned = scheduler_side(llm).costs.compute.coefficients
+        assert learned == pytest.approx(CostProfile.read(out).compute)
+        generate(llm, prompt)
+    (tmp_path / "prompt.json").write_text(json.dumps(prompt))
+    command = ["explain", str(tmp_path / "ssd"), str(tmp_path / "prompt.json"), "--json"]
+    capsys.readouterr()  # what the engine printed
+    assert cli.main([*command, "--profile", str(out)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["candidates"]) > 1
+    assert told["assumed"] == {
+        "planner": "cost",
+        "step_tokens": 512,
+        "layerwise": True,
+        "load_deadline_s": 10.0,
+        "settings_from": "as its last engine ran",
+        "costs_from": str(out),
+    }
+
+
+@pytest.mark.engine
+def test_what_is_no_model_is_said_in_a_line(tmp_path: Path) -> None:
+    done = calibrated(tmp_path, tmp_path / "profile.json")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert f"heterocache: vLLM starts no engine for {tmp_path}: " in done.stderr.splitlines()[-1]

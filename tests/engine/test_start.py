@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +31,7 @@ from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeR
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.cost_profile import CostProfile
 from hetero_connector.planner.load_model import LoadModel
+from hetero_connector.planner.profile_subject import ProfileSubject
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.store.base import StoreConfig
 from tests.engine.fakes import HYBRID, layer
@@ -118,13 +120,17 @@ def test_without_an_ssd_a_checkpoint_costs_a_copy() -> None:
 
 def test_a_profile_is_where_the_planner_starts_from(tmp_path: Path) -> None:
     coefficients = ComputeCoefficients(1e-3, 1e-5, 1e-9)
-    CostProfile("measured", coefficients).write(tmp_path / "profile.json")
+    subject = ProfileSubject("Tiny", "c0ffee", "bfloat16", "", "auto", 1, "a machine")
+    CostProfile("measured", subject, coefficients).write(tmp_path / "profile.json")
     extra = {"dram_gib": 0.1, "planner_profile": str(tmp_path / "profile.json")}
     layout = ArtifactLayout(HYBRID, 64)
-    planner = _planner(HeteroConfig.from_extra_config(extra), layout, 2048, None)
+    planner = _planner(HeteroConfig.from_extra_config(extra), layout, 2048, None, subject)
     assert planner.mode == "cost"
     assert planner.costs.compute.coefficients == pytest.approx(coefficients)
     assert planner.costs.step_tokens == 2048
+    elsewhere = replace(subject, machine="another")
+    with pytest.raises(ConfigError, match=r"planner_profile.*'a machine' there, 'another' here"):
+        _planner(HeteroConfig.from_extra_config(extra), layout, 2048, None, elsewhere)
     (tmp_path / "profile.json").write_text("{")
     with pytest.raises(ConfigError, match=r"planner_profile.*not JSON"):
-        _planner(HeteroConfig.from_extra_config(extra), layout, 2048, None)
+        _planner(HeteroConfig.from_extra_config(extra), layout, 2048, None, subject)

@@ -17,9 +17,20 @@ from hetero_connector.planner.cost_model import CostModel, CostWeights
 from hetero_connector.planner.cost_profile import CostProfile, FitError
 from hetero_connector.planner.interference_model import InterferenceCoefficients, StepMix
 from hetero_connector.planner.load_model import LoadModel, TierRates
+from hetero_connector.planner.profile_subject import ProfileSubject
 from hetero_connector.spec import StateType
 
 KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
+
+DESCRIPTION = {
+    "architecture": "TinyForCausalLM",
+    "hf_config": {"hidden_size": 64, "rope": {"theta": 1e4}},
+    "model_dtype": "bfloat16",
+    "quantization": None,
+    "kv_cache_dtype": "auto",
+    "tp_size": 1,
+}
+SUBJECT = ProfileSubject.of(DESCRIPTION, "a processor, 2 cores")
 
 numbers = st.floats(0, 1e6)
 errors = st.none() | st.builds(FitError, st.integers(1, 10**6), numbers, numbers)
@@ -28,6 +39,16 @@ tier_rates = st.builds(
 )
 
 
+subjects = st.builds(
+    ProfileSubject,
+    st.text(),
+    st.text(),
+    st.text(),
+    st.text(),
+    st.text(),
+    st.integers(1, 64),
+    st.text(),
+)
 delays = st.none() | st.builds(InterferenceCoefficients, *[numbers] * 6)
 
 
@@ -37,6 +58,7 @@ def profiles(draw: st.DrawFn) -> CostProfile:
     load_errors = {tier: draw(errors) for tier in load}
     return CostProfile(
         draw(st.text()),
+        draw(subjects),
         ComputeCoefficients(draw(st.floats(1e-9, 1)), draw(numbers), draw(numbers)),
         draw(errors),
         load,
@@ -63,9 +85,9 @@ def learned() -> CostModel:
 def test_what_was_learned_is_written_and_started_from(tmp_path: Path) -> None:
     costs = learned()
     path = tmp_path / "profile.json"
-    CostProfile.of(costs, "tiny on a test").write(path)
+    CostProfile.of(costs, "models/tiny", SUBJECT).write(path)
     profile = CostProfile.read(path)
-    assert profile.model == "tiny on a test"
+    assert (profile.model, profile.subject) == ("models/tiny", SUBJECT)
     assert profile.compute_error is not None
     assert profile.compute_error.samples == 30
     assert profile.load.keys() == profile.load_errors.keys() == {Tier.SSD}
@@ -81,7 +103,7 @@ def test_what_was_learned_is_written_and_started_from(tmp_path: Path) -> None:
 
 
 def test_nothing_learned_is_written_without_errors() -> None:
-    profile = CostProfile.of(CostModel(ComputeRegression(), LoadModel([KV])), "")
+    profile = CostProfile.of(CostModel(ComputeRegression(), LoadModel([KV])), "", SUBJECT)
     assert profile.compute_error is None
     assert profile.load == {}
     assert profile.interference is None
@@ -98,7 +120,7 @@ def test_before_interference_is_measured_it_is_guessed_from_compute() -> None:
 
 
 def good() -> dict[str, Any]:
-    return CostProfile.of(learned(), "model").as_json()
+    return CostProfile.of(learned(), "model", SUBJECT).as_json()
 
 
 def damaged(*path: str, value: Any = None, remove: bool = False) -> str:
@@ -119,10 +141,13 @@ def damaged(*path: str, value: Any = None, remove: bool = False) -> str:
         ("", "not JSON"),
         ("[1, 2]", "should be an object"),
         ("[" * 100_000, "not JSON"),
-        (damaged("format", value=2), "format 2, this version reads 1"),
+        (damaged("format", value=1), "format 1, this version reads 2"),
         (damaged("format", value=True), "format True"),
         (damaged("format", remove=True), "lacks 'format'"),
-        (damaged("model", value=3), "'model' should be a string"),
+        (damaged("model", value=3), "profile.model should be a string"),
+        (damaged("subject", remove=True), "lacks 'subject'"),
+        (damaged("subject", "machine", value=None), "subject.machine should be a string"),
+        (damaged("subject", "tp_size", value="2"), "subject.tp_size"),
         (damaged("compute", remove=True), "lacks 'compute'"),
         (damaged("compute", "token_s", remove=True), "compute lacks 'token_s'"),
         (damaged("compute", "token_s", value=-1e-9), "compute.token_s"),
@@ -152,6 +177,37 @@ def test_a_bad_profile_is_refused_by_its_key_and_place(
     assert refused.value.key == "planner_profile"
     assert told in str(refused.value)
     assert str(path) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "machine", "told"),
+    [
+        ({"hf_config": {"hidden_size": 64, "rope": {"theta": 1e6}}}, "", "config '"),
+        ({"model_dtype": "float32"}, "", "model_dtype 'bfloat16' there, 'float32' here"),
+        ({"quantization": "fp8"}, "", "quantization '' there, 'fp8' here"),
+        ({"tp_size": 2}, "", "tp_size 1 there, 2 here"),
+        ({}, "another, 4 cores", "machine 'a processor, 2 cores' there, 'another, 4 cores' here"),
+    ],
+)
+def test_a_profile_of_another_model_or_machine_is_refused(
+    tmp_path: Path, changed: dict[str, Any], machine: str, told: str
+) -> None:
+    path = tmp_path / "profile.json"
+    CostProfile.of(learned(), "models/tiny", SUBJECT).write(path)
+    here = ProfileSubject.of(DESCRIPTION | changed, machine or SUBJECT.machine)
+    with pytest.raises(ConfigError, match="heterocache calibrate") as refused:
+        CostProfile.read(path, here)
+    assert refused.value.key == "planner_profile"
+    assert "measured for models/tiny: " + told in str(refused.value)
+
+
+@pytest.mark.parametrize("machine", [SUBJECT.machine, ""])
+def test_a_profile_of_the_same_model_and_machine_is_taken(tmp_path: Path, machine: str) -> None:
+    path = tmp_path / "profile.json"
+    CostProfile.of(learned(), "models/tiny", SUBJECT).write(path)
+    journaled = json.loads(json.dumps(DESCRIPTION, sort_keys=True))
+    profile = CostProfile.read(path, ProfileSubject.of(journaled, machine))
+    assert profile.subject == SUBJECT
 
 
 def test_a_profile_by_which_computing_is_free_is_refused() -> None:
