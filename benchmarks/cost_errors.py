@@ -226,8 +226,8 @@ def _rows(result: CostErrors) -> Iterator[list[object]]:
     noise = result.noise()
     yield [f"{result.model}, noise: two requests alike", len(noise), *_shares(noise), ""]
     for part in result.parts:
-        errors = [f"{part.median:.3f}", f"{part.p95:.3f}"]
-        yield [f"{result.model}, {part.part}", part.samples, *errors, ""]
+        shares = [f"{part.median:.3f}", f"{part.p95:.3f}"]
+        yield [f"{result.model}, {part.part}", part.samples, *shares, ""]
 
 
 def _shares(values: list[float]) -> list[str]:

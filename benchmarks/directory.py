@@ -166,7 +166,7 @@ def lookups(
         "a prompt nobody has": unknown,
     }
     found = [
-        timing(name, lambda keys=chain.keys: directory.lookup(keys), repeats, chain.num_artifacts)
+        timing(name, partial(directory.lookup, chain.keys), repeats, chain.num_artifacts)
         for name, chain in cases.items()
     ]
     decoded = timing(

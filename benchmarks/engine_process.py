@@ -63,7 +63,8 @@ class EngineProcess:
 
     def complete(self, prompt: Sequence[int], tokens: int = 1, recompute: bool = False) -> Timing:
         """Complete a prompt; with `recompute` whatever is cached anywhere is not read."""
-        return self.call("complete", list(prompt), tokens, recompute)
+        timing: Timing = self.call("complete", list(prompt), tokens, recompute)
+        return timing
 
     def reset_prefix_cache(self) -> None:
         """Empty the engine's own prefix cache; what the connector stores stays."""
@@ -75,11 +76,13 @@ class EngineProcess:
 
     def restored(self) -> dict[str, int]:
         """Useful bytes restored since the last call, by the tier they came from."""
-        return self.call("restored")
+        by_tier: dict[str, int] = self.call("restored")
+        return by_tier
 
     def bytes_per_slot(self) -> int:
         """DRAM bytes of one slot of every state type."""
-        return self.call("bytes_per_slot")
+        size_bytes: int = self.call("bytes_per_slot")
+        return size_bytes
 
     def close(self) -> None:
         """End the engine. Idempotent."""
@@ -114,7 +117,8 @@ class EngineProcess:
 
 def prompt_tokens(num_tokens: int, seed: int) -> list[int]:
     """Random byte tokens."""
-    return np.random.default_rng(seed).integers(0, 256, num_tokens).tolist()
+    tokens: list[int] = np.random.default_rng(seed).integers(0, 256, num_tokens).tolist()
+    return tokens
 
 
 class Engine:

@@ -105,7 +105,7 @@ class DirectDisk:
         """Bytes per second of `_READERS` threads that read the file once, together."""
         if self._memory is None:
             self._memory = touched(self._count * _DD_BLOCK)
-        view, blocks = memoryview(self._memory), range(0, len(self._memory), _DD_BLOCK)
+        view, blocks = self._memory.data, range(0, len(self._memory), _DD_BLOCK)
         fd = os.open(self._path, os.O_RDONLY | os.O_DIRECT)
 
         def read(start: int) -> None:

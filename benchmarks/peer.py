@@ -211,7 +211,10 @@ def export(pipe: Connection) -> None:
 def export_store(pipe: Connection) -> None:
     """In the owner's process: a store that holds the chain."""
     store = open_store(KnownPeers())
-    store.sharing.serve_under(EPOCH)
+    sharing = store.sharing
+    if sharing is None:
+        raise RuntimeError("the store can export nothing: is NIXL there?")
+    sharing.serve_under(EPOCH)
     rng = np.random.default_rng(0)
     for chunk in chain():
         begun = store.begin_save(chunk, {KIND: MIB})
@@ -222,7 +225,7 @@ def export_store(pipe: Connection) -> None:
         store.complete_save(begun)
     copies: dict[ArtifactId, PeerCopy] = {}
     while len(copies) < TOTAL // MIB:
-        for change in store.sharing.take_exports():
+        for change in sharing.take_exports():
             if change.copy is not None:
                 copies[ArtifactId(change.chunk.key, KIND)] = PeerCopy(
                     EPOCH,
@@ -232,7 +235,7 @@ def export_store(pipe: Connection) -> None:
                     change.copy.checksum,
                 )
         time.sleep(0.001)
-    pipe.send((store.sharing.card, copies))
+    pipe.send((sharing.card, copies))
     pipe.recv()
     store.close()
 

@@ -18,6 +18,7 @@ import json
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks import cost_errors
 from benchmarks.measure import machine_line, rounded, save, table, timed
@@ -147,7 +148,9 @@ def main() -> None:
         "--model", choices=cost_errors.MODELS, help="costs of this one only; writes no results"
     )
     arguments = parser.parse_args()
-    texts, worst, details = [f"{machine_line()}; medians"], {}, {}
+    texts = [f"{machine_line()}; medians"]
+    worst: dict[str, float] = {}
+    details: dict[str, Any] = {}
     if arguments.only != "costs":
         timings = [x for name in MODELS for size in SIZES for x in measure(name, size, _REPEATS)]
         worst |= figures(timings)

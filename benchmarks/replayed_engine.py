@@ -22,7 +22,7 @@ from hetero_connector.engine.messages import Save as SaveOrder
 from hetero_connector.engine.peer_matching import PeerMatcher
 from hetero_connector.engine.predictions import Predictions
 from hetero_connector.engine.requests import RequestTracker
-from hetero_connector.engine.restoring import Restorer
+from hetero_connector.engine.restoring import BlockTable, Restorer
 from hetero_connector.engine.saving import Saver
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.checkpoint_policy import CheckpointPolicy
@@ -141,6 +141,10 @@ class _Pages:
         return [int(page >= self._first_held) for page in range(pages.start, pages.stop)]
 
 
+def _table(pages: Sequence[_Pages]) -> BlockTable:
+    return lambda group, span: pages[group][span.start : span.stop]
+
+
 class _Decisions(Predictions):
     """Keeps the latest decision."""
 
@@ -228,7 +232,7 @@ class ReplayedEngine:
         request = ReplayedRequest(
             str(self._served), turn.tokens, turn.prompt_tokens, turn.prompt_tokens
         )
-        tracker = RequestTracker(request, chain)  # type: ignore[arg-type]
+        tracker = RequestTracker(request, chain)
         self._decisions.latest, self._decisions.deepest = None, 0
         while (restored := self._restorer.tokens(tracker, 0)) is None:
             self._step_io()
@@ -260,13 +264,8 @@ class ReplayedEngine:
         for computed in self._steps(restored, request.num_prompt_tokens, total_tokens):
             request.num_tokens = max(request.num_tokens, min(computed + 1, total_tokens))
             held_from = done if computed <= request.num_prompt_tokens else computed - 1
-            pages = self._pages(held_from)
-            for order in self._saver.step(
-                tracker,
-                computed,
-                lambda group, span, at=pages: at[group][span.start : span.stop],
-                (),
-            ):
+            table = _table(self._pages(held_from))
+            for order in self._saver.step(tracker, computed, table, ()):
                 self._copied(order)
             self._step_io()
             done = computed

@@ -94,7 +94,7 @@ def measure_restore(case: RestoreCase, directory: Path, repeats: int) -> Restore
     samples = Samples()
     prompts = [prompt_tokens(case.tokens, seed) for seed in (1, 2)]
     extra: dict[str, Any] = {"ssd_dir": str(directory), "ssd_gib": 0.6}
-    engine_args = {"max_model_len": case.max_model_len}
+    engine_args: dict[str, Any] = {"max_model_len": case.max_model_len}
     with EngineProcess(case.model, extra | {"dram_gib": 1.0}, **engine_args) as engine:
         for prompt in prompts:
             samples.add("cold", engine.complete(prompt).ttft_s)

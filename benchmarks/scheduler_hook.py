@@ -14,9 +14,9 @@ import argparse
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,8 +70,13 @@ def measure(preset: str, repeats: int = 31) -> HookTiming:
         for repeat in range(repeats + 1):
             _one_request(side, f"request-{repeat}", tokens, samples if repeat else Samples())
         store.check_integrity()
+    medians = samples.medians()
     return HookTiming(
-        **{f"{name}_s": seconds for name, seconds in samples.medians().items()},
+        hash_s=medians["hash"],
+        match_s=medians["match"],
+        admit_s=medians["admit"],
+        step_s=medians["step"],
+        release_s=medians["release"],
         chunks=PROMPT_TOKENS // layout.chunk_tokens,
         state_types=len(model.state_types),
     )
@@ -80,18 +85,19 @@ def measure(preset: str, repeats: int = 31) -> HookTiming:
 def measure_all(rounds: int = 7) -> dict[str, HookTiming]:
     """Every model of `MODELS`, in rounds: the machine's speed drifts within seconds."""
     timings = [{name: measure(name, 13) for name in MODELS} for _ in range(rounds)]
-    return {
-        name: HookTiming(
-            *(
-                statistics.median(getattr(timing[name], field.name) for timing in timings)
-                for field in fields(HookTiming)
-                if field.name.endswith("_s")
-            ),
-            chunks=timings[0][name].chunks,
-            state_types=timings[0][name].state_types,
-        )
-        for name in MODELS
-    }
+    return {name: _median([timing[name] for timing in timings]) for name in MODELS}
+
+
+def _median(timings: Sequence[HookTiming]) -> HookTiming:
+    return HookTiming(
+        hash_s=statistics.median(timing.hash_s for timing in timings),
+        match_s=statistics.median(timing.match_s for timing in timings),
+        admit_s=statistics.median(timing.admit_s for timing in timings),
+        step_s=statistics.median(timing.step_s for timing in timings),
+        release_s=statistics.median(timing.release_s for timing in timings),
+        chunks=timings[0].chunks,
+        state_types=timings[0].state_types,
+    )
 
 
 def figures_of(timings: Mapping[str, HookTiming]) -> dict[str, float]:

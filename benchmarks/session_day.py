@@ -278,13 +278,14 @@ class CountedWrites:
 
 def starts_over_a_day(num_sessions: int, seed: int) -> list[float]:
     """When sessions begin: anywhere in the day, in no order."""
-    return np.random.default_rng(seed).uniform(0.0, DAY_S, num_sessions).tolist()
+    starts_s: list[float] = np.random.default_rng(seed).uniform(0.0, DAY_S, num_sessions).tolist()
+    return starts_s
 
 
 def sweep(sessions: Sequence[Session], root: Path, seed: int) -> list[DayResult]:
     """A day without limits and, by what it took, days with less and less, for every model."""
     starts_s = starts_over_a_day(len(sessions), seed)
-    results = []
+    results: list[DayResult] = []
     for model in SCALES:
         ample = Limits(_AMPLE_BYTES)
         for number, (budget, capacity) in enumerate(SHARES):

@@ -204,7 +204,8 @@ def _value(recipe: Recipe, name: str, noise: torch.Tensor, initial: torch.Tensor
         return noise
     if "lm_head" in name:
         noise[NUM_TOKENS:] = 0.0  # ids no tokenizer knows stay below the best ones
-        return noise * (2.0 / noise.shape[1] ** 0.5)
+        scale: float = 2.0 / noise.shape[1] ** 0.5
+        return noise * scale
     if "norm" in name:
         stored = initial.mean()  # Gemma and Qwen3-Next store the weight minus one
         weight = 2.0 if "q_norm" in name else 1.0  # sharper attention
@@ -220,7 +221,8 @@ def _value(recipe: Recipe, name: str, noise: torch.Tensor, initial: torch.Tensor
     fan_in = noise[0].numel() if "conv1d" in name else noise.shape[-1]
     if "experts" in name and recipe.model_type == "gpt_oss":
         fan_in = noise.shape[-2]  # stored transposed
-    return noise * (_gain(recipe, name) / fan_in**0.5)
+    spread: float = _gain(recipe, name) / fan_in**0.5
+    return noise * spread
 
 
 def _gain(recipe: Recipe, name: str) -> float:
