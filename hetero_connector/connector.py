@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from hetero_connector.config import HeteroConfig
 from hetero_connector.engine.engine_identity import engine_version
 from hetero_connector.engine.messages import StepMetadata, WorkerReport
+from hetero_connector.engine.peer_matching import handed_over
 from hetero_connector.engine.prometheus import HeteroPromMetrics, HeteroStats
 from hetero_connector.engine.start import open_scheduler_side, open_worker_side
 from hetero_connector.metrics import Recorder
@@ -171,7 +172,7 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         """Save the last boundary; never holds blocks."""
         if self._scheduler:
             self._scheduler.finished(request, block_ids)
-        return False, None
+        return False, handed_over(request)
 
     def has_pending_push_work(self) -> bool:
         """Keep stepping until every ordered save has been reported."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.peer_copy import PeerCopy
@@ -29,6 +30,10 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.spec import StateType
 from hetero_connector.store.base import Failure, Store
 
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+_PREFILLED = "do_remote_prefill"
 _PREFILL_S = 0.5
 """How long what a prefill has left is waited for. Sealing, summing and claiming take some 10 ms."""
 _ASK_AGAIN_S = 0.01
@@ -185,7 +190,7 @@ class PeerMatcher:
         while first and not stored[first - 1].tiers.keys() >= self._types:
             first -= 1
         first = max(first, local_tokens // size)
-        was_prefilled = _was_prefilled(tracker)
+        was_prefilled = _says(tracker.request, _PREFILLED)
         if limit - max(first * size, local_tokens) < (self._tail_step if was_prefilled else size):
             return None
         wanted = chunks[first:]
@@ -272,6 +277,14 @@ class PeerMatcher:
         return StoredChunk(own.chunk, tiers)
 
 
-def _was_prefilled(tracker: RequestTracker) -> bool:
-    params = tracker.request.kv_transfer_params
-    return isinstance(params, dict) and bool(params.get("do_remote_prefill"))
+def handed_over(request: Request) -> dict[str, Any] | None:
+    """What the answer to a remote prefill tells a proxy to send with the request to its decoder.
+
+    vLLM's proxies ask for it by `do_remote_decode`, and pass it on as it is.
+    """
+    return {_PREFILLED: True} if _says(request, "do_remote_decode") else None
+
+
+def _says(request: Request, name: str) -> bool:
+    params = request.kv_transfer_params
+    return isinstance(params, dict) and bool(params.get(name))

@@ -12,6 +12,7 @@ import pytest
 
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.engine import peer_matching
+from hetero_connector.engine.peer_matching import handed_over
 from hetero_connector.errors import DirectoryUnavailableError
 from hetero_connector.metrics import COUNTERS, split_key
 from hetero_connector.spec import ModelSpec
@@ -331,6 +332,23 @@ def test_a_prefill_that_left_nothing_is_waited_for_a_moment_only(
     started_s = time.monotonic()
     assert bob.run(FakeRequest("b", PROMPT, kv_transfer_params=PREFILLED)) == 0
     assert 0.2 <= time.monotonic() - started_s < 5.0
+
+
+@pytest.mark.parametrize(
+    ("params", "handed"),
+    [
+        ({"do_remote_decode": True, "do_remote_prefill": False}, PREFILLED),
+        ({"do_remote_decode": False}, None),
+        (PREFILLED, None),
+        ({}, None),
+        (None, None),
+        (["do_remote_decode"], None),
+    ],
+)
+def test_a_remote_prefill_tells_its_proxy_what_to_tell_the_decoder(
+    params: Any, handed: dict[str, Any] | None
+) -> None:
+    assert handed_over(FakeRequest("a", PROMPT, kv_transfer_params=params)) == handed
 
 
 def test_a_prompt_shorter_than_a_chunk_is_not_asked_for(fleet: Fleet) -> None:
