@@ -74,6 +74,7 @@ class Ledger:
         self._clock = clock
         self._replicas: dict[ArtifactId, Claim] = {}
         """What others own, and where it is here."""
+        self._replica_bytes = 0
         self._unlisted: dict[ArtifactId, None] = {}
         """Replicas to be listed, or listed again."""
         self._releases: dict[ArtifactId, Token] = {}
@@ -90,6 +91,7 @@ class Ledger:
         self._held_back.clear()
         self._unlisted.clear()
         self._replicas.clear()
+        self._replica_bytes = 0
         for batch in self._store.inventory():
             yield [_claim(change) for change in batch]
 
@@ -114,17 +116,18 @@ class Ledger:
             artifact = claim.artifact
             if grant.outcome is Outcome.OWNED:
                 owned[artifact] = grant.token
-                self._replicas.pop(artifact, None)
-                self._unlisted.pop(artifact, None)
+                self._is_no_replica(artifact)
             elif grant.outcome is Outcome.HELD:
                 held.append(artifact)
+                self._is_no_replica(artifact)
                 self._replicas[artifact] = claim
+                self._replica_bytes += claim.copy.size_bytes
                 self._unlisted[artifact] = None
         for outcome, count in Counter(grant.outcome for grant in grants).items():
             self._recorder.add("heterocache_directory_claims", count, outcome=outcome.value)
         for artifact in self._store.judged(owned, held):
             self._has_left(artifact, Token(owned.get(artifact, NO_TOKEN)))
-        self._recorder.set("heterocache_replicas", len(self._replicas))
+        self._count_replicas()
 
     def found(self, own: Mapping[ArtifactId, Token]) -> None:
         """The directory says that these are ours: those that are not here are released.
@@ -148,13 +151,26 @@ class Ledger:
                     claims.append(claim)
         if claims:
             self._thread.publish(claims)
+        if latest:
+            self._count_replicas()
 
     def _has_left(self, artifact: ArtifactId, token: Token) -> None:
-        was_replica = self._replicas.pop(artifact, None) is not None
-        self._unlisted.pop(artifact, None)
+        was_replica = self._is_no_replica(artifact)
         self._held_back.pop(artifact, None)
         if was_replica or token:
             self._releases[artifact] = token
+
+    def _is_no_replica(self, artifact: ArtifactId) -> bool:
+        """Whether it was one."""
+        self._unlisted.pop(artifact, None)
+        claim = self._replicas.pop(artifact, None)
+        if claim is not None:
+            self._replica_bytes -= claim.copy.size_bytes
+        return claim is not None
+
+    def _count_replicas(self) -> None:
+        self._recorder.set("heterocache_replicas", len(self._replicas))
+        self._recorder.set("heterocache_replica_bytes", self._replica_bytes)
 
     def _tell(self) -> None:
         """Releases and replicas, a call at a time. What fails is told again later."""

@@ -50,6 +50,7 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "heterocache_directory_lookups": ("Chains asked for, by what came of it.", ("outcome",)),
     "heterocache_directory_lookup_seconds": ("From asking for a chain to its answer.", ()),
     "heterocache_replicas": ("Artifacts here that other workers own.", ()),
+    "heterocache_replica_bytes": ("Their useful bytes.", ()),
     "heterocache_directory_claims_dropped": ("Sealed artifacts the fleet was not told of.", ()),
     "heterocache_stage_seconds": ("From the match to everything in DRAM.", ()),
     "heterocache_load_seconds": ("Pages written by a step's loads.", ()),
@@ -71,6 +72,7 @@ _GAUGES = frozenset(
         "heterocache_ssd_written_today_bytes",
         "heterocache_directory_joined",
         "heterocache_replicas",
+        "heterocache_replica_bytes",
     }
 )
 

@@ -10,7 +10,7 @@ import pytest
 from hetero_connector.artifacts.exported import ExportChange, ExportedCopy
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkRange
 from hetero_connector.errors import DirectoryUnavailableError
-from hetero_connector.metrics import Recorder
+from hetero_connector.metrics import GAUGES, Recorder
 from hetero_connector.spec.state_types import StateType
 from ownership.directory import Claim, Copy, Grant, Holding, Lease, Worker
 from ownership.fleet_worker import FleetWorker
@@ -112,14 +112,20 @@ class Worked:
 
     def __init__(self, directory: MemoryDirectory, lease_s: float = 5.0) -> None:
         self.store = ListedStore()
+        self.recorder = Recorder()
         self.worker = FleetWorker(
-            directory, "ann", lease_s, Recorder(), call_s=0.1, replica_ttl_s=TTL_S
+            directory, "ann", lease_s, self.recorder, call_s=0.1, replica_ttl_s=TTL_S
         )
         self.worker.start(self.store)
 
     def tell(self, *changes: ExportChange) -> None:
         self.store.put(*changes)
         self.worker.wake()
+
+    def replicas(self, **gauges: float) -> bool:
+        """Whether the gauges were set to these values since the last call."""
+        set_now = (self.recorder.drain() or {}).get(GAUGES, {})
+        return set_now.items() >= {f"heterocache_{k}{{}}": v for k, v in gauges.items()}.items()
 
     def drop(self, number: int) -> None:
         self.store.drop(number)
@@ -155,9 +161,10 @@ def is_free(directory: MemoryDirectory, number: int) -> bool:
     return held is None or held.owner == NOBODY
 
 
-def owned_by_bob(directory: MemoryDirectory, number: int, lease_s: float = 60.0) -> Epoch:
+def owned_by_bob(directory: MemoryDirectory, *numbers: int, lease_s: float = 60.0) -> Epoch:
     epoch = directory.register(Worker("bob", b"bob's card"), lease_s).epoch
-    directory.claim_owner(epoch, [Claim(change(number).id, Copy(64, bytes(16), 0, 1))])
+    copy = Copy(64, bytes(16), 0, 1)
+    directory.claim_owner(epoch, [Claim(change(number).id, copy) for number in numbers])
     return epoch
 
 
@@ -232,6 +239,18 @@ def test_what_another_owns_is_a_replica_whose_listing_is_renewed(
     assert holding(directory, 1).owner == owner  # type: ignore[union-attr]
     ann.drop(1)
     until(lambda: not holding(directory, 1).replicas)  # type: ignore[union-attr]
+
+
+def test_replicas_are_counted_with_their_bytes(directory: BreakableDirectory, ann: Worked) -> None:
+    owner = owned_by_bob(directory, 1, 2)
+    ann.tell(change(1), change(2), change(3))
+    until(lambda: ann.replicas(replicas=2, replica_bytes=128))
+    ann.drop(2)
+    until(lambda: ann.replicas(replicas=1, replica_bytes=64))
+    held = holding(directory, 1)
+    assert held is not None
+    directory.release(owner, {change(1).id: held.token})  # ours, when it is claimed again
+    until(lambda: ann.replicas(replicas=0, replica_bytes=0))
 
 
 @pytest.mark.parametrize("how", ["lets go", "dies"])
