@@ -89,8 +89,8 @@ KEYS: tuple[Key, ...] = (
     ),
     Key(
         "load_deadline_s", "number > 0", "10",
-        "Seconds after which a restore gives up and the rest is computed; a fleet's directory is "
-        "waited for a hundredth of that", number,
+        "Seconds after which a restore gives up and the rest is computed; a peer is waited for a "
+        "fifth of that, a fleet's directory a hundredth", number,
     ),
     Key(
         "directory", "`redis://` URL or `memory://`", "none: this engine by itself",

@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.heterocache")
 
+_PEERS_PER_LOAD = 5
+"""A restore that a peer leaves waiting has time to read elsewhere."""
+
 
 def open_worker_side(
     vllm_config: VllmConfig, kv_cache: KVCacheConfig, config: HeteroConfig, recorder: Recorder
@@ -231,6 +234,7 @@ def _store_config(config: HeteroConfig, vllm_config: VllmConfig, *, shared: bool
         eviction=config.eviction,
         verify=config.verify,
         load_deadline_s=config.load_deadline_s,
+        peer_deadline_s=config.load_deadline_s / _PEERS_PER_LOAD,
         # Peers are told of what has its checksum: at once, so that they find it.
         spill_delay_s=0.0 if config.directory else StoreConfig.spill_delay_s,
     )

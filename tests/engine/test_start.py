@@ -78,6 +78,15 @@ def test_data_parallel_engines_share_the_ssd_and_its_write_budget(tmp_path: Path
     )
 
 
+def test_who_gives_a_restore_more_time_gives_its_peers_more() -> None:
+    alone = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_size=1, data_parallel_index=0)
+    )
+    config = HeteroConfig(dram_gib=1, load_deadline_s=100.0)
+    made = _store_config(config, alone, shared=False)  # type: ignore[arg-type]
+    assert (made.load_deadline_s, made.peer_deadline_s) == (100.0, 20.0)
+
+
 def costs() -> CostModel:
     return CostModel(ComputeRegression(), LoadModel(HYBRID.state_types), step_tokens=512)
 
