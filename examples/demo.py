@@ -21,7 +21,7 @@ from pathlib import Path
 from examples.agent_session import AgentSession
 from examples.checkpoints import write_checkpoint
 from examples.demo_report import print_report
-from examples.serving import Reply, Server, kv_transfer_config
+from examples.serving import Reply, Server, kv_transfer_config, logprob_distance
 from examples.stored_bytes import StoredBytes, measure_stored_bytes
 
 MODELS = ("dense", "gemma3", "deepseek_v4")
@@ -54,7 +54,7 @@ class Outcome:
     def delta(self, way: str) -> float:
         """Largest |difference| of a logprob from the engine's own prefix hit."""
         reference = self.replies["local"][0]
-        return max(_delta(reference, reply) for reply in self.replies[way])
+        return max(logprob_distance(reference, reply) for reply in self.replies[way])
 
     def complaints(self) -> list[str]:
         """What a user should not accept; empty when all is well."""
@@ -195,16 +195,6 @@ def _since(
 
 def _failures(server: Server) -> float:
     return sum(value for _, value in server.series("heterocache_failures_total"))
-
-
-def _delta(one: Reply, other: Reply) -> float:
-    """Over the steps both had the same context, and the tokens both report."""
-    worst = 0.0
-    for step, (a, b) in enumerate(zip(one.top_logprobs, other.top_logprobs, strict=True)):
-        worst = max([worst, *(abs(a[token] - b[token]) for token in a.keys() & b.keys())])
-        if one.tokens[step] != other.tokens[step]:
-            break
-    return worst
 
 
 def _say(model: str, message: str) -> None:

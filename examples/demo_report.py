@@ -42,7 +42,7 @@ def print_ways(outcome: Outcome) -> None:
             )
         )
     header = ("way to the first token", "TTFT", "faster", "tokens cached", "max |delta logprob|")
-    _table(header, rows)
+    print_table(header, rows)
 
 
 def print_restored(outcome: Outcome) -> None:
@@ -52,7 +52,7 @@ def print_restored(outcome: Outcome) -> None:
         (kind, *(f"{outcome.restored[tier].get(kind, 0):,}" for tier in ("dram", "ssd")))
         for kind in sorted(kinds)
     ]
-    _table(("tokens restored", "from DRAM", "from SSD"), rows)
+    print_table(("tokens restored", "from DRAM", "from SSD"), rows)
 
 
 def print_stored(stored: StoredBytes) -> None:
@@ -68,7 +68,7 @@ def print_stored(stored: StoredBytes) -> None:
     ]
     totals = (sum(getattr(state, column) for state in stored.states) for column in columns)
     rows.append(("all", *map(per_token, totals)))
-    _table(
+    print_table(
         ("bytes stored per token", "measured", "useful, by arithmetic", "at padded page stride"),
         rows,
     )
@@ -78,7 +78,8 @@ def print_stored(stored: StoredBytes) -> None:
     )
 
 
-def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+def print_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """Columns padded to their widest cell; the first is left-aligned."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     print()
     for row in (header, *rows):

@@ -88,6 +88,19 @@ class Reply:
     """Prompt tokens the server did not compute, local and external; None if not told."""
 
 
+def logprob_distance(one: Reply, other: Reply) -> float:
+    """Largest |difference| of a logprob, over the steps both had the same context.
+
+    Of tokens that both report: all of them if `num_logprobs` was the vocabulary's size.
+    """
+    worst = 0.0
+    for step, (a, b) in enumerate(zip(one.top_logprobs, other.top_logprobs, strict=True)):
+        worst = max([worst, *(abs(a[token] - b[token]) for token in a.keys() & b.keys())])
+        if one.tokens[step] != other.tokens[step]:
+            break
+    return worst
+
+
 @dataclass
 class Server:
     """The stock server of `model` (a checkpoint directory). Use it as a context manager.
@@ -192,6 +205,11 @@ class Server:
         if ttft_s is None:
             raise RuntimeError(f"the server streamed no token:\n{self.log_tail()}")
         return Reply(tokens, top_logprobs, ttft_s, cached_tokens)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """What the server answers to a JSON object."""
+        with self._send(path, json.dumps(body).encode()) as response:
+            return json.load(response)
 
     def metrics(self) -> dict[str, float]:
         """/metrics: `name{labels}` as printed -> value."""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.demo import Outcome, _delta
-from examples.serving import Reply, Server
+from examples.demo import Outcome
+from examples.serving import Reply, Server, logprob_distance
 
 METRICS = """# HELP heterocache_bytes Useful bytes stored.
 heterocache_bytes{engine="0",state_type="dense_kv",tier="dram"} 4096.0
@@ -107,7 +107,7 @@ def _reply(logprobs: list[dict[str, float]], tokens: list[int], ttft_s: float = 
 def test_delta_stops_where_the_contexts_part() -> None:
     one = _reply([{"a": -1.0}, {"a": -1.0}, {"a": -1.0}], [1, 2, 3])
     same = _reply([{"a": -1.0}, {"a": -1.5}, {"a": -9.0}], [1, 5, 3])
-    assert _delta(one, same) == 0.5
+    assert logprob_distance(one, same) == 0.5
 
 
 def test_the_demo_complains_about_a_wrong_or_missing_restore() -> None:

@@ -1,0 +1,205 @@
+"""An OpenAI-compatible proxy before stock servers of one fleet: some prefill, some decode.
+
+A prefill is the same request with one token to answer. What it computed the decoder reads from
+its DRAM: `do_remote_prefill` tells the decoder to look for it. Nothing else is handed over, so
+a prefill that fails costs time only: the decoder then computes the prompt itself.
+
+    python -m examples.disaggregated_prefill.proxy --prefill URL ... --decode URL ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import logging
+import time
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
+
+CONNECT_S = 5.0
+PREFILL_S = 120.0
+AWAY_S = 5.0
+"""How long a prefiller that could not be reached, or hangs, is not asked again."""
+_OF_THE_ANSWER = {
+    "best_of",
+    "echo",
+    "kv_transfer_params",
+    "logprobs",
+    "max_completion_tokens",
+    "min_tokens",
+    "n",
+    "prompt_logprobs",
+    "stream_options",
+    "top_logprobs",
+    "use_beam_search",
+}
+"""What a request wants of its answer; a prefill has none."""
+_OF_THE_CONNECTION = {
+    "connection",
+    "content-length",
+    "expect",
+    "host",
+    "keep-alive",
+    "transfer-encoding",
+}
+
+logger = logging.getLogger("proxy")
+
+
+class Proxy:
+    """Prefills where the least is to do; a session (`session_id`) stays on one decoder."""
+
+    def __init__(
+        self, prefillers: Sequence[str], decoders: Sequence[str], prefill_s: float = PREFILL_S
+    ) -> None:
+        """Base addresses, `http://host:port`. `prefill_s`: a prefill is given up after that."""
+        self._prefillers, self._decoders = list(prefillers), list(decoders)
+        self._prefill_timeout = ClientTimeout(total=prefill_s, sock_connect=CONNECT_S)
+        self._outstanding: Counter[str] = Counter()
+        self._away_until_s: defaultdict[str, float] = defaultdict(float)
+        self._client: ClientSession
+
+    def app(self) -> web.Application:
+        """The proxy as an application; run it with `handler_cancellation`."""
+        app = web.Application(client_max_size=0)  # prompts of any length: the servers judge them
+        app.cleanup_ctx.append(self._connect)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/{path:health|v1/models}", self._ask_a_decoder)
+        return app
+
+    async def _connect(self, _: web.Application) -> AsyncIterator[None]:
+        # A new connection each time: one kept open may be closed by the server as it is used.
+        connector = TCPConnector(limit=0, force_close=True)
+        timeout = ClientTimeout(total=None, sock_connect=CONNECT_S)
+        options: dict[str, Any] = {"auto_decompress": False, "timeout": timeout}
+        async with ClientSession(connector=connector, **options) as self._client:
+            yield
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        try:
+            body = json.loads(await request.read())
+        except ValueError as error:
+            return _error(400, f"the body is not JSON: {error}")
+        if not isinstance(body, dict):
+            return _error(400, "the body is not a JSON object")
+        params = body.get("kv_transfer_params") or {}
+        if not isinstance(params, dict):
+            return _error(400, "kv_transfer_params is not a JSON object")
+        session = body.get("session_id") or request.headers.get("X-Session-ID")
+        session = session or params.get("session_id")
+        if await self._prefill(request, body):
+            body["kv_transfer_params"] = {**params, "do_remote_prefill": True}
+        return await self._relay(request, self._decoder(session), body)
+
+    async def _ask_a_decoder(self, request: web.Request) -> web.StreamResponse:
+        return await self._relay(request, self._decoder(None), None)
+
+    def _decoder(self, session: object) -> str:
+        if session:
+            return self._decoders[zlib.crc32(str(session).encode()) % len(self._decoders)]
+        return min(self._decoders, key=self._outstanding.__getitem__)
+
+    async def _prefill(self, request: web.Request, body: Mapping[str, Any]) -> bool:
+        """Whether a prefiller has computed the prompt."""
+        short = {name: value for name, value in body.items() if name not in _OF_THE_ANSWER}
+        short |= {"max_tokens": 1, "stream": False}
+        headers = _passed_on(request.headers)
+        for server in sorted(self._prefillers, key=self._outstanding.__getitem__):
+            if time.monotonic() < self._away_until_s[server]:
+                continue
+            self._prefillers.remove(server)
+            self._prefillers.append(server)  # of two with as little to do the other is next
+            try:
+                with self._one_more(server):
+                    post = self._client.post(
+                        server + request.path,
+                        data=_encoded(short),
+                        headers=headers,
+                        timeout=self._prefill_timeout,
+                    )
+                    async with post as answer:
+                        await answer.read()
+            except (ClientError, TimeoutError) as error:
+                logger.warning("the prefiller %s is away: %r", server, error)
+                self._away_until_s[server] = time.monotonic() + AWAY_S
+                if isinstance(error, ClientError):
+                    continue
+                return False  # the request has waited for long enough
+            if answer.status != 200:
+                logger.warning("the prefiller %s answered %d", server, answer.status)
+            return answer.status == 200
+        return False
+
+    async def _relay(
+        self, request: web.Request, server: str, body: Mapping[str, Any] | None
+    ) -> web.StreamResponse:
+        """What the decoder answers, as it comes."""
+        response: web.StreamResponse | None = None
+        headers = _passed_on(request.headers)
+        url = server + request.path
+        try:
+            with self._one_more(server):
+                async with self._client.request(
+                    request.method, url, data=_encoded(body), headers=headers
+                ) as answer:
+                    response = web.StreamResponse(
+                        status=answer.status, headers=_passed_on(answer.headers)
+                    )
+                    await response.prepare(request)
+                    async for piece in answer.content.iter_any():
+                        await response.write(piece)
+        except (ClientError, TimeoutError) as error:
+            if response is None:
+                return _error(502, f"the decoder {server} is away: {error!r}")
+            if request.transport is None:
+                return response  # the client has left
+            logger.warning("the decoder %s left in the middle of an answer: %r", server, error)
+            request.transport.close()  # without an end: half an answer is not an answer
+        return response
+
+    @contextmanager
+    def _one_more(self, server: str) -> Iterator[None]:
+        self._outstanding[server] += 1
+        try:
+            yield
+        finally:
+            self._outstanding[server] -= 1
+
+
+def _encoded(body: Mapping[str, Any] | None) -> io.BytesIO | None:
+    return None if body is None else io.BytesIO(json.dumps(body).encode())
+
+
+def _passed_on(headers: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in headers.items() if k.lower() not in _OF_THE_CONNECTION}
+
+
+def _error(status: int, message: str) -> web.Response:
+    logger.warning(message)
+    error = {"message": message, "type": "proxy_error", "code": status}
+    return web.json_response({"error": error}, status=status)
+
+
+def main() -> None:
+    """Serve until stopped."""
+    parser = argparse.ArgumentParser(prog="python -m examples.disaggregated_prefill.proxy")
+    parser.add_argument("--prefill", nargs="*", default=[], metavar="URL", help="none: no prefill")
+    parser.add_argument("--decode", nargs="+", required=True, metavar="URL")
+    parser.add_argument("--prefill-timeout", type=float, default=PREFILL_S, metavar="SECONDS")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    given = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    app = Proxy(given.prefill, given.decode, given.prefill_timeout).app()
+    web.run_app(app, host=given.host, port=given.port, handler_cancellation=True, access_log=None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""A session through the proxy, what it moved, and the same session on a single server."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from examples.agent_session import AgentSession
+from examples.disaggregated_prefill.fleet import CHUNK, VOCABULARY, Fleet, value
+from examples.serving import Reply, Server, logprob_distance
+
+REPLY_TOKENS = 40
+"""Longer than the shortest boundary of most models: what is decoded goes back to prefillers."""
+_AFTER_A_BOUNDARY = 24
+"""Tokens of every prompt after its last chunk: less than a shorter boundary would need."""
+_SETTLED_S = 0.5
+_SETTLE_TIMEOUT_S = 20.0
+
+
+@dataclass
+class Turn:
+    """One request through the proxy."""
+
+    prompt: list[int]
+    reply: Reply
+    prefillers_from_peers: int
+    """Tokens that prefillers restored from other servers."""
+    from_peer: int
+    """Tokens that the decoder restored from a prefiller."""
+    moved_bytes: int
+    """Between servers."""
+    alone_ttft_s: float = 0.0
+    """On one server, which has its own prefix of the turn before."""
+    hit: Reply | None = None
+    """That server's answer from its own prefix of this turn."""
+
+    @property
+    def distance(self) -> float:
+        """Largest difference of a logprob from that answer."""
+        assert self.hit is not None
+        return logprob_distance(self.hit, self.reply)
+
+
+@dataclass
+class Outcome:
+    """What happened with one model."""
+
+    model: str
+    turns: list[Turn] = field(default_factory=list)
+    held_bytes: float = 0.0
+    """In all DRAM tiers."""
+    replica_bytes: float = 0.0
+    """Of these, what another server owns."""
+    failures: float = 0.0
+
+    @property
+    def distinct_bytes(self) -> float:
+        """Every artifact has one owner."""
+        return self.held_bytes - self.replica_bytes
+
+    @property
+    def duplicate_factor(self) -> float:
+        """Bytes held in all DRAM tiers over the distinct ones."""
+        return self.held_bytes / self.distinct_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """Between servers, in all turns."""
+        return sum(turn.moved_bytes for turn in self.turns)
+
+    def complaints(self) -> list[str]:
+        """What a user should not accept; empty when all is well."""
+        found = []
+        tolerance = 0.0 if self.model == "deepseek_v4" else 1e-4
+        for number, turn in enumerate(self.turns, 1):
+            if not turn.from_peer:
+                found.append(f"turn {number}: the decoder restored nothing from its peer")
+            if turn.hit is None:
+                continue
+            if turn.reply.cached_tokens != turn.hit.cached_tokens:
+                found.append(
+                    f"turn {number}: {turn.reply.cached_tokens} cached tokens, not "
+                    f"{turn.hit.cached_tokens} as by the own prefix hit"
+                )
+            if turn.distance > tolerance:
+                found.append(f"turn {number}: logprobs differ by {turn.distance:.2g}")
+        if self.failures:
+            found.append(f"{self.failures:.0f} transfers or checks failed")
+        return [f"{self.model}: {problem}" for problem in found]
+
+
+def play(
+    fleet: Fleet, task_chunks: int = 12, turns: int = 4, seed: int = 1, *, alone: bool = True
+) -> Outcome:
+    """A session of `turns` requests, the first with about `task_chunks` chunks.
+
+    `alone`: then the same session on one of the servers by itself, to compare with.
+    """
+    model = fleet.decoder.model
+    outcome = Outcome(model.name)
+    session = AgentSession(model / "tokenizer.json", seed)
+    warm_up(fleet)
+    before = _held(fleet)
+    session.task(task_chunks * CHUNK + _AFTER_A_BOUNDARY)
+    for _ in range(turns):
+        turn = _turn(fleet, session.tokens)
+        outcome.turns.append(turn)
+        session.reply(turn.reply.tokens)
+        session.tool_output(CHUNK)
+        session.tool_output(-len(session.tokens) % CHUNK + _AFTER_A_BOUNDARY)
+    outcome.held_bytes, outcome.replica_bytes = (
+        now - then for now, then in zip(_held(fleet), before, strict=True)
+    )
+    for turn in outcome.turns if alone else ():
+        _play_alone(fleet.prefillers[0], turn)
+    outcome.failures = sum(value(server, "failures") for server in fleet.servers)
+    return outcome
+
+
+def warm_up(fleet: Fleet) -> None:
+    """The first requests of a process pay for what is set up late: let it be these."""
+    prompt = AgentSession(fleet.decoder.model / "tokenizer.json").text(CHUNK + _AFTER_A_BOUNDARY)
+    for server in fleet.servers:
+        server.complete(prompt, REPLY_TOKENS, VOCABULARY, cache_salt=f"warm-up {server.port}")
+
+
+def _turn(fleet: Fleet, tokens: list[int]) -> Turn:
+    prompt = list(tokens)
+    restored = [_restored(server) for server in fleet.servers]
+    moved = _moved_bytes(fleet)
+    reply = fleet.proxy.complete(prompt, REPLY_TOKENS, VOCABULARY, session_id="agent")
+    gained = [now - then for now, then in zip(map(_restored, fleet.servers), restored, strict=True)]
+    return Turn(prompt, reply, sum(gained[:-1]), gained[-1], _moved_bytes(fleet) - moved)
+
+
+def _play_alone(server: Server, turn: Turn) -> None:
+    """The salt makes the same tokens another conversation's, of which nobody has anything."""
+    salt = "alone"
+    turn.alone_ttft_s = server.complete(turn.prompt, 1, 0, cache_salt=salt).ttft_s
+    turn.hit = server.complete(turn.prompt, REPLY_TOKENS, VOCABULARY, cache_salt=salt)
+
+
+def _held(fleet: Fleet) -> tuple[float, float]:
+    """Bytes in all DRAM tiers, and of these in replicas, once every server knows what it owns."""
+    deadline = time.monotonic() + _SETTLE_TIMEOUT_S
+    seen = (-1.0, -1.0)
+    while (now := _held_now(fleet)) != seen:
+        if time.monotonic() > deadline:
+            raise RuntimeError("the servers do not come to rest")
+        seen = now
+        time.sleep(_SETTLED_S)
+    return seen
+
+
+def _held_now(fleet: Fleet) -> tuple[float, float]:
+    return (
+        sum(value(server, "bytes", tier="dram") for server in fleet.servers),
+        sum(value(server, "replica_bytes") for server in fleet.servers),
+    )
+
+
+def _restored(server: Server) -> int:
+    return int(value(server, "hit_tokens", tier="peer"))
+
+
+def _moved_bytes(fleet: Fleet) -> int:
+    return int(sum(value(server, "read_bytes", tier="peer") for server in fleet.servers))
