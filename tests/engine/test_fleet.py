@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from examples.checkpoints import write_checkpoint
+from examples.disaggregated_prefill.fleet import Fleet, fleet_of, value
+from examples.disaggregated_prefill.session import play
 from examples.serving import Reply, Server, kv_transfer_config
 from ownership.embedded_redis import EmbeddedRedis
 from tests.engine.harness import CHECKPOINTS, prompt_tokens
@@ -56,13 +58,6 @@ def fleet(model: str, folder: Path, directory: str, *names: str) -> Iterator[lis
         yield servers
 
 
-def value(server: Server, name: str, **labels: str) -> float:
-    """Sum of a metric's series with these labels, as of now."""
-    server.complete([1, 2, 3], max_tokens=1)  # metrics come out with a step of the engine
-    found = [*server.series(f"heterocache_{name}"), *server.series(f"heterocache_{name}_total")]
-    return sum(n for have, n in found if labels.items() <= have.items())
-
-
 def until(what: str, is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not is_so():
@@ -80,15 +75,18 @@ def same(reply: Reply, answer: Reply) -> None:
 
 def computed(server: Server, prompt: list[int]) -> Reply:
     """Have the server compute a prompt and tell the fleet; its answer from its own prefix."""
-    before = value(server, "directory_claims", outcome="owned")
+    before = value(server, "artifacts", tier="dram")
     server.complete(prompt, max_tokens=1)
     answer = server.complete(prompt, MAX_TOKENS)
-    until("the fleet knows", lambda: value(server, "directory_claims", outcome="owned") > before)
-    told = -1.0
-    while told != (now := value(server, "directory_claims", outcome="owned")):
-        told = now
-        time.sleep(0.5)
+    until("it is sealed", lambda: value(server, "artifacts", tier="dram") > before)
+    until("the fleet knows", lambda: all_told(server))
     return answer
+
+
+def all_told(server: Server) -> bool:
+    """Whether every artifact of a server that has lost none was claimed, by it or another."""
+    owned = value(server, "directory_claims", outcome="owned")
+    return owned + value(server, "replicas") >= value(server, "artifacts", tier="dram")
 
 
 def asks(server: Server, seed: int) -> bool:
@@ -98,45 +96,91 @@ def asks(server: Server, seed: int) -> bool:
     return value(server, "directory_lookups", outcome="nothing") > before
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "gemma3",
-        pytest.param("dense", marks=pytest.mark.slow),
-        pytest.param("deepseek_v4", marks=pytest.mark.slow),
-    ],
-)
+MODELS = [
+    "gemma3",
+    pytest.param("dense", marks=pytest.mark.slow),
+    pytest.param("deepseek_v4", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module")
+def apart(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One server that prefills, one that decodes, the proxy before them; for three tests."""
+    logs = tmp_path_factory.mktemp("fleet")
+    extra = {"lease_s": LEASE_S, "checkpoints": "full"}
+    with fleet_of(request.param, CHECKPOINTS, logs, extra=extra) as running:
+        yield running
+
+
+@pytest.mark.parametrize("apart", MODELS, indirect=True)
+def test_prefill_and_decode_apart_answer_as_a_single_server_does(apart: Fleet) -> None:
+    (ann,), bob = apart.prefillers, apart.decoder
+    outcome = play(apart, task_chunks=4, turns=3)
+    assert outcome.complaints() == []
+    assert [turn.reply.cached_tokens for turn in outcome.turns] == [1024, 1536, 2048]
+    # Turn by turn the decoder reads what the prefiller has added, and nothing twice.
+    first, *others = (turn.from_peer for turn in outcome.turns)
+    assert first == 1024
+    assert all(256 <= tokens <= 512 for tokens in others)
+    assert 0 < outcome.moved_bytes < outcome.distinct_bytes
+    assert 1.0 < outcome.duplicate_factor < 2.0
+    # Of windows only those at the boundary where it resumes.
+    windows = {"tier": "dram", "state_type": "window_swa"}
+    if kept := value(ann, "artifacts", **windows):
+        size_bytes = value(ann, "bytes", **windows) / kept
+        moved = value(bob, "read_bytes", tier="peer", state_type="window_swa")
+        assert moved == len(outcome.turns) * size_bytes
+
+
+@pytest.mark.parametrize("apart", MODELS, indirect=True)
+def test_what_a_proxy_of_vllm_sends_hands_over_too(apart: Fleet) -> None:
+    (ann,), bob = apart.prefillers, apart.decoder
+    prompt = prompt_tokens(600, seed=200)
+    before = value(bob, "hit_tokens", tier="peer")
+    asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None}
+    short = {"prompt": prompt, "max_tokens": 1, "kv_transfer_params": asked}
+    prefilled = ann.post("/v1/completions", {"model": ann.model.name, **short})
+    handed = prefilled["kv_transfer_params"]
+    assert handed == {"do_remote_prefill": True, "remote_prefill_cached_tokens": 0}
+    reply = bob.complete(prompt, MAX_TOKENS, kv_transfer_params=handed)
+    assert value(bob, "hit_tokens", tier="peer") - before >= 512
+    same(reply, ann.complete(prompt, MAX_TOKENS))
+
+
+@pytest.mark.parametrize("apart", MODELS, indirect=True)
 def test_a_server_restores_what_another_computed_and_outlives_it_and_the_directory(
-    model: str, tmp_path: Path
+    apart: Fleet,
 ) -> None:
+    """Ends the server that prefills: it is the last to use it."""
+    redis, (ann,), bob = apart.redis, apart.prefillers, apart.decoder
     prompts = [prompt_tokens(1400, seed=300 + i) for i in range(4)]
-    with EmbeddedRedis() as redis, fleet(model, tmp_path, redis.url, "ann", "bob") as (ann, bob):
-        answers = [computed(ann, prompt) for prompt in prompts]
-        claims = value(ann, "directory_claims")
-        reply = bob.complete(prompts[0], MAX_TOKENS)
-        same(reply, answers[0])
-        from_peer = value(bob, "hit_tokens", tier="peer")
-        assert reply.cached_tokens == from_peer >= 1024
-        assert value(bob, "restored_bytes", tier="peer") > 0
-        until("it is a replica", lambda: value(bob, "replicas") > 0)
+    answers = [computed(ann, prompt) for prompt in prompts]
+    before = value(bob, "hit_tokens", tier="peer")
+    reply = bob.complete(prompts[0], MAX_TOKENS)
+    same(reply, answers[0])
+    from_peer = value(bob, "hit_tokens", tier="peer")
+    assert reply.cached_tokens == from_peer - before >= 1024
+    assert value(bob, "restored_bytes", tier="peer") > 0
+    until("it is a replica", lambda: value(bob, "replicas") > 0)
 
-        redis.kill()
-        same(bob.complete(prompts[1], MAX_TOKENS), answers[1])
-        until("alone", lambda: value(bob, "directory_joined") == 0)
-        same(ann.complete(prompts[1], MAX_TOKENS), answers[1])
-        assert value(bob, "hit_tokens", tier="peer") == from_peer
-        redis.start()
-        for server in (ann, bob):
-            until("back", lambda s=server: value(s, "directory_joined") == 1)
-        seeds = count(1_000)
-        until("bob is answered", lambda: asks(bob, next(seeds)))
-        until("ann has told all again", lambda: value(ann, "directory_claims") >= 2 * claims)
-        same(bob.complete(prompts[2], MAX_TOKENS), answers[2])
-        assert value(bob, "hit_tokens", tier="peer") > from_peer
+    redis.kill()
+    same(bob.complete(prompts[1], MAX_TOKENS), answers[1])
+    until("alone", lambda: value(bob, "directory_joined") == 0)
+    same(ann.complete(prompts[1], MAX_TOKENS), answers[1])
+    assert value(bob, "hit_tokens", tier="peer") == from_peer
+    told, has = value(ann, "directory_claims"), value(ann, "artifacts", tier="dram")
+    redis.start()
+    for server in (ann, bob):
+        until("back", lambda s=server: value(s, "directory_joined") == 1)
+    seeds = count(1_000)
+    until("bob is answered", lambda: asks(bob, next(seeds)))
+    until("ann has told all again", lambda: value(ann, "directory_claims") >= told + has)
+    same(bob.complete(prompts[2], MAX_TOKENS), answers[2])
+    assert value(bob, "hit_tokens", tier="peer") > from_peer
 
-        ann.kill()
-        same(bob.complete(prompts[3], MAX_TOKENS), answers[3])
-        same(bob.complete(prompts[3], MAX_TOKENS), answers[3])
+    ann.kill()
+    same(bob.complete(prompts[3], MAX_TOKENS), answers[3])
+    same(bob.complete(prompts[3], MAX_TOKENS), answers[3])
 
 
 @pytest.mark.slow
