@@ -85,6 +85,21 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--plot", type=Path, metavar="PNG", help="draw it too, here")
     command.set_defaults(run=_trace_stats)
 
+    command = commands.add_parser("simulate", help="replay a trace on a fleet that is not there")
+    command.add_argument("--trace", type=Path, required=True, help="a file or a directory of them")
+    command.add_argument("--format", help="of the trace (default: what its first line shows)")
+    command.add_argument("--fleet", type=Path, required=True, help="YAML, see docs/simulator.md")
+    command.add_argument(
+        "--policies", default="ownerserve", metavar="A,B,...", help="e.g. ownerserve,dynamo_kv"
+    )
+    command.add_argument(
+        "--sweep", action="append", default=[], metavar="NAME=A,B,...",
+        help="rate, sharing, sessions, seed or workers; may be repeated",
+    )  # fmt: skip
+    command.add_argument("--out", type=Path, required=True, help="directory; goes on where it was")
+    command.add_argument("--processes", type=int, default=1, help="side by side (default 1)")
+    command.set_defaults(run=_simulate)
+
     for command in (*commands.choices.values(), *actions.choices.values()):
         if command is not trace:
             command.add_argument("--json", action="store_true", help="one JSON value on stdout")
@@ -195,6 +210,21 @@ def _trace_stats(args: argparse.Namespace) -> int:
         from ownership.simulator.traces.command import stats
 
         stats(args.file, args.format, args.plot, as_json=args.json)
+    except ModuleNotFoundError as e:
+        return _complain(f"{e.name} is missing: pip install 'heterocache[sim]'")
+    except (HeteroCacheError, OSError) as e:
+        return _complain(e)
+    return EXIT_OK
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    try:
+        from ownership.simulator.sweeps.command import sweep
+        from ownership.simulator.sweeps.running import Inputs
+
+        inputs = Inputs(args.trace, args.format, args.fleet)
+        policies = [name for name in args.policies.split(",") if name]
+        sweep(inputs, policies, args.sweep, args.out, max(1, args.processes), as_json=args.json)
     except ModuleNotFoundError as e:
         return _complain(f"{e.name} is missing: pip install 'heterocache[sim]'")
     except (HeteroCacheError, OSError) as e:

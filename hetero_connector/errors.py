@@ -18,7 +18,8 @@ HeteroCacheError
 ├── PeerError              what another engine says of its memory makes no sense
 ├── NoWorkerError          no worker of the fleet accepts requests
 ├── TransferError          bytes could not be moved; carries the errno where one is known
-└── TraceError             a recorded trace is not what its format says; names file, line and field
+├── TraceError             a recorded trace is not what its format says; names file, line and field
+└── SimulationError        a fleet, a policy or a sweep cannot be simulated; names file and field
 
 An error raised while serving (transfer, checksum, deadline) never reaches the
 engine: it is counted and becomes a cache miss. Errors at start are raised, and
@@ -116,6 +117,17 @@ class TraceError(HeteroCacheError, ValueError):
 
     def __init__(
         self, source: str, problem: str, *, line: int | None = None, field: str | None = None
+    ) -> None:
+        place = source if line is None else f"{source}:{line}"
+        super().__init__(f"{place}: {field}: {problem}" if field else f"{place}: {problem}")
+        self.source, self.line, self.field, self.problem = source, line, field, problem
+
+
+class SimulationError(HeteroCacheError, ValueError):
+    """A fleet, policy or sweep makes no sense, or cannot be simulated: names where and what."""
+
+    def __init__(
+        self, source: str, problem: str, field: str | None = None, *, line: int | None = None
     ) -> None:
         place = source if line is None else f"{source}:{line}"
         super().__init__(f"{place}: {field}: {problem}" if field else f"{place}: {problem}")

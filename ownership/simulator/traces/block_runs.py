@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+_FEW = 512
+"""Ids up to which a loop is faster."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockRuns:
@@ -38,12 +41,28 @@ class BlockRuns:
     @classmethod
     def of_ids(cls, ids: npt.ArrayLike) -> BlockRuns:
         """From ids one by one (`[num_blocks] int64`)."""
+        if isinstance(ids, list) and len(ids) < _FEW:
+            return cls._of_few(ids)
         array = np.asarray(ids, dtype=np.int64)
         if not len(array):
             return cls()
         starts = np.flatnonzero(np.diff(array, prepend=array[0] - 2) != 1)
         counts = np.diff(starts, append=len(array))
         return cls(tuple(zip(array[starts].tolist(), counts.tolist(), strict=True)))
+
+    @classmethod
+    def _of_few(cls, ids: list[int]) -> BlockRuns:
+        """The same: numpy's calls take longer than a prompt of the usual length."""
+        runs, first, last = [], 0, -2
+        for block in ids:
+            if block != last + 1:
+                if last >= 0:
+                    runs.append((first, last + 1 - first))
+                first = block
+            last = block
+        if last >= 0:
+            runs.append((first, last + 1 - first))
+        return cls(tuple(runs))
 
     @property
     def num_blocks(self) -> int:

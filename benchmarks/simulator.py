@@ -1,0 +1,151 @@
+"""How fast the simulator is.
+
+`python -m benchmarks.simulator --mooncake FILE --sessions FILE [--json]`
+
+`mooncake_requests_per_s`: requests of the Mooncake file simulated per CPU second on one core, with
+chunks of 512 tokens, two H200 workers and all three tiers; reading the file is part of it. Goal
+>= 5,000. `agent_file_s`: CPU seconds for all coding-agent sessions on four workers of a
+DeepSeek-V4-type model, under `ownerserve`. Goal < 60. `growth_ratio`: what a request costs in a
+trace of ten times as many synthetic sessions, over the shorter one. Goal: about 1. `peak_gib`: the
+most memory all of it took. Goal < 4. `decision_us_64`: a decision over 64 workers while sessions
+are simulated, mean. Goal <= 200. Without a file its figures are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import resource
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.measure import machine_line, rounded, save, table
+from hetero_connector.spec.presets import PRESETS
+from ownership.scheduling.fleet import Role
+from ownership.simulator.fleet_file import FleetSpec
+from ownership.simulator.machine.batching import EngineLimits
+from ownership.simulator.machine.costs import derived_costs, page_bytes_of, write_bandwidth_of
+from ownership.simulator.machine.hardware import H200
+from ownership.simulator.machine.models import COMPUTE
+from ownership.simulator.machine.worker import WorkerSpec
+from ownership.simulator.policies import parse_policy
+from ownership.simulator.results import SimulationResult
+from ownership.simulator.simulating import simulate
+from ownership.simulator.state.memory import TierBytes
+from ownership.simulator.traces.formats import open_trace
+from ownership.simulator.traces.session import Trace
+from ownership.simulator.traces.starts import PoissonStarts
+from ownership.simulator.traces.synthetic import synthetic
+from ownership.simulator.traces.synthetic_spec import CODING_AGENT
+from ownership.simulator.workload import Workload
+
+DENSE, HYBRID = "llama-3.1-8b", "deepseek-v4-flash"
+GOALS = {
+    "mooncake_requests_per_s": ">= 5,000",
+    "agent_file_s": "< 60",
+    "growth_ratio": "about 1",
+    "peak_gib": "< 4",
+    "decision_us_64": "<= 200",
+}
+_GIB = 1 << 30
+_STEP_TOKENS = 8192
+
+
+def fleet_of(model_name: str, count: int, gpus: int) -> FleetSpec:
+    """H200 workers with a quarter of a TiB of DRAM and two TiB of SSD."""
+    model, compute = PRESETS[model_name](tp_size=gpus), COMPUTE[model_name]
+    costs = derived_costs(H200, gpus, model, compute, _STEP_TOKENS)
+    capacity = TierBytes(page_bytes_of(H200, gpus, compute), 256 * _GIB, 2048 * _GIB)
+    bandwidth = write_bandwidth_of(H200, gpus, costs)
+    workers = [WorkerSpec(f"w{i:02}", costs, capacity, bandwidth, Role.BOTH) for i in range(count)]
+    limits = EngineLimits(_STEP_TOKENS, 256)
+    return FleetSpec("benchmark", model_name, model, tuple(workers), limits, {})
+
+
+def timed(
+    trace: Trace, fleet: FleetSpec, policy: str, sent: Workload
+) -> tuple[float, SimulationResult]:
+    """CPU seconds of a simulation."""
+    gc.collect()
+    begun = time.process_time()
+    result = simulate(trace, fleet, parse_policy(policy), sent)
+    return time.process_time() - begun, result
+
+
+def mooncake(path: Path, rounds: int) -> dict[str, float]:
+    """Requests per second, best of a few rounds: others on the machine only ever slow it down."""
+    fleet = fleet_of(DENSE, 2, 1)
+    sent = Workload(rate=2.0)
+    runs = [timed(open_trace(path), fleet, "colocated", sent) for _ in range(rounds)]
+    requests = runs[0][1].figures.requests
+    seconds = [s for s, _ in runs]
+    return {
+        "mooncake_requests_per_s": requests / min(seconds),
+        "mooncake_requests_per_s_median": requests / statistics.median(seconds),
+    }
+
+
+def agents(path: Path) -> dict[str, float]:
+    """The whole file."""
+    trace = open_trace(path)
+    seconds, result = timed(trace, fleet_of(HYBRID, 4, 2), "ownerserve", Workload(rate=0.1))
+    return {"agent_file_s": seconds, "agent_requests": result.figures.requests}
+
+
+def decisions(sessions: int) -> dict[str, float]:
+    """Over 64 workers, while they serve."""
+    trace = _synthetic(sessions, rate=4.0)
+    _, result = timed(trace, fleet_of(HYBRID, 64, 2), "ownerserve", Workload())
+    return {"decision_us_64": result.overhead.decision_mean_us}
+
+
+def growth(sessions: int) -> dict[str, float]:
+    """What a request costs as the trace grows, at the same rate."""
+    fleet = fleet_of(HYBRID, 2, 2)
+    us = []
+    for number in (sessions, 10 * sessions):
+        seconds, result = timed(_synthetic(number, 0.05), fleet, "colocated", Workload())
+        us.append(1e6 * seconds / result.figures.requests)
+    return {"us_per_request_x1": us[0], "us_per_request_x10": us[1], "growth_ratio": us[1] / us[0]}
+
+
+def _synthetic(sessions: int, rate: float) -> Trace:
+    """Sessions that are drawn before the clock runs."""
+    trace = synthetic(
+        CODING_AGENT, num_sessions=sessions, starts=PoissonStarts(rate), block_tokens=64, seed=0
+    )
+    drawn = list(trace)
+    return replace(trace, sessions=lambda: iter(drawn))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulator")
+    parser.add_argument("--mooncake", type=Path, help="Mooncake's conversation trace")
+    parser.add_argument("--sessions", type=Path, help="the coding-agent sessions")
+    parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
+    parser.add_argument("--quick", action="store_true", help="less of all; writes no results")
+    arguments = parser.parse_args(argv)
+    scale = 1 if arguments.quick else 4
+    figures: dict[str, float] = {}
+    if arguments.mooncake:
+        figures |= mooncake(arguments.mooncake, 1 if arguments.quick else 5)
+    if arguments.sessions:
+        figures |= agents(arguments.sessions)
+    figures |= decisions(4 * scale) | growth(2 * scale)
+    figures["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
+    figures = rounded(figures)
+    rows = [[name, f"{value:.4g}", GOALS.get(name, "")] for name, value in figures.items()]
+    text = f"{machine_line()}\n\n{table(['figure', 'value', 'goal'], rows)}"
+    print(text)
+    if not arguments.quick:
+        print(f"\nwritten: {save('simulator', text, figures, {})}")
+    if arguments.json:
+        print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""A fleet as a YAML file, checked and worked out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from hetero_connector.errors import ConfigError, SimulationError
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.cost_profile import CostProfile
+from hetero_connector.spec.model_spec import ModelSpec
+from hetero_connector.spec.presets import PRESETS
+from ownership.scheduling.fleet import Link, Role
+from ownership.simulator.machine.batching import EngineLimits
+from ownership.simulator.machine.costs import derived_costs, page_bytes_of, write_bandwidth_of
+from ownership.simulator.machine.hardware import HARDWARE
+from ownership.simulator.machine.models import COMPUTE
+from ownership.simulator.machine.worker import WorkerSpec
+from ownership.simulator.state.memory import TierBytes
+
+_GIB = 1 << 30
+_Count = Annotated[int, Meta(ge=1, le=100_000)]
+_Size = Annotated[float, Meta(ge=0, le=1e9)]
+_Above0 = Annotated[float, Meta(gt=0, le=1e9)]
+_FIELD = re.compile(r" - at `\$\.?(?P<field>.*)`$")
+
+
+class _Worker(msgspec.Struct, forbid_unknown_fields=True):
+    """A kind of worker: `count` of them, named `name-0`, `name-1`, ..."""
+
+    hardware: str | None = None
+    profile: str | None = None
+    name: str = "worker"
+    count: _Count = 1
+    gpus: _Count = 1
+    hbm_gib: _Above0 | None = None
+    dram_gib: _Size = 0.0
+    ssd_gib: _Size = 0.0
+    role: Literal["both", "prefill", "decode"] = "both"
+
+
+class _Link(msgspec.Struct, forbid_unknown_fields=True, rename={"source": "from", "target": "to"}):
+    source: str
+    target: str
+    gbit_per_s: _Above0
+    latency_us: _Size = 0.0
+
+
+class _Fleet(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+    workers: Annotated[list[_Worker], Meta(min_length=1)]
+    links: list[_Link] = []
+    chunk_tokens: _Count | None = None
+    step_tokens: _Count = 8192
+    max_running: _Count = 256
+
+
+@dataclass(frozen=True)
+class FleetSpec:
+    """What is simulated. Of one model, for which every worker has the same tensor parallelism."""
+
+    source: str
+    model_name: str
+    model: ModelSpec
+    workers: tuple[WorkerSpec, ...]
+    limits: EngineLimits
+    links: Mapping[tuple[str, str], Link]
+    chunk_tokens: int | None = None
+    """None: the least that fits trace and model, see `chunk_tokens_for`."""
+
+    def of_size(self, count: int) -> FleetSpec:
+        """With so many workers: the first of them, or more by repeating them in turn.
+
+        Raises SimulationError where links name workers, which then would be others.
+        """
+        if count == len(self.workers):
+            return self
+        if self.links:
+            raise SimulationError(self.source, "a sweep over workers needs a fleet without links")
+        repeated = [self.workers[i % len(self.workers)] for i in range(count)]
+        named = (replace(w, name=f"{w.name}.{i}") for i, w in enumerate(repeated))
+        return replace(self, workers=tuple(named))
+
+
+def read_fleet(path: Path) -> FleetSpec:
+    """Read a fleet.
+
+    Raises:
+        SimulationError: the file cannot be read, is no YAML, or describes no fleet that could be;
+            names file, and line or field.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise SimulationError(str(path), error.strerror or str(error)) from error
+    try:
+        found = msgspec.yaml.decode(text, type=_Fleet)
+    except msgspec.ValidationError as error:
+        place = _FIELD.search(str(error))
+        problem = str(error)[: place.start()] if place else str(error)
+        raise SimulationError(str(path), problem, place["field"] if place else None) from error
+    except msgspec.DecodeError as error:
+        places = re.findall(r"line (\d+)", str(error))
+        line = int(places[-1]) if places else None
+        raise SimulationError(str(path), f"not YAML: {error}", line=line) from error
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise SimulationError(str(path), f"not YAML: {error}") from error
+    return _Reader(path, found).fleet()
+
+
+class _Reader:
+    """Works a file's fleet out."""
+
+    def __init__(self, path: Path, fleet: _Fleet) -> None:
+        self._path, self._fleet = path, fleet
+
+    def fleet(self) -> FleetSpec:
+        found = self._fleet
+        if found.model not in PRESETS:
+            raise self._error(f"no preset {found.model!r}; there are {', '.join(PRESETS)}", "model")
+        sizes = {worker.gpus for worker in found.workers}
+        if len(sizes) > 1:
+            problem = f"workers of {sorted(sizes)} accelerators: state is laid out by their number"
+            raise self._error(problem, "workers")
+        model = PRESETS[found.model](tp_size=sizes.pop())
+        if found.chunk_tokens is not None and found.chunk_tokens % model.alignment:
+            problem = f"{found.chunk_tokens} is no multiple of the model's {model.alignment}"
+            raise self._error(problem, "chunk_tokens")
+        if found.step_tokens <= found.max_running:
+            problem = f"{found.step_tokens} leaves no token to a prefill beside {found.max_running}"
+            raise self._error(f"{problem} decodes (max_running)", "step_tokens")
+        workers = tuple(self._workers(model))
+        names = {worker.name for worker in workers}
+        if len(names) < len(workers):
+            raise self._error("two kinds of workers have the same name", "workers")
+        return FleetSpec(
+            str(self._path), found.model, model, workers,
+            EngineLimits(found.step_tokens, found.max_running),
+            dict(self._links(names)), found.chunk_tokens,
+        )  # fmt: skip
+
+    def _workers(self, model: ModelSpec) -> Iterator[WorkerSpec]:
+        for at, kind in enumerate(self._fleet.workers):
+            field = f"workers[{at}]"
+            costs = self._costs(kind, model, field)
+            hardware = HARDWARE.get(kind.hardware or "")
+            capacity = TierBytes(
+                self._hbm_bytes(kind, field),
+                int(kind.dram_gib * _GIB),
+                int(kind.ssd_gib * _GIB),
+            )
+            if capacity.ssd and not capacity.dram:
+                raise self._error("an SSD needs DRAM: what is read passes it", f"{field}.dram_gib")
+            bandwidth = write_bandwidth_of(hardware, kind.gpus, costs)
+            for number in range(kind.count):
+                name = f"{kind.name}-{number}" if kind.count > 1 else kind.name
+                yield WorkerSpec(name, costs, capacity, bandwidth, Role(kind.role))
+
+    def _costs(self, kind: _Worker, model: ModelSpec, field: str) -> CostModel:
+        if (kind.hardware is None) == (kind.profile is None):
+            raise self._error("needs either hardware or profile", field)
+        if kind.hardware is not None:
+            if kind.hardware not in HARDWARE:
+                problem = f"no {kind.hardware!r}; there are {', '.join(HARDWARE)}"
+                raise self._error(problem, f"{field}.hardware")
+            compute, steps = COMPUTE[self._fleet.model], self._fleet.step_tokens
+            return derived_costs(HARDWARE[kind.hardware], kind.gpus, model, compute, steps)
+        assert kind.profile is not None
+        try:
+            profile = CostProfile.read(self._path.parent / kind.profile)
+        except ConfigError as error:
+            raise self._error(str(error), f"{field}.profile") from error
+        if profile.subject.tp_size != kind.gpus:
+            problem = f"was measured with tensor parallelism {profile.subject.tp_size}"
+            raise self._error(f"{problem}, not {kind.gpus} (gpus)", f"{field}.profile")
+        return profile.cost_model(model.state_types, step_tokens=self._fleet.step_tokens)
+
+    def _hbm_bytes(self, kind: _Worker, field: str) -> int:
+        if kind.hbm_gib is not None:
+            return int(kind.hbm_gib * _GIB)
+        if kind.hardware is None:
+            raise self._error("a profile does not say how much there is", f"{field}.hbm_gib")
+        size_bytes = page_bytes_of(HARDWARE[kind.hardware], kind.gpus, COMPUTE[self._fleet.model])
+        if size_bytes <= 0:
+            problem = f"{self._fleet.model} does not fit {kind.gpus} x {kind.hardware}"
+            raise self._error(
+                f"{problem}: {-size_bytes / _GIB:.0f} GiB are missing", f"{field}.gpus"
+            )
+        return size_bytes
+
+    def _links(self, names: set[str]) -> Iterator[tuple[tuple[str, str], Link]]:
+        for at, link in enumerate(self._fleet.links):
+            for end, field in ((link.source, "from"), (link.target, "to")):
+                if end not in names:
+                    raise self._error(f"no worker {end!r}", f"links[{at}].{field}")
+            seconds_per_byte = 8.0 / (link.gbit_per_s * 1e9)
+            yield (link.source, link.target), Link(link.latency_us * 1e-6, seconds_per_byte)
+
+    def _error(self, problem: str, field: str) -> SimulationError:
+        return SimulationError(str(self._path), problem, field)

@@ -1,0 +1,153 @@
+"""From waiting to running: pages for a prompt, what of it is cached, and what is restored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.decision import EngineLoad
+from ownership.simulator.machine.channel import Channel, Flow
+from ownership.simulator.machine.request import Hits, LiveRequest
+from ownership.simulator.state.memory import WorkerMemory
+from ownership.simulator.state.resident import Found, Run
+from ownership.simulator.state.restoring import Restore, Restorer
+
+_NOTHING = Found((), 0)
+
+
+class Verdict(Enum):
+    """What came of asking for admission."""
+
+    ADMITTED = "admitted"
+    STAGING = "staging"
+    """State is read from SSD first; it asks again when that is done."""
+    NO_PAGES = "no_pages"
+
+
+class Admission:
+    """Gives out a worker's pages, and takes them back."""
+
+    def __init__(
+        self, memory: WorkerMemory, restorer: Restorer, costs: CostModel, ssd: Channel, staged: Flow
+    ) -> None:
+        self._memory, self._restorer = memory, restorer
+        self._ssd, self._staged = ssd, staged
+        footprint = memory.shape.footprint
+        self._dram_pace = footprint.pace(costs.load.rates(Tier.DRAM))
+        self._ssd_pace = footprint.pace(costs.load.rates(Tier.SSD))
+
+    def admit(
+        self, request: LiveRequest, now_s: float, decodes: int,
+        staged: Callable[[LiveRequest, float, Run | None], None],
+    ) -> Verdict:  # fmt: skip
+        """Take pages for the whole prompt. `staged(request, end_s, pinned)`: it is being staged."""
+        memory, shape = self._memory, self._memory.shape
+        size, total = shape.chunk_tokens, request.prompt_tokens + request.generated
+        found = memory.hbm.find(request.chain)
+        local = memory.resumable(found, (request.prompt_tokens - 1) // size)
+        cached = memory.hbm.find(request.chain.head(local)) if local < found.chunks else found
+        run = memory.hbm.use(cached, memory.tick())
+        memory.hbm.pin(run)
+        if not memory.hbm.reserve(shape.request_bytes(total - local * size)):
+            memory.hbm.unpin(run)
+            return Verdict.NO_PAGES
+        dram, ssd = memory.dram.find(request.chain), memory.ssd.find(request.chain)
+        if request.matched_tokens < 0:
+            matched = max(found.chunks, dram.chunks, ssd.chunks) * size
+            request.matched_tokens = min(matched, request.prompt_tokens)
+        load = EngineLoad(0, decodes, self._in_flight(now_s))
+        readable = _NOTHING if request.was_staged else ssd
+        restore = self._restorer.plan(dram, readable, request.prompt_tokens, local, load)
+        if restore is not None and restore.staged:
+            memory.hbm.release(shape.request_bytes(total - local * size))
+            memory.hbm.unpin(run)
+            self._stage(request, restore, now_s, staged)
+            return Verdict.STAGING
+        self._start(request, run, local, restore, total)
+        request.waited_s += now_s - request.queued_s
+        request.admitted_s = now_s
+        return Verdict.ADMITTED
+
+    def prefilled(self, request: LiveRequest) -> None:
+        """The prompt is computed: its full pages go to the prefix cache."""
+        memory, shape = self._memory, self._memory.shape
+        held = request.computed - request.cached_tokens
+        memory.hbm.release(shape.request_bytes(held))
+        if request.pinned is not None:
+            memory.hbm.unpin(request.pinned)
+        full = request.prompt_tokens // shape.chunk_tokens
+        run, chunks = memory.cache_pages(request.chain, min(full, request.num_chunks))
+        memory.hbm.pin(run)
+        request.pinned, request.cached_tokens = run, chunks * shape.chunk_tokens
+        reserved = memory.hbm.reserve(shape.request_bytes(request.computed - request.cached_tokens))
+        assert reserved, "what was released fits again"
+
+    def let_go(self, request: LiveRequest, tokens: int) -> None:
+        """The request's `tokens` are not needed any more: it has ended, or was preempted."""
+        memory = self._memory
+        memory.hbm.release(memory.shape.request_bytes(tokens - request.cached_tokens))
+        if request.pinned is not None:
+            memory.hbm.unpin(request.pinned)
+            request.pinned = None
+
+    def grow(self, decodes: int, steps: int) -> int:
+        """Pages for so many decodes over `steps` steps, or as many steps as there is room for."""
+        step_bytes = decodes * self._memory.shape.page_bytes_per_token
+        free_bytes = self._memory.hbm.make_room(steps * step_bytes)
+        steps = min(steps, free_bytes // step_bytes) if step_bytes else steps
+        self._memory.hbm.reserved_bytes += steps * step_bytes
+        return steps
+
+    def shrink(self, decodes: int, steps: int) -> None:
+        """Undo `grow`."""
+        self._memory.hbm.release(steps * decodes * self._memory.shape.page_bytes_per_token)
+
+    def _start(
+        self, request: LiveRequest, run: Run, local: int, restore: Restore | None, total: int
+    ) -> None:
+        size, tokens = self._memory.shape.chunk_tokens, local * self._memory.shape.chunk_tokens
+        request.pinned, request.cached_tokens = run, tokens
+        request.local_chunks, request.restore = local, restore
+        request.computed, request.total, request.load_s = tokens, total, 0.0
+        hits = Hits(hbm=tokens)
+        if restore is not None:
+            request.computed = restore.resume_tokens
+            pace = self._dram_pace
+            loaded = restore.boundary_chunks - local
+            request.load_s = pace.latency_s + loaded * size * pace.token_s
+            request.load_s += restore.dram_checkpoints * pace.checkpoint_s
+            fetched = max(0, min(request.peer_chunks, restore.boundary_chunks) - local) * size
+            gained = restore.resume_tokens - tokens
+            hits.peer = min(fetched, gained)
+            hits.ssd = min(request.staged_chunks * size, gained - hits.peer)
+            hits.dram = gained - hits.peer - hits.ssd
+        if request.generated == 0:
+            request.hits = hits
+
+    def _stage(
+        self, request: LiveRequest, restore: Restore, now_s: float,
+        staged: Callable[[LiveRequest, float, Run | None], None],
+    ) -> None:  # fmt: skip
+        """Read from SSD into DRAM what the plan wants of it."""
+        memory, pace = self._memory, self._ssd_pace
+        size = memory.shape.chunk_tokens
+        seconds = pace.latency_s + restore.ssd_chunks * size * pace.token_s
+        seconds += restore.ssd_checkpoints * pace.checkpoint_s
+        moved = memory.shape.moved_bytes(restore.ssd_chunks, restore.ssd_checkpoints)
+        end_s = self._ssd.start(now_s, seconds, moved)
+        self._staged.add(restore.ssd_chunks, restore.ssd_checkpoints)
+        checkpoints = [restore.boundary_chunks] if restore.ssd_checkpoints else []
+        run, _, _ = memory.dram.add(
+            request.chain, restore.boundary_chunks, checkpoints, memory.tick()
+        )
+        memory.dram.pin(run)
+        request.was_staged, request.staged_chunks = True, restore.ssd_chunks
+        request.waited_s += now_s - request.queued_s
+        request.staged_s += end_s - now_s
+        staged(request, end_s, run)
+
+    def _in_flight(self, now_s: float) -> dict[Tier, int]:
+        pending_s, pace = self._ssd.pending_s(now_s), self._ssd_pace.ahead_s_per_byte
+        return {Tier.SSD: int(pending_s / pace)} if pending_s and pace else {}

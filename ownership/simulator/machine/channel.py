@@ -1,0 +1,47 @@
+"""What bytes queue for: a drive, a network adapter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Flow:
+    """Chunks and checkpoints that went one way."""
+
+    chunks: int = 0
+    checkpoints: int = 0
+
+    def add(self, chunks: int, checkpoints: int) -> None:
+        """So many more."""
+        self.chunks += chunks
+        self.checkpoints += checkpoints
+
+
+class Channel:
+    """Moves one transfer after the other, in the order they were started."""
+
+    def __init__(self) -> None:
+        self.busy_until_s = 0.0
+        self.busy_s = 0.0
+        self.moved_bytes = 0
+
+    def start(self, now_s: float, seconds: float, size_bytes: int) -> float:
+        """When a transfer ends that would take `seconds` by itself."""
+        self.busy_until_s = max(now_s, self.busy_until_s) + seconds
+        self.busy_s += seconds
+        self.moved_bytes += size_bytes
+        return self.busy_until_s
+
+    def pending_s(self, now_s: float) -> float:
+        """Until what was started so far has ended."""
+        return max(0.0, self.busy_until_s - now_s)
+
+
+def start_between(
+    source: Channel, target: Channel, now_s: float, seconds: float, size_bytes: int
+) -> float:
+    """A transfer that occupies both its ends; when it ends."""
+    begin_s = max(now_s, source.busy_until_s, target.busy_until_s)
+    source.start(begin_s, seconds, size_bytes)
+    return target.start(begin_s, seconds, size_bytes)

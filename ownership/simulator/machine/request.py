@@ -1,0 +1,81 @@
+"""A request on its way through a simulated fleet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ownership.simulator.state.resident import Run
+from ownership.simulator.state.restoring import Restore
+from ownership.simulator.traces.block_runs import BlockRuns
+
+
+@dataclass(slots=True, eq=False)
+class Hits:
+    """Prompt tokens that were not computed, by where their state came from."""
+
+    hbm: int = 0
+    dram: int = 0
+    ssd: int = 0
+    peer: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """All of them."""
+        return self.hbm + self.dram + self.ssd + self.peer
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """What a request asks for, where it stands, and what it has waited for so far."""
+
+    session: int
+    index: int
+    """Its place in the session."""
+    arrived_s: float
+    prompt_tokens: int
+    output_tokens: int
+    """To be decoded; at least 1."""
+    chain: BlockRuns
+    """Its prompt's chunks."""
+    num_chunks: int
+    """The last may be partial: it takes a slot, but nothing can resume behind it."""
+    decodes_elsewhere: bool = False
+    """It is only prefilled here, and handed over."""
+    expected_tokens: int = 0
+    """What was thought to be left to compute when it was queued."""
+
+    # Where it stands at its worker.
+    computed: int = 0
+    """Tokens whose state is in pages."""
+    total: int = 0
+    """Tokens to have in pages before the next one is sampled."""
+    generated: int = 0
+    step_tokens: int = 0
+    """Computed by the step under way."""
+    finish_step: int = 0
+    pinned: Run | None = None
+    cached_tokens: int = 0
+    """Of its pages, those that belong to the prefix cache."""
+    local_chunks: int = 0
+    restore: Restore | None = None
+    load_s: float = 0.0
+    """From DRAM to pages, still to be done."""
+    was_staged: bool = False
+    staged_chunks: int = 0
+    """Read from SSD for it."""
+    peer_chunks: int = 0
+    """Chunks up to which its worker's DRAM was filled by a peer, for it."""
+
+    # What came of it.
+    matched_tokens: int = -1
+    """Leading tokens that were anywhere at its worker when it was admitted first."""
+    hits: Hits = field(default_factory=Hits)
+    queued_s: float = 0.0
+    """When it was last queued."""
+    waited_s: float = 0.0
+    """Queueing, all together."""
+    network_s: float = 0.0
+    staged_s: float = 0.0
+    admitted_s: float = 0.0
+    first_token_s: float = -1.0
+    preemptions: int = 0

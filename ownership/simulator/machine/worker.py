@@ -1,0 +1,182 @@
+"""A simulated worker: an engine, its tiers, and the channels between them and to its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.planner.checkpoint_policy import CheckpointPolicy, Rates, Sizes, policy_named
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.restore_planner import Mode
+from hetero_connector.store.seconds_saved import recompute_seconds
+from ownership.scheduling.fleet import Role, WorkerLoad, WorkerView
+from ownership.simulator.clock import EventLoop
+from ownership.simulator.machine.admission import Admission
+from ownership.simulator.machine.batching import BatchEngine, EngineLimits
+from ownership.simulator.machine.channel import Channel, Flow
+from ownership.simulator.machine.request import LiveRequest
+from ownership.simulator.machine.steps import StepTimes
+from ownership.simulator.state.memory import Eviction, TierBytes, WorkerMemory
+from ownership.simulator.state.restoring import Restorer, StoredChunks
+from ownership.simulator.state.sealing import Sealer
+from ownership.simulator.state.shape import StateShape
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """One worker as a fleet's file describes it, worked out."""
+
+    name: str
+    costs: CostModel
+    capacity: TierBytes
+    ssd_write_bandwidth: float
+    """Bytes per second."""
+    role: Role = Role.BOTH
+
+
+class CachePolicy(NamedTuple):
+    """What HeteroCache's side of a worker does."""
+
+    checkpoints: str = "adaptive"
+    eviction: Eviction = "leaf_lru"
+    restores: Mode = "cost"
+    replay: bool = False
+
+
+@dataclass
+class Flows:
+    """What was moved at one worker."""
+
+    sealed: Flow = field(default_factory=Flow)
+    written: Flow = field(default_factory=Flow)
+    """To SSD."""
+    staged: Flow = field(default_factory=Flow)
+    """From SSD."""
+    fetched: Flow = field(default_factory=Flow)
+    """From peers."""
+    loaded: Flow = field(default_factory=Flow)
+    """From DRAM to pages."""
+
+
+class Worker:
+    """One worker of the fleet. `served(worker, request)` hears of every request that ends here."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        loop: EventLoop,
+        shape: StateShape,
+        policy: CachePolicy,
+        limits: EngineLimits,
+        known: StoredChunks,
+        served: Callable[[Worker, LiveRequest], None],
+        prefilled: Callable[[LiveRequest], None],
+    ) -> None:
+        self.spec, self.name, self.shape = spec, spec.name, shape
+        self.flows = Flows()
+        self.ssd_reads, self.ssd_writes = Channel(), Channel()
+        self.incoming, self.outgoing = Channel(), Channel()
+        self.idle_sessions = 0
+        """Sessions that decode here and wait for a tool."""
+        self.idle_s = self.busy_while_idle_s = 0.0
+        self._idle_since_s = 0.0
+        self._loop = loop
+        costs = spec.costs
+        saved_s = recompute_seconds(costs.compute.predict)
+        self.memory = WorkerMemory(shape, spec.capacity, policy.eviction, saved_s)
+        restorer = Restorer(shape, costs, policy.restores, replay=policy.replay, known=known)
+        admission = Admission(self.memory, restorer, costs, self.ssd_reads, self.flows.staged)
+        self.engine = BatchEngine(
+            loop, StepTimes(costs), self.memory, admission, limits,
+            self._prefilled, lambda request: served(self, request), self._worked,
+        )  # fmt: skip
+        self._sealer = Sealer(self._checkpoint_policy(policy.checkpoints, costs))
+        self._told_prefilled = prefilled
+        footprint = shape.footprint
+        self._peer_pace = footprint.pace(costs.load.rates(Tier.PEER))
+        self._ssd_ahead = costs.load.rates(Tier.SSD).ahead_s_per_byte
+
+    def view(self) -> WorkerView:
+        """As a scheduler sees it."""
+        spec = self.spec
+        return WorkerView(spec.name, spec.costs, spec.capacity.hbm, spec.role, self.load())
+
+    def load(self) -> WorkerLoad:
+        """What it is busy with at this moment."""
+        engine, now_s = self.engine, self._loop.now_s
+        peer_s, ssd_s = self.incoming.pending_s(now_s), self.ssd_reads.pending_s(now_s)
+        peer_ahead = self._peer_pace.ahead_s_per_byte
+        running = engine.running_decodes + len(engine.prefilling)
+        pages = engine.context_tokens + sum(r.total for r in engine.prefilling)
+        used_bytes = pages * self.shape.page_bytes_per_token
+        used_bytes += running * self.shape.pages.checkpoint_bytes
+        return WorkerLoad(
+            max(0, engine.queued_tokens),
+            len(engine.waiting),
+            engine.running_decodes,
+            engine.context_tokens,
+            min(used_bytes, self.spec.capacity.hbm),
+            engine.residence_s,
+            int(peer_s / peer_ahead) if peer_s and peer_ahead else 0,
+            int(ssd_s / self._ssd_ahead) if ssd_s and self._ssd_ahead else 0,
+            int(self.outgoing.pending_s(now_s) / peer_ahead) if peer_ahead else 0,
+        )
+
+    def peer_seconds(self, chunks: int, checkpoints: int) -> float:
+        """Of reading so much from a peer, nothing else being read."""
+        pace = self._peer_pace
+        tokens = chunks * self.shape.chunk_tokens
+        return pace.latency_s + tokens * pace.token_s + checkpoints * pace.checkpoint_s
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether bytes are under way to or from it."""
+        now_s = self._loop.now_s
+        return max(x.busy_until_s for x in (self.incoming, self.outgoing, self.ssd_reads)) > now_s
+
+    def session_waits(self, change: int) -> None:
+        """A session that decodes here begins (1) or ends (-1) to wait for a tool."""
+        now_s = self._loop.now_s
+        if self.idle_sessions:
+            self.idle_s += now_s - self._idle_since_s
+        self._idle_since_s = now_s
+        self.idle_sessions += change
+
+    def _worked(self, seconds: float) -> None:
+        if self.idle_sessions:
+            self.busy_while_idle_s += seconds
+
+    def _prefilled(self, request: LiveRequest) -> None:
+        """Seal the prompt, and write what is new to SSD."""
+        size, full = self.shape.chunk_tokens, request.num_chunks
+        checkpoints: list[int] = []
+        restore = request.restore
+        boundary = restore.boundary_chunks if restore else request.local_chunks
+        if restore is not None:
+            self.flows.loaded.add(
+                restore.dram_chunks + restore.ssd_chunks,
+                restore.dram_checkpoints + restore.ssd_checkpoints,
+            )
+        if self.shape.has_checkpoints:
+            checkpoints = self._sealer.checkpoints(
+                request.chain, request.prompt_tokens, size,
+                matched=request.matched_tokens // size, local=request.local_chunks,
+                resumed=boundary,
+            )  # fmt: skip
+        sealed = self.memory.seal(request.chain, full, checkpoints)
+        self.flows.sealed.add(sealed.dram_chunks, sealed.dram_checkpoints)
+        # What a peer owns is a replica here: it is in place, but not written a second time.
+        replicas = max(0, min(request.peer_chunks, full) - (full - sealed.ssd_chunks))
+        written = sealed.ssd_chunks - replicas
+        self.flows.written.add(written, sealed.ssd_checkpoints)
+        size_bytes = self.shape.moved_bytes(written, sealed.ssd_checkpoints)
+        if size_bytes:
+            seconds = size_bytes / self.spec.ssd_write_bandwidth
+            self.ssd_writes.start(self._loop.now_s, seconds, size_bytes)
+        self._told_prefilled(request)
+
+    def _checkpoint_policy(self, name: str, costs: CostModel) -> CheckpointPolicy:
+        rates = Rates.learned(costs, has_ssd=self.spec.capacity.ssd > 0)
+        return policy_named(name, Sizes.of(self.shape.layout), lambda: rates)

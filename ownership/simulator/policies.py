@@ -1,0 +1,125 @@
+"""What is compared: a scheduling policy, with what HeteroCache does at each worker."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast, get_args
+
+from hetero_connector.errors import SimulationError
+from hetero_connector.planner.restore_planner import Mode
+from ownership.scheduling.admission import Admitting, TtftObjective
+from ownership.scheduling.policy import SchedulingPolicy
+from ownership.scheduling.registry import POLICIES, scheduling_policy
+from ownership.simulator.machine.worker import CachePolicy, WorkerSpec
+from ownership.simulator.state.memory import EVICTIONS, Eviction, TierBytes
+
+_TIERS = ("all", "dram", "gpu")
+_STATE = ("typed", "paged")
+_SWITCH = ("on", "off")
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """One policy of a comparison, as `parse_policy` reads it."""
+
+    text: str
+    scheduling: str
+    cache: CachePolicy = field(default_factory=CachePolicy)
+    tiers: str = "all"
+    """`all`, `dram`: no SSD, `gpu`: only the engine's own prefix cache."""
+    state: str = "typed"
+    """`paged`: the dense baseline, every layer's pages for every token."""
+    ttft_objective_s: float | None = None
+    """Above it requests are refused."""
+
+    def scheduler(self, rng: random.Random) -> SchedulingPolicy:
+        """A new scheduling policy."""
+        policy = scheduling_policy(self.scheduling, rng)
+        if self.ttft_objective_s is None:
+            return policy
+        return Admitting(policy, TtftObjective(self.ttft_objective_s))
+
+    def limited(self, workers: Sequence[WorkerSpec]) -> list[WorkerSpec]:
+        """The workers with only the tiers that the policy uses."""
+        if self.tiers == "all":
+            return list(workers)
+        return [replace(w, capacity=_without(w, dram=self.tiers == "gpu")) for w in workers]
+
+
+def parse_policy(text: str) -> PolicySpec:
+    """From `ownerserve` or `colocated+eviction=lru+checkpoints=full+tiers=dram`.
+
+    Raises SimulationError that names the part and lists what it may be.
+    """
+    scheduling, *options = text.split("+")
+    if scheduling not in POLICIES:
+        raise _unknown(text, f"no scheduling policy {scheduling!r}", POLICIES)
+    spec = PolicySpec(text, scheduling)
+    for option in options:
+        name, _, value = option.partition("=")
+        spec = _with(spec, name, value)
+    return spec
+
+
+def _with(spec: PolicySpec, name: str, value: str) -> PolicySpec:
+    match name:
+        case "checkpoints":
+            _check_checkpoints(spec.text, value)
+            return replace(spec, cache=spec.cache._replace(checkpoints=value))
+        case "eviction":
+            _check(spec.text, name, value, EVICTIONS)
+            return replace(spec, cache=spec.cache._replace(eviction=cast(Eviction, value)))
+        case "restores":
+            _check(spec.text, name, value, get_args(Mode))
+            return replace(spec, cache=spec.cache._replace(restores=cast(Mode, value)))
+        case "replay":
+            _check(spec.text, name, value, _SWITCH)
+            return replace(spec, cache=spec.cache._replace(replay=value == "on"))
+        case "tiers":
+            _check(spec.text, name, value, _TIERS)
+            return replace(spec, tiers=value)
+        case "state":
+            _check(spec.text, name, value, _STATE)
+            return replace(spec, state=value)
+        case "ttft":
+            return replace(spec, ttft_objective_s=_seconds(spec.text, value))
+    known = ("checkpoints", "eviction", "restores", "replay", "tiers", "state", "ttft")
+    raise _unknown(spec.text, f"no option {name!r}", known)
+
+
+def _check(text: str, name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise _unknown(text, f"{name} is {value!r}", known)
+
+
+def _check_checkpoints(text: str, value: str) -> None:
+    kind, _, period = value.partition(":")
+    if kind == "periodic" and period.isdecimal() and int(period) > 0:
+        return
+    if value not in ("adaptive", "full", "zero"):
+        raise _unknown(
+            text, f"checkpoints is {value!r}", ("adaptive", "full", "zero", "periodic:N")
+        )
+
+
+def _seconds(text: str, value: str) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < float("inf"):
+        raise SimulationError(
+            f"policy {text!r}", f"{value!r} is no number of seconds above 0", "ttft"
+        )
+    return seconds
+
+
+def _unknown(text: str, problem: str, known: Iterable[str]) -> SimulationError:
+    return SimulationError(f"policy {text!r}", f"{problem}; there are {', '.join(known)}")
+
+
+def _without(worker: WorkerSpec, *, dram: bool) -> TierBytes:
+    capacity = replace(worker.capacity, ssd=0)
+    return replace(capacity, dram=0) if dram else capacity

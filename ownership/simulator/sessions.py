@@ -1,0 +1,141 @@
+"""Who sends requests, and when: sessions that wait for their answers, or arrivals as recorded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from ownership.simulator.clock import EventLoop
+from ownership.simulator.machine.request import LiveRequest
+from ownership.simulator.state.chunks import chunk_runs
+from ownership.simulator.traces.session import Request, Session, Trigger
+
+
+@dataclass(slots=True)
+class LiveSession:
+    """A session that is under way."""
+
+    number: int
+    session: Session
+    started_s: float
+    followers: dict[int, list[int]]
+    """By request: those that wait for its answer."""
+    left: int
+    """Requests not answered yet."""
+    owner: str | None = None
+    """The worker that it decodes at."""
+    waiting_for_tools: dict[int, str] = field(default_factory=dict)
+    """By request to come: the worker whose state waits for it."""
+
+    def request(self, index: int) -> Request:
+        """One of its requests, as recorded."""
+        return self.session.requests[index]
+
+    def is_fork(self, index: int) -> bool:
+        """Whether others continue what this one continues."""
+        parent = self.request(index).parent
+        return parent is not None and len(self.followers[parent]) > 1
+
+    def boundary_tokens(self, index: int, block_tokens: int) -> int:
+        """Tokens of the prompt that were computed when the turn before it ended."""
+        request = self.request(index)
+        if request.parent is None:
+            return 0
+        before = self.request(request.parent)
+        shared = request.blocks.shared_with(before.blocks) * block_tokens
+        return min(shared, before.input_tokens, request.input_tokens)
+
+
+class Sessions:
+    """Sends requests in closed loops: the next when the answer is there and was thought about."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        sessions: Iterator[Session],
+        blocks_per_chunk: int,
+        send: Callable[[LiveSession, LiveRequest], None],
+        closed: Callable[[LiveSession], None],
+    ) -> None:
+        """`sessions` in the order of their starts, which all have one.
+
+        `closed` is told of every session whose last request was answered or given up.
+        """
+        self.live: dict[int, LiveSession] = {}
+        self.most_live = 0
+        self.first_start_s = 0.0
+        self._loop, self._send, self._closed = loop, send, closed
+        self._coming = enumerate(sessions)
+        self._blocks_per_chunk = blocks_per_chunk
+
+    def start(self) -> None:
+        """Announce the first session; each announces the one after it."""
+        for number, session in self._coming:
+            assert session.start_s is not None
+            self._loop.at(session.start_s, self._open, number, session, begins=True)
+            return
+
+    def answered(self, request: LiveRequest) -> LiveSession:
+        """A request has its answer: those that wait for it follow."""
+        live, now_s = self.live[request.session], self._loop.now_s
+        live.left -= 1
+        for index in live.followers.get(request.index, ()):
+            self._announce(live, index, now_s)
+        self._close_if_done(live)
+        return live
+
+    def gave_up(self, request: LiveRequest) -> None:
+        """A request was refused: what would have followed is not sent either."""
+        live, lost = self.live[request.session], [request.index]
+        while lost:
+            live.left -= 1
+            lost += live.followers.get(lost.pop(), ())
+        self._close_if_done(live)
+
+    def _close_if_done(self, live: LiveSession) -> None:
+        if not live.left:
+            del self.live[live.number]
+            self._closed(live)
+
+    def _open(self, number: int, session: Session) -> None:
+        followers: defaultdict[int, list[int]] = defaultdict(list)
+        for index, request in enumerate(session.requests):
+            if request.parent is not None:
+                followers[request.parent].append(index)
+        now_s = self._loop.now_s
+        if number == 0:
+            self.first_start_s = now_s
+        live = LiveSession(number, session, now_s, followers, len(session.requests))
+        self.live[number] = live
+        self.most_live = max(self.most_live, len(self.live))
+        for index, request in enumerate(session.requests):
+            if request.parent is None:
+                self._loop.at(now_s + request.offset_s, self._arrive, live, index, begins=True)
+        self.start()
+
+    def _announce(self, live: LiveSession, index: int, answered_s: float) -> None:
+        request = live.request(index)
+        if request.think_s is None:
+            at_s = max(answered_s, live.started_s + request.offset_s)
+        else:
+            at_s = answered_s + request.think_s
+        if request.trigger is Trigger.TOOL_RESULT and live.owner is not None:
+            live.waiting_for_tools[index] = live.owner
+        self._loop.at(at_s, self._arrive, live, index, begins=True)
+
+    def _arrive(self, live: LiveSession, index: int) -> None:
+        request = live.request(index)
+        chain = chunk_runs(request.blocks, self._blocks_per_chunk)
+        self._send(
+            live,
+            LiveRequest(
+                session=live.number,
+                index=index,
+                arrived_s=self._loop.now_s,
+                prompt_tokens=max(1, request.input_tokens),
+                output_tokens=max(1, request.output_tokens),
+                chain=chain,
+                num_chunks=chain.num_blocks,
+            ),
+        )

@@ -1,0 +1,198 @@
+"""One simulation: a trace, a fleet and a policy on a virtual clock."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+
+from ownership.scheduling.fleet import FleetView
+from ownership.scheduling.policy import SchedulingPolicy
+from ownership.scheduling.step import Step
+from ownership.simulator.clock import EventLoop
+from ownership.simulator.fleet_file import FleetSpec
+from ownership.simulator.machine.channel import start_between
+from ownership.simulator.machine.request import LiveRequest
+from ownership.simulator.machine.worker import Worker
+from ownership.simulator.policies import PolicySpec
+from ownership.simulator.results import Tally
+from ownership.simulator.sessions import LiveSession, Sessions
+from ownership.simulator.state.overlap import ChunkSet, duplicate_factor
+from ownership.simulator.state.restoring import StoredChunks
+from ownership.simulator.state.shape import StateShape
+from ownership.simulator.traces.session import Session, Trigger
+
+_SAMPLE_EVERY = 512
+"""Requests between two looks at what is held twice."""
+
+
+class FleetSimulation:
+    """A fleet that serves sessions. `run` once; then read `tally`, `workers` and `sessions`."""
+
+    def __init__(
+        self,
+        fleet: FleetSpec,
+        policy: PolicySpec,
+        shape: StateShape,
+        sessions: Iterator[Session],
+        block_tokens: int,
+        seed: int,
+        timer: Callable[[], float] = time.perf_counter,
+        served: Callable[[], None] | None = None,
+    ) -> None:
+        """`timer` times decisions. `served` is told of every request that was answered."""
+        self.loop, self.tally = EventLoop(), Tally()
+        self.shape, self._timer, self._told = shape, timer, served
+        known = StoredChunks(shape)
+        self.workers = {
+            spec.name: Worker(
+                spec, self.loop, shape, policy.cache, fleet.limits, known,
+                self._served, self._prefilled,
+            )
+            for spec in policy.limited(fleet.workers)
+        }  # fmt: skip
+        self._changed: set[str] = set()
+        views = [worker.view() for worker in self.workers.values()]
+        self._view = FleetView(shape.footprint, views, fleet.links)
+        self._links = fleet.links
+        self._policy: SchedulingPolicy = policy.scheduler(random.Random(seed))
+        self._block_tokens = block_tokens
+        per_chunk = shape.chunk_tokens // block_tokens
+        self.sessions = Sessions(self.loop, sessions, per_chunk, self._send, self._close)
+        self._output_tokens = 256.0
+        self._decoders: dict[LiveRequest, Worker] = {}
+        """Of remote prefills: where they decode."""
+        self.asked_for = ChunkSet()
+        """Of all prompts."""
+
+    def run(self) -> None:
+        """Until the last answer."""
+        self.sessions.start()
+        self.loop.run()
+        assert not self.sessions.live, "a request was never served"
+
+    def duplicate_factor(self) -> float:
+        """Of what all workers' memory holds now: DRAM where there is any, else pages."""
+        memories = [worker.memory for worker in self.workers.values()]
+        return duplicate_factor(m.dram if m.dram.capacity_bytes else m.hbm for m in memories)
+
+    def _send(self, live: LiveSession, request: LiveRequest) -> None:
+        """A request has arrived: decide where it runs, and bring it there."""
+        waited_at = live.waiting_for_tools.pop(request.index, None)
+        if waited_at is not None:
+            self.workers[waited_at].session_waits(-1)
+        tally = self.tally
+        step = self._step(live, request)
+        self._report_loads()
+        begun = self._timer()
+        decision = self._policy.decide(step, self._view)
+        way = decision.way
+        tally.decision_s.append(self._timer() - begun)
+        decoder, prefiller = (self.workers[decision.names[i]] for i in (way.decode, way.prefill))
+        needed = self.shape.request_bytes(request.prompt_tokens + request.output_tokens)
+        fits = all(needed <= w.spec.capacity.hbm for w in (decoder, prefiller))
+        if decision.refusal is not None or not fits:
+            tally.refused += 1
+            self.sessions.gave_up(request)
+            return
+        if live.owner is not None:
+            tally.owned_turns += 1
+            tally.owner_hits += prefiller.name == live.owner
+            tally.moved_sessions += decoder.name != live.owner
+        live.owner = decoder.name
+        if prefiller is not decoder:
+            request.decodes_elsewhere = True
+            self._decoders[request] = decoder
+        resident = step.held.get(prefiller.name)
+        held = resident.local_tokens if resident else 0
+        request.expected_tokens = max(1, request.prompt_tokens - held)
+        if way.source is None:
+            self._queue(request, prefiller)
+        else:
+            self._fetch(request, self.workers[decision.names[way.source]], prefiller)
+
+    def _step(self, live: LiveSession, request: LiveRequest) -> Step:
+        limit = (request.prompt_tokens - 1) // self.shape.chunk_tokens
+        held = {}
+        for name, worker in self.workers.items():
+            prefix = worker.memory.held(request.chain, limit)
+            if prefix is not None:
+                held[name] = prefix
+        recorded = live.request(request.index)
+        return Step(
+            request.prompt_tokens,
+            held,
+            live.session.id,
+            live.owner,
+            live.boundary_tokens(request.index, self._block_tokens),
+            self._output_tokens,
+            recorded.trigger is Trigger.TOOL_RESULT,
+            live.is_fork(request.index),
+        )
+
+    def _report_loads(self) -> None:
+        for name in self._changed:
+            worker = self.workers[name]
+            self._view.set_load(name, worker.load())
+        # Bytes under way shrink with time.
+        self._changed = {name for name in self._changed if self.workers[name].has_transfers}
+
+    def _queue(self, request: LiveRequest, worker: Worker) -> None:
+        self._changed.add(worker.name)
+        worker.engine.submit(request)
+
+    def _fetch(self, request: LiveRequest, source: Worker, target: Worker) -> None:
+        """Read what the target lacks of the prompt from the source's DRAM, then queue it."""
+        limit = (request.prompt_tokens - 1) // self.shape.chunk_tokens
+        there = source.memory.dram.find(request.chain)
+        boundary = source.memory.resumable(there, limit)
+        here = target.memory.dram.find(request.chain).chunks
+        chunks, checkpoints = max(0, boundary - here), int(self.shape.has_checkpoints)
+        if not chunks or not target.spec.capacity.dram:
+            self._queue(request, target)
+            return
+        size_bytes = self.shape.moved_bytes(chunks, checkpoints)
+        seconds = target.peer_seconds(chunks, checkpoints)
+        link = self._links.get((source.name, target.name)) if self._links else None
+        if link is not None:
+            seconds = max(seconds, link.latency_s + size_bytes * link.seconds_per_byte)
+        now_s = self.loop.now_s
+        end_s = start_between(source.outgoing, target.incoming, now_s, seconds, size_bytes)
+        target.flows.fetched.add(chunks, checkpoints)
+        request.network_s += end_s - now_s
+        self._changed |= {source.name, target.name}
+        self.loop.at(end_s, self._fetched, request, target, boundary)
+
+    def _fetched(self, request: LiveRequest, target: Worker, chunks: int) -> None:
+        checkpoints = [chunks] if self.shape.has_checkpoints else []
+        memory = target.memory
+        memory.dram.add(request.chain, chunks, checkpoints, memory.tick())
+        request.peer_chunks = chunks
+        self._queue(request, target)
+
+    def _prefilled(self, request: LiveRequest) -> None:
+        if not request.decodes_elsewhere and request.first_token_s < 0.0:
+            request.first_token_s = self.loop.now_s
+
+    def _served(self, worker: Worker, request: LiveRequest) -> None:
+        self._changed.add(worker.name)
+        if request.decodes_elsewhere:
+            request.decodes_elsewhere = False
+            request.expected_tokens = self.shape.chunk_tokens
+            self._fetch(request, worker, self._decoders.pop(request))
+            return
+        self.tally.served(request, self.loop.now_s)
+        self._output_tokens += 0.01 * (request.output_tokens - self._output_tokens)
+        live = self.sessions.answered(request)
+        for index in live.followers.get(request.index, ()):
+            waiting_at = live.waiting_for_tools.get(index)
+            if waiting_at is not None:
+                self.workers[waiting_at].session_waits(1)
+        self.asked_for.add(request.chain)
+        if len(self.tally.step_s) % _SAMPLE_EVERY == 0 and len(self.workers) > 1:
+            self.tally.duplicates.append(self.duplicate_factor())
+        if self._told is not None:
+            self._told()
+
+    def _close(self, live: LiveSession) -> None:
+        self.tally.task_s.append(self.loop.now_s - live.started_s)

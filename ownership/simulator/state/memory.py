@@ -1,0 +1,113 @@
+"""A worker's tiers: pages in HBM, sealed state in DRAM and on SSD."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Literal, NamedTuple, get_args
+
+from hetero_connector.store.base import EvictionName
+from hetero_connector.store.eviction import LeafLru, make_policy
+from hetero_connector.store.seconds_saved import SecondsSaved
+from ownership.scheduling.step import HeldPrefix
+from ownership.simulator.state.resident import ChunkSizes, Found, ResidentChunks, Run
+from ownership.simulator.state.shape import StateShape
+from ownership.simulator.traces.block_runs import BlockRuns
+
+Eviction = Literal[EvictionName, "session"]
+"""The store's policies, and the least recently used session as a whole."""
+EVICTIONS: tuple[str, ...] = (*get_args(EvictionName), "session")
+
+
+@dataclass(frozen=True)
+class TierBytes:
+    """Capacities; 0: there is no such tier."""
+
+    hbm: int
+    """KV pages on one rank."""
+    dram: int = 0
+    ssd: int = 0
+
+
+class Sealed(NamedTuple):
+    """What a prompt added to the tiers, in chunks and checkpoints."""
+
+    dram_chunks: int = 0
+    dram_checkpoints: int = 0
+    ssd_chunks: int = 0
+    ssd_checkpoints: int = 0
+
+
+class WorkerMemory:
+    """What one worker holds. Every tier keeps leaves last, so each holds prefixes of prompts."""
+
+    def __init__(
+        self,
+        shape: StateShape,
+        capacity: TierBytes,
+        eviction: Eviction,
+        seconds_saved: SecondsSaved,
+    ) -> None:
+        self.shape = shape
+        self._ticks = count(1)
+        self._tick = 0
+        self._eviction, self._seconds_saved = eviction, seconds_saved
+        self._state_type = (shape.model.prefix_types or shape.model.state_types)[0]
+        # vLLM's own prefix cache: least recently used blocks, a prompt's last first.
+        self.hbm = ResidentChunks(shape.pages, capacity.hbm, LeafLru(), self._state_type)
+        self.dram = self._stored(shape.stored, capacity.dram)
+        self.ssd = self._stored(shape.stored, capacity.ssd)
+
+    def _stored(self, sizes: ChunkSizes, capacity_bytes: int) -> ResidentChunks:
+        name: EvictionName = "leaf_lru" if self._eviction == "session" else self._eviction
+        policy = make_policy(name, self._seconds_saved, lambda: self._tick)
+        by_recency, whole = name != "value", self._eviction == "session"
+        return ResidentChunks(
+            sizes, capacity_bytes, policy, self._state_type,
+            by_recency=by_recency, whole_sessions=whole,
+        )  # fmt: skip
+
+    def tick(self) -> int:
+        """A new moment of the logical clock that recency is counted by."""
+        self._tick = next(self._ticks)
+        return self._tick
+
+    def held(self, chain: BlockRuns, limit_chunks: int) -> HeldPrefix | None:
+        """Where a prompt could resume, by tier, as a scheduler is told; None: nowhere."""
+        tiers = (self.hbm, self.dram, self.ssd)
+        if not chain.runs or not any(tier.starts_with(chain) for tier in tiers):
+            return None
+        hbm, dram, ssd = (tier.find(chain) for tier in tiers)
+        size = self.shape.chunk_tokens
+        deepest = min(limit_chunks, max(dram.chunks, ssd.chunks))
+        anywhere = max(self.resumable(dram, deepest), self.resumable(ssd, deepest))
+        return HeldPrefix(
+            self.resumable(hbm, limit_chunks) * size,
+            self.resumable(dram, limit_chunks) * size,
+            anywhere * size,
+        )
+
+    def resumable(self, found: Found, limit_chunks: int) -> int:
+        """The deepest boundary at which a request could resume from one tier, in chunks."""
+        if self.shape.has_checkpoints:
+            return found.deepest_checkpoint(limit_chunks)
+        return min(found.chunks, limit_chunks)
+
+    def seal(self, chain: BlockRuns, chunks: int, checkpoints: Sequence[int]) -> Sealed:
+        """Hold a prompt's first chunks in DRAM and write them to SSD."""
+        tick = self.tick()
+        new = [0, 0, 0, 0]
+        for at, tier in enumerate((self.dram, self.ssd)):
+            if tier.capacity_bytes:
+                _, new[2 * at], new[2 * at + 1] = tier.add(chain, chunks, checkpoints, tick)
+        return Sealed(*new)
+
+    def cache_pages(self, chain: BlockRuns, chunks: int) -> tuple[Run, int]:
+        """Leave a computed prompt's full pages to the engine's prefix cache.
+
+        Returns the run at their end and how many chunks are there.
+        """
+        checkpoints = [chunks] if self.shape.has_checkpoints and chunks else []
+        run, _, _ = self.hbm.add(chain, chunks, checkpoints, self.tick())
+        return run, run.end

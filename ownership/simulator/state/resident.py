@@ -1,0 +1,333 @@
+"""What one tier of one worker holds of all prompts' chunks, and what leaves it when it is full.
+
+The store has a node for each chunk. A prompt of 100,000 tokens is 400 of them, and a simulation
+touches thousands of prompts a second; so here a node is a run of chunks that the same requests
+used. Nothing is lost by it: what used one chunk of a run used all, and the deepest leaves first.
+The store's eviction policies decide which run that is; they see its last chunk.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from hetero_connector.artifacts.index import Artifact, Node, Standing
+from hetero_connector.artifacts.record import ROOT, ChunkRange
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.eviction import EvictionPolicy
+from ownership.simulator.traces.block_runs import BlockRuns
+
+
+class Run:
+    """Chunks of one chain, one after the other, that the same requests used last."""
+
+    __slots__ = (
+        "checkpoints", "children", "count", "first", "last_used", "parent", "pins", "start",
+        "tail", "uses",
+    )  # fmt: skip
+
+    def __init__(self, first: int, count: int, start: int, parent: Run | None) -> None:
+        self.first, self.count, self.start, self.parent = first, count, start, parent
+        self.children: dict[int, Run] = {}
+        self.checkpoints: list[int] = []
+        """Chunks before each boundary that has one, ascending; in (start, start + count]."""
+        self.last_used = self.uses = self.pins = 0
+        self.tail: Tail | None = None
+
+    @property
+    def end(self) -> int:
+        """Chunks of the chain up to its last one."""
+        return self.start + self.count
+
+
+class Tail(Artifact):
+    """A run's last chunk, as an eviction policy sees it."""
+
+    __slots__ = ("run",)
+
+    def __init__(self, run: Run, state_type: StateType, size_bytes: int) -> None:
+        super().__init__(Node(ChunkRange(ROOT, ROOT, 0, 0), None), state_type, size_bytes)
+        self.run = run
+        self.sealed = True
+
+
+class Found(NamedTuple):
+    """Where a chain leads in a tier."""
+
+    path: Sequence[Run]
+    chunks: int
+    """Leading chunks that are there. The last run may reach further, or branch off later."""
+
+    def checkpoints(self) -> Iterator[int]:
+        """Boundaries on the way that have a checkpoint, the deepest first."""
+        for run in reversed(self.path):
+            known = run.checkpoints
+            yield from reversed(known[: bisect_right(known, self.chunks)])
+
+    def deepest_checkpoint(self, limit: int) -> int:
+        """The deepest at or before `limit` chunks; 0: there is none."""
+        limit = min(limit, self.chunks)
+        for run in reversed(self.path):
+            if known := bisect_right(run.checkpoints, limit):
+                return run.checkpoints[known - 1]
+        return 0
+
+
+class ChunkSizes(NamedTuple):
+    """What a chunk and a checkpoint take in a tier, in bytes; slots are as large as the largest."""
+
+    tokens: int
+    chunk_bytes: int
+    checkpoint_bytes: int
+
+
+class ResidentChunks:
+    """The chunks in one tier. `used_bytes` + `reserved_bytes` never exceed `capacity_bytes`."""
+
+    def __init__(
+        self,
+        sizes: ChunkSizes,
+        capacity_bytes: int,
+        eviction: EvictionPolicy,
+        state_type: StateType,
+        *,
+        by_recency: bool = True,
+        whole_sessions: bool = False,
+    ) -> None:
+        """`by_recency`: `eviction` ranks by `last_used` alone, so that runs may grow and shrink by
+        many chunks at once. `whole_sessions`: with a chunk all of its branch goes."""
+        self.sizes, self.capacity_bytes = sizes, capacity_bytes
+        self.used_bytes = self.reserved_bytes = 0
+        self.evicted_bytes = 0
+        self.root = Run(0, 0, 0, None)
+        self._eviction, self._state_type = eviction, state_type
+        self._by_recency, self._whole_sessions = by_recency, whole_sessions
+
+    def starts_with(self, chain: BlockRuns) -> bool:
+        """Whether the chain's first chunk is there."""
+        return chain.runs[0][0] in self.root.children
+
+    def find(self, chain: BlockRuns) -> Found:
+        """How far the chain leads. Changes nothing."""
+        run, chunks = self.root, 0
+        path: list[Run] = []
+        for first, count in chain.runs:
+            while count:
+                child = run.children.get(first)
+                if child is None:
+                    return Found(path, chunks)
+                path.append(child)
+                shared = min(child.count, count)
+                chunks += shared
+                if shared < child.count:
+                    return Found(path, chunks)
+                run, first, count = child, first + shared, count - shared
+        return Found(path, chunks)
+
+    def use(self, found: Found, tick: int) -> Run:
+        """Mark what was found as used; the run that ends there (the root if nothing was).
+
+        `found` is not to be asked about checkpoints any more: its last run may be cut.
+        """
+        path = found.path
+        if not path:
+            return self.root
+        last = path[-1]
+        if found.chunks < last.end:
+            last = self._split(last, found.chunks)
+        for run in path[:-1]:
+            self._mark(run, tick)
+        self._mark(last, tick)
+        return last
+
+    def pin(self, run: Run) -> None:
+        """It and what it continues stay until `unpin`."""
+        run.pins += 1
+
+    def unpin(self, run: Run) -> None:
+        """Undo one `pin`."""
+        run.pins -= 1
+        assert run.pins >= 0
+        self._offer(run)
+
+    def add(
+        self, chain: BlockRuns, chunks: int, checkpoints: Sequence[int], tick: int
+    ) -> tuple[Run, int, int]:
+        """Hold the chain's first `chunks` chunks, and checkpoints at those boundaries.
+
+        As far as there is room: chunks first, then checkpoints, the deepest first. Returns the
+        run at the end of what is held, and how many chunks and checkpoints are new.
+        """
+        if chunks < chain.num_blocks:
+            chain = chain.head(chunks)
+        found = self.find(chain)
+        known = set(found.checkpoints()) if checkpoints else ()
+        lacking = [boundary for boundary in checkpoints if boundary not in known]
+        anchor = self.use(found, tick)
+        wanted = chunks - found.chunks
+        if not wanted and not lacking:
+            return anchor, 0, 0
+        sizes = self.sizes
+        self.pin(anchor)
+        size_bytes = wanted * sizes.chunk_bytes + len(lacking) * sizes.checkpoint_bytes
+        free_bytes = self.make_room(size_bytes)
+        if free_bytes < size_bytes:
+            wanted = min(wanted, free_bytes // max(1, sizes.chunk_bytes))
+            free_bytes -= wanted * sizes.chunk_bytes
+            lacking = [b for b in lacking if b <= found.chunks + wanted]
+            fitting = free_bytes // max(1, sizes.checkpoint_bytes)
+            lacking = lacking[max(0, len(lacking) - fitting) :]
+        anchor.pins -= 1
+        end = anchor
+        if wanted:
+            if wanted < chunks - found.chunks:
+                chain = chain.head(found.chunks + wanted)
+            end = self._extend(anchor, chain.tail(found.chunks), tick)
+        for boundary in lacking:
+            insort(self._run_at(end, boundary).checkpoints, boundary)
+        self.used_bytes += wanted * sizes.chunk_bytes + len(lacking) * sizes.checkpoint_bytes
+        self._offer(end)
+        return end, wanted, len(lacking)
+
+    def reserve(self, size_bytes: int) -> bool:
+        """Room for what is no chunk (yet), evicting if needed; False: there is too little."""
+        if self.make_room(size_bytes) < size_bytes:
+            return False
+        self.reserved_bytes += size_bytes
+        return True
+
+    def release(self, size_bytes: int) -> None:
+        """Give reserved room back."""
+        self.reserved_bytes -= size_bytes
+        assert self.reserved_bytes >= 0
+
+    def make_room(self, size_bytes: int) -> int:
+        """Evict until so many bytes are free, or nothing may leave; how many are free."""
+        free_bytes = self.capacity_bytes - self.used_bytes - self.reserved_bytes
+        while free_bytes < size_bytes:
+            victim = self._eviction.pop(_standing)
+            if victim is None:
+                break
+            assert isinstance(victim, Tail)
+            gone_bytes = self._evict(victim.run, size_bytes - free_bytes)
+            self.used_bytes -= gone_bytes
+            self.evicted_bytes += gone_bytes
+            free_bytes += gone_bytes
+        return free_bytes
+
+    def runs(self) -> Iterator[Run]:
+        """Every run, parents before their children."""
+        waiting = list(self.root.children.values())
+        while waiting:
+            run = waiting.pop()
+            yield run
+            waiting.extend(run.children.values())
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where counts, the tree and the capacity contradict each other."""
+        sizes, size_bytes = self.sizes, 0
+        for run in self.runs():
+            assert run.parent is not None
+            assert run.parent.children[run.first] is run
+            assert (run.start, run.count > 0) == (run.parent.end, True)
+            assert run.checkpoints == sorted(set(run.checkpoints))
+            assert all(run.start < boundary <= run.end for boundary in run.checkpoints)
+            assert all(child.last_used <= run.last_used for child in run.children.values())
+            size_bytes += run.count * sizes.chunk_bytes
+            size_bytes += len(run.checkpoints) * sizes.checkpoint_bytes
+        assert size_bytes == self.used_bytes
+        assert 0 <= self.used_bytes + self.reserved_bytes <= self.capacity_bytes
+
+    def _mark(self, run: Run, tick: int) -> None:
+        run.last_used, run.uses = tick, run.uses + 1
+        if run.tail is not None:
+            run.tail.last_used, run.tail.uses = tick, run.uses
+
+    def _split(self, run: Run, chunks: int) -> Run:
+        """Cut behind the chain's first `chunks` chunks: the new run before the cut."""
+        parent, kept = run.parent, chunks - run.start
+        assert parent is not None
+        head = Run(run.first, kept, run.start, parent)
+        head.last_used, head.uses = run.last_used, run.uses
+        at = bisect_right(run.checkpoints, chunks)
+        head.checkpoints, run.checkpoints = run.checkpoints[:at], run.checkpoints[at:]
+        parent.children[run.first] = head
+        run.first, run.count, run.start = run.first + kept, run.count - kept, chunks
+        run.parent, head.children[run.first] = head, run
+        return head
+
+    def _extend(self, anchor: Run, chain: BlockRuns, tick: int) -> Run:
+        """Put new chunks behind `anchor`; the run that ends with them."""
+        for first, count in chain.runs:
+            follows = anchor.first + anchor.count == first and anchor.parent is not None
+            if follows and self._by_recency and not anchor.children and not anchor.pins:
+                anchor.count += count
+                if anchor.tail is not None:
+                    self._place(anchor.tail)
+            else:
+                run = Run(first, count, anchor.end, anchor)
+                anchor.children[first] = run
+                self._mark(run, tick)
+                anchor = run
+        return anchor
+
+    def _run_at(self, run: Run, boundary: int) -> Run:
+        """The run on the way to `run` that the chunk before a boundary is of."""
+        while boundary <= run.start and run.parent is not None:
+            run = run.parent
+        return run
+
+    def _offer(self, run: Run) -> None:
+        """Tell the policy of a run whose end may leave."""
+        if run.children or run.pins or run.parent is None:
+            return
+        if run.tail is None:
+            run.tail = Tail(run, self._state_type, self.sizes.chunk_bytes)
+            run.tail.last_used, run.tail.uses = run.last_used, run.uses
+        self._place(run.tail)
+        self._eviction.offer(run.tail)
+
+    def _place(self, tail: Tail) -> None:
+        """Say which chunk the run's last one is by now."""
+        size = self.sizes.tokens
+        end = tail.run.end * size
+        if tail.node.chunk.end != end:
+            tail.node.chunk = ChunkRange(ROOT, ROOT, end - size, end)
+
+    def _evict(self, run: Run, needed_bytes: int) -> int:
+        """Take chunks from the run's end until so many bytes are free; what became free."""
+        sizes, gone_bytes = self.sizes, 0
+        while run.count and gone_bytes < needed_bytes:
+            gone = 1
+            if not run.checkpoints and self._by_recency and sizes.chunk_bytes:
+                gone = min(run.count, -(-(needed_bytes - gone_bytes) // sizes.chunk_bytes))
+            if self._whole_sessions:
+                gone = run.count
+            run.count -= gone
+            gone_bytes += gone * sizes.chunk_bytes
+            while run.checkpoints and run.checkpoints[-1] > run.end:
+                run.checkpoints.pop()
+                gone_bytes += sizes.checkpoint_bytes
+            if not self._by_recency:
+                break
+        if run.count:
+            self._offer(run)
+            return gone_bytes
+        parent = run.parent
+        assert parent is not None
+        assert run.tail is not None
+        del parent.children[run.first]
+        run.tail.forgotten = True
+        if self._whole_sessions and parent.parent and not parent.children and not parent.pins:
+            self._offer(parent)
+            return gone_bytes + self._evict(parent, parent.count * sizes.chunk_bytes)
+        self._offer(parent)
+        return gone_bytes
+
+
+def _standing(artifact: Artifact) -> Standing:
+    assert isinstance(artifact, Tail)
+    run = artifact.run
+    held = artifact.forgotten or run.pins or run.children
+    return Standing.HELD if held else Standing.LEAF

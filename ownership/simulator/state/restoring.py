@@ -1,0 +1,115 @@
+"""What of a prompt is restored: the planner's decision about what the tiers hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from hetero_connector.artifacts.record import ROOT, ChunkRange, SharedTiers, StoredChunk, Tier
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.decision import EngineLoad
+from hetero_connector.planner.restore_planner import Mode, RestorePlanner
+from hetero_connector.planner.window_replay import WindowReplay
+from hetero_connector.spec.state_types import StateType
+from ownership.simulator.state.resident import Found
+from ownership.simulator.state.shape import StateShape
+
+
+class Restore(NamedTuple):
+    """What a plan loads, in chunks and checkpoints."""
+
+    boundary_chunks: int
+    resume_tokens: int
+    dram_chunks: int
+    ssd_chunks: int
+    dram_checkpoints: int
+    ssd_checkpoints: int
+
+    @property
+    def staged(self) -> bool:
+        """Whether anything has to come from SSD first."""
+        return self.ssd_chunks + self.ssd_checkpoints > 0
+
+
+class StoredChunks:
+    """`StoredChunk`s as a store's index would answer, one for each place and what is held there.
+
+    The planner asks where a chunk ends and what of it is in which tier, not whose it is; so all
+    prompts share them.
+    """
+
+    def __init__(self, shape: StateShape) -> None:
+        self._shape, self._shared = shape, SharedTiers()
+        self._made: dict[tuple[Tier, Tier | None], list[StoredChunk]] = {}
+
+    def upto(self, chunks: int, prefix: Tier, checkpoint: Tier | None) -> list[StoredChunk]:
+        """At least the first `chunks` of any chain, if all of them hold this."""
+        made = self._made.setdefault((prefix, checkpoint), [])
+        if len(made) < chunks:
+            model, size = self._shape.model, self._shape.chunk_tokens
+            held: dict[StateType, Tier] = dict.fromkeys(model.prefix_types, prefix)
+            if checkpoint is not None:
+                held |= dict.fromkeys(model.boundary_types, checkpoint)
+            tiers: Mapping[StateType, Tier]
+            tiers, number = self._shared.share(held)
+            made += (
+                StoredChunk(
+                    ChunkRange(ROOT, ROOT, i * size, (i + 1) * size), tiers, b"", False, number
+                )
+                for i in range(len(made), 2 * chunks)
+            )
+        return made
+
+
+class Restorer:
+    """Asks the package's planner, for one worker."""
+
+    def __init__(
+        self, shape: StateShape, costs: CostModel, mode: Mode, *, replay: bool, known: StoredChunks
+    ) -> None:
+        """`replay`: whether windows may be rebuilt by computing tokens again. `known`: shared by
+        all workers of a model."""
+        self._shape, self._known = shape, known
+        windows = any(True for _ in shape.model.layers_of(StateType.WINDOW_SWA))
+        tokens = WindowReplay.of(shape.model).tokens if replay and windows else 0
+        self._planner = RestorePlanner(shape.model, shape.layout, costs, mode, replay_tokens=tokens)
+
+    def plan(
+        self, dram: Found, on_ssd: Found, prompt_tokens: int, local_chunks: int, load: EngineLoad
+    ) -> Restore | None:
+        """What to restore past the chunks in pages, of what the tiers hold; None: nothing."""
+        size = self._shape.chunk_tokens
+        limit = (prompt_tokens - 1) // size
+        deepest = min(limit, max(dram.chunks, on_ssd.chunks))
+        if deepest <= local_chunks:
+            return None
+        in_dram = min(dram.chunks, deepest)
+        stored = self._known.upto(deepest, Tier.DRAM, None)[:in_dram]
+        stored += self._known.upto(deepest, Tier.SSD, None)[in_dram:deepest]
+        checkpoints = self._checkpoints(dram, on_ssd, deepest)
+        for boundary, tier in checkpoints.items():
+            prefix = Tier.DRAM if boundary <= in_dram else Tier.SSD
+            stored[boundary - 1] = self._known.upto(deepest, prefix, tier)[boundary - 1]
+        plan = self._planner.plan(
+            stored, local_chunks * size, limit * size, prompt_tokens, load
+        ).plan
+        if plan is None:
+            return None
+        chunks = plan.boundary // size
+        from_dram = max(0, min(in_dram, chunks) - local_chunks)
+        kept = checkpoints.get(chunks) if plan.boundary_types else None
+        return Restore(
+            chunks,
+            plan.resume_tokens,
+            from_dram,
+            chunks - local_chunks - from_dram,
+            int(kept is Tier.DRAM),
+            int(kept is Tier.SSD),
+        )
+
+    def _checkpoints(self, dram: Found, on_ssd: Found, deepest: int) -> dict[int, Tier]:
+        """Boundaries that have a checkpoint, and the fastest tier of each."""
+        if not self._shape.has_checkpoints:
+            return {}
+        found = {b: Tier.SSD for b in on_ssd.checkpoints() if b <= deepest}
+        return found | {b: Tier.DRAM for b in dram.checkpoints() if b <= deepest}

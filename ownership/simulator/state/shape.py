@@ -1,0 +1,103 @@
+"""What a model's state weighs in pages and in slots: plain numbers, made once for a simulation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.planner.boundaries import ChunkGrid
+from hetero_connector.planner.checkpoint_policy import Sizes
+from hetero_connector.spec.model_spec import ModelSpec
+from hetero_connector.spec.state_types import Family, RestoreRule, StateType
+from ownership.scheduling.footprint import StateFootprint
+from ownership.simulator.state.resident import ChunkSizes
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """One model at one chunk size."""
+
+    layout: ArtifactLayout
+    footprint: StateFootprint
+    stored: ChunkSizes
+    """Bytes of useful state, all ranks together."""
+    pages: ChunkSizes
+    """Bytes of KV pages on one rank, padding included."""
+    page_bytes_per_token: int
+    prefix_bytes: Mapping[StateType, int]
+    """Of a full chunk."""
+    boundary_bytes: Mapping[StateType, int]
+    """At a boundary behind full windows."""
+
+    @classmethod
+    def of(cls, model: ModelSpec, chunk_tokens: int) -> StateShape:
+        """Raises ValueError where chunks are no multiple of the model's alignment."""
+        layout = ArtifactLayout(model, chunk_tokens)
+        grid, sizes = ChunkGrid(layout), Sizes.of(layout)
+        page_bytes = math.ceil(grid.page_bytes_per_token)
+        boundary_bytes = {t: layout.max_bytes[t] for t in model.boundary_types}
+        return cls(
+            layout,
+            StateFootprint.of(layout),
+            ChunkSizes(chunk_tokens, sizes.chunk_bytes, sizes.checkpoint_bytes),
+            ChunkSizes(chunk_tokens, page_bytes * chunk_tokens, _boundary_page_bytes(model)),
+            page_bytes,
+            grid.prefix_bytes,
+            boundary_bytes,
+        )
+
+    @property
+    def model(self) -> ModelSpec:
+        """The model's specification."""
+        return self.layout.model
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk."""
+        return self.stored.tokens
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether a request can resume only where boundary state was kept."""
+        return bool(self.boundary_bytes)
+
+    def moved_bytes(self, chunks: int, checkpoints: int) -> int:
+        """Useful bytes of so many chunks and checkpoints."""
+        sizes = self.stored
+        return chunks * sizes.chunk_bytes + checkpoints * sizes.checkpoint_bytes
+
+    def request_bytes(self, tokens: int) -> int:
+        """Pages that a running request needs for so many tokens, on one rank."""
+        return tokens * self.page_bytes_per_token + self.pages.checkpoint_bytes
+
+
+def _boundary_page_bytes(model: ModelSpec) -> int:
+    """Pages of windows, tails and recurrent state that a running request holds on one rank."""
+    far = 1 << 20
+    return sum(
+        len(layer.pages_needed(far, far)) * layer.page_stride_bytes
+        for layer in model.stored_layers
+        if layer.state_type.family is Family.BOUNDARY
+    )
+
+
+def dense_paged(model: ModelSpec) -> ModelSpec:
+    """The same model where every layer with a window keeps the pages of all tokens, padding
+    included: what an allocator does that knows one kind of block. Recurrent state stays."""
+    layers = tuple(
+        replace(
+            layer,
+            state_type=StateType.DENSE_KV,
+            restore_rule=RestoreRule.EVERY_TOKEN,
+            page_bytes=layer.page_stride_bytes,
+            boundary_tokens=0,
+            window=None,
+        )
+        if layer.state_type.family is Family.BOUNDARY
+        and layer.state_type is not StateType.RECURRENT
+        else replace(layer, page_bytes=layer.page_stride_bytes)
+        for layer in model.layers
+    )
+    return replace(model, layers=layers)

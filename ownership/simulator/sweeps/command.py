@@ -1,0 +1,83 @@
+"""`heterocache simulate`: a trace, a fleet and policies; a directory with what came of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from tqdm import tqdm
+
+from hetero_connector.errors import SimulationError
+from ownership.simulator.fleet_file import read_fleet
+from ownership.simulator.sweeps.pictures import pictures
+from ownership.simulator.sweeps.points import Point, parse_sweep, points
+from ownership.simulator.sweeps.report import about, as_html, as_markdown
+from ownership.simulator.sweeps.running import Inputs, ResultFile, run
+from ownership.simulator.sweeps.summary import rows
+from ownership.simulator.traces.formats import open_trace
+
+
+def sweep(
+    inputs: Inputs, policies: Sequence[str], sweeps: Sequence[str], out: Path, processes: int,
+    *, as_json: bool,
+) -> None:  # fmt: skip
+    """Simulate and write `results.jsonl`, `report.md` and `report.html` into `out`.
+
+    What is in `results.jsonl` already is not simulated again.
+
+    Raises:
+        SimulationError, TraceError: the inputs make no sense; nothing has been simulated then.
+        OSError: the directory cannot be written.
+    """
+    wanted = list(points(policies, _values(sweeps)))
+    fleet = read_fleet(inputs.fleet)
+    for size in {point.workers for point in wanted} - {None}:
+        fleet.of_size(size or 0)
+    _check_starts(inputs, wanted)
+    out.mkdir(parents=True, exist_ok=True)
+    results = ResultFile(out / "results.jsonl", inputs.digest())
+    done = sum(point in results for point in wanted)
+    with tqdm(
+        total=len(wanted), initial=done, unit=" runs", desc="simulate", file=sys.stderr,
+        disable=not sys.stderr.isatty(),
+    ) as bar:  # fmt: skip
+        run(inputs, wanted, results, processes, lambda point: _progress(bar, point))
+    found = results.ordered(wanted)
+    table, told = rows(found), about(found, _command(inputs, policies, sweeps))
+    markdown = as_markdown(table, told)
+    (out / "report.md").write_text(markdown)
+    (out / "report.html").write_text(as_html(table, told, pictures(table)))
+    print(json.dumps(found) if as_json else markdown)
+
+
+def _values(sweeps: Sequence[str]) -> Mapping[str, Sequence[float]]:
+    values: dict[str, Sequence[float]] = {}
+    for text in sweeps:
+        name, listed = parse_sweep(text)
+        if name in values:
+            raise SimulationError("--sweep", "given twice", name)
+        values[name] = listed
+    return values
+
+
+def _check_starts(inputs: Inputs, wanted: Sequence[Point]) -> None:
+    """Say now what the first simulation would say."""
+    trace = open_trace(inputs.trace, inputs.format)
+    next(iter(trace), None)
+    if any(p.rate is None and (p.sharing is not None or not trace.starts_recorded) for p in wanted):
+        problem = "no starts are recorded, or sessions are drawn: add --sweep rate=..."
+        raise SimulationError(trace.source, problem)
+
+
+def _progress(bar: tqdm[NoReturn], point: Point) -> None:
+    bar.set_postfix_str(point.policy, refresh=False)
+    bar.update()
+
+
+def _command(inputs: Inputs, policies: Sequence[str], sweeps: Sequence[str]) -> str:
+    words = ["heterocache simulate", "--trace", inputs.trace.name, "--fleet", inputs.fleet.name]
+    words += ["--policies", ",".join(policies)]
+    return " ".join([*words, *(f"--sweep {text}" for text in sweeps)])

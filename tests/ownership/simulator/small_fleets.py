@@ -1,0 +1,99 @@
+"""Fleets and traces small enough to be followed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.interference_model import (
+    InterferenceCoefficients,
+    InterferenceRegression,
+)
+from hetero_connector.planner.load_model import LoadModel, TierRates
+from hetero_connector.spec.presets import PRESETS
+from ownership.scheduling.fleet import Role
+from ownership.simulator.fleet_file import FleetSpec
+from ownership.simulator.machine.batching import EngineLimits
+from ownership.simulator.machine.worker import WorkerSpec
+from ownership.simulator.state.memory import TierBytes
+from ownership.simulator.traces.block_runs import BlockRuns
+from ownership.simulator.traces.session import Request, Session, Trace
+from ownership.simulator.traces.starts import PoissonStarts
+from ownership.simulator.traces.synthetic import synthetic
+from ownership.simulator.traces.synthetic_spec import CODING_AGENT
+
+GIB = 1 << 30
+DENSE, HYBRID = "llama-3.1-8b", "deepseek-v4-flash"
+COMPUTE = ComputeCoefficients(0.01, 1e-5, 1e-10)
+DECODE = InterferenceCoefficients(0.01, 1e-4, 1e-8, 0.002, 1e-5, 1e-10)
+AMPLE = TierBytes(40 * GIB, 64 * GIB, 256 * GIB)
+LIMITS = EngineLimits()
+FREE = ComputeCoefficients(0.0, 0.0, 0.0)
+AT_ONCE = InterferenceCoefficients(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def costs(
+    model: str = DENSE,
+    compute: ComputeCoefficients = COMPUTE,
+    decode: InterferenceCoefficients = DECODE,
+    bytes_per_s: float = 10e9,
+    step_tokens: int = 8192,
+) -> CostModel:
+    types = PRESETS[model]().state_types
+    rates = TierRates(1e-4, dict.fromkeys(types, 1 / bytes_per_s), 1 / bytes_per_s)
+    return CostModel(
+        ComputeRegression(compute),
+        LoadModel(types, dict.fromkeys(Tier, rates)),
+        step_tokens=step_tokens,
+        interference=InterferenceRegression(decode, compute),
+    )
+
+
+def fleet(
+    count: int = 1,
+    model: str = DENSE,
+    capacity: TierBytes = AMPLE,
+    chunk_tokens: int | None = None,
+    limits: EngineLimits = LIMITS,
+    cost_model: CostModel | None = None,
+    roles: Sequence[Role] = (),
+) -> FleetSpec:
+    found = cost_model or costs(model, step_tokens=limits.step_tokens)
+    workers = tuple(
+        WorkerSpec(f"w{i}", found, capacity, 5e9, roles[i] if roles else Role.BOTH)
+        for i in range(count)
+    )
+    return FleetSpec("test", model, PRESETS[model](), workers, limits, {}, chunk_tokens)
+
+
+def agents(sessions: int = 12, rate: float = 0.05, seed: int = 0, block_tokens: int = 64) -> Trace:
+    """Synthetic agent sessions of a few turns, some of which fork."""
+    spec = CODING_AGENT.replaced(
+        {
+            "turns": "geometric(mean=8)",
+            "fork_fraction": 0.1,
+            "first_tokens": "lognormal(p50=2000, p90=9000)",
+            "preamble_tokens": "lognormal(p50=1500, p90=4000)",
+            "output_tokens": "lognormal(p50=40, p90=200)",
+            "context_tokens": 30_000,
+            "summary_tokens": "lognormal(p50=500, p90=1000)",
+        }
+    )
+    starts = PoissonStarts(rate)
+    return synthetic(
+        spec, num_sessions=sessions, starts=starts, block_tokens=block_tokens, seed=seed
+    )
+
+
+def trace_of(*sessions: Session, block_tokens: int = 256) -> Trace:
+    return Trace("by hand", "test", block_tokens, lambda: iter(sessions))
+
+
+def prompt(
+    first: int, tokens: int, output: int = 2, block_tokens: int = 256, **more: object
+) -> Request:
+    """A prompt of full blocks whose ids count from `first`."""
+    blocks = BlockRuns(((first, tokens // block_tokens),))
+    return Request(0.0, tokens, output, blocks, **more)  # type: ignore[arg-type]

@@ -1,0 +1,156 @@
+"""A tier as runs of chunks is the same as a tier of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.eviction import LeafLru, Lru, Value
+from hetero_connector.store.seconds_saved import recompute_seconds
+from ownership.simulator.state.resident import ChunkSizes, ResidentChunks, Run
+from ownership.simulator.traces.block_runs import BlockRuns
+from ownership.simulator.traces.prefix_tree import PrefixTree
+
+SIZES = ChunkSizes(256, 10, 3)
+prompts = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), max_size=30)
+
+
+def tier(capacity: int, sizes: ChunkSizes = SIZES) -> ResidentChunks:
+    return ResidentChunks(sizes, capacity, LeafLru(), StateType.DENSE_KV)
+
+
+def names(texts: Sequence[Sequence[int]]) -> list[BlockRuns]:
+    tree = PrefixTree()
+    return [tree.add(BlockRuns.of_ids(text)).names for text in texts]
+
+
+def held(resident: ResidentChunks) -> set[int]:
+    return {run.first + i for run in resident.runs() for i in range(run.count)}
+
+
+class ChunkByChunk:
+    """Leaves first, the least recently used of them, the deepest of equals: one chunk at a time."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.used: dict[tuple[int, ...], int] = {}
+
+    def add(self, chain: Sequence[int], tick: int) -> None:
+        here = 0
+        while here < len(chain) and tuple(chain[: here + 1]) in self.used:
+            here += 1
+        kept = {tuple(chain[: i + 1]) for i in range(here)}
+        self.used |= dict.fromkeys(kept, tick)
+        wanted = len(chain) - here
+        while len(self.used) + wanted > self.capacity:
+            parents = {path[:-1] for path in self.used}
+            leaves = self.used.keys() - parents - kept
+            if not leaves:
+                break
+            del self.used[min(leaves, key=lambda path: (self.used[path], -len(path)))]
+        wanted = min(wanted, self.capacity - len(self.used))
+        for depth in range(here, here + wanted):
+            self.used[tuple(chain[: depth + 1])] = tick
+
+    def held(self) -> set[int]:
+        return {path[-1] for path in self.used}
+
+
+@given(prompts, st.integers(0, 25))
+def test_runs_hold_what_single_chunks_would(texts: list[list[int]], capacity: int) -> None:
+    runs, chunks = tier(capacity * SIZES.chunk_bytes), ChunkByChunk(capacity)
+    for tick, chain in enumerate(names(texts), 1):
+        _, new, _ = runs.add(chain, chain.num_blocks, (), tick)
+        before = chunks.held()
+        chunks.add(chain.ids().tolist(), tick)
+        assert held(runs) == chunks.held()
+        assert new == len(held(runs) & set(chain.ids().tolist()) - before)
+        runs.check_integrity()
+
+
+@pytest.mark.parametrize("policy", ["lru", "value", "session"])
+@given(prompts, st.integers(0, 300), st.data())
+def test_bytes_are_conserved_and_capacity_holds(
+    policy: str, texts: list[list[int]], capacity: int, data: st.DataObject
+) -> None:
+    now = [0]
+    made = {"lru": Lru(), "session": LeafLru(), "value": Value(recompute_seconds(), lambda: now[0])}
+    resident = ResidentChunks(
+        SIZES, capacity, made[policy], StateType.DENSE_KV,
+        by_recency=policy != "value", whole_sessions=policy == "session",
+    )  # fmt: skip
+    added = reserved = 0
+    for chain in names(texts):
+        now[0] += 1
+        wanted = data.draw(st.integers(0, 40))
+        if resident.reserve(wanted):
+            reserved += wanted
+        boundaries = data.draw(st.sets(st.integers(1, chain.num_blocks)))
+        _, chunks, checkpoints = resident.add(chain, chain.num_blocks, sorted(boundaries), now[0])
+        added += chunks * SIZES.chunk_bytes + checkpoints * SIZES.checkpoint_bytes
+        assert resident.reserved_bytes == reserved
+        assert resident.used_bytes == added - resident.evicted_bytes
+        resident.check_integrity()
+    resident.release(reserved)
+    assert resident.make_room(capacity) == capacity
+    assert (resident.used_bytes, list(resident.runs())) == (0, [])
+
+
+def test_what_is_pinned_stays() -> None:
+    resident = tier(40)
+    one, other = names([[0, 1, 2], [5, 6, 7]])
+    run, *_ = resident.add(one, 2, (), 1)
+    resident.pin(run)
+    assert resident.add(other, 3, (), 2)[1] == 2
+    assert resident.find(one).chunks == 2
+    resident.unpin(run)
+    assert resident.add(other, 3, (), 3)[1] == 1
+    assert resident.find(one).chunks == 1
+
+
+def test_a_pin_outlives_a_split() -> None:
+    resident = tier(1000)
+    long, short = names([[0, 1, 2, 3], [0, 1, 9]])
+    run, *_ = resident.add(long, 4, (), 1)
+    resident.pin(run)
+    resident.add(short, 3, (), 2)
+    assert resident.make_room(1000) == 1000 - 40
+    assert (resident.find(long).chunks, resident.find(short).chunks) == (4, 2)
+    resident.unpin(run)
+    assert resident.make_room(1000) == 1000
+
+
+def test_the_deepest_checkpoint_within_reach() -> None:
+    resident = tier(1000)
+    chain, branch = names([[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 9]])
+    resident.add(chain, 6, [2, 4, 6], 1)
+    found = resident.find(branch)
+    assert (found.chunks, found.deepest_checkpoint(9), found.deepest_checkpoint(3)) == (4, 4, 2)
+    assert list(found.checkpoints()) == [4, 2]
+    resident.use(found, 2)  # splits the run
+    assert list(resident.find(chain).checkpoints()) == [6, 4, 2]
+    assert resident.find(branch).deepest_checkpoint(1) == 0
+
+
+def test_a_session_goes_as_a_whole() -> None:
+    now = 0
+    resident = ResidentChunks(SIZES, 100, LeafLru(), StateType.DENSE_KV, whole_sessions=True)
+    first, second, third = names([[0, 1, 2, 3], [0, 7, 8], [5] * 6])
+    for now, chain in enumerate((first, second, third), 1):
+        resident.add(chain, chain.num_blocks, (), now)
+    # Room for two more chunks was needed, and three went: what the first shared with nobody.
+    assert [resident.find(x).chunks for x in (first, second, third)] == [1, 3, 6]
+
+
+def test_integrity_is_checked() -> None:
+    resident = tier(1000)
+    (chain,) = names([[0, 1]])
+    run, *_ = resident.add(chain, 2, (), 1)
+    run.count = 1
+    with pytest.raises(AssertionError):
+        resident.check_integrity()
+    assert isinstance(run, Run)

@@ -1,0 +1,170 @@
+"""`heterocache simulate`, from its arguments to its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hetero_connector.cli import EXIT_OK, EXIT_UNUSABLE, main
+from hetero_connector.errors import SimulationError
+from ownership.simulator.sweeps import running
+from ownership.simulator.sweeps.points import Point, parse_sweep, points
+from ownership.simulator.sweeps.running import Inputs, ResultFile
+from ownership.simulator.sweeps.summary import Estimate, rows
+
+FLEET = "model: llama-3.1-8b\nworkers: [{hardware: h200, count: 2, dram_gib: 8, ssd_gib: 32}]\n"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A directory with a small trace of chat and one of agents, and a fleet."""
+    lines = [
+        {"timestamp": 400 * i, "input_length": 1500, "output_length": 20, "hash_ids": [0, 1, i + 9]}
+        for i in range(12)
+    ]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    turns = [
+        {"t": 9.0 * i, "type": "s", "in": 640 * (i + 1), "out": 9, "runs": [[0, 10 * (i + 1)]],
+         "think_time": 3.0, "input_types": ["tool_result"]}
+        for i in range(4)
+    ]  # fmt: skip
+    session = {"id": "a", "block_size": 64, "system_tokens": 256, "requests": turns}
+    (tmp_path / "agents.jsonl").write_text("\n".join([json.dumps(session)] * 3))
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    return tmp_path
+
+
+def simulated(files: Path, *more: str, trace: str = "chat.jsonl", out: str = "out") -> int:
+    given = ["--trace", str(files / trace), "--fleet", str(files / "fleet.yaml")]
+    return main(["simulate", *given, "--out", str(files / out), *more])
+
+
+def lines(files: Path, out: str = "out") -> list[dict[str, object]]:
+    """Results, but for what is measured."""
+    found = [json.loads(line) for line in (files / out / "results.jsonl").read_text().splitlines()]
+    for line in found:
+        del line["overhead"]
+    return found
+
+
+def test_a_trace_a_fleet_and_two_policies(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulated(files, "--policies", "ownerserve,colocated+tiers=gpu") == EXIT_OK
+    told = capsys.readouterr().out
+    assert "| figure | ownerserve | colocated+tiers=gpu |" in told
+    assert "Sessions are not recorded" in told
+    assert told.strip() == (files / "out" / "report.md").read_text().strip()
+    page = (files / "out" / "report.html").read_text()
+    assert "<svg" in page
+    assert not any(x in page for x in ("<script src", "<link", "<img", "url(http"))
+    found = lines(files)
+    assert [x["point"]["policy"] for x in found] == ["ownerserve", "colocated+tiers=gpu"]  # type: ignore[index]
+    assert all(x["figures"]["requests"] == 12 for x in found)  # type: ignore[index]
+
+
+def test_the_same_command_gives_the_same_numbers_in_any_number_of_processes(files: Path) -> None:
+    given = ["--policies", "ownerserve,dynamo_kv", "--sweep", "rate=0.5,2", "--sweep", "seed=0,1"]
+    for out, processes in (("one", "1"), ("two", "2")):
+        code = simulated(files, *given, "--processes", processes, trace="agents.jsonl", out=out)
+        assert code == EXIT_OK
+    assert lines(files, "one") == lines(files, "two")
+    assert len(lines(files, "one")) == 8
+    table = (files / "one" / "report.md").read_text()
+    assert "## rate 0.5" in table
+    assert "±" in table
+    html = [(files / out / "report.html").read_text() for out in ("one", "two")]
+    measured = [[x for x in page.split("<tr>") if "measured" not in x] for page in html]
+    assert measured[0] == measured[1]
+
+
+def test_what_is_done_is_not_done_again(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated(files, "--policies", "colocated", "--sweep", "rate=1,2")
+    results = files / "out" / "results.jsonl"
+    before = results.read_text()
+    results.write_text(before + '{"inputs": "torn')  # as a kill leaves it
+    ran: list[Point] = []
+    original = running.simulate_point
+
+    def counted(inputs: Inputs, point: Point) -> dict[str, object]:
+        ran.append(point)
+        return original(inputs, point)
+
+    monkeypatch.setattr(running, "simulate_point", counted)
+    assert simulated(files, "--policies", "colocated", "--sweep", "rate=1,2,4") == EXIT_OK
+    assert [point.rate for point in ran] == [4.0]
+    assert results.read_text().startswith(before)
+    assert len(lines(files)) == 3
+
+
+def test_results_of_other_inputs_are_not_mixed(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulated(files, "--policies", "colocated")
+    (files / "fleet.yaml").write_text(FLEET.replace("h200", "h20"))
+    assert simulated(files, "--policies", "colocated") == EXIT_UNUSABLE
+    assert "results.jsonl:1: of another trace, fleet or version" in capsys.readouterr().err
+    (files / "out" / "results.jsonl").write_text("{}\n")
+    assert simulated(files, "--policies", "colocated") == EXIT_UNUSABLE
+    assert "results.jsonl:1: no line of results" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (["--policies", "best"], "no scheduling policy 'best'"),
+        (["--sweep", "speed=1"], "--sweep: no 'speed'; there are workers, rate"),
+        (["--sweep", "rate=0"], "--sweep: rate: '0' is no number"),
+        (["--sweep", "sharing=2"], "--sweep: sharing: '2' is no number"),
+        (["--sweep", "seed=0.5"], "--sweep: seed: '0.5' is no whole number"),
+        (["--sweep", "rate=1", "--sweep", "rate=2"], "--sweep: rate: given twice"),
+        (["--sweep", "sharing=0.5"], "add --sweep rate="),
+    ],
+)
+def test_wrong_arguments_are_named_before_anything_runs(
+    files: Path, more: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulated(files, *more) == EXIT_UNUSABLE
+    assert problem in capsys.readouterr().err
+    assert not (files / "out").exists()
+
+
+def test_a_damaged_trace_is_named(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (files / "chat.jsonl").read_text()
+    (files / "chat.jsonl").write_text(text[:-30])
+    assert simulated(files) == EXIT_UNUSABLE
+    assert "chat.jsonl:12: not JSON" in capsys.readouterr().err
+
+
+def test_points_are_all_combinations() -> None:
+    name, values = parse_sweep("workers=1,2")
+    found = list(points(["colocated", "ownerserve"], {name: values, "seed": [7]}))
+    assert [(p.policy, p.workers, p.seed) for p in found] == [
+        ("colocated", 1, 7), ("ownerserve", 1, 7), ("colocated", 2, 7), ("ownerserve", 2, 7),
+    ]  # fmt: skip
+    assert len({p.key for p in found}) == 4
+
+
+def test_seeds_are_summed_up() -> None:
+    assert Estimate.of([3.0]) == (3.0, 0.0)
+    mean, half = Estimate.of([1.0, 2.0, 3.0])
+    assert (mean, half) == (2.0, pytest.approx(4.303 / 3**0.5))
+    results = [
+        {"point": {"policy": "a", "seed": seed, "rate": 1.0}, "figures": {"x": seed},
+         "overhead": {"decision_mean_us": 5.0}}
+        for seed in (1, 3)
+    ]  # fmt: skip
+    (row,) = rows(results)
+    assert (row.seeds, row.setting, row.figures["x"].mean) == ((1, 3), (("rate", 1.0),), 2.0)
+
+
+def test_a_file_of_results_keeps_what_others_asked_for(tmp_path: Path) -> None:
+    file = ResultFile(tmp_path / "results.jsonl", "abc")
+    for policy in ("b", "a"):
+        file.add(Point(policy), {"figures": {}})
+    (found,) = file.ordered([Point("a")])
+    assert found["point"]["policy"] == "a"
+    again = ResultFile(tmp_path / "results.jsonl", "abc")
+    assert Point("b") in again
+    with pytest.raises(SimulationError, match="another trace"):
+        ResultFile(tmp_path / "results.jsonl", "xyz")

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.errors import SimulationError
+from hetero_connector.planner.compute_model import ComputeCoefficients
+from hetero_connector.planner.cost_profile import CostProfile
+from hetero_connector.planner.load_model import TierRates
+from hetero_connector.planner.profile_subject import ProfileSubject
+from hetero_connector.spec.presets import PRESETS
+from ownership.scheduling.fleet import Link, Role
+from ownership.simulator.fleet_file import read_fleet
+from ownership.simulator.machine.hardware import HARDWARE
+from ownership.simulator.machine.models import COMPUTE
+
+GOOD = """
+model: llama-3.1-8b
+workers:
+  - {hardware: h200, name: p, role: prefill, dram_gib: 64}
+  - {hardware: a100, name: d, count: 2, role: decode, dram_gib: 64, ssd_gib: 100, hbm_gib: 20}
+links:
+  - {from: p, to: d-0, gbit_per_s: 80, latency_us: 5}
+"""
+
+
+def written(directory: Path, text: str) -> Path:
+    path = directory / "fleet.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_fleet(tmp_path: Path) -> None:
+    fleet = read_fleet(written(tmp_path, GOOD))
+    assert [worker.name for worker in fleet.workers] == ["p", "d-0", "d-1"]
+    assert [worker.role for worker in fleet.workers] == [Role.PREFILL, Role.DECODE, Role.DECODE]
+    first, second, _ = fleet.workers
+    # 141 GB, of which vLLM takes nine tenths, less 16 GB of weights.
+    assert first.capacity.hbm == pytest.approx(0.9 * 141e9 - 16e9)
+    assert (second.capacity.hbm, second.capacity.ssd) == (20 << 30, 100 << 30)
+    assert fleet.links.keys() == {("p", "d-0")}
+    assert fleet.links["p", "d-0"] == pytest.approx(Link(5e-6, 1e-10))
+    # 2 operations for each of 8e9 parameters, at half of the peak.
+    assert first.costs.compute.coefficients.token_s == pytest.approx(16e9 / (0.5 * 989e12))
+    assert first.costs.load.rates(Tier.DRAM).ahead_s_per_byte == pytest.approx(1 / (0.8 * 64e9))
+
+
+def test_a_profile_is_read_from_beside_the_fleet(tmp_path: Path) -> None:
+    types = PRESETS["llama-3.1-8b"]().state_types
+    rates = TierRates(0.5, dict.fromkeys(types, 1e-9), 1e-9)
+    subject = ProfileSubject("Tiny", "c0ffee", "bfloat16", "", "auto", 1, "a machine")
+    compute = ComputeCoefficients(1.0, 2.0, 3.0)
+    profile = CostProfile("measured", subject, compute, load={Tier.DRAM: rates})
+    profile.write(tmp_path / "profile.json")
+    text = "model: llama-3.1-8b\nworkers: [{profile: profile.json, hbm_gib: 1}]"
+    (worker,) = read_fleet(written(tmp_path, text)).workers
+    assert worker.costs.compute.coefficients == pytest.approx((1.0, 2.0, 3.0))
+    assert worker.costs.load.rates(Tier.DRAM).latency_s == pytest.approx(0.5)
+
+
+def test_a_profile_of_another_layout_is_refused(tmp_path: Path) -> None:
+    subject = ProfileSubject("Tiny", "c0ffee", "bfloat16", "", "auto", 1, "a machine")
+    profile = CostProfile("measured", subject, ComputeCoefficients(1.0, 2.0, 3.0))
+    profile.write(tmp_path / "profile.json")
+    text = "model: llama-3.1-8b\nworkers: [{profile: profile.json, gpus: 2, hbm_gib: 1}]"
+    with pytest.raises(SimulationError, match=r"profile: was measured with .* 1, not 2 \(gpus\)"):
+        read_fleet(written(tmp_path, text))
+
+
+def test_a_fleet_of_another_size(tmp_path: Path) -> None:
+    text = "model: llama-3.1-8b\nworkers: [{hardware: h200}, {hardware: h20, name: x}]"
+    fleet = read_fleet(written(tmp_path, text))
+    assert [w.name for w in fleet.of_size(3).workers] == ["worker.0", "x.1", "worker.2"]
+    assert len(fleet.of_size(1).workers) == 1
+    with pytest.raises(SimulationError, match="without links"):
+        read_fleet(written(tmp_path, GOOD)).of_size(2)
+
+
+BAD = {
+    "": r"Expected `object`, got `null`",
+    "model: [": r"fleet.yaml:2: not YAML",
+    "model: a\nworkers:\n  - x: [1\n": r"fleet.yaml:\d: not YAML",
+    "workers: [{hardware: h200}]": r"missing required field `model`",
+    "model: gpt-9\nworkers: [{hardware: h200}]": r"model: no preset 'gpt-9'; there are",
+    "model: llama-3.1-8b\nworkers: []": r"workers: Expected `array` of length >= 1",
+    "model: llama-3.1-8b\nworkers: [{hardware: h300}]": r"workers\[0\].hardware: no 'h300'; there",
+    "model: llama-3.1-8b\nworkers: [{}]": r"workers\[0\]: needs either hardware or profile",
+    "model: llama-3.1-8b\nworkers: [{hardware: h200, hbm_gib: 0}]": r"workers\[0\].hbm_gib: Exp",
+    "model: llama-3.1-8b\nworkers: [{hardware: h200, dram_gib: -1}]": r"workers\[0\].dram_gib: E",
+    "model: llama-3.1-8b\nworkers: [{hardware: h200, dram_gib: .nan}]": r"workers\[0\].dram_gib",
+    "model: llama-3.1-8b\nworkers: [{hardware: h200, count: 0}]": r"workers\[0\].count: Expected",
+    "model: llama-3.1-8b\nworkers: [{hardware: h200, dram: 5}]": r"unknown field `dram`",
+    "model: llama-3.1-8b\nworkers: [{hardware: h200, ssd_gib: 5}]": r"dram_gib: an SSD needs DRAM",
+    "model: llama-3.1-70b\nworkers: [{hardware: a100}]": r"workers\[0\].gpus: .* does not fit",
+    "model: llama-3.1-8b\nworkers: [{hardware: a100}, {hardware: a100}]": r"have the same name",
+    "model: llama-3.1-8b\nworkers: [{hardware: a100}, {hardware: a100, gpus: 2, name: b}]": (
+        r"workers: workers of \[1, 2\] accelerators"
+    ),
+    "model: llama-3.1-8b\nworkers: [{profile: none.json, hbm_gib: 1}]": r"workers\[0\].profile: .*",
+    "model: llama-3.1-8b\nchunk_tokens: 100\nworkers: [{hardware: a100}]": r"chunk_tokens: 100 is",
+    "model: llama-3.1-8b\nstep_tokens: 64\nworkers: [{hardware: a100}]": r"step_tokens: 64 leaves",
+    "model: llama-3.1-8b\nworkers: [{hardware: a100}]\nlinks: [{from: a, to: b, gbit_per_s: 1}]": (
+        r"links\[0\].from: no worker 'a'"
+    ),
+    "\x00": r"not YAML",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_what_is_wrong_is_named(text: str, tmp_path: Path) -> None:
+    with pytest.raises(SimulationError, match=BAD[text]) as raised:
+        read_fleet(written(tmp_path, text))
+    assert str(raised.value).startswith(str(tmp_path / "fleet.yaml"))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(SimulationError, match="No such file"):
+        read_fleet(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("model", COMPUTE)
+@pytest.mark.parametrize("hardware", HARDWARE)
+def test_every_preset_runs_on_every_hardware(model: str, hardware: str, tmp_path: Path) -> None:
+    text = f"model: {model}\nworkers: [{{hardware: {hardware}, gpus: 16}}]"
+    (worker,) = read_fleet(written(tmp_path, text)).workers
+    step_s = worker.costs.delays().decode_step_s(1, 10_000)
+    assert 1e-3 < step_s < 0.5
+    assert float(worker.costs.compute.predict(8192.0, 0.0)) > step_s
+
+
+def test_every_preset_of_the_package_has_its_compute() -> None:
+    assert COMPUTE.keys() == PRESETS.keys()

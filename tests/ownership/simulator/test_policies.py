@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hetero_connector.errors import SimulationError
+from ownership.scheduling.admission import Admitting
+from ownership.scheduling.ownerserve import OwnerServe
+from ownership.simulator.machine.worker import CachePolicy
+from ownership.simulator.policies import parse_policy
+from tests.ownership.simulator.small_fleets import fleet
+
+
+def test_a_name_is_a_policy_with_its_defaults() -> None:
+    spec = parse_policy("ownerserve")
+    assert isinstance(spec.scheduler(random.Random(0)), OwnerServe)
+    assert (spec.cache, spec.tiers, spec.state) == (CachePolicy(), "all", "typed")
+
+
+def test_options_follow_the_name() -> None:
+    text = "colocated+checkpoints=periodic:4+eviction=session+restores=never_load+replay=on"
+    spec = parse_policy(f"{text}+tiers=dram+state=paged+ttft=1.5")
+    assert spec.cache == CachePolicy("periodic:4", "session", "never_load", True)
+    assert (spec.tiers, spec.state, spec.ttft_objective_s) == ("dram", "paged", 1.5)
+    assert isinstance(spec.scheduler(random.Random(0)), Admitting)
+
+
+def test_tiers_are_left_out() -> None:
+    workers = fleet(2).workers
+    (dram, _), (gpu, _) = (
+        parse_policy(f"colocated+tiers={x}").limited(workers) for x in ("dram", "gpu")
+    )
+    assert (dram.capacity.dram, dram.capacity.ssd) == (workers[0].capacity.dram, 0)
+    assert (gpu.capacity.dram, gpu.capacity.ssd) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("nobody", "no scheduling policy 'nobody'; there are ownerserve"),
+        ("colocated+eviction=fifo", "eviction is 'fifo'; there are leaf_lru"),
+        ("colocated+checkpoints=periodic:0", "periodic:N"),
+        ("colocated+checkpoints=some", "checkpoints is 'some'"),
+        ("colocated+size=3", "no option 'size'; there are checkpoints"),
+        ("colocated+ttft=-1", "ttft: '-1' is no number"),
+        ("colocated+replay", "replay is ''"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, problem: str) -> None:
+    with pytest.raises(SimulationError) as raised:
+        parse_policy(text)
+    assert problem in str(raised.value)
+    assert repr(text) in str(raised.value)

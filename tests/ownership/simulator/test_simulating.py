@@ -1,0 +1,273 @@
+"""Whole simulations: what must hold whatever is simulated, and small ones worked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_connector.errors import SimulationError, TraceError
+from ownership.scheduling.fleet import Role
+from ownership.scheduling.registry import POLICIES
+from ownership.simulator.fleet_file import FleetSpec
+from ownership.simulator.machine.batching import EngineLimits
+from ownership.simulator.policies import parse_policy
+from ownership.simulator.results import Figures
+from ownership.simulator.simulating import simulate
+from ownership.simulator.simulation import FleetSimulation
+from ownership.simulator.state.chunks import chunk_tokens_for
+from ownership.simulator.state.memory import TierBytes
+from ownership.simulator.state.shape import StateShape
+from ownership.simulator.traces.session import Session, Trace
+from ownership.simulator.traces.statistics import measure
+from ownership.simulator.workload import Workload
+from tests.ownership.simulator.small_fleets import (
+    AT_ONCE,
+    COMPUTE,
+    DECODE,
+    DENSE,
+    FREE,
+    GIB,
+    HYBRID,
+    agents,
+    costs,
+    fleet,
+    prompt,
+    trace_of,
+)
+
+ENDLESS = TierBytes(1 << 50, 1 << 50, 1 << 50)
+TIGHT = TierBytes(6 * GIB, 4 * GIB, 8 * GIB)
+
+
+def run_of(trace: Trace, spec: FleetSpec, policy: str = "ownerserve") -> FleetSimulation:
+    """A simulation whose invariants are looked at after every answer."""
+    tokens = spec.chunk_tokens or chunk_tokens_for(trace.block_tokens, spec.model.alignment)
+    shape = StateShape.of(spec.model, tokens)
+
+    def check() -> None:
+        for worker in run.workers.values():
+            for tier in (worker.memory.hbm, worker.memory.dram, worker.memory.ssd):
+                assert 0 <= tier.used_bytes + tier.reserved_bytes <= tier.capacity_bytes
+
+    run = FleetSimulation(
+        spec, parse_policy(policy), shape, iter(trace), trace.block_tokens, 0, served=check
+    )
+    run.run()
+    for worker in run.workers.values():
+        for tier in (worker.memory.hbm, worker.memory.dram, worker.memory.ssd):
+            tier.check_integrity()
+            assert tier.reserved_bytes == 0, "a request kept pages"
+            assert not any(one.pins for one in (tier.root, *tier.runs())), "a pin was left"
+    return run
+
+
+def figures(trace: Trace, spec: FleetSpec, policy: str = "colocated", **sent: float) -> Figures:
+    return simulate(trace, spec, parse_policy(policy), Workload(**sent)).figures  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("model", [DENSE, HYBRID])
+@pytest.mark.parametrize("block_tokens", [256, 512])
+def test_an_endless_cache_hits_what_the_trace_repeats(model: str, block_tokens: int) -> None:
+    trace = agents(30, block_tokens=block_tokens)
+    cost_model = costs(model, compute=FREE, decode=AT_ONCE)
+    spec = fleet(1, model, ENDLESS, chunk_tokens=block_tokens, cost_model=cost_model)
+    found = figures(trace, spec)
+    assert found.matched_tokens == measure(_in_closed_loop(trace)).hit_tokens
+    assert found.matched_tokens > 0
+
+
+def _in_closed_loop(trace: Trace) -> Trace:
+    """The trace as an engine that answers at once would be sent it."""
+
+    def sessions() -> list[Session]:
+        made = []
+        for session in trace:
+            at_s: list[float] = []
+            for request in session.requests:
+                before_s = 0.0 if request.parent is None else at_s[request.parent]
+                think_s = request.think_s
+                at_s.append(request.offset_s if think_s is None else before_s + think_s)
+            requests = tuple(
+                replace(r, offset_s=s) for r, s in zip(session.requests, at_s, strict=True)
+            )
+            made.append(replace(session, requests=requests))
+        return made
+
+    return replace(trace, sessions=lambda: iter(sessions()))
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("model", [DENSE, HYBRID])
+def test_every_policy_serves_everything_within_its_tiers(policy: str, model: str) -> None:
+    capacity = TIGHT if model == DENSE else TierBytes(GIB // 2, GIB // 4, GIB // 2)
+    roles = (Role.PREFILL, Role.DECODE, Role.BOTH)
+    trace = agents(10, rate=0.5)
+    run = run_of(trace, fleet(3, model, capacity, roles=roles), policy)
+    assert len(run.tally.step_s) == sum(len(session.requests) for session in trace)
+    assert len(run.tally.task_s) == 10
+
+
+@settings(max_examples=8)
+@given(st.integers(0, 99), st.sampled_from(["leaf_lru", "lru", "value", "session"]))
+def test_nothing_is_lost_whatever_is_evicted(seed: int, eviction: str) -> None:
+    trace = agents(6, rate=2.0, seed=seed)
+    policy = f"colocated+eviction={eviction}+checkpoints=periodic:2"
+    run = run_of(trace, fleet(2, HYBRID, TierBytes(GIB // 4, GIB // 8, GIB // 4)), policy)
+    assert len(run.tally.task_s) == 6
+
+
+def test_the_same_inputs_give_the_same_figures() -> None:
+    trace, spec = agents(8, rate=1.0), fleet(4, HYBRID)
+    policy, sent = parse_policy("dynamo_kv"), Workload(rate=0.5, sharing=0.5, seed=3)
+    one, other = (simulate(trace, spec, policy, sent) for _ in range(2))
+    assert (one.figures, one.state_bytes) == (other.figures, other.state_bytes)
+    changed = simulate(trace, spec, policy, replace(sent, seed=4))
+    assert changed.figures != one.figures
+
+
+def test_one_request_by_hand() -> None:
+    trace = trace_of(Session("a", (prompt(0, 10_240, output=11),), 5.0))
+    found = figures(trace, fleet())
+    step_s, token_s, pair_s = COMPUTE
+    # Two steps of 8,192 and 2,048 tokens, which attend to each other.
+    prefill_s = 2 * step_s + 10_240 * token_s + pair_s * 10_240**2 / 2
+    assert found.ttft_p50_s == pytest.approx(prefill_s)
+    # The first token comes from the prefill, each of ten more from a step.
+    decode_s = sum(DECODE.decode_step_s(1, 10_240 + i) for i in range(10))
+    assert found.step_p50_s == pytest.approx(prefill_s + decode_s)
+    assert found.token_mean_s == pytest.approx(decode_s / 10)
+    assert (found.saved_tokens, found.busy_share) == (0, pytest.approx(1.0))
+
+
+def test_a_prefill_holds_up_the_decodes_beside_it() -> None:
+    beside = Session("b", (prompt(100, 1_024, output=1),), 0.2)
+    alone = Session("a", (prompt(0, 1_024, output=60),), 0.0)
+    found = figures(trace_of(alone, beside), fleet())
+    late_s = DECODE.delay_s(1_024, 1_024**2 / 2, 1)
+    calm = figures(trace_of(alone), fleet())
+    assert found.step_p95_s == pytest.approx(calm.step_p95_s + late_s)
+    assert found.decode_late_share == pytest.approx(late_s / (calm.token_mean_s * 59 + late_s))
+    # It waits for the end of the step in which it came: not longer.
+    assert found.queue_mean_s < DECODE.decode_step_s(1, 1_100) / 2
+
+
+def test_the_next_turn_comes_after_answer_and_thought() -> None:
+    first = prompt(0, 2_048, output=5)
+    second = replace(prompt(0, 2_560, output=5), parent=0, think_s=7.0)
+    found = figures(trace_of(Session("a", (first, second), 1.0)), fleet())
+    assert found.task_mean_s == pytest.approx(7.0 + found.step_p50_s + found.step_p99_s)
+    assert found.hbm_hit_tokens == 2_048
+    assert found.owner_hit_rate == 1.0
+
+
+def test_state_that_left_the_pages_comes_back_from_dram_then_ssd() -> None:
+    again = [Session(n, (prompt(i, 8_192),), s) for n, i, s in (("a", 0, 0.0), ("b", 900, 9.0))]
+    again.append(replace(again[0], id="c", start_s=20.0))
+    page_bytes, fast = 131_072 * 8_300, costs(bytes_per_s=100e9)
+    dram = figures(
+        trace_of(*again), fleet(capacity=TierBytes(page_bytes, 8 * GIB), cost_model=fast)
+    )
+    assert (dram.hbm_hit_tokens, dram.dram_hit_tokens) == (0, 8_192 - 256)
+    small = TierBytes(page_bytes, page_bytes, 8 * GIB)
+    ssd = figures(trace_of(*again), fleet(capacity=small, cost_model=fast))
+    assert (ssd.dram_hit_tokens, ssd.ssd_hit_tokens) == (0, 8_192 - 256)
+    assert ssd.ssd_read_bytes == 131_072 * (8_192 - 256)
+    assert ssd.restore_ssd_mean_s == pytest.approx((1e-4 + ssd.ssd_read_bytes / 100e9) / 3)
+    gpu = figures(trace_of(*again), fleet(capacity=small), "colocated+tiers=gpu")
+    assert (gpu.saved_tokens, gpu.sealed_bytes) == (0, 0)
+
+
+def test_without_pages_the_last_request_is_preempted_and_ends_all_the_same() -> None:
+    sessions = [Session(str(i), (prompt(100 * i, 1_024, output=1_500),), 0.0) for i in range(3)]
+    capacity = TierBytes(131_072 * 5_000, 0, 0)
+    run = run_of(trace_of(*sessions), fleet(capacity=capacity), "colocated")
+    assert len(run.tally.step_s) == 3
+    assert sum(w.engine.totals.preemptions for w in run.workers.values()) > 0
+
+
+def test_a_request_that_fits_no_worker_is_refused_with_what_follows() -> None:
+    large = prompt(0, 10_240)
+    after = replace(prompt(0, 10_496), parent=0, think_s=1.0)
+    trace = trace_of(Session("a", (large, after), 0.0), Session("b", (prompt(500, 512),), 0.0))
+    found = figures(trace, fleet(capacity=TierBytes(131_072 * 9_000)))
+    assert (found.refused, found.requests, found.sessions) == (1, 1, 2)
+
+
+def test_a_remote_prefill_moves_what_it_computed() -> None:
+    trace = trace_of(Session("a", (prompt(0, 8_192, output=20),), 0.0))
+    roles = (Role.PREFILL, Role.DECODE)
+    fast = costs(bytes_per_s=100e9)
+    found = figures(trace, fleet(2, roles=roles, cost_model=fast), "static_pd")
+    assert found.network_bytes == 131_072 * (8_192 - 256)
+    assert found.peer_hit_tokens == 8_192 - 256
+    # A replica is not written a second time.
+    assert found.ssd_written_bytes == 131_072 * (8_192 + 256)
+    assert found.duplicate_factor == pytest.approx(2.0)
+
+
+def test_an_objective_refuses_early() -> None:
+    trace = trace_of(*[Session(str(i), (prompt(100 * i, 8_192),), 0.0) for i in range(9)])
+    found = figures(trace, fleet(), "ownerserve+ttft=0.3")
+    assert 0 < found.refused < 9
+
+
+def test_the_dense_baseline_takes_more() -> None:
+    trace = agents(4)
+    typed, paged = (figures(trace, fleet(1, "gemma-3-27b"), p) for p in (
+        "colocated", "colocated+state=paged",
+    ))  # fmt: skip
+    assert paged.sealed_bytes > typed.sealed_bytes
+    assert paged.hbm_gib_per_session > 2 * typed.hbm_gib_per_session
+
+
+def test_more_checkpoints_are_more_bytes() -> None:
+    trace = agents(6)
+    full, zero = (
+        figures(trace, fleet(1, HYBRID), f"colocated+checkpoints={x}") for x in ("full", "zero")
+    )
+    assert full.ssd_written_bytes > zero.ssd_written_bytes
+    assert full.saved_tokens >= zero.saved_tokens
+
+
+def test_a_tool_leaves_its_worker_idle() -> None:
+    from ownership.simulator.traces.session import Trigger
+
+    first = prompt(0, 2_048)
+    tool = replace(prompt(0, 2_560), parent=0, think_s=10.0, trigger=Trigger.TOOL_RESULT)
+    other = Session("b", (prompt(900, 10_240),), 3.0)
+    alone = figures(trace_of(Session("a", (first, tool), 0.0)), fleet())
+    busy = figures(trace_of(Session("a", (first, tool), 0.0), other), fleet())
+    assert alone.tool_idle_busy_share == 0.0
+    assert busy.tool_idle_busy_share == pytest.approx(busy.step_p99_s / 10.0, rel=0.01)
+
+
+def test_a_trace_without_starts_needs_a_rate() -> None:
+    trace = replace(agents(3), starts_recorded=False)
+    with pytest.raises(SimulationError, match="rate: no starts are recorded"):
+        figures(trace, fleet())
+    with pytest.raises(TraceError, match="rate_per_s"):
+        figures(trace, fleet(), rate=0.0)
+    with pytest.raises(TraceError, match="sessions"):
+        figures(trace, fleet(), rate=1.0, sessions=0)
+
+
+def test_chunks_must_fit_the_blocks() -> None:
+    with pytest.raises(SimulationError, match="chunk_tokens: 256 is no multiple of the 512-token"):
+        figures(agents(2, block_tokens=512), fleet(chunk_tokens=256))
+
+
+def test_a_rate_stretches_recorded_starts() -> None:
+    sessions = [Session(str(i), (prompt(100 * i, 512),), float(i)) for i in range(11)]
+    slow = figures(trace_of(*sessions), fleet(), rate=0.1)
+    assert slow.span_s == pytest.approx(100.0, abs=0.1)
+
+
+def test_a_small_step_limit_makes_more_steps() -> None:
+    trace = trace_of(Session("a", (prompt(0, 4_096, output=1),), 0.0))
+    found = figures(trace, fleet(limits=EngineLimits(1_024, 8)))
+    assert found.ttft_p50_s == pytest.approx(
+        4 * COMPUTE.step_s + 4_096 * COMPUTE.token_s + COMPUTE.attention_s * 4_096**2 / 2
+    )
