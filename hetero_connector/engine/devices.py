@@ -109,9 +109,17 @@ class CudaStopwatch:
 
 
 class HostDevice:
-    """Pages in host memory: copies are synchronous, so they are always ordered."""
+    """Pages in host memory: copies are synchronous, so they are always ordered.
+
+    Asks the kernel for the CPU's AMX tiles, where it has any. vLLM 0.32.0 leaves that to its first
+    larger matrix product; a process that begins with the few tokens behind a restored prefix
+    uses the tiles before, and ends with an illegal instruction.
+    """
 
     overlaps_by_thread = True
+
+    def __init__(self) -> None:
+        torch.cpu._init_amx()
 
     def pages(self, spec: LayerSpec, view: torch.Tensor) -> Pages:
         """Pages as numpy rows."""
