@@ -225,8 +225,8 @@ def _simulate(args: argparse.Namespace) -> int:
         inputs = Inputs(args.trace, args.format, args.fleet)
         policies = [name for name in args.policies.split(",") if name]
         sweep(inputs, policies, args.sweep, args.out, max(1, args.processes), as_json=args.json)
-    except ModuleNotFoundError as e:
-        return _complain(f"{e.name} is missing: pip install 'heterocache[sim]'")
+    except ImportError as e:  # msgspec says so itself where PyYAML is missing
+        return _complain(f"{e.name or e} is missing: pip install 'heterocache[sim]'")
     except (HeteroCacheError, OSError) as e:
         return _complain(e)
     return EXIT_OK

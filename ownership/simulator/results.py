@@ -95,6 +95,7 @@ class Overhead:
     """What deciding took on the machine that simulated: a measurement, different every time."""
 
     decisions: int
+    decision_p50_us: float
     decision_mean_us: float
     decision_p99_us: float
     wall_s: float

@@ -144,13 +144,12 @@ class FleetSimulation:
     def _fetch(self, request: LiveRequest, source: Worker, target: Worker) -> None:
         """Read what the target lacks of the prompt from the source's DRAM, then queue it."""
         limit = (request.prompt_tokens - 1) // self.shape.chunk_tokens
-        there = source.memory.dram.find(request.chain)
+        there, here = (w.memory.dram.find(request.chain) for w in (source, target))
         boundary = source.memory.resumable(there, limit)
-        here = target.memory.dram.find(request.chain).chunks
-        chunks, checkpoints = max(0, boundary - here), int(self.shape.has_checkpoints)
-        if not chunks or not target.spec.capacity.dram:
+        if boundary <= target.memory.resumable(here, limit) or not target.spec.capacity.dram:
             self._queue(request, target)
             return
+        chunks, checkpoints = max(0, boundary - here.chunks), int(self.shape.has_checkpoints)
         size_bytes = self.shape.moved_bytes(chunks, checkpoints)
         seconds = target.peer_seconds(chunks, checkpoints)
         link = self._links.get((source.name, target.name)) if self._links else None
@@ -166,7 +165,7 @@ class FleetSimulation:
     def _fetched(self, request: LiveRequest, target: Worker, chunks: int) -> None:
         checkpoints = [chunks] if self.shape.has_checkpoints else []
         memory = target.memory
-        memory.dram.add(request.chain, chunks, checkpoints, memory.tick())
+        memory.dram.add(request.chain.head(chunks), chunks, checkpoints, memory.tick())
         request.peer_chunks = chunks
         self._queue(request, target)
 
@@ -177,7 +176,7 @@ class FleetSimulation:
     def _served(self, worker: Worker, request: LiveRequest) -> None:
         self._changed.add(worker.name)
         if request.decodes_elsewhere:
-            request.decodes_elsewhere = False
+            request.decodes_elsewhere, request.handed_over = False, True
             request.expected_tokens = self.shape.chunk_tokens
             self._fetch(request, worker, self._decoders.pop(request))
             return

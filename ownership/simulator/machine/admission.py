@@ -11,8 +11,8 @@ from hetero_connector.planner.decision import EngineLoad
 from ownership.simulator.machine.channel import Channel, Flow
 from ownership.simulator.machine.request import Hits, LiveRequest
 from ownership.simulator.state.memory import WorkerMemory
-from ownership.simulator.state.resident import Found, Run
 from ownership.simulator.state.restoring import Restore, Restorer
+from ownership.simulator.state.runs import Found, Run
 
 _NOTHING = Found((), 0)
 
@@ -57,9 +57,12 @@ class Admission:
         if request.matched_tokens < 0:
             matched = max(found.chunks, dram.chunks, ssd.chunks) * size
             request.matched_tokens = min(matched, request.prompt_tokens)
-        load = EngineLoad(0, decodes, self._in_flight(now_s))
-        readable = _NOTHING if request.was_staged else ssd
-        restore = self._restorer.plan(dram, readable, request.prompt_tokens, local, load)
+        if request.was_staged:
+            ssd = _NOTHING
+        restore = None
+        if max(dram.chunks, ssd.chunks) > local:
+            load = EngineLoad(0, decodes, self._in_flight(now_s))
+            restore = self._restorer.plan(dram, ssd, request.prompt_tokens, local, load)
         if restore is not None and restore.staged:
             memory.hbm.release(shape.request_bytes(total - local * size))
             memory.hbm.unpin(run)
@@ -123,7 +126,7 @@ class Admission:
             hits.peer = min(fetched, gained)
             hits.ssd = min(request.staged_chunks * size, gained - hits.peer)
             hits.dram = gained - hits.peer - hits.ssd
-        if request.generated == 0:
+        if not (request.generated or request.handed_over):
             request.hits = hits
 
     def _stage(
@@ -139,8 +142,9 @@ class Admission:
         end_s = self._ssd.start(now_s, seconds, moved)
         self._staged.add(restore.ssd_chunks, restore.ssd_checkpoints)
         checkpoints = [restore.boundary_chunks] if restore.ssd_checkpoints else []
+        boundary = restore.boundary_chunks
         run, _, _ = memory.dram.add(
-            request.chain, restore.boundary_chunks, checkpoints, memory.tick()
+            request.chain.head(boundary), boundary, checkpoints, memory.tick()
         )
         memory.dram.pin(run)
         request.was_staged, request.staged_chunks = True, restore.ssd_chunks

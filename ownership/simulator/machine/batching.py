@@ -20,7 +20,7 @@ from ownership.simulator.machine.admission import Admission, Verdict
 from ownership.simulator.machine.request import LiveRequest
 from ownership.simulator.machine.steps import StepTimes
 from ownership.simulator.state.memory import WorkerMemory
-from ownership.simulator.state.resident import Run
+from ownership.simulator.state.runs import Run
 
 _MOST_STEPS = 256
 """Of decodes in one event: pages are taken for so many at once."""
@@ -120,6 +120,8 @@ class BatchEngine:
             self._begin_alone()
 
     def _admit(self) -> None:
+        if not self.waiting:
+            return
         now_s, limits = self.loop.now_s, self.limits
         left = limits.step_tokens - len(self._decodes)
         left -= sum(r.total - r.computed for r in self.prefilling)

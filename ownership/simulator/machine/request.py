@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ownership.simulator.state.resident import Run
 from ownership.simulator.state.restoring import Restore
+from ownership.simulator.state.runs import Run
 from ownership.simulator.traces.block_runs import BlockRuns
 
 
 @dataclass(slots=True, eq=False)
 class Hits:
-    """Prompt tokens that were not computed, by where their state came from."""
+    """Prompt tokens that were not computed, by where their state came from. Of a remote prefill
+    where it was prefilled: what is handed over then was computed for it."""
 
     hbm: int = 0
     dram: int = 0
@@ -41,6 +42,8 @@ class LiveRequest:
     """The last may be partial: it takes a slot, but nothing can resume behind it."""
     decodes_elsewhere: bool = False
     """It is only prefilled here, and handed over."""
+    handed_over: bool = False
+    """It was prefilled elsewhere."""
     expected_tokens: int = 0
     """What was thought to be left to compute when it was queued."""
 

@@ -115,8 +115,8 @@ class Worker:
         return WorkerLoad(
             max(0, engine.queued_tokens),
             len(engine.waiting),
-            engine.running_decodes,
-            engine.context_tokens,
+            running,  # as vLLM counts them: with those whose prompt is being computed
+            pages,
             min(used_bytes, self.spec.capacity.hbm),
             engine.residence_s,
             int(peer_s / peer_ahead) if peer_s and peer_ahead else 0,

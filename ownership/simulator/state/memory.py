@@ -11,7 +11,8 @@ from hetero_connector.store.base import EvictionName
 from hetero_connector.store.eviction import LeafLru, make_policy
 from hetero_connector.store.seconds_saved import SecondsSaved
 from ownership.scheduling.step import HeldPrefix
-from ownership.simulator.state.resident import ChunkSizes, Found, ResidentChunks, Run
+from ownership.simulator.state.resident import ResidentChunks
+from ownership.simulator.state.runs import ChunkSizes, Found, Run
 from ownership.simulator.state.shape import StateShape
 from ownership.simulator.traces.block_runs import BlockRuns
 
@@ -75,11 +76,13 @@ class WorkerMemory:
 
     def held(self, chain: BlockRuns, limit_chunks: int) -> HeldPrefix | None:
         """Where a prompt could resume, by tier, as a scheduler is told; None: nowhere."""
-        tiers = (self.hbm, self.dram, self.ssd)
-        if not chain.runs or not any(tier.starts_with(chain) for tier in tiers):
+        hbm, dram, ssd = self.hbm.find(chain), self.dram.find(chain), self.ssd.find(chain)
+        if not (hbm.chunks or dram.chunks or ssd.chunks):
             return None
-        hbm, dram, ssd = (tier.find(chain) for tier in tiers)
         size = self.shape.chunk_tokens
+        if not self.shape.has_checkpoints:
+            depths = (hbm.chunks, dram.chunks, max(dram.chunks, ssd.chunks))
+            return HeldPrefix(*(min(depth, limit_chunks) * size for depth in depths))
         deepest = min(limit_chunks, max(dram.chunks, ssd.chunks))
         anywhere = max(self.resumable(dram, deepest), self.resumable(ssd, deepest))
         return HeldPrefix(
@@ -95,7 +98,7 @@ class WorkerMemory:
         return min(found.chunks, limit_chunks)
 
     def seal(self, chain: BlockRuns, chunks: int, checkpoints: Sequence[int]) -> Sealed:
-        """Hold a prompt's first chunks in DRAM and write them to SSD."""
+        """Hold a prompt's `chunks` chunks in DRAM and write them to SSD."""
         tick = self.tick()
         new = [0, 0, 0, 0]
         for at, tier in enumerate((self.dram, self.ssd)):
@@ -106,8 +109,11 @@ class WorkerMemory:
     def cache_pages(self, chain: BlockRuns, chunks: int) -> tuple[Run, int]:
         """Leave a computed prompt's full pages to the engine's prefix cache.
 
-        Returns the run at their end and how many chunks are there.
+        `chunks`: how many of the prompt's chunks are full. Returns the run at their end and how
+        many of them are there.
         """
+        if chunks < chain.num_blocks:
+            chain = chain.head(chunks)
         checkpoints = [chunks] if self.shape.has_checkpoints and chunks else []
         run, _, _ = self.hbm.add(chain, chunks, checkpoints, self.tick())
         return run, run.end

@@ -10,76 +10,12 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
-from hetero_connector.artifacts.index import Artifact, Node, Standing
 from hetero_connector.artifacts.record import ROOT, ChunkRange
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.eviction import EvictionPolicy
+from ownership.simulator.state.runs import ChunkSizes, Found, Run, Tail, standing
 from ownership.simulator.traces.block_runs import BlockRuns
-
-
-class Run:
-    """Chunks of one chain, one after the other, that the same requests used last."""
-
-    __slots__ = (
-        "checkpoints", "children", "count", "first", "last_used", "parent", "pins", "start",
-        "tail", "uses",
-    )  # fmt: skip
-
-    def __init__(self, first: int, count: int, start: int, parent: Run | None) -> None:
-        self.first, self.count, self.start, self.parent = first, count, start, parent
-        self.children: dict[int, Run] = {}
-        self.checkpoints: list[int] = []
-        """Chunks before each boundary that has one, ascending; in (start, start + count]."""
-        self.last_used = self.uses = self.pins = 0
-        self.tail: Tail | None = None
-
-    @property
-    def end(self) -> int:
-        """Chunks of the chain up to its last one."""
-        return self.start + self.count
-
-
-class Tail(Artifact):
-    """A run's last chunk, as an eviction policy sees it."""
-
-    __slots__ = ("run",)
-
-    def __init__(self, run: Run, state_type: StateType, size_bytes: int) -> None:
-        super().__init__(Node(ChunkRange(ROOT, ROOT, 0, 0), None), state_type, size_bytes)
-        self.run = run
-        self.sealed = True
-
-
-class Found(NamedTuple):
-    """Where a chain leads in a tier."""
-
-    path: Sequence[Run]
-    chunks: int
-    """Leading chunks that are there. The last run may reach further, or branch off later."""
-
-    def checkpoints(self) -> Iterator[int]:
-        """Boundaries on the way that have a checkpoint, the deepest first."""
-        for run in reversed(self.path):
-            known = run.checkpoints
-            yield from reversed(known[: bisect_right(known, self.chunks)])
-
-    def deepest_checkpoint(self, limit: int) -> int:
-        """The deepest at or before `limit` chunks; 0: there is none."""
-        limit = min(limit, self.chunks)
-        for run in reversed(self.path):
-            if known := bisect_right(run.checkpoints, limit):
-                return run.checkpoints[known - 1]
-        return 0
-
-
-class ChunkSizes(NamedTuple):
-    """What a chunk and a checkpoint take in a tier, in bytes; slots are as large as the largest."""
-
-    tokens: int
-    chunk_bytes: int
-    checkpoint_bytes: int
 
 
 class ResidentChunks:
@@ -103,26 +39,28 @@ class ResidentChunks:
         self.root = Run(0, 0, 0, None)
         self._eviction, self._state_type = eviction, state_type
         self._by_recency, self._whole_sessions = by_recency, whole_sessions
-
-    def starts_with(self, chain: BlockRuns) -> bool:
-        """Whether the chain's first chunk is there."""
-        return chain.runs[0][0] in self.root.children
+        self._leaving: Run | None = None
+        """What chunks left last, if more of it may: it stands first, and the policy does without
+        it until something that was used less recently may leave, or it is used itself."""
+        self._leaving_used = 0
 
     def find(self, chain: BlockRuns) -> Found:
         """How far the chain leads. Changes nothing."""
-        run, chunks = self.root, 0
+        children, chunks = self.root.children, 0
         path: list[Run] = []
         for first, count in chain.runs:
             while count:
-                child = run.children.get(first)
-                if child is None:
+                run = children.get(first)
+                if run is None:
                     return Found(path, chunks)
-                path.append(child)
-                shared = min(child.count, count)
-                chunks += shared
-                if shared < child.count:
-                    return Found(path, chunks)
-                run, first, count = child, first + shared, count - shared
+                path.append(run)
+                length = run.count
+                if length > count:
+                    return Found(path, chunks + count)
+                chunks += length
+                first += length
+                count -= length
+                children = run.children
         return Found(path, chunks)
 
     def use(self, found: Found, tick: int) -> Run:
@@ -154,13 +92,11 @@ class ResidentChunks:
     def add(
         self, chain: BlockRuns, chunks: int, checkpoints: Sequence[int], tick: int
     ) -> tuple[Run, int, int]:
-        """Hold the chain's first `chunks` chunks, and checkpoints at those boundaries.
+        """Hold a chain, which is `chunks` chunks long, and checkpoints at those boundaries.
 
         As far as there is room: chunks first, then checkpoints, the deepest first. Returns the
         run at the end of what is held, and how many chunks and checkpoints are new.
         """
-        if chunks < chain.num_blocks:
-            chain = chain.head(chunks)
         found = self.find(chain)
         known = set(found.checkpoints()) if checkpoints else ()
         lacking = [boundary for boundary in checkpoints if boundary not in known]
@@ -206,11 +142,10 @@ class ResidentChunks:
         """Evict until so many bytes are free, or nothing may leave; how many are free."""
         free_bytes = self.capacity_bytes - self.used_bytes - self.reserved_bytes
         while free_bytes < size_bytes:
-            victim = self._eviction.pop(_standing)
-            if victim is None:
+            run = self._victim()
+            if run is None:
                 break
-            assert isinstance(victim, Tail)
-            gone_bytes = self._evict(victim.run, size_bytes - free_bytes)
+            gone_bytes = self._evict(run, size_bytes - free_bytes)
             self.used_bytes -= gone_bytes
             self.evicted_bytes += gone_bytes
             free_bytes += gone_bytes
@@ -282,6 +217,10 @@ class ResidentChunks:
         """Tell the policy of a run whose end may leave."""
         if run.children or run.pins or run.parent is None:
             return
+        leaving = self._leaving
+        if leaving is not None and run.last_used < self._leaving_used:
+            self._leaving = None
+            self._offer(leaving)
         if run.tail is None:
             run.tail = Tail(run, self._state_type, self.sizes.chunk_bytes)
             run.tail.last_used, run.tail.uses = run.last_used, run.uses
@@ -294,6 +233,19 @@ class ResidentChunks:
         end = tail.run.end * size
         if tail.node.chunk.end != end:
             tail.node.chunk = ChunkRange(ROOT, ROOT, end - size, end)
+
+    def _victim(self) -> Run | None:
+        """The next run to leave, from its end on."""
+        run, self._leaving = self._leaving, None
+        if run is not None:
+            if run.last_used == self._leaving_used and not run.children and not run.pins:
+                return run
+            self._offer(run)
+        tail = self._eviction.pop(standing)
+        if tail is None:
+            return None
+        assert isinstance(tail, Tail)
+        return tail.run
 
     def _evict(self, run: Run, needed_bytes: int) -> int:
         """Take chunks from the run's end until so many bytes are free; what became free."""
@@ -312,7 +264,10 @@ class ResidentChunks:
             if not self._by_recency:
                 break
         if run.count:
-            self._offer(run)
+            if self._by_recency:
+                self._leaving, self._leaving_used = run, run.last_used
+            else:
+                self._offer(run)
             return gone_bytes
         parent = run.parent
         assert parent is not None
@@ -324,10 +279,3 @@ class ResidentChunks:
             return gone_bytes + self._evict(parent, parent.count * sizes.chunk_bytes)
         self._offer(parent)
         return gone_bytes
-
-
-def _standing(artifact: Artifact) -> Standing:
-    assert isinstance(artifact, Tail)
-    run = artifact.run
-    held = artifact.forgotten or run.pins or run.children
-    return Standing.HELD if held else Standing.LEAF

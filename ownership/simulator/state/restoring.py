@@ -11,7 +11,7 @@ from hetero_connector.planner.decision import EngineLoad
 from hetero_connector.planner.restore_planner import Mode, RestorePlanner
 from hetero_connector.planner.window_replay import WindowReplay
 from hetero_connector.spec.state_types import StateType
-from ownership.simulator.state.resident import Found
+from ownership.simulator.state.runs import Found
 from ownership.simulator.state.shape import StateShape
 
 

@@ -12,7 +12,7 @@ from hetero_connector.planner.checkpoint_policy import Sizes
 from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.state_types import Family, RestoreRule, StateType
 from ownership.scheduling.footprint import StateFootprint
-from ownership.simulator.state.resident import ChunkSizes
+from ownership.simulator.state.runs import ChunkSizes
 
 
 @dataclass(frozen=True)

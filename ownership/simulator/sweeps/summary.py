@@ -40,7 +40,7 @@ class Row:
     seeds: tuple[int, ...]
     figures: Mapping[str, Estimate]
     overhead_us: float
-    """Mean of a decision: a measurement, see `Overhead`."""
+    """Median of a decision: a measurement, see `Overhead`."""
 
 
 def rows(results: Iterable[Mapping[str, Any]]) -> list[Row]:
@@ -61,5 +61,5 @@ def _row(
         setting,
         tuple(result["point"]["seed"] for result in found),
         {name: Estimate.of([result["figures"][name] for result in found]) for name in names},
-        statistics.fmean(result["overhead"]["decision_mean_us"] for result in found),
+        statistics.fmean(result["overhead"]["decision_p50_us"] for result in found),
     )

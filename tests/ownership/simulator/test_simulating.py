@@ -61,6 +61,8 @@ def run_of(trace: Trace, spec: FleetSpec, policy: str = "ownerserve") -> FleetSi
             tier.check_integrity()
             assert tier.reserved_bytes == 0, "a request kept pages"
             assert not any(one.pins for one in (tier.root, *tier.runs())), "a pin was left"
+        engine = worker.engine
+        assert (engine.queued_tokens, engine.context_tokens, engine.running_decodes) == (0, 0, 0)
     return run
 
 
@@ -119,6 +121,35 @@ def test_nothing_is_lost_whatever_is_evicted(seed: int, eviction: str) -> None:
     assert len(run.tally.task_s) == 6
 
 
+@pytest.mark.parametrize("model", [DENSE, HYBRID])
+def test_bytes_are_conserved(model: str) -> None:
+    capacity = TierBytes(6 * GIB, GIB // 2 if model == HYBRID else 4 * GIB)
+    run = run_of(agents(12, rate=1.0), fleet(1, model, capacity), "colocated")
+    (worker,) = run.workers.values()
+    dram, sealed = worker.memory.dram, worker.flows.sealed
+    assert dram.evicted_bytes > 0
+    assert run.shape.moved_bytes(sealed.chunks, sealed.checkpoints) == (
+        dram.used_bytes + dram.evicted_bytes
+    )
+
+
+def test_a_fetch_brings_the_checkpoint_where_only_that_is_lacking() -> None:
+    trace = trace_of(Session("a", (prompt(0, 8_192, output=20),), 0.0))
+    roles = (Role.PREFILL, Role.DECODE)
+    spec = fleet(2, HYBRID, roles=roles, cost_model=costs(HYBRID, bytes_per_s=100e9))
+    run = FleetSimulation(
+        spec, parse_policy("static_pd"), StateShape.of(spec.model, 256), iter(trace), 256, 0
+    )
+    reader = run.workers["w1"].memory
+    (request,) = next(iter(trace)).requests
+    reader.dram.add(request.blocks, 32, (), reader.tick())
+    run.run()
+    assert (
+        run.workers["w1"].flows.fetched.chunks,
+        run.workers["w1"].flows.fetched.checkpoints,
+    ) == (0, 1)
+
+
 def test_the_same_inputs_give_the_same_figures() -> None:
     trace, spec = agents(8, rate=1.0), fleet(4, HYBRID)
     policy, sent = parse_policy("dynamo_kv"), Workload(rate=0.5, sharing=0.5, seed=3)
@@ -152,6 +183,49 @@ def test_a_prefill_holds_up_the_decodes_beside_it() -> None:
     assert found.decode_late_share == pytest.approx(late_s / (calm.token_mean_s * 59 + late_s))
     # It waits for the end of the step in which it came: not longer.
     assert found.queue_mean_s < DECODE.decode_step_s(1, 1_100) / 2
+
+
+def test_every_decode_is_held_up() -> None:
+    pair = [Session(n, (prompt(i, 512, output=80),), 0.0) for n, i in (("a", 0), ("b", 50))]
+    beside = Session("c", (prompt(100, 1_024, output=1),), 0.3)
+    found = figures(trace_of(*pair, beside), fleet())
+    # The second prompt of the pair is computed beside the first one's decode.
+    late_s = 2 * DECODE.delay_s(1_024, 1_024**2 / 2, 1) + DECODE.delay_s(512, 512**2 / 2, 1)
+    assert found.decode_late_share * found.token_mean_s * 2 * 79 == pytest.approx(late_s)
+
+
+def test_a_load_runs_beside_the_first_step_but_for_its_first_layer() -> None:
+    again = [Session(n, (prompt(0, 8_192, output=1),), s) for n, s in (("a", 0.0), ("c", 20.0))]
+    again.insert(1, Session("b", (prompt(900, 8_192, output=1),), 9.0))
+    fast = costs(bytes_per_s=100e9)
+    capacity = TierBytes(131_072 * 8_300, 8 * GIB)
+    found = figures(trace_of(*again), fleet(capacity=capacity, cost_model=fast))
+    loaded = 8_192 - 256
+    load_s = 1e-4 + loaded * 131_072 / 100e9
+    compute_s = COMPUTE.step_s + 256 * COMPUTE.token_s
+    compute_s += COMPUTE.attention_s * 256 * (loaded + 128)
+    assert found.ttft_p50_s > (first_s := max(load_s, compute_s) + load_s / 32)
+    whole_s = 3 * found.ttft_mean_s - 2 * found.ttft_p50_s
+    assert whole_s == pytest.approx(first_s)
+    assert found.restore_exposed_mean_s == pytest.approx((first_s - compute_s) / 3)
+
+
+def test_what_does_not_fit_into_dram_is_staged_once_and_then_computed() -> None:
+    again = [Session(n, (prompt(i, 8_192),), s) for n, i, s in (("a", 0, 0.0), ("b", 900, 9.0))]
+    again.append(replace(again[0], id="c", start_s=20.0))
+    capacity = TierBytes(131_072 * 8_300, 131_072 * 1_024, 8 * GIB)
+    found = figures(trace_of(*again), fleet(capacity=capacity, cost_model=costs(bytes_per_s=1e12)))
+    assert found.ssd_read_bytes == 131_072 * (8_192 - 256)
+    assert found.ssd_hit_tokens == 1_024
+    assert found.requests == 3
+
+
+def test_two_workers_that_compute_the_same_keep_it_twice() -> None:
+    same = [Session(n, (prompt(0, 8_192),), 0.0) for n in ("a", "b")]
+    found = figures(trace_of(*same), fleet(2))
+    assert (found.write_amplification, found.duplicate_factor) == (2.0, 2.0)
+    one = figures(trace_of(*same), fleet(1))
+    assert (one.write_amplification, one.duplicate_factor) == (1.0, 1.0)
 
 
 def test_the_next_turn_comes_after_answer_and_thought() -> None:
@@ -202,7 +276,7 @@ def test_a_remote_prefill_moves_what_it_computed() -> None:
     fast = costs(bytes_per_s=100e9)
     found = figures(trace, fleet(2, roles=roles, cost_model=fast), "static_pd")
     assert found.network_bytes == 131_072 * (8_192 - 256)
-    assert found.peer_hit_tokens == 8_192 - 256
+    assert found.saved_tokens == 0  # it was computed for this request, though not where it decodes
     # A replica is not written a second time.
     assert found.ssd_written_bytes == 131_072 * (8_192 + 256)
     assert found.duplicate_factor == pytest.approx(2.0)
@@ -252,6 +326,8 @@ def test_a_trace_without_starts_needs_a_rate() -> None:
         figures(trace, fleet(), rate=0.0)
     with pytest.raises(TraceError, match="sessions"):
         figures(trace, fleet(), rate=1.0, sessions=0)
+    spans = [figures(trace, fleet(), rate=1.0, seed=seed).span_s for seed in (1, 2, 1)]
+    assert spans[0] == spans[2] != spans[1]
 
 
 def test_chunks_must_fit_the_blocks() -> None:

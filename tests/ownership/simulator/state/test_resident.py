@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.eviction import LeafLru, Lru, Value
 from hetero_connector.store.seconds_saved import recompute_seconds
-from ownership.simulator.state.resident import ChunkSizes, ResidentChunks, Run
+from ownership.simulator.state.resident import ResidentChunks
+from ownership.simulator.state.runs import ChunkSizes, Run
 from ownership.simulator.traces.block_runs import BlockRuns
 from ownership.simulator.traces.prefix_tree import PrefixTree
 
@@ -103,13 +104,30 @@ def test_bytes_are_conserved_and_capacity_holds(
 def test_what_is_pinned_stays() -> None:
     resident = tier(40)
     one, other = names([[0, 1, 2], [5, 6, 7]])
-    run, *_ = resident.add(one, 2, (), 1)
+    run, *_ = resident.add(one.head(2), 2, (), 1)
     resident.pin(run)
     assert resident.add(other, 3, (), 2)[1] == 2
     assert resident.find(one).chunks == 2
     resident.unpin(run)
     assert resident.add(other, 3, (), 3)[1] == 1
     assert resident.find(one).chunks == 1
+
+
+def test_what_was_used_least_recently_goes_even_while_another_is_leaving() -> None:
+    resident = tier(100)
+    oldest, older, newest = names([[0, 1, 2], [5, 6, 7], [9, 9, 9]])
+    pinned, *_ = resident.add(oldest, 3, (), 1)
+    resident.pin(pinned)
+    for tick, chain in ((2, older), (3, newest)):
+        resident.add(chain, 3, (), tick)
+    assert resident.make_room(20) == 20
+    assert resident.find(older).chunks == 2
+    resident.unpin(pinned)
+    assert resident.make_room(40) == 40
+    assert [resident.find(x).chunks for x in (oldest, older, newest)] == [1, 2, 3]
+    resident.use(resident.find(oldest), 4)
+    assert resident.make_room(60) == 60
+    assert [resident.find(x).chunks for x in (oldest, older, newest)] == [1, 0, 3]
 
 
 def test_a_pin_outlives_a_split() -> None:

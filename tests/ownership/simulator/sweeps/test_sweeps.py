@@ -151,7 +151,7 @@ def test_seeds_are_summed_up() -> None:
     assert (mean, half) == (2.0, pytest.approx(4.303 / 3**0.5))
     results = [
         {"point": {"policy": "a", "seed": seed, "rate": 1.0}, "figures": {"x": seed},
-         "overhead": {"decision_mean_us": 5.0}}
+         "overhead": {"decision_p50_us": 5.0}}
         for seed in (1, 3)
     ]  # fmt: skip
     (row,) = rows(results)

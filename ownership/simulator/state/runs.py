@@ -1,0 +1,82 @@
+"""Runs of chunks: what a tier's tree is made of, and how an eviction policy sees them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from hetero_connector.artifacts.index import Artifact, Node, Standing
+from hetero_connector.artifacts.record import ROOT, ChunkRange
+from hetero_connector.spec.state_types import StateType
+
+
+class Run:
+    """Chunks of one chain, one after the other, that the same requests used last."""
+
+    __slots__ = (
+        "checkpoints", "children", "count", "first", "last_used", "parent", "pins", "start",
+        "tail", "uses",
+    )  # fmt: skip
+
+    def __init__(self, first: int, count: int, start: int, parent: Run | None) -> None:
+        self.first, self.count, self.start, self.parent = first, count, start, parent
+        self.children: dict[int, Run] = {}
+        self.checkpoints: list[int] = []
+        """Chunks before each boundary that has one, ascending; in (start, start + count]."""
+        self.last_used = self.uses = self.pins = 0
+        self.tail: Tail | None = None
+
+    @property
+    def end(self) -> int:
+        """Chunks of the chain up to its last one."""
+        return self.start + self.count
+
+
+class Tail(Artifact):
+    """A run's last chunk, as an eviction policy sees it."""
+
+    __slots__ = ("run",)
+
+    def __init__(self, run: Run, state_type: StateType, size_bytes: int) -> None:
+        super().__init__(Node(ChunkRange(ROOT, ROOT, 0, 0), None), state_type, size_bytes)
+        self.run = run
+        self.sealed = True
+
+
+class Found(NamedTuple):
+    """Where a chain leads in a tier."""
+
+    path: Sequence[Run]
+    chunks: int
+    """Leading chunks that are there. The last run may reach further, or branch off later."""
+
+    def checkpoints(self) -> Iterator[int]:
+        """Boundaries on the way that have a checkpoint, the deepest first."""
+        for run in reversed(self.path):
+            known = run.checkpoints
+            yield from reversed(known[: bisect_right(known, self.chunks)])
+
+    def deepest_checkpoint(self, limit: int) -> int:
+        """The deepest at or before `limit` chunks; 0: there is none."""
+        limit = min(limit, self.chunks)
+        for run in reversed(self.path):
+            if known := bisect_right(run.checkpoints, limit):
+                return run.checkpoints[known - 1]
+        return 0
+
+
+class ChunkSizes(NamedTuple):
+    """What a chunk and a checkpoint take in a tier, in bytes; slots are as large as the largest."""
+
+    tokens: int
+    chunk_bytes: int
+    checkpoint_bytes: int
+
+
+def standing(artifact: Artifact) -> Standing:
+    """Whether a run's last chunk may leave."""
+    assert isinstance(artifact, Tail)
+    run = artifact.run
+    held = artifact.forgotten or run.pins or run.children
+    return Standing.HELD if held else Standing.LEAF

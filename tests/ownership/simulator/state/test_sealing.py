@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from hetero_connector.planner.checkpoint_policy import Adaptive, Full, Periodic, Rates, Sizes, Zero
+from ownership.simulator.state.sealing import Sealer
+from ownership.simulator.traces.block_runs import BlockRuns
+
+CHAIN = BlockRuns(((100, 8), (7, 3)))
+SIZES = Sizes(256, 1_000, 10)
+
+
+def kept(sealer: Sealer, prompt_tokens: int, matched: int = 0, resumed: int = 0) -> list[int]:
+    return sealer.checkpoints(CHAIN, prompt_tokens, 256, matched=matched, local=0, resumed=resumed)
+
+
+def test_a_prompts_end_is_kept_under_every_policy() -> None:
+    assert kept(Sealer(Zero()), 8 * 256 + 9) == [8]
+    # Sent again, a prompt that ends on a boundary resumes one boundary earlier.
+    assert kept(Sealer(Zero()), 8 * 256) == [7, 8]
+    assert kept(Sealer(Zero()), 200) == []
+
+
+def test_what_was_computed_is_asked_for_boundary_by_boundary() -> None:
+    assert kept(Sealer(Full()), 11 * 256 + 1, matched=6, resumed=6) == [7, 8, 9, 10, 11]
+    assert kept(Sealer(Periodic(4)), 11 * 256 + 1, resumed=2) == [4, 8, 11]
+
+
+def test_where_a_checkpoint_was_missed_one_is_kept() -> None:
+    rates = Rates(write_s_per_byte=1e-9, load_s_per_byte=0.0, recompute_s_per_token=1e-4)
+
+    def sealer() -> Sealer:
+        return Sealer(Adaptive(SIZES, rates=lambda: rates, prior_requests=0))
+
+    assert kept(sealer(), 9 * 256 + 1, matched=6, resumed=2) == [6, 9]
+    assert kept(sealer(), 9 * 256 + 1, matched=0, resumed=2) == [9]
+
+
+def test_the_policy_hears_of_reuse() -> None:
+    policy = Adaptive(SIZES)
+    sealer, before = Sealer(policy), policy.costs_s()
+    kept(sealer, 9 * 256 + 1, matched=6, resumed=6)
+    assert policy.costs_s() != before
