@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,8 @@ from hetero_connector.spec.state_types import Family, RestoreRule, StateType
 
 Floats = NDArray[np.float64]
 Codes = NDArray[np.int64]
+
+_number = attrgetter("number")
 
 
 class ChunkGrid:
@@ -97,14 +100,14 @@ class Holdings(NamedTuple):
     @classmethod
     def of(cls, chunks: Sequence[StoredChunk]) -> Holdings:
         """`chunks`, at least one; their numbers are all of one index."""
-        numbers = left = bytes([stored.number for stored in chunks])
+        numbers = left = bytes(map(_number, chunks))
         if UNNUMBERED in numbers:
             return cls._by_identity(chunks)
-        distinct = b""
+        distinct, firsts = b"", []
         while left:
             distinct += left[:1]
+            firsts.append(numbers.index(left[0]))
             left = left.translate(None, left[:1])
-        firsts = [numbers.index(number) for number in distinct]
         codes = numbers.translate(bytes.maketrans(distinct, bytes(range(len(distinct)))))
         tiers = [chunks[first].tiers for first in firsts]
         return cls(tiers, firsts, np.frombuffer(codes, np.uint8).astype(np.int64))

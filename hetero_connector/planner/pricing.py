@@ -41,26 +41,27 @@ class TierTable:
         self.prefix_s = {t: n * per_byte[t] for t, n in grid.prefix_bytes.items()}
         """One full chunk, by type."""
         self.chunk_s = sum(self.prefix_s.values())
-        self._boundary_types = grid.model.boundary_types
+        self._types = (*grid.model.prefix_types, *grid.model.boundary_types)
+        self._prefix_s = np.array([*self.prefix_s.values()], np.float64)
         self._boundary_bytes = grid.boundary_bytes
-        self._per_byte = np.array([per_byte[t] for t in self._boundary_types], np.float64)
+        self._per_byte = np.array([per_byte[t] for t in grid.model.boundary_types], np.float64)
         self.checkpoint_s: Floats = self._per_byte.dot(grid.boundary_bytes)
         """[columns] all boundary types."""
 
-    def prefix_seconds(self, tiers: Held) -> float:
-        """Of moving the prefix types that this tier has of one full chunk."""
-        tier = self.tier
-        return sum([s for t, s in self.prefix_s.items() if tiers.get(t) is tier], 0.0)
+    def holds(self, distinct: Sequence[Held]) -> Floats:
+        """[distinct, prefix types then boundary types] 1 where this tier has the type, else 0."""
+        tier, types = self.tier, self._types
+        return np.array([[tiers.get(t) is tier for t in types] for tiers in distinct], np.float64)
 
-    def boundary_seconds(self, tiers: Held) -> Floats:
-        """[columns] of moving the boundary types that this tier has, at each boundary."""
-        tier = self.tier
-        here = [tiers.get(t) is tier for t in self._boundary_types]
-        if all(here):
-            return self.checkpoint_s
-        if True not in here:
-            return np.zeros(len(self.checkpoint_s))
-        seconds: Floats = (self._per_byte * here).dot(self._boundary_bytes)
+    def prefix_seconds(self, holds: Floats) -> Floats:
+        """[distinct] of moving the prefix types that this tier has of one full chunk."""
+        seconds: Floats = holds[:, : len(self._prefix_s)].dot(self._prefix_s)
+        return seconds
+
+    def boundary_seconds(self, holds: Floats) -> Floats:
+        """[distinct, columns] of moving the boundary types that this tier has at a boundary."""
+        per_byte = holds[:, len(self._prefix_s) :] * self._per_byte
+        seconds: Floats = per_byte.dot(self._boundary_bytes)
         return seconds
 
     def seconds(self, bytes_by_type: Mapping[StateType, int], types: Iterable[StateType]) -> float:
@@ -105,7 +106,9 @@ class Pricing:
         self._step_tokens = costs.step_tokens or max(1, prompt_tokens)
         self._coefficients = costs.compute.coefficients
         self._queue_s = costs.queue_s(load.queued_tokens)
-        self._behind_s = costs.queue_s(load.queued_tokens + load.waiting_tokens)
+        self._behind_s = self._queue_s
+        if load.waiting_tokens:
+            self._behind_s = costs.queue_s(load.queued_tokens + load.waiting_tokens)
         self._noticed_s = 0.0
         if load.running_decodes:
             self._noticed_s = costs.queue_s(load.running_decodes) / 2
@@ -210,15 +213,15 @@ class Pricing:
 
     def _staged_from(self, table: TierTable, span: _Span, held: Holdings) -> Floats:
         """Seconds of bringing to DRAM what one tier has."""
-        prefix_s = np.array([table.prefix_seconds(tiers) for tiers in held.distinct])
-        per_chunk_s = prefix_s.take(held.codes)
+        holds = table.holds(held.distinct)
+        per_chunk_s = table.prefix_seconds(holds).take(held.codes)
         tail_types = span.tail_types(table.tier)
         if span.tail_bytes:
             per_chunk_s[-1] = table.seconds(span.tail_bytes, tail_types & table.prefix_s.keys())
         moved_s: Floats = per_chunk_s.cumsum()
         if span.with_checkpoint:
-            by_code_s = np.concatenate([table.boundary_seconds(tiers) for tiers in held.distinct])
-            checkpoint_s = by_code_s.take(held.codes * len(table.checkpoint_s) + span.columns)
+            by_code_s = table.boundary_seconds(holds)
+            checkpoint_s = by_code_s.take(held.codes * by_code_s.shape[1] + span.columns)
             if span.tail_bytes:
                 checkpoint_s[-1] = table.seconds(
                     span.tail_bytes, tail_types - table.prefix_s.keys()
