@@ -48,6 +48,8 @@ def figures_of(done: FleetSimulation) -> Figures:
         task_mean_s=mean(tally.task_s),
         task_p50_s=percentile(tally.task_s, 50),
         task_p95_s=percentile(tally.task_s, 95),
+        task_wait_mean_s=mean(tally.task_wait_s),
+        task_wait_p95_s=percentile(tally.task_wait_s, 95),
         step_p50_s=percentile(tally.step_s, 50),
         step_p95_s=percentile(tally.step_s, 95),
         step_p99_s=percentile(tally.step_s, 99),

@@ -18,6 +18,7 @@ from ownership.simulator.state.memory import EVICTIONS, Eviction, TierBytes
 _TIERS = ("all", "dram", "gpu")
 _STATE = ("typed", "paged")
 _SWITCH = ("on", "off")
+_ANSWERS = ("lost", "kept")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class PolicySpec:
     """`all`, `dram`: no SSD, `gpu`: only the engine's own prefix cache."""
     state: str = "typed"
     """`paged`: the dense baseline, every layer's pages for every token."""
+    answers: str = "lost"
+    """`kept`: the state of decoded tokens too, where a prompt that follows can begin with them."""
     ttft_objective_s: float | None = None
     """Above it requests are refused."""
 
@@ -83,9 +86,12 @@ def _with(spec: PolicySpec, name: str, value: str) -> PolicySpec:
         case "state":
             _check(spec.text, name, value, _STATE)
             return replace(spec, state=value)
+        case "answers":
+            _check(spec.text, name, value, _ANSWERS)
+            return replace(spec, answers=value)
         case "ttft":
             return replace(spec, ttft_objective_s=_seconds(spec.text, value))
-    known = ("checkpoints", "eviction", "restores", "replay", "tiers", "state", "ttft")
+    known = ("checkpoints", "eviction", "restores", "replay", "tiers", "state", "answers", "ttft")
     raise _unknown(spec.text, f"no option {name!r}", known)
 
 

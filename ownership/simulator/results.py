@@ -29,6 +29,9 @@ class Figures:
     """Of whole sessions: from the first request's arrival to the last answer."""
     task_p50_s: float
     task_p95_s: float
+    task_wait_mean_s: float
+    """Of that, what the fleet took: the rest would pass if answers came at once."""
+    task_wait_p95_s: float
     step_p50_s: float
     """Of requests, the steps of a session: from arrival to the last token."""
     step_p95_s: float
@@ -129,6 +132,7 @@ class Tally:
     ttft_s: array[float] = field(default_factory=lambda: array("d"))
     step_s: array[float] = field(default_factory=lambda: array("d"))
     task_s: array[float] = field(default_factory=lambda: array("d"))
+    task_wait_s: array[float] = field(default_factory=lambda: array("d"))
     decision_s: array[float] = field(default_factory=lambda: array("d"))
     duplicates: array[float] = field(default_factory=lambda: array("d"))
     refused: int = 0

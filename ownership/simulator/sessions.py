@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ownership.simulator.clock import EventLoop
 from ownership.simulator.machine.request import LiveRequest
 from ownership.simulator.state.chunks import chunk_runs
+from ownership.simulator.traces.block_runs import BlockRuns
 from ownership.simulator.traces.session import Request, Session, Trigger
 
 
@@ -23,6 +24,8 @@ class LiveSession:
     """By request: those that wait for its answer."""
     left: int
     """Requests not answered yet."""
+    instant_s: float
+    """What it would take if answers came at once: thinking, tools, and waiting for its own time."""
     owner: str | None = None
     """The worker that it decodes at."""
     waiting_for_tools: dict[int, str] = field(default_factory=dict)
@@ -36,6 +39,18 @@ class LiveSession:
         """Whether others continue what this one continues."""
         parent = self.request(index).parent
         return parent is not None and len(self.followers[parent]) > 1
+
+    def answered(self, index: int, block_tokens: int) -> BlockRuns | None:
+        """The blocks of a prompt and its answer, taken from the first prompt that follows and can
+        begin with both; None: there is none. The last token of an answer is never computed."""
+        request = self.request(index)
+        tokens = request.input_tokens + request.output_tokens - 1
+        full = request.input_tokens // block_tokens
+        for follower in map(self.request, self.followers.get(index, ())):
+            shared = follower.blocks.shared_with(request.blocks)
+            if follower.input_tokens > tokens and shared >= full:
+                return follower.blocks.head(tokens // block_tokens)
+        return None
 
     def boundary_tokens(self, index: int, block_tokens: int) -> int:
         """Tokens of the prompt that were computed when the turn before it ended."""
@@ -57,8 +72,12 @@ class Sessions:
         blocks_per_chunk: int,
         send: Callable[[LiveSession, LiveRequest], None],
         closed: Callable[[LiveSession], None],
+        *,
+        block_tokens: int,
+        keep_answers: bool,
     ) -> None:
-        """`sessions` in the order of their starts, which all have one.
+        """`sessions` in the order of their starts, which all have one. `keep_answers`: what
+        follows an answer and is long enough is taken to begin with it.
 
         `closed` is told of every session whose last request was answered or given up.
         """
@@ -68,6 +87,7 @@ class Sessions:
         self._loop, self._send, self._closed = loop, send, closed
         self._coming = enumerate(sessions)
         self._blocks_per_chunk = blocks_per_chunk
+        self._block_tokens, self._keep_answers = block_tokens, keep_answers
 
     def start(self) -> None:
         """Announce the first session; each announces the one after it."""
@@ -106,7 +126,8 @@ class Sessions:
         now_s = self._loop.now_s
         if number == 0:
             self.first_start_s = now_s
-        live = LiveSession(number, session, now_s, followers, len(session.requests))
+        left, instant_s = len(session.requests), _instant_s(session.requests)
+        live = LiveSession(number, session, now_s, followers, left, instant_s)
         self.live[number] = live
         self.most_live = max(self.most_live, len(self.live))
         for index, request in enumerate(session.requests):
@@ -127,6 +148,9 @@ class Sessions:
     def _arrive(self, live: LiveSession, index: int) -> None:
         request = live.request(index)
         chain = chunk_runs(request.blocks, self._blocks_per_chunk)
+        answered = live.answered(index, self._block_tokens) if self._keep_answers else None
+        if answered is not None:
+            answered = chunk_runs(answered, self._blocks_per_chunk)
         self._send(
             live,
             LiveRequest(
@@ -137,5 +161,18 @@ class Sessions:
                 output_tokens=max(1, request.output_tokens),
                 chain=chain,
                 num_chunks=chain.num_blocks,
+                answered_chain=answered,
             ),
         )
+
+
+def _instant_s(requests: Sequence[Request]) -> float:
+    """From the first request to the last, if every answer came at once."""
+    sent_s: list[float] = []
+    for request in requests:
+        at_s = request.offset_s
+        if request.parent is not None:
+            answered_s, think_s = sent_s[request.parent], request.think_s
+            at_s = max(answered_s, at_s) if think_s is None else answered_s + think_s
+        sent_s.append(at_s)
+    return max(sent_s, default=0.0)

@@ -58,7 +58,10 @@ class FleetSimulation:
         self._policy: SchedulingPolicy = policy.scheduler(random.Random(seed))
         self._block_tokens = block_tokens
         per_chunk = shape.chunk_tokens // block_tokens
-        self.sessions = Sessions(self.loop, sessions, per_chunk, self._send, self._close)
+        self.sessions = Sessions(
+            self.loop, sessions, per_chunk, self._send, self._close,
+            block_tokens=block_tokens, keep_answers=policy.answers == "kept",
+        )  # fmt: skip
         self._output_tokens = 256.0
         self._decoders: dict[LiveRequest, Worker] = {}
         """Of remote prefills: where they decode."""
@@ -194,4 +197,6 @@ class FleetSimulation:
             self._told()
 
     def _close(self, live: LiveSession) -> None:
-        self.tally.task_s.append(self.loop.now_s - live.started_s)
+        task_s = self.loop.now_s - live.started_s
+        self.tally.task_s.append(task_s)
+        self.tally.task_wait_s.append(max(0.0, task_s - live.instant_s))

@@ -88,12 +88,19 @@ class Admission:
         assert reserved, "what was released fits again"
 
     def let_go(self, request: LiveRequest, tokens: int) -> None:
-        """The request's `tokens` are not needed any more: it has ended, or was preempted."""
+        """The pages of the request's `tokens` are not needed any more."""
         memory = self._memory
         memory.hbm.release(memory.shape.request_bytes(tokens - request.cached_tokens))
         if request.pinned is not None:
             memory.hbm.unpin(request.pinned)
             request.pinned = None
+
+    def ended(self, request: LiveRequest, tokens: int) -> None:
+        """The request is done with its `tokens`; those of its answer go to the prefix cache too."""
+        self.let_go(request, tokens)
+        chain = request.answered_chain
+        if chain is not None and not request.decodes_elsewhere:
+            self._memory.cache_pages(chain, chain.num_blocks)
 
     def grow(self, decodes: int, steps: int) -> int:
         """Pages for so many decodes over `steps` steps, or as many steps as there is room for."""

@@ -257,7 +257,7 @@ class BatchEngine:
         self.finished(request)
 
     def _let_go(self, request: LiveRequest, tokens: int) -> None:
-        self.admission.let_go(request, tokens)
+        self.admission.ended(request, tokens)
         held_s = self.loop.now_s - request.admitted_s
         self.totals.resident_s += held_s
         self.totals.resident_byte_s += held_s * self.memory.shape.request_bytes(tokens)

@@ -40,6 +40,8 @@ class LiveRequest:
     """Its prompt's chunks."""
     num_chunks: int
     """The last may be partial: it takes a slot, but nothing can resume behind it."""
+    answered_chain: BlockRuns | None = None
+    """The full chunks of the prompt with its answer behind it, where they are known and kept."""
     decodes_elsewhere: bool = False
     """It is only prefilled here, and handed over."""
     handed_over: bool = False

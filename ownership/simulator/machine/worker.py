@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from ownership.simulator.state.memory import Eviction, TierBytes, WorkerMemory
 from ownership.simulator.state.restoring import Restorer, StoredChunks
 from ownership.simulator.state.sealing import Sealer
 from ownership.simulator.state.shape import StateShape
+from ownership.simulator.traces.block_runs import BlockRuns
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,10 @@ class Worker:
         admission = Admission(self.memory, restorer, costs, self.ssd_reads, self.flows.staged)
         self.engine = BatchEngine(
             loop, StepTimes(costs), self.memory, admission, limits,
-            self._prefilled, lambda request: served(self, request), self._worked,
+            self._prefilled, self._finished, self._worked,
         )  # fmt: skip
         self._sealer = Sealer(self._checkpoint_policy(policy.checkpoints, costs))
-        self._told_prefilled = prefilled
+        self._told_prefilled, self._served = prefilled, served
         footprint = shape.footprint
         self._peer_pace = footprint.pace(costs.load.rates(Tier.PEER))
         self._ssd_ahead = costs.load.rates(Tier.SSD).ahead_s_per_byte
@@ -150,7 +151,7 @@ class Worker:
 
     def _prefilled(self, request: LiveRequest) -> None:
         """Seal the prompt, and write what is new to SSD."""
-        size, full = self.shape.chunk_tokens, request.num_chunks
+        size = self.shape.chunk_tokens
         checkpoints: list[int] = []
         restore = request.restore
         boundary = restore.boundary_chunks if restore else request.local_chunks
@@ -165,17 +166,29 @@ class Worker:
                 matched=request.matched_tokens // size, local=request.local_chunks,
                 resumed=boundary,
             )  # fmt: skip
-        sealed = self.memory.seal(request.chain, full, checkpoints)
+        self._seal(request.chain, checkpoints, request.peer_chunks)
+        self._told_prefilled(request)
+
+    def _finished(self, request: LiveRequest) -> None:
+        """Seal what the answer filled, and the request's end."""
+        chain = request.answered_chain
+        if chain is not None and not request.decodes_elsewhere:
+            ends = [chain.num_blocks] if self.shape.has_checkpoints and chain.num_blocks else []
+            self._seal(chain, ends, request.peer_chunks)
+        self._served(self, request)
+
+    def _seal(self, chain: BlockRuns, checkpoints: Sequence[int], peer_chunks: int) -> None:
+        full = chain.num_blocks
+        sealed = self.memory.seal(chain, full, checkpoints)
         self.flows.sealed.add(sealed.dram_chunks, sealed.dram_checkpoints)
         # What a peer owns is a replica here: it is in place, but not written a second time.
-        replicas = max(0, min(request.peer_chunks, full) - (full - sealed.ssd_chunks))
+        replicas = max(0, min(peer_chunks, full) - (full - sealed.ssd_chunks))
         written = sealed.ssd_chunks - replicas
         self.flows.written.add(written, sealed.ssd_checkpoints)
         size_bytes = self.shape.moved_bytes(written, sealed.ssd_checkpoints)
         if size_bytes:
             seconds = size_bytes / self.spec.ssd_write_bandwidth
             self.ssd_writes.start(self._loop.now_s, seconds, size_bytes)
-        self._told_prefilled(request)
 
     def _checkpoint_policy(self, name: str, costs: CostModel) -> CheckpointPolicy:
         rates = Rates.learned(costs, has_ssd=self.spec.capacity.ssd > 0)

@@ -11,7 +11,7 @@ from ownership.simulator.sweeps.summary import Row
 _DRAWN = (
     ("ttft_p50_s", "TTFT, median, s"),
     ("ttft_p95_s", "TTFT, 95 %, s"),
-    ("task_mean_s", "task time, mean, s"),
+    ("task_wait_mean_s", "task time that the fleet took, mean, s"),
     ("saved_tokens", "prompt tokens not computed"),
     ("duplicate_factor", "copies of what is held"),
     ("network_bytes", "bytes over the network"),

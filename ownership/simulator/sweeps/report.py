@@ -26,6 +26,8 @@ COLUMNS = (
     Column("TTFT p95, s", "ttft_p95_s"),
     Column("task mean, s", "task_mean_s", digits=1),
     Column("task p95, s", "task_p95_s", digits=1),
+    Column("of it waiting, mean, s", "task_wait_mean_s", digits=1),
+    Column("of it waiting, p95, s", "task_wait_p95_s", digits=1),
     Column("step p95, s", "step_p95_s"),
     Column("step p99, s", "step_p99_s"),
     Column("token, ms", "token_mean_s", 1e3, 1),

@@ -23,6 +23,7 @@ def test_options_follow_the_name() -> None:
     spec = parse_policy(f"{text}+tiers=dram+state=paged+ttft=1.5")
     assert spec.cache == CachePolicy("periodic:4", "session", "never_load", True)
     assert (spec.tiers, spec.state, spec.ttft_objective_s) == ("dram", "paged", 1.5)
+    assert parse_policy("colocated+answers=kept").answers == "kept"
     assert isinstance(spec.scheduler(random.Random(0)), Admitting)
 
 

@@ -116,7 +116,7 @@ def test_every_policy_serves_everything_within_its_tiers(policy: str, model: str
 @given(st.integers(0, 99), st.sampled_from(["leaf_lru", "lru", "value", "session"]))
 def test_nothing_is_lost_whatever_is_evicted(seed: int, eviction: str) -> None:
     trace = agents(6, rate=2.0, seed=seed)
-    policy = f"colocated+eviction={eviction}+checkpoints=periodic:2"
+    policy = f"colocated+eviction={eviction}+checkpoints=periodic:2+answers=kept"
     run = run_of(trace, fleet(2, HYBRID, TierBytes(GIB // 4, GIB // 8, GIB // 4)), policy)
     assert len(run.tally.task_s) == 6
 
@@ -233,8 +233,25 @@ def test_the_next_turn_comes_after_answer_and_thought() -> None:
     second = replace(prompt(0, 2_560, output=5), parent=0, think_s=7.0)
     found = figures(trace_of(Session("a", (first, second), 1.0)), fleet())
     assert found.task_mean_s == pytest.approx(7.0 + found.step_p50_s + found.step_p99_s)
+    assert found.task_wait_mean_s == pytest.approx(found.task_mean_s - 7.0)
     assert found.hbm_hit_tokens == 2_048
     assert found.owner_hit_rate == 1.0
+
+
+@pytest.mark.parametrize("model", [DENSE, HYBRID])
+def test_answers_that_are_kept_are_not_computed_again(model: str) -> None:
+    first = prompt(0, 2_048, output=1_025)
+    second = replace(prompt(0, 3_328), parent=0, think_s=7.0)
+    short = replace(prompt(0, 3_072), parent=0, think_s=99.0)  # does not reach behind the answer
+    resumed = 2_816 if model == DENSE else 2_048  # at the last checkpoint
+    trace = trace_of(Session("a", (first, second, short), 0.0))
+    lost, kept = (
+        figures(trace, fleet(1, model), f"colocated+answers={x}") for x in ("lost", "kept")
+    )
+    assert (lost.hbm_hit_tokens, kept.hbm_hit_tokens) == (2_048 + resumed, 3_072 + resumed)
+    assert kept.sealed_bytes >= lost.sealed_bytes
+    gpu = figures(trace, fleet(1, model), "colocated+answers=kept+tiers=gpu")
+    assert gpu.hbm_hit_tokens == kept.hbm_hit_tokens
 
 
 def test_state_that_left_the_pages_comes_back_from_dram_then_ssd() -> None:
