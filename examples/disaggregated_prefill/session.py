@@ -13,7 +13,8 @@ REPLY_TOKENS = 40
 """Longer than the shortest boundary of most models: what is decoded goes back to prefillers."""
 _AFTER_A_BOUNDARY = 24
 """Tokens of every prompt after its last chunk: less than a shorter boundary would need."""
-_SETTLED_S = 0.5
+_SETTLED_S = 2.2
+"""An idle store publishes what it holds every second or two."""
 _SETTLE_TIMEOUT_S = 20.0
 
 
