@@ -218,7 +218,7 @@ class ReplayedEngine:
             planner,
             lambda _: EngineLoad(),
             self._decisions,
-            PeerMatcher(layout, store, None, recorder, clock),  # type: ignore[arg-type]
+            PeerMatcher(layout, store, None, recorder, clock, math.inf),  # type: ignore[arg-type]
             deadline_s=math.inf,
             clock=clock,
         )

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _PREFILLED = "do_remote_prefill"
-_PREFILL_S = 0.5
-"""How long what a prefill has left is waited for. Sealing, summing and claiming take some 10 ms."""
+_PREFILLS_PER_LOAD = 20
+"""What a prefill has left is waited for that share of a restore's deadline, half a second by
+default. Sealing, summing and claiming take some 10 ms."""
 _ASK_AGAIN_S = 0.01
 _BELIEVED_S = 5.0
 """A request that waits longer than that to be admitted asks again."""
@@ -81,11 +82,13 @@ class PeerMatcher:
         fleet: Fleet | None,
         recorder: Recorder,
         clock: Callable[[], float],
+        load_deadline_s: float,
     ) -> None:
         model = layout.model
         self._layout = layout
         self._recorder = recorder
         self._clock = clock
+        self._prefill_s = load_deadline_s / _PREFILLS_PER_LOAD
         self._size = layout.chunk_tokens
         self._store = store
         # Chunks are fetched parents first: there must be something to fetch of each.
@@ -198,7 +201,7 @@ class PeerMatcher:
         tails = [tail for end in sorted(ends) for tail in self._tails(tracker, end, limit)]
         lookup = fleet.find([chunk.key for chunk in (*wanted, *tails)])
         now_s = self._clock()
-        until_s = now_s + _PREFILL_S if was_prefilled else now_s
+        until_s = now_s + self._prefill_s if was_prefilled else now_s
         return _Search(now_s, until_s, first * size, wanted, tails, lookup)
 
     def _tails(self, tracker: RequestTracker, end: int, limit: int) -> list[ChunkRange]:

@@ -89,7 +89,7 @@ class SchedulerSide:
         self._parked = StateType.RECURRENT in layout.model.state_types
         self._layerwise = layerwise and not self._parked
         self._predictions = Predictions(recorder, planner.costs.load, store, time.monotonic)
-        self._peers = PeerMatcher(layout, store, fleet, recorder, time.monotonic)
+        self._peers = PeerMatcher(layout, store, fleet, recorder, time.monotonic, load_deadline_s)
         self._restorer = Restorer(
             layout,
             store,

@@ -23,7 +23,7 @@ from ownership.directory import ChainView, Claim, Holding
 from ownership.fleet_worker import FleetWorker
 from ownership.memory_directory import MemoryDirectory
 from tests.engine.fakes import DENSE, HYBRID, FakeRequest
-from tests.engine.test_scheduler_side import CHUNK, Engine, tokens
+from tests.engine.test_scheduler_side import CHUNK, LOAD_DEADLINE_S, Engine, tokens
 
 LEASE_S = 2.0
 WAIT_S = 20.0
@@ -313,7 +313,7 @@ PREFILLED = {"do_remote_prefill": True}
 def test_what_a_prefill_is_just_sealing_is_waited_for(
     fleet: Fleet, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_matching, "_PREFILL_S", WAIT_S)
+    monkeypatch.setattr(peer_matching, "_PREFILLS_PER_LOAD", LOAD_DEADLINE_S / WAIT_S)
     ann, bob = fleet.join("ann"), fleet.join("bob")
     prompt = tokens(length)
     request = FakeRequest("b", prompt, kv_transfer_params=PREFILLED)
@@ -327,7 +327,7 @@ def test_what_a_prefill_is_just_sealing_is_waited_for(
 def test_a_prefill_that_left_nothing_is_waited_for_a_moment_only(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_matching, "_PREFILL_S", 0.2)
+    monkeypatch.setattr(peer_matching, "_PREFILLS_PER_LOAD", LOAD_DEADLINE_S / 0.2)
     bob = fleet.join("bob")
     started_s = time.monotonic()
     assert bob.run(FakeRequest("b", PROMPT, kv_transfer_params=PREFILLED)) == 0

@@ -32,6 +32,7 @@ from hetero_connector.store.peers import PeerAccess
 from tests.engine.fakes import DENSE, HYBRID, FakeBlockTables, FakeRequest, scheduled
 
 CHUNK = 64
+LOAD_DEADLINE_S = 1.0
 KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
 
 
@@ -71,7 +72,7 @@ class Engine:
                 model, self.layout, self.costs, mode,
                 replay_tokens=window_replay.tokens if window_replay else 0,
             ),
-            layerwise=True, load_deadline_s=1.0, checkpoints=checkpoints or Full(),
+            layerwise=True, load_deadline_s=LOAD_DEADLINE_S, checkpoints=checkpoints or Full(),
             window_replay=window_replay, fleet=fleet,
         )  # fmt: skip
         self.tables = FakeBlockTables()
