@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +22,6 @@ from hetero_connector.spec.state_types import Family, RestoreRule, StateType
 
 Floats = NDArray[np.float64]
 Codes = NDArray[np.int64]
-
-_number = attrgetter("number")
 
 
 class ChunkGrid:
@@ -100,7 +97,7 @@ class Holdings(NamedTuple):
     @classmethod
     def of(cls, chunks: Sequence[StoredChunk]) -> Holdings:
         """`chunks`, at least one; their numbers are all of one index."""
-        numbers = left = bytes(map(_number, chunks))
+        numbers = left = bytes([stored.number for stored in chunks])
         if UNNUMBERED in numbers:
             return cls._by_identity(chunks)
         distinct, firsts = b"", []
