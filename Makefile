@@ -55,6 +55,7 @@ bench: venv  ## Figures and plots
 	$(RUN) -m benchmarks.peer --json
 	$(RUN) -m benchmarks.directory --json
 	$(RUN) -m benchmarks.scheduling --json
+	$(RUN) -m benchmarks.simulator --json
 	$(RUN) -m benchmarks.xpyd --json
 
 clean:  ## Remove everything made here, the environment too

@@ -11,7 +11,6 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Iterator, Sequence
 
-from hetero_connector.artifacts.record import ROOT, ChunkRange
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.eviction import EvictionPolicy
 from ownership.simulator.state.runs import ChunkSizes, Found, Run, Tail, standing
@@ -198,8 +197,6 @@ class ResidentChunks:
             follows = anchor.first + anchor.count == first and anchor.parent is not None
             if follows and self._by_recency and not anchor.children and not anchor.pins:
                 anchor.count += count
-                if anchor.tail is not None:
-                    self._place(anchor.tail)
             else:
                 run = Run(first, count, anchor.end, anchor)
                 anchor.children[first] = run
@@ -222,17 +219,13 @@ class ResidentChunks:
             self._leaving = None
             self._offer(leaving)
         if run.tail is None:
-            run.tail = Tail(run, self._state_type, self.sizes.chunk_bytes)
+            run.tail = Tail(
+                run, self._state_type, self.sizes.chunk_bytes, placed=not self._by_recency
+            )
             run.tail.last_used, run.tail.uses = run.last_used, run.uses
-        self._place(run.tail)
+        if not self._by_recency:
+            run.tail.place(self.sizes.tokens)
         self._eviction.offer(run.tail)
-
-    def _place(self, tail: Tail) -> None:
-        """Say which chunk the run's last one is by now."""
-        size = self.sizes.tokens
-        end = tail.run.end * size
-        if tail.node.chunk.end != end:
-            tail.node.chunk = ChunkRange(ROOT, ROOT, end - size, end)
 
     def _victim(self) -> Run | None:
         """The next run to leave, from its end on."""

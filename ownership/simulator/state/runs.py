@@ -10,6 +10,11 @@ from hetero_connector.artifacts.index import Artifact, Node, Standing
 from hetero_connector.artifacts.record import ROOT, ChunkRange
 from hetero_connector.spec.state_types import StateType
 
+_NOWHERE = ChunkRange(ROOT, ROOT, 0, 0)
+_SHARED = Node(_NOWHERE, None)
+"""Of all chunks whose place nobody asks for: the depth breaks ties of recency, and two runs that
+may leave never have the same."""
+
 
 class Run:
     """Chunks of one chain, one after the other, that the same requests used last."""
@@ -38,10 +43,17 @@ class Tail(Artifact):
 
     __slots__ = ("run",)
 
-    def __init__(self, run: Run, state_type: StateType, size_bytes: int) -> None:
-        super().__init__(Node(ChunkRange(ROOT, ROOT, 0, 0), None), state_type, size_bytes)
+    def __init__(self, run: Run, state_type: StateType, size_bytes: int, *, placed: bool) -> None:
+        """`placed`: the policy asks where in its prompt it is; see `place`."""
+        node = Node(_NOWHERE, None) if placed else _SHARED
+        super().__init__(node, state_type, size_bytes)
         self.run = run
         self.sealed = True
+
+    def place(self, chunk_tokens: int) -> None:
+        """Say which chunk the run's last one is by now."""
+        end = self.run.end * chunk_tokens
+        self.node.chunk = ChunkRange(ROOT, ROOT, end - chunk_tokens, end)
 
 
 class Found(NamedTuple):

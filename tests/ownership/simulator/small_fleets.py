@@ -41,11 +41,13 @@ def costs(
     bytes_per_s: float = 10e9,
     step_tokens: int = 8192,
 ) -> CostModel:
+    """`bytes_per_s` from SSD and peers; DRAM is twice as fast."""
     types = PRESETS[model]().state_types
     rates = TierRates(1e-4, dict.fromkeys(types, 1 / bytes_per_s), 1 / bytes_per_s)
+    dram = TierRates(1e-4, dict.fromkeys(types, 0.5 / bytes_per_s), 0.5 / bytes_per_s)
     return CostModel(
         ComputeRegression(compute),
-        LoadModel(types, dict.fromkeys(Tier, rates)),
+        LoadModel(types, dict.fromkeys(Tier, rates) | {Tier.DRAM: dram}),
         step_tokens=step_tokens,
         interference=InterferenceRegression(decode, compute),
     )

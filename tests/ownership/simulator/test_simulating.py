@@ -201,7 +201,7 @@ def test_a_load_runs_beside_the_first_step_but_for_its_first_layer() -> None:
     capacity = TierBytes(131_072 * 8_300, 8 * GIB)
     found = figures(trace_of(*again), fleet(capacity=capacity, cost_model=fast))
     loaded = 8_192 - 256
-    load_s = 1e-4 + loaded * 131_072 / 100e9
+    load_s = 1e-4 + loaded * 131_072 / 200e9
     compute_s = COMPUTE.step_s + 256 * COMPUTE.token_s
     compute_s += COMPUTE.attention_s * 256 * (loaded + 128)
     assert found.ttft_p50_s > (first_s := max(load_s, compute_s) + load_s / 32)
