@@ -76,16 +76,18 @@ class Admission:
     def prefilled(self, request: LiveRequest) -> None:
         """The prompt is computed: its full pages go to the prefix cache."""
         memory, shape = self._memory, self._memory.shape
-        held = request.computed - request.cached_tokens
-        memory.hbm.release(shape.request_bytes(held))
+        full = min(request.prompt_tokens // shape.chunk_tokens, request.num_chunks)
+        cached_tokens = full * shape.chunk_tokens
+        memory.hbm.release(shape.request_bytes(request.computed - request.cached_tokens))
+        # What stays the request's own first: a checkpoint must not take its place.
+        kept = memory.hbm.reserve(shape.request_bytes(request.computed - cached_tokens))
         if request.pinned is not None:
             memory.hbm.unpin(request.pinned)
-        full = request.prompt_tokens // shape.chunk_tokens
-        run, chunks = memory.cache_pages(request.chain, min(full, request.num_chunks))
+        run, chunks = memory.cache_pages(request.chain, full)
+        assert kept, "less than was just released fits"
+        assert chunks == full, "chunks take no more than was just released"
         memory.hbm.pin(run)
-        request.pinned, request.cached_tokens = run, chunks * shape.chunk_tokens
-        reserved = memory.hbm.reserve(shape.request_bytes(request.computed - request.cached_tokens))
-        assert reserved, "what was released fits again"
+        request.pinned, request.cached_tokens = run, cached_tokens
 
     def let_go(self, request: LiveRequest, tokens: int) -> None:
         """The pages of the request's `tokens` are not needed any more."""

@@ -279,6 +279,16 @@ def test_without_pages_the_last_request_is_preempted_and_ends_all_the_same() -> 
     assert sum(w.engine.totals.preemptions for w in run.workers.values()) > 0
 
 
+@pytest.mark.parametrize("model", [DENSE, HYBRID])
+def test_pages_for_a_request_and_nothing_else_are_enough(model: str) -> None:
+    """There is no room for a checkpoint in the prefix cache then."""
+    shape = StateShape.of(fleet(1, model).model, 256)
+    turns = [Session(str(i), (prompt(100 * i, 2_048, output=9),), 1.0 * i) for i in range(3)]
+    capacity = TierBytes(shape.request_bytes(2_048 + 9))
+    run = run_of(trace_of(*turns), fleet(1, model, capacity), "colocated")
+    assert len(run.tally.step_s) == 3
+
+
 def test_a_request_that_fits_no_worker_is_refused_with_what_follows() -> None:
     large = prompt(0, 10_240)
     after = replace(prompt(0, 10_496), parent=0, think_s=1.0)
