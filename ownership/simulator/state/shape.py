@@ -86,10 +86,12 @@ def _boundary_page_bytes(model: ModelSpec) -> int:
 def dense_paged(model: ModelSpec) -> ModelSpec:
     """The same model where every layer with a window keeps the pages of all tokens, padding
     included: what an allocator does that knows one kind of block. Recurrent state stays."""
+    # Under a type that the model has: its costs are known for those only.
+    dense = model.prefix_types[0] if model.prefix_types else StateType.DENSE_KV
     layers = tuple(
         replace(
             layer,
-            state_type=StateType.DENSE_KV,
+            state_type=dense,
             restore_rule=RestoreRule.EVERY_TOKEN,
             page_bytes=layer.page_stride_bytes,
             boundary_tokens=0,

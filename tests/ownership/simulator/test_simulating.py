@@ -315,9 +315,10 @@ def test_an_objective_refuses_early() -> None:
     assert 0 < found.refused < 9
 
 
-def test_the_dense_baseline_takes_more() -> None:
+@pytest.mark.parametrize("model", ["gemma-3-27b", HYBRID])
+def test_the_dense_baseline_takes_more(model: str) -> None:
     trace = agents(4)
-    typed, paged = (figures(trace, fleet(1, "gemma-3-27b"), p) for p in (
+    typed, paged = (figures(trace, fleet(1, model), p) for p in (
         "colocated", "colocated+state=paged",
     ))  # fmt: skip
     assert paged.sealed_bytes > typed.sealed_bytes
