@@ -1,7 +1,12 @@
 """Settings of every test."""
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, settings
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a wrong name is wrong at once, not after retries
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

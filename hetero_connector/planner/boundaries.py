@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -130,3 +130,9 @@ class Holdings(NamedTuple):
     def distinct_up_to(self, count: int) -> Sequence[Mapping[StateType, Tier]]:
         """`distinct` of the first `count` chunks."""
         return self.distinct[: bisect_left(self.firsts, count)]
+
+
+def tiers_of(holdings: Iterable[Mapping[StateType, Tier]]) -> set[Tier]:
+    """Every tier that holds something."""
+    tiers: set[Tier] = set()
+    return tiers.union(*[held.values() for held in holdings])

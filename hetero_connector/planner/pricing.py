@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hetero_connector.artifacts.record import StoredChunk, Tier
-from hetero_connector.planner.boundaries import ChunkGrid, Floats, Holdings
+from hetero_connector.planner.boundaries import ChunkGrid, Floats, Holdings, tiers_of
 from hetero_connector.planner.compute_model import Tokens
 from hetero_connector.planner.cost_model import CostModel, Terms
 from hetero_connector.planner.decision import EngineLoad
@@ -202,9 +202,9 @@ class Pricing:
 
     def _staged(self, span: _Span, held: Holdings) -> Floats | None:
         """Seconds until everything is in DRAM; None where it is there already."""
-        staged = None
+        staged, tiers = None, tiers_of(held.distinct)
         for table in self._slow_tables:
-            if any(table.tier in tiers.values() for tiers in held.distinct):
+            if table.tier in tiers:
                 staged_s = self._staged_from(table, span, held)
                 staged = staged_s if staged is None else np.maximum(staged, staged_s)
         if staged is not None and self._noticed_s:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hetero_connector.artifacts.record import StoredChunk, Tier
-from hetero_connector.planner.boundaries import ChunkGrid, Floats, Holdings
+from hetero_connector.planner.boundaries import ChunkGrid, Floats, Holdings, tiers_of
 from hetero_connector.planner.cost_model import Terms
 from hetero_connector.planner.decision import Candidate
 from hetero_connector.planner.pricing import Prices, Pricing
@@ -83,13 +83,8 @@ class Weighing:
         taken = len(plan.chunks) if plan else 0
         if not any(way.reaches_beyond(taken) for way in self._ways):
             return ()
-        loaded = plan.held if plan else ()
-        return tuple(
-            tier
-            for tier in Tier
-            if any(tier in tiers.values() for tiers in self._held.distinct)
-            and not any(tier in tiers.values() for tiers in loaded)
-        )
+        loaded = tiers_of(plan.held if plan else ())
+        return tuple(sorted(tiers_of(self._held.distinct) - loaded))
 
     def candidates(self, plan: RestorePlan | None) -> Iterator[Candidate]:
         """Nothing at all, then every boundary, `plan`'s marked as chosen."""

@@ -282,7 +282,8 @@ def test_explain_offers_what_this_engine_would_replay(
     leave_on_ssd_only(llm)
     config = llm.llm_engine.vllm_config.kv_transfer_config.kv_connector_extra_config
     (directory,) = find_models(Path(config["ssd_dir"]))
-    offered = explaining.decide(directory, PROMPT, None, in_dram=False).candidates()
+    explained = explaining.decide(directory, PROMPT, None, in_dram=False)
+    offered = explained.decision.candidates()
     assert (case.boundary(), case.resume) in [(c.boundary, c.resume_tokens) for c in offered]
 
 

@@ -74,5 +74,5 @@ def test_restores_are_exact_and_replays_refused(tmp_path: Path) -> None:
     assert "speculative" in journal.meta.description["window_replay"]
     journal.close()
     shorter = PROMPT[:600] + prompt_tokens(100, seed=98)
-    offered = explaining.decide(directory, shorter, None, in_dram=False).candidates()
+    offered = explaining.decide(directory, shorter, None, in_dram=False).decision.candidates()
     assert [c.boundary for c in offered] == [0]  # not 512, which a replay could reach
