@@ -5,7 +5,6 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a wrong name is wrong at once, not after retries
 
 
