@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hetero_connector.planner.surprises import Sample, Surprises
+
 _FORGETTING = 0.995
 """Weight that a size class's older samples keep at each new one: about 200 count."""
 _HUBER = 2.0
@@ -25,11 +27,15 @@ _GUESSED = 1e-8
 """Samples that a built-in default weighs: it may be a thousand times off."""
 _KNOWN = 10.0
 """Samples that a measured profile weighs."""
+_GATHERED_SAMPLES = 8
+"""Before them a surprise is no news."""
 _SETTLED_SAMPLES = 64
 _SOLVE_EVERY = 8
 """Samples per solution once the first are in: one moves little, and solving costs most."""
 _DEVIATION_GAIN = 0.05
 _LEAST_DEVIATION = 0.01
+_KEEP_AT_CHANGE = 1e-6
+"""Of what was learned before a change: it still says what the new samples leave open."""
 
 
 @dataclass
@@ -75,13 +81,19 @@ class RobustLeastSquares:
     """
 
     def __init__(
-        self, default: Sequence[float], known: Sequence[float | None] | None = None
+        self,
+        default: Sequence[float],
+        known: Sequence[float | None] | None = None,
+        surprises: Surprises | None = None,
     ) -> None:
         """`default`: seconds per unit of each feature, above 0, until samples say otherwise.
 
         `known`: the same as measured earlier, at least 0, or None for what was not; weighs as
         much as a few samples. What was found to be 0 then may have been too small to see, and
         is open again.
+
+        `surprises`: for what may change by leaps. Several in a row are a change, and what was
+        learned before it is all but given up.
         """
         size = len(default)
         earlier = known or [None] * size
@@ -94,6 +106,7 @@ class RobustLeastSquares:
         )
         self._evidence: dict[int, list[float]] = {}
         self._deviation = 0.5
+        self._surprises = surprises
         self.errors = RelativeErrors()
         self._solve()
 
@@ -120,18 +133,34 @@ class RobustLeastSquares:
             return
         predicted_s = self.predict(features)
         self.errors.add(predicted_s, seconds)
-        unit_s = max(predicted_s, seconds / 2)  # a prediction near 0 would weigh too much
-        row = [x * s / unit_s for x, s in zip(features, self._scale, strict=True)]
-        residual = abs(seconds - predicted_s) / unit_s
-        weight = self._weight(residual, row)
-        target = weight * seconds / unit_s
-        news = [weight * row[i] * row[j] for i, j in self._pairs] + [x * target for x in row]
-        old = self._evidence.get(size_class)
-        if old is not None:
-            news = [_FORGETTING * a + b for a, b in zip(old, news, strict=True)]
-        self._evidence[size_class] = news
+        sample = Sample(features, seconds, size_class)
+        if self._surprises and self.samples > _GATHERED_SAMPLES:
+            changed = self._surprises.judge(sample, predicted_s, _HUBER * self._deviation)
+            if changed:
+                self._begin_again(changed)
+                return
+        self._add(sample, predicted_s, doubted=True)
         if self.samples <= _SETTLED_SAMPLES or self.samples % _SOLVE_EVERY == 0:
             self._solve()
+
+    def _begin_again(self, changed: Sequence[Sample]) -> None:
+        """Learn from these as if little had been seen before."""
+        self.fade(_KEEP_AT_CHANGE)
+        for sample in changed:
+            self._add(sample, self.predict(sample.features), doubted=False)
+            self._solve()
+
+    def _add(self, sample: Sample, predicted_s: float, *, doubted: bool) -> None:
+        """Add to the evidence; `doubted`: less of it where it is an outlier."""
+        unit_s = max(predicted_s, sample.seconds / 2)  # a prediction near 0 would weigh too much
+        row = [x * s / unit_s for x, s in zip(sample.features, self._scale, strict=True)]
+        weight = self._weight(abs(sample.seconds - predicted_s) / unit_s, row) if doubted else 1.0
+        target = weight * sample.seconds / unit_s
+        news = [weight * row[i] * row[j] for i, j in self._pairs] + [x * target for x in row]
+        old = self._evidence.get(sample.size_class)
+        if old is not None:
+            news = [_FORGETTING * a + b for a, b in zip(old, news, strict=True)]
+        self._evidence[sample.size_class] = news
 
     def fade(self, keep: float) -> None:
         """Keep this share of what was learned, now and earlier, in [0, 1].

@@ -2,7 +2,8 @@
 
 Bandwidth is kept by state type because small artifacts move more slowly than large ones.
 Bytes that the tier is already moving go first, at the pace of what it usually moves.
-Loads of several types are observed as a whole; the fit tells the types apart.
+Loads of several types are observed as a whole; the fit tells the types apart. A tier may change
+its speed by leaps (neighbours, throttling, another path): a few loads show that.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.least_squares import RelativeErrors, RobustLeastSquares
+from hetero_connector.planner.surprises import Surprises
 from hetero_connector.spec.state_types import StateType
 
 _LEAST_S_PER_BYTE = 1e-30
@@ -113,7 +115,7 @@ class _TierFit:
         if profile:
             per_byte = (profile.seconds_per_byte.get(t) for t in state_types)
             known = [profile.latency_s, *(0.0 if s == _LEAST_S_PER_BYTE else s for s in per_byte)]
-        self.fit = RobustLeastSquares(default, known)
+        self.fit = RobustLeastSquares(default, known, Surprises())
         self._moved = dict.fromkeys(state_types, 0.0)
         self._unseen_s_per_byte = profile.ahead_s_per_byte if profile else s_per_byte
         self.rates = self._rates()

@@ -54,6 +54,35 @@ def test_latency_and_bandwidths_are_found_in_noise_with_outliers(seed: int) -> N
     assert model.errors(Tier.SSD).median < 0.15
 
 
+@pytest.mark.parametrize("speed", [0.04, 0.2, 0.6, 2.0, 25.0])
+@pytest.mark.parametrize("types", [1, 2])
+def test_a_few_loads_show_that_a_tier_has_changed_its_speed(speed: float, types: int) -> None:
+    rng = random.Random(1)
+    model = LoadModel([KV, SWA])
+    sizes = [{KV: n, SWA: n // 30} if types == 2 else {KV: n} for n in (10**7, 4 * 10**7, 10**8)]
+
+    def load(sizes: dict[StateType, int], bandwidth: float) -> float:
+        return (1e-3 + sum(sizes.values()) / bandwidth) * (1 + 0.05 * rng.gauss(0, 1))
+
+    for size in sizes * 60:
+        model.observe(Tier.SSD, size, load(size, 0.5e9))
+    for size in sizes * 2:
+        model.observe(Tier.SSD, size, load(size, speed * 0.5e9))
+    for size in sizes:
+        changed_s = 1e-3 + sum(size.values()) / (speed * 0.5e9)
+        assert model.predict(Tier.SSD, size) == pytest.approx(changed_s, rel=0.2)
+
+
+def test_small_loads_that_a_slower_disk_does_not_show_in_do_not_hide_the_change() -> None:
+    model = LoadModel([KV])
+    for size in (10**4, 10**8) * 100:
+        model.observe(Tier.SSD, {KV: size}, 1e-3 + size / 2.5e9)
+    for size in (10**4, 10**8) * 4:
+        model.observe(Tier.SSD, {KV: size}, 1e-3 + size / 0.1e9)
+    assert model.predict(Tier.SSD, {KV: 10**8}) == pytest.approx(1.0, rel=0.1)
+    assert model.predict(Tier.SSD, {KV: 10**4}) == pytest.approx(1e-3, rel=0.2)
+
+
 def test_a_load_behind_others_does_not_make_the_tier_look_slow() -> None:
     model = LoadModel([KV])
     for ahead in (0, 10**8, 4 * 10**8) * 20:
