@@ -102,6 +102,11 @@ KEYS: tuple[Key, ...] = (
         "Seconds after which an engine that does not answer may be taken over", lease,
     ),
     Key(
+        "replica_ttl_s", "number > 0", "300",
+        "Seconds without use after which a copy of what another engine owns is the first to leave "
+        "DRAM", number,
+    ),
+    Key(
         "worker_name", "text", "host name and engine id",
         "This engine in the fleet; a restart under the same name takes over at once", worker_name,
     ),
@@ -152,6 +157,7 @@ class HeteroConfig:
     directory: str = ""
     """"" for none."""
     lease_s: float = 10.0
+    replica_ttl_s: float = 300.0
     worker_name: str = ""
     """"": the host's name and the engine's id."""
     peer_host: str = ""
@@ -190,7 +196,7 @@ class HeteroConfig:
             k.name: k.parse(k.name, extra_config[k.name]) for k in KEYS if k.name in extra_config
         }
         if not given.get("directory"):
-            for key in ("lease_s", "worker_name", "peer_host"):
+            for key in ("lease_s", "replica_ttl_s", "worker_name", "peer_host"):
                 if key in given:
                     raise ConfigError(key, "needs 'directory', where the fleet meets")
         given["dram_gib"] = _dram_gib(given.get("dram_gib"))

@@ -15,7 +15,7 @@ from ownership.fencing import HORIZON_S
 from ownership.held_lease import RENEWALS_PER_LEASE
 from ownership.identifiers import NOBODY, Epoch, Token
 from ownership.lease_keeper import LeaseKeeper
-from ownership.ledger import REPLICA_TTL_S, Ledger, SharedStore
+from ownership.ledger import LISTING_TTL_S, Ledger, SharedStore
 from ownership.live_peers import LivePeers
 
 
@@ -35,7 +35,7 @@ class FleetWorker:
         *,
         call_s: float = 1.0,
         lookup_s: float = DEADLINE_S,
-        replica_ttl_s: float = REPLICA_TTL_S,
+        listing_ttl_s: float = LISTING_TTL_S,
         horizon_s: float = HORIZON_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -48,7 +48,7 @@ class FleetWorker:
         self._recorder = recorder
         self._stop_early_s = min(2 * call_s, lease_s / 2)
         """Serving ends so long before the lease: our thread may hang in two calls meanwhile."""
-        self._replica_ttl_s = replica_ttl_s
+        self._listing_ttl_s = listing_ttl_s
         self._clock = clock
         self._keeper = LeaseKeeper(directory, self._worker, lease_s, recorder, clock)
         self._thread = DirectoryThread(
@@ -72,7 +72,7 @@ class FleetWorker:
     def start(self, store: SharedStore) -> None:
         """Join with this store."""
         self._store = store
-        self._ledger = Ledger(store, self._thread, self._recorder, self._replica_ttl_s, self._clock)
+        self._ledger = Ledger(store, self._thread, self._recorder, self._listing_ttl_s, self._clock)
         self._thread.start()
 
     def wake(self) -> None:

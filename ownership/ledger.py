@@ -23,7 +23,7 @@ from ownership.directory import Claim, Copy, Directory, Grant, Outcome
 from ownership.directory_thread import CLAIMS_PER_CALL, DirectoryThread
 from ownership.identifiers import NO_TOKEN, Epoch, Token
 
-REPLICA_TTL_S = 60.0
+LISTING_TTL_S = 60.0
 _TELL_DEADLINE_S = 5.0
 _PAUSE_S = 0.5
 """After something that the directory could not be told."""
@@ -64,13 +64,13 @@ class Ledger:
         store: SharedStore,
         thread: DirectoryThread,
         recorder: Recorder,
-        replica_ttl_s: float = REPLICA_TTL_S,
+        listing_ttl_s: float = LISTING_TTL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._thread = thread
         self._recorder = recorder
-        self._ttl_s = replica_ttl_s
+        self._ttl_s = listing_ttl_s
         self._clock = clock
         self._replicas: dict[ArtifactId, Claim] = {}
         """What others own, and where it is here."""

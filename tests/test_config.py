@@ -45,6 +45,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         "load_deadline_s": 0.25,
         "directory": "redis://host:6379/0?fleet=a",
         "lease_s": 3.0,
+        "replica_ttl_s": 90.0,
         "worker_name": "ann",
         "peer_host": "127.0.0.1",
         "eviction": "value",
@@ -187,7 +188,8 @@ def test_peers_reach_an_address_that_this_machine_has() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"lease_s": 5}, {"worker_name": "ann"}, {"peer_host": "127.0.0.1"}]
+    "given",
+    [{"lease_s": 5}, {"replica_ttl_s": 9}, {"worker_name": "ann"}, {"peer_host": "127.0.0.1"}],
 )
 def test_what_is_about_a_fleet_needs_a_directory(given: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="needs 'directory'"):

@@ -213,6 +213,7 @@ class ArtifactStore:
             for load in list(state.loading.values()):
                 state.disown(load, Failure.GONE)
             self._tiers.clear()
+            state.replicas.clear()
             state.returns.clear()
             state.declined.clear()
             state.spills.clear()

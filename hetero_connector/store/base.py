@@ -60,6 +60,8 @@ class StoreConfig:
     """A read from a peer that has not ended by then is a miss, and the peer is left alone."""
     spill_delay_s: float = 0.2
     """How long a sealed artifact may wait in DRAM before its write to SSD starts."""
+    replica_ttl_s: float = 300.0
+    """A replica that no restore has used for so long is the first to leave DRAM."""
     eviction: EvictionName = "leaf_lru"
     """What leaves a full tier first."""
     ssd_write_bytes_per_day: int | None = None

@@ -1,7 +1,8 @@
 """Artifacts of little use: they leave their tier before the eviction policy is asked.
 
-What the planner left alone because computing is cheaper, and what was prefetched for a
-session that did not come. Nothing is dropped while there is room.
+What the planner left alone because computing is cheaper, what was prefetched for a session
+that did not come, and other workers' state that nobody used for a while. Nothing is dropped
+while there is room.
 """
 
 from __future__ import annotations

@@ -84,12 +84,19 @@ class IoThread:
 
     def step(self) -> bool:
         """One round without waiting; True if anything moved. For this thread, or in its place."""
+        self._expire_replicas()
         moved = self._reader.step()
         if self._peer_reader is not None:
             moved = self._peer_reader.step() or moved
         moved = self._spiller.step(may_start=not self._reading) or moved
         queued = self._state.loads or self._state.peer_loads or self._state.closing
         return self._prefetcher.step(may_start=not (self._reading or queued)) or moved
+
+    def _expire_replicas(self) -> None:
+        state = self._state
+        if state.replicas.look_s <= state.clock():
+            with state.lock:
+                state.replicas.expire()
 
     @property
     def _reading(self) -> bool:

@@ -289,6 +289,7 @@ class PeerReader:
             artifact.last_used = tiers.tick()
             tiers.attach(artifact, read.target)
             tiers.index.seal(artifact)
+            state.replicas.add(artifact)
             state.count_read(Tier.PEER, artifact.state_type, artifact.size_bytes)
         else:
             tiers.dram.give_back(read.target)

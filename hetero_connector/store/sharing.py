@@ -74,6 +74,7 @@ class Sharing:
                 was_replica, artifact.replica = artifact.replica, False
                 artifact.token = token
                 if was_replica:  # nobody else keeps it any more
+                    state.replicas.is_ours(artifact)
                     state.offer(artifact)
                 else:
                     state.unjudged.is_ours(artifact)
@@ -83,6 +84,7 @@ class Sharing:
                     gone.append(artifact_id)
                     continue
                 artifact.token, artifact.replica = 0, True
+                state.replicas.add(artifact)
                 state.unjudged.is_not_ours(artifact)
             state.lock.notify_all()
         return gone

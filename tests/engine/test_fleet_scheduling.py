@@ -67,7 +67,7 @@ class Fleet:
             recorder_of,  # type: ignore[arg-type]
             call_s=0.1,
             lookup_s=given.pop("lookup_s", 5.0),
-            replica_ttl_s=given.pop("replica_ttl_s", 60.0),
+            listing_ttl_s=given.pop("listing_ttl_s", 60.0),
         )
         access = PeerAccess(
             worker.peers, lambda regions: MemoryPeers(self.network, regions), worker.wake
@@ -201,7 +201,7 @@ def test_what_the_owner_has_evicted_nobody_asks_it_for(fleet: Fleet) -> None:
 
 
 def test_a_replica_becomes_its_holders_own_when_the_owner_is_gone(fleet: Fleet) -> None:
-    ann, bob = fleet.join("ann"), fleet.join("bob", replica_ttl_s=0.3)
+    ann, bob = fleet.join("ann"), fleet.join("bob", listing_ttl_s=0.3)
     ann.run(FakeRequest("a", PROMPT))
     fleet.settle(ann)
     bob.run(FakeRequest("b", PROMPT))

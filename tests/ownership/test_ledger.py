@@ -114,7 +114,7 @@ class Worked:
         self.store = ListedStore()
         self.recorder = Recorder()
         self.worker = FleetWorker(
-            directory, "ann", lease_s, self.recorder, call_s=0.1, replica_ttl_s=TTL_S
+            directory, "ann", lease_s, self.recorder, call_s=0.1, listing_ttl_s=TTL_S
         )
         self.worker.start(self.store)
 

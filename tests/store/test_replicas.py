@@ -1,0 +1,142 @@
+"""Copies of what others own: first to leave once nobody has used them for their time to live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from filling import CHUNK, CHUNK_BYTES, FINGERPRINT, SIZES, begin, chain, ids_of, put, stored, until
+
+from hetero_connector.metrics import COUNTERS, Recorder
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import StoreConfig
+from hetero_connector.store.peers import KnownPeers, PeerAccess
+from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
+
+TTL_S = 60.0
+OURS, THEIRS, NEW = chain("ours", 2), chain("theirs", 2), chain("new", 2)
+
+
+class Shared:
+    """A store with room for four chunks, its clock in the test's hand."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000.0
+        self.recorder = Recorder()
+        self._expired = 0.0
+        network = MemoryNetwork()
+        self.store = ArtifactStore.open(
+            SIZES,
+            StoreConfig(4 * CHUNK_BYTES, spill_delay_s=0.0, replica_ttl_s=TTL_S),
+            self.recorder,
+            chunk_tokens=CHUNK,
+            fingerprint=FINGERPRINT,
+            description={},
+            clock=lambda: self.now_s,
+            peers=PeerAccess(KnownPeers(), lambda regions: MemoryPeers(network, regions)),
+        )
+
+    def hold_theirs(self) -> None:
+        """Ours first, so that by recency ours would leave first."""
+        put(self.store, OURS)
+        put(self.store, THEIRS)
+        self.judge()
+
+    def judge(self) -> None:
+        """What the fleet says, again and again."""
+        assert self.store.sharing is not None
+        self.store.sharing.judged(dict.fromkeys(ids_of(OURS), 3), ids_of(THEIRS))
+
+    def use(self) -> None:
+        begin(self.store, ids_of(THEIRS)).release()
+
+    def pass_time(self, seconds: float) -> None:
+        """Until the I/O thread has looked."""
+        self.now_s += seconds
+        until(lambda: self.store._state.replicas.look_s > self.now_s)
+
+    @property
+    def expired(self) -> float:
+        """Replicas counted as expired, since the start."""
+        drained = (self.recorder.drain() or {}).get(COUNTERS, {})
+        self._expired += drained.get("heterocache_replicas_expired{}", 0.0)
+        return self._expired
+
+
+@pytest.fixture
+def shared() -> Iterator[Shared]:
+    made = Shared()
+    yield made
+    made.store.close()
+    made.store.check_integrity()
+
+
+def test_a_replica_that_nobody_used_leaves_before_older_state_of_our_own(shared: Shared) -> None:
+    shared.hold_theirs()
+    shared.pass_time(TTL_S)
+    assert shared.expired == len(ids_of(THEIRS))
+    assert stored(shared.store, THEIRS) == 2, "nothing is dropped while there is room"
+    put(shared.store, NEW)
+    assert stored(shared.store, THEIRS) == 0
+    assert stored(shared.store, OURS) == 2
+
+
+def test_before_its_time_is_over_it_leaves_when_its_turn_comes(shared: Shared) -> None:
+    shared.hold_theirs()
+    shared.pass_time(0.9 * TTL_S)
+    put(shared.store, NEW)
+    assert shared.expired == 0
+    assert stored(shared.store, THEIRS) == 2
+    assert stored(shared.store, OURS) == 0
+
+
+def test_a_use_begins_its_time_anew(shared: Shared) -> None:
+    shared.hold_theirs()
+    shared.pass_time(0.9 * TTL_S)
+    shared.use()
+    shared.pass_time(0.9 * TTL_S)
+    assert shared.expired == 0
+    shared.pass_time(0.2 * TTL_S)
+    assert shared.expired == len(ids_of(THEIRS))
+
+
+def test_used_again_after_its_time_it_is_worth_as_much_as_ever(shared: Shared) -> None:
+    shared.hold_theirs()
+    shared.pass_time(TTL_S)
+    shared.use()
+    put(shared.store, NEW)
+    assert stored(shared.store, THEIRS) == 2
+    shared.pass_time(2 * TTL_S)
+    assert shared.expired == 2 * len(ids_of(THEIRS)), "each time it goes unused is counted"
+
+
+def test_it_is_counted_once_however_often_the_fleet_says_so(shared: Shared) -> None:
+    shared.hold_theirs()
+    for _ in range(4):
+        shared.pass_time(TTL_S)
+        shared.judge()
+    assert shared.expired == len(ids_of(THEIRS))
+    assert len(shared.store._state.replicas) == len(ids_of(THEIRS))
+
+
+def test_what_becomes_ours_does_not_leave_first(shared: Shared) -> None:
+    shared.hold_theirs()
+    shared.pass_time(TTL_S)
+    assert shared.store.sharing is not None
+    shared.store.sharing.judged(dict.fromkeys(ids_of(THEIRS), 5), ())
+    put(shared.store, NEW)
+    assert stored(shared.store, THEIRS) == 2
+    assert stored(shared.store, OURS) == 0
+
+
+def test_what_left_or_was_reset_is_not_looked_after(shared: Shared) -> None:
+    shared.hold_theirs()
+    put(shared.store, chain("more", 4))
+    assert stored(shared.store, THEIRS) == 0
+    shared.pass_time(TTL_S)
+    assert len(shared.store._state.replicas) == 0
+    put(shared.store, THEIRS)
+    shared.judge()
+    shared.store.reset()
+    assert len(shared.store._state.replicas) == 0
+    assert shared.expired == 0
