@@ -1,0 +1,50 @@
+"""The grid's figures, from times that are given."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.planner_grid import Cell, Measured, figures_of, geomean_over_single
+
+CUTS = {"cut 0.25": [9.0], "cut 0.5": [9.0], "cut 0.75": [9.0]}
+
+
+def measured(
+    never: list[float], always: list[float], planned: list[float], cut: float = 9.0
+) -> Measured:
+    turns = {"never": never, "always": always, "planned": planned, **CUTS, "cut 0.5": [cut] * 9}
+    return Measured(Cell("m", 1, None, 0), turns, 0)
+
+
+def test_drift_of_the_machine_is_no_loss() -> None:
+    cell = measured([4.0, 8.0, 8.0], [1.0, 2.0, 2.0, 4.0], [1.0, 2.0, 2.0, 4.0, 4.0, 4.0])
+    assert cell.seconds("planned") / cell.seconds("always") == 1.5
+    assert cell.over_best_single == 1.0
+
+
+def test_a_loss_against_either_single_policy_is_seen() -> None:
+    assert measured([2.0] * 3, [1.0] * 3, [1.5] * 3).over_best_single == 1.5
+    assert measured([1.0] * 3, [2.0] * 3, [1.5] * 3).over_best_single == 1.5
+
+
+def test_regret_is_against_everything_that_was_tried() -> None:
+    cell = measured([2.0] * 3, [2.0] * 3, [2.0] * 3, cut=1.0)
+    assert (cell.over_best_single, cell.regret) == (1.0, 1.0)
+
+
+def test_one_policy_everywhere_is_what_planning_is_held_against() -> None:
+    cells = [
+        measured([1.0], [4.0], [1.0], cut=1.0),
+        measured([4.0], [1.0], [1.0], cut=0.25),
+    ]
+    assert geomean_over_single(cells, "planned") == pytest.approx(0.5)
+    assert geomean_over_single(cells, "best") == pytest.approx(0.25)
+    figures = figures_of(cells)
+    assert figures == pytest.approx(
+        {
+            "worst_cell_over_best": 1.0,
+            "geomean_over_single": 0.5,
+            "geomean_limit": 0.25,
+            "regret_p95": 3.0,
+        }
+    )
