@@ -7,6 +7,9 @@ workers in one process has it, and a memfd. The reference is the same blocks cop
 from the memfd, mapped into this process, to the same places: what a cache that shares memory on
 one host would pay. Reads and copies take turns, a median of the ratios of neighbours counts.
 
+`limit` is what the kernel gives one thread: the same blocks by `process_vm_readv` alone, out of the
+owner's private memory. Within a host UCX reads by that call (CMA) and can be no faster.
+
 `restore` is the whole way through the store: artifacts of 1 MiB read, verified by checksum,
 generation and epoch, and stored; over a plain memcpy of as many bytes.
 """
@@ -14,6 +17,7 @@ generation and epoch, and stored; over a plain memcpy of as many bytes.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import json
 import multiprocessing
@@ -74,7 +78,7 @@ def main() -> None:
 def measure(repeats: int) -> Samples:
     """Seconds to move `TOTAL` bytes, by what moved them and the block size."""
     samples = Samples()
-    with owner(export) as (metadata, handle):
+    with owner(export) as (metadata, handle, process_id, address):
         own, shared = Arena.create(TOTAL, shared=False), Arena.attach(handle)
         peers = NixlPeers([own.view])
         peers.connect("owner", metadata)
@@ -82,12 +86,13 @@ def measure(repeats: int) -> Samples:
             # Slots of a store that has run for a while lie anywhere.
             order = np.random.default_rng(size).permutation(TOTAL // size) * size
             copy = partial(copy_blocks, own.view, shared.view, order.tolist(), size)
+            limit = partial(read_process, process_id, own.view, address, order.tolist(), size)
             reads = {
                 name: partial(read_blocks, peers, region, order.tolist(), size)
                 for name, region in REGIONS.items()
             }
             for turn in range(repeats + 1):
-                seconds = {"memcpy": timed(copy)}
+                seconds = {"memcpy": timed(copy), "limit": timed(limit)}
                 for name, read in reads.items():
                     own.view[:: 1 << 12] = 0
                     seconds[name] = timed(read)
@@ -123,6 +128,8 @@ def figures_of(samples: Samples) -> dict[str, float]:
     size = FIGURE_BLOCK
     return {
         "peer_over_memcpy": samples.paired_ratio(f"memcpy {size}", f"private {size}"),
+        "peer_over_limit": samples.paired_ratio(f"limit {size}", f"private {size}"),
+        "limit_over_memcpy": samples.paired_ratio(f"memcpy {size}", f"limit {size}"),
         "peer_memfd_over_memcpy": samples.paired_ratio(f"memcpy {size}", f"memfd {size}"),
         "peer_restore_over_memcpy": samples.paired_ratio("memcpy restore", "restore"),
         "peer_gb_per_s": TOTAL / samples.median(f"private {size}") / 1e9,
@@ -135,11 +142,13 @@ def report(samples: Samples) -> str:
     for size in BLOCKS:
         row: list[object] = [f"{size >> 10} KiB"]
         row.append(f"{TOTAL / samples.median(f'memcpy {size}') / 1e9:.2f}")
-        for name in REGIONS:
+        for name in ("limit", *REGIONS):
             row.append(f"{TOTAL / samples.median(f'{name} {size}') / 1e9:.2f}")
             row.append(f"{samples.paired_ratio(f'memcpy {size}', f'{name} {size}'):.2f}")
         rows.append(row)
-    header = ["block", "memcpy GB/s", "private GB/s", "over memcpy", "memfd GB/s", "over memcpy"]
+    header = ["block", "memcpy GB/s"]
+    for name in ("limit", *REGIONS):
+        header += [f"{name} GB/s", "over memcpy"]
     whole = samples.paired_ratio("memcpy restore", "restore")
     speed = TOTAL / samples.median("restore") / 1e9
     return (
@@ -151,6 +160,24 @@ def report(samples: Samples) -> str:
 def copy_blocks(target: np.ndarray, source: np.ndarray, offsets: list[int], size: int) -> None:
     for at in offsets:
         target[at : at + size] = source[at : at + size]
+
+
+class _Iovec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def read_process(
+    process_id: int, target: np.ndarray, source: int, offsets: list[int], size: int
+) -> None:
+    """Block by block from `source`, an address in another process. OSError if that is forbidden."""
+    readv: Any = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
+    for at in offsets:
+        here = _Iovec(target.ctypes.data + at, size)
+        there = _Iovec(source + at, size)
+        moved = readv(process_id, ctypes.byref(here), one, ctypes.byref(there), one, none)
+        if moved != size:
+            raise OSError(ctypes.get_errno(), f"process_vm_readv moved {moved} of {size} bytes")
 
 
 def read_blocks(peers: NixlPeers, region: int, offsets: list[int], size: int) -> None:
@@ -203,7 +230,8 @@ def export(pipe: Connection) -> None:
     arenas[0].view[:] = np.random.default_rng(0).integers(0, 256, TOTAL, dtype=np.uint8)
     arenas[1].view[:] = arenas[0].view
     peers = NixlPeers([arena.view for arena in arenas])
-    pipe.send((peers.metadata, ArenaHandle(arenas[1].handle.path, TOTAL)))
+    shared = ArenaHandle(arenas[1].handle.path, TOTAL)
+    pipe.send((peers.metadata, shared, os.getpid(), arenas[0].view.ctypes.data))
     pipe.recv()
     peers.close()
 
