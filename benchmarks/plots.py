@@ -51,6 +51,31 @@ def lines(name: str, panels: Sequence[tuple[str, str, str, Mapping[str, Any]]]) 
     return _save(figure, name)
 
 
+def errorbars(
+    name: str,
+    panels: Sequence[tuple[str, str, str, Mapping[str, Sequence[tuple[float, float, float]]]]],
+) -> Path:
+    """One panel each: (title, x label, y label, curve -> [(x, y, +-), ...]); both logarithmic."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.6), squeeze=False)
+    for axis, (title, x_label, y_label, curves) in zip(axes[0], panels, strict=True):
+        for label, points in curves.items():
+            x, y, half = zip(*sorted(points), strict=True)
+            axis.errorbar(x, y, yerr=half, marker="o", markersize=3, capsize=2, label=label)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_title(title, fontsize=9)
+        axis.set_xlabel(x_label, fontsize=8)
+        axis.set_ylabel(y_label, fontsize=8)
+        axis.tick_params(labelsize=7)
+        axis.legend(fontsize=6)
+    return _save(figure, name)
+
+
 def scatter(
     name: str,
     panels: Sequence[tuple[str, str, str, Mapping[str, tuple[float, float]], Any]],

@@ -19,6 +19,7 @@ from ownership.scheduling.policy import SchedulingPolicy
 from ownership.scheduling.registry import DEFAULT_POLICY, POLICIES, scheduling_policy
 from ownership.scheduling.step import ClassThresholds, HeldPrefix, Step, StepClass, classify
 from ownership.scheduling.terms import Terms
+from ownership.scheduling.weights import PlacementWeights
 
 __all__ = [
     "DEFAULT_POLICY",
@@ -32,6 +33,7 @@ __all__ = [
     "Link",
     "OwnerServe",
     "Placement",
+    "PlacementWeights",
     "Refusal",
     "Role",
     "SchedulingPolicy",

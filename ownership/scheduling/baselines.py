@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hetero_connector.planner.cost_model import CostWeights
 from ownership.scheduling.decision import Decision, decision_of
 from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.policy import open_workers
 from ownership.scheduling.step import ClassThresholds, HeldPrefix, Step, classify
 from ownership.scheduling.step_pricing import StepPricing, Way
+from ownership.scheduling.weights import PlacementWeights
 
 _NOTHING = HeldPrefix()
 
@@ -19,7 +19,7 @@ _NOTHING = HeldPrefix()
 class Baseline:
     """What these share: they price their choice, though they do not choose by it."""
 
-    weights: CostWeights = field(default_factory=CostWeights)
+    weights: PlacementWeights = field(default_factory=PlacementWeights)
     thresholds: ClassThresholds = field(default_factory=ClassThresholds)
 
     def start(self, step: Step, fleet: FleetView, sources: Sequence[int] = ()) -> StepPricing:

@@ -7,7 +7,8 @@ from ownership.scheduling.decision import Candidate, Decision
 
 _HEADER = (
     "", "action", "decode at", "prefill at", "reads from", "resume", "queue ms", "compute ms",
-    "network ms", "restore ms", "decode ms", "hbm ms", "interference ms", "total ms",
+    "network ms", "restore ms", "decode ms", "hbm ms", "interference ms", "copies ms",
+    "total ms",
 )  # fmt: skip
 
 

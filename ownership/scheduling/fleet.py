@@ -55,6 +55,8 @@ class WorkerLoad(NamedTuple):
     """Bytes that peers are reading from it."""
     accepting: bool = True
     """False: it is draining. It may still be read from."""
+    sessions: int = 0
+    """Sessions that decode here, those that think or run tools among them."""
 
 
 IDLE = WorkerLoad()
@@ -101,6 +103,7 @@ class Table(NamedTuple):
     outgoing_bytes: Floats
     accepting: Floats
     """1 or 0."""
+    sessions: Floats
     hbm_bytes: Floats
     step_s: Floats
     token_s: Floats

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hetero_connector.errors import NoWorkerError
-from hetero_connector.planner.cost_model import CostWeights
 from ownership.scheduling.decision import Action, Decision, Refusal
 from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.policy import holders
 from ownership.scheduling.step import ClassThresholds, Step, StepClass, classify
 from ownership.scheduling.step_pricing import StepPricing, Way
+from ownership.scheduling.weights import PlacementWeights
 
 MOVES: Mapping[StepClass, frozenset[Action]] = {
     StepClass.NEW_LONG_PREFIX: frozenset({Action.REMOTE_PREFILL, Action.ARTIFACT_FETCH}),
@@ -40,8 +40,8 @@ class OwnerServe:
     the first by name. So nothing is moved without a gain.
     """
 
-    weights: CostWeights = field(default_factory=CostWeights)
-    """lambda and mu."""
+    weights: PlacementWeights = field(default_factory=PlacementWeights)
+    """lambda, mu and kappa."""
     thresholds: ClassThresholds = field(default_factory=ClassThresholds)
     moves: Mapping[StepClass, frozenset[Action]] = field(default_factory=lambda: MOVES)
     max_sources: int = 4

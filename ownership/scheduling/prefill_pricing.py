@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetero_connector.planner.cost_model import CostWeights
 from ownership.scheduling.fleet import FleetView, Floats, Table
 from ownership.scheduling.step import Step
+from ownership.scheduling.weights import PlacementWeights
 
 _GIB = 1 << 30
 _DEPTHS = 3
@@ -33,6 +33,8 @@ class Parts(NamedTuple):
     """By which its running decodes are late, all together."""
     held_s: float
     """For which the prompt's pages are held."""
+    copy_s: float
+    """Price of what is then held twice."""
 
 
 class PrefillPricing:
@@ -48,7 +50,7 @@ class PrefillPricing:
         step: Step,
         fleet: FleetView,
         table: Table,
-        weights: CostWeights,
+        weights: PlacementWeights,
         sources: Sequence[int] = (),
     ) -> None:
         footprint = fleet.footprint
@@ -68,6 +70,7 @@ class PrefillPricing:
         self._depths = _DEPTHS if step.held else 1
         self.resume = self._resume()
         """[rows, workers] where the engine computes from, in tokens."""
+        self._copy_s = self._copies(weights.copy)
         self._price()
 
     @property
@@ -110,6 +113,7 @@ class PrefillPricing:
             compute_s,
             self._late_s[row].item(worker),
             exposed_s + compute_s,
+            self._copy_s[0 if row >= 0 else 1].item(worker),
         )
 
     def _price(self) -> None:
@@ -132,6 +136,8 @@ class PrefillPricing:
         """From the first page filled to the last token computed."""
         self.price_s: Floats = self.hbm * self.active_s + self._stall * self._late_s
         """What others pay."""
+        self.price_s[:-1] += self._copy_s[0]
+        self.price_s[-1] += self._copy_s[1]
         self._network_s, self._ssd_s = np.zeros((2, *resume.shape))
         if self._depths == _DEPTHS:
             self._ssd_s[_DEPTHS - 1] = self._from_ssd()
@@ -204,6 +210,14 @@ class PrefillPricing:
             if worker is not None:
                 held[:, worker] = prefix
         return np.minimum(held, self._tokens - 1.0, out=held)
+
+    def _copies(self, weight: float) -> Floats:
+        """[2, workers] price of what a step there makes a second copy of: of what others hold,
+        and of all that another worker has just computed. By the linear part of computing it."""
+        own = np.maximum(self.resident, self._on_ssd)
+        copied: Floats = np.array((own.max() - own, self._tokens - 1.0 - own))
+        copied *= weight * self._table.token_s
+        return copied
 
     def _queued(self) -> Floats:
         """[workers] `CostModel.queue_s`."""

@@ -13,10 +13,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from hetero_connector.planner.cost_model import CostWeights
 from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.prefill_pricing import PrefillPricing
 from ownership.scheduling.step import HeldPrefix, Step
+from ownership.scheduling.weights import PlacementWeights
 
 
 class HotPrefix(NamedTuple):
@@ -86,7 +86,9 @@ class HotSpotReplicas:
         source = min(holders, key=lambda name: table.outgoing_bytes[index[name]])
         # One token more than the prefix: the last one of a prompt is always computed.
         step = Step(prefix.tokens + 1, held={**held, source: HeldPrefix(0, prefix.tokens)})
-        pricing = PrefillPricing(step, fleet, table, CostWeights(0.0, 0.0), [index[source]])
+        pricing = PrefillPricing(
+            step, fleet, table, PlacementWeights(0.0, 0.0, 0.0), [index[source]]
+        )
         gain_s = pricing.saved_by_reading_s()
         order = np.argsort(table.queued_tokens, kind="stable").tolist()
         targets = [

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_connector.planner.cost_model import CostWeights
 from ownership.scheduling.fleet import FleetView, Floats
 from ownership.scheduling.prefill_pricing import Parts, PrefillPricing
 from ownership.scheduling.step import Step
 from ownership.scheduling.terms import Terms
+from ownership.scheduling.weights import PlacementWeights
 
 
 class Way(NamedTuple):
@@ -34,7 +34,7 @@ class StepPricing:
     """One step's ways over the fleet, by the figures of the moment it was made."""
 
     def __init__(
-        self, step: Step, fleet: FleetView, weights: CostWeights, sources: Sequence[int] = ()
+        self, step: Step, fleet: FleetView, weights: PlacementWeights, sources: Sequence[int] = ()
     ) -> None:
         """`sources`: the workers that a prefill may read from, by index."""
         self._step, self._fleet, self._weights = step, fleet, weights
@@ -124,7 +124,7 @@ class StepPricing:
 
     def _terms(self, way: Way, parts: Sequence[Parts]) -> Terms:
         """The parts' sum, and the decoding."""
-        queue_s, network_s, restore_s, compute_s, late_s, held_s = map(
+        queue_s, network_s, restore_s, compute_s, late_s, held_s, copy_s = map(
             sum, zip(*parts, strict=True)
         )
         decode_s, others_s = (x.item(way.decode) for x in self._decode_terms)
@@ -136,6 +136,7 @@ class StepPricing:
             decode_s,
             self.prefills.hbm * (held_s + decode_s),
             self._weights.stall * (late_s + others_s),
+            copy_s,
         )
 
     def _of_local_row(self, values: Floats) -> Floats:
@@ -155,6 +156,9 @@ class StepPricing:
         own_s = output * (table.decode_s + tokens * table.context_s)
         batch_s = table.running * table.decode_s + table.context_tokens * table.context_s
         decode_s: Floats = own_s + output * (table.decode_step_s + batch_s)
+        if self._step.owner is None:
+            # It stays: who thinks now decodes beside one of its later turns.
+            decode_s += own_s * np.maximum(table.sessions - table.running, 0.0)
         return decode_s, own_s * table.running
 
     @cached_property

@@ -8,7 +8,7 @@ from typing import NamedTuple
 class Terms(NamedTuple):
     """Seconds of one way to serve a step. They add up:
 
-    C = T_queue + T_compute + T_network + T_restore + lambda M_HBM + mu I_decode
+    C = T_queue + T_compute + T_network + T_restore + lambda M_HBM + mu I_decode + kappa M_copies
 
     where T_compute is `compute_s + decode_s`.
     """
@@ -27,6 +27,8 @@ class Terms(NamedTuple):
     """lambda M_HBM: price of the KV pages held meanwhile."""
     interference_s: float
     """mu I_decode: price of the time by which running decodes are late."""
+    copy_s: float
+    """kappa M_copies: price of state that is held twice from then on."""
 
     @property
     def ttft_s(self) -> float:

@@ -52,13 +52,30 @@ class _Link(msgspec.Struct, forbid_unknown_fields=True, rename={"source": "from"
     latency_us: _Size = 0.0
 
 
+class _Failure(msgspec.Struct, forbid_unknown_fields=True):
+    worker: str
+    at_s: _Size
+    for_s: _Above0
+
+
 class _Fleet(msgspec.Struct, forbid_unknown_fields=True):
     model: str
     workers: Annotated[list[_Worker], Meta(min_length=1)]
     links: list[_Link] = []
+    failures: list[_Failure] = []
     chunk_tokens: _Count | None = None
     step_tokens: _Count = 8192
     max_running: _Count = 256
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A worker's process dies and comes back with what its SSD holds."""
+
+    worker: str
+    at_s: float
+    """On the trace's clock."""
+    for_s: float
 
 
 @dataclass(frozen=True)
@@ -73,16 +90,18 @@ class FleetSpec:
     links: Mapping[tuple[str, str], Link]
     chunk_tokens: int | None = None
     """None: the least that fits trace and model, see `chunk_tokens_for`."""
+    failures: tuple[Failure, ...] = ()
 
     def of_size(self, count: int) -> FleetSpec:
         """With so many workers: the first of them, or more by repeating them in turn.
 
-        Raises SimulationError where links name workers, which then would be others.
+        Raises SimulationError where links or failures name workers, which then would be others.
         """
         if count == len(self.workers):
             return self
-        if self.links:
-            raise SimulationError(self.source, "a sweep over workers needs a fleet without links")
+        if self.links or self.failures:
+            problem = "a sweep over workers needs a fleet without links and failures"
+            raise SimulationError(self.source, problem)
         repeated = [self.workers[i % len(self.workers)] for i in range(count)]
         named = (replace(w, name=f"{w.name}.{i}") for i, w in enumerate(repeated))
         return replace(self, workers=tuple(named))
@@ -142,7 +161,7 @@ class _Reader:
         return FleetSpec(
             str(self._path), found.model, model, workers,
             EngineLimits(found.step_tokens, found.max_running),
-            dict(self._links(names)), found.chunk_tokens,
+            dict(self._links(names)), found.chunk_tokens, tuple(self._failures(names)),
         )  # fmt: skip
 
     def _workers(self, model: ModelSpec) -> Iterator[WorkerSpec]:
@@ -201,6 +220,17 @@ class _Reader:
                     raise self._error(f"no worker {end!r}", f"links[{at}].{field}")
             seconds_per_byte = 8.0 / (link.gbit_per_s * 1e9)
             yield (link.source, link.target), Link(link.latency_us * 1e-6, seconds_per_byte)
+
+    def _failures(self, names: set[str]) -> Iterator[Failure]:
+        back_s: dict[str, float] = {}
+        listed = enumerate(self._fleet.failures)
+        for at, found in sorted(listed, key=lambda one: one[1].at_s):
+            if found.worker not in names:
+                raise self._error(f"no worker {found.worker!r}", f"failures[{at}].worker")
+            if found.at_s <= back_s.get(found.worker, -1.0):
+                raise self._error("it is not back from the one before", f"failures[{at}].at_s")
+            back_s[found.worker] = found.at_s + found.for_s
+            yield Failure(found.worker, found.at_s, found.for_s)
 
     def _error(self, problem: str, field: str) -> SimulationError:
         return SimulationError(str(self._path), problem, field)

@@ -27,7 +27,7 @@ def figures_of(done: FleetSimulation) -> Figures:
     def moved(flow: str) -> int:
         return sum(_flow_bytes(done.shape, getattr(w.flows, flow)) for w in workers)
 
-    span_s = done.loop.now_s - done.sessions.first_start_s
+    span_s = max(0.0, done.ended_s - done.sessions.first_start_s)
     decode_s = total(lambda w: w.engine.totals.decode_s)
     resident_s = total(lambda w: w.engine.totals.resident_s)
     session_bytes = _over(total(lambda w: w.engine.totals.resident_byte_s), resident_s)
@@ -35,7 +35,9 @@ def figures_of(done: FleetSimulation) -> Figures:
     busy_s, idle_s = total(lambda w: w.engine.totals.busy_s), total(lambda w: w.idle_s)
     hbm, dram, ssd, peer = tally.hits
     waits_s = [_over(wait_s, served) for wait_s in tally.waits_s]
-    written_bytes = moved("written")
+    written_bytes, network_bytes, read_bytes = moved("written"), moved("fetched"), moved("staged")
+    moved_bytes = written_bytes + network_bytes + read_bytes
+    copies = mean(tally.duplicates) or done.duplicate_factor()
     return Figures(
         requests=served,
         refused=tally.refused,
@@ -55,6 +57,7 @@ def figures_of(done: FleetSimulation) -> Figures:
         step_p99_s=percentile(tally.step_s, 99),
         token_mean_s=_over(decode_s, total(lambda w: w.engine.totals.decoded_tokens)),
         hbm_gib_per_session=session_bytes / _GIB,
+        resent=tally.resent,
         most_live_sessions=done.sessions.most_live,
         most_running=max(w.engine.totals.most_running for w in workers),
         sessions_in_hbm=_over(total(lambda w: w.spec.capacity.hbm), session_bytes),
@@ -65,9 +68,11 @@ def figures_of(done: FleetSimulation) -> Figures:
         dram_hit_tokens=dram,
         ssd_hit_tokens=ssd,
         peer_hit_tokens=peer,
-        duplicate_factor=mean(tally.duplicates) or done.duplicate_factor(),
-        network_bytes=moved("fetched"),
-        ssd_read_bytes=moved("staged"),
+        duplicate_factor=copies,
+        moved_bytes=moved_bytes,
+        moved_bytes_times_copies=moved_bytes * copies,
+        network_bytes=network_bytes,
+        ssd_read_bytes=read_bytes,
         ssd_written_bytes=written_bytes,
         dram_loaded_bytes=moved("loaded"),
         sealed_bytes=moved("sealed"),

@@ -40,6 +40,8 @@ class Figures:
     """Between two tokens of an answer."""
     hbm_gib_per_session: float
     """Pages of a request while it holds them, mean over that time, on one rank."""
+    resent: int
+    """Requests that began again because their worker died."""
     most_live_sessions: int
     """Under way at the same time, those that think or run tools among them."""
     most_running: int
@@ -57,6 +59,10 @@ class Figures:
     peer_hit_tokens: int
     duplicate_factor: float
     """Chunks held in all workers' memory over distinct ones; mean over samples."""
+    moved_bytes: int
+    """Over the network, from SSD and to it."""
+    moved_bytes_times_copies: float
+    """`moved_bytes` x `duplicate_factor`: what keeping state where it is wanted takes."""
     network_bytes: int
     ssd_read_bytes: int
     ssd_written_bytes: int
@@ -136,6 +142,7 @@ class Tally:
     decision_s: array[float] = field(default_factory=lambda: array("d"))
     duplicates: array[float] = field(default_factory=lambda: array("d"))
     refused: int = 0
+    resent: int = 0
     prompt_tokens: int = 0
     matched_tokens: int = 0
     hits: list[int] = field(default_factory=lambda: [0, 0, 0, 0])

@@ -31,6 +31,16 @@ class LiveSession:
     waiting_for_tools: dict[int, str] = field(default_factory=dict)
     """By request to come: the worker whose state waits for it."""
 
+    @classmethod
+    def of(cls, number: int, session: Session, started_s: float) -> LiveSession:
+        """A session that starts now."""
+        followers: defaultdict[int, list[int]] = defaultdict(list)
+        for index, request in enumerate(session.requests):
+            if request.parent is not None:
+                followers[request.parent].append(index)
+        left, instant = len(session.requests), instant_s(session.requests)
+        return cls(number, session, started_s, followers, left, instant)
+
     def request(self, index: int) -> Request:
         """One of its requests, as recorded."""
         return self.session.requests[index]
@@ -119,16 +129,10 @@ class Sessions:
             self._closed(live)
 
     def _open(self, number: int, session: Session) -> None:
-        followers: defaultdict[int, list[int]] = defaultdict(list)
-        for index, request in enumerate(session.requests):
-            if request.parent is not None:
-                followers[request.parent].append(index)
         now_s = self._loop.now_s
         if number == 0:
             self.first_start_s = now_s
-        left, instant_s = len(session.requests), _instant_s(session.requests)
-        live = LiveSession(number, session, now_s, followers, left, instant_s)
-        self.live[number] = live
+        live = self.live[number] = LiveSession.of(number, session, now_s)
         self.most_live = max(self.most_live, len(self.live))
         for index, request in enumerate(session.requests):
             if request.parent is None:
@@ -166,7 +170,7 @@ class Sessions:
         )
 
 
-def _instant_s(requests: Sequence[Request]) -> float:
+def instant_s(requests: Sequence[Request]) -> float:
     """From the first request to the last, if every answer came at once."""
     sent_s: list[float] = []
     for request in requests:

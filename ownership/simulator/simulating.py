@@ -41,7 +41,7 @@ def simulate(
     workload = workload or Workload()
     sent = workload.trace(trace)
     model = fleet.model if policy.state == "typed" else dense_paged(fleet.model)
-    shape = StateShape.of(model, _chunk_tokens(trace, fleet, model))
+    shape = StateShape.of(model, chunk_tokens_of(trace, fleet, model))
     begun = timer()
     run = FleetSimulation(
         fleet, policy, shape, iter(sent), trace.block_tokens, workload.seed, timer, served
@@ -67,7 +67,7 @@ def simulate(
     )
 
 
-def _chunk_tokens(trace: Trace, fleet: FleetSpec, model: ModelSpec) -> int:
+def chunk_tokens_of(trace: Trace, fleet: FleetSpec, model: ModelSpec) -> int:
     """Of the fleet's file, else the least that the trace's blocks and the model share."""
     block, wanted = trace.block_tokens, fleet.chunk_tokens
     if wanted is None:

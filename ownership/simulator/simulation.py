@@ -10,7 +10,7 @@ from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.policy import SchedulingPolicy
 from ownership.scheduling.step import Step
 from ownership.simulator.clock import EventLoop
-from ownership.simulator.fleet_file import FleetSpec
+from ownership.simulator.fleet_file import Failure, FleetSpec
 from ownership.simulator.machine.channel import start_between
 from ownership.simulator.machine.request import LiveRequest
 from ownership.simulator.machine.worker import Worker
@@ -52,6 +52,12 @@ class FleetSimulation:
             for spec in policy.limited(fleet.workers)
         }  # fmt: skip
         self._changed: set[str] = set()
+        self._homeless: list[tuple[LiveSession, LiveRequest]] = []
+        """Requests that came while no worker was up."""
+        self.ended_s = 0.0
+        """When the last answer was there."""
+        for failure in fleet.failures:
+            self.loop.at(failure.at_s, self._fails, failure)
         views = [worker.view() for worker in self.workers.values()]
         self._view = FleetView(shape.footprint, views, fleet.links)
         self._links = fleet.links
@@ -85,6 +91,9 @@ class FleetSimulation:
         if waited_at is not None:
             self.workers[waited_at].session_waits(-1)
         tally = self.tally
+        if not any(worker.up for worker in self.workers.values()):
+            self._homeless.append((live, request))
+            return
         step = self._step(live, request)
         self._report_loads()
         begun = self._timer()
@@ -102,7 +111,7 @@ class FleetSimulation:
             tally.owned_turns += 1
             tally.owner_hits += prefiller.name == live.owner
             tally.moved_sessions += decoder.name != live.owner
-        live.owner = decoder.name
+        self._hand_over(live, decoder.name)
         if prefiller is not decoder:
             request.decodes_elsewhere = True
             self._decoders[request] = decoder
@@ -118,6 +127,8 @@ class FleetSimulation:
         limit = (request.prompt_tokens - 1) // self.shape.chunk_tokens
         held = {}
         for name, worker in self.workers.items():
+            if not worker.up:
+                continue
             prefix = worker.memory.held(request.chain, limit)
             if prefix is not None:
                 held[name] = prefix
@@ -140,12 +151,46 @@ class FleetSimulation:
         # Bytes under way shrink with time.
         self._changed = {name for name in self._changed if self.workers[name].has_transfers}
 
+    def _fails(self, failure: Failure) -> None:
+        """A worker dies: its sessions have no owner, its requests are sent again at once."""
+        worker = self.workers[failure.worker]
+        for live in self.sessions.live.values():
+            if live.owner == worker.name:
+                self._hand_over(live, None)
+            for index, name in list(live.waiting_for_tools.items()):
+                if name == worker.name:
+                    del live.waiting_for_tools[index]
+                    worker.session_waits(-1)
+        self._changed.add(worker.name)
+        for request in worker.crash():
+            self._send_again(request)
+        self.loop.at(self.loop.now_s + failure.for_s, self._returns, worker)
+
+    def _returns(self, worker: Worker) -> None:
+        worker.up = True
+        self._changed.add(worker.name)
+        waiting, self._homeless = self._homeless, []
+        for live, request in waiting:
+            self._send(live, request)
+
+    def _send_again(self, request: LiveRequest) -> None:
+        self.tally.resent += 1
+        self._decoders.pop(request, None)
+        request.start_over()
+        self._send(self.sessions.live[request.session], request)
+
     def _queue(self, request: LiveRequest, worker: Worker) -> None:
+        if not worker.up:
+            self._send_again(request)
+            return
         self._changed.add(worker.name)
         worker.engine.submit(request)
 
     def _fetch(self, request: LiveRequest, source: Worker, target: Worker) -> None:
         """Read what the target lacks of the prompt from the source's DRAM, then queue it."""
+        if not (source.up and target.up):
+            self._queue(request, target)
+            return
         limit = (request.prompt_tokens - 1) // self.shape.chunk_tokens
         there, here = (w.memory.dram.find(request.chain) for w in (source, target))
         boundary = source.memory.resumable(there, limit)
@@ -163,9 +208,15 @@ class FleetSimulation:
         target.flows.fetched.add(chunks, checkpoints)
         request.network_s += end_s - now_s
         self._changed |= {source.name, target.name}
-        self.loop.at(end_s, self._fetched, request, target, boundary)
+        crashes = source.crashes + target.crashes
+        self.loop.at(end_s, self._fetched, request, source, target, boundary, crashes)
 
-    def _fetched(self, request: LiveRequest, target: Worker, chunks: int) -> None:
+    def _fetched(
+        self, request: LiveRequest, source: Worker, target: Worker, chunks: int, crashes: int
+    ) -> None:
+        if source.crashes + target.crashes > crashes:  # one of them died meanwhile
+            self._queue(request, target)
+            return
         checkpoints = [chunks] if self.shape.has_checkpoints else []
         memory = target.memory
         memory.dram.add(request.chain.head(chunks), chunks, checkpoints, memory.tick())
@@ -183,7 +234,8 @@ class FleetSimulation:
             request.expected_tokens = self.shape.chunk_tokens
             self._fetch(request, worker, self._decoders.pop(request))
             return
-        self.tally.served(request, self.loop.now_s)
+        self.ended_s = self.loop.now_s
+        self.tally.served(request, self.ended_s)
         self._output_tokens += 0.01 * (request.output_tokens - self._output_tokens)
         live = self.sessions.answered(request)
         for index in live.followers.get(request.index, ()):
@@ -196,7 +248,18 @@ class FleetSimulation:
         if self._told is not None:
             self._told()
 
+    def _hand_over(self, live: LiveSession, owner: str | None) -> None:
+        """The session decodes there from now on; None: nowhere, it has ended."""
+        if live.owner == owner:
+            return
+        for name, change in ((live.owner, -1), (owner, 1)):
+            if name is not None:
+                self.workers[name].sessions += change
+                self._changed.add(name)
+        live.owner = owner
+
     def _close(self, live: LiveSession) -> None:
+        self._hand_over(live, None)
         task_s = self.loop.now_s - live.started_s
         self.tally.task_s.append(task_s)
         self.tally.task_wait_s.append(max(0.0, task_s - live.instant_s))

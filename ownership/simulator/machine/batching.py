@@ -89,6 +89,9 @@ class BatchEngine:
         self._decodes: list[tuple[int, int, LiveRequest]] = []
         """By the step after which they end."""
         self._steps_done = self._joined = self._stamp = 0
+        self._staged_for: dict[LiveRequest, Run | None] = {}
+        """What is being read from SSD: for whom, and what is pinned meanwhile."""
+        self._crashes = 0
         self._busy = False
         self._alone: _Decoding | None = None
         self._layers = self.memory.shape.footprint.num_layers
@@ -110,6 +113,19 @@ class BatchEngine:
             self._begin()
         elif self._alone is not None and (first or len(self.waiting) == 1):
             self._cut_short(self._alone)
+
+    def crash(self) -> list[LiveRequest]:
+        """Everything under way is lost; the requests it was for, in no state that matters."""
+        decoding = [request for *_, request in self._decodes]
+        lost = [*self.waiting, *self._staged_for, *self.prefilling, *decoding]
+        self.waiting.clear()
+        self._staged_for.clear()
+        self.prefilling, self._decodes = [], []
+        self.context_tokens = self.queued_tokens = 0
+        self._busy, self._alone = False, None
+        self._stamp += 1  # whatever was announced does not happen
+        self._crashes += 1
+        return lost
 
     def _begin(self) -> None:
         self._admit()
@@ -143,9 +159,13 @@ class BatchEngine:
                 left -= rest
 
     def _staging(self, request: LiveRequest, end_s: float, pinned: Run | None) -> None:
-        self.loop.at(end_s, self._staged, request, pinned)
+        self._staged_for[request] = pinned
+        self.loop.at(end_s, self._staged, request, self._crashes)
 
-    def _staged(self, request: LiveRequest, pinned: Run | None) -> None:
+    def _staged(self, request: LiveRequest, crashes: int) -> None:
+        if crashes != self._crashes:
+            return
+        pinned = self._staged_for.pop(request)
         if pinned is not None:
             self.memory.dram.unpin(pinned)
         self.submit(request, first=True)

@@ -84,3 +84,10 @@ class LiveRequest:
     admitted_s: float = 0.0
     first_token_s: float = -1.0
     preemptions: int = 0
+
+    def start_over(self) -> None:
+        """Its worker died: nothing of it is left but what was told."""
+        self.computed = self.total = self.generated = self.step_tokens = 0
+        self.pinned = self.restore = None
+        self.was_staged = self.decodes_elsewhere = self.handed_over = False
+        self.staged_chunks = self.peer_chunks = 0

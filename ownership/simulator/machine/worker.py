@@ -81,6 +81,9 @@ class Worker:
         self.incoming, self.outgoing = Channel(), Channel()
         self.idle_sessions = 0
         """Sessions that decode here and wait for a tool."""
+        self.up, self.crashes = True, 0
+        self.sessions = 0
+        """Sessions that decode here."""
         self.idle_s = self.busy_while_idle_s = 0.0
         self._idle_since_s = 0.0
         self._loop = loop
@@ -123,6 +126,8 @@ class Worker:
             int(peer_s / peer_ahead) if peer_s and peer_ahead else 0,
             int(ssd_s / self._ssd_ahead) if ssd_s and self._ssd_ahead else 0,
             int(self.outgoing.pending_s(now_s) / peer_ahead) if peer_ahead else 0,
+            self.up,
+            self.sessions,
         )
 
     def peer_seconds(self, chunks: int, checkpoints: int) -> float:
@@ -136,6 +141,12 @@ class Worker:
         """Whether bytes are under way to or from it."""
         now_s = self._loop.now_s
         return max(x.busy_until_s for x in (self.incoming, self.outgoing, self.ssd_reads)) > now_s
+
+    def crash(self) -> list[LiveRequest]:
+        """It is gone until `up` is set again; the requests it had."""
+        self.up, self.crashes = False, self.crashes + 1
+        self.memory.lose()
+        return self.engine.crash()
 
     def session_waits(self, change: int) -> None:
         """A session that decodes here begins (1) or ends (-1) to wait for a tool."""

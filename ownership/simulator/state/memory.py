@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal, NamedTuple, get_args
 
+from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import EvictionName
 from hetero_connector.store.eviction import LeafLru, make_policy
 from hetero_connector.store.seconds_saved import SecondsSaved
@@ -18,7 +19,24 @@ from ownership.simulator.traces.block_runs import BlockRuns
 
 Eviction = Literal[EvictionName, "session"]
 """The store's policies, and the least recently used session as a whole."""
-EVICTIONS: tuple[str, ...] = (*get_args(EvictionName), "session")
+EVICTIONS: tuple[Eviction, ...] = (*get_args(EvictionName), "session")
+
+
+def emptied_by(
+    eviction: Eviction,
+    sizes: ChunkSizes,
+    capacity_bytes: int,
+    state_type: StateType,
+    seconds_saved: SecondsSaved,
+    now: Callable[[], int],
+) -> ResidentChunks:
+    """A tier with a policy by name. `now`: the logical clock that its ticks are of."""
+    name: EvictionName = "leaf_lru" if eviction == "session" else eviction
+    policy = make_policy(name, seconds_saved, now)
+    return ResidentChunks(
+        sizes, capacity_bytes, policy, state_type,
+        by_recency=name != "value", whole_sessions=eviction == "session",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,13 +79,16 @@ class WorkerMemory:
         self.ssd = self._stored(shape.stored, capacity.ssd)
 
     def _stored(self, sizes: ChunkSizes, capacity_bytes: int) -> ResidentChunks:
-        name: EvictionName = "leaf_lru" if self._eviction == "session" else self._eviction
-        policy = make_policy(name, self._seconds_saved, lambda: self._tick)
-        by_recency, whole = name != "value", self._eviction == "session"
-        return ResidentChunks(
-            sizes, capacity_bytes, policy, self._state_type,
-            by_recency=by_recency, whole_sessions=whole,
+        return emptied_by(
+            self._eviction, sizes, capacity_bytes, self._state_type, self._seconds_saved,
+            lambda: self._tick,
         )  # fmt: skip
+
+    def lose(self) -> None:
+        """The process died: what is on SSD stays."""
+        shape, hbm, dram = self.shape, self.hbm, self.dram
+        self.hbm = ResidentChunks(shape.pages, hbm.capacity_bytes, LeafLru(), self._state_type)
+        self.dram = self._stored(shape.stored, dram.capacity_bytes)
 
     def tick(self) -> int:
         """A new moment of the logical clock that recency is counted by."""

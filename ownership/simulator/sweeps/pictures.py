@@ -53,7 +53,9 @@ def _drawn(rows: Sequence[Row], name: str | None) -> str:
         for axis, (quantity, title) in zip(axes.flat, _DRAWN, strict=True):
             policies = list(dict.fromkeys(row.policy for row in rows))
             for at, policy in enumerate(policies):
-                mine = [row for row in rows if row.policy == policy]
+                mine = [r for r in rows if r.policy == policy and quantity in r.figures]
+                if not mine:
+                    continue  # the oracle has no such bound
                 found = [row.figures[quantity] for row in mine]
                 if name is None:
                     axis.bar(at, found[0].mean, yerr=found[0].half, label=policy)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from itertools import product
 
 from hetero_connector.errors import SimulationError
+from ownership.simulator.oracle.result import is_oracle
 from ownership.simulator.policies import parse_policy
 from ownership.simulator.workload import Workload
 
@@ -62,7 +63,8 @@ def parse_sweep(text: str) -> tuple[str, list[float]]:
 def points(policies: Sequence[str], sweeps: Mapping[str, Sequence[float]]) -> Iterator[Point]:
     """All combinations, policies side by side."""
     for policy in policies:
-        parse_policy(policy)
+        if not is_oracle(policy):
+            parse_policy(policy)
     names = [name for name in _SWEPT if name in sweeps]
     for values in product(*(sweeps[name] for name in names)):
         for policy in policies:

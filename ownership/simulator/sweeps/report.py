@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ownership.simulator.oracle.result import is_oracle
 from ownership.simulator.sweeps.pictures import Picture
 from ownership.simulator.sweeps.summary import Estimate, Row
 
@@ -32,11 +33,14 @@ COLUMNS = (
     Column("step p99, s", "step_p99_s"),
     Column("token, ms", "token_mean_s", 1e3, 1),
     Column("refused", "refused", digits=0),
+    Column("sent again", "resent", digits=0),
     Column("HBM per session, GiB", "hbm_gib_per_session"),
     Column("live sessions, most", "most_live_sessions", digits=0),
     Column("running, most", "most_running", digits=0),
     Column("saved, M tokens", "saved_tokens", 1e-6, 1),
     Column("duplicates", "duplicate_factor"),
+    Column("moved, GiB", "moved_bytes", 1 / _GIB, 1),
+    Column("moved x duplicates, GiB", "moved_bytes_times_copies", 1 / _GIB, 1),
     Column("network, GiB", "network_bytes", 1 / _GIB, 1),
     Column("SSD read, GiB", "ssd_read_bytes", 1 / _GIB, 1),
     Column("SSD written, GiB", "ssd_written_bytes", 1 / _GIB, 1),
@@ -54,6 +58,14 @@ COLUMNS = (
 """Means are over all requests: what a restore from SSD took is divided by those without one."""
 
 _OVERHEAD = "decision, us (measured)"
+_NONE = "-"
+_BOUNDED = (
+    ("TTFT mean", "ttft_mean_s"),
+    ("TTFT p95", "ttft_p95_s"),
+    ("step p95", "step_p95_s"),
+    ("task mean", "task_mean_s"),
+    ("task time waiting", "task_wait_mean_s"),
+)
 
 
 def as_markdown(rows: Sequence[Row], about: Sequence[str]) -> str:
@@ -109,15 +121,35 @@ def _tables(rows: Sequence[Row]) -> Iterable[tuple[str, list[list[str]]]]:
         here = [row for row in rows if row.setting == setting]
         cells = [["figure", *(row.policy for row in here)]]
         for column in COLUMNS:
-            cells.append(
-                [column.title, *(_cell(row.figures[column.figure], column) for row in here)]
-            )
-        cells.append([_OVERHEAD, *(f"{row.overhead_us:.0f}" for row in here)])
+            found = [row.figures.get(column.figure) for row in here]
+            cells.append([column.title, *(_cell(estimate, column) for estimate in found)])
+        cells += _over_oracle(here)
+        cells.append([_OVERHEAD, *(_measured(row.overhead_us) for row in here)])
         named = ", ".join(f"{name} {value:g}" for name, value in setting)
         yield named or "as recorded", cells
 
 
-def _cell(estimate: Estimate, column: Column) -> str:
+def _over_oracle(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Means over seeds, divided by the bound's; not where requests were refused."""
+    bounds = [row.figures for row in rows if is_oracle(row.policy)]
+    if not bounds:
+        return
+    for title, figure in _BOUNDED:
+        least = bounds[0][figure].mean
+        cells = [f"{title} over oracle"]
+        for row in rows:
+            known = least > 0.0 and not row.figures["refused"].mean
+            cells.append(f"{row.figures[figure].mean / least:.3f}" if known else _NONE)
+        yield cells
+
+
+def _measured(overhead_us: float | None) -> str:
+    return _NONE if overhead_us is None else f"{overhead_us:.0f}"
+
+
+def _cell(estimate: Estimate | None, column: Column) -> str:
+    if estimate is None:
+        return _NONE
     text = f"{estimate.mean * column.scale:,.{column.digits}f}"
     if estimate.half:
         text += f" ± {estimate.half * column.scale:,.{column.digits}f}"

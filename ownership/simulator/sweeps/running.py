@@ -14,12 +14,13 @@ from typing import Any
 
 from hetero_connector.errors import SimulationError
 from ownership.simulator.fleet_file import read_fleet
+from ownership.simulator.oracle.result import is_oracle, oracle_result
 from ownership.simulator.policies import parse_policy
 from ownership.simulator.simulating import simulate
 from ownership.simulator.sweeps.points import Point
 from ownership.simulator.traces.formats import open_trace
 
-RESULTS_FORMAT = 1
+RESULTS_FORMAT = 2
 """Version of what a line means."""
 
 
@@ -129,4 +130,6 @@ def simulate_point(inputs: Inputs, point: Point) -> dict[str, Any]:
     if point.workers is not None:
         fleet = fleet.of_size(point.workers)
     trace = open_trace(inputs.trace, inputs.format)
+    if is_oracle(point.policy):
+        return oracle_result(point.policy, trace, fleet, point.workload)
     return simulate(trace, fleet, parse_policy(point.policy), point.workload).as_json()

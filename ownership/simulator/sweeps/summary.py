@@ -39,8 +39,8 @@ class Row:
     setting: tuple[tuple[str, float], ...]
     seeds: tuple[int, ...]
     figures: Mapping[str, Estimate]
-    overhead_us: float
-    """Median of a decision: a measurement, see `Overhead`."""
+    overhead_us: float | None
+    """Median of a decision: a measurement, see `Overhead`. None: nothing was decided."""
 
 
 def rows(results: Iterable[Mapping[str, Any]]) -> list[Row]:
@@ -56,10 +56,11 @@ def _row(
     policy: str, setting: tuple[tuple[str, float], ...], found: Sequence[Mapping[str, Any]]
 ) -> Row:
     names = found[0]["figures"]
+    decisions = [r["overhead"]["decision_p50_us"] for r in found if "overhead" in r]
     return Row(
         policy,
         setting,
         tuple(result["point"]["seed"] for result in found),
         {name: Estimate.of([result["figures"][name] for result in found]) for name in names},
-        statistics.fmean(result["overhead"]["decision_p50_us"] for result in found),
+        statistics.fmean(decisions) if decisions else None,
     )

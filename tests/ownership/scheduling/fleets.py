@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
-from hetero_connector.planner.cost_model import CostModel, CostWeights
+from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.interference_model import (
     InterferenceCoefficients,
     InterferenceRegression,
@@ -17,6 +17,7 @@ from ownership.scheduling import (
     FleetView,
     HeldPrefix,
     Link,
+    PlacementWeights,
     Role,
     StateFootprint,
     Step,
@@ -26,7 +27,7 @@ from ownership.scheduling import (
 
 KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
 GIB = 1 << 30
-FREE = CostWeights(0.0, 0.0)
+FREE = PlacementWeights(0.0, 0.0, 0.0)
 BYTE_A_TOKEN = StateFootprint({KV: 1.0}, {}, 1.0, 1)
 """One byte of state and of pages per token, in one layer."""
 

@@ -17,6 +17,7 @@ from ownership.scheduling import (
     FleetView,
     HeldPrefix,
     OwnerServe,
+    PlacementWeights,
     Step,
     StepClass,
     WorkerLoad,
@@ -149,6 +150,16 @@ def test_actions_by_hand(
     decision = CHEAP.decide(step, fleet_of(worker("a", load_of_a), worker("b")))
     assert decision.placement.action is expected
     assert decision.predicted.total_s == pytest.approx(total_s)
+
+
+def test_a_session_stays_until_waiting_costs_more_than_a_copy() -> None:
+    """Its 900 tokens elsewhere cost 0.9 s of copies, 0.09 s of reading; 0.1 s computes anywhere."""
+    step = Step(1_000, held_by_a(900), "s", "a", 900)
+    policy = OwnerServe(PlacementWeights(0.0, 0.0, 1.0))
+    for queued, owner in ((980, "a"), (1_000, "b")):
+        load = WorkerLoad(queued_tokens=queued)
+        decision = policy.decide(step, fleet_of(worker("a", load), worker("b")))
+        assert decision.placement.decode_worker == owner
 
 
 def test_a_short_match_elsewhere_is_computed_again() -> None:

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.cost_model import CostWeights
 from hetero_connector.planner.decision import EngineLoad
 from hetero_connector.planner.interference_model import InterferenceCoefficients
 from hetero_connector.planner.restore_planner import RestorePlanner
@@ -17,6 +16,7 @@ from ownership.scheduling import (
     FleetView,
     HeldPrefix,
     Link,
+    PlacementWeights,
     StateFootprint,
     Step,
     WorkerLoad,
@@ -45,7 +45,7 @@ from tests.planner.chains import (
 )
 from tests.planner.chains import costs_of as planner_costs
 
-WEIGHTS = CostWeights(0.01, 0.5)
+WEIGHTS = PlacementWeights(0.01, 0.5, 0.25)
 
 
 @given(workers(), steps(), st.booleans())
@@ -119,9 +119,9 @@ def test_by_hand() -> None:
     """
     fleet = fleet_of(worker("a", WorkerLoad(queued_tokens=50)), worker("b"))
     pricing = StepPricing(Step(1_000, {"b": HeldPrefix(0, 900, 900)}), fleet, FREE, [1])
-    assert pricing.terms(Way(0, 0)) == pytest.approx((0.05, 1.0, 0, 0, 0, 0, 0))
-    assert pricing.terms(Way(0, 0, 1)) == pytest.approx((0.05, 0.1, 0.04, 0, 0, 0, 0))
-    assert pricing.terms(Way(0, 1)) == pytest.approx((0, 0.101, 0.0999, 0, 0, 0, 0), abs=1e-9)
+    assert pricing.terms(Way(0, 0)) == pytest.approx((0.05, 1.0, 0, 0, 0, 0, 0, 0))
+    assert pricing.terms(Way(0, 0, 1)) == pytest.approx((0.05, 0.1, 0.04, 0, 0, 0, 0, 0))
+    assert pricing.terms(Way(0, 1)) == pytest.approx((0, 0.101, 0.0999, 0, 0, 0, 0, 0), abs=1e-9)
 
 
 def test_a_way_with_everything_by_hand() -> None:
@@ -132,7 +132,7 @@ def test_a_way_with_everything_by_hand() -> None:
     fleet = fleet_of(worker("a"), worker("b"), worker("c"))
     pricing = StepPricing(Step(1_000, {"b": HeldPrefix(0, 900, 900)}), fleet, FREE, [1])
     terms = pricing.terms(Way(2, 0, 1))
-    assert terms == pytest.approx((0, 0.101, 0.1899, 0, 0, 0, 0), abs=1e-9)
+    assert terms == pytest.approx((0, 0.101, 0.1899, 0, 0, 0, 0, 0), abs=1e-9)
     assert terms.ttft_s == pytest.approx(0.2909)
 
 
@@ -146,14 +146,50 @@ def test_decodes_that_are_held_up_by_hand() -> None:
     busy = WorkerLoad(running_decodes=4)
     fleet = fleet_of(worker("a", busy, costs_of(step_tokens=5, interference=delays)))
     step = Step(10, output_tokens=20.0)
-    terms = StepPricing(step, fleet, CostWeights(0.5, 0.0)).terms(Way(0, 0))
+    terms = StepPricing(step, fleet, PlacementWeights(0.5, 0.0, 0.0)).terms(Way(0, 0))
     assert terms.interference_s == pytest.approx(0.6 + 0.8)
     assert terms.decode_s == pytest.approx(20 * 0.3)
 
 
+def test_copies_by_hand() -> None:
+    """Of 1,000 tokens b has 900, c 400 on its SSD; 1 ms a token, kappa 0.5.
+
+    At a 900 tokens are held twice then, at c 500, at b none, however they get there. Prefilled at
+    b and decoded at a it is all but the last token.
+    """
+    fleet = fleet_of(worker("a"), worker("b"), worker("c"))
+    held = {"b": HeldPrefix(0, 900, 900), "c": HeldPrefix(0, 0, 400)}
+    weights = PlacementWeights(0.0, 0.0, 0.5)
+    pricing = StepPricing(Step(1_000, held), fleet, weights, [1])
+    ways = (Way(0, 0), Way(0, 0, 1), Way(1, 1), Way(2, 2), Way(0, 1))
+    assert [pricing.terms(way).copy_s for way in ways] == pytest.approx(
+        [0.45, 0.45, 0.0, 0.25, 0.4995]
+    )
+
+
+def test_copies_are_priced_by_a_chance() -> None:
+    with pytest.raises(ValueError, match="copy is a chance"):
+        PlacementWeights(copy=1.5)
+
+
+def test_a_new_session_is_placed_beside_those_that_will_be_back() -> None:
+    """5 sessions, 1 of them decoding: 4 more will be. 10 tokens at 0.02 s for each of those."""
+    delays = InterferenceCoefficients(0.2, 0.02, 0.0, 0.1, 0.01, 0.0)
+    load = WorkerLoad(running_decodes=1, sessions=5)
+    fleet = fleet_of(worker("a", load, costs_of(interference=delays)))
+    new, known = (
+        StepPricing(Step(10, owner=owner, output_tokens=10.0), fleet, FREE).terms(Way(0, 0))
+        for owner in (None, "a")
+    )
+    assert known.decode_s == pytest.approx(10 * (0.2 + 0.02 * 2))
+    assert new.decode_s - known.decode_s == pytest.approx(4 * 10 * 0.02)
+
+
 def test_pages_that_are_held_by_hand() -> None:
     """1,000 bytes of pages for the 1 s of computing: lambda x GiB x s."""
-    terms = StepPricing(Step(1_000), fleet_of(worker("a")), CostWeights(0.0, 7.0)).terms(Way(0, 0))
+    terms = StepPricing(Step(1_000), fleet_of(worker("a")), PlacementWeights(0.0, 7.0, 0.0)).terms(
+        Way(0, 0)
+    )
     assert terms.hbm_s == pytest.approx(7.0 * 1_000 / 2**30)
 
 

@@ -1,0 +1,103 @@
+"""What `benchmarks.simulated_fleets` simulates: which traces, models, sizes and policies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ownership.simulator.sweeps.points import Point
+
+DENSE, HYBRID = "llama-3.1-8b", "deepseek-v4-flash"
+GPUS = {DENSE: 1, HYBRID: 2}
+SEEDS = (0, 1, 2)
+ORACLE = "oracle"
+SCHEDULING = (
+    "ownerserve", "colocated", "prefix_aware", "dynamo_kv", "conductor", "static_pd",
+    "round_robin_pd", ORACLE,
+)  # fmt: skip
+CACHES = (
+    "colocated", "colocated+checkpoints=full", "colocated+checkpoints=periodic:4",
+    "colocated+checkpoints=zero", "colocated+eviction=lru", "colocated+eviction=value",
+    "colocated+eviction=session", "colocated+tiers=dram", "colocated+tiers=gpu",
+    "colocated+state=paged", ORACLE,
+)  # fmt: skip
+"""Of one worker: where a request runs makes no difference."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One column of a sweep."""
+
+    workers: int
+    rate: float
+    """Sessions (of Mooncake: requests) a second."""
+    sessions: int
+    sharing: float | None = None
+
+
+@dataclass(frozen=True)
+class Study:
+    """A trace, a model, policies, and what is swept."""
+
+    name: str
+    trace: str
+    """`agents` or `mooncake`."""
+    model: str
+    settings: Sequence[Setting]
+    policies: Sequence[str] = SCHEDULING
+    dram_gib: float = 256.0
+    ssd_gib: float = 2048.0
+
+    def points(self, scale: float = 1.0) -> Iterator[Point]:
+        """Every simulation; `scale`: of the numbers of sessions."""
+        for setting in self.settings:
+            number = max(4, int(scale * setting.sessions))
+            for seed in SEEDS:
+                for policy in self.policies:
+                    yield Point(
+                        policy, setting.workers, setting.rate, setting.sharing, number, seed
+                    )
+
+
+AGENTS_A_WORKER_S = 0.05
+MOONCAKE_A_WORKER_S = 0.83
+"""As recorded (3.3 a second) over four workers."""
+
+STUDIES = (
+    Study(
+        "agents-rate", "agents", HYBRID,
+        [Setting(4, rate, 100, 0.5) for rate in (0.05, 0.2, 0.8)],
+    ),
+    Study(
+        "agents-sharing", "agents", HYBRID,
+        [Setting(4, 0.2, 100, sharing) for sharing in (0.0, 1.0)],
+    ),
+    Study(
+        "agents-workers", "agents", HYBRID,
+        [
+            Setting(workers, AGENTS_A_WORKER_S * workers, sessions, 0.5)
+            for workers, sessions in ((1, 40), (16, 120), (64, 200))
+        ],
+    ),
+    Study("agents-dense", "agents", DENSE, [Setting(4, 0.1, 60, 0.5)]),
+    Study(
+        "mooncake-rate", "mooncake", DENSE,
+        [Setting(4, rate, 2_000) for rate in (1.7, 3.3, 4.2)],
+    ),
+    Study(
+        "mooncake-workers", "mooncake", DENSE,
+        [
+            Setting(workers, MOONCAKE_A_WORKER_S * workers, requests)
+            for workers, requests in ((1, 800), (16, 3_000), (64, 4_000))
+        ],
+    ),
+    Study("mooncake-hybrid", "mooncake", HYBRID, [Setting(4, 6.0, 2_000)]),
+    Study(
+        "agents-cache", "agents", HYBRID, [Setting(1, 0.05, 40, 0.5)], CACHES,
+        dram_gib=16.0, ssd_gib=32.0,
+    ),
+    Study(
+        "mooncake-cache", "mooncake", DENSE, [Setting(1, 0.7, 1_500)], CACHES,
+        dram_gib=128.0, ssd_gib=256.0,
+    ),
+)  # fmt: skip

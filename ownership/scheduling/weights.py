@@ -1,0 +1,26 @@
+"""What others' time, memory and copies are worth, in seconds of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetero_connector.planner.cost_model import CostWeights
+
+
+@dataclass(frozen=True)
+class PlacementWeights(CostWeights):
+    """The planner's prices, and that of state that is held twice."""
+
+    stall: float = 0.3
+    """mu: seconds of cost for each second that one running decode is late. More than the planner's:
+    a router can send a prefill elsewhere, an engine cannot. From 0.1 to 0.3 task times were least
+    on recorded agent and chat traces; at 1 prefills queued where nothing was decoded."""
+    copy: float = 1.0
+    """Chance that what a copy displaces would have been used. A cache is full sooner or later, and
+    from then on a token of state held twice is one of other state that is not held and has to be
+    computed again: what eviction by value takes a token to be worth (`store.seconds_saved`)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.copy <= 1.0:
+            raise ValueError(f"copy is a chance, between 0 and 1: {self}")

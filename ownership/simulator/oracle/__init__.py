@@ -1,0 +1,8 @@
+"""What no policy can do better than: an oracle that knows every request to come.
+
+Owns which chunks a request must compute whatever happens (`first_use`, over the `family` of
+requests that wait for each other), the least time that leaves for each request and session
+(`bound`, a relaxation, with its proof; `result` for reports), the best of all placements of a few
+requests (`search`, exact), and the most that any eviction policy can hit (`belady`, exact). May
+import the simulator; of the simulator only `sweeps` imports it.
+"""

@@ -1,0 +1,75 @@
+"""On few requests: the bound, then the best of all placements, then every policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ownership.scheduling.fleet import Role
+from ownership.scheduling.registry import POLICIES
+from ownership.scheduling.step_pricing import Way
+from ownership.simulator.oracle.bound import bound
+from ownership.simulator.oracle.search import best_placement
+from ownership.simulator.policies import parse_policy
+from ownership.simulator.results import mean
+from ownership.simulator.simulation import FleetSimulation
+from ownership.simulator.state.shape import StateShape
+from ownership.simulator.traces.session import Session, Trace
+from tests.ownership.simulator.small_fleets import costs, fleet, prompt, trace_of
+
+ROLES = (Role.PREFILL, Role.DECODE)
+SPEC = fleet(2, roles=ROLES, cost_model=costs(bytes_per_s=20e9))
+
+
+def mean_ttft_s(run: FleetSimulation) -> float:
+    return mean(run.tally.ttft_s)
+
+
+def simulated(trace: Trace, policy: str) -> float:
+    shape = StateShape.of(SPEC.model, 256)
+    run = FleetSimulation(SPEC, parse_policy(policy), shape, iter(trace), 256, 0)
+    run.run()
+    return mean_ttft_s(run)
+
+
+@st.composite
+def few_requests(draw: st.DrawFn) -> Trace:
+    """Three, some of which share their beginning or follow each other."""
+    tokens = st.sampled_from([512, 2_048, 6_144, 12_288])
+    starts = st.sampled_from([0.0, 0.05, 0.3])
+    place = st.sampled_from([0, 1_000])
+    first = prompt(draw(place), draw(tokens), output=draw(st.sampled_from([1, 30])))
+    follower = replace(
+        prompt(first.blocks.runs[0][0], first.input_tokens + draw(tokens), output=2),
+        parent=0,
+        think_s=draw(starts),
+    )
+    other = Session("b", (prompt(draw(place), draw(tokens)),), draw(starts))
+    return trace_of(Session("a", (first, follower), 0.0), other)
+
+
+@settings(max_examples=5, deadline=None)
+@given(few_requests())
+def test_no_policy_beats_the_best_placement_and_that_not_the_bound(trace: Trace) -> None:
+    found = best_placement(trace, SPEC, 256, mean_ttft_s)
+    assert found.tried == 8**3
+    assert mean(bound(trace, SPEC, 256).ttft_s) <= found.cost + 1e-9
+    for policy in POLICIES:
+        assert simulated(trace, policy) >= found.cost - 1e-9, policy
+
+
+def test_two_prompts_at_once_are_best_computed_apart() -> None:
+    pair = [Session(n, (prompt(i, 8_192),), 0.0) for n, i in (("a", 0), ("b", 900))]
+    found = best_placement(trace_of(*pair), SPEC, 256, mean_ttft_s)
+    assert found.ways == (Way(0, 0), Way(1, 1))
+    alone = bound(trace_of(*pair), SPEC, 256)
+    assert found.cost == pytest.approx(mean(alone.ttft_s))
+
+
+def test_too_many_are_not_tried() -> None:
+    many = [Session(str(i), (prompt(0, 512),), 0.0) for i in range(9)]
+    with pytest.raises(ValueError, match="9 requests on 2 workers: 134217728 placements"):
+        best_placement(trace_of(*many), SPEC, 256, mean_ttft_s)

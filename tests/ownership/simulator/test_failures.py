@@ -1,0 +1,102 @@
+"""Workers that die: their requests are answered all the same, and nothing is left behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_connector.errors import SimulationError
+from ownership.scheduling.registry import POLICIES
+from ownership.simulator.fleet_file import Failure, read_fleet
+from ownership.simulator.state.memory import TierBytes
+from ownership.simulator.traces.session import Session
+from tests.ownership.simulator.small_fleets import (
+    COMPUTE,
+    DENSE,
+    GIB,
+    HYBRID,
+    agents,
+    costs,
+    fleet,
+    prompt,
+    trace_of,
+)
+from tests.ownership.simulator.test_simulating import figures, run_of
+
+LONG = prompt(0, 8_192, output=1)
+LONG_S = COMPUTE.step_s + 8_192 * COMPUTE.token_s + COMPUTE.attention_s * 8_192**2 / 2
+
+
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 99),
+    policy=st.sampled_from(sorted(POLICIES)),
+    model=st.sampled_from([DENSE, HYBRID]),
+    workers=st.integers(1, 3),
+    at_s=st.lists(st.floats(0.0, 60.0), min_size=1, max_size=3),
+)
+def test_every_request_is_answered(
+    seed: int, policy: str, model: str, workers: int, at_s: list[float]
+) -> None:
+    trace = agents(5, rate=1.0, seed=seed)
+    capacity = TierBytes(6 * GIB, 4 * GIB, 8 * GIB)
+    failures = tuple(Failure(f"w{i % workers}", s + 70.0 * i, 5.0) for i, s in enumerate(at_s))
+    spec = replace(fleet(workers, model, capacity), failures=failures)
+    run = run_of(trace, spec, policy)
+    assert len(run.tally.step_s) == sum(len(session.requests) for session in trace)
+    assert all(worker.up for worker in run.workers.values())
+    assert all(worker.sessions == 0 for worker in run.workers.values())
+
+
+def test_a_prefill_that_was_lost_is_computed_elsewhere() -> None:
+    trace = trace_of(Session("a", (LONG,), 0.0))
+    spec = replace(fleet(2), failures=(Failure("w0", 0.05, 100.0),))
+    found = figures(trace, spec)
+    assert found.ttft_p50_s == pytest.approx(0.05 + LONG_S)
+    assert (found.resent, found.requests) == (1, 1)
+    assert found.span_s == found.ttft_p50_s, "the worker's return is no part of it"
+
+
+def test_without_a_worker_requests_wait_for_one() -> None:
+    trace = trace_of(Session("a", (LONG,), 0.0))
+    spec = replace(fleet(1), failures=(Failure("w0", 0.05, 10.0),))
+    assert figures(trace, spec).ttft_p50_s == pytest.approx(10.05 + LONG_S)
+
+
+@pytest.mark.parametrize(("ssd_bytes", "hits"), [(0, 0), (8 * GIB, 8_192)])
+def test_what_was_on_ssd_is_there_when_it_is_back(ssd_bytes: int, hits: int) -> None:
+    second = replace(prompt(0, 10_240, output=1), parent=0, think_s=20.0)
+    trace = trace_of(Session("a", (LONG, second), 0.0))
+    capacity = TierBytes(40 * GIB, 64 * GIB, ssd_bytes)
+    fast = fleet(1, capacity=capacity, cost_model=costs(bytes_per_s=1e12))
+    spec = replace(fast, failures=(Failure("w0", 5.0, 1.0),))
+    found = figures(trace, spec)
+    assert (found.ssd_hit_tokens, found.saved_tokens) == (hits, hits)
+
+
+def test_a_session_whose_owner_died_is_owned_anew() -> None:
+    second = replace(prompt(0, 10_240, output=1), parent=0, think_s=20.0)
+    trace = trace_of(Session("a", (LONG, second), 0.0))
+    run = run_of(trace, replace(fleet(2), failures=(Failure("w0", 5.0, 100.0),)), "colocated")
+    assert (run.tally.owned_turns, run.tally.moved_sessions) == (0, 0)
+
+
+def test_a_failure_must_be_of_a_worker_that_is_up(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    text = "model: llama-3.1-8b\nworkers: [{hardware: h200, count: 2}]\nfailures: "
+    path.write_text(f"{text}[{{worker: worker-0, at_s: 10, for_s: 5}}]\n")
+    spec = read_fleet(path)
+    assert spec.failures == (Failure("worker-0", 10.0, 5.0),)
+    with pytest.raises(SimulationError, match="without links and failures"):
+        spec.of_size(3)
+    path.write_text(f"{text}[{{worker: worker-7, at_s: 10, for_s: 5}}]\n")
+    with pytest.raises(SimulationError, match=r"failures\[0\].worker: no worker 'worker-7'"):
+        read_fleet(path)
+    twice = "[{worker: worker-0, at_s: 12, for_s: 5}, {worker: worker-0, at_s: 10, for_s: 5}]"
+    path.write_text(f"{text}{twice}\n")
+    with pytest.raises(SimulationError, match=r"failures\[0\].at_s: it is not back"):
+        read_fleet(path)
