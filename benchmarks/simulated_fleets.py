@@ -1,17 +1,19 @@
 """Every policy on recorded traces, against the oracle.
 
-`python -m benchmarks.simulated_fleets --mooncake FILE --sessions FILE [--quick] [--only STUDY]`
+`python -m benchmarks.simulated_fleets --mooncake FILE --sessions FILE [--quick] [--resume]`
 
 Writes `results/simulated_fleets-<date>.md`, `.jsonl` (a line for each simulation) and a plot. What
 is simulated stands in `simulated_studies`; sessions are subsampled so that all of it takes some
 minutes of one core. Agent sessions are drawn with replacement and given Poisson starts; Mooncake's
-requests keep their order and get Poisson arrivals, for only so are there seeds to draw.
+requests keep their order and get Poisson arrivals, for only so are there seeds to draw. A run that
+was interrupted goes on where it was with `--resume`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -81,16 +83,27 @@ def result_of(study: Study, trace: Trace, point: Point) -> dict[str, Any]:
 
 
 def simulated(
-    studies: Sequence[Study], traces: Mapping[str, Trace], scale: float
+    studies: Sequence[Study],
+    traces: Mapping[str, Trace],
+    scale: float,
+    known: Mapping[tuple[str, Point], dict[str, Any]],
 ) -> Iterator[dict[str, Any]]:
-    """Every simulation of every study whose trace is there."""
+    """Every simulation of every study whose trace is there, those that are known not again."""
     for study in studies:
         if study.trace not in traces:
             continue
         begun = time.process_time()
         for point in study.points(scale):
-            yield result_of(study, traces[study.trace], point)
+            found = known.get((study.name, point))
+            yield found or result_of(study, traces[study.trace], point)
         print(f"{study.name}: {time.process_time() - begun:.0f} s", flush=True)
+
+
+def read_results(path: Path) -> dict[tuple[str, Point], dict[str, Any]]:
+    """What an interrupted run had done; the line it was writing is left out."""
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    results = [json.loads(line) for line in lines]
+    return {(result["study"], Point(**result["point"])): result for result in results}
 
 
 def study_as_markdown(study: Study, found: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -197,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simulated_fleets")
     parser.add_argument("--mooncake", type=Path, help="Mooncake's conversation trace")
     parser.add_argument("--sessions", type=Path, help="the coding-agent sessions")
-    parser.add_argument("--only", action="append", help="a study; may be given again")
+    parser.add_argument("--resume", action="store_true", help="go on with today's results")
     parser.add_argument("--quick", action="store_true", help="a tenth of it; writes no results")
     arguments = parser.parse_args(argv)
     traces = {}
@@ -205,21 +218,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         traces["agents"] = read(arguments.sessions, arrivals=True)
     if arguments.mooncake:
         traces["mooncake"] = read(arguments.mooncake, arrivals=False)
-    studies = [s for s in STUDIES if not arguments.only or s.name in arguments.only]
     scale = 0.1 if arguments.quick else 1.0
-    found = list(simulated(studies, traces, scale))
+    stem = f"simulated_fleets-{time.strftime('%Y-%m-%d')}"
+    results = RESULTS / f"{stem}.jsonl"
+    known = read_results(results) if arguments.resume else {}
+    found = []
+    with open(os.devnull if arguments.quick else results, "w") as file:
+        for result in simulated(STUDIES, traces, scale, known):
+            found.append(result)
+            file.write(f"{json.dumps(result)}\n")
+            file.flush()
     lines = ["# Simulated fleets", ""]
-    for study in studies:
+    for study in STUDIES:
         mine = [result for result in found if result["study"] == study.name]
         lines += study_as_markdown(study, mine) if mine else []
     lines += evictions(traces, scale)
     text = "\n".join(lines)
     print(text)
     if not arguments.quick:
-        stem = f"simulated_fleets-{time.strftime('%Y-%m-%d')}"
         (RESULTS / f"{stem}.md").write_text(text)
-        results = "".join(f"{json.dumps(result)}\n" for result in found)
-        (RESULTS / f"{stem}.jsonl").write_text(results)
         print(f"written: {plot('simulated_fleets', found)}")
 
 

@@ -66,20 +66,20 @@ MOONCAKE_A_WORKER_S = 0.83
 STUDIES = (
     Study(
         "agents-rate", "agents", HYBRID,
-        [Setting(4, rate, 100, 0.5) for rate in (0.05, 0.2, 0.8)],
+        [Setting(4, rate, 80, 0.5) for rate in (0.05, 0.2, 0.8)],
     ),
     Study(
         "agents-sharing", "agents", HYBRID,
-        [Setting(4, 0.2, 100, sharing) for sharing in (0.0, 1.0)],
+        [Setting(4, 0.2, 80, sharing) for sharing in (0.0, 1.0)],
     ),
     Study(
         "agents-workers", "agents", HYBRID,
         [
             Setting(workers, AGENTS_A_WORKER_S * workers, sessions, 0.5)
-            for workers, sessions in ((1, 40), (16, 120), (64, 200))
+            for workers, sessions in ((1, 30), (16, 100), (64, 150))
         ],
     ),
-    Study("agents-dense", "agents", DENSE, [Setting(4, 0.1, 60, 0.5)]),
+    Study("agents-dense", "agents", DENSE, [Setting(4, 0.1, 50, 0.5)]),
     Study(
         "mooncake-rate", "mooncake", DENSE,
         [Setting(4, rate, 2_000) for rate in (1.7, 3.3, 4.2)],
@@ -88,7 +88,7 @@ STUDIES = (
         "mooncake-workers", "mooncake", DENSE,
         [
             Setting(workers, MOONCAKE_A_WORKER_S * workers, requests)
-            for workers, requests in ((1, 800), (16, 3_000), (64, 4_000))
+            for workers, requests in ((1, 800), (16, 2_500), (64, 3_000))
         ],
     ),
     Study("mooncake-hybrid", "mooncake", HYBRID, [Setting(4, 6.0, 2_000)]),
