@@ -17,6 +17,7 @@ from ownership.identifiers import NOBODY, Epoch, Token
 from ownership.lease_keeper import LeaseKeeper
 from ownership.ledger import LISTING_TTL_S, Ledger, SharedStore
 from ownership.live_peers import LivePeers
+from ownership.reader_counts import ReaderCounts
 
 
 class FleetWorker:
@@ -65,14 +66,18 @@ class FleetWorker:
         )
         self._store: SharedStore | None = None
         self._ledger: Ledger | None = None
+        self._readers: ReaderCounts | None = None
         self._serving = NOBODY
         self._refresh_at_s = clock()
         self._refreshing: Future[None] | None = None
+        self._ends_seen = 0
 
     def start(self, store: SharedStore) -> None:
         """Join with this store."""
         self._store = store
         self._ledger = Ledger(store, self._thread, self._recorder, self._listing_ttl_s, self._clock)
+        period_s = self._lease_s / RENEWALS_PER_LEASE
+        self._readers = ReaderCounts(store, self._thread, period_s, self._clock)
         self._thread.start()
 
     def wake(self) -> None:
@@ -107,7 +112,8 @@ class FleetWorker:
 
     def _errands(self) -> float:
         assert self._ledger is not None
-        wait_s = min(self._serve(), self._ledger.keep(), self._refresh())
+        assert self._readers is not None
+        wait_s = min(self._serve(), self._ledger.keep(), self._readers.keep(), self._refresh())
         return max(0.0, wait_s)
 
     def _serve(self) -> float:
@@ -132,5 +138,10 @@ class FleetWorker:
         return self._refresh_at_s - now_s
 
     def _ask_who_lives(self, directory: Directory, _: Epoch) -> None:
+        assert self._ledger is not None
         asked_s = self._clock()
         self.peers.refresh(directory.workers(), asked_s)
+        if self.peers.ends_seen > self._ends_seen:
+            self._ends_seen = self.peers.ends_seen
+            self._ledger.reclaim()
+            self._thread.wake()

@@ -22,6 +22,7 @@ from hetero_connector.metrics import Recorder
 from ownership.directory import Claim, Copy, Directory, Grant, Outcome
 from ownership.directory_thread import CLAIMS_PER_CALL, DirectoryThread
 from ownership.identifiers import NO_TOKEN, Epoch, Token
+from ownership.reader_counts import ReadStore
 
 LISTING_TTL_S = 60.0
 _TELL_DEADLINE_S = 5.0
@@ -29,7 +30,7 @@ _PAUSE_S = 0.5
 """After something that the directory could not be told."""
 
 
-class SharedStore(Protocol):
+class SharedStore(ReadStore, Protocol):
     """The worker's store: `hetero_connector.store.sharing.Sharing`."""
 
     @property
@@ -107,6 +108,10 @@ class Ledger:
         if self._releases or self._unlisted:
             wait_s = min(wait_s, max(0.0, self._tell_at_s - now_s))
         return wait_s
+
+    def reclaim(self) -> None:
+        """A worker has gone: replicas of what it owned are claimed now, not when it is time."""
+        self._reclaim_at_s = self._clock()
 
     def granted(self, epoch: Epoch, claims: Sequence[Claim], grants: Sequence[Grant]) -> None:
         """What became of claims."""

@@ -37,6 +37,8 @@ class LivePeers:
         self._cards: dict[int, bytes] = {}
         """By epoch, of those that were live."""
         self._asked_s = float("-inf")
+        self.ends_seen = 0
+        """Epochs that were live and are not any more."""
 
     def card(self, holder: int) -> bytes | None:
         """What the worker of this epoch published; None unless its lease lasts."""
@@ -60,6 +62,7 @@ class LivePeers:
         with self._lock:
             for epoch in self._cards.keys() - workers.keys():
                 self._fence.saw_end(Epoch(epoch))
+                self.ends_seen += 1
             self._cards = {epoch: worker.peer for epoch, worker in workers.items() if worker.peer}
             self._asked_s = asked_s
 

@@ -56,21 +56,9 @@ class Artifact:
     """One artifact: its slots, pins and recency. Mutated by the store, under its lock."""
 
     __slots__ = (
-        "checksum",
-        "dram",
-        "dram_offset",
-        "forgotten",
-        "last_used",
-        "node",
-        "pins",
-        "replica",
-        "sealed",
-        "size_bytes",
-        "ssd",
-        "state_type",
-        "token",
-        "uses",
-    )
+        "checksum", "dram", "dram_offset", "forgotten", "last_used", "node", "pins", "replica",
+        "sealed", "size_bytes", "ssd", "state_type", "token", "uses",
+    )  # fmt: skip
 
     def __init__(self, node: Node, state_type: StateType, size_bytes: int) -> None:
         self.node = node
@@ -112,7 +100,9 @@ class Artifact:
 class Node:
     """One chunk of the radix."""
 
-    __slots__ = ("artifacts", "children", "chunk", "held", "held_in", "parent", "stored", "tails")
+    __slots__ = (
+        "artifacts", "children", "chunk", "held", "held_in", "parent", "readers", "stored", "tails",
+    )  # fmt: skip
 
     def __init__(self, chunk: ChunkRange, parent: Node | None) -> None:
         self.chunk = chunk
@@ -123,6 +113,8 @@ class Node:
         """How many children hold an artifact of the type, in any tier."""
         self.held_in: dict[Tier, dict[StateType, int]] = {Tier.DRAM: {}, Tier.SSD: {}}
         """How many children hold one in that tier."""
+        self.readers = 0
+        """Sessions whose chains go through this chunk, see `store.readers`."""
         self.stored: StoredChunk | None = None
         """What `match` answers; None while nothing is sealed."""
         self.tails: dict[int, int] = {}

@@ -31,6 +31,8 @@ _LEAD = 2.0
 """Staging begins this many times its predicted seconds ahead of the session, and"""
 _LEAD_S = 0.25
 """so much more, in seconds: the I/O thread may be busy writing."""
+_READ_S = 60.0
+"""How long a session's chain is kept for it where nothing is known of its pace, in seconds."""
 _LONGEST_HINT_S = 30 * 86_400.0
 """What is farther off than a month says nothing, and would say how wrong hints can be."""
 
@@ -65,7 +67,10 @@ class SessionHint(NamedTuple):
 
 
 class Sessions:
-    """Tells the store which sessions are expected back. On the scheduler's thread."""
+    """Tells the store whose chains are read, and which sessions are expected back.
+
+    On the scheduler's thread.
+    """
 
     def __init__(
         self,
@@ -89,7 +94,7 @@ class Sessions:
 
     def began(self, tracker: RequestTracker) -> None:
         """The request has been matched for the first time; later calls change nothing."""
-        if self._mode == "off" or tracker.session is not None:
+        if tracker.session is not None:
             return
         request = tracker.request
         session_id = request.session_id or self._hint(request).session_id
@@ -103,7 +108,8 @@ class Sessions:
                 tracker.chain, request.num_prompt_tokens, tracker.matched_chunks
             )
         self._think_times.began(tracker.session, self._clock())
-        self._store.came_back(tracker.session)
+        if self._mode != "off":
+            self._store.came_back(tracker.session)
 
     def ended(self, tracker: RequestTracker, computed: int) -> None:
         """The request is over, with `computed` tokens in its pages."""
@@ -114,10 +120,13 @@ class Sessions:
             self._conversations.note(tracker.chain, tracker.request.num_prompt_tokens, session)
         hint_s = self._hint(tracker.request).expected_back_s
         expected = self._think_times.ended(session, self._clock(), hint_s)
-        if expected is None or (hint_s is None and self._mode == "hint"):
-            return
         known = min(tracker.chain.num_tokens, computed)
         leaves = self._leaves(tracker, known)
+        if leaves:
+            until_s = self._clock() + _READ_S if expected is None else expected.latest_s
+            self._store.reads(session, leaves, until_s)
+        if expected is None or self._mode == "off" or (hint_s is None and self._mode == "hint"):
+            return
         if leaves:
             start_s = expected.earliest_s - _LEAD * self._stage_s(known) - _LEAD_S
             self._store.expect(

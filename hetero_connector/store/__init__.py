@@ -1,8 +1,8 @@
 """The artifact store: sealed KV state in DRAM and on SSD, found again by its prefix.
 
-Owns: which artifact is in which slot (`tiers`, `slots`), what leaves first (`eviction`),
-what is worth writing to SSD (`admission`, `write_budget`), what is brought back to DRAM
-before it is asked for (`prefetch_schedule`, `prefetching`),
+Owns: which artifact is in which slot (`tiers`, `slots`), what leaves first (`eviction`) and
+last (`readers`), what is worth writing to SSD (`admission`, `write_budget`), what is brought
+back to DRAM before it is asked for (`prefetch_schedule`, `prefetching`),
 what peers may read of this engine and how it reads from them (`peers`, `peer_reading`,
 `slot_table`, `exporting`), what its fleet is told and says (`sharing`, `unjudged`), how long
 copies of what others own stay (`replicas`),

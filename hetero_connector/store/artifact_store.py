@@ -214,6 +214,7 @@ class ArtifactStore:
                 state.disown(load, Failure.GONE)
             self._tiers.clear()
             state.replicas.clear()
+            state.readers.clear()
             state.returns.clear()
             state.declined.clear()
             state.spills.clear()
@@ -226,6 +227,18 @@ class ArtifactStore:
     def came_back(self, session: Hashable) -> None:
         """See `base.Store.came_back`."""
         self._state.came_back(session)
+
+    def reads(self, session: Hashable, leaves: Sequence[ChunkKey], until_s: float) -> None:
+        """See `base.Store.reads`."""
+        state = self._state
+        with state.lock:
+            nodes = self._tiers.index.nodes
+            node = next((nodes[key] for key in leaves if key in nodes), None)
+            state.readers.expire()
+            if node is None:
+                state.readers.leaves(session)
+            else:
+                state.readers.reads(session, node, until_s)
 
     def decline(self, chunks: Sequence[StoredChunk]) -> None:
         """See `base.Store.decline`. Where there is an I/O thread, that looks at it later."""

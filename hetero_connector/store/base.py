@@ -190,6 +190,14 @@ class Store(Protocol):
         """It is back: what is not staged yet is left to its restore."""
         ...
 
+    def reads(self, session: Hashable, leaves: Sequence[ChunkKey], until_s: float) -> None:
+        """The session may come back to its chain: until then, by the store's clock, it leaves last.
+
+        `leaves`: where the chain may end, deepest first; the first of them that is here counts.
+        Forks share what they have in common. Replaces what the session read before.
+        """
+        ...
+
     def decline(self, chunks: Sequence[StoredChunk]) -> None:
         """Computing is cheaper than loading these: let them leave first when room is needed."""
         ...

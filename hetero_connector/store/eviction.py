@@ -32,6 +32,11 @@ class EvictionPolicy(Protocol):
         """
         ...
 
+    def soon(self, count: int) -> list[Artifact]:
+        """About the next `count`, as far as that is known without a look at each: some may be
+        held. O(count)."""
+        ...
+
     def clear(self) -> None:
         """Forget every artifact."""
         ...
@@ -95,6 +100,10 @@ class LazyHeap:
             heapq.heapreplace(self._entries, self._entry(artifact))
         return None
 
+    def low(self, count: int) -> list[Artifact]:
+        """So many of the lowest, about: those nearest to the heap's top."""
+        return [entry[-1] for entry in self._entries[:count]]
+
     def keep(self, wanted: Callable[[Artifact], bool]) -> None:
         """Remove all others. O(n)."""
         self._entries = [entry for entry in self._entries if wanted(entry[-1])]
@@ -134,6 +143,10 @@ class Lru:
                 return artifact
         return None
 
+    def soon(self, count: int) -> list[Artifact]:
+        """See `EvictionPolicy.soon`."""
+        return self._heap.low(count)
+
     def clear(self) -> None:
         """Forget every artifact."""
         self._heap.clear()
@@ -165,6 +178,10 @@ class LeafFirst:
             if standing(artifact) is not Standing.HELD:
                 return artifact
         return None
+
+    def soon(self, count: int) -> list[Artifact]:
+        """See `EvictionPolicy.soon`."""
+        return self._leaves.low(count)
 
     def clear(self) -> None:
         """Forget every artifact."""

@@ -84,7 +84,7 @@ class IoThread:
 
     def step(self) -> bool:
         """One round without waiting; True if anything moved. For this thread, or in its place."""
-        self._expire_replicas()
+        self._expire()
         moved = self._reader.step()
         if self._peer_reader is not None:
             moved = self._peer_reader.step() or moved
@@ -92,11 +92,13 @@ class IoThread:
         queued = self._state.loads or self._state.peer_loads or self._state.closing
         return self._prefetcher.step(may_start=not (self._reading or queued)) or moved
 
-    def _expire_replicas(self) -> None:
+    def _expire(self) -> None:
+        """What has a time to live: copies of what others own, and readers."""
         state = self._state
-        if state.replicas.look_s <= state.clock():
+        if min(state.replicas.look_s, state.readers.look_s) <= state.clock():
             with state.lock:
                 state.replicas.expire()
+                state.readers.expire()
 
     @property
     def _reading(self) -> bool:

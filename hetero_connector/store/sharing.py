@@ -7,11 +7,11 @@ is ours, or has not answered in time; another's is a *replica* here, which stays
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 from hetero_connector.artifacts.exported import ExportChange
 from hetero_connector.artifacts.index import Artifact
-from hetero_connector.artifacts.record import ArtifactId
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.store.exporting import as_it_stands
 from hetero_connector.store.peers import PeerPort
 from hetero_connector.store.state import StoreState
@@ -89,6 +89,40 @@ class Sharing:
             state.lock.notify_all()
         return gone
 
+    def take_readers(self) -> dict[str, tuple[ChunkKey, ...]]:
+        """Readers that came, went on or left since the last call: where their chains end.
+
+        The last chunk of each owner's, deepest first; empty for one that left.
+        """
+        state = self._state
+        with state.lock:
+            changed, state.readers.changed = state.readers.changed, {}
+            return {_name(reader): state.readers.ends(reader) for reader in changed}
+
+    def soon_to_leave(self, count: int) -> list[ChunkKey]:
+        """Chunks of which it matters now whether others read them, about `count` or fewer."""
+        state = self._state
+        with state.lock:
+            soon = [node.key for node in state.tiers.soon_to_leave(count)]
+            return list(dict.fromkeys([*state.readers.read_elsewhere(), *soon]))[: 2 * count]
+
+    def read_elsewhere(self, is_read: Mapping[ChunkKey, bool], for_s: float) -> None:
+        """Whether readers of other engines read up to these chunks: believed for so long."""
+        state = self._state
+        with state.lock:
+            for chunk, has_readers in is_read.items():
+                node = state.tiers.index.nodes.get(chunk)
+                if has_readers and node is not None:
+                    until_s = state.clock() + for_s
+                    state.readers.reads_elsewhere(node, until_s, state.tick())
+                else:
+                    state.readers.leave_elsewhere(chunk)
+
     def _find(self, artifact_id: ArtifactId) -> Artifact | None:
         artifact = self._state.tiers.index.find(artifact_id)
         return artifact if artifact is not None and artifact.sealed else None
+
+
+def _name(reader: Hashable) -> str:
+    """A session's name in the fleet: by its id's digest, or this engine's number for it."""
+    return reader.hex() if isinstance(reader, bytes) else str(reader)

@@ -16,6 +16,7 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Failure, ReadTiming, StoreConfig
 from hetero_connector.store.moments import Moments
 from hetero_connector.store.prefetch_schedule import ExpectedReturn, PrefetchSchedule
+from hetero_connector.store.readers import Readers
 from hetero_connector.store.replicas import Replicas
 from hetero_connector.store.tiers import Tiers
 from hetero_connector.store.unjudged import Unjudged
@@ -99,6 +100,8 @@ class StoreState:
         self.moments = Moments(clock())
         self.replicas = Replicas(config.replica_ttl_s, clock, self.moments, tiers.demoted, recorder)
         """What other workers own."""
+        self.readers = Readers(clock, tiers.unread)
+        """Whose chains leave last."""
         self.used: list[list[Artifact]] = []
         """What released restores had pinned, for the journal's recency."""
         self.timings: deque[ReadTiming] = deque(maxlen=256)

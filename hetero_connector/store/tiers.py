@@ -18,12 +18,16 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import Family, StateType
 from hetero_connector.store.base import EvictionName
 from hetero_connector.store.demoted import Demoted
-from hetero_connector.store.eviction import EvictionPolicy, make_policy
+from hetero_connector.store.eviction import make_policy
 from hetero_connector.store.exporting import ExportFeed
 from hetero_connector.store.hold import Hold
 from hetero_connector.store.prefetched import Prefetched
+from hetero_connector.store.readers import ReadersLast
 from hetero_connector.store.seconds_saved import SecondsSaved, default_seconds_saved
 from hetero_connector.store.slots import Generations, SlotGeometry, SlotPool
+
+_SHORT = 8
+"""A tier with less than one in so many slots free is about to evict."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,11 @@ class Tiers:
         self._has_prefix = any(t.family is Family.PREFIX for t in dram.stride_bytes)
         self._holds: list[Hold] = []
         self._recorder = recorder
-        self._policies: dict[tuple[Tier, StateType], EvictionPolicy] = {
-            (tier, t): make_policy(eviction, seconds_saved, lambda: self._tick)
+        self._policies: dict[tuple[Tier, StateType], ReadersLast] = {
+            (tier, t): ReadersLast(
+                make_policy(eviction, seconds_saved, lambda: self._tick),
+                make_policy(eviction, seconds_saved, lambda: self._tick),
+            )
             for tier in (Tier.DRAM, Tier.SSD)
             for t in dram.stride_bytes
         }
@@ -178,6 +185,23 @@ class Tiers:
         artifact.pins -= 1
         if artifact.pins == 0:
             self._freed(artifact)
+
+    def soon_to_leave(self, count: int) -> list[Node]:
+        """Chunks of our own among the next to leave a full DRAM tier, about `count` a type."""
+        found: dict[Node, None] = {}
+        for kind in self.dram.geometry.stride_bytes:
+            if self.dram.free(kind) * _SHORT <= self.dram.geometry.count:
+                for artifact in self._policies[Tier.DRAM, kind].soon(count):
+                    is_leaf = self.index.standing(artifact, Tier.DRAM) is Standing.LEAF
+                    if is_leaf and not artifact.replica:
+                        found[artifact.node] = None
+        return list(found)
+
+    def unread(self, node: Node) -> None:
+        """Nobody reads the chunk any more: it leaves when its turn comes."""
+        for artifact in node.artifacts.values():
+            for tier in (Tier.DRAM, Tier.SSD):
+                self._policies[tier, artifact.state_type].unread(artifact)
 
     def hold(self, hold: Hold) -> None:
         """Keep in place what it covers, until `let_go`."""

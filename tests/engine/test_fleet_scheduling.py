@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
-from hetero_connector.engine import peer_matching
+from hetero_connector.engine import peer_matching, sessions
 from hetero_connector.engine.peer_matching import handed_over
 from hetero_connector.errors import DirectoryUnavailableError
 from hetero_connector.metrics import COUNTERS, split_key
@@ -131,6 +132,12 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(2e-3)
 
 
+def chunk_bytes(fleet: Fleet) -> int:
+    """What a chunk takes of a DRAM tier."""
+    sizes = ArtifactLayout(fleet.model, CHUNK).max_bytes
+    return sum(-(-size // 4096) * 4096 for size in sizes.values())
+
+
 @pytest.fixture(params=[DENSE, HYBRID], ids=["dense", "hybrid"])
 def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
     made = Fleet(request.param)
@@ -211,6 +218,23 @@ def test_a_replica_becomes_its_holders_own_when_the_owner_is_gone(fleet: Fleet) 
     assert not any(a.replica for a in bob.store._tiers.index.artifacts())
     third = fleet.join("cay")
     assert third.run(FakeRequest("c", PROMPT)) == 3 * CHUNK + 32
+
+
+def test_what_a_peers_session_reads_outlives_at_its_owner_what_nobody_reads(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "_READ_S", 0.0)
+    ann, bob = fleet.join("ann", dram_bytes=6 * chunk_bytes(fleet)), fleet.join("bob")
+    ann.run(FakeRequest("a", PROMPT))
+    fleet.settle(ann)
+    monkeypatch.setattr(sessions, "_READ_S", 3_600.0)
+    assert bob.run(FakeRequest("b", PROMPT)) == 3 * CHUNK + 32
+    monkeypatch.setattr(sessions, "_READ_S", 0.0)
+    ann.run(FakeRequest("other", tokens(2 * CHUNK, seed=30)))
+    until(lambda: bool(ann.store._state.readers.read_elsewhere()))
+    for seed in range(31, 35):
+        ann.run(FakeRequest(f"other {seed}", tokens(2 * CHUNK, seed=seed)))
+    assert ann.run(FakeRequest("again", PROMPT)) >= 3 * CHUNK
 
 
 def test_own_state_is_continued_by_what_a_peer_has(fleet: Fleet) -> None:

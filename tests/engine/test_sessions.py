@@ -12,6 +12,7 @@ import pytest
 
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.engine import sessions
 from hetero_connector.engine.scheduler_side import SchedulerSide
 from hetero_connector.engine.sessions import Mode, SessionHint
 from hetero_connector.metrics import Recorder
@@ -67,6 +68,26 @@ class Turns:
     @property
     def expected(self) -> dict[object, ExpectedReturn]:
         return self.store._state.returns._expected
+
+    def readers(self, prompt: list[int]) -> list[int]:
+        """How many sessions read each full chunk of the prompt."""
+        nodes = self.store._tiers.index.nodes
+        return [nodes[chunk.key].readers for chunk in chain_of(prompt).chunks(len(prompt))]
+
+
+def chain_of(prompt: list[int]) -> RequestChain:
+    chain = RequestChain(ChainHasher(b"f" * 32, CHUNK))
+    chain.extend(prompt)
+    return chain
+
+
+def put(turns: Turns, prompt: list[int]) -> None:
+    """Have the prompt's full chunks stored, whatever their bytes."""
+    for chunk in chain_of(prompt).chunks(len(prompt)):
+        if kinds := turns.store.missing(chunk, HYBRID.state_types):
+            save = turns.store.begin_save(chunk, dict.fromkeys(kinds, 64))
+            assert save is not None
+            turns.store.complete_save(save)
 
 
 @pytest.fixture
@@ -131,10 +152,34 @@ def test_mode_hint_expects_only_who_was_announced(turns: Turns) -> None:
 
 
 @pytest.mark.parametrize("turns", ["off"], indirect=True)
-def test_mode_off_looks_at_nothing(turns: Turns) -> None:
+def test_mode_off_expects_nobody_but_keeps_what_a_session_reads(turns: Turns) -> None:
+    put(turns, tokens(200))
     params = {"session_id": "s", "expected_back_s": 5}
-    assert turns.turn(asking("a", tokens(200), kv_transfer_params=params)) is None
+    turns.turn(asking("a", tokens(200), kv_transfer_params=params))
     assert not turns.expected
+    assert turns.readers(tokens(200)) == [1, 1, 1]
+
+
+def test_forks_of_a_prompt_are_two_readers_of_what_they_share(turns: Turns) -> None:
+    trunk, fork = tokens(200), tokens(128) + tokens(72, seed=5)
+    for name, prompt in (("s", trunk), ("t", fork)):
+        put(turns, prompt)
+        turns.turn(asking(name, prompt, session_id=name))
+    assert turns.readers(trunk) == turns.readers(fork) == [2, 2, 1]
+    turns.turn(asking("again", tokens(200), session_id="t"))
+    assert turns.readers(trunk) == [2, 2, 2], "the session has left its fork"
+    assert turns.readers(fork) == [2, 2, 0]
+
+
+def test_a_session_that_is_not_back_in_time_reads_no_more(turns: Turns) -> None:
+    put(turns, tokens(200))
+    params = {"expected_back_s": 5}
+    turns.turn(asking("a", tokens(200), session_id="s", kv_transfer_params=params))
+    (reading,) = turns.store._state.readers._readings.values()
+    assert turns.now_s + 5 < reading.until_s < turns.now_s + 60
+    turns.turn(asking("b", tokens(200), session_id="s"))
+    (reading,) = turns.store._state.readers._readings.values()
+    assert reading.until_s == turns.now_s + sessions._READ_S, "without a hint nothing is known"
 
 
 def test_what_no_session_can_be_made_of_is_left_alone(turns: Turns) -> None:

@@ -39,6 +39,9 @@ class ListedStore:
         self.tokens: dict[ArtifactId, int] = {}
         self.replicas: set[ArtifactId] = set()
         self.epochs: list[int] = []
+        self.readers: dict[str, tuple[ChunkKey, ...]] = {}
+        self.soon: list[ChunkKey] = []
+        self.elsewhere: dict[ChunkKey, bool] = {}
         self._changes: list[ExportChange] = []
 
     def put(self, *changes: ExportChange) -> None:
@@ -61,6 +64,16 @@ class ListedStore:
 
     def inventory(self) -> Iterator[list[ExportChange]]:
         yield list(self.here.values())
+
+    def take_readers(self) -> dict[str, tuple[ChunkKey, ...]]:
+        taken, self.readers = self.readers, {}
+        return taken
+
+    def soon_to_leave(self, count: int) -> list[ChunkKey]:
+        return self.soon[:count]
+
+    def read_elsewhere(self, is_read: Mapping[ChunkKey, bool], for_s: float) -> None:
+        self.elsewhere.update(is_read)
 
     def judged(
         self, owned: Mapping[ArtifactId, int], held: Iterable[ArtifactId]
@@ -267,6 +280,20 @@ def test_a_replica_is_ours_once_its_owner_lets_go_or_dies(
     until(lambda: change(1).id in ann.store.tokens)
     assert ann.store.replicas == set()
     assert ann.store.tokens[change(1).id] > NO_TOKEN
+
+
+def test_when_an_owner_dies_its_replicas_are_claimed_before_their_time(
+    directory: BreakableDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.TTL_S", 3_600.0)
+    ann = Worked(directory, lease_s=0.6)
+    try:
+        owned_by_bob(directory, 1, lease_s=1.0)
+        ann.tell(change(1))
+        until(lambda: change(1).id in ann.store.replicas)
+        until(lambda: change(1).id in ann.store.tokens)
+    finally:
+        ann.worker.close()
 
 
 def test_serving_ends_before_the_lease_and_everything_is_claimed_anew(

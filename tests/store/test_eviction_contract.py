@@ -74,6 +74,18 @@ def test_a_held_one_is_never_popped_and_comes_back_when_offered(policy: Eviction
     assert policy.pop(leaf) is held
 
 
+def test_soon_begins_with_what_is_popped_next_and_ends_with_all(policy: EvictionPolicy) -> None:
+    offered = [artifact(last_used=i % 7) for i in range(20)]
+    for a in offered:
+        policy.offer(a)
+    assert set(policy.soon(100)) == set(offered)
+    assert len(policy.soon(3)) == 3
+    for _ in offered:
+        (coming,) = policy.soon(1)
+        assert policy.pop(leaf) is coming
+    assert policy.soon(1) == []
+
+
 def test_clear_forgets_all(policy: EvictionPolicy) -> None:
     kept = artifact()
     policy.offer(kept)

@@ -41,14 +41,14 @@ def store(tmp_path: Path) -> Iterator[ArtifactStore]:
     opened.check_integrity()
 
 
-def open_store(folder: Path, dram_chunks: int = 8) -> ArtifactStore:
+def open_store(folder: Path | None, dram_chunks: int = 8) -> ArtifactStore:
     network = MemoryNetwork()
     return ArtifactStore.open(
         SIZES,
         StoreConfig(
             dram_chunks * CHUNK_BYTES,
-            ssd_dir=folder / "ssd",
-            ssd_bytes=32 * CHUNK_BYTES,
+            ssd_dir=folder and folder / "ssd",
+            ssd_bytes=32 * CHUNK_BYTES if folder else 0,
             spill_delay_s=0.0,
         ),
         Recorder(),
@@ -206,3 +206,37 @@ def test_what_leaves_dram_but_stays_on_ssd_is_told_as_moved(store: ArtifactStore
     store.leave_to_ssd()
     moved = told(store, 6)
     assert all(c.copy and c.copy.dram_offset == -1 and c.copy.on_ssd for c in moved.values())
+
+
+def test_a_reader_is_told_with_the_ends_of_each_owners_part_of_its_chain(
+    store: ArtifactStore,
+) -> None:
+    put(store, CHUNKS)
+    sharing(store).judged(dict.fromkeys(ids_of(CHUNKS[2:]), 4), ids_of(CHUNKS[:2]))
+    store.reads(b"\x0a", (CHUNKS[2].key,), 1e9)
+    store.reads(7, (CHUNKS[1].key,), 1e9)
+    assert sharing(store).take_readers() == {
+        "0a": (CHUNKS[2].key, CHUNKS[1].key),
+        "7": (CHUNKS[1].key,),
+    }
+    assert sharing(store).take_readers() == {}
+    store.reset()
+    assert sharing(store).take_readers() == {"0a": (), "7": ()}
+
+
+def test_what_others_read_of_ours_is_asked_when_dram_is_full_and_then_leaves_last() -> None:
+    store = open_store(None, dram_chunks=6)
+    put(store, CHUNKS)
+    sharing(store).judged(dict.fromkeys(ids_of(CHUNKS), 4), ())
+    assert sharing(store).soon_to_leave(9) == [], "there is room"
+    put(store, chain("b", 3))
+    assert {CHUNKS[2].key, chain("b", 3)[2].key} <= set(sharing(store).soon_to_leave(9))
+    sharing(store).read_elsewhere({CHUNKS[2].key: True, chain("b", 3)[2].key: False}, 60.0)
+    assert CHUNKS[2].key in sharing(store).soon_to_leave(9), "or nobody would hear that they left"
+    put(store, chain("c", 3))
+    assert len(store.match(CHUNKS)) == 3
+    assert store.match(chain("b", 3)) == []
+    sharing(store).read_elsewhere({CHUNKS[2].key: False}, 0.0)
+    put(store, chain("d", 3))
+    assert store.match(CHUNKS) == []
+    store.close()

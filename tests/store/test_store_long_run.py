@@ -35,7 +35,8 @@ def test_eviction_s_bookkeeping_does_not_grow_with_what_has_passed_through(bench
         assert store.flush(20)
     tracked = sum(
         len(policy._backed) + len(policy._leaves)  # type: ignore[attr-defined]
-        for policy in store._tiers._policies.values()
+        for both in store._tiers._policies.values()
+        for policy in (both._first, both._last)
     )
     assert len(list(store._tiers.index.artifacts())) <= 64
     assert tracked < 600, "150 sessions of 8 artifacts went by"

@@ -1,0 +1,217 @@
+"""Chains that sessions read leave last; the last reader's going makes a chain leave in turn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from filling import SIZES, Bench, Disk, begin, chain, ids_of, put, stored
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_connector.artifacts.index import Node
+from hetero_connector.artifacts.record import ROOT, ChunkRange
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.readers import Readers
+
+TRUNK, OTHER, NEW = chain("trunk", 2), chain("other", 2), chain("new", 2)
+LEFT = chain("left", 1, TRUNK[-1])
+RIGHT = chain("right", 1, TRUNK[-1])
+LONG_S = 1e6
+
+
+class Clocked:
+    """A store with room for so many chunks in DRAM, its clock in the test's hand."""
+
+    def __init__(self, dram_chunks: int, root: Path | None = None) -> None:
+        self.now_s = 1_000.0
+        bench = Bench(root, Disk() if root else None, lambda: self.now_s)
+        self.store = bench.open(dram_chunks=dram_chunks)
+
+    def reads(self, session: str, chunks: Sequence[ChunkRange], for_s: float = LONG_S) -> None:
+        self.store.reads(session, (chunks[-1].key,), self.now_s + for_s)
+
+    def readers(self, chunk: ChunkRange) -> int:
+        return self.store._tiers.index.nodes[chunk.key].readers
+
+
+@pytest.fixture
+def clocked() -> Iterator[Clocked]:
+    made = Clocked(dram_chunks=4)
+    yield made
+    made.store.close()
+    made.store.check_integrity()
+
+
+def use(store: ArtifactStore, chunks: Sequence[ChunkRange]) -> None:
+    begin(store, ids_of(chunks)).release()
+
+
+def test_what_a_session_reads_leaves_after_what_was_used_later(clocked: Clocked) -> None:
+    store = clocked.store
+    put(store, TRUNK)
+    put(store, OTHER)
+    clocked.reads("ann", TRUNK)
+    use(store, OTHER)
+    put(store, NEW)
+    assert stored(store, TRUNK) == 2
+    assert stored(store, OTHER) == 0
+
+
+def test_the_last_readers_going_makes_the_chain_leave_in_its_turn(clocked: Clocked) -> None:
+    store = clocked.store
+    put(store, TRUNK)
+    put(store, OTHER)
+    clocked.reads("ann", TRUNK)
+    clocked.reads("bob", TRUNK)
+    put(store, NEW)  # sets aside what is read, and evicts the other
+    put(store, OTHER)
+    clocked.store._state.readers.leaves("ann")
+    assert clocked.readers(TRUNK[0]) == 1
+    put(store, NEW)
+    assert stored(store, TRUNK) == 2, "bob still reads it"
+    clocked.store._state.readers.leaves("bob")
+    use(store, NEW)
+    put(store, OTHER)
+    assert stored(store, TRUNK) == 0
+    assert stored(store, NEW) == 2
+
+
+def test_forks_share_their_trunk_and_each_keeps_its_own(clocked: Clocked) -> None:
+    store = clocked.store
+    put(store, [*TRUNK, *LEFT, *RIGHT])
+    clocked.reads("ann", [*TRUNK, *LEFT])
+    clocked.reads("bob", [*TRUNK, *RIGHT])
+    assert [clocked.readers(c) for c in (*TRUNK, *LEFT, *RIGHT)] == [2, 2, 1, 1]
+    clocked.store._state.readers.leaves("ann")
+    assert [clocked.readers(c) for c in (*TRUNK, *LEFT, *RIGHT)] == [1, 1, 0, 1]
+    use(store, LEFT)
+    put(store, chain("one more", 1))
+    assert stored(store, [*TRUNK, *RIGHT]) == 3
+    assert stored(store, [*TRUNK, *LEFT]) == 2, "its one reader has gone"
+
+
+def test_where_everything_is_read_the_oldest_leaves_and_nothing_hangs(clocked: Clocked) -> None:
+    store = clocked.store
+    put(store, TRUNK)
+    put(store, OTHER)
+    clocked.reads("ann", TRUNK)
+    clocked.reads("bob", OTHER)
+    put(store, NEW)
+    assert stored(store, TRUNK) == 0
+    assert stored(store, OTHER) == 2
+    put(store, TRUNK)  # ann's chain again: not hers until she reads it anew
+    assert clocked.readers(TRUNK[0]) == 0
+    clocked.store._state.readers.leaves("ann")
+    assert clocked.readers(TRUNK[0]) == 0
+
+
+def test_a_session_goes_on_to_its_next_turns_chain_and_its_time_ends(clocked: Clocked) -> None:
+    put(clocked.store, [*TRUNK, *LEFT])
+    clocked.reads("ann", TRUNK, for_s=10.0)
+    clocked.reads("ann", [*TRUNK, *LEFT], for_s=20.0)
+    assert [clocked.readers(c) for c in (*TRUNK, *LEFT)] == [1, 1, 1]
+    clocked.now_s += 15.0
+    clocked.store._state.readers.expire()
+    assert clocked.readers(LEFT[0]) == 1, "the first turn's time was replaced"
+    clocked.now_s += 5.0
+    clocked.store._state.readers.expire()
+    assert [clocked.readers(c) for c in (*TRUNK, *LEFT)] == [0, 0, 0]
+
+
+def test_a_session_that_reads_nothing_stored_reads_nothing(clocked: Clocked) -> None:
+    put(clocked.store, TRUNK)
+    clocked.reads("ann", TRUNK)
+    clocked.reads("ann", OTHER)
+    assert clocked.readers(TRUNK[0]) == 0
+    assert len(clocked.store._state.readers) == 0
+
+
+def test_after_a_reset_nobody_reads(clocked: Clocked) -> None:
+    put(clocked.store, TRUNK)
+    clocked.reads("ann", TRUNK)
+    clocked.store.reset()
+    assert len(clocked.store._state.readers) == 0
+    put(clocked.store, TRUNK)
+    assert clocked.readers(TRUNK[0]) == 0
+
+
+def test_on_ssd_too_what_is_read_leaves_last(tmp_path: Path) -> None:
+    clocked = Clocked(dram_chunks=2, root=tmp_path / "ssd")
+    store = clocked.store
+    for chunks in (TRUNK, *(chain(f"c{i}", 2) for i in range(7))):
+        put(store, chunks)
+        assert store.flush(20)
+    clocked.reads("ann", TRUNK)
+    for i in range(7, 14):
+        put(store, chain(f"c{i}", 2))
+        assert store.flush(20)
+    assert stored(store, TRUNK) == 2, "all others of its time have gone"
+    assert not any(stored(store, chain(f"c{i}", 2)) for i in range(5))
+    store.close()
+    store.check_integrity()
+
+
+def test_only_so_many_readers_count() -> None:
+    readers = Readers(lambda: 0.0, lambda _: None, capacity=3)
+    node = Node(ChunkRange(ROOT, ROOT, 0, 0), None)
+    for i in range(10):
+        readers.reads(i, node, LONG_S)
+    assert len(readers) == node.readers == 3
+    for _ in range(1_000):
+        readers.reads(9, node, LONG_S)
+    assert len(readers._ends) < 100, "readings that were replaced pile up"
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["put", "reads", "leaves", "pass"]), st.integers(0, 7)), max_size=40
+)
+
+
+@settings(deadline=None)
+@given(STEPS)
+def test_counts_are_those_of_the_readers_and_room_is_always_found(
+    steps: list[tuple[str, int]],
+) -> None:
+    """A tree of eight branches, of which the store holds five chunks."""
+    rng = random.Random(5)
+    branches = [[*TRUNK[:1], *chain(f"b{i}", 2, TRUNK[0])] for i in range(8)]
+    clocked = Clocked(dram_chunks=5)
+    store, readers = clocked.store, clocked.store._state.readers
+    for kind, which in steps:
+        missing = [c for c in branches[which] if store.missing(c, list(SIZES))]
+        if kind == "put":
+            put(store, missing)
+        elif kind == "reads":
+            clocked.reads(f"s{which}", branches[rng.randrange(8)], for_s=float(which))
+        elif kind == "leaves":
+            readers.leaves(f"s{which}")
+        else:
+            clocked.now_s += 1.0
+            readers.expire()
+        counted = dict.fromkeys(store._tiers.index.nodes.values(), 0)
+        for reading in readers._readings.values():
+            node: Node | None = reading.node
+            while node is not None:
+                if node in counted:
+                    counted[node] += 1
+                node = node.parent
+        assert all(node.readers == n for node, n in counted.items())
+        store.check_integrity()
+    for branch in branches:
+        put(store, [c for c in branch if store.missing(c, list(SIZES))])
+        assert stored(store, branch) == 3, "with readers everywhere there was no room"
+    store.close()
+
+
+def test_set_aside_bookkeeping_does_not_grow_with_what_has_passed_through() -> None:
+    clocked = Clocked(dram_chunks=4)
+    for i in range(400):
+        chunks = chain(f"c{i}", 2)
+        put(clocked.store, chunks)
+        clocked.reads(f"s{i}", chunks)
+    for policy in clocked.store._tiers._policies.values():
+        assert len(policy._aside) < 200
+    clocked.store.close()
