@@ -16,7 +16,7 @@ from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from ownership.breaker import CircuitBreaker
-from ownership.directory import ChainView, Directory
+from ownership.directory import ChainView, Copy, Directory
 from ownership.directory_thread import DirectoryThread
 from ownership.identifiers import Epoch, Token
 from ownership.lease_keeper import LeaseKeeper
@@ -77,9 +77,11 @@ class ChainLookups:
         deadline_s: float = DEADLINE_S,
         clock: Callable[[], float] = time.monotonic,
         found_own: Callable[[Mapping[ArtifactId, Token]], None] = lambda _: None,
+        own_storage: Callable[[], str] = lambda: "",
     ) -> None:
         """`deadline_s`: how long an answer is waited for. `found_own`: told, on the directory's
-        thread, of artifacts that the directory says are this worker's.
+        thread, of artifacts that the directory says are this worker's. `own_storage`: its SSD
+        directory, what an earlier epoch left in it is here already.
         """
         self._thread = thread
         self._keeper = keeper
@@ -88,6 +90,7 @@ class ChainLookups:
         self._deadline_s = deadline_s
         self._clock = clock
         self._found_own = found_own
+        self._own_storage = own_storage
         self._breaker = CircuitBreaker(clock)
 
     def find(self, chain: Sequence[ChunkKey]) -> ChainLookup:
@@ -142,9 +145,10 @@ class ChainLookups:
         own: Epoch,
         asked_s: float,
     ) -> list[ChunkCopies]:
-        """Copies in other workers' DRAM."""
+        """Copies in other workers' DRAM, and those that dead ones left on SSD."""
         found: list[ChunkCopies] = []
         holders: set[Epoch] = set()
+        dead: set[Epoch] = set()
         ours: dict[ArtifactId, Token] = {}
         for index, key in enumerate(chain):
             copies: dict[StateType, list[PeerCopy]] = {}
@@ -156,20 +160,30 @@ class ChainLookups:
                         continue
                     holders.add(holder)
                     self._peers.saw(ArtifactId(key, state_type), token)
-                    readable = PeerCopy(
-                        holder,
-                        copy.dram_offset,
-                        copy.generation,
-                        copy.size_bytes,
-                        copy.checksum,
-                        token,
-                        asked_s,
-                    )
-                    copies.setdefault(state_type, []).append(readable)
+                    listed = _copy(copy, holder, token, asked_s)
+                    copies.setdefault(state_type, []).append(listed)
+                storage = view.adoptable(index, state_type)
+                if storage not in ("", self._own_storage()):
+                    dead.add(holding.owner)
+                    left = _copy(holding.copy, holding.owner, holding.token, asked_s, storage)
+                    copies.setdefault(state_type, []).append(left)
             found.append(copies)
         if ours:
             self._found_own(ours)
-        if not all(map(self._peers.knows, holders)):
+        if not all(map(self._peers.knows, holders)) or any(map(self._peers.knows, dead)):
             refreshed_s = self._clock()
             self._peers.refresh(directory.workers(), refreshed_s)
         return found
+
+
+def _copy(copy: Copy, holder: Epoch, token: Token, asked_s: float, storage: str = "") -> PeerCopy:
+    return PeerCopy(
+        holder,
+        -1 if storage else copy.dram_offset,
+        copy.generation,
+        copy.size_bytes,
+        copy.checksum,
+        token,
+        asked_s,
+        storage,
+    )

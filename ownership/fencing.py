@@ -57,9 +57,16 @@ class Fence:
         `asked_s`: what the clock said before the directory was asked. False is a miss. Ask right
         before the bytes become visible, not only before reading them.
         """
+        return not self._ended.get(holder) and self.is_latest(artifact, token, asked_s)
+
+    def is_latest(self, artifact: ArtifactId, token: Token, asked_s: float) -> bool:
+        """Whether nobody was seen to take the artifact over from the owner with this token.
+
+        Of what a dead owner left; `admits` also asks whether it lives.
+        """
         if asked_s <= self._refused_until_s or asked_s < self._clock() - self._horizon_s:
             return False
-        if self._ended.get(holder) or token < self._tokens.get(artifact):
+        if token < self._tokens.get(artifact):
             return False
         self.saw(artifact, token)
         return True

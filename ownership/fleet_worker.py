@@ -18,6 +18,7 @@ from ownership.lease_keeper import LeaseKeeper
 from ownership.ledger import LISTING_TTL_S, Ledger, SharedStore
 from ownership.live_peers import LivePeers
 from ownership.reader_counts import ReaderCounts
+from ownership.validation import MAX_STORAGE_BYTES
 
 
 class FleetWorker:
@@ -62,7 +63,14 @@ class FleetWorker:
             clock=clock,
         )
         self._lookups = ChainLookups(
-            self._thread, self._keeper, self.peers, recorder, lookup_s, clock, self._found_own
+            self._thread,
+            self._keeper,
+            self.peers,
+            recorder,
+            lookup_s,
+            clock,
+            self._found_own,
+            lambda: self._storage,
         )
         self._store: SharedStore | None = None
         self._ledger: Ledger | None = None
@@ -96,7 +104,13 @@ class FleetWorker:
 
     def _worker(self) -> Worker:
         assert self._store is not None
-        return Worker(self._name, self._store.card)
+        return Worker(self._name, self._store.card, self._storage)
+
+    @property
+    def _storage(self) -> str:
+        """Where others find what was written here, once this worker is dead."""
+        storage = "" if self._store is None else self._store.storage
+        return storage if len(storage.encode()) <= MAX_STORAGE_BYTES else ""
 
     def _inventory(self) -> Iterator[Sequence[Claim]]:
         assert self._ledger is not None

@@ -38,6 +38,11 @@ class SharedStore(ReadStore, Protocol):
         """What peers need to read from it."""
         ...
 
+    @property
+    def storage(self) -> str:
+        """Its SSD directory, for whoever takes over; "" for none."""
+        ...
+
     def serve_under(self, epoch: int) -> None:
         """Peers accept what was listed under this epoch; 0: nothing."""
         ...

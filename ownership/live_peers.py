@@ -53,6 +53,13 @@ class LivePeers:
         with self._lock:
             return self._fence.admits(artifact, Epoch(copy.holder), Token(copy.token), copy.asked_s)
 
+    def may_adopt(self, artifact: ArtifactId, copy: PeerCopy) -> bool:
+        """Whether what an ended holder left may become visible: nobody was seen to take it over."""
+        if self._clock() >= self._asked_s + self._lease_s or copy.holder in self._cards:
+            return False
+        with self._lock:
+            return self._fence.is_latest(artifact, Token(copy.token), copy.asked_s)
+
     def knows(self, holder: Epoch) -> bool:
         """Whether it was live when the directory was last asked."""
         return holder in self._cards

@@ -1,4 +1,4 @@
-"""Where another engine holds an artifact."""
+"""Where another engine holds an artifact, or left it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PeerCopy:
-    """An artifact in another engine's DRAM, as a directory told. Nothing in it is trusted."""
+    """An artifact of another engine, as a directory told. Nothing in it is trusted.
+
+    In its DRAM or, where `storage` says so, on the SSD of an engine whose lease has ended.
+    """
 
     holder: int
     """The epoch under which the worker listed it."""
@@ -22,3 +25,5 @@ class PeerCopy:
     """The fencing token it was listed under. Only the fence looks at it, see `Peers.admits`."""
     asked_s: float = 0.0
     """The fence's clock before the directory was asked."""
+    storage: str = ""
+    """The SSD directory that its dead holder left it in; "" for one that serves it from DRAM."""

@@ -52,6 +52,7 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "heterocache_replicas": ("Artifacts here that other workers own.", ()),
     "heterocache_replica_bytes": ("Their useful bytes.", ()),
     "heterocache_replicas_expired": ("Not used for replica_ttl_s: first to leave.", ()),
+    "heterocache_adopted_bytes": ("Taken over from a dead engine's SSD.", ("state_type",)),
     "heterocache_directory_claims_dropped": ("Sealed artifacts the fleet was not told of.", ()),
     "heterocache_stage_seconds": ("From the match to everything in DRAM.", ()),
     "heterocache_load_seconds": ("Pages written by a step's loads.", ()),

@@ -50,6 +50,7 @@ class ArtifactStore:
         state: StoreState,
         io_thread: IoThread | None,
         port: PeerPort | None = None,
+        storage: str = "",
     ) -> None:
         """Use `open`."""
         self.arena = arena
@@ -57,7 +58,7 @@ class ArtifactStore:
         self._state = state
         self._tiers = state.tiers
         self._io_thread = io_thread
-        self.sharing = None if port is None else Sharing(state, port)
+        self.sharing = None if port is None else Sharing(state, port, storage)
         """For the fleet; None: peers cannot read the DRAM tier, nor is theirs read."""
         self._closed = False
 
@@ -126,7 +127,8 @@ class ArtifactStore:
                 io_thread.start()
             undo.pop_all()
         tiers.publish_gauges()
-        return cls(arena, state, io_thread, port)
+        storage = "" if config.ssd_dir is None else str(directory.path)
+        return cls(arena, state, io_thread, port, storage)
 
     def match(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
         """See `base.Store.match`. Takes no lock: it reads one attribute a chunk."""

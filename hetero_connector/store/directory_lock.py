@@ -7,6 +7,8 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hetero_connector.errors import StoreInUseError
@@ -26,11 +28,15 @@ class DirectoryLock:
         self._fd: int | None = fd
 
     @classmethod
-    def acquire(cls, path: Path, wait_s: float = 0.0) -> DirectoryLock:
-        """Raises StoreInUseError naming the holder after `wait_s`, OSError if it cannot be made."""
-        deadline = time.monotonic() + wait_s
+    def acquire(cls, path: Path, wait_s: float = 0.0, readers_wait_s: float = 0.0) -> DirectoryLock:
+        """Raises StoreInUseError naming the holder after `wait_s`, OSError if it cannot be made.
+
+        `readers_wait_s`: how long those who share it (`shared`) are waited for.
+        """
+        started_s = time.monotonic()
         while (lock := cls.try_acquire(path)) is None:
-            if time.monotonic() >= deadline:
+            patience_s = wait_s if is_locked(path) else max(wait_s, readers_wait_s)
+            if time.monotonic() - started_s >= patience_s:
                 raise StoreInUseError(
                     f"{path.parent} is in use by {holder(path)}; stop that engine, or give this "
                     "one another ssd_dir"
@@ -76,18 +82,30 @@ def holder(path: Path) -> str:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether somebody holds the lock now. Changes nothing on disk; False if there is no file."""
+    """Whether somebody holds the lock now, alone. Changes nothing on disk; False without a file."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with shared(path) as is_shared:
+            return not is_shared
     except FileNotFoundError:
         return False
+
+
+@contextmanager
+def shared(path: Path) -> Iterator[bool]:
+    """Keep others from acquiring the lock for a while; False if somebody has. Any number may.
+
+    Changes nothing on disk. Raises OSError, where there is no lock file for one.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
     finally:
         os.close(fd)
-    return False
 
 
 def _is_at(fd: int, path: Path) -> bool:

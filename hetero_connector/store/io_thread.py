@@ -16,6 +16,7 @@ import numpy.typing as npt
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.errors import StoreError
 from hetero_connector.store.admission import Admission
+from hetero_connector.store.adopting import Adopter
 from hetero_connector.store.base import Failure
 from hetero_connector.store.journal_rows import JournalRows
 from hetero_connector.store.peer_reading import PeerReader
@@ -51,6 +52,7 @@ class IoThread:
         self._state = state
         self._ssd = ssd
         self._peer_reader = None if port is None else PeerReader(state, memory, port)
+        self._adopter = None if port is None else Adopter(state, memory, port.peers)
         state.reads_peers = port is not None
         self._reader = Reader(state, memory, ssd)
         self._prefetcher = Prefetcher(state, self._reader, prefetch_costs)
@@ -88,8 +90,10 @@ class IoThread:
         moved = self._reader.step()
         if self._peer_reader is not None:
             moved = self._peer_reader.step() or moved
+        if self._adopter is not None:
+            moved = self._adopter.step() or moved
         moved = self._spiller.step(may_start=not self._reading) or moved
-        queued = self._state.loads or self._state.peer_loads or self._state.closing
+        queued = self._state.has_loads or self._state.closing
         return self._prefetcher.step(may_start=not (self._reading or queued)) or moved
 
     def _expire(self) -> None:
@@ -102,8 +106,8 @@ class IoThread:
 
     @property
     def _reading(self) -> bool:
-        peers = self._peer_reader
-        return self._reader.active or (peers is not None and peers.active)
+        others = (self._peer_reader, self._adopter)
+        return self._reader.active or any(x is not None and x.active for x in others)
 
     def _run(self) -> None:
         try:
@@ -138,7 +142,7 @@ class IoThread:
         state = self._state
         if not state.closing:
             return False
-        busy = self._reading or self._spiller.active or state.loads or state.peer_loads
+        busy = self._reading or self._spiller.active or state.has_loads
         return not busy or state.clock() >= self._stop_by_s
 
     def _wait(self) -> None:
@@ -146,7 +150,7 @@ class IoThread:
         state = self._state
         with state.lock:
             state.refresh_gauges()
-            if state.loads or state.peer_loads or state.closing or self._rows.due:
+            if state.has_loads or state.closing or self._rows.due:
                 return
             timeout_s = min(_IDLE_S, self._prefetcher.wake_s - state.clock())
             if state.spills:
@@ -190,8 +194,9 @@ class IoThread:
 
     def _close(self) -> bool:
         self._spiller.close()
-        let_go = self._peer_reader is None or self._peer_reader.close(_PEER_CLOSE_S)
-        return self._close_ssd() and let_go
+        closing = [x for x in (self._peer_reader, self._adopter) if x is not None]
+        let_go = [x.close(_PEER_CLOSE_S) for x in closing]
+        return self._close_ssd() and all(let_go)
 
     def _close_ssd(self) -> bool:
         if self._ssd is None:

@@ -187,6 +187,15 @@ class Journal:
                 if row is not None:
                     yield row
 
+    def find(self, artifact: ArtifactId) -> JournalRow | None:
+        """The row of an artifact; None without one, or if it makes no sense."""
+        with _sqlite_errors(self.path):
+            values = self._connection.execute(
+                f"SELECT {_COLUMNS} FROM artifacts WHERE chunk = ? AND state_type = ?",
+                (bytes(artifact.chunk), artifact.state_type.value),
+            ).fetchone()
+        return None if values is None else parse_row(values, self.meta)
+
     def malformed(self) -> list[tuple[bytes, str]]:
         """Keys (chunk, state type) of the rows that `load` leaves out."""
         with _sqlite_errors(self.path):

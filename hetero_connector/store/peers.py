@@ -37,6 +37,10 @@ class Peers(Protocol):
         """Whether a copy may become visible now: its holder was not taken over meanwhile."""
         ...
 
+    def may_adopt(self, artifact: ArtifactId, copy: PeerCopy) -> bool:
+        """Whether what a dead holder left may become visible now: nobody was seen to have it."""
+        ...
+
 
 class KnownPeers:
     """Implements `Peers` by what it is told: for tests and the simulator."""
@@ -54,6 +58,10 @@ class KnownPeers:
     def admits(self, artifact: ArtifactId, copy: PeerCopy) -> bool:
         """See `Peers`."""
         return copy.holder in self.cards and artifact not in self.fenced
+
+    def may_adopt(self, artifact: ArtifactId, copy: PeerCopy) -> bool:
+        """See `Peers`."""
+        return copy.holder not in self.cards and artifact not in self.fenced
 
 
 @dataclass(frozen=True)

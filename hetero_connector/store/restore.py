@@ -195,7 +195,7 @@ class ArtifactRestore:
             return None, Failure.GONE  # nobody could reach the chunk
         # The artifact enters the index first: that keeps its parents.
         artifact = index.add(chunk, kind, copy.size_bytes)
-        artifact.replica = True
+        artifact.replica = not copy.storage  # what a dead engine left becomes ours
         artifact.pins = 1
         target = state.tiers.take_dram(kind)
         if target is None:
@@ -203,7 +203,7 @@ class ArtifactRestore:
             state.tiers.unpin(artifact)
             return None, Failure.NO_SLOT
         load = state.begin(artifact, target, copy)
-        state.peer_loads.append(load)
+        (state.orphan_loads if copy.storage else state.peer_loads).append(load)
         return load, None
 
     def _start(self, artifact: Artifact) -> Load | None:

@@ -23,9 +23,12 @@ _CHUNKS_AT_ONCE = 64
 class Sharing:
     """What a fleet's member asks of its store. Methods return at once."""
 
-    def __init__(self, state: StoreState, port: PeerPort) -> None:
+    def __init__(self, state: StoreState, port: PeerPort, storage: str = "") -> None:
+        """`storage`: this model's SSD directory, "" for none."""
         self._state = state
         self._port = port
+        self.storage = storage
+        """Where others find what this engine wrote, once it is dead; "" for nowhere."""
 
     @property
     def card(self) -> bytes:
@@ -97,7 +100,11 @@ class Sharing:
         state = self._state
         with state.lock:
             changed, state.readers.changed = state.readers.changed, {}
-            return {_name(reader): state.readers.ends(reader) for reader in changed}
+        ends = {}
+        for reader in changed:
+            with state.lock:  # anew for each: long chains take a while
+                ends[_name(reader)] = state.readers.ends(reader)
+        return ends
 
     def soon_to_leave(self, count: int) -> list[ChunkKey]:
         """Chunks of which it matters now whether others read them, about `count` or fewer."""

@@ -28,6 +28,7 @@ from hetero_connector.store.ssd_space import (
     GIB,
     JOURNAL_NAME,
     LOCK_NAME,
+    OPENING_LOCK_NAME,
     SLAB_SUFFIX,
     make_room,
     model_directory,
@@ -42,6 +43,8 @@ _ROW_BYTES = 512
 """Journal bytes a slot may cost: a row in two b-trees, at SQLite's usual fill."""
 _WAL_BYTES = 8 << 20
 _OPEN_WAIT_S = 30.0
+_READERS_WAIT_S = 30.0
+"""Peers that read what an engine left here let go of it after each of their restores."""
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT}
 
@@ -87,14 +90,15 @@ class SsdDirectory:
         path = model_directory(root, fingerprint)
         try:
             root.mkdir(parents=True, exist_ok=True)
-            opening = DirectoryLock.acquire(root / ".lock", wait_s=_OPEN_WAIT_S)
+            opening = DirectoryLock.acquire(root / OPENING_LOCK_NAME, wait_s=_OPEN_WAIT_S)
             try:
                 room = room_beside_live(root, path, ssd_bytes)
                 slots = slots_that_fit(slot_bytes, room)
                 slabs = {t: SlabShape(slots, size) for t, size in slot_bytes.items()}
                 meta = JournalMeta(fingerprint, slabs, description or {}, created=time.time())
                 path.mkdir(exist_ok=True)
-                directory = cls(path, DirectoryLock.acquire(path / LOCK_NAME), slabs)
+                lock = DirectoryLock.acquire(path / LOCK_NAME, readers_wait_s=_READERS_WAIT_S)
+                directory = cls(path, lock, slabs)
                 try:
                     directory._open_files(root, meta, room)
                 except BaseException:

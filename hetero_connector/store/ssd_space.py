@@ -17,6 +17,8 @@ logger = logging.getLogger("vllm.heterocache")
 
 JOURNAL_NAME = "journal.sqlite"
 LOCK_NAME = "lock"
+OPENING_LOCK_NAME = ".lock"
+"""Of an ssd_dir itself, held while an engine opens a directory in it."""
 SLAB_SUFFIX = ".slab"
 GIB = 1 << 30
 _FULL = 7 / 8

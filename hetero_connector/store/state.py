@@ -84,6 +84,8 @@ class StoreState:
         """Every load that is not settled."""
         self.peer_loads: deque[Load] = deque()
         """The same for what comes from peers."""
+        self.orphan_loads: deque[Load] = deque()
+        """The same for what dead engines left on SSDs that this one can read."""
         self.reading_bytes = dict.fromkeys((Tier.SSD, Tier.PEER), 0)
         """Of the loads that are not settled and have to be read."""
         self.spills: deque[Spill] = deque()
@@ -120,6 +122,11 @@ class StoreState:
     def wants_spills(self) -> bool:
         """Whether the I/O thread has anything to do with a newly sealed artifact."""
         return self.ssd_writable or (self.wants_checksums and self.io_alive)
+
+    @property
+    def has_loads(self) -> bool:
+        """Whether any are queued. Needs no lock."""
+        return bool(self.loads or self.peer_loads or self.orphan_loads)
 
     @property
     def wants_checksums(self) -> bool:

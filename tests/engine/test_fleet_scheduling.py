@@ -220,6 +220,30 @@ def test_a_replica_becomes_its_holders_own_when_the_owner_is_gone(fleet: Fleet) 
     assert third.run(FakeRequest("c", PROMPT)) == 3 * CHUNK + 32
 
 
+def test_what_a_dead_owner_left_on_ssd_is_adopted_under_a_new_token(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    def ssd(name: str) -> dict[str, Any]:
+        return {"ssd_dir": tmp_path / name, "ssd_bytes": 1 << 20}
+
+    ann, bob, cay = fleet.join("ann", **ssd("a")), fleet.join("bob", **ssd("b")), fleet.join("cay")
+    ann.run(FakeRequest("a", PROMPT))
+    fleet.settle(ann)
+    until(lambda: all(held.copy.on_ssd for held in fleet.holdings(ann).values()))
+    tokens_before = {a: held.token for a, held in fleet.holdings(ann).items()}
+    ann.side.close()
+    assert bob.run(FakeRequest("b", PROMPT)) == 3 * CHUNK + 32
+    assert fleet.count(bob, "heterocache_adopted_bytes") > 0
+    fleet.settle(bob)
+    adopted = {a: held for a, held in fleet.holdings(bob).items() if a in tokens_before}
+    assert adopted
+    assert all(held.token > tokens_before[a] for a, held in adopted.items())
+    until(lambda: all(held.copy.on_ssd for held in fleet.holdings(bob).values()))
+    # Whose it is now: read from there, not adopted once more.
+    assert cay.run(FakeRequest("c", PROMPT)) == 3 * CHUNK + 32
+    assert fleet.count(cay, "heterocache_adopted_bytes") == 0
+
+
 def test_what_a_peers_session_reads_outlives_at_its_owner_what_nobody_reads(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ class ListedStore:
     """A `SharedStore` whose artifacts are set by hand."""
 
     card = b"card"
+    storage = ""
 
     def __init__(self) -> None:
         self.here: dict[ArtifactId, ExportChange] = {}

@@ -1,0 +1,114 @@
+"""Workers in processes of their own around one Redis, and whether all of them agree."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hetero_connector.artifacts.record import ArtifactId, ChunkRange
+from hetero_connector.errors import DirectoryError
+from hetero_connector.verification import verify_model
+from ownership.directory import Holding, Standing
+from ownership.embedded_redis import EmbeddedRedis
+from ownership.redis_directory import RedisDirectory
+from tests.ownership.worker_process import SIZES, WorkerProcess
+
+WAIT_S = 60.0
+KINDS = tuple(SIZES)
+
+
+class ProcessFleet:
+    """Started side by side; every one is killed at the end."""
+
+    def __init__(self, redis: EmbeddedRedis, workers: list[WorkerProcess]) -> None:
+        self.redis = redis
+        self.workers = workers
+        self._tokens: dict[ArtifactId, int] = {}
+        """The greatest token ever seen of each artifact."""
+
+    @property
+    def alive(self) -> list[WorkerProcess]:
+        return [worker for worker in self.workers if worker.alive]
+
+    def holdings(self, chains: list[list[ChunkRange]]) -> dict[ArtifactId, Holding]:
+        """What the directory says, whoever's lease has ended left out; tokens never shrink."""
+        directory, found = RedisDirectory(self.redis.url, deadline_s=10.0), {}
+        for chain in chains:
+            view = directory.lookup([chunk.key for chunk in chain])
+            for index, chunk in enumerate(chain):
+                for kind, holding in view.chunks[index].items():
+                    artifact = ArtifactId(chunk.key, kind)
+                    assert holding.token >= self._tokens.get(artifact, 0), "a token went back"
+                    self._tokens[artifact] = holding.token
+                    if view.standing(holding.owner) is not Standing.ENDED:
+                        found[artifact] = holding
+        directory.close()
+        return found
+
+    def disagreement(self, chains: list[list[ChunkRange]]) -> str:
+        """What the directory and the stores say differently of these chains; "" if nothing."""
+        states = {worker.name: worker.state() for worker in self.alive}
+        try:
+            known = self.holdings(chains)
+        except DirectoryError as error:
+            return str(error)
+        by_epoch = {state.epoch: name for name, state in states.items() if state.epoch}
+        if len(by_epoch) < len(states):
+            return "somebody is not registered"
+        wanted = {ArtifactId(c.key, kind) for chain in chains for c in chain for kind in KINDS}
+        for artifact in wanted:
+            holding = known.get(artifact)
+            owner = by_epoch.get(holding.owner, "") if holding is not None else ""
+            if holding is not None and holding.owner and not owner:
+                return f"{artifact} is owned under the epoch {holding.owner} of nobody"
+            if owner and states[owner].tokens.get(artifact) != holding.token:  # type: ignore[union-attr]
+                return f"{artifact} should be {owner}'s"
+            for name, state in states.items():
+                if artifact in state.tokens and name != owner:
+                    return f"{artifact} is not {name}'s"
+                if artifact in state.replicas and not owner:
+                    return f"{artifact} at {name} is a replica of nobody's"
+        return ""
+
+    def agree(self, chains: list[list[ChunkRange]]) -> float:
+        """Wait until all say the same; how long that took, in seconds."""
+        started_s = time.monotonic()
+        while complaint := self.disagreement(chains):
+            assert time.monotonic() - started_s < WAIT_S, complaint
+            time.sleep(0.05)
+        return time.monotonic() - started_s
+
+
+def verified(worker: WorkerProcess) -> int:
+    """How many artifacts a dead worker's SSD has, every one of them intact."""
+    report = verify_model(worker.ssd)
+    assert not report.bad
+    return report.artifacts
+
+
+def until(what: str, is_so: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline_s, f"still not so: {what}"
+        time.sleep(0.01)
+
+
+@contextmanager
+def processes(folder: Path, *names: str, chunks: int = 24) -> Iterator[ProcessFleet]:
+    """A fleet whose workers have joined."""
+    with EmbeddedRedis() as redis:
+        workers = [WorkerProcess(redis.url, name, folder, chunks) for name in names]
+        fleet = ProcessFleet(redis, workers)
+        try:
+            for worker in workers:
+                worker.launch()
+            for worker in workers:
+                worker.ready()
+                until("joined", lambda w=worker: w.state().epoch > 0)  # type: ignore[misc]
+            yield fleet
+        finally:
+            for worker in workers:
+                with suppress(ProcessLookupError):
+                    worker.kill()

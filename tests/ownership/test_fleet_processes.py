@@ -1,0 +1,159 @@
+"""What befalls real processes of a fleet: each fault once, with what must be so afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+
+import pytest
+
+from hetero_connector.artifacts.record import ChunkRange
+from tests.ownership.fleet_of_processes import ProcessFleet, processes, until, verified
+from tests.ownership.worker_process import LEASE_S, LOAD_DEADLINE_S, SIZES, WorkerProcess, prompt
+
+pytestmark = pytest.mark.timeout(300)
+
+CHUNKS = 6
+CHAIN, OTHER = prompt("a", CHUNKS), prompt("b", CHUNKS)
+
+
+def own(fleet: ProcessFleet, worker: WorkerProcess) -> None:
+    """Have it compute CHAIN, own it and write it."""
+    assert worker.turn(CHAIN).restored == 0
+    fleet.agree([CHAIN])
+    assert worker.do("flush")
+    until("the fleet knows", lambda: all(h.copy.on_ssd for h in fleet.holdings([CHAIN]).values()))
+    tokens = worker.state().tokens
+    assert len(tokens) == CHUNKS * len(SIZES)
+    assert all(tokens.values())
+
+
+def count(worker: WorkerProcess, name: str, label: str = "") -> float:
+    """All that it has counted of a metric, with this label."""
+    found = worker.state().counters.items()
+    return sum(n for key, n in found if key.startswith(f"heterocache_{name}{{") and label in key)
+
+
+def asks(worker: WorkerProcess, chain: list[ChunkRange]) -> bool:
+    """Whether it is answered when it looks for a prompt that nobody has."""
+    before = count(worker, "directory_lookups", "outcome=nothing")
+    worker.turn(chain)
+    return count(worker, "directory_lookups", "outcome=nothing") > before
+
+
+def test_an_owner_killed_after_a_read_leaves_its_replica_an_owner(tmp_path: Path) -> None:
+    with processes(tmp_path, "ann", "bob") as fleet:
+        ann, bob = fleet.workers
+        own(fleet, ann)
+        before = fleet.holdings([CHAIN])
+        assert bob.turn(CHAIN).restored == CHUNKS
+        until("it is a replica", lambda: len(bob.state().replicas) == CHUNKS * len(SIZES))
+        ann.kill()
+        until("bob owns it", lambda: all(bob.state().tokens.get(a) for a in before))
+        fleet.agree([CHAIN])
+        after = fleet.holdings([CHAIN])
+        assert all(after[a].token > before[a].token for a in before)
+        assert count(bob, "adopted_bytes") == 0, "it had the bytes"
+        assert verified(ann) == CHUNKS * len(SIZES)
+
+
+def test_an_owner_killed_before_a_read_is_computed_then_adopted_from_its_ssd(
+    tmp_path: Path,
+) -> None:
+    with processes(tmp_path, "ann", "bob") as fleet:
+        ann, bob = fleet.workers
+        own(fleet, ann)
+        before = fleet.holdings([CHAIN])
+        ann.kill()
+        early = bob.turn(CHAIN[:2])
+        assert early.restored == 0, "its lease lasts: nobody takes over"
+        until("its lease has ended", lambda: not {h.owner for h in before.values()} & epochs(fleet))
+        assert bob.turn(CHAIN).restored == CHUNKS
+        assert count(bob, "adopted_bytes") == (CHUNKS - 2) * sum(SIZES.values())
+        fleet.agree([CHAIN])
+        after = fleet.holdings([CHAIN])
+        assert set(after) == set(before)
+        assert all(after[a].token > before[a].token for a in before)
+        assert verified(ann) == CHUNKS * len(SIZES), "its directory was only read"
+        ann.launch().ready()
+        fleet.agree([CHAIN])
+        assert set(ann.state().replicas) == set(before), "what was taken over stays bob's"
+        assert ann.turn(CHAIN).restored == CHUNKS
+
+
+def epochs(fleet: ProcessFleet) -> set[int]:
+    """Of whom the directory still takes for an owner."""
+    return {int(holding.owner) for holding in fleet.holdings([CHAIN]).values()}
+
+
+def test_an_owner_stopped_for_longer_than_its_lease_changes_nothing_afterwards(
+    tmp_path: Path,
+) -> None:
+    with processes(tmp_path, "ann", "bob") as fleet:
+        ann, bob = fleet.workers
+        own(fleet, ann)
+        before = fleet.holdings([CHAIN])
+        ann.ask("turn", OTHER)  # under way when it is stopped
+        ann.stop()
+        until("its lease has ended", lambda: not epochs(fleet), timeout_s=10 * LEASE_S)
+        turn = bob.turn(CHAIN)
+        assert turn.restored == 0, "it has its SSD's lock: nothing is adopted"
+        assert turn.failures["unreachable"] > 0
+        fleet.workers.remove(ann)  # who does not answer
+        fleet.agree([CHAIN])
+        taken = fleet.holdings([CHAIN])
+        ann.resume()
+        assert ann.answer().wrong == []
+        fleet.workers.append(ann)
+        fleet.agree([CHAIN, OTHER])
+        after = fleet.holdings([CHAIN])
+        assert {a: (h.owner, h.token) for a, h in after.items()} == {
+            a: (h.owner, h.token) for a, h in taken.items()
+        }
+        assert all(taken[a].token > before[a].token for a in before)
+        assert ann.state().replicas >= set(before)
+        assert ann.turn(CHAIN).restored == CHUNKS
+
+
+def test_a_reader_killed_during_a_read_harms_nobody(tmp_path: Path) -> None:
+    with processes(tmp_path, "ann", "bob", "cay") as fleet:
+        ann, bob, cay = fleet.workers
+        own(fleet, ann)
+        bob.ask("turn", CHAIN)
+        time.sleep(0.01)
+        bob.kill()
+        assert cay.turn(CHAIN).restored == CHUNKS
+        assert ann.turn(CHAIN).restored == CHUNKS
+        bob.launch().ready()
+        fleet.agree([CHAIN])
+        assert len(ann.state().tokens) == CHUNKS * len(SIZES)
+        assert bob.turn(CHAIN).restored == CHUNKS
+
+
+@pytest.mark.parametrize("fault", ["restarted empty", "slow"])
+def test_a_redis_that_fails_costs_a_deadline_and_the_fleet_comes_together_again(
+    tmp_path: Path, fault: str
+) -> None:
+    with processes(tmp_path, "ann", "bob") as fleet:
+        ann, bob = fleet.workers
+        own(fleet, ann)
+        if fault == "slow":
+            fleet.redis.pause()
+        else:
+            fleet.redis.kill()
+        turn = bob.turn(OTHER)
+        assert turn.restored == 0
+        assert turn.seconds < LOAD_DEADLINE_S, "a request waits for the directory once"
+        assert ann.turn(CHAIN).restored == CHUNKS, "its own cache needs nobody"
+        if fault == "slow":
+            time.sleep(2.0)
+            fleet.redis.resume()
+        else:
+            fleet.redis.start()
+        fleet.agree([CHAIN, OTHER])
+        fresh = (prompt(f"new {i}", 1, shared=0) for i in itertools.count())
+        until("bob is answered", lambda: asks(bob, next(fresh)))
+        assert count(bob, "read_bytes", "tier=peer") == 0
+        assert bob.turn(CHAIN).restored == CHUNKS
+        assert count(bob, "read_bytes", "tier=peer") > 0

@@ -1,0 +1,293 @@
+"""A process with a store, an SSD and its part in a fleet: what an engine is, but for the model.
+
+Everything is real: NIXL, Redis, the directory's thread, the journal. A *turn* does what an engine
+does with a request: match, look up, restore, and compute the rest, whose bytes are known here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.record import (
+    ROOT,
+    ArtifactId,
+    ChunkKey,
+    ChunkRange,
+    StoredChunk,
+    Tier,
+)
+from hetero_connector.metrics import COUNTERS, Recorder
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import StoreConfig, Wanted
+from hetero_connector.store.peers import PeerAccess
+from ownership.fleet_worker import FleetWorker
+from ownership.joining import open_worker
+
+CHUNK = 256
+SIZES = {StateType.DENSE_KV: 300_001, StateType.WINDOW_SWA: 50_000}
+CHUNK_BYTES = 303_104 + 53_248
+FINGERPRINT = b"w" * 16
+LEASE_S = 2.0
+PEER_DEADLINE_S = 1.0
+LOAD_DEADLINE_S = 10.0
+LOOKUP_S = 1.0
+"""The machine may be busy."""
+TURN_S = 3 * LOAD_DEADLINE_S
+"""A turn that takes longer hangs: several deadlines, and a machine that is busy."""
+_ATTEMPTS = 4
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["ownership.joining", "hetero_connector.store.artifact_store"])
+
+
+def prompt(name: str, chunks: int, shared: int = 2) -> list[ChunkRange]:
+    """A chain whose first chunks all prompts have in common."""
+    made: list[ChunkRange] = []
+    key = ROOT
+    for i in range(chunks):
+        label = f"{'trunk' if i < shared else name}/{i}".encode()
+        child = ChunkKey(hashlib.blake2b(label + key, digest_size=16).digest())
+        made.append(ChunkRange(child, key, i * CHUNK, (i + 1) * CHUNK))
+        key = child
+    return made
+
+
+def right(artifact: ArtifactId) -> npt.NDArray[np.uint8]:
+    """The bytes of an artifact."""
+    seed = int.from_bytes(artifact.chunk, "little") + artifact.state_type.position
+    return np.random.default_rng(seed).integers(0, 256, SIZES[artifact.state_type], dtype=np.uint8)
+
+
+@dataclass
+class Turn:
+    """What a worker says of a turn."""
+
+    restored: int = 0
+    """Chunks that were not computed."""
+    wrong: list[ArtifactId] = field(default_factory=list)
+    """What came back with other bytes than it has."""
+    failures: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class State:
+    """What a worker holds: of each artifact the token it owns it under; 0 for a replica."""
+
+    epoch: int
+    tokens: Mapping[ArtifactId, int]
+    replicas: frozenset[ArtifactId]
+    counters: Mapping[str, float]
+
+
+class _Worker:
+    """Runs in the process."""
+
+    def __init__(self, url: str, name: str, root: Path, chunks: int) -> None:
+        self._recorder = Recorder()
+        self._counters: Counter[str] = Counter()
+        self._fleet: FleetWorker = open_worker(url, name, LEASE_S, 100 * LOOKUP_S, self._recorder)
+        self._store = ArtifactStore.open(
+            SIZES,
+            StoreConfig(
+                chunks * CHUNK_BYTES,
+                root,
+                64 * (CHUNK_BYTES + 8_192),
+                peer_deadline_s=PEER_DEADLINE_S,
+                load_deadline_s=LOAD_DEADLINE_S,
+                spill_delay_s=0.0,
+            ),
+            self._recorder,
+            chunk_tokens=CHUNK,
+            fingerprint=FINGERPRINT,
+            description={},
+            peers=PeerAccess(self._fleet.peers, changed=self._fleet.wake),
+        )
+        assert self._store.sharing is not None
+        self._fleet.start(self._store.sharing)
+
+    def turn(self, chunks: Sequence[ChunkRange]) -> Turn:
+        """Restore what can be had, check it, compute the rest."""
+        started_s, turn = time.monotonic(), Turn()
+        for _ in range(_ATTEMPTS):
+            found, copies = self._find(chunks)
+            if not found:
+                break
+            failed = self._restore(found, copies, turn)
+            if not failed:
+                turn.restored = len(found)
+                break
+        self._compute(chunks)
+        turn.seconds = time.monotonic() - started_s
+        return turn
+
+    def state(self) -> State:
+        self._store.check_integrity()
+        for key, number in (self._recorder.drain() or {}).get(COUNTERS, {}).items():
+            self._counters[key] += number  # type: ignore[assignment]
+        with self._store._state.lock:
+            sealed = [a for a in self._store._tiers.index.artifacts() if a.sealed]
+            tokens = {a.id: a.token for a in sealed if not a.replica}
+            replicas = frozenset(a.id for a in sealed if a.replica)
+        lease = self._fleet._keeper.lease
+        epoch = lease.epoch if lease is not None and lease.is_valid else 0
+        return State(epoch, tokens, replicas, dict(self._counters))
+
+    def forget_dram(self) -> None:
+        """Keep what is on SSD."""
+        self._store.leave_to_ssd()
+
+    def flush(self) -> bool:
+        return self._store.flush(20.0)
+
+    def close(self) -> None:
+        self._fleet.close()
+        self._store.close()
+
+    def _find(
+        self, chunks: Sequence[ChunkRange]
+    ) -> tuple[list[StoredChunk], dict[ArtifactId, PeerCopy]]:
+        """Whole chunks here, and after them at others."""
+        found = []
+        for stored in self._store.match(chunks):
+            if stored.tiers.keys() != SIZES.keys():
+                break
+            found.append(stored)
+        rest = chunks[len(found) :]
+        lookup = self._fleet.find([c.key for c in rest])
+        while rest and not lookup.done:
+            time.sleep(1e-3)
+        copies: dict[ArtifactId, PeerCopy] = {}
+        for chunk, held in zip(rest, lookup.found, strict=False):
+            if held.keys() != SIZES.keys():
+                break
+            found.append(StoredChunk(chunk, dict.fromkeys(SIZES, Tier.PEER)))
+            copies |= {ArtifactId(chunk.key, t): best[0] for t, best in held.items()}
+        return found, copies
+
+    def _restore(
+        self, found: Sequence[StoredChunk], copies: Mapping[ArtifactId, PeerCopy], turn: Turn
+    ) -> bool:
+        """Whether anything failed; bytes that are there are looked at in any case."""
+        restore = self._store.begin_restore([Wanted(kind, found) for kind in SIZES], copies)
+        while not restore.done:
+            time.sleep(1e-3)
+        for artifact, at in restore.offsets.items():
+            data = self._store.arena.view[at : at + SIZES[artifact.state_type]]
+            if not np.array_equal(data, right(artifact)):
+                turn.wrong.append(artifact)
+        turn.failures.update(cause.value for cause in restore.failed.values())
+        failed = bool(restore.failed)
+        restore.release()
+        return failed
+
+    def _compute(self, chunks: Sequence[ChunkRange]) -> None:
+        for chunk in chunks:
+            kinds = self._store.missing(chunk, list(SIZES))
+            save = self._store.begin_save(chunk, {k: SIZES[k] for k in kinds}) if kinds else None
+            if save is not None:
+                for kind, at in save.offsets.items():
+                    self._store.arena.view[at : at + SIZES[kind]] = right(
+                        ArtifactId(chunk.key, kind)
+                    )
+                self._store.complete_save(save)
+
+
+def _serve(pipe: Connection, url: str, name: str, root: Path, chunks: int) -> None:
+    worker = _Worker(url, name, root, chunks)
+    pipe.send(None)
+    while True:
+        what, arguments = pipe.recv()
+        pipe.send(getattr(worker, what)(*arguments))
+        if what == "close":
+            return
+
+
+class WorkerProcess:
+    """One such process, seen from the test. A killed one can be started again on its SSD."""
+
+    def __init__(self, url: str, name: str, folder: Path, chunks: int = 24) -> None:
+        """`chunks`: that its DRAM holds."""
+        self.name = name
+        self.root = folder / name
+        self._arguments = (url, name, self.root, chunks)
+        self._pipe: Connection
+        self._process: Any = None
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None
+
+    @property
+    def ssd(self) -> Path:
+        """Its model's directory."""
+        return self.root / FINGERPRINT.hex()[:16]
+
+    def launch(self) -> WorkerProcess:
+        """Start it; `ready` waits."""
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, *self._arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+        return self
+
+    def ready(self) -> WorkerProcess:
+        self.answer()
+        return self
+
+    def ask(self, what: str, *arguments: Any) -> None:
+        """Have it do something; `answer` waits for the end."""
+        self._pipe.send((what, arguments))
+
+    def answer(self, timeout_s: float = TURN_S) -> Any:
+        """EOFError if it died meanwhile."""
+        assert self._pipe.poll(timeout_s), f"{self.name} hangs"
+        return self._pipe.recv()
+
+    def turn(self, chunks: Sequence[ChunkRange]) -> Turn:
+        self.ask("turn", chunks)
+        turn = self.answer()
+        assert isinstance(turn, Turn)
+        assert turn.wrong == [], f"{self.name} took wrong bytes"
+        return turn
+
+    def state(self) -> State:
+        self.ask("state")
+        state = self.answer()
+        assert isinstance(state, State)
+        return state
+
+    def do(self, what: str) -> Any:
+        self.ask(what)
+        return self.answer()
+
+    def kill(self) -> None:
+        """kill -9."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._pipe.close()
+            self._process = None
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        os.kill(self._process.pid, signal.SIGCONT)

@@ -1,0 +1,287 @@
+"""What a dead engine left on SSD, taken over by one that can read it: verified, never written."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from filling import (
+    CHUNK,
+    CHUNK_BYTES,
+    FINGERPRINT,
+    SIZES,
+    Bench,
+    chain,
+    ids_of,
+    intact,
+    put,
+    stored,
+    until,
+    wait,
+)
+
+from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier
+from hetero_connector.errors import StoreInUseError
+from hetero_connector.metrics import COUNTERS, Recorder
+from hetero_connector.store import adopting
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import Failure, Restore, StoreConfig, Wanted
+from hetero_connector.store.directory_lock import DirectoryLock, shared
+from hetero_connector.store.orphans import open_orphans
+from hetero_connector.store.peers import KnownPeers, PeerAccess
+from hetero_connector.store.ssd_space import model_directory
+from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
+
+CHUNKS = chain("left", 3)
+DEAD = 5
+Copies = Mapping[ArtifactId, PeerCopy]
+
+
+class Survivor:
+    """An engine of the same model with an SSD of its own."""
+
+    def __init__(self, root: Path, dram_chunks: int = 8) -> None:
+        self.peers, self.recorder = KnownPeers(), Recorder()
+        network = MemoryNetwork()
+        self.store = ArtifactStore.open(
+            SIZES,
+            StoreConfig(
+                dram_chunks * CHUNK_BYTES,
+                root,
+                32 * CHUNK_BYTES,
+                peer_deadline_s=0.5,
+                spill_delay_s=0.0,
+            ),
+            self.recorder,
+            chunk_tokens=CHUNK,
+            fingerprint=FINGERPRINT,
+            description={},
+            peers=PeerAccess(self.peers, lambda regions: MemoryPeers(network, regions)),
+        )
+        self._counted: dict[str, float] = {}
+
+    def adopt(self, copies: Copies) -> Restore:
+        """Restore CHUNKS as the directory says they were left."""
+        found = [StoredChunk(c, dict.fromkeys(SIZES, Tier.PEER)) for c in CHUNKS]
+        return wait(self.store.begin_restore([Wanted(t, found) for t in SIZES], copies))
+
+    def count(self, name: str) -> float:
+        """All that was counted of a metric, whatever its labels."""
+        for key, number in (self.recorder.drain() or {}).get(COUNTERS, {}).items():
+            self._counted[key] = self._counted.get(key, 0.0) + number
+        return sum(n for key, n in self._counted.items() if key.startswith(f"{name}{{"))
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Copies:
+    """An engine that wrote CHUNKS and ended; its records, as the directory has them."""
+    return leave(tmp_path / "dead")
+
+
+@pytest.fixture
+def survivor(tmp_path: Path) -> Iterator[Survivor]:
+    made = Survivor(tmp_path / "alive")
+    yield made
+    made.store.close()
+    made.store.check_integrity()
+
+
+def leave(root: Path) -> Copies:
+    store = Bench(root).open()
+    put(store, CHUNKS)
+    assert store.flush(20)
+    copies = records(store, root)
+    store.close()
+    return copies
+
+
+def records(store: ArtifactStore, root: Path) -> Copies:
+    with store._state.lock:
+        found = list(store._tiers.index.artifacts())
+    storage = str(model_directory(root, FINGERPRINT))
+    return {
+        a.id: PeerCopy(DEAD, -1, 0, a.size_bytes, a.checksum or b"", storage=storage) for a in found
+    }
+
+
+def files_of(root: Path) -> dict[str, bytes]:
+    """But for SQLite's shared memory, which any reader makes."""
+    folder = model_directory(root, FINGERPRINT)
+    return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.endswith("-shm")}
+
+
+def test_what_a_dead_engine_left_becomes_ours(
+    left: Copies, survivor: Survivor, tmp_path: Path
+) -> None:
+    before = files_of(tmp_path / "dead")
+    restore = survivor.adopt(left)
+    assert not restore.failed
+    assert set(restore.offsets) == set(ids_of(CHUNKS))
+    assert intact(survivor.store, restore)
+    restore.release()
+    assert survivor.count("heterocache_adopted_bytes") == 3 * sum(SIZES.values())
+    artifacts = list(survivor.store._tiers.index.artifacts())
+    assert not any(a.replica for a in artifacts), "it is not somebody else's any more"
+    assert survivor.store.sharing is not None
+    told = {c.id for c in survivor.store.sharing.take_exports() if c.copy is not None}
+    assert told == set(ids_of(CHUNKS)), "or it could not be claimed"
+    assert survivor.store.flush(20)
+    assert all(a.ssd is not None for a in artifacts)
+    assert files_of(tmp_path / "dead") == before
+    revived = Bench(tmp_path / "dead").open()
+    assert stored(revived, CHUNKS) == 3, "its own engine finds all of it"
+    revived.close()
+
+
+def fails(survivor: Survivor, copies: Copies, cause: Failure) -> None:
+    """Nothing arrives, all for that cause, counted; a save of the same chunks can take over."""
+    restore = survivor.adopt(copies)
+    assert set(restore.failed.values()) == {cause}
+    restore.release()
+    assert survivor.count("heterocache_failures") == len(restore.failed)
+    assert survivor.store.match(CHUNKS) == []
+    put(survivor.store, CHUNKS)
+    assert stored(survivor.store, CHUNKS) == 3
+
+
+def test_an_engine_that_lives_keeps_its_directory_to_itself(
+    survivor: Survivor, tmp_path: Path
+) -> None:
+    """Though its lease has ended: it was stopped, or the fleet's directory is wrong."""
+    store = Bench(tmp_path / "dead").open()
+    put(store, CHUNKS)
+    assert store.flush(20)
+    fails(survivor, records(store, tmp_path / "dead"), Failure.UNREACHABLE)
+    store.close()
+
+
+@pytest.mark.parametrize("who", ["the owner is back", "somebody has taken over"])
+def test_the_fence_is_asked_when_the_bytes_are_there(
+    left: Copies, survivor: Survivor, who: str
+) -> None:
+    if who == "the owner is back":
+        survivor.peers.cards[DEAD] = b"card"
+    else:
+        survivor.peers.fenced.update(left)
+    fails(survivor, left, Failure.FENCED)
+
+
+def test_bytes_that_are_not_the_records_are_refused(
+    left: Copies, survivor: Survivor, tmp_path: Path
+) -> None:
+    folder = model_directory(tmp_path / "dead", FINGERPRINT)
+    for slab in folder.glob("*.slab"):
+        data = bytearray(slab.read_bytes())
+        for at in range(100, len(data), 4096):
+            data[at] ^= 1
+        slab.write_bytes(data)
+    fails(survivor, left, Failure.CHECKSUM)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"checksum": bytes(16)}, Failure.GONE),
+        ({"storage": "/nonexistent/0123456789abcdef"}, Failure.IO_ERROR),
+        ({"storage": "nonsense \0"}, Failure.IO_ERROR),
+        ({"size_bytes": 7}, Failure.GONE),
+    ],
+    ids=["other bytes", "no directory", "nonsense", "another size"],
+)
+def test_a_record_that_does_not_fit_is_a_counted_miss(
+    left: Copies, survivor: Survivor, change: dict[str, object], cause: Failure
+) -> None:
+    wrong = {key: replace(copy, **change) for key, copy in left.items()}  # type: ignore[arg-type]
+    fails(survivor, wrong, cause)
+
+
+@pytest.mark.parametrize("what", ["journal", "slabs"])
+def test_a_damaged_directory_is_a_counted_miss(
+    left: Copies, survivor: Survivor, tmp_path: Path, what: str
+) -> None:
+    folder = model_directory(tmp_path / "dead", FINGERPRINT)
+    for path in folder.glob("journal.sqlite" if what == "journal" else "*.slab"):
+        path.write_bytes(b"not what it was")
+    fails(survivor, left, Failure.IO_ERROR)
+
+
+def test_an_artifact_that_the_dead_engine_had_evicted_is_gone(
+    left: Copies, survivor: Survivor, tmp_path: Path
+) -> None:
+    store = Bench(tmp_path / "dead").open()
+    store.reset()
+    store.close()
+    fails(survivor, left, Failure.GONE)
+
+
+def test_an_engine_that_starts_waits_for_those_who_read_there(left: Copies, tmp_path: Path) -> None:
+    folder = model_directory(tmp_path / "dead", FINGERPRINT)
+    opened = threading.Event()
+
+    def start() -> None:
+        store = Bench(tmp_path / "dead").open()
+        opened.set()
+        store.close()
+
+    starting = threading.Thread(target=start)
+    with shared(folder / "lock") as is_shared, shared(folder / "lock") as by_another_too:
+        assert is_shared
+        assert by_another_too
+        starting.start()
+        assert not opened.wait(0.3)
+    assert opened.wait(20)
+    starting.join()
+
+
+def test_those_who_read_let_an_engine_that_starts_go_first(left: Copies, tmp_path: Path) -> None:
+    folder = model_directory(tmp_path / "dead", FINGERPRINT)
+    opening = DirectoryLock.acquire(tmp_path / "dead" / ".lock")
+    with pytest.raises(StoreInUseError, match="is opening"), open_orphans(folder):
+        pass
+    opening.release()
+    with open_orphans(folder):
+        with pytest.raises(StoreInUseError):
+            DirectoryLock.acquire(folder / "lock")
+        assert DirectoryLock.try_acquire(folder / "lock") is None
+
+
+def test_a_file_system_that_hangs_costs_a_deadline_and_its_slots_stay_in_quarantine(
+    left: Copies, survivor: Survivor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, read_all = threading.Event(), adopting._read_all
+
+    def hanging(storage: str, reads: list[adopting._Read]) -> list[Failure | None]:
+        hangs.wait(20)
+        return read_all(storage, reads)
+
+    monkeypatch.setattr(adopting, "_read_all", hanging)
+    pool = survivor.store._state.tiers.dram
+    before_s = time.monotonic()
+    restore = survivor.adopt(left)
+    assert time.monotonic() - before_s < 10
+    assert set(restore.failed.values()) == {Failure.DEADLINE}
+    restore.release()
+    assert sum(map(pool.used, SIZES)) == 6, "slots that a late read may fill are free"
+    second = survivor.adopt(left)
+    assert set(second.failed.values()) == {Failure.UNREACHABLE}, "nobody waits for it twice"
+    second.release()
+    put(survivor.store, CHUNKS[:2])
+    hangs.set()
+    until(lambda: sum(map(pool.used, SIZES)) == 4)
+    assert stored(survivor.store, CHUNKS) == 2
+
+
+def test_a_restore_that_was_given_up_leaves_nothing_behind(
+    left: Copies, survivor: Survivor
+) -> None:
+    found = [StoredChunk(c, dict.fromkeys(SIZES, Tier.PEER)) for c in CHUNKS]
+    survivor.store.begin_restore([Wanted(t, found) for t in SIZES], left).release()
+    survivor.store.reset()
+    pool = survivor.store._state.tiers.dram
+    until(lambda: sum(map(pool.used, SIZES)) == 0)
+    assert not survivor.adopt(left).failed
