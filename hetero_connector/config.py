@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from hetero_connector import machine
 from hetero_connector.config_values import (
+    boolean,
     capacity,
     checkpoints,
     directory_path,
@@ -130,6 +131,11 @@ KEYS: tuple[Key, ...] = (
         "used to come, only as clients hint, never", one_of(*_PREFETCH),
     ),
     Key(
+        "exact_handoffs", "`true` or `false`", "`false`",
+        "Whether a decoder resumes a prefill at its last token whatever the model; where windows "
+        "or compressors end inside a block their slots grow by that", boolean,
+    ),
+    Key(
         "verify", "`ssd` or `all`", "`ssd`",
         "Check sums of what is read from SSD, or of what is served from DRAM too",
         one_of(*_VERIFY),
@@ -166,6 +172,7 @@ class HeteroConfig:
     ssd_write_gib_per_day: float | None = None
     """None: no limit."""
     prefetch: Literal["auto", "hint", "off"] = "auto"
+    exact_handoffs: bool = False
     verify: Literal["ssd", "all"] = "ssd"
 
     @property

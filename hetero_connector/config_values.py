@@ -51,6 +51,13 @@ def whole_number(key: str, value: object) -> int:
     return value
 
 
+def boolean(key: str, value: object) -> bool:
+    """True or false, as JSON has them."""
+    if not isinstance(value, bool):
+        raise ConfigError(key, f"expected true or false, got {_shown(value)}")
+    return value
+
+
 def one_of(*choices: str) -> Callable[[str, object], str]:
     """For a key that takes one of these words."""
 

@@ -15,8 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from hetero_connector.config import HeteroConfig
 from hetero_connector.engine.engine_identity import engine_version
+from hetero_connector.engine.handing_over import handed_over
 from hetero_connector.engine.messages import StepMetadata, WorkerReport
-from hetero_connector.engine.peer_matching import handed_over
 from hetero_connector.engine.prometheus import HeteroPromMetrics, HeteroStats
 from hetero_connector.engine.start import open_scheduler_side, open_worker_side
 from hetero_connector.metrics import Recorder
@@ -170,9 +170,8 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Save the last boundary; never holds blocks."""
-        if self._scheduler:
-            self._scheduler.finished(request, block_ids)
-        return False, handed_over(request)
+        tokens = self._scheduler.finished(request, block_ids) if self._scheduler else 0
+        return False, handed_over(request, tokens)
 
     def has_pending_push_work(self) -> bool:
         """Keep stepping until every ordered save has been reported."""

@@ -51,6 +51,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         "eviction": "value",
         "ssd_write_gib_per_day": 40.0,
         "prefetch": "hint",
+        "exact_handoffs": True,
         "verify": "all",
     }
     assert (
@@ -88,6 +89,12 @@ def test_less_than_a_byte_is_refused(key: str, value: float, tmp_path: Path) -> 
 def test_wrong_chunk_tokens(value: object) -> None:
     with pytest.raises(ConfigError, match=r"'chunk_tokens'.*whole number above 0"):
         config(chunk_tokens=value)
+
+
+@pytest.mark.parametrize("value", [None, 0, 1, "true", "", []])
+def test_a_yes_or_no_is_nothing_else(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"exact_handoffs.*expected true or false"):
+        config(exact_handoffs=value)
 
 
 @pytest.mark.parametrize("key", ["layerwise", "planner", "verify", "eviction"])

@@ -1,8 +1,9 @@
 """An OpenAI-compatible proxy before stock servers of one fleet: some prefill, some decode.
 
-A prefill is the same request with one token to answer. What it computed the decoder reads from
-its DRAM: `do_remote_prefill` tells the decoder to look for it. Nothing else is handed over, so
-a prefill that fails costs time only: the decoder then computes the prompt itself.
+A prefill is the same request with one token to answer and `do_remote_decode`. What it computed the
+decoder reads from its DRAM: `do_remote_prefill` tells the decoder to look for it, and the
+prefiller's answer where to resume. Nothing else is handed over, so a prefill that fails costs
+time only: the decoder then computes the prompt itself.
 
     python -m examples.disaggregated_prefill.proxy --prefill URL ... --decode URL ...
 """
@@ -40,6 +41,8 @@ _OF_THE_ANSWER = {
     "use_beam_search",
 }
 """What a request wants of its answer; a prefill has none."""
+_OF_THE_PREFILLER = "remote_prefill_cached_tokens"
+"""vLLM would count the prefiller's prefix hits as the decoder's."""
 _OF_THE_CONNECTION = {
     "connection",
     "content-length",
@@ -94,8 +97,9 @@ class Proxy:
             return _error(400, "kv_transfer_params is not a JSON object")
         session = body.get("session_id") or request.headers.get("X-Session-ID")
         session = session or params.get("session_id")
-        if await self._prefill(request, body):
-            body["kv_transfer_params"] = {**params, "do_remote_prefill": True}
+        handed = await self._prefill(request, body)
+        if handed is not None:
+            body["kv_transfer_params"] = {**params, "do_remote_prefill": True, **handed}
         return await self._relay(request, self._decoder(session), body)
 
     async def _ask_a_decoder(self, request: web.Request) -> web.StreamResponse:
@@ -106,10 +110,13 @@ class Proxy:
             return self._decoders[zlib.crc32(str(session).encode()) % len(self._decoders)]
         return min(self._decoders, key=self._outstanding.__getitem__)
 
-    async def _prefill(self, request: web.Request, body: Mapping[str, Any]) -> bool:
-        """Whether a prefiller has computed the prompt."""
+    async def _prefill(
+        self, request: web.Request, body: Mapping[str, Any]
+    ) -> Mapping[str, Any] | None:
+        """What the prefiller that computed the prompt hands over; None if none has."""
         short = {name: value for name, value in body.items() if name not in _OF_THE_ANSWER}
         short |= {"max_tokens": 1, "stream": False}
+        short["kv_transfer_params"] = {"do_remote_decode": True}
         headers = _passed_on(request.headers)
         for server in sorted(self._prefillers, key=self._outstanding.__getitem__):
             if time.monotonic() < self._away_until_s[server]:
@@ -125,17 +132,18 @@ class Proxy:
                         timeout=self._prefill_timeout,
                     )
                     async with post as answer:
-                        await answer.read()
+                        content = await answer.read()
             except (ClientError, TimeoutError) as error:
                 logger.warning("the prefiller %s is away: %r", server, error)
                 self._away_until_s[server] = time.monotonic() + AWAY_S
                 if isinstance(error, ClientError):
                     continue
-                return False  # the request has waited for long enough
+                return None  # the request has waited for long enough
             if answer.status != 200:
                 logger.warning("the prefiller %s answered %d", server, answer.status)
-            return answer.status == 200
-        return False
+                return None
+            return _handed_over(content)
+        return None
 
     async def _relay(
         self, request: web.Request, server: str, body: Mapping[str, Any] | None
@@ -175,6 +183,18 @@ class Proxy:
 
 def _encoded(body: Mapping[str, Any] | None) -> io.BytesIO | None:
     return None if body is None else io.BytesIO(json.dumps(body).encode())
+
+
+def _handed_over(content: bytes) -> Mapping[str, Any]:
+    """The `kv_transfer_params` of a prefiller's answer."""
+    try:
+        params = json.loads(content).get("kv_transfer_params")
+    except (ValueError, AttributeError) as error:
+        logger.warning("a prefiller's answer is no JSON object: %s", error)
+        return {}
+    if not isinstance(params, dict):
+        return {}
+    return {name: value for name, value in params.items() if name != _OF_THE_PREFILLER}
 
 
 def _passed_on(headers: Mapping[str, str]) -> dict[str, str]:

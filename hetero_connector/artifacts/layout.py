@@ -58,7 +58,7 @@ class ArtifactLayout:
     def segments(self, state_type: StateType, start: int, end: int) -> tuple[Segment, ...]:
         """Segments of the artifact of `state_type` over tokens [start, end), one rank's share.
 
-        `start` and `end` are multiples of the model's alignment.
+        `start` is a multiple of the model's alignment, `end` of its `handoff_step`.
         """
         return self._segments(state_type, start, end)
 
@@ -99,7 +99,7 @@ class ArtifactLayout:
     def _max_bytes(self, state_type: StateType) -> int:
         if state_type.family is Family.PREFIX:
             return self.artifact_bytes(state_type, 0, self.chunk_tokens)
-        step = self.model.alignment
+        step = self.model.handoff_step
         reach = max((layer.window or 0) for layer in self.model.layers_of(state_type))
         boundaries = range(step, reach + 2 * step, step)
         return max(self.artifact_bytes(state_type, 0, b) for b in boundaries)

@@ -4,16 +4,14 @@ The directory is asked once a request, for the chunks after the last boundary th
 could restore. What it says is believed until the request is admitted or gives up; what could
 not be read is excluded by the restorer like anything else that failed.
 
-A request may say that another engine has just computed its prompt, by vLLM's own field
-`kv_transfer_params["do_remote_prefill"]`. The last chunks may then still be on their way into
-the directory: it is asked again for a moment.
+A request may say that another engine has just computed its prompt (`handing_over`). The last
+chunks may then still be on their way into the directory: it is asked again for a moment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.peer_copy import PeerCopy
@@ -25,15 +23,12 @@ from hetero_connector.artifacts.record import (
     Tier,
 )
 from hetero_connector.engine.fleet import Fleet, Lookup
+from hetero_connector.engine.handing_over import handoff_tokens, was_prefilled
 from hetero_connector.engine.requests import RequestTracker
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec import StateType
 from hetero_connector.store.base import Failure, Store
 
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
-
-_PREFILLED = "do_remote_prefill"
 _PREFILLS_PER_LOAD = 20
 """What a prefill has left is waited for that share of a restore's deadline, half a second by
 default. Sealing, summing and claiming take some 10 ms."""
@@ -56,6 +51,8 @@ class _Search:
     tails: list[ChunkRange]
     """Short ones asked for, in any order."""
     lookup: Lookup
+    handoff: int
+    """Where the engine that has prefilled it says to resume; 0 if it does not say."""
     is_read: bool = False
     remote: dict[int, StoredChunk] = field(default_factory=dict)
     """Full chunks at peers, by where they end."""
@@ -193,22 +190,29 @@ class PeerMatcher:
         while first and not stored[first - 1].tiers.keys() >= self._types:
             first -= 1
         first = max(first, local_tokens // size)
-        was_prefilled = _says(tracker.request, _PREFILLED)
-        if limit - max(first * size, local_tokens) < (self._tail_step if was_prefilled else size):
+        prefilled = was_prefilled(tracker.request)
+        handoff = handoff_tokens(tracker.request, limit)
+        reached = max(first * size, local_tokens)
+        worth = self._tail_step if prefilled else size
+        if limit - reached < worth and handoff <= reached:
             return None
         wanted = chunks[first:]
         ends = {first * size, len(chunks) * size}
         tails = [tail for end in sorted(ends) for tail in self._tails(tracker, end, limit)]
         lookup = fleet.find([chunk.key for chunk in (*wanted, *tails)])
         now_s = self._clock()
-        until_s = now_s + self._prefill_s if was_prefilled else now_s
-        return _Search(now_s, until_s, first * size, wanted, tails, lookup)
+        until_s = now_s + self._prefill_s if prefilled else now_s
+        return _Search(now_s, until_s, first * size, wanted, tails, lookup, handoff)
 
     def _tails(self, tracker: RequestTracker, end: int, limit: int) -> list[ChunkRange]:
         """Every short chunk that may begin at `end`."""
         step = self._tail_step
         last = min(limit, end + self._size - 1)
-        return [tracker.chain.ending_at(at) for at in range(end + step, last + 1, step)]
+        ends = set(range(end + step, last + 1, step))
+        handoff = handoff_tokens(tracker.request, limit)
+        if end < handoff <= last:
+            ends.add(handoff)
+        return [tracker.chain.ending_at(at) for at in sorted(ends)]
 
     def _read(self, search: _Search) -> None:
         found = search.lookup.found
@@ -233,6 +237,8 @@ class PeerMatcher:
             return False  # also where nobody answers
         if search.end(self._size) < limit // self._size * self._size:
             return True
+        if search.handoff:
+            return search.handoff % self._size != 0 and search.handoff not in search.remote_tails
         last = limit - limit % self._tail_step
         # A prompt that ends on a boundary has its last one there, where nobody may resume.
         return (
@@ -278,16 +284,3 @@ class PeerMatcher:
             return own
         tiers, _ = self._shared.share({**remote.tiers, **own.tiers})
         return StoredChunk(own.chunk, tiers)
-
-
-def handed_over(request: Request) -> dict[str, Any] | None:
-    """What the answer to a remote prefill tells a proxy to send with the request to its decoder.
-
-    vLLM's proxies ask for it by `do_remote_decode`, and pass it on as it is.
-    """
-    return {_PREFILLED: True} if _says(request, "do_remote_decode") else None
-
-
-def _says(request: Request, name: str) -> bool:
-    params = request.kv_transfer_params
-    return isinstance(params, dict) and bool(params.get(name))

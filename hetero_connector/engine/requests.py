@@ -104,6 +104,8 @@ class RequestTracker:
     """Admitted since its last scheduled step: `next_chunk` is to be found anew."""
     windows_from: int = 0
     """The first boundary whose windows are exact; those before it must not be saved."""
+    handoff_tokens: int = 0
+    """Where the engine that it is handed over to may resume; 0 where nothing is kept for it."""
     outdated: bool = False
     """The store was reset since it was admitted: its pages must not be saved."""
 

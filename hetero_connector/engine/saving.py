@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ChunkRange
+from hetero_connector.engine.handing_over import is_prefill
 from hetero_connector.engine.messages import ArtifactCopy, Blocks, PageCopy, Save
 from hetero_connector.engine.requests import RequestTracker
 from hetero_connector.engine.restoring import BlockTable, table_of
@@ -140,10 +141,26 @@ class Saver:
             chunk = tracker.chain.ending_at(end)
             self._collect(collected, chunk, self._plain_types, table)
             self._kept.add(chunk.key)
+        self._hand_over(collected, tracker, known, table)
         if tracker.reuse is not None:
             added = max(0, known // self._layout.chunk_tokens - tracker.reuse.matched)
             self._policy.observe(replace(tracker.reuse, new=added))
         return [collected.message(table, {})] if collected.artifacts else []
+
+    def _hand_over(
+        self, collected: _Collected, tracker: RequestTracker, known: int, table: BlockTable
+    ) -> None:
+        """Keep where another engine resumes this prompt: before its last token, or just before."""
+        last = int(tracker.request.num_prompt_tokens) - 1
+        end = last - last % self._model.handoff_step
+        if not is_prefill(tracker.request) or not max(1, tracker.windows_from) <= end <= known:
+            return
+        chunk = tracker.chain.ending_at(end)
+        missing = self._store.missing(chunk, self._model.state_types)
+        if not all(self._held(state_type, chunk, table) for state_type in missing):
+            return  # windows recycled: it decoded on
+        if self._reserve(collected, chunk, missing):
+            tracker.handoff_tokens = end
 
     def forget(self, tracker: RequestTracker) -> None:
         """Let go of what is undecided: the request's end is not to be saved."""
@@ -280,6 +297,8 @@ class Saver:
     def _extend_pages(self, collected: _Collected, copy: ArtifactCopy) -> None:
         for layer in self._model.page_groups[copy.state_type]:
             pages = layer.pages_needed(copy.start, copy.end)
+            if not pages:
+                continue
             key = (copy.state_type, layer.group)
             known = collected.pages.get(key, pages)
             collected.pages[key] = range(min(known.start, pages.start), max(known.stop, pages.stop))

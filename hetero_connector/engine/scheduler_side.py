@@ -184,11 +184,14 @@ class SchedulerSide:
             self._loaded(request_id, ranks)
         self._learner.learn(report)
 
-    def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> None:
-        """`request_finished_all_groups`: order the tail's save; the blocks may be freed now."""
+    def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> int:
+        """`request_finished_all_groups`: order the tail's save; the blocks may be freed now.
+
+        Returns where an engine that it is handed over to may resume; 0 for nowhere in particular.
+        """
         tracker = self._trackers.pop(request.request_id, None)
         if tracker is None:
-            return
+            return 0
         self._predictions.progressed(request.request_id, request.num_tokens)
         self._predictions.forget(request.request_id)
         self._end_replay(request.request_id)
@@ -198,6 +201,7 @@ class SchedulerSide:
             self._early += self._saver.finish(tracker, request.num_computed_tokens, block_ids)
         self._saver.forget(tracker)
         self._sessions.ended(tracker, request.num_computed_tokens)
+        return tracker.handoff_tokens
 
     def reset(self) -> None:
         """Forget everything stored, and what requests hold of it or computed before.

@@ -63,6 +63,7 @@ def open_worker_side(
 
     engine_identity.check_parallelism(vllm_config)
     model = model_spec(kv_cache, vllm_config.parallel_config.tensor_parallel_size)
+    model = replace(model, exact_handoffs=config.exact_handoffs)
     rank = get_tensor_model_parallel_rank()
     backends = _attention_backends(vllm_config)
     geometry = WorkerGeometry(

@@ -113,8 +113,11 @@ class Weighing:
         prices = self._pricing.boundaries(self._chunks, self._held, replay_tokens)
         total_s, staged_s = prices.total_s, prices.staged_s
         if replay_tokens:
-            # From the local tokens or before, nothing would be saved by what is loaded.
-            barred_s = np.where(prices.resume > self._local_tokens, 0.0, math.inf)
+            # From the local tokens or before, nothing would be saved by what is loaded; and a
+            # hand-off's end is off the grid, on which a replay starts and ends.
+            possible = prices.resume > self._local_tokens
+            possible[-1] &= self._chunks[-1].chunk.end % self._model.alignment == 0
+            barred_s = np.where(possible, 0.0, math.inf)
         if barred_s is not None:
             total_s = total_s + barred_s
         if staged_s is not None and staged_s.max() > deadline_s:

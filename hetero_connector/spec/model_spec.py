@@ -10,6 +10,8 @@ from typing import Any
 
 from hetero_connector.spec.state_types import Family, RestoreRule, StateType
 
+_BOUNDARY_RULES = (RestoreRule.WINDOW, RestoreRule.CHUNK_START, RestoreRule.AT_BOUNDARY)
+
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -39,7 +41,8 @@ class LayerSpec:
     window: int | None = None
     """Attention window, or local-attention chunk, in tokens."""
     boundary_tokens: int = 0
-    """For WINDOW: how many tokens before a boundary are still read after it."""
+    """For WINDOW: how many tokens before a boundary are still read after it, where that is a
+    multiple of `ModelSpec.alignment`."""
     replicated: bool = False
     """Every tensor-parallel rank holds the same bytes (MLA, compressed states)."""
     prompt_only: bool = False
@@ -52,6 +55,14 @@ class LayerSpec:
             return 0.0
         return self.page_bytes / self.block_tokens
 
+    @property
+    def open_block_tokens(self) -> int:
+        """For WINDOW: tokens of a compression block, of which the open one's rows are read too.
+
+        1 where nothing is compressed: a window of W tokens has W - 1 before a boundary.
+        """
+        return max(1, (self.window or 0) - self.boundary_tokens)
+
     def tokens_needed(self, start: int, boundary: int) -> range:
         """Token positions whose state an artifact over [start, boundary) holds.
 
@@ -62,7 +73,8 @@ class LayerSpec:
         if rule is RestoreRule.EVERY_TOKEN:
             return range(start, boundary)
         if rule is RestoreRule.WINDOW:
-            return range(max(0, boundary - self.boundary_tokens), boundary)
+            needed = self.boundary_tokens + boundary % self.open_block_tokens
+            return range(max(0, boundary - needed), boundary)
         if rule is RestoreRule.CHUNK_START:
             assert self.window is not None
             return range(boundary - boundary % self.window, boundary)
@@ -86,6 +98,9 @@ class ModelSpec:
     alignment: int
     """Tokens: a prefix may be resumed only at a multiple of this (lcm of block sizes)."""
     tp_size: int = 1
+    exact_handoffs: bool = False
+    """Whether state is kept of boundaries anywhere; else only where it takes no more room than
+    at a multiple of `alignment`: see `handoff_step`."""
 
     def __post_init__(self) -> None:
         if self.alignment <= 0 or self.tp_size <= 0:
@@ -98,8 +113,28 @@ class ModelSpec:
             layer
             for layer in self.layers
             if layer.restore_rule is not RestoreRule.NOTHING
-            and not (layer.restore_rule is RestoreRule.WINDOW and layer.boundary_tokens == 0)
+            and (layer.restore_rule is not RestoreRule.WINDOW or self._is_read(layer))
         )
+
+    def _is_read(self, layer: LayerSpec) -> bool:
+        """Whether a boundary that is kept may need anything of a window."""
+        return bool(layer.boundary_tokens) or (self.exact_handoffs and layer.open_block_tokens > 1)
+
+    @cached_property
+    def handoff_step(self) -> int:
+        """Tokens: a prompt that is handed over may be resumed at multiples of this.
+
+        The engine's grid (`alignment`) binds its own prefix cache only. At a multiple of the
+        boundary states' blocks and of their compression blocks they take as many pages as on
+        that grid, and what is dead there is dead here. Recurrent state exists on the grid alone.
+        """
+        boundary = [x for x in self.layers if x.restore_rule in _BOUNDARY_RULES]
+        if any(x.restore_rule is RestoreRule.AT_BOUNDARY for x in boundary):
+            return self.alignment
+        if self.exact_handoffs:
+            return 1
+        step = math.lcm(*(math.lcm(x.block_tokens, x.open_block_tokens) for x in boundary))
+        return self.alignment if self.alignment % step else step
 
     @cached_property
     def state_types(self) -> tuple[StateType, ...]:
@@ -159,7 +194,7 @@ class ModelSpec:
             )
             for layer in document["layers"]
         )
-        return cls(layers, document["alignment"], document["tp_size"])
+        return cls(layers, document["alignment"], document["tp_size"], document["exact_handoffs"])
 
     @property
     def bytes_per_token(self) -> float:

@@ -84,3 +84,48 @@ def test_a_preset_s_chunk_is_its_bytes_per_token(name: str) -> None:
     layout = ArtifactLayout(model, model.default_chunk_tokens())
     chunk = sum(layout.rank_bytes(t, 0, layout.chunk_tokens) for t in model.prefix_types)
     assert chunk == model.bytes_per_token * layout.chunk_tokens
+
+
+@pytest.mark.parametrize("name", ["deepseek-v4-flash", "deepseek-v4-pro"])
+def test_off_the_grid_the_open_blocks_rows_are_kept_too(name: str) -> None:
+    """At 128 n the ratio-128 block has ended, so that a hand-off there is as large as on the grid;
+    at 128 n + 45 it holds 45 rows, the ratio-4 block one beside the block before it."""
+    model = PRESETS[name]()
+    assert (model.alignment, model.handoff_step) == (256, 128)
+    layout, exact = (ArtifactLayout(x, 256) for x in (model, replace(model, exact_handoffs=True)))
+    for kind in model.boundary_types:
+        assert exact.artifact_bytes(kind, 0, 1152) == layout.artifact_bytes(kind, 0, 1024)
+        assert exact.artifact_bytes(kind, 0, 1024) == layout.max_bytes[kind]
+    tokens = {
+        (s.layer.window, s.layer.tokens_needed(0, 1152 + 45))
+        for kind in model.boundary_types
+        for s in exact.segments(kind, 0, 1152 + 45)
+    }
+    assert tokens == {
+        (128, range(1152 + 45 - 127, 1152 + 45)),  # windows
+        (128, range(1152, 1152 + 45)),
+        (8, range(1152 + 40, 1152 + 45)),
+    }
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@given(boundary=st.integers(1, 2000))
+def test_no_handed_over_artifact_is_larger_than_its_slot(name: str, boundary: int) -> None:
+    for exact in (False, True):
+        model = replace(PRESETS[name](), exact_handoffs=exact)
+        layout = ArtifactLayout(model, model.default_chunk_tokens())
+        end = boundary * model.handoff_step
+        for kind in model.boundary_types:
+            assert layout.artifact_bytes(kind, 0, end) <= layout.max_bytes[kind]
+
+
+def test_where_a_prompt_may_be_handed_over() -> None:
+    dense = replace(MODEL, layers=(FULL,))
+    assert (dense.handoff_step, MODEL.handoff_step) == (1, 16)
+    assert replace(MODEL, alignment=48).handoff_step == 48  # no local chunk ends there
+    assert replace(MODEL, exact_handoffs=True).handoff_step == 1
+    recurrent = replace(
+        WINDOW, state_type=StateType.RECURRENT, restore_rule=RestoreRule.AT_BOUNDARY
+    )
+    model = replace(MODEL, layers=(FULL, recurrent), alignment=48, exact_handoffs=True)
+    assert model.handoff_step == 48

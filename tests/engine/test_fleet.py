@@ -141,9 +141,13 @@ def test_what_a_proxy_of_vllm_sends_hands_over_too(apart: Fleet) -> None:
     short = {"prompt": prompt, "max_tokens": 1, "kv_transfer_params": asked}
     prefilled = ann.post("/v1/completions", {"model": ann.model.name, **short})
     handed = prefilled["kv_transfer_params"]
-    assert handed == {"do_remote_prefill": True, "remote_prefill_cached_tokens": 0}
+    assert handed["do_remote_prefill"] is True
+    resume = handed["prefilled_tokens"]
+    # The last token, but for less than a window's block, or a compressor's.
+    at_least = {"gemma3": 568, "dense": 599, "deepseek_v4": 512}[ann.model.name]
+    assert at_least <= resume <= 599
     reply = bob.complete(prompt, MAX_TOKENS, kv_transfer_params=handed)
-    assert value(bob, "hit_tokens", tier="peer") - before >= 512
+    assert value(bob, "hit_tokens", tier="peer") - before == resume
     same(reply, ann.complete(prompt, MAX_TOKENS))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.engine import peer_matching, sessions
-from hetero_connector.engine.peer_matching import handed_over
+from hetero_connector.engine.handing_over import handed_over, handoff_tokens
 from hetero_connector.errors import DirectoryUnavailableError
 from hetero_connector.metrics import COUNTERS, split_key
 from hetero_connector.spec import ModelSpec
@@ -138,15 +140,21 @@ def chunk_bytes(fleet: Fleet) -> int:
     return sum(-(-size // 4096) * 4096 for size in sizes.values())
 
 
-@pytest.fixture(params=[DENSE, HYBRID], ids=["dense", "hybrid"])
-def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    made = Fleet(request.param)
+@contextmanager
+def joined(model: ModelSpec) -> Iterator[Fleet]:
+    made = Fleet(model)
     yield made
     made.directory.answers.set()
     made.network.stopped.clear()
     for engine in made.engines:
         engine.side.close()
         engine.store.check_integrity()
+
+
+@pytest.fixture(params=[DENSE, HYBRID], ids=["dense", "hybrid"])
+def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    with joined(request.param) as made:
+        yield made
 
 
 def test_what_one_engine_computed_the_other_restores(fleet: Fleet) -> None:
@@ -396,7 +404,40 @@ def test_a_prefill_that_left_nothing_is_waited_for_a_moment_only(
 def test_a_remote_prefill_tells_its_proxy_what_to_tell_the_decoder(
     params: Any, handed: dict[str, Any] | None
 ) -> None:
-    assert handed_over(FakeRequest("a", PROMPT, kv_transfer_params=params)) == handed
+    request = FakeRequest("a", PROMPT, kv_transfer_params=params)
+    assert handed_over(request, 0) == handed
+    assert handed_over(request, 7) == (handed and handed | {"prefilled_tokens": 7})
+
+
+@pytest.mark.parametrize(
+    ("said", "tokens"),
+    [(231, 231), (1, 1), (232, 0), (0, 0), (-3, 0), (2.0, 0), (True, 0), ("9", 0), (None, 0)],
+)
+def test_a_decoder_believes_of_a_prefill_only_what_can_be(said: object, tokens: int) -> None:
+    request = FakeRequest("a", PROMPT, kv_transfer_params=PREFILLED | {"prefilled_tokens": said})
+    assert handoff_tokens(request, len(PROMPT) - 1) == tokens
+    request.kv_transfer_params = {"prefilled_tokens": said}
+    assert handoff_tokens(request, len(PROMPT) - 1) == 0
+
+
+@pytest.mark.parametrize("length", [3 * CHUNK + 40, 3 * CHUNK + 16, 3 * CHUNK + 1, 40, 2])
+def test_what_was_handed_over_off_the_grid_is_found_and_waited_for(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_matching, "_PREFILLS_PER_LOAD", LOAD_DEADLINE_S / WAIT_S)
+    prompt = tokens(length)
+    with joined(replace(HYBRID, exact_handoffs=True)) as fleet:
+        ann, bob = fleet.join("ann"), fleet.join("bob")
+        said = PREFILLED | {"prefilled_tokens": length - 1}
+        request = FakeRequest("b", prompt, kv_transfer_params=said)
+        assert bob.ask(request) is None
+        until(lambda: bob.ask(request) is None and fleet.directory.asked > 2)
+        prefill = FakeRequest("a", prompt, kv_transfer_params={"do_remote_decode": True})
+        ann.admit(prefill)
+        ann.step(a=length)
+        assert ann.finish(prefill) == length - 1
+        ann.step()
+        assert bob.run(request) == length - 1
 
 
 def test_a_prompt_shorter_than_a_chunk_is_not_asked_for(fleet: Fleet) -> None:

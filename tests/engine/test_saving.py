@@ -21,7 +21,7 @@ from hetero_connector.planner.checkpoint_policy import (
     Zero,
 )
 from hetero_connector.spec import ModelSpec, RestoreRule, StateType
-from tests.engine.fakes import HYBRID, FakeRequest, layer, scheduled
+from tests.engine.fakes import DENSE, HYBRID, FakeRequest, layer, scheduled
 from tests.engine.test_scheduler_side import CHUNK, Engine, in_use, tokens
 
 KV, SWA, RECURRENT = StateType.DENSE_KV, StateType.WINDOW_SWA, StateType.RECURRENT
@@ -392,3 +392,60 @@ def test_recurrent_state_is_kept_where_the_policy_says_and_at_the_prompt_s_last_
     engine.step()
     assert checkpoints(engine, RECURRENT) == expected
     assert checkpoints(engine, KV) == [64, 128, 192, 256]
+
+
+HAND_OVER = {"do_remote_decode": True}
+EXACT = replace(HYBRID, exact_handoffs=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "end"),
+    [
+        (DENSE, 150, 149),  # nothing but prefix-proportional state: anywhere, at no cost
+        (HYBRID, 150, 144),
+        (HYBRID, 145, 144),
+        (HYBRID, 144, 128),  # before the last token
+        (EXACT, 150, 149),
+        (EXACT, 129, 128),
+        (EXACT, 40, 39),
+        (COARSE, 150, 144),
+        (EXACT, 1, 0),
+    ],
+)
+@pytest.mark.parametrize("step", [200, 30])
+def test_a_remote_prefill_is_kept_up_to_where_its_decoder_may_resume(
+    engine_of: Engines, model: ModelSpec, length: int, end: int, step: int
+) -> None:
+    engine = engine_of(Zero(), model)
+    request = FakeRequest("a", tokens(length), kv_transfer_params=HAND_OVER)
+    engine.admit(request)
+    for start in range(0, length, step):
+        engine.step(a=min(step, length - start))
+    assert engine.finish(request) == end
+    engine.step()
+    assert engine.run(FakeRequest("b", tokens(length))) == end
+    assert engine.run(FakeRequest("c", [*tokens(length)[:-1], 300])) == end
+
+
+def test_a_prefill_that_decoded_on_is_handed_over_if_its_windows_are_there(
+    engine_of: Engines,
+) -> None:
+    engine = engine_of(Zero(), EXACT)
+    request = FakeRequest("a", tokens(150), kv_transfer_params=HAND_OVER)
+    engine.admit(request)
+    engine.step(a=150)
+    decode(engine, request, 60)
+    engine.tables.ids["a"][1][:10] = [0] * 10
+    assert engine.finish(request) == 0
+    engine.step()
+    assert engine.run(FakeRequest("b", tokens(150))) == 128
+
+
+def test_only_a_hand_off_is_kept_off_the_grid(engine_of: Engines) -> None:
+    engine = engine_of(Zero(), EXACT)
+    request = FakeRequest("a", tokens(150))
+    engine.admit(request)
+    engine.step(a=150)
+    assert engine.finish(request) == 0
+    engine.step()
+    assert checkpoints(engine) == [128, 144]

@@ -136,6 +136,7 @@ def test_a_prefill_with_one_token_then_the_whole_to_the_decoder(path: str) -> No
                 "prompt": [1, 2, 3],
                 "max_tokens": 1,
                 "stream": False,
+                "kv_transfer_params": {"do_remote_decode": True},
                 "session_id": "s",
                 "temperature": 0.5,
             }
@@ -148,6 +149,32 @@ def test_a_prefill_with_one_token_then_the_whole_to_the_decoder(path: str) -> No
             assert server.headers[0]["Content-Type"] == "application/json"
             assert server.headers[0]["X-Request-Id"] == "r1"
             assert server.headers[0]["Host"] == server.url.removeprefix("http://")
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("said", "handed"),
+    [
+        (b'{"kv_transfer_params": {"prefilled_tokens": 2}}', {"prefilled_tokens": 2}),
+        (b'{"kv_transfer_params": {"remote_prefill_cached_tokens": 2}}', {}),
+        (b'{"kv_transfer_params": null}', {}),
+        (b'{"kv_transfer_params": 3}', {}),
+        (b"[]", {}),
+        (b"{", {}),
+    ],
+)
+def test_what_the_prefiller_hands_over_goes_to_the_decoder(
+    said: bytes, handed: dict[str, Any]
+) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=said)
+
+    async def test() -> None:
+        (prefiller,), (decoder,) = await started(answer), await started(done)
+        async with proxied([prefiller], [decoder]) as bench:
+            assert (await bench.ask())[0] == 200
+        assert decoder.asked[0]["kv_transfer_params"] == {"do_remote_prefill": True, **handed}
 
     run(test)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_connector.artifacts.record import StoredChunk
+from hetero_connector.artifacts.record import StoredChunk, Tier
 from hetero_connector.planner.decision import EngineLoad
 from hetero_connector.planner.restore_plan import RestorePlan
 from hetero_connector.planner.restore_planner import Mode, RestorePlanner
 from hetero_connector.planner.window_replay import WindowReplay, plan_replay
 from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
-from tests.planner.chains import costs_of, layout_of
+from tests.planner.chains import chain_of, costs_of, in_tier, layout_of
 from tests.planner.test_restore_plan import CHUNK, HYBRID, KV, SWA, stored
 
 
@@ -119,3 +120,15 @@ def test_a_request_that_cannot_be_replayed_is_not() -> None:
     chain = [stored(0, KV, SWA), *(stored(i, KV) for i in range(1, 4))]
     for mode in ("always_load", "cost"):
         assert planned(chain, mode, replays=True, may_replay=False).replay_tokens == 0
+
+
+@pytest.mark.parametrize("mode", ["always_load", "cost"])
+def test_a_replay_neither_starts_nor_ends_off_the_grid(mode: Mode) -> None:
+    held = in_tier(Tier.DRAM, KV)
+    chain = chain_of([held] * 4, tail_tokens=7)
+    assert chain[-1].chunk.end == 3 * CHUNK + 7
+    plan = planned(chain, mode, replays=True)
+    assert (plan.boundary, plan.replay_tokens) == (192, 80)
+    complete = chain_of([held, held, held, in_tier(Tier.DRAM, KV, SWA)], tail_tokens=7)
+    plan = planned(complete, mode, replays=True)
+    assert (plan.boundary, plan.replay_tokens) == (199, 0)
