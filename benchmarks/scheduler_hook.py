@@ -6,6 +6,9 @@ hashing (`hash_ms_131k`), the worst of three models, medians over rounds that ta
 The real scheduler side over a real store that holds every chunk of the prompt in DRAM;
 only vLLM's request and block table are stand-ins. Page bytes are shrunk: the hook moves
 no bytes, and half a thousand real chunks would not fit a small machine.
+
+`queue_us_1024`: microseconds in which a request learns what is ahead of it where 1,024 decode
+and 1,024 wait; the match has it in it.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
 
 PROMPT_TOKENS = 131_072
+CROWD = 1_024
 _FINGERPRINT = b"benchmark"
 _PAGE_BYTES = 64
 MODELS = ("llama-3.1-8b", "gemma-3-27b", "deepseek-v4-flash")
@@ -49,6 +53,8 @@ class HookTiming:
     admit_s: float
     step_s: float
     release_s: float
+    queue_s: float
+    """Of asking what is ahead, among `CROWD` that decode and `CROWD` that wait."""
     chunks: int
     state_types: int
 
@@ -69,6 +75,9 @@ def measure(preset: str, repeats: int = 31) -> HookTiming:
         side = _scheduler_side(layout, hasher, store, recorder)
         for repeat in range(repeats + 1):
             _one_request(side, f"request-{repeat}", tokens, samples if repeat else Samples())
+        newest = _crowd(side)
+        for _ in range(repeats):
+            samples.add("queue", timed(lambda: side._engine_load(newest)))
         store.check_integrity()
     medians = samples.medians()
     return HookTiming(
@@ -77,6 +86,7 @@ def measure(preset: str, repeats: int = 31) -> HookTiming:
         admit_s=medians["admit"],
         step_s=medians["step"],
         release_s=medians["release"],
+        queue_s=medians["queue"],
         chunks=PROMPT_TOKENS // layout.chunk_tokens,
         state_types=len(model.state_types),
     )
@@ -95,22 +105,24 @@ def _median(timings: Sequence[HookTiming]) -> HookTiming:
         admit_s=statistics.median(timing.admit_s for timing in timings),
         step_s=statistics.median(timing.step_s for timing in timings),
         release_s=statistics.median(timing.release_s for timing in timings),
+        queue_s=statistics.median(timing.queue_s for timing in timings),
         chunks=timings[0].chunks,
         state_types=timings[0].state_types,
     )
 
 
 def figures_of(timings: Mapping[str, HookTiming]) -> dict[str, float]:
-    """The worst model's, in milliseconds."""
+    """The worst model's, in milliseconds or, where the name says so, microseconds."""
     return {
         "hook_ms_131k": 1e3 * max(timing.hook_s for timing in timings.values()),
         "hash_ms_131k": 1e3 * max(timing.hash_s for timing in timings.values()),
+        "queue_us_1024": 1e6 * max(timing.queue_s for timing in timings.values()),
     }
 
 
 def report(timings: Mapping[str, HookTiming]) -> str:
     """A table by part."""
-    parts = ("hash", "match", "admit", "step", "hook", "release")
+    parts = ("hash", "match", "admit", "step", "hook", "release", "queue")
     header = ["131,072 tokens, ms", "chunks", "types", *parts]
     rows = [
         [name, t.chunks, t.state_types, *(f"{1e3 * getattr(t, f'{p}_s'):.3f}" for p in parts)]
@@ -152,19 +164,39 @@ def _one_request(side: Any, request_id: str, tokens: list[int], samples: Samples
     samples.add("admit", timed(lambda: side.allocated(request, PROMPT_TOKENS)))
     request.num_computed_tokens = PROMPT_TOKENS
     block_ids = side._kv_cache_manager.get_block_ids(request_id)  # vLLM's own, for its workers
-    output = SimpleNamespace(
-        scheduled_new_reqs=[SimpleNamespace(req_id=request_id, block_ids=block_ids)],
-        num_scheduled_tokens={request_id: 1},
-        total_num_scheduled_tokens=1,
+    output = _output([SimpleNamespace(req_id=request_id, block_ids=block_ids)], {request_id: 1})
+    samples.add("step", timed(lambda: side.step(output)))
+    report = WorkerReport(loaded=Counter({request_id: 1}))
+    samples.add("release", timed(lambda: side.reported(report)))
+    side._trackers.pop(request_id)
+    side._queue.gone(request_id)
+
+
+def _output(new: Sequence[Any], scheduled: Mapping[str, int]) -> Any:
+    """A `SchedulerOutput`."""
+    return SimpleNamespace(
+        scheduled_new_reqs=new,
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
         preempted_req_ids=None,
         new_block_ids_to_zero=None,
         kv_cache_block_copies=None,
         kv_connector_block_state=None,
     )
-    samples.add("step", timed(lambda: side.step(output)))
-    report = WorkerReport(loaded=Counter({request_id: 1}))
-    samples.add("release", timed(lambda: side.reported(report)))
-    side._trackers.pop(request_id)
+
+
+def _crowd(side: Any) -> Any:
+    """`CROWD` short requests that decode and as many that wait; what is known of the last."""
+    from vllm.v1.request import RequestStatus
+
+    for number in range(2 * CROWD):
+        request = _request(f"crowd-{number}", [number] * 16)
+        side.matched_tokens(request, 0)
+        if number < CROWD:
+            side.allocated(request, 0)
+            request.status, request.num_computed_tokens = RequestStatus.RUNNING, 16
+    side.step(_output([], {}))
+    return side._trackers[request.request_id]
 
 
 def _scheduler_side(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
-from vllm.v1.request import RequestStatus
 
 from hetero_connector.artifacts.canonical import encode
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
@@ -129,38 +128,6 @@ class RequestTracker:
         if known > self.chain.num_tokens:
             self.chain.extend(self.request.all_token_ids[self.chain.num_tokens : known])
         return known
-
-
-class Ahead(NamedTuple):
-    """What tracked requests have to do before a new one, or beside it."""
-
-    queued_tokens: int
-    """Prompt tokens that running ones have not computed."""
-    decodes: int
-    """Running ones that decode."""
-    waiting_tokens: int
-    """What is left to compute to those further up the queue that wait."""
-
-
-def ahead_of(new: RequestTracker, trackers: Iterable[RequestTracker]) -> Ahead:
-    """`trackers`: all there are, as they were first asked about: in the order of vLLM's queue.
-
-    When vLLM asks about a request it has admitted those further up the queue, but for the ones
-    that wait: they were told to ask again, or load between steps.
-    """
-    queued = decodes = waiting = 0
-    before_new = True
-    for tracker in trackers:
-        request = tracker.request
-        if request.status == RequestStatus.RUNNING:
-            left = request.num_prompt_tokens - request.num_computed_tokens
-            queued += max(0, left)
-            decodes += left <= 0
-        elif tracker is new:
-            before_new = False
-        elif before_new:
-            waiting += tracker.left_to_compute
-    return Ahead(queued, decodes, waiting)
 
 
 def cacheable(request: Request) -> bool:

@@ -19,16 +19,17 @@ from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine.cost_learning import CostLearner
+from hetero_connector.engine.early_saves import EarlySaves
 from hetero_connector.engine.fleet import Fleet
-from hetero_connector.engine.messages import Save, StepMetadata, WorkerReport
+from hetero_connector.engine.messages import StepMetadata, WorkerReport
 from hetero_connector.engine.peer_matching import PeerMatcher
 from hetero_connector.engine.predictions import Predictions
 from hetero_connector.engine.replaying import Replays, can_hide
+from hetero_connector.engine.request_queue import RequestQueue
 from hetero_connector.engine.requests import (
     LoraDigests,
     PendingRestore,
     RequestTracker,
-    ahead_of,
     cacheable,
 )
 from hetero_connector.engine.restoring import BlockTable, Restorer, table_of
@@ -108,12 +109,13 @@ class SchedulerSide:
         )
         self._loras = LoraDigests()
         self._trackers: dict[str, RequestTracker] = {}
+        self._queue = RequestQueue()
         self._admitted: list[RequestTracker] = []
         self._loading: defaultdict[str, list[PendingRestore]] = defaultdict(list)
         """Restores with reports to come, oldest first. A second one of a request is there if it
         was preempted and admitted again before the first was reported."""
         self._replays = Replays(layout.model, window_replay, self._restorer)
-        self._early: list[Save] = []
+        self._early = EarlySaves(self._saver, recorder)
         self._staging = False
         """A request was told to ask again since the last step."""
         self._kv_cache_manager: KVCacheManager | None = None
@@ -130,6 +132,7 @@ class SchedulerSide:
             return 0, False
         tracker.local_tokens = local_tokens
         tokens = self._restorer.tokens(tracker, local_tokens)
+        self._queue.waits(tracker)
         self._sessions.began(tracker)
         self._staging |= tokens is None
         return tokens, bool(tokens) and self._parked
@@ -140,6 +143,8 @@ class SchedulerSide:
         if tracker is None:
             return
         tracker.admitting = True
+        if not (num_external_tokens and self._parked):
+            self._queue.admitted(tracker)
         if request.num_computed_tokens == 0:  # not a parked load that has ended
             tracker.outdated = False
         self._peers.forget(tracker)
@@ -160,9 +165,12 @@ class SchedulerSide:
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """`build_connector_meta`: this step's loads and saves."""
         meta = StepMetadata(arena=self._store.arena.handle)
-        meta.early_saves = self._take_early_saves(output)
+        meta.early_saves = self._early.take(output)
+        self._queue.stepped(self._trackers, output.num_scheduled_tokens)
         for request_id in output.preempted_req_ids or ():
             self._end_replay(request_id)
+            if request_id in self._trackers:
+                self._queue.waits(self._trackers[request_id])
         if self._admitted:
             new = {x.req_id: x.block_ids for x in output.scheduled_new_reqs}
             for tracker in self._admitted:
@@ -192,13 +200,14 @@ class SchedulerSide:
         tracker = self._trackers.pop(request.request_id, None)
         if tracker is None:
             return 0
+        self._queue.gone(request.request_id)
         self._predictions.progressed(request.request_id, request.num_tokens)
         self._predictions.forget(request.request_id)
         self._end_replay(request.request_id)
         unloaded = self._parked and request.request_id in self._loading
         self._restorer.forget(tracker)
         if not unloaded and not tracker.outdated:
-            self._early += self._saver.finish(tracker, request.num_computed_tokens, block_ids)
+            self._early.add(self._saver.finish(tracker, request.num_computed_tokens, block_ids))
         self._saver.forget(tracker)
         self._sessions.ended(tracker, request.num_computed_tokens)
         return tracker.handoff_tokens
@@ -214,6 +223,7 @@ class SchedulerSide:
             self._restorer.forget(tracker)
             self._saver.forget(tracker)
             tracker.outdated = True
+        self._queue.reset(self._trackers.values())
 
     @property
     def has_work(self) -> bool:
@@ -237,7 +247,7 @@ class SchedulerSide:
 
     def _engine_load(self, new: RequestTracker) -> EngineLoad:
         """What the engine is busy with before `new`, as far as requests are tracked."""
-        queued, decodes, waiting = ahead_of(new, self._trackers.values())
+        queued, decodes, waiting = self._queue.ahead_of(new)
         reading = self._store.reading_bytes
         return EngineLoad(queued, decodes, reading, self._layerwise, waiting)
 
@@ -248,6 +258,7 @@ class SchedulerSide:
             if lora is not None:
                 tracker = RequestTracker.of(request, self._hasher, lora)
                 self._trackers[request.request_id] = tracker
+                self._queue.waits(tracker)
         return tracker
 
     def _load(
@@ -323,24 +334,6 @@ class SchedulerSide:
             return list(map(_block_id, blocks[pages.start : pages.stop]))
 
         return ids
-
-    def _take_early_saves(self, output: SchedulerOutput) -> list[Save]:
-        """Finished requests' saves whose freed pages nobody overwrites before the copy."""
-        early, self._early = self._early, []
-        if not early:
-            return early
-        overwritten = set(output.new_block_ids_to_zero or ())
-        overwritten.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
-        if not overwritten:
-            return early
-        kept = []
-        for save in early:
-            if any(overwritten.intersection(blocks.ids) for blocks in save.copy.blocks.values()):
-                self._saver.abandon(save)
-                self._recorder.add("heterocache_saves_dropped", cause="overwritten")
-            else:
-                kept.append(save)
-        return kept
 
 
 def _offers(output: SchedulerOutput, request_id: str) -> Iterable[tuple[int, int, int]]:

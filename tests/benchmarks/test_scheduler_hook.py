@@ -10,3 +10,4 @@ def test_a_prompt_that_is_all_in_dram_is_restored(preset: str) -> None:
     timing = scheduler_hook.measure(preset, repeats=1)
     assert timing.chunks == 512
     assert timing.hook_s > 0
+    assert timing.queue_s > 0

@@ -167,7 +167,11 @@ def assert_nothing_is_held(llm: Any) -> None:
         in_dram = [a for a in artifacts if a.state_type is kind and a.dram]
         assert tiers.dram.used(kind) == len(in_dram)
     assert (side._trackers, side._loading, side._replays._running) == ({}, {}, {})
-    assert (side._admitted, side._early, side._predictions._open) == ([], [], {})
+    assert (side._admitted, side._predictions._open) == ([], {})
+    assert not side._early
+    queue = side._queue
+    assert (queue._waiting, queue._prefilling, queue._decoding) == ({}, {}, set())
+    assert (queue._waiting_tokens, queue._prefilling_tokens) == (0, 0)
     assert (saver._reserved, saver.outstanding) == ({}, False)
     assert (restorer._started, restorer._excluded, restorer._attempts) == ({}, {}, {})
 

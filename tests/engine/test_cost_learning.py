@@ -275,11 +275,10 @@ def test_what_is_left_alone_is_reported_and_leaves_first() -> None:
 
 
 def test_the_engine_s_load_counts_running_requests(engine: Engine) -> None:
-    for name, computed in (("a", 150), ("b", 200), ("c", 0)):
-        engine.admit(FakeRequest(name, tokens(200)))
-        engine.requests[name].num_computed_tokens = computed
-        engine.requests[name].status = RequestStatus.RUNNING
-    engine.requests["c"].status = RequestStatus.WAITING
+    for name, seed in (("a", 1), ("b", 2)):
+        engine.admit(FakeRequest(name, tokens(200, seed)))
+    engine.step(a=150, b=200)
+    engine.ask(FakeRequest("c", tokens(200)))
     load = engine.side._engine_load(engine.side._trackers["c"])
     assert (load.queued_tokens, load.running_decodes, load.waiting_tokens) == (50, 1, 0)
     assert load.layerwise
@@ -292,23 +291,21 @@ def test_requests_that_wait_further_up_the_queue_are_ahead(engine: Engine) -> No
     for name, seed in (
         ("computes", 1),
         ("restores", 0),
-        ("loads parked", 2),
         ("new", 3),
         ("later", 4),
     ):
         request = FakeRequest(name, tokens(200, seed), status=RequestStatus.WAITING)
         assert engine.ask(request, local=32 if name == "computes" else 0) is not None
         engine.requests[name] = request
-    engine.requests["loads parked"].status = RequestStatus.WAITING_FOR_REMOTE_KVS
-    engine.requests["loads parked"].num_computed_tokens = 150
     trackers = engine.side._trackers
     restore = trackers["restores"].restore
     assert restore is not None
     assert restore.plan.resume_tokens == 192
-    left = [(200 - 32), (200 - 192), (200 - 150)]
+    left = [(200 - 32), (200 - 192)]
     for name, waiting in (("computes", 0), ("new", sum(left)), ("later", sum(left) + 200)):
         load = engine.side._engine_load(trackers[name])
         assert (load.queued_tokens, load.waiting_tokens) == (0, waiting)
-    engine.requests["computes"].status = RequestStatus.RUNNING
+    engine.grow_table(engine.requests["computes"])
+    engine.side.allocated(engine.requests["computes"], 0)  # type: ignore[arg-type]
     load = engine.side._engine_load(trackers["new"])
     assert (load.queued_tokens, load.waiting_tokens) == (200, sum(left[1:]))

@@ -1,0 +1,149 @@
+"""The queue's counts are what a walk over all requests finds, whatever happened to them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from hetero_connector.artifacts.chain import ChainHasher
+from hetero_connector.engine.request_queue import Ahead, RequestQueue
+from hetero_connector.engine.requests import RequestTracker
+from tests.engine.fakes import FakeRequest
+
+HASHER = ChainHasher(b"f" * 32, 64)
+
+
+def walked(new: RequestTracker, trackers: Iterable[RequestTracker]) -> Ahead:
+    """`trackers`: in the order in which they were first asked about."""
+    queued = decodes = waiting = 0
+    before_new = True
+    for tracker in trackers:
+        request = tracker.request
+        if request.status == RequestStatus.RUNNING:
+            left = request.num_prompt_tokens - request.num_computed_tokens
+            queued += max(0, left)
+            decodes += left <= 0
+        elif tracker is new:
+            before_new = False
+        elif before_new:
+            waiting += tracker.left_to_compute
+    return Ahead(queued, decodes, waiting)
+
+
+class Traffic:
+    """Random requests through a queue, as the scheduler side notes them."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.queue = RequestQueue()
+        self.trackers: dict[str, RequestTracker] = {}
+        self.numbers = iter(range(1_000_000))
+
+    def of_status(self, running: bool) -> list[RequestTracker]:
+        trackers = self.trackers.values()
+        return [t for t in trackers if (t.request.status == RequestStatus.RUNNING) == running]
+
+    def one(self, running: bool) -> RequestTracker | None:
+        trackers = self.of_status(running)
+        return self.rng.choice(trackers) if trackers else None
+
+    def arrive(self) -> None:
+        length = self.rng.randint(2, 400)
+        request: Any = FakeRequest(
+            f"r{next(self.numbers)}", list(range(length)), status=RequestStatus.WAITING
+        )
+        tracker = RequestTracker.of(request, HASHER, b"")
+        self.trackers[request.request_id] = tracker
+        self.queue.waits(tracker)
+        self.check()
+        self.ask(tracker)
+
+    def ask(self, tracker: RequestTracker | None) -> None:
+        if tracker is None:
+            return
+        tracker.local_tokens = self.rng.randrange(tracker.request.num_tokens)
+        resume = self.rng.randint(tracker.local_tokens, tracker.request.num_tokens - 1)
+        plan: Any = SimpleNamespace(plan=SimpleNamespace(resume_tokens=resume))
+        tracker.restore = self.rng.choice([None, plan])
+        self.queue.waits(tracker)
+
+    def admit(self, tracker: RequestTracker | None) -> None:
+        if tracker is None:
+            return
+        self.queue.admitted(tracker)
+        request: Any = tracker.request
+        request.num_computed_tokens = request.num_tokens - tracker.left_to_compute
+        tracker.restore = None
+        request.status = RequestStatus.RUNNING
+
+    def step(self) -> None:
+        running = self.of_status(running=True)
+        scheduled = {}
+        for tracker in self.rng.sample(running, self.rng.randint(0, len(running))):
+            request: Any = tracker.request
+            left = request.num_tokens - request.num_computed_tokens
+            scheduled[request.request_id] = self.rng.randint(1, max(1, left))
+        self.queue.stepped(self.trackers, scheduled)
+        for request_id, count in scheduled.items():
+            request = self.trackers[request_id].request
+            request.num_computed_tokens += count
+            if request.num_computed_tokens >= request.num_tokens:
+                request.all_token_ids.append(7)
+
+    def preempt(self, tracker: RequestTracker | None) -> None:
+        if tracker is None:
+            return
+        self.step()  # vLLM tells of it with the step it is building
+        request: Any = tracker.request
+        request.status, request.num_computed_tokens = RequestStatus.PREEMPTED, 0
+        self.queue.waits(tracker)
+
+    def end(self, tracker: RequestTracker | None) -> None:
+        if tracker is not None:
+            self.queue.gone(tracker.request.request_id)
+            del self.trackers[tracker.request.request_id]
+
+    def reset(self) -> None:
+        for tracker in self.trackers.values():
+            tracker.restore = None
+        self.queue.reset(self.trackers.values())
+
+    def check(self) -> None:
+        for tracker in self.of_status(running=False):
+            assert self.queue.ahead_of(tracker) == walked(tracker, self.trackers.values())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_counts_stay_right_under_whatever_happens(seed: int) -> None:
+    traffic = Traffic(seed)
+    seen: set[Ahead] = set()
+    for _ in range(300):
+        event = traffic.rng.choice(
+            [
+                traffic.arrive,
+                traffic.arrive,
+                traffic.arrive,
+                lambda: traffic.ask(traffic.one(running=False)),
+                lambda: traffic.admit(traffic.one(running=False)),
+                traffic.step,
+                traffic.step,
+                lambda: traffic.preempt(traffic.one(running=True)),
+                lambda: traffic.end(traffic.one(running=True)),
+                lambda: traffic.end(traffic.one(running=False)),
+                traffic.reset,
+            ]
+        )
+        event()
+        traffic.check()
+        seen |= {traffic.queue.ahead_of(t) for t in traffic.of_status(running=False)}
+    assert len(seen) > 50  # and not by being empty
+    for tracker in list(traffic.trackers.values()):
+        traffic.end(tracker)
+    queue = traffic.queue
+    assert (queue._waiting, queue._prefilling, queue._decoding) == ({}, {}, set())
+    assert (queue._waiting_tokens, queue._prefilling_tokens) == (0, 0)
