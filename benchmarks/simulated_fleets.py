@@ -109,31 +109,30 @@ def read_results(path: Path) -> dict[tuple[str, Point], dict[str, Any]]:
 def study_as_markdown(study: Study, found: Sequence[Mapping[str, Any]]) -> list[str]:
     """A table for each setting."""
     lines = [f"## {study.name}: {study.trace}, {study.model}", ""]
-    table = rows([{**result, "overhead": {"decision_p50_us": 0.0}} for result in found])
+    table = rows(found)
     for setting in dict.fromkeys(row.setting for row in table):
-        here = {row.policy: row for row in table if row.setting == setting}
         lines += [", ".join(f"{name} {value:g}" for name, value in setting), ""]
         lines += [
             "| policy | TTFT mean, s | TTFT p95, s | waiting of a task, s | over oracle | saved | "
             "moved, GiB | copies | moved x copies | owner hits |",
             "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         ]
-        lines += [_line(row, here[ORACLE]) for row in here.values()]
+        lines += [_line(row) for row in table if row.setting == setting]
         lines.append("")
     return lines
 
 
-def _line(row: Row, oracle: Row) -> str:
+def _line(row: Row) -> str:
     found = row.figures
     saved = found["saved_tokens"].mean / found["prompt_tokens"].mean
     refused = "refused" in found and found["refused"].mean > 0.0
-    over = found["task_wait_mean_s"].mean / oracle.figures["task_wait_mean_s"].mean
+    over = found.get("task_wait_mean_s_over_oracle")
     cells = [
         f"{row.policy} (refused some)" if refused else row.policy,
         _told(found["ttft_mean_s"], 3),
         _told(found["ttft_p95_s"], 2),
         _told(found["task_wait_mean_s"], 2),
-        f"{over:.3f}",
+        _told(over, 3) if over else "-",
         f"{saved:.1%}",
     ]
     if row.policy != ORACLE:
@@ -190,17 +189,12 @@ def plot(name: str, found: Sequence[Mapping[str, Any]]) -> Path:
         ("agents-rate", "rate"), ("agents-workers", "workers"), ("mooncake-rate", "rate"),
         ("mooncake-workers", "workers"),
     ):  # fmt: skip
-        table = rows(
-            {**r, "overhead": {"decision_p50_us": 0.0}} for r in found if r["study"] == study
-        )
-        least = {r.setting: r.figures["task_wait_mean_s"].mean for r in table if r.policy == ORACLE}
         curves: dict[str, list[tuple[float, float, float]]] = {}
-        for row in table:
-            if row.policy != ORACLE:
-                mean, half = row.figures["task_wait_mean_s"]
-                bound = least[row.setting]
+        for row in rows(result for result in found if result["study"] == study):
+            over = row.figures.get("task_wait_mean_s_over_oracle")
+            if over and row.policy != ORACLE:
                 place = dict(row.setting)[swept]
-                curves.setdefault(row.policy, []).append((place, mean / bound, half / bound))
+                curves.setdefault(row.policy, []).append((place, *over))
         if curves:
             panels.append((study, swept, "waiting of a task over oracle", curves))
     return errorbars(name, panels)

@@ -94,7 +94,7 @@ STUDIES = (
     Study("mooncake-hybrid", "mooncake", HYBRID, [Setting(4, 6.0, 2_000)]),
     Study(
         "agents-cache", "agents", HYBRID, [Setting(1, 0.05, 40, 0.5)], CACHES,
-        dram_gib=16.0, ssd_gib=32.0,
+        dram_gib=1.0, ssd_gib=2.0,
     ),
     Study(
         "mooncake-cache", "mooncake", DENSE, [Setting(1, 0.7, 1_500)], CACHES,

@@ -11,6 +11,7 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Callable
 from itertools import count
+from math import log2
 from typing import Protocol
 
 from hetero_connector.artifacts.index import Artifact, Standing
@@ -207,10 +208,13 @@ class Value(LeafFirst):
 
     Greedy-Dual-Size-Frequency (Cherkasova, "Improving WWW Proxies Performance with
     Greedy-Dual-Size-Frequency Caching Policy", HP Labs 1998): an artifact ranks by
-    clock + frequency * seconds / bytes, with the clock as it was at its last use; the clock
-    rises to the rank of each victim, so that what was precious once and is not used any
-    more is overtaken. All artifacts of a policy fill slots of one size: seconds per slot
-    order them as seconds per byte do, and a short tail gets no bonus for the room it wastes.
+    clock + (1 + log2(1 + uses)) * seconds / bytes, with the clock as it was at its last use; the
+    clock rises to the rank of each victim, so that what was precious once and is not used any
+    more is overtaken. Uses count by their logarithm, where the paper's count each: all turns of
+    a session use its beginning, and when it has ended nobody does. With each counted it stayed
+    for as many rounds of the clock. All artifacts of a policy fill slots of one size: seconds
+    per slot order them as seconds per byte do, and a short tail gets no bonus for the room it
+    wastes.
 
     Leaves first, because a chunk is worth what rests on it, too.
     """
@@ -235,7 +239,7 @@ class Value(LeafFirst):
     def _value(self, artifact: Artifact) -> Rank:
         risen = bisect_left(self._moments, artifact.last_used)
         clock = self._clocks[risen - 1] if risen else 0.0
-        worth = (1 + artifact.uses) * self._seconds_saved(artifact)
+        worth = (1.0 + log2(1.0 + artifact.uses)) * self._seconds_saved(artifact)
         return (clock + worth, -artifact.node.chunk.end)
 
     def _raise_clock(self, to: float) -> None:

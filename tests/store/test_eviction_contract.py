@@ -276,7 +276,7 @@ class Worth:
 
 def test_value_by_hand() -> None:
     w = Worth()
-    a, b, c = w.seal(1.0), w.seal(3.0), w.seal(1.0, uses=4)  # ranks 1, 3, 5 x 1 = 5
+    a, b, c = w.seal(1.0), w.seal(3.0), w.seal(1.0, uses=15)  # ranks 1, 3, (1 + 4) x 1 = 5
     assert w.policy.pop(leaf) is a  # the clock is at 1
     d = w.seal(1.0)  # 1 + 1 = 2
     assert w.policy.pop(leaf) is d  # 2

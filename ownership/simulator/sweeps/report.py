@@ -6,9 +6,8 @@ import html
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ownership.simulator.oracle.result import is_oracle
 from ownership.simulator.sweeps.pictures import Picture
-from ownership.simulator.sweeps.summary import Estimate, Row
+from ownership.simulator.sweeps.summary import BOUNDED, Estimate, Row
 
 _GIB = float(1 << 30)
 
@@ -59,12 +58,12 @@ COLUMNS = (
 
 _OVERHEAD = "decision, us (measured)"
 _NONE = "-"
-_BOUNDED = (
-    ("TTFT mean", "ttft_mean_s"),
-    ("TTFT p95", "ttft_p95_s"),
-    ("step p95", "step_p95_s"),
-    ("task mean", "task_mean_s"),
-    ("task time waiting", "task_wait_mean_s"),
+_OVER_ORACLE = tuple(
+    zip(
+        ("TTFT mean", "TTFT p95", "step p95", "task mean", "task time waiting"),
+        (f"{name}_over_oracle" for name in BOUNDED),
+        strict=True,
+    )
 )
 
 
@@ -130,17 +129,12 @@ def _tables(rows: Sequence[Row]) -> Iterable[tuple[str, list[list[str]]]]:
 
 
 def _over_oracle(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Means over seeds, divided by the bound's; not where requests were refused."""
-    bounds = [row.figures for row in rows if is_oracle(row.policy)]
-    if not bounds:
-        return
-    for title, figure in _BOUNDED:
-        least = bounds[0][figure].mean
-        cells = [f"{title} over oracle"]
-        for row in rows:
-            known = least > 0.0 and not row.figures["refused"].mean
-            cells.append(f"{row.figures[figure].mean / least:.3f}" if known else _NONE)
-        yield cells
+    """Figures over the bound's of the same seed; nothing without a bound."""
+    for title, name in _OVER_ORACLE:
+        found = [row.figures.get(name) for row in rows]
+        if any(found):
+            column = Column(f"{title} over oracle", name, digits=3)
+            yield [column.title, *(_cell(estimate, column) for estimate in found)]
 
 
 def _measured(overhead_us: float | None) -> str:

@@ -8,10 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ownership.simulator.oracle.result import is_oracle
 from ownership.simulator.sweeps.points import Point
 
 _STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Of Student's distribution, 97.5 %, for 1 to 9 degrees of freedom; beyond: the normal one's."""
+
+
+BOUNDED = ("ttft_mean_s", "ttft_p95_s", "step_p95_s", "task_mean_s", "task_wait_mean_s")
+"""Figures that are told over the oracle's too."""
+_Setting = tuple[tuple[str, float], ...]
 
 
 class Estimate(NamedTuple):
@@ -44,23 +50,39 @@ class Row:
 
 
 def rows(results: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """One for each policy and setting, in the order in which they come first."""
-    grouped: dict[tuple[tuple[tuple[str, float], ...], str], list[Mapping[str, Any]]] = {}
+    """One for each policy and setting, in the order in which they come first.
+
+    Where the oracle is among them there is a figure `<name>_over_oracle` for each of `BOUNDED`:
+    over that of the same seed. Not where requests were refused: the bound is of all.
+    """
+    grouped: dict[tuple[_Setting, str], list[Mapping[str, Any]]] = {}
+    bounds: dict[tuple[_Setting, int], Mapping[str, float]] = {}
     for result in results:
         point = Point(**result["point"])
         grouped.setdefault((point.setting, point.policy), []).append(result)
-    return [_row(policy, setting, found) for (setting, policy), found in grouped.items()]
+        if is_oracle(point.policy):
+            bounds.setdefault((point.setting, point.seed), result["figures"])
+    return [_row(policy, setting, found, bounds) for (setting, policy), found in grouped.items()]
 
 
 def _row(
-    policy: str, setting: tuple[tuple[str, float], ...], found: Sequence[Mapping[str, Any]]
+    policy: str,
+    setting: _Setting,
+    found: Sequence[Mapping[str, Any]],
+    bounds: Mapping[tuple[_Setting, int], Mapping[str, float]],
 ) -> Row:
-    names = found[0]["figures"]
+    seeds = tuple(result["point"]["seed"] for result in found)
+    figures = {
+        name: Estimate.of([result["figures"][name] for result in found])
+        for name in found[0]["figures"]
+    }
+    least = [bounds.get((setting, seed)) for seed in seeds]
+    if not any(result["figures"].get("refused") for result in found):
+        for name in BOUNDED:
+            pairs = [(r["figures"][name], b[name]) for r, b in zip(found, least, strict=True) if b]
+            if len(pairs) == len(found) and all(bound > 0.0 for _, bound in pairs):
+                ratios = [value / bound for value, bound in pairs]
+                figures[f"{name}_over_oracle"] = Estimate.of(ratios)
     decisions = [r["overhead"]["decision_p50_us"] for r in found if "overhead" in r]
-    return Row(
-        policy,
-        setting,
-        tuple(result["point"]["seed"] for result in found),
-        {name: Estimate.of([result["figures"][name] for result in found]) for name in names},
-        statistics.fmean(decisions) if decisions else None,
-    )
+    overhead_us = statistics.fmean(decisions) if decisions else None
+    return Row(policy, setting, seeds, figures, overhead_us)

@@ -12,7 +12,7 @@ from hetero_connector.errors import SimulationError
 from ownership.simulator.sweeps import running
 from ownership.simulator.sweeps.points import Point, parse_sweep, points
 from ownership.simulator.sweeps.running import Inputs, ResultFile
-from ownership.simulator.sweeps.summary import Estimate, rows
+from ownership.simulator.sweeps.summary import BOUNDED, Estimate, rows
 
 FLEET = "model: llama-3.1-8b\nworkers: [{hardware: h200, count: 2, dram_gib: 8, ssd_gib: 32}]\n"
 
@@ -47,6 +47,33 @@ def lines(files: Path, out: str = "out") -> list[dict[str, object]]:
     for line in found:
         del line["overhead"]
     return found
+
+
+def test_policies_are_told_over_the_oracle(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulated(files, "--policies", "colocated,oracle") == EXIT_OK
+    cells = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    over = {x[0].strip("| "): x[1:] for x in cells if x[0].endswith("over oracle")}
+    assert len(over) == 5
+    assert all(float(x[0]) >= 1.0 and x[1] == "1.000 |" for x in over.values())
+    assert "<svg" in (files / "out" / "report.html").read_text()
+
+
+def test_over_the_oracle_of_the_same_seed() -> None:
+    """By hand: 3 over 2 and 5 over 4. Of what refuses some there is none."""
+
+    def result(policy: str, seed: int, seconds: float, refused: int = 0) -> dict[str, object]:
+        figures = {"refused": refused, **dict.fromkeys(BOUNDED, seconds)}
+        return {"point": {"policy": policy, "seed": seed}, "figures": figures}
+
+    found = [result("oracle", 0, 2.0), result("oracle", 1, 4.0)]
+    found += [result("colocated", 0, 3.0), result("colocated", 1, 5.0)]
+    found += [result("conductor", 0, 3.0, refused=1), result("conductor", 1, 5.0)]
+    oracle, colocated, conductor = rows(found)
+    name = f"{BOUNDED[0]}_over_oracle"
+    assert oracle.figures[name] == Estimate(1.0, 0.0)
+    assert colocated.figures[name].mean == pytest.approx(1.375)
+    assert colocated.overhead_us is None
+    assert name not in conductor.figures
 
 
 def test_a_trace_a_fleet_and_two_policies(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
