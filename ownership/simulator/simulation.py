@@ -52,6 +52,8 @@ class FleetSimulation:
             for spec in policy.limited(fleet.workers)
         }  # fmt: skip
         self._changed: set[str] = set()
+        self._down = 0
+        """Workers that are not up."""
         self._homeless: list[tuple[LiveSession, LiveRequest]] = []
         """Requests that came while no worker was up."""
         self.ended_s = 0.0
@@ -91,7 +93,7 @@ class FleetSimulation:
         if waited_at is not None:
             self.workers[waited_at].session_waits(-1)
         tally = self.tally
-        if not any(worker.up for worker in self.workers.values()):
+        if self._down == len(self.workers):
             self._homeless.append((live, request))
             return
         step = self._step(live, request)
@@ -162,12 +164,14 @@ class FleetSimulation:
                     del live.waiting_for_tools[index]
                     worker.session_waits(-1)
         self._changed.add(worker.name)
+        self._down += 1
         for request in worker.crash():
             self._send_again(request)
         self.loop.at(self.loop.now_s + failure.for_s, self._returns, worker)
 
     def _returns(self, worker: Worker) -> None:
         worker.up = True
+        self._down -= 1
         self._changed.add(worker.name)
         waiting, self._homeless = self._homeless, []
         for live, request in waiting:
@@ -252,10 +256,12 @@ class FleetSimulation:
         """The session decodes there from now on; None: nowhere, it has ended."""
         if live.owner == owner:
             return
-        for name, change in ((live.owner, -1), (owner, 1)):
-            if name is not None:
-                self.workers[name].sessions += change
-                self._changed.add(name)
+        if live.owner is not None:
+            self.workers[live.owner].sessions -= 1
+            self._changed.add(live.owner)
+        if owner is not None:
+            self.workers[owner].sessions += 1
+            self._changed.add(owner)
         live.owner = owner
 
     def _close(self, live: LiveSession) -> None:
