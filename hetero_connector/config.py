@@ -38,6 +38,7 @@ _EVICTION = ("leaf_lru", "lru", "value")
 _PLANNER = ("cost", "always_load", "never_load")
 _PREFETCH = ("auto", "hint", "off")
 _VERIFY = ("ssd", "all")
+_TP_SIZES = ("own", "any")
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,12 @@ KEYS: tuple[Key, ...] = (
         "Address of this machine through which its peers read from it", peer_host,
     ),
     Key(
+        "tp_sizes", "`own` or `any`", "`own`",
+        "Whose state to share: of engines with this tensor-parallel size, or of any that say `any` "
+        "too. They round differently, so answers are then exact but for rounding",
+        one_of(*_TP_SIZES),
+    ),
+    Key(
         "eviction", "`leaf_lru`, `lru` or `value`", "`leaf_lru`",
         "What leaves a full tier first: leaves not used for longest, what was not used for "
         "longest, or leaves that save the fewest seconds per byte", one_of(*_EVICTION),
@@ -168,6 +175,7 @@ class HeteroConfig:
     """"": the host's name and the engine's id."""
     peer_host: str = ""
     """"": any."""
+    tp_sizes: Literal["own", "any"] = "own"
     eviction: Literal["leaf_lru", "lru", "value"] = "leaf_lru"
     ssd_write_gib_per_day: float | None = None
     """None: no limit."""

@@ -48,6 +48,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         "replica_ttl_s": 90.0,
         "worker_name": "ann",
         "peer_host": "127.0.0.1",
+        "tp_sizes": "any",
         "eviction": "value",
         "ssd_write_gib_per_day": 40.0,
         "prefetch": "hint",

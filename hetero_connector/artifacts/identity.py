@@ -25,6 +25,7 @@ from hetero_connector.artifacts.model_files import (
     tokenizer_digest,
     weights_digest,
 )
+from hetero_connector.artifacts.tensor_parallel import whole_model
 from hetero_connector.spec.model_spec import ModelSpec
 
 __all__ = [
@@ -38,7 +39,7 @@ __all__ = [
     "weights_digest",
 ]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of the stored bytes' meaning: artifact layout, chain hash, fingerprint."""
 
 _IGNORED_CONFIG_KEYS = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
@@ -128,7 +129,7 @@ class Fingerprint:
             "alignment": spec.alignment,
             "num_layers": len(spec.layers),
             "state_types": [t.value for t in spec.state_types],
-            "bytes_per_token": spec.bytes_per_token * spec.tp_size,
+            "bytes_per_token": whole_model(spec).bytes_per_token,
         }
 
 

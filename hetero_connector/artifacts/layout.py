@@ -1,12 +1,12 @@
 """Where each layer's pages lie inside an artifact's bytes.
 
-An artifact of one state type is the concatenation, rank by rank, of that rank's
-layers in model order, each layer's needed pages in token order, useful bytes only:
+An artifact of one state type is the concatenation of its layers in model order, each layer's
+needed pages in token order, useful bytes only:
 
-    [rank 0: [layer a: page i, page i+1, ...][layer b: ...]] [rank 1: ...] ...
+    [layer a: page i, page i+1, ...][layer b: ...] ...
 
-State that every tensor-parallel rank holds alike (MLA, compressed states) is stored once:
-rank 0 writes it and all ranks read it.
+A page is the whole one, of all tensor-parallel ranks (`artifacts.tensor_parallel`): each rank
+writes and reads its own bytes of it; what ranks hold alike is there once.
 
 There is no header and no padding, so the size is pure arithmetic.
 """
@@ -16,25 +16,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from hetero_connector.artifacts.tensor_parallel import PageRun, page_runs, writes
 from hetero_connector.spec.model_spec import LayerSpec, ModelSpec
 from hetero_connector.spec.state_types import Family, StateType
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One layer's pages inside one rank's share of an artifact."""
+    """One layer's pages inside an artifact."""
 
     layer: LayerSpec
     first_page: int
     """Index into the request's block table of the first page."""
     num_pages: int
     offset: int
-    """Bytes from the start of the rank's share."""
+    """Bytes from the start of the artifact."""
 
     @property
     def size_bytes(self) -> int:
-        """Useful bytes of the segment."""
-        return self.num_pages * self.layer.page_bytes
+        """Useful bytes of the segment, of all ranks."""
+        return self.num_pages * self.layer.whole_page_bytes
 
 
 class ArtifactLayout:
@@ -49,14 +50,12 @@ class ArtifactLayout:
         self.model = model
         self.chunk_tokens = chunk_tokens
         self._segments = lru_cache(maxsize=4096)(self._compute_segments)
+        self._bytes = lru_cache(maxsize=4096)(self._compute_bytes)
         self._rank_bytes = lru_cache(maxsize=4096)(self._compute_rank_bytes)
-        self._shares = {
-            t: 1 if all(x.replicated for x in model.layers_of(t)) else model.tp_size
-            for t in model.state_types
-        }
+        self._runs: dict[tuple[str, int], tuple[PageRun, ...]] = {}
 
     def segments(self, state_type: StateType, start: int, end: int) -> tuple[Segment, ...]:
-        """Segments of the artifact of `state_type` over tokens [start, end), one rank's share.
+        """Segments of the artifact of `state_type` over tokens [start, end).
 
         `start` is a multiple of the model's alignment, `end` of its `handoff_step`.
         """
@@ -67,29 +66,34 @@ class ArtifactLayout:
         for layer in self.model.layers_of(state_type):
             pages = layer.pages_needed(start, end)
             segments.append(Segment(layer, pages.start, len(pages), offset))
-            offset += len(pages) * layer.page_bytes
+            offset += segments[-1].size_bytes
         return tuple(segments)
 
-    def rank_bytes(self, state_type: StateType, start: int, end: int) -> int:
-        """Bytes of one rank's share of the artifact."""
-        if state_type.family is Family.PREFIX:
-            start, end = 0, end - start  # the same for every chunk of this length
-        return self._rank_bytes(state_type, start, end)
+    def artifact_bytes(self, state_type: StateType, start: int, end: int) -> int:
+        """Bytes of the whole artifact."""
+        return self._bytes(state_type, *_first_of_its_length(state_type, start, end))
 
-    def _compute_rank_bytes(self, state_type: StateType, start: int, end: int) -> int:
+    def _compute_bytes(self, state_type: StateType, start: int, end: int) -> int:
         return sum(s.size_bytes for s in self.segments(state_type, start, end))
 
-    def shares(self, state_type: StateType) -> int:
-        """How many ranks' shares an artifact holds: 1 if they are all alike."""
-        return self._shares[state_type]
+    def rank_bytes(self, state_type: StateType, start: int, end: int) -> int:
+        """Bytes of it that one rank reads."""
+        return self._rank_bytes(state_type, *_first_of_its_length(state_type, start, end))
 
-    def share_of(self, state_type: StateType, rank: int) -> int:
-        """The share that `rank` reads; it writes it only if the share's number is its own."""
-        return min(rank, self.shares(state_type) - 1)
+    def _compute_rank_bytes(self, state_type: StateType, start: int, end: int) -> int:
+        segments = self.segments(state_type, start, end)
+        return sum(s.num_pages * s.layer.page_bytes for s in segments)
 
-    def artifact_bytes(self, state_type: StateType, start: int, end: int) -> int:
-        """Bytes of the whole artifact: all shares."""
-        return self.shares(state_type) * self.rank_bytes(state_type, start, end)
+    def page_runs(self, layer: LayerSpec, rank: int) -> tuple[PageRun, ...]:
+        """Where the rank's bytes lie in each whole page of a layer."""
+        known = self._runs.get((layer.layer, rank))
+        if known is None:
+            known = self._runs[layer.layer, rank] = page_runs(layer, self.model.tp_size, rank)
+        return known
+
+    def writes(self, layer: LayerSpec, rank: int) -> bool:
+        """Whether the rank stores its bytes of a layer: else another one, which holds the same."""
+        return writes(layer, self.model.tp_size, rank)
 
     @cached_property
     def max_bytes(self) -> dict[StateType, int]:
@@ -103,3 +107,8 @@ class ArtifactLayout:
         reach = max((layer.window or 0) for layer in self.model.layers_of(state_type))
         boundaries = range(step, reach + 2 * step, step)
         return max(self.artifact_bytes(state_type, 0, b) for b in boundaries)
+
+
+def _first_of_its_length(state_type: StateType, start: int, end: int) -> tuple[int, int]:
+    """Prefix-proportional artifacts over as many tokens are alike wherever they begin."""
+    return (0, end - start) if state_type.family is Family.PREFIX else (start, end)

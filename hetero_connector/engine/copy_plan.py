@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,9 +37,12 @@ def plan_loads(layout: ArtifactLayout, rank: int, copy: PageCopy) -> LayerCopies
 
 
 def plan_saves(layout: ArtifactLayout, rank: int, copy: PageCopy) -> LayerCopies:
-    """As `plan_loads`, for a save: what all ranks hold alike is left to rank 0."""
-    own = [a for a in copy.artifacts if layout.share_of(a.state_type, rank) == rank]
-    return _plan(layout, rank, PageCopy(own, copy.blocks))
+    """As `plan_loads`, for a save: what several ranks hold alike is left to the first of them."""
+    plan = _plan(layout, rank, copy)
+    if layout.model.tp_size == 1:
+        return plan
+    own = {x.layer for x in layout.model.stored_layers if layout.writes(x, rank)}
+    return {layer: copies for layer, copies in plan.items() if layer in own}
 
 
 def _plan(layout: ArtifactLayout, rank: int, copy: PageCopy) -> LayerCopies:
@@ -90,8 +93,6 @@ def _plan_run(
 ) -> None:
     first = run.artifacts[0]
     segments = _segments(layout, first)
-    share = layout.share_of(first.state_type, rank)
-    base = first.offset + share * sum(s.size_bytes for s in segments)
     ids_of_group: dict[tuple[int, int, int], IndexArray] = {}
     for index, segment in enumerate(segments):
         if not segment.num_pages:
@@ -101,8 +102,13 @@ def _plan_run(
             firsts = [_segments(layout, a)[index].first_page for a in run.artifacts]
             ids_of_group[key] = _block_ids(firsts, segment.num_pages, tables[key[0]])
         ids = ids_of_group[key]
-        offset = base + segment.offset
-        plan[segment.layer.layer].extend(_valid_copies(segment, offset, run.stride, ids))
+        copies = plan[segment.layer.layer]
+        for number, part in enumerate(layout.page_runs(segment.layer, rank)):
+            offset = first.offset + segment.offset + part.whole_start
+            count, pages = ids.shape
+            pitch = segment.layer.whole_page_bytes
+            rows = ArenaRows(offset, run.stride, count, pages, pitch, number)
+            copies.extend(_valid_copies(rows, ids))
 
 
 def _block_ids(firsts: list[int], pages: int, table: tuple[int, IndexArray]) -> IndexArray:
@@ -114,17 +120,15 @@ def _block_ids(firsts: list[int], pages: int, table: tuple[int, IndexArray]) -> 
     return np.where(inside, ids[clipped] if len(ids) else 0, 0)
 
 
-def _valid_copies(
-    segment: Segment, offset: int, stride: int, ids: IndexArray
-) -> Iterator[tuple[ArenaRows, IndexArray]]:
+def _valid_copies(rows: ArenaRows, ids: IndexArray) -> Iterator[tuple[ArenaRows, IndexArray]]:
     """One copy if no page is null, else one for each stretch of pages that are not."""
-    count, pages = ids.shape
     if ids.all():
-        yield ArenaRows(offset, stride, count, pages), ids.reshape(-1)
+        yield rows, ids.reshape(-1)
         return
-    for row in range(count):
+    for row in range(rows.count):
         valid = np.flatnonzero(ids[row])
         for stretch in np.split(valid, np.flatnonzero(np.diff(valid) > 1) + 1):
             if len(stretch):
-                start = offset + row * stride + int(stretch[0]) * segment.layer.page_bytes
-                yield ArenaRows(start, 0, 1, len(stretch)), ids[row, stretch]
+                start = rows.offset + row * rows.stride + int(stretch[0]) * rows.pitch
+                part = replace(rows, offset=start, stride=0, count=1, pages=len(stretch))
+                yield part, ids[row, stretch]

@@ -17,6 +17,7 @@ from hetero_connector.artifacts.identity import (
     tokenizer_digest,
     weights_digest,
 )
+from hetero_connector.artifacts.tensor_parallel import whole_model
 from hetero_connector.engine.rendezvous import WorkerGeometry
 from hetero_connector.errors import UnsupportedModelError
 from hetero_connector.planner.profile_subject import ProfileSubject
@@ -35,9 +36,18 @@ _UNFAITHFUL_BACKENDS = {
 
 
 def fingerprint(
-    config: VllmConfig, kv_cache: KVCacheConfig, geometry: WorkerGeometry, chunk_tokens: int
+    config: VllmConfig,
+    kv_cache: KVCacheConfig,
+    geometry: WorkerGeometry,
+    chunk_tokens: int,
+    *,
+    any_tp: bool = False,
 ) -> Fingerprint:
-    """Everything that can change stored bytes. Raises `IdentityError` if files are missing."""
+    """Everything that can change stored bytes. Raises `IdentityError` if files are missing.
+
+    `any_tp`: of what engines of any TP size computed, which all then have one fingerprint. It
+    is never that of an engine that uses its own state only, not at TP 1 either.
+    """
     model = config.model_config
     source = locate_model(model.model, model.revision)
     tokenizer = Path(model.tokenizer) if model.tokenizer else source.path
@@ -49,12 +59,12 @@ def fingerprint(
         quantization=model.quantization,
         kv_cache_dtype=str(config.cache_config.cache_dtype),
         model_dtype=_dtype(config),
-        model_spec=geometry.model,
+        model_spec=whole_model(geometry.model) if any_tp else geometry.model,
         layout=str(kv_cache.kv_cache_layout),
         attention_backend=",".join(geometry.attention_backends),
         engine_version=engine_version(),
         chunk_tokens=chunk_tokens,
-        extras=tuple(sorted(_extras(config, geometry).items())),
+        extras=tuple(sorted((_extras(config, geometry) | _tp_extras(any_tp)).items())),
         model_name=model.model,
     )
 
@@ -122,6 +132,10 @@ def _draft_digest(speculative: Any) -> str:
         return settings
     weights = weights_digest(locate_model(draft.model, draft.revision).path)
     return f"{settings} {weights.hex()}"
+
+
+def _tp_extras(any_tp: bool) -> dict[str, str]:
+    return {"tp_sizes": "any"} if any_tp else {}
 
 
 def _extras(config: VllmConfig, geometry: WorkerGeometry) -> dict[str, str]:

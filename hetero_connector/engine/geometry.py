@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 from vllm.v1 import kv_cache_interface as kvi
 
+from hetero_connector.engine.heads import ModelHeads
 from hetero_connector.errors import UnsupportedModelError
 from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
+UNKNOWN_HEADS = ModelHeads()
 _HCA_RATIO = 128
 _INDEXER_SUFFIX = ".indexer.k_cache"
 
@@ -34,9 +36,12 @@ class _Role:
     prompt_only: bool = False
 
 
-def model_spec(config: KVCacheConfig, tp_size: int = 1) -> ModelSpec:
+def model_spec(
+    config: KVCacheConfig, tp_size: int = 1, heads: ModelHeads = UNKNOWN_HEADS
+) -> ModelSpec:
     """Read the geometry of every cache layer of this rank.
 
+    `heads`: what is known of the model's, for engines of other TP sizes.
     Raises `UnsupportedModelError` naming the layer for a spec class the package does
     not know: storing state it does not understand could serve wrong bytes.
     """
@@ -46,7 +51,7 @@ def model_spec(config: KVCacheConfig, tp_size: int = 1) -> ModelSpec:
         if isinstance(spec, kvi.MLAAttentionSpec)
     }
     layers = tuple(
-        _layer(group, name, spec, _role(name, spec, transferred, ratios))
+        _layer(group, name, spec, _role(name, spec, transferred, ratios), tp_size, heads)
         for (group, name, spec), transferred in zip(
             _layer_specs(config), _transferred(config), strict=True
         )
@@ -135,11 +140,14 @@ def _compressor_state(name: str, spec: kvi.SlidingWindowMLASpec, ratios: dict[st
     return _Role(StateType.TAIL_STATE, RestoreRule.WINDOW, spec.sliding_window, needed)
 
 
-def _layer(group: int, name: str, spec: KVCacheSpec, role: _Role) -> LayerSpec:
+def _layer(
+    group: int, name: str, spec: KVCacheSpec, role: _Role, tp_size: int, heads: ModelHeads
+) -> LayerSpec:
     page_bytes = spec.page_size_bytes
     useful = getattr(spec, "real_page_size_bytes", page_bytes)
     tokens_per_state = getattr(spec, "tokens_per_state", 1)
     dtype = getattr(spec, "dtype", None)
+    cut = heads.cut(spec, useful, tp_size)
     return LayerSpec(
         layer=name,
         group=group,
@@ -152,13 +160,10 @@ def _layer(group: int, name: str, spec: KVCacheSpec, role: _Role) -> LayerSpec:
         restore_rule=role.rule,
         window=role.window,
         boundary_tokens=role.boundary_tokens,
-        replicated=_replicated(spec),
+        parts=cut.parts,
+        runs=cut.runs,
         prompt_only=role.prompt_only,
     )
-
-
-def _replicated(spec: KVCacheSpec) -> bool:
-    return getattr(spec, "max_tp_shards", None) == 1 or getattr(spec, "tp_replicated", False)
 
 
 def _unsupported(name: str, spec: KVCacheSpec) -> UnsupportedModelError:

@@ -8,6 +8,7 @@ goes through pinned memory on a stream of its own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,31 +16,38 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hetero_connector.errors import UnsupportedModelError
+from hetero_connector.artifacts.tensor_parallel import PageRun
+from hetero_connector.errors import ConfigError, UnsupportedModelError
 from hetero_connector.spec import LayerSpec
 
 ByteArray = npt.NDArray[np.uint8]
 IndexArray = npt.NDArray[np.int64]
 
+_KERNEL_BLOCK_DIMS = 5
+"""`[block, kernel block, head, token, content]`"""
 _GATHER_BELOW_BYTES = 4096
 """Pages smaller than this are saved by one indexed copy: a copy each would cost more."""
 
 
 @dataclass(frozen=True)
 class ArenaRows:
-    """Rows of useful page bytes in the arena: `count` runs of `pages` pages each.
+    """Rows of useful page bytes in the arena: `count` stretches of `pages` pages each.
 
-    Run `i` starts at byte `offset + i * stride`; its pages lie back to back.
+    Page `j` of stretch `i` starts at byte `offset + i * stride + j * pitch`.
     """
 
     offset: int
     stride: int
     count: int
     pages: int
+    pitch: int
+    """The size of a whole page: more than a rank copies where each has a part of it."""
+    run: int = 0
+    """Which of the page's runs (`artifacts.tensor_parallel.PageRun`) they are."""
 
 
 class Pages(Protocol):
-    """One layer's pages. Block ids are in the engine's numbering."""
+    """One layer's pages, or one run of each. Block ids are in the engine's numbering."""
 
     def load(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
         """Arena -> pages. `block_ids` has `rows.count * rows.pages` entries."""
@@ -71,6 +79,40 @@ def page_view(spec: LayerSpec, cache: torch.Tensor, num_blocks: int) -> torch.Te
             f"{spec.page_bytes}; please report this model and vLLM version"
         )
     return view
+
+
+def check_cut_by_heads(spec: LayerSpec, view: torch.Tensor) -> None:
+    """Raise ConfigError if pages do not have their KV heads outermost, as `LayerSpec.runs` says.
+
+    So it is where vLLM divides a block into kernel blocks: each has all heads.
+    """
+    divided = view.dim() == _KERNEL_BLOCK_DIMS and view.shape[1] > 1 and view.shape[2] > 1
+    if spec.runs and divided:
+        raise ConfigError(
+            "tp_sizes",
+            f"'any' needs blocks that are not divided, but the attention backend of layer "
+            f"{spec.layer!r} divides each into {view.shape[1]}; set --block-size to what the "
+            "backend takes, or tp_sizes to 'own'",
+        )
+
+
+def run_views(
+    spec: LayerSpec, view: torch.Tensor, runs: Sequence[PageRun]
+) -> Iterator[torch.Tensor]:
+    """`[num_blocks, ...] uint8` for each run of the pages in `view`, sharing its memory.
+
+    Raises `UnsupportedModelError` if pages of several runs do not lie in one piece.
+    """
+    if len(runs) == 1:
+        yield view
+        return
+    if not view[0].is_contiguous():
+        raise UnsupportedModelError(
+            f"layer {spec.layer!r}: its pages are strided, so its state cannot be cut by heads; "
+            "set tp_sizes to 'own'"
+        )
+    for run in runs:
+        yield view.flatten(1)[:, run.start : run.start + run.size_bytes]
 
 
 class HostPages:
@@ -120,12 +162,12 @@ class HostPages:
 
     def _arena_view(self, arena: ByteArray, rows: ArenaRows) -> npt.NDArray[np.generic]:
         """`[count, pages, *page]` over the arena, no copy."""
-        end = rows.offset + (rows.count - 1) * rows.stride + rows.pages * self._page_bytes
-        flat = arena[rows.offset : end]
+        last = (rows.count - 1) * rows.stride + (rows.pages - 1) * rows.pitch
+        flat = arena[rows.offset : rows.offset + last + self._page_bytes]
         view = np.lib.stride_tricks.as_strided(
             flat,
             (rows.count, rows.pages, self._page_bytes),
-            (rows.stride, self._page_bytes, 1),
+            (rows.stride, rows.pitch, 1),
         )
         return view.view(self._dtype).reshape(rows.count, rows.pages, *self._page_shape)
 
@@ -169,8 +211,8 @@ class DevicePages:
 
     def _host_rows(self, arena: ByteArray, rows: ArenaRows, run: int) -> torch.Tensor:
         start = rows.offset + run * rows.stride
-        flat = arena[start : start + rows.pages * self._page_bytes]
-        return torch.from_numpy(flat).view(rows.pages, self._page_bytes)
+        flat = arena[start : start + (rows.pages - 1) * rows.pitch + self._page_bytes]
+        return torch.from_numpy(flat).as_strided((rows.pages, self._page_bytes), (rows.pitch, 1))
 
 
 def _on(stream: torch.Stream | None) -> torch.Stream | _NoStream:

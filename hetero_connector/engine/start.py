@@ -11,9 +11,11 @@ from hetero_connector import machine
 from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
+from hetero_connector.artifacts.tensor_parallel import refusal
 from hetero_connector.config import HeteroConfig
 from hetero_connector.engine import engine_identity, fleet, rendezvous, replay_support
-from hetero_connector.engine.geometry import model_spec
+from hetero_connector.engine.geometry import UNKNOWN_HEADS, model_spec
+from hetero_connector.engine.heads import ModelHeads
 from hetero_connector.engine.rendezvous import WorkerGeometry
 from hetero_connector.engine.scheduler_side import SchedulerSide
 from hetero_connector.engine.worker_side import WorkerSide
@@ -62,7 +64,9 @@ def open_worker_side(
     from vllm.distributed import get_tensor_model_parallel_rank
 
     engine_identity.check_parallelism(vllm_config)
-    model = model_spec(kv_cache, vllm_config.parallel_config.tensor_parallel_size)
+    model = model_spec(
+        kv_cache, vllm_config.parallel_config.tensor_parallel_size, _heads(vllm_config, config)
+    )
     model = replace(model, exact_handoffs=config.exact_handoffs)
     rank = get_tensor_model_parallel_rank()
     backends = _attention_backends(vllm_config)
@@ -81,7 +85,14 @@ def open_worker_side(
     if engine_identity.stand_back_reason(geometry):
         return None
     layout = ArtifactLayout(model, _chunk_tokens(config, model))
-    return WorkerSide(layout, rank, kv_cache.num_blocks, config.layerwise, recorder)
+    return WorkerSide(
+        layout,
+        rank,
+        kv_cache.num_blocks,
+        config.layerwise,
+        recorder,
+        any_tp=_uses_any_tp(config, model),
+    )
 
 
 def open_scheduler_side(
@@ -98,7 +109,9 @@ def open_scheduler_side(
         logger.warning("HeteroConnector stores nothing for this model: %s", reason)
         return None
     chunk_tokens = _chunk_tokens(config, geometry.model)
-    identity = engine_identity.fingerprint(vllm_config, kv_cache, geometry, chunk_tokens)
+    identity = engine_identity.fingerprint(
+        vllm_config, kv_cache, geometry, chunk_tokens, any_tp=_uses_any_tp(config, geometry.model)
+    )
     layout = ArtifactLayout(geometry.model, chunk_tokens)
     window_replay = _window_replay(geometry)
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
@@ -242,6 +255,14 @@ def _store_config(config: HeteroConfig, vllm_config: VllmConfig, *, shared: bool
     )
 
 
+def _heads(vllm_config: VllmConfig, config: HeteroConfig) -> ModelHeads:
+    return ModelHeads.of(vllm_config) if config.tp_sizes == "any" else UNKNOWN_HEADS
+
+
+def _uses_any_tp(config: HeteroConfig, model: ModelSpec) -> bool:
+    return config.tp_sizes == "any" and refusal(model) is None
+
+
 def _attention_backends(vllm_config: VllmConfig) -> tuple[str, ...]:
     context = vllm_config.compilation_config.static_forward_context
     names = {
@@ -282,6 +303,8 @@ def _warnings(layout: ArtifactLayout, config: HeteroConfig, max_model_len: int) 
             f"dram_gib={config.dram_gib:g} holds {in_dram} chunks, fewer than the {longest} of the "
             "longest request: that cannot be restored whole. Raise dram_gib"
         )
+    if config.tp_sizes == "any" and (reason := refusal(layout.model)) is not None:
+        warnings.append(f"tp_sizes='any' is as 'own' for this model: {reason}")
     per_day = config.ssd_write_bytes_per_day
     if per_day is not None and burst_bytes(per_day) < chunk_bytes:
         warnings.append(

@@ -21,7 +21,15 @@ from hetero_connector.engine.copy_plan import LayerCopies, plan_loads, plan_save
 from hetero_connector.engine.devices import Device, device_of
 from hetero_connector.engine.layer_pipeline import Job, LayerPipeline
 from hetero_connector.engine.messages import Load, PageCopy, Save, StepMetadata, WorkerReport
-from hetero_connector.engine.pages import ArenaRows, ByteArray, IndexArray, Pages, page_view
+from hetero_connector.engine.pages import (
+    ArenaRows,
+    ByteArray,
+    IndexArray,
+    Pages,
+    check_cut_by_heads,
+    page_view,
+    run_views,
+)
 from hetero_connector.engine.step_timer import StepTimer
 from hetero_connector.metrics import Recorder
 from hetero_connector.store.arena import Arena
@@ -48,13 +56,18 @@ class WorkerSide:
         num_blocks: int,
         layerwise: str,
         recorder: Recorder,
+        *,
+        any_tp: bool = False,
     ) -> None:
+        """`any_tp`: engines of other TP sizes use what this one stores."""
         self._layout = layout
         self._rank = rank
         self._num_blocks = num_blocks
         self._recorder = recorder
         self._layerwise = layerwise
-        self._pages: dict[str, Pages] = {}
+        self._any_tp = any_tp
+        self._pages: dict[str, list[Pages]] = {}
+        """Of each layer, run by run."""
         self._device: Device | None = None
         self._timer: StepTimer | None = None
         self._arena: Arena | None = None
@@ -66,7 +79,10 @@ class WorkerSide:
         self._save_s = 0.0
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Adopt the engine's pages. Raises `UnsupportedModelError` on a geometry mismatch."""
+        """Adopt the engine's pages. Raises `UnsupportedModelError` on a geometry mismatch.
+
+        ConfigError where the pages cannot be used by other TP sizes though they should.
+        """
         layers = self._layout.model.stored_layers
         if layers:
             self._device = device_of(kv_caches[layers[0].layer])
@@ -74,7 +90,12 @@ class WorkerSide:
         for spec in layers:
             assert self._device is not None
             view = page_view(spec, kv_caches[spec.layer], self._num_blocks)
-            self._pages[spec.layer] = self._device.pages(spec, view)
+            if self._any_tp:
+                check_cut_by_heads(spec, view)
+            runs = self._layout.page_runs(spec, self._rank)
+            self._pages[spec.layer] = [
+                self._device.pages(spec, part) for part in run_views(spec, view, runs)
+            ]
 
     def begin_step(self, meta: StepMetadata) -> None:
         """The first hook of every step: `start_loads` comes after a forward without loads."""
@@ -124,7 +145,8 @@ class WorkerSide:
             self._device_().after_forward_so_far()
             for spec in layers:
                 if blocks := meta.cleared.get(spec.group):
-                    self._pages[spec.layer].clear(np.array(blocks, dtype=np.int64))
+                    for pages in self._pages[spec.layer]:
+                        pages.clear(np.array(blocks, dtype=np.int64))
             self._device_().before_forward_goes_on()
         if meta.protected:
             slot_masks.protect(layers, meta.protected, slot_mapping, attention)
@@ -220,7 +242,7 @@ class WorkerSide:
         end = self._timer.copying()
         for plan in plans:
             for rows, block_ids in plan.get(layer, ()):
-                self._pages[layer].load(arena, rows, block_ids)
+                self._pages[layer][rows.run].load(arena, rows, block_ids)
         end()
 
     def _run_now(self, meta: StepMetadata, plan: LayerCopies) -> None:
@@ -250,7 +272,7 @@ class WorkerSide:
     ) -> None:
         arena = self._arena_view(meta)
         for rows, block_ids in copies:
-            self._pages[layer].save(arena, rows, block_ids)
+            self._pages[layer][rows.run].save(arena, rows, block_ids)
 
 
 def _total_bytes(layout: ArtifactLayout, loads: list[Load]) -> int:

@@ -17,9 +17,9 @@ from hetero_connector.spec.state_types import RestoreRule, StateType
 
 
 def dense_layer(
-    layer: str, num_kv_heads: int, head_dim: int, kv: Precision, block_tokens: int
+    layer: str, num_kv_heads: int, head_dim: int, kv: Precision, block_tokens: int, parts: int = 1
 ) -> LayerSpec:
-    """Full attention: keys and values of every token."""
+    """Full attention: keys and values of every token, `num_kv_heads` of them on a rank."""
     page_bytes = 2 * num_kv_heads * head_dim * kv.item_bytes * block_tokens
     return LayerSpec(
         layer=layer,
@@ -31,6 +31,8 @@ def dense_layer(
         page_stride_bytes=page_bytes,
         dtype=kv.dtype,
         restore_rule=RestoreRule.EVERY_TOKEN,
+        parts=parts,
+        runs=(page_bytes,),
     )
 
 
@@ -61,11 +63,18 @@ def mla_layer(layer: str, latent_dim: int, kv: Precision, block_tokens: int) -> 
         page_stride_bytes=page_bytes,
         dtype=kv.dtype,
         restore_rule=RestoreRule.EVERY_TOKEN,
-        replicated=True,
+        runs=(page_bytes,),
     )
 
 
-def recurrent_layer(layer: str, state_bytes: int, block_tokens: int, stride: int) -> LayerSpec:
+def recurrent_layer(
+    layer: str,
+    state_bytes: int,
+    block_tokens: int,
+    stride: int,
+    parts: int = 1,
+    runs: tuple[int, ...] = (),
+) -> LayerSpec:
     """Mamba or gated delta net: one state per page, taken at the page's end."""
     return LayerSpec(
         layer=layer,
@@ -77,7 +86,21 @@ def recurrent_layer(layer: str, state_bytes: int, block_tokens: int, stride: int
         page_stride_bytes=stride,
         dtype="uint8",
         restore_rule=RestoreRule.AT_BOUNDARY,
+        parts=parts,
+        runs=runs,
     )
+
+
+def delta_net_runs(
+    conv_rows: int, key_bytes: int, value_bytes: int, state_bytes: int
+) -> tuple[int, ...]:
+    """Runs of a gated delta net's page on one rank: what heads cut (`LayerSpec.runs`).
+
+    First the convolution's last inputs, row by row queries, keys and values of the rank's heads,
+    then the delta-rule state of its value heads. vllm/model_executor/layers/mamba: the shapes in
+    mamba_utils.py, the sections as `gdn/qwen_gdn_linear_attn.py` loads conv1d.
+    """
+    return (key_bytes, key_bytes, value_bytes) * conv_rows + (state_bytes,)
 
 
 def hybrid_block_tokens(token_bytes: int, state_bytes: int, block_tokens: int) -> int:

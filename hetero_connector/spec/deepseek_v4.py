@@ -109,7 +109,7 @@ def _page(
         page_stride_bytes=math.ceil(page_bytes / state.page_alignment) * state.page_alignment,
         dtype=state.dtype,
         restore_rule=RestoreRule.EVERY_TOKEN,
-        replicated=True,
+        runs=(page_bytes,),
     )
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hetero_connector.errors import UnsupportedModelError
 from hetero_connector.spec.attention_layers import (
     assemble,
+    delta_net_runs,
     dense_layer,
     hybrid_block_tokens,
     mla_layer,
@@ -49,6 +50,14 @@ class _Deployment:
     ssm_dtype: str
     block_tokens: int | None
     tp_size: int
+
+
+class _RecurrentState(NamedTuple):
+    """One rank's state of a recurrent layer."""
+
+    size_bytes: int
+    runs: tuple[int, ...]
+    """As `LayerSpec.runs`."""
 
 
 _Layers = Iterator[LayerSpec]
@@ -103,6 +112,7 @@ def _dense(config: HfConfig, deployment: _Deployment, name: str, default_block: 
         config.head_dim,
         precision(deployment.kv_dtype, config.model_dtype),
         deployment.block_tokens or default_block,
+        config.kv_parts(deployment.tp_size),
     )
 
 
@@ -136,26 +146,24 @@ def _qwen3_next(config: HfConfig, deployment: _Deployment) -> _Layers:
     layers = range(config.number("num_hidden_layers"))
     default = ["linear_attention" if (i + 1) % every else _FULL for i in layers]
     kinds = config.sequence("layer_types") if config.has("layer_types") else default
-    return _hybrid(config, deployment, list(kinds), _delta_net_elements, "linear_attn")
+    return _hybrid(config, deployment, list(kinds), _delta_net_state, "linear_attn")
 
 
 def _granite_hybrid(config: HfConfig, deployment: _Deployment) -> _Layers:
     """Granite 4: Mamba-2 layers and a few of full attention."""
     kinds = ["full_attention" if k == "attention" else k for k in config.sequence("layer_types")]
-    return _hybrid(config, deployment, kinds, _mamba2_elements, "mixer")
+    return _hybrid(config, deployment, kinds, _mamba2_state, "mixer")
 
 
 def _hybrid(
     config: HfConfig,
     deployment: _Deployment,
     kinds: list[str],
-    state_elements: Callable[[HfConfig, int], tuple[int, int]],
+    state_of: Callable[[HfConfig, _Deployment], _RecurrentState],
     mixer: str,
 ) -> _Layers:
     """Recurrent layers, whose pages are padded to those of the attention beside them."""
-    conv, recurrent = state_elements(config, deployment.tp_size)
-    conv_bytes = conv * precision("auto", config.model_dtype).item_bytes
-    state_bytes = conv_bytes + recurrent * _ssm_item_bytes(config, deployment)
+    state_bytes, runs = state_of(config, deployment)
     token_bytes = _dense(config, deployment, "", 1).bytes_per_token
     step = deployment.block_tokens or _DENSE_BLOCK_TOKENS
     block = hybrid_block_tokens(int(token_bytes), state_bytes, step)
@@ -163,40 +171,41 @@ def _hybrid(
     for index, kind in enumerate(kinds):
         name = f"model.layers.{index}"
         if kind in _LINEAR:
-            yield recurrent_layer(f"{name}.{mixer}", state_bytes, block, int(token_bytes) * block)
+            stride = int(token_bytes) * block
+            parts = deployment.tp_size
+            yield recurrent_layer(f"{name}.{mixer}", state_bytes, block, stride, parts, runs)
         elif kind == _FULL:
             yield _dense(config, aligned, f"{name}.self_attn.attn", block)
         else:
             raise config.error(f"layer {index} is of kind {kind!r}")
 
 
-def _ssm_item_bytes(config: HfConfig, deployment: _Deployment) -> int:
-    return precision(deployment.ssm_dtype, config.model_dtype).item_bytes
+def _item_bytes(config: HfConfig, deployment: _Deployment) -> tuple[int, int]:
+    """Of the convolution's part of a recurrent state, and of the rest."""
+    conv = precision("auto", config.model_dtype).item_bytes
+    return conv, precision(deployment.ssm_dtype, config.model_dtype).item_bytes
 
 
-def _delta_net_elements(config: HfConfig, tp_size: int) -> tuple[int, int]:
-    """Elements of the convolution state and of the delta-rule state on one rank.
-
-    vllm/model_executor/layers/mamba/mamba_utils.py, `gated_delta_net_state_shape`.
-    """
+def _delta_net_state(config: HfConfig, deployment: _Deployment) -> _RecurrentState:
+    """vllm/model_executor/layers/mamba/mamba_utils.py, `gated_delta_net_state_shape`."""
     key_dim, value_dim = (
         config.number("linear_key_head_dim"),
         config.number("linear_value_head_dim"),
     )
-    key_heads = config.divided("linear_num_key_heads", tp_size)
-    value_heads = config.divided("linear_num_value_heads", tp_size)
-    conv_rows = config.number("linear_conv_kernel_dim") - 1
-    conv = (2 * key_dim * key_heads + value_dim * value_heads) * conv_rows
-    return conv, value_heads * value_dim * key_dim
+    keys = key_dim * config.divided("linear_num_key_heads", deployment.tp_size)
+    values = value_dim * config.divided("linear_num_value_heads", deployment.tp_size)
+    conv, ssm = _item_bytes(config, deployment)
+    rows = config.number("linear_conv_kernel_dim") - 1
+    runs = delta_net_runs(rows, keys * conv, values * conv, values * key_dim * ssm)
+    return _RecurrentState(sum(runs), runs)
 
 
-def _mamba2_elements(config: HfConfig, tp_size: int) -> tuple[int, int]:
-    """Elements of the convolution state and of the SSM state on one rank.
-
-    Groups are copied where ranks outnumber them.
+def _mamba2_state(config: HfConfig, deployment: _Deployment) -> _RecurrentState:
+    """Groups are copied where ranks outnumber them, so that pages are not joined.
 
     vllm/model_executor/layers/mamba/mamba_utils.py, `mamba2_state_shape`.
     """
+    tp_size = deployment.tp_size
     heads = config.divided("mamba_n_heads", tp_size)
     intermediate = config.number("mamba_expand", 2) * config.number("hidden_size")
     head_dim = config.get("mamba_d_head", "auto")
@@ -206,7 +215,9 @@ def _mamba2_elements(config: HfConfig, tp_size: int) -> tuple[int, int]:
     groups = groups if groups % tp_size == 0 else tp_size
     state = config.number("mamba_d_state")
     conv_dim = (intermediate + 2 * groups * state) // tp_size
-    return conv_dim * (config.number("mamba_d_conv", 4) - 1), heads * int(head_dim) * state
+    conv, ssm = _item_bytes(config, deployment)
+    conv_bytes = conv_dim * (config.number("mamba_d_conv", 4) - 1) * conv
+    return _RecurrentState(conv_bytes + heads * int(head_dim) * state * ssm, ())
 
 
 _FAMILIES: dict[str, tuple[_Family, dict[str, int]]] = {

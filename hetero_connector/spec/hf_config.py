@@ -93,6 +93,11 @@ class HfConfig:
             raise self.error(f"{heads} KV heads cannot be divided over {tp_size} ranks")
         return max(1, heads // tp_size)
 
+    def kv_parts(self, tp_size: int) -> int:
+        """Different sets of KV heads that the ranks hold."""
+        heads = self.number("num_key_value_heads", self.number("num_attention_heads"))
+        return min(heads, tp_size)
+
     def error(self, problem: str) -> UnsupportedModelError:
         """An error that names the model type."""
         return UnsupportedModelError(f"config.json of model_type {self.model_type!r}: {problem}")

@@ -43,10 +43,24 @@ class LayerSpec:
     boundary_tokens: int = 0
     """For WINDOW: how many tokens before a boundary are still read after it, where that is a
     multiple of `ModelSpec.alignment`."""
-    replicated: bool = False
-    """Every tensor-parallel rank holds the same bytes (MLA, compressed states)."""
+    parts: int = 1
+    """Different parts that the tensor-parallel ranks hold: 1 if all hold the same bytes (MLA,
+    compressed states), one each if all differ, fewer where ranks share a KV head. They are held in
+    order: rank r of n has part `r * parts // n`."""
+    runs: tuple[int, ...] = ()
+    """Bytes of the runs of a page that heads cut: each goes on in the next part's page, so that
+    the parts joined run by run are the page of one rank alone. Empty: they cannot be joined."""
     prompt_only: bool = False
     """State of decoded tokens differs from what a prefill of them would give (R-SWA)."""
+
+    def __post_init__(self) -> None:
+        if self.runs and sum(self.runs) != self.page_bytes:
+            raise ValueError(f"runs of {self.runs} bytes are no page: {self!r}")
+
+    @property
+    def whole_page_bytes(self) -> int:
+        """Useful bytes of a page of all parts."""
+        return self.page_bytes * self.parts
 
     @property
     def bytes_per_token(self) -> float:
@@ -105,6 +119,9 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if self.alignment <= 0 or self.tp_size <= 0:
             raise ValueError(f"alignment and tp_size must be positive, got {self!r}")
+        for layer in self.layers:
+            if layer.parts <= 0 or self.tp_size % layer.parts:
+                raise ValueError(f"{self.tp_size} ranks cannot hold {layer.parts} parts: {layer}")
 
     @cached_property
     def stored_layers(self) -> tuple[LayerSpec, ...]:
@@ -190,6 +207,7 @@ class ModelSpec:
                     **layer,
                     "state_type": StateType(layer["state_type"]),
                     "restore_rule": RestoreRule(layer["restore_rule"]),
+                    "runs": tuple(layer["runs"]),
                 }
             )
             for layer in document["layers"]

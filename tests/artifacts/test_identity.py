@@ -24,7 +24,7 @@ LAYER = LayerSpec(
     dtype="bfloat16",
     restore_rule=RestoreRule.EVERY_TOKEN,
 )
-SPEC = ModelSpec(layers=(LAYER,), alignment=16)
+SPEC = ModelSpec(layers=(LAYER,), alignment=16, tp_size=2)
 BASE = Fingerprint(
     architecture="LlamaForCausalLM",
     hf_config=canonical_config({"rope_theta": 1e4}),
@@ -47,13 +47,13 @@ CHANGES: dict[str, list[Any]] = {
     "quantization": ["fp8", ""],
     "kv_cache_dtype": ["fp8"],
     "model_dtype": ["float32"],
-    "model_spec": [dataclasses.replace(SPEC, tp_size=2), dataclasses.replace(SPEC, alignment=32)],
+    "model_spec": [dataclasses.replace(SPEC, tp_size=4), dataclasses.replace(SPEC, alignment=32)],
     "layout": ["HND"],
     "attention_backend": ["FLASH_ATTN"],
     "engine_version": ["0.33.0"],
     "chunk_tokens": [512],
     "extras": [(("draft", "x"),), (("draft", "y"),)],
-    "format_version": [2],
+    "format_version": [3],
 }
 LAYER_CHANGES: dict[str, Any] = {
     "layer": "model.layers.1.self_attn.attn",
@@ -67,7 +67,8 @@ LAYER_CHANGES: dict[str, Any] = {
     "restore_rule": RestoreRule.WINDOW,
     "window": 128,
     "boundary_tokens": 127,
-    "replicated": True,
+    "parts": 2,
+    "runs": (1000, 24),
 }
 
 

@@ -14,7 +14,7 @@ from hetero_connector.spec.presets import PRESETS
 
 KV, SWA, LOCAL = StateType.DENSE_KV, StateType.WINDOW_SWA, StateType.CHUNKED_LOCAL
 
-FULL = LayerSpec("full", 0, KV, 1, 16, 100, 128, "uint8", RestoreRule.EVERY_TOKEN)
+FULL = LayerSpec("full", 0, KV, 1, 16, 100, 128, "uint8", RestoreRule.EVERY_TOKEN, parts=2)
 WINDOW = replace(
     FULL, layer="swa", group=1, state_type=SWA, restore_rule=RestoreRule.WINDOW, window=40,
     boundary_tokens=39,
@@ -29,7 +29,7 @@ LAYOUT = ArtifactLayout(MODEL, 48)
 def test_a_chunk_holds_its_pages_of_every_layer_and_rank() -> None:
     assert LAYOUT.artifact_bytes(KV, 48, 96) == 2 * 2 * 3 * 100
     assert [s.first_page for s in LAYOUT.segments(KV, 48, 96)] == [3, 3]
-    assert [s.offset for s in LAYOUT.segments(KV, 48, 96)] == [0, 300]
+    assert [s.offset for s in LAYOUT.segments(KV, 48, 96)] == [0, 2 * 300]
 
 
 def test_a_window_holds_the_blocks_that_cover_it_and_fewer_near_the_start() -> None:

@@ -36,6 +36,7 @@ def spec(
         restore_rule=RestoreRule.WINDOW if window else RestoreRule.EVERY_TOKEN,
         window=window,
         boundary_tokens=window - 1 if window else 0,
+        parts=2,
     )
 
 
@@ -143,7 +144,7 @@ def test_saving_writes_exactly_the_artifact_s_bytes() -> None:
 
 
 def test_what_all_ranks_hold_alike_is_stored_once_and_read_by_all() -> None:
-    model = replace(MODEL, layers=tuple(replace(x, replicated=True) for x in MODEL.layers))
+    model = replace(MODEL, layers=tuple(replace(x, parts=1) for x in MODEL.layers))
     layout = ArtifactLayout(model, CHUNK)
     assert layout.artifact_bytes(KV, 0, CHUNK) == 4 * (96 + 40)
     copy = PageCopy(chunk_copies(1, [0]), {(KV, 0): Blocks(0, [1, 2, 3, 4])})

@@ -28,7 +28,7 @@ def test_saved_rows_are_the_pages_and_load_elsewhere(ids, page_bytes, padding) -
     before = cache.numpy().copy()
     pages = HostPages(cache[:, :page_bytes])
     gap = 128
-    rows = ArenaRows(offset=256, stride=PAGES * page_bytes + gap, count=ROWS, pages=PAGES)
+    rows = ArenaRows(256, PAGES * page_bytes + gap, ROWS, PAGES, pitch=page_bytes)
     arena = np.zeros(256 + ROWS * rows.stride, dtype=np.uint8)
 
     pages.save(arena, rows, np.array(ids))

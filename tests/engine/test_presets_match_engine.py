@@ -6,6 +6,7 @@ import json
 import pytest
 
 from hetero_connector.engine.geometry import model_spec
+from hetero_connector.engine.heads import ModelHeads
 from hetero_connector.spec import ModelSpec
 from hetero_connector.spec.from_config import model_spec_from_config
 from tests.engine.harness import CHECKPOINTS, MODELS, engine
@@ -36,7 +37,8 @@ def test_preset_equals_the_engines_geometry(model: str) -> None:
     with engine(model) as llm:
         core = llm.llm_engine.engine_core.engine_core
         worker = core.model_executor.driver_worker.worker
-        live = model_spec(worker.model_runner.kv_cache_config)
+        heads = ModelHeads.of(llm.llm_engine.vllm_config)
+        live = model_spec(worker.model_runner.kv_cache_config, heads=heads)
         cache = llm.llm_engine.vllm_config.cache_config
         path = llm.llm_engine.vllm_config.model_config.model
         kv_dtype, ssm_dtype = cache.cache_dtype, cache.mamba_ssm_cache_dtype

@@ -15,6 +15,7 @@ from hetero_connector.engine.start import (
     _checkpoint_policy,
     _planner,
     _store_config,
+    _uses_any_tp,
     _warnings,
 )
 from hetero_connector.errors import ConfigError
@@ -54,6 +55,19 @@ def test_a_chunk_longer_than_any_request_is_pointed_out() -> None:
     config = HeteroConfig.from_extra_config({"dram_gib": 0.1})
     (warning,) = _warnings(LAYOUT, config, max_model_len=32)
     assert "chunk_tokens=64 exceeds the 32 tokens" in warning
+
+
+def test_a_layer_that_cannot_be_cut_for_other_tp_sizes_is_named() -> None:
+    config = HeteroConfig.from_extra_config({"dram_gib": 0.1, "tp_sizes": "any"})
+    (warning,) = _warnings(LAYOUT, config, max_model_len=4096)
+    assert "tp_sizes='any' is as 'own'" in warning
+    assert "dense_kv state of full" in warning
+    assert not _uses_any_tp(config, HYBRID)
+    cut = tuple(replace(x, runs=(x.page_bytes,)) for x in HYBRID.layers)
+    model = replace(HYBRID, layers=cut)
+    assert _warnings(ArtifactLayout(model, 64), config, max_model_len=4096) == []
+    assert _uses_any_tp(config, model)
+    assert not _uses_any_tp(replace(config, tp_sizes="own"), model)
 
 
 def test_a_write_budget_smaller_than_a_chunk_is_pointed_out() -> None:

@@ -93,7 +93,7 @@ def test_tiny_deepseek_v4_has_the_geometry_the_engine_reported() -> None:
         expected[f"{attn(i)}.indexer.compressor.state_cache"] = c4_index
     assert {name: geometry(layer) for name, layer in layers.items()} == expected
     assert model.alignment == 256
-    assert all(layer.replicated for layer in model.layers)
+    assert all(layer.parts == 1 for layer in model.layers)
     rules = {layer.restore_rule for layer in model.layers if layer.window}
     assert rules == {RestoreRule.WINDOW}
 
@@ -184,7 +184,7 @@ def test_latent_attention_is_one_vector_on_every_rank() -> None:
         model_spec_from_config(config | {"qk_rope_head_dim": 64}, tp_size=tp) for tp in (1, 4)
     )
     assert one.bytes_per_token == four.bytes_per_token == 3 * 576 * 2
-    assert all(layer.replicated for layer in four.layers)
+    assert all(layer.parts == 1 for layer in four.layers)
     assert one.layers[0].state_type is StateType.MLA_LATENT
     assert one.alignment == 64
 

@@ -1,0 +1,87 @@
+"""The tensor-parallel ranks of an engine, without the engine: their pages and their copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.engine.copy_plan import plan_loads, plan_saves
+from hetero_connector.engine.messages import ArtifactCopy, Blocks, PageCopy
+from hetero_connector.engine.pages import DevicePages, HostPages, Pages, page_view, run_views
+from hetero_connector.spec import LayerSpec
+from tests.artifacts.whole_pages import Bytes, Layer, model_of
+
+CHUNK, NUM_BLOCKS = 64, 24
+
+
+class Ranks:
+    """All ranks of one engine. Each holds the pages of a prompt that a whole model would hold."""
+
+    def __init__(self, layers: tuple[Layer, ...], tp_size: int, kind: str = "host") -> None:
+        self.layout = ArtifactLayout(model_of(tp_size, layers), CHUNK)
+        self._layers = layers
+        self._kind = kind
+        self._caches = [
+            {spec.layer: _cache(spec) for spec in self.layout.model.layers} for _ in range(tp_size)
+        ]
+
+    def compute(self, whole: Mapping[str, Bytes], blocks: Sequence[int]) -> None:
+        """Put each rank's part of the whole pages into its blocks."""
+        tp_size = self.layout.model.tp_size
+        for rank, caches in enumerate(self._caches):
+            for layer in self._layers:
+                pages = whole[layer.name]
+                part = torch.from_numpy(layer.part(pages, tp_size, rank))
+                caches[layer.name][list(blocks[: len(pages)])] = part
+
+    def check(self, whole: Mapping[str, Bytes], blocks: Sequence[int], end: int) -> None:
+        """Assert that what an artifact ending at `end` holds is in the blocks, and nothing else."""
+        tp_size = self.layout.model.tp_size
+        for rank, caches in enumerate(self._caches):
+            for layer, spec in zip(self._layers, self.layout.model.layers, strict=True):
+                needed = spec.pages_needed(0, end)
+                expected = np.full((NUM_BLOCKS, spec.page_bytes), _UNTOUCHED, np.uint8)
+                part = layer.part(whole[layer.name], tp_size, rank)
+                expected[[blocks[i] for i in needed]] = part[needed.start : needed.stop]
+                assert np.array_equal(caches[layer.name].numpy(), expected), (rank, layer.name)
+
+    def copy(
+        self, arena: Bytes, artifacts: list[ArtifactCopy], blocks: list[int], *, save: bool
+    ) -> None:
+        """One after the other the ranks save or load."""
+        model = self.layout.model
+        tables = {(x.state_type, x.group): Blocks(0, blocks) for x in model.layers}
+        for rank, caches in enumerate(self._caches):
+            plan = (plan_saves if save else plan_loads)(
+                self.layout, rank, PageCopy(artifacts, tables)
+            )
+            for spec in model.layers:
+                pages = self._pages(spec, caches[spec.layer], rank)
+                for rows, ids in plan.get(spec.layer, ()):
+                    (pages[rows.run].save if save else pages[rows.run].load)(arena, rows, ids)
+
+    def _pages(self, spec: LayerSpec, cache: torch.Tensor, rank: int) -> list[Pages]:
+        view = page_view(spec, cache, NUM_BLOCKS)
+        views = run_views(spec, view, self.layout.page_runs(spec, rank))
+        return [HostPages(v) if self._kind == "host" else DevicePages(v, None) for v in views]
+
+
+_UNTOUCHED = 7
+
+
+def _cache(spec: LayerSpec) -> torch.Tensor:
+    """`[blocks, page] uint8` over a padded buffer."""
+    raw = torch.full((NUM_BLOCKS, spec.page_stride_bytes), _UNTOUCHED, dtype=torch.uint8)
+    return raw[:, : spec.page_bytes]
+
+
+def whole_pages(layers: Sequence[Layer], tokens: int, seed: int) -> dict[str, Bytes]:
+    """Random pages `[pages, whole bytes]` of a prompt, layer by layer."""
+    rng = np.random.default_rng(seed)
+    return {
+        x.name: rng.integers(0, 256, (tokens // x.spec(1).block_tokens, x.whole_bytes), np.uint8)
+        for x in layers
+    }
