@@ -223,7 +223,10 @@ class Saver:
         chunk = tracker.chain.ending_at(chunks * self._layout.chunk_tokens)
         exact = chunk.end >= tracker.windows_from
         if exact and self._keeps(tracker, chunks):
-            return self._collect(collected, chunk, self._plain_types, table)
+            kept = self._collect(collected, chunk, self._plain_types, table)
+            if kept:
+                self._decide(tracker, wanted=False)
+            return kept
         if not self._collect(collected, chunk, self._model.prefix_types, table):
             return False
         if exact and not self._has_tails and chunk.end > tracker.request.num_prompt_tokens:

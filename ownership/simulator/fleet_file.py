@@ -66,6 +66,7 @@ class _Fleet(msgspec.Struct, forbid_unknown_fields=True):
     chunk_tokens: _Count | None = None
     step_tokens: _Count = 8192
     max_running: _Count = 256
+    retention_interval: Annotated[int, Meta(ge=0, le=1 << 30)] | None = 0
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class _Reader:
             raise self._error("two kinds of workers have the same name", "workers")
         return FleetSpec(
             str(self._path), found.model, model, workers,
-            EngineLimits(found.step_tokens, found.max_running),
+            EngineLimits(found.step_tokens, found.max_running, found.retention_interval),
             dict(self._links(names)), found.chunk_tokens, tuple(self._failures(names)),
         )  # fmt: skip
 

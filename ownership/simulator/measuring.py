@@ -118,13 +118,16 @@ def overhead_of(done: FleetSimulation, wall_s: float) -> Overhead:
 
 
 def _flow_bytes(shape: StateShape, flow: Flow) -> int:
-    return shape.moved_bytes(flow.chunks, flow.checkpoints)
+    return sum(_type_bytes(shape, flow, kind) for kind in shape.model.state_types)
 
 
 def _type_bytes(shape: StateShape, flow: Flow, state_type: StateType) -> int:
     if state_type in shape.prefix_bytes:
         return flow.chunks * shape.prefix_bytes[state_type]
-    return flow.checkpoints * shape.boundary_bytes[state_type]
+    return sum(
+        count * shape.layout.artifact_bytes(state_type, 0, boundary * shape.chunk_tokens)
+        for boundary, count in flow.checkpoints.items()
+    )
 
 
 def _over(part: float, whole: float) -> float:

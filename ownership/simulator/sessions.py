@@ -51,10 +51,13 @@ class LiveSession:
         return parent is not None and len(self.followers[parent]) > 1
 
     def answered(self, index: int, block_tokens: int) -> BlockRuns | None:
-        """The blocks of a prompt and its answer, taken from the first prompt that follows and can
-        begin with both; None: there is none. The last token of an answer is never computed."""
+        """The blocks of a prompt and its answer, where the trace does not say from the first prompt
+        that follows and can begin with both; None: there is none. The last token of an answer is
+        never computed."""
         request = self.request(index)
         tokens = request.input_tokens + request.output_tokens - 1
+        if request.answered is not None:
+            return request.answered.head(tokens // block_tokens)
         full = request.input_tokens // block_tokens
         for follower in map(self.request, self.followers.get(index, ())):
             shared = follower.blocks.shared_with(request.blocks)

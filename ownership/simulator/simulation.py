@@ -209,7 +209,7 @@ class FleetSimulation:
             seconds = max(seconds, link.latency_s + size_bytes * link.seconds_per_byte)
         now_s = self.loop.now_s
         end_s = start_between(source.outgoing, target.incoming, now_s, seconds, size_bytes)
-        target.flows.fetched.add(chunks, checkpoints)
+        target.flows.fetched.add(chunks, [boundary] * checkpoints)
         request.network_s += end_s - now_s
         self._changed |= {source.name, target.name}
         crashes = source.crashes + target.crashes

@@ -315,6 +315,19 @@ def test_a_decoded_boundary_the_policy_keeps_stays(engine_of: Engines) -> None:
     assert checkpoints(engine) == [64, 128, 256, 320]
 
 
+def test_what_is_undecided_goes_when_the_policy_keeps_the_next_boundary(
+    engine_of: Engines,
+) -> None:
+    engine = engine_of(Periodic(2), COARSE)
+    request = FakeRequest("a", tokens(100))
+    engine.admit(request)
+    engine.step(a=100)
+    decode(engine, request, 170)
+    engine.finish(request)
+    engine.step()
+    assert checkpoints(engine) == [64, 128, 256]
+
+
 def reported_late(engine: Engine, request: FakeRequest) -> StepMetadata:
     """Decode the first token after the chunk boundary 128; the step's report is still to come."""
     engine.admit(request)

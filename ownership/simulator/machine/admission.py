@@ -9,10 +9,13 @@ from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.decision import EngineLoad
 from ownership.simulator.machine.channel import Channel, Flow
+from ownership.simulator.machine.decode_pages import DecodePages
 from ownership.simulator.machine.request import Hits, LiveRequest
 from ownership.simulator.state.memory import WorkerMemory
 from ownership.simulator.state.restoring import Restore, Restorer
+from ownership.simulator.state.retention import Retention
 from ownership.simulator.state.runs import Found, Run
+from ownership.simulator.traces.block_runs import BlockRuns
 
 _NOTHING = Found((), 0)
 
@@ -30,10 +33,11 @@ class Admission:
     """Gives out a worker's pages, and takes them back."""
 
     def __init__(
-        self, memory: WorkerMemory, restorer: Restorer, costs: CostModel, ssd: Channel, staged: Flow
-    ) -> None:
+        self, memory: WorkerMemory, restorer: Restorer, costs: CostModel, ssd: Channel,
+        staged: Flow, retention: Retention,
+    ) -> None:  # fmt: skip
         self._memory, self._restorer = memory, restorer
-        self._ssd, self._staged = ssd, staged
+        self._ssd, self._staged, self._retention = ssd, staged, retention
         footprint = memory.shape.footprint
         self._dram_pace = footprint.pace(costs.load.rates(Tier.DRAM))
         self._ssd_pace = footprint.pace(costs.load.rates(Tier.SSD))
@@ -46,14 +50,17 @@ class Admission:
         memory, shape = self._memory, self._memory.shape
         size, total = shape.chunk_tokens, request.prompt_tokens + request.generated
         found = memory.hbm.find(request.chain)
-        local = memory.resumable(found, (request.prompt_tokens - 1) // size)
+        limit = (request.prompt_tokens - 1) // size
+        local = memory.resumable(found, limit)
         cached = memory.hbm.find(request.chain.head(local)) if local < found.chunks else found
         run = memory.hbm.use(cached, memory.tick())
         memory.hbm.pin(run)
         if not memory.hbm.reserve(shape.request_bytes(total - local * size)):
             memory.hbm.unpin(run)
             return Verdict.NO_PAGES
+        request.junction_chunks = min(found.chunks, limit) if found.chunks > local else 0
         dram, ssd = memory.dram.find(request.chain), memory.ssd.find(request.chain)
+        request.stored_chunks = min(max(dram.chunks, ssd.chunks), limit)
         if request.matched_tokens < 0:
             matched = max(found.chunks, dram.chunks, ssd.chunks) * size
             request.matched_tokens = min(matched, request.prompt_tokens)
@@ -83,7 +90,7 @@ class Admission:
         kept = memory.hbm.reserve(shape.request_bytes(request.computed - cached_tokens))
         if request.pinned is not None:
             memory.hbm.unpin(request.pinned)
-        run, chunks = memory.cache_pages(request.chain, full)
+        run, chunks = self._cache_pages(request, request.chain, full)
         assert kept, "less than was just released fits"
         assert chunks == full, "chunks take no more than was just released"
         memory.hbm.pin(run)
@@ -102,19 +109,45 @@ class Admission:
         self.let_go(request, tokens)
         chain = request.answered_chain
         if chain is not None and not request.decodes_elsewhere:
-            self._memory.cache_pages(chain, chain.num_blocks)
+            self._cache_pages(request, chain, chain.num_blocks)
 
-    def grow(self, decodes: int, steps: int) -> int:
-        """Pages for so many decodes over `steps` steps, or as many steps as there is room for."""
-        step_bytes = decodes * self._memory.shape.page_bytes_per_token
-        free_bytes = self._memory.hbm.make_room(steps * step_bytes)
-        steps = min(steps, free_bytes // step_bytes) if step_bytes else steps
-        self._memory.hbm.reserved_bytes += steps * step_bytes
+    def _cache_pages(self, request: LiveRequest, chain: BlockRuns, chunks: int) -> tuple[Run, int]:
+        checkpoints = []
+        if self._memory.shape.has_checkpoints:
+            checkpoints = self._retention.boundaries(
+                request.prompt_tokens, request.junction_chunks, request.local_chunks,
+                request.resumed_chunks, chunks,
+            )  # fmt: skip
+        return self._memory.cache_pages(chain, chunks, checkpoints)
+
+    def grow(self, decodes: DecodePages, step: int, steps: int) -> int:
+        """Pages for all decodes over `steps` steps, or as many steps as there is room for."""
+        hbm, page_bytes = self._memory.hbm, self._memory.shape.page_bytes
+        wanted_bytes = decodes.needed(step, steps) * page_bytes
+        if not wanted_bytes:
+            return steps
+        free_bytes = hbm.make_room(wanted_bytes)
+        if free_bytes < wanted_bytes:
+            steps = decodes.fitting(step, steps, free_bytes // page_bytes)
+            wanted_bytes = decodes.needed(step, steps) * page_bytes
+        hbm.reserved_bytes += wanted_bytes
         return steps
 
-    def shrink(self, decodes: int, steps: int) -> None:
+    def hold_step(self, prefilled_tokens: int) -> int:
+        """Pages that windows need while a step computes; how many bytes, for `release_step`."""
+        hbm, shape = self._memory.hbm, self._memory.shape
+        wanted_bytes = prefilled_tokens * shape.step_bytes_per_token
+        held_bytes = min(wanted_bytes, hbm.make_room(wanted_bytes)) if wanted_bytes else 0
+        hbm.reserved_bytes += held_bytes
+        return held_bytes
+
+    def release_step(self, held_bytes: int) -> None:
+        """Undo `hold_step`."""
+        self._memory.hbm.release(held_bytes)
+
+    def shrink(self, decodes: DecodePages, step: int, steps: int) -> None:
         """Undo `grow`."""
-        self._memory.hbm.release(steps * decodes * self._memory.shape.page_bytes_per_token)
+        self._memory.hbm.release(decodes.needed(step, steps) * self._memory.shape.page_bytes)
 
     def _start(
         self, request: LiveRequest, run: Run, local: int, restore: Restore | None, total: int
@@ -149,8 +182,8 @@ class Admission:
         seconds += restore.ssd_checkpoints * pace.checkpoint_s
         moved = memory.shape.moved_bytes(restore.ssd_chunks, restore.ssd_checkpoints)
         end_s = self._ssd.start(now_s, seconds, moved)
-        self._staged.add(restore.ssd_chunks, restore.ssd_checkpoints)
         checkpoints = [restore.boundary_chunks] if restore.ssd_checkpoints else []
+        self._staged.add(restore.ssd_chunks, checkpoints)
         boundary = restore.boundary_chunks
         run, _, _ = memory.dram.add(
             request.chain.head(boundary), boundary, checkpoints, memory.tick()

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from ownership.simulator.clock import EventLoop
 from ownership.simulator.machine.admission import Admission, Verdict
+from ownership.simulator.machine.decode_pages import DecodePages
 from ownership.simulator.machine.request import LiveRequest
 from ownership.simulator.machine.steps import StepTimes
 from ownership.simulator.state.memory import WorkerMemory
@@ -27,10 +28,12 @@ _MOST_STEPS = 256
 
 
 class EngineLimits(NamedTuple):
-    """vLLM's `max_num_batched_tokens` and `max_num_seqs`."""
+    """vLLM's `max_num_batched_tokens`, `max_num_seqs` and `prefix_cache_retention_interval`."""
 
     step_tokens: int = 8192
     max_running: int = 256
+    retention_interval: int | None = 0
+    """Tokens; see `Retention`."""
 
 
 @dataclass
@@ -94,6 +97,7 @@ class BatchEngine:
         self._crashes = 0
         self._busy = False
         self._alone: _Decoding | None = None
+        self._pages = DecodePages(self.memory.shape.page_tokens)
         self._layers = self.memory.shape.footprint.num_layers
 
     @property
@@ -121,6 +125,7 @@ class BatchEngine:
         self.waiting.clear()
         self._staged_for.clear()
         self.prefilling, self._decodes = [], []
+        self._pages = DecodePages(self.memory.shape.page_tokens)
         self.context_tokens = self.queued_tokens = 0
         self._busy, self._alone = False, None
         self._stamp += 1  # whatever was announced does not happen
@@ -171,7 +176,7 @@ class BatchEngine:
         self.submit(request, first=True)
 
     def _begin_mixed(self) -> None:
-        while not self.admission.grow(len(self._decodes), 1):
+        while not self.admission.grow(self._pages, self._steps_done, 1):
             self._preempt()
             if not self.prefilling:
                 return self._begin_alone()
@@ -198,12 +203,13 @@ class BatchEngine:
             seconds = max(compute_s, load_s) + load_s / self._layers
             self.totals.exposed_s += seconds - compute_s
         self.totals.prefilled_tokens += tokens
+        self._step_bytes = self.admission.hold_step(tokens)
         self._announce(seconds)
 
     def _begin_alone(self) -> None:
         decodes = len(self._decodes)
         wanted = min(self._decodes[0][0] - self._steps_done, _MOST_STEPS)
-        while not (steps := self.admission.grow(decodes, wanted)):
+        while not (steps := self.admission.grow(self._pages, self._steps_done, wanted)):
             self._preempt()
             decodes = len(self._decodes)
         self._alone = _Decoding(self.loop.now_s, steps, decodes, self.context_tokens)
@@ -214,7 +220,7 @@ class BatchEngine:
         begun_s, steps, decodes, context = alone
         done = self.times.decode_steps_until(decodes, context, self.loop.now_s - begun_s)
         if done < steps:
-            self.admission.shrink(decodes, steps - done)
+            self.admission.shrink(self._pages, self._steps_done + done, steps - done)
             self._alone = alone._replace(steps=done)
             end_s = begun_s + self.times.decode_s(decodes, context, done)
             self._announce(max(end_s, self.loop.now_s) - self.loop.now_s)
@@ -242,6 +248,7 @@ class BatchEngine:
             while self._decodes and self._decodes[0][0] <= self._steps_done:
                 self._finish(heapq.heappop(self._decodes)[2])
         if alone is None:
+            self.admission.release_step(self._step_bytes)
             self._end_prefills()
         self._begin()
 
@@ -268,11 +275,13 @@ class BatchEngine:
         self._joined += 1
         request.finish_step = self._steps_done + remaining
         heapq.heappush(self._decodes, (request.finish_step, self._joined, request))
+        self._pages.join(request.computed, self._steps_done)
         self.context_tokens += request.computed
 
     def _finish(self, request: LiveRequest) -> None:
         tokens = request.prompt_tokens + request.output_tokens - 1
         self.context_tokens -= tokens
+        self._pages.leave(tokens, self._steps_done)
         self._let_go(request, tokens)
         self.finished(request)
 
@@ -297,6 +306,7 @@ class BatchEngine:
             request.generated = request.output_tokens - (finish_step - self._steps_done)
             tokens = request.prompt_tokens + request.generated - 1
             self.context_tokens -= tokens
+            self._pages.leave(tokens, self._steps_done)
         self.admission.let_go(request, tokens)
         request.preemptions += 1
         request.expected_tokens = request.prompt_tokens + request.generated

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -10,12 +12,14 @@ class Flow:
     """Chunks and checkpoints that went one way."""
 
     chunks: int = 0
-    checkpoints: int = 0
+    checkpoints: Counter[int] = field(default_factory=Counter)
+    """By boundary, in chunks: near the start of a prompt windows are not full."""
 
-    def add(self, chunks: int, checkpoints: int) -> None:
-        """So many more."""
+    def add(self, chunks: int, boundaries: Iterable[int] = ()) -> None:
+        """So many more chunks, and a checkpoint at each of the boundaries."""
         self.chunks += chunks
-        self.checkpoints += checkpoints
+        for boundary in boundaries:
+            self.checkpoints[boundary] += 1
 
 
 class Channel:

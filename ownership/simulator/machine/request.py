@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hetero_connector.planner.checkpoint_policy import Reuse
 from ownership.simulator.state.restoring import Restore
 from ownership.simulator.state.runs import Run
 from ownership.simulator.traces.block_runs import BlockRuns
@@ -50,6 +51,8 @@ class LiveRequest:
     """What was thought to be left to compute when it was queued."""
 
     # Where it stands at its worker.
+    reuse: Reuse | None = None
+    """What it found stored there."""
     computed: int = 0
     """Tokens whose state is in pages."""
     total: int = 0
@@ -62,6 +65,11 @@ class LiveRequest:
     cached_tokens: int = 0
     """Of its pages, those that belong to the prefix cache."""
     local_chunks: int = 0
+    """Of the engine's own prefix cache."""
+    junction_chunks: int = 0
+    """Up to which its pages were cached, where that is further than it could resume."""
+    stored_chunks: int = 0
+    """Leading chunks that were in DRAM or on SSD."""
     restore: Restore | None = None
     load_s: float = 0.0
     """From DRAM to pages, still to be done."""
@@ -70,6 +78,11 @@ class LiveRequest:
     """Read from SSD for it."""
     peer_chunks: int = 0
     """Chunks up to which its worker's DRAM was filled by a peer, for it."""
+
+    @property
+    def resumed_chunks(self) -> int:
+        """Before which nothing was computed."""
+        return self.restore.boundary_chunks if self.restore else self.local_chunks
 
     # What came of it.
     matched_tokens: int = -1
@@ -88,6 +101,6 @@ class LiveRequest:
     def start_over(self) -> None:
         """Its worker died: nothing of it is left but what was told."""
         self.computed = self.total = self.generated = self.step_tokens = 0
-        self.pinned = self.restore = None
+        self.pinned = self.restore = self.reuse = None
         self.was_staged = self.decodes_elsewhere = self.handed_over = False
         self.staged_chunks = self.peer_chunks = 0

@@ -20,6 +20,7 @@ from ownership.simulator.machine.request import LiveRequest
 from ownership.simulator.machine.steps import StepTimes
 from ownership.simulator.state.memory import Eviction, TierBytes, WorkerMemory
 from ownership.simulator.state.restoring import Restorer, StoredChunks
+from ownership.simulator.state.retention import Retention
 from ownership.simulator.state.sealing import Sealer
 from ownership.simulator.state.shape import StateShape
 from ownership.simulator.traces.block_runs import BlockRuns
@@ -91,7 +92,10 @@ class Worker:
         saved_s = recompute_seconds(costs.compute.predict)
         self.memory = WorkerMemory(shape, spec.capacity, policy.eviction, saved_s)
         restorer = Restorer(shape, costs, policy.restores, replay=policy.replay, known=known)
-        admission = Admission(self.memory, restorer, costs, self.ssd_reads, self.flows.staged)
+        admission = Admission(
+            self.memory, restorer, costs, self.ssd_reads, self.flows.staged,
+            Retention(shape.chunk_tokens, limits.retention_interval, shape.window_chunks),
+        )  # fmt: skip
         self.engine = BatchEngine(
             loop, StepTimes(costs), self.memory, admission, limits,
             self._prefilled, self._finished, self._worked,
@@ -165,27 +169,37 @@ class Worker:
         size = self.shape.chunk_tokens
         checkpoints: list[int] = []
         restore = request.restore
-        boundary = restore.boundary_chunks if restore else request.local_chunks
         if restore is not None:
+            kept = restore.dram_checkpoints + restore.ssd_checkpoints
             self.flows.loaded.add(
-                restore.dram_chunks + restore.ssd_chunks,
-                restore.dram_checkpoints + restore.ssd_checkpoints,
+                restore.dram_chunks + restore.ssd_chunks, [restore.boundary_chunks] * kept
             )
         if self.shape.has_checkpoints:
-            checkpoints = self._sealer.checkpoints(
+            checkpoints, reuse = self._sealer.prompt(
                 request.chain, request.prompt_tokens, size,
-                matched=request.matched_tokens // size, local=request.local_chunks,
-                resumed=boundary,
+                stored=request.stored_chunks, local=request.local_chunks,
+                resumed=request.resumed_chunks,
             )  # fmt: skip
+            request.reuse = request.reuse or reuse
         self._seal(request.chain, checkpoints, request.peer_chunks)
         self._told_prefilled(request)
 
     def _finished(self, request: LiveRequest) -> None:
         """Seal what the answer filled, and the request's end."""
-        chain = request.answered_chain
-        if chain is not None and not request.decodes_elsewhere:
-            ends = [chain.num_blocks] if self.shape.has_checkpoints and chain.num_blocks else []
-            self._seal(chain, ends, request.peer_chunks)
+        chain, checkpoints = request.answered_chain, []
+        decoded_tokens = request.output_tokens - 1
+        if request.decodes_elsewhere:
+            chain, decoded_tokens = None, 0
+        if request.reuse is not None:
+            checkpoints = self._sealer.ended(
+                chain,
+                request.prompt_tokens // self.shape.chunk_tokens,
+                (request.prompt_tokens + decoded_tokens) // self.shape.chunk_tokens,
+                request.reuse,
+            )
+            request.reuse = None
+        if chain is not None:
+            self._seal(chain, checkpoints, request.peer_chunks)
         self._served(self, request)
 
     def _seal(self, chain: BlockRuns, checkpoints: Sequence[int], peer_chunks: int) -> None:
@@ -196,7 +210,7 @@ class Worker:
         replicas = max(0, min(peer_chunks, full) - (full - sealed.ssd_chunks))
         written = sealed.ssd_chunks - replicas
         self.flows.written.add(written, sealed.ssd_checkpoints)
-        size_bytes = self.shape.moved_bytes(written, sealed.ssd_checkpoints)
+        size_bytes = self.shape.moved_bytes(written, len(sealed.ssd_checkpoints))
         if size_bytes:
             seconds = size_bytes / self.spec.ssd_write_bandwidth
             self.ssd_writes.start(self._loop.now_s, seconds, size_bytes)

@@ -50,12 +50,12 @@ class TierBytes:
 
 
 class Sealed(NamedTuple):
-    """What a prompt added to the tiers, in chunks and checkpoints."""
+    """What a prompt added to the tiers: chunks, and the boundaries of checkpoints."""
 
     dram_chunks: int = 0
-    dram_checkpoints: int = 0
+    dram_checkpoints: Sequence[int] = ()
     ssd_chunks: int = 0
-    ssd_checkpoints: int = 0
+    ssd_checkpoints: Sequence[int] = ()
 
 
 class WorkerMemory:
@@ -121,13 +121,18 @@ class WorkerMemory:
     def seal(self, chain: BlockRuns, chunks: int, checkpoints: Sequence[int]) -> Sealed:
         """Hold a prompt's `chunks` chunks in DRAM and write them to SSD."""
         tick = self.tick()
-        new = [0, 0, 0, 0]
-        for at, tier in enumerate((self.dram, self.ssd)):
-            if tier.capacity_bytes:
-                _, new[2 * at], new[2 * at + 1] = tier.add(chain, chunks, checkpoints, tick)
-        return Sealed(*new)
+        sealed = Sealed()
+        if self.dram.capacity_bytes:
+            _, new, boundaries = self.dram.add(chain, chunks, checkpoints, tick)
+            sealed = Sealed(new, boundaries)
+        if self.ssd.capacity_bytes:
+            _, new, boundaries = self.ssd.add(chain, chunks, checkpoints, tick)
+            sealed = sealed._replace(ssd_chunks=new, ssd_checkpoints=boundaries)
+        return sealed
 
-    def cache_pages(self, chain: BlockRuns, chunks: int) -> tuple[Run, int]:
+    def cache_pages(
+        self, chain: BlockRuns, chunks: int, checkpoints: Sequence[int]
+    ) -> tuple[Run, int]:
         """Leave a computed prompt's full pages to the engine's prefix cache.
 
         `chunks`: how many of the prompt's chunks are full. Returns the run at their end and how
@@ -135,6 +140,5 @@ class WorkerMemory:
         """
         if chunks < chain.num_blocks:
             chain = chain.head(chunks)
-        checkpoints = [chunks] if self.shape.has_checkpoints and chunks else []
         run, _, _ = self.hbm.add(chain, chunks, checkpoints, self.tick())
         return run, run.end

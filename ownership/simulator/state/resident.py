@@ -90,11 +90,11 @@ class ResidentChunks:
 
     def add(
         self, chain: BlockRuns, chunks: int, checkpoints: Sequence[int], tick: int
-    ) -> tuple[Run, int, int]:
+    ) -> tuple[Run, int, list[int]]:
         """Hold a chain, which is `chunks` chunks long, and checkpoints at those boundaries.
 
         As far as there is room: chunks first, then checkpoints, the deepest first. Returns the
-        run at the end of what is held, and how many chunks and checkpoints are new.
+        run at the end of what is held, and how many chunks and which checkpoints are new.
         """
         found = self.find(chain)
         known = set(found.checkpoints()) if checkpoints else ()
@@ -102,7 +102,7 @@ class ResidentChunks:
         anchor = self.use(found, tick)
         wanted = chunks - found.chunks
         if not wanted and not lacking:
-            return anchor, 0, 0
+            return anchor, 0, []
         sizes = self.sizes
         self.pin(anchor)
         size_bytes = wanted * sizes.chunk_bytes + len(lacking) * sizes.checkpoint_bytes
@@ -123,7 +123,7 @@ class ResidentChunks:
             insort(self._run_at(end, boundary).checkpoints, boundary)
         self.used_bytes += wanted * sizes.chunk_bytes + len(lacking) * sizes.checkpoint_bytes
         self._offer(end)
-        return end, wanted, len(lacking)
+        return end, wanted, lacking
 
     def reserve(self, size_bytes: int) -> bool:
         """Room for what is no chunk (yet), evicting if needed; False: there is too little."""

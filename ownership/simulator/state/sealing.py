@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hetero_connector.artifacts.record import ChunkKey
 from hetero_connector.planner.checkpoint_policy import (
@@ -21,32 +22,45 @@ class Sealer:
         self._policy = policy
         self._kept = KeptBoundaries()
 
-    def checkpoints(
+    def prompt(
         self, chain: BlockRuns, prompt_tokens: int, chunk_tokens: int, *,
-        matched: int, local: int, resumed: int,
-    ) -> list[int]:  # fmt: skip
-        """Boundaries to keep of a prompt computed from chunk `resumed` on, in chunks.
+        stored: int, local: int, resumed: int,
+    ) -> tuple[list[int], Reuse]:  # fmt: skip
+        """Boundaries to keep of a prompt computed from chunk `resumed` on, in chunks; its reuse.
 
-        `matched`: chunks that were stored; `local`: that the engine's own cache held.
+        `stored`: chunks that were; `local`: that the engine's own cache held.
         """
         full = prompt_tokens // chunk_tokens
         turn_ends = {full, (prompt_tokens - 1) // chunk_tokens} - {0}
         keeps, boundaries = self._policy.keeps, []
-        reuse = self._reuse(chain, matched, local, full)
+        reuse = self._reuse(chain, stored, local)
         for chunks in range(resumed + 1, full + 1):
-            missed = matched - resumed if chunks == matched else 0
+            missed = stored - resumed if chunks == stored else 0
             turn_end = chunks in turn_ends
             if keeps(Boundary(chunks, turn_end, missed)):
                 boundaries.append(chunks)
                 if turn_end or missed:
                     self._kept.add(_key(chain, chunks))
-        self._policy.observe(reuse)
-        return boundaries
+        return boundaries, reuse
 
-    def _reuse(self, chain: BlockRuns, matched: int, local: int, full: int) -> Reuse:
+    def ended(
+        self, chain: BlockRuns | None, prompt_chunks: int, chunks: int, reuse: Reuse
+    ) -> list[int]:
+        """Boundaries to keep of what an answer filled behind its prompt's full chunks.
+
+        `chain`: of the request's `chunks` chunks, answer included; None: nobody knows them.
+        """
+        self._policy.observe(replace(reuse, new=max(0, chunks - reuse.matched)))
+        if chain is None or not chunks:
+            return []
+        self._kept.add(_key(chain, chunks))
+        decoded = range(prompt_chunks + 1, chunks)
+        return [n for n in decoded if self._policy.keeps(Boundary(n, False, 0))] + [chunks]
+
+    def _reuse(self, chain: BlockRuns, matched: int, local: int) -> Reuse:
         steps = self._kept.steps_to(_keys_backwards(chain, matched))
         kept = max(min(local, matched), 0 if steps is None else matched - steps)
-        return Reuse(matched, kept, local, max(0, full - matched))
+        return Reuse(matched, kept, local)
 
 
 def _keys_backwards(chain: BlockRuns, chunks: int) -> Iterator[ChunkKey]:

@@ -26,6 +26,10 @@ class StateShape:
     pages: ChunkSizes
     """Bytes of KV pages on one rank, padding included."""
     page_bytes_per_token: int
+    page_tokens: int
+    """Pages of prefix-proportional state are taken as a whole."""
+    step_bytes_per_token: int
+    """Pages of windows that a step needs for each token it prefills, until the next step."""
     prefix_bytes: Mapping[StateType, int]
     """Of a full chunk."""
     boundary_bytes: Mapping[StateType, int]
@@ -44,6 +48,8 @@ class StateShape:
             ChunkSizes(chunk_tokens, sizes.chunk_bytes, sizes.checkpoint_bytes),
             ChunkSizes(chunk_tokens, page_bytes * chunk_tokens, _boundary_page_bytes(model)),
             page_bytes,
+            _page_tokens(model),
+            _window_page_bytes(model),
             grid.prefix_bytes,
             boundary_bytes,
         )
@@ -59,6 +65,12 @@ class StateShape:
         return self.stored.tokens
 
     @property
+    def window_chunks(self) -> int:
+        """Chunks before a boundary that the longest window reaches into; at least 1."""
+        reach = max((layer.boundary_tokens for layer in self.model.layers), default=0)
+        return max(1, -(-reach // self.chunk_tokens))
+
+    @property
     def has_checkpoints(self) -> bool:
         """Whether a request can resume only where boundary state was kept."""
         return bool(self.boundary_bytes)
@@ -70,7 +82,12 @@ class StateShape:
 
     def request_bytes(self, tokens: int) -> int:
         """Pages that a running request needs for so many tokens, on one rank."""
-        return tokens * self.page_bytes_per_token + self.pages.checkpoint_bytes
+        return -(-tokens // self.page_tokens) * self.page_bytes + self.pages.checkpoint_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one page in all layers, on one rank."""
+        return self.page_tokens * self.page_bytes_per_token
 
 
 def _boundary_page_bytes(model: ModelSpec) -> int:
@@ -80,6 +97,23 @@ def _boundary_page_bytes(model: ModelSpec) -> int:
         len(layer.pages_needed(far, far)) * layer.page_stride_bytes
         for layer in model.stored_layers
         if layer.state_type.family is Family.BOUNDARY
+    )
+
+
+def _page_tokens(model: ModelSpec) -> int:
+    """Where layers differ, what the longest page covers."""
+    rule = RestoreRule.EVERY_TOKEN
+    return max((x.block_tokens for x in model.layers if x.restore_rule is rule), default=1)
+
+
+def _window_page_bytes(model: ModelSpec) -> int:
+    """Of one token: an engine frees the pages before a window only once they are computed."""
+    return math.ceil(
+        sum(
+            layer.page_stride_bytes / layer.block_tokens
+            for layer in model.layers
+            if layer.restore_rule is RestoreRule.WINDOW
+        )
     )
 
 
@@ -94,12 +128,13 @@ def dense_paged(model: ModelSpec) -> ModelSpec:
             state_type=dense,
             restore_rule=RestoreRule.EVERY_TOKEN,
             page_bytes=layer.page_stride_bytes,
+            runs=(),
             boundary_tokens=0,
             window=None,
         )
         if layer.state_type.family is Family.BOUNDARY
         and layer.state_type is not StateType.RECURRENT
-        else replace(layer, page_bytes=layer.page_stride_bytes)
+        else replace(layer, page_bytes=layer.page_stride_bytes, runs=())
         for layer in model.layers
     )
     return replace(model, layers=layers)

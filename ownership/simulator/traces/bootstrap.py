@@ -84,7 +84,16 @@ def _renamed(requests: Sequence[Request], shared_blocks: int, first_id: int) -> 
     """The requests under ids of their own, but for the head that all sessions have in common."""
     common = requests[0].blocks.head(shared_blocks)
     shift = first_id - _lowest_id(requests)
-    return tuple(replace(r, blocks=_rename(r.blocks, common, shift)) for r in requests)
+
+    def renamed(request: Request) -> Request:
+        answered = request.answered
+        return replace(
+            request,
+            blocks=_rename(request.blocks, common, shift),
+            answered=None if answered is None else _rename(answered, common, shift),
+        )
+
+    return tuple(map(renamed, requests))
 
 
 def _rename(blocks: BlockRuns, common: BlockRuns, shift: int) -> BlockRuns:
@@ -94,10 +103,17 @@ def _rename(blocks: BlockRuns, common: BlockRuns, shift: int) -> BlockRuns:
 
 
 def _lowest_id(requests: Sequence[Request]) -> int:
-    return min((first for r in requests for first, _ in r.blocks.runs), default=0)
+    return min((first for first, _ in _runs(requests)), default=0)
 
 
 def _width(session: Session) -> int:
     """How many ids it takes to keep its own apart from the next session's."""
-    ends = (first + count for r in session.requests for first, count in r.blocks.runs)
+    ends = (first + count for first, count in _runs(session.requests))
     return max(ends, default=0) - _lowest_id(session.requests)
+
+
+def _runs(requests: Sequence[Request]) -> Iterator[tuple[int, int]]:
+    for request in requests:
+        yield from request.blocks.runs
+        if request.answered is not None:
+            yield from request.answered.runs

@@ -45,6 +45,8 @@ class Request:
     trigger: Trigger = Trigger.UNKNOWN
     model: str | None = None
     """Which model was called, where the trace says so."""
+    answered: BlockRuns | None = None
+    """The full blocks of the prompt with its answer behind it, where they are known."""
 
     def covered_tokens(self, num_blocks: int, block_tokens: int) -> int:
         """Prompt tokens in the first `num_blocks` blocks."""

@@ -137,6 +137,7 @@ class _SessionMaker:
     ) -> _Answered:
         answer_s = self._spec.answer_s.sample(self._rng)
         output_tokens = _length(self._spec.output_tokens, self._rng)
+        answered = self._grown(prompt, output_tokens)
         self._made.append(
             Request(
                 offset_s=offset_s,
@@ -147,9 +148,9 @@ class _SessionMaker:
                 think_s=think_s,
                 service_s=answer_s,
                 trigger=trigger,
+                answered=answered.blocks,
             )
         )
-        answered = self._grown(prompt, output_tokens)
         return _Answered(len(self._made) - 1, answered, offset_s + answer_s)
 
     def _fresh(self, length: Distribution) -> _Text:

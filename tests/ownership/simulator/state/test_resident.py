@@ -92,7 +92,7 @@ def test_bytes_are_conserved_and_capacity_holds(
             reserved += wanted
         boundaries = data.draw(st.sets(st.integers(1, chain.num_blocks)))
         _, chunks, checkpoints = resident.add(chain, chain.num_blocks, sorted(boundaries), now[0])
-        added += chunks * SIZES.chunk_bytes + checkpoints * SIZES.checkpoint_bytes
+        added += chunks * SIZES.chunk_bytes + len(checkpoints) * SIZES.checkpoint_bytes
         assert resident.reserved_bytes == reserved
         assert resident.used_bytes == added - resident.evicted_bytes
         resident.check_integrity()

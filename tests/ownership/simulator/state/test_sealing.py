@@ -1,6 +1,14 @@
 from __future__ import annotations
 
-from hetero_connector.planner.checkpoint_policy import Adaptive, Full, Periodic, Rates, Sizes, Zero
+from hetero_connector.planner.checkpoint_policy import (
+    Adaptive,
+    Full,
+    Periodic,
+    Rates,
+    Reuse,
+    Sizes,
+    Zero,
+)
 from ownership.simulator.state.sealing import Sealer
 from ownership.simulator.traces.block_runs import BlockRuns
 
@@ -8,8 +16,12 @@ CHAIN = BlockRuns(((100, 8), (7, 3)))
 SIZES = Sizes(256, 1_000, 10)
 
 
-def kept(sealer: Sealer, prompt_tokens: int, matched: int = 0, resumed: int = 0) -> list[int]:
-    return sealer.checkpoints(CHAIN, prompt_tokens, 256, matched=matched, local=0, resumed=resumed)
+def asked(sealer: Sealer, prompt_tokens: int, stored: int, resumed: int) -> tuple[list[int], Reuse]:
+    return sealer.prompt(CHAIN, prompt_tokens, 256, stored=stored, local=0, resumed=resumed)
+
+
+def kept(sealer: Sealer, prompt_tokens: int, stored: int = 0, resumed: int = 0) -> list[int]:
+    return asked(sealer, prompt_tokens, stored, resumed)[0]
 
 
 def test_a_prompts_end_is_kept_under_every_policy() -> None:
@@ -20,7 +32,7 @@ def test_a_prompts_end_is_kept_under_every_policy() -> None:
 
 
 def test_what_was_computed_is_asked_for_boundary_by_boundary() -> None:
-    assert kept(Sealer(Full()), 11 * 256 + 1, matched=6, resumed=6) == [7, 8, 9, 10, 11]
+    assert kept(Sealer(Full()), 11 * 256 + 1, stored=6, resumed=6) == [7, 8, 9, 10, 11]
     assert kept(Sealer(Periodic(4)), 11 * 256 + 1, resumed=2) == [4, 8, 11]
 
 
@@ -30,12 +42,22 @@ def test_where_a_checkpoint_was_missed_one_is_kept() -> None:
     def sealer() -> Sealer:
         return Sealer(Adaptive(SIZES, rates=lambda: rates, prior_requests=0))
 
-    assert kept(sealer(), 9 * 256 + 1, matched=6, resumed=2) == [6, 9]
-    assert kept(sealer(), 9 * 256 + 1, matched=0, resumed=2) == [9]
+    assert kept(sealer(), 9 * 256 + 1, stored=6, resumed=2) == [6, 9]
+    assert kept(sealer(), 9 * 256 + 1, stored=0, resumed=2) == [9]
 
 
 def test_the_policy_hears_of_reuse() -> None:
     policy = Adaptive(SIZES)
     sealer, before = Sealer(policy), policy.costs_s()
-    kept(sealer, 9 * 256 + 1, matched=6, resumed=6)
+    _, reuse = asked(sealer, 9 * 256 + 1, 6, 6)
+    assert policy.costs_s() == before
+    sealer.ended(CHAIN, 9, 11, reuse)
     assert policy.costs_s() != before
+
+
+def test_the_end_of_an_answer_is_kept_and_on_the_way_to_it_what_the_policy_keeps() -> None:
+    reuse = Reuse(6)
+    assert Sealer(Zero()).ended(CHAIN, 8, 11, reuse) == [11]
+    assert Sealer(Full()).ended(CHAIN, 8, 11, reuse) == [9, 10, 11]
+    assert Sealer(Full()).ended(CHAIN, 11, 11, reuse) == [11]
+    assert Sealer(Full()).ended(None, 8, 11, reuse) == []

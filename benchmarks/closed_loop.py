@@ -1,0 +1,228 @@
+"""A trace's sessions, sent to an engine in this process as people and tools would send them.
+
+What a trace leaves open is made up here: text is random bytes, and what follows an answer begins
+with the tokens that the engine did answer. So prompts share with each other what the trace says.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from ownership.simulator.traces.session import Request, Session, Trace
+
+_BYTES = 256
+_IDLE_S = 5e-4
+
+
+class Clock(Protocol):
+    """What time it is for those who send requests, in seconds since it was made."""
+
+    def now_s(self) -> float:
+        """Now."""
+        ...
+
+    def idle(self, due_s: float) -> None:
+        """Nothing happens before `due_s`: wait, for a while at least."""
+        ...
+
+    def computed(self) -> None:
+        """The engine has computed a step."""
+        ...
+
+
+class WallClock:
+    """What a client sees."""
+
+    def __init__(self) -> None:
+        self._begun_s = time.perf_counter()
+
+    def now_s(self) -> float:
+        """See `Clock.now_s`."""
+        return time.perf_counter() - self._begun_s
+
+    def idle(self, due_s: float) -> None:
+        """See `Clock.idle`."""
+        time.sleep(_IDLE_S)
+
+    def computed(self) -> None:
+        """Takes the time it takes."""
+
+
+class StepClock:
+    """Every step takes the same time, and nothing else any: runs can be repeated exactly."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s, self._now_s = step_s, 0.0
+
+    def now_s(self) -> float:
+        """See `Clock.now_s`."""
+        return self._now_s
+
+    def idle(self, due_s: float) -> None:
+        """See `Clock.idle`."""
+        self._now_s = max(self._now_s, due_s)
+
+    def computed(self) -> None:
+        """See `Clock.computed`."""
+        self._now_s += self._step_s
+
+
+@dataclass
+class Sent:
+    """One request, in seconds since the start."""
+
+    session: int
+    index: int
+    due_s: float
+    prompt: list[int]
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed."""
+
+    @property
+    def ttft_s(self) -> float:
+        """From when it was due to its first token."""
+        return self.first_token_s - self.due_s
+
+
+class SessionText:
+    """Token ids of one session's prompts."""
+
+    def __init__(self, session: Session, number: int, seed: int) -> None:
+        self._requests = session.requests
+        self._number, self._seed = number, seed
+        first = session.requests[0].blocks.runs
+        name = first[0][0] if first and session.preamble_tokens else 0
+        self._preamble = _text([seed, 0, name], session.preamble_tokens)
+        self._texts: dict[int, list[int]] = {}
+        """By request that was answered: its prompt and its answer."""
+
+    def prompt(self, index: int) -> list[int]:
+        """Of one request; what it continues was answered."""
+        request = self._requests[index]
+        head = self._preamble
+        if request.parent is not None and self._continues(request, request.parent):
+            head = self._texts[request.parent]
+        new_tokens = request.input_tokens - len(head)
+        return head + _text([self._seed, 1, self._number, index], new_tokens)
+
+    def answered(self, index: int, prompt: list[int], answer: Sequence[int]) -> None:
+        """What the engine said."""
+        self._texts[index] = prompt + list(answer)
+
+    def _continues(self, request: Request, parent: int) -> bool:
+        """Whether it begins with its parent's answer, and not a summary of it."""
+        before = self._requests[parent].answered
+        assert before is not None, "the trace does not say where answers are"
+        return request.blocks.shared_with(before) == before.num_blocks
+
+
+@dataclass
+class _Live:
+    """A session under way."""
+
+    session: Session
+    text: SessionText
+    start_s: float
+    followers: dict[int, list[int]] = field(default_factory=dict)
+
+
+class ClosedLoop:
+    """Plays a trace on a `vllm.LLM` whose engine core runs in this process."""
+
+    def __init__(self, llm: Any, trace: Trace, seed: int = 0) -> None:
+        self._engine = llm.llm_engine
+        self._core: Any = self._engine.engine_core.engine_core
+        self._live = [_live(s, n, seed) for n, s in enumerate(trace)]
+        self._due: list[tuple[float, int, int]] = []
+        self._running: dict[str, Sent] = {}
+        self.sent: list[Sent] = []
+        """In the order they were answered."""
+
+    def play(self, clock: Clock | None = None) -> list[float]:
+        """Until all is answered and saved. Seconds that each session took; by default as seen by
+        a client."""
+        for number, live in enumerate(self._live):
+            for index, request in enumerate(live.session.requests):
+                if request.parent is None:
+                    at_s = live.start_s + request.offset_s
+                    heapq.heappush(self._due, (at_s, number, index))
+        self._clock = clock or WallClock()
+        scheduler = self._core.scheduler
+        while self._due or scheduler.has_requests():
+            self._send()
+            if scheduler.has_requests():  # or saves to be reported
+                self._step()
+            else:
+                self._clock.idle(self._due[0][0])
+        ends = [
+            max(sent.last_token_s for sent in self.sent if sent.session == number)
+            for number in range(len(self._live))
+        ]
+        return [end_s - live.start_s for end_s, live in zip(ends, self._live, strict=True)]
+
+    def _send(self) -> None:
+        from vllm import SamplingParams
+
+        while self._due and self._due[0][0] <= self._clock.now_s():
+            due_s, number, index = heapq.heappop(self._due)
+            live = self._live[number]
+            prompt = live.text.prompt(index)
+            parameters = SamplingParams(
+                temperature=0.0,
+                max_tokens=live.session.requests[index].output_tokens,
+                ignore_eos=True,
+                detokenize=False,
+            )
+            name = f"{number}-{index}"
+            self._running[name] = Sent(number, index, due_s, prompt)
+            self._engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
+
+    def _step(self) -> None:
+        before = self._computed_tokens()
+        outputs = self._engine.step()
+        if outputs or self._computed_tokens() != before:
+            self._clock.computed()
+        now_s = self._clock.now_s()
+        for output in outputs:
+            name = output.request_id
+            sent = self._running[name]
+            if not sent.first_token_s and output.outputs[0].token_ids:
+                sent.first_token_s = now_s
+                sent.cached_tokens = int(output.num_cached_tokens or 0)
+            if output.finished:
+                sent.last_token_s = now_s
+                self._answered(self._running.pop(name), output.outputs[0].token_ids)
+
+    def _computed_tokens(self) -> int:
+        return sum(r.num_computed_tokens for r in self._core.scheduler.requests.values())
+
+    def _answered(self, sent: Sent, answer: Sequence[int]) -> None:
+        self.sent.append(sent)
+        live = self._live[sent.session]
+        live.text.answered(sent.index, sent.prompt, answer)
+        for index in live.followers.get(sent.index, ()):
+            request = live.session.requests[index]
+            assert request.think_s is not None
+            heapq.heappush(self._due, (sent.last_token_s + request.think_s, sent.session, index))
+
+
+def _live(session: Session, number: int, seed: int) -> _Live:
+    assert session.start_s is not None
+    live = _Live(session, SessionText(session, number, seed), session.start_s)
+    for index, request in enumerate(session.requests):
+        if request.parent is not None:
+            live.followers.setdefault(request.parent, []).append(index)
+    return live
+
+
+def _text(seed: Sequence[int], tokens: int) -> list[int]:
+    text: list[int] = np.random.default_rng(seed).integers(0, _BYTES, tokens).tolist()
+    return text

@@ -1,0 +1,184 @@
+"""Whether the simulator is faithful: the same sessions on a real engine, and simulated.
+
+    python -m benchmarks.faithful --json
+
+Agent sessions (`SESSIONS`: closed loops with think times, forks and a shared preamble) are played
+on the stock CPU engine with HeteroConnector, whose pages hold a few prompts only. Then the
+simulator plays them with the same model, chunks, capacities and policies, and the costs that
+`heterocache calibrate` has measured here just before. Tokens hit by tier and bytes moved by state
+type have to be equal, and times alike: each is told as simulated over real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from benchmarks.accounts import Account, account_of_simulation
+from benchmarks.engine_process import CHECKPOINTS, EngineProcess
+from benchmarks.faithful_engine import EngineFacts, FaithfulEngine, policy_of
+from benchmarks.measure import machine_line, rounded, save, table
+from examples.checkpoints import write_checkpoint
+from examples.serving import ENGINE_ENVIRONMENT, engine_arguments
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.cost_profile import CostProfile
+from ownership.simulator.traces.session import Trace
+from ownership.simulator.traces.starts import PoissonStarts
+from ownership.simulator.traces.synthetic import synthetic
+from ownership.simulator.traces.synthetic_spec import CODING_AGENT
+
+SESSIONS = CODING_AGENT.replaced(
+    {
+        "num_preambles": 2,
+        "preamble_tokens": "constant(value=300)",
+        "first_tokens": "lognormal(p50=1000, p90=1600)",
+        "turns": "geometric(mean=5)",
+        "tool_tokens": "lognormal(p50=250, p90=500)",
+        "user_tokens": "lognormal(p50=250, p90=500)",
+        "output_tokens": "lognormal(p50=30, p90=60)",
+        "tool_latency_s": "lognormal(p50=0.8, p90=2.0)",
+        "think_s": "lognormal(p50=1.5, p90=3.0)",
+        "fork_fraction": 0.1,
+        "fork_width": "constant(value=1)",
+        "fork_turns": "constant(value=1)",
+        "context_tokens": 3900,
+        "summary_tokens": "constant(value=300)",
+    }
+)
+_WRITE_BANDWIDTH = 1e9
+"""Of the SSD; writes hold nothing up, so that nothing depends on it."""
+
+
+class Setting(NamedTuple):
+    """How one model is served."""
+
+    num_blocks: int
+    """KV blocks: room for a few prompts."""
+    extra: Mapping[str, Any]
+    """Of HeteroConnector."""
+
+
+SETTINGS = {
+    "dense": Setting(160, {"chunk_tokens": 32}),
+    "gemma3": Setting(1500, {"chunk_tokens": 32}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="the figures as a last line of JSON")
+    parser.add_argument("--quick", action="store_true", help="few sessions; writes no results")
+    parser.add_argument("--models", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    given = parser.parse_args()
+    sessions = 3 if given.quick else 8
+    found = {model: compare(model, sessions) for model in given.models}
+    figures = {model: headline(*pair) for model, pair in found.items()}
+    tables = [f"{model}\n{report(*pair)}" for model, pair in found.items()]
+    text = "\n\n".join([f"{machine_line()}; {sessions} sessions", *tables])
+    print(text)
+    if not given.quick:
+        details = {m: {"engine": plain(a), "simulated": plain(b)} for m, (a, b) in found.items()}
+        print(f"\nwritten: {save('faithful', text, figures, details)}")
+    if given.json:
+        print(json.dumps(figures))
+
+
+def compare(model: str, sessions: int) -> tuple[Account, Account]:
+    """What an engine did, and what the simulator says of it."""
+    setting = SETTINGS[model]
+    extra = {"dram_gib": 0.25, "checkpoints": "full", **setting.extra}
+    arguments = engine_arguments(model) | {
+        "max_model_len": 4096,
+        "num_gpu_blocks_override": setting.num_blocks,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        profile = calibrated(model, arguments, Path(folder))
+        with EngineProcess(model, extra, FaithfulEngine, **arguments) as engine:
+            facts: EngineFacts = engine.call("facts")
+            trace = trace_of(facts.chunk_tokens, sessions)
+            real: Account = engine.call("play", trace)
+    costs = profile.cost_model(facts.model.state_types, step_tokens=facts.limits.step_tokens)
+    return real, simulated(facts, costs, trace, extra["checkpoints"])
+
+
+def trace_of(block_tokens: int, sessions: int, seed: int = 0) -> Trace:
+    """What is played."""
+    starts = PoissonStarts(1.0)
+    return synthetic(
+        SESSIONS, num_sessions=sessions, starts=starts, block_tokens=block_tokens, seed=seed
+    )
+
+
+def calibrated(model: str, arguments: Mapping[str, Any], folder: Path) -> CostProfile:
+    """What `heterocache calibrate` says of this machine."""
+    path = folder / "profile.json"
+    command = [sys.executable, "-m", "hetero_connector.cli", "calibrate"]
+    command += [str(write_checkpoint(model, CHECKPOINTS)), "--out", str(path)]
+    command += ["--dram-gib", "0.25", "--engine-args", json.dumps(dict(arguments))]
+    command += ["--ssd-dir", str(folder)]
+    environment = os.environ | dict(ENGINE_ENVIRONMENT) | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the calibration failed:\n{done.stderr[-4000:]}")
+    return CostProfile.read(path)
+
+
+def simulated(facts: EngineFacts, costs: CostModel, trace: Trace, checkpoints: str) -> Account:
+    """The simulator's account."""
+    fleet = facts.fleet((facts.worker(costs, _WRITE_BANDWIDTH),))
+    return account_of_simulation(trace, fleet, policy_of(checkpoints), facts.chunk_tokens)
+
+
+def headline(real: Account, twin: Account) -> dict[str, Any]:
+    """Ratios are simulated over real."""
+    ratios = {
+        "ttft": median(twin.ttft_s.values()) / median(real.ttft_s.values()),
+        "session": median(twin.session_s) / median(real.session_s),
+    }
+    equal = {
+        "hit_tokens_equal": real.hit_tokens == twin.hit_tokens,
+        "state_bytes_equal": real.state_bytes == twin.state_bytes,
+    }
+    return {**rounded(ratios), **equal}
+
+
+def plain(account: Account) -> dict[str, Any]:
+    """As JSON values."""
+    ttft_s = {f"{session}-{index}": s for (session, index), s in sorted(account.ttft_s.items())}
+    return {**vars(account), "ttft_s": ttft_s}
+
+
+def report(real: Account, twin: Account) -> str:
+    rows: list[Sequence[str]] = []
+    for name, one, other in (
+        ("TTFT, median", real.ttft_s.values(), twin.ttft_s.values()),
+        ("session, median", real.session_s, twin.session_s),
+    ):
+        a, b = median(one), median(other)
+        rows.append((name, f"{a:.4g} s", f"{b:.4g} s", f"{b / a:.2f}"))
+    tiers = sorted({*real.hit_tokens, *twin.hit_tokens})
+    counts = [
+        (f"hit tokens, {t}", real.hit_tokens.get(t, 0), twin.hit_tokens.get(t, 0)) for t in tiers
+    ]
+    for flow in sorted({*real.state_bytes, *twin.state_bytes}):
+        one_flow, other_flow = (x.state_bytes.get(flow, {}) for x in (real, twin))
+        counts += [
+            (f"bytes {flow}, {t}", one_flow.get(t, 0), other_flow.get(t, 0))
+            for t in sorted({*one_flow, *other_flow})
+        ]
+    for name, count, other_count in counts:
+        told = "equal" if count == other_count else f"{other_count / count if count else 0:.3f}"
+        rows.append((name, f"{count:,}", f"{other_count:,}", told))
+    return table(("", "engine", "simulated", "ratio"), rows)
+
+
+if __name__ == "__main__":
+    main()

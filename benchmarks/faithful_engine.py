@@ -1,0 +1,117 @@
+"""A real engine that plays a trace, and what the simulator has to know to do the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.accounts import Account, account_of_engine, gained, registered
+from benchmarks.closed_loop import Clock, ClosedLoop
+from benchmarks.engine_process import Engine
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.spec.model_spec import ModelSpec
+from ownership.simulator.fleet_file import FleetSpec
+from ownership.simulator.machine.batching import EngineLimits
+from ownership.simulator.machine.worker import WorkerSpec
+from ownership.simulator.policies import PolicySpec, parse_policy
+from ownership.simulator.state.memory import TierBytes
+from ownership.simulator.traces.session import Trace
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What an engine is made of."""
+
+    model: ModelSpec
+    chunk_tokens: int
+    capacity: TierBytes
+    limits: EngineLimits
+
+    @classmethod
+    def of(cls, llm: Any) -> EngineFacts:
+        """Of a `vllm.LLM` whose engine core runs in this process."""
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        layout, tiers = scheduler.connector._scheduler._layout, _store(llm)._tiers
+        pools = scheduler.kv_cache_config
+        hbm = (pools.num_blocks - 1) * _block_bytes(layout.model)
+        ssd = tiers.ssd.geometry.count if tiers.ssd else 0
+        slot_bytes = sum(layout.max_bytes.values())
+        config = scheduler.scheduler_config
+        return cls(
+            layout.model,
+            layout.chunk_tokens,
+            TierBytes(hbm, tiers.dram.geometry.count * slot_bytes, ssd * slot_bytes),
+            EngineLimits(
+                config.max_num_batched_tokens,
+                config.max_num_seqs,
+                pools.prefix_cache_retention_interval,
+            ),
+        )
+
+    def worker(self, costs: CostModel, write_bandwidth: float) -> WorkerSpec:
+        """Its twin; `write_bandwidth` of the SSD in bytes per second."""
+        return WorkerSpec("engine", costs, self.capacity, write_bandwidth)
+
+    def fleet(self, workers: tuple[WorkerSpec, ...]) -> FleetSpec:
+        """Of engines like this one."""
+        return FleetSpec(
+            "an engine", "its own", self.model, workers, self.limits, {}, self.chunk_tokens
+        )
+
+
+def policy_of(checkpoints: str, scheduling: str = "colocated") -> PolicySpec:
+    """What an engine of these benchmarks does: it restores all it can, answers included."""
+    return parse_policy(f"{scheduling}+checkpoints={checkpoints}+restores=always_load+answers=kept")
+
+
+def played(llm: Any, trace: Trace, clock: Clock | None = None) -> tuple[Account, ClosedLoop]:
+    """Play a trace on an engine in this process, and say what it came to."""
+    _publish(llm)
+    before = registered()
+    loop = ClosedLoop(llm, trace)
+    session_s = loop.play(clock)
+    if not _store(llm).flush(60.0):
+        raise RuntimeError("the store did not reach the SSD in time")
+    _publish(llm)
+    cached_tokens = sum(sent.cached_tokens for sent in loop.sent)
+    ttft_s = {(sent.session, sent.index): sent.ttft_s for sent in loop.sent}
+    counters = gained(registered(), before)
+    return account_of_engine(counters, cached_tokens, ttft_s, session_s), loop
+
+
+class FaithfulEngine(Engine):
+    """In its process."""
+
+    def __init__(
+        self, model: str, extra: Mapping[str, Any] | None, engine_args: Mapping[str, Any]
+    ) -> None:
+        super().__init__(model, extra, engine_args)
+        self.complete([1, 2, 3], 40, False)  # the first steps pay for what is set up late
+
+    def facts(self) -> EngineFacts:
+        return EngineFacts.of(self._llm)
+
+    def play(self, trace: Trace) -> Account:
+        return played(self._llm, trace)[0]
+
+
+def _block_bytes(model: ModelSpec) -> int:
+    """Of one block of the pool, which any group of layers may take for its pages."""
+    by_group: Counter[int] = Counter()
+    for layer in model.layers:
+        by_group[layer.group] += layer.page_stride_bytes
+    return max(by_group.values())
+
+
+def _publish(llm: Any) -> None:
+    """Counters come out with a step of the engine. So short a prompt leaves nothing behind."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(max_tokens=1, detokenize=False)
+    llm.generate([{"prompt_token_ids": [1, 2, 3]}], parameters, use_tqdm=False)
+
+
+def _store(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler._store

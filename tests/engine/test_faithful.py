@@ -1,0 +1,91 @@
+"""The simulator does what the engine does: the same sessions, the same hits and bytes.
+
+Both run by a clock by which every step takes as long, so that they can be compared to the byte,
+and to the step: who shares a step with whom, and when each prompt's first token comes.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.accounts import account_of_simulation
+from benchmarks.closed_loop import StepClock
+from benchmarks.faithful_engine import EngineFacts, played, policy_of
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.interference_model import (
+    InterferenceCoefficients,
+    InterferenceRegression,
+)
+from hetero_connector.planner.load_model import LoadModel, TierRates
+from hetero_connector.spec.model_spec import ModelSpec
+from ownership.simulator.traces.session import Trace
+from ownership.simulator.traces.starts import PoissonStarts
+from ownership.simulator.traces.synthetic import synthetic
+from ownership.simulator.traces.synthetic_spec import CODING_AGENT
+from tests.engine.harness import engine
+
+STEP_S = 0.01
+SESSIONS = CODING_AGENT.replaced(
+    {
+        "num_preambles": 2,
+        "preamble_tokens": "constant(value=200)",
+        "first_tokens": "lognormal(p50=500, p90=900)",
+        "turns": "geometric(mean=5)",
+        "tool_tokens": "lognormal(p50=80, p90=200)",
+        "user_tokens": "lognormal(p50=80, p90=200)",
+        "output_tokens": "lognormal(p50=20, p90=40)",
+        "tool_latency_s": "lognormal(p50=0.3, p90=0.6)",
+        "think_s": "lognormal(p50=0.5, p90=1.0)",
+        "fork_fraction": 0.2,
+        "fork_width": "constant(value=1)",
+        "fork_turns": "constant(value=1)",
+        "context_tokens": 1500,
+        "summary_tokens": "constant(value=200)",
+    }
+)
+
+
+def sessions(block_tokens: int, seed: int, number: int = 5) -> Trace:
+    starts = PoissonStarts(2.0)
+    return synthetic(
+        SESSIONS, num_sessions=number, starts=starts, block_tokens=block_tokens, seed=seed
+    )
+
+
+def steps_alone_cost(model: ModelSpec, step_tokens: int) -> CostModel:
+    compute = ComputeCoefficients(STEP_S, 0.0, 0.0)
+    decode = InterferenceCoefficients(STEP_S, 0.0, 0.0, 0.0, 0.0, 0.0)
+    free = TierRates(0.0, dict.fromkeys(model.state_types, 0.0), 0.0)
+    return CostModel(
+        ComputeRegression(compute),
+        LoadModel(model.state_types, dict.fromkeys(Tier, free)),
+        step_tokens=step_tokens,
+        interference=InterferenceRegression(decode, compute),
+    )
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("model", "num_blocks", "checkpoints", "seed"),
+    [
+        ("dense", 66, "full", 0),  # pages for two prompts: some are preempted
+        ("gemma3", 500, "periodic:4", 1),
+    ],
+)
+def test_an_engine_and_its_twin_agree(
+    model: str, num_blocks: int, checkpoints: str, seed: int
+) -> None:
+    extra = {"dram_gib": 0.1, "chunk_tokens": 32, "checkpoints": checkpoints}
+    limits = {"num_gpu_blocks_override": num_blocks, "max_model_len": 2048}
+    with engine(model, extra, disable_log_stats=False, max_num_batched_tokens=512, **limits) as llm:
+        facts, trace = EngineFacts.of(llm), sessions(32, seed)
+        real, _ = played(llm, trace, StepClock(STEP_S))
+    costs = steps_alone_cost(facts.model, facts.limits.step_tokens)
+    fleet = facts.fleet((facts.worker(costs, 1e9),))
+    twin = account_of_simulation(trace, fleet, policy_of(checkpoints), facts.chunk_tokens)
+    assert real.hit_tokens.keys() >= {"hbm", "dram"}, "nothing was asked of the tiers"
+    assert twin == real
+    assert twin.ttft_s == pytest.approx(real.ttft_s)
+    assert sorted(twin.session_s) == pytest.approx(sorted(real.session_s))
