@@ -129,6 +129,7 @@ class ReplayedRequest:
     prompt_embeds: None = None
     lora_request: None = None
     cache_salt: None = None
+    kv_transfer_params: None = None
 
 
 class _Pages:

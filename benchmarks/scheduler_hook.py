@@ -286,7 +286,8 @@ def _shrunk(model: ModelSpec) -> ModelSpec:
     return replace(
         model,
         layers=tuple(
-            replace(x, page_bytes=_PAGE_BYTES, page_stride_bytes=_PAGE_BYTES) for x in model.layers
+            replace(x, page_bytes=_PAGE_BYTES, page_stride_bytes=_PAGE_BYTES, runs=())
+            for x in model.layers
         ),
     )
 
