@@ -50,7 +50,7 @@ _SINGLE_POLICIES = ("never", "always")
 _COMPARED = (*_SINGLE_POLICIES, "planned")
 _CUTS = tuple(f"cut {share:g}" for share in CUTS)
 _POLICIES = (*_COMPARED, *_CUTS)
-_COMPARED_S, _CUT_S = 1.2, 0.6
+_COMPARED_S, _CUT_S = 0.8, 0.4
 """A policy takes its turn until it has taken so long in a cell: 10 ms differ by half."""
 _MOST_TURNS = 60
 _CUT_TURNS = 2
@@ -209,7 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner_grid", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
-    parser.add_argument("--repeats", type=int, default=5, help="turns at least, per cell")
+    parser.add_argument("--repeats", type=int, default=4, help="turns at least, per cell")
     parser.add_argument("--model", choices=list(_MODELS), help="this one only; nothing is written")
     arguments = parser.parse_args()
     parent = Path.cwd() / ".cache"
