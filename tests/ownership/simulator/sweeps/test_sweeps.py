@@ -58,13 +58,13 @@ def test_policies_are_told_over_the_oracle(files: Path, capsys: pytest.CaptureFi
     assert "<svg" in (files / "out" / "report.html").read_text()
 
 
+def result(policy: str, seed: int, seconds: float, refused: int = 0) -> dict[str, object]:
+    figures = {"refused": refused, **dict.fromkeys(BOUNDED, seconds)}
+    return {"point": {"policy": policy, "seed": seed}, "figures": figures}
+
+
 def test_over_the_oracle_of_the_same_seed() -> None:
     """By hand: 3 over 2 and 5 over 4. Of what refuses some there is none."""
-
-    def result(policy: str, seed: int, seconds: float, refused: int = 0) -> dict[str, object]:
-        figures = {"refused": refused, **dict.fromkeys(BOUNDED, seconds)}
-        return {"point": {"policy": policy, "seed": seed}, "figures": figures}
-
     found = [result("oracle", 0, 2.0), result("oracle", 1, 4.0)]
     found += [result("colocated", 0, 3.0), result("colocated", 1, 5.0)]
     found += [result("conductor", 0, 3.0, refused=1), result("conductor", 1, 5.0)]
@@ -74,6 +74,17 @@ def test_over_the_oracle_of_the_same_seed() -> None:
     assert colocated.figures[name].mean == pytest.approx(1.375)
     assert colocated.overhead_us is None
     assert name not in conductor.figures
+
+
+def test_a_policy_is_told_over_the_oracle_of_its_kind() -> None:
+    name = f"{BOUNDED[0]}_over_oracle"
+    kept = [result("oracle+answers=kept", 0, 1.0), result("colocated+answers=kept", 0, 1.5)]
+    lost = [result("oracle", 0, 2.0), result("colocated", 0, 4.0)]
+    for found in (kept + lost, lost + kept):
+        told = {row.policy: row.figures[name].mean for row in rows(found)}
+        assert (told["colocated+answers=kept"], told["colocated"]) == (1.5, 2.0)
+    alone = rows([lost[0], kept[1]])
+    assert name not in alone[1].figures
 
 
 def test_a_trace_a_fleet_and_two_policies(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
