@@ -24,7 +24,8 @@ class Ahead(NamedTuple):
 
 
 class RequestQueue:
-    """Counts by request. Every call but `reset` costs the same however many there are."""
+    """Counts by request. A question costs the requests that were first asked about after it, a
+    step those that prefill; no call walks over all that run."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, int] = {}
