@@ -78,7 +78,6 @@ class FleetWorker:
         self._serving = NOBODY
         self._refresh_at_s = clock()
         self._refreshing: Future[None] | None = None
-        self._ends_seen = 0
 
     def start(self, store: SharedStore) -> None:
         """Join with this store."""
@@ -155,7 +154,5 @@ class FleetWorker:
         assert self._ledger is not None
         asked_s = self._clock()
         self.peers.refresh(directory.workers(), asked_s)
-        if self.peers.ends_seen > self._ends_seen:
-            self._ends_seen = self.peers.ends_seen
-            self._ledger.reclaim()
-            self._thread.wake()
+        if ended := self.peers.take_ended():
+            self._ledger.reclaim(ended)

@@ -37,8 +37,8 @@ class LivePeers:
         self._cards: dict[int, bytes] = {}
         """By epoch, of those that were live."""
         self._asked_s = float("-inf")
-        self.ends_seen = 0
-        """Epochs that were live and are not any more."""
+        self._ended: set[Epoch] = set()
+        """Epochs that were live and are not any more, until they are taken."""
 
     def card(self, holder: int) -> bytes | None:
         """What the worker of this epoch published; None unless its lease lasts."""
@@ -69,9 +69,15 @@ class LivePeers:
         with self._lock:
             for epoch in self._cards.keys() - workers.keys():
                 self._fence.saw_end(Epoch(epoch))
-                self.ends_seen += 1
+                self._ended.add(Epoch(epoch))
             self._cards = {epoch: worker.peer for epoch, worker in workers.items() if worker.peer}
             self._asked_s = asked_s
+
+    def take_ended(self) -> set[Epoch]:
+        """Epochs that were seen to have ended since the last call."""
+        with self._lock:
+            ended, self._ended = self._ended, set()
+        return ended
 
     def saw(self, artifact: ArtifactId, token: Token) -> None:
         """An owner of the artifact has this token."""

@@ -1,17 +1,20 @@
 """Whose chains are read: told to the directory, and asked of it before they leave DRAM.
 
-An engine names, for each of its sessions, the last chunk that it reads of each owner's. An owner
-whose DRAM is full asks who reads what would leave next: it keeps that longer, until its last reader
-has gone. Both are a period late at most, and wrong by no more than that when a call fails: readers
-order evictions, nothing rests on them.
+An engine names the last chunk that any of its sessions reads of each owner's: it counts its
+sessions itself, so that hundreds that come and go are one call, and one that leaves before it was
+told costs none. An owner whose DRAM is full asks who reads what would leave next: it keeps that
+longer, until its last reader has gone. Both are a period late at most, unless the directory is
+slow: readers order evictions, nothing rests on them.
 
-Only the directory's thread comes here.
+Only the directory's thread comes here. A turn of that thread makes two calls at most for it, and
+every other turn none, so that renewals, lookups and claims go between however much is to be told.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from itertools import islice
 from typing import Protocol
@@ -21,8 +24,12 @@ from ownership.directory import Directory
 from ownership.directory_thread import DirectoryThread
 from ownership.identifiers import NOBODY, Epoch
 
-_READERS_PER_CALL = 64
-_CHUNKS_ASKED = 256
+_NAME = "sessions"
+"""All of an engine's, as one reader; the epoch says whose."""
+_CHUNKS_PER_CALL = 256
+_MAX_READERS = 8_192
+"""Twice what a store counts. The one that changed longest ago is forgotten first: its chain then
+leaves its owner's DRAM as if nobody here read it."""
 _DEADLINE_S = 5.0
 _BELIEVED_PERIODS = 3.0
 """So many periods an answer counts: two may fail."""
@@ -36,7 +43,7 @@ class ReadStore(Protocol):
         ...
 
     def soon_to_leave(self, count: int) -> list[ChunkKey]:
-        """Chunks of which it matters now whether others read them."""
+        """Chunks of which it matters now whether others read them, twice `count` or fewer."""
         ...
 
     def read_elsewhere(self, is_read: Mapping[ChunkKey, bool], for_s: float) -> None:
@@ -59,57 +66,104 @@ class ReaderCounts:
         self._period_s = period_s
         self._clock = clock
         self._reads: dict[str, tuple[ChunkKey, ...]] = {}
-        """What each reader reads now."""
-        self._told: dict[str, tuple[ChunkKey, ...]] = {}
-        """What the directory was told of each, under `_epoch`."""
-        self._untold: dict[str, None] = {}
+        """What each reader reads now; that which changed longest ago first."""
+        self._counts: Counter[ChunkKey] = Counter()
+        """How many of them read up to each chunk; none is zero."""
+        self._told: set[ChunkKey] = set()
+        """What the directory may think is read here, under `_epoch`."""
+        self._untold: dict[ChunkKey, None] = {}
+        """Read and not told yet, or told and not read any more."""
         self._epoch = NOBODY
-        self._telling: Future[None] | None = None
-        self._tell_at_s = clock()
+        self._has_to_ask = False
+        self._job: Future[None] | None = None
+        self._period_at_s = clock()
+        self._go_on_at_s = clock()
 
     def keep(self) -> float:
-        """Tell and ask, once in a period; seconds until the next time."""
+        """Tell and ask, in each period; seconds until there is something to do again."""
         now_s = self._clock()
-        is_telling = self._telling is not None and not self._telling.done()
-        if now_s >= self._tell_at_s and not is_telling:
-            self._tell_at_s = now_s + self._period_s
-            self._telling = self._thread.call(self._tell, _DEADLINE_S)
-        return max(0.0, self._tell_at_s - now_s) if not is_telling else self._period_s
+        if self._job is not None:
+            self._look_at_job(self._job)
+            return 0.0
+        if now_s >= self._period_at_s:
+            self._period_at_s = now_s + self._period_s
+            self._take()
+            self._has_to_ask = True
+        if (self._has_to_ask or self._untold) and now_s >= self._go_on_at_s:
+            self._job = self._thread.call(self._ask_or_tell, _DEADLINE_S)
+            return 0.0
+        return self._period_at_s - now_s
 
-    def _tell(self, directory: Directory, epoch: Epoch) -> None:
-        self._take(epoch)
-        for reader in list(islice(self._untold, _READERS_PER_CALL)):
-            told, reads = self._told.get(reader, ()), self._reads.get(reader, ())
-            unread: list[ChunkKey] = []
-            if came := [chunk for chunk in reads if chunk not in told]:
-                directory.add_reader(epoch, reader, came)
-            if left := [chunk for chunk in told if chunk not in reads]:
-                unread = directory.remove_reader(epoch, reader, left)
-            self._settled(reader, reads)
-            self._store.read_elsewhere(dict.fromkeys(unread, False), 0.0)
-        self._ask(directory)
+    def _look_at_job(self, job: Future[None]) -> None:
+        """Once it is done the next may follow, a turn later; after a failure in the next period."""
+        if job.done():
+            self._job = None
+            if job.exception() is not None:
+                self._go_on_at_s = self._period_at_s
 
-    def _take(self, epoch: Epoch) -> None:
-        """What has changed; all of it under a new epoch, for readers end with their worker's."""
-        if epoch != self._epoch:
+    def _take(self) -> None:
+        """What has changed. Also while the directory is gone: the store's list is bounded, too."""
+        for reader, chunks in self._store.take_readers().items():
+            self._leave(reader)
+            if chunks:
+                self._come(reader, chunks)
+        while len(self._reads) > _MAX_READERS:
+            self._leave(next(iter(self._reads)))
+
+    def _come(self, reader: str, chunks: tuple[ChunkKey, ...]) -> None:
+        self._reads[reader] = chunks
+        for chunk in chunks:
+            self._counts[chunk] += 1
+            if self._counts[chunk] == 1:
+                self._untold[chunk] = None
+
+    def _leave(self, reader: str) -> None:
+        for chunk in self._reads.pop(reader, ()):
+            self._counts[chunk] -= 1
+            if not self._counts[chunk]:
+                del self._counts[chunk]
+                if chunk in self._told:
+                    self._untold[chunk] = None
+                else:
+                    self._untold.pop(chunk, None)
+
+    def _ask_or_tell(self, directory: Directory, epoch: Epoch) -> None:
+        """One job: two calls at most."""
+        if epoch != self._epoch:  # readers end with their worker's epoch
             self._epoch = epoch
             self._told.clear()
-            self._untold.update(dict.fromkeys(self._reads))
-        for reader, chunks in self._store.take_readers().items():
-            self._reads[reader] = chunks
-            self._untold[reader] = None
-
-    def _settled(self, reader: str, reads: Iterable[ChunkKey]) -> None:
-        del self._untold[reader]
-        if reads:
-            self._told[reader] = tuple(reads)
+            self._untold = dict.fromkeys(self._counts)
+        asked = self._store.soon_to_leave(_CHUNKS_PER_CALL) if self._has_to_ask else []
+        self._has_to_ask = False
+        if asked:
+            self._ask(directory, asked)
         else:
-            self._told.pop(reader, None)
-            self._reads.pop(reader, None)
+            self._tell(directory, epoch)
 
-    def _ask(self, directory: Directory) -> None:
-        chunks = self._store.soon_to_leave(_CHUNKS_ASKED)
-        if chunks:
-            usage = directory.usage(chunks)
-            is_read = {c: u.num_readers > 0 for c, u in zip(chunks, usage, strict=True)}
-            self._store.read_elsewhere(is_read, _BELIEVED_PERIODS * self._period_s)
+    def _ask(self, directory: Directory, chunks: list[ChunkKey]) -> None:
+        is_read = {
+            chunk: usage.num_readers > self._is_told(chunk)
+            for chunk, usage in zip(chunks, directory.usage(chunks), strict=True)
+        }
+        self._store.read_elsewhere(is_read, _BELIEVED_PERIODS * self._period_s)
+
+    def _is_told(self, chunk: ChunkKey) -> bool:
+        """Whether one of the readers that the directory counts is this engine."""
+        return chunk in self._told and chunk not in self._untold
+
+    def _tell(self, directory: Directory, epoch: Epoch) -> None:
+        """Whatever was not answered is told again: the directory may have heard it or not."""
+        chunks = list(islice(self._untold, _CHUNKS_PER_CALL))
+        if came := [chunk for chunk in chunks if chunk in self._counts]:
+            self._told.update(came)
+            directory.add_reader(epoch, _NAME, came)
+            self._settled(came)
+        if left := [chunk for chunk in chunks if chunk not in self._counts]:
+            unread = directory.remove_reader(epoch, _NAME, left)
+            self._told.difference_update(left)
+            self._settled(left)
+            self._store.read_elsewhere(dict.fromkeys(unread, False), 0.0)
+
+    def _settled(self, chunks: list[ChunkKey]) -> None:
+        for chunk in chunks:
+            del self._untold[chunk]

@@ -86,8 +86,8 @@ class IoThread:
 
     def step(self) -> bool:
         """One round without waiting; True if anything moved. For this thread, or in its place."""
-        self._expire()
-        moved = self._reader.step()
+        expiring = self._expire()
+        moved = self._reader.step() or expiring
         if self._peer_reader is not None:
             moved = self._peer_reader.step() or moved
         if self._adopter is not None:
@@ -96,13 +96,18 @@ class IoThread:
         queued = self._state.has_loads or self._state.closing
         return self._prefetcher.step(may_start=not (self._reading or queued)) or moved
 
-    def _expire(self) -> None:
-        """What has a time to live: copies of what others own, and readers."""
+    def _expire(self) -> bool:
+        """What has a time to live: copies of what others own, and readers; whether more is due.
+
+        A few at a time: the scheduler waits for the lock.
+        """
         state = self._state
-        if min(state.replicas.look_s, state.readers.look_s) <= state.clock():
-            with state.lock:
-                state.replicas.expire()
-                state.readers.expire()
+        is_left = False
+        for mortal in (state.replicas, state.readers):
+            if mortal.look_s <= state.clock():
+                with state.lock:
+                    is_left = mortal.expire() or is_left
+        return is_left
 
     @property
     def _reading(self) -> bool:

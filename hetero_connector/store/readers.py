@@ -22,6 +22,8 @@ from hetero_connector.store.eviction import EvictionPolicy
 _CAPACITY = 4_096
 _SWEEP_FROM = 64
 _MAX_ENDS = 8
+_CHUNKS_AT_ONCE = 512
+"""Whose readers are counted down while the store's lock is held once: a millisecond or so."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,13 @@ class Readers:
             heapq.heapify(self._ends)
         self.look_s = min(self.look_s, until_s)
 
-    def leaves(self, reader: Hashable) -> None:
-        """It reads nothing any more. Idempotent."""
+    def leaves(self, reader: Hashable) -> int:
+        """It reads nothing any more; how many chunks it read. Idempotent."""
         reading = self._readings.pop(reader, None)
-        if reading is not None:
-            self._has_changed(reader)
-            self._end(reading)
+        if reading is None:
+            return 0
+        self._has_changed(reader)
+        return self._end(reading)
 
     def ends(self, reader: Hashable) -> tuple[ChunkKey, ...]:
         """The last chunk it reads of each owner's, deepest first; empty if it reads nothing.
@@ -125,14 +128,19 @@ class Readers:
         """Up to which chunks other engines' readers read."""
         return [reader.chunk for reader in self._readings if isinstance(reader, _Elsewhere)]
 
-    def expire(self) -> None:
-        """Those whose time is over read nothing any more."""
-        now_s = self._clock()
-        while self._ends and self._ends[0][0] <= now_s:
+    def expire(self, chunks: int = _CHUNKS_AT_ONCE) -> bool:
+        """Some of those whose time is over read nothing any more; whether others are left.
+
+        At least one, and no further one once so many chunks were counted down.
+        """
+        now_s, counted = self._clock(), 0
+        while self._ends and self._ends[0][0] <= now_s and counted < chunks:
             *_, reader, reading = heapq.heappop(self._ends)
+            counted += 1
             if self._readings.get(reader) is reading:
-                self.leaves(reader)
+                counted += self.leaves(reader)
         self.look_s = self._ends[0][0] if self._ends else math.inf
+        return self.look_s <= now_s
 
     def clear(self) -> None:
         """The index was cleared: nobody reads anything."""
@@ -148,11 +156,15 @@ class Readers:
             if len(self.changed) > 2 * self._capacity:  # nobody asks: there is no fleet
                 del self.changed[next(iter(self.changed))]
 
-    def _end(self, reading: _Reading) -> None:
+    def _end(self, reading: _Reading) -> int:
+        """Chunks counted down."""
+        counted = 0
         for node in _chain(reading.node):
+            counted += 1
             node.readers -= 1
             if not node.readers:
                 self._unread(node)
+        return counted
 
 
 def _chain(node: Node | None) -> Iterator[Node]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 
 from hetero_connector.artifacts.index import Artifact
@@ -19,6 +20,17 @@ from hetero_connector.store.demoted import Demoted
 from hetero_connector.store.moments import Moments
 
 _NOT_YET = -1
+_LOOKS_AT_ONCE = 256
+"""While the store's lock is held once: a millisecond or two."""
+_SWEEP_FROM = 64
+
+
+@dataclass
+class _Watched:
+    look: int = 0
+    """Number of the look that counts; others of the artifact are not current any more."""
+    expired_at: int = _NOT_YET
+    """Its last use when it expired."""
 
 
 class Replicas:
@@ -42,60 +54,73 @@ class Replicas:
         self._demoted = demoted
         self._recorder = recorder
         self._looks: list[tuple[float, int, Artifact]] = []
-        """(when to look, order of arrival, artifact): a heap, parents first."""
+        """(when to look, number of the look, artifact): a heap, parents first."""
         self._order = count()
-        self._expired_at: dict[Artifact, int] = {}
-        """Each that is looked after, and its last use when it expired."""
+        self._watched: dict[Artifact, _Watched] = {}
+        """Each that is looked after."""
         self.look_s = math.inf
         """When `expire` has something to do. May be read without the lock."""
 
     def __len__(self) -> int:
         """How many are looked after."""
-        return len(self._expired_at)
+        return len(self._watched)
 
     def add(self, artifact: Artifact) -> None:
         """It is another worker's. Of a chain add parents first; twice changes nothing."""
-        if artifact not in self._expired_at:
-            self._expired_at[artifact] = _NOT_YET
-            self._look(artifact, self._clock() + self._ttl_s)
+        if artifact not in self._watched:
+            watched = self._watched[artifact] = _Watched()
+            self._look(artifact, watched, self._clock() + self._ttl_s)
 
     def is_ours(self, artifact: Artifact) -> None:
         """It is not a replica any more: it leaves when its turn comes."""
-        if self._expired_at.pop(artifact, None) is not None:
+        if self._watched.pop(artifact, None) is not None:
             self._demoted.used([artifact])
 
-    def expire(self) -> None:
-        """Let those whose time is over leave first."""
+    def expire(self, looks: int = _LOOKS_AT_ONCE) -> bool:
+        """Let some of those whose time is over leave first; whether others are left to look at."""
         now_s = self._clock()
-        while self._looks and self._looks[0][0] <= now_s:
-            *_, artifact = heapq.heappop(self._looks)
-            if artifact not in self._expired_at:
-                continue
-            if artifact.forgotten:
-                del self._expired_at[artifact]
-                continue
-            until_s = self._moments.when_s(artifact.last_used) + self._ttl_s
-            if until_s <= now_s:
-                self._expire(artifact)
-                until_s = now_s + self._ttl_s
-            self._look(artifact, until_s)
+        for _ in range(looks):
+            if not self._looks or self._looks[0][0] > now_s:
+                break
+            _, number, artifact = heapq.heappop(self._looks)
+            if self._is_current(number, artifact):
+                self._look_at(artifact, self._watched[artifact], now_s)
         self.look_s = self._looks[0][0] if self._looks else math.inf
+        return self.look_s <= now_s
 
     def clear(self) -> None:
         """Forget every artifact."""
         self._looks.clear()
-        self._expired_at.clear()
+        self._watched.clear()
         self.look_s = math.inf
 
-    def _expire(self, artifact: Artifact) -> None:
+    def _look_at(self, artifact: Artifact, watched: _Watched, now_s: float) -> None:
+        if artifact.forgotten:
+            del self._watched[artifact]
+            return
+        until_s = self._moments.when_s(artifact.last_used) + self._ttl_s
+        if until_s <= now_s:
+            self._expire(artifact, watched)
+            until_s = now_s + self._ttl_s
+        self._look(artifact, watched, until_s)
+
+    def _expire(self, artifact: Artifact, watched: _Watched) -> None:
         """Counted once for each time that it goes unused."""
-        if self._expired_at[artifact] != artifact.last_used:
-            self._expired_at[artifact] = artifact.last_used
+        if watched.expired_at != artifact.last_used:
+            watched.expired_at = artifact.last_used
             self._recorder.add("heterocache_replicas_expired")
         if artifact.dram is not None:
             # Each time anew: what deeper chunks rested on when room was needed is passed over.
             self._demoted.add(artifact, Tier.DRAM)
 
-    def _look(self, artifact: Artifact, when_s: float) -> None:
-        heapq.heappush(self._looks, (when_s, next(self._order), artifact))
+    def _look(self, artifact: Artifact, watched: _Watched, when_s: float) -> None:
+        watched.look = next(self._order)
+        heapq.heappush(self._looks, (when_s, watched.look, artifact))
+        if len(self._looks) > 2 * len(self._watched) + _SWEEP_FROM:
+            self._looks = [x for x in self._looks if self._is_current(x[1], x[2])]
+            heapq.heapify(self._looks)
         self.look_s = min(self.look_s, when_s)
+
+    def _is_current(self, look: int, artifact: Artifact) -> bool:
+        watched = self._watched.get(artifact)
+        return watched is not None and watched.look == look

@@ -107,11 +107,17 @@ class Sharing:
         return ends
 
     def soon_to_leave(self, count: int) -> list[ChunkKey]:
-        """Chunks of which it matters now whether others read them, about `count` or fewer."""
+        """Chunks of which it matters now whether others read them, twice `count` or fewer.
+
+        Half of that is room for what would leave next, the rest for what others read already: of
+        that, what was asked longest ago.
+        """
         state = self._state
         with state.lock:
             soon = [node.key for node in state.tiers.soon_to_leave(count)]
-            return list(dict.fromkeys([*state.readers.read_elsewhere(), *soon]))[: 2 * count]
+            elsewhere = state.readers.read_elsewhere()
+        asked = dict.fromkeys([*elsewhere[:count], *soon, *elsewhere[count:]])
+        return list(asked)[: 2 * count]
 
     def read_elsewhere(self, is_read: Mapping[ChunkKey, bool], for_s: float) -> None:
         """Whether readers of other engines read up to these chunks: believed for so long."""

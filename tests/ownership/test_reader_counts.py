@@ -36,7 +36,7 @@ def test_who_reads_here_is_told_and_who_left_is_too(
     directory: BreakableDirectory, ann: Worked
 ) -> None:
     ann.store.readers = {"s": (B, A), "t": (B,)}
-    until(lambda: readers(directory, A, B, C) == [1, 2, 0])
+    until(lambda: readers(directory, A, B, C) == [1, 1, 0])
     ann.store.readers = {"s": (C,)}
     until(lambda: readers(directory, A, B, C) == [0, 1, 1])
     ann.store.readers = {"s": (), "t": ()}
@@ -61,6 +61,17 @@ def test_the_last_readers_release_is_acted_on_at_once(
     until(lambda: readers(directory, A) == [1])
     ann.store.readers = {"s": ()}
     until(lambda: ann.store.elsewhere == {A: False})
+
+
+def test_what_only_this_engine_reads_is_not_read_elsewhere(
+    directory: BreakableDirectory, ann: Worked
+) -> None:
+    ann.store.readers = {"s": (A, B)}
+    until(lambda: readers(directory, A, B) == [1, 1])
+    bob = directory.register(Worker("bob", b"card"), 60.0).epoch
+    directory.add_reader(bob, "u", [B])
+    ann.store.soon = [A, B]
+    until(lambda: ann.store.elsewhere == {A: False, B: True})
 
 
 def test_under_a_new_epoch_all_readers_are_told_again(

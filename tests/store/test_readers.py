@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from filling import SIZES, Bench, Disk, begin, chain, ids_of, put, stored
+from filling import SIZES, Bench, Disk, begin, chain, ids_of, put, stored, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -152,6 +152,50 @@ def test_on_ssd_too_what_is_read_leaves_last(tmp_path: Path) -> None:
     assert not any(stored(store, chain(f"c{i}", 2)) for i in range(5))
     store.close()
     store.check_integrity()
+
+
+def test_of_many_whose_time_is_over_a_few_go_at_once() -> None:
+    now_s = 0.0
+    unread: list[Node] = []
+    readers = Readers(lambda: now_s, unread.append)
+    root = Node(ChunkRange(ROOT, ROOT, 0, 0), None)
+    nodes = [Node(chunk, root) for i in range(20) for chunk in chain(f"c{i}", 1)]
+    for i, node in enumerate(nodes):
+        readers.reads(i, node, 1.0)
+    now_s = 1.0
+    assert readers.expire(1), "others are left"
+    assert len(readers) == root.readers == 19
+    assert readers.expire(9), "each reads two chunks"
+    assert len(readers) == 16
+    assert readers.look_s <= now_s, "the I/O thread comes back at once"
+    assert not readers.expire()
+    assert len(readers) == root.readers == 0
+    assert len(unread) == 21
+    assert readers.look_s == float("inf")
+
+
+def test_the_scheduler_lets_nobody_go_where_there_is_an_io_thread(tmp_path: Path) -> None:
+    clocked = Clocked(dram_chunks=4, root=tmp_path / "ssd")
+    put(clocked.store, TRUNK)
+    state = clocked.store._state
+    with state.lock:  # the I/O thread waits
+        for i in range(10):
+            clocked.reads(f"s{i}", TRUNK, for_s=1.0)
+        clocked.now_s += 1.0
+        clocked.reads("ann", TRUNK)
+        assert len(state.readers) == 11
+    until(lambda: len(state.readers) == 1)
+    clocked.store.close()
+
+
+def test_without_an_io_thread_each_that_comes_lets_one_go(clocked: Clocked) -> None:
+    put(clocked.store, TRUNK)
+    for i in range(10):
+        clocked.reads(f"s{i}", TRUNK, for_s=1.0)
+    clocked.now_s += 1.0
+    for left in range(9, -1, -1):
+        clocked.reads("ann", TRUNK)
+        assert len(clocked.store._state.readers) == left + 1
 
 
 def test_only_so_many_readers_count() -> None:

@@ -129,6 +129,44 @@ def test_what_becomes_ours_does_not_leave_first(shared: Shared) -> None:
     assert stored(shared.store, OURS) == 0
 
 
+def test_of_many_that_are_due_a_few_are_looked_at_at_once(shared: Shared) -> None:
+    shared.hold_theirs()
+    replicas = shared.store._state.replicas
+    with shared.store._state.lock:  # the I/O thread waits
+        shared.now_s += TTL_S
+        for left in range(len(ids_of(THEIRS)) - 1, 0, -1):
+            assert replicas.expire(1), "others are left"
+            assert shared.expired == len(ids_of(THEIRS)) - left
+        assert not replicas.expire(1)
+    assert shared.expired == len(ids_of(THEIRS))
+
+
+def test_the_io_thread_goes_on_until_all_that_are_due_were_looked_at(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, expire = shared.store._state, shared.store._state.replicas.expire
+    shared.hold_theirs()
+    monkeypatch.setattr(state.replicas, "expire", lambda: expire(1))
+    shared.pass_time(TTL_S)
+    assert shared.expired == len(ids_of(THEIRS))
+
+
+def test_looks_do_not_pile_up_where_owners_change(shared: Shared) -> None:
+    """One look an artifact: what was ours meanwhile is not looked at twice for ever."""
+    shared.hold_theirs()
+    replicas, index = shared.store._state.replicas, shared.store._tiers.index
+    artifact = index.find(ids_of(THEIRS)[0])
+    assert artifact is not None
+    with shared.store._state.lock:
+        for _ in range(1_000):
+            replicas.is_ours(artifact)
+            replicas.add(artifact)
+        assert len(replicas._looks) < 100
+    for _ in range(2):
+        shared.pass_time(TTL_S)
+    assert len(replicas._looks) == len(ids_of(THEIRS))
+
+
 def test_what_left_or_was_reset_is_not_looked_after(shared: Shared) -> None:
     shared.hold_theirs()
     put(shared.store, chain("more", 4))

@@ -240,3 +240,17 @@ def test_what_others_read_of_ours_is_asked_when_dram_is_full_and_then_leaves_las
     put(store, chain("d", 3))
     assert store.match(CHUNKS) == []
     store.close()
+
+
+def test_what_would_leave_next_is_asked_also_when_much_is_read_elsewhere() -> None:
+    store = open_store(None, dram_chunks=14)
+    trunks = [chain(f"t{i}", 1)[0] for i in range(10)]
+    put(store, trunks)
+    sharing(store).read_elsewhere(dict.fromkeys([c.key for c in trunks], True), 60.0)
+    put(store, chain("b", 4))
+    put(store, chain("c", 1))  # sets aside what is read
+    asked = sharing(store).soon_to_leave(4)
+    assert len(asked) == 8
+    assert chain("c", 1)[0].key in asked
+    assert asked[:4] == [c.key for c in trunks[:4]], "those asked longest ago"
+    store.close()
