@@ -105,9 +105,12 @@ MODELS = [
 
 @pytest.fixture(scope="module")
 def apart(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One server that prefills, one that decodes, the proxy before them; for three tests."""
+    """One server that prefills, one that decodes, the proxy before them; for three tests.
+
+    With the default lease: a call of the directory has a tenth of it, and the machine may be busy.
+    """
     logs = tmp_path_factory.mktemp("fleet")
-    extra = {"lease_s": LEASE_S, "checkpoints": "full"}
+    extra = {"checkpoints": "full"}
     with fleet_of(request.param, CHECKPOINTS, logs, extra=extra) as running:
         yield running
 
@@ -117,11 +120,13 @@ def test_prefill_and_decode_apart_answer_as_a_single_server_does(apart: Fleet) -
     (ann,), bob = apart.prefillers, apart.decoder
     outcome = play(apart, task_chunks=4, turns=3)
     assert outcome.complaints() == []
-    assert [turn.reply.cached_tokens for turn in outcome.turns] == [1024, 1536, 2048]
-    # Turn by turn the decoder reads what the prefiller has added, and nothing twice.
+    resumed = [1047, 1559, 2071] if ann.model.name == "dense" else [1024, 1536, 2048]
+    assert [turn.reply.cached_tokens for turn in outcome.turns] == resumed
+    # Turn by turn the decoder reads what the prefiller has added, and nothing twice but the
+    # short chunk in which a hand-over ends.
     first, *others = (turn.from_peer for turn in outcome.turns)
-    assert first == 1024
-    assert all(256 <= tokens <= 512 for tokens in others)
+    assert first == resumed[0]
+    assert all(256 <= tokens <= 512 + resumed[0] % 256 for tokens in others)
     assert 0 < outcome.moved_bytes < outcome.distinct_bytes
     assert 1.0 < outcome.duplicate_factor < 2.0
     # Of windows only those at the boundary where it resumes.
