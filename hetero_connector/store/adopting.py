@@ -6,16 +6,17 @@ nobody was seen to take the artifact over meanwhile. Then it is like one that wa
 here: claimed, under a new fencing token if we are the first, and written to our own SSD. The dead
 engine's directory is only read (`orphans`).
 
-Files may be slow or hang, so they are touched on a thread beside the I/O thread. A restore waits
-for it as long as for a peer; slots that a late read may fill stay in quarantine until it has ended.
+Files may be slow or hang, so they are touched on a thread beside the I/O thread, batch by batch. A
+batch may take as long as one of a peer; what it has read by then counts. It then stops after the
+artifact that it is at, and slots that this may fill stay in quarantine until it has.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ from hetero_connector.store.state import Load, StoreState
 
 logger = logging.getLogger("vllm.heterocache")
 
+_BATCH_BYTES = 4 << 20
 _AVOID_S = 1.0
 """How long a directory that could not be read is left alone."""
 
@@ -44,12 +46,21 @@ class _Read:
     """The slot."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Batch:
     storage: str
     reads: list[_Read]
-    answer: Future[list[Failure | None]]
     started_s: float
+    settled: int = 0
+    """How many reads, from the first, nobody has to look at any more. Of the I/O thread."""
+    ended: list[Failure | None] = field(default_factory=list)
+    """How the first reads ended. The files' thread appends."""
+    rest: Failure = Failure.IO_ERROR
+    """Why the others did not begin. Final once `done`."""
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    """No other read shall begin."""
+    done: threading.Event = field(default_factory=threading.Event)
+    """Nothing touches files or slots for it any more."""
 
 
 class Adopter:
@@ -59,9 +70,8 @@ class Adopter:
         self._state = state
         self._memory = memory
         self._peers = peers
-        self._files = ThreadPoolExecutor(1, thread_name_prefix="heterocache-adopt")
         self._batch: _Batch | None = None
-        self._late: list[_Batch] = []
+        self._late: _Batch | None = None
         self._avoid_until_s: dict[str, float] = {}
 
     @property
@@ -72,9 +82,9 @@ class Adopter:
     def step(self) -> bool:
         """Start what is queued, end what has ended; True if anything moved."""
         moved = False
-        for late in [b for b in self._late if b.answer.done()]:
-            self._late.remove(late)
-            self._settle(late.reads, [Failure.GONE] * len(late.reads))
+        if self._late is not None and self._late.done.is_set():
+            self._settle_rest(self._late, Failure.GONE)
+            self._late = None
             moved = True
         if self._batch is None and self._state.orphan_loads:
             self._start(self._take())
@@ -85,34 +95,31 @@ class Adopter:
 
     def close(self, timeout_s: float) -> bool:
         """False if a read may still write into the arena: it must then stay mapped."""
-        self._files.shutdown(wait=False, cancel_futures=True)
-        under_way = [*self._late, *([self._batch] if self._batch else [])]
-        for batch in under_way:
-            if not batch.answer.cancelled():
-                try:
-                    batch.answer.result(timeout_s)
-                except TimeoutError:
-                    return False
-        return True
+        batch = self._batch or self._late  # none begins while one is late
+        if batch is None:
+            return True
+        batch.cancelled.set()
+        return batch.done.wait(timeout_s)
 
     def _take(self) -> list[_Read]:
-        """All that is queued of one storage; what nobody waits for any more is settled here."""
-        state, reads, others = self._state, list[_Read](), list[Load]()
+        """The next loads, of one storage; what nobody waits for any more is settled here."""
+        state, taken, size_bytes = self._state, list[_Read](), 0
         with state.lock:
-            while state.orphan_loads:
-                load = state.orphan_loads.popleft()
-                copy, target = load.copy, load.target
+            while state.orphan_loads and size_bytes < _BATCH_BYTES:
+                copy, target = state.orphan_loads[0].copy, state.orphan_loads[0].target
                 assert copy is not None
                 assert target is not None
-                if reads and copy.storage != reads[0].copy.storage:
-                    others.append(load)
-                    continue
+                if taken and copy.storage != taken[0].copy.storage:
+                    break
+                load = state.orphan_loads.popleft()
                 state.tiers.dram.hold(target)
-                reads.append(_Read(load, copy, target, self._slot(target)))
-            state.orphan_loads.extend(others)
-        unwanted = [r for r in reads if r.load.artifact.forgotten or not r.load.waiting]
-        self._settle(unwanted, [Failure.GONE] * len(unwanted))
-        return [r for r in reads if r not in unwanted]
+                read = _Read(load, copy, target, self._slot(target))
+                if load.artifact.forgotten or not load.waiting:
+                    self._settle_one(read, Failure.GONE)
+                    continue
+                size_bytes += copy.size_bytes
+                taken.append(read)
+        return taken
 
     def _slot(self, target: SlotRef) -> npt.NDArray[np.uint8]:
         dram = self._state.tiers.dram
@@ -123,24 +130,27 @@ class Adopter:
         if not reads:
             return
         storage, now_s = reads[0].copy.storage, self._state.clock()
-        if self._late or now_s < self._avoid_until_s.get(storage, 0.0):
+        if self._late is not None or now_s < self._avoid_until_s.get(storage, 0.0):
             self._settle(reads, [Failure.UNREACHABLE] * len(reads))
             return
-        answer = self._files.submit(_read_all, storage, reads)
-        self._batch = _Batch(storage, reads, answer, now_s)
+        self._batch = _Batch(storage, reads, now_s)
+        # A daemon: an interpreter that exits does not wait for a file system that hangs.
+        threading.Thread(
+            target=_read_all, args=(self._batch,), name="heterocache-adopt", daemon=True
+        ).start()
 
     def _poll(self, batch: _Batch) -> bool:
-        state = self._state
-        if not batch.answer.done():
-            if state.clock() - batch.started_s < state.config.peer_deadline_s:
-                return False
-            self._give_up(batch)
+        done = batch.done.is_set()  # asked first: then nothing ends behind our back
+        moved = self._settle_ended(batch)
+        if done:
+            self._batch = None
+            if batch.settled < len(batch.reads):
+                self._avoid(batch.storage)
+                self._settle_rest(batch, batch.rest)
             return True
-        self._batch = None
-        failures = batch.answer.result()
-        if all(failure in (Failure.UNREACHABLE, Failure.IO_ERROR) for failure in failures):
-            self._avoid(batch.storage)
-        self._settle(batch.reads, failures)
+        if self._state.clock() - batch.started_s < self._state.config.peer_deadline_s:
+            return moved
+        self._give_up(batch)
         return True
 
     def _avoid(self, storage: str) -> None:
@@ -150,18 +160,31 @@ class Adopter:
 
     def _give_up(self, batch: _Batch) -> None:
         """At the deadline: nobody waits any more, but the slots are not free yet."""
+        batch.cancelled.set()
         self._batch = None
-        self._late.append(batch)
+        self._late = batch
         self._avoid(batch.storage)
         state = self._state
         logger.warning("%s was not read in time", batch.storage)
         with state.lock:
-            for read in batch.reads:
+            for read in batch.reads[batch.settled :]:
                 state.disown(read.load, Failure.DEADLINE)
                 state.fail(Failure.DEADLINE, Tier.PEER)
                 if not read.load.artifact.forgotten:
                     # Else a save of the same chunk would wait for these bytes.
                     state.tiers.forget(read.load.artifact)
+
+    def _settle_ended(self, batch: _Batch) -> bool:
+        """Whether any read has ended since the last look."""
+        failures = batch.ended[batch.settled :]
+        begin, batch.settled = batch.settled, batch.settled + len(failures)
+        if failures:
+            self._settle(batch.reads[begin : batch.settled], failures)
+        return bool(failures)
+
+    def _settle_rest(self, batch: _Batch, failure: Failure) -> None:
+        reads = batch.reads[batch.settled :]
+        self._settle(reads, [failure] * len(reads))
 
     def _settle(self, reads: Sequence[_Read], failures: Sequence[Failure | None]) -> None:
         with self._state.lock:
@@ -197,19 +220,20 @@ class Adopter:
         state.settle(read.load, failure)
 
 
-def _read_all(storage: str, reads: Sequence[_Read]) -> list[Failure | None]:
+def _read_all(batch: _Batch) -> None:
     """On the thread that touches files."""
     try:
-        with open_orphans(Path(storage)) as directory:
-            return [
-                directory.read(
-                    read.load.artifact.id, read.copy.checksum, read.copy.size_bytes, read.into
-                )
-                for read in reads
-            ]
+        with open_orphans(Path(batch.storage)) as directory:
+            for read in batch.reads:
+                if batch.cancelled.is_set():
+                    break
+                artifact, copy = read.load.artifact.id, read.copy
+                failure = directory.read(artifact, copy.checksum, copy.size_bytes, read.into)
+                batch.ended.append(failure)
     except StoreInUseError as e:
         logger.info("nothing is adopted: %s", e)
-        return [Failure.UNREACHABLE] * len(reads)
+        batch.rest = Failure.UNREACHABLE
     except (StoreError, OSError, ValueError) as e:  # ValueError: no path at all
-        logger.warning("%s cannot be read: %s", storage, e)
-        return [Failure.IO_ERROR] * len(reads)
+        logger.warning("%s cannot be read: %s", batch.storage, e)
+    finally:
+        batch.done.set()

@@ -37,10 +37,7 @@ class DirectoryLock:
         while (lock := cls.try_acquire(path)) is None:
             patience_s = wait_s if is_locked(path) else max(wait_s, readers_wait_s)
             if time.monotonic() - started_s >= patience_s:
-                raise StoreInUseError(
-                    f"{path.parent} is in use by {holder(path)}; stop that engine, or give this "
-                    "one another ssd_dir"
-                )
+                raise StoreInUseError(_in_use(path))
             time.sleep(_RETRY_S)
         return lock
 
@@ -96,16 +93,39 @@ def shared(path: Path) -> Iterator[bool]:
 
     Changes nothing on disk. Raises OSError, where there is no lock file for one.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = _try_share(path)
+    if fd is None:
+        yield False
+        return
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+        yield True
     finally:
         os.close(fd)
+
+
+def _try_share(path: Path) -> int | None:
+    while True:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if _is_at(fd, path):
+                return fd
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # its directory was removed between our open and our lock
+
+
+def _in_use(path: Path) -> str:
+    """Why the lock cannot be had. Those who only read it leave the last holder's name in it."""
+    if is_locked(path):
+        who, advice = f"in use by {holder(path)}", "stop that engine"
+    else:
+        who, advice = "being read by peers that take over from a dead engine", "start again"
+    return f"{path.parent} is {who}; {advice}, or give this one another ssd_dir"
 
 
 def _is_at(fd: int, path: Path) -> bool:

@@ -99,10 +99,11 @@ class Journal:
         return journal
 
     @classmethod
-    def open_existing(cls, path: Path, read_only: bool = False) -> Journal:
+    def open_existing(cls, path: Path, read_only: bool = False, check: bool = True) -> Journal:
         """Open a journal as it is, whatever model it belongs to.
 
-        Raises CorruptJournalError if it is damaged, FormatError for another format version,
+        `check`: read all of it first; else damage may go unseen, and who asks must judge what it
+        finds. Raises CorruptJournalError if it is damaged, FormatError for another format version,
         StoreError if it cannot be read.
         """
         # Only a WAL that somebody may be writing needs the shared-memory file, which cannot
@@ -112,9 +113,8 @@ class Journal:
         connection = _connect(path, read_mode if read_only else "rw")
         try:
             with _sqlite_errors(path):
-                found = connection.execute("PRAGMA quick_check(1)").fetchone()
-                if found[0] != "ok":
-                    raise CorruptJournalError(f"journal {path} is damaged: {found[0]}")
+                if check:
+                    _check(path, connection)
                 table = dict(connection.execute("SELECT key, value FROM meta").fetchall())
                 connection.execute(f"SELECT {_COLUMNS} FROM artifacts LIMIT 1")
             return cls(path, connection, parse_meta(path, table))
@@ -296,6 +296,12 @@ def _sqlite_errors(path: Path) -> Iterator[None]:
         if code in _CORRUPT_CODES or no_table:
             raise CorruptJournalError(f"journal {path} is damaged: {e}") from e
         raise StoreError(f"journal {path}: {e}") from e
+
+
+def _check(path: Path, connection: sqlite3.Connection) -> None:
+    found = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if found[0] != "ok":
+        raise CorruptJournalError(f"journal {path} is damaged: {found[0]}")
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:

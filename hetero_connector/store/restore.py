@@ -176,8 +176,8 @@ class ArtifactRestore:
             self._failed[artifact_id] = failure
             state.fail(failure, tier)
             return
-        if joined:
-            self._timer.joined(load.tier)
+        if joined or load.adopts:  # a file's time says nothing of peers' DRAM
+            self._timer.untold(load.tier)
         else:
             self._timer.begun(load.tier, kind, load.artifact.size_bytes)
         load.waiting.append(self)
@@ -203,7 +203,7 @@ class ArtifactRestore:
             state.tiers.unpin(artifact)
             return None, Failure.NO_SLOT
         load = state.begin(artifact, target, copy)
-        (state.orphan_loads if copy.storage else state.peer_loads).append(load)
+        (state.orphan_loads if load.adopts else state.peer_loads).append(load)
         return load, None
 
     def _start(self, artifact: Artifact) -> Load | None:

@@ -44,7 +44,7 @@ _ROW_BYTES = 512
 _WAL_BYTES = 8 << 20
 _OPEN_WAIT_S = 30.0
 _READERS_WAIT_S = 30.0
-"""Peers that read what an engine left here let go of it after each of their restores."""
+"""Peers that read what an engine left here let go of it after an artifact."""
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT}
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero_connector.errors import ConfigError
+from hetero_connector.errors import ConfigError, StoreInUseError
 from hetero_connector.store.directory_lock import DirectoryLock, holder, is_locked
 
 logger = logging.getLogger("vllm.heterocache")
@@ -21,6 +21,8 @@ OPENING_LOCK_NAME = ".lock"
 """Of an ssd_dir itself, held while an engine opens a directory in it."""
 SLAB_SUFFIX = ".slab"
 GIB = 1 << 30
+_READERS_WAIT_S = 2.0
+"""Peers that read what an engine left let go of it after an artifact, as one is starting now."""
 _FULL = 7 / 8
 """An engine takes nearly all of its ssd_gib; what is left beside it is not worth a tier."""
 _MODEL_DIRECTORY = re.compile(r"[0-9a-f]{16}")
@@ -134,8 +136,9 @@ def no_space(root: Path, asked_bytes: int) -> ConfigError:
 
 def _remove(victim: ModelDirectory) -> bool:
     """Delete an unused model's directory; False if an engine uses it or it cannot be deleted."""
-    lock = DirectoryLock.try_acquire(victim.lock_path)
-    if lock is None:
+    try:
+        lock = DirectoryLock.acquire(victim.lock_path, readers_wait_s=_READERS_WAIT_S)
+    except StoreInUseError:
         return False
     try:
         logger.warning(

@@ -38,8 +38,11 @@ class StagingTimer:
         reads.bytes_by_type[state_type] += size_bytes
         reads.left += 1
 
-    def joined(self, tier: Tier) -> None:
-        """It waits for somebody else's read, begun earlier: its time says nothing then."""
+    def untold(self, tier: Tier) -> None:
+        """It waits for a read whose time says nothing of the tier.
+
+        Somebody else's, begun earlier, or one that is from elsewhere.
+        """
         reads = self._reads.setdefault(tier, _Reads())
         reads.left += 1
         reads.telling = False

@@ -47,6 +47,11 @@ class Load:
     """Where a peer has it; None: it is read from SSD."""
 
     @property
+    def adopts(self) -> bool:
+        """Whether it is read from what a dead engine left on an SSD."""
+        return self.copy is not None and bool(self.copy.storage)
+
+    @property
     def tier(self) -> Tier:
         """Where the bytes come from."""
         if self.target is None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from filling import (
     CHUNK,
@@ -28,11 +30,12 @@ from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier
 from hetero_connector.errors import StoreInUseError
 from hetero_connector.metrics import COUNTERS, Recorder
-from hetero_connector.store import adopting
+from hetero_connector.store import adopting, journal
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Restore, StoreConfig, Wanted
 from hetero_connector.store.directory_lock import DirectoryLock, shared
-from hetero_connector.store.orphans import open_orphans
+from hetero_connector.store.journal_format import CorruptJournalError
+from hetero_connector.store.orphans import OrphanDirectory, open_orphans
 from hetero_connector.store.peers import KnownPeers, PeerAccess
 from hetero_connector.store.ssd_space import model_directory
 from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
@@ -40,6 +43,7 @@ from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 CHUNKS = chain("left", 3)
 DEAD = 5
 Copies = Mapping[ArtifactId, PeerCopy]
+Bytes = npt.NDArray[np.uint8]
 
 
 class Survivor:
@@ -113,6 +117,23 @@ def files_of(root: Path) -> dict[str, bytes]:
     """But for SQLite's shared memory, which any reader makes."""
     folder = model_directory(root, FINGERPRINT)
     return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.endswith("-shm")}
+
+
+def reading_takes(
+    monkeypatch: pytest.MonkeyPatch, pause: Callable[[int], object]
+) -> list[ArtifactId]:
+    """Have `pause`, which is told how many reads have begun, before each; which have begun."""
+    begun, read = list[ArtifactId](), OrphanDirectory.read
+
+    def slowly(
+        self: OrphanDirectory, artifact: ArtifactId, digest: bytes, size_bytes: int, into: Bytes
+    ) -> Failure | None:
+        begun.append(artifact)
+        pause(len(begun))
+        return read(self, artifact, digest, size_bytes, into)
+
+    monkeypatch.setattr(OrphanDirectory, "read", slowly)
+    return begun
 
 
 def test_what_a_dead_engine_left_becomes_ours(
@@ -244,22 +265,21 @@ def test_those_who_read_let_an_engine_that_starts_go_first(left: Copies, tmp_pat
     with pytest.raises(StoreInUseError, match="is opening"), open_orphans(folder):
         pass
     opening.release()
-    with open_orphans(folder):
-        with pytest.raises(StoreInUseError):
+    with open_orphans(folder) as directory:
+        with pytest.raises(StoreInUseError, match="read by peers"):  # not the dead one's pid
             DirectoryLock.acquire(folder / "lock")
+        opening = DirectoryLock.acquire(tmp_path / "dead" / ".lock")
+        with pytest.raises(StoreInUseError, match="is opening"):
+            directory.read(next(iter(left)), b"", 1, np.empty(0, np.uint8))
+        opening.release()
         assert DirectoryLock.try_acquire(folder / "lock") is None
 
 
 def test_a_file_system_that_hangs_costs_a_deadline_and_its_slots_stay_in_quarantine(
     left: Copies, survivor: Survivor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hangs, read_all = threading.Event(), adopting._read_all
-
-    def hanging(storage: str, reads: list[adopting._Read]) -> list[Failure | None]:
-        hangs.wait(20)
-        return read_all(storage, reads)
-
-    monkeypatch.setattr(adopting, "_read_all", hanging)
+    hangs = threading.Event()
+    begun = reading_takes(monkeypatch, lambda _: hangs.wait(20))
     pool = survivor.store._state.tiers.dram
     before_s = time.monotonic()
     restore = survivor.adopt(left)
@@ -271,9 +291,65 @@ def test_a_file_system_that_hangs_costs_a_deadline_and_its_slots_stay_in_quarant
     assert set(second.failed.values()) == {Failure.UNREACHABLE}, "nobody waits for it twice"
     second.release()
     put(survivor.store, CHUNKS[:2])
+    assert len(begun) == 1
+    assert all(x.daemon for x in threading.enumerate() if x.name == "heterocache-adopt")
     hangs.set()
     until(lambda: sum(map(pool.used, SIZES)) == 4)
     assert stored(survivor.store, CHUNKS) == 2
+    assert len(begun) == 1, "nobody waits for the others"
+    lock = DirectoryLock.try_acquire(Path(next(iter(left.values())).storage) / "lock")
+    assert lock is not None
+    lock.release()
+
+
+def test_a_long_prefix_may_take_longer_than_a_batch(
+    left: Copies, survivor: Survivor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adopting, "_BATCH_BYTES", 1)
+    begun = reading_takes(monkeypatch, lambda _: time.sleep(0.1))  # all: beyond 0.5 s
+    restore = survivor.adopt(left)
+    assert not restore.failed
+    assert intact(survivor.store, restore)
+    restore.release()
+    assert len(begun) == 6
+    assert not survivor.store.take_timings(), "files tell nothing of peers' DRAM"
+
+
+def test_what_was_read_by_the_deadline_counts(
+    left: Copies, survivor: Survivor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = threading.Event()
+    reading_takes(monkeypatch, lambda n: n < 3 or hangs.wait(20))
+    restore = survivor.adopt(left)
+    assert len(restore.offsets) == 2
+    assert list(restore.failed.values()) == [Failure.DEADLINE] * 4
+    assert intact(survivor.store, restore)
+    restore.release()
+    hangs.set()
+    pool = survivor.store._state.tiers.dram
+    until(lambda: sum(map(pool.used, SIZES)) == 2)
+
+
+def test_the_journal_is_not_read_as_a_whole(
+    left: Copies, survivor: Survivor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(*_: object) -> None:
+        raise CorruptJournalError("reads all of it")
+
+    monkeypatch.setattr(journal, "_check", check)
+    assert not survivor.adopt(left).failed
+
+
+def test_a_slab_that_is_missing_is_missed_alone(
+    left: Copies, survivor: Survivor, tmp_path: Path
+) -> None:
+    kind = next(iter(SIZES))
+    (model_directory(tmp_path / "dead", FINGERPRINT) / f"{kind.value}.slab").unlink()
+    restore = survivor.adopt(left)
+    assert set(restore.failed.values()) == {Failure.IO_ERROR}
+    assert {i.state_type for i in restore.failed} == {kind}
+    assert len(restore.offsets) == 3 * (len(SIZES) - 1)
+    restore.release()
 
 
 def test_a_restore_that_was_given_up_leaves_nothing_behind(

@@ -36,7 +36,7 @@ def test_a_read_that_failed_or_was_begun_by_another_tells_nothing() -> None:
     assert timer.ended(Tier.SSD, 1.0, failed=True) is None
     assert timer.ended(Tier.SSD, 2.0, failed=False) is None
     timer = StagingTimer(0.0, {})
-    timer.joined(Tier.SSD)
+    timer.untold(Tier.SSD)
     timer.begun(Tier.SSD, DENSE, 100)
     assert timer.ended(Tier.SSD, 1.0, failed=False) is None
     assert timer.ended(Tier.SSD, 2.0, failed=False) is None
