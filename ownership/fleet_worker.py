@@ -154,5 +154,6 @@ class FleetWorker:
         assert self._ledger is not None
         asked_s = self._clock()
         self.peers.refresh(directory.workers(), asked_s)
-        if ended := self.peers.take_ended():
-            self._ledger.reclaim(ended)
+        if self.peers.take_ended():
+            self._ledger.reclaim()
+            self._thread.wake()

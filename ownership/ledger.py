@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from hetero_connector.artifacts.exported import ExportChange
 from hetero_connector.artifacts.record import ArtifactId
@@ -62,12 +62,6 @@ class SharedStore(ReadStore, Protocol):
         ...
 
 
-class _Replica(NamedTuple):
-    claim: Claim
-    owner: Epoch
-    """Who owned it when it was claimed last."""
-
-
 class Ledger:
     """Claims, replicas and releases of one worker."""
 
@@ -84,7 +78,7 @@ class Ledger:
         self._recorder = recorder
         self._ttl_s = listing_ttl_s
         self._clock = clock
-        self._replicas: dict[ArtifactId, _Replica] = {}
+        self._replicas: dict[ArtifactId, Claim] = {}
         """What others own, and where it is here."""
         self._replica_bytes = 0
         self._unlisted: dict[ArtifactId, None] = {}
@@ -113,16 +107,16 @@ class Ledger:
         now_s = self._clock()
         if now_s >= self._reclaim_at_s:
             self._reclaim_at_s = now_s + self._ttl_s / 3
-            self._thread.publish([replica.claim for replica in self._replicas.values()])
+            self._thread.publish(list(self._replicas.values()))
         self._tell()
         wait_s = self._reclaim_at_s - now_s
         if self._releases or self._unlisted:
             wait_s = min(wait_s, max(0.0, self._tell_at_s - now_s))
         return wait_s
 
-    def reclaim(self, ended: Set[Epoch]) -> None:
-        """These have gone: replicas of what they owned are claimed now, not when it is time."""
-        self._thread.publish([r.claim for r in self._replicas.values() if r.owner in ended])
+    def reclaim(self) -> None:
+        """A worker has gone: replicas of what it owned are claimed now, not when it is time."""
+        self._reclaim_at_s = self._clock()
 
     def granted(self, epoch: Epoch, claims: Sequence[Claim], grants: Sequence[Grant]) -> None:
         """What became of claims."""
@@ -136,7 +130,7 @@ class Ledger:
             elif grant.outcome is Outcome.HELD:
                 held.append(artifact)
                 self._is_no_replica(artifact)
-                self._replicas[artifact] = _Replica(claim, grant.owner)
+                self._replicas[artifact] = claim
                 self._replica_bytes += claim.copy.size_bytes
                 self._unlisted[artifact] = None
         for outcome, count in Counter(grant.outcome for grant in grants).items():
@@ -179,10 +173,10 @@ class Ledger:
     def _is_no_replica(self, artifact: ArtifactId) -> bool:
         """Whether it was one."""
         self._unlisted.pop(artifact, None)
-        replica = self._replicas.pop(artifact, None)
-        if replica is not None:
-            self._replica_bytes -= replica.claim.copy.size_bytes
-        return replica is not None
+        claim = self._replicas.pop(artifact, None)
+        if claim is not None:
+            self._replica_bytes -= claim.copy.size_bytes
+        return claim is not None
 
     def _count_replicas(self) -> None:
         self._recorder.set("heterocache_replicas", len(self._replicas))
@@ -210,7 +204,7 @@ class Ledger:
             self._thread.publish(back)
         listed = list(islice(self._unlisted, CLAIMS_PER_CALL))
         if listed:
-            copies = [self._replicas[artifact].claim for artifact in listed]
+            copies = [self._replicas[artifact] for artifact in listed]
             grants = directory.replicate_readonly(epoch, copies, self._ttl_s)
             for artifact in listed:
                 del self._unlisted[artifact]
