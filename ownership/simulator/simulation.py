@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.policy import SchedulingPolicy
 from ownership.scheduling.step import Step
 from ownership.simulator.clock import EventLoop
 from ownership.simulator.fleet_file import Failure, FleetSpec
-from ownership.simulator.machine.channel import start_between
+from ownership.simulator.machine.peer_reads import PeerReads
 from ownership.simulator.machine.request import LiveRequest
 from ownership.simulator.machine.worker import Worker
 from ownership.simulator.policies import PolicySpec
@@ -20,6 +21,7 @@ from ownership.simulator.sessions import LiveSession, Sessions
 from ownership.simulator.state.overlap import ChunkSet, duplicate_factor
 from ownership.simulator.state.restoring import StoredChunks
 from ownership.simulator.state.shape import StateShape
+from ownership.simulator.traces.block_runs import BlockRuns
 from ownership.simulator.traces.session import Session, Trigger
 
 _SAMPLE_EVERY = 512
@@ -46,7 +48,7 @@ class FleetSimulation:
         known = StoredChunks(shape)
         self.workers = {
             spec.name: Worker(
-                spec, self.loop, shape, policy.cache, fleet.limits, known,
+                spec, self.loop, shape, policy.cache, fleet.limits, known, self._owns,
                 self._served, self._prefilled,
             )
             for spec in policy.limited(fleet.workers)
@@ -62,7 +64,7 @@ class FleetSimulation:
             self.loop.at(failure.at_s, self._fails, failure)
         views = [worker.view() for worker in self.workers.values()]
         self._view = FleetView(shape.footprint, views, fleet.links)
-        self._links = fleet.links
+        self._reads = PeerReads(self.loop, fleet.links)
         self._policy: SchedulingPolicy = policy.scheduler(random.Random(seed))
         self._block_tokens = block_tokens
         per_chunk = shape.chunk_tokens // block_tokens
@@ -165,8 +167,12 @@ class FleetSimulation:
                     worker.session_waits(-1)
         self._changed.add(worker.name)
         self._down += 1
-        for request in worker.crash():
+        lost = worker.crash()
+        for other in self.workers.values():
+            other.memory.owner_died(worker.name)
+        for request in lost:
             self._send_again(request)
+        self._reads.cut_off(worker)
         self.loop.at(self.loop.now_s + failure.for_s, self._returns, worker)
 
     def _returns(self, worker: Worker) -> None:
@@ -183,6 +189,10 @@ class FleetSimulation:
         request.start_over()
         self._send(self.sessions.live[request.session], request)
 
+    def _owns(self, name: str, chain: BlockRuns) -> bool:
+        worker = self.workers[name]
+        return worker.up and worker.memory.owns(chain)
+
     def _queue(self, request: LiveRequest, worker: Worker) -> None:
         if not worker.up:
             self._send_again(request)
@@ -192,38 +202,15 @@ class FleetSimulation:
 
     def _fetch(self, request: LiveRequest, source: Worker, target: Worker) -> None:
         """Read what the target lacks of the prompt from the source's DRAM, then queue it."""
-        if not (source.up and target.up):
-            self._queue(request, target)
-            return
         limit = (request.prompt_tokens - 1) // self.shape.chunk_tokens
-        there, here = (w.memory.dram.find(request.chain) for w in (source, target))
-        boundary = source.memory.resumable(there, limit)
-        if boundary <= target.memory.resumable(here, limit) or not target.spec.capacity.dram:
+        fetched = partial(self._fetched, request, target, self.loop.now_s)
+        if self._reads.begin(source, target, request.chain, limit, fetched):
+            self._changed |= {source.name, target.name}
+        else:
             self._queue(request, target)
-            return
-        chunks, checkpoints = max(0, boundary - here.chunks), int(self.shape.has_checkpoints)
-        size_bytes = self.shape.moved_bytes(chunks, checkpoints)
-        seconds = target.peer_seconds(chunks, checkpoints)
-        link = self._links.get((source.name, target.name)) if self._links else None
-        if link is not None:
-            seconds = max(seconds, link.latency_s + size_bytes * link.seconds_per_byte)
-        now_s = self.loop.now_s
-        end_s = start_between(source.outgoing, target.incoming, now_s, seconds, size_bytes)
-        target.flows.fetched.add(chunks, [boundary] * checkpoints)
-        request.network_s += end_s - now_s
-        self._changed |= {source.name, target.name}
-        crashes = source.crashes + target.crashes
-        self.loop.at(end_s, self._fetched, request, source, target, boundary, crashes)
 
-    def _fetched(
-        self, request: LiveRequest, source: Worker, target: Worker, chunks: int, crashes: int
-    ) -> None:
-        if source.crashes + target.crashes > crashes:  # one of them died meanwhile
-            self._queue(request, target)
-            return
-        checkpoints = [chunks] if self.shape.has_checkpoints else []
-        memory = target.memory
-        memory.dram.add(request.chain.head(chunks), chunks, checkpoints, memory.tick())
+    def _fetched(self, request: LiveRequest, target: Worker, begun_s: float, chunks: int) -> None:
+        request.network_s += self.loop.now_s - begun_s
         request.peer_chunks = chunks
         self._queue(request, target)
 

@@ -212,6 +212,7 @@ class BatchEngine:
         while not (steps := self.admission.grow(self._pages, self._steps_done, wanted)):
             self._preempt()
             decodes = len(self._decodes)
+            assert decodes, "a request alone has the pages that it was let in for"
         self._alone = _Decoding(self.loop.now_s, steps, decodes, self.context_tokens)
         self._announce(self.times.decode_s(decodes, self.context_tokens, steps))
 

@@ -28,6 +28,7 @@ class Channel:
     def __init__(self) -> None:
         self.busy_until_s = 0.0
         self.busy_s = 0.0
+        """Of all that was started, as is `moved_bytes`."""
         self.moved_bytes = 0
 
     def start(self, now_s: float, seconds: float, size_bytes: int) -> float:
@@ -36,6 +37,10 @@ class Channel:
         self.busy_s += seconds
         self.moved_bytes += size_bytes
         return self.busy_until_s
+
+    def cut(self, until_s: float) -> None:
+        """What would go on for longer does not."""
+        self.busy_until_s = min(self.busy_until_s, until_s)
 
     def pending_s(self, now_s: float) -> float:
         """Until what was started so far has ended."""

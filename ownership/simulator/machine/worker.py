@@ -17,8 +17,9 @@ from ownership.simulator.machine.admission import Admission
 from ownership.simulator.machine.batching import BatchEngine, EngineLimits
 from ownership.simulator.machine.channel import Channel, Flow
 from ownership.simulator.machine.request import LiveRequest
+from ownership.simulator.machine.ssd_writes import SsdWrites
 from ownership.simulator.machine.steps import StepTimes
-from ownership.simulator.state.memory import Eviction, TierBytes, WorkerMemory
+from ownership.simulator.state.memory import Eviction, Owns, TierBytes, WorkerMemory
 from ownership.simulator.state.restoring import Restorer, StoredChunks
 from ownership.simulator.state.retention import Retention
 from ownership.simulator.state.sealing import Sealer
@@ -73,16 +74,17 @@ class Worker:
         policy: CachePolicy,
         limits: EngineLimits,
         known: StoredChunks,
+        owns: Owns,
         served: Callable[[Worker, LiveRequest], None],
         prefilled: Callable[[LiveRequest], None],
     ) -> None:
         self.spec, self.name, self.shape = spec, spec.name, shape
         self.flows = Flows()
-        self.ssd_reads, self.ssd_writes = Channel(), Channel()
+        self.ssd_reads = Channel()
         self.incoming, self.outgoing = Channel(), Channel()
         self.idle_sessions = 0
         """Sessions that decode here and wait for a tool."""
-        self.up, self.crashes = True, 0
+        self.up = True
         self.sessions = 0
         """Sessions that decode here."""
         self.idle_s = self.busy_while_idle_s = 0.0
@@ -90,7 +92,8 @@ class Worker:
         self._loop = loop
         costs = spec.costs
         saved_s = recompute_seconds(costs.compute.predict)
-        self.memory = WorkerMemory(shape, spec.capacity, policy.eviction, saved_s)
+        self.memory = WorkerMemory(shape, spec.capacity, policy.eviction, saved_s, owns)
+        self._writes = SsdWrites(spec.ssd_write_bandwidth)
         restorer = Restorer(shape, costs, policy.restores, replay=policy.replay, known=known)
         admission = Admission(
             self.memory, restorer, costs, self.ssd_reads, self.flows.staged,
@@ -148,7 +151,9 @@ class Worker:
 
     def crash(self) -> list[LiveRequest]:
         """It is gone until `up` is set again; the requests it had."""
-        self.up, self.crashes = False, self.crashes + 1
+        self.up, now_s = False, self._loop.now_s
+        self.ssd_reads.cut(now_s)
+        self._writes.lose(now_s, self.memory.ssd)
         self.memory.lose()
         return self.engine.crash()
 
@@ -181,7 +186,7 @@ class Worker:
                 resumed=request.resumed_chunks,
             )  # fmt: skip
             request.reuse = request.reuse or reuse
-        self._seal(request.chain, checkpoints, request.peer_chunks)
+        self._seal(request.chain, checkpoints)
         self._told_prefilled(request)
 
     def _finished(self, request: LiveRequest) -> None:
@@ -199,21 +204,18 @@ class Worker:
             )
             request.reuse = None
         if chain is not None:
-            self._seal(chain, checkpoints, request.peer_chunks)
+            self._seal(chain, checkpoints)
         self._served(self, request)
 
-    def _seal(self, chain: BlockRuns, checkpoints: Sequence[int], peer_chunks: int) -> None:
-        full = chain.num_blocks
-        sealed = self.memory.seal(chain, full, checkpoints)
+    def _seal(self, chain: BlockRuns, checkpoints: Sequence[int]) -> None:
+        sealed = self.memory.seal(chain, chain.num_blocks, checkpoints)
         self.flows.sealed.add(sealed.dram_chunks, sealed.dram_checkpoints)
-        # What a peer owns is a replica here: it is in place, but not written a second time.
-        replicas = max(0, min(peer_chunks, full) - (full - sealed.ssd_chunks))
-        written = sealed.ssd_chunks - replicas
-        self.flows.written.add(written, sealed.ssd_checkpoints)
-        size_bytes = self.shape.moved_bytes(written, len(sealed.ssd_checkpoints))
-        if size_bytes:
-            seconds = size_bytes / self.spec.ssd_write_bandwidth
-            self.ssd_writes.start(self._loop.now_s, seconds, size_bytes)
+        chunks, boundaries = sealed.ssd_chunks, sealed.ssd_checkpoints
+        if chunks or boundaries:
+            self.flows.written.add(chunks, boundaries)
+            size_bytes = self.shape.moved_bytes(chunks, len(boundaries))
+            first = sealed.ssd_end - chunks
+            self._writes.start(self._loop.now_s, size_bytes, chain, first, chunks, boundaries)
 
     def _checkpoint_policy(self, name: str, costs: CostModel) -> CheckpointPolicy:
         rates = Rates.learned(costs, has_ssd=self.spec.capacity.ssd > 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal, NamedTuple, get_args
@@ -56,6 +56,19 @@ class Sealed(NamedTuple):
     dram_checkpoints: Sequence[int] = ()
     ssd_chunks: int = 0
     ssd_checkpoints: Sequence[int] = ()
+    ssd_end: int = 0
+    """Chunks of the prompt on SSD, the new ones among them: they are the last of these."""
+
+
+class Replica(NamedTuple):
+    """A prompt's chunks up to `end`, from where the replica before ends; `owner` has them."""
+
+    end: int
+    owner: str
+
+
+Owns = Callable[[str, BlockRuns], bool]
+"""(worker, chunks) -> whether it is there and has the last of them, as no replica of another's."""
 
 
 class WorkerMemory:
@@ -67,16 +80,27 @@ class WorkerMemory:
         capacity: TierBytes,
         eviction: Eviction,
         seconds_saved: SecondsSaved,
+        owns: Owns,
     ) -> None:
-        self.shape = shape
+        self.shape, self._owns = shape, owns
+        self._has_replicas = False
         self._ticks = count(1)
         self._tick = 0
         self._eviction, self._seconds_saved = eviction, seconds_saved
         self._state_type = (shape.model.prefix_types or shape.model.state_types)[0]
-        # vLLM's own prefix cache: least recently used blocks, a prompt's last first.
-        self.hbm = ResidentChunks(shape.pages, capacity.hbm, LeafLru(), self._state_type)
+        self.hbm = self._pages(capacity.hbm)
         self.dram = self._stored(shape.stored, capacity.dram)
         self.ssd = self._stored(shape.stored, capacity.ssd)
+
+    def _pages(self, capacity_bytes: int) -> ResidentChunks:
+        """vLLM's own prefix cache: least recently used blocks, a prompt's last first.
+
+        A running request holds its prefix's pages, and of windows only those it has reached: pages
+        of the checkpoints before may leave, and its own pages have room for that one.
+        """
+        return ResidentChunks(
+            self.shape.pages, capacity_bytes, LeafLru(), self._state_type, pins_checkpoints=False
+        )
 
     def _stored(self, sizes: ChunkSizes, capacity_bytes: int) -> ResidentChunks:
         return emptied_by(
@@ -86,9 +110,9 @@ class WorkerMemory:
 
     def lose(self) -> None:
         """The process died: what is on SSD stays."""
-        shape, hbm, dram = self.shape, self.hbm, self.dram
-        self.hbm = ResidentChunks(shape.pages, hbm.capacity_bytes, LeafLru(), self._state_type)
-        self.dram = self._stored(shape.stored, dram.capacity_bytes)
+        self.hbm = self._pages(self.hbm.capacity_bytes)
+        self.dram = self._stored(self.shape.stored, self.dram.capacity_bytes)
+        self._has_replicas = False
 
     def tick(self) -> int:
         """A new moment of the logical clock that recency is counted by."""
@@ -126,9 +150,67 @@ class WorkerMemory:
             _, new, boundaries = self.dram.add(chain, chunks, checkpoints, tick)
             sealed = Sealed(new, boundaries)
         if self.ssd.capacity_bytes:
-            _, new, boundaries = self.ssd.add(chain, chunks, checkpoints, tick)
-            sealed = sealed._replace(ssd_chunks=new, ssd_checkpoints=boundaries)
+            if self._has_replicas:
+                chain, checkpoints = self._to_write(chain, checkpoints)
+                chunks = chain.num_blocks
+            end, new, boundaries = self.ssd.add(chain, chunks, checkpoints, tick)
+            sealed = sealed._replace(ssd_chunks=new, ssd_checkpoints=boundaries, ssd_end=end.end)
         return sealed
+
+    def replicas_of(self, chain: BlockRuns, chunks: int, name: str) -> list[Replica]:
+        """What a peer that reads the first `chunks` chunks from DRAM has then; `name`: ours."""
+        if not self._has_replicas:
+            return [Replica(chunks, name)]
+        replicas: list[Replica] = []
+        for run in self.dram.find(chain.head(chunks)).path:
+            owner = run.owner or name
+            if replicas and replicas[-1].owner == owner:
+                replicas.pop()
+            replicas.append(Replica(min(run.end, chunks), owner))
+        return replicas
+
+    def add_replicas(
+        self, chain: BlockRuns, replicas: Iterable[Replica], checkpoints: Sequence[int], name: str
+    ) -> None:
+        """Hold in DRAM what a peer sent; what is `name`'s is ours again."""
+        tick = self.tick()
+        for end, owner in replicas:
+            self._has_replicas = True
+            boundaries = [boundary for boundary in checkpoints if boundary <= end]
+            owner_here = None if owner == name else owner
+            self.dram.add(chain.head(end), end, boundaries, tick, owner_here)
+
+    def owns(self, chain: BlockRuns) -> bool:
+        """Whether the last chunk is here, as no replica."""
+        chunks = chain.num_blocks
+        if self.ssd.find(chain).chunks == chunks:
+            return True
+        found = self.dram.find(chain)
+        return found.chunks == chunks and found.path[-1].owner is None
+
+    def owner_died(self, name: str) -> None:
+        """Replicas of what it had are ours."""
+        if self._has_replicas:
+            for run in self.dram.runs():
+                if run.owner == name:
+                    run.owner = None
+
+    def _to_write(
+        self, chain: BlockRuns, checkpoints: Sequence[int]
+    ) -> tuple[BlockRuns, Sequence[int]]:
+        """What of a prompt goes to SSD: no replica that its owner still has, nor what continues one
+        (`store/admission.py`: what a restart could not reach)."""
+        on_ssd, in_dram = self.ssd.find(chain).chunks, self.dram.find(chain)
+        ours = chain.num_blocks
+        for run in in_dram.path:
+            if run.owner is None or run.end <= on_ssd:
+                continue
+            if self._owns(run.owner, chain.head(min(run.end, in_dram.chunks))):
+                ours = max(on_ssd, run.start)
+                break
+            run.owner = None
+        boundaries = {*checkpoints, *in_dram.checkpoints()}
+        return chain.head(ours), sorted(boundary for boundary in boundaries if boundary <= ours)
 
     def cache_pages(
         self, chain: BlockRuns, chunks: int, checkpoints: Sequence[int]

@@ -29,15 +29,18 @@ class ResidentChunks:
         *,
         by_recency: bool = True,
         whole_sessions: bool = False,
+        pins_checkpoints: bool = True,
     ) -> None:
         """`by_recency`: `eviction` ranks by `last_used` alone, so that runs may grow and shrink by
-        many chunks at once. `whole_sessions`: with a chunk all of its branch goes."""
+        many chunks at once. `whole_sessions`: with a chunk all of its branch goes.
+        `pins_checkpoints`: they stay as long as the chunks they belong to."""
         self.sizes, self.capacity_bytes = sizes, capacity_bytes
         self.used_bytes = self.reserved_bytes = 0
         self.evicted_bytes = 0
         self.root = Run(0, 0, 0, None)
         self._eviction, self._state_type = eviction, state_type
         self._by_recency, self._whole_sessions = by_recency, whole_sessions
+        self._pins_checkpoints, self._num_checkpoints = pins_checkpoints, 0
         self._leaving: Run | None = None
         """What chunks left last, if more of it may: it stands first, and the policy does without
         it until something that was used less recently may leave, or it is used itself."""
@@ -89,9 +92,12 @@ class ResidentChunks:
         self._offer(run)
 
     def add(
-        self, chain: BlockRuns, chunks: int, checkpoints: Sequence[int], tick: int
-    ) -> tuple[Run, int, list[int]]:
+        self, chain: BlockRuns, chunks: int, checkpoints: Sequence[int], tick: int,
+        owner: str | None = None,
+    ) -> tuple[Run, int, list[int]]:  # fmt: skip
         """Hold a chain, which is `chunks` chunks long, and checkpoints at those boundaries.
+
+        `owner`: the worker whose state it is; None: ours. What is here already stays whose it is.
 
         As far as there is room: chunks first, then checkpoints, the deepest first. Returns the
         run at the end of what is held, and how many chunks and which checkpoints are new.
@@ -118,12 +124,30 @@ class ResidentChunks:
         if wanted:
             if wanted < chunks - found.chunks:
                 chain = chain.head(found.chunks + wanted)
-            end = self._extend(anchor, chain.tail(found.chunks), tick)
+            end = self._extend(anchor, chain.tail(found.chunks), tick, owner)
         for boundary in lacking:
             insort(self._run_at(end, boundary).checkpoints, boundary)
+        self._num_checkpoints += len(lacking)
         self.used_bytes += wanted * sizes.chunk_bytes + len(lacking) * sizes.checkpoint_bytes
         self._offer(end)
         return end, wanted, lacking
+
+    def forget(self, chain: BlockRuns, chunks: int, checkpoints: Sequence[int]) -> None:
+        """Let go of those checkpoints, and of all behind a chain's first `chunks` chunks that is on
+        its way or continues it. Nothing of it may be pinned."""
+        found = self.find(chain)
+        for boundary in checkpoints:
+            run = next((run for run in found.path if boundary <= run.end), None)
+            if run is not None and boundary in run.checkpoints:
+                run.checkpoints.remove(boundary)
+                self._num_checkpoints -= 1
+                self._gone(self.sizes.checkpoint_bytes)
+        lost = next((run for run in found.path if run.end > chunks), None)
+        if found.chunks <= chunks or lost is None:
+            return
+        if lost.start < chunks:
+            self._split(lost, chunks)
+        self._remove(lost)
 
     def reserve(self, size_bytes: int) -> bool:
         """Room for what is no chunk (yet), evicting if needed; False: there is too little."""
@@ -142,11 +166,13 @@ class ResidentChunks:
         free_bytes = self.capacity_bytes - self.used_bytes - self.reserved_bytes
         while free_bytes < size_bytes:
             run = self._victim()
-            if run is None:
+            if run is not None:
+                gone_bytes = self._evict(run, size_bytes - free_bytes)
+            elif self._num_checkpoints and not self._pins_checkpoints:
+                gone_bytes = self._evict_checkpoints(size_bytes - free_bytes)
+            else:
                 break
-            gone_bytes = self._evict(run, size_bytes - free_bytes)
-            self.used_bytes -= gone_bytes
-            self.evicted_bytes += gone_bytes
+            self._gone(gone_bytes)
             free_bytes += gone_bytes
         return free_bytes
 
@@ -160,7 +186,7 @@ class ResidentChunks:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where counts, the tree and the capacity contradict each other."""
-        sizes, size_bytes = self.sizes, 0
+        sizes, size_bytes, num_checkpoints = self.sizes, 0, 0
         for run in self.runs():
             assert run.parent is not None
             assert run.parent.children[run.first] is run
@@ -170,8 +196,29 @@ class ResidentChunks:
             assert all(child.last_used <= run.last_used for child in run.children.values())
             size_bytes += run.count * sizes.chunk_bytes
             size_bytes += len(run.checkpoints) * sizes.checkpoint_bytes
-        assert size_bytes == self.used_bytes
+            num_checkpoints += len(run.checkpoints)
+        assert (size_bytes, num_checkpoints) == (self.used_bytes, self._num_checkpoints)
         assert 0 <= self.used_bytes + self.reserved_bytes <= self.capacity_bytes
+
+    def _gone(self, size_bytes: int) -> None:
+        self.used_bytes -= size_bytes
+        self.evicted_bytes += size_bytes
+
+    def _remove(self, run: Run) -> None:
+        """Take a run away with all that continues it."""
+        assert run.parent is not None
+        del run.parent.children[run.first]
+        branch = [run]
+        for gone in branch:
+            branch += gone.children.values()
+            if gone.tail is not None:
+                gone.tail.forgotten = True
+            if gone is self._leaving:
+                self._leaving = None
+            self._num_checkpoints -= len(gone.checkpoints)
+            chunks_bytes = gone.count * self.sizes.chunk_bytes
+            self._gone(chunks_bytes + len(gone.checkpoints) * self.sizes.checkpoint_bytes)
+        self._offer(run.parent)
 
     def _mark(self, run: Run, tick: int) -> None:
         run.last_used, run.uses = tick, run.uses + 1
@@ -183,7 +230,7 @@ class ResidentChunks:
         parent, kept = run.parent, chunks - run.start
         assert parent is not None
         head = Run(run.first, kept, run.start, parent)
-        head.last_used, head.uses = run.last_used, run.uses
+        head.last_used, head.uses, head.owner = run.last_used, run.uses, run.owner
         at = bisect_right(run.checkpoints, chunks)
         head.checkpoints, run.checkpoints = run.checkpoints[:at], run.checkpoints[at:]
         parent.children[run.first] = head
@@ -191,14 +238,16 @@ class ResidentChunks:
         run.parent, head.children[run.first] = head, run
         return head
 
-    def _extend(self, anchor: Run, chain: BlockRuns, tick: int) -> Run:
+    def _extend(self, anchor: Run, chain: BlockRuns, tick: int, owner: str | None) -> Run:
         """Put new chunks behind `anchor`; the run that ends with them."""
         for first, count in chain.runs:
             follows = anchor.first + anchor.count == first and anchor.parent is not None
+            follows = follows and anchor.owner == owner
             if follows and self._by_recency and not anchor.children and not anchor.pins:
                 anchor.count += count
             else:
                 run = Run(first, count, anchor.end, anchor)
+                run.owner = owner
                 anchor.children[first] = run
                 self._mark(run, tick)
                 anchor = run
@@ -253,6 +302,7 @@ class ResidentChunks:
             gone_bytes += gone * sizes.chunk_bytes
             while run.checkpoints and run.checkpoints[-1] > run.end:
                 run.checkpoints.pop()
+                self._num_checkpoints -= 1
                 gone_bytes += sizes.checkpoint_bytes
             if not self._by_recency:
                 break
@@ -271,4 +321,20 @@ class ResidentChunks:
             self._offer(parent)
             return gone_bytes + self._evict(parent, parent.count * sizes.chunk_bytes)
         self._offer(parent)
+        return gone_bytes
+
+    def _evict_checkpoints(self, needed_bytes: int) -> int:
+        """Take checkpoints of chunks that stay until so many bytes are free; what became free.
+
+        Those nearest to a prompt's beginning first: requests went past them longest ago.
+        """
+        size_bytes, gone_bytes = max(1, self.sizes.checkpoint_bytes), 0
+        holding = sorted((run for run in self.runs() if run.checkpoints), key=lambda run: run.start)
+        for run in holding:
+            gone = min(len(run.checkpoints), -(-(needed_bytes - gone_bytes) // size_bytes))
+            del run.checkpoints[:gone]
+            self._num_checkpoints -= gone
+            gone_bytes += gone * self.sizes.checkpoint_bytes
+            if gone_bytes >= needed_bytes:
+                break
         return gone_bytes

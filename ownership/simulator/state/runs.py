@@ -20,8 +20,8 @@ class Run:
     """Chunks of one chain, one after the other, that the same requests used last."""
 
     __slots__ = (
-        "checkpoints", "children", "count", "first", "last_used", "parent", "pins", "start",
-        "tail", "uses",
+        "checkpoints", "children", "count", "first", "last_used", "owner", "parent", "pins",
+        "start", "tail", "uses",
     )  # fmt: skip
 
     def __init__(self, first: int, count: int, start: int, parent: Run | None) -> None:
@@ -30,6 +30,8 @@ class Run:
         self.checkpoints: list[int] = []
         """Chunks before each boundary that has one, ascending; in (start, start + count]."""
         self.last_used = self.uses = self.pins = 0
+        self.owner: str | None = None
+        """The worker whose replica it is; None: it is no replica."""
         self.tail: Tail | None = None
 
     @property

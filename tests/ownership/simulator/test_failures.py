@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_connector.errors import SimulationError
+from ownership.scheduling.fleet import Role
 from ownership.scheduling.registry import POLICIES
-from ownership.simulator.fleet_file import Failure, read_fleet
+from ownership.simulator.fleet_file import Failure, FleetSpec, read_fleet
 from ownership.simulator.state.memory import TierBytes
 from ownership.simulator.traces.session import Session
 from tests.ownership.simulator.small_fleets import (
@@ -28,6 +29,8 @@ from tests.ownership.simulator.small_fleets import (
 from tests.ownership.simulator.test_simulating import figures, run_of
 
 LONG = prompt(0, 8_192, output=1)
+CHUNK_BYTES = 256 * 131_072
+APART = (Role.PREFILL, Role.DECODE, Role.DECODE)
 LONG_S = COMPUTE.step_s + 8_192 * COMPUTE.token_s + COMPUTE.attention_s * 8_192**2 / 2
 
 
@@ -76,6 +79,76 @@ def test_what_was_on_ssd_is_there_when_it_is_back(ssd_bytes: int, hits: int) -> 
     spec = replace(fast, failures=(Failure("w0", 5.0, 1.0),))
     found = figures(trace, spec)
     assert (found.ssd_hit_tokens, found.saved_tokens) == (hits, hits)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
+def test_of_a_write_only_what_was_down_is_there_when_it_is_back(share: float) -> None:
+    second = replace(prompt(0, 10_240, output=1), parent=0, think_s=20.0)
+    trace = trace_of(Session("a", (LONG, second), 0.0))
+    write_s = 32 * CHUNK_BYTES / 5e9
+    dies_s = LONG_S + share * write_s + 1e-6
+    fast = fleet(1, cost_model=costs(bytes_per_s=1e12))
+    spec = replace(fast, failures=(Failure("w0", dies_s, 1.0),))
+    assert figures(trace, spec).ssd_hit_tokens == 256 * int(32 * share)
+
+
+def _handing_over(*failures: Failure, bytes_per_s: float = 1e8) -> tuple[FleetSpec, float, float]:
+    """Prefill and decode apart; seconds of a hand-over, and of computing what it leaves."""
+    spec = fleet(3, roles=APART, cost_model=costs(bytes_per_s=bytes_per_s))
+    step_s, token_s, pair_s = COMPUTE
+    rest_s = step_s + 256 * token_s + pair_s * 256 * (8_192 - 128)
+    transfer_s = 1e-4 + 31 * CHUNK_BYTES / bytes_per_s
+    return replace(spec, failures=failures), transfer_s, rest_s
+
+
+def test_nobody_waits_for_a_transfer_to_a_worker_that_died() -> None:
+    """It is sent again at once, and its prefill's pages are still there."""
+    trace = trace_of(Session("a", (LONG,), 0.0))
+    spec, transfer_s, rest_s = _handing_over(Failure("w1", 1.0, 100.0))
+    found = figures(trace, spec, "static_pd")
+    # Copying to pages is slow, too: the reader rather computes it.
+    assert found.ttft_p50_s == pytest.approx(1.0 + rest_s + transfer_s + LONG_S)
+    assert found.resent == 1
+    assert found.network_bytes == 31 * CHUNK_BYTES, "what was cut off has not arrived"
+
+
+def test_nobody_waits_for_a_transfer_from_a_worker_that_died() -> None:
+    trace = trace_of(Session("a", (LONG,), 0.0))
+    spec, _, _ = _handing_over(Failure("w0", 1.0, 100.0))
+    found = figures(trace, spec, "static_pd")
+    assert found.ttft_p50_s == pytest.approx(1.0 + LONG_S), "computed where it was sent to"
+    assert (found.resent, found.network_bytes) == (0, 0)
+
+
+def test_a_transfer_that_was_cut_off_holds_up_no_other() -> None:
+    """Two hand-overs leave one worker: the second goes on when the first one's reader has died."""
+    other = Session("b", (prompt(900, 8_192, output=1),), 0.0)
+    trace = trace_of(Session("a", (LONG,), 0.0), other)
+    spec, transfer_s, _ = _handing_over(Failure("w1", 1.0, 100.0))
+    found = figures(trace, spec, "static_pd")
+    calm, _, _ = _handing_over()
+    assert found.span_s == pytest.approx(figures(trace, calm, "static_pd").span_s, rel=0.2)
+    assert found.span_s < 3 * transfer_s
+
+
+@pytest.mark.parametrize("failures", [(), (Failure("w1", 50.0, 1.0),)])
+def test_replicas_are_not_on_their_readers_ssd(failures: tuple[Failure, ...]) -> None:
+    """Nor is what continues them: a restart could not reach it."""
+    second = replace(prompt(0, 10_240, output=1), parent=0, think_s=20.0)
+    trace = trace_of(Session("a", (LONG, second), 0.0))
+    spec, *_ = _handing_over(*failures, bytes_per_s=100e9)
+    run = run_of(trace, spec, "static_pd")
+    assert run.workers["w1"].memory.ssd.used_bytes == 0
+    assert run.workers["w0"].memory.ssd.used_bytes == 40 * CHUNK_BYTES
+
+
+def test_a_replica_whose_owner_died_is_written_when_it_is_used() -> None:
+    second = replace(prompt(0, 10_240, output=1), parent=0, think_s=20.0)
+    trace = trace_of(Session("a", (LONG, second), 0.0))
+    spec = fleet(2, roles=(Role.PREFILL, Role.DECODE), cost_model=costs(bytes_per_s=100e9))
+    spec = replace(spec, failures=(Failure("w0", 10.0, 100.0),))
+    run = run_of(trace, spec, "static_pd")
+    assert run.workers["w1"].memory.ssd.used_bytes == 40 * CHUNK_BYTES
 
 
 def test_a_session_whose_owner_died_is_owned_anew() -> None:

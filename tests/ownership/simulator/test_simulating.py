@@ -61,6 +61,10 @@ def run_of(trace: Trace, spec: FleetSpec, policy: str = "ownerserve") -> FleetSi
             tier.check_integrity()
             assert tier.reserved_bytes == 0, "a request kept pages"
             assert not any(one.pins for one in (tier.root, *tier.runs())), "a pin was left"
+        written, ssd = worker.flows.written, worker.memory.ssd
+        assert shape.moved_bytes(written.chunks, written.checkpoints.total()) == (
+            ssd.used_bytes + ssd.evicted_bytes
+        )
         engine = worker.engine
         assert (engine.queued_tokens, engine.context_tokens, engine.running_decodes) == (0, 0, 0)
     return run
@@ -304,8 +308,8 @@ def test_a_remote_prefill_moves_what_it_computed() -> None:
     found = figures(trace, fleet(2, roles=roles, cost_model=fast), "static_pd")
     assert found.network_bytes == 131_072 * (8_192 - 256)
     assert found.saved_tokens == 0  # it was computed for this request, though not where it decodes
-    # A replica is not written a second time.
-    assert found.ssd_written_bytes == 131_072 * (8_192 + 256)
+    # A replica is not written a second time, nor what continues it.
+    assert found.ssd_written_bytes == 131_072 * 8_192
     assert found.duplicate_factor == pytest.approx(2.0)
 
 

@@ -1,0 +1,93 @@
+"""Reads from one worker's DRAM into another's: under way, arrived, or cut off by a death."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ownership.scheduling.fleet import Link
+from ownership.simulator.clock import EventLoop
+from ownership.simulator.machine.channel import Channel, start_between
+from ownership.simulator.machine.worker import Worker
+from ownership.simulator.state.memory import Replica
+from ownership.simulator.traces.block_runs import BlockRuns
+
+Ended = Callable[[int], None]
+"""Told how many chunks of the chain the reader was brought to; 0: the read was cut off."""
+
+
+@dataclass(eq=False, slots=True)
+class _Read:
+    source: Worker
+    target: Worker
+    chain: BlockRuns
+    replicas: list[Replica]
+    """Of the chain up to the boundary that is read."""
+    chunks: int
+    """That the reader lacked."""
+    checkpoints: list[int]
+    end_s: float
+    ended: Ended
+
+    @property
+    def channels(self) -> tuple[Channel, Channel]:
+        return self.source.outgoing, self.target.incoming
+
+
+class PeerReads:
+    """All reads between a fleet's workers, in the order they were begun."""
+
+    def __init__(self, loop: EventLoop, links: Mapping[tuple[str, str], Link]) -> None:
+        self._loop, self._links = loop, links
+        self._under_way: dict[_Read, None] = {}
+
+    def begin(
+        self, source: Worker, target: Worker, chain: BlockRuns, limit: int, ended: Ended
+    ) -> bool:
+        """Read what the target lacks of a chain's first `limit` chunks; False: there is nothing."""
+        if not (source.up and target.up and target.spec.capacity.dram):
+            return False
+        there, here = (worker.memory.dram.find(chain) for worker in (source, target))
+        boundary = source.memory.resumable(there, limit)
+        if boundary <= target.memory.resumable(here, limit):
+            return False
+        shape = target.shape
+        chunks = max(0, boundary - here.chunks)
+        checkpoints = [boundary] if shape.has_checkpoints else []
+        size_bytes = shape.moved_bytes(chunks, len(checkpoints))
+        seconds = target.peer_seconds(chunks, len(checkpoints))
+        link = self._links.get((source.name, target.name)) if self._links else None
+        if link is not None:
+            seconds = max(seconds, link.latency_s + size_bytes * link.seconds_per_byte)
+        now_s = self._loop.now_s
+        end_s = start_between(source.outgoing, target.incoming, now_s, seconds, size_bytes)
+        replicas = source.memory.replicas_of(chain, boundary, source.name)
+        read = _Read(source, target, chain, replicas, chunks, checkpoints, end_s, ended)
+        self._under_way[read] = None
+        self._loop.at(end_s, self._arrived, read)
+        return True
+
+    def cut_off(self, worker: Worker) -> None:
+        """The worker has died: whoever waits for a read of it or by it is told at once."""
+        under_way = self._under_way
+        lost = [read for read in under_way if worker in (read.source, read.target)]
+        for read in lost:
+            del under_way[read]
+        busy_until_s: dict[Channel, float] = {}
+        for read in under_way:
+            for channel in read.channels:
+                busy_until_s[channel] = max(read.end_s, busy_until_s.get(channel, 0.0))
+        for read in lost:
+            for channel in read.channels:
+                channel.cut(max(self._loop.now_s, busy_until_s.get(channel, 0.0)))
+        for read in lost:
+            read.ended(0)
+
+    def _arrived(self, read: _Read) -> None:
+        if read not in self._under_way:
+            return  # cut off
+        del self._under_way[read]
+        target, boundary = read.target, read.replicas[-1].end
+        target.flows.fetched.add(read.chunks, read.checkpoints)
+        target.memory.add_replicas(read.chain, read.replicas, read.checkpoints, target.name)
+        read.ended(boundary)

@@ -1,0 +1,75 @@
+"""HBM that holds hardly more than one request: everything is served all the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ownership.scheduling.registry import POLICIES
+from ownership.simulator.machine.batching import EngineLimits
+from ownership.simulator.state.chunks import chunk_tokens_for
+from ownership.simulator.state.memory import TierBytes
+from ownership.simulator.state.shape import StateShape
+from ownership.simulator.traces.session import Session, Trace
+from tests.ownership.simulator.small_fleets import (
+    DENSE,
+    GIB,
+    HYBRID,
+    agents,
+    fleet,
+    prompt,
+    trace_of,
+)
+from tests.ownership.simulator.test_simulating import run_of
+
+
+def largest_request(trace: Trace, shape: StateShape) -> int:
+    """Bytes of pages without which some request is refused."""
+    return max(
+        shape.request_bytes(request.input_tokens + request.output_tokens)
+        for session in trace
+        for request in session.requests
+    )
+
+
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 999),
+    model=st.sampled_from([DENSE, HYBRID]),
+    policy=st.sampled_from(sorted(POLICIES)),
+    options=st.sampled_from(["", "+answers=kept", "+checkpoints=full", "+tiers=gpu"]),
+    retention=st.sampled_from([0, 512, None]),
+    workers=st.integers(1, 2),
+    spare=st.floats(0.0, 0.5),
+)
+def test_everything_is_served_where_hardly_more_than_one_request_fits(
+    seed: int, model: str, policy: str, options: str, retention: int | None, workers: int,
+    spare: float,
+) -> None:  # fmt: skip
+    trace = agents(4, rate=1.0, seed=seed)
+    limits = EngineLimits(retention_interval=retention)
+    spec = fleet(workers, model, limits=limits)
+    shape = StateShape.of(spec.model, chunk_tokens_for(trace.block_tokens, spec.model.alignment))
+    hbm_bytes = int(largest_request(trace, shape) * (1.0 + spare))
+    spec = fleet(workers, model, TierBytes(hbm_bytes, 4 * GIB, 8 * GIB), limits=limits)
+    run = run_of(trace, spec, policy + options)
+    assert len(run.tally.step_s) == sum(len(session.requests) for session in trace)
+
+
+@pytest.mark.parametrize("turns", [2, 5])
+def test_checkpoints_of_a_requests_own_prefix_give_way_to_it(turns: int) -> None:
+    """Each turn resumes behind the one before: a checkpoint more than there is room for."""
+    sizes = [2_048 * (turn + 1) for turn in range(turns)]
+    requests = [prompt(0, sizes[0], output=300)]
+    requests += [
+        replace(prompt(0, size, output=300), parent=at, think_s=5.0)
+        for at, size in enumerate(sizes[1:])
+    ]
+    shape = StateShape.of(fleet(1, HYBRID).model, 256)
+    capacity = TierBytes(shape.request_bytes(sizes[-1] + 300))
+    run = run_of(trace_of(Session("a", tuple(requests), 0.0)), fleet(1, HYBRID, capacity))
+    assert len(run.tally.step_s) == turns
+    assert run.tally.hits[0] == sum(size - 256 for size in sizes[:-1]), "hits of all turns but one"
