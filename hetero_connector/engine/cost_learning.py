@@ -114,7 +114,13 @@ class CostLearner:
             self._costs.compute.observe_work(asked.new_tokens, asked.work, step_s)
             self._costs.interference.observe(asked.mix, step_s)
         for read in self._store.take_timings():
-            self._costs.load.observe(read.tier, read.bytes_by_type, read.seconds, read.ahead_bytes)
+            self._costs.load.observe(
+                read.tier,
+                read.bytes_by_type,
+                read.seconds,
+                read.ahead_bytes,
+                at_least=not read.whole,
+            )
 
 
 def _work(

@@ -66,12 +66,17 @@ class LoadModel:
         bytes_by_type: Mapping[StateType, float],
         seconds: float,
         in_flight_bytes: float = 0,
+        *,
+        at_least: bool = False,
     ) -> None:
         """Learn from a load that took `seconds`, begun behind `in_flight_bytes` of others.
 
-        Without effect unless bytes and seconds are above 0. KeyError for a state type that
-        the model does not store.
+        `at_least`: it did not end well and would have taken longer, which is news only where
+        less is predicted. Without effect unless bytes and seconds are above 0. KeyError for a
+        state type that the model does not store.
         """
+        if at_least and self.predict(tier, bytes_by_type, in_flight_bytes) >= seconds:
+            return
         if any(bytes_by_type.values()):
             self._tiers[tier].observe(bytes_by_type, seconds, in_flight_bytes)
 

@@ -78,7 +78,7 @@ class Wanted(NamedTuple):
 
 
 class ReadTiming(NamedTuple):
-    """One restore's reads from one tier, which have all ended well."""
+    """One restore's reads from one tier."""
 
     tier: Tier
     """Where the bytes came from."""
@@ -87,6 +87,9 @@ class ReadTiming(NamedTuple):
     """Bytes of the same tier that others waited for when it began."""
     seconds: float
     """From then to the last verified byte."""
+    whole: bool = True
+    """Whether all arrived; else `seconds` is what they would have taken at least, as far as can be
+    told from what did: reads failed, or were given up at the deadline."""
 
 
 class Restore(Protocol):
@@ -208,7 +211,7 @@ class Store(Protocol):
         ...
 
     def take_timings(self) -> list[ReadTiming]:
-        """Reads that have ended since the last call, oldest first; the newest 256 at most."""
+        """Reads that ended, or were given up, since the last call; the newest 256 at most."""
         ...
 
     def flush(self, deadline_s: float) -> bool:

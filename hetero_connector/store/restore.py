@@ -59,11 +59,9 @@ class ArtifactRestore:
         if not self._pending:
             return True
         with self._state.lock:
-            if self._pending and self._state.clock() >= self._deadline_s:
-                for load in self._pending.values():
-                    self._state.fail(Failure.DEADLINE, load.tier)
-                self._failed.update(dict.fromkeys(self._pending, Failure.DEADLINE))
-                self._abandon_pending()
+            now_s = self._state.clock()
+            if self._pending and now_s >= self._deadline_s:
+                self._give_up(now_s)
             return not self._pending
 
     @property
@@ -106,7 +104,9 @@ class ArtifactRestore:
         artifact_id = artifact.id
         load = self._pending.pop(artifact_id)
         state = self._state
-        timing = self._timer.ended(load.tier, state.clock(), failed=failure is not None)
+        timing = self._timer.ended(
+            load.tier, artifact.size_bytes, state.clock(), failed=failure is not None
+        )
         if timing is not None:
             state.timings.append(timing)
         if failure is not None:
@@ -237,6 +237,13 @@ class ArtifactRestore:
                 read[kind] = read.get(kind, 0) + artifact.size_bytes
         for kind, size_bytes in read.items():
             self._state.count_read(Tier.DRAM, kind, size_bytes)
+
+    def _give_up(self, now_s: float) -> None:
+        for load in self._pending.values():
+            self._state.fail(Failure.DEADLINE, load.tier)
+        self._failed.update(dict.fromkeys(self._pending, Failure.DEADLINE))
+        self._state.timings.extend(self._timer.given_up(now_s))
+        self._abandon_pending()
 
     def _abandon_pending(self) -> None:
         """Wait for nothing more; the loads go on, and what they bring stays cached."""

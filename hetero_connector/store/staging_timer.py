@@ -2,6 +2,10 @@
 
 From when the restore begins to its last verified byte: queue, transfers, checksums and the
 I/O thread's own pauses. That is what a request waits for; the transfers alone are less.
+
+What is given up at the deadline tells the most: a tier that became slow would be waited for again
+and again. Its bytes that arrived by then say how long all would have taken, but what has lasted so
+long is given no more than as long again.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from hetero_connector.store.base import ReadTiming
 @dataclass
 class _Reads:
     bytes_by_type: Counter[StateType] = field(default_factory=Counter)
+    arrived_bytes: int = 0
     left: int = 0
     telling: bool = True
     """Whether the time is that of these bytes."""
@@ -47,12 +52,33 @@ class StagingTimer:
         reads.left += 1
         reads.telling = False
 
-    def ended(self, tier: Tier, now_s: float, *, failed: bool) -> ReadTiming | None:
-        """One of them has ended; a timing if it was the tier's last and all went well."""
+    def ended(
+        self, tier: Tier, size_bytes: int, now_s: float, *, failed: bool
+    ) -> ReadTiming | None:
+        """One of them has ended, of so many bytes; a timing if it was the tier's last."""
         reads = self._reads[tier]
         reads.left -= 1
-        reads.telling &= not failed
-        if reads.left or not reads.telling or tier is Tier.DRAM:
+        if not failed:
+            reads.arrived_bytes += size_bytes
+        elif tier is Tier.PEER:  # it has its own deadline, and the other peers are not it
+            reads.telling = False
+        return None if reads.left else self._timing(tier, now_s)
+
+    def given_up(self, now_s: float) -> list[ReadTiming]:
+        """Nobody waits for the rest: a timing of each tier that something is missing of."""
+        timings = [self._timing(tier, now_s) for tier, reads in self._reads.items() if reads.left]
+        return [timing for timing in timings if timing is not None]
+
+    def _timing(self, tier: Tier, now_s: float) -> ReadTiming | None:
+        reads = self._reads[tier]
+        if not reads.telling or tier is Tier.DRAM:
             return None
-        ahead_bytes = self._ahead_bytes.get(tier, 0)
-        return ReadTiming(tier, reads.bytes_by_type, ahead_bytes, now_s - self._started_s)
+        asked_bytes = reads.bytes_by_type.total()
+        part = max(reads.arrived_bytes / asked_bytes, 0.5)
+        return ReadTiming(
+            tier,
+            reads.bytes_by_type,
+            self._ahead_bytes.get(tier, 0),
+            (now_s - self._started_s) / part,
+            whole=reads.arrived_bytes == asked_bytes,
+        )

@@ -112,7 +112,7 @@ class StoreState:
         self.used: list[list[Artifact]] = []
         """What released restores had pinned, for the journal's recency."""
         self.timings: deque[ReadTiming] = deque(maxlen=256)
-        """Appended by the I/O thread, taken by the scheduler's; needs no lock."""
+        """Appended by both threads, taken by the scheduler's; needs no lock."""
         self.flushing = False
         """Spills are due at once."""
         self.closing = False

@@ -194,6 +194,16 @@ def test_reads_of_the_store_teach_the_ssd(engine: Engine) -> None:
     assert engine.costs.load.predict(Tier.SSD, {KV: 1 << 20}) == pytest.approx(0.125, rel=0.1)
 
 
+def test_reads_that_were_given_up_are_lower_bounds(engine: Engine) -> None:
+    size = {KV: 1 << 20}
+    for seconds in (1.0, 1e-6):
+        for _ in range(4):
+            timing = ReadTiming(Tier.SSD, size, 0, seconds, whole=False)
+            engine.store._state.timings.append(timing)
+            engine.side.reported(WorkerReport())
+        assert engine.costs.load.predict(Tier.SSD, size) == pytest.approx(1.0, rel=0.1)
+
+
 def test_steps_that_are_never_reported_are_forgotten(engine: Engine) -> None:
     engine.admit(FakeRequest("a", tokens(20_000)))
     for _ in range(200):

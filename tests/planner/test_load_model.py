@@ -91,6 +91,23 @@ def test_a_load_behind_others_does_not_make_the_tier_look_slow() -> None:
     assert model.predict(Tier.SSD, {KV: 10**8}, 10**8) == pytest.approx(0.2, rel=0.1)
 
 
+def test_loads_that_are_given_up_show_that_a_tier_is_slow() -> None:
+    model = LoadModel([KV])
+    for _ in range(100):
+        model.observe(Tier.SSD, {KV: 10**9}, 0.3)
+    for _ in range(3):
+        model.observe(Tier.SSD, {KV: 10**9}, 12.0, at_least=True)
+    assert model.predict(Tier.SSD, {KV: 10**9}) == pytest.approx(12.0, rel=0.05)
+
+
+def test_what_took_at_least_less_than_was_thought_teaches_nothing() -> None:
+    model = LoadModel([KV], PROFILE)
+    before = model.rates(Tier.SSD)
+    model.observe(Tier.SSD, {KV: 10**9}, 1.0, at_least=True)
+    assert model.rates(Tier.SSD) is before
+    assert model.errors(Tier.SSD).count == 0
+
+
 def test_tiers_are_learned_apart() -> None:
     model = LoadModel([KV])
     before = model.rates(Tier.DRAM)

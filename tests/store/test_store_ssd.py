@@ -610,3 +610,16 @@ def test_reads_are_timed_for_the_cost_model(bench: Bench) -> None:
     assert timings[0].ahead_bytes == 0
     assert store.take_timings() == []
     store.close()
+
+
+def test_a_restore_that_is_given_up_teaches_the_cost_model(bench: Bench, disk: Disk) -> None:
+    store = on_ssd_only(bench, load_deadline_s=0.05)
+    disk.files.hang_next()
+    late = wait(begin(store, ids_of(CHUNKS)))
+    (told,) = store.take_timings()
+    assert told.bytes_by_type == {kind: len(CHUNKS) * size for kind, size in SIZES.items()}
+    assert not told.whole
+    assert told.seconds >= 0.1, "nothing came in 0.05 s"
+    disk.files.resume()
+    late.release()
+    store.close()
