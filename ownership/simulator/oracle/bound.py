@@ -14,7 +14,9 @@ simulator's, `machine.steps`):
    A request that is sent at a fixed time a could wait for chunks of one that comes later, and has
    its first token after that one was sent. If that is not before a + T, T being its time without
    those chunks, waiting is no better than T.
-3. *Answer.* Each further token takes a step of at least d0 + d1 + d2 (context).
+3. *Answer.* Each further token takes a step of at least d0 + d1 + d2 (context). Or the request was
+   preempted: then a step without it passes (at least d0), and the token comes when its prompt is
+   computed again, whose last, partial chunk no cache has: as in 2, of prompt + 1 tokens at least.
 4. *Session.* A request is sent when what it waits for was answered and thought about. By induction
    over a session no request is sent, and none answered, earlier than the bounds add up to.
 
@@ -22,7 +24,9 @@ These hold request by request, so they hold for means and for every percentile. 
 refused are outside of it: no figure of a policy that refuses is compared.
 
 Of tokens not computed: every distinct chunk is computed once (or decoded, where answers are kept),
-so all of them minus the distinct ones is the most that anybody saves.
+so all of them minus the distinct ones is the most that anybody saves. Where workers die, a request
+that is sent again may find all that it computed itself; only one sent before the last of them is
+back can be. Of times nothing changes: what it finds it had computed after it was sent.
 """
 
 from __future__ import annotations
@@ -52,6 +56,8 @@ class LeastTimes(NamedTuple):
     decode_s: float
     """Of a decode alone: d0 + d1."""
     context_s: float
+    empty_s: float
+    """Of a step of decodes, whatever is in it: d0."""
     step_tokens: int
 
     @classmethod
@@ -67,11 +73,14 @@ class LeastTimes(NamedTuple):
                     min(compute.attention_s, delays.attention_s),
                     delays.step_s + delays.decode_s,
                     delays.context_s,
+                    delays.step_s,
                 )
             )
-        step_s, token_s, attention_s, decode_s, context_s = map(min, zip(*found, strict=True))
-        steps = fleet.limits.step_tokens
-        return cls(step_s, token_s, attention_s, decode_s, context_s, steps)
+        step_s, token_s, attention_s, decode_s, context_s, empty_s = map(
+            min, zip(*found, strict=True)
+        )
+        limit = fleet.limits.step_tokens
+        return cls(step_s, token_s, attention_s, decode_s, context_s, empty_s, limit)
 
     def prefill_s(self, prompt_tokens: int, reused_tokens: int) -> float:
         """Seconds of computing all of a prompt but its first tokens."""
@@ -80,11 +89,19 @@ class LeastTimes(NamedTuple):
         steps = -(-tokens // self.step_tokens)
         return steps * self.step_s + tokens * self.token_s + work * self.attention_s
 
-    def decoding_s(self, prompt_tokens: int, output_tokens: int) -> float:
-        """Seconds from the first token of an answer to its last."""
+    def decoding_s(self, prompt_tokens: int, output_tokens: int, cached_tokens: int) -> float:
+        """Seconds from the first token of an answer to its last.
+
+        `cached_tokens`: of the prompt, as many as a preempted request finds at most.
+        """
+        again_s = self.empty_s + self.prefill_s(prompt_tokens + 1, cached_tokens)
+        first_s = self.decode_s + prompt_tokens * self.context_s
         steps = output_tokens - 1
-        context = steps * prompt_tokens + steps * (steps - 1) / 2
-        return steps * self.decode_s + context * self.context_s
+        decodes = 0 if first_s > again_s else steps
+        if self.context_s:  # each is longer than the one before it
+            decodes = min(decodes, 1 + int(max(0.0, again_s - first_s) / self.context_s))
+        grown = decodes * (decodes - 1) / 2
+        return decodes * first_s + grown * self.context_s + (steps - decodes) * again_s
 
 
 @dataclass
@@ -134,6 +151,8 @@ class _Known:
     """The same with its answer, where that is kept."""
     reused: int = 0
     """Leading chunks that others may have computed."""
+    reused_ever: int = 0
+    """The same, however long this one waits for them."""
     sent_s: float = 0.0
     first_token_s: float = 0.0
     """After it was sent."""
@@ -162,6 +181,8 @@ class _Bounding:
     ) -> None:
         self._least, self._size = LeastTimes.of(fleet), chunk_tokens
         self._block_tokens, self._keep = trace.block_tokens, keep_answers
+        ends_s = (failure.at_s + failure.for_s for failure in fleet.failures)
+        self._back_s = max(ends_s, default=-math.inf)
         self._family = Family()
         self._sessions: list[tuple[Session, list[_Known]]] = []
         known: list[_Known] = []
@@ -187,7 +208,7 @@ class _Bounding:
             array("d", (k.answer_s for k in self._known)),
             tasks_s,
             waits_s,
-            self._saved_tokens,
+            self._most_saved(),
             sum(k.prompt_tokens for k in self._known),
         )
 
@@ -204,19 +225,26 @@ class _Bounding:
         return found
 
     def _find_reuse(self) -> None:
-        """Step 1, whenever others are sent; and from that what can be saved."""
+        """Step 1, whenever others are sent."""
         uses = FirstUses(self._family.follows)
         for known in self._known:
             self._use(uses, known, 0.0)
         for known in self._known:
-            known.reused = uses.reusable(known.number, known.chain)
-        reused = sum(map(self._reused_tokens, self._known))
-        if not self._keep:
+            known.reused = known.reused_ever = uses.reusable(known.number, known.chain)
+
+    def _most_saved(self) -> int:
+        """Prompt tokens that are not computed, at most."""
+        again = [known.sent_s <= self._back_s for known in self._known]
+        chunks = sum(
+            self._cacheable(known) if sent_again else min(known.reused_ever, self._cacheable(known))
+            for known, sent_again in zip(self._known, again, strict=True)
+        )
+        if not (self._keep or any(again)):
             asked = ChunkSet()
             for known in self._known:
                 asked.add(known.chain)
-            reused = min(reused, (asked.total - asked.distinct()) * self._size)
-        self._saved_tokens = reused
+            chunks = min(chunks, asked.total - asked.distinct())
+        return chunks * self._size
 
     def _limit_reuse_by_time(self) -> None:
         """Step 2, of requests that are sent at a fixed time."""
@@ -249,11 +277,17 @@ class _Bounding:
                         known.sent_s = answered_s + request.think_s
                 known.first_token_s = self._first_token_s(known)
                 known.answer_s = known.first_token_s + self._least.decoding_s(
-                    known.prompt_tokens, max(1, request.output_tokens)
+                    known.prompt_tokens,
+                    max(1, request.output_tokens),
+                    self._cacheable(known) * self._size,
                 )
 
     def _first_token_s(self, known: _Known) -> float:
         return self._least.prefill_s(known.prompt_tokens, self._reused_tokens(known))
 
     def _reused_tokens(self, known: _Known) -> int:
-        return min(known.reused, (known.prompt_tokens - 1) // self._size) * self._size
+        return min(known.reused, self._cacheable(known)) * self._size
+
+    def _cacheable(self, known: _Known) -> int:
+        """Chunks that an engine may find of a prompt: all full ones, but for its last token."""
+        return (known.prompt_tokens - 1) // self._size

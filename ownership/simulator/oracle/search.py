@@ -44,8 +44,11 @@ def best_placement(
 ) -> BestPlacement:
     """The ways of least `cost` of a simulation that has run; of equal ones the first.
 
-    Raises ValueError where there are too many to try.
+    Raises ValueError where there are too many to try, or where workers die: a request that is sent
+    again is placed once more.
     """
+    if fleet.failures:
+        raise ValueError(f"{len(fleet.failures)} failures: only fleets without them are searched")
     requests = sum(len(session.requests) for session in trace)
     ways = list(_ways(len(fleet.workers)))
     tried = len(ways) ** requests

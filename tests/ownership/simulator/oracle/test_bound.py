@@ -9,18 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_connector.errors import SimulationError
+from hetero_connector.planner.compute_model import ComputeCoefficients
+from hetero_connector.spec.presets import PRESETS
 from ownership.scheduling.fleet import Role
 from ownership.scheduling.registry import POLICIES
-from ownership.simulator.fleet_file import FleetSpec
+from ownership.simulator.fleet_file import Failure, FleetSpec
 from ownership.simulator.oracle.bound import bound
 from ownership.simulator.oracle.result import is_oracle, oracle_result
 from ownership.simulator.policies import parse_policy
 from ownership.simulator.results import Figures
 from ownership.simulator.simulating import simulate
 from ownership.simulator.state.memory import EVICTIONS, TierBytes
+from ownership.simulator.state.shape import StateShape
 from ownership.simulator.traces.session import Session, Trace
 from ownership.simulator.workload import Workload
 from tests.ownership.simulator.small_fleets import (
+    AMPLE,
     COMPUTE,
     DECODE,
     DENSE,
@@ -69,6 +73,7 @@ def check(trace: Trace, spec: FleetSpec, policy: str) -> Figures:
     workers=st.integers(1, 3),
     rate=st.sampled_from([0.02, 1.0]),
     ample=st.booleans(),
+    dies_s=st.none() | st.floats(0.0, 60.0),
 )
 def test_no_policy_beats_the_oracle(
     seed: int,
@@ -79,10 +84,13 @@ def test_no_policy_beats_the_oracle(
     workers: int,
     rate: float,
     ample: bool,
+    dies_s: float | None,
 ) -> None:
     gib = 40 * GIB if ample else (6 * GIB if model == DENSE else GIB // 2)
     capacity = TierBytes(gib, gib // 2, gib)
     spec = fleet(workers, model, capacity, roles=ROLES[:workers])
+    if dies_s is not None:
+        spec = replace(spec, failures=(Failure("w0", dies_s, 5.0),))
     check(agents(5, rate, seed), spec, f"{scheduling}+eviction={eviction}{options}")
 
 
@@ -169,6 +177,37 @@ def test_the_best_of_every_worker_counts() -> None:
     trace = trace_of(Session("a", (prompt(0, 2_048, output=1),), 0.0))
     mixed = bound(trace, replace(spec, workers=tuple(workers)), 256)
     assert mixed.ttft_s[0] < bound(trace, spec, 256).ttft_s[0]
+
+
+def test_a_preempted_token_may_come_sooner_than_by_a_decode() -> None:
+    """A decode over 4,000 tokens takes 0.4 s, a prompt's end computed again 1 ms: who is preempted
+    while another takes one short step has its token sooner."""
+    slow = costs(
+        compute=ComputeCoefficients(0.001, 1e-7, 0.0), decode=DECODE._replace(context_s=1e-4)
+    )
+    short, long = prompt(0, 271, output=3), prompt(900, 4_106, output=4)
+    page_bytes = StateShape.of(PRESETS[DENSE](), 256).page_bytes
+    trace = trace_of(Session("a", (short,), 0.0), Session("b", (long,), 0.0))
+    spec = fleet(capacity=TierBytes((17 + 257) * page_bytes), cost_model=slow)
+    assert check(trace, spec, "colocated").preemptions == 1
+
+
+@pytest.mark.parametrize("ssd_gib", [0, 8])
+def test_what_a_resent_request_finds_of_itself_is_saved(ssd_gib: int) -> None:
+    """Its worker dies while it decodes and is back with the SSD that has all of its prompt."""
+    trace = trace_of(Session("a", (prompt(0, 8_192, output=100),), 0.0))
+    fast = fleet(1, capacity=TierBytes(AMPLE.hbm, AMPLE.dram, ssd_gib * GIB),
+                 cost_model=costs(bytes_per_s=1e12))  # fmt: skip
+    spec = replace(fast, failures=(Failure("w0", 0.5, 1.0),))
+    found = check(trace, spec, "colocated")
+    assert (found.resent, found.saved_tokens) == (1, 31 * 256 if ssd_gib else 0)
+
+
+def test_who_comes_when_all_workers_are_back_saves_nothing_of_its_own() -> None:
+    trace = trace_of(Session("a", (prompt(0, 8_192),), 2.0))
+    least = {at_s: bound(trace, replace(fleet(), failures=(Failure("w0", at_s, 1.0),)), 256)
+             for at_s in (0.5, 1.5)}  # fmt: skip
+    assert (least[0.5].saved_tokens, least[1.5].saved_tokens) == (0, 31 * 256)
 
 
 def test_an_oracle_has_few_options() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ownership.scheduling.fleet import Role
 from ownership.scheduling.registry import POLICIES
 from ownership.scheduling.step_pricing import Way
+from ownership.simulator.fleet_file import Failure
 from ownership.simulator.oracle.bound import bound
 from ownership.simulator.oracle.search import best_placement
 from ownership.simulator.policies import parse_policy
@@ -73,3 +74,10 @@ def test_too_many_are_not_tried() -> None:
     many = [Session(str(i), (prompt(0, 512),), 0.0) for i in range(9)]
     with pytest.raises(ValueError, match="9 requests on 2 workers: 134217728 placements"):
         best_placement(trace_of(*many), SPEC, 256, mean_ttft_s)
+
+
+def test_a_fleet_with_failures_is_not_searched() -> None:
+    dying = replace(SPEC, failures=(Failure("w0", 0.5, 1.0),))
+    trace = trace_of(Session("a", (prompt(0, 512),), 0.0))
+    with pytest.raises(ValueError, match="1 failures: only fleets without them are searched"):
+        best_placement(trace, dying, 256, mean_ttft_s)
