@@ -79,6 +79,10 @@ class Predictions:
             left,
         )
 
+    def expects(self, request_id: str) -> bool:
+        """Whether a decision on the request waits for its first token."""
+        return request_id in self._open
+
     def progressed(self, request_id: str, num_tokens: int) -> None:
         """So many of its tokens are known. Counts what is the first token since it was planned.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
@@ -12,6 +12,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from hetero_connector.artifacts.canonical import encode
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.identity import locate_model, lora_digest
+from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.errors import IdentityError
 from hetero_connector.planner.checkpoint_policy import Reuse
 from hetero_connector.planner.restore_plan import RestorePlan
@@ -79,6 +80,21 @@ class PendingRestore:
 
 
 @dataclass
+class Attempts:
+    """What has been tried to restore of a request since it last held pages.
+
+    It outlives an answer: vLLM asks again, step by step, while there are no pages for the request.
+    """
+
+    begun_s: float
+    answered: bool = False
+    count: int = 0
+    """Of those that failed."""
+    failed: set[ArtifactId] = field(default_factory=set)
+    """What they could not get."""
+
+
+@dataclass
 class RequestTracker:
     """One request's chain, its restore in progress, and how far it has been saved."""
 
@@ -99,6 +115,8 @@ class RequestTracker:
     session: Hashable | None = None
     """Whose turn it is; None until it has been matched."""
     restore: PendingRestore | None = None
+    attempts: Attempts | None = None
+    """None where nothing was tried."""
     admitting: bool = False
     """Admitted since its last scheduled step: `next_chunk` is to be found anew."""
     windows_from: int = 0

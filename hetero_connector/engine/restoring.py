@@ -18,7 +18,12 @@ from hetero_connector.artifacts.tails import longest_tail
 from hetero_connector.engine.messages import ArtifactSpan, Blocks, Load
 from hetero_connector.engine.peer_matching import PeerMatcher
 from hetero_connector.engine.predictions import Predictions
-from hetero_connector.engine.requests import PendingRestore, RequestTracker, replayable
+from hetero_connector.engine.requests import (
+    Attempts,
+    PendingRestore,
+    RequestTracker,
+    replayable,
+)
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.decision import EngineLoad
 from hetero_connector.planner.restore_plan import RestorePlan
@@ -66,9 +71,6 @@ class Restorer:
         self._clock = clock
         self.may_replay = True
         """Whether a plan may rebuild windows by a replay."""
-        self._excluded: dict[str, set[ArtifactId]] = {}
-        self._started: dict[str, float] = {}
-        self._attempts: dict[str, int] = {}
 
     def tokens(self, tracker: RequestTracker, local_tokens: int) -> int | None:
         """Tokens beyond `local_tokens` that can be restored now; None to be asked again."""
@@ -87,19 +89,20 @@ class Restorer:
                 pending = self._begin(tracker, local_tokens, known)
                 tracker.restore = pending
             if pending is None:
-                self._settle(tracker)
+                self._answered(tracker)
                 return 0
             if not pending.handle.done:
                 return None
             if not pending.handle.failed:
-                self._settle(tracker)
+                self._answered(tracker)
                 return pending.plan.resume_tokens - local_tokens
             self._exclude(tracker, pending)
             pending = tracker.restore = None
 
     def forget(self, tracker: RequestTracker) -> None:
         """Drop what is staged for the request, if it was never admitted with it."""
-        self._settle(tracker)
+        self._answered(tracker)
+        tracker.attempts = None
         self._peers.forget(tracker)
         if tracker.restore is not None:
             tracker.restore.handle.release()
@@ -141,8 +144,11 @@ class Restorer:
         stored = self._stored(tracker, known - 1)
         tails = 1 if stored and not self._is_full(stored[-1]) else 0
         tracker.matched_chunks = len(stored) - tails
+        request_id = tracker.request.request_id
         if not stored or stored[-1].chunk.end <= local_tokens:
-            return None
+            if not self._predictions.expects(request_id):
+                return None
+            stored = []  # what it was to restore is gone, or the engine's by now
         decision = self._planner.plan(
             stored,
             local_tokens,
@@ -151,12 +157,11 @@ class Restorer:
             self._engine_load(tracker),
             may_replay=self.may_replay and replayable(tracker.request),
         )
-        request_id = tracker.request.request_id
         self._predictions.decided(request_id, decision, stored, local_tokens, known)
         plan = decision.plan
         if plan is None:
             return None
-        self._started.setdefault(request_id, self._clock())
+        tracker.attempts = tracker.attempts or Attempts(self._clock())
         handle = self._store.begin_restore(_wanted(plan), self._peers.copies(tracker))
         return PendingRestore(plan, handle, local_tokens)
 
@@ -167,15 +172,11 @@ class Restorer:
         """Matching chunks and the longest matching tail, without what has failed before."""
         stored = self._peers.extend(tracker, self._store.match(tracker.chain.chunks(limit)))
         stored += self._tail(tracker, stored, limit)
-        request_id = tracker.request.request_id
-        excluded = self._excluded.get(request_id)
-        if excluded is None:  # nothing has failed
+        attempts = tracker.attempts
+        if attempts is None or not attempts.count:  # nothing has failed
             return stored
-        dram_only = (
-            self._attempts[request_id] >= _MAX_ATTEMPTS
-            or self._clock() - self._started[request_id] >= self._deadline_s
-        )
-        return without(stored, excluded, dram_only)
+        late = self._clock() - attempts.begun_s >= self._deadline_s
+        return without(stored, attempts.failed, late or attempts.count >= _MAX_ATTEMPTS)
 
     def _tail(
         self, tracker: RequestTracker, stored: list[StoredChunk], limit: int
@@ -187,21 +188,19 @@ class Restorer:
         return longest_tail(self._store, tracker.chain, last, limit, remote_tokens) or remote
 
     def _exclude(self, tracker: RequestTracker, pending: PendingRestore) -> None:
-        request_id = tracker.request.request_id
-        lost = self._peers.without_copy(tracker, pending.handle.failed)
-        self._excluded.setdefault(request_id, set()).update(lost)
-        self._attempts[request_id] = self._attempts.get(request_id, 0) + 1
+        assert tracker.attempts is not None
+        tracker.attempts.failed.update(self._peers.without_copy(tracker, pending.handle.failed))
+        tracker.attempts.count += 1
         pending.handle.release()
         self._recorder.add("heterocache_restores_shortened")
 
-    def _settle(self, tracker: RequestTracker) -> None:
-        """The answer stands: forget how it came about."""
-        request_id = tracker.request.request_id
-        started = self._started.pop(request_id, None)
-        if started is not None:
-            self._recorder.observe("heterocache_stage_seconds", self._clock() - started)
-        self._excluded.pop(request_id, None)
-        self._attempts.pop(request_id, None)
+    def _answered(self, tracker: RequestTracker) -> None:
+        """The first answer ends the staging; later ones, while it waits for pages, do not."""
+        attempts = tracker.attempts
+        if attempts is not None and not attempts.answered:
+            attempts.answered = True
+            staged_s = self._clock() - attempts.begun_s
+            self._recorder.observe("heterocache_stage_seconds", staged_s)
 
     def _blocks(
         self, plan: RestorePlan, table: BlockTable, tokens: range

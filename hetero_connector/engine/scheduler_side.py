@@ -149,6 +149,7 @@ class SchedulerSide:
             tracker.outdated = False
         self._peers.forget(tracker)
         if num_external_tokens:
+            tracker.attempts = None
             self._admitted.append(tracker)
         else:
             self._restorer.forget(tracker)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier, distinct_tiers
 from hetero_connector.engine.restoring import without
+from hetero_connector.metrics import COUNTERS, TIMINGS
+from hetero_connector.store.base import Failure, Wanted
+from tests.engine.fakes import DENSE, FakeRequest
+from tests.engine.test_scheduler_side import Engine, tokens
 from tests.planner.chains import KV, SWA, chain_of
 
 IN_DRAM, ON_SSD = {KV: Tier.DRAM, SWA: Tier.DRAM}, {KV: Tier.SSD, SWA: Tier.DRAM}
@@ -31,3 +39,65 @@ def test_in_the_end_only_dram_counts_and_a_long_chain_still_holds_few_mappings(
     told = [stored.tiers for stored in left]
     assert told == [IN_DRAM] * 10 + [{KV: Tier.DRAM}] + [IN_DRAM] * 19 + [{SWA: Tier.DRAM}] * 30
     assert len(distinct_tiers(left)) == 3
+
+
+class FailingReads:
+    """`begin_restore` of a store: every restore fails as a whole at the deadline."""
+
+    def __init__(self, failing: Callable[[], None] = lambda: None) -> None:
+        self.begun = 0
+        self._failing = failing
+
+    def __call__(self, wanted: Sequence[Wanted], copies: object) -> Any:
+        self.begun += 1
+        self._failing()
+        lost = [ArtifactId(x.chunk.key, kind) for kind, chunks in wanted for x in chunks]
+        failed = dict.fromkeys(lost, Failure.DEADLINE)
+        return SimpleNamespace(done=True, failed=failed, release=lambda: None)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    """192 of 200 tokens are stored, and restored by cost."""
+    engine = Engine(DENSE, mode="cost")
+    engine.run(FakeRequest("a", tokens(200)))
+    engine.recorder.drain()
+    yield engine
+    engine.side.close()
+
+
+def test_what_failed_is_not_tried_again_while_the_request_finds_no_pages(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = FailingReads()
+    monkeypatch.setattr(engine.store, "begin_restore", reads)
+    request = FakeRequest("b", tokens(200))
+    assert [engine.ask(request) for _ in range(5)] == [0] * 5
+    assert reads.begun == 1
+    assert engine.admit(request) == 0
+    request.num_computed_tokens = 0  # preempted
+    assert engine.ask(request) == 0
+    assert reads.begun == 2, "it may have been a passing trouble"
+
+
+@pytest.mark.parametrize("overtaken", [False, True])
+def test_a_decision_of_which_nothing_came_is_told_as_computing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, overtaken: bool
+) -> None:
+    request = FakeRequest("b", tokens(200))
+    if overtaken:
+        assert engine.ask(request) == 192
+    else:
+        monkeypatch.setattr(engine.store, "begin_restore", FailingReads(engine.store.reset))
+    assert engine.admit(request, local=192 if overtaken else 0) == 0
+    engine.step(b=8 if overtaken else 200)
+    request.all_token_ids.append(7)
+    engine.step(b=1)
+    payload = engine.recorder.drain() or {}
+    counted = payload[COUNTERS]
+    decisions = {n for n in counted if n.startswith(("heterocache_decisions", "heterocache_act"))}
+    assert decisions == {
+        "heterocache_decisions{choice=compute}",
+        "heterocache_actions{action=RECOMPUTE_TAIL}",
+    }
+    assert payload[TIMINGS]["heterocache_reuse_benefit_seconds{kind=predicted}"] == [0.0]
