@@ -15,10 +15,15 @@ from ownership.scheduling.registry import POLICIES, scheduling_policy
 from ownership.simulator.machine.worker import CachePolicy, WorkerSpec
 from ownership.simulator.state.memory import EVICTIONS, Eviction, TierBytes
 
+_OPTIONS = (
+    "checkpoints", "eviction", "restores", "replay", "tiers", "state", "answers", "replicas",
+    "ttft",
+)  # fmt: skip
 _TIERS = ("all", "dram", "gpu")
 _STATE = ("typed", "paged")
 _SWITCH = ("on", "off")
 _ANSWERS = ("lost", "kept")
+_REPLICAS = ("none", "hot")
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,8 @@ class PolicySpec:
     """`paged`: the dense baseline, every layer's pages for every token."""
     answers: str = "lost"
     """`kept`: the state of decoded tokens too, where a prompt that follows can begin with them."""
+    replicas: str = "none"
+    """`hot`: read-only copies of prefixes that many sessions share, see `replicating`."""
     ttft_objective_s: float | None = None
     """Above it requests are refused."""
 
@@ -89,10 +96,12 @@ def _with(spec: PolicySpec, name: str, value: str) -> PolicySpec:
         case "answers":
             _check(spec.text, name, value, _ANSWERS)
             return replace(spec, answers=value)
+        case "replicas":
+            _check(spec.text, name, value, _REPLICAS)
+            return replace(spec, replicas=value)
         case "ttft":
             return replace(spec, ttft_objective_s=_seconds(spec.text, value))
-    known = ("checkpoints", "eviction", "restores", "replay", "tiers", "state", "answers", "ttft")
-    raise _unknown(spec.text, f"no option {name!r}", known)
+    raise _unknown(spec.text, f"no option {name!r}", _OPTIONS)
 
 
 def _check(text: str, name: str, value: str, known: Sequence[str]) -> None:

@@ -87,6 +87,8 @@ class Figures:
     """The parts of a restore that were waited for, over all requests: from peers, from SSD, and
     from DRAM to pages as far as no compute hid it."""
     preemptions: int
+    replicas: int
+    """Copies of hot prefixes that were made."""
 
     @property
     def hit_rate(self) -> float:

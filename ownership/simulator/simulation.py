@@ -9,6 +9,7 @@ from functools import partial
 
 from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.policy import SchedulingPolicy
+from ownership.scheduling.replication import HotSpotReplicas
 from ownership.scheduling.step import Step
 from ownership.simulator.clock import EventLoop
 from ownership.simulator.fleet_file import Failure, FleetSpec
@@ -16,6 +17,7 @@ from ownership.simulator.machine.peer_reads import PeerReads
 from ownership.simulator.machine.request import LiveRequest
 from ownership.simulator.machine.worker import Worker
 from ownership.simulator.policies import PolicySpec
+from ownership.simulator.replicating import Replicating
 from ownership.simulator.results import Tally
 from ownership.simulator.sessions import LiveSession, Sessions
 from ownership.simulator.state.overlap import ChunkSet, duplicate_factor
@@ -65,6 +67,9 @@ class FleetSimulation:
         views = [worker.view() for worker in self.workers.values()]
         self._view = FleetView(shape.footprint, views, fleet.links)
         self._reads = PeerReads(self.loop, fleet.links)
+        self.replicating: Replicating | None = None
+        if policy.replicas == "hot":
+            self.replicating = Replicating(HotSpotReplicas(), self.workers, self._reads)
         self._policy: SchedulingPolicy = policy.scheduler(random.Random(seed))
         self._block_tokens = block_tokens
         per_chunk = shape.chunk_tokens // block_tokens
@@ -100,6 +105,8 @@ class FleetSimulation:
             return
         step = self._step(live, request)
         self._report_loads()
+        if self.replicating is not None:
+            self._replicate(self.replicating, live, request, step)
         begun = self._timer()
         decision = self._policy.decide(step, self._view)
         way = decision.way
@@ -147,6 +154,14 @@ class FleetSimulation:
             recorded.trigger is Trigger.TOOL_RESULT,
             live.is_fork(request.index),
         )
+
+    def _replicate(
+        self, replicating: Replicating, live: LiveSession, request: LiveRequest, step: Step
+    ) -> None:
+        size, now_s = self.shape.chunk_tokens, self.loop.now_s
+        if live.request(request.index).parent is None or step.forked:
+            replicating.begins(step, request.chain, size, now_s)
+        self._changed |= replicating.look(self._view, size, now_s)
 
     def _report_loads(self) -> None:
         for name in self._changed:

@@ -24,6 +24,7 @@ def test_options_follow_the_name() -> None:
     assert spec.cache == CachePolicy("periodic:4", "session", "never_load", True)
     assert (spec.tiers, spec.state, spec.ttft_objective_s) == ("dram", "paged", 1.5)
     assert parse_policy("colocated+answers=kept").answers == "kept"
+    assert parse_policy("colocated+replicas=hot").replicas == "hot"
     assert isinstance(spec.scheduler(random.Random(0)), Admitting)
 
 
@@ -46,6 +47,7 @@ def test_tiers_are_left_out() -> None:
         ("colocated+size=3", "no option 'size'; there are checkpoints"),
         ("colocated+ttft=-1", "ttft: '-1' is no number"),
         ("colocated+replay", "replay is ''"),
+        ("colocated+replicas=cold", "replicas is 'cold'; there are none, hot"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, problem: str) -> None:
