@@ -15,9 +15,10 @@ from ownership.scheduling.registry import POLICIES, scheduling_policy
 from ownership.simulator.machine.worker import CachePolicy, WorkerSpec
 from ownership.simulator.state.memory import EVICTIONS, Eviction, TierBytes
 
+_GIB = 1 << 30
 _OPTIONS = (
     "checkpoints", "eviction", "restores", "replay", "tiers", "state", "answers", "replicas",
-    "ttft",
+    "ssd_writes", "ttft",
 )  # fmt: skip
 _TIERS = ("all", "dram", "gpu")
 _STATE = ("typed", "paged")
@@ -99,8 +100,11 @@ def _with(spec: PolicySpec, name: str, value: str) -> PolicySpec:
         case "replicas":
             _check(spec.text, name, value, _REPLICAS)
             return replace(spec, replicas=value)
+        case "ssd_writes":
+            per_day = None if value == "all" else int(_above_0(spec.text, name, value) * _GIB)
+            return replace(spec, cache=spec.cache._replace(ssd_bytes_per_day=per_day))
         case "ttft":
-            return replace(spec, ttft_objective_s=_seconds(spec.text, value))
+            return replace(spec, ttft_objective_s=_above_0(spec.text, name, value))
     raise _unknown(spec.text, f"no option {name!r}", _OPTIONS)
 
 
@@ -119,16 +123,15 @@ def _check_checkpoints(text: str, value: str) -> None:
         )
 
 
-def _seconds(text: str, value: str) -> float:
+def _above_0(text: str, name: str, value: str) -> float:
+    """Seconds, or GiB a day."""
     try:
-        seconds = float(value)
+        number = float(value)
     except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds < float("inf"):
-        raise SimulationError(
-            f"policy {text!r}", f"{value!r} is no number of seconds above 0", "ttft"
-        )
-    return seconds
+        number = 0.0
+    if not 0.0 < number < float("inf"):
+        raise SimulationError(f"policy {text!r}", f"{value!r} is no number above 0", name)
+    return number
 
 
 def _unknown(text: str, problem: str, known: Iterable[str]) -> SimulationError:

@@ -10,7 +10,9 @@ from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.checkpoint_policy import CheckpointPolicy, Rates, Sizes, policy_named
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.restore_planner import Mode
+from hetero_connector.store.admission import Admission as SsdAdmission
 from hetero_connector.store.seconds_saved import recompute_seconds
+from hetero_connector.store.write_budget import WriteBudget
 from ownership.scheduling.fleet import Role, WorkerLoad, WorkerView
 from ownership.simulator.clock import EventLoop
 from ownership.simulator.machine.admission import Admission
@@ -46,6 +48,8 @@ class CachePolicy(NamedTuple):
     eviction: Eviction = "leaf_lru"
     restores: Mode = "cost"
     replay: bool = False
+    ssd_bytes_per_day: int | None = None
+    """Written at most; None: all that there is."""
 
 
 @dataclass
@@ -92,7 +96,11 @@ class Worker:
         self._loop = loop
         costs = spec.costs
         saved_s = recompute_seconds(costs.compute.predict)
-        self.memory = WorkerMemory(shape, spec.capacity, policy.eviction, saved_s, owns)
+        self.budget = self._budget(policy.ssd_bytes_per_day)
+        ssd_admission = None if self.budget is None else SsdAdmission(self.budget, saved_s)
+        self.memory = WorkerMemory(
+            shape, spec.capacity, policy.eviction, saved_s, owns, ssd_admission
+        )
         self._writes = SsdWrites(spec.ssd_write_bandwidth)
         restorer = Restorer(shape, costs, policy.restores, replay=policy.replay, known=known)
         admission = Admission(
@@ -216,6 +224,15 @@ class Worker:
             size_bytes = self.shape.moved_bytes(chunks, len(boundaries))
             first = sealed.ssd_end - chunks
             self._writes.start(self._loop.now_s, size_bytes, chain, first, chunks, boundaries)
+
+    def _budget(self, bytes_per_day: int | None) -> WriteBudget | None:
+        """A journal keeps it over a death."""
+        if bytes_per_day is None:
+            return None
+        return WriteBudget(bytes_per_day, self._now_s, self._now_s)
+
+    def _now_s(self) -> float:
+        return self._loop.now_s
 
     def _checkpoint_policy(self, name: str, costs: CostModel) -> CheckpointPolicy:
         rates = Rates.learned(costs, has_ssd=self.spec.capacity.ssd > 0)

@@ -8,6 +8,7 @@ from itertools import count
 from typing import Literal, NamedTuple, get_args
 
 from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.admission import Admission
 from hetero_connector.store.base import EvictionName
 from hetero_connector.store.eviction import LeafLru, make_policy
 from hetero_connector.store.seconds_saved import SecondsSaved
@@ -15,6 +16,7 @@ from ownership.scheduling.step import HeldPrefix
 from ownership.simulator.state.resident import ResidentChunks
 from ownership.simulator.state.runs import ChunkSizes, Found, Run
 from ownership.simulator.state.shape import StateShape
+from ownership.simulator.state.worth_writing import WorthWriting
 from ownership.simulator.traces.block_runs import BlockRuns
 
 Eviction = Literal[EvictionName, "session"]
@@ -81,8 +83,11 @@ class WorkerMemory:
         eviction: Eviction,
         seconds_saved: SecondsSaved,
         owns: Owns,
+        admission: Admission | None = None,
     ) -> None:
+        """`admission`: what is worth writing to SSD; None: everything."""
         self.shape, self._owns = shape, owns
+        self._worth = None if admission is None else WorthWriting(shape, admission)
         self._has_replicas = False
         self._ticks = count(1)
         self._tick = 0
@@ -150,12 +155,23 @@ class WorkerMemory:
             _, new, boundaries = self.dram.add(chain, chunks, checkpoints, tick)
             sealed = Sealed(new, boundaries)
         if self.ssd.capacity_bytes:
-            if self._has_replicas:
-                chain, checkpoints = self._to_write(chain, checkpoints)
-                chunks = chain.num_blocks
-            end, new, boundaries = self.ssd.add(chain, chunks, checkpoints, tick)
+            end, new, boundaries = self._write(chain, checkpoints, tick)
             sealed = sealed._replace(ssd_chunks=new, ssd_checkpoints=boundaries, ssd_end=end.end)
         return sealed
+
+    def _write(
+        self, chain: BlockRuns, checkpoints: Sequence[int], tick: int
+    ) -> tuple[Run, int, list[int]]:
+        if self._has_replicas:
+            chain, checkpoints = self._to_write(chain, checkpoints)
+        if self._worth is None:
+            return self.ssd.add(chain, chain.num_blocks, checkpoints, tick)
+        in_dram, on_ssd = self.dram.find(chain), self.ssd.find(chain)
+        admitted = self._worth.admit(in_dram, on_ssd, chain.num_blocks)
+        chunks, checkpoints = admitted.chunks, admitted.checkpoints
+        end, new, boundaries = self.ssd.add(chain.head(chunks), chunks, checkpoints, tick)
+        self._worth.refund(admitted, end.end, boundaries)
+        return end, new, boundaries
 
     def replicas_of(self, chain: BlockRuns, chunks: int, name: str) -> list[Replica]:
         """What a peer that reads the first `chunks` chunks from DRAM has then; `name`: ours."""
