@@ -153,7 +153,9 @@ class FleetWorker:
     def _ask_who_lives(self, directory: Directory, _: Epoch) -> None:
         assert self._ledger is not None
         asked_s = self._clock()
-        self.peers.refresh(directory.workers(), asked_s)
-        if self.peers.take_ended():
+        workers = directory.workers()
+        self.peers.refresh(workers, asked_s)
+        # An owner may have come and gone between two questions: nobody here saw it live.
+        if self.peers.take_ended() or not self._ledger.owners <= workers.keys():
             self._ledger.reclaim()
             self._thread.wake()

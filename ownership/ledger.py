@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from itertools import islice
 from typing import Protocol
@@ -80,6 +80,10 @@ class Ledger:
         self._clock = clock
         self._replicas: dict[ArtifactId, Claim] = {}
         """What others own, and where it is here."""
+        self._owners: dict[ArtifactId, Epoch] = {}
+        """Whose each replica was when it was claimed last."""
+        self._num_replicas: Counter[Epoch] = Counter()
+        """By that owner; none is zero."""
         self._replica_bytes = 0
         self._unlisted: dict[ArtifactId, None] = {}
         """Replicas to be listed, or listed again."""
@@ -97,6 +101,8 @@ class Ledger:
         self._held_back.clear()
         self._unlisted.clear()
         self._replicas.clear()
+        self._owners.clear()
+        self._num_replicas.clear()
         self._replica_bytes = 0
         for batch in self._store.inventory():
             yield [_claim(change) for change in batch]
@@ -113,6 +119,11 @@ class Ledger:
         if self._releases or self._unlisted:
             wait_s = min(wait_s, max(0.0, self._tell_at_s - now_s))
         return wait_s
+
+    @property
+    def owners(self) -> Set[Epoch]:
+        """Who owned what is a replica here, when it was claimed last."""
+        return self._num_replicas.keys()
 
     def reclaim(self) -> None:
         """A worker has gone: replicas of what it owned are claimed now, not when it is time."""
@@ -131,6 +142,8 @@ class Ledger:
                 held.append(artifact)
                 self._is_no_replica(artifact)
                 self._replicas[artifact] = claim
+                self._owners[artifact] = grant.owner
+                self._num_replicas[grant.owner] += 1
                 self._replica_bytes += claim.copy.size_bytes
                 self._unlisted[artifact] = None
         for outcome, count in Counter(grant.outcome for grant in grants).items():
@@ -176,6 +189,10 @@ class Ledger:
         claim = self._replicas.pop(artifact, None)
         if claim is not None:
             self._replica_bytes -= claim.copy.size_bytes
+            owner = self._owners.pop(artifact)
+            self._num_replicas[owner] -= 1
+            if not self._num_replicas[owner]:
+                del self._num_replicas[owner]
         return claim is not None
 
     def _count_replicas(self) -> None:

@@ -12,7 +12,7 @@ from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkR
 from hetero_connector.errors import DirectoryUnavailableError
 from hetero_connector.metrics import GAUGES, Recorder
 from hetero_connector.spec.state_types import StateType
-from ownership.directory import Claim, Copy, Grant, Holding, Lease, Worker
+from ownership.directory import Claim, Copy, Directory, Grant, Holding, Lease, Worker
 from ownership.fleet_worker import FleetWorker
 from ownership.identifiers import NO_TOKEN, NOBODY, Epoch, Token
 from ownership.memory_directory import MemoryDirectory
@@ -165,7 +165,7 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(2e-3)
 
 
-def holding(directory: MemoryDirectory, number: int) -> Holding | None:
+def holding(directory: Directory, number: int) -> Holding | None:
     artifact = change(number).id
     return directory.lookup([artifact.chunk]).chunks[0].get(KV)
 
@@ -175,7 +175,7 @@ def is_free(directory: MemoryDirectory, number: int) -> bool:
     return held is None or held.owner == NOBODY
 
 
-def owned_by_bob(directory: MemoryDirectory, *numbers: int, lease_s: float = 60.0) -> Epoch:
+def owned_by_bob(directory: Directory, *numbers: int, lease_s: float = 60.0) -> Epoch:
     epoch = directory.register(Worker("bob", b"bob's card"), lease_s).epoch
     copy = Copy(64, bytes(16), 0, 1)
     directory.claim_owner(epoch, [Claim(change(number).id, copy) for number in numbers])
@@ -287,6 +287,28 @@ def test_when_an_owner_dies_its_replicas_are_claimed_before_their_time(
     directory: BreakableDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{__name__}.TTL_S", 3_600.0)
+    ann = Worked(directory, lease_s=0.6)
+    try:
+        owned_by_bob(directory, 1, lease_s=1.0)
+        ann.tell(change(1))
+        until(lambda: change(1).id in ann.store.replicas)
+        until(lambda: change(1).id in ann.store.tokens)
+    finally:
+        ann.worker.close()
+
+
+class Glimpsed(BreakableDirectory):
+    """Whoever asks who lives does so when bob has not come yet, or is gone again."""
+
+    def workers(self) -> dict[Epoch, Worker]:
+        return {e: worker for e, worker in super().workers().items() if worker.name != "bob"}
+
+
+def test_of_an_owner_that_came_and_went_unseen_replicas_are_claimed_before_their_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(f"{__name__}.TTL_S", 3_600.0)
+    directory = Glimpsed()
     ann = Worked(directory, lease_s=0.6)
     try:
         owned_by_bob(directory, 1, lease_s=1.0)

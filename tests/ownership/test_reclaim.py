@@ -55,6 +55,22 @@ def test_all_replicas_are_claimed_at_once() -> None:
     assert set(published.artifacts) == {change(n).id for n in (1, 2, 3)}
 
 
+def test_owners_are_those_of_replicas_that_are_still_here() -> None:
+    store, published = ListedStore(), Published()
+    store.put(*map(change, range(1, 4)))
+    ledger = Ledger(store, published, Recorder(), clock=lambda: 0.0)  # type: ignore[arg-type]
+    held_by(ledger, BOB, 1, 2)
+    held_by(ledger, EVE, 3)
+    assert ledger.owners == {BOB, EVE}
+    held_by(ledger, EVE, 1)
+    assert ledger.owners == {BOB, EVE}
+    held_by(ledger, EVE, 2)
+    assert ledger.owners == {EVE}
+    for _ in ledger.inventory():
+        pass
+    assert ledger.owners == set()
+
+
 def test_each_end_is_told_once() -> None:
     peers = LivePeers(10.0, lambda: 0.0)
     peers.refresh({BOB: Worker("bob", b"card"), EVE: Worker("eve", b"card")}, 0.0)
