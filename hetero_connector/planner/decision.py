@@ -72,8 +72,8 @@ class Decision:
     nothing: Terms
     """Of computing everything past the local tokens."""
     declined: tuple[Tier, ...]
-    """Tiers of which nothing is loaded although it would lead further. Nothing is learned of
-    them this time: `LoadModel.fade` lets a tier that was slow once be tried again."""
+    """Tiers of which nothing is loaded although with it the request would resume later. Nothing
+    is learned of them this time: `LoadModel.fade` lets one that was slow once be tried again."""
     _actions: Callable[[], Iterable[Action]] = field(repr=False, compare=False)
     _candidates: Callable[[], Iterable[Candidate]] = field(repr=False, compare=False)
 

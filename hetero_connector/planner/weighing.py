@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from hetero_connector.artifacts.record import StoredChunk, Tier
-from hetero_connector.planner.boundaries import ChunkGrid, Floats, Holdings, tiers_of
+from hetero_connector.planner.boundaries import ChunkGrid, Codes, Floats, Holdings
 from hetero_connector.planner.cost_model import Terms
 from hetero_connector.planner.decision import Candidate
 from hetero_connector.planner.pricing import Prices, Pricing
@@ -76,15 +76,20 @@ class Weighing:
         return any(way.total_s[taken:].min(initial=math.inf) < math.inf for way in self._ways)
 
     def declined(self, plan: RestorePlan | None) -> tuple[Tier, ...]:
-        """Tiers that hold what would lead further and of which the plan loads nothing.
+        """Tiers of which resuming later than the plan does would load, and the plan nothing.
 
         Those too that are thought too slow for the deadline.
         """
-        taken = len(plan.chunks) if plan else 0
-        if not any(way.reaches_beyond(taken) for way in self._ways):
-            return ()
-        loaded = tiers_of(plan.held if plan else ())
-        return tuple(sorted(tiers_of(self._held.distinct) - loaded))
+        resume = plan.resume_tokens if plan else self._local_tokens
+        further: set[Tier] = set()
+        for way in self._ways:
+            indices = way.possible_after(resume)
+            if len(indices):
+                further |= self._tiers_of(way, indices)
+        if plan is not None:
+            further -= _tiers(plan.held, plan.prefix_types)
+            further -= _tiers([plan.chunks[-1].tiers], plan.boundary_types)
+        return tuple(sorted(further))
 
     def candidates(self, plan: RestorePlan | None) -> Iterator[Candidate]:
         """Nothing at all, then every boundary, `plan`'s marked as chosen."""
@@ -124,6 +129,16 @@ class Weighing:
             total_s = np.where(staged_s <= deadline_s, total_s, math.inf)
         best = len(total_s) - 1 - int(total_s[::-1].argmin())
         return _Way(prices, total_s, barred_s, replay_tokens, best, float(total_s[best]))
+
+    def _tiers_of(self, way: _Way, indices: Codes) -> set[Tier]:
+        """Where what is loaded for the boundaries at these chunks lies. An inner chunk's
+        boundary state is not among it."""
+        held = self._held.distinct_up_to(int(indices[-1]) + 1)
+        tiers = _tiers(held, self._model.prefix_types)
+        if not way.replay_tokens and self._model.boundary_types:
+            ends = np.flatnonzero(np.bincount(self._held.codes[indices])).tolist()
+            tiers |= _tiers([held[code] for code in ends], self._model.boundary_types)
+        return tiers
 
     def _way_of(self, plan: RestorePlan) -> _Way:
         return self._ways[1 if plan.replay_tokens else 0]
@@ -176,15 +191,20 @@ class _Way(NamedTuple):
     best_s: float
     """That boundary's total."""
 
-    def reaches_beyond(self, taken: int) -> bool:
-        """Whether a boundary is possible after the first `taken` chunks."""
+    def possible_after(self, resume: int) -> Codes:
+        """The chunks whose ends are possible boundaries that resume later, in order."""
+        first = int(self.prices.resume.searchsorted(resume, side="right"))
         if self.barred_s is None:
-            return taken < len(self.total_s)
-        return bool(self.barred_s[taken:].min(initial=math.inf) == 0.0)
+            return np.arange(first, len(self.total_s))
+        return first + np.flatnonzero(self.barred_s[first:] == 0.0)
 
 
 def _price(way: _Way) -> tuple[float, int]:
     return way.best_s, -way.best
+
+
+def _tiers(held: Iterable[Mapping[StateType, Tier]], types: Sequence[StateType]) -> set[Tier]:
+    return {tiers[state_type] for tiers in held for state_type in types}
 
 
 def _between(

@@ -35,6 +35,7 @@ CHUNKED = replace(
 DENSE = ModelSpec((FULL,), alignment=16)
 HYBRID = ModelSpec((FULL, WINDOW), alignment=16)
 LLAMA4 = ModelSpec((FULL, CHUNKED), alignment=16)
+TWO_WINDOWS = ModelSpec((FULL, WINDOW, CHUNKED), alignment=16)
 WINDOWS_ONLY = ModelSpec((WINDOW,), alignment=16)
 
 

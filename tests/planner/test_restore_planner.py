@@ -23,7 +23,9 @@ from tests.planner.chains import (
     HYBRID,
     KV,
     LLAMA4,
+    LOCAL,
     SWA,
+    TWO_WINDOWS,
     WINDOWS_ONLY,
     SlowPlanner,
     chain_of,
@@ -71,7 +73,7 @@ loads = st.builds(
     st.booleans(),
     st.sampled_from([0, 0, 60]),
 )
-models = st.sampled_from([DENSE, HYBRID, LLAMA4, WINDOWS_ONLY])
+models = st.sampled_from([DENSE, HYBRID, LLAMA4, TWO_WINDOWS, WINDOWS_ONLY])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,6 +268,43 @@ def test_nothing_is_declined_that_leads_nowhere_or_is_loaded() -> None:
     loaded = full_chain(*[Tier.SSD] * 3)
     assert case_of(loaded, costs_of(HYBRID, load=FAST)).decide().declined == ()
     assert case_of(loaded, costs_of(HYBRID, load=SLOW)).decide("never_load").declined == ()
+
+
+def test_a_checkpoint_inside_what_is_loaded_is_not_loaded() -> None:
+    inner = in_tier(Tier.DRAM, KV) | in_tier(Tier.SSD, SWA)
+    stored = chain_of([inner, BOTH, *[in_tier(Tier.SSD, KV, SWA)] * 4])
+    decision = case_of(stored, costs_of(HYBRID, load=SLOW)).decide()
+    assert decision.plan is not None
+    assert decision.plan.boundary == 2 * CHUNK
+    assert decision.declined == (Tier.SSD,)
+
+
+def test_half_a_checkpoint_at_which_nobody_can_resume_is_not_declined() -> None:
+    whole, half = in_tier(Tier.DRAM, KV, SWA, LOCAL), {KV: Tier.DRAM, SWA: Tier.PEER}
+    stored = chain_of([whole, half, *[in_tier(Tier.SSD, KV, SWA, LOCAL)] * 4])
+    decision = case_of(stored, costs_of(TWO_WINDOWS, load=SLOW), TWO_WINDOWS).decide()
+    assert decision.plan is not None
+    assert decision.plan.boundary == CHUNK
+    assert decision.declined == (Tier.SSD,)
+
+
+def test_a_checkpoint_that_a_replay_is_preferred_to_is_declined() -> None:
+    stored = chain_of([in_tier(Tier.DRAM, KV) | in_tier(Tier.SSD, SWA)] * 6)
+    decision = case_of(stored, costs_of(HYBRID, load=SLOW)).decide(replay_tokens=80)
+    assert decision.plan is not None
+    assert decision.plan.replay_tokens
+    assert decision.declined == (Tier.SSD,)
+
+
+@given(cases())
+def test_declined_are_the_tiers_of_what_resumes_later_less_those_of_the_plan(case: Case) -> None:
+    decision = case.decide(replay_tokens=80)
+    plan = decision.plan
+    resume = plan.resume_tokens if plan else case.local_tokens
+    candidates = decision.candidates()
+    later = {t for c in candidates if c.resume_tokens > resume for t, n in c.load_bytes.items()}
+    loaded = {t for c in candidates if c.chosen for t in c.load_bytes}
+    assert set(decision.declined) == later - loaded
 
 
 def test_the_benefit_is_the_prefill_less_the_load_the_rest_and_the_stall() -> None:
