@@ -32,7 +32,7 @@ from hetero_connector.spec.presets import PRESETS
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
 from hetero_connector.store.io_thread import IoThread
-from hetero_connector.store.seconds_saved import recompute_seconds
+from hetero_connector.store.seconds_saved import SecondsSaved
 from hetero_connector.store.ssd import OpenTransfer, best_transfer
 from hetero_connector.store.ssd_directory import SsdDirectory
 from hetero_connector.store.write_budget import DAY_S, WriteBudget
@@ -212,7 +212,7 @@ class SessionDay:
                 slots, config, self._recorder,
                 chunk_tokens=layout.chunk_tokens, fingerprint=FINGERPRINT, description={},
                 clock=lambda: self._now_s, open_transfer=self._open_counted,
-                seconds_saved=recompute_seconds(self._costs.compute.predict),
+                seconds_saved=SecondsSaved(self._costs.compute.predict),
             )  # fmt: skip
         assert store._io_thread is not None
         self._io_thread: IoThread = store._io_thread

@@ -43,7 +43,7 @@ from hetero_connector.store.base import StoreConfig
 from hetero_connector.store.journal_format import REPLAY_EXACT, WINDOW_REPLAY
 from hetero_connector.store.peers import PeerAccess
 from hetero_connector.store.prefetching import PrefetchCosts
-from hetero_connector.store.seconds_saved import recompute_seconds
+from hetero_connector.store.seconds_saved import SecondsSaved
 from hetero_connector.store.write_budget import burst_bytes
 from hetero_connector.transfer.nixl_peers import NixlPeers
 
@@ -129,7 +129,7 @@ def open_scheduler_side(
         | {WINDOW_REPLAY: geometry.replay_refusal or REPLAY_EXACT}
         | settings.described(),
         chunk_tokens=chunk_tokens,
-        seconds_saved=recompute_seconds(planner.costs.compute.predict),
+        seconds_saved=SecondsSaved(planner.costs.compute.predict),
         prefetch_costs=PrefetchCosts(
             lambda artifact: planner.costs.load.artifact_seconds(
                 Tier.SSD, artifact.state_type, artifact.size_bytes

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
 
 from hetero_connector.artifacts.index import Artifact, Node
 from hetero_connector.spec.state_types import Family
 from hetero_connector.store.reading import padded
-from hetero_connector.store.seconds_saved import SecondsSaved
 from hetero_connector.store.write_budget import WriteBudget
 
 _FREE_FROM = 0.5
@@ -34,12 +33,12 @@ _REUSE_INSIDE = 0.1
 class Admission:
     """Chooses from a batch what to write, and pays for it."""
 
-    def __init__(self, budget: WriteBudget | None, seconds_saved: SecondsSaved) -> None:
-        """`budget`: None for no limit."""
+    def __init__(self, budget: WriteBudget | None, worth: Callable[[Artifact], float]) -> None:
+        """`budget`: None for no limit. `worth`: of a use of an artifact, whenever it is asked."""
         self.budget = budget
-        self._seconds_saved = seconds_saved
+        self._worth_of_use = worth
         self._recent: deque[float] = deque(maxlen=_REMEMBERED)
-        """Worth of what could have been written, seconds per byte."""
+        """Worth of what could have been written, per byte."""
 
     def admit(self, batch: Sequence[Artifact]) -> list[Artifact]:
         """Those to write, in the batch's order; each is paid for. Parents come first."""
@@ -72,11 +71,11 @@ class Admission:
         return budget.spend(sum(padded(a.size_bytes) for a in group))
 
     def _worth(self, artifact: Artifact) -> float:
-        """Seconds per byte: of the chunk's whole state of this family, for none is of use alone."""
+        """Per byte: of the chunk's whole state of this family, for none is of use alone."""
         family = artifact.state_type.family
         same = [a for a in artifact.node.artifacts.values() if a.state_type.family is family]
         size_bytes = sum(padded(a.size_bytes) for a in same)
-        return expected_reuse(artifact) * max(map(self._seconds_saved, same)) / size_bytes
+        return expected_reuse(artifact) * max(map(self._worth_of_use, same)) / size_bytes
 
 
 def expected_reuse(artifact: Artifact) -> float:

@@ -53,7 +53,7 @@ def make_policy(
         case "lru":
             return Lru()
         case "value":
-            return Value(seconds_saved, now)
+            return Value(seconds_saved.in_prefills, now)
 
 
 Rank = tuple[float, int]
@@ -208,26 +208,31 @@ class Value(LeafFirst):
 
     Greedy-Dual-Size-Frequency (Cherkasova, "Improving WWW Proxies Performance with
     Greedy-Dual-Size-Frequency Caching Policy", HP Labs 1998): an artifact ranks by
-    clock + (1 + log2(1 + uses)) * seconds / bytes, with the clock as it was at its last use; the
+    clock + (1 + log2(1 + uses)) * worth / bytes, with the clock as it was at its last use; the
     clock rises to the rank of each victim, so that what was precious once and is not used any
-    more is overtaken. Uses count by their logarithm, where the paper's count each: all turns of
-    a session use its beginning, and when it has ended nobody does. With each counted it stayed
-    for as many rounds of the clock. All artifacts of a policy fill slots of one size: seconds
-    per slot order them as seconds per byte do, and a short tail gets no bonus for the room it
-    wastes.
+    more is overtaken. Worth is seconds saved, in a unit that stays what it is while the engine's
+    speed is being learned (`SecondsSaved.in_prefills`): ranks are kept, and the clock is one.
+
+    Uses count by their logarithm, where the paper's count each: all turns of a session use its
+    beginning, and when it has ended nobody does. With each counted it stayed for as many rounds
+    of the clock. All artifacts of a policy fill slots of one size: seconds per slot order them as
+    seconds per byte do, and a short tail gets no bonus for the room it wastes.
 
     Leaves first, because a chunk is worth what rests on it, too.
     """
 
-    def __init__(self, seconds_saved: SecondsSaved, now: Callable[[], int]) -> None:
-        """`now`: the logical clock that `Artifact.last_used` is of."""
+    def __init__(self, worth: Callable[[Artifact], float], now: Callable[[], int]) -> None:
+        """`worth`: of having an artifact, at least 0, the same whenever it is asked.
+
+        `now`: the logical clock that `Artifact.last_used` is of.
+        """
         super().__init__(self._value)
-        self._seconds_saved = seconds_saved
+        self._worth = worth
         self._now = now
         self._moments: list[int] = []
         """When the clock rose, ascending."""
         self._clocks: list[float] = []
-        """What it rose to, in seconds."""
+        """What it rose to, in the unit of worth."""
 
     def pop(self, standing: Callable[[Artifact], Standing]) -> Artifact | None:
         """See `EvictionPolicy.pop`."""
@@ -239,8 +244,8 @@ class Value(LeafFirst):
     def _value(self, artifact: Artifact) -> Rank:
         risen = bisect_left(self._moments, artifact.last_used)
         clock = self._clocks[risen - 1] if risen else 0.0
-        worth = (1.0 + log2(1.0 + artifact.uses)) * self._seconds_saved(artifact)
-        return (clock + worth, -artifact.node.chunk.end)
+        expected = (1.0 + log2(1.0 + artifact.uses)) * self._worth(artifact)
+        return (clock + expected, -artifact.node.chunk.end)
 
     def _raise_clock(self, to: float) -> None:
         if self._clocks and to <= self._clocks[-1]:

@@ -59,7 +59,7 @@ class IoThread:
         self._rows = JournalRows(state, None if ssd is None else ssd.directory.journal)
         self._health = WriteHealth(state, None if ssd is None else ssd.directory.path)
         self._budget = self._open_budget()
-        admission = Admission(self._budget, state.tiers.seconds_saved)
+        admission = Admission(self._budget, state.tiers.seconds_saved.in_prefills)
         self._spiller = Spiller(state, memory, ssd, self._rows, self._health, admission)
         self._thread = threading.Thread(target=self._run, name="heterocache-io", daemon=True)
         self._stop_by_s = float("inf")

@@ -16,6 +16,7 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Restore, Save, StoreConfig, Wanted
 from hetero_connector.store.prefetching import DEFAULT_COSTS, PrefetchCosts
+from hetero_connector.store.seconds_saved import SecondsSaved, default_seconds_saved
 from hetero_connector.store.ssd_directory import SsdDirectory
 from hetero_connector.transfer.base import Direction, Extent
 from hetero_connector.transfer.memory_files import MemoryFiles, MemoryTransfer
@@ -156,6 +157,7 @@ class Bench:
         dram_chunks: int = 8,
         ssd_chunks: int = 16,
         prefetch_costs: PrefetchCosts = DEFAULT_COSTS,
+        seconds_saved: SecondsSaved = default_seconds_saved,
         **config: object,
     ) -> ArtifactStore:
         self.recorder = Recorder()
@@ -170,6 +172,7 @@ class Bench:
             description={"model": "test"},
             clock=self.clock,
             prefetch_costs=prefetch_costs,
+            seconds_saved=seconds_saved,
             **({"open_transfer": self.disk} if self.disk else {}),
         )
 

@@ -18,6 +18,7 @@ from hetero_connector.store.admission import Admission, expected_reuse
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure
 from hetero_connector.store.io_thread import IoThread
+from hetero_connector.store.seconds_saved import SecondsSaved, default_prefill_seconds
 from hetero_connector.store.write_budget import DAY_S, WriteBudget
 
 BUCKETS_A_DAY = 8
@@ -33,7 +34,7 @@ class Clock:
 class Written:
     """A store whose I/O thread runs only when told, over a budget counted in chunks."""
 
-    def __init__(self, root: Path, chunks_a_day: float | None, **sizes: int) -> None:
+    def __init__(self, root: Path, chunks_a_day: float | None, **sizes: object) -> None:
         self.clock = Clock()
         self.bench = Bench(root / "ssd", Disk(), self.clock)
         self.budget = None if chunks_a_day is None else int(chunks_a_day * CHUNK_BYTES)
@@ -97,7 +98,9 @@ def opened(tmp_path: Path) -> Iterable[list[Written]]:
         written.store.close()
 
 
-def written(opened: list[Written], root: Path, chunks_a_day: float | None, **sizes: int) -> Written:
+def written(
+    opened: list[Written], root: Path, chunks_a_day: float | None, **sizes: object
+) -> Written:
     opened.append(Written(root, chunks_a_day, **sizes))
     return opened[-1]
 
@@ -145,6 +148,20 @@ def test_what_was_refused_is_written_once_it_has_been_used(
     assert w.on_ssd(late) == 2
     w.restart()
     assert len(w.store.match(late)) == 2
+
+
+def test_what_has_been_used_is_written_though_the_engine_turned_out_to_be_faster(
+    opened: list[Written], tmp_path: Path
+) -> None:
+    speed = 10.0
+    saved = SecondsSaved(lambda tokens, context: speed * default_prefill_seconds(tokens, context))
+    w = written(opened, tmp_path, 8 * BUCKETS_A_DAY, dram_chunks=16, seconds_saved=saved)
+    w.put([chain(f"{i}", 1)[0] for i in range(8)])
+    speed = 1.0
+    late = chain("late", 2)
+    w.put(late)
+    w.use(late)
+    assert w.on_ssd(late) == 2
 
 
 def test_no_child_of_a_refused_chunk_is_written(opened: list[Written], tmp_path: Path) -> None:

@@ -15,7 +15,11 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store import eviction
 from hetero_connector.store.base import EvictionName
 from hetero_connector.store.eviction import EvictionPolicy, LeafLru, Lru, Value, make_policy
-from hetero_connector.store.seconds_saved import default_seconds_saved, recompute_seconds
+from hetero_connector.store.seconds_saved import (
+    SecondsSaved,
+    default_prefill_seconds,
+    default_seconds_saved,
+)
 
 NAMES: tuple[EvictionName, ...] = get_args(EvictionName)
 POLICIES: dict[EvictionName, type[EvictionPolicy]] = {
@@ -322,6 +326,39 @@ def test_value_keeps_a_bounded_memory_of_its_clock(monkeypatch: pytest.MonkeyPat
     assert w.policy.pop(leaf) is later
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from("oup"), st.integers(0, 9), st.integers(1, 9)), max_size=60),
+    st.lists(st.sampled_from([0.125, 0.5, 2.0, 16.0]), min_size=60, max_size=60),
+)
+def test_value_stays_as_it_is_when_all_costs_turn_out_to_be_others(
+    steps: list[tuple[str, int, int]], factors: list[float]
+) -> None:
+    """Offers, uses and evictions, with the engine's speed found to be another before each."""
+
+    def victims(factors: list[float]) -> list[int | None]:
+        speed, tick, order = 1.0, 0, []
+
+        def prefill_seconds(new_tokens: float, context_tokens: float) -> float:
+            return speed * default_prefill_seconds(new_tokens, context_tokens)
+
+        policy = make_policy("value", SecondsSaved(prefill_seconds), lambda: tick)
+        known: list[Artifact] = []
+        for (what, which, depth), factor in zip(steps, factors, strict=False):
+            speed, tick = speed * factor, tick + 1
+            if what == "o":
+                known.append(artifact(end=256 * 32 * depth, last_used=tick))
+                policy.offer(known[-1])
+            elif what == "u" and known:
+                known[which % len(known)].uses += 1
+                known[which % len(known)].last_used = tick
+            elif what == "p":
+                victim = policy.pop(leaf)
+                order.append(None if victim is None else known.index(victim))
+        return order
+
+    assert victims(factors) == victims([1.0] * 60)
+
+
 def chunk(start: int, parent: Node | None, *kinds: StateType) -> Node:
     node = Node(ChunkRange(ChunkKey(random.randbytes(16)), ROOT, start, start + 256), parent)
     node.artifacts = {kind: Artifact(node, kind, 1) for kind in kinds}
@@ -347,5 +384,5 @@ def test_boundary_state_saves_all_since_the_boundary_above() -> None:
 
 
 def test_measured_prefill_says_what_an_artifact_saves() -> None:
-    saved = recompute_seconds(lambda new_tokens, context_tokens: 10 * new_tokens + context_tokens)
+    saved = SecondsSaved(lambda new_tokens, context_tokens: 10 * new_tokens + context_tokens)
     assert saved(artifact(end=512)) == 10 * 256 + 256

@@ -11,7 +11,7 @@ from hetero_connector.planner.checkpoint_policy import CheckpointPolicy, Rates, 
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.restore_planner import Mode
 from hetero_connector.store.admission import Admission as SsdAdmission
-from hetero_connector.store.seconds_saved import recompute_seconds
+from hetero_connector.store.seconds_saved import SecondsSaved
 from hetero_connector.store.write_budget import WriteBudget
 from ownership.scheduling.fleet import Role, WorkerLoad, WorkerView
 from ownership.simulator.clock import EventLoop
@@ -95,9 +95,11 @@ class Worker:
         self._idle_since_s = 0.0
         self._loop = loop
         costs = spec.costs
-        saved_s = recompute_seconds(costs.compute.predict)
+        saved_s = SecondsSaved(costs.compute.predict)
         self.budget = self._budget(policy.ssd_bytes_per_day)
-        ssd_admission = None if self.budget is None else SsdAdmission(self.budget, saved_s)
+        ssd_admission = None
+        if self.budget is not None:
+            ssd_admission = SsdAdmission(self.budget, saved_s.in_prefills)
         self.memory = WorkerMemory(
             shape, spec.capacity, policy.eviction, saved_s, owns, ssd_admission
         )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.eviction import LeafLru, Lru, Value
-from hetero_connector.store.seconds_saved import recompute_seconds
+from hetero_connector.store.seconds_saved import default_seconds_saved
 from ownership.simulator.state.resident import ResidentChunks
 from ownership.simulator.state.runs import ChunkSizes, Run
 from ownership.simulator.traces.block_runs import BlockRuns
@@ -79,7 +79,8 @@ def test_bytes_are_conserved_and_capacity_holds(
     policy: str, texts: list[list[int]], capacity: int, data: st.DataObject
 ) -> None:
     now = [0]
-    made = {"lru": Lru(), "session": LeafLru(), "value": Value(recompute_seconds(), lambda: now[0])}
+    value = Value(default_seconds_saved.in_prefills, lambda: now[0])
+    made = {"lru": Lru(), "session": LeafLru(), "value": value}
     resident = ResidentChunks(
         SIZES, capacity, made[policy], StateType.DENSE_KV,
         by_recency=policy != "value", whole_sessions=policy == "session",
