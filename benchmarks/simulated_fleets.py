@@ -42,7 +42,8 @@ from ownership.simulator.traces.session import Trace
 _GIB = 1 << 30
 _KEPT = (
     "requests", "refused", "ttft_mean_s", "ttft_p50_s", "ttft_p95_s", "step_p95_s", "task_mean_s",
-    "task_wait_mean_s", "task_wait_p95_s", "prompt_tokens", "saved_tokens", "duplicate_factor",
+    "task_wait_mean_s", "task_wait_mean_alone_s", "task_wait_p95_s", "prompt_tokens",
+    "saved_tokens", "duplicate_factor",
     "moved_bytes", "moved_bytes_times_copies", "network_bytes", "ssd_read_bytes",
     "ssd_written_bytes", "owner_hit_rate", "busy_share", "hbm_gib_per_session",
 )  # fmt: skip

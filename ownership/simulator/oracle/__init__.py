@@ -2,7 +2,8 @@
 
 Owns which chunks a request must compute whatever happens (`first_use`, over the `family` of
 requests that wait for each other), the least time that leaves for each request and session
-(`bound`, a relaxation, with its proof; `result` for reports), the best of all placements of a few
+(`bound`, a relaxation by `least_times`, with its proof; `result` for reports), what waiting for
+engines adds to their mean (`shadow_price`, proved too), the best of all placements of a few
 requests (`search`, exact), and the most that any eviction policy can hit (`belady`, exact). May
 import the simulator; of the simulator only `sweeps` imports it.
 """

@@ -20,7 +20,8 @@ simulator's, `machine.steps`):
 4. *Session.* A request is sent when what it waits for was answered and thought about. By induction
    over a session no request is sent, and none answered, earlier than the bounds add up to.
 
-These hold request by request, so they hold for means and for every percentile. Requests that are
+These hold request by request, so they hold for means and for every percentile. Of means
+there is a second bound, which knows how many engines there are: `shadow_price`. Requests that are
 refused are outside of it: no figure of a policy that refuses is compared.
 
 Of tokens not computed: every distinct chunk is computed once (or decoded, where answers are kept),
@@ -33,12 +34,14 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ownership.simulator.fleet_file import FleetSpec
 from ownership.simulator.oracle.family import Family
 from ownership.simulator.oracle.first_use import FirstUses
+from ownership.simulator.oracle.least_times import LeastTimes
+from ownership.simulator.oracle.shadow_price import Demand, ShadowPrices
 from ownership.simulator.results import mean, percentile
 from ownership.simulator.sessions import LiveSession, instant_s
 from ownership.simulator.state.chunks import chunk_runs
@@ -47,71 +50,18 @@ from ownership.simulator.traces.block_runs import BlockRuns
 from ownership.simulator.traces.session import Request, Session, Trace
 
 
-class LeastTimes(NamedTuple):
-    """The best of every worker's coefficients; see the module's docstring."""
-
-    step_s: float
-    token_s: float
-    attention_s: float
-    decode_s: float
-    """Of a decode alone: d0 + d1."""
-    context_s: float
-    empty_s: float
-    """Of a step of decodes, whatever is in it: d0."""
-    step_tokens: int
-
-    @classmethod
-    def of(cls, fleet: FleetSpec) -> LeastTimes:
-        """Of a fleet's workers."""
-        found = []
-        for worker in fleet.workers:
-            compute, delays = worker.costs.compute.coefficients, worker.costs.delays()
-            found.append(
-                (
-                    min(compute.step_s, delays.step_s + delays.mixed_s),
-                    min(compute.token_s, delays.token_s),
-                    min(compute.attention_s, delays.attention_s),
-                    delays.step_s + delays.decode_s,
-                    delays.context_s,
-                    delays.step_s,
-                )
-            )
-        step_s, token_s, attention_s, decode_s, context_s, empty_s = map(
-            min, zip(*found, strict=True)
-        )
-        limit = fleet.limits.step_tokens
-        return cls(step_s, token_s, attention_s, decode_s, context_s, empty_s, limit)
-
-    def prefill_s(self, prompt_tokens: int, reused_tokens: int) -> float:
-        """Seconds of computing all of a prompt but its first tokens."""
-        tokens = prompt_tokens - reused_tokens
-        work = tokens * (reused_tokens + tokens / 2)
-        steps = -(-tokens // self.step_tokens)
-        return steps * self.step_s + tokens * self.token_s + work * self.attention_s
-
-    def decoding_s(self, prompt_tokens: int, output_tokens: int, cached_tokens: int) -> float:
-        """Seconds from the first token of an answer to its last.
-
-        `cached_tokens`: of the prompt, as many as a preempted request finds at most.
-        """
-        again_s = self.empty_s + self.prefill_s(prompt_tokens + 1, cached_tokens)
-        first_s = self.decode_s + prompt_tokens * self.context_s
-        steps = output_tokens - 1
-        decodes = 0 if first_s > again_s else steps
-        if self.context_s:  # each is longer than the one before it
-            decodes = min(decodes, 1 + int(max(0.0, again_s - first_s) / self.context_s))
-        grown = decodes * (decodes - 1) / 2
-        return decodes * first_s + grown * self.context_s + (steps - decodes) * again_s
-
-
 @dataclass
 class Bound:
-    """Seconds that no policy is below, request by request and session by session."""
+    """Seconds that no policy is below, request by request and session by session; in the mean by as
+    much more as sessions wait for engines (`shadow_price`)."""
 
     ttft_s: array[float]
     step_s: array[float]
     task_s: array[float]
     task_wait_s: array[float]
+    ttft_queue_s: float
+    """Of the TTFTs' mean: how far it is above that of `ttft_s`; and of the sessions' mean:"""
+    task_queue_s: float
     saved_tokens: int
     """Prompt tokens that need not be computed, at most."""
     prompt_tokens: int
@@ -122,17 +72,19 @@ class Bound:
             "requests": len(self.ttft_s),
             "sessions": len(self.task_s),
             "refused": 0,
-            "ttft_mean_s": mean(self.ttft_s),
+            "ttft_mean_s": mean(self.ttft_s) + self.ttft_queue_s,
+            "ttft_mean_alone_s": mean(self.ttft_s),
             "ttft_p50_s": percentile(self.ttft_s, 50),
             "ttft_p95_s": percentile(self.ttft_s, 95),
             "ttft_p99_s": percentile(self.ttft_s, 99),
             "step_p50_s": percentile(self.step_s, 50),
             "step_p95_s": percentile(self.step_s, 95),
             "step_p99_s": percentile(self.step_s, 99),
-            "task_mean_s": mean(self.task_s),
+            "task_mean_s": mean(self.task_s) + self.task_queue_s,
             "task_p50_s": percentile(self.task_s, 50),
             "task_p95_s": percentile(self.task_s, 95),
-            "task_wait_mean_s": mean(self.task_wait_s),
+            "task_wait_mean_s": mean(self.task_wait_s) + self.task_queue_s,
+            "task_wait_mean_alone_s": mean(self.task_wait_s),
             "task_wait_p95_s": percentile(self.task_wait_s, 95),
             "saved_tokens": self.saved_tokens,
             "prompt_tokens": self.prompt_tokens,
@@ -157,6 +109,10 @@ class _Known:
     first_token_s: float = 0.0
     """After it was sent."""
     answer_s: float = 0.0
+    others_s: float = math.inf
+    """Before which no other is sent that may compute more of it."""
+    waited: bool = False
+    """It was sent at a time that depends on an answer."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -180,6 +136,7 @@ class _Bounding:
         self, trace: Trace, fleet: FleetSpec, chunk_tokens: int, keep_answers: bool
     ) -> None:
         self._least, self._size = LeastTimes.of(fleet), chunk_tokens
+        self._workers = len(fleet.workers)
         self._block_tokens, self._keep = trace.block_tokens, keep_answers
         ends_s = (failure.at_s + failure.for_s for failure in fleet.failures)
         self._back_s = max(ends_s, default=-math.inf)
@@ -208,9 +165,55 @@ class _Bounding:
             array("d", (k.answer_s for k in self._known)),
             tasks_s,
             waits_s,
+            self._queue_s(map(self._first_token, self._known), len(self._known)),
+            self._queue_s((self._chain(found) for _, found in self._sessions), len(tasks_s)),
             self._most_saved(),
             sum(k.prompt_tokens for k in self._known),
         )
+
+    def _queue_s(self, sessions: Iterable[Sequence[Demand]], count: int) -> float:
+        """How much of the time of each of `count` is spent waiting for engines, in the mean."""
+        begin_s = min((known.sent_s for known in self._known), default=0.0)
+        prices = ShadowPrices(sessions, self._workers, self._least.empty_s, begin_s)
+        return prices.waiting_s() / max(1, count)
+
+    def _first_token(self, known: _Known) -> Sequence[Demand]:
+        """What a first token takes, if it is asked for at a fixed time."""
+        if known.request.parent is not None:
+            return ()
+        return (Demand(known.sent_s + known.first_token_s, *self._prompt(known)),)
+
+    def _chain(self, requests: Sequence[_Known]) -> Sequence[Demand]:
+        """What a session takes whose end waits for each of these, one after the other."""
+        last = max(requests, key=lambda known: known.sent_s + known.answer_s, default=None)
+        chain: list[Demand] = []
+        while last is not None:
+            chain.append(self._answer(last))
+            last = requests[last.request.parent or 0] if last.waited else None
+        return chain[::-1]
+
+    def _answer(self, known: _Known) -> Demand:
+        least, tokens = self._least, known.prompt_tokens
+        further = max(1, known.request.output_tokens) - 1
+        cached_tokens = self._cacheable(known) * self._size
+        return Demand(
+            known.sent_s + known.answer_s,
+            *self._prompt(known),
+            further,
+            known.answer_s - known.first_token_s,
+            least.decode_work_s(tokens),
+            least.decode_work_s(tokens + max(0, further - 1)),
+            least.again_s(tokens, cached_tokens),
+            least.prefill_work_s(tokens + 1, cached_tokens),
+        )
+
+    def _prompt(self, known: _Known) -> tuple[float, float, float]:
+        """What its prompt takes, see `Demand`."""
+        least, tokens = self._least, known.prompt_tokens
+        ever = min(known.reused_ever, self._cacheable(known)) * self._size
+        own_s = least.prefill_work_s(tokens, ever)
+        more_s = least.prefill_work_s(tokens, self._reused_tokens(known)) - own_s
+        return own_s, more_s, max(0.0, known.others_s - known.sent_s - known.first_token_s)
 
     def _read(self, session: Session, first: int) -> list[_Known]:
         """A session's requests, numbered from `first` on."""
@@ -230,7 +233,8 @@ class _Bounding:
         for known in self._known:
             self._use(uses, known, 0.0)
         for known in self._known:
-            known.reused = known.reused_ever = uses.reusable(known.number, known.chain)
+            found = uses.reusable(known.number, known.chain)
+            known.reused = known.reused_ever = found.chunks
 
     def _most_saved(self) -> int:
         """Prompt tokens that are not computed, at most."""
@@ -253,9 +257,10 @@ class _Bounding:
             self._use(uses, known, known.sent_s)
         for known in self._known:
             if known.request.parent is None:
-                known.reused = uses.reusable(known.number, known.chain, -math.inf)
+                known.reused = uses.reusable(known.number, known.chain, -math.inf).chunks
                 until_s = known.sent_s + self._first_token_s(known)
-                known.reused = uses.reusable(known.number, known.chain, until_s)
+                found = uses.reusable(known.number, known.chain, until_s)
+                known.reused, known.others_s = found
 
     def _use(self, uses: FirstUses, known: _Known, sent_s: float) -> None:
         uses.add(known.number, known.chain, sent_s)
@@ -272,9 +277,9 @@ class _Bounding:
                 if request.parent is not None:
                     before = found[request.parent]
                     answered_s = before.sent_s + before.answer_s
-                    known.sent_s = max(answered_s, known.sent_s)
-                    if request.think_s is not None:
-                        known.sent_s = answered_s + request.think_s
+                    known.waited = request.think_s is not None or answered_s >= known.sent_s
+                    if known.waited:
+                        known.sent_s = answered_s + (request.think_s or 0.0)
                 known.first_token_s = self._first_token_s(known)
                 known.answer_s = known.first_token_s + self._least.decoding_s(
                     known.prompt_tokens,

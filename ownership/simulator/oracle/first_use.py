@@ -8,11 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from ownership.simulator.traces.block_runs import BlockRuns
 
 Follows = Callable[[int, int], bool]
 """Whether the second request can only be sent when the first was answered."""
+
+
+class Reusable(NamedTuple):
+    """Of a prompt."""
+
+    chunks: int
+    """Leading chunks that others may have computed."""
+    next_s: float
+    """When the first is sent that could compute more; a chunk behind has no user before."""
 
 
 class _Segment:
@@ -47,20 +57,20 @@ class FirstUses:
             if not self._follows(segment.user, request):
                 segment.again_s = sent_s
 
-    def reusable(self, request: int, chain: BlockRuns, before_s: float = math.inf) -> int:
-        """Leading chunks that a request sent before `before_s` may have computed, other than
-        this one and those that wait for its answer."""
+    def reusable(self, request: int, chain: BlockRuns, before_s: float = math.inf) -> Reusable:
+        """What a request sent before `before_s` may have computed, other than this one and those
+        that wait for its answer."""
         chunks, children = 0, self._root.children
         for first, count in chain.runs:
             while count:
                 segment = children[first]
                 if segment.user == request and segment.again_s >= before_s:
-                    return chunks
+                    return Reusable(chunks, segment.again_s)
                 chunks, first, count = chunks + segment.count, first + segment.count, (
                     count - segment.count
                 )  # fmt: skip
                 children = segment.children
-        return chunks
+        return Reusable(chunks, math.inf)
 
     def _cut(self, chain: BlockRuns, request: int) -> Iterator[_Segment]:
         """The chain's segments, made and cut so that they are its own and nothing more."""

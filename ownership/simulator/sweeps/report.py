@@ -57,6 +57,7 @@ COLUMNS = (
 """Means are over all requests: what a restore from SSD took is divided by those without one."""
 
 _OVERHEAD = "decision, us (measured)"
+_ALONE = Column("of it waiting, mean, each alone, s", "task_wait_mean_alone_s", digits=1)
 _NONE = "-"
 _OVER_ORACLE = tuple(
     zip(
@@ -129,7 +130,11 @@ def _tables(rows: Sequence[Row]) -> Iterable[tuple[str, list[list[str]]]]:
 
 
 def _over_oracle(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Figures over the bound's of the same seed; nothing without a bound."""
+    """The bound of each session alone, and figures over the bound's of the same seed; nothing
+    without a bound."""
+    alone = [row.figures.get(_ALONE.figure) for row in rows]
+    if any(alone):
+        yield [_ALONE.title, *(_cell(estimate, _ALONE) for estimate in alone)]
     for title, name in _OVER_ORACLE:
         found = [row.figures.get(name) for row in rows]
         if any(found):

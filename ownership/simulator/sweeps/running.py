@@ -20,7 +20,7 @@ from ownership.simulator.simulating import simulate
 from ownership.simulator.sweeps.points import Point
 from ownership.simulator.traces.formats import open_trace
 
-RESULTS_FORMAT = 2
+RESULTS_FORMAT = 3
 """Version of what a line means."""
 
 
