@@ -197,6 +197,46 @@ def test_power_with_too_short_a_replay(llm: Any, case: Case, reference: Completi
     assert error(wrong, reference) > CLEAR
 
 
+@pytest.mark.parametrize("case", CASES[2:], indirect=True, ids=lambda case: case.name)
+def test_power_with_a_replay_one_step_of_the_grid_too_short(llm: Any, case: Case) -> None:
+    """The length is the least that the grid has: 635 tokens are needed, 512 are not enough.
+
+    Right after the boundary, for a prompt computes the windows of what follows by itself; but
+    more than four tokens, which kernels with AMX round like many.
+    """
+    prompt = PROMPT[: case.boundary() + 8]
+    (right,) = own_hits(llm, [prompt])
+    forget(llm)
+    generate(llm, prompt)
+    forget_local(llm)
+    forget_checkpoints(llm)
+    exact = generate(llm, prompt, max_tokens=8)
+    assert exact.num_cached_tokens == case.resume
+    case.same(exact, right)
+    forget_local(llm)
+    forget_checkpoints(llm)
+    with replay_rule(llm, replace(rule_of(llm), reach_tokens=case.replayed - case.grid)):
+        wrong = generate(llm, prompt, max_tokens=8)
+    assert wrong.num_cached_tokens == case.resume + case.grid
+    assert error(wrong, right) > CLEAR
+
+
+@pytest.mark.parametrize("case", CASES[2:], indirect=True, ids=lambda case: case.name)
+def test_power_without_a_mask_of_what_is_compressed(
+    llm: Any, reference: Completion, case: Case
+) -> None:
+    """Layers that compress have a slot mapping in states beside the one in tokens."""
+    protect = slot_masks.protect
+
+    def in_tokens_only(layers: Any, blocks: Any, raw: Any, attention: Any) -> None:
+        protect(layers, blocks, raw, {n: x for n, x in (attention or {}).items() if n not in raw})
+
+    with patch.object(slot_masks, "protect", in_tokens_only):
+        wrong = generate(llm, PROMPT, max_tokens=8)
+    assert wrong.num_cached_tokens == case.resume
+    assert error(wrong, reference) > CLEAR
+
+
 def test_power_with_the_mask_after_the_forward(llm: Any, reference: Completion, case: Case) -> None:
     """Only the step that admits a request runs its load hook before the forward by itself."""
     side, scheduler = scheduler_side(llm), scheduler_of(llm)
