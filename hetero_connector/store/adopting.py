@@ -169,7 +169,7 @@ class Adopter:
         with state.lock:
             for read in batch.reads[batch.settled :]:
                 state.disown(read.load, Failure.DEADLINE)
-                state.fail(Failure.DEADLINE, Tier.PEER)
+                state.fail(Failure.DEADLINE, Tier.SSD)
                 if not read.load.artifact.forgotten:
                     # Else a save of the same chunk would wait for these bytes.
                     state.tiers.forget(read.load.artifact)
@@ -196,28 +196,11 @@ class Adopter:
 
     def _settle_one(self, read: _Read, failure: Failure | None) -> None:
         """Needs the lock. The read has ended, or never began."""
-        state, artifact, tiers = self._state, read.load.artifact, self._state.tiers
-        tiers.dram.unhold(read.target)
-        if artifact.forgotten:
-            failure = failure or Failure.GONE
-        if failure is None:
-            artifact.checksum = read.copy.checksum
-            artifact.last_used = tiers.tick()
-            tiers.attach(artifact, read.target)
-            tiers.index.seal(artifact)
-            state.count_read(Tier.PEER, artifact.state_type, artifact.size_bytes)
+        state, artifact = self._state, read.load.artifact
+        if state.settle_fetched(read.load, failure):
             kind = artifact.state_type.value
             state.recorder.add("heterocache_adopted_bytes", artifact.size_bytes, state_type=kind)
             state.offer(artifact)
-        else:
-            tiers.dram.give_back(read.target)
-            if not artifact.forgotten:
-                tiers.forget(artifact)
-                if read.load.waiting:  # else whoever gave up waiting has counted it
-                    state.fail(failure, Tier.PEER)
-        if all(other.sealed for other in artifact.node.artifacts.values()):
-            tiers.forget_remains(artifact.node)  # nothing more of the chunk is on its way
-        state.settle(read.load, failure)
 
 
 def _read_all(batch: _Batch) -> None:

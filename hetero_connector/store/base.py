@@ -146,7 +146,7 @@ class Store(Protocol):
         ...
 
     def tails(self, parent: ChunkKey) -> tuple[int, ...]:
-        """Token lengths of the chunks shorter than a full one under `parent`; at most eight."""
+        """Token lengths of the chunks shorter than a full one under `parent`: the newest few."""
         ...
 
     def missing(self, chunk: ChunkRange, state_types: Sequence[StateType]) -> list[StateType]:

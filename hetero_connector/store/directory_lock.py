@@ -44,22 +44,17 @@ class DirectoryLock:
     @classmethod
     def try_acquire(cls, path: Path) -> DirectoryLock | None:
         """The lock, or None if somebody holds it."""
-        while True:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_at(fd, path):
-                    os.ftruncate(fd, 0)
-                    who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
-                    os.pwrite(fd, json.dumps(who).encode(), 0)
-                    return cls(path, fd)
-            except BlockingIOError:
-                os.close(fd)
-                return None
-            except BaseException:
-                os.close(fd)
-                raise
-            os.close(fd)  # its directory was removed between our open and our lock
+        fd = _flocked(path, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
+        if fd is None:
+            return None
+        try:
+            os.ftruncate(fd, 0)
+            who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+            os.pwrite(fd, json.dumps(who).encode(), 0)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(path, fd)
 
     def release(self) -> None:
         """Idempotent."""
@@ -93,7 +88,7 @@ def shared(path: Path) -> Iterator[bool]:
 
     Changes nothing on disk. Raises OSError, where there is no lock file for one.
     """
-    fd = _try_share(path)
+    fd = _flocked(path, os.O_RDONLY, fcntl.LOCK_SH)
     if fd is None:
         yield False
         return
@@ -103,11 +98,12 @@ def shared(path: Path) -> Iterator[bool]:
         os.close(fd)
 
 
-def _try_share(path: Path) -> int | None:
+def _flocked(path: Path, flags: int, operation: int) -> int | None:
+    """The file at `path`, opened and locked; None if somebody has it locked otherwise."""
     while True:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, flags | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(fd, operation | fcntl.LOCK_NB)
             if _is_at(fd, path):
                 return fd
         except BlockingIOError:

@@ -280,23 +280,5 @@ class PeerReader:
 
     def _settle(self, read: _Read, failure: Failure | None) -> None:
         """Needs the lock. The transfer has ended, or never began."""
-        state, artifact, tiers = self._state, read.load.artifact, self._state.tiers
-        tiers.dram.unhold(read.target)
-        if artifact.forgotten:
-            failure = failure or Failure.GONE
-        if failure is None:
-            artifact.checksum = read.copy.checksum
-            artifact.last_used = tiers.tick()
-            tiers.attach(artifact, read.target)
-            tiers.index.seal(artifact)
-            state.replicas.add(artifact)
-            state.count_read(Tier.PEER, artifact.state_type, artifact.size_bytes)
-        else:
-            tiers.dram.give_back(read.target)
-            if not artifact.forgotten:
-                tiers.forget(artifact)
-                if failure is not Failure.GONE:  # whoever gave up waiting has counted it
-                    state.fail(failure, Tier.PEER)
-        if all(other.sealed for other in artifact.node.artifacts.values()):
-            tiers.forget_remains(artifact.node)  # nothing more of the chunk is on its way
-        state.settle(read.load, failure)
+        if self._state.settle_fetched(read.load, failure):
+            self._state.replicas.add(read.load.artifact)

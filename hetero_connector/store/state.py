@@ -44,7 +44,7 @@ class Load:
     """DRAM slot to read into; None: the bytes are in DRAM and only their checksum is checked."""
     waiting: list[Waiting] = field(default_factory=list)
     copy: PeerCopy | None = None
-    """Where a peer has it; None: it is read from SSD."""
+    """Where another engine has it, or left it; None: it is read from our own SSD."""
 
     @property
     def adopts(self) -> bool:
@@ -56,7 +56,7 @@ class Load:
         """Where the bytes come from."""
         if self.target is None:
             return Tier.DRAM
-        return Tier.SSD if self.copy is None else Tier.PEER
+        return Tier.SSD if self.copy is None or self.adopts else Tier.PEER
 
 
 @dataclass(frozen=True)
@@ -210,6 +210,34 @@ class StoreState:
             waiting.arrived(artifact, failure)
         load.waiting.clear()
         self.tiers.unpin(artifact)
+
+    def settle_fetched(self, load: Load, failure: Failure | None) -> bool:
+        """End a load from another engine, with the lock held; whether its artifact is here now.
+
+        Its target is held until then. `failure`: None if the bytes are in the target, verified.
+        """
+        artifact, copy, target, tiers = load.artifact, load.copy, load.target, self.tiers
+        assert copy is not None
+        assert target is not None
+        tiers.dram.unhold(target)
+        if artifact.forgotten:
+            failure = failure or Failure.GONE
+        if failure is None:
+            artifact.checksum = copy.checksum
+            artifact.last_used = tiers.tick()
+            tiers.attach(artifact, target)
+            tiers.index.seal(artifact)
+            self.count_read(load.tier, artifact.state_type, artifact.size_bytes)
+        else:
+            tiers.dram.give_back(target)
+            if not artifact.forgotten:
+                tiers.forget(artifact)
+                if load.waiting or failure is not Failure.GONE:  # else nobody misses it
+                    self.fail(failure, load.tier)
+        if all(other.sealed for other in artifact.node.artifacts.values()):
+            tiers.forget_remains(artifact.node)  # nothing more of the chunk is on its way
+        self.settle(load, failure)
+        return not artifact.forgotten
 
     def refresh_gauges(self) -> None:
         """Publish occupancy, at most once a second; needs the lock."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,7 @@ from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier
 from hetero_connector.errors import StoreInUseError
 from hetero_connector.metrics import COUNTERS, Recorder
-from hetero_connector.store import adopting, journal
+from hetero_connector.store import adopting, journal, ssd_directory
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Restore, StoreConfig, Wanted
 from hetero_connector.store.directory_lock import DirectoryLock, shared
@@ -42,14 +41,29 @@ from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 CHUNKS = chain("left", 3)
 DEAD = 5
+PEER_DEADLINE_S = 0.5
 Copies = Mapping[ArtifactId, PeerCopy]
 Bytes = npt.NDArray[np.uint8]
+
+
+class Clock:
+    """Stands still, however busy the machine is, until a test says that time passes."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def passes(self, seconds: float) -> None:
+        self.now_s += seconds
 
 
 class Survivor:
     """An engine of the same model with an SSD of its own."""
 
     def __init__(self, root: Path, dram_chunks: int = 8) -> None:
+        self.clock = Clock()
         self.peers, self.recorder = KnownPeers(), Recorder()
         network = MemoryNetwork()
         self.store = ArtifactStore.open(
@@ -58,27 +72,33 @@ class Survivor:
                 dram_chunks * CHUNK_BYTES,
                 root,
                 32 * CHUNK_BYTES,
-                peer_deadline_s=0.5,
+                peer_deadline_s=PEER_DEADLINE_S,
                 spill_delay_s=0.0,
             ),
             self.recorder,
             chunk_tokens=CHUNK,
             fingerprint=FINGERPRINT,
             description={},
+            clock=self.clock,
             peers=PeerAccess(self.peers, lambda regions: MemoryPeers(network, regions)),
         )
         self._counted: dict[str, float] = {}
 
     def adopt(self, copies: Copies) -> Restore:
         """Restore CHUNKS as the directory says they were left."""
-        found = [StoredChunk(c, dict.fromkeys(SIZES, Tier.PEER)) for c in CHUNKS]
-        return wait(self.store.begin_restore([Wanted(t, found) for t in SIZES], copies))
+        return wait(self.begin(copies))
 
-    def count(self, name: str) -> float:
-        """All that was counted of a metric, whatever its labels."""
+    def begin(self, copies: Copies) -> Restore:
+        found = [StoredChunk(c, dict.fromkeys(SIZES, Tier.SSD)) for c in CHUNKS]
+        return self.store.begin_restore([Wanted(t, found) for t in SIZES], copies)
+
+    def count(self, name: str, tier: Tier | None = None) -> float:
+        """All that was counted of a metric, of a tier or whatever its labels."""
         for key, number in (self.recorder.drain() or {}).get(COUNTERS, {}).items():
             self._counted[key] = self._counted.get(key, 0.0) + number
-        return sum(n for key, n in self._counted.items() if key.startswith(f"{name}{{"))
+        label = "" if tier is None else f"tier={tier.value}"
+        counted = self._counted.items()
+        return sum(n for key, n in counted if key.startswith(f"{name}{{") and label in key)
 
 
 @pytest.fixture
@@ -146,6 +166,8 @@ def test_what_a_dead_engine_left_becomes_ours(
     assert intact(survivor.store, restore)
     restore.release()
     assert survivor.count("heterocache_adopted_bytes") == 3 * sum(SIZES.values())
+    assert survivor.count("heterocache_read_bytes", Tier.SSD) == 3 * sum(SIZES.values())
+    assert survivor.count("heterocache_read_bytes", Tier.PEER) == 0
     artifacts = list(survivor.store._tiers.index.artifacts())
     assert not any(a.replica for a in artifacts), "it is not somebody else's any more"
     assert survivor.store.sharing is not None
@@ -164,6 +186,7 @@ def fails(survivor: Survivor, copies: Copies, cause: Failure) -> None:
     restore = survivor.adopt(copies)
     assert set(restore.failed.values()) == {cause}
     restore.release()
+    assert survivor.count("heterocache_failures", Tier.SSD) == len(restore.failed)
     assert survivor.count("heterocache_failures") == len(restore.failed)
     assert survivor.store.match(CHUNKS) == []
     put(survivor.store, CHUNKS)
@@ -240,7 +263,10 @@ def test_an_artifact_that_the_dead_engine_had_evicted_is_gone(
     fails(survivor, left, Failure.GONE)
 
 
-def test_an_engine_that_starts_waits_for_those_who_read_there(left: Copies, tmp_path: Path) -> None:
+def test_an_engine_that_starts_waits_for_those_who_read_there(
+    left: Copies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssd_directory, "_READERS_WAIT_S", 20.0)  # the machine may be busy
     folder = model_directory(tmp_path / "dead", FINGERPRINT)
     opened = threading.Event()
 
@@ -281,10 +307,14 @@ def test_a_file_system_that_hangs_costs_a_deadline_and_its_slots_stay_in_quarant
     hangs = threading.Event()
     begun = reading_takes(monkeypatch, lambda _: hangs.wait(20))
     pool = survivor.store._state.tiers.dram
-    before_s = time.monotonic()
-    restore = survivor.adopt(left)
-    assert time.monotonic() - before_s < 10
+    restore = survivor.begin(left)
+    until(lambda: len(begun) == 1)
+    assert survivor.store.reading_bytes == {Tier.SSD: 3 * sum(SIZES.values())}, "no peer is read"
+    assert not restore.done
+    survivor.clock.passes(PEER_DEADLINE_S)
+    wait(restore)
     assert set(restore.failed.values()) == {Failure.DEADLINE}
+    assert survivor.count("heterocache_failures", Tier.SSD) == 6
     restore.release()
     assert sum(map(pool.used, SIZES)) == 6, "slots that a late read may fill are free"
     second = survivor.adopt(left)
@@ -306,8 +336,9 @@ def test_a_long_prefix_may_take_longer_than_a_batch(
     left: Copies, survivor: Survivor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adopting, "_BATCH_BYTES", 1)
-    begun = reading_takes(monkeypatch, lambda _: time.sleep(0.1))  # all: beyond 0.5 s
+    begun = reading_takes(monkeypatch, lambda _: survivor.clock.passes(PEER_DEADLINE_S / 5))
     restore = survivor.adopt(left)
+    assert survivor.clock() > 1_000.0 + PEER_DEADLINE_S
     assert not restore.failed
     assert intact(survivor.store, restore)
     restore.release()
@@ -319,8 +350,11 @@ def test_what_was_read_by_the_deadline_counts(
     left: Copies, survivor: Survivor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hangs = threading.Event()
-    reading_takes(monkeypatch, lambda n: n < 3 or hangs.wait(20))
-    restore = survivor.adopt(left)
+    begun = reading_takes(monkeypatch, lambda n: n < 3 or hangs.wait(20))
+    restore = survivor.begin(left)
+    until(lambda: len(begun) == 3)
+    survivor.clock.passes(PEER_DEADLINE_S)
+    wait(restore)
     assert len(restore.offsets) == 2
     assert list(restore.failed.values()) == [Failure.DEADLINE] * 4
     assert intact(survivor.store, restore)
@@ -355,8 +389,7 @@ def test_a_slab_that_is_missing_is_missed_alone(
 def test_a_restore_that_was_given_up_leaves_nothing_behind(
     left: Copies, survivor: Survivor
 ) -> None:
-    found = [StoredChunk(c, dict.fromkeys(SIZES, Tier.PEER)) for c in CHUNKS]
-    survivor.store.begin_restore([Wanted(t, found) for t in SIZES], left).release()
+    survivor.begin(left).release()
     survivor.store.reset()
     pool = survivor.store._state.tiers.dram
     until(lambda: sum(map(pool.used, SIZES)) == 0)
