@@ -20,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from examples.checkpoints.tokenizer import EOS_TOKEN_ID, NUM_TOKENS
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+LOCAL = "chunked_attention"
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,24 @@ _QWEN3_NEXT = Recipe(
     dtype=torch.bfloat16,  # the CPU's GDN kernels take nothing else
 )
 
+_LLAMA4 = Recipe(
+    # Local attention in chunks of 512 tokens, and a layer without positions in three. No experts.
+    "llama4_text",
+    _BASE
+    | {
+        "num_hidden_layers": 6,
+        "no_rope_layers": [1, 1, 0] * 2,
+        "layer_types": [LOCAL, LOCAL, FULL] * 2,
+        "attention_chunk_size": 512,
+        "intermediate_size_mlp": 256,
+        "interleave_moe_layer_step": 0,
+        "moe_layers": [],
+        "use_qk_norm": False,
+        "attn_temperature_tuning": False,
+    },
+    gains=_FAR,
+)
+
 _DENSE_WIDE = Recipe(
     # 4 layers x K and V x 16 heads x 64 elements x 4 bytes = 32,768 B/token from little compute:
     # bytes per second of prefill nearer to an accelerator's than the other models' on a CPU.
@@ -173,6 +192,7 @@ RECIPES: dict[str, Recipe] = {
     "dense-wide": _DENSE_WIDE,
     "gemma3": _GEMMA3,
     "gptoss": _GPTOSS,
+    "llama4": _LLAMA4,
     "mla": _MLA,
     "qwen3_next": _QWEN3_NEXT,
 }

@@ -15,7 +15,8 @@ from hetero_connector.spec.state_types import StateType
 class RestorePlan:
     """Load state up to `boundary` tokens and compute from `resume_tokens` on.
 
-    Load `prefix_types` of every chunk in `chunks` and `boundary_types` of the last one.
+    Load `prefix_types` of every chunk in `chunks` and `boundary_types` of the last one, which are
+    those that the boundary needs (`ModelSpec.boundary_types_at`).
     Nothing is spelled out by artifact: a long prompt has thousands, between two steps.
     """
 
@@ -58,7 +59,9 @@ def plan_restore(
         held = distinct_tiers(chunks)
     if not chunks:
         return None
-    return RestorePlan(_end(chunks[-1]), chunks, model.prefix_types, model.boundary_types, held)
+    boundary = _end(chunks[-1])
+    needed = model.boundary_types_at(boundary)
+    return RestorePlan(boundary, chunks, model.prefix_types, needed, held)
 
 
 def _restorable(model: ModelSpec, chunks: Sequence[StoredChunk]) -> int:
@@ -67,7 +70,7 @@ def _restorable(model: ModelSpec, chunks: Sequence[StoredChunk]) -> int:
     for count, stored in enumerate(chunks, 1):
         if any(t not in stored.tiers for t in model.prefix_types):
             break
-        if all(t in stored.tiers for t in model.boundary_types):
+        if model.is_whole(stored.tiers.keys(), _end(stored)):
             best = count
     return best
 

@@ -45,9 +45,10 @@ class Weighing:
         barred_s = None
         num_types = len(grid.model.state_types)
         if any(len(tiers) < num_types for tiers in self._held.distinct):
-            barred_s = self._cut()
-        if not self._chunks:
-            return
+            self._cut()
+            if not self._chunks:
+                return
+            barred_s = self._barred(grid)
         self._ways.append(self._way(0, barred_s, deadline_s))
         if replay_tokens:
             self._ways.append(self._way(replay_tokens, None, deadline_s))
@@ -104,7 +105,8 @@ class Weighing:
                     continue
                 load_bytes = dict(prefix_bytes)
                 if not way.replay_tokens:
-                    self._add_bytes(load_bytes, stored, self._model.boundary_types)
+                    needed = self._model.boundary_types_at(stored.chunk.end)
+                    self._add_bytes(load_bytes, stored, needed)
                 yield Candidate(
                     stored.chunk.end,
                     stored.chunk.end - way.replay_tokens,
@@ -143,27 +145,35 @@ class Weighing:
     def _way_of(self, plan: RestorePlan) -> _Way:
         return self._ways[1 if plan.replay_tokens else 0]
 
-    def _cut(self) -> Floats:
-        """Leave the chunks before the first that lacks a prefix type.
-
-        [chunks left] infinite where boundary types are missing, else 0.
-        """
-        model, held = self._model, self._held
-        prefix, boundary = set(model.prefix_types), set(model.boundary_types)
+    def _cut(self) -> None:
+        """Leave the chunks before the first that lacks a prefix type."""
+        held, prefix = self._held, set(self._model.prefix_types)
         for tiers, first in zip(held.distinct, held.firsts, strict=True):
             if not tiers.keys() >= prefix:
                 self._chunks, self._held = self._chunks[:first], held.up_to(first)
                 break
-        barred_s = [0.0 if tiers.keys() >= boundary else math.inf for tiers in held.distinct]
-        return np.array(barred_s).take(self._held.codes)
+
+    def _barred(self, grid: ChunkGrid) -> Floats:
+        """[chunks] infinite where boundary state is missing, else 0."""
+        chunks, held = self._chunks, self._held
+        types = self._model.boundary_types
+        lacks = np.array([[t not in tiers for t in types] for tiers in held.distinct], np.float64)
+        first = chunks[0].chunk.start // self._layout.chunk_tokens
+        missing_bytes = lacks.dot(grid.boundary_bytes)[held.codes, grid.columns(first, len(chunks))]
+        barred_s: Floats = np.where(missing_bytes > 0.0, math.inf, 0.0)
+        last = chunks[-1]
+        is_whole = self._model.is_whole(last.tiers.keys(), last.chunk.end)
+        barred_s[-1] = 0.0 if is_whole else math.inf  # it may be shorter than the grid has it
+        return barred_s
 
     def _plan(self, way: _Way, index: int) -> RestorePlan:
         chunks = self._chunks[: index + 1]
+        boundary = chunks[-1].chunk.end
         return RestorePlan(
-            chunks[-1].chunk.end,
+            boundary,
             chunks,
             self._model.prefix_types,
-            () if way.replay_tokens else self._model.boundary_types,
+            () if way.replay_tokens else self._model.boundary_types_at(boundary),
             self._held.distinct_up_to(index + 1),
             way.replay_tokens,
         )
@@ -204,7 +214,8 @@ def _price(way: _Way) -> tuple[float, int]:
 
 
 def _tiers(held: Iterable[Mapping[StateType, Tier]], types: Sequence[StateType]) -> set[Tier]:
-    return {tiers[state_type] for tiers in held for state_type in types}
+    """Where these types lie, of what can be resumed: a type that is not there is not needed."""
+    return {tiers[t] for tiers in held for t in types if t in tiers}
 
 
 def _between(

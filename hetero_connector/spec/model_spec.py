@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -168,6 +168,40 @@ class ModelSpec:
     def boundary_types(self) -> tuple[StateType, ...]:
         """Stored types needed only at a boundary."""
         return tuple(t for t in self.state_types if t.family is Family.BOUNDARY)
+
+    def boundary_types_at(self, boundary: int) -> tuple[StateType, ...]:
+        """Those of `boundary_types` of which something is needed at this boundary, in tokens.
+
+        Of chunked local attention nothing is where a local chunk begins, of compressors nothing
+        where no block is open. Such a state is not stored there, and not missed.
+        """
+        if not self._needed_at_times:
+            return self.boundary_types
+        return tuple(
+            t
+            for t in self.boundary_types
+            if t not in self._needed_at_times
+            or any(layer.tokens_needed(0, boundary) for layer in self.layers_of(t))
+        )
+
+    def types_at(self, boundary: int) -> tuple[StateType, ...]:
+        """All types that a chunk which ends at this boundary must hold to be resumed there."""
+        return self.prefix_types + self.boundary_types_at(boundary)
+
+    def is_whole(self, held: Set[StateType], boundary: int) -> bool:
+        """Whether a chunk that ends at this boundary and holds these types has all it must."""
+        return held >= set(self.types_at(boundary))
+
+    @cached_property
+    def _needed_at_times(self) -> frozenset[StateType]:
+        """Boundary types of which nothing is needed at some boundaries."""
+        always = {
+            layer.state_type
+            for layer in self.stored_layers
+            if layer.restore_rule is RestoreRule.AT_BOUNDARY
+            or (layer.restore_rule is RestoreRule.WINDOW and layer.boundary_tokens)
+        }
+        return frozenset(self.boundary_types).difference(always)
 
     @cached_property
     def prompt_only(self) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hetero_connector.spec.model_spec import ModelSpec
+from hetero_connector.spec.state_types import StateType
 from ownership.directory import ChainView
 from ownership.identifiers import Epoch
 from ownership.scheduling.step import HeldPrefix
@@ -22,10 +23,11 @@ def held_prefixes(view: ChainView, model: ModelSpec, ends: Sequence[int]) -> dic
     reaches: dict[Epoch, _Reach] = {}
     for index, end in enumerate(ends):
         types = _types_held(view, model, index)
+        at_boundary = _bits(model.boundary_types_at(end))
         if index == 0:
-            reaches = {epoch: _Reach(model) for epoch in types}
+            reaches = {epoch: _Reach(_bits(model.prefix_types)) for epoch in types}
         for epoch, reach in reaches.items():
-            reach.extend(end, *types.get(epoch, (0, 0)))
+            reach.extend(end, at_boundary, *types.get(epoch, (0, 0)))
         if not any(reach.goes_on for reach in reaches.values()):
             break
     return {
@@ -38,20 +40,24 @@ def held_prefixes(view: ChainView, model: ModelSpec, ends: Sequence[int]) -> dic
 class _Reach:
     """How far one worker's copies go. State types are bits, by their position."""
 
-    def __init__(self, model: ModelSpec) -> None:
-        self._prefix = sum(1 << t.position for t in model.prefix_types)
-        self._all = self._prefix | sum(1 << t.position for t in model.boundary_types)
+    def __init__(self, prefix: int) -> None:
+        """`prefix`: the types that every chunk must hold."""
+        self._prefix = prefix
         self.dram_tokens = self.local_tokens = 0
         self.goes_on = self._in_dram = True
 
-    def extend(self, end: int, in_dram: int, anywhere: int) -> None:
-        """With what it has of the chunk that ends there."""
+    def extend(self, end: int, at_boundary: int, in_dram: int, anywhere: int) -> None:
+        """With what it has of the chunk that ends there, where `at_boundary` must be held, too."""
         self.goes_on &= anywhere & self._prefix == self._prefix
         self._in_dram &= in_dram & self._prefix == self._prefix
-        if self.goes_on and anywhere & self._all == self._all:
+        if self.goes_on and anywhere & at_boundary == at_boundary:
             self.local_tokens = end
-        if self._in_dram and in_dram & self._all == self._all:
+        if self._in_dram and in_dram & at_boundary == at_boundary:
             self.dram_tokens = end
+
+
+def _bits(types: Iterable[StateType]) -> int:
+    return sum(1 << t.position for t in types)
 
 
 def _types_held(view: ChainView, model: ModelSpec, index: int) -> dict[Epoch, tuple[int, int]]:

@@ -115,6 +115,8 @@ class SlowPlanner:
                 types = self.layout.model.state_types
             for t in types:
                 size = self.layout.artifact_bytes(t, stored.chunk.start, stored.chunk.end)
+                if not size:  # of a local chunk that has just begun nothing is stored
+                    continue
                 to_pages[t] = to_pages.get(t, 0) + size
                 if stored.tiers[t] is not Tier.DRAM:
                     by_type = staged.setdefault(stored.tiers[t], {})

@@ -47,10 +47,18 @@ seconds = st.floats(0, 1e-3)
 @st.composite
 def chains(draw: st.DrawFn, model: ModelSpec) -> list[StoredChunk]:
     held = draw(st.lists(st.tuples(*(places for _ in model.state_types)), max_size=9))
-    mappings = [
-        {t: tier for t, tier in zip(model.state_types, row, strict=True) if tier} for row in held
-    ]
     tail = draw(st.sampled_from([0, 16, 48]))
+    ends = [CHUNK * (i + 1) for i in range(len(held))]
+    if tail and ends:
+        ends[-1] += tail - CHUNK
+    mappings = [  # of a local chunk that has just begun nothing is stored
+        {
+            t: tier
+            for t, tier in zip(model.state_types, row, strict=True)
+            if tier and layout_of(model).artifact_bytes(t, 0, end)
+        }
+        for row, end in zip(held, ends, strict=True)
+    ]
     return chain_of(mappings, tail, shared=draw(st.booleans()))
 
 
@@ -106,7 +114,8 @@ class Case:
             chunks = [*chunks, stored]
             if any(t not in stored.tiers for t in self.model.prefix_types):
                 break
-            if all(t in stored.tiers for t in self.model.boundary_types):
+            sizes = {t: slow.layout.artifact_bytes(t, 0, end) for t in self.model.boundary_types}
+            if all(t in stored.tiers for t, size in sizes.items() if size):
                 ways[end, 0] = slow.terms(chunks, 0)
             replayable = replay_tokens and self.model.boundary_types and self.model.prefix_types
             if replayable and end - replay_tokens > self.local_tokens:
@@ -362,6 +371,17 @@ def test_a_checkpoint_is_taken_where_it_is_cheaper_than_replay() -> None:
     plan = case.decide(replay_tokens=80).plan
     assert plan is not None
     assert (plan.boundary, plan.replay_tokens) == (6 * CHUNK, 0)
+
+
+def test_where_a_local_chunk_begins_none_of_its_state_is_missed() -> None:
+    """Of the boundaries at 64, 128 and 192 the last is where chunks of 192 tokens begin."""
+    case = case_of(chain_of([in_tier(Tier.DRAM, KV)] * 4), costs_of(LLAMA4, load=FAST), LLAMA4)
+    for decision in (case.decide(), case.decide("always_load")):
+        plan = decision.plan
+        assert plan is not None
+        assert (plan.boundary, plan.boundary_types) == (192, ())
+        assert Action.LOAD_SWA_CHECKPOINT not in decision.actions
+    assert [c.boundary for c in case.decide().candidates()] == [0, 192]
 
 
 def test_replay_is_no_way_for_a_model_without_boundary_state() -> None:

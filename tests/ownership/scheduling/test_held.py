@@ -11,7 +11,7 @@ from ownership.identifiers import Epoch
 from ownership.memory_directory import MemoryDirectory
 from ownership.scheduling import HeldPrefix
 from ownership.scheduling.held import held_prefixes
-from tests.planner.chains import DENSE, HYBRID, KV, SWA
+from tests.planner.chains import DENSE, HYBRID, KV, LLAMA4, LOCAL, SWA
 
 CHAIN = [ChunkKey(bytes([i + 1] * 16)) for i in range(4)]
 ENDS = [64, 128, 192, 224]
@@ -78,6 +78,16 @@ def test_a_request_resumes_only_at_a_checkpoint(
     claim(directory, epoch, checkpoints, SWA)
     found = held_prefixes(directory.lookup(CHAIN), HYBRID, ENDS)
     assert found == ({} if expected is None else {"a": expected})
+
+
+def test_where_a_local_chunk_begins_a_request_resumes_without_its_state(
+    directory: Directory,
+) -> None:
+    epoch = register(directory, "a")
+    claim(directory, epoch, "dddd")
+    claim(directory, epoch, "s", LOCAL)
+    found = held_prefixes(directory.lookup(CHAIN), LLAMA4, ENDS)
+    assert found == {"a": HeldPrefix(0, 192, 192)}, "chunks of 192 tokens"
 
 
 def test_replicas_count_and_ended_workers_do_not(directory: Directory) -> None:
