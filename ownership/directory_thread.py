@@ -40,6 +40,9 @@ Granted = Callable[[Epoch, Sequence[Claim], Sequence[Grant]], None]
 """Told what became of claims, on the directory's thread."""
 
 CLAIMS_PER_CALL = 256
+CALLS_PER_TURN = 3
+"""Most that come between two times that the errands are run: two of a job, or claims and a sweep,
+and then the lease's."""
 _SWEEP_RECORDS = 1_000
 _PAUSE_S = 0.25
 """After a claim that failed: the directory is not asked in a loop."""
@@ -80,6 +83,7 @@ class DirectoryThread:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`errands`: called on the thread, in each turn; says in how many seconds it is due again.
+        Jobs (`call`, `ask`) make two calls of the directory at most, see `CALLS_PER_TURN`.
 
         `max_calls`, `max_claims`: most that wait; more are refused. Call `start`.
         """
@@ -101,6 +105,12 @@ class DirectoryThread:
         self._claim_at_s = self._sweep_at_s = self._errands_at_s = clock()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="directory", daemon=True)
+
+    @property
+    def takes_claims(self) -> bool:
+        """Whether what is published now can be claimed soon: registered, and there is room."""
+        with self._wake:
+            return len(self._claims) < self._max_claims and self._is_joined()
 
     def start(self) -> None:
         """Begin to register."""

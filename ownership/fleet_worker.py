@@ -10,9 +10,9 @@ from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.metrics import Recorder
 from ownership.chain_lookup import DEADLINE_S, ChainLookup, ChainLookups
 from ownership.directory import Claim, Directory, Grant, Worker
-from ownership.directory_thread import DirectoryThread
+from ownership.directory_thread import CALLS_PER_TURN, DirectoryThread
 from ownership.fencing import HORIZON_S
-from ownership.held_lease import RENEWALS_PER_LEASE
+from ownership.held_lease import MARGIN, RENEWALS_PER_LEASE
 from ownership.identifiers import NOBODY, Epoch, Token
 from ownership.lease_keeper import LeaseKeeper
 from ownership.ledger import LISTING_TTL_S, Ledger, SharedStore
@@ -43,13 +43,20 @@ class FleetWorker:
     ) -> None:
         """`call_s`: longest that a call of the directory takes. `lookup_s`: how long a request
         waits for it. `horizon_s`: longest from a lookup to the use of what it found.
+        Raises ValueError for a lease in which such calls leave no time to serve.
         """
         self.peers = LivePeers(lease_s, clock, horizon_s)
         self._name = name
         self._lease_s = lease_s
         self._recorder = recorder
-        self._stop_early_s = min(2 * call_s, lease_s / 2)
-        """Serving ends so long before the lease: our thread may hang in two calls meanwhile."""
+        self._stop_early_s = CALLS_PER_TURN * call_s
+        """Serving ends so long before the lease: our thread may hang in so many calls meanwhile."""
+        before_renewal = 1.0 - MARGIN - 1.0 / RENEWALS_PER_LEASE
+        if lease_s * before_renewal <= self._stop_early_s:
+            raise ValueError(
+                f"with calls of {call_s} s a lease must be longer than "
+                f"{self._stop_early_s / before_renewal:.2f} s, got {lease_s} s"
+            )
         self._listing_ttl_s = listing_ttl_s
         self._clock = clock
         self._keeper = LeaseKeeper(directory, self._worker, lease_s, recorder, clock)
@@ -78,6 +85,12 @@ class FleetWorker:
         self._serving = NOBODY
         self._refresh_at_s = clock()
         self._refreshing: Future[None] | None = None
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether peers are going to find what is sealed now, as far as can be told."""
+        ledger = self._ledger
+        return ledger is not None and not ledger.is_refused and self._thread.takes_claims
 
     def start(self, store: SharedStore) -> None:
         """Join with this store."""

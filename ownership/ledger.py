@@ -92,6 +92,8 @@ class Ledger:
         arrives late would undo the claim."""
         self._held_back: dict[ArtifactId, Claim] = {}
         """Claims of what has come back meanwhile."""
+        self.is_refused = False
+        """Whether the directory was full when it was last told of something: nothing is found."""
         self._telling: Future[None] | None = None
         self._tell_at_s = self._reclaim_at_s = clock()
 
@@ -146,7 +148,9 @@ class Ledger:
                 self._num_replicas[grant.owner] += 1
                 self._replica_bytes += claim.copy.size_bytes
                 self._unlisted[artifact] = None
-        for outcome, count in Counter(grant.outcome for grant in grants).items():
+        outcomes = Counter(grant.outcome for grant in grants)
+        self.is_refused = Outcome.FULL in outcomes
+        for outcome, count in outcomes.items():
             self._recorder.add("heterocache_directory_claims", count, outcome=outcome.value)
         for artifact in self._store.judged(owned, held):
             self._has_left(artifact, Token(owned.get(artifact, NO_TOKEN)))

@@ -22,6 +22,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
+from itertools import islice
 from typing import TypeVar
 
 from hetero_connector.artifacts.record import (
@@ -36,7 +37,8 @@ from hetero_connector.artifacts.record import (
 )
 from hetero_connector.spec.state_types import StateType
 
-MAX_TAILS = 8
+MAX_TAILS = 32
+"""Lengths that `tails` names. Each costs whoever looks for a tail a hash of so many tokens."""
 _OFFSETS = struct.Struct(f"={len(StateType)}q")
 _K = TypeVar("_K")
 
@@ -118,7 +120,8 @@ class Node:
         self.stored: StoredChunk | None = None
         """What `match` answers; None while nothing is sealed."""
         self.tails: dict[int, int] = {}
-        """Visible children shorter than a full chunk: token length -> how many."""
+        """Visible children shorter than a full chunk: token length -> how many; the length of
+        that which came last is last."""
 
     @property
     def key(self) -> ChunkKey:
@@ -151,7 +154,7 @@ class PrefixIndex:
     def tails(self, parent: ChunkKey) -> tuple[int, ...]:
         """Lengths of visible short chunks under `parent`: the newest `MAX_TAILS`."""
         node = self.nodes.get(parent)
-        return () if node is None else tuple(list(node.tails)[-MAX_TAILS:])
+        return () if node is None else tuple(islice(reversed(node.tails), MAX_TAILS))
 
     def find(self, artifact_id: ArtifactId) -> Artifact | None:
         """The artifact, sealed or being saved."""
@@ -281,6 +284,8 @@ class PrefixIndex:
         length = node.chunk.end - node.chunk.start
         if was_visible != bool(tiers) and length < self._chunk_tokens and node.parent is not None:
             _count(node.parent.tails, length, 1 if tiers else -1)
+            if tiers:
+                node.parent.tails[length] = node.parent.tails.pop(length)
 
     def _prune(self, node: Node) -> None:
         """Remove the node, and parents left behind, once nothing hangs on them."""

@@ -17,7 +17,7 @@ class Matches(Protocol):
         ...
 
     def tails(self, parent: ChunkKey) -> tuple[int, ...]:
-        """Token lengths of the short chunks under `parent`."""
+        """Token lengths of the short chunks under `parent`: the newest few."""
         ...
 
 
@@ -27,14 +27,15 @@ def longest_tail(
     last: ChunkRange | None,
     limit_tokens: int,
     more_than: int = 0,
+    maybe: int = 0,
 ) -> list[StoredChunk]:
     """The longest short chunk of `chain` that is stored after `last` (None: at its beginning).
 
     It ends at or before `limit_tokens` and has more tokens than `more_than`. Empty if there is
-    none.
+    none. `maybe`: a length to look for, whether `tails` names it or not; 0 for none.
     """
     key, start = (last.key, last.end) if last else (ROOT, 0)
-    for length in sorted(known.tails(key), reverse=True):
+    for length in sorted({*known.tails(key), maybe}, reverse=True):
         if more_than < length <= limit_tokens - start:
             found = known.match([chain.ending_at(start + length)])
             if found:

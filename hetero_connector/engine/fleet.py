@@ -41,6 +41,11 @@ class Fleet(Protocol):
         """For the store, to read from them."""
         ...
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether peers are going to find what is sealed now, as far as can be told."""
+        ...
+
     def start(self, store: Sharing) -> None:
         """Join, with this store."""
         ...

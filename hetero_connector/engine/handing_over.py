@@ -2,7 +2,7 @@
 
 vLLM's proxies send the prompt to a prefiller with `kv_transfer_params["do_remote_decode"]`, and
 what its answer says under that name on to the decoder with the same prompt. There is nothing to
-say but where to resume: the decoder finds the rest by the prompt's chain.
+say but how much of it is kept: the decoder finds that by the prompt's chain, and waits for no more.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ def was_prefilled(request: Request) -> bool:
     return bool(_params(request).get(_PREFILLED))
 
 
-def handoff_tokens(request: Request, limit: int) -> int:
-    """Where a prefiller says that its prompt can be resumed; 0 if nowhere up to `limit`."""
+def handoff_tokens(request: Request, limit: int) -> int | None:
+    """Up to where a prefiller says that its prompt is kept; 0: nothing of it is.
+
+    None if it does not say, or says what cannot be: something beyond `limit`.
+    """
     tokens = _params(request).get(_TOKENS)
     if not was_prefilled(request) or type(tokens) is not int:
-        return 0
-    return tokens if 0 < tokens <= limit else 0
+        return None
+    return tokens if 0 <= tokens <= limit else None
 
 
 def handed_over(request: Request, tokens: int) -> dict[str, Any] | None:
     """What the answer to a remote prefill tells a proxy to send with the request to its decoder.
 
-    `tokens`: where it may resume, beside the boundaries on the engine's grid; 0 for nowhere.
+    `tokens`: up to where its state is kept, and can be resumed; 0: nothing of it is.
     """
-    if not is_prefill(request):
-        return None
-    return {_PREFILLED: True, _TOKENS: tokens} if tokens else {_PREFILLED: True}
+    return {_PREFILLED: True, _TOKENS: tokens} if is_prefill(request) else None
 
 
 def _params(request: Request) -> dict[str, Any]:

@@ -5,7 +5,8 @@ could restore. What it says is believed until the request is admitted or gives u
 not be read is excluded by the restorer like anything else that failed.
 
 A request may say that another engine has just computed its prompt (`handing_over`). The last
-chunks may then still be on their way into the directory: it is asked again for a moment.
+chunks may then still be on their way into the directory: it is asked again for a moment, but not
+for what that engine says it has not kept.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ class _Search:
     tails: list[ChunkRange]
     """Short ones asked for, in any order."""
     lookup: Lookup
-    handoff: int
-    """Where the engine that has prefilled it says to resume; 0 if it does not say."""
+    handoff: int | None
+    """Up to where the engine that has prefilled it says that it is kept; 0: nothing is, or it is
+    here; None: it does not say."""
     is_read: bool = False
     remote: dict[int, StoredChunk] = field(default_factory=dict)
     """Full chunks at peers, by where they end."""
@@ -91,7 +93,7 @@ class PeerMatcher:
         # Chunks are fetched parents first: there must be something to fetch of each.
         self._fleet = fleet if model.prefix_types else None
         self._close = None if fleet is None else fleet.close
-        self._types = frozenset(model.state_types)
+        self._model = model
         has_tails = StateType.RECURRENT not in model.state_types
         self._tail_step = model.alignment if has_tails else self._size
         self._shared = SharedTiers()
@@ -172,6 +174,11 @@ class PeerMatcher:
         """The request was admitted, or has ended."""
         self._searches.pop(tracker.request.request_id, None)
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether peers, if there are any, are going to find what is sealed now."""
+        return self._fleet is None or self._fleet.is_heard
+
     def close(self) -> None:
         """Leave the fleet."""
         if self._close is not None:
@@ -187,14 +194,16 @@ class PeerMatcher:
         if (len(stored) + 1) * size <= local_tokens:
             return None  # nobody could fetch what continues chunks that are not here
         first = len(stored)
-        while first and not stored[first - 1].tiers.keys() >= self._types:
+        while first and not self._is_whole(stored[first - 1]):
             first -= 1
         first = max(first, local_tokens // size)
         prefilled = was_prefilled(tracker.request)
         handoff = handoff_tokens(tracker.request, limit)
+        if handoff and self._has_tail(tracker, handoff, first * size):
+            handoff = 0
         reached = max(first * size, local_tokens)
-        worth = self._tail_step if prefilled else size
-        if limit - reached < worth and handoff <= reached:
+        worth = self._tail_step if prefilled and handoff is None else size
+        if limit - reached < worth and (handoff or 0) <= reached:
             return None
         wanted = chunks[first:]
         ends = {first * size, len(chunks) * size}
@@ -204,13 +213,19 @@ class PeerMatcher:
         until_s = now_s + self._prefill_s if prefilled else now_s
         return _Search(now_s, until_s, first * size, wanted, tails, lookup, handoff)
 
+    def _has_tail(self, tracker: RequestTracker, end: int, start: int) -> bool:
+        """Whether the own store has all of the short chunk that ends at `end`, up to `start`."""
+        if not start < end < start + self._size:
+            return False
+        return any(map(self._is_whole, self._store.match([tracker.chain.ending_at(end)])))
+
     def _tails(self, tracker: RequestTracker, end: int, limit: int) -> list[ChunkRange]:
         """Every short chunk that may begin at `end`."""
         step = self._tail_step
         last = min(limit, end + self._size - 1)
         ends = set(range(end + step, last + 1, step))
         handoff = handoff_tokens(tracker.request, limit)
-        if end < handoff <= last:
+        if handoff is not None and end < handoff <= last:
             ends.add(handoff)
         return [tracker.chain.ending_at(at) for at in sorted(ends)]
 
@@ -221,11 +236,12 @@ class PeerMatcher:
             held = self._sound(chunk, held)
             if not held:
                 continue
-            tiers, _ = self._shared.share(dict.fromkeys(held, Tier.PEER))
+            tiers, _ = self._shared.share({t: _tier_of(best) for t, (best, *_) in held.items()})
+            stored = StoredChunk(chunk, tiers)
             if chunk.end - chunk.start == self._size:
-                search.remote[chunk.end] = StoredChunk(chunk, tiers)
-            elif held.keys() >= self._types:  # a tail is of use whole or not at all
-                search.remote_tails[chunk.end] = StoredChunk(chunk, tiers)
+                search.remote[chunk.end] = stored
+            elif self._is_whole(stored):  # a tail is of use whole or not at all
+                search.remote_tails[chunk.end] = stored
             for state_type, (best, *others) in held.items():
                 artifact = ArtifactId(chunk.key, state_type)
                 search.copies[artifact] = best
@@ -235,10 +251,12 @@ class PeerMatcher:
         """Whether some of what a prefill leaves is missing and still to be expected."""
         if self._clock() >= search.awaited_until_s or not search.lookup.found:
             return False  # also where nobody answers
-        if search.end(self._size) < limit // self._size * self._size:
+        end, handoff = search.end(self._size), search.handoff
+        kept = limit if handoff is None else handoff
+        if end < kept // self._size * self._size:
             return True
-        if search.handoff:
-            return search.handoff % self._size != 0 and search.handoff not in search.remote_tails
+        if handoff is not None:
+            return handoff > end and handoff not in search.remote_tails
         last = limit - limit % self._tail_step
         # A prompt that ends on a boundary has its last one there, where nobody may resume.
         return (
@@ -246,6 +264,9 @@ class PeerMatcher:
             and last % self._size != 0
             and (last not in search.remote_tails)
         )
+
+    def _is_whole(self, stored: StoredChunk) -> bool:
+        return self._model.is_whole(stored.tiers.keys(), stored.chunk.end)
 
     def _sound(
         self, chunk: ChunkRange, held: Mapping[StateType, Sequence[PeerCopy]]
@@ -284,3 +305,8 @@ class PeerMatcher:
             return own
         tiers, _ = self._shared.share({**remote.tiers, **own.tiers})
         return StoredChunk(own.chunk, tiers)
+
+
+def _tier_of(copy: PeerCopy) -> Tier:
+    """Where it is read from: a peer's DRAM, or the SSD on which a dead engine left it."""
+    return Tier.SSD if copy.storage else Tier.PEER

@@ -122,7 +122,7 @@ class RequestTracker:
     windows_from: int = 0
     """The first boundary whose windows are exact; those before it must not be saved."""
     handoff_tokens: int = 0
-    """Where the engine that it is handed over to may resume; 0 where nothing is kept for it."""
+    """Up to where it is kept for the engine that it is handed over to; 0: nothing is."""
     outdated: bool = False
     """The store was reset since it was admitted: its pages must not be saved."""
 

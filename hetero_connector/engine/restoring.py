@@ -15,6 +15,7 @@ from itertools import chain, groupby
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ArtifactId, SharedTiers, Tier
 from hetero_connector.artifacts.tails import longest_tail
+from hetero_connector.engine.handing_over import handoff_tokens
 from hetero_connector.engine.messages import ArtifactSpan, Blocks, Load
 from hetero_connector.engine.peer_matching import PeerMatcher
 from hetero_connector.engine.predictions import Predictions
@@ -185,7 +186,11 @@ class Restorer:
         start = last.end if last else 0
         remote = self._peers.tail(tracker, start, limit)
         remote_tokens = remote[0].chunk.end - start if remote else 0
-        return longest_tail(self._store, tracker.chain, last, limit, remote_tokens) or remote
+        # Beside others' hand-overs the store may not name this one's length.
+        said = (handoff_tokens(tracker.request, limit) or 0) - start
+        said = said if 0 < said < self._layout.chunk_tokens else 0
+        own = longest_tail(self._store, tracker.chain, last, limit, remote_tokens, said)
+        return own or remote
 
     def _exclude(self, tracker: RequestTracker, pending: PendingRestore) -> None:
         assert tracker.attempts is not None

@@ -151,16 +151,27 @@ class Saver:
         self, collected: _Collected, tracker: RequestTracker, known: int, table: BlockTable
     ) -> None:
         """Keep where another engine resumes this prompt: before its last token, or just before."""
-        last = int(tracker.request.num_prompt_tokens) - 1
-        end = last - last % self._model.handoff_step
-        if not is_prefill(tracker.request) or not max(1, tracker.windows_from) <= end <= known:
+        if not is_prefill(tracker.request):
             return
-        chunk = tracker.chain.ending_at(end)
-        missing = self._store.missing(chunk, self._model.state_types)
-        if not all(self._held(state_type, chunk, table) for state_type in missing):
-            return  # windows recycled: it decoded on
-        if self._reserve(collected, chunk, missing):
-            tracker.handoff_tokens = end
+        last = min(int(tracker.request.num_prompt_tokens) - 1, known)
+        end = last - last % self._model.handoff_step
+        if end >= max(1, tracker.windows_from):
+            chunk = tracker.chain.ending_at(end)
+            missing = self._store.missing(chunk, self._model.types_at(end))
+            # Where windows were recycled it has decoded on.
+            if all(self._held(state_type, chunk, table) for state_type in missing):
+                self._reserve(collected, chunk, missing)
+        tracker.handoff_tokens = self._stored_up_to(tracker, last)
+
+    def _stored_up_to(self, tracker: RequestTracker, last: int) -> int:
+        """Tokens of the first `last` that are stored or about to be, as far as can be resumed."""
+        size = self._layout.chunk_tokens
+        for step in (self._model.handoff_step, self._model.alignment):
+            end = last - last % step
+            types = self._model.types_at(end)
+            if end and not self._store.missing(tracker.chain.ending_at(end), types):
+                return end
+        return min(tracker.next_chunk, last // size) * size
 
     def forget(self, tracker: RequestTracker) -> None:
         """Let go of what is undecided: the request's end is not to be saved."""

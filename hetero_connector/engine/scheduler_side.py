@@ -196,7 +196,7 @@ class SchedulerSide:
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> int:
         """`request_finished_all_groups`: order the tail's save; the blocks may be freed now.
 
-        Returns where an engine that it is handed over to may resume; 0 for nowhere in particular.
+        Returns up to where an engine that it is handed over to will find it; 0: nothing of it.
         """
         tracker = self._trackers.pop(request.request_id, None)
         if tracker is None:
@@ -211,7 +211,7 @@ class SchedulerSide:
             self._early.add(self._saver.finish(tracker, request.num_computed_tokens, block_ids))
         self._saver.forget(tracker)
         self._sessions.ended(tracker, request.num_computed_tokens)
-        return tracker.handoff_tokens
+        return tracker.handoff_tokens if self._peers.is_heard else 0
 
     def reset(self) -> None:
         """Forget everything stored, and what requests hold of it or computed before.

@@ -1,5 +1,6 @@
 import pytest
 
+from hetero_connector.artifacts import index
 from hetero_connector.artifacts.index import Artifact, PrefixIndex, Standing
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkRange, SlotRef, Tier
 from hetero_connector.spec.state_types import StateType
@@ -167,12 +168,15 @@ def test_a_chunk_without_its_parent_is_refused(tree: Tree) -> None:
         tree.index.add(B, DENSE, 1)
 
 
-def test_tails_are_the_visible_short_children(tree: Tree) -> None:
+def test_tails_are_the_visible_short_children(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "MAX_TAILS", 8)
     tree.put(A)
     shorts = [chunk(f"t{n}", A, 16 * n) for n in range(1, 11)]
     artifacts = [tree.put(c) for c in shorts]
     tree.put(B)
-    assert tree.index.tails(A.key) == tuple(16 * n for n in range(3, 11)), "the newest eight"
+    assert tree.index.tails(A.key) == tuple(16 * n for n in range(10, 2, -1)), "the newest eight"
+    tree.put(chunk("as long as the first", A, 16))
+    assert tree.index.tails(A.key)[:2] == (16, 160), "a length is as new as its newest"
     for artifact in artifacts[4:]:
         tree.index.remove(artifact)
     assert sorted(tree.index.tails(A.key)) == [16, 32, 48, 64]

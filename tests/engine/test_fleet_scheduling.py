@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hetero_connector.artifacts.index import MAX_TAILS
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.engine import peer_matching, sessions
@@ -242,6 +244,8 @@ def test_what_a_dead_owner_left_on_ssd_is_adopted_under_a_new_token(
     ann.side.close()
     assert bob.run(FakeRequest("b", PROMPT)) == 3 * CHUNK + 32
     assert fleet.count(bob, "heterocache_adopted_bytes") > 0
+    assert fleet.count(bob, "heterocache_hit_tokens", tier="ssd") == 3 * CHUNK + 32
+    assert fleet.count(bob, "heterocache_hit_tokens", tier="peer") == 0
     fleet.settle(bob)
     adopted = {a: held for a, held in fleet.holdings(bob).items() if a in tokens_before}
     assert adopted
@@ -405,19 +409,24 @@ def test_a_remote_prefill_tells_its_proxy_what_to_tell_the_decoder(
     params: Any, handed: dict[str, Any] | None
 ) -> None:
     request = FakeRequest("a", PROMPT, kv_transfer_params=params)
-    assert handed_over(request, 0) == handed
-    assert handed_over(request, 7) == (handed and handed | {"prefilled_tokens": 7})
+    for kept in (0, 7):
+        assert handed_over(request, kept) == (handed and handed | {"prefilled_tokens": kept})
 
 
 @pytest.mark.parametrize(
     ("said", "tokens"),
-    [(231, 231), (1, 1), (232, 0), (0, 0), (-3, 0), (2.0, 0), (True, 0), ("9", 0), (None, 0)],
+    [
+        (231, 231),
+        (1, 1),
+        (0, 0),
+        *((what, None) for what in (232, -3, 2.0, True, False, "9", None)),
+    ],
 )
-def test_a_decoder_believes_of_a_prefill_only_what_can_be(said: object, tokens: int) -> None:
+def test_a_decoder_believes_of_a_prefill_only_what_can_be(said: object, tokens: int | None) -> None:
     request = FakeRequest("a", PROMPT, kv_transfer_params=PREFILLED | {"prefilled_tokens": said})
     assert handoff_tokens(request, len(PROMPT) - 1) == tokens
     request.kv_transfer_params = {"prefilled_tokens": said}
-    assert handoff_tokens(request, len(PROMPT) - 1) == 0
+    assert handoff_tokens(request, len(PROMPT) - 1) is None
 
 
 @pytest.mark.parametrize("length", [3 * CHUNK + 40, 3 * CHUNK + 16, 3 * CHUNK + 1, 40, 2])
@@ -438,6 +447,69 @@ def test_what_was_handed_over_off_the_grid_is_found_and_waited_for(
         assert ann.finish(prefill) == length - 1
         ann.step()
         assert bob.run(request) == length - 1
+
+
+def prefill(engine: Engine, name: str, prompt: list[int], **given: Any) -> dict[str, Any]:
+    """Compute a prompt for another engine; what a proxy sends that."""
+    asked = {"do_remote_decode": True}
+    request = FakeRequest(name, prompt, kv_transfer_params=asked, **given)
+    engine.admit(request)
+    engine.step(**{name: len(prompt)})
+    said = handed_over(request, engine.finish(request))  # type: ignore[arg-type]
+    engine.step()
+    assert said is not None
+    return said
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a prefill has left is waited for longer than tests do."""
+    monkeypatch.setattr(peer_matching, "_PREFILLS_PER_LOAD", LOAD_DEADLINE_S / (10 * WAIT_S))
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_what_a_prefill_found_no_room_for_is_not_waited_for(fleet: Fleet, kept: int) -> None:
+    ann = fleet.join("ann", dram_bytes=max(1, kept) * chunk_bytes(fleet))
+    bob = fleet.join("bob")
+    unknown = SimpleNamespace(lora_int_id=1, lora_name="gone", lora_path="/nowhere/adapter")
+    said = prefill(ann, "a", PROMPT, lora_request=None if kept else unknown)
+    fleet.settle(ann)
+    request = FakeRequest("b", PROMPT, kv_transfer_params=said)
+    until(lambda: bob.ask(request) is not None)
+    assert bob.run(request) == kept * CHUNK
+
+
+def test_a_prefill_that_the_fleet_does_not_hear_of_says_so(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ann = fleet.join("ann")
+    assert prefill(ann, "a", PROMPT)["prefilled_tokens"] > 3 * CHUNK
+    monkeypatch.setattr(FleetWorker, "is_heard", False)
+    assert prefill(ann, "b", PROMPT)["prefilled_tokens"] == 0
+
+
+@pytest.mark.usefixtures("patient")
+def test_hand_overs_side_by_side_all_arrive_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short prompts end in the same first chunk, each at another token."""
+    prompts = [tokens(length, seed=length) for length in range(20, 62)]
+    assert len(prompts) > MAX_TAILS
+    with joined(DENSE) as fleet:
+        ann, bob = fleet.join("ann"), fleet.join("bob")
+        said = [prefill(ann, f"a{n}", prompt) for n, prompt in enumerate(prompts)]
+
+        def requests(name: str) -> list[FakeRequest]:
+            return [
+                FakeRequest(f"{name}{n}", prompt, kv_transfer_params=handed)
+                for n, (prompt, handed) in enumerate(zip(prompts, said, strict=True))
+            ]
+
+        first = requests("b")
+        until(lambda: None not in [bob.ask(request) for request in first])
+        ends = [len(prompt) - 1 for prompt in prompts]
+        assert [bob.run(request) for request in first] == ends
+        monkeypatch.setattr(bob.side._peers, "_fleet", None)
+        assert [bob.run(request) for request in requests("c")] == ends, "from bob's own store"
 
 
 def test_a_prompt_shorter_than_a_chunk_is_not_asked_for(fleet: Fleet) -> None:

@@ -275,6 +275,9 @@ def test_a_boundary_that_needs_no_boundary_state_is_saved_without(engine_of: Eng
     engine.run(FakeRequest("a", tokens(280)))
     assert checkpoints(engine, StateType.CHUNKED_LOCAL) == [64, 192, 272]
     assert checkpoints(engine, KV) == [64, 128, 192, 256, 272]
+    for shared in (128, 256):
+        again = FakeRequest(f"b{shared}", [*tokens(shared), *tokens(60, seed=shared)])
+        assert engine.run(again) == shared, "nothing of it is missed"
 
 
 # A request's end where there are no tails
@@ -449,9 +452,35 @@ def test_a_prefill_that_decoded_on_is_handed_over_if_its_windows_are_there(
     engine.step(a=150)
     decode(engine, request, 60)
     engine.tables.ids["a"][1][:10] = [0] * 10
-    assert engine.finish(request) == 0
+    assert engine.finish(request) == 128
     engine.step()
     assert engine.run(FakeRequest("b", tokens(150))) == 128
+
+
+@pytest.mark.parametrize(("slots", "kept"), [(1, 64), (2, 128), (3, 144), (4, 149)])
+def test_a_prefill_says_how_much_of_it_found_room(slots: int, kept: int) -> None:
+    engine = Engine(DENSE, dram_bytes=slots * 4096)
+    request = FakeRequest("a", tokens(150), kv_transfer_params=HAND_OVER)
+    engine.admit(request)
+    engine.step(a=150)
+    assert engine.finish(request) == kept
+    engine.step()
+    assert engine.run(FakeRequest("b", tokens(150))) == kept
+    engine.side.close()
+
+
+def test_a_local_chunk_that_has_just_begun_is_handed_over_without_its_state(
+    engine_of: Engines,
+) -> None:
+    """Chunks of 128 tokens: of the boundary at 256 only prefix-proportional state is kept."""
+    engine = engine_of(Zero(), LOCAL)
+    request = FakeRequest("a", tokens(257), kv_transfer_params=HAND_OVER)
+    engine.admit(request)
+    engine.step(a=257)
+    assert engine.finish(request) == 256
+    engine.step()
+    assert checkpoints(engine, StateType.CHUNKED_LOCAL) == []
+    assert engine.run(FakeRequest("b", tokens(300))) == 256
 
 
 def test_only_a_hand_off_is_kept_off_the_grid(engine_of: Engines) -> None:

@@ -12,7 +12,16 @@ from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkR
 from hetero_connector.errors import DirectoryUnavailableError
 from hetero_connector.metrics import GAUGES, Recorder
 from hetero_connector.spec.state_types import StateType
-from ownership.directory import Claim, Copy, Directory, Grant, Holding, Lease, Worker
+from ownership.directory import (
+    Claim,
+    Copy,
+    Directory,
+    DirectoryLimits,
+    Grant,
+    Holding,
+    Lease,
+    Worker,
+)
 from ownership.fleet_worker import FleetWorker
 from ownership.identifiers import NO_TOKEN, NOBODY, Epoch, Token
 from ownership.memory_directory import MemoryDirectory
@@ -90,8 +99,8 @@ class ListedStore:
 class BreakableDirectory(MemoryDirectory):
     """Unavailable on demand."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, limits: DirectoryLimits | None = None) -> None:
+        super().__init__(limits=limits)
         self.gone = False
         self.claimed: set[ArtifactId] = set()
         self.calls: list[str] = []
@@ -191,6 +200,44 @@ def test_what_is_sealed_is_owned_and_the_store_is_told(
     assert held is not None
     assert held.token == ann.store.tokens[change(1).id]
     assert ann.store.epochs == [held.owner], "it serves under the epoch that owns"
+
+
+def test_a_worker_is_heard_once_it_is_registered_while_there_is_room() -> None:
+    directory = BreakableDirectory(DirectoryLimits(max_artifacts=2))
+    ann = Worked(directory)
+    try:
+        until(lambda: ann.worker.is_heard)
+        ann.tell(change(1), change(2))
+        until(lambda: len(ann.store.tokens) == 2)
+        assert ann.worker.is_heard
+        ann.tell(change(3))
+        until(lambda: not ann.worker.is_heard)
+        ann.drop(1)
+        ann.drop(2)
+        until(lambda: is_free(directory, 1) and is_free(directory, 2))
+        ann.tell(change(4))
+        until(lambda: ann.worker.is_heard)
+    finally:
+        ann.worker.close()
+
+
+def test_a_worker_that_is_alone_or_cannot_keep_up_is_not_heard(
+    directory: BreakableDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.gone = True
+    ann = Worked(directory, lease_s=1.0)
+    try:
+        assert not ann.worker.is_heard
+        directory.gone = False
+        until(lambda: ann.worker.is_heard)
+        monkeypatch.setattr(ann.worker._thread, "_max_claims", 0)
+        assert not ann.worker.is_heard
+        monkeypatch.undo()
+        assert ann.worker.is_heard
+        directory.gone = True
+        until(lambda: not ann.worker.is_heard)
+    finally:
+        ann.worker.close()
 
 
 def test_what_moves_is_claimed_with_its_new_place(
