@@ -65,6 +65,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--engine-args", type=_json_object, default={}, help="vLLM's, as a JSON object"
     )
+    command.add_argument(
+        "--connector-args",
+        type=_json_object,
+        default={},
+        help="HeteroConnector's, as a JSON object",
+    )
     command.set_defaults(run=_calibrate)
 
     command = commands.add_parser("explain", help="what would be restored of a prompt, and why")
@@ -175,7 +181,9 @@ def _calibrate(args: argparse.Namespace) -> int:
     try:
         if args.ssd_dir is not None:
             args.ssd_dir.mkdir(parents=True, exist_ok=True)
-        found = calibrate(args.model, args.engine_args, args.ssd_dir, args.dram_gib)
+        found = calibrate(
+            args.model, args.engine_args, args.ssd_dir, args.dram_gib, args.connector_args
+        )
         found.profile.write(args.out)
         picture = plot(found, args.out.with_name(f"{args.out.name}.png"))
     except (HeteroCacheError, OSError) as e:

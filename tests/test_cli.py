@@ -488,11 +488,12 @@ def test_calibrate_says_that_there_is_no_such_model(
     assert capsys.readouterr().err == f"heterocache: there is no model at {model}\n"
 
 
+@pytest.mark.parametrize("option", ["--engine-args", "--connector-args"])
 @pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000, "9" * 5_000])
-def test_calibrate_wants_the_engine_s_arguments_as_an_object(
-    text: str, capsys: pytest.CaptureFixture[str]
+def test_calibrate_wants_arguments_as_an_object(
+    text: str, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as refused:
-        cli.main(["calibrate", "no/such-model", "--engine-args", text])
+        cli.main(["calibrate", "no/such-model", option, text])
     assert refused.value.code == 2
     assert "not a JSON object" in capsys.readouterr().err

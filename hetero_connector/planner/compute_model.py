@@ -37,6 +37,11 @@ class ComputeCoefficients(NamedTuple):
     attention_s: float
     """c2: seconds per token squared of `attention_work`."""
 
+    def prompt_s(self, new_tokens: int, context_tokens: int, num_steps: int = 1) -> float:
+        """Seconds of a prompt's last `new_tokens`, computed in so many steps."""
+        work = attention_work(float(new_tokens), float(context_tokens))
+        return num_steps * self.step_s + new_tokens * self.token_s + work * self.attention_s
+
 
 SLOW_ENGINE = ComputeCoefficients(5e-3, 1e-4, 1e-9)
 """In force before the first step is seen: 10,000 tokens a second, attention as costly at a
@@ -63,6 +68,11 @@ class ComputeRegression:
         factor = self._pace.factor
         step_s, token_s, attention_s = self._fit.coefficients
         return ComputeCoefficients(factor * step_s, factor * token_s, factor * attention_s)
+
+    @property
+    def as_a_rule(self) -> ComputeCoefficients:
+        """The fit so far, whatever the present pace: what stands for longer than seconds."""
+        return ComputeCoefficients(*self._fit.coefficients)
 
     @property
     def samples(self) -> int:

@@ -12,6 +12,7 @@ from hetero_connector.planner.interference_model import (
     InterferenceRegression,
 )
 from hetero_connector.planner.load_model import LoadModel
+from hetero_connector.planner.request_overhead import NO_OVERHEAD, RequestOverhead
 
 
 class Terms(NamedTuple):
@@ -67,6 +68,8 @@ class CostModel:
     interference: InterferenceRegression = field(default_factory=InterferenceRegression)
     """What a prefill does to the decodes beside it. The planner does without; a fleet's
     scheduler asks, by `delays`."""
+    overhead: RequestOverhead = NO_OVERHEAD
+    """Of each request, beside its steps. The planner does without; a simulator charges it."""
 
     def delays(self) -> InterferenceCoefficients:
         """What is known of interference; guessed from `compute` before anything is measured."""

@@ -20,6 +20,7 @@ from hetero_connector.planner.interference_model import (
 from hetero_connector.planner.least_squares import RelativeErrors
 from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.planner.profile_subject import ProfileSubject
+from hetero_connector.planner.request_overhead import NO_OVERHEAD, RequestOverhead
 from hetero_connector.spec.state_types import StateType
 
 PROFILE_FORMAT = 2
@@ -27,6 +28,7 @@ PROFILE_FORMAT = 2
 
 _KEY = "planner_profile"
 _Kind = TypeVar("_Kind", Tier, StateType)
+_Coefficients = TypeVar("_Coefficients", InterferenceCoefficients, RequestOverhead)
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,10 @@ class CostProfile:
     interference: InterferenceCoefficients | None = None
     """None: not measured."""
     interference_error: FitError | None = None
+    overhead: RequestOverhead | None = None
+    """None: not measured."""
+    overhead_error: FitError | None = None
+    """Of the whole time to first token, steps and overhead together."""
 
     @classmethod
     def of(cls, costs: CostModel, model: str, subject: ProfileSubject) -> CostProfile:
@@ -68,12 +74,13 @@ class CostProfile:
         return cls(
             model,
             subject,
-            costs.compute.coefficients,
+            costs.compute.as_a_rule,
             FitError.of(costs.compute.errors),
             {tier: costs.load.rates(tier) for tier in known},
             known,
             costs.interference.coefficients if costs.interference.measured else None,
             FitError.of(costs.interference.errors),
+            costs.overhead if any(costs.overhead) else None,
         )
 
     def cost_model(
@@ -89,6 +96,7 @@ class CostProfile:
             weights or CostWeights(),
             step_tokens,
             InterferenceRegression(self.interference, self.compute),
+            self.overhead or NO_OVERHEAD,
         )
 
     def write(self, path: Path) -> None:
@@ -117,6 +125,9 @@ class CostProfile:
         if self.interference is not None:
             fit = _error_json(self.interference_error)
             document["interference"] = self.interference._asdict() | {"fit": fit}
+        if self.overhead is not None:
+            fit = _error_json(self.overhead_error)
+            document["request"] = self.overhead._asdict() | {"fit": fit}
         return document
 
     @classmethod
@@ -158,7 +169,8 @@ class CostProfile:
         )
         if not any(coefficients):
             raise _BadProfileError("compute: every coefficient is 0, computing cannot be free")
-        interference, interference_error = _read_interference(top)
+        delays, delays_error = _read_optional(top, "interference", InterferenceCoefficients)
+        overhead, overhead_error = _read_optional(top, "request", RequestOverhead)
         sections = {
             _member(Tier, name): _Section(f"load.{name}", value)
             for name, value in _Section("load", top.get("load")).items()
@@ -171,8 +183,10 @@ class CostProfile:
             _read_error(compute),
             {tier: _read_rates(section) for tier, section in sections.items()},
             {tier: error for tier, error in errors.items() if error},
-            interference,
-            interference_error,
+            delays,
+            delays_error,
+            overhead,
+            overhead_error,
         )
 
 
@@ -250,15 +264,15 @@ def _read_rates(section: _Section) -> TierRates:
     )
 
 
-def _read_interference(
-    top: _Section,
-) -> tuple[InterferenceCoefficients | None, FitError | None]:
+def _read_optional(
+    top: _Section, name: str, kind: type[_Coefficients]
+) -> tuple[_Coefficients | None, FitError | None]:
     """Profiles written before it was measured have none."""
-    if "interference" not in top:
+    if name not in top:
         return None, None
-    section = top.section("interference")
-    numbers = [section.number(name) for name in InterferenceCoefficients._fields]
-    return InterferenceCoefficients(*numbers), _read_error(section)
+    section = top.section(name)
+    numbers = [section.number(field) for field in kind._fields]
+    return kind(*numbers), _read_error(section)
 
 
 def _read_error(section: _Section) -> FitError | None:

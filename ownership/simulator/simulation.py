@@ -213,7 +213,7 @@ class FleetSimulation:
             self._send_again(request)
             return
         self._changed.add(worker.name)
-        worker.engine.submit(request)
+        worker.submit(request)
 
     def _fetch(self, request: LiveRequest, source: Worker, target: Worker) -> None:
         """Read what the target lacks of the prompt from the source's DRAM, then queue it."""

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 def calibrated(model: Path, out: Path, **arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hetero_connector.cli", "calibrate", str(model)]
     command += ["--out", str(out), "--engine-args", json.dumps(arguments)]
+    command += ["--connector-args", json.dumps({"chunk_tokens": 64})]
     return subprocess.run(
         command, env=os.environ | ENGINE_ENVIRONMENT, cwd=ROOT, capture_output=True, text=True
     )
@@ -51,6 +52,10 @@ def test_a_profile_says_what_prefills_do_to_decodes(out: Path) -> None:
     assert profile.interference is not None
     assert profile.interference_error is not None
     assert profile.interference_error.samples >= 50
+    assert profile.overhead is not None
+    assert 0.0 < profile.overhead.delay_s(64) < 1.0, "seconds of the front end"
+    assert profile.overhead_error is not None
+    assert profile.overhead_error.samples > 20
     # 256 tokens of a prompt hold up a decode for longer than one more decode would.
     assert profile.interference.delay_s(256, 256 * 128, 1) > profile.interference.decode_s
 

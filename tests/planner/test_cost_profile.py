@@ -18,6 +18,7 @@ from hetero_connector.planner.cost_profile import CostProfile, FitError
 from hetero_connector.planner.interference_model import InterferenceCoefficients, StepMix
 from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.planner.profile_subject import ProfileSubject
+from hetero_connector.planner.request_overhead import NO_OVERHEAD, RequestOverhead
 from hetero_connector.spec import StateType
 
 KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
@@ -50,6 +51,7 @@ subjects = st.builds(
     st.text(),
 )
 delays = st.none() | st.builds(InterferenceCoefficients, *[numbers] * 6)
+overheads = st.none() | st.builds(RequestOverhead, *[numbers] * 4)
 
 
 @st.composite
@@ -65,6 +67,8 @@ def profiles(draw: st.DrawFn) -> CostProfile:
         {tier: error for tier, error in load_errors.items() if error},
         draw(delays),
         None,
+        overhead := draw(overheads),
+        draw(errors) if overhead else None,
     )
 
 
@@ -79,6 +83,7 @@ def learned() -> CostModel:
         costs.compute.observe(n, n, 1e-3 + 2e-5 * n)
         costs.load.observe(Tier.SSD, {KV: n * 10_000}, 2e-3 + n * 1e-5)
         costs.interference.observe(StepMix(n, n * n, n, n * n), 2e-3 + n * 3e-5)
+    costs.overhead = RequestOverhead(1e-3, 1e-7, 2e-3, 0.0)
     return costs
 
 
@@ -97,6 +102,7 @@ def test_what_was_learned_is_written_and_started_from(tmp_path: Path) -> None:
     assert profile.interference_error is not None
     assert profile.interference_error.samples == 30
     assert again.delays() == pytest.approx(costs.delays())
+    assert again.overhead == costs.overhead
     expected = costs.load.predict(Tier.SSD, sizes, 10**6)
     assert again.load.predict(Tier.SSD, sizes, 10**6) == pytest.approx(expected)
     assert (again.weights.stall, again.step_tokens) == (0.5, 2048)
@@ -107,6 +113,7 @@ def test_nothing_learned_is_written_without_errors() -> None:
     assert profile.compute_error is None
     assert profile.load == {}
     assert profile.interference is None
+    assert profile.overhead is None
 
 
 def test_before_interference_is_measured_it_is_guessed_from_compute() -> None:
@@ -117,6 +124,12 @@ def test_before_interference_is_measured_it_is_guessed_from_compute() -> None:
     assert costs.delays() == (step_s, token_s, attention_s, 0.0, token_s, attention_s)
     costs.interference.observe(StepMix(0, 0.0, 4, 4_000), 0.25)
     assert costs.delays().decode_step_s(4, 4_000) == pytest.approx(0.25, rel=0.1)
+
+
+def test_a_profile_without_overhead_charges_none() -> None:
+    document = good()
+    del document["request"]
+    assert CostProfile.from_json(document).cost_model([KV]).overhead == NO_OVERHEAD
 
 
 def good() -> dict[str, Any]:
@@ -160,6 +173,8 @@ def damaged(*path: str, value: Any = None, remove: bool = False) -> str:
         (damaged("interference", value=[]), "interference should be an object"),
         (damaged("interference", "mixed_s", remove=True), "interference lacks 'mixed_s'"),
         (damaged("interference", "token_s", value=-1.0), "interference.token_s"),
+        (damaged("request", value=[]), "request should be an object"),
+        (damaged("request", "scheduling_s", remove=True), "request lacks 'scheduling_s'"),
         (damaged("load", value=[]), "load should be an object"),
         (damaged("load", "tape", value={}), "'tape' is no Tier"),
         (damaged("load", "ssd", "latency_s", value=None), "load.ssd.latency_s"),

@@ -92,6 +92,8 @@ class BatchEngine:
         self._decodes: list[tuple[int, int, LiveRequest]] = []
         """By the step after which they end."""
         self._steps_done = self._joined = self._stamp = 0
+        self._scheduling_s = 0.0
+        """Of requests admitted since the last step: the engine is held up by it."""
         self._staged_for: dict[LiveRequest, Run | None] = {}
         """What is being read from SSD: for whom, and what is pinned meanwhile."""
         self._crashes = 0
@@ -127,6 +129,7 @@ class BatchEngine:
         self.prefilling, self._decodes = [], []
         self._pages = DecodePages(self.memory.shape.page_tokens)
         self.context_tokens = self.queued_tokens = 0
+        self._scheduling_s = 0.0
         self._busy, self._alone = False, None
         self._stamp += 1  # whatever was announced does not happen
         self._crashes += 1
@@ -156,6 +159,7 @@ class BatchEngine:
             self.waiting.popleft()
             if verdict is Verdict.ADMITTED:
                 self.prefilling.append(request)
+                self._scheduling_s += self.times.overhead.blocking_s(request.prompt_tokens)
                 running = len(self.prefilling) + len(self._decodes)
                 self.totals.most_running = max(self.totals.most_running, running)
                 rest = request.total - request.computed
@@ -192,10 +196,11 @@ class BatchEngine:
             request.load_s = 0.0
             tokens += count
             left -= count
+        scheduling_s, self._scheduling_s = self._scheduling_s, 0.0
         if decodes:
             late_s = self.times.delay_s(tokens, work)
             compute_s = self.times.decode_s(decodes, self.context_tokens) + late_s
-            self.totals.late_s += decodes * late_s
+            self.totals.late_s += decodes * (scheduling_s + late_s)
         else:
             compute_s = self.times.prefill_s(tokens, work)
         seconds = compute_s
@@ -204,7 +209,7 @@ class BatchEngine:
             self.totals.exposed_s += seconds - compute_s
         self.totals.prefilled_tokens += tokens
         self._step_bytes = self.admission.hold_step(tokens)
-        self._announce(seconds)
+        self._announce(scheduling_s + seconds)
 
     def _begin_alone(self) -> None:
         decodes = len(self._decodes)

@@ -13,6 +13,8 @@ class StepTimes:
     def __init__(self, costs: CostModel) -> None:
         self._compute = costs.compute.coefficients
         self._delays = costs.delays()
+        self.overhead = costs.overhead
+        """Of each request, beside its steps."""
 
     def prefill_s(self, tokens: int, work: float) -> float:
         """A step without decodes; `work`: `attention_work` of its prefills."""

@@ -95,6 +95,9 @@ class Worker:
         self._idle_since_s = 0.0
         self._loop = loop
         costs = spec.costs
+        self._overhead = costs.overhead
+        self._arriving: dict[LiveRequest, float] = {}
+        """At the front end, in order; until when."""
         saved_s = SecondsSaved(costs.compute.predict)
         self.budget = self._budget(policy.ssd_bytes_per_day)
         ssd_admission = None
@@ -119,6 +122,15 @@ class Worker:
         self._peer_pace = footprint.pace(costs.load.rates(Tier.PEER))
         self._ssd_ahead = costs.load.rates(Tier.SSD).ahead_s_per_byte
 
+    def submit(self, request: LiveRequest) -> None:
+        """Queue a request once the front end has taken it in."""
+        delay_s = self._overhead.delay_s(request.prompt_tokens)
+        if not delay_s:
+            self.engine.submit(request)
+            return
+        self._arriving[request] = end_s = self._loop.now_s + delay_s
+        self._loop.at(end_s, self._taken_in, request, end_s)
+
     def view(self) -> WorkerView:
         """As a scheduler sees it."""
         spec = self.spec
@@ -134,8 +146,8 @@ class Worker:
         used_bytes = pages * self.shape.page_bytes_per_token
         used_bytes += running * self.shape.pages.checkpoint_bytes
         return WorkerLoad(
-            max(0, engine.queued_tokens),
-            len(engine.waiting),
+            max(0, engine.queued_tokens) + sum(r.expected_tokens for r in self._arriving),
+            len(engine.waiting) + len(self._arriving),
             running,  # as vLLM counts them: with those whose prompt is being computed
             pages,
             min(used_bytes, self.spec.capacity.hbm),
@@ -165,7 +177,9 @@ class Worker:
         self.ssd_reads.cut(now_s)
         self._writes.lose(now_s, self.memory.ssd)
         self.memory.lose()
-        return self.engine.crash()
+        lost = [*self._arriving, *self.engine.crash()]
+        self._arriving.clear()
+        return lost
 
     def session_waits(self, change: int) -> None:
         """A session that decodes here begins (1) or ends (-1) to wait for a tool."""
@@ -174,6 +188,11 @@ class Worker:
             self.idle_s += now_s - self._idle_since_s
         self._idle_since_s = now_s
         self.idle_sessions += change
+
+    def _taken_in(self, request: LiveRequest, end_s: float) -> None:
+        if self._arriving.get(request) == end_s:  # else it was lost meanwhile
+            del self._arriving[request]
+            self.engine.submit(request)
 
     def _worked(self, seconds: float) -> None:
         if self.idle_sessions:

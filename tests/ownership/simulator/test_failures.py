@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_connector.errors import SimulationError
+from hetero_connector.planner.request_overhead import RequestOverhead
 from ownership.scheduling.fleet import Role
 from ownership.scheduling.registry import POLICIES
 from ownership.simulator.fleet_file import Failure, FleetSpec, read_fleet
@@ -62,6 +63,16 @@ def test_a_prefill_that_was_lost_is_computed_elsewhere() -> None:
     assert found.ttft_p50_s == pytest.approx(0.05 + LONG_S)
     assert (found.resent, found.requests) == (1, 1)
     assert found.span_s == found.ttft_p50_s, "the worker's return is no part of it"
+
+
+def test_a_request_at_the_front_end_of_a_worker_that_dies_is_sent_again() -> None:
+    cost_model = costs()
+    cost_model.overhead = RequestOverhead(frontend_s=0.1)
+    trace = trace_of(Session("a", (LONG,), 0.0))
+    spec = replace(fleet(2, cost_model=cost_model), failures=(Failure("w0", 0.05, 0.01),))
+    found = figures(trace, spec)
+    assert found.ttft_p50_s == pytest.approx(0.05 + 0.1 + LONG_S)
+    assert (found.resent, found.requests) == (1, 1)
 
 
 def test_without_a_worker_requests_wait_for_one() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_connector.errors import SimulationError, TraceError
+from hetero_connector.planner.request_overhead import RequestOverhead
 from ownership.scheduling.fleet import Role
 from ownership.scheduling.registry import POLICIES
 from ownership.simulator.fleet_file import FleetSpec
@@ -187,6 +188,23 @@ def test_a_prefill_holds_up_the_decodes_beside_it() -> None:
     assert found.decode_late_share == pytest.approx(late_s / (calm.token_mean_s * 59 + late_s))
     # It waits for the end of the step in which it came: not longer.
     assert found.queue_mean_s < DECODE.decode_step_s(1, 1_100) / 2
+
+
+def test_scheduling_holds_up_the_engine_and_the_front_end_only_the_request() -> None:
+    cost_model = costs()
+    cost_model.overhead = overhead = RequestOverhead(0.05, 1e-6, 0.03, 2e-6)
+    spec = fleet(cost_model=cost_model)
+    beside = Session("b", (prompt(100, 1_024, output=1),), 0.2)
+    alone = Session("a", (prompt(0, 1_024, output=60),), 0.0)
+    calm, found = figures(trace_of(alone), spec), figures(trace_of(alone, beside), spec)
+    prefill_s = COMPUTE.step_s + 1_024 * COMPUTE.token_s + COMPUTE.attention_s * 1_024**2 / 2
+    assert overhead.delay_s(1_024) == pytest.approx(0.051_024)
+    assert overhead.blocking_s(1_024) == pytest.approx(0.032_048)
+    assert calm.ttft_p50_s == pytest.approx(0.051_024 + 0.032_048 + prefill_s)
+    late_s = 0.032_048 + DECODE.delay_s(1_024, 1_024**2 / 2, 1)
+    assert found.step_p95_s == pytest.approx(calm.step_p95_s + late_s)
+    decodes_s = calm.token_mean_s * 59 + late_s
+    assert found.decode_late_share == pytest.approx(late_s / decodes_s)
 
 
 def test_every_decode_is_held_up() -> None:
