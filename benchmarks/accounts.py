@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from examples.serving import Server
 from ownership.simulator.fleet_file import FleetSpec
-from ownership.simulator.machine.request import LiveRequest
-from ownership.simulator.measuring import figures_of, state_bytes_of
+from ownership.simulator.machine.request import Hits, LiveRequest
+from ownership.simulator.measuring import state_bytes_of
 from ownership.simulator.policies import PolicySpec
 from ownership.simulator.results import Tally
 from ownership.simulator.simulation import FleetSimulation
@@ -26,6 +28,11 @@ _FLOWS = {
     "loaded": ("heterocache_restored_bytes", None),
 }
 """The simulator's flows as the connector counts them: a metric, and a tier of it."""
+
+CACHED_TOKENS = "vllm:prompt_tokens_cached"
+"""vLLM's counter of prompt tokens that were not computed, by its name."""
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_TIERS = ("hbm", "dram", "ssd", "peer")
 
 Counters = Mapping[tuple[str, str, str], float]
 """By metric, tier and state type; "" without such a label."""
@@ -74,13 +81,33 @@ def account_of_simulation(
     trace: Trace, fleet: FleetSpec, policy: PolicySpec, chunk_tokens: int
 ) -> Account:
     """Replays the trace as it is recorded."""
+    run, tally = _simulated(trace, fleet, policy, chunk_tokens)
+    hits = Hits(*tally.hits)
+    flows = _by_flow(state_bytes_of(run))
+    return Account(_by_tier(hits), flows, tally.by_name, list(tally.task_s))
+
+
+def accounts_apart(
+    trace: Trace, fleet: FleetSpec, policy: PolicySpec, chunk_tokens: int
+) -> tuple[Account, Account]:
+    """The same of a fleet of one worker that prefills and one that decodes, in this order."""
+    run, tally = _simulated(trace, fleet, policy, chunk_tokens)
+    parts = zip(run.workers.values(), (Hits(*tally.hits), tally.decoder_hits), strict=True)
+    prefill, decode = (
+        Account(_by_tier(hits), _by_flow(state_bytes_of(run, [worker])), {}, ())
+        for worker, hits in parts
+    )
+    return prefill, decode
+
+
+def _simulated(
+    trace: Trace, fleet: FleetSpec, policy: PolicySpec, chunk_tokens: int
+) -> tuple[FleetSimulation, _NamedTally]:
     shape = StateShape.of(fleet.model, chunk_tokens)
     run = FleetSimulation(fleet, policy, shape, iter(trace), trace.block_tokens, seed=0)
     run.tally = tally = _NamedTally()
     run.run()
-    figures = figures_of(run)
-    hits = {tier: getattr(figures, f"{tier}_hit_tokens") for tier in ("hbm", "dram", "ssd", "peer")}
-    return Account(_nonzero(hits), _by_flow(state_bytes_of(run)), tally.by_name, list(tally.task_s))
+    return run, tally
 
 
 @dataclass
@@ -88,10 +115,16 @@ class _NamedTally(Tally):
     """Knows whose each time is."""
 
     by_name: dict[RequestName, float] = field(default_factory=dict)
+    decoder_hits: Hits = field(default_factory=Hits)
+    """Of all remote prefills."""
 
     def served(self, request: LiveRequest, now_s: float) -> None:
         super().served(request, now_s)
         self.by_name[request.session, request.index] = request.first_token_s - request.arrived_s
+        decoder = request.decoder_hits or Hits()
+        for tier in _TIERS:
+            tokens = getattr(self.decoder_hits, tier) + getattr(decoder, tier)
+            setattr(self.decoder_hits, tier, tokens)
 
 
 def registered() -> Counters:
@@ -108,9 +141,42 @@ def registered() -> Counters:
     return found
 
 
+def scraped(server: Server) -> Counters:
+    """A server's counters, vLLM's own of cached prompt tokens among them."""
+    server.complete([1, 2, 3], max_tokens=1)  # metrics come out with a step of the engine
+    found: defaultdict[tuple[str, str, str], float] = defaultdict(float)
+    for key, value in server.metrics().items():
+        name, _, labels = key.partition("{")
+        told = dict(_LABEL.findall(labels))
+        if name.endswith("_total") and name.startswith(("heterocache_", CACHED_TOKENS)):
+            name = name.removesuffix("_total")
+            found[name, told.get("tier", ""), told.get("state_type", "")] += value
+    return found
+
+
 def gained(after: Counters, before: Counters) -> Counters:
     """What was counted between two readings."""
     return {key: value - before.get(key, 0.0) for key, value in after.items()}
+
+
+def compared(real: Account, twin: Account) -> Iterator[tuple[str, str, str, str]]:
+    """Of every count: its name, both values, and how the second is to the first."""
+    for tier in sorted({*real.hit_tokens, *twin.hit_tokens}):
+        pair = (x.hit_tokens.get(tier, 0) for x in (real, twin))
+        yield (f"hit tokens, {tier}", *_told(*pair))
+    for flow in sorted({*real.state_bytes, *twin.state_bytes}):
+        one, other = (x.state_bytes.get(flow, {}) for x in (real, twin))
+        for kind in sorted({*one, *other}):
+            yield (f"bytes {flow}, {kind}", *_told(one.get(kind, 0), other.get(kind, 0)))
+
+
+def _told(count: int, other: int) -> tuple[str, str, str]:
+    ratio = "equal" if count == other else f"{other / count if count else 0:.3f}"
+    return f"{count:,}", f"{other:,}", ratio
+
+
+def _by_tier(hits: Hits) -> dict[str, int]:
+    return _nonzero({tier: getattr(hits, tier) for tier in _TIERS})
 
 
 def _by_flow(flows: Flows) -> Flows:

@@ -61,11 +61,13 @@ def fleet_of(
     prefillers: int = 1,
     extra: Mapping[str, Any] | None = None,
     connector: Mapping[str, Any] | None = None,
+    engine_args: Mapping[str, Any] | None = None,
 ) -> Iterator[Fleet]:
     """Start it all, and stop it all whatever happens.
 
     `extra`: more of the connector's own config; with `ssd_gib` each server gets a new
-    directory in `logs`. `connector`: more of `--kv-transfer-config`.
+    directory in `logs`. `connector`: more of `--kv-transfer-config`. `engine_args`:
+    more of vLLM's.
     """
     checkpoint = write_checkpoint(model, checkpoints)
     logs.mkdir(parents=True, exist_ok=True)
@@ -86,7 +88,7 @@ def fleet_of(
                 checkpoint,
                 logs / f"{name}.log",
                 kv_transfer_config(given | _own(name, logs, given), **(connector or {})),
-                {"max_logprobs": VOCABULARY, "max_model_len": 8192},
+                {"max_logprobs": VOCABULARY, "max_model_len": 8192, **(engine_args or {})},
                 {"PYTHONPATH": str(_ROOT)},
             )
             for name in names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from hetero_connector.spec.state_types import StateType
@@ -91,14 +91,17 @@ def figures_of(done: FleetSimulation) -> Figures:
     )
 
 
-def state_bytes_of(done: FleetSimulation) -> Mapping[str, Mapping[str, int]]:
-    """Bytes by flow and state type, all workers together."""
+def state_bytes_of(
+    done: FleetSimulation, workers: Iterable[Worker] | None = None
+) -> Mapping[str, Mapping[str, int]]:
+    """Bytes by flow and state type, of these workers together; by default of all."""
+    chosen = list(done.workers.values() if workers is None else workers)
     names = Flows.__dataclass_fields__
     return {
         name: {
             state_type.value: sum(
                 _type_bytes(done.shape, getattr(worker.flows, name), state_type)
-                for worker in done.workers.values()
+                for worker in chosen
             )
             for state_type in done.shape.model.state_types
         }

@@ -17,13 +17,14 @@ from ownership.simulator.state.memory import EVICTIONS, Eviction, TierBytes
 
 _GIB = 1 << 30
 _OPTIONS = (
-    "checkpoints", "eviction", "restores", "replay", "tiers", "state", "answers", "replicas",
-    "ssd_writes", "ttft",
+    "checkpoints", "eviction", "restores", "replay", "tiers", "state", "answers", "peers",
+    "replicas", "ssd_writes", "ttft",
 )  # fmt: skip
 _TIERS = ("all", "dram", "gpu")
 _STATE = ("typed", "paged")
 _SWITCH = ("on", "off")
 _ANSWERS = ("lost", "kept")
+_PEERS = ("named", "any")
 _REPLICAS = ("none", "hot")
 
 
@@ -40,6 +41,8 @@ class PolicySpec:
     """`paged`: the dense baseline, every layer's pages for every token."""
     answers: str = "lost"
     """`kept`: the state of decoded tokens too, where a prompt that follows can begin with them."""
+    peers: str = "named"
+    """Whose DRAM engines read: a peer `named` by the scheduling policy, or `any`, by need."""
     replicas: str = "none"
     """`hot`: read-only copies of prefixes that many sessions share, see `replicating`."""
     ttft_objective_s: float | None = None
@@ -97,6 +100,9 @@ def _with(spec: PolicySpec, name: str, value: str) -> PolicySpec:
         case "answers":
             _check(spec.text, name, value, _ANSWERS)
             return replace(spec, answers=value)
+        case "peers":
+            _check(spec.text, name, value, _PEERS)
+            return replace(spec, peers=value)
         case "replicas":
             _check(spec.text, name, value, _REPLICAS)
             return replace(spec, replicas=value)

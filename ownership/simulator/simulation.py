@@ -70,6 +70,7 @@ class FleetSimulation:
         self.replicating: Replicating | None = None
         if policy.replicas == "hot":
             self.replicating = Replicating(HotSpotReplicas(), self.workers, self._reads)
+        self._reads_peers = policy.peers == "any"
         self._policy: SchedulingPolicy = policy.scheduler(random.Random(seed))
         self._block_tokens = block_tokens
         per_chunk = shape.chunk_tokens // block_tokens
@@ -129,10 +130,12 @@ class FleetSimulation:
         resident = step.held.get(prefiller.name)
         held = resident.local_tokens if resident else 0
         request.expected_tokens = max(1, request.prompt_tokens - held)
-        if way.source is None:
-            self._queue(request, prefiller)
-        else:
+        if way.source is not None:
             self._fetch(request, self.workers[decision.names[way.source]], prefiller)
+        elif self._reads_peers:
+            self._fetch_by_need(request, prefiller)
+        else:
+            self._queue(request, prefiller)
 
     def _step(self, live: LiveSession, request: LiveRequest) -> Step:
         limit = (request.prompt_tokens - 1) // self.shape.chunk_tokens
@@ -215,9 +218,27 @@ class FleetSimulation:
         self._changed.add(worker.name)
         worker.submit(request)
 
-    def _fetch(self, request: LiveRequest, source: Worker, target: Worker) -> None:
-        """Read what the target lacks of the prompt from the source's DRAM, then queue it."""
-        limit = (request.prompt_tokens - 1) // self.shape.chunk_tokens
+    def _fetch_by_need(self, request: LiveRequest, target: Worker) -> None:
+        """Read what the target's planner wants of the peer that has most, then queue it."""
+        peers = [w for w in self.workers.values() if w is not target and w.up]
+        can_read = target.up and target.spec.capacity.dram
+        reach = [target.reads_from(peer, request) for peer in peers] if can_read else []
+        chunks = max(reach, default=0)
+        if chunks:
+            self._fetch(request, peers[reach.index(chunks)], target, chunks)
+        else:
+            self._queue(request, target)
+
+    def _fetch(
+        self, request: LiveRequest, source: Worker, target: Worker, limit: int | None = None
+    ) -> None:
+        """Read what the target lacks of the prompt from the source's DRAM, then queue it.
+
+        `limit`: chunks up to which it is read; None: as far as the request can resume.
+        """
+        if limit is None:
+            limit = (request.prompt_tokens - 1) // self.shape.chunk_tokens
+        request.own_chunks = target.memory.dram.find(request.chain).chunks
         fetched = partial(self._fetched, request, target, self.loop.now_s)
         if self._reads.begin(source, target, request.chain, limit, fetched):
             self._changed |= {source.name, target.name}
@@ -236,7 +257,7 @@ class FleetSimulation:
     def _served(self, worker: Worker, request: LiveRequest) -> None:
         self._changed.add(worker.name)
         if request.decodes_elsewhere:
-            request.decodes_elsewhere, request.handed_over = False, True
+            request.hand_over()
             request.expected_tokens = self.shape.chunk_tokens
             self._fetch(request, worker, self._decoders.pop(request))
             return

@@ -11,15 +11,7 @@ import pytest
 from benchmarks.accounts import account_of_simulation
 from benchmarks.closed_loop import StepClock
 from benchmarks.faithful_engine import EngineFacts, played, policy_of
-from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
-from hetero_connector.planner.cost_model import CostModel
-from hetero_connector.planner.interference_model import (
-    InterferenceCoefficients,
-    InterferenceRegression,
-)
-from hetero_connector.planner.load_model import LoadModel, TierRates
-from hetero_connector.spec.model_spec import ModelSpec
+from benchmarks.step_costs import steps_alone_cost
 from ownership.simulator.traces.session import Trace
 from ownership.simulator.traces.starts import PoissonStarts
 from ownership.simulator.traces.synthetic import synthetic
@@ -54,18 +46,6 @@ def sessions(block_tokens: int, seed: int, number: int = 5) -> Trace:
     )
 
 
-def steps_alone_cost(model: ModelSpec, step_tokens: int) -> CostModel:
-    compute = ComputeCoefficients(STEP_S, 0.0, 0.0)
-    decode = InterferenceCoefficients(STEP_S, 0.0, 0.0, 0.0, 0.0, 0.0)
-    free = TierRates(0.0, dict.fromkeys(model.state_types, 0.0), 0.0)
-    return CostModel(
-        ComputeRegression(compute),
-        LoadModel(model.state_types, dict.fromkeys(Tier, free)),
-        step_tokens=step_tokens,
-        interference=InterferenceRegression(decode, compute),
-    )
-
-
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("model", "num_blocks", "checkpoints", "seed"),
@@ -82,7 +62,7 @@ def test_an_engine_and_its_twin_agree(
     with engine(model, extra, disable_log_stats=False, max_num_batched_tokens=512, **limits) as llm:
         facts, trace = EngineFacts.of(llm), sessions(32, seed)
         real, _ = played(llm, trace, StepClock(STEP_S))
-    costs = steps_alone_cost(facts.model, facts.limits.step_tokens)
+    costs = steps_alone_cost(facts.model, facts.limits.step_tokens, STEP_S)
     fleet = facts.fleet((facts.worker(costs, 1e9),))
     twin = account_of_simulation(trace, fleet, policy_of(checkpoints), facts.chunk_tokens)
     assert real.hit_tokens.keys() >= {"hbm", "dram"}, "nothing was asked of the tiers"

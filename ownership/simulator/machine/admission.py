@@ -14,10 +14,8 @@ from ownership.simulator.machine.request import Hits, LiveRequest
 from ownership.simulator.state.memory import WorkerMemory
 from ownership.simulator.state.restoring import Restore, Restorer
 from ownership.simulator.state.retention import Retention
-from ownership.simulator.state.runs import Found, Run
+from ownership.simulator.state.runs import NOTHING, Run
 from ownership.simulator.traces.block_runs import BlockRuns
-
-_NOTHING = Found((), 0)
 
 
 class Verdict(Enum):
@@ -65,7 +63,7 @@ class Admission:
             matched = max(found.chunks, dram.chunks, ssd.chunks) * size
             request.matched_tokens = min(matched, request.prompt_tokens)
         if request.was_staged:
-            ssd = _NOTHING
+            ssd = NOTHING
         restore = None
         if max(dram.chunks, ssd.chunks) > local:
             load = EngineLoad(0, decodes, self._in_flight(now_s))
@@ -163,12 +161,17 @@ class Admission:
             loaded = restore.boundary_chunks - local
             request.load_s = pace.latency_s + loaded * size * pace.token_s
             request.load_s += restore.dram_checkpoints * pace.checkpoint_s
-            fetched = max(0, min(request.peer_chunks, restore.boundary_chunks) - local) * size
+            # A checkpoint alone makes its chunk the peer's, as an engine counts.
+            own = min(request.own_chunks, request.peer_chunks - self._memory.shape.has_checkpoints)
+            from_peer = max(local, own)
+            fetched = max(0, min(request.peer_chunks, restore.boundary_chunks) - from_peer) * size
             gained = restore.resume_tokens - tokens
             hits.peer = min(fetched, gained)
             hits.ssd = min(request.staged_chunks * size, gained - hits.peer)
             hits.dram = gained - hits.peer - hits.ssd
-        if not (request.generated or request.handed_over):
+        if request.handed_over and not request.generated:
+            request.decoder_hits = hits
+        elif not request.generated:
             request.hits = hits
 
     def _stage(

@@ -76,6 +76,8 @@ class LiveRequest:
     was_staged: bool = False
     staged_chunks: int = 0
     """Read from SSD for it."""
+    own_chunks: int = 0
+    """Chunks that its worker had in DRAM before a peer was read."""
     peer_chunks: int = 0
     """Chunks up to which its worker's DRAM was filled by a peer, for it."""
 
@@ -88,6 +90,8 @@ class LiveRequest:
     matched_tokens: int = -1
     """Leading tokens that were anywhere at its worker when it was admitted first."""
     hits: Hits = field(default_factory=Hits)
+    decoder_hits: Hits | None = None
+    """Of a remote prefill: what its decoder did not compute, nearly all of it."""
     queued_s: float = 0.0
     """When it was last queued."""
     waited_s: float = 0.0
@@ -98,9 +102,15 @@ class LiveRequest:
     first_token_s: float = -1.0
     preemptions: int = 0
 
+    def hand_over(self) -> None:
+        """It was prefilled: from now on it is its decoder's, where nothing was read for it yet."""
+        self.decodes_elsewhere, self.handed_over = False, True
+        self.was_staged = False
+        self.staged_chunks = self.own_chunks = self.peer_chunks = 0
+
     def start_over(self) -> None:
         """Its worker died: nothing of it is left but what was told."""
         self.computed = self.total = self.generated = self.step_tokens = 0
         self.pinned = self.restore = self.reuse = None
         self.was_staged = self.decodes_elsewhere = self.handed_over = False
-        self.staged_chunks = self.peer_chunks = 0
+        self.staged_chunks = self.own_chunks = self.peer_chunks = 0

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.checkpoint_policy import CheckpointPolicy, Rates, Sizes, policy_named
 from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.decision import EngineLoad
 from hetero_connector.planner.restore_planner import Mode
 from hetero_connector.store.admission import Admission as SsdAdmission
 from hetero_connector.store.seconds_saved import SecondsSaved
@@ -107,7 +108,9 @@ class Worker:
             shape, spec.capacity, policy.eviction, saved_s, owns, ssd_admission
         )
         self._writes = SsdWrites(spec.ssd_write_bandwidth)
-        restorer = Restorer(shape, costs, policy.restores, replay=policy.replay, known=known)
+        self._restorer = restorer = Restorer(
+            shape, costs, policy.restores, replay=policy.replay, known=known
+        )
         admission = Admission(
             self.memory, restorer, costs, self.ssd_reads, self.flows.staged,
             Retention(shape.chunk_tokens, limits.retention_interval, shape.window_chunks),
@@ -158,6 +161,17 @@ class Worker:
             self.up,
             self.sessions,
         )
+
+    def reads_from(self, peer: Worker, request: LiveRequest) -> int:
+        """Chunks of a prompt up to which the planner here reads from a peer; 0: not at all."""
+        memory, chain, tokens = self.memory, request.chain, request.prompt_tokens
+        local = memory.resumable(memory.hbm.find(chain), (tokens - 1) // self.shape.chunk_tokens)
+        load = EngineLoad(0, self.engine.running_decodes)
+        restore = self._restorer.plan(
+            memory.dram.find(chain), memory.ssd.find(chain), tokens, local, load,
+            peer.memory.dram.find(chain),
+        )  # fmt: skip
+        return restore.boundary_chunks if restore is not None and restore.from_peer else 0
 
     def peer_seconds(self, chunks: int, checkpoints: int) -> float:
         """Of reading so much from a peer, nothing else being read."""

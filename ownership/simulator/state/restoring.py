@@ -11,7 +11,7 @@ from hetero_connector.planner.decision import EngineLoad
 from hetero_connector.planner.restore_planner import Mode, RestorePlanner
 from hetero_connector.planner.window_replay import WindowReplay
 from hetero_connector.spec.state_types import StateType
-from ownership.simulator.state.runs import Found
+from ownership.simulator.state.runs import NOTHING, Found
 from ownership.simulator.state.shape import StateShape
 
 
@@ -24,6 +24,8 @@ class Restore(NamedTuple):
     ssd_chunks: int
     dram_checkpoints: int
     ssd_checkpoints: int
+    from_peer: bool = False
+    """Whether any of it is at a peer."""
 
     @property
     def staged(self) -> bool:
@@ -75,20 +77,25 @@ class Restorer:
         self._planner = RestorePlanner(shape.model, shape.layout, costs, mode, replay_tokens=tokens)
 
     def plan(
-        self, dram: Found, on_ssd: Found, prompt_tokens: int, local_chunks: int, load: EngineLoad
-    ) -> Restore | None:
+        self, dram: Found, on_ssd: Found, prompt_tokens: int, local_chunks: int, load: EngineLoad,
+        at_peer: Found = NOTHING,
+    ) -> Restore | None:  # fmt: skip
         """What to restore past the chunks in pages, of what the tiers hold; None: nothing."""
         size = self._shape.chunk_tokens
         limit = (prompt_tokens - 1) // size
-        deepest = min(limit, max(dram.chunks, on_ssd.chunks))
+        own = max(dram.chunks, on_ssd.chunks)
+        deepest = min(limit, max(own, at_peer.chunks))
         if deepest <= local_chunks:
             return None
-        in_dram = min(dram.chunks, deepest)
+        in_dram, own = min(dram.chunks, deepest), min(own, deepest)
         stored = self._known.upto(deepest, Tier.DRAM, None)[:in_dram]
-        stored += self._known.upto(deepest, Tier.SSD, None)[in_dram:deepest]
-        checkpoints = self._checkpoints(dram, on_ssd, deepest)
+        stored += self._known.upto(deepest, Tier.SSD, None)[in_dram:own]
+        stored += self._known.upto(deepest, Tier.PEER, None)[own:deepest]
+        tiers = {Tier.PEER: at_peer, Tier.SSD: on_ssd, Tier.DRAM: dram}
+        checkpoints = self._checkpoints(tiers, deepest)
         for boundary, tier in checkpoints.items():
             prefix = Tier.DRAM if boundary <= in_dram else Tier.SSD
+            prefix = prefix if boundary <= own else Tier.PEER
             stored[boundary - 1] = self._known.upto(deepest, prefix, tier)[boundary - 1]
         plan = self._planner.plan(
             stored, local_chunks * size, limit * size, prompt_tokens, load
@@ -102,14 +109,14 @@ class Restorer:
             chunks,
             plan.resume_tokens,
             from_dram,
-            chunks - local_chunks - from_dram,
+            max(0, min(own, chunks) - local_chunks - from_dram),
             int(kept is Tier.DRAM),
             int(kept is Tier.SSD),
+            chunks > own or kept is Tier.PEER,
         )
 
-    def _checkpoints(self, dram: Found, on_ssd: Found, deepest: int) -> dict[int, Tier]:
-        """Boundaries that have a checkpoint, and the fastest tier of each."""
+    def _checkpoints(self, tiers: Mapping[Tier, Found], deepest: int) -> dict[int, Tier]:
+        """Boundaries that have a checkpoint, and the last of the tiers that has each."""
         if not self._shape.has_checkpoints:
             return {}
-        found = {b: Tier.SSD for b in on_ssd.checkpoints() if b <= deepest}
-        return found | {b: Tier.DRAM for b in dram.checkpoints() if b <= deepest}
+        return {b: t for t, found in tiers.items() for b in found.checkpoints() if b <= deepest}

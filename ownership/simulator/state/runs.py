@@ -80,6 +80,10 @@ class Found(NamedTuple):
         return 0
 
 
+NOTHING = Found((), 0)
+"""Of a chain that leads nowhere."""
+
+
 class ChunkSizes(NamedTuple):
     """What a chunk and a checkpoint take in a tier, in bytes; slots are as large as the largest."""
 

@@ -38,7 +38,7 @@ LONG_S = COMPUTE.step_s + 8_192 * COMPUTE.token_s + COMPUTE.attention_s * 8_192*
 @settings(max_examples=15)
 @given(
     seed=st.integers(0, 99),
-    policy=st.sampled_from(sorted(POLICIES)),
+    policy=st.sampled_from([*sorted(POLICIES), "round_robin_pd+answers=kept+peers=any"]),
     model=st.sampled_from([DENSE, HYBRID]),
     workers=st.integers(1, 3),
     at_s=st.lists(st.floats(0.0, 60.0), min_size=1, max_size=3),

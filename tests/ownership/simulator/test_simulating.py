@@ -118,10 +118,14 @@ def test_every_policy_serves_everything_within_its_tiers(policy: str, model: str
 
 
 @settings(max_examples=8)
-@given(st.integers(0, 99), st.sampled_from(["leaf_lru", "lru", "value", "session"]))
-def test_nothing_is_lost_whatever_is_evicted(seed: int, eviction: str) -> None:
+@given(
+    st.integers(0, 99),
+    st.sampled_from(["leaf_lru", "lru", "value", "session"]),
+    st.sampled_from(["named", "any"]),
+)
+def test_nothing_is_lost_whatever_is_evicted(seed: int, eviction: str, peers: str) -> None:
     trace = agents(6, rate=2.0, seed=seed)
-    policy = f"colocated+eviction={eviction}+checkpoints=periodic:2+answers=kept"
+    policy = f"colocated+eviction={eviction}+checkpoints=periodic:2+answers=kept+peers={peers}"
     run = run_of(trace, fleet(2, HYBRID, TierBytes(GIB // 4, GIB // 8, GIB // 4)), policy)
     assert len(run.tally.task_s) == 6
 
@@ -153,6 +157,23 @@ def test_a_fetch_brings_the_checkpoint_where_only_that_is_lacking() -> None:
         run.workers["w1"].flows.fetched.chunks,
         run.workers["w1"].flows.fetched.checkpoints,
     ) == (0, {31: 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "read"),
+    [("peers=named", 0), ("peers=any", 2), ("peers=any+restores=never_load", 0)],
+)
+def test_an_engine_reads_what_it_lacks_from_any_peer_if_its_planner_wants_it(
+    options: str, read: int
+) -> None:
+    """The answer's two chunks are at the decoder only."""
+    turns = (prompt(0, 2_048, output=513), prompt(0, 3_072, parent=0, think_s=1.0))
+    fast = costs(bytes_per_s=100e9)
+    spec = fleet(2, roles=(Role.PREFILL, Role.DECODE), cost_model=fast)
+    trace = trace_of(Session("a", turns, 0.0))
+    run = run_of(trace, spec, f"static_pd+answers=kept+{options}")
+    assert [worker.flows.fetched.chunks for worker in run.workers.values()] == [read, 7 + 1]
+    assert list(run.tally.hits) == [2_048, 0, 0, read * 256]
 
 
 def test_the_same_inputs_give_the_same_figures() -> None:

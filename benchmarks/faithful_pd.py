@@ -1,0 +1,224 @@
+"""Whether the simulator is faithful where prefill and decode are apart.
+
+    python -m benchmarks.faithful_pd --json
+
+The fleet of `examples.disaggregated_prefill` (one server prefills, one decodes, its proxy before
+them) plays agent sessions, one request after the other: who waits for whom would change what is
+evicted. The simulator plays them under `static_pd`, by a clock of steps. Tokens hit by tier and
+bytes moved by flow and state type are compared server by server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.accounts import (
+    CACHED_TOKENS,
+    Account,
+    account_of_engine,
+    accounts_apart,
+    compared,
+    gained,
+    scraped,
+)
+from benchmarks.closed_loop import SessionText
+from benchmarks.engine_process import CHECKPOINTS, EngineProcess
+from benchmarks.faithful import SESSIONS
+from benchmarks.faithful_engine import EngineFacts, FaithfulEngine, policy_of
+from benchmarks.measure import machine_line, save, table
+from benchmarks.step_costs import steps_alone_cost
+from examples.disaggregated_prefill.fleet import Fleet, fleet_of, value
+from examples.serving import Server
+from ownership.scheduling.fleet import Role
+from ownership.simulator.traces.session import Request, Trace
+from ownership.simulator.traces.starts import PoissonStarts
+from ownership.simulator.traces.synthetic import synthetic
+
+PREFILL, DECODE = "prefill", "decode"
+STEP_S = 0.01
+POLICY = "static_pd+peers=any"
+ONE_BY_ONE = SESSIONS.replaced(
+    {
+        "fork_fraction": 0.0,
+        "first_tokens": "lognormal(p50=500, p90=900)",
+        "context_tokens": 1900,
+        "tool_latency_s": "lognormal(p50=8, p90=20)",
+        "think_s": "lognormal(p50=15, p90=30)",
+    }
+)
+"""With so much between two turns no two requests meet."""
+_TOLD_WITHIN_S = 30.0
+_POLL_S = 0.2
+
+
+class Setting(NamedTuple):
+    """How one model is served."""
+
+    num_blocks: int
+    """KV blocks: room for a few prompts."""
+
+
+SETTINGS = {"gemma3": Setting(700), "dense": Setting(110)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="the figures as a last line of JSON")
+    parser.add_argument("--quick", action="store_true", help="few sessions; writes no results")
+    parser.add_argument("--models", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    given = parser.parse_args()
+    sessions = 2 if given.quick else 5
+    found = {model: compare(model, sessions) for model in given.models}
+    figures = {model: headline(*pair) for model, pair in found.items()}
+    tables = [f"{model}\n{report(*pair)}" for model, pair in found.items()]
+    text = "\n\n".join([f"{machine_line()}; {sessions} sessions", *tables])
+    print(text)
+    if not given.quick:
+        details = {m: {"engines": plain(a), "simulated": plain(b)} for m, (a, b) in found.items()}
+        print(f"\nwritten: {save('faithful_pd', text, figures, details)}")
+    if given.json:
+        print(json.dumps(figures))
+
+
+Accounts = Mapping[str, Account]
+"""By server."""
+
+
+def compare(model: str, sessions: int, seed: int = 0) -> tuple[Accounts, Accounts]:
+    """What the servers did, and what the simulator says of them."""
+    limits = {"max_model_len": 3072, "num_gpu_blocks_override": SETTINGS[model].num_blocks}
+    extra = {"dram_gib": 0.25, "checkpoints": "full", "chunk_tokens": 32}
+    with EngineProcess(model, extra, FaithfulEngine, **limits) as engine:
+        facts: EngineFacts = engine.call("facts")
+    starts = PoissonStarts(0.02)
+    trace = synthetic(
+        ONE_BY_ONE, num_sessions=sessions, starts=starts, block_tokens=facts.chunk_tokens, seed=seed
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        fleet = fleet_of(model, CHECKPOINTS, Path(folder), extra=extra, engine_args=limits)
+        with fleet as running:
+            real = play(running, trace)
+    return real, simulated(facts, trace)
+
+
+def simulated(facts: EngineFacts, trace: Trace) -> Accounts:
+    """The simulator's accounts."""
+    costs = steps_alone_cost(facts.model, facts.limits.step_tokens, STEP_S)
+    worker = facts.worker(costs, 1e9)
+    workers = (
+        replace(worker, name=PREFILL, role=Role.PREFILL),
+        replace(worker, name=DECODE, role=Role.DECODE),
+    )
+    policy = policy_of("full", POLICY)
+    prefill, decode = accounts_apart(trace, facts.fleet(workers), policy, facts.chunk_tokens)
+    return {PREFILL: prefill, DECODE: decode}
+
+
+def play(fleet: Fleet, trace: Trace) -> Accounts:
+    """Send a trace through the proxy, a request when the one before it is answered and told."""
+    (prefiller,) = fleet.prefillers
+    servers = {PREFILL: prefiller, DECODE: fleet.decoder}
+    before = {name: scraped(server) for name, server in servers.items()}
+    texts = [SessionText(session, number, seed=0) for number, session in enumerate(trace)]
+    for turn in one_by_one(trace, STEP_S):
+        text = texts[turn.session]
+        prompt = text.prompt(turn.number)
+        reply = fleet.proxy.complete(
+            prompt, turn.request.output_tokens, 1, session_id=str(turn.session)
+        )
+        text.answered(turn.number, prompt, reply.tokens)
+        for server in servers.values():
+            _until_told(server)
+    accounts = {}
+    for name, server in servers.items():
+        counters = gained(scraped(server), before[name])
+        cached_tokens = int(counters[CACHED_TOKENS, "", ""])
+        accounts[name] = account_of_engine(counters, cached_tokens, {}, ())
+    return accounts
+
+
+class Turn(NamedTuple):
+    """A request that is sent while no other is served."""
+
+    session: int
+    number: int
+    request: Request
+
+
+def one_by_one(trace: Trace, step_s: float) -> Iterator[Turn]:
+    """A trace's requests in the order of their arrivals, where every step takes as long.
+
+    A prompt takes a step at either server, each further token one at the decoder. Raises
+    ValueError where a request comes while another is served.
+    """
+    sessions = list(trace)
+    due = [
+        ((session.start_s or 0.0) + request.offset_s, number, index)
+        for number, session in enumerate(sessions)
+        for index, request in enumerate(session.requests)
+        if request.parent is None
+    ]
+    heapify(due)
+    free_s = 0.0
+    while due:
+        at_s, number, index = heappop(due)
+        if at_s < free_s:
+            raise ValueError(f"request {index} of session {number} comes while another is served")
+        requests = sessions[number].requests
+        yield Turn(number, index, requests[index])
+        free_s = at_s + (1 + requests[index].output_tokens) * step_s
+        for follower, request in enumerate(requests):
+            if request.parent == index:
+                heappush(due, (free_s + (request.think_s or 0.0), number, follower))
+
+
+def _until_told(server: Server) -> None:
+    """Wait until the fleet knows whose everything is that a server holds."""
+    deadline = time.monotonic() + _TOLD_WITHIN_S
+    while not _all_told(server):
+        if time.monotonic() > deadline:
+            raise RuntimeError("a server does not come to rest")
+        time.sleep(_POLL_S)
+
+
+def _all_told(server: Server) -> bool:
+    """Of one whose DRAM has lost nothing."""
+    owned = value(server, "directory_claims", outcome="owned")
+    return owned + value(server, "replicas") >= value(server, "artifacts", tier="dram")
+
+
+def headline(real: Accounts, twin: Accounts) -> dict[str, bool]:
+    return {
+        f"{name}_{what}_equal": getattr(real[name], what) == getattr(twin[name], what)
+        for name in real
+        for what in ("hit_tokens", "state_bytes")
+    }
+
+
+def plain(accounts: Accounts) -> dict[str, Any]:
+    """As JSON values."""
+    return {
+        name: {"hit_tokens": account.hit_tokens, "state_bytes": account.state_bytes}
+        for name, account in accounts.items()
+    }
+
+
+def report(real: Accounts, twin: Accounts) -> str:
+    rows = [
+        (f"{name}: {what}", *told)
+        for name in real
+        for what, *told in compared(real[name], twin[name])
+    ]
+    return table(("", "engines", "simulated", "ratio"), rows)
+
+
+if __name__ == "__main__":
+    main()
