@@ -78,7 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("prompt", type=Path, help="a file: a JSON list of token ids, or text")
     command.add_argument("--profile", type=Path, help="costs, from `heterocache calibrate`")
     command.add_argument("--in-dram", action="store_true", help="as if all of it were in DRAM")
-    command.add_argument("--rows", type=int, default=24, help="candidates to show (default 24)")
+    length = command.add_mutually_exclusive_group()
+    length.add_argument("--rows", type=int, default=24, help="candidates to show (default 24)")
+    length.add_argument("--all", action="store_true", help="show every candidate")
     command.set_defaults(run=_explain)
 
     trace = commands.add_parser("trace", help="recorded requests; needs the extra `sim`")
@@ -188,13 +190,14 @@ def _calibrate(args: argparse.Namespace) -> int:
         picture = plot(found, args.out.with_name(f"{args.out.name}.png"))
     except (HeteroCacheError, OSError) as e:
         return _complain(e)
+    if picture is None:
+        _note("no plot: matplotlib is missing: pip install 'heterocache[sim]'")
     if args.json:
         print(json.dumps(found.profile.as_json()))
     else:
         print(f"written: {args.out}" + (f", {picture}" if picture else ""))
-        error = found.profile.compute_error
-        if error:
-            print(f"steps: median error {error.median:.0%}, 95 % within {error.p95:.0%}")
+        for name, error in found.profile.fits():
+            print(f"{name}: median error {error.median:.0%}, 95% within {error.p95:.0%}")
     return EXIT_OK
 
 
@@ -208,7 +211,7 @@ def _explain(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found.as_json(), indent=2))
     else:
-        print(explain(found.decision, args.rows))
+        print(explain(found.decision, None if args.all else args.rows))
         print(found.assumptions())
     return EXIT_OK
 
@@ -253,8 +256,12 @@ def _progress(rows: list[JournalRow]) -> tqdm[JournalRow]:
 
 
 def _complain(error: Exception | str) -> int:
-    print(f"heterocache: {error}", file=sys.stderr)
+    _note(error)
     return EXIT_UNUSABLE
+
+
+def _note(what: Exception | str) -> None:
+    print(f"heterocache: {what}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -156,6 +156,7 @@ def as_json(decision: Decision) -> dict[str, Any]:
                 "load_bytes": {tier.value: size for tier, size in c.load_bytes.items()},
                 "terms": c.terms._asdict(),
                 "total_s": c.terms.total_s,
+                "in_time": c.in_time,
                 "chosen": c.chosen,
             }
             for c in decision.candidates()

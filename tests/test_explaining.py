@@ -182,6 +182,35 @@ def test_the_planner_is_given_what_the_store_s_engine_ran_with(
     assert never["boundary"] == 0
 
 
+def test_a_candidate_that_is_cheaper_but_too_late_says_so(
+    tmp_path: Path, prompt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = profile(tmp_path / "profile.json", 1e-3)
+    late = store(tmp_path / "late", DENSE, **EngineSettings(load_deadline_s=1e-9).described())
+    command = ["explain", str(late), str(prompt), "--profile", str(costs), "--json"]
+    assert cli.main(command) == 0
+    nothing, *restores = json.loads(capsys.readouterr().out)["candidates"]
+    assert nothing["chosen"]
+    assert nothing["in_time"]
+    assert all(c["total_s"] < nothing["total_s"] for c in restores)
+    assert not any(c["in_time"] for c in restores)
+
+
+def test_all_candidates_are_printed_when_asked_for(
+    directory: Path,
+    prompt: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cli, "explain", lambda decision, max_rows: f"at most {max_rows}")
+    command = ["explain", str(directory), str(prompt)]
+    for option, expected in (([], 24), (["--rows", "7"], 7), (["--all"], None)):
+        assert cli.main([*command, *option]) == 0
+        assert capsys.readouterr().out.startswith(f"at most {expected}\n")
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--rows", "7", "--all"])
+
+
 def compute_s(told: dict[str, Any]) -> float:
     """Of restoring nothing."""
     seconds = told["candidates"][0]["terms"]["compute_s"]

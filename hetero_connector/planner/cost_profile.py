@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,6 +82,15 @@ class CostProfile:
             FitError.of(costs.interference.errors),
             costs.overhead if any(costs.overhead) else None,
         )
+
+    def fits(self) -> Iterator[tuple[str, FitError]]:
+        """How far off each fit is, by what it is of, as far as that is known."""
+        if self.compute_error is not None:
+            yield "steps", self.compute_error
+        for tier, error in self.load_errors.items():
+            yield f"loads from {tier.value}", error
+        if self.interference_error is not None:
+            yield "steps of prefills beside decodes", self.interference_error
 
     def cost_model(
         self,
