@@ -19,7 +19,7 @@ from hetero_connector.planner.conversations import Conversations
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.think_times import ThinkTimes
 from hetero_connector.store.base import Store
-from hetero_connector.store.prefetch_schedule import ExpectedReturn
+from hetero_connector.store.prefetch_schedule import ExpectedReturn, staging_start_s
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.heterocache")
 
 Mode = Literal["auto", "hint", "off"]
-_LEAD = 2.0
-"""Staging begins this many times its predicted seconds ahead of the session, and"""
-_LEAD_S = 0.25
-"""so much more, in seconds: the I/O thread may be busy writing."""
 _READ_S = 60.0
 """How long a session's chain is kept for it where nothing is known of its pace, in seconds."""
 _LONGEST_HINT_S = 30 * 86_400.0
@@ -128,7 +124,7 @@ class Sessions:
         if expected is None or self._mode == "off" or (hint_s is None and self._mode == "hint"):
             return
         if leaves:
-            start_s = expected.earliest_s - _LEAD * self._stage_s(known) - _LEAD_S
+            start_s = staging_start_s(expected.earliest_s, self._stage_s(known))
             self._store.expect(
                 ExpectedReturn(session, leaves, start_s, expected.latest_s, expected.probability)
             )

@@ -42,7 +42,7 @@ from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
 from hetero_connector.store.journal_format import REPLAY_EXACT, WINDOW_REPLAY
 from hetero_connector.store.peers import PeerAccess
-from hetero_connector.store.prefetching import PrefetchCosts
+from hetero_connector.store.prefetch_weighing import PrefetchCosts
 from hetero_connector.store.seconds_saved import SecondsSaved
 from hetero_connector.store.write_budget import burst_bytes
 from hetero_connector.transfer.nixl_peers import NixlPeers

@@ -2,7 +2,7 @@
 
 Owns: which artifact is in which slot (`tiers`, `slots`), what leaves first (`eviction`) and
 last (`readers`), what is worth writing to SSD (`admission`, `write_budget`), what is brought
-back to DRAM before it is asked for (`prefetch_schedule`, `prefetching`),
+back to DRAM before it is asked for (`prefetch_schedule`, `prefetch_weighing`, `prefetching`),
 what peers may read of this engine and how it reads from them (`peers`, `peer_reading`,
 `slot_table`, `exporting`), what its fleet is told and says (`sharing`, `unjudged`), how long
 copies of what others own stay (`replicas`),

@@ -19,7 +19,7 @@ from hetero_connector.store.base import Failure, ReadTiming, Save, StoreConfig, 
 from hetero_connector.store.io_thread import IoThread
 from hetero_connector.store.peers import PeerAccess, PeerPort
 from hetero_connector.store.prefetch_schedule import ExpectedReturn
-from hetero_connector.store.prefetching import DEFAULT_COSTS, PrefetchCosts
+from hetero_connector.store.prefetch_weighing import DEFAULT_COSTS, PrefetchCosts
 from hetero_connector.store.restore import ArtifactRestore
 from hetero_connector.store.seconds_saved import SecondsSaved, default_seconds_saved
 from hetero_connector.store.sharing import Sharing

@@ -21,7 +21,8 @@ from hetero_connector.store.base import Failure
 from hetero_connector.store.journal_rows import JournalRows
 from hetero_connector.store.peer_reading import PeerReader
 from hetero_connector.store.peers import PeerPort
-from hetero_connector.store.prefetching import PrefetchCosts, Prefetcher
+from hetero_connector.store.prefetch_weighing import PrefetchCosts
+from hetero_connector.store.prefetching import Prefetcher
 from hetero_connector.store.reading import Reader
 from hetero_connector.store.spilling import Spiller
 from hetero_connector.store.ssd import Ssd

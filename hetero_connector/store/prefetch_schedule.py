@@ -9,6 +9,16 @@ from itertools import count
 
 from hetero_connector.artifacts.record import ChunkKey
 
+_LEAD = 2.0
+"""Staging begins this many times its predicted seconds ahead of the session, and"""
+_LEAD_S = 0.25
+"""so much more, in seconds: the I/O thread may be busy writing."""
+
+
+def staging_start_s(earliest_s: float, stage_s: float) -> float:
+    """When to begin what takes `stage_s`, for a session that may be back at `earliest_s`."""
+    return earliest_s - _LEAD * stage_s - _LEAD_S
+
 
 @dataclass(frozen=True)
 class ExpectedReturn:

@@ -6,15 +6,14 @@ meanwhile is read by the restore, what is under way is shared with it, so nothin
 twice and a restore never waits for more than that batch.
 
 A slot is taken from what eviction would drop next, and only if the expected gain is
-larger: P(session returns) * seconds saved > P(victim is used meanwhile) * seconds lost
-without it. Once staged an artifact is as evictable as one just used. When its session
-is not expected any more it is the first to leave.
+larger (`prefetch_weighing`). Once staged an artifact is as evictable as one just used.
+When its session is not expected any more it is the first to leave.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -24,31 +23,17 @@ from hetero_connector.spec.state_types import Family, StateType
 from hetero_connector.store.base import Failure, Wanted
 from hetero_connector.store.hold import Hold
 from hetero_connector.store.prefetch_schedule import ExpectedReturn
+from hetero_connector.store.prefetch_weighing import BATCH_BYTES as _BATCH_BYTES
+from hetero_connector.store.prefetch_weighing import PrefetchCosts, Weighing
 from hetero_connector.store.reading import Reader
 from hetero_connector.store.state import Load, StoreState
 
-_BATCH_BYTES = 4 << 20
-"""In flight at once, or one artifact if that is larger: what a restore may find ahead of it."""
 _MAX_LOOKED_AT = 256
 """Artifacts looked at in one go, with the lock held."""
 _MAX_DEMOTED = 64
 """The same for chunks that the planner left alone."""
 _MAX_STAGED = 256
 """Sessions waited for, from which on those whose state is used or evicted are forgotten."""
-
-
-@dataclass(frozen=True)
-class PrefetchCosts:
-    """What prefetching weighs. Called on the I/O thread."""
-
-    stage_seconds: Callable[[Artifact], float] = lambda artifact: artifact.size_bytes / 3e9
-    """Seconds to read an artifact from SSD; without measurements, at 3 GB/s."""
-    used_within: Callable[[float, float], float] = lambda idle_s, within_s: 1.0
-    """(idle_s, within_s) -> how likely what was last used so long ago is used so soon.
-    Without knowledge: certainly, so that only what is worth less is displaced."""
-
-
-DEFAULT_COSTS = PrefetchCosts()
 
 
 @dataclass
@@ -85,7 +70,7 @@ class Prefetcher:
     def __init__(self, state: StoreState, reader: Reader, costs: PrefetchCosts) -> None:
         self._state = state
         self._reader = reader
-        self._costs = costs
+        self._weighing = Weighing(costs, lambda artifact: state.tiers.seconds_saved(artifact))
         types = state.tiers.dram.geometry.stride_bytes
         self._prefix_types = [t for t in types if t.family is Family.PREFIX]
         self._boundary_types = [t for t in types if t.family is Family.BOUNDARY]
@@ -155,8 +140,9 @@ class Prefetcher:
 
     def _worth_s(self, artifacts: Iterable[Artifact]) -> dict[StateType, float]:
         at_stake_s: dict[StateType, list[float]] = {}
+        weighed = self._weighing.at_stake_s
         for artifact in artifacts:
-            at_stake_s.setdefault(artifact.state_type, []).append(self._at_stake_s(artifact))
+            at_stake_s.setdefault(artifact.state_type, []).append(weighed(artifact))
         return {kind: fmean(seconds) for kind, seconds in at_stake_s.items()}
 
     def _has_boundary(self, node: Node) -> bool:
@@ -210,16 +196,9 @@ class Prefetcher:
         state = self._state
         expected = state.tiers.prefetched.expected(victim)
         if expected is not None:
-            return expected.probability * self._at_stake_s(victim)
+            return expected.probability * self._weighing.at_stake_s(victim)
         idle_s = state.clock() - state.moments.when_s(victim.last_used)
-        return self._costs.used_within(idle_s, within_s) * self._at_stake_s(victim)
-
-    def _at_stake_s(self, artifact: Artifact) -> float:
-        """What a request loses that does not find it in DRAM: staging, or computing if cheaper."""
-        compute_s = self._state.tiers.seconds_saved(artifact)
-        if artifact.ssd is None:
-            return compute_s
-        return min(compute_s, self._costs.stage_seconds(artifact))
+        return self._weighing.loss_s(victim, idle_s, within_s)
 
     def _close(self, job: _Job) -> None:
         """Nothing more is staged for this session; needs the lock."""

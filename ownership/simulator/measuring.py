@@ -87,6 +87,7 @@ def figures_of(done: FleetSimulation) -> Figures:
         restore_ssd_mean_s=waits_s[2],
         restore_exposed_mean_s=_over(total(lambda w: w.engine.totals.exposed_s), served),
         preemptions=total(lambda w: w.engine.totals.preemptions),
+        prefetched_bytes=total(lambda w: w.prefetched_bytes),
         replicas=done.replicating.copies if done.replicating else 0,
     )
 

@@ -18,7 +18,7 @@ from ownership.simulator.state.memory import EVICTIONS, Eviction, TierBytes
 _GIB = 1 << 30
 _OPTIONS = (
     "checkpoints", "eviction", "restores", "replay", "tiers", "state", "answers", "peers",
-    "replicas", "ssd_writes", "ttft",
+    "replicas", "ssd_writes", "prefetch", "ttft",
 )  # fmt: skip
 _TIERS = ("all", "dram", "gpu")
 _STATE = ("typed", "paged")
@@ -106,6 +106,9 @@ def _with(spec: PolicySpec, name: str, value: str) -> PolicySpec:
         case "replicas":
             _check(spec.text, name, value, _REPLICAS)
             return replace(spec, replicas=value)
+        case "prefetch":
+            _check(spec.text, name, value, _SWITCH)
+            return replace(spec, cache=spec.cache._replace(prefetch=value == "on"))
         case "ssd_writes":
             per_day = None if value == "all" else int(_above_0(spec.text, name, value) * _GIB)
             return replace(spec, cache=spec.cache._replace(ssd_bytes_per_day=per_day))

@@ -87,6 +87,8 @@ class Figures:
     """The parts of a restore that were waited for, over all requests: from peers, from SSD, and
     from DRAM to pages as far as no compute hid it."""
     preemptions: int
+    prefetched_bytes: int
+    """Of those read from SSD: brought to DRAM before their session was back."""
     replicas: int
     """Copies of hot prefixes that were made."""
 

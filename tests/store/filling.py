@@ -15,7 +15,7 @@ from hetero_connector.metrics import COUNTERS, GAUGES, Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Restore, Save, StoreConfig, Wanted
-from hetero_connector.store.prefetching import DEFAULT_COSTS, PrefetchCosts
+from hetero_connector.store.prefetch_weighing import DEFAULT_COSTS, PrefetchCosts
 from hetero_connector.store.seconds_saved import SecondsSaved, default_seconds_saved
 from hetero_connector.store.ssd_directory import SsdDirectory
 from hetero_connector.transfer.base import Direction, Extent

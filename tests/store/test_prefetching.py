@@ -30,7 +30,7 @@ from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Restore
 from hetero_connector.store.io_thread import IoThread
 from hetero_connector.store.prefetch_schedule import ExpectedReturn
-from hetero_connector.store.prefetching import PrefetchCosts
+from hetero_connector.store.prefetch_weighing import PrefetchCosts
 
 A, B = chain("a", 4), chain("b", 4)
 CHAIN_BYTES = 4 * SIZES[DENSE] + SIZES[WINDOW]

@@ -19,7 +19,7 @@ from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import EvictionName, Failure, Restore, Save
 from hetero_connector.store.io_thread import IoThread
 from hetero_connector.store.prefetch_schedule import ExpectedReturn
-from hetero_connector.store.prefetching import PrefetchCosts
+from hetero_connector.store.prefetch_weighing import PrefetchCosts
 
 DEPTH = 4
 TRUNKS = {name: chain(name, DEPTH) for name in "abc"}

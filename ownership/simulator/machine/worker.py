@@ -19,6 +19,7 @@ from ownership.simulator.clock import EventLoop
 from ownership.simulator.machine.admission import Admission
 from ownership.simulator.machine.batching import BatchEngine, EngineLimits
 from ownership.simulator.machine.channel import Channel, Flow
+from ownership.simulator.machine.prefetching import Prefetching
 from ownership.simulator.machine.request import LiveRequest
 from ownership.simulator.machine.ssd_writes import SsdWrites
 from ownership.simulator.machine.steps import StepTimes
@@ -51,6 +52,7 @@ class CachePolicy(NamedTuple):
     replay: bool = False
     ssd_bytes_per_day: int | None = None
     """Written at most; None: all that there is."""
+    prefetch: bool = False
 
 
 @dataclass
@@ -121,12 +123,18 @@ class Worker:
         )  # fmt: skip
         self._sealer = Sealer(self._checkpoint_policy(policy.checkpoints, costs))
         self._told_prefilled, self._served = prefilled, served
+        self._saved_s = saved_s
+        self.prefetched_bytes = 0
+        """Of what was staged: ahead of its session."""
+        self._prefetching = self._new_prefetching() if policy.prefetch else None
         footprint = shape.footprint
         self._peer_pace = footprint.pace(costs.load.rates(Tier.PEER))
         self._ssd_ahead = costs.load.rates(Tier.SSD).ahead_s_per_byte
 
     def submit(self, request: LiveRequest) -> None:
         """Queue a request once the front end has taken it in."""
+        if self._prefetching is not None:
+            self._prefetching.began(request.session)
         delay_s = self._overhead.delay_s(request.prompt_tokens)
         if not delay_s:
             self.engine.submit(request)
@@ -191,6 +199,9 @@ class Worker:
         self.ssd_reads.cut(now_s)
         self._writes.lose(now_s, self.memory.ssd)
         self.memory.lose()
+        if self._prefetching is not None:
+            self._prefetching.stop()
+            self._prefetching = self._new_prefetching()
         lost = [*self._arriving, *self.engine.crash()]
         self._arriving.clear()
         return lost
@@ -248,7 +259,19 @@ class Worker:
             request.reuse = None
         if chain is not None:
             self._seal(chain, checkpoints)
+        if self._prefetching is not None:
+            self._prefetching.ended(request.session, chain or request.chain)
         self._served(self, request)
+
+    def _new_prefetching(self) -> Prefetching:
+        return Prefetching(
+            self._loop, self.memory, self.spec.costs, self._saved_s, self.ssd_reads,
+            self._prefetched,
+        )  # fmt: skip
+
+    def _prefetched(self, chunks: int, checkpoints: Sequence[int]) -> None:
+        self.flows.staged.add(chunks, checkpoints)
+        self.prefetched_bytes += self.shape.moved_bytes(chunks, len(checkpoints))
 
     def _seal(self, chain: BlockRuns, checkpoints: Sequence[int]) -> None:
         sealed = self.memory.seal(chain, chain.num_blocks, checkpoints)

@@ -92,7 +92,7 @@ class WorkerMemory:
         self._ticks = count(1)
         self._tick = 0
         self._eviction, self._seconds_saved = eviction, seconds_saved
-        self._state_type = (shape.model.prefix_types or shape.model.state_types)[0]
+        self.state_type = (shape.model.prefix_types or shape.model.state_types)[0]
         self.hbm = self._pages(capacity.hbm)
         self.dram = self._stored(shape.stored, capacity.dram)
         self.ssd = self._stored(shape.stored, capacity.ssd)
@@ -104,12 +104,12 @@ class WorkerMemory:
         of the checkpoints before may leave, and its own pages have room for that one.
         """
         return ResidentChunks(
-            self.shape.pages, capacity_bytes, LeafLru(), self._state_type, pins_checkpoints=False
+            self.shape.pages, capacity_bytes, LeafLru(), self.state_type, pins_checkpoints=False
         )
 
     def _stored(self, sizes: ChunkSizes, capacity_bytes: int) -> ResidentChunks:
         return emptied_by(
-            self._eviction, sizes, capacity_bytes, self._state_type, self._seconds_saved,
+            self._eviction, sizes, capacity_bytes, self.state_type, self._seconds_saved,
             lambda: self._tick,
         )  # fmt: skip
 
@@ -122,6 +122,11 @@ class WorkerMemory:
     def tick(self) -> int:
         """A new moment of the logical clock that recency is counted by."""
         self._tick = next(self._ticks)
+        return self._tick
+
+    @property
+    def now(self) -> int:
+        """The logical clock's moment."""
         return self._tick
 
     def held(self, chain: BlockRuns, limit_chunks: int) -> HeldPrefix | None:

@@ -9,7 +9,7 @@ The store's eviction policies decide which run that is; they see its last chunk.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.eviction import EvictionPolicy
@@ -149,9 +149,9 @@ class ResidentChunks:
             self._split(lost, chunks)
         self._remove(lost)
 
-    def reserve(self, size_bytes: int) -> bool:
+    def reserve(self, size_bytes: int, spared: Callable[[Run], bool] | None = None) -> bool:
         """Room for what is no chunk (yet), evicting if needed; False: there is too little."""
-        if self.make_room(size_bytes) < size_bytes:
+        if self.make_room(size_bytes, spared) < size_bytes:
             return False
         self.reserved_bytes += size_bytes
         return True
@@ -161,11 +161,17 @@ class ResidentChunks:
         self.reserved_bytes -= size_bytes
         assert self.reserved_bytes >= 0
 
-    def make_room(self, size_bytes: int) -> int:
-        """Evict until so many bytes are free, or nothing may leave; how many are free."""
+    def make_room(self, size_bytes: int, spared: Callable[[Run], bool] | None = None) -> int:
+        """Evict until so many bytes are free, or nothing may leave; how many are free.
+
+        `spared`: asked of the next to leave whether it rather stays.
+        """
         free_bytes = self.capacity_bytes - self.used_bytes - self.reserved_bytes
         while free_bytes < size_bytes:
             run = self._victim()
+            if run is not None and spared is not None and spared(run):
+                self._offer(run)
+                break
             if run is not None:
                 gone_bytes = self._evict(run, size_bytes - free_bytes)
             elif self._num_checkpoints and not self._pins_checkpoints:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from hetero_connector.artifacts.index import Artifact, Node, Standing
 from hetero_connector.artifacts.record import ROOT, ChunkRange
 from hetero_connector.spec.state_types import StateType
+from ownership.simulator.traces.block_runs import BlockRuns
 
 _NOWHERE = ChunkRange(ROOT, ROOT, 0, 0)
 _SHARED = Node(_NOWHERE, None)
@@ -38,6 +39,15 @@ class Run:
     def end(self) -> int:
         """Chunks of the chain up to its last one."""
         return self.start + self.count
+
+    def chain(self) -> BlockRuns:
+        """All chunks up to its last one."""
+        pieces: list[tuple[int, int]] = []
+        run: Run | None = self
+        while run is not None:
+            pieces.append((run.first, run.count))
+            run = run.parent
+        return BlockRuns.of_runs(reversed(pieces))
 
 
 class Tail(Artifact):

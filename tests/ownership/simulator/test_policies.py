@@ -26,6 +26,7 @@ def test_options_follow_the_name() -> None:
     assert parse_policy("colocated+answers=kept").answers == "kept"
     assert parse_policy("colocated+replicas=hot").replicas == "hot"
     assert parse_policy("colocated+ssd_writes=1.5").cache.ssd_bytes_per_day == 3 << 29
+    assert parse_policy("colocated+prefetch=on").cache.prefetch
     assert parse_policy("colocated+ssd_writes=all").cache.ssd_bytes_per_day is None
     assert isinstance(spec.scheduler(random.Random(0)), Admitting)
 
@@ -48,6 +49,7 @@ def test_tiers_are_left_out() -> None:
         ("colocated+checkpoints=some", "checkpoints is 'some'"),
         ("colocated+size=3", "no option 'size'; there are checkpoints"),
         ("colocated+ttft=-1", "ttft: '-1' is no number"),
+        ("colocated+prefetch=auto", "prefetch is 'auto'; there are on, off"),
         ("colocated+ssd_writes=0", "ssd_writes: '0' is no number above 0"),
         ("colocated+replay", "replay is ''"),
         ("colocated+replicas=cold", "replicas is 'cold'; there are none, hot"),
