@@ -16,6 +16,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ _BORROWED = 2.0
 """Gaps of a session that say as much of its regularity as what is known of all sessions'."""
 _ENOUGH = 4
 """Gaps seen, of any session, before anything is predicted without a hint."""
+_SWEEP_FROM = 64
 
 
 class _Logs(NamedTuple):
@@ -91,6 +93,10 @@ class ThinkTimes:
     max_sessions: int = 4096
     _sessions: OrderedDict[Hashable, _Session] = field(default_factory=OrderedDict)
     """Least recently heard of first."""
+    _due: list[tuple[float, int, Hashable]] = field(default_factory=list)
+    """A heap: when a session counts as lost, in what order that was said, and whose it is. What
+    was said of one that has come back since stays until then, or until there is much of it."""
+    _said: int = 0
     _all: _Logs = _ANY_GAP
     _within: _Logs = _ANY_DRIFT
     _hint_errors: _Logs = _ANY_HINT_ERROR
@@ -132,6 +138,8 @@ class ThinkTimes:
             session.hint_s = min(_MOST_GAP_S, max(_LEAST_GAP_S, hint_s))
         normal = self._normal(session)
         session.lost_s = now_s + _quantile_s(normal, _LOST_AT)
+        self._said += 1
+        heappush(self._due, (session.lost_s, self._said, key))
         self._count_lost(now_s)
         self._forget()
         if hint_s is None and self._seen < _ENOUGH:
@@ -180,12 +188,20 @@ class ThinkTimes:
         return NormalDist(mean, max(_LEAST_SIGMA, math.sqrt(variance)))
 
     def _count_lost(self, now_s: float) -> None:
-        """Of the sessions unheard of for longest, those that are overdue. O(1) a turn."""
-        for _ in range(2):
-            if next(iter(self._sessions.values())).lost_s > now_s:
-                return
-            self._sessions.popitem(last=False)
-            self._decided(back=0.0)
+        """Those that are overdue. O(log n) a turn, amortised."""
+        while self._due and self._due[0][0] <= now_s:
+            entry = heappop(self._due)
+            if self._stands(entry):
+                del self._sessions[entry[-1]]
+                self._decided(back=0.0)
+        if len(self._due) > 2 * len(self._sessions) + _SWEEP_FROM:
+            self._due = [entry for entry in self._due if self._stands(entry)]
+            heapify(self._due)
+
+    def _stands(self, entry: tuple[float, int, Hashable]) -> bool:
+        """Whether its session has not been heard of since."""
+        session = self._sessions.get(entry[-1])
+        return session is not None and session.lost_s == entry[0]
 
     def _decided(self, back: float) -> None:
         self._back = self._back * _KEEP + back

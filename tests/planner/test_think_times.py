@@ -91,6 +91,26 @@ def test_sessions_that_do_not_come_back_make_others_less_likely() -> None:
     assert other.probability < 0.8 * one.probability
 
 
+@pytest.mark.parametrize("hint_s", [None, 1e8])
+def test_a_session_that_takes_long_does_not_hide_those_that_are_lost(hint_s: float | None) -> None:
+    """One turn that runs for hours, or one that says it will be back next year."""
+    times = ThinkTimes()
+    for i in range(10):
+        times.began("faithful", 10.0 * i)
+        times.ended("faithful", 10.0 * i)
+    before = times.ended("faithful", 100.0)
+    times.began("long", 101.0)
+    if hint_s is not None:
+        times.ended("long", 101.0, hint_s)
+    for i in range(300):
+        times.began(i, 1000.0 * i)
+        times.ended(i, 1000.0 * i)
+    after = times.ended("new", 1e6)
+    assert before is not None
+    assert after is not None
+    assert after.probability < 0.2 * before.probability
+
+
 def test_turns_side_by_side_are_one() -> None:
     times = ThinkTimes()
     times.began("a", 0.0)
@@ -105,7 +125,10 @@ def test_memory_is_bounded() -> None:
     for i in range(1000):
         times.began(i, float(i))
         times.ended(f"unheard of {i}", float(i))
+        times.began("again", float(i))
+        times.ended("again", float(i), hint_s=1e8)
     assert len(times) <= 10
+    assert len(times._due) <= 100
 
 
 GAPS_S = st.floats(0.0, 1e7)
