@@ -14,6 +14,7 @@ from typing import Protocol
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ChunkKey, Tier
+from hetero_connector.planner.compute_model import attention_work
 from hetero_connector.planner.cost_model import CostModel
 
 NEVER = 1 << 30
@@ -26,6 +27,9 @@ _LONGEST = PERIODS[-2]
 _PRIOR_NEW_CHUNKS = 32
 _STEP_TOKENS = 2048
 """Of an engine that computes everything in one step."""
+_WRITES_PER_READ = 3.0
+"""Seconds of writing a byte for one of reading it: consumer NVMe that reads 3 GB/s sustains 1 GB/s
+of writes once its cache is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,22 +128,28 @@ class Rates:
     """What the machine takes for each part; the defaults stand for one GPU and one NVMe."""
 
     write_s_per_byte: float = 1e-9
-    """Seconds per byte written to SSD: 1 GB/s, what consumer NVMe sustains once its cache is
-    full."""
+    """Seconds per byte written to SSD."""
     load_s_per_byte: float = 0.5e-9
     """Seconds per byte restored: 2 GB/s."""
     recompute_s_per_token: float = 100e-6
-    """Seconds per token of prefill: 10,000 tokens/s."""
+    """Seconds per token of prefill without attention over its context: 10,000 tokens/s."""
+    attention_s: float = 0.0
+    """Seconds per token squared of `attention_work`."""
 
     @classmethod
     def learned(cls, costs: CostModel, *, has_ssd: bool = True) -> Rates:
-        """What a cost model has learned; without an SSD a checkpoint costs no more than a copy."""
+        """What a cost model has learned, or was told by a profile.
+
+        Writes are not timed: they count by the reads. Without an SSD a checkpoint costs no more
+        than a copy.
+        """
         load_s = costs.load.rates(Tier.SSD if has_ssd else Tier.DRAM).ahead_s_per_byte
-        step_tokens = costs.step_tokens or _STEP_TOKENS
+        step_s, token_s, attention_s = costs.compute.coefficients
         return cls(
-            write_s_per_byte=cls.write_s_per_byte if has_ssd else load_s,
+            write_s_per_byte=_WRITES_PER_READ * load_s if has_ssd else load_s,
             load_s_per_byte=load_s,
-            recompute_s_per_token=float(costs.compute.predict(step_tokens, 0)) / step_tokens,
+            recompute_s_per_token=step_s / (costs.step_tokens or _STEP_TOKENS) + token_s,
+            attention_s=attention_s,
         )
 
 
@@ -163,17 +173,18 @@ class Adaptive:
 
         J(p) = alpha w B N / p                      seconds of SSD writing
              + beta  l sum_i (B [r_i > local_i] - C d_i(p))   seconds of loading, + constant
-             + gamma t c sum_i d_i(p)               seconds of recomputing
+             + gamma sum_i T(d_i(p), r_i)           seconds of recomputing
         d_i(p) = min(m_i mod p, m_i - kept_i)       chunks request i recomputes
         r_i    = m_i - d_i(p)                       boundary it resumes at
+        T(d,r) = t c d + a c^2 d (r + d / 2)        attention over what it resumes with, too
 
     with N new chunks, m_i the chunks request i matched, kept_i the turn's end (or other
     boundary kept anyway) behind that, B and C the bytes of a checkpoint and of a chunk, c its
-    tokens; w, l and t are `Rates`. Old requests count less and less, by 1 - 1/`memory_requests`
+    tokens; w, l, t and a are `Rates`. Old requests count less and less, by 1 - 1/`memory_requests`
     with each new one.
 
     Where requests leave long chains anywhere, d_i(p) is (p - 1)/2 on average. With nu new
-    chunks a request and k = gamma t c - beta l C seconds lost a chunk, J'(p) = 0 at
+    chunks a request and k = gamma T(1, r) - beta l C seconds lost a chunk, J'(p) = 0 at
 
         p* = sqrt(2 alpha w B nu / k)
 
@@ -183,7 +194,7 @@ class Adaptive:
     the longest. With k <= 0, loading slower than computing, the answer is `NEVER`.
 
     A boundary where a request left the store, missing a checkpoint, is kept beside the period
-    if one more request leaving there would pay for the write: gamma t c d - beta l C d >
+    if one more request leaving there would pay for the write: gamma T(d, r) - beta l C d >
     alpha w B. So a common prefix costs a recompute once (as in Marconi, Pan et al., 2024).
     """
 
@@ -208,6 +219,8 @@ class Adaptive:
         self._new_chunks = prior_requests * _PRIOR_NEW_CHUNKS
         self._recomputed = [prior_requests * (min(p, _LONGEST) - 1) / 2 for p in PERIODS]
         """Chunks that requests would have recomputed, by period."""
+        self._attended = [n * _LONGEST / 2 for n in self._recomputed]
+        """Chunks squared that these would have attended to."""
         self._loads = [prior_requests * (p < _LONGEST) for p in PERIODS]
         """Requests that would have loaded a checkpoint, by period."""
         self.period = self._cheapest()
@@ -217,7 +230,8 @@ class Adaptive:
         if boundary.turn_end or boundary.chunks % self.period == 0:
             return True
         missed = boundary.missed_chunks
-        return bool(missed) and missed * self._chunk_s() > self._checkpoint_s()
+        attended = attention_work(missed, boundary.chunks - missed)
+        return bool(missed) and self._lost_s(missed, attended) > self._checkpoint_s()
 
     def observe(self, reuse: Reuse) -> None:
         """See `CheckpointPolicy.observe`."""
@@ -225,19 +239,24 @@ class Adaptive:
         furthest = max(0, reuse.matched - reuse.kept)
         for i, period in enumerate(PERIODS):
             recomputed = min(reuse.matched % period, furthest)
-            loads = reuse.matched - recomputed > reuse.local
+            resumed = reuse.matched - recomputed
+            loads = resumed > reuse.local
             self._recomputed[i] = self._recomputed[i] * self._decay + recomputed
+            self._attended[i] *= self._decay
+            self._attended[i] += attention_work(recomputed, resumed)
             self._loads[i] = self._loads[i] * self._decay + loads
         self.period = self._cheapest()
 
     def costs_s(self) -> dict[int, float]:
         """J by period, in weighted seconds over the requests remembered; see the class."""
-        checkpoint_s, chunk_s = self._checkpoint_s(), self._chunk_s()
+        checkpoint_s = self._checkpoint_s()
         load_s = self._weights.restore * self._rates().load_s_per_byte
         load_s *= self._sizes.checkpoint_bytes
         return {
-            p: checkpoint_s * self._new_chunks / p + load_s * loads + chunk_s * recomputed
-            for p, loads, recomputed in zip(PERIODS, self._loads, self._recomputed, strict=True)
+            p: checkpoint_s * self._new_chunks / p + load_s * loads + self._lost_s(*recomputed)
+            for p, loads, *recomputed in zip(
+                PERIODS, self._loads, self._recomputed, self._attended, strict=True
+            )
         }
 
     def _cheapest(self) -> int:
@@ -248,11 +267,15 @@ class Adaptive:
         """Weighted seconds to write one checkpoint."""
         return self._weights.write * self._rates().write_s_per_byte * self._sizes.checkpoint_bytes
 
-    def _chunk_s(self) -> float:
-        """Weighted seconds lost where a chunk is recomputed instead of loaded."""
-        rates = self._rates()
-        compute_s = rates.recompute_s_per_token * self._sizes.chunk_tokens
-        load_s = rates.load_s_per_byte * self._sizes.chunk_bytes
+    def _lost_s(self, chunks: float, attended: float) -> float:
+        """Weighted seconds lost where so many chunks are recomputed instead of loaded.
+
+        `attended`: their `attention_work`, in chunks squared.
+        """
+        rates, tokens = self._rates(), self._sizes.chunk_tokens
+        compute_s = rates.recompute_s_per_token * tokens * chunks
+        compute_s += rates.attention_s * tokens * tokens * attended
+        load_s = rates.load_s_per_byte * self._sizes.chunk_bytes * chunks
         return self._weights.recompute * compute_s - self._weights.restore * load_s
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, count
 
 import pytest
@@ -29,6 +29,9 @@ from hetero_connector.planner.checkpoint_policy import (
     Zero,
     policy_named,
 )
+from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.planner.restore_plan import plan_restore
 from hetero_connector.spec import StateType
 from hetero_connector.spec.presets import PRESETS
@@ -194,6 +197,34 @@ def test_the_cost_of_every_period_worked_by_hand() -> None:
     )
     assert policy.period == 4
     assert kept(policy, 11) == [4, 8, 11]
+
+
+def test_a_chunk_deep_in_a_prompt_is_dearer_to_compute_again() -> None:
+    """Attention over 100 chunks of 256 tokens costs as much as everything else."""
+    rates = Rates(WRITE_S / PLAIN.checkpoint_bytes, 0.0, CHUNK_S / CHUNK, CHUNK_S / CHUNK / 25_600)
+    adaptive = Adaptive(PLAIN, rates=lambda: rates, prior_requests=0.0)
+    adaptive.observe(Reuse(matched=101, new=10))  # 101 mod 4 = 1 chunk after 100
+    assert adaptive.costs_s()[4] == pytest.approx(WRITE_S * 10 / 4 + 2.005 * CHUNK_S)
+    shallow, deep = (Boundary(n, missed_chunks=1) for n in (33, 133))
+    adaptive.period = 16
+    dearer = replace(rates, write_s_per_byte=1.5 * CHUNK_S / PLAIN.checkpoint_bytes)
+    adaptive._rates = lambda: dearer
+    assert not adaptive.keeps(shallow)
+    assert adaptive.keeps(deep)
+
+
+def test_rates_follow_what_is_known_of_the_ssd_and_of_long_contexts() -> None:
+    slow = LoadModel([StateType.DENSE_KV])
+    for size in (10**7, 10**8) * 50:
+        slow.observe(Tier.SSD, {StateType.DENSE_KV: size}, size / 0.1e9)
+    coefficients = ComputeCoefficients(1e-3, 2e-4, 3e-9)
+    known = Rates.learned(CostModel(ComputeRegression(coefficients), slow, step_tokens=100))
+    assert known.load_s_per_byte == pytest.approx(1e-8, rel=0.1)
+    assert known.write_s_per_byte == pytest.approx(3 * known.load_s_per_byte)
+    assert known.recompute_s_per_token == pytest.approx(1e-3 / 100 + 2e-4)
+    assert known.attention_s == pytest.approx(3e-9)
+    fresh = CostModel(ComputeRegression(), LoadModel([StateType.DENSE_KV]))
+    assert Rates.learned(fresh).write_s_per_byte == pytest.approx(Rates.write_s_per_byte)
 
 
 def test_loads_count_too() -> None:
