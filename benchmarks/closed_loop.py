@@ -18,6 +18,7 @@ from ownership.simulator.traces.session import Request, Session, Trace
 
 _BYTES = 256
 _IDLE_S = 5e-4
+_FLUSH_S = 60.0
 
 
 class Clock(Protocol):
@@ -35,6 +36,11 @@ class Clock(Protocol):
         """The engine has computed a step."""
         ...
 
+    @property
+    def waits_for_io(self) -> bool:
+        """Whether reads and writes of the store take no time, so that each step waits for them."""
+        ...
+
 
 class WallClock:
     """What a client sees."""
@@ -50,12 +56,16 @@ class WallClock:
         """See `Clock.idle`."""
         time.sleep(_IDLE_S)
 
+    waits_for_io = False
+
     def computed(self) -> None:
         """Takes the time it takes."""
 
 
 class StepClock:
     """Every step takes the same time, and nothing else any: runs can be repeated exactly."""
+
+    waits_for_io = True
 
     def __init__(self, step_s: float) -> None:
         self._step_s, self._now_s = step_s, 0.0
@@ -158,6 +168,8 @@ class ClosedLoop:
         scheduler = self._core.scheduler
         while self._due or scheduler.has_requests():
             self._send()
+            if self._clock.waits_for_io:
+                self._wait_for_io()
             if scheduler.has_requests():  # or saves to be reported
                 self._step()
             else:
@@ -200,6 +212,14 @@ class ClosedLoop:
             if output.finished:
                 sent.last_token_s = now_s
                 self._answered(self._running.pop(name), output.outputs[0].token_ids)
+
+    def _wait_for_io(self) -> None:
+        """What was to be written is, what was to be staged has arrived."""
+        store = self._core.scheduler.connector._scheduler.store
+        if not store.flush(_FLUSH_S):
+            raise RuntimeError("the store did not reach the SSD in time")
+        while any(store.reading_bytes.values()):
+            time.sleep(_IDLE_S)
 
     def _computed_tokens(self) -> int:
         return sum(r.num_computed_tokens for r in self._core.scheduler.requests.values())
