@@ -64,6 +64,8 @@ class CostLearner:
         """What the last steps took beyond their forwards."""
         self._back_s = clock()
         """When the last step was back."""
+        self._computing = False
+        """Whether the last step computed anything."""
         self._asked: dict[int, _Asked] = {}
         self._step = 0
 
@@ -76,6 +78,8 @@ class CostLearner:
         """Have this step timed, if it can teach something."""
         self._step += 1
         scheduled = output.num_scheduled_tokens
+        self._learn_reads()  # what has arrived by now did so beside the steps before this one
+        self._computing = bool(scheduled)
         decodes_only = output.total_num_scheduled_tokens == len(scheduled) and not meta.loads
         if not (scheduled or meta.loads):
             return
@@ -113,12 +117,15 @@ class CostLearner:
             step_s = timing.forward_s + median_low(self._margins_s)
             self._costs.compute.observe_work(asked.new_tokens, asked.work, step_s)
             self._costs.interference.observe(asked.mix, step_s)
+
+    def _learn_reads(self) -> None:
         for read in self._store.take_timings():
             self._costs.load.observe(
                 read.tier,
                 read.bytes_by_type,
                 read.seconds,
                 read.ahead_bytes,
+                beside=self._computing,
                 at_least=not read.whole,
             )
 

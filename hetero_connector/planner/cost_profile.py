@@ -119,6 +119,7 @@ class CostProfile:
                 "latency_s": rates.latency_s,
                 "seconds_per_byte": {t.value: s for t, s in rates.seconds_per_byte.items()},
                 "ahead_s_per_byte": rates.ahead_s_per_byte,
+                "beside_s": rates.beside_s,
                 "fit": _error_json(self.load_errors.get(tier)),
             }
             for tier, rates in self.load.items()
@@ -270,6 +271,7 @@ def _read_rates(section: _Section) -> TierRates:
         section.number("latency_s"),
         {_member(StateType, name): per_byte.number(name) for name, _ in per_byte.items()},
         section.number("ahead_s_per_byte"),
+        section.number("beside_s") if "beside_s" in section else 0.0,
     )
 
 

@@ -45,6 +45,11 @@ class EngineLoad:
     """Prompt tokens that requests before this one will compute once their own loads have ended:
     before this one's if it waits for a load too, after them if it does not."""
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether the engine has other work while this request loads."""
+        return bool(self.running_decodes or self.queued_tokens)
+
 
 @dataclass(frozen=True)
 class Candidate:

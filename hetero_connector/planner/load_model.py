@@ -2,8 +2,8 @@
 
 Bandwidth is kept by state type because small artifacts move more slowly than large ones.
 Bytes that the tier is already moving go first, at the pace of what it usually moves.
-Loads of several types are observed as a whole; the fit tells the types apart. A tier may change
-its speed by leaps (neighbours, throttling, another path): a few loads show that.
+Loads of several types are observed as a whole; the fit tells the types apart. Beside an engine that
+computes they take longer: it shares cores and the interpreter. A tier may change its speed by leaps (neighbours, throttling, another path): a few loads show that.
 """
 
 from __future__ import annotations
@@ -30,13 +30,26 @@ class TierRates:
     seconds_per_byte: Mapping[StateType, float]
     ahead_s_per_byte: float
     """Seconds per byte that is already under way."""
+    beside_s: float = 0.0
+    """Seconds more, once per load, while the engine computes."""
 
-    def seconds(self, bytes_by_type: Mapping[StateType, float], in_flight_bytes: float) -> float:
-        """Seconds of a load; 0 for one of no bytes."""
+    def overhead_s(self, in_flight_bytes: float, *, beside: bool) -> float:
+        """Seconds of a load beyond those of its own bytes; `beside`: the engine computes."""
+        waiting_s = self.latency_s + in_flight_bytes * self.ahead_s_per_byte
+        return waiting_s + self.beside_s if beside else waiting_s
+
+    def seconds(
+        self,
+        bytes_by_type: Mapping[StateType, float],
+        in_flight_bytes: float,
+        *,
+        beside: bool = False,
+    ) -> float:
+        """Seconds of a load; 0 for one of no bytes. `beside`: the engine computes meanwhile."""
         if not any(bytes_by_type.values()):
             return 0.0
         moving_s = sum(n * self.seconds_per_byte[t] for t, n in bytes_by_type.items())
-        return self.latency_s + in_flight_bytes * self.ahead_s_per_byte + moving_s
+        return self.overhead_s(in_flight_bytes, beside=beside) + moving_s
 
 
 class LoadModel:
@@ -67,24 +80,31 @@ class LoadModel:
         seconds: float,
         in_flight_bytes: float = 0,
         *,
+        beside: bool = False,
         at_least: bool = False,
     ) -> None:
         """Learn from a load that took `seconds`, begun behind `in_flight_bytes` of others.
 
-        `at_least`: it did not end well and would have taken longer, which is news only where
+        `beside`: the engine computed meanwhile. `at_least`: it did not end well and would have taken longer, which is news only where
         less is predicted. Without effect unless bytes and seconds are above 0. KeyError for a
         state type that the model does not store.
         """
-        if at_least and self.predict(tier, bytes_by_type, in_flight_bytes) >= seconds:
+        predicted_s = self.predict(tier, bytes_by_type, in_flight_bytes, beside=beside)
+        if at_least and predicted_s >= seconds:
             return
         if any(bytes_by_type.values()):
-            self._tiers[tier].observe(bytes_by_type, seconds, in_flight_bytes)
+            self._tiers[tier].observe(bytes_by_type, seconds, in_flight_bytes, beside)
 
     def predict(
-        self, tier: Tier, bytes_by_type: Mapping[StateType, float], in_flight_bytes: float = 0
+        self,
+        tier: Tier,
+        bytes_by_type: Mapping[StateType, float],
+        in_flight_bytes: float = 0,
+        *,
+        beside: bool = False,
     ) -> float:
-        """Seconds of a load; 0 for one of no bytes."""
-        return self.rates(tier).seconds(bytes_by_type, in_flight_bytes)
+        """Seconds of a load; 0 for one of no bytes. `beside`: the engine computes meanwhile."""
+        return self.rates(tier).seconds(bytes_by_type, in_flight_bytes, beside=beside)
 
     def artifact_seconds(self, tier: Tier, state_type: StateType, size_bytes: int) -> float:
         """What an artifact among others adds to a load. May be asked on any thread."""
@@ -105,7 +125,7 @@ fast, so that a load is tried and its speed can be learned."""
 
 
 class _TierFit:
-    """One tier's regression over (1, bytes of each type)."""
+    """One tier's regression over (1, whether the engine computes, bytes of each type)."""
 
     def __init__(
         self,
@@ -115,18 +135,24 @@ class _TierFit:
         s_per_byte: float,
     ) -> None:
         self._types = state_types
-        default = [latency_s] + [s_per_byte] * len(state_types)
-        known: list[float | None] | None = None
+        default = [latency_s, latency_s] + [s_per_byte] * len(state_types)
+        # Beside an engine that computes a load takes no longer until one is seen to.
+        known: list[float | None] = [None, 0.0, *(None for _ in state_types)]
         if profile:
             per_byte = (profile.seconds_per_byte.get(t) for t in state_types)
-            known = [profile.latency_s, *(0.0 if s == _LEAST_S_PER_BYTE else s for s in per_byte)]
+            known = [profile.latency_s, profile.beside_s]
+            known.extend(0.0 if s == _LEAST_S_PER_BYTE else s for s in per_byte)
         self.fit = RobustLeastSquares(default, known, Surprises())
         self._moved = dict.fromkeys(state_types, 0.0)
         self._unseen_s_per_byte = profile.ahead_s_per_byte if profile else s_per_byte
         self.rates = self._rates()
 
     def observe(
-        self, bytes_by_type: Mapping[StateType, float], seconds: float, in_flight_bytes: float
+        self,
+        bytes_by_type: Mapping[StateType, float],
+        seconds: float,
+        in_flight_bytes: float,
+        beside: bool,
     ) -> None:
         size_class = int(sum(bytes_by_type.values()) + in_flight_bytes).bit_length() // 4
         moved = {t: _KEEP_OF_MIX * n for t, n in self._moved.items()}
@@ -135,7 +161,7 @@ class _TierFit:
         self._moved = moved
         share = in_flight_bytes / sum(moved.values())
         row = [bytes_by_type.get(t, 0) + share * moved[t] for t in self._types]
-        self.fit.observe([1.0, *row], seconds, size_class)
+        self.fit.observe([1.0, float(beside), *row], seconds, size_class)
         self.rates = self._rates()
 
     def fade(self, keep: float) -> None:
@@ -143,10 +169,10 @@ class _TierFit:
         self.rates = self._rates()
 
     def _rates(self) -> TierRates:
-        latency_s, *per_byte = self.fit.coefficients
+        latency_s, beside_s, *per_byte = self.fit.coefficients
         seconds = {t: max(s, _LEAST_S_PER_BYTE) for t, s in zip(self._types, per_byte, strict=True)}
         total = sum(self._moved.values())
         ahead = self._unseen_s_per_byte
         if total:
             ahead = sum(seconds[t] * n for t, n in self._moved.items()) / total
-        return TierRates(latency_s, seconds, ahead)
+        return TierRates(latency_s, seconds, ahead, beside_s)

@@ -111,7 +111,7 @@ class Pricing:
             self._behind_s = costs.queue_s(load.queued_tokens + load.waiting_tokens)
         self._noticed_s = 0.0
         if load.running_decodes:
-            self._noticed_s = costs.queue_s(load.running_decodes) / 2
+            self._noticed_s = costs.delays().decode_step_s(load.running_decodes, 0.0) / 2
         self._stall = costs.weights.stall * load.running_decodes
         # A parked load runs beside the steps of others; layer by layer it may hold them up.
         self._load_stall = self._stall if load.layerwise else 0.0
@@ -232,9 +232,9 @@ class Pricing:
         return moved_s + self._overhead_s(table) * (moved_s > 0.0)
 
     def _overhead_s(self, table: TierTable) -> float:
-        """Latency, and what is under way already."""
-        ahead_s = self._load.in_flight_bytes.get(table.tier, 0) * table.rates.ahead_s_per_byte
-        return table.rates.latency_s + ahead_s
+        """Latency, what is under way already, and what the engine takes of the tier's pace."""
+        in_flight_bytes = self._load.in_flight_bytes.get(table.tier, 0)
+        return table.rates.overhead_s(in_flight_bytes, beside=self._load.is_computing)
 
 
 class _Span:

@@ -189,9 +189,25 @@ def test_a_timing_that_comes_late_is_held_against_its_own_step(engine: Engine) -
 def test_reads_of_the_store_teach_the_ssd(engine: Engine) -> None:
     for _ in range(20):
         engine.store._state.timings.append(ReadTiming(Tier.SSD, {KV: 1 << 20}, 0, 0.125))
-        engine.side.reported(WorkerReport())
+        step(engine)
     assert engine.costs.load.errors(Tier.SSD).count == 20
     assert engine.costs.load.predict(Tier.SSD, {KV: 1 << 20}) == pytest.approx(0.125, rel=0.1)
+
+
+def test_reads_beside_steps_that_compute_are_told_from_those_of_an_idle_engine(
+    engine: Engine,
+) -> None:
+    """What arrives while nothing is computed is learned in the step that the request waits for."""
+    engine.admit(FakeRequest("a", tokens(20_000)))
+    for _ in range(20):
+        step(engine, a=1)
+        engine.store._state.timings.append(ReadTiming(Tier.SSD, {KV: 1 << 20}, 0, 0.25))
+        step(engine)
+        engine.store._state.timings.append(ReadTiming(Tier.SSD, {KV: 1 << 20}, 0, 0.125))
+        step(engine, a=1)
+    load = engine.costs.load
+    assert load.predict(Tier.SSD, {KV: 1 << 20}) == pytest.approx(0.125, rel=0.1)
+    assert load.predict(Tier.SSD, {KV: 1 << 20}, beside=True) == pytest.approx(0.25, rel=0.1)
 
 
 def test_reads_that_were_given_up_are_lower_bounds(engine: Engine) -> None:
@@ -200,7 +216,7 @@ def test_reads_that_were_given_up_are_lower_bounds(engine: Engine) -> None:
         for _ in range(4):
             timing = ReadTiming(Tier.SSD, size, 0, seconds, whole=False)
             engine.store._state.timings.append(timing)
-            engine.side.reported(WorkerReport())
+            step(engine)
         assert engine.costs.load.predict(Tier.SSD, size) == pytest.approx(1.0, rel=0.1)
 
 

@@ -66,11 +66,12 @@ def in_tier(tier: Tier, *types: StateType) -> dict[StateType, Tier]:
     return dict.fromkeys(types, tier)
 
 
-def rates(latency_s: float, s_per_byte: float, **by_type: float) -> TierRates:
+def rates(
+    latency_s: float, s_per_byte: float, beside_s: float = 0.0, **by_type: float
+) -> TierRates:
     """One pace for all types, but for those named by their value."""
-    return TierRates(
-        latency_s, {t: by_type.get(t.value, s_per_byte) for t in StateType}, s_per_byte
-    )
+    per_byte = {t: by_type.get(t.value, s_per_byte) for t in StateType}
+    return TierRates(latency_s, per_byte, s_per_byte, beside_s)
 
 
 def costs_of(
@@ -124,7 +125,8 @@ class SlowPlanner:
         queue_s = self.costs.queue_s(self.load.queued_tokens)
         staging_s = max([self._seconds(tier, sizes) for tier, sizes in staged.items()], default=0.0)
         if staging_s and self.load.running_decodes:  # its end shows between two steps
-            staging_s += self.costs.queue_s(self.load.running_decodes) / 2
+            step_s = self.costs.delays().decode_step_s(self.load.running_decodes, 0.0)
+            staging_s += step_s / 2
         exposed_s = dram_s = self._seconds(Tier.DRAM, to_pages)
         if self.load.layerwise:
             layers = len(self.layout.model.stored_layers)
@@ -150,7 +152,9 @@ class SlowPlanner:
         )
 
     def _seconds(self, tier: Tier, sizes: Mapping[StateType, float]) -> float:
-        return self.costs.load.predict(tier, sizes, self.load.in_flight_bytes.get(tier, 0))
+        ahead_bytes = self.load.in_flight_bytes.get(tier, 0)
+        beside = self.load.running_decodes + self.load.queued_tokens > 0
+        return self.costs.load.predict(tier, sizes, ahead_bytes, beside=beside)
 
     def _compute(self, resume: int) -> tuple[float, float]:
         """(all steps, the first step), step by step."""
