@@ -2,8 +2,9 @@
 
 Bandwidth is kept by state type because small artifacts move more slowly than large ones.
 Bytes that the tier is already moving go first, at the pace of what it usually moves.
-Loads of several types are observed as a whole; the fit tells the types apart. Beside an engine that
-computes they take longer: it shares cores and the interpreter. A tier may change its speed by leaps (neighbours, throttling, another path): a few loads show that.
+Loads of several types are observed as a whole; the fit tells the types apart. Beside an engine
+that computes they take longer: it shares cores and the interpreter. A tier may change its speed by
+leaps (neighbours, throttling, another path): a few loads show that.
 """
 
 from __future__ import annotations
@@ -85,9 +86,9 @@ class LoadModel:
     ) -> None:
         """Learn from a load that took `seconds`, begun behind `in_flight_bytes` of others.
 
-        `beside`: the engine computed meanwhile. `at_least`: it did not end well and would have taken longer, which is news only where
-        less is predicted. Without effect unless bytes and seconds are above 0. KeyError for a
-        state type that the model does not store.
+        `beside`: the engine computed meanwhile. `at_least`: it did not end well and would have
+        taken longer, which is news only where less is predicted. Without effect unless bytes and
+        seconds are above 0. KeyError for a state type that the model does not store.
         """
         predicted_s = self.predict(tier, bytes_by_type, in_flight_bytes, beside=beside)
         if at_least and predicted_s >= seconds:
