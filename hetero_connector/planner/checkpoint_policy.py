@@ -194,8 +194,10 @@ class Adaptive:
     the longest. With k <= 0, loading slower than computing, the answer is `NEVER`.
 
     A boundary where a request left the store, missing a checkpoint, is kept beside the period
-    if one more request leaving there would pay for the write: gamma T(d, r) - beta l C d >
-    alpha w B. So a common prefix costs a recompute once (as in Marconi, Pan et al., 2024).
+    if one more request leaving there would pay for the write: gamma t c d - beta l C d >
+    alpha w B. The context is left out: it makes boundaries deep in a prompt dear, where a second
+    request is the least likely. So a common prefix costs a recompute once (as in Marconi, Pan et
+    al., 2024).
     """
 
     def __init__(
@@ -230,8 +232,7 @@ class Adaptive:
         if boundary.turn_end or boundary.chunks % self.period == 0:
             return True
         missed = boundary.missed_chunks
-        attended = attention_work(missed, boundary.chunks - missed)
-        return bool(missed) and self._lost_s(missed, attended) > self._checkpoint_s()
+        return bool(missed) and self._lost_s(missed, attended=0.0) > self._checkpoint_s()
 
     def observe(self, reuse: Reuse) -> None:
         """See `CheckpointPolicy.observe`."""
