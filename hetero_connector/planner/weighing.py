@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hetero_connector.artifacts.record import StoredChunk, Tier
-from hetero_connector.planner.boundaries import ChunkGrid, Codes, Floats, Holdings
+from hetero_connector.planner.boundaries import ChunkGrid, Codes, Floats, Holdings, tiers_of
 from hetero_connector.planner.cost_model import Terms
 from hetero_connector.planner.decision import Candidate
 from hetero_connector.planner.pricing import Prices, Pricing
@@ -81,16 +81,23 @@ class Weighing:
 
         Those too that are thought too slow for the deadline.
         """
-        resume = plan.resume_tokens if plan else self._local_tokens
+        if not self._ways:
+            return ()
+        resume, loaded = self._local_tokens, set[Tier]()
+        if plan is not None:
+            resume = plan.resume_tokens
+            if resume == self._chunks[-1].chunk.end:
+                return ()
+            loaded = _tiers(plan.held, plan.prefix_types)
+            loaded |= _tiers([plan.chunks[-1].tiers], plan.boundary_types)
+        if tiers_of(self._held.distinct) <= loaded:
+            return ()
         further: set[Tier] = set()
         for way in self._ways:
             indices = way.possible_after(resume)
             if len(indices):
                 further |= self._tiers_of(way, indices)
-        if plan is not None:
-            further -= _tiers(plan.held, plan.prefix_types)
-            further -= _tiers([plan.chunks[-1].tiers], plan.boundary_types)
-        return tuple(sorted(further))
+        return tuple(sorted(further - loaded))
 
     def candidates(self, plan: RestorePlan | None) -> Iterator[Candidate]:
         """Nothing at all, then every boundary, `plan`'s marked as chosen."""
