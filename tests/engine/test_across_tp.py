@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ from tests.engine.harness import (
     sealed,
     settle,
 )
-from tests.engine.test_fleet import computed, until
+from tests.engine.test_fleet import asks, computed, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -173,10 +174,13 @@ def distance(one: np.ndarray, other: np.ndarray) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["gemma3", "dense"])
 def test_servers_read_each_other_across_tp_sizes(model: str, tmp_path: Path) -> None:
+    seeds = count(3_000)
     with fleet(model, tmp_path) as (one, two):
         for seed, producer, consumer in ((231, two, one), (232, one, two)):
             prompt = prompt_tokens(1400, seed)
             theirs = computed(producer, prompt)
+            # On a busy machine Redis may have missed a deadline: then it is not waited for.
+            until("it is answered", lambda s=consumer: asks(s, next(seeds)))
             before = value(consumer, "hit_tokens", tier="peer")
             restored = consumer.complete(prompt, MAX_TOKENS)
             from_peer = value(consumer, "hit_tokens", tier="peer") - before
