@@ -6,9 +6,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from hetero_connector.artifacts.record import StoredChunk, Tier
+from hetero_connector.artifacts.record import StoredChunk
 from hetero_connector.metrics import Recorder
-from hetero_connector.planner.cost_model import Terms
 from hetero_connector.planner.decision import Action, Decision
 from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.store.base import Store
@@ -21,18 +20,36 @@ class Prediction(NamedTuple):
     """Clock time of the first decision: a request may be planned again while it waits."""
     num_tokens: int
     """Its tokens known then: one more is the first that comes of the decision."""
-    chosen: Terms
-    benefit_s: float
-    """`Decision.reuse_benefit_s`."""
-    choice: str
-    declined: tuple[Tier, ...]
-    actions: tuple[Action, ...]
-    left: Sequence[StoredChunk]
-    """What would have led further and is of little use."""
+    local_tokens: int
+    """Of them in pages already."""
+    stored: Sequence[StoredChunk]
+    """What might have been restored."""
+    decision: Decision
+
+    @property
+    def choice(self) -> str:
+        """In the words of the metric."""
+        plan = self.decision.plan
+        if plan is None:
+            return "compute"
+        if plan.replay_tokens:
+            return "replay"
+        return "load" if plan.boundary == self.stored[-1].chunk.end else "load_part"
+
+    @property
+    def left(self) -> Sequence[StoredChunk]:
+        """What would have led further and is of little use."""
+        if Action.DROP_LOW_UTILITY_ARTIFACT not in self.decision.actions:
+            return ()
+        plan = self.decision.plan
+        taken = plan.boundary if plan else self.local_tokens
+        return self.stored[bisect_right(self.stored, taken, key=_end) :]
 
 
 class Predictions:
     """Remembers the decision of each request until its first token, then counts.
+
+    What a count takes to find out, it does so then: a decision is on the way to the first token.
 
     What a decision leaves alone is declined then, once a request however often it was planned.
     """
@@ -57,27 +74,7 @@ class Predictions:
         """A request of `num_tokens` was planned; `stored`: what might be restored of its chain."""
         earlier = self._open.get(request_id)
         decided_s = earlier.decided_s if earlier else self._clock()
-        plan = decision.plan
-        if plan is None:
-            choice = "compute"
-        elif plan.replay_tokens:
-            choice = "replay"
-        else:
-            choice = "load" if plan.boundary == stored[-1].chunk.end else "load_part"
-        left: Sequence[StoredChunk] = ()
-        if Action.DROP_LOW_UTILITY_ARTIFACT in decision.actions:
-            taken = plan.boundary if plan else local_tokens
-            left = stored[bisect_right(stored, taken, key=_end) :]
-        self._open[request_id] = Prediction(
-            decided_s,
-            num_tokens,
-            decision.predicted,
-            decision.reuse_benefit_s,
-            choice,
-            decision.declined,
-            decision.actions,
-            left,
-        )
+        self._open[request_id] = Prediction(decided_s, num_tokens, local_tokens, stored, decision)
 
     def expects(self, request_id: str) -> bool:
         """Whether a decision on the request waits for its first token."""
@@ -92,22 +89,21 @@ class Predictions:
         if made is None or num_tokens <= made.num_tokens:
             return
         del self._open[request_id]
-        took_s = self._clock() - made.decided_s
-        for tier in made.declined:
+        took_s, decision = self._clock() - made.decided_s, made.decision
+        for tier in decision.declined:
             self._load.fade(tier)
-        if made.left:
-            self._store.decline(made.left)
-        for action in made.actions:
+        if left := made.left:
+            self._store.decline(left)
+        for action in decision.actions:
             self._recorder.add("heterocache_actions", action=action.value)
         self._recorder.add("heterocache_decisions", choice=made.choice)
-        self._recorder.observe("heterocache_ttft_seconds", made.chosen.ttft_s, kind="predicted")
+        predicted_s, benefit_s = decision.predicted.ttft_s, decision.reuse_benefit_s
+        self._recorder.observe("heterocache_ttft_seconds", predicted_s, kind="predicted")
         self._recorder.observe("heterocache_ttft_seconds", took_s, kind="observed")
-        late_s = took_s - made.chosen.ttft_s
+        late_s = took_s - predicted_s
+        self._recorder.observe("heterocache_reuse_benefit_seconds", benefit_s, kind="predicted")
         self._recorder.observe(
-            "heterocache_reuse_benefit_seconds", made.benefit_s, kind="predicted"
-        )
-        self._recorder.observe(
-            "heterocache_reuse_benefit_seconds", made.benefit_s - late_s, kind="observed"
+            "heterocache_reuse_benefit_seconds", benefit_s - late_s, kind="observed"
         )
 
     def forget(self, request_id: str) -> None:

@@ -76,11 +76,18 @@ class Decision:
     predicted: Terms
     nothing: Terms
     """Of computing everything past the local tokens."""
-    declined: tuple[Tier, ...]
-    """Tiers of which nothing is loaded although with it the request would resume later. Nothing
-    is learned of them this time: `LoadModel.fade` lets one that was slow once be tried again."""
+    _declined: Callable[[], tuple[Tier, ...]] = field(repr=False, compare=False)
     _actions: Callable[[], Iterable[Action]] = field(repr=False, compare=False)
     _candidates: Callable[[], Iterable[Candidate]] = field(repr=False, compare=False)
+
+    @property
+    def declined(self) -> tuple[Tier, ...]:
+        """Tiers of which nothing is loaded although with it the request would resume later.
+
+        Nothing is learned of them this time: `LoadModel.fade` lets one that was slow once be
+        tried again. Looked for when it is asked, for that need not be before the first token.
+        """
+        return self._declined()
 
     @property
     def actions(self) -> tuple[Action, ...]:

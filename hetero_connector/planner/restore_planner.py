@@ -94,7 +94,7 @@ class RestorePlanner:
             plan,
             terms,
             weighing.nothing,
-            weighing.declined(plan) if by_cost else (),
+            lambda: weighing.declined(plan) if by_cost else (),
             lambda: _actions(weighing, plan, by_cost, local_tokens, prompt_tokens),
             lambda: weighing.candidates(plan),
         )
