@@ -2,7 +2,8 @@
 
 Everything the store tells is claimed. What somebody else owns is listed as a replica, for a
 time: a claim that is repeated before it is over either renews that, or makes us the owner of
-what its owner has let go. What leaves the store is released.
+what its owner has let go. With them is claimed again what the directory had no room for. What
+leaves the store is released.
 
 Only the directory's thread comes here.
 """
@@ -61,6 +62,10 @@ class SharedStore(ReadStore, Protocol):
         """Ours, by token, and others'; returns what it does not hold any more."""
         ...
 
+    def gone(self, artifacts: Iterable[ArtifactId]) -> list[ArtifactId]:
+        """Those that it does not hold any more."""
+        ...
+
 
 class Ledger:
     """Claims, replicas and releases of one worker."""
@@ -92,8 +97,8 @@ class Ledger:
         arrives late would undo the claim."""
         self._held_back: dict[ArtifactId, Claim] = {}
         """Claims of what has come back meanwhile."""
-        self.is_refused = False
-        """Whether the directory was full when it was last told of something: nothing is found."""
+        self._refused: dict[ArtifactId, Claim] = {}
+        """What is here and not listed, for the directory was full."""
         self._telling: Future[None] | None = None
         self._tell_at_s = self._reclaim_at_s = clock()
 
@@ -101,6 +106,7 @@ class Ledger:
         """Everything is claimed anew: nothing of an earlier epoch stands any more."""
         self._releases.clear()
         self._held_back.clear()
+        self._refused.clear()
         self._unlisted.clear()
         self._replicas.clear()
         self._owners.clear()
@@ -115,7 +121,7 @@ class Ledger:
         now_s = self._clock()
         if now_s >= self._reclaim_at_s:
             self._reclaim_at_s = now_s + self._ttl_s / 3
-            self._thread.publish(list(self._replicas.values()))
+            self._thread.publish(list((self._replicas | self._refused).values()))
         self._tell()
         wait_s = self._reclaim_at_s - now_s
         if self._releases or self._unlisted:
@@ -123,18 +129,27 @@ class Ledger:
         return wait_s
 
     @property
+    def is_refused(self) -> bool:
+        """Whether the directory was full for something that is here. For any thread."""
+        return bool(self._refused)
+
+    @property
     def owners(self) -> Set[Epoch]:
         """Who owned what is a replica here, when it was claimed last."""
         return self._num_replicas.keys()
 
     def reclaim(self) -> None:
-        """A worker has gone: replicas of what it owned are claimed now, not when it is time."""
+        """A worker has gone: replicas of what it owned are claimed now, not when it is time.
+
+        So is what the directory had no room for.
+        """
         self._reclaim_at_s = self._clock()
 
     def granted(self, epoch: Epoch, claims: Sequence[Claim], grants: Sequence[Grant]) -> None:
         """What became of claims."""
         owned: dict[ArtifactId, int] = {}
         held: list[ArtifactId] = []
+        refused: dict[ArtifactId, Claim] = {}
         for claim, grant in zip(claims, grants, strict=True):
             artifact = claim.artifact
             if grant.outcome is Outcome.OWNED:
@@ -148,12 +163,16 @@ class Ledger:
                 self._num_replicas[grant.owner] += 1
                 self._replica_bytes += claim.copy.size_bytes
                 self._unlisted[artifact] = None
+            elif grant.outcome is Outcome.FULL:
+                refused[artifact] = claim
         outcomes = Counter(grant.outcome for grant in grants)
-        self.is_refused = Outcome.FULL in outcomes
         for outcome, count in outcomes.items():
             self._recorder.add("heterocache_directory_claims", count, outcome=outcome.value)
         for artifact in self._store.judged(owned, held):
             self._has_left(artifact, Token(owned.get(artifact, NO_TOKEN)))
+        self._refused.update(refused)
+        for artifact in (*owned, *held, *self._store.gone(refused)):
+            self._refused.pop(artifact, None)
         self._count_replicas()
 
     def found(self, own: Mapping[ArtifactId, Token]) -> None:
@@ -176,6 +195,8 @@ class Ledger:
                     self._held_back[artifact] = claim
                 else:
                     claims.append(claim)
+                    if artifact in self._refused:  # or its old place would be claimed after it
+                        self._refused[artifact] = claim
         if claims:
             self._thread.publish(claims)
         if latest:
@@ -184,6 +205,7 @@ class Ledger:
     def _has_left(self, artifact: ArtifactId, token: Token) -> None:
         was_replica = self._is_no_replica(artifact)
         self._held_back.pop(artifact, None)
+        self._refused.pop(artifact, None)
         if was_replica or token:
             self._releases[artifact] = token
 

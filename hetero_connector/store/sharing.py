@@ -92,6 +92,11 @@ class Sharing:
             state.lock.notify_all()
         return gone
 
+    def gone(self, artifacts: Iterable[ArtifactId]) -> list[ArtifactId]:
+        """Those that are not here any more."""
+        with self._state.lock:
+            return [artifact for artifact in artifacts if self._find(artifact) is None]
+
     def take_readers(self) -> dict[str, tuple[ChunkKey, ...]]:
         """Readers that came, went on or left since the last call: where their chains end.
 

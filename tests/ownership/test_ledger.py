@@ -95,6 +95,9 @@ class ListedStore:
         self.replicas.update(held)
         return gone
 
+    def gone(self, artifacts: Iterable[ArtifactId]) -> list[ArtifactId]:
+        return [a for a in artifacts if a not in self.here]
+
 
 class BreakableDirectory(MemoryDirectory):
     """Unavailable on demand."""
@@ -216,6 +219,28 @@ def test_a_worker_is_heard_once_it_is_registered_while_there_is_room() -> None:
         ann.drop(2)
         until(lambda: is_free(directory, 1) and is_free(directory, 2))
         ann.tell(change(4))
+        until(lambda: ann.worker.is_heard)
+    finally:
+        ann.worker.close()
+
+
+def test_what_the_directory_had_no_room_for_is_claimed_again_until_it_has() -> None:
+    directory = BreakableDirectory(DirectoryLimits(max_artifacts=2))
+    ann = Worked(directory)
+    try:
+        ann.tell(change(1))
+        until(lambda: bool(ann.store.tokens))
+        bob = owned_by_bob(directory, 2)
+        ann.tell(change(3))
+        until(lambda: not ann.worker.is_heard)
+        ann.tell(change(1, 4096))
+        until(lambda: (h := holding(directory, 1)) is not None and h.copy.dram_offset == 4096)
+        assert not ann.worker.is_heard, "a claim that is granted makes no room for another"
+        held = holding(directory, 2)
+        assert held is not None
+        directory.release(bob, {change(2).id: held.token})
+        until(lambda: change(3).id in ann.store.tokens)
+        assert holding(directory, 3) is not None
         until(lambda: ann.worker.is_heard)
     finally:
         ann.worker.close()

@@ -1,4 +1,4 @@
-"""When an owner ends, replicas are claimed at once."""
+"""What is claimed again: replicas, at once when an owner ends, and what found no room."""
 
 from __future__ import annotations
 
@@ -8,22 +8,28 @@ from concurrent.futures import Future
 from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.metrics import Recorder
 from ownership.directory import Claim, Copy, Grant, Outcome, Worker
-from ownership.identifiers import Epoch, Token
+from ownership.identifiers import NO_TOKEN, NOBODY, Epoch, Token
 from ownership.ledger import Ledger
 from ownership.live_peers import LivePeers
 from tests.ownership.test_ledger import ListedStore, change
 
 BOB, EVE = Epoch(2), Epoch(3)
+FULL = Grant(Outcome.FULL, NOBODY, NO_TOKEN)
+OWNED = Grant(Outcome.OWNED, Epoch(1), Token(9))
 
 
 class Published:
     """In place of a `DirectoryThread`."""
 
     def __init__(self) -> None:
-        self.artifacts: list[ArtifactId] = []
+        self.claims: list[Claim] = []
+
+    @property
+    def artifacts(self) -> list[ArtifactId]:
+        return [claim.artifact for claim in self.claims]
 
     def publish(self, claims: Sequence[Claim]) -> int:
-        self.artifacts += [claim.artifact for claim in claims]
+        self.claims += claims
         return len(claims)
 
     def call(self, *_: object) -> Future[None]:
@@ -31,10 +37,13 @@ class Published:
         return Future()
 
 
-def held_by(ledger: Ledger, owner: Epoch, *numbers: int) -> None:
+def answered(ledger: Ledger, grant: Grant, *numbers: int) -> None:
     claims = [Claim(change(number).id, Copy(64, bytes(16), 0, 1)) for number in numbers]
-    grants = [Grant(Outcome.HELD, owner, Token(9))] * len(claims)
-    ledger.granted(Epoch(1), claims, grants)
+    ledger.granted(Epoch(1), claims, [grant] * len(claims))
+
+
+def held_by(ledger: Ledger, owner: Epoch, *numbers: int) -> None:
+    answered(ledger, Grant(Outcome.HELD, owner, Token(9)), *numbers)
 
 
 def test_all_replicas_are_claimed_at_once() -> None:
@@ -46,7 +55,7 @@ def test_all_replicas_are_claimed_at_once() -> None:
     ledger.keep()
     held_by(ledger, BOB, 1, 2)
     held_by(ledger, EVE, 3)
-    published.artifacts.clear()
+    published.claims.clear()
     now_s[0] = 1.0
     ledger.keep()
     assert published.artifacts == []
@@ -69,6 +78,70 @@ def test_owners_are_those_of_replicas_that_are_still_here() -> None:
     for _ in ledger.inventory():
         pass
     assert ledger.owners == set()
+
+
+class Refused:
+    """A ledger whose directory had no room for these."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.store, self.published = ListedStore(), Published()
+        self.ledger = Ledger(self.store, self.published, Recorder(), clock=lambda: 0.0)  # type: ignore[arg-type]
+        self.store.put(*map(change, numbers))
+        self.ledger.keep()
+        answered(self.ledger, FULL, *numbers)
+
+    def reclaimed(self) -> list[Claim]:
+        """All that is claimed when replicas are."""
+        self.published.claims.clear()
+        self.ledger.reclaim()
+        self.ledger.keep()
+        return self.published.claims
+
+
+def numbers_of(claims: Sequence[Claim]) -> list[int]:
+    return sorted(int.from_bytes(claim.artifact.chunk, "big") for claim in claims)
+
+
+def test_what_found_the_directory_full_is_claimed_with_the_replicas() -> None:
+    made = Refused(1, 2, 3)
+    made.store.put(change(4))
+    held_by(made.ledger, BOB, 4)
+    made.ledger.keep()
+    assert made.ledger.is_refused, "another claim that was answered changes nothing"
+    assert numbers_of(made.reclaimed()) == [1, 2, 3, 4]
+    answered(made.ledger, FULL, 1)
+    assert numbers_of(made.reclaimed()) == [1, 2, 3, 4]
+
+
+def test_what_found_room_or_an_owner_at_last_is_not_refused_any_more() -> None:
+    made = Refused(1, 2)
+    answered(made.ledger, OWNED, 1)
+    assert made.ledger.is_refused
+    held_by(made.ledger, BOB, 2)
+    assert not made.ledger.is_refused
+    assert numbers_of(made.reclaimed()) == [2], "a replica"
+
+
+def test_what_leaves_is_not_refused_any_more_also_before_it_was_answered() -> None:
+    made = Refused(1)
+    made.store.drop(1)
+    made.ledger.keep()
+    assert not made.ledger.is_refused
+    answered(made.ledger, FULL, 1)
+    assert not made.ledger.is_refused
+    assert made.reclaimed() == []
+
+
+def test_a_new_epoch_has_been_refused_nothing() -> None:
+    made = Refused(1)
+    assert len(list(made.ledger.inventory())) == 1
+    assert not made.ledger.is_refused
+
+
+def test_what_was_refused_and_has_moved_is_claimed_where_it_is() -> None:
+    made = Refused(1)
+    made.store.put(change(1, 4096))
+    assert [claim.copy.dram_offset for claim in made.reclaimed()] == [4096, 4096]
 
 
 def test_each_end_is_told_once() -> None:

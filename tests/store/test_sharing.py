@@ -177,6 +177,11 @@ def test_a_verdict_on_what_is_gone_is_told_back(store: ArtifactStore) -> None:
     assert set(gone) == set(ids_of(CHUNKS))
 
 
+def test_what_is_gone_is_named(store: ArtifactStore) -> None:
+    put(store, CHUNKS[:2])
+    assert sharing(store).gone(ids_of(CHUNKS)) == ids_of(CHUNKS[2:])
+
+
 def test_a_restarted_engine_has_its_ssd_to_tell(tmp_path: Path) -> None:
     disk = Disk()
     for _ in range(2):
