@@ -171,7 +171,7 @@ class Saver:
             types = self._model.types_at(end)
             if end and not self._store.missing(tracker.chain.ending_at(end), types):
                 return end
-        return min(tracker.next_chunk, last // size) * size
+        return self._still_stored(tracker, min(tracker.next_chunk, last // size)) * size
 
     def forget(self, tracker: RequestTracker) -> None:
         """Let go of what is undecided: the request's end is not to be saved."""
@@ -264,8 +264,10 @@ class Saver:
     def _reachable(self, tracker: RequestTracker, stop: int) -> int:
         """`next_chunk`, or an earlier one if its parent has been evicted meanwhile."""
         index = tracker.next_chunk
-        if index >= stop:
-            return index
+        return index if index >= stop else self._still_stored(tracker, index)
+
+    def _still_stored(self, tracker: RequestTracker, index: int) -> int:
+        """How many of the request's first `index` chunks have not been evicted meanwhile."""
         size = self._layout.chunk_tokens
         while index and self._store.missing(
             tracker.chain.ending_at(index * size), self._model.prefix_types

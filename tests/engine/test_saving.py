@@ -469,6 +469,24 @@ def test_a_prefill_says_how_much_of_it_found_room(slots: int, kept: int) -> None
     engine.side.close()
 
 
+@pytest.mark.parametrize("matched", [False, True])
+@pytest.mark.parametrize("length", [256, 257])
+def test_a_prefill_does_not_promise_what_was_evicted_before_it_ended(
+    matched: bool, length: int
+) -> None:
+    engine = Engine(DENSE, dram_bytes=4 * 4096)
+    if matched:
+        engine.run(FakeRequest("before", tokens(256)))
+    request = FakeRequest("a", tokens(length), kv_transfer_params=HAND_OVER)
+    restored = engine.admit(request)
+    engine.step(a=length - restored)
+    engine.run(FakeRequest("b", tokens(128, seed=1)))
+    assert engine.finish(request) == 128
+    engine.step()
+    assert engine.run(FakeRequest("c", tokens(length))) == 128
+    engine.side.close()
+
+
 def test_a_local_chunk_that_has_just_begun_is_handed_over_without_its_state(
     engine_of: Engines,
 ) -> None:
