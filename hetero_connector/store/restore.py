@@ -242,7 +242,8 @@ class ArtifactRestore:
         for load in self._pending.values():
             self._state.fail(Failure.DEADLINE, load.tier)
         self._failed.update(dict.fromkeys(self._pending, Failure.DEADLINE))
-        self._state.timings.extend(self._timer.given_up(now_s))
+        for timing in self._timer.given_up(now_s):
+            self._state.learn_given_up(timing, self._timer.started_s)
         self._abandon_pending()
 
     def _abandon_pending(self) -> None:

@@ -33,7 +33,7 @@ class StagingTimer:
 
     def __init__(self, started_s: float, ahead_bytes: Mapping[Tier, int]) -> None:
         """`ahead_bytes`: by tier, what others wait for when it begins."""
-        self._started_s = started_s
+        self.started_s = started_s
         self._ahead_bytes = dict(ahead_bytes)
         self._reads: dict[Tier, _Reads] = {}
 
@@ -79,6 +79,6 @@ class StagingTimer:
             tier,
             reads.bytes_by_type,
             self._ahead_bytes.get(tier, 0),
-            (now_s - self._started_s) / part,
+            (now_s - self.started_s) / part,
             whole=reads.arrived_bytes == asked_bytes,
         )

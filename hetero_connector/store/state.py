@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -113,6 +114,8 @@ class StoreState:
         """What released restores had pinned, for the journal's recency."""
         self.timings: deque[ReadTiming] = deque(maxlen=256)
         """Appended by both threads, taken by the scheduler's; needs no lock."""
+        self._given_up_s: dict[Tier, float] = {}
+        """By tier, when the last timing of reads that were given up was appended."""
         self.flushing = False
         """Spills are due at once."""
         self.closing = False
@@ -178,6 +181,16 @@ class StoreState:
     def fail(self, cause: Failure, tier: Tier, count: int = 1) -> None:
         """Count failures."""
         self.recorder.add("heterocache_failures", count, cause=cause.value, tier=tier.value)
+
+    def learn_given_up(self, timing: ReadTiming, began_s: float) -> None:
+        """Append one of a restore that began then, unless it is of a stall that is known already.
+
+        A restore that began before another was given up waited for the same stall, and however
+        many wait for it say no more than one. Needs the lock.
+        """
+        if began_s >= self._given_up_s.get(timing.tier, -math.inf):
+            self._given_up_s[timing.tier] = self.clock()
+            self.timings.append(timing)
 
     def count_read(self, tier: Tier, state_type: StateType, size_bytes: int) -> None:
         """Count bytes served from a tier."""

@@ -111,6 +111,19 @@ def stored(store: ArtifactStore, chunks: Sequence[ChunkRange]) -> int:
     return len(store.match(chunks))
 
 
+class Clock:
+    """Stands still, however busy the machine is, until a test says that time passes."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def passes(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
 class CountedFiles(MemoryFiles):
     """Tells a `Disk` what was written to it, whatever became of the write."""
 

@@ -16,6 +16,7 @@ from filling import (
     FINGERPRINT,
     SIZES,
     Bench,
+    Clock,
     chain,
     ids_of,
     intact,
@@ -44,19 +45,6 @@ DEAD = 5
 PEER_DEADLINE_S = 0.5
 Copies = Mapping[ArtifactId, PeerCopy]
 Bytes = npt.NDArray[np.uint8]
-
-
-class Clock:
-    """Stands still, however busy the machine is, until a test says that time passes."""
-
-    def __init__(self) -> None:
-        self.now_s = 1_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def passes(self, seconds: float) -> None:
-        self.now_s += seconds
 
 
 class Survivor:

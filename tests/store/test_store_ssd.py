@@ -13,6 +13,7 @@ from filling import (
     SIZES,
     WINDOW,
     Bench,
+    Clock,
     Disk,
     begin,
     chain,
@@ -622,4 +623,25 @@ def test_a_restore_that_is_given_up_teaches_the_cost_model(bench: Bench, disk: D
     assert told.seconds >= 0.1, "nothing came in 0.05 s"
     disk.files.resume()
     late.release()
+    store.close()
+
+
+def test_one_stall_teaches_once_however_many_wait_for_it(tmp_path: Path, disk: Disk) -> None:
+    clock = Clock()
+    bench = Bench(tmp_path / "ssd", disk, clock)
+    store = on_ssd_only(bench, load_deadline_s=10.0)
+    disk.files.hang_next(100)
+    waiting = [begin(store, ids_of(CHUNKS[i : i + 1])) for i in range(3)]
+    clock.passes(11.0)
+    assert all(restore.done for restore in waiting)
+    (told,) = store.take_timings()
+    assert told.seconds == 22.0
+    clock.passes(1.0)
+    later = begin(store, ids_of(CHUNKS[3:4]))
+    clock.passes(11.0)
+    assert later.done
+    assert len(store.take_timings()) == 1, "it is as slow for one that began afterwards"
+    disk.files.resume()
+    for restore in [*waiting, later]:
+        restore.release()
     store.close()
