@@ -245,7 +245,8 @@ class StoreState:
             tiers.dram.give_back(target)
             if not artifact.forgotten:
                 tiers.forget(artifact)
-                if load.waiting or failure is not Failure.GONE:  # else nobody misses it
+                # Whoever gave up waiting for files has counted it; a bad peer is counted anyway.
+                if load.waiting or not (load.adopts or failure is Failure.GONE):
                     self.fail(failure, load.tier)
         if all(other.sealed for other in artifact.node.artifacts.values()):
             tiers.forget_remains(artifact.node)  # nothing more of the chunk is on its way

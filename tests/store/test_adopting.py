@@ -50,7 +50,7 @@ Bytes = npt.NDArray[np.uint8]
 class Survivor:
     """An engine of the same model with an SSD of its own."""
 
-    def __init__(self, root: Path, dram_chunks: int = 8) -> None:
+    def __init__(self, root: Path, dram_chunks: int = 8, load_deadline_s: float = 10.0) -> None:
         self.clock = Clock()
         self.peers, self.recorder = KnownPeers(), Recorder()
         network = MemoryNetwork()
@@ -60,6 +60,7 @@ class Survivor:
                 dram_chunks * CHUNK_BYTES,
                 root,
                 32 * CHUNK_BYTES,
+                load_deadline_s=load_deadline_s,
                 peer_deadline_s=PEER_DEADLINE_S,
                 spill_delay_s=0.0,
             ),
@@ -350,6 +351,31 @@ def test_what_was_read_by_the_deadline_counts(
     hangs.set()
     pool = survivor.store._state.tiers.dram
     until(lambda: sum(map(pool.used, SIZES)) == 2)
+
+
+def test_a_miss_is_counted_once_though_its_read_fails_after_it_was_given_up(
+    left: Copies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = threading.Event()
+
+    def breaks(_: int) -> None:
+        hangs.wait(20)
+        raise OSError("the file system has gone")
+
+    begun = reading_takes(monkeypatch, breaks)
+    survivor = Survivor(tmp_path / "alive", load_deadline_s=PEER_DEADLINE_S / 2)
+    restore = survivor.begin(left)
+    until(lambda: len(begun) == 1)
+    survivor.clock.passes(PEER_DEADLINE_S / 2)
+    assert restore.done
+    assert set(restore.failed.values()) == {Failure.DEADLINE}
+    restore.release()
+    hangs.set()
+    pool = survivor.store._state.tiers.dram
+    until(lambda: sum(map(pool.used, SIZES)) == 0)
+    assert survivor.count("heterocache_failures") == len(restore.failed) == 6
+    survivor.store.close()
+    survivor.store.check_integrity()
 
 
 def test_the_journal_is_not_read_as_a_whole(
