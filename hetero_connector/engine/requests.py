@@ -87,11 +87,21 @@ class Attempts:
     """
 
     begun_s: float
-    answered: bool = False
+    staged_s: float | None = None
+    """Seconds from `begun_s` to the answer; None while there is none."""
     count: int = 0
     """Of those that failed."""
     failed: set[ArtifactId] = field(default_factory=set)
     """What they could not get."""
+
+    def begin(self, now_s: float) -> None:
+        """A restore begins. After an answer it is staged anew, and has time of its own."""
+        if self.staged_s is not None:
+            self.begun_s, self.staged_s = now_s, None
+
+    def seconds(self, now_s: float) -> float:
+        """What staging takes, or took; waiting for pages with an answer does not count."""
+        return now_s - self.begun_s if self.staged_s is None else self.staged_s
 
 
 @dataclass

@@ -162,7 +162,9 @@ class Restorer:
         plan = decision.plan
         if plan is None:
             return None
-        tracker.attempts = tracker.attempts or Attempts(self._clock())
+        now_s = self._clock()
+        tracker.attempts = tracker.attempts or Attempts(now_s)
+        tracker.attempts.begin(now_s)
         handle = self._store.begin_restore(_wanted(plan), self._peers.copies(tracker))
         return PendingRestore(plan, handle, local_tokens)
 
@@ -176,7 +178,7 @@ class Restorer:
         attempts = tracker.attempts
         if attempts is None or not attempts.count:  # nothing has failed
             return stored
-        late = self._clock() - attempts.begun_s >= self._deadline_s
+        late = attempts.seconds(self._clock()) >= self._deadline_s
         return without(stored, attempts.failed, late or attempts.count >= _MAX_ATTEMPTS)
 
     def _tail(
@@ -202,10 +204,9 @@ class Restorer:
     def _answered(self, tracker: RequestTracker) -> None:
         """The first answer ends the staging; later ones, while it waits for pages, do not."""
         attempts = tracker.attempts
-        if attempts is not None and not attempts.answered:
-            attempts.answered = True
-            staged_s = self._clock() - attempts.begun_s
-            self._recorder.observe("heterocache_stage_seconds", staged_s)
+        if attempts is not None and attempts.staged_s is None:
+            attempts.staged_s = attempts.seconds(self._clock())
+            self._recorder.observe("heterocache_stage_seconds", attempts.staged_s)
 
     def _blocks(
         self, plan: RestorePlan, table: BlockTable, tokens: range

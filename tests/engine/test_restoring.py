@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +13,10 @@ import pytest
 from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier, distinct_tiers
 from hetero_connector.engine.restoring import without
 from hetero_connector.metrics import COUNTERS, TIMINGS
+from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Wanted
 from tests.engine.fakes import DENSE, FakeRequest
-from tests.engine.test_scheduler_side import Engine, tokens
+from tests.engine.test_scheduler_side import LOAD_DEADLINE_S, Engine, tokens
 from tests.planner.chains import KV, SWA, chain_of
 
 IN_DRAM, ON_SSD = {KV: Tier.DRAM, SWA: Tier.DRAM}, {KV: Tier.SSD, SWA: Tier.DRAM}
@@ -39,6 +42,41 @@ def test_in_the_end_only_dram_counts_and_a_long_chain_still_holds_few_mappings(
     told = [stored.tiers for stored in left]
     assert told == [IN_DRAM] * 10 + [{KV: Tier.DRAM}] + [IN_DRAM] * 19 + [{SWA: Tier.DRAM}] * 30
     assert len(distinct_tiers(left)) == 3
+
+
+def on_ssd(directory: Path) -> Engine:
+    """An engine that was started anew: 384 of 400 tokens are stored, none of them in DRAM."""
+    tiers = {"ssd_dir": directory, "ssd_bytes": 1 << 20, "spill_delay_s": 0.0}
+    before = Engine(DENSE, **tiers)
+    before.run(FakeRequest("a", tokens(400)))
+    assert before.store.flush(20.0)
+    before.side.close()
+    return Engine(DENSE, **tiers)
+
+
+def answer(engine: Engine, request: FakeRequest, local: int) -> int:
+    """Asked until it is there; at the latest the store's deadline ends the staging."""
+    while (restored := engine.ask(request, local)) is None:
+        time.sleep(1e-3)
+    return restored
+
+
+class OneLost:
+    """`begin_restore` of a store: in those named, the last artifact fails although it is there."""
+
+    def __init__(self, store: ArtifactStore, losing: set[int]) -> None:
+        self.begun = 0
+        self._begin = store.begin_restore
+        self._losing = losing
+
+    def __call__(self, wanted: Sequence[Wanted], copies: Any) -> Any:
+        self.begun += 1
+        restore = self._begin(wanted, copies)
+        if self.begun not in self._losing:
+            return restore
+        kind, chunks = wanted[0]
+        failed = {ArtifactId(chunks[-1].chunk.key, kind): Failure.IO_ERROR}
+        return SimpleNamespace(done=True, failed=failed, release=restore.release)
 
 
 class FailingReads:
@@ -78,6 +116,27 @@ def test_what_failed_is_not_tried_again_while_the_request_finds_no_pages(
     request.num_computed_tokens = 0  # preempted
     assert engine.ask(request) == 0
     assert reads.begun == 2, "it may have been a passing trouble"
+
+
+@pytest.mark.parametrize("losing", [{2}, {1, 3}], ids=["at first all is well", "one is lost"])
+def test_waiting_for_pages_takes_nothing_from_the_time_of_a_new_restore(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, losing: set[int]
+) -> None:
+    """vLLM evicts local pages meanwhile: more has to be restored, and is on SSD."""
+    engine = on_ssd(tmp_path)
+    now_s = 0.0
+    monkeypatch.setattr(engine.side._restorer, "_clock", lambda: now_s)
+    reads = OneLost(engine.store, losing)
+    monkeypatch.setattr(engine.store, "begin_restore", reads)
+    request = FakeRequest("b", tokens(400))
+    answer(engine, request, local=128)
+    now_s = 12 * LOAD_DEADLINE_S
+    restored = answer(engine, request, local=0)
+    assert restored == 384 - 64 * len(losing)
+    assert reads.begun == len(losing) + 2
+    timings = (engine.recorder.drain() or {})[TIMINGS]
+    assert timings["heterocache_stage_seconds{}"] == [0.0, 0.0]
+    engine.side.close()
 
 
 @pytest.mark.parametrize("overtaken", [False, True])
