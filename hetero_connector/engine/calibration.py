@@ -33,6 +33,14 @@ _DECODES = 48
 """Tokens each of them decodes at most; only some of the steps are timed."""
 _TOKEN_IDS = 200
 """Random ids are drawn below this: every vocabulary has as many."""
+_ITS_OWN = frozenset(
+    {
+        "ssd_dir", "ssd_gib", "ssd_write_gib_per_day", "planner_profile",
+        "directory", "lease_s", "replica_ttl_s", "worker_name", "peer_host",
+    }
+)  # fmt: skip
+"""Of the connector's config, what calibration leaves out: it must neither write to the SSD tier of
+an engine that serves, nor join its fleet, nor start from an earlier profile."""
 _PAUSE_S = 0.1
 """Before each prompt whose overhead counts: it is that of an engine which was idle."""
 
@@ -65,15 +73,17 @@ def calibrate(
     """Run an engine for `model` and learn its costs. Takes a minute or more.
 
     `engine_arguments`: vLLM's, and `connector`: HeteroConnector's extra config, as the engine will
-    be served with. `ssd_dir`: where its SSD tier will be; a directory inside it is used and
-    removed. Raises UnsupportedModelError if HeteroConnector stores nothing for the model,
-    EngineStartError if vLLM refuses the model or the arguments, ConfigError for the connector's.
+    be served with; its SSD, its fleet and its profile are left alone. `ssd_dir`: where its SSD
+    tier will be; a directory inside it is used and removed. Raises UnsupportedModelError if
+    HeteroConnector stores nothing for the model, EngineStartError if vLLM refuses the model or
+    the arguments, ConfigError for the connector's.
     """
     if model.startswith(("/", ".")) and not Path(model).exists():
         raise EngineStartError(f"there is no model at {model}")
     # The engine core in this process: its connector is asked for what it learned.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    extra: dict[str, Any] = {"checkpoints": "full", **(connector or {})}
+    given = {key: value for key, value in (connector or {}).items() if key not in _ITS_OWN}
+    extra: dict[str, Any] = {"checkpoints": "full", **given}
     extra |= {"dram_gib": dram_gib, "planner": "always_load"}
     with tempfile.TemporaryDirectory(dir=ssd_dir, prefix="calibration-") as scratch:
         if ssd_dir is not None:

@@ -166,8 +166,9 @@ class Weighing:
         types = self._model.boundary_types
         lacks = np.array([[t not in tiers for t in types] for tiers in held.distinct], np.float64)
         first = chunks[0].chunk.start // self._layout.chunk_tokens
-        missing_bytes = lacks.dot(grid.boundary_bytes)[held.codes, grid.columns(first, len(chunks))]
-        barred_s: Floats = np.where(missing_bytes > 0.0, math.inf, 0.0)
+        by_code_s = np.where(lacks.dot(grid.boundary_bytes) > 0.0, math.inf, 0.0)
+        columns = grid.columns(first, len(chunks))
+        barred_s: Floats = by_code_s.take(held.codes * by_code_s.shape[1] + columns)
         last = chunks[-1]
         is_whole = self._model.is_whole(last.tiers.keys(), last.chunk.end)
         barred_s[-1] = 0.0 if is_whole else math.inf  # it may be shorter than the grid has it

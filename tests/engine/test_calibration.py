@@ -26,7 +26,15 @@ ROOT = Path(__file__).parents[2]
 def calibrated(model: Path, out: Path, **arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hetero_connector.cli", "calibrate", str(model)]
     command += ["--out", str(out), "--engine-args", json.dumps(arguments)]
-    command += ["--connector-args", json.dumps({"chunk_tokens": 64})]
+    serving = {
+        "chunk_tokens": 64,
+        "ssd_dir": str(out.parent / "served"),
+        "ssd_gib": 1,
+        "directory": "redis://127.0.0.1:1",
+        "lease_s": 5,
+        "planner_profile": str(out.parent / "none.json"),
+    }
+    command += ["--connector-args", json.dumps(serving)]
     return subprocess.run(
         command, env=os.environ | ENGINE_ENVIRONMENT, cwd=ROOT, capture_output=True, text=True
     )
@@ -42,6 +50,13 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = calibrated(write_checkpoint("dense", directory), out, **arguments)
     assert done.returncode == 0, done.stderr[-4000:]
     return out
+
+
+@pytest.mark.engine
+def test_what_an_engine_serves_with_is_left_alone(out: Path) -> None:
+    """Neither its SSD nor its fleet nor its earlier profile is there: all would have been asked."""
+    assert out.exists()
+    assert not (out.parent / "served").exists()
 
 
 @pytest.mark.engine
