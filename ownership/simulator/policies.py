@@ -56,8 +56,13 @@ class PolicySpec:
         return Admitting(policy, TtftObjective(self.ttft_objective_s))
 
     def limited(self, workers: Sequence[WorkerSpec]) -> list[WorkerSpec]:
-        """The workers with only the tiers that the policy uses."""
+        """The workers with only the tiers that the policy uses.
+
+        Raises SimulationError where writes are limited and an SSD has no DRAM before it.
+        """
         if self.tiers == "all":
+            if self.cache.ssd_bytes_per_day is not None:
+                _check_dram(self.text, workers)
             return list(workers)
         return [replace(w, capacity=_without(w, dram=self.tiers == "gpu")) for w in workers]
 
@@ -120,6 +125,14 @@ def _with(spec: PolicySpec, name: str, value: str) -> PolicySpec:
 def _check(text: str, name: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         raise _unknown(text, f"{name} is {value!r}", known)
+
+
+def _check_dram(text: str, workers: Sequence[WorkerSpec]) -> None:
+    """Admission judges what is in DRAM: without any, nothing would ever be written."""
+    for worker in workers:
+        if worker.capacity.ssd and not worker.capacity.dram:
+            problem = f"worker {worker.name!r} has an SSD and no DRAM, from which it is written"
+            raise SimulationError(f"policy {text!r}", problem, "ssd_writes")
 
 
 def _check_checkpoints(text: str, value: str) -> None:

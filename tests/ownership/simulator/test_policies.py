@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from ownership.scheduling.admission import Admitting
 from ownership.scheduling.ownerserve import OwnerServe
 from ownership.simulator.machine.worker import CachePolicy
 from ownership.simulator.policies import parse_policy
+from ownership.simulator.state.memory import TierBytes
 from tests.ownership.simulator.small_fleets import fleet
 
 
@@ -60,3 +62,12 @@ def test_what_is_wrong_is_named(text: str, problem: str) -> None:
         parse_policy(text)
     assert problem in str(raised.value)
     assert repr(text) in str(raised.value)
+
+
+def test_limited_writes_need_dram_before_the_ssd() -> None:
+    workers = [replace(w, capacity=TierBytes(1 << 30, 0, 1 << 30)) for w in fleet(1).workers]
+    problem = "ssd_writes: worker 'w0' has an SSD and no DRAM"
+    with pytest.raises(SimulationError, match=problem):
+        parse_policy("colocated+ssd_writes=8").limited(workers)
+    assert parse_policy("colocated").limited(workers) == workers
+    parse_policy("colocated+ssd_writes=8+tiers=dram").limited(workers)
