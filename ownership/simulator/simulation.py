@@ -21,7 +21,7 @@ from ownership.simulator.replicating import Replicating
 from ownership.simulator.results import Tally
 from ownership.simulator.sessions import LiveSession, Sessions
 from ownership.simulator.state.overlap import ChunkSet, duplicate_factor
-from ownership.simulator.state.restoring import StoredChunks
+from ownership.simulator.state.restoring import Restore, StoredChunks
 from ownership.simulator.state.shape import StateShape
 from ownership.simulator.traces.block_runs import BlockRuns
 from ownership.simulator.traces.session import Session, Trigger
@@ -108,6 +108,7 @@ class FleetSimulation:
         self._report_loads()
         if self.replicating is not None:
             self._replicate(self.replicating, live, request, step)
+        request.was_decided = True
         begun = self._timer()
         decision = self._policy.decide(step, self._view)
         way = decision.way
@@ -162,7 +163,8 @@ class FleetSimulation:
         self, replicating: Replicating, live: LiveSession, request: LiveRequest, step: Step
     ) -> None:
         size, now_s = self.shape.chunk_tokens, self.loop.now_s
-        if live.request(request.index).parent is None or step.forked:
+        begins = live.request(request.index).parent is None or step.forked
+        if begins and not request.was_decided:
             replicating.begins(step, request.chain, size, now_s)
         self._changed |= replicating.look(self._view, size, now_s)
 
@@ -188,9 +190,9 @@ class FleetSimulation:
         lost = worker.crash()
         for other in self.workers.values():
             other.memory.owner_died(worker.name)
+        self._reads.cut_off(worker)
         for request in lost:
             self._send_again(request)
-        self._reads.cut_off(worker)
         self.loop.at(self.loop.now_s + failure.for_s, self._returns, worker)
 
     def _returns(self, worker: Worker) -> None:
@@ -222,30 +224,38 @@ class FleetSimulation:
         """Read what the target's planner wants of the peer that has most, then queue it."""
         peers = [w for w in self.workers.values() if w is not target and w.up]
         can_read = target.up and target.spec.capacity.dram
-        reach = [target.reads_from(peer, request) for peer in peers] if can_read else []
-        chunks = max(reach, default=0)
-        if chunks:
-            self._fetch(request, peers[reach.index(chunks)], target, chunks)
+        plans = [(peer, target.reads_from(peer, request)) for peer in peers] if can_read else []
+        wanted = [(peer, plan) for peer, plan in plans if plan is not None]
+        if wanted:
+            peer, plan = max(wanted, key=lambda one: one[1].boundary_chunks)
+            self._fetch(request, peer, target, plan)
         else:
             self._queue(request, target)
 
     def _fetch(
-        self, request: LiveRequest, source: Worker, target: Worker, limit: int | None = None
+        self, request: LiveRequest, source: Worker, target: Worker, plan: Restore | None = None
     ) -> None:
         """Read what the target lacks of the prompt from the source's DRAM, then queue it.
 
-        `limit`: chunks up to which it is read; None: as far as the request can resume.
+        `plan`: what is read, of that some from the target's own SSD meanwhile; None: all from the
+        source, as far as the request can resume.
         """
-        if limit is None:
-            limit = (request.prompt_tokens - 1) // self.shape.chunk_tokens
+        ssd_s, limit = 0.0, (request.prompt_tokens - 1) // self.shape.chunk_tokens
+        if plan is not None:
+            ssd_s, limit = target.read_ssd(request, plan), plan.boundary_chunks
         request.own_chunks = target.memory.dram.find(request.chain).chunks
-        fetched = partial(self._fetched, request, target, self.loop.now_s)
-        if self._reads.begin(source, target, request.chain, limit, fetched):
+        fetched = partial(self._fetched, request, target, self.loop.now_s, ssd_s)
+        if self._reads.begin(source, target, request.chain, limit, fetched, ssd_s):
             self._changed |= {source.name, target.name}
         else:
-            self._queue(request, target)
+            fetched(0)
 
-    def _fetched(self, request: LiveRequest, target: Worker, begun_s: float, chunks: int) -> None:
+    def _fetched(
+        self, request: LiveRequest, target: Worker, begun_s: float, ssd_s: float, chunks: int
+    ) -> None:
+        if target.up and self.loop.now_s < ssd_s:  # cut off, but the SSD goes on
+            self.loop.at(ssd_s, self._fetched, request, target, begun_s, ssd_s, chunks)
+            return
         request.network_s += self.loop.now_s - begun_s
         request.peer_chunks = chunks
         self._queue(request, target)

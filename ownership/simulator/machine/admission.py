@@ -179,6 +179,14 @@ class Admission:
         staged: Callable[[LiveRequest, float, Run | None], None],
     ) -> None:  # fmt: skip
         """Read from SSD into DRAM what the plan wants of it."""
+        end_s, run = self.read_ssd(request, restore, now_s)
+        self._memory.dram.pin(run)
+        request.waited_s += now_s - request.queued_s
+        request.staged_s += end_s - now_s
+        staged(request, end_s, run)
+
+    def read_ssd(self, request: LiveRequest, restore: Restore, now_s: float) -> tuple[float, Run]:
+        """Begin to read what a plan takes from SSD; when it is in DRAM, whose slots it has now."""
         memory, pace = self._memory, self._ssd_pace
         size = memory.shape.chunk_tokens
         seconds = pace.latency_s + restore.ssd_chunks * size * pace.token_s
@@ -187,15 +195,10 @@ class Admission:
         end_s = self._ssd.start(now_s, seconds, moved)
         checkpoints = [restore.boundary_chunks] if restore.ssd_checkpoints else []
         self._staged.add(restore.ssd_chunks, checkpoints)
-        boundary = restore.boundary_chunks
-        run, _, _ = memory.dram.add(
-            request.chain.head(boundary), boundary, checkpoints, memory.tick()
-        )
-        memory.dram.pin(run)
+        chunks = restore.own_chunks
+        run, _, _ = memory.dram.add(request.chain.head(chunks), chunks, checkpoints, memory.tick())
         request.was_staged, request.staged_chunks = True, restore.ssd_chunks
-        request.waited_s += now_s - request.queued_s
-        request.staged_s += end_s - now_s
-        staged(request, end_s, run)
+        return end_s, run
 
     def _in_flight(self, now_s: float) -> dict[Tier, int]:
         pending_s, pace = self._ssd.pending_s(now_s), self._ssd_pace.ahead_s_per_byte

@@ -10,6 +10,7 @@ from ownership.simulator.clock import EventLoop
 from ownership.simulator.machine.channel import Channel, start_between
 from ownership.simulator.machine.worker import Worker
 from ownership.simulator.state.memory import Replica
+from ownership.simulator.state.runs import Run
 from ownership.simulator.traces.block_runs import BlockRuns
 
 Ended = Callable[[int], None]
@@ -26,6 +27,8 @@ class _Read:
     chunks: int
     """That the reader lacked."""
     checkpoints: list[int]
+    above: Run
+    """What the reader has of it, pinned."""
     end_s: float
     ended: Ended
 
@@ -42,9 +45,13 @@ class PeerReads:
         self._under_way: dict[_Read, None] = {}
 
     def begin(
-        self, source: Worker, target: Worker, chain: BlockRuns, limit: int, ended: Ended
-    ) -> bool:
-        """Read what the target lacks of a chain's first `limit` chunks; False: there is nothing."""
+        self, source: Worker, target: Worker, chain: BlockRuns, limit: int, ended: Ended,
+        ssd_s: float = 0.0,
+    ) -> bool:  # fmt: skip
+        """Read what the target lacks of a chain's first `limit` chunks; False: there is nothing.
+
+        `ssd_s`: when the target's own SSD is read, which the read then has to wait for.
+        """
         if not (source.up and target.up and target.spec.capacity.dram):
             return False
         there, here = (worker.memory.dram.find(chain) for worker in (source, target))
@@ -62,9 +69,10 @@ class PeerReads:
         now_s = self._loop.now_s
         end_s = start_between(source.outgoing, target.incoming, now_s, seconds, size_bytes)
         replicas = source.memory.replicas_of(chain, boundary, source.name)
-        read = _Read(source, target, chain, replicas, chunks, checkpoints, end_s, ended)
+        above = target.memory.hold(target.memory.dram.find(chain.head(boundary)))
+        read = _Read(source, target, chain, replicas, chunks, checkpoints, above, end_s, ended)
         self._under_way[read] = None
-        self._loop.at(end_s, self._arrived, read)
+        self._loop.at(max(end_s, ssd_s), self._arrived, read)
         return True
 
     def cut_off(self, worker: Worker) -> None:
@@ -81,6 +89,9 @@ class PeerReads:
             for channel in read.channels:
                 channel.cut(max(self._loop.now_s, busy_until_s.get(channel, 0.0)))
         for read in lost:
+            if read.target is not worker:  # else its DRAM is gone
+                read.target.memory.dram.unpin(read.above)
+        for read in lost:
             read.ended(0)
 
     def _arrived(self, read: _Read) -> None:
@@ -89,5 +100,6 @@ class PeerReads:
         del self._under_way[read]
         target, boundary = read.target, read.replicas[-1].end
         target.flows.fetched.add(read.chunks, read.checkpoints)
+        target.memory.dram.unpin(read.above)
         target.memory.add_replicas(read.chain, read.replicas, read.checkpoints, target.name)
         read.ended(boundary)

@@ -43,6 +43,19 @@ class _Job:
     ended: bool = False
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """What is under way."""
+
+    upto: int
+    """Chunks of the chain that are in DRAM when it is there."""
+    chunks: int
+    checkpoints: Sequence[int]
+    size_bytes: int
+    above: Run
+    """What it continues, pinned."""
+
+
 class Prefetching:
     """Hears of a worker's requests as they begin and end, and stages what is due."""
 
@@ -63,6 +76,8 @@ class Prefetching:
         self._chains: dict[int, BlockRuns] = {}
         """Of the sessions that are expected."""
         self._job: _Job | None = None
+        self._noted = 0
+        """The last tick whose time is known."""
 
     def began(self, session: int) -> None:
         """A turn has arrived: what is still on SSD its own restore reads."""
@@ -75,7 +90,9 @@ class Prefetching:
     def ended(self, session: int, chain: BlockRuns) -> None:
         """A turn is over, with those chunks."""
         now_s, chunks = self._loop.now_s, chain.num_blocks
-        self._moments.note(self._memory.now, now_s)
+        if self._memory.now > self._noted:
+            self._noted = self._memory.now
+            self._moments.note(self._noted, now_s)
         expected = self._think_times.ended(session, now_s)
         if expected is None or not chunks:
             return
@@ -115,14 +132,18 @@ class Prefetching:
         )
         return _Job(expected, chain.head(boundary), expected.probability * at_stake_s)
 
+    def _go_on(self, job: _Job) -> None:
+        """With the job, unless the worker has died; where that is over with the next."""
+        if job is self._job:
+            self._advance(job)
+            self._next()
+
     def _advance(self, job: _Job) -> None:
-        """Start the next batch, or be done."""
-        if job is not self._job:
-            return  # the worker died
+        """Start the next batch, or have no job any more."""
         now_s, memory = self._loop.now_s, self._memory
         busy_s = self._ssd.pending_s(now_s)
         if busy_s and not job.ended:
-            self._loop.at(now_s + busy_s, self._advance, job)
+            self._loop.at(now_s + busy_s, self._go_on, job)
             return
         in_dram, boundary = memory.dram.find(job.chain), job.chain.num_blocks
         upto = min(boundary, in_dram.chunks + self._batch_chunks)
@@ -135,31 +156,29 @@ class Prefetching:
         gone = in_dram.chunks < job.reached or memory.ssd.find(job.chain).chunks < upto
         if late or gone or not size_bytes or not self._makes_room(in_dram, size_bytes):
             self._job = None
-            self._next()
             return
+        above = memory.hold(in_dram)
         end_s = self._ssd.start(now_s, self._stage_s(chunks, len(checkpoints)), size_bytes)
-        self._loop.at(end_s, self._arrived, job, upto, chunks, checkpoints, size_bytes)
+        batch = _Batch(upto, chunks, checkpoints, size_bytes, above)
+        self._loop.at(end_s, self._arrived, job, batch)
 
-    def _arrived(
-        self, job: _Job, upto: int, chunks: int, checkpoints: list[int], size_bytes: int
-    ) -> None:
+    def _arrived(self, job: _Job, batch: _Batch) -> None:
         if job is not self._job:
-            return  # the worker died, and what was reserved with it
-        memory = self._memory
-        memory.dram.release(size_bytes)
-        run, *_ = memory.dram.add(job.chain.head(upto), upto, checkpoints, memory.tick())
+            return  # the worker died, and what was reserved and pinned with it
+        memory, upto = self._memory, batch.upto
+        memory.dram.release(batch.size_bytes)
+        memory.dram.unpin(batch.above)
+        run, *_ = memory.dram.add(job.chain.head(upto), upto, batch.checkpoints, memory.tick())
         job.reached = run.end
-        self._staged(chunks, checkpoints)
-        self._advance(job)
+        self._staged(batch.chunks, batch.checkpoints)
+        self._go_on(job)
 
     def _makes_room(self, in_dram: Found, size_bytes: int) -> bool:
         """Take room in DRAM from what is worth less; the chain's own state makes none for it."""
         dram = self._memory.dram
-        if not in_dram.path:
-            return dram.reserve(size_bytes, self._is_dearer)
-        dram.pin(in_dram.path[-1])
+        held = self._memory.hold(in_dram)
         taken = dram.reserve(size_bytes, self._is_dearer)
-        dram.unpin(in_dram.path[-1])
+        dram.unpin(held)
         return taken
 
     def _is_dearer(self, run: Run) -> bool:

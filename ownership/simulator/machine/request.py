@@ -43,6 +43,8 @@ class LiveRequest:
     """The last may be partial: it takes a slot, but nothing can resume behind it."""
     answered_chain: BlockRuns | None = None
     """The full chunks of the prompt with its answer behind it, where they are known and kept."""
+    was_decided: bool = False
+    """Where it runs; once more if a worker dies."""
     decodes_elsewhere: bool = False
     """It is only prefilled here, and handed over."""
     handed_over: bool = False

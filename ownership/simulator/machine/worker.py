@@ -24,7 +24,7 @@ from ownership.simulator.machine.request import LiveRequest
 from ownership.simulator.machine.ssd_writes import SsdWrites
 from ownership.simulator.machine.steps import StepTimes
 from ownership.simulator.state.memory import Eviction, Owns, TierBytes, WorkerMemory
-from ownership.simulator.state.restoring import Restorer, StoredChunks
+from ownership.simulator.state.restoring import Restore, Restorer, StoredChunks
 from ownership.simulator.state.retention import Retention
 from ownership.simulator.state.sealing import Sealer
 from ownership.simulator.state.shape import StateShape
@@ -113,7 +113,7 @@ class Worker:
         self._restorer = restorer = Restorer(
             shape, costs, policy.restores, replay=policy.replay, known=known
         )
-        admission = Admission(
+        self._admission = admission = Admission(
             self.memory, restorer, costs, self.ssd_reads, self.flows.staged,
             Retention(shape.chunk_tokens, limits.retention_interval, shape.window_chunks),
         )  # fmt: skip
@@ -170,8 +170,8 @@ class Worker:
             self.sessions,
         )
 
-    def reads_from(self, peer: Worker, request: LiveRequest) -> int:
-        """Chunks of a prompt up to which the planner here reads from a peer; 0: not at all."""
+    def reads_from(self, peer: Worker, request: LiveRequest) -> Restore | None:
+        """What the planner here restores of a prompt with a peer's help; None: it needs none."""
         memory, chain, tokens = self.memory, request.chain, request.prompt_tokens
         local = memory.resumable(memory.hbm.find(chain), (tokens - 1) // self.shape.chunk_tokens)
         load = EngineLoad(0, self.engine.running_decodes)
@@ -179,7 +179,14 @@ class Worker:
             memory.dram.find(chain), memory.ssd.find(chain), tokens, local, load,
             peer.memory.dram.find(chain),
         )  # fmt: skip
-        return restore.boundary_chunks if restore is not None and restore.from_peer else 0
+        return restore if restore is not None and restore.from_peer else None
+
+    def read_ssd(self, request: LiveRequest, restore: Restore) -> float:
+        """Begin to read what such a plan takes from the SSD here; when it is in DRAM."""
+        if not restore.staged:
+            return self._loop.now_s
+        end_s, _ = self._admission.read_ssd(request, restore, self._loop.now_s)
+        return end_s
 
     def peer_seconds(self, chunks: int, checkpoints: int) -> float:
         """Of reading so much from a peer, nothing else being read."""

@@ -178,6 +178,12 @@ class WorkerMemory:
         self._worth.refund(admitted, end.end, boundaries)
         return end, new, boundaries
 
+    def hold(self, in_dram: Found) -> Run:
+        """Pin what was found in DRAM until it is unpinned there; its root if nothing was."""
+        run = in_dram.path[-1] if in_dram.path else self.dram.root
+        self.dram.pin(run)
+        return run
+
     def replicas_of(self, chain: BlockRuns, chunks: int, name: str) -> list[Replica]:
         """What a peer that reads the first `chunks` chunks from DRAM has then; `name`: ours."""
         if not self._has_replicas:

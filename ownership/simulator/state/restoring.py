@@ -24,6 +24,8 @@ class Restore(NamedTuple):
     ssd_chunks: int
     dram_checkpoints: int
     ssd_checkpoints: int
+    own_chunks: int
+    """Up to which DRAM or SSD has the chunks, those in pages among them."""
     from_peer: bool = False
     """Whether any of it is at a peer."""
 
@@ -112,6 +114,7 @@ class Restorer:
             max(0, min(own, chunks) - local_chunks - from_dram),
             int(kept is Tier.DRAM),
             int(kept is Tier.SSD),
+            min(own, chunks),
             chunks > own or kept is Tier.PEER,
         )
 

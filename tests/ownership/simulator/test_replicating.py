@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ownership.memory_sessions import MemoryGroups
+from ownership.scheduling.fleet import Role
 from ownership.scheduling.registry import POLICIES
 from ownership.simulator.fleet_file import Failure
 from ownership.simulator.traces.block_runs import BlockRuns
@@ -45,6 +47,16 @@ def test_a_prefix_that_many_sessions_share_is_copied_before_it_is_asked_for(mode
     readers = [w for w in holders if w.flows.fetched.chunks]
     assert readers
     assert all(w.memory.ssd.find(SHARED).chunks == 0 for w in readers), "a replica is not written"
+
+
+def test_a_request_that_is_sent_again_counts_as_one_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    uses: list[float] = []
+    monkeypatch.setattr(MemoryGroups, "use", lambda _, name, key, now_s: uses.append(now_s))
+    roles = (Role.PREFILL, Role.PREFILL, Role.DECODE)
+    spec = replace(fleet(3, roles=roles), failures=(Failure("w1", 5.01, 100.0),))
+    run = run_of(sharing(2, every_s=5.0), spec, "round_robin_pd+replicas=hot")
+    assert run.tally.resent == 1
+    assert uses == [5.0]
 
 
 def test_without_the_option_nothing_is_copied() -> None:
