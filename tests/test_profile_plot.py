@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib import image
 
 from hetero_connector import cli
 from hetero_connector.artifacts.record import Tier
@@ -36,7 +37,6 @@ def calibrated() -> Calibration:
 
 
 def test_prompts_are_drawn_by_what_they_took_and_were_predicted(tmp_path: Path) -> None:
-    image = pytest.importorskip("matplotlib.image")
     picture = plot(calibrated(), tmp_path / "profile.json.png")
     assert picture == tmp_path / "profile.json.png"
     pixels = (image.imread(picture)[:, :, :3] * 255).round().astype(int)
