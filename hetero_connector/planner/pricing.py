@@ -3,12 +3,13 @@
     T = queue + max(staging - queue, waiting, 0) + exposed + compute, then stall and HBM
 
 Staging brings artifacts from SSD or PEER to DRAM while the request waits, so the queue hides
-it; tiers are read side by side. The engine finds out that it has ended between two steps: with
-decodes running that is half a step later, on average. Requests that waited before it for loads
-of their own are computed first; without a load to wait for it overtakes them. What is in DRAM
-then goes to pages. Layer by layer that is hidden by the first step's compute, except for the
-first layer, which nothing runs ahead of: max(load, first step) + load / layers instead of their
-sum. Parked it comes before compute.
+it; tiers are read side by side. The engine finds out that it has ended between two steps. With
+decodes running staging begins with one of their steps, so it takes that step at least, and half
+a step longer than it moves bytes on average. Requests that waited before it for loads of their
+own are computed first; without a load to wait for it overtakes them. What is in DRAM then goes
+to pages. Layer by layer that is hidden by the first step's compute, except for the first layer,
+which nothing runs ahead of: max(load, first step) + load / layers instead of their sum.
+Parked it comes before compute.
 """
 
 from __future__ import annotations
@@ -109,9 +110,9 @@ class Pricing:
         self._behind_s = self._queue_s
         if load.waiting_tokens:
             self._behind_s = costs.queue_s(load.queued_tokens + load.waiting_tokens)
-        self._noticed_s = 0.0
+        self._half_step_s = 0.0
         if load.running_decodes:
-            self._noticed_s = costs.delays().decode_step_s(load.running_decodes, 0.0) / 2
+            self._half_step_s = costs.delays().decode_step_s(load.running_decodes, 0.0) / 2
         self._stall = costs.weights.stall * load.running_decodes
         # A parked load runs beside the steps of others; layer by layer it may hold them up.
         self._load_stall = self._stall if load.layerwise else 0.0
@@ -207,8 +208,9 @@ class Pricing:
             if table.tier in tiers:
                 staged_s = self._staged_from(table, span, held)
                 staged = staged_s if staged is None else np.maximum(staged, staged_s)
-        if staged is not None and self._noticed_s:
-            staged += self._noticed_s * (staged > 0.0)
+        if staged is not None and self._half_step_s:
+            noticed_s = np.maximum(staged, self._half_step_s) + self._half_step_s
+            staged = noticed_s * (staged > 0.0)
         return staged
 
     def _staged_from(self, table: TierTable, span: _Span, held: Holdings) -> Floats:

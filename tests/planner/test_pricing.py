@@ -188,7 +188,7 @@ def test_loads_take_longer_beside_an_engine_that_computes(busy: EngineLoad) -> N
     assert candidates(idle, [Tier.SSD], EngineLoad())[-1].terms.load_s < slow.load_s - 0.2
 
 
-def test_decodes_notice_the_end_of_staging_half_a_step_late() -> None:
+def test_beside_decodes_staging_ends_half_a_step_late_and_not_before_their_first_step() -> None:
     costs = costs_of(DENSE, load={Tier.SSD: rates(0.5, 1e-6), **DRAM})
     idle, busy = (
         candidates(costs, [Tier.SSD], EngineLoad(running_decodes=n))[-1].terms.load_s
@@ -201,3 +201,6 @@ def test_decodes_notice_the_end_of_staging_half_a_step_late() -> None:
         for n in (0, 4)
     ]
     assert in_dram[0] == pytest.approx(in_dram[1])
+    short = costs_of(DENSE, load={Tier.SSD: rates(0.001, 1e-12), **DRAM})
+    busy = candidates(short, [Tier.SSD], EngineLoad(running_decodes=4))[-1].terms.load_s
+    assert busy - in_dram[1] == pytest.approx(0.014, abs=1e-6), "no sooner than a whole step"
