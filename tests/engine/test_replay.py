@@ -7,7 +7,7 @@ one part of the mechanism away at a time and see the answer move.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -26,6 +26,7 @@ from hetero_connector.spec import StateType
 from tests.engine.harness import (
     BF16_MODELS,
     Completion,
+    _completion,
     assert_nothing_is_held,
     delta,
     forget,
@@ -468,19 +469,75 @@ def test_the_same_prompt_twice_at_once(llm: Any, case: Case, reference: Completi
             case.same_beside_others(answer, reference)
 
 
+def preempted(
+    llm: Any, after_tokens: int = 0, resumed_under: AbstractContextManager[Any] | None = None
+) -> Completion:
+    """PROMPT's answer, preempted after two steps or, if given, so many decoded tokens.
+
+    vLLM preempts as it does when blocks run short; its prefix cache and our checkpoints are
+    dropped too. So the request resumes from what else is stored, if from anything.
+    """
+    add(llm, PROMPT, max_tokens=8, logprobs=-1)
+    outputs = step(llm, 2)
+    while after_tokens and not (outputs and len(outputs[0].outputs[0].token_ids) == after_tokens):
+        outputs = step(llm)
+    replaying = bool(scheduler_side(llm)._replays._running)
+    assert llm.reset_prefix_cache(reset_running_requests=True)
+    forget_checkpoints(llm)
+    with resumed_under or nullcontext():
+        (output,) = [o for o in step(llm, 40) if o.finished]
+    assert replaying == (output.num_cached_tokens > 0 and not after_tokens)
+    return _completion(output)
+
+
+def test_control_preempted_by_itself_the_engine_answers_the_same(llm: Any) -> None:
+    """To the last digit, in bfloat16 too, as long as nothing is decoded when it happens."""
+    with no_restores(llm), steps_of(llm, 100):
+        undisturbed = generate(llm, PROMPT, max_tokens=8)
+        forget_local(llm)
+        again = preempted(llm)
+    assert (undisturbed.num_cached_tokens, again.num_cached_tokens) == (0, 0)
+    assert again.tokens == undisturbed.tokens
+    assert delta(again, undisturbed) == 0.0
+
+
+def test_power_preempted_in_the_middle(llm: Any, reference: Completion, case: Case) -> None:
+    """It is the second replay that the answer comes from, and its windows that count."""
+    unmasked = patch.object(slot_masks, "protect", lambda *_: None)
+    with steps_of(llm, 100):
+        wrong = preempted(llm, resumed_under=unmasked)
+    assert wrong.num_cached_tokens == case.resume
+    assert error(wrong, reference) > CLEAR
+
+
 def test_preempted_in_the_middle(llm: Any, reference: Completion, case: Case) -> None:
+    """Logprobs of the prompt cannot be compared: a request for them reads no cache in vLLM."""
     replayed = metric("heterocache_replayed_tokens_total")
     with steps_of(llm, 100):
-        add(llm, PROMPT, max_tokens=8)
-        step(llm, 2)
-        assert scheduler_side(llm)._replays._running
-        assert llm.reset_prefix_cache(reset_running_requests=True)
-        forget_checkpoints(llm)
-        outputs = [o for _ in range(40) for o in step(llm) if o.finished]
-    assert list(outputs[0].outputs[0].token_ids) == reference.tokens[:8]
+        again = preempted(llm)
+    assert again.num_cached_tokens == case.resume
     assert metric("heterocache_replayed_tokens_total") - replayed == 2 * case.replayed
+    case.same(again, reference)
     with no_restores(llm):  # what it left in the engine's own cache
         case.same(generate(llm, PROMPT, max_tokens=8), reference)
+
+
+def test_preempted_while_decoding_and_replayed_again(
+    llm: Any, reference: Completion, case: Case
+) -> None:
+    """What was decoded is prefilled then, which in bfloat16 moves logprobs with any engine.
+
+    So the tokens after it are compared with the engine's own hit on all those before.
+    """
+    replayed = metric("heterocache_replayed_tokens_total")
+    again = preempted(llm, after_tokens=5)
+    assert metric("heterocache_replayed_tokens_total") - replayed == 2 * case.replayed
+    case.same(cut(again, 5), reference)
+    settle(llm)
+    with no_restores(llm):
+        rest = generate(llm, PROMPT + again.tokens[:5], max_tokens=3)
+    assert rest.num_cached_tokens == case.boundary()
+    case.same(replace(again, tokens=again.tokens[5:], logprobs=again.logprobs[5:]), rest)
 
 
 def test_aborted_in_the_middle(llm: Any, case: Case, reference: Completion) -> None:

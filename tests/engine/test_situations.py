@@ -84,12 +84,12 @@ def boundary(llm: Any, num_tokens: int) -> int:
     return (num_tokens - 1) // alignment * alignment
 
 
-def add(llm: Any, prompt: Sequence[int], max_tokens: int = 8) -> str:
+def add(llm: Any, prompt: Sequence[int], max_tokens: int = 8, **sampling: Any) -> str:
     """Add a request, to be stepped by hand."""
     from vllm import SamplingParams
 
     parameters = SamplingParams(
-        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **sampling
     )
     request_id = f"by-hand-{next(_ids)}"
     llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, parameters)
