@@ -44,7 +44,7 @@ from ownership.simulator.traces.synthetic import synthetic
 
 PREFILL, DECODE = "prefill", "decode"
 STEP_S = 0.01
-POLICY = "static_pd+peers=any"
+POLICY = "static_pd+peers=any+handoffs=tokens"
 ONE_BY_ONE = SESSIONS.replaced(
     {
         "fork_fraction": 0.0,

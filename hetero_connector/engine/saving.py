@@ -154,7 +154,7 @@ class Saver:
         if not is_prefill(tracker.request):
             return
         last = min(int(tracker.request.num_prompt_tokens) - 1, known)
-        end = last - last % self._model.handoff_step
+        end = self._model.handoff_end(last + 1)
         if end >= max(1, tracker.windows_from):
             chunk = tracker.chain.ending_at(end)
             missing = self._store.missing(chunk, self._model.types_at(end))

@@ -153,6 +153,11 @@ class ModelSpec:
         step = math.lcm(*(math.lcm(x.block_tokens, x.open_block_tokens) for x in boundary))
         return self.alignment if self.alignment % step else step
 
+    def handoff_end(self, prompt_tokens: int) -> int:
+        """Where a prompt is resumed that was handed over: before its last token, or just before."""
+        last = prompt_tokens - 1
+        return last - last % self.handoff_step
+
     @cached_property
     def state_types(self) -> tuple[StateType, ...]:
         """State types that are stored, in the order of the `StateType` enum."""

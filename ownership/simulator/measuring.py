@@ -127,10 +127,13 @@ def _flow_bytes(shape: StateShape, flow: Flow) -> int:
 
 
 def _type_bytes(shape: StateShape, flow: Flow, state_type: StateType) -> int:
-    if state_type in shape.prefix_bytes:
-        return flow.chunks * shape.prefix_bytes[state_type]
-    return sum(
-        count * shape.layout.artifact_bytes(state_type, 0, boundary * shape.chunk_tokens)
+    is_prefix, artifact_bytes = state_type in shape.prefix_bytes, shape.layout.artifact_bytes
+    short = flow.short if is_prefix else flow.short_checkpoints
+    short_bytes = sum(count * artifact_bytes(state_type, *span) for span, count in short.items())
+    if is_prefix:
+        return flow.chunks * shape.prefix_bytes[state_type] + short_bytes
+    return short_bytes + sum(
+        count * artifact_bytes(state_type, 0, boundary * shape.chunk_tokens)
         for boundary, count in flow.checkpoints.items()
     )
 

@@ -18,13 +18,14 @@ from ownership.simulator.state.memory import EVICTIONS, Eviction, TierBytes
 _GIB = 1 << 30
 _OPTIONS = (
     "checkpoints", "eviction", "restores", "replay", "tiers", "state", "answers", "peers",
-    "replicas", "ssd_writes", "prefetch", "ttft",
+    "handoffs", "replicas", "ssd_writes", "prefetch", "ttft",
 )  # fmt: skip
 _TIERS = ("all", "dram", "gpu")
 _STATE = ("typed", "paged")
 _SWITCH = ("on", "off")
 _ANSWERS = ("lost", "kept")
 _PEERS = ("named", "any")
+_HANDOFFS = ("chunks", "tokens")
 _REPLICAS = ("none", "hot")
 
 
@@ -43,6 +44,9 @@ class PolicySpec:
     """`kept`: the state of decoded tokens too, where a prompt that follows can begin with them."""
     peers: str = "named"
     """Whose DRAM engines read: a peer `named` by the scheduling policy, or `any`, by need."""
+    handoffs: str = "chunks"
+    """Where a remote prefill is handed over: at its last full chunk's end, or as engines do it, at
+    its last token (`ModelSpec.handoff_end`)."""
     replicas: str = "none"
     """`hot`: read-only copies of prefixes that many sessions share, see `replicating`."""
     ttft_objective_s: float | None = None
@@ -108,6 +112,9 @@ def _with(spec: PolicySpec, name: str, value: str) -> PolicySpec:
         case "peers":
             _check(spec.text, name, value, _PEERS)
             return replace(spec, peers=value)
+        case "handoffs":
+            _check(spec.text, name, value, _HANDOFFS)
+            return replace(spec, handoffs=value)
         case "replicas":
             _check(spec.text, name, value, _REPLICAS)
             return replace(spec, replicas=value)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ownership.simulator.clock import EventLoop
 from ownership.simulator.machine.request import LiveRequest
 from ownership.simulator.state.chunks import chunk_runs
+from ownership.simulator.state.short_chunks import ShortChunk
 from ownership.simulator.traces.block_runs import BlockRuns
 from ownership.simulator.traces.session import Request, Session, Trigger
 
@@ -30,6 +31,8 @@ class LiveSession:
     """The worker that it decodes at."""
     waiting_for_tools: dict[int, str] = field(default_factory=dict)
     """By request to come: the worker whose state waits for it."""
+    shorts: dict[int, ShortChunk] = field(default_factory=dict)
+    """By request that was handed over."""
 
     @classmethod
     def of(cls, number: int, session: Session, started_s: float) -> LiveSession:
@@ -64,6 +67,18 @@ class LiveSession:
             if follower.input_tokens > tokens and shared >= full:
                 return follower.blocks.head(tokens // block_tokens)
         return None
+
+    def begins_with(self, index: int, block_tokens: int) -> Iterator[int]:
+        """The requests before it whose whole prompts its own begins with, the last one first."""
+        request = before = self.request(index)
+        while before.parent is not None:
+            number, before = before.parent, self.request(before.parent)
+            full = before.input_tokens // block_tokens
+            if request.input_tokens <= before.input_tokens:
+                return
+            if request.blocks.shared_with(before.blocks) < full:
+                return
+            yield number
 
     def boundary_tokens(self, index: int, block_tokens: int) -> int:
         """Tokens of the prompt that were computed when the turn before it ended."""

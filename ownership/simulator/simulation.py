@@ -23,6 +23,7 @@ from ownership.simulator.sessions import LiveSession, Sessions
 from ownership.simulator.state.overlap import ChunkSet, duplicate_factor
 from ownership.simulator.state.restoring import Restore, StoredChunks
 from ownership.simulator.state.shape import StateShape
+from ownership.simulator.state.short_chunks import ShortChunk, short_chunk
 from ownership.simulator.traces.block_runs import BlockRuns
 from ownership.simulator.traces.session import Session, Trigger
 
@@ -71,12 +72,14 @@ class FleetSimulation:
         if policy.replicas == "hot":
             self.replicating = Replicating(HotSpotReplicas(), self.workers, self._reads)
         self._reads_peers = policy.peers == "any"
+        self._keeps_answers = policy.answers == "kept"
+        self._has_shorts, self._named = policy.handoffs == "tokens", 0
         self._policy: SchedulingPolicy = policy.scheduler(random.Random(seed))
         self._block_tokens = block_tokens
         per_chunk = shape.chunk_tokens // block_tokens
         self.sessions = Sessions(
             self.loop, sessions, per_chunk, self._send, self._close,
-            block_tokens=block_tokens, keep_answers=policy.answers == "kept",
+            block_tokens=block_tokens, keep_answers=self._keeps_answers,
         )  # fmt: skip
         self._output_tokens = 256.0
         self._decoders: dict[LiveRequest, Worker] = {}
@@ -126,8 +129,11 @@ class FleetSimulation:
             tally.moved_sessions += decoder.name != live.owner
         self._hand_over(live, decoder.name)
         if prefiller is not decoder:
+            if self._has_shorts:
+                self._name_short(live, request)
             request.decodes_elsewhere = True
             self._decoders[request] = decoder
+        request.shorts = self._known_shorts(live, request)
         resident = step.held.get(prefiller.name)
         held = resident.local_tokens if resident else 0
         request.expected_tokens = max(1, request.prompt_tokens - held)
@@ -158,6 +164,25 @@ class FleetSimulation:
             recorded.trigger is Trigger.TOOL_RESULT,
             live.is_fork(request.index),
         )
+
+    def _name_short(self, live: LiveSession, request: LiveRequest) -> None:
+        """Say at which short chunk it will be handed over."""
+        if request.index in live.shorts:
+            return  # it is sent again
+        self._named += 2  # none follows another
+        name = -self._named
+        short = short_chunk(self.shape, request.chain, request.prompt_tokens, name)
+        if short is not None:
+            live.shorts[request.index] = request.short = short
+
+    def _known_shorts(self, live: LiveSession, request: LiveRequest) -> list[ShortChunk]:
+        """Those that its prompt begins with, where that is known."""
+        if not live.shorts:
+            return []
+        known = [request.index]
+        if self._keeps_answers:
+            known += live.begins_with(request.index, self._block_tokens)
+        return [live.shorts[index] for index in known if index in live.shorts]
 
     def _replicate(
         self, replicating: Replicating, live: LiveSession, request: LiveRequest, step: Step
@@ -241,11 +266,15 @@ class FleetSimulation:
         source, as far as the request can resume.
         """
         ssd_s, limit = 0.0, (request.prompt_tokens - 1) // self.shape.chunk_tokens
+        short = request.short if request.handed_over else None
+        chain = request.chain
+        if short is not None:
+            chain, limit = short.behind(chain), short.before + 1
         if plan is not None:
             ssd_s, limit = target.read_ssd(request, plan), plan.boundary_chunks
         request.own_chunks = target.memory.dram.find(request.chain).chunks
         fetched = partial(self._fetched, request, target, self.loop.now_s, ssd_s)
-        if self._reads.begin(source, target, request.chain, limit, fetched, ssd_s):
+        if self._reads.begin(source, target, chain, limit, fetched, ssd_s, short):
             self._changed |= {source.name, target.name}
         else:
             fetched(0)

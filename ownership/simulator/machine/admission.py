@@ -15,6 +15,7 @@ from ownership.simulator.state.memory import WorkerMemory
 from ownership.simulator.state.restoring import Restore, Restorer
 from ownership.simulator.state.retention import Retention
 from ownership.simulator.state.runs import NOTHING, Run
+from ownership.simulator.state.short_chunks import longest
 from ownership.simulator.traces.block_runs import BlockRuns
 
 
@@ -65,9 +66,12 @@ class Admission:
         if request.was_staged:
             ssd = NOTHING
         restore = None
-        if max(dram.chunks, ssd.chunks) > local:
+        short = longest(request.shorts, request.chain, request.stored_chunks, memory.dram)
+        if short is not None or max(dram.chunks, ssd.chunks) > local:
             load = EngineLoad(0, decodes, self._in_flight(now_s))
-            restore = self._restorer.plan(dram, ssd, request.prompt_tokens, local, load)
+            restore = self._restorer.plan(
+                dram, ssd, request.prompt_tokens, local, load, short=short
+            )
         if restore is not None and restore.staged:
             memory.hbm.release(shape.request_bytes(total - local * size))
             memory.hbm.unpin(run)
@@ -158,15 +162,15 @@ class Admission:
         if restore is not None:
             request.computed = restore.resume_tokens
             pace = self._dram_pace
-            loaded = restore.boundary_chunks - local
-            request.load_s = pace.latency_s + loaded * size * pace.token_s
+            boundary_tokens = restore.boundary_tokens(size)
+            request.load_s = pace.latency_s + (boundary_tokens - tokens) * pace.token_s
             request.load_s += restore.dram_checkpoints * pace.checkpoint_s
             # A checkpoint alone makes its chunk the peer's, as an engine counts.
             own = min(request.own_chunks, request.peer_chunks - self._memory.shape.has_checkpoints)
             from_peer = max(local, own)
-            fetched = max(0, min(request.peer_chunks, restore.boundary_chunks) - from_peer) * size
+            fetched = min(request.peer_chunks * size, boundary_tokens) - from_peer * size
             gained = restore.resume_tokens - tokens
-            hits.peer = min(fetched, gained)
+            hits.peer = min(max(0, fetched), gained)
             hits.ssd = min(request.staged_chunks * size, gained - hits.peer)
             hits.dram = gained - hits.peer - hits.ssd
         if request.handed_over and not request.generated:

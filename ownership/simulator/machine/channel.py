@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ownership.simulator.state.short_chunks import ShortChunk
+
 
 @dataclass
 class Flow:
@@ -15,11 +17,34 @@ class Flow:
     checkpoints: Counter[int] = field(default_factory=Counter)
     """By boundary, in chunks: near the start of a prompt windows are not full."""
 
-    def add(self, chunks: int, boundaries: Iterable[int] = ()) -> None:
-        """So many more chunks, and a checkpoint at each of the boundaries."""
+    short: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Short chunks, by where they begin and end, in tokens; `chunks` are full ones."""
+    short_checkpoints: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """At their ends."""
+
+    @property
+    def slots(self) -> int:
+        """Chunks, short ones among them."""
+        return self.chunks + self.short.total()
+
+    @property
+    def boundaries(self) -> int:
+        """Checkpoints at any of them."""
+        return self.checkpoints.total() + self.short_checkpoints.total()
+
+    def add(
+        self, chunks: int, boundaries: Iterable[int] = (), short: ShortChunk | None = None
+    ) -> None:
+        """So many more chunks, and a checkpoint at each of the boundaries. `short`: the last."""
+        if short is not None and chunks:
+            self.short[short.start, short.end] += 1
+            chunks -= 1
         self.chunks += chunks
         for boundary in boundaries:
-            self.checkpoints[boundary] += 1
+            if short is not None and boundary > short.before:
+                self.short_checkpoints[short.start, short.end] += 1
+            else:
+                self.checkpoints[boundary] += 1
 
 
 class Channel:

@@ -11,6 +11,7 @@ from ownership.simulator.machine.channel import Channel, start_between
 from ownership.simulator.machine.worker import Worker
 from ownership.simulator.state.memory import Replica
 from ownership.simulator.state.runs import Run
+from ownership.simulator.state.short_chunks import ShortChunk
 from ownership.simulator.traces.block_runs import BlockRuns
 
 Ended = Callable[[int], None]
@@ -27,6 +28,8 @@ class _Read:
     chunks: int
     """That the reader lacked."""
     checkpoints: list[int]
+    short: ShortChunk | None
+    """The last of the chunks, if it is no full one."""
     above: Run
     """What the reader has of it, pinned."""
     end_s: float
@@ -46,11 +49,12 @@ class PeerReads:
 
     def begin(
         self, source: Worker, target: Worker, chain: BlockRuns, limit: int, ended: Ended,
-        ssd_s: float = 0.0,
+        ssd_s: float = 0.0, short: ShortChunk | None = None,
     ) -> bool:  # fmt: skip
         """Read what the target lacks of a chain's first `limit` chunks; False: there is nothing.
 
         `ssd_s`: when the target's own SSD is read, which the read then has to wait for.
+        `short`: the chain's last chunk, if it is no full one.
         """
         if not (source.up and target.up and target.spec.capacity.dram):
             return False
@@ -61,8 +65,14 @@ class PeerReads:
         shape = target.shape
         chunks = max(0, boundary - here.chunks)
         checkpoints = [boundary] if shape.has_checkpoints else []
-        size_bytes = shape.moved_bytes(chunks, len(checkpoints))
-        seconds = target.peer_seconds(chunks, len(checkpoints))
+        if short is not None and boundary <= short.before:
+            short = None
+        short_tokens = short.end - short.start if short else 0
+        size_bytes = shape.moved_bytes(chunks, len(checkpoints), short_tokens)
+        tokens = chunks * shape.chunk_tokens
+        if short_tokens and chunks:
+            tokens += short_tokens - shape.chunk_tokens
+        seconds = target.peer_seconds(tokens, len(checkpoints))
         link = self._links.get((source.name, target.name)) if self._links else None
         if link is not None:
             seconds = max(seconds, link.latency_s + size_bytes * link.seconds_per_byte)
@@ -70,7 +80,9 @@ class PeerReads:
         end_s = start_between(source.outgoing, target.incoming, now_s, seconds, size_bytes)
         replicas = source.memory.replicas_of(chain, boundary, source.name)
         above = target.memory.hold(target.memory.dram.find(chain.head(boundary)))
-        read = _Read(source, target, chain, replicas, chunks, checkpoints, above, end_s, ended)
+        read = _Read(
+            source, target, chain, replicas, chunks, checkpoints, short, above, end_s, ended
+        )
         self._under_way[read] = None
         self._loop.at(max(end_s, ssd_s), self._arrived, read)
         return True
@@ -99,7 +111,7 @@ class PeerReads:
             return  # cut off
         del self._under_way[read]
         target, boundary = read.target, read.replicas[-1].end
-        target.flows.fetched.add(read.chunks, read.checkpoints)
+        target.flows.fetched.add(read.chunks, read.checkpoints, read.short)
         target.memory.dram.unpin(read.above)
         target.memory.add_replicas(read.chain, read.replicas, read.checkpoints, target.name)
         read.ended(boundary)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hetero_connector.planner.checkpoint_policy import Reuse
 from ownership.simulator.state.restoring import Restore
 from ownership.simulator.state.runs import Run
+from ownership.simulator.state.short_chunks import ShortChunk
 from ownership.simulator.traces.block_runs import BlockRuns
 
 
@@ -43,6 +45,10 @@ class LiveRequest:
     """The last may be partial: it takes a slot, but nothing can resume behind it."""
     answered_chain: BlockRuns | None = None
     """The full chunks of the prompt with its answer behind it, where they are known and kept."""
+    short: ShortChunk | None = None
+    """Where it is resumed if it is handed over, unless that is where a full chunk ends."""
+    shorts: Sequence[ShortChunk] = ()
+    """All that its prompt begins with, this one among them."""
     was_decided: bool = False
     """Where it runs; once more if a worker dies."""
     decodes_elsewhere: bool = False
@@ -81,7 +87,7 @@ class LiveRequest:
     own_chunks: int = 0
     """Chunks that its worker had in DRAM before a peer was read."""
     peer_chunks: int = 0
-    """Chunks up to which its worker's DRAM was filled by a peer, for it."""
+    """Chunks up to which its worker's DRAM was filled by a peer, for it; a short one counts."""
 
     @property
     def resumed_chunks(self) -> int:

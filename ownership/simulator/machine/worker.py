@@ -28,6 +28,7 @@ from ownership.simulator.state.restoring import Restore, Restorer, StoredChunks
 from ownership.simulator.state.retention import Retention
 from ownership.simulator.state.sealing import Sealer
 from ownership.simulator.state.shape import StateShape
+from ownership.simulator.state.short_chunks import ShortChunk
 from ownership.simulator.traces.block_runs import BlockRuns
 
 
@@ -188,10 +189,9 @@ class Worker:
         end_s, _ = self._admission.read_ssd(request, restore, self._loop.now_s)
         return end_s
 
-    def peer_seconds(self, chunks: int, checkpoints: int) -> float:
+    def peer_seconds(self, tokens: int, checkpoints: int) -> float:
         """Of reading so much from a peer, nothing else being read."""
         pace = self._peer_pace
-        tokens = chunks * self.shape.chunk_tokens
         return pace.latency_s + tokens * pace.token_s + checkpoints * pace.checkpoint_s
 
     @property
@@ -236,10 +236,10 @@ class Worker:
         checkpoints: list[int] = []
         restore = request.restore
         if restore is not None:
-            kept = restore.dram_checkpoints + restore.ssd_checkpoints
-            self.flows.loaded.add(
-                restore.dram_chunks + restore.ssd_chunks, [restore.boundary_chunks] * kept
-            )
+            kept, short = restore.dram_checkpoints + restore.ssd_checkpoints, restore.short
+            chunks, more = restore.dram_chunks + restore.ssd_chunks, int(short is not None)
+            boundaries = [restore.boundary_chunks + more] * kept
+            self.flows.loaded.add(chunks + more, boundaries, short)
         if self.shape.has_checkpoints:
             checkpoints, reuse = self._sealer.prompt(
                 request.chain, request.prompt_tokens, size,
@@ -266,6 +266,8 @@ class Worker:
             request.reuse = None
         if chain is not None:
             self._seal(chain, checkpoints)
+        if request.decodes_elsewhere and request.short is not None:
+            self._seal_short(request.short, request.chain)
         if self._prefetching is not None:
             self._prefetching.ended(request.session, chain or request.chain)
         self._served(self, request)
@@ -280,13 +282,25 @@ class Worker:
         self.flows.staged.add(chunks, checkpoints)
         self.prefetched_bytes += self.shape.moved_bytes(chunks, len(checkpoints))
 
-    def _seal(self, chain: BlockRuns, checkpoints: Sequence[int]) -> None:
+    def _seal_short(self, short: ShortChunk, prompt: BlockRuns) -> None:
+        """Where the prompt is handed over, if what it continues is here."""
+        if self.memory.dram.find(prompt).chunks >= short.before:
+            checkpoints = [short.before + 1] if self.shape.has_checkpoints else []
+            self._seal(short.behind(prompt), checkpoints, short)
+
+    def _seal(
+        self, chain: BlockRuns, checkpoints: Sequence[int], short: ShortChunk | None = None
+    ) -> None:
+        """`short`: the chain's last chunk, if it is no full one."""
         sealed = self.memory.seal(chain, chain.num_blocks, checkpoints)
-        self.flows.sealed.add(sealed.dram_chunks, sealed.dram_checkpoints)
+        new = short if short and sealed.dram_end > short.before else None
+        self.flows.sealed.add(sealed.dram_chunks, sealed.dram_checkpoints, new)
         chunks, boundaries = sealed.ssd_chunks, sealed.ssd_checkpoints
         if chunks or boundaries:
-            self.flows.written.add(chunks, boundaries)
-            size_bytes = self.shape.moved_bytes(chunks, len(boundaries))
+            new = short if short and sealed.ssd_end > short.before else None
+            self.flows.written.add(chunks, boundaries, new)
+            short_tokens = new.end - new.start if new else 0
+            size_bytes = self.shape.moved_bytes(chunks, len(boundaries), short_tokens)
             first = sealed.ssd_end - chunks
             self._writes.start(self._loop.now_s, size_bytes, chain, first, chunks, boundaries)
 

@@ -16,7 +16,7 @@ simulator's, `machine.steps`):
    those chunks, waiting is no better than T.
 3. *Answer.* Each further token takes a step of at least d0 + d1 + d2 (context). Or the request was
    preempted: then a step without it passes (at least d0), and the token comes when its prompt is
-   computed again, whose last, partial chunk no cache has: as in 2, of prompt + 1 tokens at least.
+   computed again, whose last token no cache has: as in 2, of prompt + 1 tokens at least.
 4. *Session.* A request is sent when what it waits for was answered and thought about. By induction
    over a session no request is sent, and none answered, earlier than the bounds add up to.
 
@@ -101,6 +101,8 @@ class _Known:
     chain: BlockRuns
     kept: BlockRuns
     """The same with its answer, where that is kept."""
+    begun_tokens: int = 0
+    """Leading tokens that may be found of a prompt that was handed over and kept."""
     reused: int = 0
     """Leading chunks that others may have computed."""
     reused_ever: int = 0
@@ -136,7 +138,7 @@ class _Bounding:
         self, trace: Trace, fleet: FleetSpec, chunk_tokens: int, keep_answers: bool
     ) -> None:
         self._least, self._size = LeastTimes.of(fleet), chunk_tokens
-        self._workers = len(fleet.workers)
+        self._workers, self._model = len(fleet.workers), fleet.model
         self._block_tokens, self._keep = trace.block_tokens, keep_answers
         ends_s = (failure.at_s + failure.for_s for failure in fleet.failures)
         self._back_s = max(ends_s, default=-math.inf)
@@ -195,7 +197,7 @@ class _Bounding:
     def _answer(self, known: _Known) -> Demand:
         least, tokens = self._least, known.prompt_tokens
         further = max(1, known.request.output_tokens) - 1
-        cached_tokens = self._cacheable(known) * self._size
+        cached_tokens = self._findable_tokens(known)
         return Demand(
             known.sent_s + known.answer_s,
             *self._prompt(known),
@@ -210,7 +212,7 @@ class _Bounding:
     def _prompt(self, known: _Known) -> tuple[float, float, float]:
         """What its prompt takes, see `Demand`."""
         least, tokens = self._least, known.prompt_tokens
-        ever = min(known.reused_ever, self._cacheable(known)) * self._size
+        ever = self._reused_ever(known)
         own_s = least.prefill_work_s(tokens, ever)
         more_s = least.prefill_work_s(tokens, self._reused_tokens(known)) - own_s
         return own_s, more_s, max(0.0, known.others_s - known.sent_s - known.first_token_s)
@@ -224,7 +226,11 @@ class _Bounding:
             chain = chunk_runs(request.blocks, per_chunk)
             kept = live.answered(index, self._block_tokens) if self._keep else None
             chains = chain, chain if kept is None else chunk_runs(kept, per_chunk)
-            found.append(_Known(request, first + index, *chains))
+            known = _Known(request, first + index, *chains)
+            before = next(live.begins_with(index, self._block_tokens), None) if self._keep else None
+            if before is not None:
+                known.begun_tokens = self._findable_tokens(found[before])
+            found.append(known)
         return found
 
     def _find_reuse(self) -> None:
@@ -239,16 +245,16 @@ class _Bounding:
     def _most_saved(self) -> int:
         """Prompt tokens that are not computed, at most."""
         again = [known.sent_s <= self._back_s for known in self._known]
-        chunks = sum(
-            self._cacheable(known) if sent_again else min(known.reused_ever, self._cacheable(known))
+        tokens = sum(
+            self._findable_tokens(known) if sent_again else self._reused_ever(known)
             for known, sent_again in zip(self._known, again, strict=True)
         )
         if not (self._keep or any(again)):
             asked = ChunkSet()
             for known in self._known:
                 asked.add(known.chain)
-            chunks = min(chunks, asked.total - asked.distinct())
-        return chunks * self._size
+            tokens = min(tokens, (asked.total - asked.distinct()) * self._size)
+        return tokens
 
     def _limit_reuse_by_time(self) -> None:
         """Step 2, of requests that are sent at a fixed time."""
@@ -284,15 +290,24 @@ class _Bounding:
                 known.answer_s = known.first_token_s + self._least.decoding_s(
                     known.prompt_tokens,
                     max(1, request.output_tokens),
-                    self._cacheable(known) * self._size,
+                    self._findable_tokens(known),
                 )
 
     def _first_token_s(self, known: _Known) -> float:
         return self._least.prefill_s(known.prompt_tokens, self._reused_tokens(known))
 
     def _reused_tokens(self, known: _Known) -> int:
-        return min(known.reused, self._cacheable(known)) * self._size
+        return max(known.begun_tokens, min(known.reused, self._cacheable(known)) * self._size)
+
+    def _reused_ever(self, known: _Known) -> int:
+        return max(known.begun_tokens, min(known.reused_ever, self._cacheable(known)) * self._size)
 
     def _cacheable(self, known: _Known) -> int:
         """Chunks that an engine may find of a prompt: all full ones, but for its last token."""
         return (known.prompt_tokens - 1) // self._size
+
+    def _findable_tokens(self, known: _Known) -> int:
+        """Tokens that an engine may find of what was computed for this very request."""
+        if self._workers == 1:
+            return self._cacheable(known) * self._size
+        return self._model.handoff_end(known.prompt_tokens)

@@ -56,10 +56,12 @@ class Sealed(NamedTuple):
 
     dram_chunks: int = 0
     dram_checkpoints: Sequence[int] = ()
+    dram_end: int = 0
+    """Chunks of the prompt in DRAM, the new ones among them: they are the last of these."""
     ssd_chunks: int = 0
     ssd_checkpoints: Sequence[int] = ()
     ssd_end: int = 0
-    """Chunks of the prompt on SSD, the new ones among them: they are the last of these."""
+    """The same on SSD."""
 
 
 class Replica(NamedTuple):
@@ -157,8 +159,8 @@ class WorkerMemory:
         tick = self.tick()
         sealed = Sealed()
         if self.dram.capacity_bytes:
-            _, new, boundaries = self.dram.add(chain, chunks, checkpoints, tick)
-            sealed = Sealed(new, boundaries)
+            last, new, boundaries = self.dram.add(chain, chunks, checkpoints, tick)
+            sealed = Sealed(new, boundaries, last.end)
         if self.ssd.capacity_bytes:
             end, new, boundaries = self._write(chain, checkpoints, tick)
             sealed = sealed._replace(ssd_chunks=new, ssd_checkpoints=boundaries, ssd_end=end.end)

@@ -13,6 +13,7 @@ from hetero_connector.planner.window_replay import WindowReplay
 from hetero_connector.spec.state_types import StateType
 from ownership.simulator.state.runs import NOTHING, Found
 from ownership.simulator.state.shape import StateShape
+from ownership.simulator.state.short_chunks import ShortChunk
 
 
 class Restore(NamedTuple):
@@ -28,6 +29,12 @@ class Restore(NamedTuple):
     """Up to which DRAM or SSD has the chunks, those in pages among them."""
     from_peer: bool = False
     """Whether any of it is at a peer."""
+    short: ShortChunk | None = None
+    """Behind those chunks, in DRAM."""
+
+    def boundary_tokens(self, chunk_tokens: int) -> int:
+        """Tokens up to which it is restored."""
+        return self.short.end if self.short else self.boundary_chunks * chunk_tokens
 
     @property
     def staged(self) -> bool:
@@ -64,6 +71,14 @@ class StoredChunks:
             )
         return made
 
+    def short(self, short: ShortChunk) -> StoredChunk:
+        """A short chunk in DRAM."""
+        held = dict.fromkeys(self._shape.model.types_at(short.end), Tier.DRAM)
+        tiers, number = self._shared.share(held)
+        return StoredChunk(
+            ChunkRange(ROOT, ROOT, short.start, short.end), tiers, b"", False, number
+        )
+
 
 class Restorer:
     """Asks the package's planner, for one worker."""
@@ -80,14 +95,19 @@ class Restorer:
 
     def plan(
         self, dram: Found, on_ssd: Found, prompt_tokens: int, local_chunks: int, load: EngineLoad,
-        at_peer: Found = NOTHING,
+        at_peer: Found = NOTHING, short: ShortChunk | None = None,
     ) -> Restore | None:  # fmt: skip
-        """What to restore past the chunks in pages, of what the tiers hold; None: nothing."""
+        """What to restore past the chunks in pages, of what the tiers hold; None: nothing.
+
+        `short`: in DRAM, behind the last of the chunks.
+        """
         size = self._shape.chunk_tokens
         limit = (prompt_tokens - 1) // size
         own = max(dram.chunks, on_ssd.chunks)
         deepest = min(limit, max(own, at_peer.chunks))
-        if deepest <= local_chunks:
+        if short is not None and short.before != deepest:
+            short = None
+        if deepest <= local_chunks and short is None:
             return None
         in_dram, own = min(dram.chunks, deepest), min(own, deepest)
         stored = self._known.upto(deepest, Tier.DRAM, None)[:in_dram]
@@ -99,14 +119,20 @@ class Restorer:
             prefix = Tier.DRAM if boundary <= in_dram else Tier.SSD
             prefix = prefix if boundary <= own else Tier.PEER
             stored[boundary - 1] = self._known.upto(deepest, prefix, tier)[boundary - 1]
+        limit_tokens = limit * size
+        if short is not None:
+            stored.append(self._known.short(short))
+            limit_tokens = short.end
         plan = self._planner.plan(
-            stored, local_chunks * size, limit * size, prompt_tokens, load
+            stored, local_chunks * size, limit_tokens, prompt_tokens, load
         ).plan
         if plan is None:
             return None
-        chunks = plan.boundary // size
+        chunks, rest = divmod(plan.boundary, size)
         from_dram = max(0, min(in_dram, chunks) - local_chunks)
         kept = checkpoints.get(chunks) if plan.boundary_types else None
+        if rest:
+            kept = Tier.DRAM if plan.boundary_types else None
         return Restore(
             chunks,
             plan.resume_tokens,
@@ -116,6 +142,7 @@ class Restorer:
             int(kept is Tier.SSD),
             min(own, chunks),
             chunks > own or kept is Tier.PEER,
+            short if rest else None,
         )
 
     def _checkpoints(self, tiers: Mapping[Tier, Found], deepest: int) -> dict[int, Tier]:

@@ -75,10 +75,17 @@ class StateShape:
         """Whether a request can resume only where boundary state was kept."""
         return bool(self.boundary_bytes)
 
-    def moved_bytes(self, chunks: int, checkpoints: int) -> int:
-        """Useful bytes of so many chunks and checkpoints."""
+    def moved_bytes(self, chunks: int, checkpoints: int, short_tokens: int = 0) -> int:
+        """Useful bytes of so many chunks and checkpoints. `short_tokens`: of the last chunk, where
+        it is no full one."""
         sizes = self.stored
-        return chunks * sizes.chunk_bytes + checkpoints * sizes.checkpoint_bytes
+        size_bytes = chunks * sizes.chunk_bytes + checkpoints * sizes.checkpoint_bytes
+        if short_tokens and chunks:
+            size_bytes += self._prefix_bytes_of(short_tokens) - sizes.chunk_bytes
+        return size_bytes
+
+    def _prefix_bytes_of(self, tokens: int) -> int:
+        return sum(self.layout.artifact_bytes(t, 0, tokens) for t in self.prefix_bytes)
 
     def request_bytes(self, tokens: int) -> int:
         """Pages that a running request needs for so many tokens, on one rank."""

@@ -63,7 +63,7 @@ def run_of(trace: Trace, spec: FleetSpec, policy: str = "ownerserve") -> FleetSi
             assert tier.reserved_bytes == 0, "a request kept pages"
             assert not any(one.pins for one in (tier.root, *tier.runs())), "a pin was left"
         written, ssd = worker.flows.written, worker.memory.ssd
-        assert shape.moved_bytes(written.chunks, written.checkpoints.total()) == (
+        assert shape.moved_bytes(written.slots, written.boundaries) == (
             ssd.used_bytes + ssd.evicted_bytes
         )
         engine = worker.engine
