@@ -46,6 +46,7 @@ _KEPT = (
     "saved_tokens", "duplicate_factor",
     "moved_bytes", "moved_bytes_times_copies", "network_bytes", "ssd_read_bytes",
     "ssd_written_bytes", "owner_hit_rate", "busy_share", "hbm_gib_per_session",
+    "decode_late_share", "token_mean_s",
 )  # fmt: skip
 _CHUNK_TOKENS = 512
 _REPLAYED = {"agents": 60, "mooncake": 6_000}
