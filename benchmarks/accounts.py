@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from examples.serving import Server
@@ -52,6 +52,7 @@ class Account:
     """By flow, then by state type; what is 0 is left out."""
     ttft_s: Mapping[RequestName, float] = field(compare=False)
     session_s: Sequence[float] = field(compare=False)
+    """What each took; where its requests go one by one, all answers together."""
 
 
 def account_of_engine(
@@ -90,14 +91,23 @@ def account_of_simulation(
 def accounts_apart(
     trace: Trace, fleet: FleetSpec, policy: PolicySpec, chunk_tokens: int
 ) -> tuple[Account, Account]:
-    """The same of a fleet of one worker that prefills and one that decodes, in this order."""
+    """The same of a fleet of one worker that prefills and one that decodes, in this order. Times
+    are the second's, from when requests were sent to the fleet."""
     run, tally = _simulated(trace, fleet, policy, chunk_tokens)
     parts = zip(run.workers.values(), (Hits(*tally.hits), tally.decoder_hits), strict=True)
     prefill, decode = (
         Account(_by_tier(hits), _by_flow(state_bytes_of(run, [worker])), {}, ())
         for worker, hits in parts
     )
-    return prefill, decode
+    return prefill, replace(decode, ttft_s=tally.by_name, session_s=by_session(tally.answer_s))
+
+
+def by_session(answer_s: Mapping[RequestName, float]) -> list[float]:
+    """Seconds of all requests of each session, in order."""
+    total_s: defaultdict[int, float] = defaultdict(float)
+    for (session, _), seconds in answer_s.items():
+        total_s[session] += seconds
+    return [seconds for _, seconds in sorted(total_s.items())]
 
 
 def _simulated(
@@ -115,12 +125,17 @@ class _NamedTally(Tally):
     """Knows whose each time is."""
 
     by_name: dict[RequestName, float] = field(default_factory=dict)
+    """To the first token."""
+    answer_s: dict[RequestName, float] = field(default_factory=dict)
+    """To the last."""
     decoder_hits: Hits = field(default_factory=Hits)
     """Of all remote prefills."""
 
     def served(self, request: LiveRequest, now_s: float) -> None:
         super().served(request, now_s)
-        self.by_name[request.session, request.index] = request.first_token_s - request.arrived_s
+        name = request.session, request.index
+        self.by_name[name] = request.first_token_s - request.arrived_s
+        self.answer_s[name] = now_s - request.arrived_s
         decoder = request.decoder_hits or Hits()
         for tier in _TIERS:
             tokens = getattr(self.decoder_hits, tier) + getattr(decoder, tier)

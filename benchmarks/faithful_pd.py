@@ -6,37 +6,51 @@ The fleet of `examples.disaggregated_prefill` (one server prefills, one decodes,
 them) plays agent sessions, one request after the other: who waits for whom would change what is
 evicted. The simulator plays them under `static_pd`, by a clock of steps. Tokens hit by tier and
 bytes moved by flow and state type are compared server by server.
+
+Times are compared with a second simulation, whose steps take what `heterocache calibrate` has
+measured here just before, and whose hand-overs what other prompts' took (`benchmarks.hand_overs`):
+first tokens as the client sees them, and of each session all answers together, for thinking is
+left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from heapq import heapify, heappop, heappush
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.accounts import (
     CACHED_TOKENS,
     Account,
+    RequestName,
     account_of_engine,
     accounts_apart,
+    by_session,
     compared,
     gained,
     scraped,
 )
 from benchmarks.closed_loop import SessionText
 from benchmarks.engine_process import CHECKPOINTS, EngineProcess
-from benchmarks.faithful import SESSIONS
+from benchmarks.faithful import SESSIONS, calibrated
+from benchmarks.faithful import plain as plain_account
 from benchmarks.faithful_engine import EngineFacts, FaithfulEngine, policy_of
-from benchmarks.measure import machine_line, save, table
+from benchmarks.hand_overs import Sent, fitted, hand_overs, send
+from benchmarks.measure import machine_line, rounded, save, table
 from benchmarks.step_costs import steps_alone_cost
 from examples.disaggregated_prefill.fleet import Fleet, fleet_of, value
-from examples.serving import Server
+from examples.serving import Server, engine_arguments
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.cost_profile import CostProfile
 from ownership.scheduling.fleet import Role
 from ownership.simulator.traces.session import Request, Trace
 from ownership.simulator.traces.starts import PoissonStarts
@@ -76,24 +90,26 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     given = parser.parse_args()
     sessions = 2 if given.quick else 5
-    found = {model: compare(model, sessions) for model in given.models}
+    found = {model: compare(model, sessions, timed=True) for model in given.models}
     figures = {model: headline(*pair) for model, pair in found.items()}
     tables = [f"{model}\n{report(*pair)}" for model, pair in found.items()]
     text = "\n\n".join([f"{machine_line()}; {sessions} sessions", *tables])
     print(text)
+    details = {m: {"engines": plain(a), "simulated": plain(b)} for m, (a, b) in found.items()}
     if not given.quick:
-        details = {m: {"engines": plain(a), "simulated": plain(b)} for m, (a, b) in found.items()}
         print(f"\nwritten: {save('faithful_pd', text, figures, details)}")
     if given.json:
         print(json.dumps(figures))
 
 
-Accounts = Mapping[str, Account]
+Accounts = dict[str, Account]
 """By server."""
 
 
-def compare(model: str, sessions: int, seed: int = 0) -> tuple[Accounts, Accounts]:
-    """What the servers did, and what the simulator says of them."""
+def compare(
+    model: str, sessions: int, seed: int = 0, *, timed: bool = False
+) -> tuple[Accounts, Accounts]:
+    """What the servers did, and what the simulator says of them; `timed`: of times, too."""
     limits = {"max_model_len": 3072, "num_gpu_blocks_override": SETTINGS[model].num_blocks}
     extra = {"dram_gib": 0.25, "checkpoints": "full", "chunk_tokens": 32}
     with EngineProcess(model, extra, FaithfulEngine, **limits) as engine:
@@ -102,16 +118,42 @@ def compare(model: str, sessions: int, seed: int = 0) -> tuple[Accounts, Account
     trace = synthetic(
         ONE_BY_ONE, num_sessions=sessions, starts=starts, block_tokens=facts.chunk_tokens, seed=seed
     )
+    by_steps = steps_alone_cost(facts.model, facts.limits.step_tokens, STEP_S)
+    twin = simulated(facts, trace, by_steps)
     with tempfile.TemporaryDirectory() as folder:
+        profile: CostProfile | None = None
+        taken: list[tuple[int, Sent]] = []
+        if timed:
+            arguments = engine_arguments(model) | limits
+            profile = calibrated(model, arguments, {"chunk_tokens": 32}, Path(folder))
         fleet = fleet_of(model, CHECKPOINTS, Path(folder), extra=extra, engine_args=limits)
         with fleet as running:
+            if timed:
+                taken = hand_overs(running)
             real = play(running, trace)
-    return real, simulated(facts, trace)
+    if profile is not None:
+        times = timed_by(facts, profile, taken, trace)
+        twin[DECODE] = replace(twin[DECODE], ttft_s=times.ttft_s, session_s=times.session_s)
+    return real, twin
 
 
-def simulated(facts: EngineFacts, trace: Trace) -> Accounts:
+def timed_by(
+    facts: EngineFacts, profile: CostProfile, taken: Sequence[tuple[int, Sent]], trace: Trace
+) -> Account:
+    """Of the decoder, whose steps and hand-overs take what a profile and other prompts say."""
+
+    def by_profile(profile: CostProfile, trace: Trace) -> Account:
+        costs = profile.cost_model(facts.model.state_types, step_tokens=facts.limits.step_tokens)
+        return simulated(facts, trace, costs)[DECODE]
+
+    free = partial(by_profile, profile)
+    handover = fitted(taken, facts.chunk_tokens, lambda trace: free(trace).ttft_s)
+    print(f"{profile.overhead}\n{handover}", file=sys.stderr)
+    return by_profile(replace(profile, handover=handover), trace)
+
+
+def simulated(facts: EngineFacts, trace: Trace, costs: CostModel) -> Accounts:
     """The simulator's accounts."""
-    costs = steps_alone_cost(facts.model, facts.limits.step_tokens, STEP_S)
     worker = facts.worker(costs, 1e9)
     workers = (
         replace(worker, name=PREFILL, role=Role.PREFILL),
@@ -128,13 +170,15 @@ def play(fleet: Fleet, trace: Trace) -> Accounts:
     servers = {PREFILL: prefiller, DECODE: fleet.decoder}
     before = {name: scraped(server) for name, server in servers.items()}
     texts = [SessionText(session, number, seed=0) for number, session in enumerate(trace)]
+    ttft_s: dict[RequestName, float] = {}
+    answer_s: dict[RequestName, float] = {}
     for turn in one_by_one(trace, STEP_S):
         text = texts[turn.session]
         prompt = text.prompt(turn.number)
-        reply = fleet.proxy.complete(
-            prompt, turn.request.output_tokens, 1, session_id=str(turn.session)
-        )
-        text.answered(turn.number, prompt, reply.tokens)
+        sent = send(fleet.proxy, prompt, turn.request.output_tokens, str(turn.session))
+        text.answered(turn.number, prompt, sent.reply.tokens)
+        request = turn.session, turn.number
+        ttft_s[request], answer_s[request] = sent.ttft_s, sent.answer_s
         for server in servers.values():
             _until_told(server)
     accounts = {}
@@ -142,7 +186,8 @@ def play(fleet: Fleet, trace: Trace) -> Accounts:
         counters = gained(scraped(server), before[name])
         cached_tokens = int(counters[CACHED_TOKENS, "", ""])
         accounts[name] = account_of_engine(counters, cached_tokens, {}, ())
-    return accounts
+    times = replace(accounts[DECODE], ttft_s=ttft_s, session_s=by_session(answer_s))
+    return {**accounts, DECODE: times}
 
 
 class Turn(NamedTuple):
@@ -195,8 +240,10 @@ def _all_told(server: Server) -> bool:
     return owned + value(server, "replicas") >= value(server, "artifacts", tier="dram")
 
 
-def headline(real: Accounts, twin: Accounts) -> dict[str, bool]:
-    return {
+def headline(real: Accounts, twin: Accounts) -> dict[str, float | bool]:
+    """Ratios are simulated over real."""
+    times = {what: simulated_s / real_s for what, real_s, simulated_s in _medians(real, twin)}
+    return rounded(times) | {
         f"{name}_{what}_equal": getattr(real[name], what) == getattr(twin[name], what)
         for name in real
         for what in ("hit_tokens", "state_bytes")
@@ -205,19 +252,26 @@ def headline(real: Accounts, twin: Accounts) -> dict[str, bool]:
 
 def plain(accounts: Accounts) -> dict[str, Any]:
     """As JSON values."""
-    return {
-        name: {"hit_tokens": account.hit_tokens, "state_bytes": account.state_bytes}
-        for name, account in accounts.items()
-    }
+    return {name: plain_account(account) for name, account in accounts.items()}
 
 
 def report(real: Accounts, twin: Accounts) -> str:
-    rows = [
+    rows: list[Sequence[str]] = [
+        (f"{what}, median", f"{a:.4g} s", f"{b:.4g} s", f"{b / a:.2f}")
+        for what, a, b in _medians(real, twin)
+    ]
+    rows += [
         (f"{name}: {what}", *told)
         for name in real
         for what, *told in compared(real[name], twin[name])
     ]
     return table(("", "engines", "simulated", "ratio"), rows)
+
+
+def _medians(real: Accounts, twin: Accounts) -> Iterator[tuple[str, float, float]]:
+    one, other = real[DECODE], twin[DECODE]
+    yield "ttft", median(one.ttft_s.values()), median(other.ttft_s.values())
+    yield "session", median(one.session_s), median(other.session_s)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,12 @@ from hetero_connector.planner.interference_model import (
     InterferenceRegression,
 )
 from hetero_connector.planner.load_model import LoadModel
-from hetero_connector.planner.request_overhead import NO_OVERHEAD, RequestOverhead
+from hetero_connector.planner.request_overhead import (
+    NO_HANDOVER,
+    NO_OVERHEAD,
+    HandOver,
+    RequestOverhead,
+)
 
 
 class Terms(NamedTuple):
@@ -70,6 +75,8 @@ class CostModel:
     scheduler asks, by `delays`."""
     overhead: RequestOverhead = NO_OVERHEAD
     """Of each request, beside its steps. The planner does without; a simulator charges it."""
+    handover: HandOver = NO_HANDOVER
+    """The same of prompts that come from an engine which prefilled them."""
 
     def delays(self) -> InterferenceCoefficients:
         """What is known of interference; guessed from `compute` before anything is measured."""

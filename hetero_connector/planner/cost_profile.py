@@ -20,7 +20,12 @@ from hetero_connector.planner.interference_model import (
 from hetero_connector.planner.least_squares import RelativeErrors
 from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.planner.profile_subject import ProfileSubject
-from hetero_connector.planner.request_overhead import NO_OVERHEAD, RequestOverhead
+from hetero_connector.planner.request_overhead import (
+    NO_HANDOVER,
+    NO_OVERHEAD,
+    HandOver,
+    RequestOverhead,
+)
 from hetero_connector.spec.state_types import StateType
 
 PROFILE_FORMAT = 2
@@ -28,7 +33,7 @@ PROFILE_FORMAT = 2
 
 _KEY = "planner_profile"
 _Kind = TypeVar("_Kind", Tier, StateType)
-_Coefficients = TypeVar("_Coefficients", InterferenceCoefficients, RequestOverhead)
+_Coefficients = TypeVar("_Coefficients", InterferenceCoefficients, RequestOverhead, HandOver)
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,8 @@ class CostProfile:
     """None: not measured."""
     overhead_error: FitError | None = None
     """Of the whole time to first token, steps and overhead together."""
+    handover: HandOver | None = None
+    """None: not measured. One engine alone cannot."""
 
     @classmethod
     def of(cls, costs: CostModel, model: str, subject: ProfileSubject) -> CostProfile:
@@ -81,6 +88,7 @@ class CostProfile:
             costs.interference.coefficients if costs.interference.measured else None,
             FitError.of(costs.interference.errors),
             costs.overhead if any(costs.overhead) else None,
+            handover=costs.handover if any(costs.handover) else None,
         )
 
     def fits(self) -> Iterator[tuple[str, FitError]]:
@@ -106,6 +114,7 @@ class CostProfile:
             step_tokens,
             InterferenceRegression(self.interference, self.compute),
             self.overhead or NO_OVERHEAD,
+            self.handover or NO_HANDOVER,
         )
 
     def write(self, path: Path) -> None:
@@ -138,6 +147,8 @@ class CostProfile:
         if self.overhead is not None:
             fit = _error_json(self.overhead_error)
             document["request"] = self.overhead._asdict() | {"fit": fit}
+        if self.handover is not None:
+            document["handover"] = self.handover._asdict() | {"fit": None}
         return document
 
     @classmethod
@@ -181,6 +192,7 @@ class CostProfile:
             raise _BadProfileError("compute: every coefficient is 0, computing cannot be free")
         delays, delays_error = _read_optional(top, "interference", InterferenceCoefficients)
         overhead, overhead_error = _read_optional(top, "request", RequestOverhead)
+        handover, _ = _read_optional(top, "handover", HandOver)
         sections = {
             _member(Tier, name): _Section(f"load.{name}", value)
             for name, value in _Section("load", top.get("load")).items()
@@ -197,6 +209,7 @@ class CostProfile:
             delays_error,
             overhead,
             overhead_error,
+            handover,
         )
 
 

@@ -75,6 +75,30 @@ NO_OVERHEAD = RequestOverhead()
 """Where nothing was measured."""
 
 
+class HandOver(NamedTuple):
+    """Seconds that a prompt takes from the engine that prefills it to the one that decodes it,
+    h0 + h1 n, beside both engines' own and the bytes': answering, whoever sends it on, and until
+    the directory knows of it. All at least 0."""
+
+    handover_s: float = 0.0
+    """h0: seconds per request."""
+    handover_token_s: float = 0.0
+    """h1: seconds per prompt token."""
+
+    @classmethod
+    def fitted(cls, samples: Sequence[tuple[int, float]]) -> HandOver:
+        """Of prompts of several lengths: tokens, and seconds more than all else says."""
+        return cls(*_line([tokens for tokens, _ in samples], [s for _, s in samples]))
+
+    def delay_s(self, prompt_tokens: int) -> float:
+        """Seconds between the two engines."""
+        return self.handover_s + prompt_tokens * self.handover_token_s
+
+
+NO_HANDOVER = HandOver()
+"""The same of these."""
+
+
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     """Intercept and slope by medians, so that a few samples which a busy machine held up do not
     show (P. K. Sen, Estimates of the Regression Coefficient Based on Kendall's Tau, 1968); both at

@@ -298,7 +298,13 @@ class FleetSimulation:
         if request.decodes_elsewhere:
             request.hand_over()
             request.expected_tokens = self.shape.chunk_tokens
-            self._fetch(request, worker, self._decoders.pop(request))
+            decoder = self._decoders.pop(request)
+            delay_s = decoder.spec.costs.handover.delay_s(request.prompt_tokens)
+            if delay_s:
+                at_s = self.loop.now_s + delay_s
+                self.loop.at(at_s, self._fetch, request, worker, decoder)
+            else:
+                self._fetch(request, worker, decoder)
             return
         self.ended_s = self.loop.now_s
         self.tally.served(request, self.ended_s)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from hetero_connector.planner.request_overhead import (
     NO_OVERHEAD,
+    HandOver,
     OverheadSample,
     RequestOverhead,
 )
@@ -49,3 +50,12 @@ def test_in_the_engines_own_process_all_of_it_holds_the_engine_up() -> None:
     here = overhead.in_process()
     assert (here.delay_s(10), here.blocking_s(10)) == (0.0, pytest.approx(6.0))
     assert here.total_s(10) == pytest.approx(overhead.total_s(10))
+
+
+def test_a_hand_over_is_a_line_through_most_prompts() -> None:
+    handover = HandOver(0.05, 2e-5)
+    samples = [(tokens, handover.delay_s(tokens)) for tokens in (64, 96, 500, 900, 1_900)]
+    held_up = [(tokens, seconds + (tokens == 500)) for tokens, seconds in samples]
+    assert HandOver.fitted(samples) == pytest.approx(handover)
+    assert HandOver.fitted(held_up) == pytest.approx(handover)
+    assert HandOver.fitted([]) == HandOver(0.0, 0.0)

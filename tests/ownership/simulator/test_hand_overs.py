@@ -1,0 +1,46 @@
+"""What a hand-over costs beside both engines' steps and the bytes that it moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hetero_connector.planner.request_overhead import HandOver
+from ownership.scheduling.fleet import Role
+from ownership.simulator.fleet_file import Failure, FleetSpec
+from ownership.simulator.traces.session import Session
+from tests.ownership.simulator.small_fleets import COMPUTE, costs, fleet, prompt, trace_of
+from tests.ownership.simulator.test_simulating import figures
+
+TRACE = trace_of(Session("a", (prompt(0, 8_192, output=20),), 0.0))
+COST = HandOver(0.3, 1e-5)
+PREFILL_S = COMPUTE.step_s + 8_192 * COMPUTE.token_s + COMPUTE.attention_s * 8_192**2 / 2
+
+
+def apart(cost: HandOver, *failures: Failure) -> FleetSpec:
+    cost_model = costs(bytes_per_s=100e9)
+    cost_model.handover = cost
+    roles = (Role.PREFILL, Role.DECODE, Role.DECODE)
+    return replace(fleet(3, roles=roles, cost_model=cost_model), failures=failures)
+
+
+def test_a_first_token_is_later_by_it() -> None:
+    free, dear = (figures(TRACE, apart(cost), "static_pd") for cost in (HandOver(), COST))
+    assert dear.ttft_p50_s == pytest.approx(free.ttft_p50_s + 0.3 + 8_192e-5)
+    moving_s = pytest.approx(free.restore_network_mean_s)
+    assert dear.restore_network_mean_s == moving_s, "nothing moves meanwhile"
+
+
+def test_who_decodes_what_it_prefilled_pays_nothing() -> None:
+    free, dear = (figures(TRACE, apart(cost), "colocated") for cost in (HandOver(), COST))
+    assert dear == free
+
+
+@pytest.mark.parametrize(("dead", "resent"), [("w0", 0), ("w1", 1)])
+def test_a_worker_that_dies_meanwhile_is_done_without(dead: str, resent: int) -> None:
+    """The decoder computes what nobody hands over; another takes what it was to decode."""
+    spec = apart(COST, Failure(dead, PREFILL_S + 0.1, 100.0))
+    found = figures(TRACE, spec, "static_pd")
+    assert (found.requests, found.resent) == (1, resent)
+    assert found.ttft_p50_s > PREFILL_S + 0.3
