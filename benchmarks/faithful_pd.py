@@ -8,9 +8,10 @@ evicted. The simulator plays them under `static_pd`, by a clock of steps. Tokens
 bytes moved by flow and state type are compared server by server.
 
 Times are compared with a second simulation, whose steps take what `heterocache calibrate` has
-measured here just before, and whose hand-overs what other prompts' took (`benchmarks.hand_overs`):
-first tokens as the client sees them, and of each session all answers together, for thinking is
-left out.
+measured here just before, and whose hand-overs what those of other sessions took, played before:
+what their first tokens were late by is HTTP three times, the proxy, the prefiller's answer, and the
+directory until the decoder finds what it claims. Compared are first tokens as the client sees
+them, and of each session all answers together, for thinking is left out.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from heapq import heapify, heappop, heappush
 from pathlib import Path
 from statistics import median
@@ -44,13 +44,13 @@ from benchmarks.engine_process import CHECKPOINTS, EngineProcess
 from benchmarks.faithful import SESSIONS, calibrated
 from benchmarks.faithful import plain as plain_account
 from benchmarks.faithful_engine import EngineFacts, FaithfulEngine, policy_of
-from benchmarks.hand_overs import Sent, fitted, hand_overs, send
 from benchmarks.measure import machine_line, rounded, save, table
 from benchmarks.step_costs import steps_alone_cost
 from examples.disaggregated_prefill.fleet import Fleet, fleet_of, value
 from examples.serving import Server, engine_arguments
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.cost_profile import CostProfile
+from hetero_connector.planner.request_overhead import HandOver
 from ownership.scheduling.fleet import Role
 from ownership.simulator.traces.session import Request, Trace
 from ownership.simulator.traces.starts import PoissonStarts
@@ -114,42 +114,55 @@ def compare(
     extra = {"dram_gib": 0.25, "checkpoints": "full", "chunk_tokens": 32}
     with EngineProcess(model, extra, FaithfulEngine, **limits) as engine:
         facts: EngineFacts = engine.call("facts")
-    starts = PoissonStarts(0.02)
-    trace = synthetic(
-        ONE_BY_ONE, num_sessions=sessions, starts=starts, block_tokens=facts.chunk_tokens, seed=seed
-    )
+    trace, other = (drawn(facts.chunk_tokens, sessions, number) for number in (seed, seed + 1))
     by_steps = steps_alone_cost(facts.model, facts.limits.step_tokens, STEP_S)
     twin = simulated(facts, trace, by_steps)
     with tempfile.TemporaryDirectory() as folder:
         profile: CostProfile | None = None
-        taken: list[tuple[int, Sent]] = []
+        taken_s: Mapping[RequestName, float] = {}
         if timed:
             arguments = engine_arguments(model) | limits
             profile = calibrated(model, arguments, {"chunk_tokens": 32}, Path(folder))
         fleet = fleet_of(model, CHECKPOINTS, Path(folder), extra=extra, engine_args=limits)
         with fleet as running:
             if timed:
-                taken = hand_overs(running)
+                taken_s = play(running, other, seed=1)[DECODE].ttft_s
+                for server in running.servers:
+                    server.reset_prefix_cache()
             real = play(running, trace)
     if profile is not None:
-        times = timed_by(facts, profile, taken, trace)
+        handover = handing_over(other, taken_s, timed_by(facts, profile, other).ttft_s)
+        print(f"{profile.overhead}\n{handover}", file=sys.stderr)
+        times = timed_by(facts, replace(profile, handover=handover), trace)
         twin[DECODE] = replace(twin[DECODE], ttft_s=times.ttft_s, session_s=times.session_s)
     return real, twin
 
 
-def timed_by(
-    facts: EngineFacts, profile: CostProfile, taken: Sequence[tuple[int, Sent]], trace: Trace
-) -> Account:
-    """Of the decoder, whose steps and hand-overs take what a profile and other prompts say."""
+def drawn(block_tokens: int, sessions: int, seed: int) -> Trace:
+    """What is played."""
+    starts = PoissonStarts(0.02)
+    return synthetic(
+        ONE_BY_ONE, num_sessions=sessions, starts=starts, block_tokens=block_tokens, seed=seed
+    )
 
-    def by_profile(profile: CostProfile, trace: Trace) -> Account:
-        costs = profile.cost_model(facts.model.state_types, step_tokens=facts.limits.step_tokens)
-        return simulated(facts, trace, costs)[DECODE]
 
-    free = partial(by_profile, profile)
-    handover = fitted(taken, facts.chunk_tokens, lambda trace: free(trace).ttft_s)
-    print(f"{profile.overhead}\n{handover}", file=sys.stderr)
-    return by_profile(replace(profile, handover=handover), trace)
+def timed_by(facts: EngineFacts, profile: CostProfile, trace: Trace) -> Account:
+    """What the simulator says a client sees, where all takes what a profile says."""
+    costs = profile.cost_model(facts.model.state_types, step_tokens=facts.limits.step_tokens)
+    return simulated(facts, trace, costs)[DECODE]
+
+
+def handing_over(
+    trace: Trace, taken_s: Mapping[RequestName, float], free_s: Mapping[RequestName, float]
+) -> HandOver:
+    """From first tokens: what they took, and what they would if handing over were free."""
+    sessions = list(trace)
+    return HandOver.fitted(
+        [
+            (sessions[session].requests[index].input_tokens, seconds - free_s[session, index])
+            for (session, index), seconds in taken_s.items()
+        ]
+    )
 
 
 def simulated(facts: EngineFacts, trace: Trace, costs: CostModel) -> Accounts:
@@ -164,21 +177,27 @@ def simulated(facts: EngineFacts, trace: Trace, costs: CostModel) -> Accounts:
     return {PREFILL: prefill, DECODE: decode}
 
 
-def play(fleet: Fleet, trace: Trace) -> Accounts:
-    """Send a trace through the proxy, a request when the one before it is answered and told."""
+def play(fleet: Fleet, trace: Trace, seed: int = 0) -> Accounts:
+    """Send a trace through the proxy, a request when the one before it is answered and told.
+
+    `seed`: of what the trace leaves open, its text.
+    """
     (prefiller,) = fleet.prefillers
     servers = {PREFILL: prefiller, DECODE: fleet.decoder}
     before = {name: scraped(server) for name, server in servers.items()}
-    texts = [SessionText(session, number, seed=0) for number, session in enumerate(trace)]
+    texts = [SessionText(session, number, seed) for number, session in enumerate(trace)]
     ttft_s: dict[RequestName, float] = {}
     answer_s: dict[RequestName, float] = {}
     for turn in one_by_one(trace, STEP_S):
         text = texts[turn.session]
         prompt = text.prompt(turn.number)
-        sent = send(fleet.proxy, prompt, turn.request.output_tokens, str(turn.session))
-        text.answered(turn.number, prompt, sent.reply.tokens)
+        begun_s = time.perf_counter()
+        reply = fleet.proxy.complete(
+            prompt, turn.request.output_tokens, 1, session_id=str(turn.session)
+        )
         request = turn.session, turn.number
-        ttft_s[request], answer_s[request] = sent.ttft_s, sent.answer_s
+        ttft_s[request], answer_s[request] = reply.ttft_s, time.perf_counter() - begun_s
+        text.answered(turn.number, prompt, reply.tokens)
         for server in servers.values():
             _until_told(server)
     accounts = {}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.faithful_pd import one_by_one
+from benchmarks.faithful_pd import handing_over, one_by_one
+from hetero_connector.planner.request_overhead import HandOver
 from ownership.simulator.traces.session import Session
 from tests.ownership.simulator.small_fleets import prompt, trace_of
 
@@ -27,3 +28,11 @@ def test_a_request_that_comes_while_another_is_served_is_refused() -> None:
     assert len(list(one_by_one(trace, 0.05))) == 2
     with pytest.raises(ValueError, match="request 0 of session 1 comes while another is served"):
         list(one_by_one(trace, 0.1))
+
+
+def test_handing_over_is_what_first_tokens_were_late_by() -> None:
+    turns = (prompt(0, 256), prompt(0, 1_024, **follows(0, 2.0)))
+    trace = trace_of(Session("a", turns, 0.0), Session("b", (prompt(9, 512),), 9.0))
+    free_s = {(0, 0): 0.1, (0, 1): 0.2, (1, 0): 0.3}
+    taken_s = {(0, 0): 0.1 + 0.0756, (0, 1): 0.2 + 0.1524, (1, 0): 0.3 + 0.1012}
+    assert handing_over(trace, taken_s, free_s) == pytest.approx(HandOver(0.05, 1e-4))
