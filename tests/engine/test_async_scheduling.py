@@ -1,0 +1,318 @@
+"""Under async scheduling restores and replays give what the engine's own prefix hit gives.
+
+On the real engine, whose every step is scheduled before the one before it has reported
+(`async_engine`), so that a chunk's end, a load's and a replay's are learned a step late, and
+tokens are scheduled that nobody knows yet. `test_overlapping_steps` has single orders of calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from hetero_connector.engine import slot_masks
+from tests.engine.async_engine import async_engine, drain
+from tests.engine.harness import (
+    BF16_MODELS,
+    Completion,
+    _completion,
+    assert_nothing_is_held,
+    engine,
+    flipped,
+    forget,
+    forget_checkpoints,
+    forget_local,
+    generate,
+    generate_batch,
+    leave_on_ssd_only,
+    metric,
+    no_restores,
+    prompt_tokens,
+    scheduler_side,
+    settle,
+    wiped,
+)
+from tests.engine.soaking import BLOCKS, HITS, PREEMPTIONS, SHORT, TIERS, arguments, assert_answers
+from tests.engine.test_replay import (
+    CASES,
+    CLEAR,
+    PROMPT,
+    Case,
+    error,
+    own_hits,
+    scheduler_of,
+    steps_of,
+)
+from tests.engine.test_situations import add, step
+from tests.engine.traffic import play, record
+
+pytestmark = pytest.mark.engine
+
+RECURRENT = Case("qwen3_next", grid=640, replayed=0)
+"""Its state is loaded between two steps, and never rebuilt by a replay."""
+REPLAYED = "heterocache_replayed_tokens_total"
+_replaying = pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=pytest.mark.slow) if c.name == "gptoss" else c for c in CASES],
+    indirect=True,
+    ids=lambda case: case.name,
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(c, id=c.name, marks=pytest.mark.slow if c.name == "gptoss" else ())
+        for c in (*CASES, RECURRENT)
+    ],
+)
+def case(request: pytest.FixtureRequest) -> Case:
+    assert isinstance(request.param, Case)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def llm(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    extra = {"dram_gib": 0.25, "ssd_dir": str(tmp_path_factory.mktemp("ssd")), "ssd_gib": 0.5}
+    arguments: dict[str, Any] = {"max_num_batched_tokens": 512}
+    if case is RECURRENT:  # see test_exactness
+        arguments = {"max_num_batched_tokens": 768, "prefix_cache_retention_interval": 640}
+    with async_engine(case.name, extra, disable_log_stats=False, **arguments) as llm:
+        scheduler_side(llm)._restorer._planner.replay_when_missing = True
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    if "llm" not in request.fixturenames:
+        yield
+        return
+    llm = request.getfixturevalue("llm")
+    drain(llm)
+    forget(llm)
+    yield
+    drain(llm)
+    assert_nothing_is_held(llm)
+
+
+@pytest.fixture(scope="module")
+def own_hit(llm: Any) -> Completion:
+    """The engine's own hit on PROMPT."""
+    return own_hits(llm, [PROMPT], max_tokens=64)[0]
+
+
+@pytest.fixture
+def reference(llm: Any, own_hit: Completion) -> Completion:
+    """What PROMPT, which is stored, must give."""
+    generate(llm, PROMPT)
+    drain(llm)
+    forget_local(llm)
+    return own_hit
+
+
+@contextmanager
+def watched(llm: Any) -> Iterator[list[str]]:
+    """What becomes of steps that compute something: `scheduled`, or `replaying`, and `reported`."""
+    scheduler, side, events = scheduler_of(llm), scheduler_side(llm), list[str]()
+    schedule, update = scheduler.schedule, scheduler.update_from_output
+
+    def scheduled(*args: Any) -> Any:
+        output = schedule(*args)
+        if output.num_scheduled_tokens:
+            events.append("replaying" if side._replays._running else "scheduled")
+        return output
+
+    def reported(output: Any, *args: Any) -> Any:
+        if output.num_scheduled_tokens:
+            events.append("reported")
+        return update(output, *args)
+
+    with (
+        patch.object(scheduler, "schedule", scheduled),
+        patch.object(scheduler, "update_from_output", reported),
+    ):
+        yield events
+
+
+def test_power(llm: Any, reference: Completion, case: Case) -> None:
+    with no_restores(llm):
+        assert error(generate(llm, flipped(PROMPT, 3)), reference) > CLEAR
+    moved = {}
+    for state_type in scheduler_side(llm)._layout.model.state_types:
+        if case.name == "deepseek_v4" and "INDEX" in state_type.name:
+            continue  # which selects every entry of a prompt this short, whatever it holds
+        forget_local(llm)
+        with wiped(llm, state_type):
+            wrong = generate(llm, PROMPT, max_tokens=8)
+        assert wrong.num_cached_tokens == case.boundary()
+        moved[state_type] = error(wrong, reference)
+    assert min(moved.values()) > CLEAR, moved
+
+
+@pytest.mark.parametrize("tier", ["dram", "ssd"])
+def test_restored(llm: Any, reference: Completion, case: Case, tier: str) -> None:
+    if tier == "ssd":
+        leave_on_ssd_only(llm)
+    before = metric(HITS, tier=tier)
+    with watched(llm) as events:
+        restored = generate(llm, PROMPT, max_tokens=64)
+    assert events[:2] == ["scheduled"] * 2, "the next step waited for the report"
+    assert restored.num_cached_tokens == case.boundary()
+    assert metric(HITS, tier=tier) - before == case.boundary()
+    case.same(restored, reference)
+
+
+def test_a_second_turn_resumes_after_decoded_tokens(llm: Any, case: Case) -> None:
+    """The chunk that they fill is saved in a step that was scheduled before they were known."""
+    first = prompt_tokens(1300 if case is RECURRENT else 1240, seed=23)
+    reply = generate(llm, first, max_tokens=80).tokens
+    turn = first + reply + prompt_tokens(60, seed=24)
+    settle(llm)
+    with no_restores(llm):
+        reference = generate(llm, turn, max_tokens=8)
+    forget_local(llm)
+    restored = generate(llm, turn, max_tokens=8)
+    # Recurrent state is stored at boundaries of prompts only.
+    stored = len(first) if case is RECURRENT else len(first) + len(reply)
+    assert restored.num_cached_tokens == case.boundary(stored)
+    if case.name in BF16_MODELS:  # another shape rounds differently
+        assert restored.num_cached_tokens == reference.num_cached_tokens
+    case.same(restored, reference)
+
+
+def test_restored_cold_and_local_requests_in_one_batch(llm: Any, case: Case) -> None:
+    local, cold = prompt_tokens(900, seed=25), prompt_tokens(350, seed=26)
+    batch = [PROMPT, cold, local]
+    references = own_hits(llm, batch)
+    forget(llm)
+    generate(llm, PROMPT)
+    forget_local(llm)
+    generate(llm, local)
+    answers = generate_batch(llm, batch, max_tokens=8)
+    assert [c.num_cached_tokens for c in answers] == [case.boundary(), 0, case.boundary(900)]
+    for answer, right in zip(answers, references, strict=True):
+        case.same_beside_others(answer, right)
+
+
+@_replaying
+@pytest.mark.parametrize("step_tokens", [512, 100])
+def test_replayed(llm: Any, reference: Completion, case: Case, step_tokens: int) -> None:
+    forget_checkpoints(llm)
+    before = metric(REPLAYED)
+    with steps_of(llm, step_tokens), watched(llm) as events:
+        replayed = generate(llm, PROMPT, max_tokens=64)
+    if step_tokens == 100:
+        assert events[:2] == ["replaying"] * 2, "the next step waited for the report"
+    assert replayed.num_cached_tokens == case.resume
+    assert metric(REPLAYED) - before == case.replayed
+    case.same(replayed, reference)
+    with no_restores(llm):  # what it left in the engine's own cache
+        case.same(generate(llm, PROMPT, max_tokens=8), reference)
+
+
+@_replaying
+def test_power_of_a_replay(llm: Any, reference: Completion, case: Case) -> None:
+    forget_checkpoints(llm)
+    with steps_of(llm, 100), patch.object(slot_masks, "protect", lambda *_: None):
+        wrong = generate(llm, PROMPT, max_tokens=8)
+    assert wrong.num_cached_tokens == case.resume
+    assert error(wrong, reference) > CLEAR
+
+
+@_replaying
+def test_preempted_in_the_middle_of_a_replay(llm: Any, reference: Completion, case: Case) -> None:
+    """Not while a step of it is under way: where a connector loads, vLLM waits for its report."""
+    forget_checkpoints(llm)
+    before = metric(REPLAYED)
+    with steps_of(llm, 100):
+        add(llm, PROMPT, max_tokens=8, logprobs=-1)
+        with watched(llm) as events:
+            step(llm, 2)
+        assert events == ["replaying", "replaying", "reported"]
+        with steps_of(llm, 0):
+            step(llm)
+        assert scheduler_side(llm)._replays._running
+        assert llm.reset_prefix_cache(reset_running_requests=True)
+        forget_checkpoints(llm)
+        (output,) = [o for o in step(llm, 60) if o.finished]
+    assert metric(REPLAYED) - before == 2 * case.replayed
+    case.same(_completion(output), reference)
+
+
+@_replaying
+def test_aborted_in_the_middle_of_a_replay(llm: Any, reference: Completion, case: Case) -> None:
+    forget_checkpoints(llm)
+    with steps_of(llm, 100):
+        request_id = add(llm, PROMPT)
+        step(llm, 2)
+        assert scheduler_side(llm)._replays._running
+        llm.llm_engine.abort_request([request_id])
+        drain(llm)
+    assert scheduler_side(llm)._replays._running == {}
+    case.same(generate(llm, PROMPT, max_tokens=8), reference)
+
+
+def test_with_workers_in_processes_of_their_own() -> None:
+    """There two steps are really under way at once, and each rank reports for itself."""
+    gemma3 = CASES[0]
+    workers = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with async_engine("gemma3", {"dram_gib": 0.1}, **workers) as llm:
+        generate(llm, PROMPT)
+        (reference,) = own_hits(llm, [PROMPT])
+        drain(llm)
+        forget_local(llm)
+        restored = generate(llm, PROMPT, max_tokens=8)
+        assert restored.num_cached_tokens == gemma3.boundary()
+        gemma3.same(restored, reference)
+        drain(llm)
+        scheduler_side(llm)._restorer._planner.replay_when_missing = True
+        forget_local(llm)
+        forget_checkpoints(llm)
+        with steps_of(llm, 100), watched(llm) as events:
+            replayed = generate(llm, PROMPT, max_tokens=8)
+        assert events[:2] == ["replaying"] * 2, "the next step waited for the report"
+        assert replayed.num_cached_tokens == gemma3.resume
+        gemma3.same(replayed, reference)
+        drain(llm)
+        assert_nothing_is_held(llm)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        ("gemma3", "replays"),
+        pytest.param("gemma3", "by cost", marks=pytest.mark.slow),
+    ],
+)
+def test_a_soak(model: str, kind: str, tmp_path: Path) -> None:
+    """As in `test_soak` and `test_replay_pressure`; the reference is an ordinary engine."""
+    with engine(model, **arguments(model)) as llm:
+        traffic = record(llm, seed=31, num_rounds=SHORT)
+    # Two steps are in flight, for which vLLM counts blocks: they are as large as one elsewhere.
+    few_blocks = {"num_gpu_blocks_override": BLOCKS[model], "max_num_batched_tokens": 256}
+    extra = {**TIERS[model], "ssd_dir": str(tmp_path)}
+    extra |= {"planner": "cost", "checkpoints": "adaptive"} if kind == "by cost" else {}
+    with async_engine(model, extra, **(arguments(model) | few_blocks)) as llm:
+        scheduler_side(llm)._restorer._planner.replay_when_missing = kind == "replays"
+
+        def after_round() -> None:
+            drain(llm)
+            scheduler_side(llm)._store.check_integrity()
+            if kind == "replays":
+                forget_checkpoints(llm)
+
+        reset = scheduler_of(llm).reset_connector_cache
+        answers = play(llm, traffic.rounds, reset, after_round)
+        drain(llm)
+        assert_nothing_is_held(llm)
+    assert metric(HITS) > 0
+    if kind == "replays":
+        assert metric(REPLAYED) > 0
+    assert metric(PREEMPTIONS) > 0, "blocks were never short"
+    assert_answers(model, answers, traffic)
