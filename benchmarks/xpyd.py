@@ -5,8 +5,7 @@
 Sessions of `examples.disaggregated_prefill` through stock servers, prefill and decode apart, each
 with an SSD directory of its own, twice: with one owner for every artifact, as it is; and with
 servers that keep all they read as their own, on SSD too (`benchmarks.copies_everywhere`).
-Bytes, not seconds. With one owner less than the distinct bytes may be on SSD: what continues a
-chain that another server owns stays in DRAM, since a restart could not reach it.
+Bytes, not seconds.
 """
 
 from __future__ import annotations

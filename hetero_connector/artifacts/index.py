@@ -4,27 +4,21 @@ A node is one chunk; its edges are whole chunks, so walking a chain is one dicti
 look-up a chunk. Not thread-safe: the store's lock guards it, except `match` and
 `tails`, which read single attributes and may run beside a writer.
 
-What may leave a tier (`standing`):
-
-- Never: an artifact that is pinned or not sealed.
-- From DRAM, while a copy is on SSD: any; those with no child in DRAM first.
-- From SSD, while a copy is in DRAM: those with no child on SSD; those with no child at
-  all first. So what is on SSD stays reachable without DRAM, as a restart needs it.
-- The last copy of an artifact: only if no child chunk holds the same state type, and
-  only if its chunk either keeps another artifact or has no children.
-
-So every stored chunk stays reachable from the root through stored chunks, and within a
-chain the deepest chunk of each state type goes first.
+Chunks of which nothing is here and something below is are *gaps*: see `standing`. What is below one
+is reached again when a peer's copy closes it, or when it has been computed anew. Of a gap that a
+restart left only the last chunk is known, by its name: it is *adrift*, held below the root until
+whoever adds it says what it continues.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from enum import Enum
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TypeVar
 
+from hetero_connector.artifacts.nodes import Artifact as Artifact
+from hetero_connector.artifacts.nodes import Node as Node
 from hetero_connector.artifacts.record import (
     ROOT,
     ArtifactId,
@@ -35,98 +29,15 @@ from hetero_connector.artifacts.record import (
     StoredChunk,
     Tier,
 )
+from hetero_connector.artifacts.standing import Standing as Standing
+from hetero_connector.artifacts.standing import may_leave_a_gap, standing
 from hetero_connector.spec.state_types import StateType
 
 MAX_TAILS = 32
 """Lengths that `tails` names. Each costs whoever looks for a tail a hash of so many tokens."""
 _OFFSETS = struct.Struct(f"={len(StateType)}q")
+_NOTHING: Mapping[StateType, Tier] = {}
 _K = TypeVar("_K")
-
-
-class Standing(Enum):
-    """Whether an artifact may leave a tier."""
-
-    LEAF = "leaf"
-    """Nothing deeper in the tier needs it: evict this kind first."""
-    BACKED = "backed"
-    """A deeper chunk is in the store, but another tier keeps a copy."""
-    HELD = "held"
-    """Must stay for now; `PrefixIndex` offers it again when that may have changed."""
-
-
-class Artifact:
-    """One artifact: its slots, pins and recency. Mutated by the store, under its lock."""
-
-    __slots__ = (
-        "checksum", "dram", "dram_offset", "forgotten", "last_used", "node", "pins", "replica",
-        "sealed", "size_bytes", "ssd", "state_type", "token", "uses",
-    )  # fmt: skip
-
-    def __init__(self, node: Node, state_type: StateType, size_bytes: int) -> None:
-        self.node = node
-        self.state_type = state_type
-        self.size_bytes = size_bytes
-        self.checksum: bytes | None = None
-        """xxh3-128 of the bytes; None until the I/O thread has computed it."""
-        self.sealed = False
-        self.pins = 0
-        """Restores, saves and transfers under way."""
-        self.forgotten = False
-        """No longer in the index; slots are given back when the last pin goes."""
-        self.dram: SlotRef | None = None
-        self.dram_offset = -1
-        self.ssd: SlotRef | None = None
-        self.replica = False
-        """Another worker owns it: not written to SSD."""
-        self.token = 0
-        """The fencing token under which the fleet knows it as ours."""
-        self.last_used = 0
-        self.uses = 0
-
-    @property
-    def id(self) -> ArtifactId:
-        """Its name."""
-        return ArtifactId(self.node.key, self.state_type)
-
-    def slot(self, tier: Tier) -> SlotRef | None:
-        """Its place in `tier`, if any."""
-        return self.dram if tier is Tier.DRAM else self.ssd
-
-    def __repr__(self) -> str:
-        return (
-            f"Artifact({self.node.key.hex()[:8]}, {self.state_type.value}, dram={self.dram}, "
-            f"ssd={self.ssd}, sealed={self.sealed}, pins={self.pins}, gone={self.forgotten})"
-        )
-
-
-class Node:
-    """One chunk of the radix."""
-
-    __slots__ = (
-        "artifacts", "children", "chunk", "held", "held_in", "parent", "readers", "stored", "tails",
-    )  # fmt: skip
-
-    def __init__(self, chunk: ChunkRange, parent: Node | None) -> None:
-        self.chunk = chunk
-        self.parent = parent
-        self.children: dict[ChunkKey, Node] = {}
-        self.artifacts: dict[StateType, Artifact] = {}
-        self.held: dict[StateType, int] = {}
-        """How many children hold an artifact of the type, in any tier."""
-        self.held_in: dict[Tier, dict[StateType, int]] = {Tier.DRAM: {}, Tier.SSD: {}}
-        """How many children hold one in that tier."""
-        self.readers = 0
-        """Sessions whose chains go through this chunk, see `store.readers`."""
-        self.stored: StoredChunk | None = None
-        """What `match` answers; None while nothing is sealed."""
-        self.tails: dict[int, int] = {}
-        """Visible children shorter than a full chunk: token length -> how many; the length of
-        that which came last is last."""
-
-    @property
-    def key(self) -> ChunkKey:
-        """Its chunk's name."""
-        return self.chunk.key
 
 
 class PrefixIndex:
@@ -137,6 +48,8 @@ class PrefixIndex:
         self._offer = offer
         self.root = Node(ChunkRange(ROOT, ROOT, 0, 0), None)
         self.nodes: dict[ChunkKey, Node] = {ROOT: self.root}
+        self.gaps = 0
+        """Chunks of which nothing is here, held for what is below."""
         self._tiers = SharedTiers()
 
     def match(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
@@ -148,6 +61,20 @@ class PrefixIndex:
             stored = None if node is None else node.stored
             if stored is None:
                 break
+            found.append(stored)
+        return found
+
+    def holdings(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
+        """As `match`; while there are gaps of every chunk, nothing where nothing is sealed."""
+        nodes = self.nodes
+        found = []
+        for chunk in chain:
+            node = nodes.get(chunk.key)
+            stored = None if node is None else node.stored
+            if stored is None:
+                if not self.gaps:
+                    break
+                stored = StoredChunk(chunk, _NOTHING)
             found.append(stored)
         return found
 
@@ -170,13 +97,42 @@ class PrefixIndex:
         """A new, unsealed artifact. `KeyError` if the parent chunk is unknown."""
         node = self.nodes.get(chunk.key)
         if node is None:
-            parent = self.nodes[chunk.parent]
-            node = self.nodes[chunk.key] = parent.children[chunk.key] = Node(chunk, parent)
+            node = self._new(chunk, self.nodes[chunk.parent])
+        else:
+            if self._is_adrift(node):
+                self._moor(node, chunk, self.nodes[chunk.parent])
+            self.gaps -= not node.artifacts
         assert state_type not in node.artifacts, "an artifact is saved once"
         artifact = node.artifacts[state_type] = Artifact(node, state_type, size_bytes)
         assert node.parent is not None
         _count(node.parent.held, state_type, 1)
         return artifact
+
+    def could_hold(self, chunk: ChunkRange) -> bool:
+        """Whether what is known of the chunk and of the one before it agrees with `chunk`.
+
+        If so it may be added after `presume_parent`.
+        """
+        node, before = self.nodes.get(chunk.key), self.nodes.get(chunk.parent)
+        if node is not None and not self._is_adrift(node):
+            return node.chunk == chunk
+        if node is not None and (node.chunk.start, node.chunk.end) != (chunk.start, chunk.end):
+            return False
+        if before is not None:
+            return before.chunk.end == chunk.start
+        on_grid = chunk.start > 0 and not chunk.start % self._chunk_tokens
+        return on_grid and chunk.key != chunk.parent
+
+    def presume_parent(self, chunk: ChunkRange) -> None:
+        """Let `chunk` be added although the one before it, a full one, is known by name alone.
+
+        Add something of `chunk` at once.
+        """
+        if chunk.parent not in self.nodes:
+            start = chunk.start - self._chunk_tokens
+            assert start >= 0, chunk
+            self._new(ChunkRange(chunk.parent, ROOT, start, chunk.start), self.root)
+            self.gaps += 1
 
     def seal(self, artifact: Artifact) -> None:
         """Make it visible to `match`, and evictable once unpinned."""
@@ -194,8 +150,11 @@ class PrefixIndex:
             artifact.dram, artifact.dram_offset = ref, offset
         else:
             artifact.ssd = ref
-        assert artifact.node.parent is not None
-        _count(artifact.node.parent.held_in[ref.tier], artifact.state_type, 1)
+        parent, kind = artifact.node.parent, artifact.state_type
+        assert parent is not None
+        _count(parent.held_in[ref.tier], kind, 1)
+        if ref.tier is Tier.SSD:
+            self._offer_above_ssd(parent)
         if artifact.sealed:
             self._refresh(artifact.node)
             self._offer(artifact)
@@ -219,6 +178,7 @@ class PrefixIndex:
         assert not artifact.forgotten
         artifact.forgotten = True
         del node.artifacts[artifact.state_type]
+        self.gaps += not node.artifacts
         self._uncount(artifact, None)
         for tier in (Tier.DRAM, Tier.SSD):
             if artifact.slot(tier) is not None:
@@ -236,24 +196,12 @@ class PrefixIndex:
             artifact.forgotten = True
         self.root = Node(self.root.chunk, None)
         self.nodes = {ROOT: self.root}
+        self.gaps = 0
         return gone
 
     def standing(self, artifact: Artifact, tier: Tier) -> Standing:
-        """Whether the artifact may leave `tier` now; the module's docstring has the rule."""
-        if artifact.pins or artifact.forgotten or not artifact.sealed:
-            return Standing.HELD
-        if artifact.slot(tier) is None:
-            return Standing.HELD
-        node, kind = artifact.node, artifact.state_type
-        if tier is Tier.DRAM and artifact.ssd is not None:
-            return Standing.BACKED if node.held_in[tier].get(kind) else Standing.LEAF
-        if tier is Tier.SSD and artifact.dram is not None:
-            if node.held_in[tier].get(kind):
-                return Standing.HELD
-            return Standing.BACKED if node.held.get(kind) else Standing.LEAF
-        if node.held.get(kind) or (node.children and len(node.artifacts) == 1):
-            return Standing.HELD
-        return Standing.LEAF
+        """Whether the artifact may leave `tier` now."""
+        return standing(artifact, tier)
 
     def _uncount(self, artifact: Artifact, tier: Tier | None) -> None:
         """The parent has one child less that holds the type in `tier` (None: at all)."""
@@ -264,6 +212,31 @@ class PrefixIndex:
         freed = parent.artifacts.get(artifact.state_type)
         if freed is not None and artifact.state_type not in counts:
             self._offer(freed)
+        self._offer_above_ssd(parent)
+
+    def _offer_above_ssd(self, node: Node) -> None:
+        """Offer what has no other copy and on which nothing in DRAM alone rests by now."""
+        for artifact in node.artifacts.values():
+            if artifact.ssd is None and may_leave_a_gap(artifact):
+                self._offer(artifact)
+
+    def _new(self, chunk: ChunkRange, parent: Node) -> Node:
+        node = self.nodes[chunk.key] = parent.children[chunk.key] = Node(chunk, parent)
+        return node
+
+    def _is_adrift(self, node: Node) -> bool:
+        """Whether it is not known what the chunk continues."""
+        return node.parent is self.root and node.chunk.start > 0
+
+    def _moor(self, node: Node, chunk: ChunkRange, parent: Node) -> None:
+        """`chunk` is what an adrift node stands for, and continues `parent`."""
+        del self.root.children[node.key]
+        parent.children[node.key] = node
+        node.chunk, node.parent = chunk, parent
+        above: Node | None = parent
+        while above is not None and above is not self.root:  # which their readers count already
+            above.readers += node.readers
+            above = above.parent
 
     def _refresh(self, node: Node) -> None:
         """Recompute what `match` answers for this chunk. A new object: old answers stay true."""
@@ -293,6 +266,7 @@ class PrefixIndex:
             parent = node.parent
             del self.nodes[node.key]
             del parent.children[node.key]
+            self.gaps -= 1
             if not parent.children:
                 for artifact in parent.artifacts.values():
                     self._offer(artifact)
@@ -308,6 +282,7 @@ class PrefixIndex:
             self._check_node(node)
             stack.extend(node.children.values())
         assert seen == self.nodes, "a node is unreachable"
+        assert self.gaps == sum(not n.artifacts for n in seen.values()) - 1, "but for the root"
 
     def _check_node(self, node: Node) -> None:
         held: dict[StateType, int] = {}
@@ -315,7 +290,9 @@ class PrefixIndex:
         tails: dict[int, int] = {}
         for key, child in node.children.items():
             assert (child.parent, child.key) == (node, key)
-            assert node is self.root or child.chunk.parent == node.key
+            assert child.chunk.start == node.chunk.end or self._is_adrift(child)
+            assert child.chunk.parent == node.key
+            assert not (self._is_adrift(child) and child.artifacts)
             length = child.chunk.end - child.chunk.start
             if child.stored is not None and length < self._chunk_tokens:
                 _count(tails, length, 1)

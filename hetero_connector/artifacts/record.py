@@ -121,4 +121,14 @@ def distinct_tiers(chunks: Sequence[StoredChunk]) -> list[Mapping[StateType, Tie
     return list({id(x): x for x in all_tiers}.values())
 
 
+def up_to_gap(chunks: Sequence[StoredChunk], local_tokens: int = 0) -> int:
+    """How many come before the first that holds nothing and ends past the local tokens."""
+    if all(map(_tiers, chunks)):  # as a rule: no look at each of thousands
+        return len(chunks)
+    for count, stored in enumerate(chunks):
+        if not stored.tiers and stored.chunk.end > local_tokens:
+            return count
+    return len(chunks)
+
+
 _tiers = attrgetter("tiers")

@@ -1,8 +1,10 @@
 """What peers hold of a request's chain, where the engine's own store ends.
 
 The directory is asked once a request, for the chunks after the last boundary that the store
-could restore. What it says is believed until the request is admitted or gives up; what could
-not be read is excluded by the restorer like anything else that failed.
+could restore. Where the store holds what continues a chain that others own, and not its
+beginning, what they hold of that closes the gap. What it says is believed until the request is
+admitted or gives up; what could not be read is excluded by the restorer like anything else that
+failed.
 
 A request may say that another engine has just computed its prompt (`handing_over`). The last
 chunks may then still be on their way into the directory: it is asked again for a moment, but not
@@ -22,6 +24,7 @@ from hetero_connector.artifacts.record import (
     SharedTiers,
     StoredChunk,
     Tier,
+    up_to_gap,
 )
 from hetero_connector.engine.fleet import Fleet, Lookup
 from hetero_connector.engine.handing_over import handoff_tokens, was_prefilled
@@ -52,6 +55,8 @@ class _Search:
     tails: list[ChunkRange]
     """Short ones asked for, in any order."""
     lookup: Lookup
+    here: frozenset[int]
+    """Where full chunks end that the own store holds after a gap."""
     handoff: int | None
     """Up to where the engine that has prefilled it says that it is kept; 0: nothing is, or it is
     here; None: it does not say."""
@@ -64,9 +69,9 @@ class _Search:
     """Where else it can be read, best first."""
 
     def end(self, size: int) -> int:
-        """Tokens up to which every full chunk was found."""
+        """Tokens up to which every full chunk was found, or is here after a gap."""
         end = self.start
-        while end + size in self.remote:
+        while end + size in self.remote or end + size in self.here:
             end += size
         return end
 
@@ -128,7 +133,10 @@ class PeerMatcher:
         return True
 
     def extend(self, tracker: RequestTracker, stored: list[StoredChunk]) -> list[StoredChunk]:
-        """Full chunks of the own store, completed and continued by what peers hold."""
+        """Full chunks of the own store, completed and continued by what peers hold.
+
+        Of a gap that they do not close, chunks that hold nothing are left.
+        """
         search = self._searches.get(tracker.request.request_id)
         if search is None or not search.remote:
             return stored
@@ -190,10 +198,12 @@ class PeerMatcher:
         """None where nothing is worth asking for."""
         size = self._size
         chunks = list(tracker.chain.chunks(limit))
-        stored = self._store.match(chunks)
-        if (len(stored) + 1) * size <= local_tokens:
+        stored = self._store.holdings(chunks)
+        first = up_to_gap(stored, local_tokens)
+        last_is_here = first == 0 or bool(stored[first - 1].tiers)
+        if (first + 1) * size <= local_tokens or not last_is_here:
             return None  # nobody could fetch what continues chunks that are not here
-        first = len(stored)
+        here = frozenset(s.chunk.end for s in stored[first:] if s.tiers)
         while first and not self._is_whole(stored[first - 1]):
             first -= 1
         first = max(first, local_tokens // size)
@@ -211,7 +221,7 @@ class PeerMatcher:
         lookup = fleet.find([chunk.key for chunk in (*wanted, *tails)])
         now_s = self._clock()
         until_s = now_s + self._prefill_s if prefilled else now_s
-        return _Search(now_s, until_s, first * size, wanted, tails, lookup, handoff)
+        return _Search(now_s, until_s, first * size, wanted, tails, lookup, here, handoff)
 
     def _has_tail(self, tracker: RequestTracker, end: int, start: int) -> bool:
         """Whether the own store has all of the short chunk that ends at `end`, up to `start`."""
@@ -303,6 +313,8 @@ class PeerMatcher:
     def _merged(self, own: StoredChunk, remote: StoredChunk | None) -> StoredChunk:
         if remote is None or own.tiers.keys() >= remote.tiers.keys():
             return own
+        if not own.tiers:
+            return remote
         tiers, _ = self._shared.share({**remote.tiers, **own.tiers})
         return StoredChunk(own.chunk, tiers)
 

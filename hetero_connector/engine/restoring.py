@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import chain, groupby
 
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.artifacts.record import ArtifactId, SharedTiers, Tier
+from hetero_connector.artifacts.record import ArtifactId, SharedTiers, Tier, up_to_gap
 from hetero_connector.artifacts.tails import longest_tail
 from hetero_connector.engine.handing_over import handoff_tokens
 from hetero_connector.engine.messages import ArtifactSpan, Blocks, Load
@@ -142,9 +142,7 @@ class Restorer:
         self, tracker: RequestTracker, local_tokens: int, known: int
     ) -> PendingRestore | None:
         """Match and plan; start bringing the planned artifacts to DRAM."""
-        stored = self._stored(tracker, known - 1)
-        tails = 1 if stored and not self._is_full(stored[-1]) else 0
-        tracker.matched_chunks = len(stored) - tails
+        stored = self._stored(tracker, local_tokens, known - 1)
         request_id = tracker.request.request_id
         if not stored or stored[-1].chunk.end <= local_tokens:
             if not self._predictions.expects(request_id):
@@ -168,12 +166,15 @@ class Restorer:
         handle = self._store.begin_restore(_wanted(plan), self._peers.copies(tracker))
         return PendingRestore(plan, handle, local_tokens)
 
-    def _is_full(self, stored: StoredChunk) -> bool:
-        return stored.chunk.end - stored.chunk.start == self._layout.chunk_tokens
+    def _stored(self, tracker: RequestTracker, local_tokens: int, limit: int) -> list[StoredChunk]:
+        """Matching chunks and the longest matching tail, without what has failed before.
 
-    def _stored(self, tracker: RequestTracker, limit: int) -> list[StoredChunk]:
-        """Matching chunks and the longest matching tail, without what has failed before."""
-        stored = self._peers.extend(tracker, self._store.match(tracker.chain.chunks(limit)))
+        Chunks of which nothing is stored are among them where the engine holds their tokens.
+        """
+        stored = self._peers.extend(tracker, self._store.holdings(tracker.chain.chunks(limit)))
+        tracker.matched_chunks = up_to_gap(stored)
+        if tracker.matched_chunks < len(stored):
+            del stored[up_to_gap(stored, local_tokens) :]
         stored += self._tail(tracker, stored, limit)
         attempts = tracker.attempts
         if attempts is None or not attempts.count:  # nothing has failed

@@ -95,13 +95,18 @@ def expected_reuse(artifact: Artifact) -> float:
 
 
 def parent_is_there(artifact: Artifact, placed: Collection[Artifact]) -> bool:
-    """Whether the parent chunk's artifact, if there is one, is on SSD or among `placed`.
+    """Whether the parent chunk's artifact, if it is ours to keep, is on SSD or among `placed`.
 
     Else the copy would be out of reach after a restart, and would keep its parent in DRAM.
     """
     parent = artifact.node.parent
     above = None if parent is None else parent.artifacts.get(artifact.state_type)
-    return above is None or above.ssd is not None or above in placed
+    return above is None or _stays(above, placed)
+
+
+def _stays(artifact: Artifact, placed: Collection[Artifact]) -> bool:
+    """Whether a restart finds it: on SSD, by then, or at the peer who owns it."""
+    return artifact.ssd is not None or artifact in placed or artifact.replica
 
 
 def could_be_written(artifact: Artifact) -> bool:
@@ -109,26 +114,15 @@ def could_be_written(artifact: Artifact) -> bool:
     return artifact.ssd is None and artifact.dram is not None and not artifact.replica
 
 
-def continues_replica(artifact: Artifact) -> bool:
-    """Whether the chain above the artifact is a peer's, who keeps it on its own SSD."""
-    node = artifact.node.parent
-    while node is not None:
-        above = node.artifacts.get(artifact.state_type)
-        if above is None or above.ssd is not None:
-            return False
-        if above.replica:
-            return True
-        node = node.parent
-    return False
-
-
 def deepest_on_ssd(artifact: Artifact) -> Artifact | None:
-    """The nearest ancestor of the same state type that is on SSD."""
+    """The nearest ancestor of the same state type that is on SSD, up to a gap or a replica."""
     node = artifact.node.parent
-    while node is not None:
+    while node is not None and node.artifacts:
         above = node.artifacts.get(artifact.state_type)
         if above is not None and above.ssd is not None:
             return above
+        if above is not None and above.replica:
+            return None
         node = node.parent
     return None
 
@@ -151,15 +145,13 @@ def _is_restorable(group: Sequence[Artifact], admitted: Collection[Artifact]) ->
     if not _has_way_up(node, admitted):
         return False
     return group[0].state_type.family is Family.PREFIX or all(
-        a.ssd is not None or a in admitted
-        for a in node.artifacts.values()
-        if a.state_type.family is Family.PREFIX
+        _stays(a, admitted) for a in node.artifacts.values() if a.state_type.family is Family.PREFIX
     )
 
 
 def _has_way_up(node: Node, admitted: Collection[Artifact]) -> bool:
-    """Whether the parent chunk has anything on SSD, as the journal needs to find this one."""
+    """Whether a restart finds anything of the parent chunk, or need not: it is a gap."""
     above = node.parent
-    if above is None or above.parent is None:
+    if above is None or not above.artifacts:
         return True
-    return any(a.ssd is not None or a in admitted for a in above.artifacts.values())
+    return any(_stays(a, admitted) for a in above.artifacts.values())

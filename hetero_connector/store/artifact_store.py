@@ -80,14 +80,12 @@ class ArtifactStore:
     ) -> ArtifactStore:
         """Open the tiers.
 
-        `slot_bytes`: the largest artifact of each stored state type
-        (`ArtifactLayout.max_bytes`). `chunk_tokens`: tokens of a full chunk.
-        `fingerprint` and `description` name the model; an SSD directory of another one is
-        refused. `seconds_saved`: what artifacts are worth to eviction and admission to SSD;
-        `prefetch_costs`: what prefetching weighs besides; `peers`: the fleet, if it reads
-        this DRAM tier and this engine theirs.
-        Raises ConfigError naming the key (`dram_gib`, `ssd_dir`, `ssd_gib`),
-        StoreInUseError, FormatError, StoreError.
+        `slot_bytes`: the largest artifact of each stored state type (`ArtifactLayout.max_bytes`).
+        `chunk_tokens`: tokens of a full chunk. `fingerprint` and `description` name the model; an
+        SSD directory of another one is refused. `seconds_saved`: what artifacts are worth to
+        eviction and admission to SSD; `prefetch_costs`: what prefetching weighs besides; `peers`:
+        the fleet, if it reads this DRAM tier and this engine theirs. Raises StoreInUseError,
+        FormatError, StoreError, and ConfigError naming the key (`dram_gib`, `ssd_dir`, `ssd_gib`).
         """
         geometry = dram_geometry(slot_bytes, config.dram_bytes)
         with contextlib.ExitStack() as undo:
@@ -135,6 +133,11 @@ class ArtifactStore:
         self._check_open()
         return self._tiers.index.match(chain)
 
+    def holdings(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
+        """See `base.Store.holdings`. Takes no lock either."""
+        self._check_open()
+        return self._tiers.index.holdings(chain)
+
     def tails(self, parent: ChunkKey) -> tuple[int, ...]:
         """See `base.Store.tails`."""
         self._check_open()
@@ -157,9 +160,8 @@ class ArtifactStore:
     def begin_save(self, chunk: ChunkRange, sizes: Mapping[StateType, int]) -> Save | None:
         """See `base.Store.begin_save`.
 
-        Also None (counted as `gone`) when the parent chunk is not in the store: nobody
-        could reach the chunk. ValueError for a type or size the store was not opened for,
-        or one that is already sealed or being saved.
+        Also None (counted as `gone`) when the store does not know the parent chunk. ValueError for
+        a type or size it was not opened for, or one that is already sealed or being saved.
         """
         self._check_open()
         strides = self._tiers.dram.geometry.stride_bytes
@@ -170,9 +172,7 @@ class ArtifactStore:
             absent = self.missing(chunk, list(sizes))
             if not absent or len(absent) < len(sizes):
                 raise ValueError(f"nothing to save, or already saved: {list(sizes)}, {absent=}")
-            if chunk.key not in self._tiers.index.nodes and (
-                chunk.parent not in self._tiers.index.nodes
-            ):
+            if chunk.parent not in self._tiers.index.nodes:
                 self._state.fail(Failure.GONE, Tier.DRAM)
                 return None
             return self._reserve(chunk, sizes)

@@ -145,6 +145,12 @@ class Store(Protocol):
         """
         ...
 
+    def holdings(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
+        """As `match`, but where chunks are stored that it does not get to, for what they continue
+        is not, it may go on: chunks of which nothing is stored then hold nothing.
+        """
+        ...
+
     def tails(self, parent: ChunkKey) -> tuple[int, ...]:
         """Token lengths of the chunks shorter than a full one under `parent`: the newest few."""
         ...

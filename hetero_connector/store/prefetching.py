@@ -122,7 +122,7 @@ class Prefetcher:
         if leaf is None:
             self._count("gone")
             return None
-        path = _path_to(leaf)
+        path = _path_to(leaf, self._state.reads_peers)
         boundary = next((n for n in reversed(path) if self._has_boundary(n)), None)
         if boundary is not None:
             path = path[: path.index(boundary) + 1]
@@ -257,11 +257,11 @@ class Prefetcher:
         self._state.recorder.add("heterocache_prefetches", outcome=outcome)
 
 
-def _path_to(leaf: Node) -> list[Node]:
-    """From the first chunk down to `leaf`."""
+def _path_to(leaf: Node, gaps_may_close: bool) -> list[Node]:
+    """From the first chunk down to `leaf`, or from after a gap that peers' copies may close."""
     path = []
     node: Node | None = leaf
-    while node is not None and node.parent is not None:
+    while node is not None and node.parent is not None and (node.artifacts or not gaps_may_close):
         path.append(node)
         node = node.parent
     return path[::-1]

@@ -191,7 +191,7 @@ class ArtifactRestore:
             return None, Failure.GONE
         if not 0 < copy.size_bytes <= state.tiers.dram.geometry.stride_bytes.get(kind, 0):
             return None, Failure.BAD_RECORD
-        if chunk.key not in index.nodes and chunk.parent not in index.nodes:
+        if chunk.parent not in index.nodes:
             return None, Failure.GONE  # nobody could reach the chunk
         # The artifact enters the index first: that keeps its parents.
         artifact = index.add(chunk, kind, copy.size_bytes)

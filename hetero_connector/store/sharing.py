@@ -86,7 +86,8 @@ class Sharing:
                 if artifact is None:
                     gone.append(artifact_id)
                     continue
-                artifact.token, artifact.replica = 0, True
+                artifact.token = 0
+                state.tiers.is_theirs(artifact)
                 state.replicas.add(artifact)
                 state.unjudged.is_not_ours(artifact)
             state.lock.notify_all()

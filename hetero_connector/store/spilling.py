@@ -20,7 +20,6 @@ from hetero_connector.artifacts.record import SlotRef, Tier
 from hetero_connector.errors import StoreError
 from hetero_connector.store.admission import (
     Admission,
-    continues_replica,
     could_be_written,
     deepest_on_ssd,
     parent_is_there,
@@ -175,7 +174,7 @@ class Spiller:
                 state.tiers.dram.hold(artifact.dram)
                 placed.add(artifact)
                 writes.append(_Write(artifact, artifact.dram, target))
-            no_room = sum(not (a.forgotten or continues_replica(a)) for a in homeless)
+            no_room = sum(not a.forgotten for a in homeless)
             if no_room:
                 state.fail(Failure.NO_SLOT, Tier.SSD, no_room)
         self._let_go(homeless)

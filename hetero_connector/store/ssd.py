@@ -50,10 +50,11 @@ def best_transfer(memory: npt.NDArray[np.uint8], directory: SsdDirectory) -> Fil
 
 
 def adopt_journal(directory: SsdDirectory, tiers: Tiers) -> int:
-    """Put every reachable row of the journal into the index; returns how many.
+    """Put every row of the journal into the index; returns how many.
 
-    Rows nobody could reach (their parent's row is missing), or that contradict another
-    row, are deleted from the journal.
+    What a row continues may be missing: another engine's, which is not written here, or lost.
+    Rows that contradict another are deleted from the journal, and so are checkpoints of which
+    nothing else is left.
     """
     journal = directory.journal
     dropped: list[ArtifactId] = []
@@ -64,7 +65,7 @@ def adopt_journal(directory: SsdDirectory, tiers: Tiers) -> int:
         else:
             dropped.append(row.id)
     if dropped:
-        logger.info("SSD tier %s: %d unreachable artifacts dropped", directory.path, len(dropped))
+        logger.info("SSD tier %s: %d impossible artifacts dropped", directory.path, len(dropped))
         journal.forget(dropped)
     for row in sorted(adopted, key=lambda r: r.last_access):
         artifact = tiers.index.find(row.id)
@@ -77,15 +78,13 @@ def adopt_journal(directory: SsdDirectory, tiers: Tiers) -> int:
 
 def _adopt(row: JournalRow, tiers: Tiers) -> bool:
     index = tiers.index
-    node = index.nodes.get(row.chunk.key)
-    if node is not None and (node.chunk != row.chunk or row.state_type in node.artifacts):
-        return False
-    if node is None and row.chunk.parent not in index.nodes:
+    if not index.could_hold(row.chunk) or index.find(row.id) is not None:
         return False
     ref = SlotRef(Tier.SSD, row.state_type, row.slot, row.generation)
     assert tiers.ssd is not None
     if not tiers.ssd.adopt(ref):
         return False
+    index.presume_parent(row.chunk)
     artifact = index.add(row.chunk, row.state_type, row.size_bytes)
     artifact.checksum = row.checksum
     tiers.attach(artifact, ref)

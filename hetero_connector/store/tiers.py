@@ -123,6 +123,11 @@ class Tiers:
                     tier = Tier.SSD if artifact.dram is None else Tier.DRAM
                     self.demoted.add(artifact, tier)
 
+    def is_theirs(self, artifact: Artifact) -> None:
+        """Another worker owns it: it may leave DRAM where our own could not."""
+        artifact.replica = True
+        self._offer(artifact)
+
     def attach(self, artifact: Artifact, ref: SlotRef) -> None:
         """The artifact lies in `ref` from now."""
         offset = self.dram.offset(ref) if ref.tier is Tier.DRAM else -1

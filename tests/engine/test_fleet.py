@@ -89,6 +89,12 @@ def all_told(server: Server) -> bool:
     return owned + value(server, "replicas") >= value(server, "artifacts", tier="dram")
 
 
+def all_written(server: Server) -> bool:
+    """Whether everything but replicas is on the SSD of a server that has lost nothing."""
+    kept = value(server, "artifacts", tier="ssd") + value(server, "replicas")
+    return kept == value(server, "artifacts", tier="dram")
+
+
 def asks(server: Server, seed: int) -> bool:
     """Whether the server is answered when it looks for a prompt that nobody has."""
     before = value(server, "directory_lookups", outcome="nothing")
@@ -190,6 +196,33 @@ def test_a_server_restores_what_another_computed_and_outlives_it_and_the_directo
     ann.kill()
     same(bob.complete(prompts[3], MAX_TOKENS), answers[3])
     same(bob.complete(prompts[3], MAX_TOKENS), answers[3])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_killed_server_finds_on_its_ssd_what_continues_anothers_chain(
+    model: str, tmp_path: Path
+) -> None:
+    """The beginning comes from its owner, once more."""
+    preamble, task = prompt_tokens(1100, seed=600), prompt_tokens(900, seed=601)
+    prompt, ssd = preamble + task, {"ssd_dir": str(tmp_path / "ssd"), "ssd_gib": 0.2}
+    with EmbeddedRedis() as redis, fleet(model, tmp_path, redis.url, "ann") as (ann,):
+        computed(ann, preamble)
+        with server_of(model, tmp_path, "bob", redis.url, **ssd) as bob:
+            until("bob has joined", lambda: value(bob, "directory_joined") == 1)
+            answer = computed(bob, prompt)
+            until("what is bob's is on its SSD", lambda: all_written(bob))
+            assert value(bob, "replicas") > 0
+            bob.kill()
+        with server_of(model, tmp_path, "bob", redis.url, **ssd) as bob:
+            until("bob is back", lambda: value(bob, "directory_joined") == 1)
+            assert value(bob, "artifacts", tier="ssd") > 0
+            reply = bob.complete(prompt, MAX_TOKENS)
+            same(reply, answer)
+            from_ann, from_ssd = (value(bob, "hit_tokens", tier=t) for t in ("peer", "ssd"))
+            assert from_ann == 1024
+            assert from_ssd >= 512
+            assert reply.cached_tokens == from_ann + from_ssd >= 1792
+            assert value(bob, "restores_shortened") == 0
 
 
 @pytest.mark.slow

@@ -82,6 +82,26 @@ def test_an_owner_killed_before_a_read_is_computed_then_adopted_from_its_ssd(
         assert ann.turn(CHAIN).restored == CHUNKS
 
 
+def test_a_killed_worker_finds_its_continuation_behind_what_another_owns(tmp_path: Path) -> None:
+    with processes(tmp_path, "ann", "bob") as fleet:
+        ann, bob = fleet.workers
+        assert ann.turn(CHAIN[:2]).restored == 0
+        fleet.agree([CHAIN])
+        assert bob.turn(CHAIN).restored == 2
+        fleet.agree([CHAIN])
+        assert bob.do("flush")
+        assert len(bob.state().tokens) == (CHUNKS - 2) * len(SIZES)
+        bob.kill()
+        assert verified(bob) == (CHUNKS - 2) * len(SIZES), "no replica was written"
+        bob.launch().ready()
+        fleet.agree([CHAIN])
+        turn = bob.turn(CHAIN)
+        assert turn.restored == CHUNKS
+        assert turn.wrong == []
+        assert count(bob, "read_bytes", "tier=peer") == 2 * sum(SIZES.values())
+        assert count(bob, "read_bytes", "tier=ssd") == (CHUNKS - 2) * sum(SIZES.values())
+
+
 def epochs(fleet: ProcessFleet) -> set[int]:
     """Of whom the directory still takes for an owner."""
     return {int(holding.owner) for holding in fleet.holdings([CHAIN]).values()}

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -162,18 +163,19 @@ class _Worker:
     def _find(
         self, chunks: Sequence[ChunkRange]
     ) -> tuple[list[StoredChunk], dict[ArtifactId, PeerCopy]]:
-        """Whole chunks here, and after them at others."""
-        found = []
-        for stored in self._store.match(chunks):
-            if stored.tiers.keys() != SIZES.keys():
-                break
-            found.append(stored)
+        """Whole chunks here, and after them at others or here after a gap."""
+        whole = [x for x in self._store.holdings(chunks) if x.tiers.keys() == SIZES.keys()]
+        own = {stored.chunk: stored for stored in whole}
+        found = [own[chunk] for chunk in takewhile(own.__contains__, chunks)]
         rest = chunks[len(found) :]
         lookup = self._fleet.find([c.key for c in rest])
         while rest and not lookup.done:
             time.sleep(1e-3)
         copies: dict[ArtifactId, PeerCopy] = {}
         for chunk, held in zip(rest, lookup.found, strict=False):
+            if chunk in own:
+                found.append(own[chunk])
+                continue
             if held.keys() != SIZES.keys():
                 break
             found.append(StoredChunk(chunk, dict.fromkeys(SIZES, Tier.PEER)))

@@ -15,6 +15,7 @@ from hetero_connector.metrics import COUNTERS, GAUGES, Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Restore, Save, StoreConfig, Wanted
+from hetero_connector.store.peers import PeerAccess
 from hetero_connector.store.prefetch_weighing import DEFAULT_COSTS, PrefetchCosts
 from hetero_connector.store.seconds_saved import SecondsSaved, default_seconds_saved
 from hetero_connector.store.ssd_directory import SsdDirectory
@@ -171,6 +172,7 @@ class Bench:
         ssd_chunks: int = 16,
         prefetch_costs: PrefetchCosts = DEFAULT_COSTS,
         seconds_saved: SecondsSaved = default_seconds_saved,
+        peers: PeerAccess | None = None,
         **config: object,
     ) -> ArtifactStore:
         self.recorder = Recorder()
@@ -186,6 +188,7 @@ class Bench:
             clock=self.clock,
             prefetch_costs=prefetch_costs,
             seconds_saved=seconds_saved,
+            peers=peers,
             **({"open_transfer": self.disk} if self.disk else {}),
         )
 

@@ -15,12 +15,24 @@ CHILD = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from filling import Bench, chain, put
-store = Bench(Path(sys.argv[1])).open(dram_chunks=32, ssd_chunks=24)
+from filling import Bench, chain, ids_of, put
+from hetero_connector.store.peers import KnownPeers, PeerAccess
+from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
+theirs, network = int(sys.argv[4]), MemoryNetwork()
+peers = PeerAccess(KnownPeers(), lambda regions: MemoryPeers(network, regions))
+store = Bench(Path(sys.argv[1])).open(
+    dram_chunks=32, ssd_chunks=24, peers=peers if theirs else None
+)
 print("open", flush=True)
 i = int(sys.argv[3])
 while True:  # more than fits: slots are evicted and written again, too
-    put(store, chain(f"c{i % 40}-{sys.argv[3]}", 3))
+    chunks = chain(f"c{i % 40}-{sys.argv[3]}", 3)
+    if theirs:
+        store.sharing.serve_under(9)  # nothing is written before it is known whose it is
+    put(store, chunks)
+    if theirs:
+        ours = dict.fromkeys(ids_of(chunks[theirs:]), 1)
+        store.sharing.judged(ours, ids_of(chunks[:theirs]))
     i += 1
     if i % 4 == 0:
         store.flush(10)
@@ -28,14 +40,18 @@ while True:  # more than fits: slots are evicted and written again, too
 """
 
 
+@pytest.mark.parametrize("theirs", [0, 1], ids=["alone", "continuing others' chains"])
 @pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=pytest.mark.slow)])
-def test_killed_while_spilling(tmp_path: Path, rounds: int) -> None:
+def test_killed_while_spilling(tmp_path: Path, rounds: int, theirs: int) -> None:
     rng = random.Random(7)
     root = tmp_path / "ssd"
     found = 0
     for seed in range(rounds):
         child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(root), str(Path(__file__).parent), str(seed)],
+            [
+                *(sys.executable, "-c", CHILD, str(root), str(Path(__file__).parent)),
+                *(str(seed), str(theirs)),
+            ],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -47,11 +63,11 @@ def test_killed_while_spilling(tmp_path: Path, rounds: int) -> None:
         child.kill()
         child.wait()
         child.stdout.close()
-        found += check(root, seed)
+        found += check(root, seed, theirs)
     assert found > rounds, "the kills came before anything was stored: the test shows nothing"
 
 
-def check(root: Path, seed: int) -> int:
+def check(root: Path, seed: int, theirs: int) -> int:
     """Restore every artifact that is listed; returns how many chunks."""
     store = Bench(root).open(dram_chunks=32, ssd_chunks=24)
     store.check_integrity()
@@ -59,7 +75,8 @@ def check(root: Path, seed: int) -> int:
     for i in range(CHAINS):
         for earlier in range(seed + 1):
             trunk = chain(f"c{i}-{earlier}", 3)
-            listed = store.match(trunk)
+            listed = [x for x in store.holdings(trunk) if x.tiers]
+            assert all(trunk.index(x.chunk) >= theirs for x in listed)
             wanted = [j for x in listed for j in ids_of([x.chunk], x.tiers)]
             restore = wait(begin(store, wanted))
             assert not restore.failed

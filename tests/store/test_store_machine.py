@@ -13,11 +13,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hetero_connector.artifacts.record import ChunkRange, Tier
+from hetero_connector.artifacts.index import Node
+from hetero_connector.artifacts.record import ArtifactId, ChunkRange, Tier
 from hetero_connector.metrics import COUNTERS
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import EvictionName, Failure, Restore, Save
 from hetero_connector.store.io_thread import IoThread
+from hetero_connector.store.peers import PeerAccess
 from hetero_connector.store.prefetch_schedule import ExpectedReturn
 from hetero_connector.store.prefetch_weighing import PrefetchCosts
 
@@ -62,7 +64,12 @@ class StoreMachine(RuleBasedStateMachine):
                 eviction=self.eviction,
                 ssd_write_bytes_per_day=self.budget_bytes,
                 prefetch_costs=PrefetchCosts(used_within=lambda idle_s, within_s: self.used_within),
+                peers=self.peers(),
             )
+
+    def peers(self) -> PeerAccess | None:
+        """The fleet; by itself it has none."""
+        return None
 
     def teardown(self) -> None:
         for restore in self.restores:
@@ -195,20 +202,24 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.arena.close()
         self.store = self.open()
         back = {a.id for a in self.store._tiers.index.artifacts()}
-        reachable = {
+        self.check_restarted(back)
+        if not kill:
+            assert back >= {i for i in durable if self.comes_back(i, durable)}
+
+    def check_restarted(self, back: set[ArtifactId]) -> None:
+        """By itself an engine finds only what it can reach."""
+        assert back == {
             i
             for t in TRUNKS.values()
             for x in self.store.match(t)
             for i in ids_of([x.chunk], x.tiers)
         }
-        assert back == reachable
-        if not kill:
-            assert back >= {i for i in durable if self.above_is_durable(i, durable)}
 
-    def above_is_durable(self, artifact_id: object, durable: set[object]) -> bool:
+    def comes_back(self, artifact_id: ArtifactId, durable: set[ArtifactId]) -> bool:
+        """Whether a restart must find it, of what was durable: all above it is."""
         for trunk in TRUNKS.values():
             for depth, chunk in enumerate(trunk):
-                if chunk.key == artifact_id.chunk:  # type: ignore[attr-defined]
+                if chunk.key == artifact_id.chunk:
                     return all(durable & set(ids_of([c])) for c in trunk[:depth])
         raise AssertionError
 
@@ -233,11 +244,15 @@ class StoreMachine(RuleBasedStateMachine):
         for node in index.nodes.values():
             above = node.parent
             while node.stored is not None and above is not None and above is not index.root:
-                assert above.stored is not None, "a stored chunk cannot be reached"
+                assert above.stored is not None or self.may_be_a_gap(above), "out of reach"
                 above = above.parent
         if not self.ssd:
             visible = {x.chunk for t in TRUNKS.values() for x in self.store.match(t)}
             assert visible <= self.sealed
+
+    def may_be_a_gap(self, node: Node) -> bool:
+        """Whether nothing need be stored of a chunk though something below it is."""
+        return False
 
     @invariant()
     def pinned_bytes_are_right(self) -> None:

@@ -319,7 +319,7 @@ def test_a_write_that_fails_once_is_tried_again(bench: Bench, disk: Disk) -> Non
     store.close()
 
 
-def test_rows_below_a_lost_one_are_dropped_and_their_slots_freed(bench: Bench) -> None:
+def test_rows_below_a_lost_one_are_reached_again_when_it_was_computed_anew(bench: Bench) -> None:
     store = bench.open()
     put(store, CHUNKS)
     assert store.flush(20)
@@ -327,9 +327,15 @@ def test_rows_below_a_lost_one_are_dropped_and_their_slots_freed(bench: Bench) -
     directory.journal.forget(ids_of(CHUNKS[2:3]))
     store = restarted(bench, store)
     assert stored(store, CHUNKS) == 2
-    assert store._tiers.ssd.used(DENSE) == 2  # type: ignore[union-attr]
-    put(store, CHUNKS[2:])
+    assert [bool(x.tiers) for x in store.holdings(CHUNKS)] == [True, True, False, True, True, True]
+    assert store._tiers.ssd.used(DENSE) == 5  # type: ignore[union-attr]
+    put(store, CHUNKS[2:3])
     assert store.flush(20)
+    assert stored(store, CHUNKS) == 6
+    restore = wait(begin(store, ids_of(CHUNKS)))
+    assert not restore.failed
+    assert intact(store, restore)
+    restore.release()
     store.check_integrity()
     store.close()
 

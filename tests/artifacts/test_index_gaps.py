@@ -1,0 +1,200 @@
+"""Chunks of which nothing is stored, above chunks of which something is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hetero_connector.artifacts.index import Artifact, Standing
+from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange, Tier
+from tests.artifacts.test_prefix_index import CHUNK, DENSE, WINDOW, A, B, C, Tree, chunk, slot
+
+D = chunk("d", C)
+BOTH = (Tier.DRAM, Tier.SSD)
+SSD = (Tier.SSD,)
+
+
+@pytest.fixture
+def tree() -> Tree:
+    return Tree()
+
+
+def put_adrift(tree: Tree, below: ChunkRange) -> Artifact:
+    """As a journal does, of which the rows before are missing."""
+    assert tree.index.could_hold(below)
+    tree.index.presume_parent(below)
+    return tree.put(below, DENSE, SSD)
+
+
+def replica(artifact: Artifact) -> Artifact:
+    artifact.replica = True
+    return artifact
+
+
+def test_what_lies_after_a_gap_is_told_only_by_holdings(tree: Tree) -> None:
+    for each in (A, B, C):
+        tree.put(each)
+    assert tree.index.holdings([A, D, B]) == tree.index.match([A]), "there is no gap"
+    tree.index.remove(tree.index.nodes[B.key].artifacts[DENSE])
+    assert tree.index.gaps == 1
+    assert [x.chunk for x in tree.index.match([A, B, C])] == [A]
+    told = tree.index.holdings([A, B, C, D])
+    assert [(x.chunk, bool(x.tiers)) for x in told] == [
+        (A, True),
+        (B, False),
+        (C, True),
+        (D, False),
+    ]
+    tree.index.check_integrity()
+
+
+def test_a_chunk_whose_beginning_is_unknown_is_adrift_until_somebody_knows(tree: Tree) -> None:
+    below = put_adrift(tree, C)
+    tree.index.check_integrity()
+    assert (tree.index.gaps, len(tree.index.nodes)) == (1, 3)
+    with pytest.raises(KeyError):
+        tree.index.add(B, DENSE, 1)
+    tree.put(A)
+    tree.put(B)
+    assert tree.index.gaps == 0
+    assert [x.chunk for x in tree.index.match([A, B, C])] == [A, B, C]
+    assert below.node.parent is not None
+    assert below.node.parent.chunk == B
+    tree.index.check_integrity()
+
+
+def test_a_gap_of_one_chunk_is_never_adrift(tree: Tree) -> None:
+    put_adrift(tree, B)
+    tree.put(A)
+    assert [x.chunk for x in tree.index.match([A, B])] == [A, B]
+    tree.index.check_integrity()
+
+
+def test_a_gap_goes_with_the_last_chunk_below_it(tree: Tree) -> None:
+    below = put_adrift(tree, C)
+    tree.index.remove(below)
+    assert list(tree.index.nodes) == [ROOT]
+    assert tree.index.gaps == 0
+    tree.index.check_integrity()
+
+
+def test_two_chains_that_part_in_a_gap_hang_on_one(tree: Tree) -> None:
+    put_adrift(tree, C)
+    put_adrift(tree, chunk("c2", B))
+    assert tree.index.gaps == 1
+    tree.index.check_integrity()
+
+
+def test_readers_below_a_gap_read_what_closes_it(tree: Tree) -> None:
+    below = put_adrift(tree, C)
+    node = below.node
+    while node is not None:  # as `Readers` counts
+        node.readers += 1
+        node = node.parent
+    tree.put(A).node.readers += 1  # and another, of A alone
+    tree.index.root.readers += 1
+    tree.put(B)
+    assert [tree.index.nodes[x.key].readers for x in (A, B, C)] == [2, 1, 1]
+    assert tree.index.root.readers == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        replace(C, start=C.start + 16),
+        replace(C, parent=C.key),
+        replace(C, parent=ROOT),
+        replace(D, parent=B.key),
+        replace(B, parent=ChunkKey(b"?" * 16), start=0),
+    ],
+    ids=["off the grid", "its own parent", "a beginning in the middle", "too deep", "no beginning"],
+)
+def test_what_contradicts_its_neighbours_is_refused(tree: Tree, wrong: ChunkRange) -> None:
+    put_adrift(tree, C)
+    assert tree.index.could_hold(B)
+    assert not tree.index.could_hold(wrong)
+
+
+def test_an_adrift_chunk_keeps_its_place_in_the_chain(tree: Tree) -> None:
+    put_adrift(tree, D)
+    assert not tree.index.could_hold(replace(C, start=0, end=CHUNK, parent=ROOT))
+    assert tree.index.could_hold(C)
+
+
+def test_another_workers_copy_may_leave_dram_once_what_rests_on_it_is_on_ssd(tree: Tree) -> None:
+    theirs, ours = replica(tree.put(A)), tree.put(B)
+    assert tree.index.standing(theirs, Tier.DRAM) is Standing.HELD
+    tree.offered.clear()
+    tree.index.attach(ours, slot(Tier.SSD, DENSE))
+    assert theirs in tree.offered
+    assert tree.index.standing(theirs, Tier.DRAM) is Standing.BACKED
+    tree.index.detach(ours, Tier.DRAM)
+    assert tree.index.standing(theirs, Tier.DRAM) is Standing.LEAF
+    tree.index.remove(theirs)
+    assert tree.index.gaps == 1
+    tree.index.check_integrity()
+
+
+def test_of_several_chunks_that_rest_on_it_one_in_dram_alone_holds_it(tree: Tree) -> None:
+    theirs = replica(tree.put(A))
+    tree.put(B, DENSE, BOTH)
+    alone = tree.put(chunk("b2", A))
+    assert tree.index.standing(theirs, Tier.DRAM) is Standing.HELD
+    tree.offered.clear()
+    tree.index.remove(alone)
+    assert theirs in tree.offered
+    assert tree.index.standing(theirs, Tier.DRAM) is Standing.BACKED
+
+
+def test_a_chain_of_copies_leaves_from_its_end(tree: Tree) -> None:
+    first, second = replica(tree.put(A)), replica(tree.put(B))
+    tree.put(C, DENSE, SSD)
+    assert tree.index.standing(first, Tier.DRAM) is Standing.HELD
+    assert tree.index.standing(second, Tier.DRAM) is Standing.LEAF
+    tree.offered.clear()
+    tree.index.remove(second)
+    assert first in tree.offered
+    assert tree.index.standing(first, Tier.DRAM) is Standing.LEAF
+
+
+def test_what_became_ours_and_is_not_written_is_not_held_by_what_is(tree: Tree) -> None:
+    """Its owner died, and the write budget has nothing left."""
+    promoted = tree.put(A)
+    tree.put(B, DENSE, SSD)
+    assert tree.index.standing(promoted, Tier.DRAM) is Standing.LEAF
+
+
+def test_our_own_last_copy_above_a_gap_stays_on_ssd_and_may_leave_dram(tree: Tree) -> None:
+    for name, tiers, expected in (
+        ("ssd", SSD, Standing.HELD),
+        ("dram", (Tier.DRAM,), Standing.LEAF),
+    ):
+        first = chunk(name)
+        lost = chunk(f"{name} lost", first)
+        ours = tree.put(first, DENSE, tiers)
+        gap = tree.put(lost)
+        tree.put(chunk(f"{name} below", lost), DENSE, SSD)
+        tree.offered.clear()
+        tree.index.remove(gap)
+        assert ours in tree.offered
+        assert tree.index.standing(ours, tiers[0]) is expected
+
+
+def test_a_last_artifact_may_leave_dram_once_all_below_is_on_ssd(tree: Tree) -> None:
+    window, below = tree.put(A, WINDOW), tree.put(B, DENSE)
+    assert tree.index.standing(window, Tier.DRAM) is Standing.HELD
+    tree.offered.clear()
+    tree.index.attach(below, slot(Tier.SSD, DENSE))
+    assert window in tree.offered
+    assert tree.index.standing(window, Tier.DRAM) is Standing.LEAF
+
+
+def test_a_copy_of_a_chunk_with_a_checkpoint_of_our_own_leaves_it_behind(tree: Tree) -> None:
+    theirs, ours = replica(tree.put(A)), tree.put(A, WINDOW, SSD)
+    tree.put(B, DENSE, SSD)
+    assert tree.index.standing(theirs, Tier.DRAM) is Standing.LEAF
+    tree.index.remove(theirs)
+    assert tree.index.gaps == 0
+    assert tree.index.match([A, B])[0].tiers == {WINDOW: Tier.SSD}
+    assert tree.index.standing(ours, Tier.SSD) is Standing.HELD
