@@ -132,6 +132,46 @@ class Holdings(NamedTuple):
         return self.distinct[: bisect_left(self.firsts, count)]
 
 
+class Span:
+    """Chunks on the grid that are priced together, and what they hold where."""
+
+    def __init__(self, grid: ChunkGrid, chunks: Sequence[StoredChunk], held: Holdings) -> None:
+        """`chunks`: successive ones, all of which hold the prefix types; the last may be short."""
+        first, last = chunks[0].chunk, chunks[-1].chunk
+        index = first.start // grid.layout.chunk_tokens
+        self.held = held
+        self.ends = grid.ends(index, len(chunks))
+        self.columns = self.cells = grid.columns(index, len(chunks))
+        """[chunks] index into `columns`; into a table [distinct, columns] laid flat."""
+        if len(held.distinct) > 1:
+            self.cells = held.codes * grid.boundary_bytes.shape[1]
+            self.cells += self.columns
+        self.tail_tiers = chunks[-1].tiers
+        self.tail_bytes: dict[StateType, int] = {}
+        """Of the last chunk, by type, if it is shorter than the others; else empty."""
+        if last.end - last.start < grid.layout.chunk_tokens:
+            self.ends = self.ends.copy()
+            self.ends[-1] = last.end
+            self.tail_bytes = {
+                t: grid.layout.artifact_bytes(t, last.start, last.end)
+                for t in grid.model.state_types
+            }
+        self._grid = grid
+
+    def tail_types(self, tier: Tier, types: Iterable[StateType]) -> list[StateType]:
+        """Those that the tail has in a tier."""
+        return [t for t in types if self.tail_tiers.get(t) is tier]
+
+    def lacking(self) -> NDArray[np.bool_] | None:
+        """[distinct, columns] where state that a boundary needs is missing; None: nowhere."""
+        types = self._grid.model.boundary_types
+        lacks = [[t not in tiers for t in types] for tiers in self.held.distinct]
+        if not any(map(any, lacks)):
+            return None
+        missing: NDArray[np.bool_] = np.array(lacks, np.float64).dot(self._grid.boundary_bytes) > 0
+        return missing
+
+
 def tiers_of(holdings: Iterable[Mapping[StateType, Tier]]) -> set[Tier]:
     """Every tier that holds something."""
     tiers: set[Tier] = set()

@@ -11,7 +11,8 @@ from hetero_connector.artifacts.record import StoredChunk, Tier
 from hetero_connector.planner.boundaries import ChunkGrid
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.decision import Action, Decision, EngineLoad
-from hetero_connector.planner.pricing import Pricing, TierTable
+from hetero_connector.planner.moving import TierTable
+from hetero_connector.planner.pricing import Pricing
 from hetero_connector.planner.restore_plan import RestorePlan, plan_restore
 from hetero_connector.planner.weighing import Weighing
 from hetero_connector.planner.window_replay import plan_replay

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hetero_connector.artifacts.record import StoredChunk, Tier
-from hetero_connector.planner.boundaries import ChunkGrid, Codes, Floats, Holdings, tiers_of
+from hetero_connector.planner.boundaries import ChunkGrid, Codes, Floats, Holdings, Span, tiers_of
 from hetero_connector.planner.cost_model import Terms
 from hetero_connector.planner.decision import Candidate
 from hetero_connector.planner.pricing import Prices, Pricing
@@ -34,29 +34,30 @@ class Weighing:
     ) -> None:
         self._model, self._layout = grid.model, grid.layout
         self._pricing = pricing
-        self._local_tokens = local_tokens
+        self._local_tokens, self._replay_tokens = local_tokens, replay_tokens
+        self._deadline_s = deadline_s
         self.nothing = pricing.nothing(local_tokens)
-        self._nothing_s = self.nothing.total_s
-        chunks = _between(stored, local_tokens, limit_tokens)
-        self._ways: list[_Way] = []
-        if not chunks:
-            return
-        self._chunks, self._held = chunks, Holdings.of(chunks)
-        barred_s = None
-        num_types = len(grid.model.state_types)
-        if any(len(tiers) < num_types for tiers in self._held.distinct):
+        self._ways: dict[int, _Way] = {}
+        """By replayed tokens, priced when they are first asked for."""
+        self._chunks = _between(stored, local_tokens, limit_tokens)
+        if self._chunks:
+            self._held = Holdings.of(self._chunks)
             self._cut()
-            if not self._chunks:
-                return
-            barred_s = self._barred(grid)
-        self._ways.append(self._way(0, barred_s, deadline_s))
-        if replay_tokens:
-            self._ways.append(self._way(replay_tokens, None, deadline_s))
+        if self._chunks:
+            self._moving = pricing.moving(Span(grid, self._chunks, self._held))
 
     def cheapest(self) -> tuple[RestorePlan | None, Terms]:
         """The best way; loading wins a tie, and the deeper of two."""
-        way = min(self._ways, key=_price, default=None)
-        if way is None or way.best_s > self._nothing_s:
+        nothing_s = self.nothing.total_s
+        if not self._chunks:
+            return None, self.nothing
+        way = self._way(0)
+        if self._replay_tokens:
+            latest = self._chunks[-1].chunk.end - self._replay_tokens
+            # As a rule a checkpoint is near, and computing so many tokens again is dearer.
+            if self._pricing.least_s(latest) <= min(way.best_s, nothing_s):
+                way = min(way, self._way(self._replay_tokens), key=_price)
+        if way.best_s > nothing_s:
             return None, self.nothing
         return self._plan(way, way.best), self._pricing.terms(way.prices, way.best)
 
@@ -64,24 +65,24 @@ class Weighing:
         """A plan made elsewhere, and its terms."""
         if plan is None:
             return None, self.nothing
-        return plan, self._pricing.terms(self._way_of(plan).prices, len(plan.chunks) - 1)
+        return plan, self._pricing.terms(self._way(plan.replay_tokens).prices, len(plan.chunks) - 1)
 
     def stages(self, plan: RestorePlan) -> bool:
         """Whether the plan needs artifacts that are not in DRAM."""
-        staged_s = self._way_of(plan).prices.staged_s
+        staged_s = self._way(plan.replay_tokens).prices.staged_s
         return staged_s is not None and bool(staged_s[len(plan.chunks) - 1] > 0.0)
 
     def leads_further(self, plan: RestorePlan | None) -> bool:
         """Whether what is stored would lead further than the plan goes."""
         taken = len(plan.chunks) if plan else 0
-        return any(way.total_s[taken:].min(initial=math.inf) < math.inf for way in self._ways)
+        return any(way.total_s[taken:].min(initial=math.inf) < math.inf for way in self._all_ways())
 
     def declined(self, plan: RestorePlan | None) -> tuple[Tier, ...]:
         """Tiers of which resuming later than the plan does would load, and the plan nothing.
 
         Those too that are thought too slow for the deadline.
         """
-        if not self._ways:
+        if not self._chunks:
             return ()
         resume, loaded = self._local_tokens, set[Tier]()
         if plan is not None:
@@ -93,7 +94,7 @@ class Weighing:
         if tiers_of(self._held.distinct) <= loaded:
             return ()
         further: set[Tier] = set()
-        for way in self._ways:
+        for way in self._all_ways():
             indices = way.possible_after(resume)
             if len(indices):
                 further |= self._tiers_of(way, indices)
@@ -103,12 +104,12 @@ class Weighing:
         """Nothing at all, then every boundary, `plan`'s marked as chosen."""
         local = self._local_tokens
         yield Candidate(local, local, {}, self.nothing, chosen=plan is None)
-        for way in self._ways:
-            taken = len(plan.chunks) - 1 if plan and self._way_of(plan) is way else -1
+        for way in self._all_ways():
+            taken = len(plan.chunks) - 1 if plan and plan.replay_tokens == way.replay_tokens else -1
             prefix_bytes: dict[Tier, int] = {}
             for index, stored in enumerate(self._chunks):
                 self._add_bytes(prefix_bytes, stored, self._model.prefix_types)
-                if way.barred_s is not None and way.barred_s[index]:
+                if not way.is_possible(index):
                     continue
                 load_bytes = dict(prefix_bytes)
                 if not way.replay_tokens:
@@ -123,21 +124,28 @@ class Weighing:
                     chosen=index == taken,
                 )
 
-    def _way(self, replay_tokens: int, barred_s: Floats | None, deadline_s: float) -> _Way:
-        prices = self._pricing.boundaries(self._chunks, self._held, replay_tokens)
-        total_s, staged_s = prices.total_s, prices.staged_s
+    def _all_ways(self) -> Iterator[_Way]:
+        if self._chunks:
+            yield self._way(0)
+            if self._replay_tokens:
+                yield self._way(self._replay_tokens)
+
+    def _way(self, replay_tokens: int) -> _Way:
+        way = self._ways.get(replay_tokens)
+        if way is None:
+            way = self._ways[replay_tokens] = self._priced(replay_tokens)
+        return way
+
+    def _priced(self, replay_tokens: int) -> _Way:
         if replay_tokens:
-            # From the local tokens or before, nothing would be saved by what is loaded; and a
-            # hand-off's end is off the grid, on which a replay starts and ends.
-            possible = prices.resume > self._local_tokens
-            possible[-1] &= self._chunks[-1].chunk.end % self._model.alignment == 0
-            barred_s = np.where(possible, 0.0, math.inf)
-        if barred_s is not None:
-            total_s = total_s + barred_s
-        if staged_s is not None and staged_s.max() > deadline_s:
-            total_s = np.where(staged_s <= deadline_s, total_s, math.inf)
+            prices = self._pricing.replays(self._moving, replay_tokens, self._local_tokens)
+        else:
+            prices = self._pricing.checkpoints(self._moving)
+        total_s, staged_s = prices.total_s, prices.staged_s
+        if staged_s is not None and staged_s.max() > self._deadline_s:
+            total_s = np.where(staged_s <= self._deadline_s, total_s, math.inf)
         best = len(total_s) - 1 - int(total_s[::-1].argmin())
-        return _Way(prices, total_s, barred_s, replay_tokens, best, float(total_s[best]))
+        return _Way(prices, total_s, replay_tokens, best, float(total_s[best]))
 
     def _tiers_of(self, way: _Way, indices: Codes) -> set[Tier]:
         """Where what is loaded for the boundaries at these chunks lies. An inner chunk's
@@ -149,9 +157,6 @@ class Weighing:
             tiers |= _tiers([held[code] for code in ends], self._model.boundary_types)
         return tiers
 
-    def _way_of(self, plan: RestorePlan) -> _Way:
-        return self._ways[1 if plan.replay_tokens else 0]
-
     def _cut(self) -> None:
         """Leave the chunks before the first that lacks a prefix type."""
         held, prefix = self._held, set(self._model.prefix_types)
@@ -159,20 +164,6 @@ class Weighing:
             if not tiers.keys() >= prefix:
                 self._chunks, self._held = self._chunks[:first], held.up_to(first)
                 break
-
-    def _barred(self, grid: ChunkGrid) -> Floats:
-        """[chunks] infinite where boundary state is missing, else 0."""
-        chunks, held = self._chunks, self._held
-        types = self._model.boundary_types
-        lacks = np.array([[t not in tiers for t in types] for tiers in held.distinct], np.float64)
-        first = chunks[0].chunk.start // self._layout.chunk_tokens
-        by_code_s = np.where(lacks.dot(grid.boundary_bytes) > 0.0, math.inf, 0.0)
-        columns = grid.columns(first, len(chunks))
-        barred_s: Floats = by_code_s.take(held.codes * by_code_s.shape[1] + columns)
-        last = chunks[-1]
-        is_whole = self._model.is_whole(last.tiers.keys(), last.chunk.end)
-        barred_s[-1] = 0.0 if is_whole else math.inf  # it may be shorter than the grid has it
-        return barred_s
 
     def _plan(self, way: _Way, index: int) -> RestorePlan:
         chunks = self._chunks[: index + 1]
@@ -201,20 +192,20 @@ class _Way(NamedTuple):
     prices: Prices
     total_s: Floats
     """Infinite where the boundary is not possible or staging is too slow."""
-    barred_s: Floats | None
-    """Infinite where the boundary is not possible, else 0; None where all are."""
     replay_tokens: int
     best: int
     """The chunk at the cheapest boundary; of equals the deepest."""
     best_s: float
     """That boundary's total."""
 
+    def is_possible(self, index: int) -> bool:
+        """Whether one may resume there, however slow it is."""
+        return bool(self.prices.exposed_s[index] < math.inf)
+
     def possible_after(self, resume: int) -> Codes:
         """The chunks whose ends are possible boundaries that resume later, in order."""
         first = int(self.prices.resume.searchsorted(resume, side="right"))
-        if self.barred_s is None:
-            return np.arange(first, len(self.total_s))
-        return first + np.flatnonzero(self.barred_s[first:] == 0.0)
+        return first + np.flatnonzero(self.prices.exposed_s[first:] < math.inf)
 
 
 def _price(way: _Way) -> tuple[float, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeR
 from hetero_connector.planner.cost_model import CostModel, CostWeights, Terms
 from hetero_connector.planner.decision import Action, Decision, EngineLoad
 from hetero_connector.planner.load_model import LoadModel, TierRates
+from hetero_connector.planner.pricing import Prices, Pricing
 from hetero_connector.planner.restore_plan import plan_restore
 from hetero_connector.planner.restore_planner import RestorePlanner
 from hetero_connector.spec import ModelSpec, StateType
@@ -42,6 +44,7 @@ IDLE = EngineLoad()
 
 places = st.sampled_from([None, Tier.DRAM, Tier.DRAM, Tier.SSD, Tier.PEER])
 seconds = st.floats(0, 1e-3)
+lessons = st.tuples(st.sampled_from(Tier), st.integers(16, 20_000), st.floats(1e-3, 1.0))
 
 
 @st.composite
@@ -70,7 +73,11 @@ def cost_models(draw: st.DrawFn, model: ModelSpec) -> CostModel:
         for tier in Tier
     }
     weights = CostWeights(draw(st.floats(0, 0.1)), draw(st.floats(0, 10.0)))
-    return costs_of(model, compute, load, weights, draw(st.sampled_from([0, 50, 128])))
+    costs = costs_of(model, compute, load, weights, draw(st.sampled_from([0, 50, 128])))
+    for tier, size, took_s in draw(st.lists(lessons, max_size=3)):
+        costs.load.observe(tier, dict.fromkeys(model.state_types, size), took_s)
+        costs.compute.observe(size // 16, size // 100, took_s)
+    return costs
 
 
 loads = st.builds(
@@ -364,6 +371,46 @@ def test_replay_restores_where_no_checkpoint_is_near() -> None:
         Action.RECOMPUTE_SWA,
         Action.RECOMPUTE_TAIL,
     )
+
+
+def test_a_replay_is_priced_only_where_computing_alone_does_not_rule_it_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    priced = []
+    replays = Pricing.replays
+
+    def noted(*arguments: Any) -> Prices:
+        priced.append(arguments)
+        return replays(*arguments)
+
+    monkeypatch.setattr(Pricing, "replays", noted)
+    whole, bare = in_tier(Tier.DRAM, KV, SWA), in_tier(Tier.DRAM, KV)
+    near, far = chain_of([whole] * 6), chain_of([whole] * 2 + [bare] * 4)
+    decisions = [
+        case_of(stored, costs_of(HYBRID, load=FAST)).decide(replay_tokens=80)
+        for stored in (near, far)
+    ]
+    assert len(priced) == 1
+    assert [d.plan is not None and d.plan.replay_tokens for d in decisions] == [0, 80]
+    assert len(decisions[0].candidates()) == 1 + 6 + 5, "but it is shown"
+
+
+def test_a_replay_that_resumes_a_little_later_than_the_last_checkpoint_is_not_ruled_out() -> None:
+    """Loading is free, so 176 tokens are computed where the checkpoint leaves 192."""
+    free = {Tier.DRAM: rates(0.0, 0.0)}
+    stored = chain_of([*[BOTH] * 5, in_tier(Tier.DRAM, KV)])
+    decision = case_of(stored, costs_of(HYBRID, load=free)).decide(replay_tokens=48)
+    assert decision.plan is not None
+    assert (decision.plan.resume_tokens, decision.plan.replay_tokens) == (6 * CHUNK - 48, 48)
+
+
+def test_a_replay_that_is_priced_later_is_priced_by_the_costs_of_the_decision() -> None:
+    case = case_of(full_chain(*[Tier.DRAM] * 3), costs_of(HYBRID, load=FAST))
+    before = case.decide(replay_tokens=80).candidates()
+    later = case.decide(replay_tokens=80)
+    case.costs.compute.observe(1000, 0, 99.0)
+    case.costs.load.observe(Tier.DRAM, {KV: 1000}, 99.0)
+    assert later.candidates() == before
 
 
 def test_a_checkpoint_is_taken_where_it_is_cheaper_than_replay() -> None:
