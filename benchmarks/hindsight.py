@@ -1,0 +1,164 @@
+"""How much of the distance to the oracle's bound placement can win.
+
+`python -m benchmarks.hindsight --mooncake FILE --sessions FILE [--quick]`
+
+For a few requests on four workers: what tasks wait under `ownerserve`, with other weights of its
+prices, and after placements were changed by a search that knows what comes (`oracle/hindsight.py`),
+beside the bound. What the search found is a schedule of the same engines; that nobody finds a
+better one it does not say. Writes `results/hindsight-<date>.{txt,json}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from benchmarks.measure import rounded, save, table
+from benchmarks.simulated_fleets import fleet_for, read
+from benchmarks.simulated_studies import STUDIES
+from ownership.scheduling.ownerserve import OwnerServe
+from ownership.scheduling.step_pricing import Way
+from ownership.scheduling.weights import PlacementWeights
+from ownership.simulator.oracle.hindsight import Hindsight, Outcome
+from ownership.simulator.oracle.result import oracle_result
+from ownership.simulator.simulating import chunk_tokens_of
+from ownership.simulator.traces.session import Trace
+from ownership.simulator.workload import Workload
+
+_WORKERS = 4
+_STALLS = (0.1, 0.6, 1.0)
+"""mu, instead of the default."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trace's first sessions at a rate."""
+
+    study: str
+    rate: float
+    sessions: int
+    seed: int
+    tries: int
+
+
+_TRIES = {1.7: 250, 3.3: 400, 4.2: 600}
+"""By the rate: where engines are busier there is more to win."""
+CASES = (
+    *(Case("mooncake-rate", r, 150, seed, n) for r, n in _TRIES.items() for seed in (0, 1)),
+    Case("agents-dense", 0.1, 6, 0, 100),
+)
+
+
+def measured(case: Case, recorded: Trace) -> dict[str, Any]:
+    """One case: the bound, `ownerserve`, other weights, and the search."""
+    study = next(study for study in STUDIES if study.name == case.study)
+    fleet = fleet_for(study, _WORKERS)
+    sharing = study.settings[0].sharing
+    sent = Workload(case.rate, sharing, case.sessions, case.seed)
+    trace = sent.trace(recorded)
+    bound = oracle_result("oracle", recorded, fleet, sent)["figures"]
+    search = Hindsight(trace, fleet, chunk_tokens_of(trace, fleet, fleet.model))
+    begun = search.outcome({}, OwnerServe())
+    weighed = {
+        f"wait_stall_{stall:g}_s": search.outcome(
+            {}, OwnerServe(weights=PlacementWeights(stall=stall))
+        ).wait_s
+        for stall in _STALLS
+    }
+    found = search.improved(begun, OwnerServe(), case.tries, Random(case.seed))
+    best = found.best
+    elsewhere = sum(best.placed[turn] != way for turn, way in begun.placed.items())
+    figures = {
+        "requests": len(begun.placed),
+        "bound_s": bound["task_wait_mean_s"],
+        "wait_s": begun.wait_s,
+        **weighed,
+        "found_s": best.wait_s,
+        "elsewhere": elsewhere / len(begun.placed),
+        **{f"before_{name}": value for name, value in _told(begun).items()},
+        **{f"after_{name}": value for name, value in _told(best).items()},
+    }
+    return {
+        "case": f"{study.trace} {case.rate:g}/s, seed {case.seed}",
+        **rounded(figures),
+        "tried": dict(found.tried),
+        "kept": dict(found.kept),
+    }
+
+
+def _told(outcome: Outcome) -> dict[str, float]:
+    ways = Counter(map(_kind, outcome.placed.values()))
+    kinds = {kind: ways[kind] / len(outcome.placed) for kind in ("local", "fetch", "remote")}
+    return {"ttft_s": outcome.ttft_s, "late_share": outcome.late_share, **kinds}
+
+
+def _kind(way: Way) -> str:
+    if way.prefill != way.decode:
+        return "remote"
+    return "local" if way.source is None else "fetch"
+
+
+def all_measured(cases: Sequence[Case], traces: Mapping[str, Trace]) -> Iterator[dict[str, Any]]:
+    """Every case whose trace is there."""
+    of = {study.name: study.trace for study in STUDIES}
+    for case in cases:
+        if of[case.study] in traces:
+            begun = time.process_time()
+            found = measured(case, traces[of[case.study]])
+            yield found
+            print(f"{found['case']}: {time.process_time() - begun:.0f} s", flush=True)
+
+
+def as_table(found: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each case."""
+    header = [
+        "case", "requests", "bound, s", "ownerserve", *(f"mu {x:g}" for x in _STALLS), "found",
+        "of it won", "over bound", "elsewhere", "late", "then", "TTFT, s", "then",
+    ]  # fmt: skip
+    lines = []
+    for one in found:
+        wait_s, best_s = one["wait_s"], one["found_s"]
+        lines.append([
+            one["case"], f"{one['requests']:.0f}", f"{one['bound_s']:.2f}", f"{wait_s:.2f}",
+            *(f"{one[f'wait_stall_{x:g}_s']:.2f}" for x in _STALLS), f"{best_s:.2f}",
+            f"{1 - best_s / wait_s:.1%}", f"{best_s / one['bound_s']:.2f}",
+            f"{one['elsewhere']:.0%}",
+            f"{one['before_late_share']:.0%}", f"{one['after_late_share']:.0%}",
+            f"{one['before_ttft_s']:.2f}", f"{one['after_ttft_s']:.2f}",
+        ])  # fmt: skip
+    return table(header, lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.hindsight")
+    parser.add_argument("--mooncake", type=Path, help="Mooncake's conversation trace")
+    parser.add_argument("--sessions", type=Path, help="the coding-agent sessions")
+    parser.add_argument("--quick", action="store_true", help="few tries; writes no results")
+    arguments = parser.parse_args(argv)
+    traces = {}
+    if arguments.mooncake:
+        most = max(case.sessions for case in CASES)
+        traces["mooncake"] = read(arguments.mooncake, most, arrivals=False)
+    if arguments.sessions:
+        traces["agents"] = read(arguments.sessions, arrivals=True)
+    cases = CASES
+    if arguments.quick:
+        cases = tuple(Case(c.study, c.rate, c.sessions, c.seed, 20) for c in CASES)
+    gc.freeze()
+    found = list(all_measured(cases, traces))
+    text = as_table(found)
+    print(text)
+    if not arguments.quick:
+        ratios = {one["case"]: one["found_s"] / one["wait_s"] for one in found}
+        print(f"written: {save('hindsight', text, rounded(ratios), {'cases': found})}")
+
+
+if __name__ == "__main__":
+    main()
