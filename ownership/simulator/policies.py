@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast, get_args
+from typing import Any, get_args
 
 from hetero_connector.errors import SimulationError
 from hetero_connector.planner.restore_planner import Mode
@@ -13,20 +13,9 @@ from ownership.scheduling.admission import Admitting, TtftObjective
 from ownership.scheduling.policy import SchedulingPolicy
 from ownership.scheduling.registry import POLICIES, scheduling_policy
 from ownership.simulator.machine.worker import CachePolicy, WorkerSpec
-from ownership.simulator.state.memory import EVICTIONS, Eviction, TierBytes
+from ownership.simulator.state.memory import EVICTIONS, TierBytes
 
 _GIB = 1 << 30
-_OPTIONS = (
-    "checkpoints", "eviction", "restores", "replay", "tiers", "state", "answers", "peers",
-    "handoffs", "replicas", "ssd_writes", "prefetch", "ttft",
-)  # fmt: skip
-_TIERS = ("all", "dram", "gpu")
-_STATE = ("typed", "paged")
-_SWITCH = ("on", "off")
-_ANSWERS = ("lost", "kept")
-_PEERS = ("named", "any")
-_HANDOFFS = ("chunks", "tokens")
-_REPLICAS = ("none", "hot")
 
 
 @dataclass(frozen=True)
@@ -87,51 +76,13 @@ def parse_policy(text: str) -> PolicySpec:
 
 
 def _with(spec: PolicySpec, name: str, value: str) -> PolicySpec:
-    match name:
-        case "checkpoints":
-            _check_checkpoints(spec.text, value)
-            return replace(spec, cache=spec.cache._replace(checkpoints=value))
-        case "eviction":
-            _check(spec.text, name, value, EVICTIONS)
-            return replace(spec, cache=spec.cache._replace(eviction=cast(Eviction, value)))
-        case "restores":
-            _check(spec.text, name, value, get_args(Mode))
-            return replace(spec, cache=spec.cache._replace(restores=cast(Mode, value)))
-        case "replay":
-            _check(spec.text, name, value, _SWITCH)
-            return replace(spec, cache=spec.cache._replace(replay=value == "on"))
-        case "tiers":
-            _check(spec.text, name, value, _TIERS)
-            return replace(spec, tiers=value)
-        case "state":
-            _check(spec.text, name, value, _STATE)
-            return replace(spec, state=value)
-        case "answers":
-            _check(spec.text, name, value, _ANSWERS)
-            return replace(spec, answers=value)
-        case "peers":
-            _check(spec.text, name, value, _PEERS)
-            return replace(spec, peers=value)
-        case "handoffs":
-            _check(spec.text, name, value, _HANDOFFS)
-            return replace(spec, handoffs=value)
-        case "replicas":
-            _check(spec.text, name, value, _REPLICAS)
-            return replace(spec, replicas=value)
-        case "prefetch":
-            _check(spec.text, name, value, _SWITCH)
-            return replace(spec, cache=spec.cache._replace(prefetch=value == "on"))
-        case "ssd_writes":
-            per_day = None if value == "all" else int(_above_0(spec.text, name, value) * _GIB)
-            return replace(spec, cache=spec.cache._replace(ssd_bytes_per_day=per_day))
-        case "ttft":
-            return replace(spec, ttft_objective_s=_above_0(spec.text, name, value))
-    raise _unknown(spec.text, f"no option {name!r}", _OPTIONS)
-
-
-def _check(text: str, name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise _unknown(text, f"{name} is {value!r}", known)
+    read = _OPTIONS.get(name)
+    if read is None:
+        raise _unknown(spec.text, f"no option {name!r}", _OPTIONS)
+    changed: dict[str, Any] = {_FIELDS.get(name, name): read(spec.text, name, value)}
+    if changed.keys() <= set(CachePolicy._fields):
+        return replace(spec, cache=spec.cache._replace(**changed))
+    return replace(spec, **changed)
 
 
 def _check_dram(text: str, workers: Sequence[WorkerSpec]) -> None:
@@ -142,14 +93,31 @@ def _check_dram(text: str, workers: Sequence[WorkerSpec]) -> None:
             raise SimulationError(f"policy {text!r}", problem, "ssd_writes")
 
 
-def _check_checkpoints(text: str, value: str) -> None:
+def _one_of(*known: str) -> Callable[[str, str, str], str]:
+    def read(text: str, name: str, value: str) -> str:
+        if value not in known:
+            raise _unknown(text, f"{name} is {value!r}", known)
+        return value
+
+    return read
+
+
+def _switch(text: str, name: str, value: str) -> bool:
+    return _one_of("on", "off")(text, name, value) == "on"
+
+
+def _checkpoints(text: str, name: str, value: str) -> str:
     kind, _, period = value.partition(":")
     if kind == "periodic" and period.isdecimal() and int(period) > 0:
-        return
+        return value
     if value not in ("adaptive", "full", "zero"):
-        raise _unknown(
-            text, f"checkpoints is {value!r}", ("adaptive", "full", "zero", "periodic:N")
-        )
+        known = ("adaptive", "full", "zero", "periodic:N")
+        raise _unknown(text, f"{name} is {value!r}", known)
+    return value
+
+
+def _bytes_per_day(text: str, name: str, value: str) -> int | None:
+    return None if value == "all" else int(_above_0(text, name, value) * _GIB)
 
 
 def _above_0(text: str, name: str, value: str) -> float:
@@ -161,6 +129,26 @@ def _above_0(text: str, name: str, value: str) -> float:
     if not 0.0 < number < float("inf"):
         raise SimulationError(f"policy {text!r}", f"{value!r} is no number above 0", name)
     return number
+
+
+_OPTIONS: dict[str, Callable[[str, str, str], object]] = {
+    "checkpoints": _checkpoints,
+    "eviction": _one_of(*EVICTIONS),
+    "restores": _one_of(*get_args(Mode)),
+    "replay": _switch,
+    "tiers": _one_of("all", "dram", "gpu"),
+    "state": _one_of("typed", "paged"),
+    "answers": _one_of("lost", "kept"),
+    "peers": _one_of("named", "any"),
+    "handoffs": _one_of("chunks", "tokens"),
+    "replicas": _one_of("none", "hot"),
+    "ssd_writes": _bytes_per_day,
+    "prefetch": _switch,
+    "ttft": _above_0,
+}
+"""How each option is read: the policy's text, the option's name and value, for what to set."""
+_FIELDS = {"ssd_writes": "ssd_bytes_per_day", "ttft": "ttft_objective_s"}
+"""What an option sets, where the field of `CachePolicy` or `PolicySpec` has not its name."""
 
 
 def _unknown(text: str, problem: str, known: Iterable[str]) -> SimulationError:

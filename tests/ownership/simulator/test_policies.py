@@ -27,6 +27,7 @@ def test_options_follow_the_name() -> None:
     assert (spec.tiers, spec.state, spec.ttft_objective_s) == ("dram", "paged", 1.5)
     assert parse_policy("colocated+answers=kept").answers == "kept"
     assert parse_policy("colocated+replicas=hot").replicas == "hot"
+    assert parse_policy("colocated+peers=any").peers == "any"
     assert parse_policy("colocated+ssd_writes=1.5").cache.ssd_bytes_per_day == 3 << 29
     assert parse_policy("colocated+prefetch=on").cache.prefetch
     assert parse_policy("colocated+ssd_writes=all").cache.ssd_bytes_per_day is None
@@ -54,6 +55,7 @@ def test_tiers_are_left_out() -> None:
         ("colocated+prefetch=auto", "prefetch is 'auto'; there are on, off"),
         ("colocated+ssd_writes=0", "ssd_writes: '0' is no number above 0"),
         ("colocated+replay", "replay is ''"),
+        ("colocated+peers=all", "peers is 'all'; there are named, any"),
         ("colocated+replicas=cold", "replicas is 'cold'; there are none, hot"),
     ],
 )
