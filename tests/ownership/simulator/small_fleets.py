@@ -29,6 +29,13 @@ DENSE, HYBRID = "llama-3.1-8b", "deepseek-v4-flash"
 COMPUTE = ComputeCoefficients(0.01, 1e-5, 1e-10)
 DECODE = InterferenceCoefficients(0.01, 1e-4, 1e-8, 0.002, 1e-5, 1e-10)
 AMPLE = TierBytes(40 * GIB, 64 * GIB, 256 * GIB)
+TIGHT = {
+    DENSE: TierBytes(6 * GIB, 4 * GIB, 8 * GIB),
+    HYBRID: TierBytes(GIB // 2, GIB // 4, GIB // 2),
+}
+"""Room for few prompts of `agents`."""
+CHUNK_BYTES = 256 * 131_072
+"""Of a chunk of 256 tokens of the dense model."""
 LIMITS = EngineLimits()
 FREE = ComputeCoefficients(0.0, 0.0, 0.0)
 AT_ONCE = InterferenceCoefficients(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)

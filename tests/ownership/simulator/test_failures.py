@@ -16,7 +16,9 @@ from ownership.scheduling.registry import POLICIES
 from ownership.simulator.fleet_file import Failure, FleetSpec, read_fleet
 from ownership.simulator.state.memory import TierBytes
 from ownership.simulator.traces.session import Session
+from tests.ownership.simulator.checked_runs import figures, run_of
 from tests.ownership.simulator.small_fleets import (
+    CHUNK_BYTES,
     COMPUTE,
     DENSE,
     GIB,
@@ -27,10 +29,8 @@ from tests.ownership.simulator.small_fleets import (
     prompt,
     trace_of,
 )
-from tests.ownership.simulator.test_simulating import figures, run_of
 
 LONG = prompt(0, 8_192, output=1)
-CHUNK_BYTES = 256 * 131_072
 APART = (Role.PREFILL, Role.DECODE, Role.DECODE)
 LONG_S = COMPUTE.step_s + 8_192 * COMPUTE.token_s + COMPUTE.attention_s * 8_192**2 / 2
 

@@ -10,8 +10,8 @@ from hetero_connector.planner.request_overhead import HandOver
 from ownership.scheduling.fleet import Role
 from ownership.simulator.fleet_file import Failure, FleetSpec
 from ownership.simulator.traces.session import Session
+from tests.ownership.simulator.checked_runs import figures
 from tests.ownership.simulator.small_fleets import COMPUTE, costs, fleet, prompt, trace_of
-from tests.ownership.simulator.test_simulating import figures
 
 TRACE = trace_of(Session("a", (prompt(0, 8_192, output=20),), 0.0))
 COST = HandOver(0.3, 1e-5)

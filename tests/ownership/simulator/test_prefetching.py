@@ -14,8 +14,9 @@ from ownership.simulator.state.chunks import chunk_tokens_for
 from ownership.simulator.state.memory import TierBytes
 from ownership.simulator.state.shape import StateShape
 from ownership.simulator.traces.session import Session, Trace
-from tests.ownership.simulator.oracle.test_bound import check
+from tests.ownership.simulator.checked_runs import check, figures, run_of
 from tests.ownership.simulator.small_fleets import (
+    CHUNK_BYTES,
     DENSE,
     GIB,
     HYBRID,
@@ -25,9 +26,7 @@ from tests.ownership.simulator.small_fleets import (
     prompt,
     trace_of,
 )
-from tests.ownership.simulator.test_simulating import figures, run_of
 
-CHUNK_BYTES = 256 * 131_072
 GAP_S = 120.0
 SMALL = TierBytes(60 * CHUNK_BYTES, 60 * CHUNK_BYTES, 64 * GIB)
 """Room for one long prompt."""

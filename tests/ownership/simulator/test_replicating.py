@@ -14,9 +14,8 @@ from ownership.scheduling.registry import POLICIES
 from ownership.simulator.fleet_file import Failure
 from ownership.simulator.traces.block_runs import BlockRuns
 from ownership.simulator.traces.session import Request, Session, Trace
-from tests.ownership.simulator.oracle.test_bound import check
+from tests.ownership.simulator.checked_runs import check, figures, run_of
 from tests.ownership.simulator.small_fleets import DENSE, HYBRID, costs, fleet, trace_of
-from tests.ownership.simulator.test_simulating import figures, run_of
 
 SHARED = BlockRuns(((0, 32),))
 FAST = {model: costs(model, bytes_per_s=100e9) for model in (DENSE, HYBRID)}

@@ -18,7 +18,7 @@ from ownership.simulator.state.shape import StateShape
 from ownership.simulator.state.short_chunks import short_chunk
 from ownership.simulator.traces.block_runs import BlockRuns
 from ownership.simulator.traces.session import Session
-from tests.ownership.simulator.oracle.test_bound import check
+from tests.ownership.simulator.checked_runs import check, figures, run_of
 from tests.ownership.simulator.small_fleets import (
     DENSE,
     GIB,
@@ -29,7 +29,6 @@ from tests.ownership.simulator.small_fleets import (
     prompt,
     trace_of,
 )
-from tests.ownership.simulator.test_simulating import figures, run_of
 
 POLICY = "static_pd+handoffs=tokens"
 

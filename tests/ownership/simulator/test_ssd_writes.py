@@ -11,25 +11,19 @@ from hypothesis import strategies as st
 from hetero_connector.store.write_budget import DAY_S, burst_bytes
 from ownership.scheduling.registry import POLICIES
 from ownership.simulator.fleet_file import Failure
-from ownership.simulator.state.memory import TierBytes
 from ownership.simulator.traces.session import Session, Trace
-from tests.ownership.simulator.oracle.test_bound import check
+from tests.ownership.simulator.checked_runs import check, figures, run_of
 from tests.ownership.simulator.small_fleets import (
+    CHUNK_BYTES,
     DENSE,
     GIB,
     HYBRID,
+    TIGHT,
     agents,
     fleet,
     prompt,
     trace_of,
 )
-from tests.ownership.simulator.test_simulating import figures, run_of
-
-CHUNK_BYTES = 256 * 131_072
-TIGHT = {
-    DENSE: TierBytes(6 * GIB, 4 * GIB, 8 * GIB),
-    HYBRID: TierBytes(GIB // 2, GIB // 4, GIB // 2),
-}
 
 
 @pytest.mark.parametrize("model", [DENSE, HYBRID])

@@ -14,6 +14,7 @@ from ownership.simulator.state.chunks import chunk_tokens_for
 from ownership.simulator.state.memory import TierBytes
 from ownership.simulator.state.shape import StateShape
 from ownership.simulator.traces.session import Session, Trace
+from tests.ownership.simulator.checked_runs import run_of
 from tests.ownership.simulator.small_fleets import (
     DENSE,
     GIB,
@@ -23,7 +24,6 @@ from tests.ownership.simulator.small_fleets import (
     prompt,
     trace_of,
 )
-from tests.ownership.simulator.test_simulating import run_of
 
 
 def largest_request(trace: Trace, shape: StateShape) -> int:

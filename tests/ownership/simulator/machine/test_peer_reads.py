@@ -16,9 +16,8 @@ from ownership.simulator.state.memory import TierBytes
 from ownership.simulator.state.shape import StateShape
 from ownership.simulator.traces.block_runs import BlockRuns
 from ownership.simulator.traces.session import Session
-from tests.ownership.simulator.small_fleets import GIB, costs, fleet, prompt
+from tests.ownership.simulator.small_fleets import CHUNK_BYTES, GIB, costs, fleet, prompt
 
-CHUNK_BYTES = 256 * 131_072
 LONG, OTHER = BlockRuns(((0, 60),)), BlockRuns(((500, 50),))
 PAIR = (Role.PREFILL, Role.DECODE)
 

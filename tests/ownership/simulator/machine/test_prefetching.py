@@ -16,9 +16,8 @@ from ownership.simulator.machine.prefetching import Prefetching
 from ownership.simulator.state.memory import TierBytes, WorkerMemory
 from ownership.simulator.state.shape import StateShape
 from ownership.simulator.traces.block_runs import BlockRuns
-from tests.ownership.simulator.small_fleets import DENSE, GIB, costs
+from tests.ownership.simulator.small_fleets import CHUNK_BYTES, DENSE, GIB, costs
 
-CHUNK_BYTES = 256 * 131_072
 LONG, OTHER = BlockRuns(((0, 66),)), BlockRuns(((500, 25),))
 GAP_S, TURNS = 100.0, 8
 LAST_S = GAP_S * (TURNS - 1) + 1.0

@@ -13,16 +13,13 @@ from hetero_connector.planner.compute_model import ComputeCoefficients
 from hetero_connector.spec.presets import PRESETS
 from ownership.scheduling.fleet import Role
 from ownership.scheduling.registry import POLICIES
-from ownership.simulator.fleet_file import Failure, FleetSpec
+from ownership.simulator.fleet_file import Failure
 from ownership.simulator.oracle.bound import bound
-from ownership.simulator.oracle.result import is_oracle, oracle_result
-from ownership.simulator.policies import parse_policy
-from ownership.simulator.results import Figures
-from ownership.simulator.simulating import simulate
+from ownership.simulator.oracle.result import is_oracle
 from ownership.simulator.state.memory import EVICTIONS, TierBytes
 from ownership.simulator.state.shape import StateShape
 from ownership.simulator.traces.session import Session, Trace
-from ownership.simulator.workload import Workload
+from tests.ownership.simulator.checked_runs import check
 from tests.ownership.simulator.small_fleets import (
     AMPLE,
     COMPUTE,
@@ -38,27 +35,6 @@ from tests.ownership.simulator.small_fleets import (
 )
 
 ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
-LEAST_IS_BEST = [
-    "ttft_mean_s", "ttft_p50_s", "ttft_p95_s", "ttft_p99_s", "step_p50_s", "step_p95_s",
-    "step_p99_s", "task_mean_s", "task_p50_s", "task_p95_s", "task_wait_mean_s",
-    "task_wait_p95_s",
-]  # fmt: skip
-
-
-def check(trace: Trace, spec: FleetSpec, policy: str) -> Figures:
-    """That a policy does not beat the oracle in anything."""
-    found = simulate(trace, spec, parse_policy(policy)).figures
-    keeps = "oracle+answers=kept" if "answers=kept" in policy else "oracle"
-    least = oracle_result(keeps, trace, spec, Workload())["figures"]
-    assert (found.requests, found.sessions, found.refused) == (
-        least["requests"],
-        least["sessions"],
-        0,
-    )
-    for name in LEAST_IS_BEST:
-        assert getattr(found, name) >= least[name] - 1e-9, name
-    assert found.saved_tokens <= least["saved_tokens"]
-    return found
 
 
 @settings(max_examples=25)

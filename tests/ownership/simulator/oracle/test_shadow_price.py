@@ -17,7 +17,7 @@ from ownership.simulator.results import mean
 from ownership.simulator.simulation import FleetSimulation
 from ownership.simulator.state.memory import TierBytes
 from ownership.simulator.traces.session import Request, Session, Trace
-from tests.ownership.simulator.oracle.test_bound import check
+from tests.ownership.simulator.checked_runs import check
 from tests.ownership.simulator.small_fleets import (
     AMPLE,
     DECODE,
