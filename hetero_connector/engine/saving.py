@@ -22,6 +22,7 @@ from hetero_connector.artifacts.record import ChunkRange
 from hetero_connector.engine.handing_over import is_prefill
 from hetero_connector.engine.messages import ArtifactCopy, Blocks, PageCopy, Save
 from hetero_connector.engine.requests import RequestTracker
+from hetero_connector.engine.reservations import Reservations
 from hetero_connector.engine.restoring import BlockTable, table_of
 from hetero_connector.planner.checkpoint_policy import (
     Boundary,
@@ -30,7 +31,6 @@ from hetero_connector.planner.checkpoint_policy import (
     Reuse,
 )
 from hetero_connector.spec import StateType
-from hetero_connector.store.base import Save as Reservation
 from hetero_connector.store.base import Store
 
 Offer = tuple[int, int, int]
@@ -56,19 +56,8 @@ class _Collected:
         return Save(self.save_ids, PageCopy(self.artifacts, blocks))
 
 
-@dataclass
-class _Reserved:
-    """Slots that workers fill."""
-
-    reservation: Reservation
-    ranks_left: int
-    """Tensor-parallel ranks that have not copied their share yet."""
-    wanted: bool | None = True
-    """Whether to seal it; None while that is undecided."""
-
-
 class Saver:
-    """Reserves slots for what a step completes and tracks them until all ranks report."""
+    """Reserves slots for what a step completes and orders the copies into them."""
 
     def __init__(
         self, layout: ArtifactLayout, store: Store, tp_size: int, checkpoints: CheckpointPolicy
@@ -76,7 +65,7 @@ class Saver:
         self._layout = layout
         self._model = layout.model
         self._store = store
-        self._tp_size = tp_size
+        self._reservations = Reservations(store, tp_size)
         self._policy = checkpoints
         self._kept = KeptBoundaries()
         self._plain_types = tuple(
@@ -87,14 +76,11 @@ class Saver:
         )
         self._has_recurrent = StateType.RECURRENT in self._model.state_types
         self._has_tails = self._model.alignment < layout.chunk_tokens and not self._has_recurrent
-        self._next_id = 0
-        self._reserved: dict[int, _Reserved] = {}
-        self._owed = 0
 
     @property
     def outstanding(self) -> bool:
         """Whether workers still owe a report."""
-        return self._owed > 0
+        return self._reservations.outstanding
 
     def admitted(self, tracker: RequestTracker, computed: int) -> None:
         """The request starts, or starts again, with `computed` tokens in its pages."""
@@ -179,34 +165,16 @@ class Saver:
 
     def reported(self, save_id: int, ranks: int) -> None:
         """`ranks` more ranks have copied their share; seals once all have."""
-        reserved = self._reserved[save_id]
-        reserved.ranks_left -= ranks
-        if reserved.ranks_left <= 0:
-            self._owed -= 1
-            self._settle(save_id)
+        self._reservations.reported(save_id, ranks)
 
     def abandon(self, save: Save) -> None:
         """The pages were overwritten before they could be copied."""
-        for save_id in save.save_ids:
-            self._owed -= 1
-            self._store.abandon_save(self._reserved.pop(save_id).reservation)
+        self._reservations.abandon(save.save_ids)
 
     def _decide(self, tracker: RequestTracker, *, wanted: bool) -> None:
         save_id, tracker.undecided = tracker.undecided, 0
         if save_id:
-            self._reserved[save_id].wanted = wanted
-            self._settle(save_id)
-
-    def _settle(self, save_id: int) -> None:
-        """Seal or drop what is copied and decided."""
-        reserved = self._reserved[save_id]
-        if reserved.ranks_left > 0 or reserved.wanted is None:
-            return
-        del self._reserved[save_id]
-        if reserved.wanted:
-            self._store.complete_save(reserved.reservation)
-        else:
-            self._store.abandon_save(reserved.reservation)
+            self._reservations.decide(save_id, wanted=wanted)
 
     def _storable(self, tracker: RequestTracker, computed: int) -> int:
         """Tokens whose state may be stored: known, computed, and faithful if decoded."""
@@ -242,9 +210,10 @@ class Saver:
             return False
         if exact and not self._has_tails and chunk.end > tracker.request.num_prompt_tokens:
             self._decide(tracker, wanted=False)
-            before = self._next_id
+            before = len(collected.save_ids)
             self._collect(collected, chunk, self._plain_boundary_types, table, wanted=None)
-            tracker.undecided = self._next_id if self._next_id > before else 0
+            reserved = collected.save_ids[before:]
+            tracker.undecided = reserved[0] if reserved else 0
         return True
 
     def _keeps(self, tracker: RequestTracker, chunks: int) -> bool:
@@ -300,10 +269,7 @@ class Saver:
         reservation = self._store.begin_save(chunk, sizes)
         if reservation is None:
             return False
-        self._next_id += 1
-        self._reserved[self._next_id] = _Reserved(reservation, self._tp_size, wanted)
-        self._owed += 1
-        collected.save_ids.append(self._next_id)
+        collected.save_ids.append(self._reservations.add(reservation, wanted))
         for state_type, offset in reservation.offsets.items():
             copy = ArtifactCopy(state_type, chunk.start, chunk.end, offset)
             collected.artifacts.append(copy)

@@ -172,7 +172,7 @@ def assert_nothing_is_held(llm: Any) -> None:
     queue = side._queue
     assert (queue._waiting, queue._prefilling, queue._decoding) == ({}, {}, set())
     assert (queue._waiting_tokens, queue._prefilling_tokens) == (0, 0)
-    assert (saver._reserved, saver.outstanding) == ({}, False)
+    assert (saver._reservations._reserved, saver.outstanding) == ({}, False)
 
 
 def forget_checkpoints(llm: Any) -> None:

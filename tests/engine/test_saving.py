@@ -83,7 +83,7 @@ def engine_of() -> Iterator[Engines]:
     for engine in engines.built:
         assert in_use(engine) == []
         assert not engine.side.has_work
-        assert engine.side._saver._reserved == {}
+        assert engine.side._saver._reservations._reserved == {}
         engine.store.check_integrity()
         engine.side.close()
 
@@ -362,7 +362,7 @@ def test_an_undecided_boundary_goes_with_a_reset(engine_of: Engines) -> None:
     engine.side.reset()
     assert engine.side.has_work, "the workers may still write into the slot"
     engine.report(meta)
-    assert engine.side._saver._reserved == {}
+    assert engine.side._saver._reservations._reserved == {}
     engine.finish(request)
     engine.step()
     assert checkpoints(engine) == checkpoints(engine, KV) == []
