@@ -21,7 +21,7 @@ import random
 import shutil
 import statistics
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 from benchmarks.engine_process import EngineProcess, prompt_tokens
 from benchmarks.measure import table
 from benchmarks.planned_engine import PlannedEngine
-from hetero_connector.artifacts.record import Tier
+from hetero_connector.artifacts.record import StoredChunk, Tier
 from hetero_connector.planner.decision import Decision, EngineLoad
-from hetero_connector.planner.restore_planner import RestorePlanner
+from hetero_connector.planner.restore_planner import Mode, RestorePlanner
 
 MODELS = ("dense-bench", "gemma3")
 LEARNING = 50
@@ -102,8 +102,8 @@ class JudgedEngine(PlannedEngine):
         self, model: str, extra: Mapping[str, Any] | None, engine_args: Mapping[str, Any]
     ) -> None:
         super().__init__(model, extra, engine_args)
-        self._heard = _Heard(self._planner)
-        self._planner = self._heard  # type: ignore[assignment]
+        self._heard = _Heard(self._restorer._planner)
+        self._planner = self._heard
 
     def judge(self, prompt: list[int]) -> tuple[float, float, int]:
         """Predicted and observed TTFT in seconds, and tokens that were not computed."""
@@ -127,12 +127,30 @@ class _Heard:
 
     def __init__(self, planner: RestorePlanner) -> None:
         self.planner = planner
-        self.mode = planner.mode
         self.first: Decision | None = None
 
-    def plan(self, *arguments: Any, **options: Any) -> Decision:
+    @property
+    def mode(self) -> Mode:
+        return self.planner.mode
+
+    @mode.setter
+    def mode(self, mode: Mode) -> None:
+        self.planner.mode = mode
+
+    def plan(
+        self,
+        stored: Sequence[StoredChunk],
+        local_tokens: int,
+        limit_tokens: int,
+        prompt_tokens: int,
+        load: EngineLoad,
+        *,
+        may_replay: bool = True,
+    ) -> Decision:
         """As `RestorePlanner.plan`."""
-        decision = self.planner.plan(*arguments, **options)
+        decision = self.planner.plan(
+            stored, local_tokens, limit_tokens, prompt_tokens, load, may_replay=may_replay
+        )
         self.first = self.first or decision
         return decision
 

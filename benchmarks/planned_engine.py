@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from benchmarks.engine_process import Engine, prompt_tokens
 from hetero_connector.artifacts.record import StoredChunk
-from hetero_connector.planner.decision import Decision
-from hetero_connector.planner.restore_planner import Mode, RestorePlanner
+from hetero_connector.planner.decision import Decision, EngineLoad
+from hetero_connector.planner.restore_planner import Mode
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.ssd import best_transfer
 from hetero_connector.store.ssd_directory import SsdDirectory
@@ -24,6 +24,25 @@ _UNTHROTTLED = 1e12
 _MAX_STEPS = 100_000
 
 
+class AnyPlanner(Protocol):
+    """The connector's planner, or what stands in for it."""
+
+    mode: Mode
+
+    def plan(
+        self,
+        stored: Sequence[StoredChunk],
+        local_tokens: int,
+        limit_tokens: int,
+        prompt_tokens: int,
+        load: EngineLoad,
+        *,
+        may_replay: bool = True,
+    ) -> Decision:
+        """As `RestorePlanner.plan`."""
+        ...
+
+
 class PlannedEngine(Engine):
     """`Engine` that serves one prompt by a policy: never, always, planned, or cut at a share."""
 
@@ -32,12 +51,12 @@ class PlannedEngine(Engine):
     ) -> None:
         self._disk: ThrottledFiles | None = None
         # The connector opens the store with its default: the one place where it can be slowed.
-        defaults = ArtifactStore.open.__func__.__kwdefaults__  # type: ignore[attr-defined]
-        defaults["open_transfer"] = self._open_throttled
+        opening: Any = ArtifactStore.open
+        opening.__func__.__kwdefaults__["open_transfer"] = self._open_throttled
         super().__init__(model, extra, engine_args)
         core: Any = self._llm.llm_engine.engine_core
         self._restorer = core.engine_core.scheduler.connector._scheduler._restorer
-        self._planner: RestorePlanner = self._restorer._planner
+        self._planner: AnyPlanner = self._restorer._planner
         self._on_ssd = False
         self._decoding = 0
         self._seed = 1_000_000
@@ -108,7 +127,7 @@ class PlannedEngine(Engine):
 class _Cut:
     """Stands in for the planner: everything up to a limit is loaded, nothing replayed."""
 
-    def __init__(self, planner: RestorePlanner, limit: int) -> None:
+    def __init__(self, planner: AnyPlanner, limit: int) -> None:
         self._planner = planner
         self._limit = limit
 
@@ -117,13 +136,17 @@ class _Cut:
         stored: Sequence[StoredChunk],
         local_tokens: int,
         limit_tokens: int,
-        *rest: Any,
-        **_: Any,
+        prompt_tokens: int,
+        load: EngineLoad,
+        *,
+        may_replay: bool = True,
     ) -> Decision:
         """As `RestorePlanner.plan`."""
         limit = min(limit_tokens, self._limit)
         mode, self._planner.mode = self._planner.mode, "always_load"
         try:
-            return self._planner.plan(stored, local_tokens, limit, *rest, may_replay=False)
+            return self._planner.plan(
+                stored, local_tokens, limit, prompt_tokens, load, may_replay=False
+            )
         finally:
             self._planner.mode = mode

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,8 @@ from hetero_connector.planner.decision import Decision, EngineLoad
 from hetero_connector.planner.restore_planner import RestorePlanner
 from hetero_connector.spec import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Restore, Save, Wanted
+from hetero_connector.store.base import ReadTiming, Restore, Save, Wanted
+from hetero_connector.store.prefetch_schedule import ExpectedReturn
 
 STEP_TOKENS = 8192
 """Tokens of a step of prefill."""
@@ -71,10 +72,8 @@ class SmallStore:
     def begin_restore(
         self, wanted: Sequence[Wanted], copies: Mapping[ArtifactId, PeerCopy] | None = None
     ) -> Restore:
-        if self._priced_as is not None:
-            said = self._answers
-            wanted = [Wanted(t, [said[x.chunk.key][0] for x in chunks]) for t, chunks in wanted]
-        return self.inner.begin_restore(wanted, copies)
+        found = [Wanted(state_type, self._found(chunks)) for state_type, chunks in wanted]
+        return self.inner.begin_restore(found, copies)
 
     def begin_save(self, chunk: ChunkRange, sizes: Mapping[StateType, int]) -> Save | None:
         small = {t: math.ceil(n / self._scale) for t, n in sizes.items()}
@@ -95,11 +94,23 @@ class SmallStore:
     def reset(self) -> None:
         self.inner.reset()
 
+    def expect(self, expected: ExpectedReturn) -> None:
+        self.inner.expect(expected)
+
+    def came_back(self, session: Hashable) -> None:
+        self.inner.came_back(session)
+
+    def reads(self, session: Hashable, leaves: Sequence[ChunkKey], until_s: float) -> None:
+        self.inner.reads(session, leaves, until_s)
+
+    def decline(self, chunks: Sequence[StoredChunk]) -> None:
+        self.inner.decline(self._found(chunks))
+
     @property
     def reading_bytes(self) -> Mapping[Tier, int]:
         return self.inner.reading_bytes
 
-    def take_timings(self) -> list[Any]:
+    def take_timings(self) -> list[ReadTiming]:
         return self.inner.take_timings()
 
     def flush(self, deadline_s: float) -> bool:
@@ -107,6 +118,12 @@ class SmallStore:
 
     def close(self, deadline_s: float = 30.0) -> None:
         self.inner.close(deadline_s)
+
+    def _found(self, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
+        """What the store itself said of chunks that `match` answered with."""
+        if self._priced_as is None:
+            return chunks
+        return [self._answers[x.chunk.key][0] for x in chunks]
 
     def _moved(self, stored: StoredChunk) -> StoredChunk:
         """As if in the other tier; chunks that hold the same share one mapping, as in the index."""
@@ -212,21 +229,21 @@ class ReplayedEngine:
         self._decisions = _Decisions(
             recorder,
             planner.costs.load,
-            store,  # type: ignore[arg-type]
+            store,
             clock,
         )
         self._restorer = Restorer(
             layout,
-            store,  # type: ignore[arg-type]
+            store,
             recorder,
             planner,
             lambda _: EngineLoad(),
             self._decisions,
-            PeerMatcher(layout, store, None, recorder, clock, math.inf),  # type: ignore[arg-type]
+            PeerMatcher(layout, store, None, recorder, clock, math.inf),
             deadline_s=math.inf,
             clock=clock,
         )
-        self._saver = Saver(layout, store, layout.model.tp_size, checkpoints)  # type: ignore[arg-type]
+        self._saver = Saver(layout, store, layout.model.tp_size, checkpoints)
         self._groups = 1 + max(x.group for x in layout.model.layers)
         self._served = 0
 
