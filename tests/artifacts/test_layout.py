@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import given
@@ -108,14 +109,20 @@ def test_off_the_grid_the_open_blocks_rows_are_kept_too(name: str) -> None:
     }
 
 
+@cache
+def preset_layout(name: str, exact: bool) -> ArtifactLayout:
+    """Made once: its slots weigh up to a thousand boundaries of every layer."""
+    model = replace(PRESETS[name](), exact_handoffs=exact)
+    return ArtifactLayout(model, model.default_chunk_tokens())
+
+
 @pytest.mark.parametrize("name", PRESETS)
 @given(boundary=st.integers(1, 2000))
 def test_no_handed_over_artifact_is_larger_than_its_slot(name: str, boundary: int) -> None:
     for exact in (False, True):
-        model = replace(PRESETS[name](), exact_handoffs=exact)
-        layout = ArtifactLayout(model, model.default_chunk_tokens())
-        end = boundary * model.handoff_step
-        for kind in model.boundary_types:
+        layout = preset_layout(name, exact)
+        end = boundary * layout.model.handoff_step
+        for kind in layout.model.boundary_types:
             assert layout.artifact_bytes(kind, 0, end) <= layout.max_bytes[kind]
 
 
