@@ -36,7 +36,7 @@ which a mean of TTFTs does not pay, moves what waits for it behind H.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -81,7 +81,8 @@ class ShadowPrices:
         found = [session for session in sessions if session]
         table = np.array([demand for session in found for demand in session], np.float64)
         self._table = table.reshape(-1, len(Demand._fields)).T
-        self._firsts = np.cumsum([0, *map(len, found)])[:-1]
+        self._lengths = np.array([len(session) for session in found], np.int64)
+        self._firsts = np.cumsum(self._lengths) - self._lengths
         self._workers, self._empty_s, self._begin_s = workers, empty_s, begin_s
 
     def waiting_s(self) -> float:
@@ -92,7 +93,7 @@ class ShadowPrices:
 
     def at_s(self, price: float, end_s: float) -> float:
         """The bound by one price up to one time; may be negative. O(requests)."""
-        return self._up_to_s(price, end_s, self._added_s(price))
+        return self._by_end_s(price, self._added_s(price))(end_s)
 
     def _prices(self) -> Iterator[float]:
         """Up to as many as there are requests: more cannot wait for a second."""
@@ -107,21 +108,25 @@ class ShadowPrices:
         ends_s = np.concatenate(
             [np.linspace(self._begin_s, done_s.max(), _ENDS), np.linspace(done_s.max(), most_s, 4)]
         )
-        found = [self._up_to_s(price, end_s, added_s) for end_s in ends_s]
+        up_to_s = self._by_end_s(price, added_s)
+        found = [*map(up_to_s, ends_s)]
         at = int(np.argmax(found))
         near_s = np.linspace(ends_s[max(0, at - 1)], ends_s[min(len(ends_s) - 1, at + 1)], _ENDS)
-        return max(0.0, found[at], *(self._up_to_s(price, end_s, added_s) for end_s in near_s))
+        return max(0.0, found[at], *map(up_to_s, near_s))
 
-    def _up_to_s(self, price: float, end_s: float, added_s: _Floats) -> float:
+    def _by_end_s(self, price: float, added_s: _Floats) -> Callable[[float], float]:
+        """The bound by one price, by the time up to which it is charged."""
+        done_s, firsts = self._table[0], self._firsts
         before_s = np.cumsum(added_s) - added_s
-        before_s -= np.repeat(before_s[self._firsts], self._lengths())
-        least_s = np.minimum.reduceat(np.maximum(before_s, end_s - self._table[0]), self._firsts)
-        all_s = np.add.reduceat(added_s, self._firsts)
-        charged_s = price * self._workers * max(0.0, end_s - self._begin_s)
-        return float(np.minimum(least_s, all_s).sum()) - charged_s
+        before_s -= np.repeat(before_s[firsts], self._lengths)
+        all_s = np.add.reduceat(added_s, firsts)
 
-    def _lengths(self) -> NDArray[np.int64]:
-        return np.diff(self._firsts, append=len(self._table[0]))
+        def up_to_s(end_s: float) -> float:
+            least_s = np.minimum.reduceat(np.maximum(before_s, end_s - done_s), firsts)
+            charged_s = price * self._workers * max(0.0, end_s - self._begin_s)
+            return float(np.minimum(least_s, all_s).sum()) - charged_s
+
+        return up_to_s
 
     def _added_s(self, price: float) -> _Floats:
         """[requests] what each takes more, in time and price, than its time alone."""
