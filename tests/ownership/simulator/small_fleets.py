@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
@@ -12,6 +13,7 @@ from hetero_connector.planner.interference_model import (
     InterferenceRegression,
 )
 from hetero_connector.planner.load_model import LoadModel, TierRates
+from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.presets import PRESETS
 from ownership.scheduling.fleet import Role
 from ownership.simulator.fleet_file import FleetSpec
@@ -49,7 +51,7 @@ def costs(
     step_tokens: int = 8192,
 ) -> CostModel:
     """`bytes_per_s` from SSD and peers; DRAM is twice as fast."""
-    types = PRESETS[model]().state_types
+    types = preset(model).state_types
     rates = TierRates(1e-4, dict.fromkeys(types, 1 / bytes_per_s), 1 / bytes_per_s)
     dram = TierRates(1e-4, dict.fromkeys(types, 0.5 / bytes_per_s), 0.5 / bytes_per_s)
     return CostModel(
@@ -74,7 +76,13 @@ def fleet(
         WorkerSpec(f"w{i}", found, capacity, 5e9, roles[i] if roles else Role.BOTH)
         for i in range(count)
     )
-    return FleetSpec("test", model, PRESETS[model](), workers, limits, {}, chunk_tokens)
+    return FleetSpec("test", model, preset(model), workers, limits, {}, chunk_tokens)
+
+
+@cache
+def preset(model: str) -> ModelSpec:
+    """Made once: one of a hundred layers takes as long as a small simulation."""
+    return PRESETS[model]()
 
 
 def agents(sessions: int = 12, rate: float = 0.05, seed: int = 0, block_tokens: int = 64) -> Trace:
