@@ -1,6 +1,8 @@
 """Settings of every test."""
 
+import gc
 import os
+from collections.abc import Generator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -10,6 +12,22 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a wrong name is wrong at once, n
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--traces", metavar="DIR", help="check the readers on the public traces in it")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Without the garbage collector: torch, vLLM and transformers are imported here, a million
+    objects that outlive every test. It would look at them again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries look for what was left behind, and print what they find
 
 
 # A busy machine is slow, not wrong: only the examples decide. `make test` draws the same ones each
