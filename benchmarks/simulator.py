@@ -130,13 +130,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
     parser.add_argument("--quick", action="store_true", help="less of all; writes no results")
     arguments = parser.parse_args(argv)
-    scale = 1 if arguments.quick else 4
     figures: dict[str, float] = {}
     if arguments.mooncake:
         figures |= mooncake(arguments.mooncake, 1 if arguments.quick else 5)
     if arguments.sessions:
         figures |= agents(arguments.sessions)
-    figures |= decisions(4 * scale) | growth(10 * scale)
+    figures |= decisions(4 if arguments.quick else 16) | growth(2 if arguments.quick else 40)
     figures["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
     figures = rounded(figures)
     rows = [[name, f"{value:.4g}", GOALS.get(name, "")] for name, value in figures.items()]
