@@ -93,38 +93,35 @@ loads = st.builds(
 held_prefixes = st.builds(HeldPrefix, counts, counts, counts)
 
 
-@st.composite
-def cost_models(draw: st.DrawFn) -> CostModel:
-    load = {tier: rates(draw(st.floats(0, 0.1)), draw(paces)) for tier in Tier}
-    compute = ComputeCoefficients(
-        draw(st.floats(0, 0.01)), draw(paces), draw(st.floats(1e-10, 1e-6))
-    )
-    step_tokens = draw(st.sampled_from([0, 256, 2048]))
-    delays = draw(st.none() | st.builds(InterferenceCoefficients, *[st.floats(0, 1e-3)] * 6))
-    return CostModel(
+# A strategy that is made in a composite is made anew for every worker of every example, which took
+# as long as what is tested with it.
+roles = st.sampled_from(list(Role))
+tier_rates = st.builds(rates, st.floats(0, 0.1), paces)
+cost_models = st.builds(
+    lambda load, compute, step_tokens, delays: CostModel(
         ComputeRegression(compute),
-        LoadModel([KV, SWA], load),
+        LoadModel([KV, SWA], dict(zip(Tier, load, strict=True))),
         step_tokens=step_tokens,
         interference=InterferenceRegression(delays),
+    ),
+    st.tuples(*[tier_rates] * len(Tier)),
+    st.builds(ComputeCoefficients, st.floats(0, 0.01), paces, st.floats(1e-10, 1e-6)),
+    st.sampled_from([0, 256, 2048]),
+    st.none() | st.builds(InterferenceCoefficients, *[st.floats(0, 1e-3)] * 6),
+)
+worker_views = {
+    name: st.builds(
+        WorkerView, st.just(name), cost_models, st.sampled_from([10_000, 1 << 20]), roles, loads
     )
-
-
-@st.composite
-def worker_views(draw: st.DrawFn, name: str) -> WorkerView:
-    return WorkerView(
-        name,
-        draw(cost_models()),
-        draw(st.sampled_from([10_000, 1 << 20])),
-        draw(st.sampled_from(list(Role))),
-        draw(loads),
-    )
+    for name in NAMES
+}
 
 
 @st.composite
 def workers(draw: st.DrawFn) -> list[WorkerView]:
     """At least one of them accepts requests and has room for any prompt."""
     names = NAMES[: draw(st.integers(1, 4))]
-    found = [draw(worker_views(name)) for name in names]
+    found = [draw(worker_views[name]) for name in names]
     first = found[0]
     found[0] = WorkerView(
         first.name,
@@ -143,14 +140,18 @@ link_tables = st.none() | st.dictionaries(
 )
 
 
+prefixes = st.dictionaries(st.sampled_from(NAMES), held_prefixes)
+owners = st.none() | st.sampled_from(NAMES)
+
+
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
     tokens = draw(st.integers(1, 6_000))
     return Step(
         tokens,
-        draw(st.dictionaries(st.sampled_from(NAMES), held_prefixes)),
+        draw(prefixes),
         "session",
-        draw(st.none() | st.sampled_from(NAMES)),
+        draw(owners),
         draw(st.integers(0, tokens)),
         draw(st.sampled_from([0.0, 100.0])),
         draw(st.booleans()),
