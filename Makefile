@@ -28,13 +28,13 @@ demo: venv  ## A session that survives kill -9, on three kinds of model
 test: test-fast test-engine  ## Both layers of tests
 
 test-fast: venv  ## Tests that need no engine
-	$(RUN) -m pytest -q -n 2 --dist loadfile -m "not engine and not slow"
+	$(RUN) -m pytest -q -n 2 --dist worksteal -m "not engine and not slow"
 
 test-engine: venv  ## Tests on the real engine
 	$(RUN) -m pytest -q --durations=12 -m "engine and not slow"
 
 test-search: venv  ## The fast tests, property tests with new examples
-	$(RUN) -m pytest -q -n 2 --dist loadfile -m "not engine and not slow" --hypothesis-profile=search
+	$(RUN) -m pytest -q -n 2 --dist worksteal -m "not engine and not slow" --hypothesis-profile=search
 
 test-slow: venv  ## Long soaks, many kill -9, the complete exactness matrix
 	$(RUN) -m pytest -q -m slow
