@@ -7,6 +7,7 @@ and the search ends by itself, with nothing cut off but what `Bounds` says.
 from __future__ import annotations
 
 from collections import deque
+from functools import lru_cache
 
 from tests.ownership.lease_model import (
     HELD,
@@ -55,6 +56,7 @@ def _way_to(state: State, came_from: dict[State, tuple[State, str] | None]) -> l
     return labels[::-1]
 
 
+@lru_cache(maxsize=1 << 16)  # two of three successors are one that was found a little earlier
 def plain(state: State, rules: Rules) -> State:
     """One state for all that can only go on alike."""
     needed = ("ended_stays_ended", "stale_claims_are_refused", "counts_from_asking")
