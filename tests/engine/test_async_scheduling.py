@@ -2,14 +2,14 @@
 
 On the real engine, whose every step is scheduled before the one before it has reported
 (`async_engine`), so that a chunk's end, a load's and a replay's are learned a step late, and
-tokens are scheduled that nobody knows yet. `test_overlapping_steps` has single orders of calls.
+tokens are scheduled that nobody knows yet. `test_overlapping_steps` has single orders of calls,
+`test_async_soak` engines short of blocks and workers in processes of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +22,6 @@ from tests.engine.harness import (
     Completion,
     _completion,
     assert_nothing_is_held,
-    engine,
     flipped,
     forget,
     forget_checkpoints,
@@ -37,7 +36,7 @@ from tests.engine.harness import (
     settle,
     wiped,
 )
-from tests.engine.soaking import BLOCKS, HITS, PREEMPTIONS, SHORT, TIERS, arguments, assert_answers
+from tests.engine.soaking import HITS
 from tests.engine.test_replay import (
     CASES,
     CLEAR,
@@ -49,7 +48,6 @@ from tests.engine.test_replay import (
     steps_of,
 )
 from tests.engine.test_situations import add, step
-from tests.engine.traffic import play, record
 
 pytestmark = pytest.mark.engine
 
@@ -88,11 +86,7 @@ def llm(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    if "llm" not in request.fixturenames:
-        yield
-        return
-    llm = request.getfixturevalue("llm")
+def _nothing_left_behind(llm: Any) -> Iterator[None]:
     drain(llm)
     forget(llm)
     yield
@@ -255,64 +249,3 @@ def test_aborted_in_the_middle_of_a_replay(llm: Any, reference: Completion, case
         drain(llm)
     assert scheduler_side(llm)._replays._running == {}
     case.same(generate(llm, PROMPT, max_tokens=8), reference)
-
-
-def test_with_workers_in_processes_of_their_own() -> None:
-    """There two steps are really under way at once, and each rank reports for itself."""
-    gemma3 = CASES[0]
-    workers = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    with async_engine("gemma3", {"dram_gib": 0.1}, **workers) as llm:
-        generate(llm, PROMPT)
-        (reference,) = own_hits(llm, [PROMPT])
-        drain(llm)
-        forget_local(llm)
-        restored = generate(llm, PROMPT, max_tokens=8)
-        assert restored.num_cached_tokens == gemma3.boundary()
-        gemma3.same(restored, reference)
-        drain(llm)
-        scheduler_side(llm)._restorer._planner.replay_when_missing = True
-        forget_local(llm)
-        forget_checkpoints(llm)
-        with steps_of(llm, 100), watched(llm) as events:
-            replayed = generate(llm, PROMPT, max_tokens=8)
-        assert events[:2] == ["replaying"] * 2, "the next step waited for the report"
-        assert replayed.num_cached_tokens == gemma3.resume
-        gemma3.same(replayed, reference)
-        drain(llm)
-        assert_nothing_is_held(llm)
-
-
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
-    ("model", "kind"),
-    [
-        ("gemma3", "replays"),
-        pytest.param("gemma3", "by cost", marks=pytest.mark.slow),
-    ],
-)
-def test_a_soak(model: str, kind: str, tmp_path: Path) -> None:
-    """As in `test_soak` and `test_replay_pressure`; the reference is an ordinary engine."""
-    with engine(model, **arguments(model)) as llm:
-        traffic = record(llm, seed=31, num_rounds=SHORT)
-    # Two steps are in flight, for which vLLM counts blocks: they are as large as one elsewhere.
-    few_blocks = {"num_gpu_blocks_override": BLOCKS[model], "max_num_batched_tokens": 256}
-    extra = {**TIERS[model], "ssd_dir": str(tmp_path)}
-    extra |= {"planner": "cost", "checkpoints": "adaptive"} if kind == "by cost" else {}
-    with async_engine(model, extra, **(arguments(model) | few_blocks)) as llm:
-        scheduler_side(llm)._restorer._planner.replay_when_missing = kind == "replays"
-
-        def after_round() -> None:
-            drain(llm)
-            scheduler_side(llm)._store.check_integrity()
-            if kind == "replays":
-                forget_checkpoints(llm)
-
-        reset = scheduler_of(llm).reset_connector_cache
-        answers = play(llm, traffic.rounds, reset, after_round)
-        drain(llm)
-        assert_nothing_is_held(llm)
-    assert metric(HITS) > 0
-    if kind == "replays":
-        assert metric(REPLAYED) > 0
-    assert metric(PREEMPTIONS) > 0, "blocks were never short"
-    assert_answers(model, answers, traffic)
