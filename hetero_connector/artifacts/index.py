@@ -15,6 +15,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
+from operator import attrgetter
 from typing import TypeVar
 
 from hetero_connector.artifacts.nodes import Artifact as Artifact
@@ -37,6 +38,7 @@ MAX_TAILS = 32
 """Lengths that `tails` names. Each costs whoever looks for a tail a hash of so many tokens."""
 _OFFSETS = struct.Struct(f"={len(StateType)}q")
 _NOTHING: Mapping[StateType, Tier] = {}
+_key = attrgetter("key")
 _K = TypeVar("_K")
 
 
@@ -65,16 +67,21 @@ class PrefixIndex:
         return found
 
     def holdings(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
-        """As `match`; while there are gaps of every chunk, nothing where nothing is sealed."""
-        nodes = self.nodes
+        """As `match`, and while there are gaps on to the last chunk that has something sealed.
+
+        Chunks in between that have nothing hold nothing.
+        """
+        nodes, chunks = self.nodes, iter(chain)
         found = []
-        for chunk in chain:
+        for chunk in chunks:
             node = nodes.get(chunk.key)
             stored = None if node is None else node.stored
             if stored is None:
-                if not self.gaps:
-                    break
-                stored = StoredChunk(chunk, _NOTHING)
+                rest = [chunk, *chunks] if self.gaps else []
+                # Somebody else's gap, as a rule: an object for each of hundreds costs more.
+                if not nodes.keys().isdisjoint(map(_key, rest)):
+                    found += self._behind_gaps(rest)
+                break
             found.append(stored)
         return found
 
@@ -122,6 +129,10 @@ class PrefixIndex:
             return before.chunk.end == chunk.start
         on_grid = chunk.start > 0 and not chunk.start % self._chunk_tokens
         return on_grid and chunk.key != chunk.parent
+
+    def has_place_for(self, chunk: ChunkRange) -> bool:
+        """Whether it may be added: what it continues is here, and what is known agrees with it."""
+        return chunk.parent in self.nodes and self.could_hold(chunk)
 
     def presume_parent(self, chunk: ChunkRange) -> None:
         """Let `chunk` be added although the one before it, a full one, is known by name alone.
@@ -219,6 +230,17 @@ class PrefixIndex:
         for artifact in node.artifacts.values():
             if artifact.ssd is None and may_leave_a_gap(artifact):
                 self._offer(artifact)
+
+    def _behind_gaps(self, chunks: Iterable[ChunkRange]) -> list[StoredChunk]:
+        """Up to the last that has something sealed; of others that they hold nothing."""
+        told: list[StoredChunk] = []
+        last = 0
+        for chunk in chunks:
+            node = self.nodes.get(chunk.key)
+            stored = None if node is None else node.stored
+            told.append(StoredChunk(chunk, _NOTHING) if stored is None else stored)
+            last = last if stored is None else len(told)
+        return told[:last]
 
     def _new(self, chunk: ChunkRange, parent: Node) -> Node:
         node = self.nodes[chunk.key] = parent.children[chunk.key] = Node(chunk, parent)

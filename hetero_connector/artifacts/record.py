@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
@@ -121,12 +121,16 @@ def distinct_tiers(chunks: Sequence[StoredChunk]) -> list[Mapping[StateType, Tie
     return list({id(x): x for x in all_tiers}.values())
 
 
-def up_to_gap(chunks: Sequence[StoredChunk], local_tokens: int = 0) -> int:
-    """How many come before the first that holds nothing and ends past the local tokens."""
-    if all(map(_tiers, chunks)):  # as a rule: no look at each of thousands
+def up_to_gap(
+    chunks: Sequence[StoredChunk], needed: Collection[StateType], local_tokens: int = 0
+) -> int:
+    """How many come before the first that ends past the local tokens and holds nothing, or lacks
+    one of the `needed` types: those without which nothing after a chunk can be restored."""
+    gaps = [x for x in distinct_tiers(chunks) if not x or any(t not in x for t in needed)]
+    if not gaps:  # as a rule: no look at each of thousands
         return len(chunks)
     for count, stored in enumerate(chunks):
-        if not stored.tiers and stored.chunk.end > local_tokens:
+        if stored.tiers in gaps and stored.chunk.end > local_tokens:
             return count
     return len(chunks)
 

@@ -199,11 +199,11 @@ class PeerMatcher:
         size = self._size
         chunks = list(tracker.chain.chunks(limit))
         stored = self._store.holdings(chunks)
-        first = up_to_gap(stored, local_tokens)
+        first = up_to_gap(stored, self._model.prefix_types, local_tokens)
         last_is_here = first == 0 or bool(stored[first - 1].tiers)
         if (first + 1) * size <= local_tokens or not last_is_here:
             return None  # nobody could fetch what continues chunks that are not here
-        here = frozenset(s.chunk.end for s in stored[first:] if s.tiers)
+        here = frozenset(s.chunk.end for s in stored[first:] if self._leads_on(s))
         while first and not self._is_whole(stored[first - 1]):
             first -= 1
         first = max(first, local_tokens // size)
@@ -277,6 +277,10 @@ class PeerMatcher:
 
     def _is_whole(self, stored: StoredChunk) -> bool:
         return self._model.is_whole(stored.tiers.keys(), stored.chunk.end)
+
+    def _leads_on(self, stored: StoredChunk) -> bool:
+        """Whether what comes after the chunk needs nothing more of it."""
+        return all(t in stored.tiers for t in self._model.prefix_types)
 
     def _sound(
         self, chunk: ChunkRange, held: Mapping[StateType, Sequence[PeerCopy]]

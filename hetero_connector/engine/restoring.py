@@ -172,9 +172,10 @@ class Restorer:
         Chunks of which nothing is stored are among them where the engine holds their tokens.
         """
         stored = self._peers.extend(tracker, self._store.holdings(tracker.chain.chunks(limit)))
-        tracker.matched_chunks = up_to_gap(stored)
+        needed = self._model.prefix_types
+        tracker.matched_chunks = up_to_gap(stored, needed)
         if tracker.matched_chunks < len(stored):
-            del stored[up_to_gap(stored, local_tokens) :]
+            del stored[up_to_gap(stored, needed, local_tokens) :]
         stored += self._tail(tracker, stored, limit)
         attempts = tracker.attempts
         if attempts is None or not attempts.count:  # nothing has failed

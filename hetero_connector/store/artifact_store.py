@@ -172,7 +172,7 @@ class ArtifactStore:
             absent = self.missing(chunk, list(sizes))
             if not absent or len(absent) < len(sizes):
                 raise ValueError(f"nothing to save, or already saved: {list(sizes)}, {absent=}")
-            if chunk.parent not in self._tiers.index.nodes:
+            if not self._tiers.index.has_place_for(chunk):
                 self._state.fail(Failure.GONE, Tier.DRAM)
                 return None
             return self._reserve(chunk, sizes)

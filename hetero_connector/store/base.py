@@ -147,7 +147,7 @@ class Store(Protocol):
 
     def holdings(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
         """As `match`, but where chunks are stored that it does not get to, for what they continue
-        is not, it may go on: chunks of which nothing is stored then hold nothing.
+        is not, it may go on to the last of them: what is not stored in between holds nothing.
         """
         ...
 

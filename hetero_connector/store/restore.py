@@ -191,7 +191,7 @@ class ArtifactRestore:
             return None, Failure.GONE
         if not 0 < copy.size_bytes <= state.tiers.dram.geometry.stride_bytes.get(kind, 0):
             return None, Failure.BAD_RECORD
-        if chunk.parent not in index.nodes:
+        if not index.has_place_for(chunk):
             return None, Failure.GONE  # nobody could reach the chunk
         # The artifact enters the index first: that keeps its parents.
         artifact = index.add(chunk, kind, copy.size_bytes)

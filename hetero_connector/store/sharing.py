@@ -68,6 +68,7 @@ class Sharing:
     ) -> list[ArtifactId]:
         """What the fleet says: ours, by fencing token; others' replicas. Those that are gone."""
         state, gone = self._state, []
+        ours, promoted = list[Artifact](), list[Artifact]()
         with state.lock:
             for artifact_id, token in owned.items():
                 artifact = self._find(artifact_id)
@@ -76,11 +77,14 @@ class Sharing:
                     continue
                 was_replica, artifact.replica = artifact.replica, False
                 artifact.token = token
-                if was_replica:  # nobody else keeps it any more
-                    state.replicas.is_ours(artifact)
-                    state.offer(artifact)
-                else:
-                    state.unjudged.is_ours(artifact)
+                (promoted if was_replica else ours).append(artifact)
+            # Nobody else keeps these any more. Written before what it continues, one would stay in
+            # DRAM alone; and the fleet names them in no order.
+            for artifact in sorted(promoted, key=lambda a: (a.node.chunk.end, a.node.key)):
+                state.replicas.is_ours(artifact)
+                state.offer(artifact)
+            for artifact in ours:
+                state.unjudged.is_ours(artifact)
             for artifact_id in held:
                 artifact = self._find(artifact_id)
                 if artifact is None:

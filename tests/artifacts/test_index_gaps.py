@@ -40,12 +40,8 @@ def test_what_lies_after_a_gap_is_told_only_by_holdings(tree: Tree) -> None:
     assert tree.index.gaps == 1
     assert [x.chunk for x in tree.index.match([A, B, C])] == [A]
     told = tree.index.holdings([A, B, C, D])
-    assert [(x.chunk, bool(x.tiers)) for x in told] == [
-        (A, True),
-        (B, False),
-        (C, True),
-        (D, False),
-    ]
+    assert [(x.chunk, bool(x.tiers)) for x in told] == [(A, True), (B, False), (C, True)]
+    assert tree.index.holdings([A, chunk("b2", A), D]) == tree.index.match([A]), "another's gap"
     tree.index.check_integrity()
 
 
@@ -114,6 +110,15 @@ def test_what_contradicts_its_neighbours_is_refused(tree: Tree, wrong: ChunkRang
     put_adrift(tree, C)
     assert tree.index.could_hold(B)
     assert not tree.index.could_hold(wrong)
+
+
+def test_an_adrift_chunk_finds_no_place_below_itself(tree: Tree) -> None:
+    """A row whose parent has its own child's name: B, moored there, would continue itself."""
+    put_adrift(tree, replace(C, key=A.key, parent=B.key))
+    assert tree.index.nodes[B.key].chunk.end == 2 * CHUNK
+    assert not tree.index.has_place_for(replace(B, parent=A.key))
+    assert not tree.index.has_place_for(replace(B, parent=A.key, start=3 * CHUNK, end=4 * CHUNK))
+    assert not tree.index.has_place_for(D), "what it continues is not known"
 
 
 def test_an_adrift_chunk_keeps_its_place_in_the_chain(tree: Tree) -> None:

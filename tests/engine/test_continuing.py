@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from hetero_connector.artifacts.record import Tier
+from hetero_connector.artifacts.index import Standing
+from hetero_connector.artifacts.record import ArtifactId, Tier
+from hetero_connector.spec import StateType
 from ownership.directory import Holding
 from tests.engine.fakes import DENSE, HYBRID, FakeRequest
 from tests.engine.test_fleet_scheduling import WAIT_S, Fleet, chunk_bytes, joined, until
@@ -157,6 +159,25 @@ def test_dram_that_is_short_loses_the_copies_and_not_what_continues_them(
     found = hits(fleet, bob)
     assert found[Tier.PEER] > 4 * CHUNK, "read once at first, and once more"
     assert found[Tier.SSD] == RESTORED - 4 * CHUNK
+
+
+def test_a_checkpoint_of_its_own_alone_does_not_pass_for_the_chunk(tmp_path: Path) -> None:
+    """The copy of what it is a checkpoint of has left DRAM."""
+    with joined(HYBRID) as fleet:
+        owning(fleet, tmp_path, "ann")
+        bob = continuing(fleet, tmp_path, "bob")
+        store, index = bob.store, bob.store._tiers.index
+        fourth = next(n for n in index.nodes.values() if n.chunk.end == 4 * CHUNK)
+        assert store.sharing is not None
+        store.sharing.judged({ArtifactId(fourth.key, StateType.WINDOW_SWA): 9}, ())
+        assert store.flush(WAIT_S)
+        with store._state.lock:
+            theirs = fourth.artifacts[StateType.DENSE_KV]
+            assert index.standing(theirs, Tier.DRAM) is not Standing.HELD
+            store._tiers.drop(theirs, Tier.DRAM)
+            assert index.gaps == 0
+        assert bob.run(FakeRequest("second", PROMPT)) == RESTORED
+        assert hits(fleet, bob)[Tier.PEER] == 5 * CHUNK, "the fourth chunk once more"
 
 
 def test_a_dead_engines_continuation_is_adopted_with_its_beginning_from_a_third(

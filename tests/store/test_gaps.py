@@ -198,6 +198,12 @@ def test_a_dead_owners_chunks_become_ours_above_what_is_ours(store: ArtifactStor
     assert stored(store, CHAIN) == 6
 
 
+def test_they_are_written_in_whatever_order_the_fleet_names_them(store: ArtifactStore) -> None:
+    hold(store)
+    judge(store, THEIRS[::-1], ())
+    until(lambda: on_ssd(store) == set(ids_of(CHAIN)))
+
+
 def test_a_checkpoint_of_our_own_on_anothers_chunk_stays_while_something_continues_it(
     engines: Engines, store: ArtifactStore
 ) -> None:
