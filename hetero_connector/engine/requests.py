@@ -71,6 +71,8 @@ class PendingRestore:
     plan: RestorePlan
     handle: Restore
     local_tokens: int
+    beside_decodes: int = 0
+    """Requests that decoded when it began, if the engine did nothing else."""
     ranks_left: int = 0
     """Reports still to come: one of each tensor-parallel rank for each load ordered."""
 

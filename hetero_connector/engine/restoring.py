@@ -65,6 +65,7 @@ class Restorer:
         self._store = store
         self._recorder = recorder
         self._planner = planner
+        self._costs = planner.costs
         self._engine_load = engine_load
         self._predictions = predictions
         self._peers = peers
@@ -95,6 +96,7 @@ class Restorer:
             if not pending.handle.done:
                 return None
             if not pending.handle.failed:
+                self._learn_wait(tracker, pending)
                 self._answered(tracker)
                 return pending.plan.resume_tokens - local_tokens
             self._exclude(tracker, pending)
@@ -148,13 +150,10 @@ class Restorer:
             if not self._predictions.expects(request_id):
                 return None
             stored = []  # what it was to restore is gone, or the engine's by now
+        load = self._engine_load(tracker)
+        may_replay = self.may_replay and replayable(tracker.request)
         decision = self._planner.plan(
-            stored,
-            local_tokens,
-            known - 1,
-            known,
-            self._engine_load(tracker),
-            may_replay=self.may_replay and replayable(tracker.request),
+            stored, local_tokens, known - 1, known, load, may_replay=may_replay
         )
         self._predictions.decided(request_id, decision, stored, local_tokens, known)
         plan = decision.plan
@@ -164,7 +163,7 @@ class Restorer:
         tracker.attempts = tracker.attempts or Attempts(now_s)
         tracker.attempts.begin(now_s)
         handle = self._store.begin_restore(_wanted(plan), self._peers.copies(tracker))
-        return PendingRestore(plan, handle, local_tokens)
+        return PendingRestore(plan, handle, local_tokens, load.only_decodes)
 
     def _stored(self, tracker: RequestTracker, local_tokens: int, limit: int) -> list[StoredChunk]:
         """Matching chunks and the longest matching tail, without what has failed before.
@@ -202,6 +201,12 @@ class Restorer:
         tracker.attempts.count += 1
         pending.handle.release()
         self._recorder.add("heterocache_restores_shortened")
+
+    def _learn_wait(self, tracker: RequestTracker, pending: PendingRestore) -> None:
+        attempts = tracker.attempts
+        if attempts is not None and attempts.staged_s is None and not attempts.count:
+            waited_s = attempts.seconds(self._clock())
+            self._costs.learn_wait(pending.beside_decodes, pending.handle.staged_s, waited_s)
 
     def _answered(self, tracker: RequestTracker) -> None:
         """The first answer ends the staging; later ones, while it waits for pages, do not."""

@@ -12,6 +12,7 @@ from hetero_connector.planner.interference_model import (
     InterferenceRegression,
 )
 from hetero_connector.planner.load_model import LoadModel
+from hetero_connector.planner.noticing import Noticing
 from hetero_connector.planner.request_overhead import (
     NO_HANDOVER,
     NO_OVERHEAD,
@@ -73,6 +74,8 @@ class CostModel:
     interference: InterferenceRegression = field(default_factory=InterferenceRegression)
     """What a prefill does to the decodes beside it. The planner does without; a fleet's
     scheduler asks, by `delays`."""
+    noticing: Noticing = field(default_factory=Noticing)
+    """What a staged request waits beside decodes."""
     overhead: RequestOverhead = NO_OVERHEAD
     """Of each request, beside its steps. The planner does without; a simulator charges it."""
     handover: HandOver = NO_HANDOVER
@@ -83,6 +86,12 @@ class CostModel:
         if self.interference.measured:
             return self.interference.coefficients
         return InterferenceCoefficients.of_compute(self.compute.coefficients)
+
+    def learn_wait(self, decodes: int, staged_s: float, waited_s: float) -> None:
+        """A request waited so long for its staging, beside so many that decoded."""
+        if decodes:
+            step_s = self.delays().decode_step_s(decodes, 0.0)
+            self.noticing.observe(staged_s, step_s, waited_s)
 
     def num_steps(self, tokens: int) -> int:
         """Steps in which the engine computes so many tokens."""

@@ -50,6 +50,11 @@ class EngineLoad:
         """Whether the engine has other work while this request loads."""
         return bool(self.running_decodes or self.queued_tokens)
 
+    @property
+    def only_decodes(self) -> int:
+        """Requests that are being decoded, if nothing else is computed."""
+        return 0 if self.queued_tokens else self.running_decodes
+
 
 @dataclass(frozen=True)
 class Candidate:

@@ -2,14 +2,14 @@
 
     T = queue + max(staging - queue, waiting, 0) + exposed + compute, then stall and HBM
 
-Staging brings artifacts from SSD or PEER to DRAM while the request waits, so the queue hides
-it; tiers are read side by side. The engine finds out that it has ended between two steps. With
-decodes running staging begins with one of their steps, so it takes that step at least, and half
-a step longer than it moves bytes on average. Requests that waited before it for loads of their
-own are computed first; without a load to wait for it overtakes them. What is in DRAM then goes
-to pages. Layer by layer that is hidden by the first step's compute, except for the first layer,
-which nothing runs ahead of: max(load, first step) + load / layers instead of their sum.
-Parked it comes before compute.
+Staging brings artifacts from SSD or PEER to DRAM while the request waits, so the queue hides it;
+tiers are read side by side. The engine finds out that it has ended between two steps. With
+decodes running staging begins with one of their steps, so it takes that step at least, and half a
+step longer than it moves bytes on average (`noticing`: and what was learned beyond). Requests
+that waited before it for loads of their own are computed first; without a load to wait for it
+overtakes them. What is in DRAM then goes to pages. Layer by layer that is hidden by the first
+step's compute, except for the first layer, which nothing runs ahead of: max(load, first step) +
+load / layers instead of their sum. Parked it comes before compute.
 """
 
 from __future__ import annotations
@@ -74,9 +74,10 @@ class Pricing:
             self._behind_s = costs.queue_s(load.queued_tokens + load.waiting_tokens)
         # Loading between steps is waiting, too, even for what is in DRAM.
         self._least_wait_s = self._queue_s if load.layerwise else self._behind_s
-        self._half_step_s = 0.0
+        self._half_step_s = self._noticing_s = 0.0
         if load.running_decodes:
-            self._half_step_s = costs.delays().decode_step_s(load.running_decodes, 0.0) / 2
+            step_s = costs.delays().decode_step_s(load.running_decodes, 0.0)
+            self._half_step_s, self._noticing_s = step_s / 2, costs.noticing.delay_s(step_s)
         self._stall = costs.weights.stall * load.running_decodes
         # A parked load runs beside the steps of others; layer by layer it may hold them up.
         self._load_stall = self._stall if load.layerwise else 0.0
@@ -130,7 +131,7 @@ class Pricing:
 
     def _prices(self, resume: Floats, to_pages_s: Floats, staged_s: Floats | None) -> Prices:
         if staged_s is not None and self._half_step_s:
-            noticed_s = np.maximum(staged_s, self._half_step_s) + self._half_step_s
+            noticed_s = np.maximum(staged_s, self._half_step_s) + self._noticing_s
             staged_s = noticed_s * (staged_s > 0.0)
         waited_s = self._waited(staged_s)
         compute_s = self._compute(resume)

@@ -44,6 +44,7 @@ class ArtifactRestore:
         self._timer = StagingTimer(started_s, state.reading_bytes)
         self._deadline_s = started_s + state.config.load_deadline_s
         self._released = False
+        self._staged_s = 0.0
         state.tiers.hold(self._hold)
         self._columns = self._in_dram()
         for place in sorted(self._not_ready(), key=self._begins_at):  # parents first
@@ -84,6 +85,11 @@ class ArtifactRestore:
         """Artifacts that did not arrive, and why. Final once `done`."""
         return self._failed
 
+    @property
+    def staged_s(self) -> float:
+        """See `base.Restore.staged_s`."""
+        return self._staged_s
+
     def release(self) -> None:
         """Let go, and mark the artifacts as used. Idempotent."""
         state = self._state
@@ -104,8 +110,10 @@ class ArtifactRestore:
         artifact_id = artifact.id
         load = self._pending.pop(artifact_id)
         state = self._state
+        now_s = state.clock()
+        self._staged_s = now_s - self._timer.started_s
         timing = self._timer.ended(
-            load.tier, artifact.size_bytes, state.clock(), failed=failure is not None
+            load.tier, artifact.size_bytes, now_s, failed=failure is not None
         )
         if timing is not None:
             state.timings.append(timing)
