@@ -74,12 +74,12 @@ class CostModel:
     interference: InterferenceRegression = field(default_factory=InterferenceRegression)
     """What a prefill does to the decodes beside it. The planner does without; a fleet's
     scheduler asks, by `delays`."""
-    noticing: Noticing = field(default_factory=Noticing)
-    """What a staged request waits beside decodes."""
     overhead: RequestOverhead = NO_OVERHEAD
     """Of each request, beside its steps. The planner does without; a simulator charges it."""
     handover: HandOver = NO_HANDOVER
     """The same of prompts that come from an engine which prefilled them."""
+    noticing: Noticing = field(default_factory=Noticing)
+    """What a staged request waits beside decodes."""
 
     def delays(self) -> InterferenceCoefficients:
         """What is known of interference; guessed from `compute` before anything is measured."""

@@ -126,7 +126,7 @@ class SlowPlanner:
         staging_s = max([self._seconds(tier, sizes) for tier, sizes in staged.items()], default=0.0)
         if staging_s and self.load.running_decodes:  # its end shows between two steps
             step_s = self.costs.delays().decode_step_s(self.load.running_decodes, 0.0)
-            staging_s += step_s / 2
+            staging_s = max(staging_s, step_s / 2) + step_s / 2
         exposed_s = dram_s = self._seconds(Tier.DRAM, to_pages)
         if self.load.layerwise:
             layers = len(self.layout.model.stored_layers)
