@@ -53,12 +53,13 @@ def test_with_workers_in_processes_of_their_own() -> None:
         assert_nothing_is_held(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("model", "kind"),
     [
         ("gemma3", "replays"),
-        pytest.param("gemma3", "by cost", marks=pytest.mark.slow),
+        ("gemma3", "by cost"),
     ],
 )
 def test_a_soak(model: str, kind: str, tmp_path: Path) -> None:
