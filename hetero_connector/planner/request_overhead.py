@@ -96,7 +96,7 @@ class HandOver(NamedTuple):
 
 
 NO_HANDOVER = HandOver()
-"""The same of these."""
+"""Prompts are there at once."""
 
 
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
