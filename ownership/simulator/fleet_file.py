@@ -67,6 +67,7 @@ class _Fleet(msgspec.Struct, forbid_unknown_fields=True):
     step_tokens: _Count = 8192
     max_running: _Count = 256
     retention_interval: Annotated[int, Meta(ge=0, le=1 << 30)] | None = 0
+    lease_s: Annotated[float, Meta(ge=1, le=3600)] = 10.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ class FleetSpec:
     chunk_tokens: int | None = None
     """None: the least that fits trace and model, see `chunk_tokens_for`."""
     failures: tuple[Failure, ...] = ()
+    lease_s: float = 10.0
+    """What a worker that died owned is its own for so long."""
 
     def of_size(self, count: int) -> FleetSpec:
         """With so many workers: the first of them, or more by repeating them in turn.
@@ -163,6 +166,7 @@ class _Reader:
             str(self._path), found.model, model, workers,
             EngineLimits(found.step_tokens, found.max_running, found.retention_interval),
             dict(self._links(names)), found.chunk_tokens, tuple(self._failures(names)),
+            found.lease_s,
         )  # fmt: skip
 
     def _workers(self, model: ModelSpec) -> Iterator[WorkerSpec]:

@@ -21,6 +21,7 @@ from ownership.simulator.replicating import Replicating
 from ownership.simulator.results import Tally
 from ownership.simulator.sessions import LiveSession, Sessions
 from ownership.simulator.state.overlap import ChunkSet, duplicate_factor
+from ownership.simulator.state.owners import Owners
 from ownership.simulator.state.restoring import Restore, StoredChunks
 from ownership.simulator.state.shape import StateShape
 from ownership.simulator.state.short_chunks import ShortChunk, short_chunk
@@ -48,10 +49,11 @@ class FleetSimulation:
         """`timer` times decisions. `served` is told of every request that was answered."""
         self.loop, self.tally = EventLoop(), Tally()
         self.shape, self._timer, self._told = shape, timer, served
-        known = StoredChunks(shape)
+        known, owners = StoredChunks(shape), Owners(self._owned_up_to)
+        self._lease_s, self._lease_ends_s = fleet.lease_s, dict[str, float]()
         self.workers = {
             spec.name: Worker(
-                spec, self.loop, shape, policy.cache, fleet.limits, known, self._owns,
+                spec, self.loop, shape, policy.cache, fleet.limits, known, owners,
                 self._served, self._prefilled,
             )
             for spec in policy.limited(fleet.workers)
@@ -212,9 +214,8 @@ class FleetSimulation:
                     worker.session_waits(-1)
         self._changed.add(worker.name)
         self._down += 1
+        self._lease_ends_s[worker.name] = self.loop.now_s + self._lease_s
         lost = worker.crash()
-        for other in self.workers.values():
-            other.memory.owner_died(worker.name)
         self._reads.cut_off(worker)
         for request in lost:
             self._send_again(request)
@@ -234,9 +235,11 @@ class FleetSimulation:
         request.start_over()
         self._send(self.sessions.live[request.session], request)
 
-    def _owns(self, name: str, chain: BlockRuns) -> bool:
+    def _owned_up_to(self, name: str, chain: BlockRuns) -> int:
         worker = self.workers[name]
-        return worker.up and worker.memory.owns(chain)
+        if worker.up:
+            return worker.memory.owned_up_to(chain)
+        return chain.num_blocks if self.loop.now_s < self._lease_ends_s[name] else 0
 
     def _queue(self, request: LiveRequest, worker: Worker) -> None:
         if not worker.up:
@@ -273,20 +276,27 @@ class FleetSimulation:
         if plan is not None:
             ssd_s, limit = target.read_ssd(request, plan), plan.boundary_chunks
         request.own_chunks = target.memory.dram.find(request.chain).chunks
-        fetched = partial(self._fetched, request, target, self.loop.now_s, ssd_s)
-        if self._reads.begin(source, target, chain, limit, fetched, ssd_s, short):
+        if plan is not None and plan.ssd_stretches:
+            request.own_chunks += plan.ssd_chunks
+        else:
+            plan = None
+        fetched = partial(self._fetched, request, target, self.loop.now_s, ssd_s, plan)
+        if self._reads.begin(source, target, chain, limit, fetched, ssd_s, short, plan):
             self._changed |= {source.name, target.name}
         else:
             fetched(0)
 
     def _fetched(
-        self, request: LiveRequest, target: Worker, begun_s: float, ssd_s: float, chunks: int
-    ) -> None:
+        self, request: LiveRequest, target: Worker, begun_s: float, ssd_s: float,
+        plan: Restore | None, chunks: int,
+    ) -> None:  # fmt: skip
         if target.up and self.loop.now_s < ssd_s:  # cut off, but the SSD goes on
-            self.loop.at(ssd_s, self._fetched, request, target, begun_s, ssd_s, chunks)
+            self.loop.at(ssd_s, self._fetched, request, target, begun_s, ssd_s, plan, chunks)
             return
         request.network_s += self.loop.now_s - begun_s
         request.peer_chunks = chunks
+        if plan is not None and not chunks:  # what the SSD had continues what did not come
+            request.was_staged, request.staged_chunks = False, 0
         self._queue(request, target)
 
     def _prefilled(self, request: LiveRequest) -> None:

@@ -58,7 +58,7 @@ class Admission:
             memory.hbm.unpin(run)
             return Verdict.NO_PAGES
         request.junction_chunks = min(found.chunks, limit) if found.chunks > local else 0
-        dram, ssd = memory.dram.find(request.chain), memory.ssd.find(request.chain)
+        dram, ssd = memory.stored(request.chain)
         request.stored_chunks = min(max(dram.chunks, ssd.chunks), limit)
         if request.matched_tokens < 0:
             matched = max(found.chunks, dram.chunks, ssd.chunks) * size
@@ -183,26 +183,31 @@ class Admission:
         staged: Callable[[LiveRequest, float, Run | None], None],
     ) -> None:  # fmt: skip
         """Read from SSD into DRAM what the plan wants of it."""
-        end_s, run = self.read_ssd(request, restore, now_s)
-        self._memory.dram.pin(run)
+        end_s = self.read_ssd(request, restore, now_s)
+        self._memory.dram.pin(run := self.hold_staged(request, restore))
         request.waited_s += now_s - request.queued_s
         request.staged_s += end_s - now_s
         staged(request, end_s, run)
 
-    def read_ssd(self, request: LiveRequest, restore: Restore, now_s: float) -> tuple[float, Run]:
-        """Begin to read what a plan takes from SSD; when it is in DRAM, whose slots it has now."""
+    def read_ssd(self, request: LiveRequest, restore: Restore, now_s: float) -> float:
+        """Begin to read what a plan takes from SSD; when that has ended."""
         memory, pace = self._memory, self._ssd_pace
         size = memory.shape.chunk_tokens
         seconds = pace.latency_s + restore.ssd_chunks * size * pace.token_s
         seconds += restore.ssd_checkpoints * pace.checkpoint_s
         moved = memory.shape.moved_bytes(restore.ssd_chunks, restore.ssd_checkpoints)
-        end_s = self._ssd.start(now_s, seconds, moved)
         checkpoints = [restore.boundary_chunks] if restore.ssd_checkpoints else []
         self._staged.add(restore.ssd_chunks, checkpoints)
-        chunks = restore.own_chunks
-        run, _, _ = memory.dram.add(request.chain.head(chunks), chunks, checkpoints, memory.tick())
         request.was_staged, request.staged_chunks = True, restore.ssd_chunks
-        return end_s, run
+        return self._ssd.start(now_s, seconds, moved)
+
+    def hold_staged(self, request: LiveRequest, restore: Restore) -> Run:
+        """Give what is read from SSD its slots in DRAM, right behind what is there."""
+        memory, chunks = self._memory, restore.own_chunks
+        checkpoints = [restore.boundary_chunks] if restore.ssd_checkpoints else []
+        chain = request.chain.head(chunks)
+        run, _, _ = memory.dram.add(chain, chunks, checkpoints, memory.tick())
+        return run
 
     def _in_flight(self, now_s: float) -> dict[Tier, int]:
         pending_s, pace = self._ssd.pending_s(now_s), self._ssd_pace.ahead_s_per_byte

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ownership.scheduling.fleet import Link
 from ownership.simulator.clock import EventLoop
 from ownership.simulator.machine.channel import Channel, start_between
 from ownership.simulator.machine.worker import Worker
-from ownership.simulator.state.memory import Replica
+from ownership.simulator.state.owners import Stretch, append
+from ownership.simulator.state.restoring import Restore
 from ownership.simulator.state.runs import Run
 from ownership.simulator.state.short_chunks import ShortChunk
 from ownership.simulator.traces.block_runs import BlockRuns
@@ -23,11 +24,13 @@ class _Read:
     source: Worker
     target: Worker
     chain: BlockRuns
-    replicas: list[Replica]
-    """Of the chain up to the boundary that is read."""
+    stretches: list[Stretch]
+    """Of the chain up to the boundary that is read: whose they are."""
     chunks: int
     """That the reader lacked."""
     checkpoints: list[int]
+    staged: list[int]
+    """Checkpoints that the reader's own SSD has."""
     short: ShortChunk | None
     """The last of the chunks, if it is no full one."""
     above: Run
@@ -49,22 +52,29 @@ class PeerReads:
 
     def begin(
         self, source: Worker, target: Worker, chain: BlockRuns, limit: int, ended: Ended,
-        ssd_s: float = 0.0, short: ShortChunk | None = None,
+        ssd_s: float = 0.0, short: ShortChunk | None = None, plan: Restore | None = None,
     ) -> bool:  # fmt: skip
         """Read what the target lacks of a chain's first `limit` chunks; False: there is nothing.
 
         `ssd_s`: when the target's own SSD is read, which the read then has to wait for.
-        `short`: the chain's last chunk, if it is no full one.
+        `short`: the chain's last chunk, if it is no full one. `plan`: if some of the chunks that
+        follow others are on the target's own SSD.
         """
         if not (source.up and target.up and target.spec.capacity.dram):
             return False
         there, here = (worker.memory.dram.find(chain) for worker in (source, target))
-        boundary = source.memory.resumable(there, limit)
+        boundary = limit if plan else source.memory.resumable(there, limit)
         if boundary <= target.memory.resumable(here, limit):
             return False
-        shape = target.shape
-        chunks = max(0, boundary - here.chunks)
+        shape, own, staged = target.shape, 0, list[int]()
         checkpoints = [boundary] if shape.has_checkpoints else []
+        if plan is not None:
+            own = plan.ssd_chunks
+            checkpoints, staged = (
+                [boundary] * plan.peer_checkpoints,
+                [boundary] * plan.ssd_checkpoints,
+            )
+        chunks = max(0, boundary - here.chunks) - own
         if short is not None and boundary <= short.before:
             short = None
         short_tokens = short.end - short.start if short else 0
@@ -78,10 +88,22 @@ class PeerReads:
             seconds = max(seconds, link.latency_s + size_bytes * link.seconds_per_byte)
         now_s = self._loop.now_s
         end_s = start_between(source.outgoing, target.incoming, now_s, seconds, size_bytes)
-        replicas = source.memory.replicas_of(chain, boundary, source.name)
+        stretches = source.memory.owners_of(chain, boundary)
+        if plan is not None:
+            stretches = _with_own(stretches, plan.ssd_stretches, target.name)
         above = target.memory.hold(target.memory.dram.find(chain.head(boundary)))
         read = _Read(
-            source, target, chain, replicas, chunks, checkpoints, short, above, end_s, ended
+            source,
+            target,
+            chain,
+            stretches,
+            chunks,
+            checkpoints,
+            staged,
+            short,
+            above,
+            end_s,
+            ended,
         )
         self._under_way[read] = None
         self._loop.at(max(end_s, ssd_s), self._arrived, read)
@@ -110,8 +132,27 @@ class PeerReads:
         if read not in self._under_way:
             return  # cut off
         del self._under_way[read]
-        target, boundary = read.target, read.replicas[-1].end
+        target, boundary = read.target, read.stretches[-1].end
         target.flows.fetched.add(read.chunks, read.checkpoints, read.short)
         target.memory.dram.unpin(read.above)
-        target.memory.add_replicas(read.chain, read.replicas, read.checkpoints, target.name)
+        checkpoints = read.checkpoints + read.staged
+        target.memory.add_read(read.chain, read.stretches, checkpoints)
         read.ended(boundary)
+
+
+def _with_own(
+    stretches: Sequence[Stretch], own: Sequence[tuple[int, int]], name: str
+) -> list[Stretch]:
+    """What a reader has of a chain when it has read its own SSD, and a peer for the rest."""
+    merged: list[Stretch] = []
+
+    def add_peers(last: int) -> None:
+        for end, owner in stretches:
+            if min(end, last) > (merged[-1].end if merged else 0):
+                append(merged, Stretch(min(end, last), owner))
+
+    for start, end in own:
+        add_peers(start)
+        append(merged, Stretch(end, name))
+    add_peers(stretches[-1].end)
+    return merged

@@ -121,7 +121,7 @@ class Prefetching:
 
     def _open(self, expected: ExpectedReturn, chain: BlockRuns) -> _Job | None:
         memory = self._memory
-        in_dram, on_ssd = memory.dram.find(chain), memory.ssd.find(chain)
+        in_dram, on_ssd = memory.stored(chain)
         deepest = max(in_dram.chunks, on_ssd.chunks)
         boundary = max(memory.resumable(found, deepest) for found in (in_dram, on_ssd))
         if memory.resumable(in_dram, boundary) == boundary:
@@ -145,7 +145,7 @@ class Prefetching:
         if busy_s and not job.ended:
             self._loop.at(now_s + busy_s, self._go_on, job)
             return
-        in_dram, boundary = memory.dram.find(job.chain), job.chain.num_blocks
+        (in_dram, on_ssd), boundary = memory.stored(job.chain), job.chain.num_blocks
         upto = min(boundary, in_dram.chunks + self._batch_chunks)
         checkpoints: list[int] = []
         if upto == boundary and memory.shape.has_checkpoints:
@@ -153,7 +153,7 @@ class Prefetching:
         chunks = upto - in_dram.chunks
         size_bytes = memory.shape.moved_bytes(chunks, len(checkpoints))
         late = job.ended or now_s >= job.expected.latest_s
-        gone = in_dram.chunks < job.reached or memory.ssd.find(job.chain).chunks < upto
+        gone = in_dram.chunks < job.reached or on_ssd.chunks < upto
         if late or gone or not size_bytes or not self._makes_room(in_dram, size_bytes):
             self._job = None
             return
@@ -185,7 +185,7 @@ class Prefetching:
         """Whether the next to leave DRAM is worth more than what would come."""
         assert self._job is not None
         now_s, memory = self._loop.now_s, self._memory
-        on_ssd = memory.ssd.find(run.chain()).chunks >= run.end
+        on_ssd = memory.ssd.has(run.chain())
         idle_s = now_s - self._moments.when_s(run.last_used)
         within_s = self._job.expected.latest_s - now_s
         loss_s = self._weighing.loss_s(self._chunk(run.end, on_ssd), idle_s, within_s)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ownership.simulator.machine.channel import Channel
-from ownership.simulator.state.resident import ResidentChunks
+from ownership.simulator.state.gapped import GappedChunks
 from ownership.simulator.traces.block_runs import BlockRuns
 
 
@@ -54,7 +54,7 @@ class SsdWrites:
         if end_s > now_s:
             under_way.append(_Write(begin_s, end_s, chain, first, chunks, checkpoints))
 
-    def lose(self, now_s: float, ssd: ResidentChunks) -> None:
+    def lose(self, now_s: float, ssd: GappedChunks) -> None:
         """The process dies: what is not down is not found on SSD afterwards."""
         for write in self._under_way:
             if write.end_s > now_s:

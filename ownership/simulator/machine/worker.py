@@ -23,7 +23,9 @@ from ownership.simulator.machine.prefetching import Prefetching
 from ownership.simulator.machine.request import LiveRequest
 from ownership.simulator.machine.ssd_writes import SsdWrites
 from ownership.simulator.machine.steps import StepTimes
-from ownership.simulator.state.memory import Eviction, Owns, TierBytes, WorkerMemory
+from ownership.simulator.state.gapped import Added
+from ownership.simulator.state.memory import Eviction, TierBytes, WorkerMemory
+from ownership.simulator.state.owners import Owners
 from ownership.simulator.state.restoring import Restore, Restorer, StoredChunks
 from ownership.simulator.state.retention import Retention
 from ownership.simulator.state.sealing import Sealer
@@ -82,7 +84,7 @@ class Worker:
         policy: CachePolicy,
         limits: EngineLimits,
         known: StoredChunks,
-        owns: Owns,
+        owners: Owners,
         served: Callable[[Worker, LiveRequest], None],
         prefilled: Callable[[LiveRequest], None],
     ) -> None:
@@ -108,7 +110,7 @@ class Worker:
         if self.budget is not None:
             ssd_admission = SsdAdmission(self.budget, saved_s.in_prefills)
         self.memory = WorkerMemory(
-            shape, spec.capacity, policy.eviction, saved_s, owns, ssd_admission
+            spec.name, shape, spec.capacity, policy.eviction, saved_s, owners, ssd_admission
         )
         self._writes = SsdWrites(spec.ssd_write_bandwidth)
         self._restorer = restorer = Restorer(
@@ -176,18 +178,21 @@ class Worker:
         memory, chain, tokens = self.memory, request.chain, request.prompt_tokens
         local = memory.resumable(memory.hbm.find(chain), (tokens - 1) // self.shape.chunk_tokens)
         load = EngineLoad(0, self.engine.running_decodes)
+        in_dram, at_peer = memory.dram.find(chain), peer.memory.dram.find(chain)
         restore = self._restorer.plan(
-            memory.dram.find(chain), memory.ssd.find(chain), tokens, local, load,
-            peer.memory.dram.find(chain),
+            in_dram, memory.ssd.reached(chain, max(in_dram.chunks, at_peer.chunks)), tokens, local,
+            load, at_peer,
         )  # fmt: skip
         return restore if restore is not None and restore.from_peer else None
 
     def read_ssd(self, request: LiveRequest, restore: Restore) -> float:
-        """Begin to read what such a plan takes from the SSD here; when it is in DRAM."""
+        """Begin to read what such a plan takes from the SSD here; when it is in DRAM, if what it
+        continues is."""
         if not restore.staged:
             return self._loop.now_s
-        end_s, _ = self._admission.read_ssd(request, restore, self._loop.now_s)
-        return end_s
+        if not restore.ssd_stretches:
+            self._admission.hold_staged(request, restore)
+        return self._admission.read_ssd(request, restore, self._loop.now_s)
 
     def peer_seconds(self, tokens: int, checkpoints: int) -> float:
         """Of reading so much from a peer, nothing else being read."""
@@ -292,17 +297,17 @@ class Worker:
         self, chain: BlockRuns, checkpoints: Sequence[int], short: ShortChunk | None = None
     ) -> None:
         """`short`: the chain's last chunk, if it is no full one."""
-        sealed = self.memory.seal(chain, chain.num_blocks, checkpoints)
-        new = short if short and sealed.dram_end > short.before else None
-        self.flows.sealed.add(sealed.dram_chunks, sealed.dram_checkpoints, new)
-        chunks, boundaries = sealed.ssd_chunks, sealed.ssd_checkpoints
-        if chunks or boundaries:
-            new = short if short and sealed.ssd_end > short.before else None
-            self.flows.written.add(chunks, boundaries, new)
-            short_tokens = new.end - new.start if new else 0
-            size_bytes = self.shape.moved_bytes(chunks, len(boundaries), short_tokens)
-            first = sealed.ssd_end - chunks
-            self._writes.start(self._loop.now_s, size_bytes, chain, first, chunks, boundaries)
+        sealed = self.memory.seal(chain, checkpoints)
+        chunks, boundaries, new = _with_short(sealed.dram, short)
+        self.flows.sealed.add(chunks, boundaries, new)
+        for added in sealed.ssd:
+            chunks, boundaries, new = _with_short(added, short)
+            if chunks or boundaries:
+                self.flows.written.add(chunks, boundaries, new)
+                short_tokens = new.end - new.start if new else 0
+                size_bytes = self.shape.moved_bytes(chunks, len(boundaries), short_tokens)
+                head, first = chain.head(added.end), added.end - chunks
+                self._writes.start(self._loop.now_s, size_bytes, head, first, chunks, boundaries)
 
     def _budget(self, bytes_per_day: int | None) -> WriteBudget | None:
         """A journal keeps it over a death."""
@@ -316,3 +321,10 @@ class Worker:
     def _checkpoint_policy(self, name: str, costs: CostModel) -> CheckpointPolicy:
         rates = Rates.learned(costs, has_ssd=self.spec.capacity.ssd > 0)
         return policy_named(name, Sizes.of(self.shape.layout), lambda: rates)
+
+
+def _with_short(
+    added: Added, short: ShortChunk | None
+) -> tuple[int, Sequence[int], ShortChunk | None]:
+    """Chunks, boundaries, and the last of the chunks if it is the short one."""
+    return added.chunks, added.checkpoints, short if short and added.end > short.before else None

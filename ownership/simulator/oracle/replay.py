@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.seconds_saved import SecondsSaved, default_seconds_saved
 from ownership.simulator.state.memory import Eviction, emptied_by
+from ownership.simulator.state.resident import ResidentChunks
 from ownership.simulator.state.runs import ChunkSizes
 from ownership.simulator.traces.block_runs import BlockRuns
 
@@ -25,8 +26,9 @@ def policy_hits(
     tick = hits = 0
     sizes = ChunkSizes(chunk_tokens, 1, 0)
     tier = emptied_by(
-        eviction, sizes, capacity_chunks, StateType.DENSE_KV, seconds_saved, lambda: tick
-    )
+        ResidentChunks, eviction, sizes, capacity_chunks, StateType.DENSE_KV, seconds_saved,
+        lambda: tick,
+    )  # fmt: skip
     for chain in chains:
         tick += 1
         hits += tier.find(chain).chunks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.admission import Admission
@@ -13,6 +13,8 @@ from hetero_connector.store.base import EvictionName
 from hetero_connector.store.eviction import LeafLru, make_policy
 from hetero_connector.store.seconds_saved import SecondsSaved
 from ownership.scheduling.step import HeldPrefix
+from ownership.simulator.state.gapped import Added, GappedChunks
+from ownership.simulator.state.owners import Owners, Stretch, append
 from ownership.simulator.state.resident import ResidentChunks
 from ownership.simulator.state.runs import ChunkSizes, Found, Run
 from ownership.simulator.state.shape import StateShape
@@ -23,19 +25,22 @@ Eviction = Literal[EvictionName, "session"]
 """The store's policies, and the least recently used session as a whole."""
 EVICTIONS: tuple[Eviction, ...] = (*get_args(EvictionName), "session")
 
+_Tier = TypeVar("_Tier", bound=ResidentChunks)
+
 
 def emptied_by(
+    kind: type[_Tier],
     eviction: Eviction,
     sizes: ChunkSizes,
     capacity_bytes: int,
     state_type: StateType,
     seconds_saved: SecondsSaved,
     now: Callable[[], int],
-) -> ResidentChunks:
+) -> _Tier:
     """A tier with a policy by name. `now`: the logical clock that its ticks are of."""
     name: EvictionName = "leaf_lru" if eviction == "session" else eviction
     policy = make_policy(name, seconds_saved, now)
-    return ResidentChunks(
+    return kind(
         sizes, capacity_bytes, policy, state_type,
         by_recency=name != "value", whole_sessions=eviction == "session",
     )  # fmt: skip
@@ -52,43 +57,29 @@ class TierBytes:
 
 
 class Sealed(NamedTuple):
-    """What a prompt added to the tiers: chunks, and the boundaries of checkpoints."""
+    """What a prompt added to the tiers."""
 
-    dram_chunks: int = 0
-    dram_checkpoints: Sequence[int] = ()
-    dram_end: int = 0
-    """Chunks of the prompt in DRAM, the new ones among them: they are the last of these."""
-    ssd_chunks: int = 0
-    ssd_checkpoints: Sequence[int] = ()
-    ssd_end: int = 0
-    """The same on SSD."""
-
-
-class Replica(NamedTuple):
-    """A prompt's chunks up to `end`, from where the replica before ends; `owner` has them."""
-
-    end: int
-    owner: str
-
-
-Owns = Callable[[str, BlockRuns], bool]
-"""(worker, chunks) -> whether it is there and has the last of them, as no replica of another's."""
+    dram: Added
+    ssd: Sequence[Added]
+    """In the order in which it is written."""
 
 
 class WorkerMemory:
-    """What one worker holds. Every tier keeps leaves last, so each holds prefixes of prompts."""
+    """What one worker holds. Every tier keeps leaves last, so pages and DRAM hold prefixes of
+    prompts; the SSD need not have what is others' of them."""
 
     def __init__(
         self,
+        name: str,
         shape: StateShape,
         capacity: TierBytes,
         eviction: Eviction,
         seconds_saved: SecondsSaved,
-        owns: Owns,
+        owners: Owners,
         admission: Admission | None = None,
     ) -> None:
         """`admission`: what is worth writing to SSD; None: everything."""
-        self.shape, self._owns = shape, owns
+        self.name, self.shape, self._owners = name, shape, owners
         self._worth = None if admission is None else WorthWriting(shape, admission)
         self._has_replicas = False
         self._ticks = count(1)
@@ -96,8 +87,8 @@ class WorkerMemory:
         self._eviction, self._seconds_saved = eviction, seconds_saved
         self.state_type = (shape.model.prefix_types or shape.model.state_types)[0]
         self.hbm = self._pages(capacity.hbm)
-        self.dram = self._stored(shape.stored, capacity.dram)
-        self.ssd = self._stored(shape.stored, capacity.ssd)
+        self.dram = self._stored(ResidentChunks, capacity.dram)
+        self.ssd = self._stored(GappedChunks, capacity.ssd)
 
     def _pages(self, capacity_bytes: int) -> ResidentChunks:
         """vLLM's own prefix cache: least recently used blocks, a prompt's last first.
@@ -109,16 +100,16 @@ class WorkerMemory:
             self.shape.pages, capacity_bytes, LeafLru(), self.state_type, pins_checkpoints=False
         )
 
-    def _stored(self, sizes: ChunkSizes, capacity_bytes: int) -> ResidentChunks:
+    def _stored(self, kind: type[_Tier], capacity_bytes: int) -> _Tier:
         return emptied_by(
-            self._eviction, sizes, capacity_bytes, self.state_type, self._seconds_saved,
-            lambda: self._tick,
+            kind, self._eviction, self.shape.stored, capacity_bytes, self.state_type,
+            self._seconds_saved, lambda: self._tick,
         )  # fmt: skip
 
     def lose(self) -> None:
         """The process died: what is on SSD stays."""
         self.hbm = self._pages(self.hbm.capacity_bytes)
-        self.dram = self._stored(self.shape.stored, self.dram.capacity_bytes)
+        self.dram = self._stored(ResidentChunks, self.dram.capacity_bytes)
         self._has_replicas = False
 
     def tick(self) -> int:
@@ -133,7 +124,7 @@ class WorkerMemory:
 
     def held(self, chain: BlockRuns, limit_chunks: int) -> HeldPrefix | None:
         """Where a prompt could resume, by tier, as a scheduler is told; None: nowhere."""
-        hbm, dram, ssd = self.hbm.find(chain), self.dram.find(chain), self.ssd.find(chain)
+        hbm, (dram, ssd) = self.hbm.find(chain), self.stored(chain)
         if not (hbm.chunks or dram.chunks or ssd.chunks):
             return None
         size = self.shape.chunk_tokens
@@ -148,37 +139,79 @@ class WorkerMemory:
             anywhere * size,
         )
 
+    def stored(self, chain: BlockRuns) -> tuple[Found, Found]:
+        """What a restore finds in DRAM and on SSD."""
+        in_dram = self.dram.find(chain)
+        return in_dram, self.ssd.reached(chain, in_dram.chunks)
+
     def resumable(self, found: Found, limit_chunks: int) -> int:
         """The deepest boundary at which a request could resume from one tier, in chunks."""
         if self.shape.has_checkpoints:
             return found.deepest_checkpoint(limit_chunks)
         return min(found.chunks, limit_chunks)
 
-    def seal(self, chain: BlockRuns, chunks: int, checkpoints: Sequence[int]) -> Sealed:
-        """Hold a prompt's `chunks` chunks in DRAM and write them to SSD."""
-        tick = self.tick()
-        sealed = Sealed()
+    def seal(self, chain: BlockRuns, checkpoints: Sequence[int]) -> Sealed:
+        """Hold a prompt's chunks in DRAM and write them to SSD."""
+        tick, in_dram = self.tick(), Added(0, 0, ())
         if self.dram.capacity_bytes:
-            last, new, boundaries = self.dram.add(chain, chunks, checkpoints, tick)
-            sealed = Sealed(new, boundaries, last.end)
-        if self.ssd.capacity_bytes:
-            end, new, boundaries = self._write(chain, checkpoints, tick)
-            sealed = sealed._replace(ssd_chunks=new, ssd_checkpoints=boundaries, ssd_end=end.end)
-        return sealed
+            in_dram = self._keep(chain, checkpoints, tick)
+        if not self.ssd.capacity_bytes:
+            return Sealed(in_dram, ())
+        return Sealed(in_dram, self._write(chain, checkpoints, tick))
 
-    def _write(
-        self, chain: BlockRuns, checkpoints: Sequence[int], tick: int
-    ) -> tuple[Run, int, list[int]]:
+    def _keep(self, chain: BlockRuns, checkpoints: Sequence[int], tick: int) -> Added:
+        """In DRAM: ours, unless another owns it."""
+        known = self.dram.find(chain).chunks
+        stretches = self._owners.claim(self.name, chain, known)
+        if len(stretches) == 1 and stretches[0].owner == self.name:
+            last, new, boundaries = self.dram.add(chain, chain.num_blocks, checkpoints, tick)
+            return Added(last.end, new, boundaries)
+        return self._add_owned(chain, stretches, checkpoints, tick)
+
+    def _add_owned(
+        self,
+        chain: BlockRuns,
+        stretches: Iterable[Stretch],
+        checkpoints: Sequence[int],
+        tick: int,
+    ) -> Added:
+        end, chunks, boundaries = 0, 0, list[int]()
+        for end, owner in stretches:
+            self._has_replicas |= owner != self.name
+            upto = [b for b in checkpoints if b <= end]
+            last, new, fresh = self.dram.add(
+                chain.head(end), end, upto, tick, None if owner == self.name else owner
+            )
+            end, chunks = last.end, chunks + new
+            boundaries += fresh
+        return Added(end, chunks, boundaries)
+
+    def _write(self, chain: BlockRuns, checkpoints: Sequence[int], tick: int) -> Sequence[Added]:
+        """What is ours of a prompt and not on SSD yet, and checkpoints on the way."""
+        ssd, worth = self.ssd, self._worth
+        if not (self._has_replicas or ssd.may_have_gaps or worth):
+            end, new, boundaries = ssd.add(chain, chain.num_blocks, checkpoints, tick)
+            return [Added(end.end, new, boundaries)]
+        owned, in_dram = [(0, chain.num_blocks)], self.dram.find(chain)
         if self._has_replicas:
-            chain, checkpoints = self._to_write(chain, checkpoints)
-        if self._worth is None:
-            return self.ssd.add(chain, chain.num_blocks, checkpoints, tick)
-        in_dram, on_ssd = self.dram.find(chain), self.ssd.find(chain)
-        admitted = self._worth.admit(in_dram, on_ssd, chain.num_blocks)
-        chunks, checkpoints = admitted.chunks, admitted.checkpoints
-        end, new, boundaries = self.ssd.add(chain.head(chunks), chunks, checkpoints, tick)
-        self._worth.refund(admitted, end.end, boundaries)
-        return end, new, boundaries
+            owned, in_dram = self._owned(chain, tick), self.dram.find(chain)
+            checkpoints = sorted({*checkpoints, *in_dram.checkpoints()})
+        written = []
+        for start, end in owned:
+            for first, last in list(ssd.lacking(chain.head(end), start)):
+                head, kept = chain.head(last), [b for b in checkpoints if start < b <= last]
+                if worth is None:
+                    written.append(ssd.hold(head, first, kept, tick))
+                else:
+                    admitted = worth.admit(in_dram, ssd.find(head), start, first, last)
+                    head, kept = head.head(admitted.chunks), admitted.checkpoints
+                    added = Added(first, 0, ())
+                    if admitted.chunks > first or kept:
+                        added = ssd.hold(head, first, kept, tick)
+                    worth.refund(admitted, added.end, added.checkpoints)
+                    written.append(added)
+                start = last
+        return written
 
     def hold(self, in_dram: Found) -> Run:
         """Pin what was found in DRAM until it is unpinned there; its root if nothing was."""
@@ -186,60 +219,52 @@ class WorkerMemory:
         self.dram.pin(run)
         return run
 
-    def replicas_of(self, chain: BlockRuns, chunks: int, name: str) -> list[Replica]:
-        """What a peer that reads the first `chunks` chunks from DRAM has then; `name`: ours."""
+    def owners_of(self, chain: BlockRuns, chunks: int) -> list[Stretch]:
+        """Whose is what a peer reads of a chain's first `chunks` chunks from DRAM."""
         if not self._has_replicas:
-            return [Replica(chunks, name)]
-        replicas: list[Replica] = []
+            return [Stretch(chunks, self.name)]
+        stretches: list[Stretch] = []
         for run in self.dram.find(chain.head(chunks)).path:
-            owner = run.owner or name
-            if replicas and replicas[-1].owner == owner:
-                replicas.pop()
-            replicas.append(Replica(min(run.end, chunks), owner))
-        return replicas
+            append(stretches, Stretch(min(run.end, chunks), run.owner or self.name))
+        return stretches
 
-    def add_replicas(
-        self, chain: BlockRuns, replicas: Iterable[Replica], checkpoints: Sequence[int], name: str
+    def add_read(
+        self, chain: BlockRuns, stretches: Iterable[Stretch], checkpoints: Sequence[int]
     ) -> None:
-        """Hold in DRAM what a peer sent; what is `name`'s is ours again."""
-        tick = self.tick()
-        for end, owner in replicas:
-            self._has_replicas = True
-            boundaries = [boundary for boundary in checkpoints if boundary <= end]
-            owner_here = None if owner == name else owner
-            self.dram.add(chain.head(end), end, boundaries, tick, owner_here)
+        """Hold in DRAM what a peer sent; what is ours of it is ours again."""
+        self._add_owned(chain, stretches, checkpoints, self.tick())
 
-    def owns(self, chain: BlockRuns) -> bool:
-        """Whether the last chunk is here, as no replica."""
-        chunks = chain.num_blocks
-        if self.ssd.find(chain).chunks == chunks:
-            return True
-        found = self.dram.find(chain)
-        return found.chunks == chunks and found.path[-1].owner is None
+    def owned_up_to(self, chain: BlockRuns) -> int:
+        """Chunks of a chain up to the last that is here as no replica."""
+        on_ssd, in_dram = self.ssd.find(chain), self.dram.find(chain)
+        here = [(run, on_ssd.chunks) for run in on_ssd.path if not run.gap]
+        here += [(run, in_dram.chunks) for run in in_dram.path if run.owner is None]
+        return max((min(run.end, chunks) for run, chunks in here), default=0)
 
-    def owner_died(self, name: str) -> None:
-        """Replicas of what it had are ours."""
-        if self._has_replicas:
-            for run in self.dram.runs():
-                if run.owner == name:
-                    run.owner = None
-
-    def _to_write(
-        self, chain: BlockRuns, checkpoints: Sequence[int]
-    ) -> tuple[BlockRuns, Sequence[int]]:
-        """What of a prompt goes to SSD: no replica that its owner still has, nor what continues one
-        (`store/admission.py`: what a restart could not reach)."""
-        on_ssd, in_dram = self.ssd.find(chain).chunks, self.dram.find(chain)
-        ours = chain.num_blocks
+    def _owned(self, chain: BlockRuns, tick: int) -> list[tuple[int, int]]:
+        """Stretches of a prompt that are no replica which its owner still has."""
+        self._take_over(chain, tick)
+        owned, start = [], 0
+        in_dram = self.dram.find(chain)
         for run in in_dram.path:
-            if run.owner is None or run.end <= on_ssd:
-                continue
-            if self._owns(run.owner, chain.head(min(run.end, in_dram.chunks))):
-                ours = max(on_ssd, run.start)
-                break
-            run.owner = None
-        boundaries = {*checkpoints, *in_dram.checkpoints()}
-        return chain.head(ours), sorted(boundary for boundary in boundaries if boundary <= ours)
+            if run.owner is not None:
+                if start < run.start:
+                    owned.append((start, run.start))
+                start = min(run.end, in_dram.chunks)
+        if start < chain.num_blocks:
+            owned.append((start, chain.num_blocks))
+        return owned
+
+    def _take_over(self, chain: BlockRuns, tick: int) -> None:
+        """Replicas on the way whose owner has them no more are ours from now on."""
+        in_dram = self.dram.find(chain)
+        replicas = [(run, min(run.end, in_dram.chunks)) for run in in_dram.path if run.owner]
+        for run, end in replicas:
+            assert run.owner is not None
+            if not self._owners.owns(run.owner, chain.head(end)):
+                for upto, owner in self._owners.claim(self.name, chain.head(end), run.start):
+                    part = self.dram.use(self.dram.find(chain.head(upto)), tick)
+                    part.owner = None if owner == self.name else owner
 
     def cache_pages(
         self, chain: BlockRuns, chunks: int, checkpoints: Sequence[int]

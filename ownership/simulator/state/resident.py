@@ -132,23 +132,6 @@ class ResidentChunks:
         self._offer(end)
         return end, wanted, lacking
 
-    def forget(self, chain: BlockRuns, chunks: int, checkpoints: Sequence[int]) -> None:
-        """Let go of those checkpoints, and of all behind a chain's first `chunks` chunks that is on
-        its way or continues it. Nothing of it may be pinned."""
-        found = self.find(chain)
-        for boundary in checkpoints:
-            run = next((run for run in found.path if boundary <= run.end), None)
-            if run is not None and boundary in run.checkpoints:
-                run.checkpoints.remove(boundary)
-                self._num_checkpoints -= 1
-                self._gone(self.sizes.checkpoint_bytes)
-        lost = next((run for run in found.path if run.end > chunks), None)
-        if found.chunks <= chunks or lost is None:
-            return
-        if lost.start < chunks:
-            self._split(lost, chunks)
-        self._remove(lost)
-
     def reserve(self, size_bytes: int, spared: Callable[[Run], bool] | None = None) -> bool:
         """Room for what is no chunk (yet), evicting if needed; False: there is too little."""
         if self.make_room(size_bytes, spared) < size_bytes:
@@ -200,7 +183,7 @@ class ResidentChunks:
             assert run.checkpoints == sorted(set(run.checkpoints))
             assert all(run.start < boundary <= run.end for boundary in run.checkpoints)
             assert all(child.last_used <= run.last_used for child in run.children.values())
-            size_bytes += run.count * sizes.chunk_bytes
+            size_bytes += 0 if run.gap else run.count * sizes.chunk_bytes
             size_bytes += len(run.checkpoints) * sizes.checkpoint_bytes
             num_checkpoints += len(run.checkpoints)
         assert (size_bytes, num_checkpoints) == (self.used_bytes, self._num_checkpoints)
@@ -209,22 +192,6 @@ class ResidentChunks:
     def _gone(self, size_bytes: int) -> None:
         self.used_bytes -= size_bytes
         self.evicted_bytes += size_bytes
-
-    def _remove(self, run: Run) -> None:
-        """Take a run away with all that continues it."""
-        assert run.parent is not None
-        del run.parent.children[run.first]
-        branch = [run]
-        for gone in branch:
-            branch += gone.children.values()
-            if gone.tail is not None:
-                gone.tail.forgotten = True
-            if gone is self._leaving:
-                self._leaving = None
-            self._num_checkpoints -= len(gone.checkpoints)
-            chunks_bytes = gone.count * self.sizes.chunk_bytes
-            self._gone(chunks_bytes + len(gone.checkpoints) * self.sizes.checkpoint_bytes)
-        self._offer(run.parent)
 
     def _mark(self, run: Run, tick: int) -> None:
         run.last_used, run.uses = tick, run.uses + 1
@@ -236,7 +203,8 @@ class ResidentChunks:
         parent, kept = run.parent, chunks - run.start
         assert parent is not None
         head = Run(run.first, kept, run.start, parent)
-        head.last_used, head.uses, head.owner = run.last_used, run.uses, run.owner
+        head.last_used, head.uses = run.last_used, run.uses
+        head.owner, head.gap = run.owner, run.gap
         at = bisect_right(run.checkpoints, chunks)
         head.checkpoints, run.checkpoints = run.checkpoints[:at], run.checkpoints[at:]
         parent.children[run.first] = head
@@ -248,7 +216,7 @@ class ResidentChunks:
         """Put new chunks behind `anchor`; the run that ends with them."""
         for first, count in chain.runs:
             follows = anchor.first + anchor.count == first and anchor.parent is not None
-            follows = follows and anchor.owner == owner
+            follows = follows and anchor.owner == owner and not anchor.gap
             if follows and self._by_recency and not anchor.children and not anchor.pins:
                 anchor.count += count
             else:
@@ -318,16 +286,23 @@ class ResidentChunks:
             else:
                 self._offer(run)
             return gone_bytes
-        parent = run.parent
-        assert parent is not None
-        assert run.tail is not None
-        del parent.children[run.first]
-        run.tail.forgotten = True
+        parent = self._unhook(run)
         if self._whole_sessions and parent.parent and not parent.children and not parent.pins:
             self._offer(parent)
             return gone_bytes + self._evict(parent, parent.count * sizes.chunk_bytes)
         self._offer(parent)
         return gone_bytes
+
+    def _unhook(self, run: Run) -> Run:
+        """Take a leaf out of the tree; what is the end of its branch then."""
+        parent = run.parent
+        assert parent is not None
+        del parent.children[run.first]
+        if run.tail is not None:
+            run.tail.forgotten = True
+        if run is self._leaving:
+            self._leaving = None
+        return parent
 
     def _evict_checkpoints(self, needed_bytes: int) -> int:
         """Take checkpoints of chunks that stay until so many bytes are free; what became free.

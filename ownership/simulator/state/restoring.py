@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hetero_connector.artifacts.record import ROOT, ChunkRange, SharedTiers, StoredChunk, Tier
@@ -26,9 +26,12 @@ class Restore(NamedTuple):
     dram_checkpoints: int
     ssd_checkpoints: int
     own_chunks: int
-    """Up to which DRAM or SSD has the chunks, those in pages among them."""
+    """Up to which DRAM or SSD has the chunks, those in pages among them; in gaps a peer."""
     from_peer: bool = False
     """Whether any of it is at a peer."""
+    peer_checkpoints: int = 0
+    ssd_stretches: Sequence[tuple[int, int]] = ()
+    """Where it comes from SSD: from where, up to where; told only if a peer has some before it."""
     short: ShortChunk | None = None
     """Behind those chunks, in DRAM."""
 
@@ -110,14 +113,19 @@ class Restorer:
         if deepest <= local_chunks and short is None:
             return None
         in_dram, own = min(dram.chunks, deepest), min(own, deepest)
+        gaps = _gaps(on_ssd, in_dram, own)
         stored = self._known.upto(deepest, Tier.DRAM, None)[:in_dram]
         stored += self._known.upto(deepest, Tier.SSD, None)[in_dram:own]
-        stored += self._known.upto(deepest, Tier.PEER, None)[own:deepest]
+        at_peers = self._known.upto(deepest, Tier.PEER, None)
+        stored += at_peers[own:deepest]
+        for start, end in gaps:
+            stored[start:end] = at_peers[start:end]
         tiers = {Tier.PEER: at_peer, Tier.SSD: on_ssd, Tier.DRAM: dram}
         checkpoints = self._checkpoints(tiers, deepest)
         for boundary, tier in checkpoints.items():
             prefix = Tier.DRAM if boundary <= in_dram else Tier.SSD
-            prefix = prefix if boundary <= own else Tier.PEER
+            if boundary > own or any(start < boundary <= end for start, end in gaps):
+                prefix = Tier.PEER
             stored[boundary - 1] = self._known.upto(deepest, prefix, tier)[boundary - 1]
         limit_tokens = limit * size
         if short is not None:
@@ -129,19 +137,22 @@ class Restorer:
         if plan is None:
             return None
         chunks, rest = divmod(plan.boundary, size)
-        from_dram = max(0, min(in_dram, chunks) - local_chunks)
         kept = checkpoints.get(chunks) if plan.boundary_types else None
         if rest:
             kept = Tier.DRAM if plan.boundary_types else None
+        from_dram = max(0, min(in_dram, chunks) - local_chunks)
+        stretches = _between(gaps, max(in_dram, local_chunks), min(own, chunks))
         return Restore(
             chunks,
             plan.resume_tokens,
             from_dram,
-            max(0, min(own, chunks) - local_chunks - from_dram),
+            sum(end - start for start, end in stretches),
             int(kept is Tier.DRAM),
             int(kept is Tier.SSD),
             min(own, chunks),
-            chunks > own or kept is Tier.PEER,
+            chunks > own or kept is Tier.PEER or any(start < chunks for start, _ in gaps),
+            int(kept is Tier.PEER),
+            stretches if gaps else (),
             short if rest else None,
         )
 
@@ -150,3 +161,19 @@ class Restorer:
         if not self._shape.has_checkpoints:
             return {}
         return {b: t for t, found in tiers.items() for b in found.checkpoints() if b <= deepest}
+
+
+def _gaps(on_ssd: Found, first: int, last: int) -> list[tuple[int, int]]:
+    """What of the chunks behind the first `first`, up to `last`, an SSD has not."""
+    gaps = ((max(run.start, first), min(run.end, last)) for run in on_ssd.path if run.gap)
+    return [(start, end) for start, end in gaps if start < end]
+
+
+def _between(gaps: Sequence[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
+    """What is left of the chunks behind the first `first`, up to `last`."""
+    left = []
+    for start, end in (*gaps, (last, last)):
+        if first < (start := min(start, last)):
+            left.append((first, start))
+        first = max(first, end)
+    return left

@@ -21,7 +21,7 @@ class Run:
     """Chunks of one chain, one after the other, that the same requests used last."""
 
     __slots__ = (
-        "checkpoints", "children", "count", "first", "last_used", "owner", "parent", "pins",
+        "checkpoints", "children", "count", "first", "gap", "last_used", "owner", "parent", "pins",
         "start", "tail", "uses",
     )  # fmt: skip
 
@@ -33,6 +33,8 @@ class Run:
         self.last_used = self.uses = self.pins = 0
         self.owner: str | None = None
         """The worker whose replica it is; None: it is no replica."""
+        self.gap = False
+        """Nothing of it is here, only of what continues it."""
         self.tail: Tail | None = None
 
     @property

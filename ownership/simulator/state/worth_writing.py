@@ -35,19 +35,21 @@ class WorthWriting:
     def __init__(self, shape: StateShape, admission: Admission) -> None:
         self._shape, self._admission = shape, admission
 
-    def admit(self, in_dram: Found, on_ssd: Found, chunks: int) -> Admitted:
-        """What to write of a prompt's first `chunks` chunks; it is paid for."""
-        last = min(chunks, in_dram.chunks)
+    def admit(self, in_dram: Found, on_ssd: Found, since: int, above: int, last: int) -> Admitted:
+        """What to write of a prompt's chunks behind the first `above`, up to `last`, and of the
+        checkpoints behind `since`; it is paid for. What of the first `above` is not on SSD is
+        another's."""
+        last = min(last, in_dram.chunks)
         written = set(on_ssd.checkpoints())
-        lacking = {b for b in in_dram.checkpoints() if b <= last and b not in written}
-        first = min([on_ssd.chunks + 1, *lacking])
+        lacking = {b for b in in_dram.checkpoints() if since < b <= last and b not in written}
+        first = min([above + 1, *lacking])
         if first > last:
-            return Admitted(on_ssd.chunks, [], [])
+            return Admitted(above, [], [])
         batch: list[Artifact] = []
         node = self._above(first - 1, in_dram, on_ssd)
         for number, run in _chunks(in_dram.path, first, last):
             node = self._node(number, number - 1, node, run)
-            on_disk = number <= on_ssd.chunks
+            on_disk = number <= above
             batch += _artifacts(node, self._shape.prefix_bytes, run, on_disk)
             if number in lacking or number in written:
                 batch += _artifacts(node, self._shape.boundary_bytes, run, number in written)
@@ -55,7 +57,7 @@ class WorthWriting:
         admitted = self._admission.admit(asked)
         refused = set(asked).difference(admitted)
         lost = (self._number(a) for a in refused if a.state_type.family is Family.PREFIX)
-        reached = max(on_ssd.chunks, min(lost, default=last + 1) - 1)
+        reached = max(above, min(lost, default=last + 1) - 1)
         turned_down = {self._number(a) for a in refused if a.state_type.family is Family.BOUNDARY}
         return Admitted(reached, sorted(lacking - turned_down), admitted)
 

@@ -144,7 +144,7 @@ def test_a_transfer_that_was_cut_off_holds_up_no_other() -> None:
 
 @pytest.mark.parametrize("failures", [(), (Failure("w1", 50.0, 1.0),)])
 def test_replicas_are_not_on_their_readers_ssd(failures: tuple[Failure, ...]) -> None:
-    """Nor is what continues them: a restart could not reach it."""
+    """Nor what it computed of what its owner has."""
     second = replace(prompt(0, 10_240, output=1), parent=0, think_s=20.0)
     trace = trace_of(Session("a", (LONG, second), 0.0))
     spec, *_ = _handing_over(*failures, bytes_per_s=100e9)
@@ -153,13 +153,31 @@ def test_replicas_are_not_on_their_readers_ssd(failures: tuple[Failure, ...]) ->
     assert run.workers["w0"].memory.ssd.used_bytes == 40 * CHUNK_BYTES
 
 
-def test_a_replica_whose_owner_died_is_written_when_it_is_used() -> None:
-    second = replace(prompt(0, 10_240, output=1), parent=0, think_s=20.0)
+def test_what_continues_a_replica_is_on_its_owners_ssd() -> None:
+    """The decoder's own answer, behind the prompt that it was handed."""
+    asked = replace(LONG, output_tokens=513)
+    second = replace(prompt(0, 8_192 + 1_024, output=1), parent=0, think_s=20.0)
+    trace = trace_of(Session("a", (asked, second), 0.0))
+    spec, *_ = _handing_over(bytes_per_s=100e9)
+    run = run_of(trace, spec, "static_pd+answers=kept")
+    ssd = run.workers["w1"].memory.ssd
+    assert ssd.used_bytes == 2 * CHUNK_BYTES
+    chain = second.blocks.head(34)
+    assert [ssd.reached(chain, covered).chunks for covered in (0, 31, 32)] == [0, 0, 34]
+
+
+@pytest.mark.parametrize(("think_s", "own"), [(12.0, 8), (45.0, 40)])
+def test_what_a_dead_worker_owned_is_taken_over_when_its_lease_ends(
+    think_s: float, own: int
+) -> None:
+    """The owner dies at 10 s; its lease of 20 s outlives the next turn, or does not."""
+    second = replace(prompt(0, 10_240, output=1), parent=0, think_s=think_s)
     trace = trace_of(Session("a", (LONG, second), 0.0))
     spec = fleet(2, roles=(Role.PREFILL, Role.DECODE), cost_model=costs(bytes_per_s=100e9))
-    spec = replace(spec, failures=(Failure("w0", 10.0, 100.0),))
+    spec = replace(spec, failures=(Failure("w0", 10.0, 100.0),), lease_s=20.0)
     run = run_of(trace, spec, "static_pd")
-    assert run.workers["w1"].memory.ssd.used_bytes == 40 * CHUNK_BYTES
+    ssd = run.workers["w1"].memory.ssd
+    assert ssd.used_bytes == own * CHUNK_BYTES, "the second turn's 8 nobody had before"
 
 
 def test_a_session_whose_owner_died_is_owned_anew() -> None:

@@ -89,3 +89,40 @@ def test_a_transfer_with_a_dead_worker_is_over_before_anything_is_sent_again(
     monkeypatch.setattr(LiveRequest, "start_over", look)
     run.run()
     assert pending_s == [0.0, 0.0]
+
+
+def gapped(policy: str, source_dies: bool = False) -> FleetSimulation:
+    """A prompt of 101 chunks at a worker whose SSD has 40 of them, that continue 60 of a peer's."""
+    spec = fleet(2, roles=PAIR, cost_model=costs(bytes_per_s=100e9))
+    if source_dies:
+        spec = replace(spec, failures=(Failure("w1", 0.01, 0.01),))
+    turn = prompt(0, 101 * 256)
+    run = simulation(spec, Session("a", (turn,), 0.0), policy=policy)
+    reader, peer = (worker.memory for worker in run.workers.values())
+    reader.ssd.hold(turn.blocks.head(100), 60, (), reader.tick())
+    peer.seal(turn.blocks.head(60), ())
+    run.run()
+    return run
+
+
+def test_the_beginning_comes_from_a_peer_and_the_rest_from_the_own_ssd() -> None:
+    run = gapped("static_pd+peers=any+restores=always_load")
+    reader = run.workers["w0"]
+    assert (reader.flows.staged.chunks, reader.flows.fetched.chunks) == (40, 60)
+    assert list(run.tally.hits) == [0, 0, 40 * 256, 60 * 256]
+    assert [one.owner for one in reader.memory.dram.runs()][:2] == ["w1", None]
+    assert reader.flows.written.chunks == 1, "the last chunk; the peer's are the peer's"
+    assert not any(one.pins for one in (reader.memory.dram.root, *reader.memory.dram.runs()))
+
+
+@pytest.mark.parametrize(
+    ("policy", "source_dies"),
+    [("static_pd", False), ("static_pd+peers=any+restores=always_load", True)],
+)
+def test_without_the_beginning_the_rest_is_of_no_use(policy: str, source_dies: bool) -> None:
+    run = gapped(policy, source_dies)
+    reader = run.workers["w0"]
+    assert list(run.tally.hits) == [0, 0, 0, 0]
+    assert reader.flows.staged.chunks == (40 if source_dies else 0), "it had begun"
+    assert reader.flows.fetched.chunks == 0
+    assert reader.memory.ssd.reached(prompt(0, 101 * 256).blocks, 60).chunks == 101

@@ -14,6 +14,7 @@ from ownership.simulator.clock import EventLoop
 from ownership.simulator.machine.channel import Channel
 from ownership.simulator.machine.prefetching import Prefetching
 from ownership.simulator.state.memory import TierBytes, WorkerMemory
+from ownership.simulator.state.owners import Owners
 from ownership.simulator.state.shape import StateShape
 from ownership.simulator.traces.block_runs import BlockRuns
 from tests.ownership.simulator.small_fleets import CHUNK_BYTES, DENSE, GIB, costs
@@ -33,7 +34,8 @@ class OneWorker:
         shape = StateShape.of(PRESETS[DENSE](), 256)
         capacity = TierBytes(GIB, 66 * CHUNK_BYTES, 64 * GIB)
         self.loop, self.ssd_reads, self.staged = EventLoop(), Channel(), 0
-        self.memory = WorkerMemory(shape, capacity, "leaf_lru", saved_s, lambda *_: True)
+        alone = Owners(lambda *_: 0)
+        self.memory = WorkerMemory("w0", shape, capacity, "leaf_lru", saved_s, alone)
         self.memory.ssd.add(LONG, 66, (), self.memory.tick())
         self.prefetching = Prefetching(
             self.loop, self.memory, cost_model, saved_s, self.ssd_reads, self._was_staged

@@ -165,27 +165,6 @@ def test_a_session_goes_as_a_whole() -> None:
     assert [resident.find(x).chunks for x in (first, second, third)] == [1, 3, 6]
 
 
-@given(prompts, st.data())
-def test_what_is_forgotten_goes_with_what_continues_it(
-    texts: list[list[int]], data: st.DataObject
-) -> None:
-    resident, added = tier(200), 0
-    for tick, chain in enumerate(names(texts), 1):
-        boundaries = sorted(data.draw(st.sets(st.integers(1, chain.num_blocks))))
-        _, chunks, checkpoints = resident.add(chain, chain.num_blocks, boundaries, tick)
-        added += chunks * SIZES.chunk_bytes + len(checkpoints) * SIZES.checkpoint_bytes
-        before = resident.find(chain)
-        kept = data.draw(st.integers(0, chain.num_blocks))
-        lost = data.draw(st.lists(st.integers(1, chain.num_blocks)))
-        left = {b for b in before.checkpoints() if b <= kept} - set(lost)
-        resident.forget(chain, kept, lost)
-        after = resident.find(chain)
-        assert (after.chunks, set(after.checkpoints())) == (min(before.chunks, kept), left)
-        assert resident.used_bytes == added - resident.evicted_bytes
-        resident.check_integrity()
-    assert resident.make_room(200) == 200
-
-
 @given(prompts, st.integers(0, 60))
 def test_checkpoints_of_what_is_pinned_leave_last_where_nothing_pins_them(
     texts: list[list[int]], wanted: int
