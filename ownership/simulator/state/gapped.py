@@ -6,7 +6,7 @@ take no room, and are gone with the last chunk that continues them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ownership.simulator.state.resident import ResidentChunks
@@ -23,6 +23,15 @@ class Added(NamedTuple):
     checkpoints: Sequence[int]
 
 
+def lacking(found: Found, behind: int, chunks: int) -> list[tuple[int, int]]:
+    """Stretches that a tier lacks of what follows a chain's first `behind` chunks, up to `chunks`:
+    from where, up to where. The last is what follows all that is known; it may be empty."""
+    known = min(found.chunks, chunks)
+    gaps = ((max(run.start, behind), min(run.end, known)) for run in found.path if run.gap)
+    stretches = [(start, end) for start, end in gaps if start < end]
+    return [*stretches, (max(known, behind), chunks)]
+
+
 class GappedChunks(ResidentChunks):
     """`find` passes over gaps; `reached` says what is of use."""
 
@@ -37,37 +46,37 @@ class GappedChunks(ResidentChunks):
         """What is here for one who has the chain's first `covered` chunks from elsewhere: up to
         the first gap that those leave."""
         found = self.find(chain)
-        if self.may_have_gaps:
+        if self.may_have_gaps and found.chunks > covered:
             for at, run in enumerate(found.path):
                 if run.gap and min(run.end, found.chunks) > covered:
                     return Found(found.path[:at], run.start)
         return found
 
-    def lacking(self, chain: BlockRuns, behind: int) -> Iterator[tuple[int, int]]:
-        """Stretches that are not here of what follows a chain's first `behind` chunks: from where,
-        up to where. The last is what follows all that is known; it may be empty."""
-        found = self.find(chain)
-        for run in found.path:
-            start, end = max(run.start, behind), min(run.end, found.chunks)
-            if run.gap and start < end:
-                yield start, end
-        yield max(found.chunks, behind), chain.num_blocks
+    def hold(
+        self, chain: BlockRuns, first: int, checkpoints: Sequence[int], tick: int,
+        found: Found | None = None,
+    ) -> Added:  # fmt: skip
+        """Hold what follows a chain's first `first` chunks, a stretch that is `lacking`, and
+        those checkpoints. What is not here before it is a gap. As far as there is room.
 
-    def hold(self, chain: BlockRuns, first: int, checkpoints: Sequence[int], tick: int) -> Added:
-        """Hold what follows a chain's first `first` chunks, one of the stretches it lacks, and
-        those checkpoints. What is not here before it is a gap. As far as there is room."""
-        chunks = chain.num_blocks
-        found, filled = self.find(chain), 0
-        if first < found.chunks:
-            end, filled = self._fill(chain, first, tick)
-            if end.end < chunks:
-                return Added(end.end, filled, ())
-        elif first > found.chunks:
-            if first == chunks:  # what it would follow has made room for another stretch
+        `found`: where the chain leads, if that was just asked.
+        """
+        chunks, filled = chain.num_blocks, 0
+        found = self.find(chain) if found is None else found
+        if checkpoints:
+            gaps = [run for run in found.path if run.gap and run.start < first]
+            checkpoints = [b for b in checkpoints if not any(g.start < b <= g.end for g in gaps)]
+        if first != found.chunks:
+            if first < found.chunks:
+                end, filled = self._fill(chain, first, tick)
+                if end.end < chunks:
+                    return Added(end.end, filled, ())
+            elif first == chunks:  # what it would follow has made room for another stretch
                 return Added(found.chunks, 0, ())
-            self._open_gap(self.use(found, tick), chain.head(first).tail(found.chunks), tick)
-        known = [boundary for boundary in checkpoints if self._stands_at(chain, boundary)]
-        end, added, boundaries = self.add(chain, chunks, known, tick)
+            else:
+                self._open_gap(self.use(found, tick), chain.head(first).tail(found.chunks), tick)
+            found = None
+        end, added, boundaries = self.add(chain, chunks, checkpoints, tick, found=found)
         return Added(end.end, filled + added, boundaries)
 
     def forget(self, chain: BlockRuns, chunks: int, checkpoints: Sequence[int]) -> None:
@@ -97,11 +106,6 @@ class GappedChunks(ResidentChunks):
         for run in self.runs():
             assert not run.gap or (run.children and not run.checkpoints)
             assert self.may_have_gaps or not run.gap
-
-    def _stands_at(self, chain: BlockRuns, boundary: int) -> bool:
-        """Whether the chunk before a boundary is here, or is about to be."""
-        run = next((run for run in self.find(chain).path if boundary <= run.end), None)
-        return run is None or not run.gap
 
     def _open_gap(self, above: Run, chain: BlockRuns, tick: int) -> None:
         """Its end has to be followed by something at once."""

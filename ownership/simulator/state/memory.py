@@ -13,7 +13,7 @@ from hetero_connector.store.base import EvictionName
 from hetero_connector.store.eviction import LeafLru, make_policy
 from hetero_connector.store.seconds_saved import SecondsSaved
 from ownership.scheduling.step import HeldPrefix
-from ownership.simulator.state.gapped import Added, GappedChunks
+from ownership.simulator.state.gapped import Added, GappedChunks, lacking
 from ownership.simulator.state.owners import Owners, Stretch, append
 from ownership.simulator.state.resident import ResidentChunks
 from ownership.simulator.state.runs import ChunkSizes, Found, Run
@@ -161,11 +161,11 @@ class WorkerMemory:
 
     def _keep(self, chain: BlockRuns, checkpoints: Sequence[int], tick: int) -> Added:
         """In DRAM: ours, unless another owns it."""
-        known = self.dram.find(chain).chunks
-        stretches = self._owners.claim(self.name, chain, known)
+        found, chunks = self.dram.find(chain), chain.num_blocks
+        stretches = self._owners.claim(self.name, chain, found.chunks)
         if len(stretches) == 1 and stretches[0].owner == self.name:
-            last, new, boundaries = self.dram.add(chain, chain.num_blocks, checkpoints, tick)
-            return Added(last.end, new, boundaries)
+            run, new, boundaries = self.dram.add(chain, chunks, checkpoints, tick, found=found)
+            return Added(run.end, new, boundaries)
         return self._add_owned(chain, stretches, checkpoints, tick)
 
     def _add_owned(
@@ -179,39 +179,41 @@ class WorkerMemory:
         for end, owner in stretches:
             self._has_replicas |= owner != self.name
             upto = [b for b in checkpoints if b <= end]
-            last, new, fresh = self.dram.add(
+            run, new, fresh = self.dram.add(
                 chain.head(end), end, upto, tick, None if owner == self.name else owner
             )
-            end, chunks = last.end, chunks + new
+            end, chunks = run.end, chunks + new
             boundaries += fresh
         return Added(end, chunks, boundaries)
 
     def _write(self, chain: BlockRuns, checkpoints: Sequence[int], tick: int) -> Sequence[Added]:
         """What is ours of a prompt and not on SSD yet, and checkpoints on the way."""
-        ssd, worth = self.ssd, self._worth
+        ssd, worth, chunks = self.ssd, self._worth, chain.num_blocks
         if not (self._has_replicas or ssd.may_have_gaps or worth):
-            end, new, boundaries = ssd.add(chain, chain.num_blocks, checkpoints, tick)
-            return [Added(end.end, new, boundaries)]
-        owned, in_dram = [(0, chain.num_blocks)], self.dram.find(chain)
+            run, new, boundaries = ssd.add(chain, chunks, checkpoints, tick)
+            return [Added(run.end, new, boundaries)]
+        in_dram, on_ssd = self.dram.find(chain), ssd.find(chain)
         if self._has_replicas:
-            owned, in_dram = self._owned(chain, tick), self.dram.find(chain)
-            checkpoints = sorted({*checkpoints, *in_dram.checkpoints()})
-        written = []
-        for start, end in owned:
-            for first, last in list(ssd.lacking(chain.head(end), start)):
-                head, kept = chain.head(last), [b for b in checkpoints if start < b <= last]
+            in_dram = self._taken_over(chain, in_dram, tick)
+            checkpoints = sorted({*checkpoints, *in_dram.checkpoints()} - {*on_ssd.checkpoints()})
+        added: list[Added] = []
+        for start, end in _owned(in_dram, chunks):
+            on_ssd = ssd.find(chain) if added else on_ssd
+            for first, last in lacking(on_ssd, start, end):
+                head = chain if last == chunks else chain.head(last)
+                kept = [b for b in checkpoints if start < b <= last]
                 if worth is None:
-                    written.append(ssd.hold(head, first, kept, tick))
+                    found = on_ssd if last == chunks and not added else None
+                    added.append(ssd.hold(head, first, kept, tick, found))
                 else:
                     admitted = worth.admit(in_dram, ssd.find(head), start, first, last)
                     head, kept = head.head(admitted.chunks), admitted.checkpoints
-                    added = Added(first, 0, ())
+                    added.append(Added(first, 0, ()))
                     if admitted.chunks > first or kept:
-                        added = ssd.hold(head, first, kept, tick)
-                    worth.refund(admitted, added.end, added.checkpoints)
-                    written.append(added)
+                        added[-1] = ssd.hold(head, first, kept, tick)
+                    worth.refund(admitted, added[-1].end, added[-1].checkpoints)
                 start = last
-        return written
+        return added
 
     def hold(self, in_dram: Found) -> Run:
         """Pin what was found in DRAM until it is unpinned there; its root if nothing was."""
@@ -236,35 +238,32 @@ class WorkerMemory:
 
     def owned_up_to(self, chain: BlockRuns) -> int:
         """Chunks of a chain up to the last that is here as no replica."""
-        on_ssd, in_dram = self.ssd.find(chain), self.dram.find(chain)
-        here = [(run, on_ssd.chunks) for run in on_ssd.path if not run.gap]
-        here += [(run, in_dram.chunks) for run in in_dram.path if run.owner is None]
-        return max((min(run.end, chunks) for run, chunks in here), default=0)
+        on_ssd = self.ssd.find(chain).owned()
+        return on_ssd if on_ssd == chain.num_blocks else max(on_ssd, self.dram.find(chain).owned())
 
-    def _owned(self, chain: BlockRuns, tick: int) -> list[tuple[int, int]]:
-        """Stretches of a prompt that are no replica which its owner still has."""
-        self._take_over(chain, tick)
-        owned, start = [], 0
-        in_dram = self.dram.find(chain)
-        for run in in_dram.path:
-            if run.owner is not None:
-                if start < run.start:
-                    owned.append((start, run.start))
-                start = min(run.end, in_dram.chunks)
-        if start < chain.num_blocks:
-            owned.append((start, chain.num_blocks))
-        return owned
+    def _taken_over(self, chain: BlockRuns, in_dram: Found, tick: int) -> Found:
+        """What was found in DRAM; replicas whose owner has them no more are ours from now on."""
+        abandoned = self._abandoned(chain, in_dram)
+        for run in abandoned:
+            upto = chain.head(min(run.end, in_dram.chunks))
+            for end, owner in self._owners.claim(self.name, upto, run.start):
+                part = self.dram.use(self.dram.find(chain.head(end)), tick)
+                part.owner = None if owner == self.name else owner
+        return self.dram.find(chain) if abandoned else in_dram
 
-    def _take_over(self, chain: BlockRuns, tick: int) -> None:
-        """Replicas on the way whose owner has them no more are ours from now on."""
-        in_dram = self.dram.find(chain)
-        replicas = [(run, min(run.end, in_dram.chunks)) for run in in_dram.path if run.owner]
-        for run, end in replicas:
-            assert run.owner is not None
-            if not self._owners.owns(run.owner, chain.head(end)):
-                for upto, owner in self._owners.claim(self.name, chain.head(end), run.start):
-                    part = self.dram.use(self.dram.find(chain.head(upto)), tick)
-                    part.owner = None if owner == self.name else owner
+    def _abandoned(self, chain: BlockRuns, in_dram: Found) -> list[Run]:
+        """Replicas whose owner does not have the last chunk any more. Nobody has a chunk without
+        those before it, but where others own them; so as a rule an owner is asked once."""
+        abandoned: list[Run] = []
+        last: Run | None = None
+        for run in reversed(in_dram.path):
+            if run.owner is None or (last is not None and last.owner == run.owner):
+                continue
+            if self._owners.owns(run.owner, chain.head(min(run.end, in_dram.chunks))):
+                last = run
+            else:
+                abandoned.append(run)
+        return abandoned[::-1]
 
     def cache_pages(
         self, chain: BlockRuns, chunks: int, checkpoints: Sequence[int]
@@ -278,3 +277,16 @@ class WorkerMemory:
             chain = chain.head(chunks)
         run, _, _ = self.hbm.add(chain, chunks, checkpoints, self.tick())
         return run, run.end
+
+
+def _owned(in_dram: Found, chunks: int) -> list[tuple[int, int]]:
+    """Stretches of a prompt of `chunks` chunks that are no replica."""
+    owned, start = [], 0
+    for run in in_dram.path:
+        if run.owner is not None:
+            if start < run.start:
+                owned.append((start, run.start))
+            start = min(run.end, in_dram.chunks)
+    if start < chunks:
+        owned.append((start, chunks))
+    return owned

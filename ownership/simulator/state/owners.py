@@ -38,35 +38,37 @@ class Owners:
     def claim(self, name: str, chain: BlockRuns, first: int) -> list[Stretch]:
         """Whose a chain's chunks are behind its first ones: a worker's that claims them, unless
         another has them."""
-        names, chunks = self._names, chain.tail(first)
-        owners = {
-            names.setdefault(chunk, name)
-            for start, count in chunks.runs
-            for chunk in range(start, start + count)
-        }
-        if owners <= {name}:
-            return [Stretch(chain.num_blocks, name)]
+        recorded = self._recorded(name, chain, first)
+        if len(recorded) == 1 and recorded[0].owner == name:
+            return recorded
         stretches: list[Stretch] = []
-        for stretch in self._recorded(chunks, first):
+        begin = first
+        for stretch in recorded:
             kept = stretch.end
             if stretch.owner != name:
                 kept = self._owned_up_to(stretch.owner, chain.head(stretch.end))
-            begin = stretches[-1].end if stretches else first
             for end, owner in ((kept, stretch.owner), (stretch.end, name)):
                 if end > begin:
-                    self._record(chain.head(end).tail(begin), owner)
+                    if owner != stretch.owner:
+                        lost = chain.head(end).tail(begin).ids().tolist()
+                        self._names.update(dict.fromkeys(lost, owner))
                     append(stretches, Stretch(end, owner))
                     begin = end
         return stretches
 
-    def _recorded(self, chunks: BlockRuns, first: int) -> list[Stretch]:
+    def _recorded(self, name: str, chain: BlockRuns, first: int) -> list[Stretch]:
+        """Who claimed the chunks first; `name` those that nobody has claimed."""
         stretches: list[Stretch] = []
-        for end, chunk in enumerate(chunks.ids().tolist(), first + 1):
-            append(stretches, Stretch(end, self._names[chunk]))
-        return stretches
-
-    def _record(self, chunks: BlockRuns, name: str) -> None:
-        self._names.update(dict.fromkeys(chunks.ids().tolist(), name))
+        claimed, end, last = self._names.setdefault, first, name
+        for start, count in chain.tail(first).runs:
+            for chunk in range(start, start + count):
+                owner = claimed(chunk, name)
+                if owner != last:
+                    if end > first:
+                        stretches.append(Stretch(end, last))
+                    last = owner
+                end += 1
+        return [*stretches, Stretch(end, last)]
 
 
 def append(stretches: list[Stretch], stretch: Stretch) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.eviction import EvictionPolicy
-from ownership.simulator.state.runs import ChunkSizes, Found, Run, Tail, standing
+from ownership.simulator.state.runs import NOTHING, ChunkSizes, Found, Run, Tail, standing
 from ownership.simulator.traces.block_runs import BlockRuns
 
 
@@ -49,6 +49,8 @@ class ResidentChunks:
     def find(self, chain: BlockRuns) -> Found:
         """How far the chain leads. Changes nothing."""
         children, chunks = self.root.children, 0
+        if not chain.runs or chain.runs[0][0] not in children:
+            return NOTHING
         path: list[Run] = []
         for first, count in chain.runs:
             while count:
@@ -93,16 +95,17 @@ class ResidentChunks:
 
     def add(
         self, chain: BlockRuns, chunks: int, checkpoints: Sequence[int], tick: int,
-        owner: str | None = None,
+        owner: str | None = None, found: Found | None = None,
     ) -> tuple[Run, int, list[int]]:  # fmt: skip
         """Hold a chain, which is `chunks` chunks long, and checkpoints at those boundaries.
 
         `owner`: the worker whose state it is; None: ours. What is here already stays whose it is.
+        `found`: where the chain leads, if that was just asked.
 
         As far as there is room: chunks first, then checkpoints, the deepest first. Returns the
         run at the end of what is held, and how many chunks and which checkpoints are new.
         """
-        found = self.find(chain)
+        found = self.find(chain) if found is None else found
         known = set(found.checkpoints()) if checkpoints else ()
         lacking = [boundary for boundary in checkpoints if boundary not in known]
         anchor = self.use(found, tick)

@@ -77,6 +77,12 @@ class Found(NamedTuple):
     chunks: int
     """Leading chunks that are there. The last run may reach further, or branch off later."""
 
+    def owned(self) -> int:
+        """Chunks up to the last that is here, and as no replica."""
+        ours = (run for run in reversed(self.path) if run.owner is None and not run.gap)
+        run = next(ours, None)
+        return 0 if run is None else min(run.end, self.chunks)
+
     def checkpoints(self) -> Iterator[int]:
         """Boundaries on the way that have a checkpoint, the deepest first."""
         for run in reversed(self.path):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.eviction import LeafLru, Lru, Value
 from hetero_connector.store.seconds_saved import default_seconds_saved
-from ownership.simulator.state.gapped import GappedChunks
+from ownership.simulator.state.gapped import GappedChunks, lacking
 from ownership.simulator.state.resident import ResidentChunks
 from ownership.simulator.traces.block_runs import BlockRuns
 from tests.ownership.simulator.state.test_resident import SIZES, names, prompts
@@ -33,7 +33,7 @@ def held(resident: ResidentChunks) -> set[int]:
 
 def hold(resident: GappedChunks, chain: BlockRuns, behind: int, tick: int) -> int:
     """All that it lacks; how many chunks were new."""
-    stretches = list(resident.lacking(chain, behind))
+    stretches = lacking(resident.find(chain), behind, chain.num_blocks)
     new = [resident.hold(chain.head(last), first, (), tick).chunks for first, last in stretches]
     return sum(new)
 
@@ -59,7 +59,7 @@ def test_it_is_what_single_chunks_would_be(texts: list[list[int]], data: st.Data
         if data.draw(st.booleans()):
             wanted = data.draw(st.sets(st.integers(behind + 1, len(ids))))
             new, since = 0, behind
-            for first, last in list(resident.lacking(chain, behind)):
+            for first, last in lacking(resident.find(chain), behind, chain.num_blocks):
                 kept = sorted(b for b in wanted if since < b <= last)
                 added = resident.hold(chain.head(last), first, kept, tick)
                 assert added.end == last
