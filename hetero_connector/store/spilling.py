@@ -124,7 +124,7 @@ class Spiller:
         return bool(artifacts)
 
     def _take_due(self) -> list[Artifact]:
-        """The next batch from the queue, pinned."""
+        """The next batch from the queue, pinned; parents first."""
         state, size_bytes = self._state, 0
         taken: dict[Artifact, None] = {}
         chunk = None
@@ -146,7 +146,7 @@ class Spiller:
             state.spilling += len(taken)
             if not taken:
                 state.lock.notify_all()
-        return list(taken)
+        return sorted(taken, key=lambda a: (a.node.chunk.end, a.node.key))
 
     def _place(self, artifacts: list[Artifact]) -> list[_Write]:
         """Give each an SSD slot, evicting as needed; those without one stay in DRAM only."""
@@ -159,6 +159,7 @@ class Spiller:
         self._forget_rows()
         writes: list[_Write] = []
         homeless: list[Artifact] = []
+        num_refused = 0
         placed: set[Artifact] = set()
         with state.lock:
             for artifact in artifacts:
@@ -168,17 +169,27 @@ class Spiller:
                 if target is None:
                     self._admission.refund(artifact)
                     homeless.append(artifact)
+                    if self._waits_for_parent(artifact):
+                        state.offer(artifact)
+                    else:
+                        num_refused += not artifact.forgotten
                     continue
                 assert artifact.dram is not None
                 ssd.hold(target)
                 state.tiers.dram.hold(artifact.dram)
                 placed.add(artifact)
                 writes.append(_Write(artifact, artifact.dram, target))
-            no_room = sum(not a.forgotten for a in homeless)
-            if no_room:
-                state.fail(Failure.NO_SLOT, Tier.SSD, no_room)
+            if num_refused:
+                state.fail(Failure.NO_SLOT, Tier.SSD, num_refused)
         self._let_go(homeless)
         return writes
+
+    def _waits_for_parent(self, artifact: Artifact) -> bool:
+        """Whether what it continues is queued behind it: another's until it was promoted."""
+        parent = artifact.node.parent
+        above = None if parent is None else parent.artifacts.get(artifact.state_type)
+        queued = self._state.spills
+        return not artifact.forgotten and any(spill.artifact is above for spill in queued)
 
     def _admit(self, artifacts: list[Artifact]) -> list[Artifact]:
         """Those that are ours and worth their write; the others stay in DRAM only."""

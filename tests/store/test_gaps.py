@@ -26,6 +26,7 @@ from filling import (
 
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange, Tier
 from hetero_connector.inspection import inspect_model
+from hetero_connector.store import spilling
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.peers import KnownPeers, PeerAccess
 from hetero_connector.store.prefetch_schedule import ExpectedReturn
@@ -202,6 +203,26 @@ def test_they_are_written_in_whatever_order_the_fleet_names_them(store: Artifact
     hold(store)
     judge(store, THEIRS[::-1], ())
     until(lambda: on_ssd(store) == set(ids_of(CHAIN)))
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 1 << 20])
+def test_what_is_queued_waits_for_what_it_continues_to_become_ours(
+    engines: Engines, batch_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was queued first: its parent was another's then. In batches of one chunk, and in one."""
+    monkeypatch.setattr(spilling, "_BATCH_BYTES", batch_bytes)
+    store = engines.open(spill_delay_s=1.0)
+    put(store, THEIRS)
+    judge(store, (), THEIRS)
+    engines.clock.passes(2.0)
+    until(lambda: not store._state.spills)
+    put(store, OURS)
+    judge(store, OURS, ())
+    judge(store, THEIRS, ())
+    engines.clock.passes(2.0)
+    until(lambda: not (store._state.spills or store._state.spilling))
+    assert on_ssd(store) == set(ids_of(CHAIN))
+    store.close()
 
 
 def test_a_checkpoint_of_our_own_on_anothers_chunk_stays_while_something_continues_it(
