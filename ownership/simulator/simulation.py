@@ -21,7 +21,7 @@ from ownership.simulator.replicating import Replicating
 from ownership.simulator.results import Tally
 from ownership.simulator.sessions import LiveSession, Sessions
 from ownership.simulator.state.overlap import ChunkSet, duplicate_factor
-from ownership.simulator.state.owners import Owners
+from ownership.simulator.state.owners import Owners, Stretches
 from ownership.simulator.state.restoring import Restore, StoredChunks
 from ownership.simulator.state.shape import StateShape
 from ownership.simulator.state.short_chunks import ShortChunk, short_chunk
@@ -49,7 +49,7 @@ class FleetSimulation:
         """`timer` times decisions. `served` is told of every request that was answered."""
         self.loop, self.tally = EventLoop(), Tally()
         self.shape, self._timer, self._told = shape, timer, served
-        known, owners = StoredChunks(shape), Owners(self._owned_up_to)
+        known, owners = StoredChunks(shape), Owners(self._owned)
         self._lease_s, self._lease_ends_s = fleet.lease_s, dict[str, float]()
         self.workers = {
             spec.name: Worker(
@@ -235,11 +235,11 @@ class FleetSimulation:
         request.start_over()
         self._send(self.sessions.live[request.session], request)
 
-    def _owned_up_to(self, name: str, chain: BlockRuns) -> int:
+    def _owned(self, name: str, chain: BlockRuns) -> Stretches:
+        if self.loop.now_s < self._lease_ends_s.get(name, 0.0):
+            return [(0, chain.num_blocks)]  # what it had claimed, whether it is back or not
         worker = self.workers[name]
-        if worker.up:
-            return worker.memory.owned_up_to(chain)
-        return chain.num_blocks if self.loop.now_s < self._lease_ends_s[name] else 0
+        return worker.memory.owned(chain) if worker.up else ()
 
     def _queue(self, request: LiveRequest, worker: Worker) -> None:
         if not worker.up:
@@ -276,9 +276,7 @@ class FleetSimulation:
         if plan is not None:
             ssd_s, limit = target.read_ssd(request, plan), plan.boundary_chunks
         request.own_chunks = target.memory.dram.find(request.chain).chunks
-        if plan is not None and plan.ssd_stretches:
-            request.own_chunks += plan.ssd_chunks
-        else:
+        if plan is not None and not plan.ssd_stretches:
             plan = None
         fetched = partial(self._fetched, request, target, self.loop.now_s, ssd_s, plan)
         if self._reads.begin(source, target, chain, limit, fetched, ssd_s, short, plan):
@@ -296,7 +294,7 @@ class FleetSimulation:
         request.network_s += self.loop.now_s - begun_s
         request.peer_chunks = chunks
         if plan is not None and not chunks:  # what the SSD had continues what did not come
-            request.was_staged, request.staged_chunks = False, 0
+            request.was_staged, request.staged_chunks, request.staged_stretches = False, 0, ()
         self._queue(request, target)
 
     def _prefilled(self, request: LiveRequest) -> None:

@@ -167,11 +167,16 @@ class Admission:
             request.load_s += restore.dram_checkpoints * pace.checkpoint_s
             # A checkpoint alone makes its chunk the peer's, as an engine counts.
             own = min(request.own_chunks, request.peer_chunks - self._memory.shape.has_checkpoints)
-            from_peer = max(local, own)
-            fetched = min(request.peer_chunks * size, boundary_tokens) - from_peer * size
+            fetched = min(request.peer_chunks * size, boundary_tokens) - max(local, own) * size
             gained = restore.resume_tokens - tokens
+            staged = request.staged_chunks * size
+            if request.staged_stretches:  # what continues what was fetched
+                last = min(boundary_tokens, restore.resume_tokens)
+                parts = ((max(s * size, tokens), e * size) for s, e in request.staged_stretches)
+                staged = sum(max(0, min(end, last) - start) for start, end in parts)
+                fetched -= staged
             hits.peer = min(max(0, fetched), gained)
-            hits.ssd = min(request.staged_chunks * size, gained - hits.peer)
+            hits.ssd = min(staged, gained - hits.peer)
             hits.dram = gained - hits.peer - hits.ssd
         if request.handed_over and not request.generated:
             request.decoder_hits = hits
@@ -199,6 +204,7 @@ class Admission:
         checkpoints = [restore.boundary_chunks] if restore.ssd_checkpoints else []
         self._staged.add(restore.ssd_chunks, checkpoints)
         request.was_staged, request.staged_chunks = True, restore.ssd_chunks
+        request.staged_stretches = restore.ssd_stretches
         return self._ssd.start(now_s, seconds, moved)
 
     def hold_staged(self, request: LiveRequest, restore: Restore) -> Run:

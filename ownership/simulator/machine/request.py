@@ -84,6 +84,8 @@ class LiveRequest:
     was_staged: bool = False
     staged_chunks: int = 0
     """Read from SSD for it."""
+    staged_stretches: Sequence[tuple[int, int]] = ()
+    """Where, if a peer was read for what they continue."""
     own_chunks: int = 0
     """Chunks that its worker had in DRAM before a peer was read."""
     peer_chunks: int = 0
@@ -113,7 +115,7 @@ class LiveRequest:
     def hand_over(self) -> None:
         """It was prefilled: from now on it is its decoder's, where nothing was read for it yet."""
         self.decodes_elsewhere, self.handed_over = False, True
-        self.was_staged = False
+        self.was_staged, self.staged_stretches = False, ()
         self.staged_chunks = self.own_chunks = self.peer_chunks = 0
 
     def start_over(self) -> None:
@@ -121,4 +123,5 @@ class LiveRequest:
         self.computed = self.total = self.generated = self.step_tokens = 0
         self.pinned = self.restore = self.reuse = None
         self.was_staged = self.decodes_elsewhere = self.handed_over = False
+        self.staged_stretches = ()
         self.staged_chunks = self.own_chunks = self.peer_chunks = 0

@@ -63,9 +63,6 @@ class GappedChunks(ResidentChunks):
         """
         chunks, filled = chain.num_blocks, 0
         found = self.find(chain) if found is None else found
-        if checkpoints:
-            gaps = [run for run in found.path if run.gap and run.start < first]
-            checkpoints = [b for b in checkpoints if not any(g.start < b <= g.end for g in gaps)]
         if first != found.chunks:
             if first < found.chunks:
                 end, filled = self._fill(chain, first, tick)
@@ -75,7 +72,10 @@ class GappedChunks(ResidentChunks):
                 return Added(found.chunks, 0, ())
             else:
                 self._open_gap(self.use(found, tick), chain.head(first).tail(found.chunks), tick)
-            found = None
+            found = self.find(chain)
+        if checkpoints:
+            gaps = [run for run in found.path if run.gap]
+            checkpoints = [b for b in checkpoints if not any(g.start < b <= g.end for g in gaps)]
         end, added, boundaries = self.add(chain, chunks, checkpoints, tick, found=found)
         return Added(end.end, filled + added, boundaries)
 
@@ -130,14 +130,14 @@ class GappedChunks(ResidentChunks):
         free_bytes = self.make_room(run.count * size_bytes)
         fitting = min(run.count, free_bytes // max(1, size_bytes))
         run.pins -= 1
-        filled = run
-        if fitting < run.count:
-            filled = self._split(run, first + fitting) if fitting else above
-            self._offer(run)
+        filled = above
         if fitting:
+            filled = self._split(run, first + fitting) if fitting < run.count else run
             filled.gap = False
             self.used_bytes += fitting * size_bytes
             self._offer(filled)
+        if filled is not run:
+            self._offer(run)
         return filled, fitting
 
     def _drop_checkpoints(self, run: Run, boundaries: Sequence[int]) -> None:

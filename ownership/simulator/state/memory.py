@@ -14,7 +14,7 @@ from hetero_connector.store.eviction import LeafLru, make_policy
 from hetero_connector.store.seconds_saved import SecondsSaved
 from ownership.scheduling.step import HeldPrefix
 from ownership.simulator.state.gapped import Added, GappedChunks, lacking
-from ownership.simulator.state.owners import Owners, Stretch, append
+from ownership.simulator.state.owners import Owners, Stretch, append, covers
 from ownership.simulator.state.resident import ResidentChunks
 from ownership.simulator.state.runs import ChunkSizes, Found, Run
 from ownership.simulator.state.shape import StateShape
@@ -66,7 +66,7 @@ class Sealed(NamedTuple):
 
 class WorkerMemory:
     """What one worker holds. Every tier keeps leaves last, so pages and DRAM hold prefixes of
-    prompts; the SSD need not have what is others' of them."""
+    prompts; the SSD need not have what was others' when it was written."""
 
     def __init__(
         self,
@@ -153,20 +153,23 @@ class WorkerMemory:
     def seal(self, chain: BlockRuns, checkpoints: Sequence[int]) -> Sealed:
         """Hold a prompt's chunks in DRAM and write them to SSD."""
         tick, in_dram = self.tick(), Added(0, 0, ())
+        stretches = [Stretch(chain.num_blocks, self.name)]
         if self.dram.capacity_bytes:
-            in_dram = self._keep(chain, checkpoints, tick)
+            in_dram, stretches = self._keep(chain, checkpoints, tick)
         if not self.ssd.capacity_bytes:
             return Sealed(in_dram, ())
-        return Sealed(in_dram, self._write(chain, checkpoints, tick))
+        return Sealed(in_dram, self._write(chain, checkpoints, tick, stretches))
 
-    def _keep(self, chain: BlockRuns, checkpoints: Sequence[int], tick: int) -> Added:
-        """In DRAM: ours, unless another owns it."""
+    def _keep(
+        self, chain: BlockRuns, checkpoints: Sequence[int], tick: int
+    ) -> tuple[Added, list[Stretch]]:
+        """In DRAM; and whose is what was not there, whether there was room or not."""
         found, chunks = self.dram.find(chain), chain.num_blocks
         stretches = self._owners.claim(self.name, chain, found.chunks)
         if len(stretches) == 1 and stretches[0].owner == self.name:
             run, new, boundaries = self.dram.add(chain, chunks, checkpoints, tick, found=found)
-            return Added(run.end, new, boundaries)
-        return self._add_owned(chain, stretches, checkpoints, tick)
+            return Added(run.end, new, boundaries), stretches
+        return self._add_owned(chain, stretches, checkpoints, tick), stretches
 
     def _add_owned(
         self,
@@ -186,7 +189,13 @@ class WorkerMemory:
             boundaries += fresh
         return Added(end, chunks, boundaries)
 
-    def _write(self, chain: BlockRuns, checkpoints: Sequence[int], tick: int) -> Sequence[Added]:
+    def _write(
+        self,
+        chain: BlockRuns,
+        checkpoints: Sequence[int],
+        tick: int,
+        stretches: Sequence[Stretch],
+    ) -> Sequence[Added]:
         """What is ours of a prompt and not on SSD yet, and checkpoints on the way."""
         ssd, worth, chunks = self.ssd, self._worth, chain.num_blocks
         if not (self._has_replicas or ssd.may_have_gaps or worth):
@@ -197,7 +206,7 @@ class WorkerMemory:
             in_dram = self._taken_over(chain, in_dram, tick)
             checkpoints = sorted({*checkpoints, *in_dram.checkpoints()} - {*on_ssd.checkpoints()})
         added: list[Added] = []
-        for start, end in _owned(in_dram, chunks):
+        for start, end in self._owned(in_dram, stretches, chunks):
             on_ssd = ssd.find(chain) if added else on_ssd
             for first, last in lacking(on_ssd, start, end):
                 head = chain if last == chunks else chain.head(last)
@@ -236,10 +245,30 @@ class WorkerMemory:
         """Hold in DRAM what a peer sent; what is ours of it is ours again."""
         self._add_owned(chain, stretches, checkpoints, self.tick())
 
-    def owned_up_to(self, chain: BlockRuns) -> int:
-        """Chunks of a chain up to the last that is here as no replica."""
+    def owned(self, chain: BlockRuns) -> list[tuple[int, int]]:
+        """Stretches of a chain that are here as no replica."""
         on_ssd = self.ssd.find(chain).owned()
-        return on_ssd if on_ssd == chain.num_blocks else max(on_ssd, self.dram.find(chain).owned())
+        if covers(on_ssd, 0, chain.num_blocks):
+            return on_ssd
+        return sorted(on_ssd + self.dram.find(chain).owned())
+
+    def _owned(
+        self, in_dram: Found, stretches: Sequence[Stretch], chunks: int
+    ) -> list[tuple[int, int]]:
+        """Stretches of a prompt of `chunks` chunks that are no replica. `stretches`: whose is what
+        DRAM had no room for."""
+        others = [(run.start, min(run.end, in_dram.chunks)) for run in in_dram.path if run.owner]
+        begin = in_dram.chunks
+        for end, owner in stretches:
+            if owner != self.name and end > begin:
+                others.append((begin, end))
+            begin = max(begin, end)
+        owned, start = [], 0
+        for begin, end in (*others, (chunks, chunks)):
+            if start < begin:
+                owned.append((start, begin))
+            start = max(start, end)
+        return owned
 
     def _taken_over(self, chain: BlockRuns, in_dram: Found, tick: int) -> Found:
         """What was found in DRAM; replicas whose owner has them no more are ours from now on."""
@@ -252,18 +281,17 @@ class WorkerMemory:
         return self.dram.find(chain) if abandoned else in_dram
 
     def _abandoned(self, chain: BlockRuns, in_dram: Found) -> list[Run]:
-        """Replicas whose owner does not have the last chunk any more. Nobody has a chunk without
-        those before it, but where others own them; so as a rule an owner is asked once."""
-        abandoned: list[Run] = []
-        last: Run | None = None
-        for run in reversed(in_dram.path):
-            if run.owner is None or (last is not None and last.owner == run.owner):
-                continue
-            if self._owners.owns(run.owner, chain.head(min(run.end, in_dram.chunks))):
-                last = run
-            else:
-                abandoned.append(run)
-        return abandoned[::-1]
+        """Replicas of which their owner does not have all any more."""
+        replicas = [(run, run.owner) for run in in_dram.path if run.owner is not None]
+        if not replicas:
+            return []
+        upto = chain.head(min(replicas[-1][0].end, in_dram.chunks))
+        owned = {owner: self._owners.owned(owner, upto) for _, owner in replicas}
+        return [
+            run
+            for run, owner in replicas
+            if not covers(owned[owner], run.start, min(run.end, in_dram.chunks))
+        ]
 
     def cache_pages(
         self, chain: BlockRuns, chunks: int, checkpoints: Sequence[int]
@@ -277,16 +305,3 @@ class WorkerMemory:
             chain = chain.head(chunks)
         run, _, _ = self.hbm.add(chain, chunks, checkpoints, self.tick())
         return run, run.end
-
-
-def _owned(in_dram: Found, chunks: int) -> list[tuple[int, int]]:
-    """Stretches of a prompt of `chunks` chunks that are no replica."""
-    owned, start = [], 0
-    for run in in_dram.path:
-        if run.owner is not None:
-            if start < run.start:
-                owned.append((start, run.start))
-            start = min(run.end, in_dram.chunks)
-    if start < chunks:
-        owned.append((start, chunks))
-    return owned

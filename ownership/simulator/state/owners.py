@@ -8,13 +8,15 @@ chunk, and whether the owner still has it is asked when somebody else would like
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ownership.simulator.traces.block_runs import BlockRuns
 
-OwnedUpTo = Callable[[str, BlockRuns], int]
-"""(worker, chain) -> the chunks of the chain up to the last that it has, and not as a replica."""
+Stretches = Sequence[tuple[int, int]]
+"""Of a chain, in order: from where, up to where. They may overlap."""
+Owned = Callable[[str, BlockRuns], Stretches]
+"""(worker, chain) -> what of the chain it has, and not as a replica."""
 
 
 class Stretch(NamedTuple):
@@ -27,13 +29,9 @@ class Stretch(NamedTuple):
 class Owners:
     """A fleet's. Chunks' names are their prefixes', so one name is one chunk."""
 
-    def __init__(self, owned_up_to: OwnedUpTo) -> None:
-        self._owned_up_to = owned_up_to
+    def __init__(self, owned: Owned) -> None:
+        self.owned = owned
         self._names: dict[int, str] = {}
-
-    def owns(self, name: str, chain: BlockRuns) -> bool:
-        """Whether a worker has a chain's last chunk, and not as a replica."""
-        return self._owned_up_to(name, chain) == chain.num_blocks
 
     def claim(self, name: str, chain: BlockRuns, first: int) -> list[Stretch]:
         """Whose a chain's chunks are behind its first ones: a worker's that claims them, unless
@@ -43,17 +41,17 @@ class Owners:
             return recorded
         stretches: list[Stretch] = []
         begin = first
-        for stretch in recorded:
-            kept = stretch.end
-            if stretch.owner != name:
-                kept = self._owned_up_to(stretch.owner, chain.head(stretch.end))
-            for end, owner in ((kept, stretch.owner), (stretch.end, name)):
-                if end > begin:
-                    if owner != stretch.owner:
-                        lost = chain.head(end).tail(begin).ids().tolist()
-                        self._names.update(dict.fromkeys(lost, owner))
-                    append(stretches, Stretch(end, owner))
-                    begin = end
+        for last, owner in recorded:
+            kept = () if owner == name else self.owned(owner, chain.head(last))
+            for start, end in (*kept, (last, last)):
+                start, end = min(max(start, begin), last), min(end, last)
+                if owner != name and start > begin:
+                    lost = chain.head(start).tail(begin).ids().tolist()
+                    self._names.update(dict.fromkeys(lost, name))
+                for upto, whose in ((start, name), (end, owner)):
+                    if upto > begin:
+                        append(stretches, Stretch(upto, whose))
+                        begin = upto
         return stretches
 
     def _recorded(self, name: str, chain: BlockRuns, first: int) -> list[Stretch]:
@@ -76,3 +74,11 @@ def append(stretches: list[Stretch], stretch: Stretch) -> None:
     if stretches and stretches[-1].owner == stretch.owner:
         stretches.pop()
     stretches.append(stretch)
+
+
+def covers(stretches: Stretches, start: int, end: int) -> bool:
+    """Whether they leave nothing out from `start` up to `end`."""
+    for begins, ends in stretches:
+        if begins <= start:
+            start = max(start, ends)
+    return start >= end

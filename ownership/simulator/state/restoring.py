@@ -141,7 +141,9 @@ class Restorer:
         if rest:
             kept = Tier.DRAM if plan.boundary_types else None
         from_dram = max(0, min(in_dram, chunks) - local_chunks)
-        stretches = _between(gaps, max(in_dram, local_chunks), min(own, chunks))
+        # What pages have of it is read as well if DRAM is to have what continues a gap.
+        first = in_dram if gaps else max(in_dram, local_chunks)
+        stretches = _between(gaps, first, min(own, chunks))
         return Restore(
             chunks,
             plan.resume_tokens,

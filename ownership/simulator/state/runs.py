@@ -77,11 +77,10 @@ class Found(NamedTuple):
     chunks: int
     """Leading chunks that are there. The last run may reach further, or branch off later."""
 
-    def owned(self) -> int:
-        """Chunks up to the last that is here, and as no replica."""
-        ours = (run for run in reversed(self.path) if run.owner is None and not run.gap)
-        run = next(ours, None)
-        return 0 if run is None else min(run.end, self.chunks)
+    def owned(self) -> list[tuple[int, int]]:
+        """Stretches that are here and no replica: from where, up to where."""
+        ours = (run for run in self.path if run.owner is None and not run.gap)
+        return [(run.start, min(run.end, self.chunks)) for run in ours]
 
     def checkpoints(self) -> Iterator[int]:
         """Boundaries on the way that have a checkpoint, the deepest first."""

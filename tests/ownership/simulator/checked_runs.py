@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from ownership.simulator.fleet_file import FleetSpec
 from ownership.simulator.oracle.result import oracle_result
 from ownership.simulator.policies import parse_policy
@@ -43,9 +45,25 @@ def run_of(trace: Trace, spec: FleetSpec, policy: str = "ownerserve") -> FleetSi
         assert shape.moved_bytes(written.slots, written.boundaries) == (
             ssd.used_bytes + ssd.evicted_bytes
         )
+        if not spec.failures:
+            _check_one_owner(run)
         engine = worker.engine
         assert (engine.queued_tokens, engine.context_tokens, engine.running_decodes) == (0, 0, 0)
     return run
+
+
+def _check_one_owner(run: FleetSimulation) -> None:
+    """While nobody dies no chunk is on two SSDs that was not first let go by one of them."""
+    if any(worker.memory.ssd.evicted_bytes for worker in run.workers.values()):
+        return
+    chunks = Counter(
+        one.first + at
+        for worker in run.workers.values()
+        for one in worker.memory.ssd.runs()
+        if not one.gap
+        for at in range(one.count)
+    )
+    assert not chunks or max(chunks.values()) == 1
 
 
 def figures(trace: Trace, spec: FleetSpec, policy: str = "colocated", **sent: float) -> Figures:

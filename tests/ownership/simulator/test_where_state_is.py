@@ -17,6 +17,7 @@ from tests.ownership.simulator.small_fleets import (
     DENSE,
     GIB,
     HYBRID,
+    TIGHT,
     agents,
     costs,
     fleet,
@@ -75,6 +76,17 @@ def test_what_two_workers_compute_is_in_both_memories_and_on_one_ssd() -> None:
     assert (found.write_amplification, found.duplicate_factor) == (1.0, 2.0)
     one = figures(trace_of(*same), fleet(1))
     assert (one.write_amplification, one.duplicate_factor) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25, 0.1])
+@pytest.mark.parametrize("policy", ["round_robin_pd", "static_pd", "ownerserve"])
+def test_what_another_owns_is_not_written_where_dram_has_no_room_for_it(
+    policy: str, share: float
+) -> None:
+    room = TIGHT[DENSE]
+    capacity = TierBytes(room.hbm, int(share * room.dram), 256 * GIB)
+    run = run_of(agents(12, rate=0.5), fleet(3, capacity=capacity), policy)
+    assert sum(worker.flows.written.chunks for worker in run.workers.values())
 
 
 @pytest.mark.parametrize("model", [DENSE, HYBRID])

@@ -34,7 +34,7 @@ class OneWorker:
         shape = StateShape.of(PRESETS[DENSE](), 256)
         capacity = TierBytes(GIB, 66 * CHUNK_BYTES, 64 * GIB)
         self.loop, self.ssd_reads, self.staged = EventLoop(), Channel(), 0
-        alone = Owners(lambda *_: 0)
+        alone = Owners(lambda *_: ())
         self.memory = WorkerMemory("w0", shape, capacity, "leaf_lru", saved_s, alone)
         self.memory.ssd.add(LONG, 66, (), self.memory.tick())
         self.prefetching = Prefetching(

@@ -97,9 +97,13 @@ def test_bytes_are_conserved_and_capacity_holds(
     resident, added = tier(capacity, policy), 0
     for tick, chain in enumerate(names(texts), 1):
         behind = data.draw(st.integers(0, chain.num_blocks - 1))
-        before = held(resident)
-        new = hold(resident, chain, behind, tick)
-        added += new * SIZES.chunk_bytes
+        before, new, since = held(resident), 0, behind
+        for first, last in lacking(resident.find(chain), behind, chain.num_blocks):
+            boundaries = data.draw(st.sets(st.integers(since + 1, max(since + 1, last))))
+            kept = sorted(b for b in boundaries if b <= last)
+            one = resident.hold(chain.head(last), first, kept, tick)
+            added += one.chunks * SIZES.chunk_bytes + len(one.checkpoints) * SIZES.checkpoint_bytes
+            new, since = new + one.chunks, last
         assert new >= len(held(resident) - before)
         if data.draw(st.booleans()):
             resident.forget(chain, behind, ())
@@ -133,6 +137,30 @@ def test_a_gap_is_filled_as_far_as_there_is_room() -> None:
     assert resident.reached(chain, 4).chunks == 7
     resident.unpin(run)
     resident.check_integrity()
+
+
+@pytest.mark.parametrize("room", range(11))
+def test_a_gap_that_is_larger_than_the_tier(room: int) -> None:
+    """What was behind it makes room for its beginning."""
+    resident = tier(10 * room)
+    (chain,) = names([list(range(10))])
+    assert hold(resident, chain, 8, 1) == min(2, room)
+    filled = resident.hold(chain.head(8), 0, (), 2) if room else None
+    resident.check_integrity()
+    if filled:
+        assert (filled.chunks, resident.reached(chain, 0).chunks) == (min(8, room), room)
+    assert resident.make_room(10 * room) == 10 * room
+    assert list(resident.runs()) == []
+
+
+def test_no_checkpoint_stands_on_a_gap_that_was_just_made() -> None:
+    """The first stretch takes the room of what the second follows, with a session as a whole."""
+    resident = tier(40, "session")
+    (chain,) = names([list(range(8))])
+    hold(resident, chain, 4, 1)
+    for first, last in lacking(resident.find(chain), 2, 8):
+        resident.hold(chain.head(last), first, [b for b in (3, 5, 7, 8) if b <= last], 2)
+        resident.check_integrity()
 
 
 def test_integrity_is_checked() -> None:

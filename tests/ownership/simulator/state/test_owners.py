@@ -10,7 +10,7 @@ from hetero_connector.spec.state_types import StateType
 from ownership.directory import CHECKSUM_BYTES, Claim, Copy, Worker
 from ownership.identifiers import Epoch, Token
 from ownership.memory_directory import MemoryDirectory
-from ownership.simulator.state.owners import Owners, Stretch
+from ownership.simulator.state.owners import Owners, Stretch, covers
 from ownership.simulator.traces.block_runs import BlockRuns
 from tests.ownership.simulator.state.test_resident import names, prompts
 
@@ -22,7 +22,7 @@ class Fleet:
     """Workers that hold what they claim, beside a directory that is told of all of it."""
 
     def __init__(self) -> None:
-        self.owners = Owners(self._owned_up_to)
+        self.owners = Owners(self._owned)
         self.owned: dict[str, dict[int, Token]] = {name: {} for name in WORKERS}
         self.directory = MemoryDirectory(lambda: 0.0)
         self.epochs: dict[str, Epoch] = {}
@@ -47,8 +47,8 @@ class Fleet:
                 self.owned[name][chunk] = grant.token
         return by_name, [of_epoch[grant.owner] for grant in grants]
 
-    def evict(self, name: str, chain: BlockRuns, kept: int) -> None:
-        for chunk in chain.tail(kept).ids().tolist():
+    def lose(self, name: str, chain: BlockRuns, start: int, end: int) -> None:
+        for chunk in chain.head(end).tail(start).ids().tolist():
             if (token := self.owned[name].pop(chunk, None)) is not None:
                 self.directory.release(self.epochs[name], {_id(chunk): token})
 
@@ -58,11 +58,9 @@ class Fleet:
         self.owned[name].clear()
         self.register(name)
 
-    def _owned_up_to(self, name: str, chain: BlockRuns) -> int:
-        owned = [
-            at for at, chunk in enumerate(chain.ids().tolist(), 1) if chunk in self.owned[name]
-        ]
-        return max(owned, default=0)
+    def _owned(self, name: str, chain: BlockRuns) -> list[tuple[int, int]]:
+        chunks = enumerate(chain.ids().tolist())
+        return [(at, at + 1) for at, chunk in chunks if chunk in self.owned[name]]
 
 
 def _id(chunk: int) -> ArtifactId:
@@ -81,9 +79,7 @@ def test_claims_are_granted_as_by_the_directory(
         assert by_name == by_directory
         other = data.draw(st.sampled_from(WORKERS))
         if data.draw(st.booleans()):
-            # What continues a chunk leaves before it: so do other prompts' chunks behind it.
-            for evicted in names(texts):
-                fleet.evict(other, evicted, min(first, evicted.shared_with(chain)))
+            fleet.lose(other, chain, first, data.draw(st.integers(first, chain.num_blocks)))
         elif data.draw(st.booleans()):
             fleet.die(other)
 
@@ -92,8 +88,19 @@ def test_what_its_owner_still_has_of_a_chain_stays_its() -> None:
     fleet = Fleet()
     (chain,) = names([[0, 1, 2, 3, 4]])
     fleet.claim("a", chain.head(4), 0)
-    fleet.evict("a", chain, 3)
+    fleet.lose("a", chain, 3, 4)
     assert fleet.owners.claim("b", chain, 0) == [Stretch(3, "a"), Stretch(5, "b")]
     assert fleet.claim("b", chain, 0)[1] == ["a", "a", "a", "b", "b"]
     assert fleet.owners.claim("b", chain, 4) == [Stretch(5, "b")]
     assert fleet.owners.claim("c", chain, 2) == [Stretch(3, "a"), Stretch(5, "b")]
+
+
+def test_a_hole_is_anybodys() -> None:
+    fleet = Fleet()
+    (chain,) = names([[0, 1, 2, 3, 4]])
+    fleet.claim("a", chain, 0)
+    fleet.lose("a", chain, 1, 3)
+    owned = [Stretch(1, "a"), Stretch(3, "b"), Stretch(5, "a")]
+    assert fleet.owners.claim("b", chain, 0) == owned
+    assert not covers(fleet.owners.owned("a", chain), 0, 5)
+    assert covers(fleet.owners.owned("a", chain), 3, 5)
