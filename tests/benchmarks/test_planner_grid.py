@@ -10,10 +10,16 @@ CUTS = {"cut 0.25": [9.0], "cut 0.5": [9.0], "cut 0.75": [9.0]}
 
 
 def measured(
-    never: list[float], always: list[float], planned: list[float], cut: float = 9.0
+    never: list[float],
+    always: list[float],
+    planned: list[float],
+    cut: float = 9.0,
+    resumed: int = 256,
 ) -> Measured:
+    """`resumed`: by planning, where always loading resumes at 256."""
     turns = {"never": never, "always": always, "planned": planned, **CUTS, "cut 0.5": [cut] * 9}
-    return Measured(Cell("m", 1, None, 0), turns, 0)
+    tokens = {"never": 0, "always": 256, "planned": resumed}
+    return Measured(Cell("m", 1, None, 0), turns, tokens)
 
 
 def test_drift_of_the_machine_is_no_loss() -> None:
@@ -25,6 +31,20 @@ def test_drift_of_the_machine_is_no_loss() -> None:
 def test_a_loss_against_either_single_policy_is_seen() -> None:
     assert measured([2.0] * 3, [1.0] * 3, [1.5] * 3).over_best_single == 1.5
     assert measured([1.0] * 3, [2.0] * 3, [1.5] * 3).over_best_single == 1.5
+
+
+def test_what_two_ways_alike_differ_by_is_told_apart_from_choices() -> None:
+    alike = measured([4.0], [2.0], [2.5])
+    assert alike.is_alike
+    assert measured([1.0], [2.0], [1.5], resumed=0).is_alike
+    wrong = measured([1.0], [2.0], [1.5])
+    between = measured([2.0], [1.0], [1.1], resumed=128)
+    assert not wrong.is_alike
+    assert not between.is_alike
+    figures = figures_of([alike, between])
+    assert (figures["worst_cell_over_best"], figures["worst_alike"]) == (1.25, 1.25)
+    assert figures["worst_choice_over_best"] == 1.1
+    assert figures_of([alike])["worst_choice_over_best"] == 1.0
 
 
 def test_regret_is_against_everything_that_was_tried() -> None:
@@ -43,6 +63,8 @@ def test_one_policy_everywhere_is_what_planning_is_held_against() -> None:
     assert figures == pytest.approx(
         {
             "worst_cell_over_best": 1.0,
+            "worst_choice_over_best": 1.0,
+            "worst_alike": 1.0,
             "geomean_over_single": 0.5,
             "geomean_limit": 0.25,
             "regret_p95": 3.0,
