@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.artifacts.record import ChunkRange
+from hetero_connector.artifacts.record import ChunkRange, Tier
 from hetero_connector.engine.handing_over import is_prefill
 from hetero_connector.engine.messages import ArtifactCopy, Blocks, PageCopy, Save
 from hetero_connector.engine.requests import RequestTracker
@@ -30,6 +30,7 @@ from hetero_connector.planner.checkpoint_policy import (
     KeptBoundaries,
     Reuse,
 )
+from hetero_connector.planner.restore_plan import RestorePlan
 from hetero_connector.spec import StateType
 from hetero_connector.store.base import Store
 
@@ -97,6 +98,13 @@ class Saver:
             kept = max(min(local, matched), 0 if steps is None else matched - steps)
         tracker.reuse = Reuse(matched, kept, local)
         tracker.missed_chunks = matched - tracker.next_chunk
+
+    def restored(self, plan: RestorePlan) -> None:
+        """A checkpoint that another engine sent is kept whatever our policy's period: requests
+        that resume there ask for none of ours."""
+        end = plan.chunks[-1]
+        if any(end.tiers[t] is Tier.PEER for t in plan.boundary_types):
+            self._kept.add(end.chunk.key)
 
     def step(
         self, tracker: RequestTracker, computed: int, table: BlockTable, offers: Iterable[Offer]

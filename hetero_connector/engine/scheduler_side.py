@@ -269,6 +269,7 @@ class SchedulerSide:
         assert tracker.restore is not None
         request_id = tracker.request.request_id
         self._loading[request_id].append(tracker.restore)
+        self._saver.restored(tracker.restore.plan)
         if tracker.restore.plan.replay_tokens:
             self._replays.begin(request_id, tracker.restore)
             tracker.restore = None

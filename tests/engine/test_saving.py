@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine.messages import StepMetadata
 from hetero_connector.planner.checkpoint_policy import (
     Adaptive,
@@ -20,6 +21,7 @@ from hetero_connector.planner.checkpoint_policy import (
     Sizes,
     Zero,
 )
+from hetero_connector.planner.restore_plan import RestorePlan
 from hetero_connector.spec import ModelSpec, RestoreRule, StateType
 from tests.engine.fakes import DENSE, HYBRID, FakeRequest, layer, scheduled
 from tests.engine.test_scheduler_side import CHUNK, Engine, in_use, tokens
@@ -252,6 +254,27 @@ def test_what_the_engine_holds_itself_counts_as_kept(engine_of: Engines) -> None
     engine.finish(request)
     engine.step()
     assert policy.told[-1] == Reuse(matched=4, kept=2, local=2, new=1)
+
+
+@pytest.mark.parametrize(("tier", "kept"), [(Tier.DRAM, 0), (Tier.PEER, 4)])
+def test_a_checkpoint_that_a_peer_sent_counts_as_kept(
+    engine_of: Engines, tier: Tier, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours at 256 is there by the policy's will, and may not speak for it."""
+    policy = Recording([4])
+    engine = engine_of(policy)
+    engine.run(FakeRequest("a", tokens(400)))
+    saver = engine.side._saver
+    restored = saver.restored
+
+    def sent(plan: RestorePlan) -> None:
+        last = plan.chunks[-1]
+        there = replace(last, tiers=dict.fromkeys(last.tiers, tier))
+        restored(replace(plan, chunks=[*plan.chunks[:-1], there]))
+
+    monkeypatch.setattr(saver, "restored", sent)
+    assert engine.run(FakeRequest("b", [*tokens(256), *tokens(100, seed=1)])) == 256
+    assert policy.told[-1] == Reuse(matched=4, kept=kept, new=1)
 
 
 def test_a_preempted_request_is_told_once_as_it_first_came(engine_of: Engines) -> None:

@@ -249,7 +249,7 @@ class Worker:
             checkpoints, reuse = self._sealer.prompt(
                 request.chain, request.prompt_tokens, size,
                 stored=request.stored_chunks, local=request.local_chunks,
-                resumed=request.resumed_chunks,
+                resumed=request.resumed_chunks, fetched=request.peer_chunks,
             )  # fmt: skip
             request.reuse = request.reuse or reuse
         self._seal(request.chain, checkpoints)

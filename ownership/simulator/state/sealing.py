@@ -24,15 +24,18 @@ class Sealer:
 
     def prompt(
         self, chain: BlockRuns, prompt_tokens: int, chunk_tokens: int, *,
-        stored: int, local: int, resumed: int,
+        stored: int, local: int, resumed: int, fetched: int = 0,
     ) -> tuple[list[int], Reuse]:  # fmt: skip
         """Boundaries to keep of a prompt computed from chunk `resumed` on, in chunks; its reuse.
 
-        `stored`: chunks that were; `local`: that the engine's own cache held.
+        `stored`: chunks that were; `local`: that the engine's own cache held; `fetched`: up to
+        where a peer sent what was lacking, with its checkpoint there.
         """
         full = prompt_tokens // chunk_tokens
         turn_ends = {full, (prompt_tokens - 1) // chunk_tokens} - {0}
         keeps, boundaries = self._policy.keeps, []
+        if fetched and fetched == resumed:
+            self._kept.add(_key(chain, fetched))
         reuse = self._reuse(chain, stored, local)
         for chunks in range(resumed + 1, full + 1):
             missed = stored - resumed if chunks == stored else 0

@@ -46,6 +46,14 @@ def test_where_a_checkpoint_was_missed_one_is_kept() -> None:
     assert kept(sealer(), 9 * 256 + 1, stored=0, resumed=2) == [9]
 
 
+def test_where_a_peer_sent_a_checkpoint_none_was_missed() -> None:
+    for fetched, kept_chunks in ((0, 0), (6, 6), (5, 0)):
+        _, reuse = Sealer(Zero()).prompt(
+            CHAIN, 9 * 256 + 1, 256, stored=6, local=0, resumed=6, fetched=fetched
+        )
+        assert (reuse.matched, reuse.kept) == (6, kept_chunks)
+
+
 def test_the_policy_hears_of_reuse() -> None:
     policy = Adaptive(SIZES)
     sealer, before = Sealer(policy), policy.costs_s()
