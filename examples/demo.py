@@ -20,6 +20,7 @@ from pathlib import Path
 
 from examples.agent_session import AgentSession
 from examples.checkpoints import write_checkpoint
+from examples.cpu_kernels import runnable
 from examples.demo_report import print_report
 from examples.serving import Reply, Server, kv_transfer_config, logprob_distance
 from examples.stored_bytes import StoredBytes, measure_stored_bytes
@@ -210,7 +211,7 @@ def main() -> int:
     directory = arguments.dir.absolute()
     directory.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    servers = [prepare(model, directory) for model in arguments.models]
+    servers = [prepare(model, directory) for model in runnable(arguments.models)]
     try:
         outcomes = [play(*pair) for pair in zip_longest(servers, servers[1:])]
     finally:

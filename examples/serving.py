@@ -68,6 +68,9 @@ def engine_arguments(model: str) -> dict[str, Any]:
     arguments["dtype"] = "float32"
     if kind in ("deepseek_v4", "qwen3_next") or model.endswith("-bf16"):
         arguments["dtype"] = "bfloat16"
+    if kind == "qwen3_next":
+        # By default it depends on the CPU, and with it how many tokens are a block.
+        arguments["mamba_ssm_cache_dtype"] = "float32"
     if kind in ("dense", "gemma3", "gptoss", "llama4"):
         arguments["block_size"] = 32  # the smallest the CPU attention kernel takes
     if kind in ("gemma3", "gptoss", "deepseek_v4"):

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+from examples.cpu_kernels import runnable
 from examples.demo_report import print_table
 from examples.disaggregated_prefill.fleet import fleet_of
 from examples.disaggregated_prefill.session import Outcome, play
@@ -86,7 +87,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _stop)  # as Ctrl-C does: whatever was started is stopped
     directory = given.dir.absolute()
     complaints = []
-    for model in given.models:
+    for model in runnable(given.models):
         logs = directory / "disaggregated_prefill" / model
         print(f"{model}: starting {given.prefillers} + 1 servers, logs in {logs}", flush=True)
         with fleet_of(model, directory / "checkpoints", logs, given.prefillers) as fleet:

@@ -20,9 +20,11 @@ from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 from prometheus_client import REGISTRY
 
 from examples.checkpoints import write_checkpoint
+from examples.cpu_kernels import why_not
 from examples.serving import engine_arguments, kv_transfer_config
 from hetero_connector.artifacts.index import Artifact
 from hetero_connector.engine.scheduler_side import SchedulerSide
@@ -66,10 +68,12 @@ def make_llm(
     Whatever is stored is restored, from where it was left, and every chunk boundary gets a
     checkpoint, so that a test may resume at any, unless `connector_extra` says otherwise.
     Keyword arguments override `engine_arguments(model)`; `kv_transfer_config` may be given
-    whole. End it with `shutdown`.
+    whole. End it with `shutdown`. Skips the test where vLLM cannot run the model on this CPU.
     """
     from vllm import LLM
 
+    if reason := why_not(model):
+        pytest.skip(reason)
     arguments = engine_arguments(model)
     if connector_extra is not None:
         arguments["kv_transfer_config"] = kv_transfer_config(

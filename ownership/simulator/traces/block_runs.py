@@ -94,21 +94,22 @@ class BlockRuns:
         """The first `num_blocks` blocks (all of them if there are fewer)."""
         kept: list[tuple[int, int]] = []
         for first, count in self.runs:
-            if num_blocks <= 0:
+            if count >= num_blocks:
+                if num_blocks > 0:
+                    kept.append((first, num_blocks))
                 break
-            kept.append((first, min(count, num_blocks)))
+            kept.append((first, count))
             num_blocks -= count
         return BlockRuns(tuple(kept))
 
     def tail(self, skipped_blocks: int) -> BlockRuns:
         """What follows the first `skipped_blocks` blocks."""
-        kept: list[tuple[int, int]] = []
-        for first, count in self.runs:
-            skipped = min(count, skipped_blocks)
-            skipped_blocks -= skipped
-            if skipped < count:
-                kept.append((first + skipped, count - skipped))
-        return BlockRuns(tuple(kept))
+        for at, (first, count) in enumerate(self.runs):
+            if skipped_blocks < count:
+                cut = (first + skipped_blocks, count - skipped_blocks)
+                return BlockRuns((cut, *self.runs[at + 1 :]))
+            skipped_blocks -= count
+        return BlockRuns()
 
     def shifted(self, by: int) -> BlockRuns:
         """The same blocks under ids that are `by` greater."""
