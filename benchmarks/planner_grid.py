@@ -9,8 +9,8 @@ between. The cost model learns online, from the runs before.
   the worst cell. Goal <= 1.05. A median of ratios, each of a planned request over the one of
   the same turn: the machine drifts, and a load that ends just before or just after a step of
   running decodes makes two heaps of times.
-- `worst_choice_over_best`: the same of the cells in which the planner did something else than
-  the better of never and always; 1 if there are none. Where it did the same, the ratio is what
+- `worst_choice_over_best`: the same of the cells in which the planner in most turns did something
+  else than the better of never and always; 1 if there are none. Where it did the same, it is what
   two requests alike differ by on this machine: `worst_alike`. No goals.
 - `geomean_over_single`: geometric mean over the cells of planned TTFT, over that of the
   better single policy. Goal <= 0.85.

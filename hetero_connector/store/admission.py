@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 
 from hetero_connector.artifacts.index import Artifact, Node
@@ -108,6 +108,13 @@ def parent_is_there(artifact: Artifact, placed: Collection[Artifact]) -> bool:
 def _stays(artifact: Artifact, placed: Collection[Artifact]) -> bool:
     """Whether a restart finds it: on SSD, by then, or at the peer who owns it."""
     return artifact.ssd is not None or artifact in placed or artifact.replica
+
+
+def waits_for_parent(artifact: Artifact, queued: Iterable[Artifact]) -> bool:
+    """Whether what it continues is queued behind it: another's until it was promoted."""
+    parent = artifact.node.parent
+    above = None if parent is None else parent.artifacts.get(artifact.state_type)
+    return not artifact.forgotten and any(other is above for other in queued)
 
 
 def could_be_written(artifact: Artifact) -> bool:

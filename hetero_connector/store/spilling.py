@@ -23,6 +23,7 @@ from hetero_connector.store.admission import (
     could_be_written,
     deepest_on_ssd,
     parent_is_there,
+    waits_for_parent,
 )
 from hetero_connector.store.base import Failure
 from hetero_connector.store.journal_format import JournalRow
@@ -169,7 +170,7 @@ class Spiller:
                 if target is None:
                     self._admission.refund(artifact)
                     homeless.append(artifact)
-                    if self._waits_for_parent(artifact):
+                    if waits_for_parent(artifact, (spill.artifact for spill in state.spills)):
                         state.offer(artifact)
                     else:
                         num_refused += not artifact.forgotten
@@ -184,20 +185,19 @@ class Spiller:
         self._let_go(homeless)
         return writes
 
-    def _waits_for_parent(self, artifact: Artifact) -> bool:
-        """Whether what it continues is queued behind it: another's until it was promoted."""
-        parent = artifact.node.parent
-        above = None if parent is None else parent.artifacts.get(artifact.state_type)
-        queued = self._state.spills
-        return not artifact.forgotten and any(spill.artifact is above for spill in queued)
-
     def _admit(self, artifacts: list[Artifact]) -> list[Artifact]:
         """Those that are ours and worth their write; the others stay in DRAM only."""
         state = self._state
         with state.lock:
             ours = state.unjudged.sift(artifacts, at_once=state.flushing)
             admitted = self._admission.admit(ours)
-            for artifact in set(ours).difference(admitted):
+            taken = set(admitted)
+            for artifact in ours:
+                if artifact in taken:
+                    continue
+                if waits_for_parent(artifact, (spill.artifact for spill in state.spills)):
+                    state.offer(artifact)
+                    continue
                 state.recorder.add(
                     "heterocache_spills_refused", state_type=artifact.state_type.value
                 )

@@ -276,6 +276,7 @@ class FleetSimulation:
         if plan is not None:
             ssd_s, limit = target.read_ssd(request, plan), plan.boundary_chunks
         request.own_chunks = target.memory.dram.find(request.chain).chunks
+        request.peer_checkpoint = plan is None or plan.peer_checkpoints > 0
         if plan is not None and not plan.ssd_stretches:
             plan = None
         fetched = partial(self._fetched, request, target, self.loop.now_s, ssd_s, plan)

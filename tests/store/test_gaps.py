@@ -206,12 +206,13 @@ def test_they_are_written_in_whatever_order_the_fleet_names_them(store: Artifact
 
 
 @pytest.mark.parametrize("batch_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("budget_bytes", [None, 1 << 30])
 def test_what_is_queued_waits_for_what_it_continues_to_become_ours(
-    engines: Engines, batch_bytes: int, monkeypatch: pytest.MonkeyPatch
+    engines: Engines, batch_bytes: int, budget_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was queued first: its parent was another's then. In batches of one chunk, and in one."""
     monkeypatch.setattr(spilling, "_BATCH_BYTES", batch_bytes)
-    store = engines.open(spill_delay_s=1.0)
+    store = engines.open(spill_delay_s=1.0, ssd_write_bytes_per_day=budget_bytes)
     put(store, THEIRS)
     judge(store, (), THEIRS)
     engines.clock.passes(2.0)
@@ -220,7 +221,7 @@ def test_what_is_queued_waits_for_what_it_continues_to_become_ours(
     judge(store, OURS, ())
     judge(store, THEIRS, ())
     engines.clock.passes(2.0)
-    until(lambda: not (store._state.spills or store._state.spilling))
+    assert store.flush(20)
     assert on_ssd(store) == set(ids_of(CHAIN))
     store.close()
 

@@ -174,7 +174,7 @@ class Admission:
                 last = min(boundary_tokens, restore.resume_tokens)
                 parts = ((max(s * size, tokens), e * size) for s, e in request.staged_stretches)
                 staged = sum(max(0, min(end, last) - start) for start, end in parts)
-                fetched -= staged
+                fetched = min(request.peer_chunks * size, last) - max(local, own) * size - staged
             hits.peer = min(max(0, fetched), gained)
             hits.ssd = min(staged, gained - hits.peer)
             hits.dram = gained - hits.peer - hits.ssd

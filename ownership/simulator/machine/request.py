@@ -90,6 +90,8 @@ class LiveRequest:
     """Chunks that its worker had in DRAM before a peer was read."""
     peer_chunks: int = 0
     """Chunks up to which its worker's DRAM was filled by a peer, for it; a short one counts."""
+    peer_checkpoint: bool = False
+    """Whether the peer sent a checkpoint with them."""
 
     @property
     def resumed_chunks(self) -> int:
@@ -116,6 +118,7 @@ class LiveRequest:
         """It was prefilled: from now on it is its decoder's, where nothing was read for it yet."""
         self.decodes_elsewhere, self.handed_over = False, True
         self.was_staged, self.staged_stretches = False, ()
+        self.peer_checkpoint = False
         self.staged_chunks = self.own_chunks = self.peer_chunks = 0
 
     def start_over(self) -> None:
@@ -123,5 +126,6 @@ class LiveRequest:
         self.computed = self.total = self.generated = self.step_tokens = 0
         self.pinned = self.restore = self.reuse = None
         self.was_staged = self.decodes_elsewhere = self.handed_over = False
+        self.peer_checkpoint = False
         self.staged_stretches = ()
         self.staged_chunks = self.own_chunks = self.peer_chunks = 0

@@ -249,7 +249,8 @@ class Worker:
             checkpoints, reuse = self._sealer.prompt(
                 request.chain, request.prompt_tokens, size,
                 stored=request.stored_chunks, local=request.local_chunks,
-                resumed=request.resumed_chunks, fetched=request.peer_chunks,
+                resumed=request.resumed_chunks,
+                fetched=request.peer_chunks if request.peer_checkpoint else 0,
             )  # fmt: skip
             request.reuse = request.reuse or reuse
         self._seal(request.chain, checkpoints)

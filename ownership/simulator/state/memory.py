@@ -286,7 +286,9 @@ class WorkerMemory:
         if not replicas:
             return []
         upto = chain.head(min(replicas[-1][0].end, in_dram.chunks))
-        owned = {owner: self._owners.owned(owner, upto) for _, owner in replicas}
+        owned = {
+            owner: self._owners.owned(owner, upto) for owner in {owner for _, owner in replicas}
+        }
         return [
             run
             for run, owner in replicas
