@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 
 from hetero_connector import explaining
 from hetero_connector.engine import replaying, slot_masks
@@ -83,8 +84,18 @@ class Case:
         """Of a bfloat16 model by its first token: the next ones share steps with other prompts,
         and on CPUs with AMX kernels for up to four rows round differently from those for more.
         """
-        self.same(cut(completion, 1) if self.name in BF16_MODELS else completion, reference)
+        if self.name in BF16_MODELS:
+            self.same(cut(completion, 1), reference)
+            return
+        assert completion.tokens == reference.tokens[: len(completion.tokens)]
+        assert error(completion, reference) <= BESIDE_OTHERS
 
+
+BESIDE_OTHERS = 1e-4 if torch.cpu._is_avx512_supported() else 3e-4
+"""Of float32 models. vLLM's kernels for CPUs without AVX-512 round by the shape of a batch more than
+those with it: the engine's own hits on these prompts, alone and beside each other, differ by up to
+5.8e-5 there, its cold answers in steps of 170, 300 or 512 tokens from its hits by up to 6.5e-5, and
+who shares which step differs from run to run. A state that is wrong shows by 0.02 and more."""
 
 CASES = (
     Case("gemma3", grid=32, replayed=384),  # 63 x 6
