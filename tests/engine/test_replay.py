@@ -92,10 +92,10 @@ class Case:
 
 
 BESIDE_OTHERS = 1e-4 if torch.cpu._is_avx512_supported() else 3e-4
-"""Of float32 models. vLLM's kernels for CPUs without AVX-512 round by the shape of a batch more than
-those with it: the engine's own hits on these prompts, alone and beside each other, differ by up to
-5.8e-5 there, its cold answers in steps of 170, 300 or 512 tokens from its hits by up to 6.5e-5, and
-who shares which step differs from run to run. A state that is wrong shows by 0.02 and more."""
+"""Of float32 models. vLLM's kernels for CPUs without AVX-512 round by the shape of a batch more
+than those with it: the engine's own hits on these prompts, alone and beside each other, differ by
+up to 5.8e-5 there, its cold answers in steps of 170, 300 or 512 tokens from its hits by up to
+6.5e-5, and who shares which step differs from run to run. State that is wrong shows by 0.02."""
 
 CASES = (
     Case("gemma3", grid=32, replayed=384),  # 63 x 6
