@@ -59,15 +59,10 @@ class ComputeRegression:
         """`profile`: coefficients measured earlier, to start from."""
         self._fit = RobustLeastSquares(SLOW_ENGINE, profile)
         self._pace = Pace()
+        self.coefficients = self._at_present()
+        """The fit so far, at the present pace."""
         self.errors = RelativeErrors()
         """Errors of steps, each predicted before it was learned from."""
-
-    @property
-    def coefficients(self) -> ComputeCoefficients:
-        """The fit so far, at the present pace."""
-        factor = self._pace.factor
-        step_s, token_s, attention_s = self._fit.coefficients
-        return ComputeCoefficients(factor * step_s, factor * token_s, factor * attention_s)
 
     @property
     def as_a_rule(self) -> ComputeCoefficients:
@@ -97,6 +92,7 @@ class ComputeRegression:
                 if self.samples >= _PACED_FROM and fitted_s > 0.0:
                     self._pace.follow(seconds / fitted_s, size_class)
             self._fit.observe(row, seconds, size_class)
+            self.coefficients = self._at_present()
 
     def predict(self, new_tokens: Tokens, context_tokens: Tokens) -> Tokens:
         """Seconds of one step of `new_tokens` (above 0) over `context_tokens`; at least 0.
@@ -107,3 +103,8 @@ class ComputeRegression:
         return (
             step_s + token_s * new_tokens + attention_s * attention_work(new_tokens, context_tokens)
         )
+
+    def _at_present(self) -> ComputeCoefficients:
+        factor = self._pace.factor
+        step_s, token_s, attention_s = self._fit.coefficients
+        return ComputeCoefficients(factor * step_s, factor * token_s, factor * attention_s)

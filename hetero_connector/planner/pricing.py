@@ -86,7 +86,7 @@ class Pricing:
 
     def nothing(self, local_tokens: int) -> Terms:
         """Of computing everything past the local tokens."""
-        compute_s = float(self._compute(float(local_tokens)))
+        compute_s = self._compute_s(local_tokens)
         hbm_s = self._hbm * compute_s
         return Terms(self._queue_s, 0.0, compute_s, self._stall * compute_s, hbm_s)
 
@@ -96,7 +96,7 @@ class Pricing:
         The more is left, the longer `_compute` takes. Less what rounding may do, so that equals
         are compared by their prices.
         """
-        compute_s = float(self._compute(resume))
+        compute_s = self._compute_s(resume)
         total_s = self._least_wait_s + compute_s * (1.0 + self._hbm + self._stall)
         return total_s * (1.0 - 1e-9)
 
@@ -167,15 +167,29 @@ class Pricing:
             waited_s = np.maximum(waited_s, self._behind_s * (staged_s > 0.0))
         return waited_s
 
-    def _compute(self, resume: Tokens) -> Tokens:
+    def _compute_s(self, resume: float) -> float:
         """Seconds of the prompt's tokens from `resume` on, in as many steps as it takes."""
-        step_s, token_s, attention_s = self._coefficients
         rest = self._prompt_tokens - resume
+        return self._work(resume, rest) + self._coefficients.step_s * math.ceil(
+            rest / self._step_tokens
+        )
+
+    def _compute(self, resume: Floats) -> Floats:
+        """The same of each."""
+        rest = self._prompt_tokens - resume
+        work_s = self._work(resume, rest)
+        rest /= self._step_tokens
+        steps: Floats = np.ceil(rest, out=rest)
+        steps *= self._coefficients.step_s
+        steps += work_s
+        return steps
+
+    def _work(self, resume: Tokens, rest: Tokens) -> Tokens:
+        """Seconds of `rest` tokens behind `resume`, whatever the steps."""
+        _, token_s, attention_s = self._coefficients
         # attention_work of the rest over `resume` is rest (prompt + resume) / 2
         fixed_s = token_s + attention_s / 2 * self._prompt_tokens
-        work_s = rest * (fixed_s + attention_s / 2 * resume)
-        steps: Tokens = np.ceil(rest / self._step_tokens)
-        return work_s + step_s * steps
+        return rest * (fixed_s + attention_s / 2 * resume)
 
     def _first_step(self, resume: Floats, compute_s: Floats) -> Floats:
         """Seconds of the step that admits the request: a full one, or all that is left."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hetero_connector.artifacts.record import StoredChunk, Tier
 from hetero_connector.planner.boundaries import ChunkGrid, Codes, Floats, Holdings, Span, tiers_of
@@ -75,7 +76,7 @@ class Weighing:
     def leads_further(self, plan: RestorePlan | None) -> bool:
         """Whether what is stored would lead further than the plan goes."""
         taken = len(plan.chunks) if plan else 0
-        return any(way.total_s[taken:].min(initial=math.inf) < math.inf for way in self._all_ways())
+        return any(way.may_be_taken(taken).any() for way in self._all_ways())
 
     def declined(self, plan: RestorePlan | None) -> tuple[Tier, ...]:
         """Tiers of which resuming later than the plan does would load, and the plan nothing.
@@ -107,6 +108,7 @@ class Weighing:
         for way in self._all_ways():
             taken = len(plan.chunks) - 1 if plan and plan.replay_tokens == way.replay_tokens else -1
             prefix_bytes: dict[Tier, int] = {}
+            in_time = way.may_be_taken(0).tolist()
             for index, stored in enumerate(self._chunks):
                 self._add_bytes(prefix_bytes, stored, self._model.prefix_types)
                 if not way.is_possible(index):
@@ -120,7 +122,7 @@ class Weighing:
                     stored.chunk.end - way.replay_tokens,
                     load_bytes,
                     self._pricing.terms(way.prices, index),
-                    in_time=bool(np.isfinite(way.total_s[index])),
+                    in_time=in_time[index],
                     chosen=index == taken,
                 )
 
@@ -142,10 +144,11 @@ class Weighing:
         else:
             prices = self._pricing.checkpoints(self._moving)
         total_s, staged_s = prices.total_s, prices.staged_s
-        if staged_s is not None and staged_s.max() > self._deadline_s:
+        best = _last_least(total_s)
+        if staged_s is not None and staged_s[best] > self._deadline_s:
             total_s = np.where(staged_s <= self._deadline_s, total_s, math.inf)
-        best = len(total_s) - 1 - int(total_s[::-1].argmin())
-        return _Way(prices, total_s, replay_tokens, best, float(total_s[best]))
+            best = _last_least(total_s)
+        return _Way(prices, self._deadline_s, replay_tokens, best, float(total_s[best]))
 
     def _tiers_of(self, way: _Way, indices: Codes) -> set[Tier]:
         """Where what is loaded for the boundaries at these chunks lies. An inner chunk's
@@ -190,22 +193,32 @@ class _Way(NamedTuple):
     """Every boundary, restored in one way."""
 
     prices: Prices
-    total_s: Floats
-    """Infinite where the boundary is not possible or staging is too slow."""
+    deadline_s: float
     replay_tokens: int
     best: int
-    """The chunk at the cheapest boundary; of equals the deepest."""
+    """The chunk at the cheapest boundary that is staged in time; of equals the deepest."""
     best_s: float
-    """That boundary's total."""
+    """That boundary's total; infinite where none is possible and in time."""
 
     def is_possible(self, index: int) -> bool:
         """Whether one may resume there, however slow it is."""
         return bool(self.prices.exposed_s[index] < math.inf)
 
+    def may_be_taken(self, first: int) -> NDArray[np.bool_]:
+        """Of the chunks from the `first` on: whether one may resume there, staged in time."""
+        possible: NDArray[np.bool_] = self.prices.exposed_s[first:] < math.inf
+        if self.prices.staged_s is not None:
+            possible &= self.prices.staged_s[first:] <= self.deadline_s
+        return possible
+
     def possible_after(self, resume: int) -> Codes:
         """The chunks whose ends are possible boundaries that resume later, in order."""
         first = int(self.prices.resume.searchsorted(resume, side="right"))
         return first + np.flatnonzero(self.prices.exposed_s[first:] < math.inf)
+
+
+def _last_least(total_s: Floats) -> int:
+    return len(total_s) - 1 - int(total_s[::-1].argmin())
 
 
 def _price(way: _Way) -> tuple[float, int]:
