@@ -27,6 +27,8 @@ class DecodePages:
     def needed(self, step: int, steps: int) -> int:
         """New pages in so many steps from that one on."""
         ring = self._beginning
+        if steps == 1:
+            return ring[step % len(ring)]
         rounds, rest = divmod(steps, len(ring))
         first = step % len(ring)
         pages = rounds * self._decodes + sum(ring[first : first + rest])

@@ -156,7 +156,9 @@ class Worker:
         peer_s, ssd_s = self.incoming.pending_s(now_s), self.ssd_reads.pending_s(now_s)
         peer_ahead = self._peer_pace.ahead_s_per_byte
         running = engine.running_decodes + len(engine.prefilling)
-        pages = engine.context_tokens + sum(r.total for r in engine.prefilling)
+        pages = engine.context_tokens
+        for request in engine.prefilling:
+            pages += request.total
         used_bytes = pages * self.shape.page_bytes_per_token
         used_bytes += running * self.shape.pages.checkpoint_bytes
         return WorkerLoad(
@@ -202,8 +204,8 @@ class Worker:
     @property
     def has_transfers(self) -> bool:
         """Whether bytes are under way to or from it."""
-        now_s = self._loop.now_s
-        return max(x.busy_until_s for x in (self.incoming, self.outgoing, self.ssd_reads)) > now_s
+        now_s, ssd_until_s = self._loop.now_s, self.ssd_reads.busy_until_s
+        return max(self.incoming.busy_until_s, self.outgoing.busy_until_s, ssd_until_s) > now_s
 
     def crash(self) -> list[LiveRequest]:
         """It is gone until `up` is set again; the requests it had."""

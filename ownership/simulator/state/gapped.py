@@ -113,7 +113,7 @@ class GappedChunks(ResidentChunks):
         for first, count in chain.runs:
             run = Run(first, count, above.end, above)
             run.gap, above.children[first] = True, run
-            self._mark(run, tick)
+            run.last_used, run.uses = tick, 1
             above = run
 
     def _fill(self, chain: BlockRuns, first: int, tick: int) -> tuple[Run, int]:

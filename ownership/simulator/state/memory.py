@@ -129,8 +129,9 @@ class WorkerMemory:
             return None
         size = self.shape.chunk_tokens
         if not self.shape.has_checkpoints:
-            depths = (hbm.chunks, dram.chunks, max(dram.chunks, ssd.chunks))
-            return HeldPrefix(*(min(depth, limit_chunks) * size for depth in depths))
+            in_dram = min(dram.chunks, limit_chunks) * size
+            anywhere = max(in_dram, min(ssd.chunks, limit_chunks) * size)
+            return HeldPrefix(min(hbm.chunks, limit_chunks) * size, in_dram, anywhere)
         deepest = min(limit_chunks, max(dram.chunks, ssd.chunks))
         anywhere = max(self.resumable(dram, deepest), self.resumable(ssd, deepest))
         return HeldPrefix(
@@ -204,7 +205,9 @@ class WorkerMemory:
         in_dram, on_ssd = self.dram.find(chain), ssd.find(chain)
         if self._has_replicas:
             in_dram = self._taken_over(chain, in_dram, tick)
-            checkpoints = sorted({*checkpoints, *in_dram.checkpoints()} - {*on_ssd.checkpoints()})
+            if self.shape.has_checkpoints:
+                known = {*checkpoints, *in_dram.checkpoints()}
+                checkpoints = sorted(known - {*on_ssd.checkpoints()})
         added: list[Added] = []
         for start, end in self._owned(in_dram, stretches, chunks):
             on_ssd = ssd.find(chain) if added else on_ssd

@@ -57,10 +57,15 @@ class Owners:
     def _recorded(self, name: str, chain: BlockRuns, first: int) -> list[Stretch]:
         """Who claimed the chunks first; `name` those that nobody has claimed."""
         stretches: list[Stretch] = []
-        claimed, end, last = self._names.setdefault, first, name
+        names, end, last = self._names, first, name
         for start, count in chain.tail(first).runs:
-            for chunk in range(start, start + count):
-                owner = claimed(chunk, name)
+            chunks = range(start, start + count)
+            if last == name and names.keys().isdisjoint(chunks):  # as a rule nobody has claimed any
+                names.update(dict.fromkeys(chunks, name))
+                end += count
+                continue
+            for chunk in chunks:
+                owner = names.setdefault(chunk, name)
                 if owner != last:
                     if end > first:
                         stretches.append(Stretch(end, last))

@@ -9,7 +9,7 @@ The store's eviction policies decide which run that is; they see its last chunk.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.eviction import EvictionPolicy
@@ -45,6 +45,9 @@ class ResidentChunks:
         """What chunks left last, if more of it may: it stands first, and the policy does without
         it until something that was used less recently may leave, or it is used itself."""
         self._leaving_used = 0
+        self._offers = not by_recency
+        """Whether the policy knows who may leave: where recency is all it goes by, only once
+        somebody has to. Many a tier is never full."""
 
     def find(self, chain: BlockRuns) -> Found:
         """How far the chain leads. Changes nothing."""
@@ -78,9 +81,8 @@ class ResidentChunks:
         last = path[-1]
         if found.chunks < last.end:
             last = self._split(last, found.chunks)
-        for run in path[:-1]:
-            self._mark(run, tick)
-        self._mark(last, tick)
+        self._mark(path[:-1], tick)
+        self._mark((last,), tick)
         return last
 
     def pin(self, run: Run) -> None:
@@ -196,10 +198,11 @@ class ResidentChunks:
         self.used_bytes -= size_bytes
         self.evicted_bytes += size_bytes
 
-    def _mark(self, run: Run, tick: int) -> None:
-        run.last_used, run.uses = tick, run.uses + 1
-        if run.tail is not None:
-            run.tail.last_used, run.tail.uses = tick, run.uses
+    def _mark(self, runs: Iterable[Run], tick: int) -> None:
+        for run in runs:
+            run.last_used, run.uses = tick, run.uses + 1
+            if run.tail is not None:
+                run.tail.last_used, run.tail.uses = tick, run.uses
 
     def _split(self, run: Run, chunks: int) -> Run:
         """Cut behind the chain's first `chunks` chunks: the new run before the cut."""
@@ -226,7 +229,7 @@ class ResidentChunks:
                 run = Run(first, count, anchor.end, anchor)
                 run.owner = owner
                 anchor.children[first] = run
-                self._mark(run, tick)
+                run.last_used, run.uses = tick, 1
                 anchor = run
         return anchor
 
@@ -238,7 +241,7 @@ class ResidentChunks:
 
     def _offer(self, run: Run) -> None:
         """Tell the policy of a run whose end may leave."""
-        if run.children or run.pins or run.parent is None:
+        if not self._offers or run.children or run.pins or run.parent is None:
             return
         leaving = self._leaving
         if leaving is not None and run.last_used < self._leaving_used:
@@ -260,6 +263,10 @@ class ResidentChunks:
             if run.last_used == self._leaving_used and not run.children and not run.pins:
                 return run
             self._offer(run)
+        if not self._offers:
+            self._offers = True
+            for run in self.runs():
+                self._offer(run)
         tail = self._eviction.pop(standing)
         if tail is None:
             return None

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from ownership.simulator.traces.block_runs import BlockRuns
 
 _Runs = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Touched:
+class Touched(NamedTuple):
     """Neighbouring blocks of a prompt that the same earlier prompt was the last to use."""
 
     num_blocks: int
@@ -24,8 +24,7 @@ class Touched:
     """The `use` that prompt was added with."""
 
 
-@dataclass(frozen=True, slots=True)
-class Added:
+class Added(NamedTuple):
     """What the tree knew of a prompt when it came."""
 
     known_blocks: int
