@@ -270,7 +270,8 @@ class WorkerMemory:
         for begin, end in (*others, (chunks, chunks)):
             if start < begin:
                 owned.append((start, begin))
-            start = max(start, end)
+            if start < end:
+                start = end
         return owned
 
     def _taken_over(self, chain: BlockRuns, in_dram: Found, tick: int) -> Found:

@@ -84,6 +84,6 @@ def append(stretches: list[Stretch], stretch: Stretch) -> None:
 def covers(stretches: Stretches, start: int, end: int) -> bool:
     """Whether they leave nothing out from `start` up to `end`."""
     for begins, ends in stretches:
-        if begins <= start:
-            start = max(start, ends)
+        if begins <= start < ends:
+            start = ends
     return start >= end
