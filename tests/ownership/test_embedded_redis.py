@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import redis
 
 from hetero_connector.errors import DirectoryError
 from ownership.embedded_redis import BINARY_VARIABLE, EmbeddedRedis, redis_server_binary
+from tests.ownership.fleet_of_processes import until
 
 
 def test_it_serves_who_knows_the_password_on_this_machine_alone() -> None:
@@ -40,6 +43,32 @@ def test_stopping_leaves_nothing_behind() -> None:
     server.stop()
     assert not Path(f"/proc/{pid}").exists()
     assert not folder.exists()
+
+
+def test_it_ends_with_an_owner_that_is_killed() -> None:
+    program = (
+        "from ownership.embedded_redis import EmbeddedRedis\n"
+        "print(EmbeddedRedis().start().pid, flush=True)\n"
+        "input()\n"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with owner:
+        assert owner.stdout is not None
+        pid = int(owner.stdout.readline())
+        folder = Path(f"/proc/{pid}/cwd").resolve()
+        assert folder.exists()
+        owner.kill()
+    until("the server and its folder are gone", lambda: not _runs(pid) and not folder.exists())
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"  # dead, though its new parent may never ask for it
 
 
 def test_a_server_that_ends_at_start_tells_its_log() -> None:
