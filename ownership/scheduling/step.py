@@ -23,11 +23,6 @@ class HeldPrefix(NamedTuple):
     """With its SSD too."""
 
     @property
-    def resident_tokens(self) -> int:
-        """Without touching a disk."""
-        return max(self.hbm_tokens, self.dram_tokens)
-
-    @property
     def local_tokens(self) -> int:
         """From any of its own tiers."""
         return max(self)
@@ -84,7 +79,10 @@ class Step:
     @property
     def resident_tokens(self) -> int:
         """The longest prefix in any one worker's HBM or DRAM."""
-        return max((x.resident_tokens for x in self.held.values()), default=0)
+        longest = 0
+        for held in self.held.values():
+            longest = max(longest, held.hbm_tokens, held.dram_tokens)
+        return longest
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class Replicating:
 
     def _held(self, chain: BlockRuns) -> dict[str, HeldPrefix]:
         up = (worker for worker in self._workers.values() if worker.up)
-        found = ((worker.name, worker.memory.held(chain, chain.num_blocks)) for worker in up)
+        found = ((worker.name, worker.memory.held(chain)) for worker in up)
         return {name: held for name, held in found if held is not None}
 
     def _ended(self, name: str, chunks: int) -> None:

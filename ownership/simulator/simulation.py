@@ -118,10 +118,11 @@ class FleetSimulation:
         decision = self._policy.decide(step, self._view)
         way = decision.way
         tally.decision_s.append(self._timer() - begun)
-        decoder, prefiller = (self.workers[decision.names[i]] for i in (way.decode, way.prefill))
+        decoder = self.workers[decision.names[way.decode]]
+        prefiller = self.workers[decision.names[way.prefill]]
         needed = self.shape.request_bytes(request.prompt_tokens + request.output_tokens)
-        fits = all(needed <= w.spec.capacity.hbm for w in (decoder, prefiller))
-        if decision.refusal is not None or not fits:
+        room = min(decoder.spec.capacity.hbm, prefiller.spec.capacity.hbm)
+        if decision.refusal is not None or needed > room:
             tally.refused += 1
             self.sessions.gave_up(request)
             return
@@ -147,12 +148,12 @@ class FleetSimulation:
             self._queue(request, prefiller)
 
     def _step(self, live: LiveSession, request: LiveRequest) -> Step:
-        limit = (request.prompt_tokens - 1) // self.shape.chunk_tokens
+        chain = request.chain.head((request.prompt_tokens - 1) // self.shape.chunk_tokens)
         held = {}
         for name, worker in self.workers.items():
             if not worker.up:
                 continue
-            prefix = worker.memory.held(request.chain, limit)
+            prefix = worker.memory.held(chain)
             if prefix is not None:
                 held[name] = prefix
         recorded = live.request(request.index)

@@ -122,23 +122,17 @@ class WorkerMemory:
         """The logical clock's moment."""
         return self._tick
 
-    def held(self, chain: BlockRuns, limit_chunks: int) -> HeldPrefix | None:
-        """Where a prompt could resume, by tier, as a scheduler is told; None: nowhere."""
-        hbm, (dram, ssd) = self.hbm.find(chain), self.stored(chain)
-        if not (hbm.chunks or dram.chunks or ssd.chunks):
+    def held(self, chain: BlockRuns) -> HeldPrefix | None:
+        """Where a prompt could resume, by tier, as a scheduler is told; None: nowhere. `chain`: up
+        to the last boundary at which it could at all."""
+        found = (self.hbm.find(chain), *self.stored(chain))
+        hbm, dram, ssd = [x.chunks for x in found]
+        if not (hbm or dram or ssd):
             return None
+        if self.shape.has_checkpoints:
+            hbm, dram, ssd = [x.deepest_checkpoint(x.chunks) for x in found]
         size = self.shape.chunk_tokens
-        if not self.shape.has_checkpoints:
-            in_dram = min(dram.chunks, limit_chunks) * size
-            anywhere = max(in_dram, min(ssd.chunks, limit_chunks) * size)
-            return HeldPrefix(min(hbm.chunks, limit_chunks) * size, in_dram, anywhere)
-        deepest = min(limit_chunks, max(dram.chunks, ssd.chunks))
-        anywhere = max(self.resumable(dram, deepest), self.resumable(ssd, deepest))
-        return HeldPrefix(
-            self.resumable(hbm, limit_chunks) * size,
-            self.resumable(dram, limit_chunks) * size,
-            anywhere * size,
-        )
+        return HeldPrefix(hbm * size, dram * size, max(dram, ssd) * size)
 
     def stored(self, chain: BlockRuns) -> tuple[Found, Found]:
         """What a restore finds in DRAM and on SSD."""

@@ -79,8 +79,11 @@ class Found(NamedTuple):
 
     def owned(self) -> list[tuple[int, int]]:
         """Stretches that are here and no replica: from where, up to where."""
-        ours = (run for run in self.path if run.owner is None and not run.gap)
-        return [(run.start, min(run.end, self.chunks)) for run in ours]
+        return [
+            (run.start, min(run.end, self.chunks))
+            for run in self.path
+            if run.owner is None and not run.gap
+        ]
 
     def checkpoints(self) -> Iterator[int]:
         """Boundaries on the way that have a checkpoint, the deepest first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.planner.boundaries import ChunkGrid
@@ -54,23 +55,23 @@ class StateShape:
             boundary_bytes,
         )
 
-    @property
+    @cached_property
     def model(self) -> ModelSpec:
         """The model's specification."""
         return self.layout.model
 
-    @property
+    @cached_property
     def chunk_tokens(self) -> int:
         """Tokens of a chunk."""
         return self.stored.tokens
 
-    @property
+    @cached_property
     def window_chunks(self) -> int:
         """Chunks before a boundary that the longest window reaches into; at least 1."""
         reach = max((layer.boundary_tokens for layer in self.model.layers), default=0)
         return max(1, -(-reach // self.chunk_tokens))
 
-    @property
+    @cached_property
     def has_checkpoints(self) -> bool:
         """Whether a request can resume only where boundary state was kept."""
         return bool(self.boundary_bytes)
@@ -91,7 +92,7 @@ class StateShape:
         """Pages that a running request needs for so many tokens, on one rank."""
         return -(-tokens // self.page_tokens) * self.page_bytes + self.pages.checkpoint_bytes
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """Of one page in all layers, on one rank."""
         return self.page_tokens * self.page_bytes_per_token
