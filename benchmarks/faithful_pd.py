@@ -8,10 +8,12 @@ evicted. The simulator plays them under `static_pd`, by a clock of steps. Tokens
 bytes moved by flow and state type are compared server by server.
 
 Times are compared with a second simulation, whose steps take what `heterocache calibrate` has
-measured here just before, and whose hand-overs what those of other sessions took, played before:
-what their first tokens were late by is HTTP three times, the proxy, the prefiller's answer, and the
-directory until the decoder finds what it claims. Compared are first tokens as the client sees
-them, and of each session all answers together, for thinking is left out.
+measured here just before, and whose hand-overs and decodes what those of other sessions took,
+played before. What their first tokens were late by is HTTP three times, the proxy, the prefiller's
+answer, and the directory until the decoder finds what it claims; what later tokens were late by is
+the company: two servers, a proxy and a client share the cores that calibration had for itself.
+Compared are first tokens as the client sees them, and of each session all answers together, for
+thinking is left out.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few sessions; writes no results")
     parser.add_argument("--models", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     given = parser.parse_args()
-    sessions = 2 if given.quick else 5
+    sessions = 2 if given.quick else 8
     found = {model: compare(model, sessions, timed=True) for model in given.models}
     figures = {model: headline(*pair) for model, pair in found.items()}
     tables = [f"{model}\n{report(*pair)}" for model, pair in found.items()]
@@ -119,21 +121,20 @@ def compare(
     twin = simulated(facts, trace, by_steps)
     with tempfile.TemporaryDirectory() as folder:
         profile: CostProfile | None = None
-        taken_s: Mapping[RequestName, float] = {}
         if timed:
             arguments = engine_arguments(model) | limits
             profile = calibrated(model, arguments, {"chunk_tokens": 32}, Path(folder))
         fleet = fleet_of(model, CHECKPOINTS, Path(folder), extra=extra, engine_args=limits)
         with fleet as running:
-            if timed:
-                taken_s = play(running, other, seed=1)[DECODE].ttft_s
+            if profile is not None:
+                free = timed_by(facts, profile, other)
+                profile = in_company(profile, other, play(running, other, seed=1)[DECODE], free)
+                print(f"{profile.overhead}\n{profile.handover}", file=sys.stderr)
                 for server in running.servers:
                     server.reset_prefix_cache()
             real = play(running, trace)
     if profile is not None:
-        handover = handing_over(other, taken_s, timed_by(facts, profile, other).ttft_s)
-        print(f"{profile.overhead}\n{handover}", file=sys.stderr)
-        times = timed_by(facts, replace(profile, handover=handover), trace)
+        times = timed_by(facts, profile, trace)
         twin[DECODE] = replace(twin[DECODE], ttft_s=times.ttft_s, session_s=times.session_s)
     return real, twin
 
@@ -150,6 +151,37 @@ def timed_by(facts: EngineFacts, profile: CostProfile, trace: Trace) -> Account:
     """What the simulator says a client sees, where all takes what a profile says."""
     costs = profile.cost_model(facts.model.state_types, step_tokens=facts.limits.step_tokens)
     return simulated(facts, trace, costs)[DECODE]
+
+
+def in_company(profile: CostProfile, trace: Trace, real: Account, free: Account) -> CostProfile:
+    """The profile with what hand-overs and decodes took more than it says.
+
+    `free`: the same sessions, simulated by the profile as it is.
+    """
+    delays = profile.interference
+    assert delays is not None
+    late_s = decoding_late(trace, real, free)
+    return replace(
+        profile,
+        handover=handing_over(trace, real.ttft_s, free.ttft_s),
+        interference=delays._replace(step_s=max(0.0, delays.step_s + late_s)),
+    )
+
+
+def decoding_late(trace: Trace, real: Account, free: Account) -> float:
+    """Seconds by which tokens after the first came later than simulated; by session, the median."""
+    late_s = []
+    for number, session in enumerate(trace):
+        tokens = sum(request.output_tokens - 1 for request in session.requests)
+        if tokens:
+            took_s, said_s = (_decoding_s(account, number) for account in (real, free))
+            late_s.append((took_s - said_s) / tokens)
+    return median(late_s)
+
+
+def _decoding_s(account: Account, session: int) -> float:
+    first_s = sum(s for (number, _), s in account.ttft_s.items() if number == session)
+    return account.session_s[session] - first_s
 
 
 def handing_over(

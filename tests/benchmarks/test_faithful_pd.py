@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.faithful_pd import handing_over, one_by_one
+from benchmarks.accounts import Account
+from benchmarks.faithful_pd import decoding_late, handing_over, one_by_one
 from hetero_connector.planner.request_overhead import HandOver
 from ownership.simulator.traces.session import Session
 from tests.ownership.simulator.small_fleets import prompt, trace_of
@@ -36,3 +37,15 @@ def test_handing_over_is_what_first_tokens_were_late_by() -> None:
     free_s = {(0, 0): 0.1, (0, 1): 0.2, (1, 0): 0.3}
     taken_s = {(0, 0): 0.1 + 0.0756, (0, 1): 0.2 + 0.1524, (1, 0): 0.3 + 0.1012}
     assert handing_over(trace, taken_s, free_s) == pytest.approx(HandOver(0.05, 1e-4))
+
+
+def test_decoding_is_late_by_what_answers_took_behind_their_first_tokens() -> None:
+    turns = (prompt(0, 256, output=11), prompt(0, 512, output=21, **follows(0, 2.0)))
+    others = [Session(name, (prompt(9, 512, output=11),), 9.0) for name in "bc"]
+    one_token = Session("d", (prompt(9, 512, output=1),), 19.0)
+    trace = trace_of(Session("a", turns, 0.0), *others, one_token)
+    first_s = {(0, 0): 0.1, (0, 1): 0.1, (1, 0): 0.1, (2, 0): 0.1, (3, 0): 0.1}
+    simulated = Account({}, {}, first_s, [0.2 + 30 * 0.01, 0.1 + 10 * 0.01, 0.1 + 10 * 0.01, 0.1])
+    later_s = {name: 2 * s for name, s in first_s.items()}
+    took = Account({}, {}, later_s, [0.4 + 30 * 0.014, 0.2 + 10 * 0.013, 0.2 + 10 * 0.05, 0.2])
+    assert decoding_late(trace, took, simulated) == pytest.approx(0.004)
