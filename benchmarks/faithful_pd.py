@@ -9,11 +9,8 @@ bytes moved by flow and state type are compared server by server.
 
 Times are compared with a second simulation, whose steps take what `heterocache calibrate` has
 measured here just before, and whose hand-overs and decodes what those of other sessions took,
-played before. What their first tokens were late by is HTTP three times, the proxy, the prefiller's
-answer, and the directory until the decoder finds what it claims; what later tokens were late by is
-the company: two servers, a proxy and a client share the cores that calibration had for itself.
-Compared are first tokens as the client sees them, and of each session all answers together, for
-thinking is left out.
+played before and after (`company`). Compared are first tokens as the client sees them, and of each
+session all answers together, for thinking is left out.
 """
 
 from __future__ import annotations
@@ -23,11 +20,11 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 from benchmarks.accounts import (
@@ -42,6 +39,7 @@ from benchmarks.accounts import (
     scraped,
 )
 from benchmarks.closed_loop import SessionText
+from benchmarks.company import Played, in_company
 from benchmarks.engine_process import CHECKPOINTS, EngineProcess
 from benchmarks.faithful import SESSIONS, calibrated
 from benchmarks.faithful import plain as plain_account
@@ -52,7 +50,6 @@ from examples.disaggregated_prefill.fleet import Fleet, fleet_of, value
 from examples.serving import Server, engine_arguments
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.cost_profile import CostProfile
-from hetero_connector.planner.request_overhead import HandOver
 from ownership.scheduling.fleet import Role
 from ownership.simulator.traces.session import Request, Trace
 from ownership.simulator.traces.starts import PoissonStarts
@@ -73,6 +70,8 @@ ONE_BY_ONE = SESSIONS.replaced(
 """With so much between two turns no two requests meet."""
 _TOLD_WITHIN_S = 30.0
 _POLL_S = 0.2
+_OTHERS = 5
+"""Sessions that teach what company costs, before those that are judged and after."""
 
 
 class Setting(NamedTuple):
@@ -116,27 +115,30 @@ def compare(
     extra = {"dram_gib": 0.25, "checkpoints": "full", "chunk_tokens": 32}
     with EngineProcess(model, extra, FaithfulEngine, **limits) as engine:
         facts: EngineFacts = engine.call("facts")
-    trace, other = (drawn(facts.chunk_tokens, sessions, number) for number in (seed, seed + 1))
+    trace = drawn(facts.chunk_tokens, sessions, seed)
+    before, after = (drawn(facts.chunk_tokens, _OTHERS, seed + n) for n in (1, 2))
     by_steps = steps_alone_cost(facts.model, facts.limits.step_tokens, STEP_S)
     twin = simulated(facts, trace, by_steps)
     with tempfile.TemporaryDirectory() as folder:
-        profile: CostProfile | None = None
         if timed:
             arguments = engine_arguments(model) | limits
             profile = calibrated(model, arguments, {"chunk_tokens": 32}, Path(folder))
+        traces = [before, trace, after] if timed else [trace]
         fleet = fleet_of(model, CHECKPOINTS, Path(folder), extra=extra, engine_args=limits)
         with fleet as running:
-            if profile is not None:
-                free = timed_by(facts, profile, other)
-                profile = in_company(profile, other, play(running, other, seed=1)[DECODE], free)
-                print(f"{profile.overhead}\n{profile.handover}", file=sys.stderr)
-                for server in running.servers:
-                    server.reset_prefix_cache()
-            real = play(running, trace)
-    if profile is not None:
-        times = timed_by(facts, profile, trace)
-        twin[DECODE] = replace(twin[DECODE], ttft_s=times.ttft_s, session_s=times.session_s)
-    return real, twin
+            played = [play(running, each, seed=number) for number, each in enumerate(traces)]
+    if not timed:
+        return played[0], twin
+    others = [
+        Played(each, took[DECODE], timed_by(facts, profile, each))
+        for each, took in zip(traces, played, strict=True)
+        if each is not trace
+    ]
+    profile = in_company(profile, others)
+    print(f"{profile.overhead}\n{profile.handover}", file=sys.stderr)
+    times = timed_by(facts, profile, trace)
+    twin[DECODE] = replace(twin[DECODE], ttft_s=times.ttft_s, session_s=times.session_s)
+    return played[1], twin
 
 
 def drawn(block_tokens: int, sessions: int, seed: int) -> Trace:
@@ -153,50 +155,6 @@ def timed_by(facts: EngineFacts, profile: CostProfile, trace: Trace) -> Account:
     return simulated(facts, trace, costs)[DECODE]
 
 
-def in_company(profile: CostProfile, trace: Trace, real: Account, free: Account) -> CostProfile:
-    """The profile with what hand-overs and decodes took more than it says.
-
-    `free`: the same sessions, simulated by the profile as it is.
-    """
-    delays = profile.interference
-    assert delays is not None
-    late_s = decoding_late(trace, real, free)
-    return replace(
-        profile,
-        handover=handing_over(trace, real.ttft_s, free.ttft_s),
-        interference=delays._replace(step_s=max(0.0, delays.step_s + late_s)),
-    )
-
-
-def decoding_late(trace: Trace, real: Account, free: Account) -> float:
-    """Seconds by which tokens after the first came later than simulated; by session, the median."""
-    late_s = []
-    for number, session in enumerate(trace):
-        tokens = sum(request.output_tokens - 1 for request in session.requests)
-        if tokens:
-            took_s, said_s = (_decoding_s(account, number) for account in (real, free))
-            late_s.append((took_s - said_s) / tokens)
-    return median(late_s)
-
-
-def _decoding_s(account: Account, session: int) -> float:
-    first_s = sum(s for (number, _), s in account.ttft_s.items() if number == session)
-    return account.session_s[session] - first_s
-
-
-def handing_over(
-    trace: Trace, taken_s: Mapping[RequestName, float], free_s: Mapping[RequestName, float]
-) -> HandOver:
-    """From first tokens: what they took, and what they would if handing over were free."""
-    sessions = list(trace)
-    return HandOver.fitted(
-        [
-            (sessions[session].requests[index].input_tokens, seconds - free_s[session, index])
-            for (session, index), seconds in taken_s.items()
-        ]
-    )
-
-
 def simulated(facts: EngineFacts, trace: Trace, costs: CostModel) -> Accounts:
     """The simulator's accounts."""
     worker = facts.worker(costs, 1e9)
@@ -210,12 +168,15 @@ def simulated(facts: EngineFacts, trace: Trace, costs: CostModel) -> Accounts:
 
 
 def play(fleet: Fleet, trace: Trace, seed: int = 0) -> Accounts:
-    """Send a trace through the proxy, a request when the one before it is answered and told.
+    """Send a trace through the proxy, a request when the one before it is answered and told, to
+    servers whose own caches are empty.
 
     `seed`: of what the trace leaves open, its text.
     """
     (prefiller,) = fleet.prefillers
     servers = {PREFILL: prefiller, DECODE: fleet.decoder}
+    for server in servers.values():
+        server.reset_prefix_cache()
     before = {name: scraped(server) for name, server in servers.items()}
     texts = [SessionText(session, number, seed) for number, session in enumerate(trace)]
     ttft_s: dict[RequestName, float] = {}
@@ -294,6 +255,7 @@ def _all_told(server: Server) -> bool:
 def headline(real: Accounts, twin: Accounts) -> dict[str, float | bool]:
     """Ratios are simulated over real."""
     times = {what: simulated_s / real_s for what, real_s, simulated_s in _medians(real, twin)}
+    times |= {f"{what}_one_by_one": median(ratios) for what, ratios in _ratios(real, twin)}
     return rounded(times) | {
         f"{name}_{what}_equal": getattr(real[name], what) == getattr(twin[name], what)
         for name in real
@@ -312,6 +274,10 @@ def report(real: Accounts, twin: Accounts) -> str:
         for what, a, b in _medians(real, twin)
     ]
     rows += [
+        (f"{what}, one by one", "", "", "{:.2f}, {:.2f}, {:.2f}".format(*quantiles(ratios, n=4)))
+        for what, ratios in _ratios(real, twin)
+    ]
+    rows += [
         (f"{name}: {what}", *told)
         for name in real
         for what, *told in compared(real[name], twin[name])
@@ -323,6 +289,13 @@ def _medians(real: Accounts, twin: Accounts) -> Iterator[tuple[str, float, float
     one, other = real[DECODE], twin[DECODE]
     yield "ttft", median(one.ttft_s.values()), median(other.ttft_s.values())
     yield "session", median(one.session_s), median(other.session_s)
+
+
+def _ratios(real: Accounts, twin: Accounts) -> Iterator[tuple[str, list[float]]]:
+    """Simulated over real, of each request and of each session."""
+    one, other = real[DECODE], twin[DECODE]
+    yield "ttft", [other.ttft_s[name] / seconds for name, seconds in one.ttft_s.items()]
+    yield "session", [b / a for a, b in zip(one.session_s, other.session_s, strict=True)]
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.accounts import Account
-from benchmarks.faithful_pd import decoding_late, handing_over, one_by_one
+from benchmarks.company import Played, decoding_late, handing_over
+from benchmarks.faithful_pd import one_by_one
 from hetero_connector.planner.request_overhead import HandOver
 from ownership.simulator.traces.session import Session
 from tests.ownership.simulator.small_fleets import prompt, trace_of
@@ -36,7 +37,8 @@ def test_handing_over_is_what_first_tokens_were_late_by() -> None:
     trace = trace_of(Session("a", turns, 0.0), Session("b", (prompt(9, 512),), 9.0))
     free_s = {(0, 0): 0.1, (0, 1): 0.2, (1, 0): 0.3}
     taken_s = {(0, 0): 0.1 + 0.0756, (0, 1): 0.2 + 0.1524, (1, 0): 0.3 + 0.1012}
-    assert handing_over(trace, taken_s, free_s) == pytest.approx(HandOver(0.05, 1e-4))
+    real, free = (Account({}, {}, first_s, ()) for first_s in (taken_s, free_s))
+    assert handing_over([Played(trace, real, free)]) == pytest.approx(HandOver(0.05, 1e-4))
 
 
 def test_decoding_is_late_by_what_answers_took_behind_their_first_tokens() -> None:
@@ -48,4 +50,4 @@ def test_decoding_is_late_by_what_answers_took_behind_their_first_tokens() -> No
     simulated = Account({}, {}, first_s, [0.2 + 30 * 0.01, 0.1 + 10 * 0.01, 0.1 + 10 * 0.01, 0.1])
     later_s = {name: 2 * s for name, s in first_s.items()}
     took = Account({}, {}, later_s, [0.4 + 30 * 0.014, 0.2 + 10 * 0.013, 0.2 + 10 * 0.05, 0.2])
-    assert decoding_late(trace, took, simulated) == pytest.approx(0.004)
+    assert decoding_late([Played(trace, took, simulated)]) == pytest.approx(0.004)
