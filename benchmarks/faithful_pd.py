@@ -71,7 +71,8 @@ ONE_BY_ONE = SESSIONS.replaced(
 _TOLD_WITHIN_S = 30.0
 _POLL_S = 0.2
 _OTHERS = 5
-"""Sessions that teach what company costs, before those that are judged and after."""
+"""Sessions that teach what company costs, with one text before those that are judged, with another
+after."""
 
 
 class Setting(NamedTuple):
@@ -116,24 +117,21 @@ def compare(
     with EngineProcess(model, extra, FaithfulEngine, **limits) as engine:
         facts: EngineFacts = engine.call("facts")
     trace = drawn(facts.chunk_tokens, sessions, seed)
-    before, after = (drawn(facts.chunk_tokens, _OTHERS, seed + n) for n in (1, 2))
+    other = drawn(facts.chunk_tokens, _OTHERS, seed + 1)
     by_steps = steps_alone_cost(facts.model, facts.limits.step_tokens, STEP_S)
     twin = simulated(facts, trace, by_steps)
     with tempfile.TemporaryDirectory() as folder:
         if timed:
             arguments = engine_arguments(model) | limits
             profile = calibrated(model, arguments, {"chunk_tokens": 32}, Path(folder))
-        traces = [before, trace, after] if timed else [trace]
+        traces = [other, trace, other] if timed else [trace]
         fleet = fleet_of(model, CHECKPOINTS, Path(folder), extra=extra, engine_args=limits)
         with fleet as running:
             played = [play(running, each, seed=number) for number, each in enumerate(traces)]
     if not timed:
         return played[0], twin
-    others = [
-        Played(each, took[DECODE], timed_by(facts, profile, each))
-        for each, took in zip(traces, played, strict=True)
-        if each is not trace
-    ]
+    free = timed_by(facts, profile, other)
+    others = [Played(other, took[DECODE], free) for took in (played[0], played[2])]
     profile = in_company(profile, others)
     print(f"{profile.overhead}\n{profile.handover}", file=sys.stderr)
     times = timed_by(facts, profile, trace)
