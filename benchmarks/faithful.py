@@ -113,8 +113,7 @@ def compare(model: str, sessions: int) -> Pair:
         "num_gpu_blocks_override": setting.num_blocks,
     }
     with tempfile.TemporaryDirectory() as folder:
-        as_here = arguments | {"distributed_executor_backend": "uni"}
-        profile = calibrated(model, as_here, setting.extra, Path(folder))
+        profile = calibrated(model, arguments, setting.extra, Path(folder))
         with EngineProcess(model, extra, FaithfulEngine, **arguments) as engine:
             facts: EngineFacts = engine.call("facts")
             trace = trace_of(facts.chunk_tokens, sessions)

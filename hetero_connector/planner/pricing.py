@@ -93,7 +93,7 @@ class Pricing:
     def least_s(self, resume: float) -> float:
         """What no restore that resumes there or earlier can cost less than: computing the rest.
 
-        The more is left, the longer `_compute` takes. Less what rounding may do, so that equals
+        The more is left, the longer `_compute_s` is. Less what rounding may do, so that equals
         are compared by their prices.
         """
         compute_s = self._compute_s(resume)
