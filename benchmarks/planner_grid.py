@@ -163,7 +163,7 @@ def _measure_cell(engine: EngineProcess, cell: Cell, prompt: list[int], repeats:
     resumed: dict[str, list[int]] = {policy: [] for policy in _POLICIES}
     order = random.Random(repr(cell))
     for _ in range(_MOST_TURNS):
-        for policy in order.sample(_POLICIES, len(_POLICIES)):  # so that none follows another
+        for policy in order.sample(_POLICIES, len(_POLICIES)):  # none behind another each time
             least, enough_s = (_CUT_TURNS, _CUT_S) if policy in _CUTS else (repeats, _COMPARED_S)
             if len(times[policy]) >= least and sum(times[policy]) > enough_s:
                 continue  # for good: a policy's turns have no gaps
