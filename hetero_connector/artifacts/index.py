@@ -18,8 +18,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import TypeVar
 
-from hetero_connector.artifacts.nodes import Artifact as Artifact
-from hetero_connector.artifacts.nodes import Node as Node
+from hetero_connector.artifacts.nodes import Artifact, Node
 from hetero_connector.artifacts.record import (
     ROOT,
     ArtifactId,
@@ -30,8 +29,7 @@ from hetero_connector.artifacts.record import (
     StoredChunk,
     Tier,
 )
-from hetero_connector.artifacts.standing import Standing as Standing
-from hetero_connector.artifacts.standing import may_leave_a_gap, standing
+from hetero_connector.artifacts.standing import Standing, may_leave_a_gap, standing
 from hetero_connector.spec.state_types import StateType
 
 MAX_TAILS = 32

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 
-from hetero_connector.artifacts.index import Artifact, Node
+from hetero_connector.artifacts.nodes import Artifact, Node
 from hetero_connector.spec.state_types import Family
 from hetero_connector.store.reading import padded
 from hetero_connector.store.write_budget import WriteBudget

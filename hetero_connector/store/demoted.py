@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from hetero_connector.artifacts.index import Artifact, Standing
+from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.artifacts.record import Tier
+from hetero_connector.artifacts.standing import Standing
 from hetero_connector.spec.state_types import StateType
 
 _CAPACITY = 16_384

@@ -14,7 +14,8 @@ from itertools import count
 from math import log2
 from typing import Protocol
 
-from hetero_connector.artifacts.index import Artifact, Standing
+from hetero_connector.artifacts.nodes import Artifact
+from hetero_connector.artifacts.standing import Standing
 from hetero_connector.store.base import EvictionName
 from hetero_connector.store.seconds_saved import SecondsSaved
 

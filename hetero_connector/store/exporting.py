@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from hetero_connector.artifacts.exported import ExportChange, ExportedCopy
-from hetero_connector.artifacts.index import Artifact
+from hetero_connector.artifacts.nodes import Artifact
 
 _MAX_CHANGES = 1 << 16
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hetero_connector.artifacts.index import Artifact
+from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.artifacts.record import ChunkKey
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Wanted

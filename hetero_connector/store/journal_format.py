@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hetero_connector.artifacts.index import Artifact
+from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, SlotRef
 from hetero_connector.errors import FormatError, StoreError
 from hetero_connector.spec.state_types import StateType

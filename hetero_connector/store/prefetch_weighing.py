@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hetero_connector.artifacts.index import Artifact
+from hetero_connector.artifacts.nodes import Artifact
 
 BATCH_BYTES = 4 << 20
 """In flight at once, or one artifact if that is larger: what a restore may find ahead of it."""

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from hetero_connector.artifacts.index import Artifact, Node
+from hetero_connector.artifacts.nodes import Artifact, Node
 from hetero_connector.artifacts.record import StoredChunk, Tier
 from hetero_connector.spec.state_types import Family, StateType
 from hetero_connector.store.base import Failure, Wanted

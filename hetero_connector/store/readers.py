@@ -15,8 +15,9 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from hetero_connector.artifacts.index import Artifact, Node, Standing
+from hetero_connector.artifacts.nodes import Artifact, Node
 from hetero_connector.artifacts.record import ChunkKey
+from hetero_connector.artifacts.standing import Standing
 from hetero_connector.store.eviction import EvictionPolicy
 
 _CAPACITY = 4_096

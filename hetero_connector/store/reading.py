@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hetero_connector.artifacts.index import Artifact
+from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.artifacts.record import SlotRef, Tier
 from hetero_connector.store.base import Failure
 from hetero_connector.store.slots import SLOT_ALIGNMENT

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
-from hetero_connector.artifacts.index import Artifact
+from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.store.demoted import Demoted

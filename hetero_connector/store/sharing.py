@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 from hetero_connector.artifacts.exported import ExportChange
-from hetero_connector.artifacts.index import Artifact
+from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.store.exporting import as_it_stands
 from hetero_connector.store.peers import PeerPort

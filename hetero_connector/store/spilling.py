@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hetero_connector.artifacts.index import Artifact
+from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.artifacts.record import SlotRef, Tier
 from hetero_connector.errors import StoreError
 from hetero_connector.store.admission import (

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hetero_connector.artifacts.index import Artifact
+from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import SlotRef, StoredChunk, Tier
 from hetero_connector.metrics import Recorder

@@ -12,8 +12,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hetero_connector.artifacts.index import Artifact, Node, PrefixIndex, Standing
+from hetero_connector.artifacts.index import PrefixIndex
+from hetero_connector.artifacts.nodes import Artifact, Node
 from hetero_connector.artifacts.record import ArtifactId, SlotRef, StoredChunk, Tier
+from hetero_connector.artifacts.standing import Standing
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import Family, StateType
 from hetero_connector.store.base import EvictionName

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from hetero_connector.artifacts.index import Artifact, Standing
+from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange, Tier
+from hetero_connector.artifacts.standing import Standing
 from tests.artifacts.test_prefix_index import CHUNK, DENSE, WINDOW, A, B, C, Tree, chunk, slot
 
 D = chunk("d", C)

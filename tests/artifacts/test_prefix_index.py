@@ -1,8 +1,10 @@
 import pytest
 
 from hetero_connector.artifacts import index
-from hetero_connector.artifacts.index import Artifact, PrefixIndex, Standing
+from hetero_connector.artifacts.index import PrefixIndex
+from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkRange, SlotRef, Tier
+from hetero_connector.artifacts.standing import Standing
 from hetero_connector.spec.state_types import StateType
 
 DENSE, WINDOW = StateType.DENSE_KV, StateType.WINDOW_SWA

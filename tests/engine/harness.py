@@ -26,7 +26,7 @@ from prometheus_client import REGISTRY
 from examples.checkpoints import write_checkpoint
 from examples.cpu_kernels import why_not
 from examples.serving import engine_arguments, kv_transfer_config
-from hetero_connector.artifacts.index import Artifact
+from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.engine.scheduler_side import SchedulerSide
 from hetero_connector.spec import Family, StateType
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hetero_connector.artifacts.index import Standing
 from hetero_connector.artifacts.record import ArtifactId, Tier
+from hetero_connector.artifacts.standing import Standing
 from hetero_connector.spec import StateType
 from ownership.directory import Holding
 from tests.engine.fakes import DENSE, HYBRID, FakeRequest

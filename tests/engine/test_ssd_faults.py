@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hetero_connector.artifacts.index import Artifact
+from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.spec import StateType
 from tests.engine.harness import (
     Completion,

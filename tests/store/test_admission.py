@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 from filling import CHUNK_BYTES, DENSE, SIZES, WINDOW, Bench, Disk, begin, chain, ids_of, put, until
 
-from hetero_connector.artifacts.index import Artifact, Node
+from hetero_connector.artifacts.nodes import Artifact, Node
 from hetero_connector.artifacts.record import ChunkRange
 from hetero_connector.metrics import COUNTERS, GAUGES
 from hetero_connector.spec.state_types import StateType

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_connector.artifacts.index import Artifact, Node, Standing
+from hetero_connector.artifacts.nodes import Artifact, Node
 from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange
+from hetero_connector.artifacts.standing import Standing
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store import eviction
 from hetero_connector.store.base import EvictionName

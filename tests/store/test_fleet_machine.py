@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 from test_store_machine import DEPTH, TRUNKS, StoreMachine, chains
 
-from hetero_connector.artifacts.index import Artifact, Node, Standing
+from hetero_connector.artifacts.nodes import Artifact, Node
 from hetero_connector.artifacts.record import ArtifactId, Tier
+from hetero_connector.artifacts.standing import Standing
 from hetero_connector.store.peers import KnownPeers, PeerAccess
 from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 

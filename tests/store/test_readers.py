@@ -11,7 +11,7 @@ from filling import SIZES, Bench, Disk, begin, chain, ids_of, put, stored, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_connector.artifacts.index import Node
+from hetero_connector.artifacts.nodes import Node
 from hetero_connector.artifacts.record import ROOT, ChunkRange
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.readers import Readers

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hetero_connector.artifacts.index import Node
+from hetero_connector.artifacts.nodes import Node
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange, Tier
 from hetero_connector.metrics import COUNTERS
 from hetero_connector.store.artifact_store import ArtifactStore

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from hetero_connector.artifacts.index import Artifact, Node
+from hetero_connector.artifacts.nodes import Artifact, Node
 from hetero_connector.artifacts.record import ROOT, ChunkRange, SlotRef, Tier
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.think_times import ThinkTimes

@@ -6,8 +6,9 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from hetero_connector.artifacts.index import Artifact, Node, Standing
+from hetero_connector.artifacts.nodes import Artifact, Node
 from hetero_connector.artifacts.record import ROOT, ChunkRange
+from hetero_connector.artifacts.standing import Standing
 from hetero_connector.spec.state_types import StateType
 from ownership.simulator.traces.block_runs import BlockRuns
 

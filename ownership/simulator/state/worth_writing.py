@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from hetero_connector.artifacts.index import Artifact, Node
+from hetero_connector.artifacts.nodes import Artifact, Node
 from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange, SlotRef, Tier
 from hetero_connector.spec.state_types import Family, StateType
 from hetero_connector.store.admission import Admission
