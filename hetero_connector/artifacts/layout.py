@@ -105,7 +105,8 @@ class ArtifactLayout:
             return self.artifact_bytes(state_type, 0, self.chunk_tokens)
         step = self.model.handoff_step
         reach = max((layer.window or 0) for layer in self.model.layers_of(state_type))
-        boundaries = range(step, reach + 2 * step, step)
+        # A window may begin anywhere in a page: it needs most of them at some place on their grid.
+        boundaries = range(step, reach + self.model.alignment + 2 * step, step)
         return max(self.artifact_bytes(state_type, 0, b) for b in boundaries)
 
 

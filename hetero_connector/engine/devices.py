@@ -39,6 +39,10 @@ class Device(Protocol):
         """Make the arena fit for asynchronous copies; once per process."""
         ...
 
+    def unpin(self) -> None:
+        """Undo that, before the arena goes."""
+        ...
+
     def after_forward_so_far(self) -> None:
         """Copies issued from now run after what the forward has issued."""
         ...
@@ -128,6 +132,9 @@ class HostDevice:
     def pin(self, arena: ByteArray) -> None:
         """Nothing to pin."""
 
+    def unpin(self) -> None:
+        """Nothing was."""
+
     def after_forward_so_far(self) -> None:
         """Always so."""
 
@@ -175,6 +182,13 @@ class CudaDevice:
                 f"{status}; lower dram_gib or raise the locked-memory limit (ulimit -l)"
             )
         self._pinned = address
+
+    def unpin(self) -> None:
+        """Undo `pin` once no copy is under way: pages that are locked stay with their driver."""
+        if self._pinned is not None:
+            self._stream.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self._pinned)
+            self._pinned = None
 
     def after_forward_so_far(self) -> None:
         """The side stream waits for the current one."""

@@ -139,10 +139,14 @@ def _tp_extras(any_tp: bool) -> dict[str, str]:
 
 
 def _extras(config: VllmConfig, geometry: WorkerGeometry) -> dict[str, str]:
+    model = config.model_config
     extras: dict[str, Any] = {
         "device": geometry.device,
+        # By it vLLM chooses LongRoPE's factors and Llama 4's attention temperature.
+        "max_model_len": model.max_model_len,
+        "attention_temperature": model.override_generation_config.get("attn_temperature_tuning"),
         "load_format": config.load_config.load_format,
-        "seed": config.model_config.seed if config.load_config.load_format == "dummy" else "",
+        "seed": model.seed if config.load_config.load_format == "dummy" else "",
         "calculate_kv_scales": getattr(config.cache_config, "calculate_kv_scales", ""),
         "expert_parallel": config.parallel_config.enable_expert_parallel,
     }

@@ -26,30 +26,43 @@ logger = logging.getLogger("vllm.heterocache")
 
 
 class LoraDigests:
-    """Content digest of each adapter, pinned when its id is first seen.
+    """Content digest of each adapter, as long as its id stands for the same content.
 
-    vLLM keeps the weights it loaded under an adapter id even if the files change, so
-    the digest is taken once per id.
+    vLLM loads an adapter's files when it first needs them, again after it had to drop the weights,
+    and in place of them where a request says so. Once files were seen to differ from those that
+    the id stood for first, nobody can say here which of them an engine computes with: requests
+    with that id are not cached any more.
     """
 
     def __init__(self) -> None:
         self._by_id: dict[int, bytes | None] = {}
+        """None: it has stood for different content."""
+        self._said: set[int] = set()
 
     def of(self, request: Request) -> bytes | None:
         """b"" for a request without an adapter; None if the adapter cannot be identified."""
         lora = request.lora_request
         if lora is None:
             return b""
-        if lora.lora_int_id not in self._by_id:
-            self._by_id[lora.lora_int_id] = self._digest(lora.lora_name, lora.lora_path)
-        return self._by_id[lora.lora_int_id]
-
-    def _digest(self, name: str, path: str) -> bytes | None:
-        try:
-            return lora_digest(locate_model(path).path)
-        except (IdentityError, OSError) as error:
-            logger.warning("requests with adapter %r are not cached: %s", name, error)
+        number, known = lora.lora_int_id, self._by_id.get(lora.lora_int_id, b"")
+        if known is None:
             return None
+        try:
+            digest = lora_digest(locate_model(lora.lora_path).path)  # of each file once
+        except (IdentityError, OSError) as error:  # it may be on its way: asked again next time
+            self._say(number, lora.lora_name, str(error))
+            return None
+        if known not in (b"", digest):
+            self._by_id[number] = None
+            self._say(number, lora.lora_name, "its files changed; load them under another name")
+            return None
+        self._by_id[number] = digest
+        return digest
+
+    def _say(self, number: int, name: str, reason: str) -> None:
+        if number not in self._said:
+            self._said.add(number)
+            logger.warning("requests with adapter %r are not cached: %s", name, reason)
 
 
 def extra_keys(request: Request, lora: bytes) -> Callable[[int, int], bytes]:

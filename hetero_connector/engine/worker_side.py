@@ -201,6 +201,10 @@ class WorkerSide:
     def close(self) -> None:
         """Stop the loading thread and let go of the arena."""
         self._pipeline.close()
+        if self._arena is not None:
+            self._device_().unpin()
+            arena, self._arena = self._arena, None
+            arena.close()
 
     def _device_(self) -> Device:
         assert self._device is not None, "register_kv_caches was not called"

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hetero_connector.errors import StoreInUseError
@@ -60,7 +60,8 @@ class DirectoryLock:
         """Idempotent."""
         if self._fd is not None:
             fd, self._fd = self._fd, None
-            os.utime(fd)
+            with suppress(OSError):  # a file system that has become read-only
+                os.utime(fd)
             os.close(fd)
 
 

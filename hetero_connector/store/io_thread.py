@@ -141,8 +141,9 @@ class IoThread:
                 self._touch()
 
     def _check_files(self) -> None:
-        if self._ssd is not None and not self._ssd.directory.in_place():
-            self._health.give_up("its files were deleted under this engine")
+        reason = None if self._ssd is None else self._ssd.directory.why_lost()
+        if reason is not None:
+            self._health.give_up(reason)
 
     def _finished(self) -> bool:
         state = self._state
@@ -159,7 +160,9 @@ class IoThread:
             if state.has_loads or state.closing or self._rows.due:
                 return
             timeout_s = min(_IDLE_S, self._prefetcher.wake_s - state.clock())
-            if state.spills:
+            if self._spiller.waits_for_rows:
+                timeout_s = min(timeout_s, self._rows.retry_s - state.clock())
+            elif state.spills:
                 due_s = 0.0 if state.flushing else state.spills[0].due_s
                 timeout_s = min(timeout_s, due_s - state.clock())
             if timeout_s > 0:
@@ -199,7 +202,6 @@ class IoThread:
             logger.warning("the order of use was not noted: %s", e)
 
     def _close(self) -> bool:
-        self._spiller.close()
         closing = [x for x in (self._peer_reader, self._adopter) if x is not None]
         let_go = [x.close(_PEER_CLOSE_S) for x in closing]
         return self._close_ssd() and all(let_go)
@@ -213,9 +215,11 @@ class IoThread:
         except StoreError as e:
             # Worth a line, not a failure: a row too many is found out by its checksum.
             logger.warning("the journal lacks the latest changes: %s", e)
+        remaining_s = max(0.1, min(10.0, self._stop_by_s - self._state.clock()))
+        if not self._ssd.transfer.close(remaining_s):
+            return False  # the files stay open, and so must the arena
         try:
-            remaining_s = max(0.1, min(10.0, self._stop_by_s - self._state.clock()))
-            return self._ssd.close(remaining_s)
+            self._ssd.directory.close()
         except (StoreError, OSError):
             logger.exception("SSD tier %s was not closed cleanly", self._ssd.directory.path)
-            return False
+        return True

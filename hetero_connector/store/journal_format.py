@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,10 +131,14 @@ def parse_row(values: tuple[Any, ...], meta: JournalMeta) -> JournalRow | None:
         state_type = StateType(name)
         shape = meta.slabs[state_type]
         ok = (
-            len(chunk) == len(parent) == len(digest) == 16
+            all(isinstance(x, bytes) and len(x) == 16 for x in (chunk, parent, digest))
+            and all(isinstance(x, int) for x in (start, end, slot, generation, size, reuse))
             and 0 <= slot < shape.slots
             and 0 < size <= shape.slot_bytes
             and 0 <= start < end
+            and generation >= 0
+            and reuse >= 0
+            and math.isfinite(when)
         )
     except (KeyError, ValueError, TypeError):
         return None

@@ -21,7 +21,8 @@ class JournalRows:
     def __init__(self, state: StoreState, journal: Journal | None) -> None:
         self._state = state
         self._journal = journal
-        self._retry_s = 0.0
+        self.retry_s = 0.0
+        """Until then `forget` waits after a failure."""
 
     @property
     def pending(self) -> bool:
@@ -32,7 +33,7 @@ class JournalRows:
     @property
     def due(self) -> bool:
         """Whether `forget` has something to do now: not while it waits after a failure."""
-        return self.pending and self._state.clock() >= self._retry_s
+        return self.pending and self._state.clock() >= self.retry_s
 
     def forget(self) -> None:
         """Delete the rows of what the index has forgotten; then their slots are free.
@@ -51,7 +52,7 @@ class JournalRows:
             else:
                 journal.forget([x.id for x in gone])
         except StoreError:
-            self._retry_s = state.clock() + _RETRY_S
+            self.retry_s = state.clock() + _RETRY_S
             with state.lock:
                 state.tiers.forgotten[:0] = gone
                 state.tiers.journal_stale |= stale

@@ -25,8 +25,8 @@ from hetero_connector.store.hold import Hold
 from hetero_connector.store.prefetch_schedule import ExpectedReturn
 from hetero_connector.store.prefetch_weighing import BATCH_BYTES as _BATCH_BYTES
 from hetero_connector.store.prefetch_weighing import PrefetchCosts, Weighing
-from hetero_connector.store.reading import Reader
-from hetero_connector.store.state import Load, StoreState
+from hetero_connector.store.reading import HeldRead, Reader
+from hetero_connector.store.state import StoreState
 
 _MAX_LOOKED_AT = 256
 """Artifacts looked at in one go, with the lock held."""
@@ -108,12 +108,12 @@ class Prefetcher:
         with self._state.lock:
             if job.ended is None and self._state.clock() >= job.expires_s:
                 job.ended = "late"
-            loads = self._next_batch(job) if job.ended is None else []
-            done = not loads and not (job.ended is None and job.artifacts)
+            reads = self._next_batch(job) if job.ended is None else []
+            done = not reads and not (job.ended is None and job.artifacts)
             if done:
                 self._close(job)
-        if loads:
-            self._reader.begin(loads)
+        if reads:
+            self._reader.begin(reads)
 
     def _open(self, expected: ExpectedReturn) -> _Job | None:
         """The session's chain, from the deepest leaf that is still stored. Takes no lock."""
@@ -151,10 +151,10 @@ class Prefetcher:
             for t in self._boundary_types
         )
 
-    def _next_batch(self, job: _Job) -> list[Load]:
+    def _next_batch(self, job: _Job) -> list[HeldRead]:
         """Take slots for the next artifacts that are on SSD alone; needs the lock."""
         state, size_bytes = self._state, 0
-        loads: list[Load] = []
+        reads: list[HeldRead] = []
         state.tiers.hold(job.hold)
         for _ in range(min(_MAX_LOOKED_AT, len(job.artifacts))):
             artifact = job.artifacts[0]
@@ -162,19 +162,19 @@ class Prefetcher:
                 job.ended = "gone"
                 break
             if artifact.ssd is not None and artifact.dram is None and artifact not in state.loading:
-                if loads and size_bytes + artifact.size_bytes > _BATCH_BYTES:
+                if reads and size_bytes + artifact.size_bytes > _BATCH_BYTES:
                     break
-                load = self._begin(job, artifact)
-                if load is None:
-                    job.ended = "partly" if job.staged or loads else "refused"
+                read = self._begin(job, artifact)
+                if read is None:
+                    job.ended = "partly" if job.staged or reads else "refused"
                     break
-                loads.append(load)
+                reads.append(read)
                 size_bytes += artifact.size_bytes
             job.artifacts.popleft()
         state.tiers.let_go(job.hold)
-        return loads
+        return reads
 
-    def _begin(self, job: _Job, artifact: Artifact) -> Load | None:
+    def _begin(self, job: _Job, artifact: Artifact) -> HeldRead | None:
         """A read into a slot that is worth less otherwise; None if there is none."""
         state = self._state
         artifact.pins += 1
@@ -188,8 +188,7 @@ class Prefetcher:
             return None
         load = state.begin(artifact, target)
         load.waiting.append(job)
-        self._reader.hold(load)
-        return load
+        return self._reader.hold(load)
 
     def _loss_s(self, victim: Artifact, within_s: float) -> float:
         """Expected seconds lost if the artifact leaves DRAM."""

@@ -24,7 +24,9 @@ _IN_FLIGHT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class _Read:
+class HeldRead:
+    """A read whose slots stay as they are until it has ended."""
+
     load: Load
     source: SlotRef
     target: SlotRef
@@ -34,7 +36,7 @@ class _Read:
 @dataclass(frozen=True)
 class _Batch:
     transfer: Transfer
-    reads: list[_Read]
+    reads: Sequence[HeldRead]
     started_s: float
 
     @property
@@ -59,12 +61,13 @@ class Reader:
     def step(self) -> bool:
         """Start what fits, end what has ended; True if anything moved."""
         moved = False
-        while self._room() > 0 and (loads := self._take()):
+        while self._room() > 0:
+            reads, checks = self._take()
+            if not (reads or checks):
+                break
             moved = True
-            checks = [x for x in loads if x.target is None]
-            reads = [self._read(x, x.target) for x in loads if x.target is not None]
             if reads:
-                self._submit(reads)
+                self.begin(reads)
             for load in checks:
                 self._settle_check(load)
         for batch in list(self._active):
@@ -74,18 +77,33 @@ class Reader:
                 moved = True
         return moved
 
-    def begin(self, loads: Sequence[Load]) -> None:
-        """Start reads outside the queue, their slots held (`hold`)."""
-        self._submit([self._read(x, x.target) for x in loads if x.target is not None])
+    def begin(self, reads: Sequence[HeldRead]) -> None:
+        """Start reads."""
+        assert self._ssd is not None
+        transfer = self._ssd.transfer.submit(Direction.READ, [r.extent for r in reads])
+        self._active.append(_Batch(transfer, reads, self._state.clock()))
 
-    def hold(self, load: Load) -> None:
-        """Keep both slots of a read as they are until it has ended; needs the lock."""
-        tiers, source = self._state.tiers, load.artifact.ssd
-        assert load.target is not None
+    def hold(self, load: Load) -> HeldRead:
+        """Keep both slots of a read as they are until it has ended; needs the lock.
+
+        From then on the artifact is not asked where it lies: it may be forgotten meanwhile.
+        """
+        tiers, artifact, source, target = (
+            self._state.tiers, load.artifact, load.artifact.ssd, load.target,
+        )  # fmt: skip
+        assert self._ssd is not None
+        assert target is not None
         assert source is not None
         assert tiers.ssd is not None
-        tiers.dram.hold(load.target)
+        tiers.dram.hold(target)
         tiers.ssd.hold(source)
+        extent = Extent(
+            self._ssd.file_of(artifact.state_type),
+            tiers.ssd.slab_offset(source),
+            tiers.dram.offset(target),
+            padded(artifact.size_bytes),
+        )
+        return HeldRead(load, source, target, extent)
 
     def _room(self) -> int:
         """Bytes that may be started. A read past the load deadline no longer counts."""
@@ -93,9 +111,13 @@ class Reader:
         fresh = (b.size_bytes for b in self._active if b.started_s > late_s)
         return _IN_FLIGHT_BYTES - sum(fresh)
 
-    def _take(self) -> list[Load]:
-        """The next batch from the queue; what nobody waits for any more is settled here."""
-        state, taken, size_bytes = self._state, [], 0
+    def _take(self) -> tuple[list[HeldRead], list[Load]]:
+        """The next batch from the queue: reads, and what lies in DRAM and is to be checked.
+
+        What nobody waits for any more is settled here.
+        """
+        state, size_bytes = self._state, 0
+        reads, checks = list[HeldRead](), list[Load]()
         with state.lock:
             while state.loads and size_bytes < _BATCH_BYTES:
                 load = state.loads.popleft()
@@ -106,29 +128,11 @@ class Reader:
                     state.settle(load, Failure.GONE)
                     continue
                 if target is not None:
-                    self.hold(load)
+                    reads.append(self.hold(load))
+                else:
+                    checks.append(load)
                 size_bytes += artifact.size_bytes
-                taken.append(load)
-        return taken
-
-    def _read(self, load: Load, target: SlotRef) -> _Read:
-        artifact, tiers = load.artifact, self._state.tiers
-        source = artifact.ssd
-        assert self._ssd is not None
-        assert source is not None
-        assert tiers.ssd is not None
-        extent = Extent(
-            self._ssd.file_of(artifact.state_type),
-            tiers.ssd.slab_offset(source),
-            tiers.dram.offset(target),
-            padded(artifact.size_bytes),
-        )
-        return _Read(load, source, target, extent)
-
-    def _submit(self, reads: list[_Read]) -> None:
-        assert self._ssd is not None
-        transfer = self._ssd.transfer.submit(Direction.READ, [r.extent for r in reads])
-        self._active.append(_Batch(transfer, reads, self._state.clock()))
+        return reads, checks
 
     def _end(self, batch: _Batch) -> None:
         failed = batch.transfer.error is not None
@@ -138,7 +142,7 @@ class Reader:
         elif len(batch.reads) > 1:
             # Which of them failed is not known: each one again, alone.
             for read in batch.reads:
-                self._submit([read])
+                self.begin([read])
             return
         for read in batch.reads:
             if failed:
@@ -148,7 +152,7 @@ class Reader:
                 failure = None if intact else Failure.CHECKSUM
             self._settle_read(read, failure)
 
-    def _settle_read(self, read: _Read, failure: Failure | None) -> None:
+    def _settle_read(self, read: HeldRead, failure: Failure | None) -> None:
         state, tiers, artifact = self._state, self._state.tiers, read.load.artifact
         assert tiers.ssd is not None
         with state.lock:

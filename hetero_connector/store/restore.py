@@ -102,7 +102,7 @@ class ArtifactRestore:
             state.tiers.used(used, state.tick())
             self._count_dram_hits(used)
             state.tiers.let_go(self._hold)
-            if state.config.ssd_dir is not None:
+            if state.config.ssd_dir is not None and state.io_alive:
                 state.used.append(used)
 
     def arrived(self, artifact: Artifact, failure: Failure | None) -> None:

@@ -7,9 +7,11 @@ between leaves no row whose bytes are not down.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,32 +82,45 @@ class Spiller:
         self._health = health
         self._admission = admission
         self._syncing: Future[None] | None = None
-        self._syncer = ThreadPoolExecutor(1, thread_name_prefix="heterocache-sync")
 
     @property
     def active(self) -> bool:
         """Whether a batch is being written."""
         return self._batch is not None
 
+    @property
+    def waits_for_rows(self) -> bool:
+        """Whether nothing is written before the journal has forgotten what it should.
+
+        A row that should be gone may name an artifact that was saved again since: its new row
+        must not be there yet when the old one is deleted.
+        """
+        return self._rows.pending and self._state.ssd_writable
+
     def step(self, may_start: bool) -> bool:
         """End what has ended and, if `may_start`, begin the next batch; True if anything moved."""
         self._poll_abandoned()
         self._forget_rows()
-        self._health.probe()
+        if self._health.probe():
+            # Chunks that were sealed in the pause, or those below them would never be written.
+            with self._state.lock:
+                sealed = (a for a in self._state.tiers.index.artifacts() if a.sealed)
+                self._offer_all(sealed)
         if self._state.unjudged:
             with self._state.lock:
                 self._state.unjudged.offer_overdue(at_once=self._state.flushing)
         if self._batch is not None:
             return self._poll(self._batch)
-        # A row that should be gone may name an artifact that was saved again since: its new
-        # row must not be there yet when the old one is deleted.
-        return may_start and not self._rows.pending and self._start()
+        return may_start and not self.waits_for_rows and self._start()
 
-    def _forget_rows(self) -> None:
+    def _forget_rows(self) -> bool:
+        """Whether the journal did it."""
         try:
             self._rows.forget()
         except StoreError as e:
             self._health.failed(e)
+            return False
+        return True
 
     def _start(self) -> bool:
         artifacts = self._take_due()
@@ -157,7 +172,9 @@ class Spiller:
             return []
         artifacts = self._admit(artifacts)
         self._make_room(artifacts, ssd)
-        self._forget_rows()
+        if not self._forget_rows():  # slots that were made free are not yet
+            self._put_off(artifacts)
+            return []
         writes: list[_Write] = []
         homeless: list[Artifact] = []
         num_refused = 0
@@ -248,7 +265,7 @@ class Spiller:
         """Whether the batch's fdatasync has ended; beside this thread, which restores need."""
         assert self._ssd is not None
         if self._syncing is None:
-            self._syncing = self._syncer.submit(self._ssd.directory.sync)
+            self._syncing = _in_background(self._ssd.directory.sync)
         return bool(wait([self._syncing], timeout=_SYNC_PATIENCE_S).done)
 
     def _commit(self, batch: _Batch) -> None:
@@ -293,13 +310,25 @@ class Spiller:
 
     def _retry(self, batch: _Batch, error: Exception) -> None:
         """Put a failed batch back at the head of the queue: chunks below it depend on it."""
+        self._queue_again([w.artifact for w in batch.writes])
+        self._health.failed(error)
+        self._release(batch, journaled=False)
+
+    def _put_off(self, artifacts: list[Artifact]) -> None:
+        """The same with what was admitted and not begun."""
+        self._queue_again(artifacts)
+        with self._state.lock:
+            for artifact in artifacts:
+                self._admission.refund(artifact)
+        self._let_go(artifacts)
+
+    def _queue_again(self, artifacts: list[Artifact]) -> None:
         state = self._state
         due_s = state.clock() + _RETRY_S
         with state.lock:
-            again = [Spill(w.artifact, due_s) for w in batch.writes if not w.artifact.forgotten]
-            state.spills.extendleft(reversed(again))
-        self._health.failed(error)
-        self._release(batch, journaled=False)
+            if state.wants_spills:
+                again = [Spill(a, due_s) for a in artifacts if not a.forgotten]
+                state.spills.extendleft(reversed(again))
 
     def _let_go(self, artifacts: list[Artifact]) -> None:
         state = self._state
@@ -322,10 +351,14 @@ class Spiller:
         if self._admission.budget is None:
             return
         with state.lock:
-            now = state.clock()
-            again = {a for used in state.used for a in used if could_be_written(a)}
-            parents_first = sorted(again, key=lambda a: (a.node.chunk.end, a.node.key))
-            state.spills.extend(Spill(a, now) for a in parents_first)
+            self._offer_all({a for used in state.used for a in used})
+
+    def _offer_all(self, artifacts: Iterable[Artifact]) -> None:
+        """Queue those of them that could be written, parents first; needs the lock."""
+        now = self._state.clock()
+        again = (a for a in artifacts if could_be_written(a))
+        parents_first = sorted(again, key=lambda a: (a.node.chunk.end, a.node.key))
+        self._state.spills.extend(Spill(a, now) for a in parents_first)
 
     def _note_budget(self) -> None:
         """Before a write, so that one cut short by a kill counts, too."""
@@ -334,10 +367,6 @@ class Spiller:
         except StoreError as e:
             self._health.failed(e)
 
-    def close(self) -> None:
-        """Let go of the syncing thread; one that hangs in the kernel is left behind."""
-        self._syncer.shutdown(wait=False)
-
     def _poll_abandoned(self) -> None:
         for batch in list(self._abandoned):
             if batch.transfer.poll() is not TransferState.PENDING:
@@ -345,3 +374,19 @@ class Spiller:
                 with self._state.lock:
                     self._state.spilling += len(batch.writes)
                 self._release(batch, journaled=False)
+
+
+def _in_background(call: Callable[[], None]) -> Future[None]:
+    """On a daemon: one that hangs in the kernel does not keep the process from exiting."""
+    ended = Future[None]()
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    threading.Thread(target=run, name="heterocache-sync", daemon=True).start()
+    return ended

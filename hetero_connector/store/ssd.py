@@ -34,13 +34,6 @@ class Ssd:
         """Which of the transfer's files is the slab of `state_type`."""
         return self.directory.file_of(state_type)
 
-    def close(self, timeout_s: float) -> bool:
-        """False if a transfer would not end: then the files stay open, and so must the arena."""
-        if not self.transfer.close(timeout_s):
-            return False
-        self.directory.close()
-        return True
-
 
 def best_transfer(memory: npt.NDArray[np.uint8], directory: SsdDirectory) -> FileTransfer:
     """NIXL where it works on this directory, else preadv; says which in the log."""

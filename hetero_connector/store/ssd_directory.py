@@ -129,10 +129,16 @@ class SsdDirectory:
             except OSError as e:
                 raise TransferError(e.errno, f"fdatasync of {state_type.value}: {e}") from e
 
-    def in_place(self) -> bool:
-        """Whether the files are still where the next engine would look for them."""
-        linked = all(os.fstat(fd).st_nlink > 0 for fd in self._fds.values())
-        return linked and (self.path / JOURNAL_NAME).exists()
+    def why_lost(self) -> str | None:
+        """Why the next engine would not find the files where they were; None: it would."""
+        try:
+            linked = all(os.fstat(fd).st_nlink > 0 for fd in self._fds.values())
+            os.stat(self.path / JOURNAL_NAME)
+        except FileNotFoundError:
+            linked = False
+        except OSError as e:
+            return f"its files cannot be reached any more ({e})"
+        return None if linked else "its files were deleted under this engine"
 
     def close(self) -> None:
         """Close the journal and the slabs, let go of the lock. Idempotent."""

@@ -46,6 +46,8 @@ class Load:
     waiting: list[Waiting] = field(default_factory=list)
     copy: PeerCopy | None = None
     """Where another engine has it, or left it; None: it is read from our own SSD."""
+    counts: bool = False
+    """Whether it is among `StoreState.reading_bytes`."""
 
     @property
     def adopts(self) -> bool:
@@ -93,7 +95,7 @@ class StoreState:
         self.orphan_loads: deque[Load] = deque()
         """The same for what dead engines left on SSDs that this one can read."""
         self.reading_bytes = dict.fromkeys((Tier.SSD, Tier.PEER), 0)
-        """Of the loads that are not settled and have to be read."""
+        """Of the loads that somebody waits for and that have to be read."""
         self.spills: deque[Spill] = deque()
         self.spilling = 0
         """Artifacts the I/O thread is writing."""
@@ -176,6 +178,7 @@ class StoreState:
         load = self.loading[artifact] = Load(artifact, target, copy=copy)
         if target is not None:
             self.reading_bytes[load.tier] += artifact.size_bytes
+            load.counts = True
         return load
 
     def fail(self, cause: Failure, tier: Tier, count: int = 1) -> None:
@@ -212,17 +215,22 @@ class StoreState:
         for waiting in load.waiting:
             waiting.arrived(load.artifact, failure)
         load.waiting.clear()
+        self._uncount(load)
 
     def settle(self, load: Load, failure: Failure | None) -> None:
         """End a load, with the lock held: tell those who wait, and drop the load's pin."""
         artifact = load.artifact
         del self.loading[artifact]
-        if load.target is not None:
-            self.reading_bytes[load.tier] -= artifact.size_bytes
+        self._uncount(load)
         for waiting in load.waiting:
             waiting.arrived(artifact, failure)
         load.waiting.clear()
         self.tiers.unpin(artifact)
+
+    def _uncount(self, load: Load) -> None:
+        if load.counts:
+            self.reading_bytes[load.tier] -= load.artifact.size_bytes
+            load.counts = False
 
     def settle_fetched(self, load: Load, failure: Failure | None) -> bool:
         """End a load from another engine, with the lock held; whether its artifact is here now.

@@ -59,18 +59,21 @@ class WriteHealth:
         self._resume_s = float("inf")
         self._stop()
 
-    def probe(self) -> None:
-        """After a pause, write again; the next failure pauses at once."""
+    def probe(self) -> bool:
+        """After a pause, write again; the next failure pauses at once. Whether a pause is over."""
         state = self._state
-        if not state.ssd_writable and state.clock() >= self._resume_s:
-            self._resume_s = float("inf")
-            self._failures = _MAX_FAILURES - 1
-            with state.lock:
-                state.ssd_writable = True
+        if state.ssd_writable or state.clock() < self._resume_s:
+            return False
+        self._resume_s = float("inf")
+        self._failures = _MAX_FAILURES - 1
+        with state.lock:
+            state.ssd_writable = True
+        return True
 
     def _stop(self) -> None:
         state = self._state
         with state.lock:
             state.ssd_writable = False
-            state.spills.clear()
+            if not state.wants_checksums:
+                state.spills.clear()
             state.lock.notify_all()

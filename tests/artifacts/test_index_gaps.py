@@ -9,7 +9,7 @@ import pytest
 from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange, Tier
 from hetero_connector.artifacts.standing import Standing
-from tests.artifacts.test_prefix_index import CHUNK, DENSE, WINDOW, A, B, C, Tree, chunk, slot
+from tests.artifacts.trees import CHUNK, DENSE, WINDOW, A, B, C, Tree, chunk, slot
 
 D = chunk("d", C)
 BOTH = (Tier.DRAM, Tier.SSD)

@@ -126,6 +126,17 @@ def test_no_handed_over_artifact_is_larger_than_its_slot(name: str, boundary: in
             assert layout.artifact_bytes(kind, 0, end) <= layout.max_bytes[kind]
 
 
+@pytest.mark.parametrize(("window", "block"), [(128, 256), (47, 16), (100, 64)])
+def test_nor_where_windows_are_no_whole_blocks(window: int, block: int) -> None:
+    full = replace(FULL, block_tokens=block)
+    windows = replace(WINDOW, block_tokens=block, window=window, boundary_tokens=window - 1)
+    model = ModelSpec((full, windows), alignment=block, tp_size=2, exact_handoffs=True)
+    layout = ArtifactLayout(model, 4 * block)
+    assert model.handoff_step == 1
+    sizes = {layout.artifact_bytes(SWA, 0, end) for end in range(1, 4 * (window + block))}
+    assert max(sizes) == layout.max_bytes[SWA]
+
+
 def test_where_a_prompt_may_be_handed_over() -> None:
     dense = replace(MODEL, layers=(FULL,))
     assert (dense.handoff_step, MODEL.handoff_step) == (1, 16)

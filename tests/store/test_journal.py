@@ -234,6 +234,20 @@ def test_rows_that_make_no_sense_are_left_out(journal: Journal) -> None:
     assert list(journal.load()) == [row(3)]
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "generation=-1", "generation='x'", "generation=x'00'", "reuse_count=-1",
+        "reuse_count='often'", "last_access='yesterday'", "last_access=9e999",
+        "checksum='0123456789abcdef'", "slot=0.5",
+    ],
+)  # fmt: skip
+def test_a_row_with_a_damaged_value_is_left_out(journal: Journal, damage: str) -> None:
+    journal.record([row(1), row(2)])
+    journal._connection.execute(f"UPDATE artifacts SET {damage} WHERE slot=1")
+    assert list(journal.load()) == [row(2)]
+
+
 def test_a_stale_wal_beside_a_deleted_journal_is_not_replayed(journal: Journal, path: Path) -> None:
     journal.record([row(1)])
     wal = path.with_name("journal.sqlite-wal")

@@ -329,6 +329,7 @@ def test_a_peer_that_stops_costs_one_deadline_and_its_slots_stay_in_quarantine(
     assert set(restore.failed.values()) == {Failure.DEADLINE}
     restore.release()
     assert sum(pools.used(kind) for kind in SIZES) == 8, "a late read may still fill them"
+    assert set(reader._state.reading_bytes.values()) == {0}, "nobody waits for it"
     at_once = fetch(reader, copies)
     wait(at_once)
     assert at_once.offsets == {}
@@ -344,6 +345,7 @@ def test_a_peer_that_stops_costs_one_deadline_and_its_slots_stay_in_quarantine(
     assert intact(reader, check), "the late bytes went into a slot that was reused"
     check.release()
     assert reader.match(CHUNKS) == []
+    assert set(reader._state.reading_bytes.values()) == {0}
 
 
 def test_a_late_peer_does_not_keep_the_engine_from_ending(

@@ -1,0 +1,174 @@
+"""Disks and journals that fail for a while, and what is written once they do not."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from hetero_connector.errors import StoreError
+from hetero_connector.store import io_thread, journal_rows, write_health
+from hetero_connector.store.directory_lock import DirectoryLock
+from hetero_connector.store.io_thread import IoThread
+from hetero_connector.store.journal import Journal
+from hetero_connector.store.reading import HeldRead, Reader
+from hetero_connector.store.ssd_directory import SsdDirectory
+from tests.store.filling import SIZES, Bench, Disk, begin, chain, ids_of, put, stored, until, wait
+
+CHUNKS = chain("a", 4)
+
+
+@pytest.fixture
+def disk() -> Disk:
+    return Disk()
+
+
+@pytest.fixture
+def bench(tmp_path: Path, disk: Disk) -> Bench:
+    return Bench(tmp_path / "ssd", disk)
+
+
+def test_what_was_sealed_while_writing_paused_is_written_when_it_goes_on(
+    bench: Bench, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nothing that continues it would ever be written either."""
+    monkeypatch.setattr(write_health, "_PAUSE_S", 0.5)
+    store = bench.open(dram_chunks=16)
+    disk.files.fail_next(100)
+    for i in range(6):
+        put(store, chain(f"b{i}", 1))
+        store.flush(20)
+    assert not store._state.ssd_writable
+    put(store, CHUNKS[:2])
+    disk.files._failures.clear()
+    until(lambda: store._state.ssd_writable)
+    put(store, CHUNKS[2:])
+    assert store.flush(20)
+    store.close()
+    store = bench.open()
+    assert stored(store, CHUNKS) == 4
+    assert stored(store, chain("b5", 1)) == 1
+    store.close()
+
+
+def test_a_batch_whose_slots_the_journal_does_not_free_is_written_later(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_rows, "_RETRY_S", 0.05)
+    store = bench.open(ssd_chunks=2, dram_chunks=4)
+    put(store, CHUNKS[:2])
+    assert store.flush(20)
+    with patch.object(Journal, "forget", side_effect=StoreError("database is locked")) as forget:
+        put(store, chain("b", 1))
+        store.flush(0.1)
+        until(lambda: forget.called)
+    assert store.flush(20)
+    assert "cause=no_slot,tier=ssd" not in bench.counts("heterocache_failures")
+    store.close()
+    store = bench.open(ssd_chunks=2, dram_chunks=4)
+    assert stored(store, chain("b", 1)) == 1
+    store.close()
+
+
+def test_a_journal_that_never_forgets_costs_no_checksums_and_no_core(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_rows, "_RETRY_S", 0.2)
+    store = bench.open(ssd_chunks=2, dram_chunks=8, verify="all")
+    put(store, CHUNKS[:2])
+    assert store.flush(20)
+    rounds, step = [0], IoThread.step
+
+    def counted(thread: IoThread) -> bool:
+        rounds[0] += 1
+        return step(thread)
+
+    with (
+        patch.object(Journal, "clear", side_effect=StoreError("disk I/O error")),
+        patch.object(IoThread, "step", counted),
+    ):
+        store.reset()
+        put(store, CHUNKS)
+        until(lambda: not store._state.ssd_writable)
+        put(store, chain("b", 1))
+        until(lambda: not store._state.spills)
+        artifacts = list(store._tiers.index.artifacts())
+        assert len(artifacts) == 5 * len(SIZES)
+        assert all(a.checksum is not None for a in artifacts)
+        assert rounds[0] < 200, "it waits between two tries"
+    store.close()
+
+
+def test_files_that_cannot_be_reached_any_more_do_not_end_the_thread(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(io_thread, "_TOUCH_S", 0.02)
+    store = bench.open()
+    put(store, CHUNKS[:1])
+    assert store.flush(20)
+    stale = OSError(errno.ESTALE, "Stale file handle")
+    with caplog.at_level(logging.ERROR), patch.object(os, "fstat", side_effect=stale):
+        until(lambda: not store._state.ssd_writable)
+    assert "its files cannot be reached any more" in caplog.text
+    assert store._state.io_alive
+    restore = wait(begin(store, ids_of(CHUNKS[:1])))
+    assert not restore.failed
+    restore.release()
+    store.close()
+
+
+def test_a_reset_between_taking_a_read_and_beginning_it(bench: Bench) -> None:
+    store = bench.open()
+    put(store, CHUNKS[:2])
+    assert store.flush(20)
+    store.leave_to_ssd()
+    begun = Reader.begin
+
+    def late(reader: Reader, reads: list[HeldRead]) -> None:
+        with patch.object(Reader, "begin", begun):
+            store.reset()
+            reader.begin(reads)
+
+    with patch.object(Reader, "begin", late):
+        restore = wait(begin(store, ids_of(CHUNKS[:2])))
+    assert len(restore.failed) == 2 * len(SIZES)
+    restore.release()
+    assert store._state.io_alive
+    put(store, CHUNKS[:2])
+    assert store.flush(20)
+    until(lambda: not store._state.loading)
+    store.check_integrity()
+    store.close()
+
+
+def test_a_sync_that_hangs_does_not_keep_the_process(bench: Bench) -> None:
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def sync(_: SsdDirectory) -> None:
+        hangs.set()
+        goes_on.wait(20)
+
+    store = bench.open()
+    with patch.object(SsdDirectory, "sync", sync):
+        put(store, CHUNKS[:1])
+        assert hangs.wait(20)
+        syncing = [t for t in threading.enumerate() if t.name == "heterocache-sync"]
+        assert syncing
+        assert all(thread.daemon for thread in syncing)
+        goes_on.set()
+        assert store.flush(20)
+    store.close()
+
+
+def test_a_lock_is_let_go_on_a_file_system_that_became_read_only(tmp_path: Path) -> None:
+    lock = DirectoryLock.acquire(tmp_path / "lock")
+    with patch.object(os, "utime", side_effect=OSError(errno.EROFS, "Read-only file system")):
+        lock.release()
+    again = DirectoryLock.try_acquire(tmp_path / "lock")
+    assert again is not None
+    again.release()
