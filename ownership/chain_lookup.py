@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 
 from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
@@ -65,6 +67,14 @@ class ChainLookup:
         return answer.result()
 
 
+@dataclass
+class _Asked:
+    """A question."""
+
+    asked_s: float
+    failed: bool = False
+
+
 class ChainLookups:
     """Asks for one engine, on its scheduler's thread."""
 
@@ -101,30 +111,37 @@ class ChainLookups:
             return self._nothing("alone")
         if self._breaker.is_open:
             if not self._breaker.admit():
-                self._ask(chain, now_s)  # nobody waits for it: it tells whether to ask again
+                self._ask(chain, _Asked(now_s))  # not waited for: it tells whether to ask again
             return self._nothing("paused")
-        answer = self._ask(chain, now_s)
-        return ChainLookup(answer, now_s + self._deadline_s, self._clock, self._missed)
+        asked = _Asked(now_s)
+        answer = self._ask(chain, asked)
+        too_late = partial(self._failed, asked)
+        return ChainLookup(answer, now_s + self._deadline_s, self._clock, too_late)
 
     def _nothing(self, outcome: str) -> ChainLookup:
         self._recorder.add("heterocache_directory_lookups", outcome=outcome)
-        return ChainLookup(None, 0.0, self._clock, self._missed)
+        return ChainLookup(None, 0.0, self._clock, lambda: None)
 
-    def _missed(self) -> None:
-        self._breaker.failed()
+    def _failed(self, asked: _Asked) -> None:
+        """A question's answer did not come in time: it counts once, whoever notices first."""
+        if not asked.failed:
+            asked.failed = True
+            self._breaker.failed()
 
-    def _ask(self, chain: Sequence[ChunkKey], asked_s: float) -> Future[list[ChunkCopies]]:
+    def _ask(self, chain: Sequence[ChunkKey], asked: _Asked) -> Future[list[ChunkCopies]]:
+        asked_s = asked.asked_s
+
         def look(directory: Directory, own: Epoch) -> list[ChunkCopies]:
             view = directory.lookup(chain)
             return self._readable(directory, view, chain, own, asked_s)
 
         answer = self._thread.ask(look, self._deadline_s)
-        answer.add_done_callback(lambda ended: self._ended(ended, asked_s))
+        answer.add_done_callback(lambda ended: self._ended(ended, asked))
         return answer
 
-    def _ended(self, answer: Future[list[ChunkCopies]], asked_s: float) -> None:
+    def _ended(self, answer: Future[list[ChunkCopies]], asked: _Asked) -> None:
         """On the directory's thread."""
-        seconds = self._clock() - asked_s
+        seconds = self._clock() - asked.asked_s
         if answer.exception() is not None:
             outcome = "failed"
         elif seconds > self._deadline_s:
@@ -133,7 +150,7 @@ class ChainLookups:
             outcome = "found" if any(answer.result()) else "nothing"
             self._breaker.succeeded()
         if outcome in ("failed", "late"):
-            self._breaker.failed()
+            self._failed(asked)
         self._recorder.observe("heterocache_directory_lookup_seconds", seconds)
         self._recorder.add("heterocache_directory_lookups", outcome=outcome)
 
@@ -153,13 +170,13 @@ class ChainLookups:
         for index, key in enumerate(chain):
             copies: dict[StateType, list[PeerCopy]] = {}
             for state_type, holding in view.chunks[index].items():
+                self._peers.saw(ArtifactId(key, state_type), holding.token)
                 if holding.owner == own:
                     ours[ArtifactId(key, state_type)] = holding.token
                 for holder, token, copy in view.copies(index, state_type):
                     if holder == own or copy.dram_offset < 0:
                         continue
                     holders.add(holder)
-                    self._peers.saw(ArtifactId(key, state_type), token)
                     listed = _copy(copy, holder, token, asked_s)
                     copies.setdefault(state_type, []).append(listed)
                 storage = view.adoptable(index, state_type)

@@ -77,6 +77,7 @@ class DirectoryThread:
         recorder: Recorder,
         *,
         errands: Callable[[], float] = lambda: math.inf,
+        leaving: Callable[[], None] = lambda: None,
         max_calls: int = 256,
         max_claims: int = 65_536,
         sweep_every_s: float = 60.0,
@@ -84,6 +85,7 @@ class DirectoryThread:
     ) -> None:
         """`errands`: called on the thread, in each turn; says in how many seconds it is due again.
         Jobs (`call`, `ask`) make two calls of the directory at most, see `CALLS_PER_TURN`.
+        `leaving`: called on the thread right before the lease is ended.
 
         `max_calls`, `max_claims`: most that wait; more are refused. Call `start`.
         """
@@ -94,7 +96,7 @@ class DirectoryThread:
         self._recorder = recorder
         self._max_calls = max_calls
         self._max_claims = max_claims
-        self._errands = errands
+        self._errands, self._leaving = errands, leaving
         self._sweep_every_s = sweep_every_s
         self._clock = clock
         self._wake = threading.Condition()
@@ -300,5 +302,6 @@ class DirectoryThread:
         for call in waiting:
             if call.future.set_running_or_notify_cancel():
                 call.future.set_exception(DirectoryUnavailableError("the directory is closed"))
+        self._leaving()
         self._keeper.leave()
         self._directory.close()

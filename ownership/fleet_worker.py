@@ -67,6 +67,7 @@ class FleetWorker:
             self._granted,
             recorder,
             errands=self._errands,
+            leaving=self._stop_serving,
             clock=clock,
         )
         self._lookups = ChainLookups(
@@ -112,7 +113,7 @@ class FleetWorker:
         """Stop serving, and leave. Waits a few seconds at most. Idempotent."""
         if self._store is not None:
             self._thread.close()
-            self._store.serve_under(NOBODY)
+            self._stop_serving()  # the thread may hang
 
     def _worker(self) -> Worker:
         assert self._store is not None
@@ -152,6 +153,10 @@ class FleetWorker:
             self._store.serve_under(serving)
             self._serving = serving
         return left_s if serving else self._lease_s
+
+    def _stop_serving(self) -> None:
+        assert self._store is not None
+        self._store.serve_under(NOBODY)
 
     def _refresh(self) -> float:
         """Ask who lives, now and then; seconds until then."""

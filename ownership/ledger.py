@@ -103,7 +103,7 @@ class Ledger:
         self._tell_at_s = self._reclaim_at_s = clock()
 
     def inventory(self) -> Iterator[Sequence[Claim]]:
-        """Everything is claimed anew: nothing of an earlier epoch stands any more."""
+        """Everything is claimed anew: nothing of an earlier epoch stands any more, from now on."""
         self._releases.clear()
         self._held_back.clear()
         self._refused.clear()
@@ -112,8 +112,13 @@ class Ledger:
         self._owners.clear()
         self._num_replicas.clear()
         self._replica_bytes = 0
+        return self._all()
+
+    def _all(self) -> Iterator[Sequence[Claim]]:
         for batch in self._store.inventory():
-            yield [_claim(change) for change in batch]
+            claims = [_claim(change) for change in batch]
+            for first in range(0, len(claims), CLAIMS_PER_CALL):
+                yield claims[first : first + CLAIMS_PER_CALL]
 
     def keep(self) -> float:
         """Tell what has changed; seconds until there is something to do again."""
@@ -121,7 +126,8 @@ class Ledger:
         now_s = self._clock()
         if now_s >= self._reclaim_at_s:
             self._reclaim_at_s = now_s + self._ttl_s / 3
-            self._thread.publish(list((self._replicas | self._refused).values()))
+            if self._thread.takes_claims:  # else all is claimed anew before long
+                self._thread.publish(list((self._replicas | self._refused).values()))
         self._tell()
         wait_s = self._reclaim_at_s - now_s
         if self._releases or self._unlisted:
@@ -195,8 +201,9 @@ class Ledger:
                     self._held_back[artifact] = claim
                 else:
                     claims.append(claim)
-                    if artifact in self._refused:  # or its old place would be claimed after it
-                        self._refused[artifact] = claim
+                    for listed in (self._refused, self._replicas):
+                        if artifact in listed:  # or its old place would be claimed after it
+                            listed[artifact] = claim
         if claims:
             self._thread.publish(claims)
         if latest:

@@ -38,10 +38,11 @@ if redis.call('HLEN', epochs) >= max_workers then
 end
 
 redis.call('HSET', fleet, 'format', format)
--- Counted from the time in microseconds: greater than before even if all memory was lost.
-local sequence = tonumber(redis.call('HGET', fleet, 'sequence') or math.floor(server_s() * 1e6))
-local epoch = math.max(sequence, floor) + 1
-redis.call('HSET', fleet, 'sequence', field_of(epoch))
+local epoch = next_in_sequence()
+if epoch <= floor then  -- this server's clock is behind
+  epoch = floor + 1
+  redis.call('HSET', fleet, 'sequence', field_of(epoch))
+end
 
 local earlier = tonumber(redis.call('HGET', names, name) or NOBODY)
 if earlier ~= NOBODY and entry_of(earlier) then

@@ -9,7 +9,7 @@ from ownership.embedded_redis import EmbeddedRedis
 from ownership.identifiers import NO_TOKEN
 from ownership.joining import open_worker
 from ownership.redis_directory import RedisDirectory
-from tests.ownership.test_ledger import ListedStore, change, holding, owned_by_bob, until
+from tests.ownership.ledgers import ListedStore, change, holding, owned_by_bob, until
 
 LEASE_S = 1.0
 SLACK_S = 5.0

@@ -10,7 +10,7 @@ from hetero_connector.artifacts.record import ChunkKey
 from ownership.directory import Worker
 from ownership.memory_directory import MemoryDirectory
 from tests.ownership.fleet_bench import chain
-from tests.ownership.test_ledger import BreakableDirectory, Worked, until
+from tests.ownership.ledgers import BreakableDirectory, Worked, until
 
 A, B, C = chain("read", 3)
 LEASE_S = 0.6

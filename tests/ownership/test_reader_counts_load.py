@@ -17,7 +17,7 @@ from ownership.identifiers import Epoch
 from ownership.memory_directory import MemoryDirectory
 from ownership.reader_counts import ReaderCounts
 from tests.ownership.fleet_bench import chain
-from tests.ownership.test_ledger import ListedStore
+from tests.ownership.ledgers import ListedStore
 
 PERIOD_S = 3.3
 

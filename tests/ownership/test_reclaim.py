@@ -11,7 +11,7 @@ from ownership.directory import Claim, Copy, Grant, Outcome, Worker
 from ownership.identifiers import NO_TOKEN, NOBODY, Epoch, Token
 from ownership.ledger import Ledger
 from ownership.live_peers import LivePeers
-from tests.ownership.test_ledger import ListedStore, change
+from tests.ownership.ledgers import ListedStore, change
 
 BOB, EVE = Epoch(2), Epoch(3)
 FULL = Grant(Outcome.FULL, NOBODY, NO_TOKEN)
@@ -20,6 +20,8 @@ OWNED = Grant(Outcome.OWNED, Epoch(1), Token(9))
 
 class Published:
     """In place of a `DirectoryThread`."""
+
+    takes_claims = True
 
     def __init__(self) -> None:
         self.claims: list[Claim] = []
@@ -142,6 +144,45 @@ def test_what_was_refused_and_has_moved_is_claimed_where_it_is() -> None:
     made = Refused(1)
     made.store.put(change(1, 4096))
     assert [claim.copy.dram_offset for claim in made.reclaimed()] == [4096, 4096]
+
+
+def test_a_replica_that_has_moved_is_not_claimed_where_it_was_after_that() -> None:
+    store, published = ListedStore(), Published()
+    store.put(change(1))
+    ledger = Ledger(store, published, Recorder())  # type: ignore[arg-type]
+    ledger.keep()
+    held_by(ledger, BOB, 1)
+    published.claims.clear()
+    store.put(change(1, 4096))
+    ledger.reclaim()
+    ledger.keep()
+    assert [claim.copy.dram_offset for claim in published.claims] == [4096, 4096]
+
+
+def test_a_worker_that_is_alone_does_not_queue_its_replicas_again_and_again() -> None:
+    store, published = ListedStore(), Published()
+    ledger = Ledger(store, published, Recorder())  # type: ignore[arg-type]
+    store.put(change(1))
+    ledger.keep()
+    held_by(ledger, BOB, 1)
+    published.claims.clear()
+    published.takes_claims = False
+    ledger.reclaim()
+    ledger.keep()
+    assert published.claims == []
+
+
+def test_what_is_released_under_a_new_epoch_is_told_though_claims_of_it_begin_later() -> None:
+    store, published = ListedStore(), Published()
+    store.put(*map(change, range(300)))
+    ledger = Ledger(store, published, Recorder())  # type: ignore[arg-type]
+    ledger.keep()
+    batches = ledger.inventory()
+    answered(ledger, OWNED, 1)
+    store.drop(1)
+    ledger.keep()
+    assert [len(batch) for batch in batches] == [256, 43]
+    assert ledger._releases == {change(1).id: OWNED.token}
 
 
 def test_each_end_is_told_once() -> None:

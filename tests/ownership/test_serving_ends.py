@@ -15,7 +15,7 @@ from ownership.fleet_worker import FleetWorker
 from ownership.held_lease import MARGIN
 from ownership.identifiers import NOBODY, Epoch
 from ownership.memory_directory import MemoryDirectory
-from tests.ownership.test_ledger import ListedStore, change
+from tests.ownership.ledgers import ListedStore, change, until
 
 LEASE_S, CALL_S = 10.0, 1.0
 STEP_S = 0.05
@@ -110,6 +110,22 @@ def test_nobody_is_served_when_somebody_else_may_have_taken_over(
     monkeypatch.setattr(DirectoryThread, "start", lambda _: None)
     starts = [STEP_S * n for n in range(round(LEASE_S / STEP_S))]
     assert max(served_too_long_s(at_s, what) for at_s in starts) <= 0.0
+
+
+def test_whoever_leaves_stops_serving_before_its_lease_is_ended() -> None:
+    store, served = ListedStore(), list[int]()
+
+    class Watched(MemoryDirectory):
+        def end_lease(self, epoch: Epoch) -> None:
+            served.append(store.epochs[-1])
+            super().end_lease(epoch)
+
+    worker = FleetWorker(Watched(), "ann", LEASE_S, Recorder())
+    worker.start(store)
+    until(lambda: bool(store.epochs))
+    assert store.epochs[-1] != NOBODY
+    worker.close()
+    assert served == [NOBODY]
 
 
 def test_a_lease_that_its_calls_leave_no_time_to_serve_in_is_refused() -> None:

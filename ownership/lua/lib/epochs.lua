@@ -1,7 +1,9 @@
 -- Epochs and what they may do. Needs: fleet, epochs.
 --
 -- epochs: hash, epoch -> msgpack [name, storage, lease_s, deadline_s, retired].
--- fleet.sequence: the last epoch or token handed out, one counter for both.
+-- fleet.sequence: the last epoch or token handed out, one counter for both. It never falls behind
+-- the clock in microseconds: a replica that is promoted, or a snapshot that is read, may lack what
+-- was handed out last, and must not hand it out again.
 
 local NAME, STORAGE, LEASE_S, DEADLINE_S, IS_RETIRED = 1, 2, 3, 4, 5
 local LIVE, RETIRED, ENDED = 0, 1, 2
@@ -54,6 +56,16 @@ local function refusal(epoch, now_s)
   return nil
 end
 
+local is_caught_up = false
+
 local function next_in_sequence()
+  if not is_caught_up then
+    is_caught_up = true
+    local known = tonumber(redis.call('HGET', fleet, 'sequence') or 0)
+    local now_us = math.floor(server_s() * 1e6)
+    if known < now_us then
+      redis.call('HSET', fleet, 'sequence', field_of(now_us))
+    end
+  end
   return redis.call('HINCRBY', fleet, 'sequence', 1)
 end

@@ -91,6 +91,27 @@ class TestKilled:
         assert granted.outcome is Outcome.OWNED
         assert before.epoch < token < after.epoch < granted.token
 
+    def test_what_was_handed_out_last_is_not_handed_out_again_by_one_that_lacks_it(
+        self, server: EmbeddedRedis, directory: RedisDirectory
+    ) -> None:
+        """A replica that is promoted, or a snapshot, may be a moment behind."""
+        client = redis.Redis.from_url(server.url)
+        ann = join(directory, "ann")
+        claim(directory, ann, artifact("a"))
+        kept = {key: client.dump(key) for key in client.scan_iter()}
+        bob = join(directory, "bob")
+        token = claim(directory, bob, artifact("b"))[0].token
+        client.flushall()
+        for key, value in kept.items():
+            client.restore(key, 0, value)
+        client.close()
+        eve = join(directory, "eve")
+        granted = claim(directory, ann, artifact("b"))[0]
+        assert granted.outcome is Outcome.OWNED
+        assert bob.epoch < token < eve.epoch < granted.token
+        with pytest.raises(StaleEpochError):
+            directory.renew_lease(bob.epoch)
+
     def test_in_the_middle_of_many_calls_none_hangs_and_none_is_wrong(
         self, server: EmbeddedRedis, directory: RedisDirectory
     ) -> None:
