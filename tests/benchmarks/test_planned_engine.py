@@ -3,7 +3,7 @@
 from benchmarks.cost_errors import _Heard
 from benchmarks.planned_engine import _Cut
 from tests.engine.fakes import DENSE, FakeRequest
-from tests.engine.test_scheduler_side import Engine, tokens
+from tests.engine.stepped import Engine, tokens
 
 
 def test_a_cut_restore_ends_at_the_last_boundary_before_the_limit() -> None:

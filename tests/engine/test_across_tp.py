@@ -22,6 +22,7 @@ from examples.serving import Reply, Server, kv_transfer_config, logprob_distance
 from hetero_connector.artifacts.tensor_parallel import whole_model
 from hetero_connector.spec import LayerSpec, StateType
 from ownership.embedded_redis import EmbeddedRedis
+from tests.engine.fleets import asks, computed, until
 from tests.engine.harness import (
     CHECKPOINTS,
     delta,
@@ -37,7 +38,6 @@ from tests.engine.harness import (
     sealed,
     settle,
 )
-from tests.engine.test_fleet import asks, computed, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

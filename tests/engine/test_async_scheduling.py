@@ -9,7 +9,6 @@ tokens are scheduled that nobody knows yet. `test_overlapping_steps` has single 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +16,7 @@ import pytest
 
 from hetero_connector.engine import slot_masks
 from tests.engine.async_engine import async_engine, drain
+from tests.engine.by_hand import add, step
 from tests.engine.harness import (
     BF16_MODELS,
     Completion,
@@ -36,24 +36,14 @@ from tests.engine.harness import (
     settle,
     wiped,
 )
+from tests.engine.overlapping import REPLAYED, watched
+from tests.engine.replays import CASES, CLEAR, PROMPT, Case, error, own_hits, steps_of
 from tests.engine.soaking import HITS
-from tests.engine.test_replay import (
-    CASES,
-    CLEAR,
-    PROMPT,
-    Case,
-    error,
-    own_hits,
-    scheduler_of,
-    steps_of,
-)
-from tests.engine.test_situations import add, step
 
 pytestmark = pytest.mark.engine
 
 RECURRENT = Case("qwen3_next", grid=640, replayed=0)
 """Its state is loaded between two steps, and never rebuilt by a replay."""
-REPLAYED = "heterocache_replayed_tokens_total"
 _replaying = pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=pytest.mark.slow) if c.name == "gptoss" else c for c in CASES],
@@ -107,30 +97,6 @@ def reference(llm: Any, own_hit: Completion) -> Completion:
     drain(llm)
     forget_local(llm)
     return own_hit
-
-
-@contextmanager
-def watched(llm: Any) -> Iterator[list[str]]:
-    """What becomes of steps that compute something: `scheduled`, or `replaying`, and `reported`."""
-    scheduler, side, events = scheduler_of(llm), scheduler_side(llm), list[str]()
-    schedule, update = scheduler.schedule, scheduler.update_from_output
-
-    def scheduled(*args: Any) -> Any:
-        output = schedule(*args)
-        if output.num_scheduled_tokens:
-            events.append("replaying" if side._replays._running else "scheduled")
-        return output
-
-    def reported(output: Any, *args: Any) -> Any:
-        if output.num_scheduled_tokens:
-            events.append("reported")
-        return update(output, *args)
-
-    with (
-        patch.object(scheduler, "schedule", scheduled),
-        patch.object(scheduler, "update_from_output", reported),
-    ):
-        yield events
 
 
 def test_power(llm: Any, reference: Completion, case: Case) -> None:

@@ -20,9 +20,9 @@ from tests.engine.harness import (
     metric,
     scheduler_side,
 )
+from tests.engine.overlapping import REPLAYED, watched
+from tests.engine.replays import CASES, PROMPT, own_hits, scheduler_of, steps_of
 from tests.engine.soaking import BLOCKS, HITS, PREEMPTIONS, SHORT, TIERS, arguments, assert_answers
-from tests.engine.test_async_scheduling import REPLAYED, watched
-from tests.engine.test_replay import CASES, PROMPT, own_hits, scheduler_of, steps_of
 from tests.engine.traffic import play, record
 
 pytestmark = pytest.mark.engine

@@ -16,8 +16,8 @@ from hetero_connector.artifacts.standing import Standing
 from hetero_connector.spec import StateType
 from ownership.directory import Holding
 from tests.engine.fakes import DENSE, HYBRID, FakeRequest
-from tests.engine.test_fleet_scheduling import WAIT_S, Fleet, chunk_bytes, joined, until
-from tests.engine.test_scheduler_side import CHUNK, Engine, tokens
+from tests.engine.stepped import CHUNK, Engine, tokens
+from tests.engine.stepped_fleet import WAIT_S, Fleet, chunk_bytes, joined, until
 
 PREAMBLE = tokens(4 * CHUNK)
 """What sessions of all engines begin with."""

@@ -23,7 +23,7 @@ from hetero_connector.planner.compute_model import attention_work
 from hetero_connector.spec import ModelSpec, RestoreRule, StateType
 from hetero_connector.store.base import ReadTiming
 from tests.engine.fakes import DENSE, FakeRequest, layer, scheduled
-from tests.engine.test_scheduler_side import Engine, tokens
+from tests.engine.stepped import Engine, tokens
 
 KV = StateType.DENSE_KV
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
@@ -13,35 +13,14 @@ from typing import Any
 
 import pytest
 
-from examples.checkpoints import write_checkpoint
 from examples.disaggregated_prefill.fleet import Fleet, fleet_of, value
 from examples.disaggregated_prefill.session import play
-from examples.serving import Reply, Server, kv_transfer_config
+from examples.serving import Server
 from ownership.embedded_redis import EmbeddedRedis
+from tests.engine.fleets import LEASE_S, MAX_TOKENS, asks, computed, same, server_of, until
 from tests.engine.harness import CHECKPOINTS, prompt_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
-
-LEASE_S = 3.0
-MAX_TOKENS = 8
-TOLERANCE = 1e-4
-WAIT_S = 60.0
-
-
-def server_of(model: str, folder: Path, name: str, directory: str, **extra: Any) -> Server:
-    given = {
-        "dram_gib": 0.1,
-        "planner": "always_load",
-        "checkpoints": "full",
-        "directory": directory,
-        "lease_s": LEASE_S,
-        "load_deadline_s": 100,  # of which 1 s for a lookup: the machine may be busy
-        "worker_name": name,
-        **extra,
-    }
-    return Server(
-        write_checkpoint(model, CHECKPOINTS), folder / f"{name}.log", kv_transfer_config(given)
-    )
 
 
 @contextmanager
@@ -58,48 +37,10 @@ def fleet(model: str, folder: Path, directory: str, *names: str) -> Iterator[lis
         yield servers
 
 
-def until(what: str, is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < deadline, f"still not so: {what}"
-        time.sleep(0.1)
-
-
-def same(reply: Reply, answer: Reply) -> None:
-    assert reply.tokens == answer.tokens
-    for ours, theirs in zip(reply.top_logprobs, answer.top_logprobs, strict=True):
-        shared = ours.keys() & theirs.keys()
-        assert len(shared) >= len(theirs) - 1  # the last places may swap
-        assert max(abs(ours[token] - theirs[token]) for token in shared) <= TOLERANCE
-
-
-def computed(server: Server, prompt: list[int]) -> Reply:
-    """Have the server compute a prompt and tell the fleet; its answer from its own prefix."""
-    before = value(server, "artifacts", tier="dram")
-    server.complete(prompt, max_tokens=1)
-    answer = server.complete(prompt, MAX_TOKENS)
-    until("it is sealed", lambda: value(server, "artifacts", tier="dram") > before)
-    until("the fleet knows", lambda: all_told(server))
-    return answer
-
-
-def all_told(server: Server) -> bool:
-    """Whether every artifact of a server that has lost none was claimed, by it or another."""
-    owned = value(server, "directory_claims", outcome="owned")
-    return owned + value(server, "replicas") >= value(server, "artifacts", tier="dram")
-
-
 def all_written(server: Server) -> bool:
     """Whether everything but replicas is on the SSD of a server that has lost nothing."""
     kept = value(server, "artifacts", tier="ssd") + value(server, "replicas")
     return kept == value(server, "artifacts", tier="dram")
-
-
-def asks(server: Server, seed: int) -> bool:
-    """Whether the server is answered when it looks for a prompt that nobody has."""
-    before = value(server, "directory_lookups", outcome="nothing")
-    server.complete(prompt_tokens(600, seed), max_tokens=1)
-    return value(server, "directory_lookups", outcome="nothing") > before
 
 
 MODELS = [

@@ -21,8 +21,8 @@ from examples.disaggregated_prefill.fleet import value
 from examples.serving import Reply, Server
 from hetero_connector.verification import verify_model
 from ownership.embedded_redis import EmbeddedRedis
+from tests.engine.fleets import LEASE_S, MAX_TOKENS, computed, same, server_of, until
 from tests.engine.harness import prompt_tokens
-from tests.engine.test_fleet import LEASE_S, MAX_TOKENS, computed, same, server_of, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1_800)]
 

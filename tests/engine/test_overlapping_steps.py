@@ -14,7 +14,7 @@ import pytest
 from hetero_connector.engine.messages import StepMetadata
 from hetero_connector.metrics import TIMINGS
 from tests.engine.fakes import DENSE, FakeRequest, scheduled
-from tests.engine.test_scheduler_side import Engine, tokens
+from tests.engine.stepped import Engine, tokens
 
 
 @pytest.fixture

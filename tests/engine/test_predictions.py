@@ -9,7 +9,7 @@ import pytest
 from hetero_connector.metrics import TIMINGS
 from hetero_connector.planner.decision import Decision
 from tests.engine.fakes import DENSE, FakeRequest
-from tests.engine.test_scheduler_side import Engine, tokens
+from tests.engine.stepped import Engine, tokens
 
 
 class Watched:

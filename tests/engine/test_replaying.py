@@ -14,7 +14,7 @@ from hetero_connector.engine.messages import StepMetadata
 from hetero_connector.planner.window_replay import WindowReplay
 from hetero_connector.spec import Family, ModelSpec, StateType
 from tests.engine.fakes import FakeRequest, layer, scheduled
-from tests.engine.test_scheduler_side import Engine, in_use, tokens
+from tests.engine.stepped import Engine, in_use, tokens
 
 MODEL = ModelSpec(
     (

@@ -16,7 +16,7 @@ from hetero_connector.metrics import COUNTERS, TIMINGS
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Wanted
 from tests.engine.fakes import DENSE, FakeRequest
-from tests.engine.test_scheduler_side import LOAD_DEADLINE_S, Engine, tokens
+from tests.engine.stepped import LOAD_DEADLINE_S, Engine, tokens
 from tests.planner.chains import KV, SWA, chain_of
 
 IN_DRAM, ON_SSD = {KV: Tier.DRAM, SWA: Tier.DRAM}, {KV: Tier.SSD, SWA: Tier.DRAM}

@@ -24,7 +24,7 @@ from hetero_connector.planner.checkpoint_policy import (
 from hetero_connector.planner.restore_plan import RestorePlan
 from hetero_connector.spec import ModelSpec, RestoreRule, StateType
 from tests.engine.fakes import DENSE, HYBRID, FakeRequest, layer, scheduled
-from tests.engine.test_scheduler_side import CHUNK, Engine, in_use, tokens
+from tests.engine.stepped import CHUNK, Engine, in_use, tokens
 
 KV, SWA, RECURRENT = StateType.DENSE_KV, StateType.WINDOW_SWA, StateType.RECURRENT
 

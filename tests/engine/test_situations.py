@@ -6,16 +6,15 @@ test_pressure.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import PropertyMock, patch
 
 import pytest
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.connector import HeteroConnector
 from hetero_connector.store.restore import ArtifactRestore
+from tests.engine.by_hand import add, step, worker_connector
 from tests.engine.harness import (
     BF16_MODELS,
     Completion,
@@ -36,7 +35,6 @@ from tests.engine.harness import (
 pytestmark = pytest.mark.engine
 
 PROMPT = prompt_tokens(1400, seed=41)
-_ids = count()
 
 
 @pytest.fixture(scope="module", params=("gemma3", "deepseek_v4", "qwen3_next"))
@@ -82,32 +80,6 @@ def same(model: str, completion: Completion, reference: Completion) -> None:
 def boundary(llm: Any, num_tokens: int) -> int:
     alignment = scheduler_side(llm)._layout.model.alignment
     return (num_tokens - 1) // alignment * alignment
-
-
-def add(llm: Any, prompt: Sequence[int], max_tokens: int = 8, **sampling: Any) -> str:
-    """Add a request, to be stepped by hand."""
-    from vllm import SamplingParams
-
-    parameters = SamplingParams(
-        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **sampling
-    )
-    request_id = f"by-hand-{next(_ids)}"
-    llm.llm_engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, parameters)
-    return request_id
-
-
-def step(llm: Any, times: int = 1) -> list[Any]:
-    """Engine steps; returns the outputs."""
-    return [output for _ in range(times) for output in llm.llm_engine.step()]
-
-
-def worker_connector() -> HeteroConnector:
-    """The worker's half, of a worker in this process."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    connector = get_kv_transfer_group()
-    assert isinstance(connector, HeteroConnector)
-    return connector
 
 
 class Staging:

@@ -35,7 +35,7 @@ from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.planner.restore_plan import plan_restore
 from hetero_connector.spec import StateType
 from hetero_connector.spec.presets import PRESETS
-from tests.planner.test_restore_plan import HYBRID
+from tests.planner.stored_chunks import HYBRID
 
 CHUNK = 256
 SIZES = Sizes(chunk_tokens=CHUNK, chunk_bytes=1 << 20, checkpoint_bytes=5 << 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -106,6 +107,14 @@ def test_what_took_at_least_less_than_was_thought_teaches_nothing() -> None:
     model.observe(Tier.SSD, {KV: 10**9}, 1.0, at_least=True)
     assert model.rates(Tier.SSD) is before
     assert model.errors(Tier.SSD).count == 0
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
+def test_seconds_that_nothing_takes_teach_nothing(seconds: float) -> None:
+    model = LoadModel([KV, SWA], PROFILE)
+    before = model.rates(Tier.SSD)
+    model.observe(Tier.SSD, {SWA: 10**9}, seconds)
+    assert model.rates(Tier.SSD) is before
 
 
 def test_tiers_are_learned_apart() -> None:

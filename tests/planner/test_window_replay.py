@@ -13,7 +13,7 @@ from hetero_connector.planner.restore_planner import Mode, RestorePlanner
 from hetero_connector.planner.window_replay import WindowReplay, plan_replay
 from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
 from tests.planner.chains import chain_of, costs_of, in_tier, layout_of
-from tests.planner.test_restore_plan import CHUNK, HYBRID, KV, SWA, stored
+from tests.planner.stored_chunks import CHUNK, HYBRID, KV, SWA, stored
 
 
 def window_layer(index: int, window: int) -> LayerSpec:

@@ -1,0 +1,145 @@
+"""A scheduler side with a real store, without an engine: tests step it by hand."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from hetero_connector.artifacts.chain import ChainHasher
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.engine.fleet import Fleet
+from hetero_connector.engine.messages import StepMetadata, WorkerReport
+from hetero_connector.engine.scheduler_side import SchedulerSide
+from hetero_connector.metrics import COUNTERS, Recorder
+from hetero_connector.planner.checkpoint_policy import CheckpointPolicy, Full
+from hetero_connector.planner.compute_model import ComputeRegression
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.load_model import LoadModel
+from hetero_connector.planner.restore_planner import Mode, RestorePlanner
+from hetero_connector.planner.window_replay import WindowReplay
+from hetero_connector.spec import ModelSpec
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import StoreConfig
+from hetero_connector.store.peers import PeerAccess
+from tests.engine.fakes import FakeBlockTables, FakeRequest, scheduled
+
+CHUNK = 64
+
+LOAD_DEADLINE_S = 1.0
+
+
+class Engine:
+    """A scheduler side with its store, stepped by hand."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        dram_bytes: int = 1 << 20,
+        checkpoints: CheckpointPolicy | None = None,
+        mode: Mode = "always_load",
+        window_replay: WindowReplay | None = None,
+        fleet: Fleet | None = None,
+        peers: PeerAccess | None = None,
+        **store: Any,
+    ) -> None:
+        self.asks_again = fleet is not None
+        self.layout = ArtifactLayout(model, CHUNK)
+        self.recorder = Recorder()
+        self.store = ArtifactStore.open(
+            self.layout.max_bytes,
+            StoreConfig(dram_bytes=dram_bytes, **store),
+            self.recorder,
+            chunk_tokens=CHUNK,
+            fingerprint=b"f" * 32,
+            description={},
+            peers=peers,
+        )
+        if fleet is not None:
+            assert self.store.sharing is not None
+            fleet.start(self.store.sharing)
+        self.costs = CostModel(ComputeRegression(), LoadModel(model.state_types))
+        self.side = SchedulerSide(
+            self.layout, ChainHasher(b"f" * 32, CHUNK), self.store, self.recorder,
+            planner=RestorePlanner(
+                model, self.layout, self.costs, mode,
+                replay_tokens=window_replay.tokens if window_replay else 0,
+            ),
+            layerwise=True, load_deadline_s=LOAD_DEADLINE_S, checkpoints=checkpoints or Full(),
+            window_replay=window_replay, fleet=fleet,
+        )  # fmt: skip
+        self.tables = FakeBlockTables()
+        self.side.bind(self.tables)  # type: ignore[arg-type]
+        self.requests: dict[str, FakeRequest] = {}
+        self.next_block = 1
+
+    def admit(self, request: FakeRequest, local: int = 0) -> int:
+        """Ask, allocate and mark computed what can be restored; returns the restored tokens."""
+        self.requests[request.request_id] = request
+        tokens = self.ask(request, local)
+        while tokens is None and self.asks_again:
+            time.sleep(1e-3)
+            tokens = self.ask(request, local)
+        assert tokens is not None
+        self.grow_table(request)
+        self.side.allocated(request, tokens)  # type: ignore[arg-type]
+        request.num_computed_tokens = local + tokens
+        request.status = RequestStatus.RUNNING
+        return tokens
+
+    def ask(self, request: FakeRequest, local: int = 0) -> int | None:
+        """Tokens that can be restored, or None to be asked again."""
+        tokens, parked = self.side.matched_tokens(request, local)  # type: ignore[arg-type]
+        assert not parked
+        return tokens
+
+    def grow_table(self, request: FakeRequest) -> None:
+        """One block per 16 tokens in both groups; no window block is ever recycled."""
+        blocks = -(-request.num_tokens // 16)
+        held = self.tables.ids.get(request.request_id, ([], []))
+        for group in held:
+            while len(group) < blocks:
+                group.append(self.next_block)
+                self.next_block += 1
+        self.tables.ids[request.request_id] = held
+
+    def step(self, **num_tokens: int) -> StepMetadata:
+        """One engine step; the workers report everything done."""
+        meta = self.side.step(scheduled(**num_tokens))  # type: ignore[arg-type]
+        for request_id, count in num_tokens.items():
+            self.requests[request_id].num_computed_tokens += count
+        self.report(meta)
+        return meta
+
+    def report(self, meta: StepMetadata) -> None:
+        saved: Counter[int] = Counter()
+        for save in [*meta.saves, *meta.early_saves]:
+            saved.update(save.save_ids)
+        loaded = Counter(load.request_id for load in meta.loads)
+        self.side.reported(WorkerReport(saved, loaded))
+
+    def run(self, request: FakeRequest) -> int:
+        """Admit, prefill in one step, finish, and give the early saves their step."""
+        restored = self.admit(request)
+        self.step(**{request.request_id: request.num_tokens - restored})
+        self.finish(request)
+        self.step()
+        return restored
+
+    def finish(self, request: FakeRequest) -> int:
+        """Returns where an engine it is handed over to may resume."""
+        return self.side.finished(request, self.tables.ids[request.request_id])  # type: ignore[arg-type]
+
+    def counters(self) -> dict[str, float]:
+        payload = self.recorder.drain()
+        return payload[COUNTERS] if payload else {}
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return [(seed * 7919 + i * 31) % 251 for i in range(count)]
+
+
+def in_use(engine: Engine) -> list:  # type: ignore[type-arg]
+    return engine.store._tiers.in_use()

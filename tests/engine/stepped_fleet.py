@@ -1,0 +1,143 @@
+"""Scheduler sides that share a cache, stepped by hand."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey
+from hetero_connector.errors import DirectoryUnavailableError
+from hetero_connector.metrics import COUNTERS, split_key
+from hetero_connector.spec import ModelSpec
+from hetero_connector.store.peers import PeerAccess
+from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
+from ownership.directory import ChainView, Holding
+from ownership.fleet_worker import FleetWorker
+from ownership.memory_directory import MemoryDirectory
+from tests.engine.stepped import CHUNK, Engine
+
+LEASE_S = 2.0
+
+WAIT_S = 20.0
+
+
+class SlowDirectory(MemoryDirectory):
+    """Answers lookups when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = threading.Event()
+        self.answers.set()
+        self.fails = False
+        self.asked = 0
+
+    def lookup(self, chain: Sequence[ChunkKey]) -> ChainView:
+        self.asked += 1
+        self.answers.wait(WAIT_S)
+        if self.fails:
+            raise DirectoryUnavailableError("it is gone")
+        return super().lookup(chain)
+
+
+class Fleet:
+    """Engines of one model on one directory and one network."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        self.model = model
+        self.network = MemoryNetwork()
+        self.directory = SlowDirectory()
+        self.engines: list[Engine] = []
+        self.counted: dict[Engine, dict[str, float]] = {}
+
+    def join(self, name: str, dram_bytes: int = 1 << 20, **given: Any) -> Engine:
+        recorder_of = _Recorders()
+        worker = FleetWorker(
+            self.directory,
+            name,
+            LEASE_S,
+            recorder_of,  # type: ignore[arg-type]
+            call_s=0.1,
+            lookup_s=given.pop("lookup_s", 5.0),
+            listing_ttl_s=given.pop("listing_ttl_s", 60.0),
+        )
+        access = PeerAccess(
+            worker.peers, lambda regions: MemoryPeers(self.network, regions), worker.wake
+        )
+        engine = Engine(
+            self.model,
+            dram_bytes,
+            fleet=worker,
+            peers=access,
+            spill_delay_s=0.0,
+            peer_deadline_s=0.2,
+            **given,
+        )
+        recorder_of.target = engine.recorder
+        self.engines.append(engine)
+        self.counted[engine] = {}
+        until(lambda: name in {w.name for w in self.directory.workers().values()})
+        until(lambda: worker._keeper.lease is not None)
+        return engine
+
+    def count(self, engine: Engine, name: str, **labels: str) -> float:
+        """All that an engine has counted of a metric so far."""
+        counted = self.counted[engine]
+        for key, number in (engine.recorder.drain() or {COUNTERS: {}})[COUNTERS].items():
+            counted[key] = counted.get(key, 0.0) + number
+        found = ((split_key(key), number) for key, number in counted.items())
+        return sum(n for (who, has), n in found if who == name and labels.items() <= has.items())
+
+    def holdings(self, engine: Engine) -> dict[ArtifactId, Holding]:
+        """What the directory says of everything that an engine stores."""
+        stored = list(engine.store._tiers.index.artifacts())
+        keys = [a.node.key for a in stored]
+        view = MemoryDirectory.lookup(self.directory, keys)
+        held = zip(stored, view.chunks, strict=True)
+        return {a.id: chunk[a.state_type] for a, chunk in held if a.state_type in chunk}
+
+    def settle(self, engine: Engine) -> None:
+        """Until the directory knows all that the engine stores, and the engine whose it is."""
+
+        def judged() -> bool:
+            stored = list(engine.store._tiers.index.artifacts())
+            known = self.holdings(engine)
+            return len(known) == len(stored) and all(a.token or a.replica for a in stored)
+
+        until(judged)
+
+
+class _Recorders:
+    """The engine makes its recorder after its fleet."""
+
+    target: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name) if self.target is not None else lambda *_, **__: None
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(2e-3)
+
+
+def chunk_bytes(fleet: Fleet) -> int:
+    """What a chunk takes of a DRAM tier."""
+    sizes = ArtifactLayout(fleet.model, CHUNK).max_bytes
+    return sum(-(-size // 4096) * 4096 for size in sizes.values())
+
+
+@contextmanager
+def joined(model: ModelSpec) -> Iterator[Fleet]:
+    made = Fleet(model)
+    yield made
+    made.directory.answers.set()
+    made.network.stopped.clear()
+    for engine in made.engines:
+        engine.side.close()
+        engine.store.check_integrity()
