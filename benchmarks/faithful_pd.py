@@ -47,7 +47,7 @@ from benchmarks.faithful_engine import EngineFacts, FaithfulEngine, policy_of
 from benchmarks.measure import machine_line, rounded, save, table
 from benchmarks.step_costs import steps_alone_cost
 from examples.disaggregated_prefill.fleet import Fleet, fleet_of, value
-from examples.serving import Server, engine_arguments
+from examples.serving import Server, engine_arguments, stop_servers_on_sigterm
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.cost_profile import CostProfile
 from ownership.scheduling.fleet import Role
@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few sessions; writes no results")
     parser.add_argument("--models", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     given = parser.parse_args()
+    stop_servers_on_sigterm()
     sessions = 2 if given.quick else 8
     found = {model: compare(model, sessions, timed=True) for model in given.models}
     figures = {model: headline(*pair) for model, pair in found.items()}

@@ -53,6 +53,7 @@ from hetero_connector.transfer.peer_base import PeerExtent
 
 BLOCKS = [16 << 10, 64 << 10, 256 << 10, MIB, 4 * MIB]
 FIGURE_BLOCK = MIB
+_START_S = 120.0
 TOTAL = 128 * MIB
 EPOCH = 1
 KIND = StateType.DENSE_KV
@@ -275,7 +276,10 @@ def owner(run: Any) -> Iterator[Any]:
     pipe, theirs = context.Pipe()
     process = context.Process(target=run, args=(theirs,), daemon=True)
     process.start()
+    theirs.close()  # or its end would not be noticed here
     try:
+        if not pipe.poll(_START_S):
+            raise TimeoutError(f"the other process said nothing for {_START_S:.0f} s")
         yield pipe.recv()
         pipe.send("end")
     finally:

@@ -21,6 +21,7 @@ from benchmarks.engine_process import CHECKPOINTS
 from benchmarks.measure import machine_line, save, table
 from examples.disaggregated_prefill.fleet import Fleet, fleet_of, value
 from examples.disaggregated_prefill.session import play, warm_up
+from examples.serving import stop_servers_on_sigterm
 
 MODES: dict[str, dict[str, Any]] = {
     "one owner": {},
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--model", default="gemma3")
     parser.add_argument("--prefillers", type=int, nargs="+", default=[1, 2], metavar="N")
     given = parser.parse_args()
+    stop_servers_on_sigterm()
     turns = 2 if given.quick else 6
     figures = {
         f"{n}p1d": {mode: measure(given.model, n, mode, turns) for mode in MODES}

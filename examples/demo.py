@@ -22,7 +22,13 @@ from examples.agent_session import AgentSession
 from examples.checkpoints import write_checkpoint
 from examples.cpu_kernels import runnable
 from examples.demo_report import print_report
-from examples.serving import Reply, Server, kv_transfer_config, logprob_distance
+from examples.serving import (
+    Reply,
+    Server,
+    kv_transfer_config,
+    logprob_distance,
+    stop_servers_on_sigterm,
+)
 from examples.stored_bytes import StoredBytes, measure_stored_bytes
 
 MODELS = ("dense", "gemma3", "deepseek_v4")
@@ -232,6 +238,7 @@ def main() -> int:
     parser.add_argument("models", nargs="*", default=MODELS, help=f"default: {' '.join(MODELS)}")
     parser.add_argument("--dir", type=Path, default=Path(".demo"), help="checkpoints, stores, logs")
     arguments = parser.parse_args()
+    stop_servers_on_sigterm()
     directory = arguments.dir.absolute()
     directory.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()

@@ -188,6 +188,8 @@ def _calibrate(args: argparse.Namespace) -> int:
         )
         found.profile.write(args.out)
         picture = plot(found, args.out.with_name(f"{args.out.name}.png"))
+    except ModuleNotFoundError as e:
+        return _complain(f"{e.name} is missing: pip install 'heterocache[cpu]', or [gpu]")
     except (HeteroCacheError, OSError) as e:
         return _complain(e)
     if picture is None:

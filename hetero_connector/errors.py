@@ -28,9 +28,24 @@ say what to change.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 
 class HeteroCacheError(Exception):
-    """Base of every error of this package."""
+    """Base of every error of this package. Comes back from another process as it was."""
+
+    def __reduce__(self) -> tuple[Callable[..., HeteroCacheError], tuple[Any, ...]]:
+        return _again, (type(self), self.args, vars(self))
+
+
+def _again(
+    kind: type[HeteroCacheError], args: tuple[Any, ...], state: dict[str, Any]
+) -> HeteroCacheError:
+    """An error as it was: its text is made already, so its constructor is not asked."""
+    error = kind.__new__(kind, *args)
+    vars(error).update(state)
+    return error
 
 
 class ConfigError(HeteroCacheError, ValueError):

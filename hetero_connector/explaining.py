@@ -110,21 +110,30 @@ def decide(
 
 
 def read_tokens(path: Path, tokenizer_of: Callable[[], Any]) -> list[int]:
-    """Token ids from a file: a JSON list of them, else text for the model's tokenizer.
+    """Token ids from a file: a JSON list of numbers, else text for the model's tokenizer.
 
-    Raises StoreError if the file cannot be read or holds no token.
+    Raises StoreError if the file cannot be read, holds no token, or numbers that are no ids.
     """
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise StoreError(f"cannot read {path}: {error}") from error
-    try:
-        ids = json.loads(text)
-    except (ValueError, RecursionError):
+    ids = _numbers(text)
+    if ids is None:
         ids = tokenizer_of().encode(text)
-    if not isinstance(ids, list) or not ids or not all(type(x) is int for x in ids):
+    if not ids or not all(type(x) is int for x in ids):
         raise StoreError(f"{path} holds neither a JSON list of token ids nor text")
     return ids
+
+
+def _numbers(text: str) -> list[Any] | None:
+    """A JSON list of numbers; None for all else, which is text even where it is JSON."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    numbers = isinstance(found, list) and all(isinstance(x, int | float) for x in found)
+    return found if numbers else None
 
 
 def tokenizer(directory: Path) -> Any:

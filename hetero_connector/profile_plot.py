@@ -28,7 +28,7 @@ def plot(calibration: Calibration, path: Path) -> Path | None:
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlabel("observed time to first token, ms")
-    axis.set_ylabel("predicted seconds of its steps, ms")
+    axis.set_ylabel("predicted time to first token, ms")
     axis.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=90)

@@ -488,6 +488,15 @@ def test_calibrate_says_that_there_is_no_such_model(
     assert capsys.readouterr().err == f"heterocache: there is no model at {model}\n"
 
 
+def test_calibrate_says_that_vllm_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert cli.main(["calibrate", str(tmp_path), "--out", str(tmp_path / "profile.json")]) == 2
+    told = capsys.readouterr().err
+    assert told == "heterocache: vllm is missing: pip install 'heterocache[cpu]', or [gpu]\n"
+
+
 @pytest.mark.parametrize("option", ["--engine-args", "--connector-args"])
 @pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000, "9" * 5_000])
 def test_calibrate_wants_arguments_as_an_object(

@@ -245,7 +245,10 @@ def test_a_table_for_people_from_the_ssd_dir_itself(
     [
         ("[]", "neither a JSON list"),
         ("[1, true]", "neither a JSON list"),
-        ("{}", "neither a JSON list"),
+        ("[1, 2.5]", "neither a JSON list"),
+        ("{}", "no tokenizer of 'no/such-model'"),
+        ('["some", "text"]', "no tokenizer of 'no/such-model'"),
+        ("2024", "no tokenizer of 'no/such-model'"),
         ("[-1, 2, 3]" + " " * 10, "token ids must be"),
         ("some text", "no tokenizer of 'no/such-model'"),
         ("[" * 100_000, "no tokenizer of 'no/such-model'"),

@@ -31,6 +31,7 @@ def calibrated() -> Calibration:
         FitError(100, 0.051, 0.2),
         {Tier.SSD: TierRates(1e-3, {StateType.DENSE_KV: 1e-9}, 1e-9)},
         {Tier.SSD: FitError(12, 0.034, 0.128)},
+        overhead_error=FitError(40, 0.07, 0.3),
     )
     whole = [Sample(n, 0, 1e-4 * n, 1.1e-4 * n) for n in (64, 128, 256, 512)]
     return Calibration(profile, (*whole, Sample(64, 256, 0.01, 0.012)))
@@ -64,6 +65,7 @@ def test_the_summary_tells_how_good_each_fit_is(
     assert cli.main(["calibrate", "model", "--out", str(tmp_path / "profile.json")]) == 0
     told = capsys.readouterr().out.splitlines()
     assert told[1:] == [
+        "time to first token: median error 7%, 95% within 30%",
         "steps: median error 5%, 95% within 20%",
         "loads from ssd: median error 3%, 95% within 13%",
     ]

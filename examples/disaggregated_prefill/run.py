@@ -10,15 +10,14 @@ nothing was restored or an answer differs. No Docker, no root, no GPU.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 from examples.cpu_kernels import runnable
 from examples.demo_report import print_table
 from examples.disaggregated_prefill.fleet import fleet_of
 from examples.disaggregated_prefill.session import Outcome, play
+from examples.serving import stop_servers_on_sigterm
 
 MODELS = ("dense", "gemma3", "deepseek_v4")
 _MB = 1e6
@@ -68,10 +67,6 @@ def print_report(outcome: Outcome) -> None:
     )
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
-
-
 def main() -> int:
     """Play and report."""
     parser = argparse.ArgumentParser(
@@ -84,7 +79,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.prefillers < 1 or given.turns < 1:
         parser.error("--prefillers and --turns must be at least 1")
-    signal.signal(signal.SIGTERM, _stop)  # as Ctrl-C does: whatever was started is stopped
+    stop_servers_on_sigterm()
     directory = given.dir.absolute()
     complaints = []
     for model in runnable(given.models):

@@ -162,7 +162,7 @@ class _Engine:
             self._llm = LLM(model=model, kv_transfer_config=connector, **arguments)
         except HeteroCacheError:
             raise
-        except (TypeError, ValueError) as error:  # what vLLM raises for a wrong argument
+        except (TypeError, ValueError, RuntimeError) as error:  # arguments, memory
             reason = " ".join(str(error).split())
             raise EngineStartError(f"vLLM starts no engine for {model}: {reason}") from error
         core: Any = self._llm.llm_engine.engine_core

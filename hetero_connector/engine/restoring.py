@@ -324,7 +324,8 @@ def _in_dram(plan: RestorePlan) -> bool:
 
 
 def _tokens_by_tier(plan: RestorePlan, local_tokens: int) -> dict[str, int]:
-    """Restored tokens by the slowest tier that any state loaded for their chunk was in.
+    """Restored tokens by the tier that their chunk waited for: DRAM if all that is loaded of it is
+    there, else where the first of its state types that is not there is.
 
     Tokens to be replayed are computed, so they are not among them.
     """

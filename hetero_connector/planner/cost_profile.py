@@ -93,6 +93,8 @@ class CostProfile:
 
     def fits(self) -> Iterator[tuple[str, FitError]]:
         """How far off each fit is, by what it is of, as far as that is known."""
+        if self.overhead_error is not None:
+            yield "time to first token", self.overhead_error
         if self.compute_error is not None:
             yield "steps", self.compute_error
         for tier, error in self.load_errors.items():

@@ -9,6 +9,7 @@ leaps (neighbours, throttling, another path): a few loads show that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -93,7 +94,7 @@ class LoadModel:
         predicted_s = self.predict(tier, bytes_by_type, in_flight_bytes, beside=beside)
         if at_least and predicted_s >= seconds:
             return
-        if any(bytes_by_type.values()):
+        if any(bytes_by_type.values()) and 0.0 < seconds < math.inf:
             self._tiers[tier].observe(bytes_by_type, seconds, in_flight_bytes, beside)
 
     def predict(

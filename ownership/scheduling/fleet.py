@@ -40,9 +40,10 @@ class WorkerLoad(NamedTuple):
     queued_tokens: int = 0
     """Prompt tokens scheduled or waiting, not yet computed."""
     waiting_requests: int = 0
-    running_decodes: int = 0
-    decode_context_tokens: int = 0
-    """Tokens the running decodes attend to, summed."""
+    running_requests: int = 0
+    """As vLLM counts them: those whose prompt is being computed decode next, beside the rest."""
+    context_tokens: int = 0
+    """Their tokens, summed: what they attend to."""
     hbm_used_bytes: int = 0
     """KV pages of running requests on one rank; cached pages that may be evicted do not count."""
     residence_s: float = 0.0

@@ -66,7 +66,7 @@ class PrefillPricing:
         self.resident: Floats = np.maximum(self._hbm_held, self.readable)
         """[workers] how many tokens each has in HBM or DRAM."""
         needed = page_bytes * (self._tokens + step.output_tokens)
-        self.queue_s = self._queued() + self._page_wait(needed, page_bytes)
+        self.queue_s = self._queued() + self._page_wait(needed)
         self._depths = _DEPTHS if step.held else 1
         self.resume = self._resume()
         """[rows, workers] where the engine computes from, in tokens."""
@@ -226,13 +226,14 @@ class PrefillPricing:
         queued_s: Floats = steps * table.step_s + table.queued_tokens * table.token_s
         return queued_s
 
-    def _page_wait(self, needed_bytes: float, page_bytes: float) -> Floats | float:
+    def _page_wait(self, needed_bytes: float) -> Floats | float:
         """[workers] seconds until there are pages; infinite where there never are.
 
-        By Little's law running requests let go of used bytes / residence a second.
+        What is cached and not running is free, this prompt's prefix too. By Little's law running
+        requests let go of used bytes / residence a second.
         """
         table = self._table
-        free = table.hbm_bytes - table.hbm_used + page_bytes * self._hbm_held
+        free = table.hbm_bytes - table.hbm_used
         if free.min() >= needed_bytes:
             return 0.0
         released_s = table.residence_s / np.maximum(table.hbm_used, 1.0)

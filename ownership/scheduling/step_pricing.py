@@ -101,7 +101,8 @@ class StepPricing:
         network_s = read_s.item(at if len(read_s) > 1 else 0, way.decode)
         ready_s = first.queue_s + first.network_s + first.restore_s + first.compute_s
         # What is queued where it decodes is worked off meanwhile.
-        still_s = max(joined.queue_s, ready_s + network_s) - (ready_s + network_s)
+        there_s = ready_s + network_s
+        still_s = max(joined.queue_s - there_s, 0.0) if there_s < np.inf else 0.0
         return self._terms(way, [first, joined._replace(queue_s=still_s, network_s=network_s)])
 
     def resume_tokens(self, way: Way) -> int:

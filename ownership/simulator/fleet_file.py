@@ -207,6 +207,8 @@ class _Reader:
 
     def _hbm_bytes(self, kind: _Worker, field: str) -> int:
         if kind.hbm_gib is not None:
+            if kind.hbm_gib * _GIB < 1:
+                raise self._error("less than a byte", f"{field}.hbm_gib")
             return int(kind.hbm_gib * _GIB)
         if kind.hardware is None:
             raise self._error("a profile does not say how much there is", f"{field}.hbm_gib")

@@ -16,6 +16,7 @@ from ownership.simulator.machine.worker import CachePolicy, WorkerSpec
 from ownership.simulator.state.memory import EVICTIONS, TierBytes
 
 _GIB = 1 << 30
+_MOST = 1e12
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _checkpoints(text: str, name: str, value: str) -> str:
 
 
 def _bytes_per_day(text: str, name: str, value: str) -> int | None:
-    return None if value == "all" else int(_above_0(text, name, value) * _GIB)
+    return None if value == "all" else int(_above_0(text, name, value) * _GIB) or 1
 
 
 def _above_0(text: str, name: str, value: str) -> float:
@@ -126,8 +127,9 @@ def _above_0(text: str, name: str, value: str) -> float:
         number = float(value)
     except ValueError:
         number = 0.0
-    if not 0.0 < number < float("inf"):
-        raise SimulationError(f"policy {text!r}", f"{value!r} is no number above 0", name)
+    if not 0.0 < number < _MOST:
+        problem = f"{value!r} is no number above 0 and below {_MOST:g}"
+        raise SimulationError(f"policy {text!r}", problem, name)
     return number
 
 

@@ -32,7 +32,8 @@ class Workload:
         """The trace to replay; every session of it has a start.
 
         Raises:
-            SimulationError: no rate is given and none recorded.
+            SimulationError: no rate is given and none recorded, or one is and all start at once
+                (then by the first session).
             TraceError: a number is out of its range, or the trace is bad.
         """
         if self.sessions is not None and self.sessions < 1:
@@ -57,7 +58,7 @@ class Workload:
         return replace(
             recorded,
             sessions=partial(_at_rate, recorded, self.sessions, self.rate),
-            caveats=(*recorded.caveats, f"Sped up to {self.rate:g} sessions per second."),
+            caveats=(*recorded.caveats, f"Starts are scaled to {self.rate:g} sessions per second."),
         )
 
     def _starts(self, recorded: Trace) -> PoissonStarts:
@@ -82,7 +83,12 @@ def _started(
 def _at_rate(recorded: Trace, number: int | None, rate: float) -> Iterator[Session]:
     """The recorded starts, stretched so that their mean rate is another."""
     starts = [s.start_s or 0.0 for s in _first(recorded, number)]
-    span_s = starts[-1] - starts[0] if starts else 0.0
-    factor = (len(starts) - 1) / rate / span_s if span_s else 1.0
+    factor = 1.0
+    if len(starts) > 1:
+        span_s = starts[-1] - starts[0]
+        if not span_s:
+            problem = f"all {len(starts)} sessions start at once: that is no rate to change"
+            raise SimulationError(recorded.source, problem, "rate")
+        factor = (len(starts) - 1) / rate / span_s
     for session, start_s in zip(_first(recorded, number), starts, strict=True):
         yield replace(session, start_s=start_s * factor)

@@ -164,7 +164,7 @@ class Worker:
         return WorkerLoad(
             max(0, engine.queued_tokens) + sum(r.expected_tokens for r in self._arriving),
             len(engine.waiting) + len(self._arriving),
-            running,  # as vLLM counts them: with those whose prompt is being computed
+            running,
             pages,
             min(used_bytes, self.spec.capacity.hbm),
             engine.residence_s,

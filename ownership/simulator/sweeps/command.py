@@ -11,7 +11,8 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from hetero_connector.errors import SimulationError
-from ownership.simulator.fleet_file import read_fleet
+from ownership.simulator.fleet_file import FleetSpec, read_fleet
+from ownership.simulator.simulating import chunk_tokens_of
 from ownership.simulator.sweeps.pictures import pictures
 from ownership.simulator.sweeps.points import Point, parse_sweep, points
 from ownership.simulator.sweeps.report import about, as_html, as_markdown
@@ -36,7 +37,7 @@ def sweep(
     fleet = read_fleet(inputs.fleet)
     for size in {point.workers for point in wanted} - {None}:
         fleet.of_size(size or 0)
-    _check_starts(inputs, wanted)
+    _check_trace(inputs, wanted, fleet)
     out.mkdir(parents=True, exist_ok=True)
     results = ResultFile(out / "results.jsonl", inputs.digest())
     done = sum(point in results for point in wanted)
@@ -63,10 +64,11 @@ def _values(sweeps: Sequence[str]) -> Mapping[str, Sequence[float]]:
     return values
 
 
-def _check_starts(inputs: Inputs, wanted: Sequence[Point]) -> None:
+def _check_trace(inputs: Inputs, wanted: Sequence[Point], fleet: FleetSpec) -> None:
     """Say now what the first simulation would say."""
     trace = open_trace(inputs.trace, inputs.format)
     next(iter(trace), None)
+    chunk_tokens_of(trace, fleet, fleet.model)
     if any(p.rate is None and (p.sharing is not None or not trace.starts_recorded) for p in wanted):
         problem = "no starts are recorded, or sessions are drawn: add --sweep rate=..."
         raise SimulationError(trace.source, problem)

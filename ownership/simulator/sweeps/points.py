@@ -44,7 +44,7 @@ class Point:
 
 
 _LEAST: Mapping[str, float] = {"workers": 1, "rate": 0, "sharing": 0, "sessions": 1, "seed": 0}
-_MOST: Mapping[str, float] = {"sharing": 1}
+_MOST: Mapping[str, float] = {"sharing": 1, "workers": 100_000}
 _WHOLE = {"workers", "sessions", "seed"}
 _SWEPT = tuple(field.name for field in fields(Point) if field.name != "policy")
 
@@ -57,11 +57,21 @@ def parse_sweep(text: str) -> tuple[str, list[float]]:
     name, _, listed = text.partition("=")
     if name not in _SWEPT:
         raise SimulationError("--sweep", f"no {name!r}; there are {', '.join(_SWEPT)}")
-    return name, [_value(name, value) for value in listed.split(",")]
+    values = [_value(name, value) for value in listed.split(",")]
+    if len(set(values)) < len(values):  # a seed twice is no second sample
+        raise SimulationError("--sweep", f"a value is given twice: {listed}", name)
+    return name, values
 
 
 def points(policies: Sequence[str], sweeps: Mapping[str, Sequence[float]]) -> Iterator[Point]:
-    """All combinations, policies side by side."""
+    """All combinations, policies side by side.
+
+    Raises SimulationError for a policy that is none, for one given twice, and for none at all.
+    """
+    if not policies:
+        raise SimulationError("--policies", "names none, e.g. ownerserve,dynamo_kv")
+    if len(set(policies)) < len(policies):
+        raise SimulationError("--policies", f"one is given twice: {','.join(policies)}")
     for policy in policies:
         if not is_oracle(policy):
             parse_policy(policy)

@@ -69,7 +69,7 @@ class ResultFile:
     def ordered(self, wanted: Iterable[Point]) -> list[dict[str, Any]]:
         """The results of those points; the file has them in that order from now on, first."""
         keys = [point.key for point in wanted]
-        others = [key for key in self._lines if key not in set(keys)]
+        others = self._lines.keys() - set(keys)
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text("".join(f"{self._lines[key]}\n" for key in [*keys, *others]))
         temporary.replace(self._path)

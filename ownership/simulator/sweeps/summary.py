@@ -59,7 +59,8 @@ def rows(results: Iterable[Mapping[str, Any]]) -> list[Row]:
 
     Where the oracle is among them there is a figure `<name>_over_oracle` for each of `BOUNDED`:
     over that of the same seed, if it keeps answers as the policy does. Not where requests were
-    refused: the bound is of all.
+    refused: the bound is of all. Nor where prompts are handed over at their last token: whoever
+    sends such a prompt again may find more of it than the bound allows.
     """
     grouped: dict[tuple[_Setting, str], list[Mapping[str, Any]]] = {}
     bounds: dict[tuple[_Setting, int, bool], Mapping[str, float]] = {}
@@ -83,7 +84,8 @@ def _row(
         for name in found[0]["figures"]
     }
     least = [bounds.get((setting, seed, _keeps(policy))) for seed in seeds]
-    if not any(result["figures"].get("refused") for result in found):
+    refused = any(result["figures"].get("refused") for result in found)
+    if not refused and "handoffs=tokens" not in policy.split("+"):
         for name in BOUNDED:
             pairs = [(r["figures"][name], b[name]) for r, b in zip(found, least, strict=True) if b]
             if len(pairs) == len(found) and all(bound > 0.0 for _, bound in pairs):

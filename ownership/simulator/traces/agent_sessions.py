@@ -126,6 +126,8 @@ class _SessionReader:
                     parent = self._add(call, f"{where}.requests[{inner}]", parent, entry.t, think_s)
             else:
                 last = self._add(entry, where, last, 0.0, entry.think_time)
+        if not self._made:
+            raise self._line.error("no request is in it, only subagents without any", "requests")
         return in_time_order(self._made)
 
     def _add(

@@ -84,8 +84,8 @@ def test_an_unknown_name_is_told_the_others() -> None:
 def test_colocated_by_hand() -> None:
     """4 waiting + running: a 4 x 1 + 3 = 7, b 4 x 0 + 6 = 6."""
     fleet = fleet_of(
-        worker("a", WorkerLoad(waiting_requests=1, running_decodes=3)),
-        worker("b", WorkerLoad(running_decodes=6)),
+        worker("a", WorkerLoad(waiting_requests=1, running_requests=3)),
+        worker("b", WorkerLoad(running_requests=6)),
     )
     assert where(Colocated(), Step(10), fleet) == ("b", "b")
     assert where(Colocated(), Step(10, owner="a"), fleet) == ("a", "a")
@@ -96,8 +96,8 @@ def pools() -> FleetView:
     return fleet_of(
         worker("p1", WorkerLoad(queued_tokens=500), role=Role.PREFILL),
         worker("p2", WorkerLoad(queued_tokens=400), role=Role.PREFILL),
-        worker("d1", WorkerLoad(running_decodes=5), role=Role.DECODE),
-        worker("d2", WorkerLoad(running_decodes=4), role=Role.DECODE),
+        worker("d1", WorkerLoad(running_requests=5), role=Role.DECODE),
+        worker("d2", WorkerLoad(running_requests=4), role=Role.DECODE),
         worker("both"),
     )
 
@@ -121,7 +121,7 @@ def test_round_robin_pd_by_hand() -> None:
 
 def test_prefix_aware_by_hand() -> None:
     """400 of 1,000 tokens match at b, over 0.3: b, though a is idle. 300 do not decide."""
-    fleet = fleet_of(worker("a"), worker("b", WorkerLoad(running_decodes=64)))
+    fleet = fleet_of(worker("a"), worker("b", WorkerLoad(running_requests=64)))
     policy = PrefixAware()
     assert where(policy, Step(1_000, {"b": HeldPrefix(400)}), fleet) == ("b", "b")
     assert where(policy, Step(1_000, {"b": HeldPrefix(300)}), fleet) == ("a", "a")
@@ -129,11 +129,11 @@ def test_prefix_aware_by_hand() -> None:
 
 def test_prefix_aware_gives_up_the_prefix_when_loads_differ_by_hand() -> None:
     """65 - 0 > 64 and 65 > 1.5 x 0: unbalanced, so the least loaded."""
-    fleet = fleet_of(worker("a"), worker("b", WorkerLoad(running_decodes=65)))
+    fleet = fleet_of(worker("a"), worker("b", WorkerLoad(running_requests=65)))
     assert where(PrefixAware(), Step(1_000, {"b": HeldPrefix(900)}), fleet) == ("a", "a")
 
 
 def test_prefix_aware_takes_the_least_loaded_of_several_owners() -> None:
-    fleet = fleet_of(worker("a", WorkerLoad(running_decodes=2)), worker("b"), worker("c"))
+    fleet = fleet_of(worker("a", WorkerLoad(running_requests=2)), worker("b"), worker("c"))
     held = {"a": HeldPrefix(900), "b": HeldPrefix(0, 900)}
     assert where(PrefixAware(), Step(1_000, held), fleet) == ("b", "b")

@@ -9,8 +9,8 @@ from ownership.scheduling.conductor import Conductor
 from tests.ownership.scheduling.fleets import costs_of, fleet_of, worker
 
 DECODERS = (
-    worker("d1", WorkerLoad(running_decodes=3), role=Role.DECODE),
-    worker("d2", WorkerLoad(running_decodes=2), role=Role.DECODE),
+    worker("d1", WorkerLoad(running_requests=3), role=Role.DECODE),
+    worker("d2", WorkerLoad(running_requests=2), role=Role.DECODE),
 )
 
 

@@ -143,7 +143,7 @@ def test_decodes_that_are_held_up_by_hand() -> None:
     0.2 + 5 x 0.02 = 0.3, and each of the 4 is 20 x 0.02 late: 0.5 x 4 x 0.4 = 0.8.
     """
     delays = InterferenceCoefficients(0.2, 0.02, 0.0, 0.1, 0.01, 0.0)
-    busy = WorkerLoad(running_decodes=4)
+    busy = WorkerLoad(running_requests=4)
     fleet = fleet_of(worker("a", busy, costs_of(step_tokens=5, interference=delays)))
     step = Step(10, output_tokens=20.0)
     terms = StepPricing(step, fleet, PlacementWeights(0.5, 0.0, 0.0)).terms(Way(0, 0))
@@ -175,7 +175,7 @@ def test_copies_are_priced_by_a_chance() -> None:
 def test_a_new_session_is_placed_beside_those_that_will_be_back() -> None:
     """5 sessions, 1 of them decoding: 4 more will be. 10 tokens at 0.02 s for each of those."""
     delays = InterferenceCoefficients(0.2, 0.02, 0.0, 0.1, 0.01, 0.0)
-    load = WorkerLoad(running_decodes=1, sessions=5)
+    load = WorkerLoad(running_requests=1, sessions=5)
     fleet = fleet_of(worker("a", load, costs_of(interference=delays)))
     new, known = (
         StepPricing(Step(10, owner=owner, output_tokens=10.0), fleet, FREE).terms(Way(0, 0))
@@ -198,7 +198,17 @@ def test_a_full_worker_lets_a_request_wait_by_hand() -> None:
     full = WorkerLoad(hbm_used_bytes=800, residence_s=4.0)
     fleet = fleet_of(worker("a", full, hbm_bytes=1_000))
     assert StepPricing(Step(300), fleet, FREE).terms(Way(0, 0)).queue_s == pytest.approx(0.5)
+    cached = Step(300, {"a": HeldPrefix(150, 150, 150)})  # what is free has it already
+    assert StepPricing(cached, fleet, FREE).terms(Way(0, 0)).queue_s == pytest.approx(0.5)
     assert StepPricing(Step(1_001), fleet, FREE).terms(Way(0, 0)).total_s == math.inf
+
+
+def test_a_prompt_that_fits_no_pages_is_not_saved_by_a_prefix_in_them() -> None:
+    fleet = fleet_of(worker("a", hbm_bytes=1_000), worker("b", hbm_bytes=9_000))
+    pricing = StepPricing(Step(1_200, {"a": HeldPrefix(600, 600, 600)}), fleet, FREE)
+    assert pricing.local_total_s.tolist() == [math.inf, pytest.approx(1.2)]
+    handed_over = pricing.terms(Way(1, 0))
+    assert (handed_over.queue_s, handed_over.total_s) == (math.inf, math.inf)
 
 
 def test_a_slow_link_and_a_busy_source_by_hand() -> None:

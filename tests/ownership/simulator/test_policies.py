@@ -54,6 +54,7 @@ def test_tiers_are_left_out() -> None:
         ("colocated+ttft=-1", "ttft: '-1' is no number"),
         ("colocated+prefetch=auto", "prefetch is 'auto'; there are on, off"),
         ("colocated+ssd_writes=0", "ssd_writes: '0' is no number above 0"),
+        ("colocated+ssd_writes=1e300", "ssd_writes: '1e300' is no number above 0 and below"),
         ("colocated+replay", "replay is ''"),
         ("colocated+peers=all", "peers is 'all'; there are named, any"),
         ("colocated+replicas=cold", "replicas is 'cold'; there are none, hot"),

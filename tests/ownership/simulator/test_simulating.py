@@ -164,3 +164,10 @@ def test_a_rate_stretches_recorded_starts() -> None:
     sessions = [Session(str(i), (prompt(100 * i, 512),), float(i)) for i in range(11)]
     slow = figures(trace_of(*sessions), fleet(), rate=0.1)
     assert slow.span_s == pytest.approx(100.0, abs=0.1)
+
+
+def test_starts_at_one_moment_have_no_rate_to_change() -> None:
+    sessions = [Session(str(i), (prompt(100 * i, 512),), 5.0) for i in range(3)]
+    with pytest.raises(SimulationError, match="rate: all 3 sessions start at once"):
+        figures(trace_of(*sessions), fleet(), rate=0.1)
+    assert figures(trace_of(sessions[0]), fleet(), rate=0.1).requests == 1

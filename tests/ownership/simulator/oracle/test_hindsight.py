@@ -18,7 +18,7 @@ from ownership.simulator.policies import parse_policy
 from ownership.simulator.results import mean
 from ownership.simulator.simulating import simulate
 from ownership.simulator.traces.session import Session, Trace
-from tests.ownership.simulator.oracle.test_search import few_requests
+from tests.ownership.simulator.oracle.few_requests import few_requests
 from tests.ownership.simulator.small_fleets import agents, fleet, prompt, trace_of
 
 OWNERSERVE = OwnerServe()

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ownership.scheduling.fleet import Role
 from ownership.scheduling.registry import POLICIES
@@ -19,6 +18,7 @@ from ownership.simulator.results import mean
 from ownership.simulator.simulation import FleetSimulation
 from ownership.simulator.state.shape import StateShape
 from ownership.simulator.traces.session import Session, Trace
+from tests.ownership.simulator.oracle.few_requests import few_requests
 from tests.ownership.simulator.small_fleets import costs, fleet, prompt, trace_of
 
 ROLES = (Role.PREFILL, Role.DECODE)
@@ -34,22 +34,6 @@ def simulated(trace: Trace, policy: str) -> float:
     run = FleetSimulation(SPEC, parse_policy(policy), shape, iter(trace), 256, 0)
     run.run()
     return mean_ttft_s(run)
-
-
-@st.composite
-def few_requests(draw: st.DrawFn) -> Trace:
-    """Three, some of which share their beginning or follow each other."""
-    tokens = st.sampled_from([512, 2_048, 6_144, 12_288])
-    starts = st.sampled_from([0.0, 0.05, 0.3])
-    place = st.sampled_from([0, 1_000])
-    first = prompt(draw(place), draw(tokens), output=draw(st.sampled_from([1, 30])))
-    follower = replace(
-        prompt(first.blocks.runs[0][0], first.input_tokens + draw(tokens), output=2),
-        parent=0,
-        think_s=draw(starts),
-    )
-    other = Session("b", (prompt(draw(place), draw(tokens)),), draw(starts))
-    return trace_of(Session("a", (first, follower), 0.0), other)
 
 
 @settings(max_examples=5, deadline=None)

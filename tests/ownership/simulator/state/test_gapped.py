@@ -14,7 +14,7 @@ from hetero_connector.store.seconds_saved import default_seconds_saved
 from ownership.simulator.state.gapped import GappedChunks, lacking
 from ownership.simulator.state.resident import ResidentChunks
 from ownership.simulator.traces.block_runs import BlockRuns
-from tests.ownership.simulator.state.test_resident import SIZES, names, prompts
+from tests.ownership.simulator.state.few_chunks import SIZES, names, prompts
 
 AMPLE = 1 << 20
 

@@ -12,7 +12,7 @@ from ownership.identifiers import Epoch, Token
 from ownership.memory_directory import MemoryDirectory
 from ownership.simulator.state.owners import Owners, Stretch, covers
 from ownership.simulator.traces.block_runs import BlockRuns
-from tests.ownership.simulator.state.test_resident import names, prompts
+from tests.ownership.simulator.state.few_chunks import names, prompts
 
 WORKERS = ("a", "b", "c")
 COPY = Copy(1, bytes(CHECKSUM_BYTES))

@@ -13,20 +13,11 @@ from hetero_connector.store.eviction import LeafLru, Lru, Value
 from hetero_connector.store.seconds_saved import default_seconds_saved
 from ownership.simulator.state.resident import ResidentChunks
 from ownership.simulator.state.runs import ChunkSizes, Run
-from ownership.simulator.traces.block_runs import BlockRuns
-from ownership.simulator.traces.prefix_tree import PrefixTree
-
-SIZES = ChunkSizes(256, 10, 3)
-prompts = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), max_size=30)
+from tests.ownership.simulator.state.few_chunks import SIZES, names, prompts
 
 
 def tier(capacity: int, sizes: ChunkSizes = SIZES) -> ResidentChunks:
     return ResidentChunks(sizes, capacity, LeafLru(), StateType.DENSE_KV)
-
-
-def names(texts: Sequence[Sequence[int]]) -> list[BlockRuns]:
-    tree = PrefixTree()
-    return [tree.add(BlockRuns.of_ids(text)).names for text in texts]
 
 
 def held(resident: ResidentChunks) -> set[int]:

@@ -157,6 +157,11 @@ def test_results_of_other_inputs_are_not_mixed(
         (["--sweep", "seed=0.5"], "--sweep: seed: '0.5' is no whole number"),
         (["--sweep", "rate=1", "--sweep", "rate=2"], "--sweep: rate: given twice"),
         (["--sweep", "sharing=0.5"], "add --sweep rate="),
+        (["--sweep", "seed=0,1,0"], "--sweep: seed: a value is given twice: 0,1,0"),
+        (["--sweep", "rate=1,1.0"], "--sweep: rate: a value is given twice"),
+        (["--sweep", "workers=1e6"], "--sweep: workers: '1e6' is no whole number"),
+        (["--policies", ","], "--policies: names none"),
+        (["--policies", "colocated,colocated"], "--policies: one is given twice"),
     ],
 )
 def test_wrong_arguments_are_named_before_anything_runs(
@@ -167,10 +172,23 @@ def test_wrong_arguments_are_named_before_anything_runs(
     assert not (files / "out").exists()
 
 
-def test_a_damaged_trace_is_named(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chunks_that_do_not_fit_the_trace_are_named_before_anything_runs(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (files / "fleet.yaml").write_text(f"chunk_tokens: 256\n{FLEET}")
+    assert simulated(files) == EXIT_UNUSABLE
+    assert "chunk_tokens: 256 is no multiple of the 512-token" in capsys.readouterr().err
+    assert not (files / "out").exists()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_damaged_trace_is_named(
+    files: Path, processes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = (files / "chat.jsonl").read_text()
     (files / "chat.jsonl").write_text(text[:-30])
-    assert simulated(files) == EXIT_UNUSABLE
+    more = ["--policies", "colocated,dynamo_kv", "--processes", str(processes)]
+    assert simulated(files, *more) == EXIT_UNUSABLE
     assert "chat.jsonl:12: not JSON" in capsys.readouterr().err
 
 

@@ -150,6 +150,11 @@ BAD_LINES = {
         "",
     ),
     "no ids": (agent_session("s", [without(GOOD, "runs")]), "requests[0].runs", "missing"),
+    "no request": (
+        agent_session("s", [{"type": "subagent", "t": 0, "requests": []}]),
+        "requests",
+        "no request is in it",
+    ),
     "too many ids": (agent_session("s", [call(0, 63, [[1, 2]])]), "requests[0].runs", "of 63"),
     "too few ids": (agent_session("s", [call(0, 192, [[1, 2]])]), "requests[0].runs", "of 192"),
     "back in time": (
