@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
@@ -22,7 +22,6 @@ from hetero_connector.artifacts.record import SlotRef, Tier
 from hetero_connector.errors import StoreError
 from hetero_connector.store.admission import (
     Admission,
-    could_be_written,
     deepest_on_ssd,
     parent_is_there,
     waits_for_parent,
@@ -32,17 +31,15 @@ from hetero_connector.store.journal_format import JournalRow
 from hetero_connector.store.journal_rows import JournalRows
 from hetero_connector.store.reading import padded
 from hetero_connector.store.slots import SlotPool
+from hetero_connector.store.spill_queue import SpillQueue
 from hetero_connector.store.ssd import Ssd
-from hetero_connector.store.state import Spill, StoreState
+from hetero_connector.store.state import StoreState
 from hetero_connector.store.tiers import Forgotten
 from hetero_connector.store.write_health import WriteHealth
 from hetero_connector.transfer.base import Direction, Extent, Transfer, TransferState
 from hetero_connector.transfer.checksum import checksum
 
-_BATCH_BYTES = 16 << 20
-"""In flight at once: what a restore that comes in between may have to wait for."""
 _WRITE_DEADLINE_S = 60.0
-_RETRY_S = 1.0
 _SYNC_PATIENCE_S = 0.005
 """How long the I/O thread itself waits for a sync before it looks after reads again."""
 
@@ -74,6 +71,7 @@ class Spiller:
         admission: Admission,
     ) -> None:
         self._state = state
+        self._queue = SpillQueue(state)
         self._memory = memory
         self._ssd = ssd
         self._rows = rows
@@ -105,7 +103,7 @@ class Spiller:
             # Chunks that were sealed in the pause, or those below them would never be written.
             with self._state.lock:
                 sealed = (a for a in self._state.tiers.index.artifacts() if a.sealed)
-                self._offer_all(sealed)
+                self._queue.add(sealed)
         if self._state.unjudged:
             with self._state.lock:
                 self._state.unjudged.offer_overdue(at_once=self._state.flushing)
@@ -123,7 +121,7 @@ class Spiller:
         return True
 
     def _start(self) -> bool:
-        artifacts = self._take_due()
+        artifacts = self._queue.take_due()
         for artifact in artifacts:
             if artifact.checksum is None:
                 at = artifact.dram_offset
@@ -139,36 +137,11 @@ class Spiller:
             self._batch = _Batch(transfer, writes, self._state.clock())
         return bool(artifacts)
 
-    def _take_due(self) -> list[Artifact]:
-        """The next batch from the queue, pinned; parents first."""
-        state, size_bytes = self._state, 0
-        taken: dict[Artifact, None] = {}
-        chunk = None
-        with state.lock:
-            now = float("inf") if state.flushing else state.clock()
-            while state.spills and state.spills[0].due_s <= now:
-                artifact = state.spills[0].artifact
-                if size_bytes >= _BATCH_BYTES and artifact.node is not chunk:
-                    break
-                state.spills.popleft()
-                if artifact.forgotten or artifact.dram is None:
-                    continue  # evicted while it waited
-                if artifact.ssd is not None or artifact in taken:
-                    continue  # asked for twice
-                artifact.pins += 1
-                size_bytes += artifact.size_bytes
-                taken[artifact] = None
-                chunk = artifact.node
-            state.spilling += len(taken)
-            if not taken:
-                state.lock.notify_all()
-        return sorted(taken, key=lambda a: (a.node.chunk.end, a.node.key))
-
     def _place(self, artifacts: list[Artifact]) -> list[_Write]:
         """Give each an SSD slot, evicting as needed; those without one stay in DRAM only."""
         state, ssd = self._state, self._state.tiers.ssd
         if ssd is None or not state.ssd_writable:
-            self._let_go(artifacts)
+            self._queue.let_go(artifacts)
             return []
         artifacts = self._admit(artifacts)
         self._make_room(artifacts, ssd)
@@ -199,7 +172,7 @@ class Spiller:
                 writes.append(_Write(artifact, artifact.dram, target))
             if num_refused:
                 state.fail(Failure.NO_SLOT, Tier.SSD, num_refused)
-        self._let_go(homeless)
+        self._queue.let_go(homeless)
         return writes
 
     def _admit(self, artifacts: list[Artifact]) -> list[Artifact]:
@@ -218,7 +191,7 @@ class Spiller:
                 state.recorder.add(
                     "heterocache_spills_refused", state_type=artifact.state_type.value
                 )
-        self._let_go(list(set(artifacts).difference(admitted)))
+        self._queue.let_go(list(set(artifacts).difference(admitted)))
         return admitted
 
     def _make_room(self, artifacts: list[Artifact], ssd: SlotPool) -> None:
@@ -306,37 +279,21 @@ class Spiller:
                         artifact.size_bytes,
                         state_type=artifact.state_type.value,
                     )
-        self._let_go([w.artifact for w in batch.writes])
+        self._queue.let_go([w.artifact for w in batch.writes])
 
     def _retry(self, batch: _Batch, error: Exception) -> None:
         """Put a failed batch back at the head of the queue: chunks below it depend on it."""
-        self._queue_again([w.artifact for w in batch.writes])
+        self._queue.put_back([w.artifact for w in batch.writes])
         self._health.failed(error)
         self._release(batch, journaled=False)
 
     def _put_off(self, artifacts: list[Artifact]) -> None:
         """The same with what was admitted and not begun."""
-        self._queue_again(artifacts)
+        self._queue.put_back(artifacts)
         with self._state.lock:
             for artifact in artifacts:
                 self._admission.refund(artifact)
-        self._let_go(artifacts)
-
-    def _queue_again(self, artifacts: list[Artifact]) -> None:
-        state = self._state
-        due_s = state.clock() + _RETRY_S
-        with state.lock:
-            if state.wants_spills:
-                again = [Spill(a, due_s) for a in artifacts if not a.forgotten]
-                state.spills.extendleft(reversed(again))
-
-    def _let_go(self, artifacts: list[Artifact]) -> None:
-        state = self._state
-        with state.lock:
-            for artifact in artifacts:
-                state.tiers.unpin(artifact)
-            state.spilling -= len(artifacts)
-            state.lock.notify_all()
+        self._queue.let_go(artifacts)
 
     def _abandon(self, batch: _Batch) -> None:
         """A write that does not end: its slots stay in quarantine, and nothing more is written."""
@@ -351,14 +308,7 @@ class Spiller:
         if self._admission.budget is None:
             return
         with state.lock:
-            self._offer_all({a for used in state.used for a in used})
-
-    def _offer_all(self, artifacts: Iterable[Artifact]) -> None:
-        """Queue those of them that could be written, parents first; needs the lock."""
-        now = self._state.clock()
-        again = (a for a in artifacts if could_be_written(a))
-        parents_first = sorted(again, key=lambda a: (a.node.chunk.end, a.node.key))
-        self._state.spills.extend(Spill(a, now) for a in parents_first)
+            self._queue.add({a for used in state.used for a in used})
 
     def _note_budget(self) -> None:
         """Before a write, so that one cut short by a kill counts, too."""

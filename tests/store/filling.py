@@ -78,10 +78,13 @@ def put(
     chunks: Iterable[ChunkRange],
     sizes: Mapping[StateType, int] = SIZES,
 ) -> None:
-    """Save whole chunks; every one must find room."""
+    """Save whole chunks; every one must find room, if need be once the I/O thread has let go of
+    what it is making checksums of."""
     for chunk in chunks:
-        save = store.begin_save(chunk, sizes)
-        assert save is not None
+        deadline = time.monotonic() + 5.0
+        while (save := store.begin_save(chunk, sizes)) is None:
+            assert time.monotonic() < deadline, "there is no room"
+            time.sleep(0.001)
         fill(store, save)
         store.complete_save(save)
 

@@ -26,7 +26,7 @@ from filling import (
 
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange, Tier
 from hetero_connector.inspection import inspect_model
-from hetero_connector.store import spilling
+from hetero_connector.store import spill_queue
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.peers import KnownPeers, PeerAccess
 from hetero_connector.store.prefetch_schedule import ExpectedReturn
@@ -211,7 +211,7 @@ def test_what_is_queued_waits_for_what_it_continues_to_become_ours(
     engines: Engines, batch_bytes: int, budget_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was queued first: its parent was another's then. In batches of one chunk, and in one."""
-    monkeypatch.setattr(spilling, "_BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(spill_queue, "_BATCH_BYTES", batch_bytes)
     store = engines.open(spill_delay_s=1.0, ssd_write_bytes_per_day=budget_bytes)
     put(store, THEIRS)
     judge(store, (), THEIRS)

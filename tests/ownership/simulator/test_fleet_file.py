@@ -88,7 +88,7 @@ BAD = {
     "model: llama-3.1-8b\nworkers: [{hardware: h300}]": r"workers\[0\].hardware: no 'h300'; there",
     "model: llama-3.1-8b\nworkers: [{}]": r"workers\[0\]: needs either hardware or profile",
     "model: llama-3.1-8b\nworkers: [{hardware: h200, hbm_gib: 0}]": r"workers\[0\].hbm_gib: Exp",
-    "model: llama-3.1-8b\nworkers: [{hardware: h200, hbm_gib: 1e-10}]": r"hbm_gib: less than a byt",
+    "model: llama-3.1-8b\nworkers: [{hardware: h200, hbm_gib: 1.0e-10}]": r"hbm_gib: less than a",
     "model: llama-3.1-8b\nworkers: [{hardware: h200, dram_gib: -1}]": r"workers\[0\].dram_gib: E",
     "model: llama-3.1-8b\nworkers: [{hardware: h200, dram_gib: .nan}]": r"workers\[0\].dram_gib",
     "model: llama-3.1-8b\nworkers: [{hardware: h200, count: 0}]": r"workers\[0\].count: Expected",
