@@ -10,6 +10,7 @@ from typing import Any, get_args
 from hetero_connector.errors import SimulationError
 from hetero_connector.planner.restore_planner import Mode
 from ownership.scheduling.admission import Admitting, TtftObjective
+from ownership.scheduling.ownerserve import OwnerServe
 from ownership.scheduling.policy import SchedulingPolicy
 from ownership.scheduling.registry import POLICIES, scheduling_policy
 from ownership.simulator.machine.worker import CachePolicy, WorkerSpec
@@ -39,12 +40,16 @@ class PolicySpec:
     its last token (`ModelSpec.handoff_end`)."""
     replicas: str = "none"
     """`hot`: read-only copies of prefixes that many sessions share, see `replicating`."""
+    copies: float | None = None
+    """`ownerserve`'s price of state that is held twice (`PlacementWeights.copy`); None: its own."""
     ttft_objective_s: float | None = None
     """Above it requests are refused."""
 
     def scheduler(self, rng: random.Random) -> SchedulingPolicy:
         """A new scheduling policy."""
         policy = scheduling_policy(self.scheduling, rng)
+        if self.copies is not None and isinstance(policy, OwnerServe):
+            policy = replace(policy, weights=replace(policy.weights, copy=self.copies))
         if self.ttft_objective_s is None:
             return policy
         return Admitting(policy, TtftObjective(self.ttft_objective_s))
@@ -73,6 +78,9 @@ def parse_policy(text: str) -> PolicySpec:
     for option in options:
         name, _, value = option.partition("=")
         spec = _with(spec, name, value)
+    if spec.copies is not None and scheduling != "ownerserve":
+        problem = f"{scheduling} has no price of copies, only ownerserve has"
+        raise SimulationError(f"policy {text!r}", problem, "copies")
     return spec
 
 
@@ -146,6 +154,7 @@ _OPTIONS: dict[str, Callable[[str, str, str], object]] = {
     "replicas": _one_of("none", "hot"),
     "ssd_writes": _bytes_per_day,
     "prefetch": _switch,
+    "copies": _above_0,
     "ttft": _above_0,
 }
 """How each option is read: the policy's text, the option's name and value, for what to set."""

@@ -167,9 +167,10 @@ def test_copies_by_hand() -> None:
     )
 
 
-def test_copies_are_priced_by_a_chance() -> None:
-    with pytest.raises(ValueError, match="copy is a chance"):
-        PlacementWeights(copy=1.5)
+@pytest.mark.parametrize("copy", [-0.1, math.inf, math.nan])
+def test_a_price_of_copies_is_a_number(copy: float) -> None:
+    with pytest.raises(ValueError, match="copy is finite"):
+        PlacementWeights(copy=copy)
 
 
 def test_a_new_session_is_placed_beside_those_that_will_be_back() -> None:

@@ -32,6 +32,9 @@ def test_options_follow_the_name() -> None:
     assert parse_policy("colocated+prefetch=on").cache.prefetch
     assert parse_policy("colocated+ssd_writes=all").cache.ssd_bytes_per_day is None
     assert isinstance(spec.scheduler(random.Random(0)), Admitting)
+    dearer = parse_policy("ownerserve+copies=3").scheduler(random.Random(0))
+    assert isinstance(dearer, OwnerServe)
+    assert dearer.weights == replace(OwnerServe().weights, copy=3.0)
 
 
 def test_tiers_are_left_out() -> None:
@@ -51,6 +54,8 @@ def test_tiers_are_left_out() -> None:
         ("colocated+checkpoints=periodic:0", "periodic:N"),
         ("colocated+checkpoints=some", "checkpoints is 'some'"),
         ("colocated+size=3", "no option 'size'; there are checkpoints"),
+        ("ownerserve+copies=0", "copies: '0' is no number above 0"),
+        ("colocated+copies=3", "copies: colocated has no price of copies"),
         ("colocated+ttft=-1", "ttft: '-1' is no number"),
         ("colocated+prefetch=auto", "prefetch is 'auto'; there are on, off"),
         ("colocated+ssd_writes=0", "ssd_writes: '0' is no number above 0"),
