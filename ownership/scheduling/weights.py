@@ -17,9 +17,9 @@ class PlacementWeights(CostWeights):
     a router can send a prefill elsewhere, an engine cannot. From 0.1 to 0.3 task times were least
     on recorded agent and chat traces; at 1 prefills queued where nothing was decoded."""
     copy: float = 1.0
-    """kappa: chance that what a copy displaces would have been used. A cache is full sooner or later, and
-    from then on a token of state held twice is one of other state that is not held and has to be
-    computed again: what eviction by value takes a token to be worth (`store.seconds_saved`).
+    """kappa: chance that what a copy displaces would have been used. A cache is full sooner or
+    later, and from then on a token of state held twice is one of other state that is not held and
+    has to be computed again: what eviction by value takes it to be worth (`store.seconds_saved`).
     Above 1 fewer copies and bytes moved are worth longer waits: see `docs/simulator.md` for 3."""
 
     def __post_init__(self) -> None:
