@@ -12,7 +12,7 @@ GPUS = {DENSE: 1, HYBRID: 2}
 SEEDS = (0, 1, 2)
 ORACLE = "oracle"
 SCHEDULING = (
-    "ownerserve", "ownerserve+copies=3", "colocated", "prefix_aware", "dynamo_kv", "conductor",
+    "ownerserve", "ownerserve+copies=1", "colocated", "prefix_aware", "dynamo_kv", "conductor",
     "static_pd", "round_robin_pd", ORACLE,
 )  # fmt: skip
 CACHES = (

@@ -32,9 +32,9 @@ def test_options_follow_the_name() -> None:
     assert parse_policy("colocated+prefetch=on").cache.prefetch
     assert parse_policy("colocated+ssd_writes=all").cache.ssd_bytes_per_day is None
     assert isinstance(spec.scheduler(random.Random(0)), Admitting)
-    dearer = parse_policy("ownerserve+copies=3").scheduler(random.Random(0))
-    assert isinstance(dearer, OwnerServe)
-    assert dearer.weights == replace(OwnerServe().weights, copy=3.0)
+    cheaper = parse_policy("ownerserve+copies=1").scheduler(random.Random(0))
+    assert isinstance(cheaper, OwnerServe)
+    assert cheaper.weights == replace(OwnerServe().weights, copy=1.0)
 
 
 def test_tiers_are_left_out() -> None:
