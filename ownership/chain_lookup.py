@@ -170,9 +170,10 @@ class ChainLookups:
         for index, key in enumerate(chain):
             copies: dict[StateType, list[PeerCopy]] = {}
             for state_type, holding in view.chunks[index].items():
-                self._peers.saw(ArtifactId(key, state_type), holding.token)
                 if holding.owner == own:
                     ours[ArtifactId(key, state_type)] = holding.token
+                else:
+                    self._peers.saw(ArtifactId(key, state_type), holding.token)
                 for holder, token, copy in view.copies(index, state_type):
                     if holder == own or copy.dram_offset < 0:
                         continue

@@ -488,10 +488,24 @@ def test_calibrate_says_that_there_is_no_such_model(
     assert capsys.readouterr().err == f"heterocache: there is no model at {model}\n"
 
 
+def test_calibrate_says_that_vllm_does_not_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(**_: object) -> None:
+        raise RuntimeError("not enough\nmemory")
+
+    monkeypatch.setattr("vllm.LLM", fails)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as calibrating does itself
+    assert cli.main(["calibrate", str(tmp_path), "--out", str(tmp_path / "profile.json")]) == 2
+    told = capsys.readouterr().err
+    assert told == f"heterocache: vLLM starts no engine for {tmp_path}: not enough memory\n"
+
+
 def test_calibrate_says_that_vllm_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     assert cli.main(["calibrate", str(tmp_path), "--out", str(tmp_path / "profile.json")]) == 2
     told = capsys.readouterr().err
     assert told == "heterocache: vllm is missing: pip install 'heterocache[cpu]', or [gpu]\n"

@@ -11,7 +11,9 @@ from hetero_connector.errors import HeteroCacheError
 
 
 def kinds(base: type[HeteroCacheError]) -> list[type[HeteroCacheError]]:
-    return [base, *(kind for below in base.__subclasses__() for kind in kinds(below))]
+    """Those of `errors`; others are made where they are raised."""
+    below = (kind for x in base.__subclasses__() for kind in kinds(x))
+    return [kind for kind in (base, *below) if kind.__module__ == errors.__name__]
 
 
 MADE = {

@@ -37,7 +37,7 @@ class LoraDigests:
     def __init__(self) -> None:
         self._by_id: dict[int, bytes | None] = {}
         """None: it has stood for different content."""
-        self._said: set[int] = set()
+        self._said: set[tuple[int, str]] = set()
 
     def of(self, request: Request) -> bytes | None:
         """b"" for a request without an adapter; None if the adapter cannot be identified."""
@@ -60,8 +60,8 @@ class LoraDigests:
         return digest
 
     def _say(self, number: int, name: str, reason: str) -> None:
-        if number not in self._said:
-            self._said.add(number)
+        if (number, reason) not in self._said:
+            self._said.add((number, reason))
             logger.warning("requests with adapter %r are not cached: %s", name, reason)
 
 

@@ -88,9 +88,8 @@ class Reader:
 
         From then on the artifact is not asked where it lies: it may be forgotten meanwhile.
         """
-        tiers, artifact, source, target = (
-            self._state.tiers, load.artifact, load.artifact.ssd, load.target,
-        )  # fmt: skip
+        tiers, artifact = self._state.tiers, load.artifact
+        source, target = artifact.ssd, load.target
         assert self._ssd is not None
         assert target is not None
         assert source is not None

@@ -13,11 +13,8 @@ from examples.serving import Reply, Server, kv_transfer_config
 from tests.engine.harness import CHECKPOINTS, prompt_tokens
 
 LEASE_S = 3.0
-
 MAX_TOKENS = 8
-
 TOLERANCE = 1e-4
-
 WAIT_S = 60.0
 
 

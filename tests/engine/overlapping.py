@@ -7,9 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from tests.engine.harness import (
-    scheduler_side,
-)
+from tests.engine.harness import scheduler_side
 from tests.engine.replays import scheduler_of
 
 REPLAYED = "heterocache_replayed_tokens_total"

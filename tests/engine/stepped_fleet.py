@@ -21,7 +21,6 @@ from ownership.memory_directory import MemoryDirectory
 from tests.engine.stepped import CHUNK, Engine
 
 LEASE_S = 2.0
-
 WAIT_S = 20.0
 
 

@@ -23,16 +23,6 @@ from tests.store.filling import SIZES, Bench, Disk, begin, chain, ids_of, put, s
 CHUNKS = chain("a", 4)
 
 
-@pytest.fixture
-def disk() -> Disk:
-    return Disk()
-
-
-@pytest.fixture
-def bench(tmp_path: Path, disk: Disk) -> Bench:
-    return Bench(tmp_path / "ssd", disk)
-
-
 def test_what_was_sealed_while_writing_paused_is_written_when_it_goes_on(
     bench: Bench, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,16 +39,6 @@ from hetero_connector.transfer.pread_files import PreadFiles
 CHUNKS = chain("a", 6)
 
 
-@pytest.fixture
-def disk() -> Disk:
-    return Disk()
-
-
-@pytest.fixture
-def bench(tmp_path: Path, disk: Disk) -> Bench:
-    return Bench(tmp_path / "ssd", disk)
-
-
 def restarted(bench: Bench, store: ArtifactStore, **options: object) -> ArtifactStore:
     store.check_integrity()
     store.close()

@@ -20,7 +20,7 @@ from ownership.simulator.simulating import simulate
 from ownership.simulator.sweeps.points import Point
 from ownership.simulator.traces.formats import open_trace
 
-RESULTS_FORMAT = 3
+RESULTS_FORMAT = 4
 """Version of what a line means."""
 
 
@@ -69,7 +69,8 @@ class ResultFile:
     def ordered(self, wanted: Iterable[Point]) -> list[dict[str, Any]]:
         """The results of those points; the file has them in that order from now on, first."""
         keys = [point.key for point in wanted]
-        others = self._lines.keys() - set(keys)
+        known = set(keys)
+        others = [key for key in self._lines if key not in known]
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text("".join(f"{self._lines[key]}\n" for key in [*keys, *others]))
         temporary.replace(self._path)

@@ -87,6 +87,11 @@ def test_a_policy_is_told_over_the_oracle_of_its_kind() -> None:
     assert name not in alone[1].figures
 
 
+def test_hand_overs_at_the_last_token_are_not_told_over_the_oracle() -> None:
+    found = [result("oracle", 0, 2.0), result("static_pd+handoffs=tokens", 0, 3.0)]
+    assert f"{BOUNDED[0]}_over_oracle" not in rows(found)[1].figures
+
+
 def test_a_trace_a_fleet_and_two_policies(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulated(files, "--policies", "ownerserve,colocated+tiers=gpu") == EXIT_OK
     told = capsys.readouterr().out
@@ -216,10 +221,12 @@ def test_seeds_are_summed_up() -> None:
 
 def test_a_file_of_results_keeps_what_others_asked_for(tmp_path: Path) -> None:
     file = ResultFile(tmp_path / "results.jsonl", "abc")
-    for policy in ("b", "a"):
+    for policy in "bacfed":
         file.add(Point(policy), {"figures": {}})
     (found,) = file.ordered([Point("a")])
     assert found["point"]["policy"] == "a"
+    kept = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    assert "".join(line["point"]["policy"] for line in kept) == "abcfed"
     again = ResultFile(tmp_path / "results.jsonl", "abc")
     assert Point("b") in again
     with pytest.raises(SimulationError, match="another trace"):
