@@ -10,7 +10,7 @@ export VLLM_CPU_OMP_THREADS_BIND := nobind
 export VLLM_CPU_KVCACHE_SPACE := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv demo test test-fast test-engine test-search test-slow lint format bench clean
+.PHONY: help venv demo test test-fast test-engine test-second-runner test-search test-slow lint format bench clean
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml scripts/setup_venv.py
 demo: venv  ## A session that survives kill -9, on three kinds of model
 	$(RUN) -m examples.demo
 
-test: test-fast test-engine  ## Both layers of tests
+test: test-fast test-engine test-second-runner  ## Every layer but the slow one
 
 test-fast: venv  ## Tests that need no engine
 	$(RUN) -m pytest -q -n 2 --dist worksteal -m "not engine and not slow"
@@ -33,11 +33,16 @@ test-fast: venv  ## Tests that need no engine
 test-engine: venv  ## Tests on the real engine
 	$(RUN) -m pytest -q --durations=12 -m "engine and not slow"
 
+test-second-runner: venv  ## Engine tests on vLLM's second model runner, the default on CUDA
+	PYTHONPATH=tests/second_runner $(RUN) -m pytest -q -p second_runner -m "engine and not slow" \
+		-k "not deepseek_v4" $(addprefix tests/engine/test_,exactness.py async_scheduling.py situations.py)
+
 test-search: venv  ## The fast tests, property tests with new examples
 	$(RUN) -m pytest -q -n 2 --dist worksteal -m "not engine and not slow" --hypothesis-profile=search
 
 test-slow: venv  ## Long soaks, many kill -9, the complete exactness matrix
 	$(RUN) -m pytest -q -m slow
+	PYTHONPATH=tests/second_runner $(RUN) -m pytest -q -p second_runner -m "engine and not slow" tests/engine
 
 lint: venv  ## ruff and mypy
 	$(RUN) -m ruff check .

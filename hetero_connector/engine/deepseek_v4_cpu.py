@@ -37,12 +37,9 @@ def register() -> None:
     _keep_prefix_caching()
     _add_tile_scheduler_keys()
 
-    from vllm.triton_utils import HAS_TRITON
+    from vllm.triton_utils.dispatcher import register_kernels
 
-    if not HAS_TRITON:
-        from vllm.triton_utils.dispatcher import register_kernels
-
-        register_kernels(KERNELS)
+    register_kernels(KERNELS)
 
 
 def _keep_prefix_caching() -> None:

@@ -38,6 +38,9 @@ class _Event:
 
 
 class _Stream:
+    def __init__(self, *_: Any) -> None:
+        pass
+
     def wait_stream(self, other: Any) -> None:
         pass
 
