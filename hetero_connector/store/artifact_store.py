@@ -6,9 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
-from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, StoredChunk, Tier
 from hetero_connector.errors import StoreClosedError
@@ -17,10 +15,12 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.arena import Arena
 from hetero_connector.store.base import Failure, ReadTiming, Save, StoreConfig, Wanted
 from hetero_connector.store.io_thread import IoThread
+from hetero_connector.store.journal_connection import Connect, connect
 from hetero_connector.store.peers import PeerAccess, PeerPort
 from hetero_connector.store.prefetch_schedule import ExpectedReturn
 from hetero_connector.store.prefetch_weighing import DEFAULT_COSTS, PrefetchCosts
 from hetero_connector.store.restore import ArtifactRestore
+from hetero_connector.store.saving import ReservedSave, taken
 from hetero_connector.store.seconds_saved import SecondsSaved, default_seconds_saved
 from hetero_connector.store.sharing import Sharing
 from hetero_connector.store.slots import SlotGeometry, dram_geometry
@@ -33,12 +33,6 @@ logger = logging.getLogger("vllm.heterocache")
 
 _kept_arenas: list[Arena] = []
 """Arenas that a transfer which never ended may still touch."""
-
-
-@dataclass(frozen=True)
-class _ReservedSave(Save):
-    artifacts: list[Artifact]
-    """Each pinned once; emptied when the save ends."""
 
 
 class ArtifactStore:
@@ -74,6 +68,7 @@ class ArtifactStore:
         description: Mapping[str, object],
         clock: Callable[[], float] = time.monotonic,
         open_transfer: OpenTransfer = best_transfer,
+        connect: Connect = connect,
         seconds_saved: SecondsSaved = default_seconds_saved,
         peers: PeerAccess | None = None,
         prefetch_costs: PrefetchCosts = DEFAULT_COSTS,
@@ -82,10 +77,11 @@ class ArtifactStore:
 
         `slot_bytes`: the largest artifact of each stored state type (`ArtifactLayout.max_bytes`).
         `chunk_tokens`: tokens of a full chunk. `fingerprint` and `description` name the model; an
-        SSD directory of another one is refused. `seconds_saved`: what artifacts are worth to
-        eviction and admission to SSD; `prefetch_costs`: what prefetching weighs besides; `peers`:
-        the fleet, if it reads this DRAM tier and this engine theirs. Raises StoreInUseError,
-        FormatError, StoreError, and ConfigError naming the key (`dram_gib`, `ssd_dir`, `ssd_gib`).
+        SSD directory of another one is refused. `open_transfer` and `connect` open its slabs and
+        its journal. `seconds_saved`: what artifacts are worth to eviction and admission to SSD;
+        `prefetch_costs`: what prefetching weighs besides; `peers`: the fleet, if it reads this
+        DRAM tier and this engine theirs. Raises StoreInUseError, FormatError, StoreError, and
+        ConfigError naming the key (`dram_gib`, `ssd_dir`, `ssd_gib`).
         """
         geometry = dram_geometry(slot_bytes, config.dram_bytes)
         with contextlib.ExitStack() as undo:
@@ -99,6 +95,7 @@ class ArtifactStore:
                     geometry.stride_bytes,
                     config.ssd_bytes,
                     description,
+                    connect,
                 )
                 undo.callback(directory.close)
                 ssd_geometry = SlotGeometry(directory.slots_per_type, geometry.stride_bytes)
@@ -183,7 +180,7 @@ class ArtifactStore:
         with state.lock:
             now, due_s = state.tick(), state.clock() + state.config.spill_delay_s
             wake = not state.spills
-            for artifact in _taken(save):
+            for artifact in taken(save):
                 if not artifact.forgotten:
                     artifact.last_used = now
                     self._tiers.index.seal(artifact)
@@ -202,7 +199,7 @@ class ArtifactStore:
     def abandon_save(self, save: Save) -> None:
         """See `base.Store.abandon_save`."""
         with self._state.lock:
-            for artifact in _taken(save):
+            for artifact in taken(save):
                 if not artifact.forgotten:
                     self._tiers.forget(artifact)
                 self._tiers.unpin(artifact)
@@ -320,7 +317,7 @@ class ArtifactStore:
                 return None
             self._tiers.attach(artifact, ref)
         offsets = {a.state_type: a.dram_offset for a in artifacts}
-        return _ReservedSave(chunk, offsets, dict(sizes), artifacts)
+        return ReservedSave(chunk, offsets, dict(sizes), artifacts)
 
     def _flush(self, deadline_s: float) -> bool:
         state = self._state
@@ -338,13 +335,3 @@ class ArtifactStore:
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosedError("the artifact store is closed")
-
-
-def _taken(save: Save) -> list[Artifact]:
-    """The artifacts of a running save, which ends with this."""
-    assert isinstance(save, _ReservedSave), "a save that this store did not begin"
-    if not save.artifacts:
-        raise ValueError(f"the save of {save.chunk} has ended before")
-    artifacts = list(save.artifacts)
-    save.artifacts.clear()
-    return artifacts

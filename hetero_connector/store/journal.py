@@ -23,6 +23,12 @@ from pathlib import Path
 from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.errors import FormatError, StoreError
 from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.journal_connection import (
+    Connect,
+    connect,
+    open_connection,
+    sqlite_errors,
+)
 from hetero_connector.store.journal_format import (
     CorruptJournalError,
     JournalMeta,
@@ -71,7 +77,7 @@ class Journal:
         self._connection = connection
 
     @classmethod
-    def open(cls, path: Path, meta: JournalMeta) -> Journal:
+    def open(cls, path: Path, meta: JournalMeta, connect: Connect = connect) -> Journal:
         """Open the journal, or create it with `meta` if there is none.
 
         A damaged file is moved aside (`moved_aside`) and an empty journal takes its place.
@@ -83,7 +89,7 @@ class Journal:
         moved = None
         if path.exists():
             try:
-                journal = cls.open_existing(path)
+                journal = cls.open_existing(path, connect=connect)
             except CorruptJournalError:
                 moved = _move_aside(path)
             else:
@@ -94,12 +100,18 @@ class Journal:
                     journal.close()
                     raise
                 return journal
-        journal = cls._create(path, meta)
+        journal = cls._create(path, meta, connect)
         journal.moved_aside = moved
         return journal
 
     @classmethod
-    def open_existing(cls, path: Path, read_only: bool = False, check: bool = True) -> Journal:
+    def open_existing(
+        cls,
+        path: Path,
+        read_only: bool = False,
+        check: bool = True,
+        connect: Connect = connect,
+    ) -> Journal:
         """Open a journal as it is, whatever model it belongs to.
 
         `check`: read all of it first; else damage may go unseen, and who asks must judge what it
@@ -110,9 +122,9 @@ class Journal:
         # be made in a read-only directory.
         settled = not path.with_name(f"{path.name}-wal").exists()
         read_mode = "ro&immutable=1" if settled else "ro"
-        connection = _connect(path, read_mode if read_only else "rw")
+        connection = open_connection(path, read_mode if read_only else "rw", connect)
         try:
-            with _sqlite_errors(path):
+            with sqlite_errors(path):
                 if check:
                     _check(path, connection)
                 table = dict(connection.execute("SELECT key, value FROM meta").fetchall())
@@ -123,12 +135,12 @@ class Journal:
             raise
 
     @classmethod
-    def _create(cls, path: Path, meta: JournalMeta) -> Journal:
+    def _create(cls, path: Path, meta: JournalMeta, connect: Connect) -> Journal:
         for suffix in SUFFIXES[1:]:  # of a journal somebody deleted: not this one's
             path.with_name(path.name + suffix).unlink(missing_ok=True)
-        connection = _connect(path, "rwc")
+        connection = open_connection(path, "rwc", connect)
         try:
-            with _sqlite_errors(path):
+            with sqlite_errors(path):
                 connection.execute("PRAGMA journal_mode=WAL")
                 # One transaction, so that a crash leaves either no tables or all.
                 connection.executescript(f"BEGIN;{_SCHEMA}")
@@ -178,7 +190,7 @@ class Journal:
 
     def load(self) -> Iterator[JournalRow]:
         """Every row, parents before children. Rows that make no sense are left out."""
-        with _sqlite_errors(self.path):
+        with sqlite_errors(self.path):
             cursor = self._connection.execute(
                 f"SELECT {_COLUMNS} FROM artifacts ORDER BY start, end"
             )
@@ -189,7 +201,7 @@ class Journal:
 
     def find(self, artifact: ArtifactId) -> JournalRow | None:
         """The row of an artifact; None without one, or if it makes no sense."""
-        with _sqlite_errors(self.path):
+        with sqlite_errors(self.path):
             values = self._connection.execute(
                 f"SELECT {_COLUMNS} FROM artifacts WHERE chunk = ? AND state_type = ?",
                 (bytes(artifact.chunk), artifact.state_type.value),
@@ -198,7 +210,7 @@ class Journal:
 
     def malformed(self) -> list[tuple[bytes, str]]:
         """Keys (chunk, state type) of the rows that `load` leaves out."""
-        with _sqlite_errors(self.path):
+        with sqlite_errors(self.path):
             cursor = self._connection.execute(f"SELECT {_COLUMNS} FROM artifacts")
             return [(v[0], v[4]) for v in cursor if parse_row(v, self.meta) is None]
 
@@ -254,7 +266,7 @@ class Journal:
 
     def noted(self, key: str) -> str | None:
         """What `note` kept."""
-        with _sqlite_errors(self.path):
+        with sqlite_errors(self.path):
             cursor = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,))
             found = cursor.fetchone()
         return None if found is None else str(found[0])
@@ -266,12 +278,12 @@ class Journal:
 
     def close(self) -> None:
         """Idempotent."""
-        with _sqlite_errors(self.path):
+        with sqlite_errors(self.path):
             self._connection.close()
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with _sqlite_errors(self.path):
+        with sqlite_errors(self.path):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
@@ -283,44 +295,10 @@ class Journal:
                 raise
 
 
-_CORRUPT_CODES = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
-
-
-@contextmanager
-def _sqlite_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.Error as e:
-        code = getattr(e, "sqlite_errorcode", 0) & 0xFF
-        no_table = isinstance(e, sqlite3.OperationalError) and "no such" in str(e)
-        if code in _CORRUPT_CODES or no_table:
-            raise CorruptJournalError(f"journal {path} is damaged: {e}") from e
-        raise StoreError(f"journal {path}: {e}") from e
-
-
 def _check(path: Path, connection: sqlite3.Connection) -> None:
     found = connection.execute("PRAGMA quick_check(1)").fetchone()
     if found[0] != "ok":
         raise CorruptJournalError(f"journal {path} is damaged: {found[0]}")
-
-
-def _connect(path: Path, mode: str) -> sqlite3.Connection:
-    with _sqlite_errors(path):
-        # Autocommit: transactions are begun by hand. The directory's lock, not SQLite's
-        # thread check, keeps users apart.
-        connection = sqlite3.connect(
-            f"{path.absolute().as_uri()}?mode={mode}",
-            uri=True,
-            isolation_level=None,
-            check_same_thread=False,
-            timeout=5.0,
-        )
-        try:
-            connection.execute("PRAGMA synchronous=NORMAL")
-        except BaseException:
-            connection.close()
-            raise
-    return connection
 
 
 def _move_aside(path: Path) -> Path:

@@ -23,6 +23,7 @@ from hetero_connector.errors import ConfigError, StoreError, TransferError
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.directory_lock import DirectoryLock
 from hetero_connector.store.journal import Journal
+from hetero_connector.store.journal_connection import Connect, connect
 from hetero_connector.store.journal_format import JournalMeta, SlabShape
 from hetero_connector.store.ssd_space import (
     GIB,
@@ -77,6 +78,7 @@ class SsdDirectory:
         slot_bytes: Mapping[StateType, int],
         ssd_bytes: int,
         description: Mapping[str, Any] | None = None,
+        connect: Connect = connect,
     ) -> SsdDirectory:
         """Open or create a model's directory in `root`, all of which stays within `ssd_bytes`.
 
@@ -100,7 +102,7 @@ class SsdDirectory:
                 lock = DirectoryLock.acquire(path / LOCK_NAME, readers_wait_s=_READERS_WAIT_S)
                 directory = cls(path, lock, slabs)
                 try:
-                    directory._open_files(root, meta, room)
+                    directory._open_files(root, meta, room, connect)
                 except BaseException:
                     directory._abandon()
                     raise
@@ -154,13 +156,13 @@ class SsdDirectory:
         for path in self._created:
             path.unlink(missing_ok=True)
 
-    def _open_files(self, root: Path, meta: JournalMeta, room_bytes: int) -> None:
+    def _open_files(self, root: Path, meta: JournalMeta, room_bytes: int, connect: Connect) -> None:
         # The journal first: if it belongs to something else, nothing has been touched yet.
         is_new = not (self.path / JOURNAL_NAME).exists()
         needed = sum(s.slots * s.slot_bytes for s in self._slabs.values())
         if is_new:
             make_room(root, self.path, needed, room_bytes)
-        self.journal = Journal.open(self.path / JOURNAL_NAME, meta)
+        self.journal = Journal.open(self.path / JOURNAL_NAME, meta, connect)
         if self.journal.moved_aside:
             self._warn(
                 f"the journal of {self.path} was damaged; it is now "

@@ -15,6 +15,7 @@ from hetero_connector.metrics import COUNTERS, GAUGES, Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Restore, Save, StoreConfig, Wanted
+from hetero_connector.store.journal_connection import Connect, connect
 from hetero_connector.store.peers import PeerAccess
 from hetero_connector.store.prefetch_weighing import DEFAULT_COSTS, PrefetchCosts
 from hetero_connector.store.seconds_saved import SecondsSaved, default_seconds_saved
@@ -163,10 +164,12 @@ class Bench:
         root: Path | None,
         disk: Disk | None = None,
         clock: Callable[[], float] = time.monotonic,
+        connect: Connect = connect,
     ) -> None:
         self.root = root
         self.disk = disk
         self.clock = clock
+        self.connect = connect
         self.recorder = Recorder()
 
     def open(
@@ -192,6 +195,7 @@ class Bench:
             prefetch_costs=prefetch_costs,
             seconds_saved=seconds_saved,
             peers=peers,
+            connect=self.connect,
             **({"open_transfer": self.disk} if self.disk else {}),
         )
 

@@ -19,6 +19,7 @@ from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkR
 from hetero_connector.errors import FormatError, StoreError
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.journal import Journal
+from hetero_connector.store.journal_connection import connect
 from hetero_connector.store.journal_format import (
     CorruptJournalError,
     JournalMeta,
@@ -318,3 +319,28 @@ def test_used_after_close_is_a_store_error(journal: Journal) -> None:
         journal.record([row(1)])
     with pytest.raises(StoreError):
         list(journal.load())
+
+
+def test_a_journal_talks_to_its_file_only_through_the_connection_it_is_given(
+    tmp_path: Path,
+) -> None:
+    """So that a test can put a bad disk under it."""
+    opened = []
+
+    def noted(path: Path, mode: str) -> sqlite3.Connection:
+        opened.append((path.name, mode))
+        return connect(path, mode)
+
+    path = tmp_path / "journal.sqlite"
+    Journal.open(path, META, noted).close()
+    Journal.open(path, META, noted).close()
+    Journal.open_existing(path, read_only=True, connect=noted).close()
+    assert opened == [(path.name, "rwc"), (path.name, "rw"), (path.name, "ro&immutable=1")]
+
+
+def test_a_file_that_cannot_be_connected_to_is_a_store_error(tmp_path: Path) -> None:
+    def broken(path: Path, mode: str) -> sqlite3.Connection:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    with pytest.raises(StoreError, match="disk I/O error"):
+        Journal.open(tmp_path / "journal.sqlite", META, broken)
