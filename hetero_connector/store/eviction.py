@@ -73,8 +73,8 @@ class LazyHeap:
 
     def __init__(self, rank: Callable[[Artifact], Rank]) -> None:
         self._rank = rank
-        self._entries: list[tuple[Rank, int, int, Artifact]] = []
-        """(rank, order of arrival, recency that the rank is of, artifact)"""
+        self._entries: list[tuple[float, int, int, int, Artifact]] = []
+        """(*rank, order of arrival, recency that the rank is of, artifact)"""
         self._members: set[Artifact] = set()
         self._order = count()
         self._kept = 0
@@ -119,8 +119,8 @@ class LazyHeap:
         self._members.clear()
         self._kept = 0
 
-    def _entry(self, artifact: Artifact) -> tuple[Rank, int, int, Artifact]:
-        return (self._rank(artifact), next(self._order), artifact.last_used, artifact)
+    def _entry(self, artifact: Artifact) -> tuple[float, int, int, int, Artifact]:
+        return (*self._rank(artifact), next(self._order), artifact.last_used, artifact)
 
 
 def recency(artifact: Artifact) -> Rank:

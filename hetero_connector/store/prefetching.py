@@ -282,7 +282,4 @@ def _hold_of(artifacts: Sequence[Artifact]) -> Hold:
         stored = artifact.node.stored
         if stored is not None:
             columns.setdefault(artifact.state_type, []).append(stored)
-    hold = Hold([Wanted(kind, chunks) for kind, chunks in columns.items()])
-    if artifacts:
-        hold.covers(artifacts[0])  # looks at every chunk the first time: now, without the lock
-    return hold
+    return Hold([Wanted(kind, chunks) for kind, chunks in columns.items()])

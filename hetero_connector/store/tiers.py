@@ -22,7 +22,7 @@ from hetero_connector.store.base import EvictionName
 from hetero_connector.store.demoted import Demoted
 from hetero_connector.store.eviction import make_policy
 from hetero_connector.store.exporting import ExportFeed
-from hetero_connector.store.hold import Hold
+from hetero_connector.store.hold import Hold, Holds
 from hetero_connector.store.prefetched import Prefetched
 from hetero_connector.store.readers import ReadersLast
 from hetero_connector.store.seconds_saved import SecondsSaved, default_seconds_saved
@@ -67,7 +67,7 @@ class Tiers:
         self.prefetched = Prefetched(recorder)
         self.demoted = Demoted()
         self._has_prefix = any(t.family is Family.PREFIX for t in dram.stride_bytes)
-        self._holds: list[Hold] = []
+        self._holds = Holds()
         self._recorder = recorder
         self._policies: dict[tuple[Tier, StateType], ReadersLast] = {
             (tier, t): ReadersLast(
@@ -212,30 +212,27 @@ class Tiers:
 
     def hold(self, hold: Hold) -> None:
         """Keep in place what it covers, until `let_go`."""
-        self._holds.append(hold)
+        self._holds.add(hold)
 
     def let_go(self, hold: Hold) -> None:
         """End a hold: what was passed over for its sake is looked at again."""
-        self._holds.remove(hold)
-        passed_over, hold.passed_over = hold.passed_over, set()
-        for artifact in passed_over:
+        for artifact in self._holds.remove(hold):
             if not artifact.pins:
                 self._freed(artifact)
 
     def held(self, artifact: Artifact) -> bool:
-        """Whether a restore needs the artifact where it is."""
-        for hold in self._holds:
-            if hold.covers(artifact):
-                hold.passed_over.add(artifact)
-                return True
-        return False
+        """Whether a restore needs the artifact where it is. O(1), amortised over the holds.
+
+        If so it is offered again when the last hold of it ends.
+        """
+        return self._holds.pass_over(artifact)
 
     def in_use(self) -> list[Artifact]:
         """What a pin or a hold keeps in place now. For tests and diagnosis: O(artifacts)."""
         return [
             artifact
             for artifact in self.index.artifacts()
-            if artifact.pins or any(hold.covers(artifact) for hold in self._holds)
+            if artifact.pins or self._holds.has(artifact)
         ]
 
     def publish_gauges(self) -> None:
