@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from hetero_connector import machine
 from hetero_connector.errors import StoreError, TransferError, UnsupportedVersionError
+from hetero_connector.store.private_files import others_can_replace
 from hetero_connector.supported_vllm import SUPPORTED_VLLM, check_version
 from hetero_connector.transfer.base import Direction, Extent, FileTransfer, OpenFile, TransferState
 from hetero_connector.transfer.choose import choose_file_transfer, is_direct, open_scratch
@@ -168,7 +169,16 @@ def ssd(ssd_dir: Path) -> Iterator[Finding]:
         return
     try:
         free = machine.disk(directory).free_bytes
-        yield Finding("SSD directory", Status.OK, f"{ssd_dir}, {free / machine.GIB:.1f} GiB free")
+        room = f"{ssd_dir}, {free / machine.GIB:.1f} GiB free"
+        if others_can_replace(directory):
+            yield Finding(
+                "SSD directory",
+                Status.WARN,
+                f"{room}; other users can write to {directory}",
+                f"chmod go-w {directory}: they could put directories of theirs in its place",
+            )
+        else:
+            yield Finding("SSD directory", Status.OK, room)
         if is_direct(fd):
             yield Finding("O_DIRECT", Status.OK, f"supported in {directory}")
         else:

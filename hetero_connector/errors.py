@@ -8,6 +8,7 @@ HeteroCacheError
 ├── UnsupportedVersionError  this vLLM is not one the package was tested with
 ├── StoreError             a tier cannot be opened or is not usable
 │   ├── StoreInUseError    another engine owns the directory
+│   ├── StoreTakenError    another engine took the directory while this one used it
 │   ├── FormatError        the directory holds another format version or another geometry
 │   └── StoreClosedError   used after close()
 ├── DirectoryError         the ownership directory did not do what was asked
@@ -78,6 +79,10 @@ class StoreError(HeteroCacheError, RuntimeError):
 
 class StoreInUseError(StoreError):
     """Another engine owns the SSD directory."""
+
+
+class StoreTakenError(StoreError):
+    """Another engine opened the SSD directory although this one holds its lock."""
 
 
 class FormatError(StoreError):

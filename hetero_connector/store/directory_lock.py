@@ -1,10 +1,17 @@
-"""An exclusive lock on a directory that says who holds it and dies with its holder."""
+"""An exclusive lock on a directory that says who holds it and dies with its holder.
+
+flock is no guard where locks do not reach: NFS mounted with `nolock` or `local_lock`, some FUSE
+file systems. There a second engine gets in, and both would write to the same slots. So the
+lock's file also says whose it is, in a line with a random word: the engine that finds another
+line first has lost the directory, and adds its own line below so that the other one knows, too.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -12,8 +19,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hetero_connector.errors import StoreInUseError
+from hetero_connector.store.private_files import PRIVATE_FLAGS, PRIVATE_MODE
 
 _RETRY_S = 0.05
+_LOCKS = Path("/proc/locks")
+_MAX_BYTES = 4096
 
 
 class DirectoryLock:
@@ -23,9 +33,12 @@ class DirectoryLock:
     The file's modification time is when the directory was last in use.
     """
 
-    def __init__(self, path: Path, fd: int) -> None:
+    def __init__(self, path: Path, fd: int, line: bytes) -> None:
+        """`line`: what the file says of us."""
         self.path = path
         self._fd: int | None = fd
+        self._line = line
+        self._has_told = False
 
     @classmethod
     def acquire(cls, path: Path, wait_s: float = 0.0, readers_wait_s: float = 0.0) -> DirectoryLock:
@@ -48,13 +61,38 @@ class DirectoryLock:
         if fd is None:
             return None
         try:
+            os.fchmod(fd, PRIVATE_MODE)  # whoever can open it can lock it
             os.ftruncate(fd, 0)
             who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
-            os.pwrite(fd, json.dumps(who).encode(), 0)
+            line = json.dumps(who | {"nonce": secrets.token_hex(16)}).encode() + b"\n"
+            os.pwrite(fd, line, 0)
         except BaseException:
             os.close(fd)
             raise
-        return cls(path, fd)
+        return cls(path, fd, line)
+
+    def taken_by(self) -> str | None:
+        """Who took the directory although we hold its lock; None: nobody. Costs one read.
+
+        Tells the other one that we are here, once. OSError if the file cannot be read.
+        """
+        if self._fd is None:
+            return None
+        content = os.pread(self._fd, _MAX_BYTES, 0)
+        if not content or content.startswith(self._line):
+            return None
+        if not self._has_told:
+            self._has_told = True
+            os.pwrite(self._fd, self._line, len(content))
+        return _named(content)
+
+    def intruder(self) -> str | None:
+        """Who held the directory when we took it, and has noticed; None: nobody has."""
+        if self._fd is None:
+            return None
+        content = os.pread(self._fd, _MAX_BYTES, 0)
+        other = content.removeprefix(self._line)
+        return _named(other) if other and other != content else None
 
     def release(self) -> None:
         """Idempotent."""
@@ -66,12 +104,47 @@ class DirectoryLock:
 
 
 def holder(path: Path) -> str:
-    """Who wrote the lock file at `path`, for error messages."""
+    """Who holds the lock at `path`, for error messages.
+
+    The kernel's word where it has one (a lock of this host, in this container), else the file's:
+    whoever can open the file can lock it without writing his name there.
+    """
     try:
-        who = json.loads(path.read_text())
-        return f"process {who['pid']} on {who['host']}"
-    except (OSError, ValueError, KeyError, TypeError):
+        content, found = path.read_bytes()[:_MAX_BYTES], os.stat(path)
+    except OSError:
         return "another process"
+    named = _named(content)
+    pids = _flock_holders(found)
+    if not pids or any(f"process {pid} on {socket.gethostname()}" == named for pid in pids):
+        return named
+    return f"process {pids[0]} ({_command(pids[0])}) on {socket.gethostname()}"
+
+
+def _named(content: bytes) -> str:
+    """Whom the first line of a lock's file names."""
+    try:
+        who = json.loads(content.partition(b"\n")[0])
+        return f"process {who['pid']} on {who['host']}"
+    except (ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def _flock_holders(file: os.stat_result) -> list[int]:
+    """Processes that hold an flock on a file, as far as /proc/locks shows them."""
+    device = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
+    try:
+        rows = [line.split() for line in _LOCKS.read_text().splitlines()]
+    except OSError:
+        return []
+    # `1: FLOCK  ADVISORY  WRITE 1234 08:01:5678 0 EOF`; a waiter's line has `->` after the number.
+    return [int(r[4]) for r in rows if len(r) > 5 and r[1] == "FLOCK" and r[5] == device]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "ended"
 
 
 def is_locked(path: Path) -> bool:
@@ -102,7 +175,7 @@ def shared(path: Path) -> Iterator[bool]:
 def _flocked(path: Path, flags: int, operation: int) -> int | None:
     """The file at `path`, opened and locked; None if somebody has it locked otherwise."""
     while True:
-        fd = os.open(path, flags | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, flags | PRIVATE_FLAGS, PRIVATE_MODE)
         try:
             fcntl.flock(fd, operation | fcntl.LOCK_NB)
             if _is_at(fd, path):

@@ -4,8 +4,8 @@ A SQLite file in WAL mode with synchronous=NORMAL: a committed transaction survi
 killed process, and a power cut may lose the last ones but never tears the file. That is
 enough because of the order in which the store writes: slab bytes are down (`fdatasync`)
 before their row is committed, and a row is deleted, committed, before its slot is
-overwritten. A lost row costs a miss; a row that names a slot of other bytes cannot be, and
-would fail its checksum.
+overwritten. So after a kill no row names a slot of other bytes; after a power cut some may, whose
+deletion was lost. Such a row fails its checksum, which costs a miss like a lost row.
 
 Threads: any one at a time (the store's I/O thread, or the opener before it starts).
 Every method raises StoreError, never a bare sqlite3 error.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +74,8 @@ class Journal:
         self.meta = meta
         self.moved_aside: Path | None = None
         """Where a corrupt journal went that was found here; everything in it is forgotten."""
+        self.check_owner: Callable[[], object] | None = None
+        """Called before each transaction; raises StoreTakenError once another engine is here."""
         self._connection = connection
 
     @classmethod
@@ -284,6 +286,8 @@ class Journal:
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with sqlite_errors(self.path):
+            if self.check_owner is not None:
+                self.check_owner()
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection

@@ -9,13 +9,16 @@ from pathlib import Path
 
 from hetero_connector.errors import StoreError
 from hetero_connector.store.journal_format import CorruptJournalError
+from hetero_connector.store.private_files import create_private
 
 Connect = Callable[[Path, str], sqlite3.Connection]
 """Opens a file for SQLite. The mode is that of its URIs: `ro`, `rw`, `rwc`."""
 
 
 def connect(path: Path, mode: str) -> sqlite3.Connection:
-    """The file as it is on disk. Raises sqlite3.Error."""
+    """The file as it is on disk. Raises sqlite3.Error, or OSError if it cannot be made."""
+    if mode == "rwc":
+        create_private(path)  # SQLite gives its other files the mode of this one
     # Autocommit: transactions are begun by hand. The directory's lock, not SQLite's
     # thread check, keeps users apart.
     return sqlite3.connect(
@@ -44,9 +47,11 @@ _CORRUPT_CODES = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
 @contextmanager
 def sqlite_errors(path: Path) -> Iterator[None]:
-    """Raise CorruptJournalError for a damaged file, StoreError for any other SQLite error."""
+    """Raise CorruptJournalError for a damaged file, StoreError for any other error."""
     try:
         yield
+    except OSError as e:
+        raise StoreError(f"journal {path}: {e}") from e
     except sqlite3.Error as e:
         code = getattr(e, "sqlite_errorcode", 0) & 0xFF
         no_table = isinstance(e, sqlite3.OperationalError) and "no such" in str(e)

@@ -87,7 +87,7 @@ class JournalRows:
             used = {a: None for restored in state.used for a in restored}
             state.used.clear()
             rows = [(a.id, a.last_used, a.uses) for a in used if a.ssd and not a.forgotten]
-        if not rows or self._journal is None:
+        if not rows or self._journal is None or not state.ssd_writable:
             return
         rows.sort(key=lambda row: row[1])
         now = time.time()

@@ -111,11 +111,13 @@ class Spiller:
             return self._poll(self._batch)
         return may_start and not self.waits_for_rows and self._start()
 
-    def _forget_rows(self) -> bool:
-        """Whether the journal did it."""
+    def _forget_rows(self, *, before_writing: bool = False) -> bool:
+        """Whether the journal did it and, `before_writing`, the directory is still ours alone."""
         try:
             self._rows.forget()
-        except StoreError as e:
+            if before_writing and self._ssd is not None:
+                self._ssd.directory.check_owner()
+        except (StoreError, OSError) as e:
             self._health.failed(e)
             return False
         return True
@@ -145,7 +147,7 @@ class Spiller:
             return []
         artifacts = self._admit(artifacts)
         self._make_room(artifacts, ssd)
-        if not self._forget_rows():  # slots that were made free are not yet
+        if not self._forget_rows(before_writing=True):  # slots that were made free are not yet
             self._put_off(artifacts)
             return []
         writes: list[_Write] = []

@@ -5,7 +5,8 @@
                                  /journal.sqlite
                                  /<state type>.slab
 
-A slab is preallocated: its slots never move and a write to it never runs out of disk.
+A slab is preallocated: its slots never move and a write to it never runs out of disk. Only the
+engine's user can open any of it.
 """
 
 from __future__ import annotations
@@ -19,18 +20,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hetero_connector.errors import ConfigError, StoreError, TransferError
+from hetero_connector.errors import ConfigError, StoreError, StoreTakenError, TransferError
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.directory_lock import DirectoryLock
 from hetero_connector.store.journal import Journal
 from hetero_connector.store.journal_connection import Connect, connect
 from hetero_connector.store.journal_format import JournalMeta, SlabShape
+from hetero_connector.store.private_files import (
+    PRIVATE_DIRECTORY_MODE,
+    PRIVATE_FLAGS,
+    PRIVATE_MODE,
+    make_private,
+    others_can_replace,
+)
 from hetero_connector.store.ssd_space import (
     GIB,
     JOURNAL_NAME,
     LOCK_NAME,
     OPENING_LOCK_NAME,
     SLAB_SUFFIX,
+    is_own_name,
     make_room,
     model_directory,
     no_space,
@@ -47,7 +56,8 @@ _OPEN_WAIT_S = 30.0
 _READERS_WAIT_S = 30.0
 """Peers that read what an engine left here let go of it after an artifact."""
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT}
+_NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
+_NO_ACCESS |= {errno.ENOENT, errno.ELOOP}
 
 
 class SsdDirectory:
@@ -69,6 +79,7 @@ class SsdDirectory:
         self._lock = lock
         self._fds: dict[StateType, int] = {}
         self._created: list[Path] = []
+        self._warned_of_intruder = False
 
     @classmethod
     def open(
@@ -91,17 +102,28 @@ class SsdDirectory:
         slots_that_fit(slot_bytes, ssd_bytes)  # before anything is created
         path = model_directory(root, fingerprint)
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            root.mkdir(PRIVATE_DIRECTORY_MODE, parents=True, exist_ok=True)
             opening = DirectoryLock.acquire(root / OPENING_LOCK_NAME, wait_s=_OPEN_WAIT_S)
             try:
                 room = room_beside_live(root, path, ssd_bytes)
                 slots = slots_that_fit(slot_bytes, room)
                 slabs = {t: SlabShape(slots, size) for t, size in slot_bytes.items()}
                 meta = JournalMeta(fingerprint, slabs, description or {}, created=time.time())
-                path.mkdir(exist_ok=True)
+                path.mkdir(PRIVATE_DIRECTORY_MODE, exist_ok=True)
+                widest = make_private(path, is_own_name)
                 lock = DirectoryLock.acquire(path / LOCK_NAME, readers_wait_s=_READERS_WAIT_S)
                 directory = cls(path, lock, slabs)
                 try:
+                    if widest is not None:
+                        directory._warn(
+                            f"other users could open files of {path} (mode {widest:o}): now only "
+                            "this one can"
+                        )
+                    if others_can_replace(root):
+                        directory._warn(
+                            f"other users can write to {root}, and so put directories of theirs in "
+                            "place of this engine's; take that right from them"
+                        )
                     directory._open_files(root, meta, room, connect)
                 except BaseException:
                     directory._abandon()
@@ -136,11 +158,34 @@ class SsdDirectory:
         try:
             linked = all(os.fstat(fd).st_nlink > 0 for fd in self._fds.values())
             os.stat(self.path / JOURNAL_NAME)
+            self.check_owner()
         except FileNotFoundError:
             linked = False
+        except StoreTakenError as e:
+            return str(e)
         except OSError as e:
             return f"its files cannot be reached any more ({e})"
         return None if linked else "its files were deleted under this engine"
+
+    def check_owner(self) -> None:
+        """Before anything is written: StoreTakenError if another engine opened the directory, too.
+
+        Where locks do not reach nothing keeps it out; the last one to come has it. OSError if
+        that cannot be seen.
+        """
+        who = self._lock.taken_by()
+        if who is not None:
+            raise StoreTakenError(
+                f"{who} has opened it, too: locks do not work on this file system; give each "
+                "engine an ssd_dir of its own, or one on a local disk"
+            )
+        if not self._warned_of_intruder and (who := self._lock.intruder()) is not None:
+            self._warned_of_intruder = True
+            self._warn(
+                f"{who} was still using {self.path} when this engine opened it: locks do not work "
+                "on this file system. It has stopped writing; give each engine an ssd_dir of its "
+                "own, or one on a local disk"
+            )
 
     def close(self) -> None:
         """Close the journal and the slabs, let go of the lock. Idempotent."""
@@ -177,7 +222,9 @@ class SsdDirectory:
             self._open_slab(root, state_type)
         if not self.direct:
             self._warn(f"{self.path} has no O_DIRECT: the page cache will hold the slabs, too")
+        self.journal.check_owner = self.check_owner
         _sync_directory(self.path)
+        _sync_directory(root)  # in which the directory itself is an entry
 
     def _slab_path(self, state_type: StateType) -> Path:
         return self.path / f"{state_type.value}{SLAB_SUFFIX}"
@@ -198,13 +245,14 @@ class SsdDirectory:
     def _open_slab(self, root: Path, state_type: StateType) -> None:
         path, slab = self._slab_path(state_type), self._slabs[state_type]
         size, is_new = slab.slots * slab.slot_bytes, not path.exists()
+        flags = os.O_RDWR | os.O_CREAT | PRIVATE_FLAGS
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o644)
+            fd = os.open(path, flags | os.O_DIRECT, PRIVATE_MODE)
         except OSError as e:
             if e.errno != errno.EINVAL:
                 raise
             self.direct = False
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = os.open(path, flags, PRIVATE_MODE)
         self._fds[state_type] = fd
         if is_new:
             self._created.append(path)

@@ -49,6 +49,11 @@ def model_directory(root: Path, fingerprint: bytes) -> Path:
     return root / fingerprint.hex()[:16]
 
 
+def is_own_name(name: str) -> bool:
+    """Whether a file of this name in a model's directory is ours."""
+    return _OURS.fullmatch(name) is not None
+
+
 def is_model_directory(path: Path) -> bool:
     """Whether `path` looks like one that this package made."""
     return path.is_dir() and (path / JOURNAL_NAME).exists()
@@ -148,7 +153,7 @@ def _remove(victim: ModelDirectory) -> bool:
         )
         # The journal first: interrupted, this leaves slabs that nothing refers to.
         for name in sorted(os.listdir(victim.path), key=lambda n: (n == LOCK_NAME, n)):
-            if _OURS.fullmatch(name):
+            if is_own_name(name):
                 (victim.path / name).unlink()
         victim.path.rmdir()
     except OSError as e:

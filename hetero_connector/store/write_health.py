@@ -9,6 +9,7 @@ import logging
 from pathlib import Path
 
 from hetero_connector.artifacts.record import Tier
+from hetero_connector.errors import StoreTakenError
 from hetero_connector.store.base import Failure
 from hetero_connector.store.state import StoreState
 
@@ -35,6 +36,9 @@ class WriteHealth:
 
     def failed(self, error: Exception) -> None:
         """Count a failure; after `_MAX_FAILURES` in a row pause, with one line in the log."""
+        if isinstance(error, StoreTakenError):
+            self.give_up(str(error))
+            return
         state = self._state
         self._failures += 1
         state.fail(Failure.IO_ERROR, Tier.SSD)

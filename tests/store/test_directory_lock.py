@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from hetero_connector.store.directory_lock import DirectoryLock, shared
+from hetero_connector.errors import StoreInUseError
+from hetero_connector.store.directory_lock import DirectoryLock, holder, shared
 from hetero_connector.store.ssd_space import JOURNAL_NAME, make_room
 
 
@@ -56,3 +60,66 @@ def test_a_directory_that_is_being_read_makes_way_when_its_readers_are_done(
     make_room(tmp_path, tmp_path / "own", 4096, 8192)
     assert not unused.exists()
     reader.join()
+
+
+_FOREIGN = """
+import fcntl, os, sys
+fd = os.open(sys.argv[1], os.O_RDONLY)
+fcntl.flock(fd, fcntl.LOCK_EX)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_error_names_who_really_holds_the_lock(tmp_path: Path) -> None:
+    """Not the engine that held it last: its name is still in the file."""
+    path = tmp_path / "lock"
+    DirectoryLock.acquire(path).release()
+    with subprocess.Popen(
+        [sys.executable, "-c", _FOREIGN, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"locked\n"
+        with pytest.raises(StoreInUseError, match=rf"process {other.pid} \(.*python.*\)"):
+            DirectoryLock.acquire(path)
+        other.communicate()
+
+
+def test_without_the_kernels_word_the_files_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another host, or where /proc shows no locks."""
+    monkeypatch.setattr("hetero_connector.store.directory_lock._LOCKS", tmp_path / "none")
+    held = DirectoryLock.acquire(tmp_path / "lock")
+    with pytest.raises(StoreInUseError, match=f"process {os.getpid()} on "):
+        DirectoryLock.acquire(tmp_path / "lock")
+    held.release()
+    assert holder(tmp_path / "nothing") == "another process"
+
+
+def test_where_locks_do_not_reach_both_holders_learn_of_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda fd, how: None)
+    older = DirectoryLock.acquire(tmp_path / "lock")
+    assert older.taken_by() is None
+    newer = DirectoryLock.acquire(tmp_path / "lock")
+    me = f"process {os.getpid()} on "
+    assert newer.taken_by() is newer.intruder() is None, "not before the older one has noticed"
+    for _ in range(2):
+        assert str(older.taken_by()).startswith(me)
+        assert str(newer.intruder()).startswith(me)
+        assert newer.taken_by() is None
+    older.release()
+    newer.release()
+    after = DirectoryLock.acquire(tmp_path / "lock")
+    assert after.taken_by() is after.intruder() is None
+    after.release()
+
+
+def test_a_lock_file_that_others_could_lock_is_closed_to_them(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.touch(0o644)
+    path.chmod(0o644)
+    DirectoryLock.acquire(path).release()
+    assert path.stat().st_mode & 0o777 == 0o600

@@ -379,3 +379,101 @@ def test_opening_waits_for_another_opening(tmp_path: Path, monkeypatch: pytest.M
         open_at(tmp_path)
     opening.release()
     open_at(tmp_path).close()
+
+
+def modes(folder: Path) -> dict[str, int]:
+    return {str(p.relative_to(folder)): p.stat().st_mode & 0o777 for p in folder.rglob("*")}
+
+
+@pytest.fixture
+def usual_umask() -> Iterator[None]:
+    """The one under which files are made that everybody can read."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("usual_umask")
+def test_only_this_user_can_open_what_is_made(tmp_path: Path) -> None:
+    directory = open_at(tmp_path / "ssd")
+    directory.journal.record([row(1, SWA, 5)])
+    assert (tmp_path / "ssd").stat().st_mode & 0o777 == 0o700
+    found = modes(tmp_path / "ssd")
+    assert len(found) >= 8, "the journal's WAL and shared memory are there, too"
+    assert set(found.values()) == {0o600, 0o700}
+    assert directory.warnings == []
+    directory.close()
+
+
+@pytest.mark.usefixtures("usual_umask")
+def test_what_others_could_open_is_closed_to_them_and_said_once(tmp_path: Path) -> None:
+    open_at(tmp_path).close()
+    model = tmp_path / ("aa" * 8)
+    model.chmod(0o755)
+    (tmp_path / ".lock").chmod(0o644)
+    (model / "journal.corrupt-1").touch()
+    (model / "notes.txt").touch()
+    for path in model.iterdir():
+        path.chmod(0o644)
+    directory = open_at(tmp_path)
+    assert len(directory.warnings) == 1
+    assert "other users could open" in directory.warnings[0]
+    directory.close()
+    assert modes(tmp_path) == {
+        name: mode if name.endswith("notes.txt") else mode & 0o700
+        for name, mode in modes(tmp_path).items()
+    }
+    assert modes(tmp_path)[f"{model.name}/notes.txt"] == 0o644
+    again = open_at(tmp_path)
+    assert again.warnings == []
+    again.close()
+
+
+@pytest.mark.parametrize("name", ["dense_kv.slab", "journal.sqlite", "journal.sqlite-wal", "lock"])
+def test_a_symbolic_link_in_place_of_a_file_is_refused(tmp_path: Path, name: str) -> None:
+    open_at(tmp_path).close()
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    path = tmp_path / ("aa" * 8) / name
+    path.unlink(missing_ok=True)
+    path.symlink_to(victim)
+    with pytest.raises(ConfigError, match=r"ssd_dir.*remove it"):
+        open_at(tmp_path)
+    assert victim.read_bytes() == b"precious"
+
+
+def test_a_symbolic_link_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "ssd").mkdir()
+    (tmp_path / "ssd" / ("aa" * 8)).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="ssd_dir"):
+        open_at(tmp_path / "ssd")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_root_that_others_can_write_to_is_warned_of(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    directory = open_at(tmp_path)
+    assert ["other users can write to" in warning for warning in directory.warnings] == [True]
+    directory.close()
+    tmp_path.chmod(0o1777)  # as /tmp: nobody removes what is another's
+    directory = open_at(tmp_path)
+    assert directory.warnings == []
+    directory.close()
+
+
+def test_the_directory_itself_is_synced_as_an_entry_of_its_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a power cut right after the first start may lose it with all it holds."""
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def note(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    open_at(tmp_path / "ssd").close()
+    assert str(tmp_path / "ssd") in synced
+    assert str(tmp_path / "ssd" / ("aa" * 8)) in synced

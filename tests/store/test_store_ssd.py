@@ -1,5 +1,6 @@
 """The store with an SSD tier: spill, restore, restart, and everything that can fail."""
 
+import fcntl
 import logging
 import time
 from collections.abc import Sequence
@@ -640,4 +641,60 @@ def test_one_stall_teaches_once_however_many_wait_for_it(tmp_path: Path, disk: D
     disk.files.resume()
     for restore in [*waiting, later]:
         restore.release()
+    store.close()
+
+
+def test_where_locks_do_not_reach_the_older_engine_stops_writing_and_nothing_wrong_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda fd, how: None)
+    older, newer = Bench(tmp_path), Bench(tmp_path)
+    first, second = older.open(dram_chunks=4), newer.open(dram_chunks=4)
+    assert second._tiers.ssd is not None
+    put(first, chain("x", 3))
+    assert first.flush(5) is False
+    put(second, chain("y", 3))
+    assert second.flush(5) is True
+    put(first, chain("z", 1))
+    assert first.flush(5) is False
+    second.leave_to_ssd()
+    for store, name in ((first, "x"), (second, "y")):
+        restore = wait(begin(store, ids_of(chain(name, 3))))
+        assert len(restore.offsets) == 6
+        assert intact(store, restore)
+        restore.release()
+    first.close()
+    put(second, chain("w", 2))
+    assert second.flush(5) is True
+    second.close()
+    told = [r.getMessage() for r in caplog.records if "locks do not work" in r.getMessage()]
+    assert len(told) == 2, "one line each"
+    assert "nothing is written there any more" in told[0]
+    assert "was still using" in told[1]
+    again = Bench(tmp_path).open()
+    assert stored(again, chain("y", 3)) == 3, "what the newer one wrote is whole"
+    assert stored(again, chain("x", 3)) == 0
+    again.close()
+
+
+def test_after_a_power_cut_that_lost_a_deletion_the_row_fails_its_checksum(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    store = bench.open(ssd_chunks=2, dram_chunks=4)
+    put(store, chain("a", 2))
+    assert store.flush(5)
+    model = next(path for path in tmp_path.iterdir() if path.is_dir())
+    durable = {path: path.read_bytes() for path in model.glob("journal.sqlite*")}
+    put(store, chain("b", 2))  # takes the slots of the first, whose rows are deleted
+    assert store.flush(5)
+    store.close()
+    for path in model.glob("journal.sqlite*"):
+        path.unlink()
+    for path, content in durable.items():
+        path.write_bytes(content)
+    store = Bench(tmp_path).open(ssd_chunks=2, dram_chunks=4)
+    assert stored(store, chain("a", 2)) == 2, "the rows are back"
+    restore = wait(begin(store, ids_of(chain("a", 2))))
+    assert set(restore.failed.values()) == {Failure.CHECKSUM}
+    assert not restore.offsets
+    restore.release()
     store.close()
