@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from hetero_connector.config import HeteroConfig
 from hetero_connector.engine.engine_identity import engine_version
 from hetero_connector.engine.handing_over import handed_over
+from hetero_connector.engine.layer_hooks import called_in
 from hetero_connector.engine.messages import StepMetadata, WorkerReport
 from hetero_connector.engine.prometheus import HeteroPromMetrics, HeteroStats
 from hetero_connector.engine.start import open_scheduler_side, open_worker_side
@@ -65,8 +66,11 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layer hooks are Python: full CUDA graphs would skip them."""
-        return HeteroConfig.from_extra_config(extra_config).layerwise != "off"
+        """Layer hooks are Python: full CUDA graphs would skip them.
+
+        Asked in every process that reads the configuration, on machines without our disks too.
+        """
+        return bool(extra_config.get("layerwise", HeteroConfig.layerwise) != "off")
 
     # Worker side
 
@@ -88,7 +92,7 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
             if step.protected:
                 attention = attention or forward_context.attn_metadata
                 self._worker.start_replays(step, forward_context.slot_mapping, attention)
-            self._worker.start_loads(step)
+            self._worker.start_loads(step, hooks_called=called_in(forward_context))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Block until this layer's pages are loaded."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hetero_connector.artifacts.layout import ArtifactLayout, Segment
-from hetero_connector.engine.messages import ArtifactCopy, PageCopy
+from hetero_connector.engine.messages import ArtifactCopy, Blocks, PageCopy
 from hetero_connector.engine.pages import ArenaRows, IndexArray
 from hetero_connector.spec import StateType
 
@@ -34,6 +34,32 @@ def plan_loads(layout: ArtifactLayout, rank: int, copy: PageCopy) -> LayerCopies
     Null pages (block id 0) and pages outside the given blocks are left out.
     """
     return _plan(layout, rank, copy)
+
+
+def plan_layerwise(
+    layout: ArtifactLayout, rank: int, copy: PageCopy, resume: int
+) -> tuple[LayerCopies, LayerCopies]:
+    """As `plan_loads`, in two: copies to end before the forward, and those it may overtake.
+
+    A layer writes the state of the tokens from `resume` on before it asks for its pages. A page in
+    which those tokens lie beside loaded ones must be there by then.
+    """
+    block_tokens = {(x.state_type, x.group): x.block_tokens for x in layout.model.stored_layers}
+    whole, shared = {}, {}
+    for key, blocks in copy.blocks.items():
+        pages = max(0, resume // block_tokens[key] - blocks.first_page)
+        whole[key] = Blocks(blocks.first_page, blocks.ids[:pages])
+        shared[key] = Blocks(blocks.first_page + pages, blocks.ids[pages:])
+    if not any(blocks.ids for blocks in shared.values()):
+        return {}, _plan(layout, rank, copy)
+    # Chunks end where pages do: only the last artifacts reach into a shared page.
+    last = [x for x in copy.artifacts if x.end >= resume]
+    overtaken = _plan(
+        layout, rank, replace(copy, artifacts=[x for x in copy.artifacts if x.end < resume])
+    )
+    for layer, copies in _plan(layout, rank, PageCopy(last, whole)).items():
+        overtaken.setdefault(layer, []).extend(copies)
+    return _plan(layout, rank, PageCopy(last, shared)), overtaken
 
 
 def plan_saves(layout: ArtifactLayout, rank: int, copy: PageCopy) -> LayerCopies:

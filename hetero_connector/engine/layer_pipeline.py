@@ -7,6 +7,7 @@ forward never waits for more than one layer's copy.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,54 +24,48 @@ class LayerPipeline:
         self._jobs: dict[str, Job] = {}
         self._running: dict[str, threading.Event] = {}
         self._background: Future[None] | None = None
-        self._unasked: set[str] = set()
+        self._error: Exception | None = None
 
     def start(self, jobs: Sequence[tuple[str, Job]], overlap: bool) -> None:
         """Queue the jobs, layer by layer; with `overlap` start running them at once."""
         assert not self._jobs, "the last step's layers were never drained"
         self._jobs.update(jobs)
-        self._unasked = set(self._jobs)
         if overlap and self._jobs:
-            self._background = self._executor.submit(self._run_ahead)
+            with contextlib.suppress(RuntimeError):  # no thread to be had: the askers copy
+                self._background = self._executor.submit(self._run_ahead)
 
     @property
     def active(self) -> bool:
-        """Whether the forward has layers of this step still to ask for."""
-        return bool(self._unasked)
+        """Whether layers of this step have not been copied yet."""
+        return bool(self._jobs or self._running)
 
     def ensure(self, layer: str) -> None:
-        """Return when the layer's job has run; raises what it raised."""
-        self._unasked.discard(layer)
+        """Return when the layer's job has run."""
         if not self._run(layer):
             event = self._running.get(layer)
             if event is not None:
                 event.wait()
 
     def drain(self) -> None:
-        """Run what is left and wait for the background thread; raises what a job raised.
+        """Run what nobody asked for, wait for all of it; raises what a job of the step raised.
 
-        RuntimeError if the forward never asked for a layer: it may have read that layer's
-        pages before they were loaded, and a wrong answer is worse than none.
+        The forward leaves layers out, and their pages must be complete all the same.
         """
         self._run_ahead()
-        if self._background is not None:
-            self._background.result()
-            self._background = None
-        if self._unasked:
-            unasked, self._unasked = self._unasked, set()
-            raise RuntimeError(
-                f"the forward pass did not wait for layers {sorted(unasked)}; "
-                "set layerwise to 'off' for this model and report it"
-            )
+        background, self._background = self._background, None
+        if background is not None:
+            background.result()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Stop the thread. What is queued is dropped."""
         self._jobs.clear()
-        self._unasked.clear()
         self._executor.shutdown()
 
     def _run(self, layer: str) -> bool:
-        """Run the layer's job here, if nobody has taken it."""
+        """Run the layer's job here, unless another thread has taken it."""
         with self._lock:
             job = self._jobs.pop(layer, None)
             if job is None:
@@ -78,6 +73,8 @@ class LayerPipeline:
             done = self._running[layer] = threading.Event()
         try:
             job()
+        except Exception as error:  # the whole step's loads have failed then: `drain` says so
+            self._error = self._error or error
         finally:
             with self._lock:
                 del self._running[layer]

@@ -80,6 +80,13 @@ class Load:
     spans: list[ArtifactSpan]
     blocks: dict[tuple[StateType, int], Blocks]
     parked: bool
+    resume: int | None = None
+    """The step that loads computes from this token on; None: from the end of the spans."""
+
+    @property
+    def resume_tokens(self) -> int:
+        """The first token that the step computes: its page is written by the forward too."""
+        return max(x.end for x in self.spans) if self.resume is None else self.resume
 
     @property
     def copy(self) -> PageCopy:

@@ -92,6 +92,7 @@ def open_worker_side(
         config.layerwise,
         recorder,
         any_tp=_uses_any_tp(config, model),
+        microbatches=vllm_config.parallel_config.use_ubatching,
     )
 
 
@@ -115,7 +116,7 @@ def open_scheduler_side(
     layout = ArtifactLayout(geometry.model, chunk_tokens)
     window_replay = _window_replay(geometry)
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-    settings = _settings(config, layout, step_tokens)
+    settings = _settings(config, layout, step_tokens, microbatches=parallel.use_ubatching)
     subject = engine_identity.profile_subject(vllm_config)
     planner = _planner(config, layout, step_tokens, window_replay, subject)
     think_times = ThinkTimes()
@@ -202,9 +203,11 @@ def _planner(
     )
 
 
-def _settings(config: HeteroConfig, layout: ArtifactLayout, step_tokens: int) -> EngineSettings:
+def _settings(
+    config: HeteroConfig, layout: ArtifactLayout, step_tokens: int, *, microbatches: bool
+) -> EngineSettings:
     parked = StateType.RECURRENT in layout.model.state_types
-    layerwise = config.layerwise != "off" and not parked
+    layerwise = config.layerwise != "off" and not parked and not microbatches
     return EngineSettings(config.planner, step_tokens, layerwise, config.load_deadline_s)
 
 

@@ -2,14 +2,16 @@
 
 One per tensor-parallel rank. Loads run layer by layer ahead of the forward, saves layer
 by layer behind it; layers that never call vLLM's layer hooks (recurrent layers, a
-model's auxiliary caches) are loaded before the forward and saved after it.
+model's auxiliary caches) are loaded before the forward and saved after it. So are all
+layers where the forward runs as microbatches, each of which calls every hook.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,14 @@ import torch
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.engine import slot_masks
-from hetero_connector.engine.copy_plan import LayerCopies, plan_loads, plan_saves
+from hetero_connector.engine.copy_plan import (
+    LayerCopies,
+    plan_layerwise,
+    plan_loads,
+    plan_saves,
+)
 from hetero_connector.engine.devices import Device, device_of
+from hetero_connector.engine.layer_hooks import LayerHooks
 from hetero_connector.engine.layer_pipeline import Job, LayerPipeline
 from hetero_connector.engine.messages import Load, PageCopy, Save, StepMetadata, WorkerReport
 from hetero_connector.engine.pages import (
@@ -40,10 +48,11 @@ OVERLAP_FROM_BYTES = 4 << 20
 
 @dataclass
 class _StepSaves:
-    """This step's saves and the layers of them that are still to be copied."""
+    """This step's saves, their copies, and the layers of which the hook has made them."""
 
     saves: list[Save]
-    left: list[LayerCopies]
+    plans: list[LayerCopies]
+    copied: set[str] = field(default_factory=set)
 
 
 class WorkerSide:
@@ -58,13 +67,19 @@ class WorkerSide:
         recorder: Recorder,
         *,
         any_tp: bool = False,
+        microbatches: bool = False,
     ) -> None:
-        """`any_tp`: engines of other TP sizes use what this one stores."""
+        """`any_tp`: engines of other TP sizes use what this one stores.
+
+        `microbatches`: a step may run as several forwards at a time, so no layer hook says that a
+        layer's pages are complete.
+        """
         self._layout = layout
         self._rank = rank
         self._num_blocks = num_blocks
         self._recorder = recorder
-        self._layerwise = layerwise
+        self._layerwise = "off" if microbatches else layerwise
+        self._microbatches = microbatches
         self._any_tp = any_tp
         self._pages: dict[str, list[Pages]] = {}
         """Of each layer, run by run."""
@@ -72,10 +87,11 @@ class WorkerSide:
         self._timer: StepTimer | None = None
         self._arena: Arena | None = None
         self._pipeline = LayerPipeline()
-        self._hooked: set[str] = set()
+        self._hooks = LayerHooks()
         self._report = WorkerReport()
         self._finished_recving: set[str] = set()
         self._saves = _StepSaves([], [])
+        self._saving = threading.Lock()
         self._save_s = 0.0
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -99,6 +115,7 @@ class WorkerSide:
 
     def begin_step(self, meta: StepMetadata) -> None:
         """The first hook of every step: `start_loads` comes after a forward without loads."""
+        self._hooks.begin_step()
         self._early_saves(meta)
         if self._timer and meta.timed_as is not None:
             self._timer.begin(meta.timed_as)
@@ -115,8 +132,11 @@ class WorkerSide:
             self._report.saved.update(save.save_ids)
         self._device_().before_forward_goes_on()
 
-    def start_loads(self, meta: StepMetadata) -> None:
-        """Before the forward (or instead of one): load, or start loading ahead of it."""
+    def start_loads(self, meta: StepMetadata, *, hooks_called: bool = True) -> None:
+        """Before the forward (or instead of one): load, or start loading ahead of it.
+
+        `hooks_called`: the forward will ask for layers, as far as they ask at all.
+        """
         if not meta.loads:
             return
         started = time.perf_counter()
@@ -128,7 +148,7 @@ class WorkerSide:
             if load.parked:
                 self._run_now(meta, plan_loads(self._layout, self._rank, load.copy))
                 self._finished_recving.add(load.request_id)
-        self._start_layerwise(meta, sync)
+        self._start_layerwise(meta, sync, hooks_called)
         go_on()
         self._report.loaded.update(load.request_id for load in meta.loads)
         self._recorder.observe("heterocache_load_seconds", time.perf_counter() - started)
@@ -153,7 +173,7 @@ class WorkerSide:
 
     def layer_wanted(self, layer: str) -> None:
         """The forward is about to read this layer's pages."""
-        self._hooked.add(layer)
+        self._hooks.on_asked(layer)
         if self._pipeline.active:
             assert self._timer is not None
             go_on = self._timer.waiting()
@@ -161,16 +181,21 @@ class WorkerSide:
             go_on()
 
     def layer_written(self, meta: StepMetadata, layer: str) -> None:
-        """The forward has written this layer's pages for this step."""
-        if not meta.saves:
+        """The forward has written this layer's pages for this step.
+
+        If it says so twice, the first time was too early: the pages are copied again.
+        """
+        if not meta.saves or self._microbatches:
             return
-        self._plan_saves(meta)
-        started = time.perf_counter()
-        for copies in self._saves.left:
-            if layer in copies:
-                self._device_().after_forward_so_far()
-                self._save_layer(meta, layer, copies.pop(layer))
-        self._save_s += time.perf_counter() - started
+        with self._saving:
+            self._plan_saves(meta)
+            started = time.perf_counter()
+            for copies in self._saves.plans:
+                if layer in copies:
+                    self._device_().after_forward_so_far()
+                    self._save_layer(meta, layer, copies[layer])
+            self._saves.copied.add(layer)
+            self._save_s += time.perf_counter() - started
 
     def end_step(self, meta: StepMetadata) -> None:
         """After the forward: everything left over, then the step's copies are over."""
@@ -217,20 +242,36 @@ class WorkerSide:
             self._device_().pin(self._arena.view)
         return self._arena.view
 
-    def _start_layerwise(self, meta: StepMetadata, loads: list[Load]) -> None:
-        copies = [plan_loads(self._layout, self._rank, load.copy) for load in loads]
-        overlap = self._layerwise != "off" and (
-            self._layerwise == "on" or _total_bytes(self._layout, loads) >= OVERLAP_FROM_BYTES
+    def _start_layerwise(self, meta: StepMetadata, loads: list[Load], hooks_called: bool) -> None:
+        overlap = hooks_called and (
+            self._layerwise == "on"
+            or (
+                self._layerwise == "auto"
+                and _total_bytes(self._layout, loads) >= OVERLAP_FROM_BYTES
+            )
         )
+        before: list[LayerCopies] = []
+        beside: list[LayerCopies] = []
+        for load in loads:
+            if overlap:
+                first, rest = plan_layerwise(
+                    self._layout, self._rank, load.copy, load.resume_tokens
+                )
+                before.append(first)
+                beside.append(rest)
+            else:
+                before.append(plan_loads(self._layout, self._rank, load.copy))
         later: list[str] = []
         for spec in self._layout.model.stored_layers:
-            if overlap and spec.layer in self._hooked:
+            if spec.layer in self._hooks:
                 later.append(spec.layer)
+                self._load_layer(meta, spec.layer, before)
             else:
-                self._load_layer(meta, spec.layer, copies)
+                self._load_layer(meta, spec.layer, before + beside)
         self._device_().before_forward_goes_on()
-        jobs = [(layer, self._load_job(meta, layer, copies)) for layer in later]
-        self._pipeline.start(jobs, overlap=self._device_().overlaps_by_thread)
+        if beside:
+            jobs = [(layer, self._load_job(meta, layer, beside)) for layer in later]
+            self._pipeline.start(jobs, overlap=self._device_().overlaps_by_thread)
 
     def _load_job(self, meta: StepMetadata, layer: str, copies: list[LayerCopies]) -> Job:
         """What makes the layer's pages complete, for the pipeline to run."""
@@ -261,9 +302,10 @@ class WorkerSide:
     def _finish_saves(self, meta: StepMetadata) -> None:
         started = time.perf_counter()
         self._device_().after_forward_so_far()
-        for copies in self._saves.left:
+        for copies in self._saves.plans:
             for layer, layer_copies in copies.items():
-                self._save_layer(meta, layer, layer_copies)
+                if layer not in self._saves.copied:
+                    self._save_layer(meta, layer, layer_copies)
         for save in meta.saves:
             self._report.saved.update(save.save_ids)
         self._saves = _StepSaves([], [])

@@ -69,17 +69,47 @@ def test_the_asker_copies_a_layer_the_thread_has_not_reached(pipeline: LayerPipe
     pipeline.drain()
 
 
-def test_what_a_job_raises_reaches_the_engine(pipeline: LayerPipeline) -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_a_job_raises_is_said_at_the_end_and_the_others_run(
+    pipeline: LayerPipeline, overlap: bool
+) -> None:
+    ran: list[str] = []
+
     def broken() -> None:
         raise ValueError("boom")
 
-    pipeline.start([("a", broken)], overlap=False)
-    with pytest.raises(ValueError, match="boom"):
+    for _ in range(2):
+        pipeline.start([("a", broken), ("b", lambda: ran.append("b"))], overlap)
         pipeline.ensure("a")
+        with pytest.raises(ValueError, match="boom"):
+            pipeline.drain()
+    pipeline.start([("c", lambda: ran.append("c"))], overlap)
+    pipeline.drain()
+    assert ran == ["b", "b", "c"]
 
 
-def test_a_forward_that_skipped_a_layer_is_refused(pipeline: LayerPipeline) -> None:
-    pipeline.start([("a", lambda: None), ("b", lambda: None)], overlap=False)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_layer_that_nobody_asks_for_is_copied_by_the_end(
+    pipeline: LayerPipeline, overlap: bool
+) -> None:
+    ran: list[str] = []
+    pipeline.start([(x, lambda x=x: ran.append(x)) for x in "ab"], overlap)
     pipeline.ensure("a")
-    with pytest.raises(RuntimeError, match="'b'"):
-        pipeline.drain()
+    pipeline.drain()
+    assert sorted(ran) == ["a", "b"]
+    assert not pipeline.active
+
+
+def test_without_a_second_thread_the_askers_copy(
+    pipeline: LayerPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_to_be_had(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(pipeline._executor, "submit", none_to_be_had)
+    ran: list[str] = []
+    pipeline.start([(x, lambda x=x: ran.append(x)) for x in "ab"], overlap=True)
+    pipeline.ensure("b")
+    assert ran == ["b"]
+    pipeline.drain()
+    assert ran == ["b", "a"]

@@ -1,0 +1,63 @@
+"""Which layers' loads may run while the forward does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import CUDAGraphMode
+
+from hetero_connector.engine.layer_hooks import LayerHooks, called_in
+
+
+def ran(hooks: LayerHooks, layers: Iterable[str]) -> None:
+    """A step whose forward asks for these layers."""
+    hooks.begin_step()
+    for layer in layers:
+        hooks.on_asked(layer)
+
+
+def reliable(hooks: LayerHooks) -> set[str]:
+    hooks.begin_step()
+    return {layer for layer in ("target", "draft", "aux") if layer in hooks}
+
+
+def test_a_layer_counts_from_the_step_after_it_first_asked() -> None:
+    hooks = LayerHooks()
+    assert reliable(hooks) == set()
+    ran(hooks, ["target"])
+    assert reliable(hooks) == {"target"}
+
+
+def test_a_layer_that_was_left_out_once_counts_never_again() -> None:
+    hooks = LayerHooks()
+    ran(hooks, ["target", "draft"])
+    ran(hooks, ["target"])
+    assert reliable(hooks) == {"target"}
+    ran(hooks, ["target", "draft"])
+    assert reliable(hooks) == {"target"}
+
+
+def test_a_step_in_which_no_layer_asks_says_nothing() -> None:
+    hooks = LayerHooks()
+    ran(hooks, ["target", "draft"])
+    ran(hooks, [])
+    assert reliable(hooks) == {"target", "draft"}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "graphs", "called"),
+    [
+        ({"layer": object()}, CUDAGraphMode.NONE, True),
+        ({"layer": object()}, CUDAGraphMode.PIECEWISE, True),
+        ({"layer": object()}, CUDAGraphMode.FULL, False),
+        (None, CUDAGraphMode.NONE, False),
+    ],
+)
+def test_hooks_are_called_by_python_with_attention_metadata(
+    metadata: Any, graphs: CUDAGraphMode, called: bool
+) -> None:
+    context: Any = SimpleNamespace(attn_metadata=metadata, cudagraph_runtime_mode=graphs)
+    assert called_in(context) is called
