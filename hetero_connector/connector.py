@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from hetero_connector.config import HeteroConfig
+from hetero_connector.engine import orphan
 from hetero_connector.engine.engine_identity import engine_version
 from hetero_connector.engine.handing_over import handed_over
 from hetero_connector.engine.layer_hooks import called_in
@@ -54,6 +55,7 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = open_scheduler_side(
                 vllm_config, kv_cache_config, self._config, self._recorder
             )
+            orphan.watch(self._release)
         else:
             self._worker = open_worker_side(
                 vllm_config, kv_cache_config, self._config, self._recorder
@@ -211,6 +213,12 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> HeteroPromMetrics:
         """Metrics on vLLM's `/metrics`."""
         return HeteroPromMetrics(*args, **kwargs)
+
+    def _release(self) -> None:
+        """Without stopping: every hook is a miss from now."""
+        side, self._scheduler = self._scheduler, None
+        if side is not None:
+            side.close()
 
     def _step(self) -> StepMetadata:
         metadata = self._get_connector_metadata()

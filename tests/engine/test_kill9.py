@@ -1,8 +1,8 @@
 """kill -9 of a server under traffic: what is on SSD afterwards is whole, and answers are right.
 
-The server is small enough that restores come from SSD all the time. After each kill the
-directory verifies, nothing of the server is left, and the next server of the same directory
-answers as one without a connector does.
+The server is small enough that restores come from SSD all the time. After each kill, of the whole
+server or of its API server alone, the directory verifies, nothing of the server is left, and the
+next server of the same directory answers as one without a connector does.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,16 @@ class Traffic(threading.Thread):
                 self.answered += 1
 
 
-def killed_under_traffic(server: Server, rng: random.Random) -> int:
+def kill_api_server(server: Server) -> None:
+    """kill -9 of that process alone: nothing of vLLM ends the engine core."""
+    assert server._process is not None
+    server._process.kill()
+    server._process.wait()
+
+
+def killed_under_traffic(
+    server: Server, rng: random.Random, kill: Callable[[Server], None] = Server.kill
+) -> int:
     """Kill at a random moment; returns how many requests had been answered."""
     threads = [Traffic(server, random.Random(rng.random())) for _ in range(2)]
     for thread in threads:
@@ -92,7 +102,7 @@ def killed_under_traffic(server: Server, rng: random.Random) -> int:
     time.sleep(rng.uniform(0.3, 3.0))
     assert server._process is not None
     group = server._process.pid
-    server.kill()
+    kill(server)
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
@@ -130,7 +140,8 @@ def test_killed_at_random_moments(rounds: int, tmp_path: Path, answers: list[Rep
             for index in rng.sample(range(len(PROMPTS)), 3):
                 same(server.complete(PROMPTS[index], MAX_TOKENS), answers[index])
             from_ssd += ssd_hit_tokens(server)
-            answered += killed_under_traffic(server, rng)
+            kill = kill_api_server if seed % 2 else Server.kill
+            answered += killed_under_traffic(server, rng, kill)
         finally:
             server.kill()
         stored = verified(tmp_path)
@@ -139,6 +150,8 @@ def test_killed_at_random_moments(rounds: int, tmp_path: Path, answers: list[Rep
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             same(server.complete(prompt, MAX_TOKENS), answer)
         from_ssd += ssd_hit_tokens(server)
+    log = (tmp_path / "server.log").read_text()
+    assert log.count("has ended without ending it") == rounds // 2, "orphans noticed it themselves"
     assert answered > 0, "every kill came before any traffic: the test shows nothing"
     assert stored > 0
     assert from_ssd > 0

@@ -1,0 +1,86 @@
+"""A process whose parent is killed with -9: what vLLM's engine core does then, and no other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from hetero_connector.engine import orphan
+
+_PARENT = """
+import multiprocessing, os, signal, sys, threading
+from hetero_connector.engine import orphan
+
+def child(hangs):
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: (print("asked to end", flush=True), ended.set()))
+    released = threading.Event()
+    watched = orphan.watch(lambda: (print("released", flush=True), released.set()), grace_s=0.2)
+    print("watched" if watched else "not watched", flush=True)
+    if watched:
+        ended.wait(30)
+        if hangs:
+            released.wait(30)
+
+if __name__ == "__main__":
+    name, hangs = sys.argv[1], sys.argv[2] == "hangs"
+    context = multiprocessing.get_context(sys.argv[3])
+    process = context.Process(target=child, args=(hangs,), name=name)
+    process.start()
+    sys.stdin.readline()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def lines_of(script: Path, name: str, how: str, method: str) -> list[str]:
+    """What a child prints: at start, and once its parent was killed."""
+    with subprocess.Popen(
+        [sys.executable, str(script), name, how, method],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdin is not None
+        first = parent.stdout.readline()
+        parent.stdin.write("\n")
+        parent.stdin.flush()
+        assert parent.wait(30) == -signal.SIGKILL
+        return [first.strip(), *parent.stdout.read().split("\n")[:-1]]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "parent.py"
+    path.write_text(_PARENT)
+    return path
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("name", ["EngineCore", "EngineCore_DP1"])
+def test_an_engine_core_ends_after_its_parent(script: Path, name: str, method: str) -> None:
+    assert lines_of(script, name, "ends", method) == ["watched", "asked to end"]
+
+
+def test_one_that_does_not_end_releases_its_cache(script: Path) -> None:
+    expected = ["watched", "asked to end", "released"]
+    assert lines_of(script, "EngineCore", "hangs", "spawn") == expected
+
+
+def test_another_process_lives_on_without_its_parent(script: Path) -> None:
+    """An engine inside its user's own process: whether that ends is the user's to say."""
+    assert lines_of(script, "worker-1", "ends", "spawn") == ["not watched"]
+
+
+def test_a_process_without_a_parent_is_not_watched() -> None:
+    assert multiprocessing.parent_process() is None
+    assert orphan.watch(lambda: None) is None
+    assert "heterocache-orphan" not in {thread.name for thread in threading.enumerate()}
