@@ -123,6 +123,12 @@ KEYS: tuple[Key, ...] = (
         one_of(*_TP_SIZES),
     ),
     Key(
+        "trust_client_media_ids", "`true` or `false`", "`false`",
+        "Take images, audio and video to be what vLLM calls them, which may be a client's `uuid`, "
+        "instead of reading what they hold: whoever names one can then choose what others get",
+        boolean,
+    ),
+    Key(
         "eviction", "`leaf_lru`, `lru` or `value`", "`leaf_lru`",
         "What leaves a full tier first: leaves not used for longest, what was not used for "
         "longest, or leaves that save the fewest seconds per byte", one_of(*_EVICTION),
@@ -176,6 +182,7 @@ class HeteroConfig:
     peer_host: str = ""
     """"": any."""
     tp_sizes: Literal["own", "any"] = "own"
+    trust_client_media_ids: bool = False
     eviction: Literal["leaf_lru", "lru", "value"] = "leaf_lru"
     ssd_write_gib_per_day: float | None = None
     """None: no limit."""

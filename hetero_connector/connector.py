@@ -134,6 +134,11 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler:
             self._scheduler.bind(kv_cache_manager)
 
+    def on_new_request(self, request: Request) -> None:
+        """Find out what names the request's state besides its tokens."""
+        if self._scheduler:
+            self._scheduler.identifier.begin(request)
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:

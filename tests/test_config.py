@@ -49,6 +49,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         "worker_name": "ann",
         "peer_host": "127.0.0.1",
         "tp_sizes": "any",
+        "trust_client_media_ids": True,
         "eviction": "value",
         "ssd_write_gib_per_day": 40.0,
         "prefetch": "hint",

@@ -22,6 +22,7 @@ from hetero_connector.artifacts.model_files import (
     ModelSource,
     locate_model,
     lora_digest,
+    processor_digest,
     tokenizer_digest,
     weights_digest,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "canonical_config",
     "locate_model",
     "lora_digest",
+    "processor_digest",
     "tokenizer_digest",
     "weights_digest",
 ]

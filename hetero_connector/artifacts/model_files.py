@@ -101,6 +101,12 @@ def tokenizer_digest(tokenizer_dir: Path) -> bytes:
     return _digest(encode(["tokenizer", _named_digests(files, None)]))
 
 
+def processor_digest(model_dir: Path) -> bytes:
+    """32 bytes over how images, audio and video are prepared; of none, where nothing says so."""
+    files = _files(model_dir, _is_processor) if model_dir.is_dir() else []
+    return _digest(encode(["processor", _named_digests(files, None)]))
+
+
 def lora_digest(adapter_dir: Path) -> bytes:
     """32 bytes over an adapter's weights and config, whole up to 64 MiB, sampled above.
 
@@ -125,6 +131,10 @@ def _is_tokenizer(name: str) -> bool:
     return name in _TOKENIZER_NAMES or name.endswith(".tiktoken")
 
 
+def _is_processor(name: str) -> bool:
+    return "processor" in name and name.endswith("config.json")
+
+
 def _files(directory: Path, wanted: Callable[[str], bool]) -> list[Path]:
     try:
         names = sorted(name for name in os.listdir(directory) if wanted(name))
@@ -137,19 +147,20 @@ def _files(directory: Path, wanted: Callable[[str], bool]) -> list[Path]:
 
 def _named_digests(files: Iterable[Path], budget_bytes: int | None) -> list[list[object]]:
     """Name and content digest of each file, reading about `budget_bytes` of all (None: all)."""
-    files = list(files)
-    named: list[list[object]] = []
-    for path in files:
-        try:
-            stat = path.stat()
-            whole = budget_bytes is None or stat.st_size <= budget_bytes // len(files)
-            shares = 1 if whole else len(files)
+    try:
+        stats = [(path, path.stat()) for path in files]
+        total = sum(stat.st_size for _, stat in stats)
+        named: list[list[object]] = []
+        for path, stat in stats:
+            fits = budget_bytes is None or total <= budget_bytes
+            whole = fits or stat.st_size <= (budget_bytes or 0) // len(stats)
+            shares = 1 if whole else len(stats)
             digest = _file_digest(
                 os.path.realpath(path), stat.st_mtime_ns, stat.st_size, whole, shares
             )
-        except OSError as error:
-            raise IdentityError(f"cannot read {path}: {error.strerror}") from error
-        named.append([path.name, stat.st_size, digest])
+            named.append([path.name, stat.st_size, digest])
+    except OSError as error:
+        raise IdentityError(f"cannot read {error.filename}: {error.strerror}") from error
     return named
 
 

@@ -26,6 +26,7 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "heterocache_actions": ("What the planner did for matched requests.", ("action",)),
     "heterocache_ttft_seconds": ("Decision to first token of matched requests.", ("kind",)),
     "heterocache_reuse_benefit_seconds": ("What restoring saved them of it.", ("kind",)),
+    "heterocache_unidentified_requests": ("Not cached: adapter or media not identified.", ()),
     "heterocache_restores_shortened": ("Restores replanned after a failed artifact.", ()),
     "heterocache_saved_bytes": ("Useful bytes sealed in DRAM.", ("state_type",)),
     "heterocache_saves_dropped": ("Saves given up, by cause.", ("cause",)),

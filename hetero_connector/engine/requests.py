@@ -2,79 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
-
-from hetero_connector.artifacts.canonical import encode
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
-from hetero_connector.artifacts.identity import locate_model, lora_digest
 from hetero_connector.artifacts.record import ArtifactId
-from hetero_connector.errors import IdentityError
+from hetero_connector.engine.request_identity import RequestIdentity, extra_keys
 from hetero_connector.planner.checkpoint_policy import Reuse
 from hetero_connector.planner.restore_plan import RestorePlan
 from hetero_connector.store.base import Restore
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-
-logger = logging.getLogger("vllm.heterocache")
-
-
-class LoraDigests:
-    """Content digest of each adapter, as long as its id stands for the same content.
-
-    vLLM loads an adapter's files when it first needs them, again after it had to drop the weights,
-    and in place of them where a request says so. Once files were seen to differ from those that
-    the id stood for first, nobody can say here which of them an engine computes with: requests
-    with that id are not cached any more.
-    """
-
-    def __init__(self) -> None:
-        self._by_id: dict[int, bytes | None] = {}
-        """None: it has stood for different content."""
-        self._said: set[tuple[int, str]] = set()
-
-    def of(self, request: Request) -> bytes | None:
-        """b"" for a request without an adapter; None if the adapter cannot be identified."""
-        lora = request.lora_request
-        if lora is None:
-            return b""
-        number, known = lora.lora_int_id, self._by_id.get(lora.lora_int_id, b"")
-        if known is None:
-            return None
-        try:
-            digest = lora_digest(locate_model(lora.lora_path).path)  # of each file once
-        except (IdentityError, OSError) as error:  # it may be on its way: asked again next time
-            self._say(number, lora.lora_name, str(error))
-            return None
-        if known not in (b"", digest):
-            self._by_id[number] = None
-            self._say(number, lora.lora_name, "its files changed; load them under another name")
-            return None
-        self._by_id[number] = digest
-        return digest
-
-    def _say(self, number: int, name: str, reason: str) -> None:
-        if (number, reason) not in self._said:
-            self._said.add((number, reason))
-            logger.warning("requests with adapter %r are not cached: %s", name, reason)
-
-
-def extra_keys(request: Request, lora: bytes) -> Callable[[int, int], bytes]:
-    """What besides tokens identifies this request's state (vLLM's own extra keys, and LoRA)."""
-    if not (lora or request.mm_features or request.cache_salt or request.prompt_embeds is not None):
-        return lambda start, end: b""
-
-    def keys(start: int, end: int) -> bytes:
-        own, _ = generate_block_hash_extra_keys(request, start, end, 0)
-        return encode([lora, own or ()])
-
-    return keys
 
 
 @dataclass
@@ -152,9 +92,9 @@ class RequestTracker:
     """The store was reset since it was admitted: its pages must not be saved."""
 
     @classmethod
-    def of(cls, request: Request, hasher: ChainHasher, lora: bytes) -> RequestTracker:
+    def of(cls, request: Request, hasher: ChainHasher, identity: RequestIdentity) -> RequestTracker:
         """Start tracking; hashes nothing yet."""
-        return cls(request, RequestChain(hasher, extra_keys(request, lora)))
+        return cls(request, RequestChain(hasher, extra_keys(request, identity)))
 
     @property
     def left_to_compute(self) -> int:
@@ -171,15 +111,6 @@ class RequestTracker:
         if known > self.chain.num_tokens:
             self.chain.extend(self.request.all_token_ids[self.chain.num_tokens : known])
         return known
-
-
-def cacheable(request: Request) -> bool:
-    """Whether this request's state may be stored and restored at all.
-
-    Pooling reads hidden states of every token, and a streaming session rewrites its own
-    past: neither resumes from a prefix.
-    """
-    return request.pooling_params is None and not request.resumable
 
 
 def replayable(request: Request) -> bool:

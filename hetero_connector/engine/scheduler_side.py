@@ -25,13 +25,9 @@ from hetero_connector.engine.messages import StepMetadata, WorkerReport
 from hetero_connector.engine.peer_matching import PeerMatcher
 from hetero_connector.engine.predictions import Predictions
 from hetero_connector.engine.replaying import Replays, can_hide
+from hetero_connector.engine.request_identity import RequestIdentifier, Unidentified
 from hetero_connector.engine.request_queue import RequestQueue
-from hetero_connector.engine.requests import (
-    LoraDigests,
-    PendingRestore,
-    RequestTracker,
-    cacheable,
-)
+from hetero_connector.engine.requests import PendingRestore, RequestTracker
 from hetero_connector.engine.restoring import BlockTable, Restorer, table_of
 from hetero_connector.engine.saving import Saver
 from hetero_connector.engine.sessions import Mode as PrefetchMode
@@ -77,6 +73,7 @@ class SchedulerSide:
         think_times: ThinkTimes | None = None,
         prefetch: PrefetchMode = "off",
         fleet: Fleet | None = None,
+        identifier: RequestIdentifier | None = None,
     ) -> None:
         self.costs = planner.costs
         """What it has learned of the engine's costs."""
@@ -107,7 +104,7 @@ class SchedulerSide:
         self._sessions = Sessions(
             layout, store, planner.costs, think_times or ThinkTimes(), time.monotonic, prefetch
         )
-        self._loras = LoraDigests()
+        self.identifier = identifier or RequestIdentifier(recorder)
         self._trackers: dict[str, RequestTracker] = {}
         self._queue = RequestQueue()
         self._admitted: list[RequestTracker] = []
@@ -128,7 +125,10 @@ class SchedulerSide:
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """`get_num_new_matched_tokens`: tokens that can be restored beyond the local hit."""
         tracker = self._track(request)
-        if tracker is None or request.skip_reading_prefix_cache:
+        if tracker is Unidentified.PENDING:
+            self._staging = True
+            return None, False
+        if tracker is Unidentified.NEVER or request.skip_reading_prefix_cache:
             return 0, False
         tracker.local_tokens = local_tokens
         tokens = self._restorer.tokens(tracker, local_tokens)
@@ -198,6 +198,7 @@ class SchedulerSide:
 
         Returns up to where an engine that it is handed over to will find it; 0: nothing of it.
         """
+        self.identifier.forget(request.request_id)
         tracker = self._trackers.pop(request.request_id, None)
         if tracker is None:
             return 0
@@ -207,7 +208,7 @@ class SchedulerSide:
         self._end_replay(request.request_id)
         unloaded = self._parked and request.request_id in self._loading
         self._restorer.forget(tracker)
-        if not unloaded and not tracker.outdated:
+        if not (unloaded or tracker.outdated or self.identifier.doubts(request)):
             self._early.add(self._saver.finish(tracker, request.num_computed_tokens, block_ids))
         self._saver.forget(tracker)
         self._sessions.ended(tracker, request.num_computed_tokens)
@@ -233,6 +234,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Leave the fleet, write what is sealed to SSD and let go of the tiers."""
+        self.identifier.close()
         self._peers.close()
         self._store.close()
 
@@ -252,14 +254,16 @@ class SchedulerSide:
         reading = self._store.reading_bytes
         return EngineLoad(queued, decodes, reading, self._layerwise, waiting)
 
-    def _track(self, request: Request) -> RequestTracker | None:
+    def _track(self, request: Request) -> RequestTracker | Unidentified:
         tracker = self._trackers.get(request.request_id)
-        if tracker is None and cacheable(request):
-            lora = self._loras.of(request)
-            if lora is not None:
-                tracker = RequestTracker.of(request, self._hasher, lora)
-                self._trackers[request.request_id] = tracker
-                self._queue.waits(tracker)
+        if tracker is not None:
+            return tracker
+        identity = self.identifier.identity(request)
+        if isinstance(identity, Unidentified):
+            return identity
+        tracker = RequestTracker.of(request, self._hasher, identity)
+        self._trackers[request.request_id] = tracker
+        self._queue.waits(tracker)
         return tracker
 
     def _load(
@@ -316,7 +320,7 @@ class SchedulerSide:
         if tracker is None:
             return
         self._predictions.progressed(request_id, tracker.request.num_tokens)
-        if tracker.outdated:
+        if tracker.outdated or self.identifier.doubts(tracker.request):
             return
         computed = tracker.request.num_computed_tokens
         if tracker.admitting:

@@ -17,6 +17,7 @@ from hetero_connector.engine import engine_identity, fleet, rendezvous, replay_s
 from hetero_connector.engine.geometry import UNKNOWN_HEADS, model_spec
 from hetero_connector.engine.heads import ModelHeads
 from hetero_connector.engine.rendezvous import WorkerGeometry
+from hetero_connector.engine.request_identity import RequestIdentifier, media_ids
 from hetero_connector.engine.scheduler_side import SchedulerSide
 from hetero_connector.engine.worker_side import WorkerSide
 from hetero_connector.errors import ConfigError
@@ -160,6 +161,9 @@ def open_scheduler_side(
         think_times=think_times,
         prefetch="off" if config.planner == "never_load" else config.prefetch,
         fleet=joined,
+        identifier=RequestIdentifier(
+            recorder, media_ids(config, vllm_config), config.load_deadline_s / _PEERS_PER_LOAD
+        ),
     )
 
 

@@ -13,6 +13,7 @@ from hetero_connector.artifacts import model_files
 from hetero_connector.artifacts.model_files import (
     locate_model,
     lora_digest,
+    processor_digest,
     tokenizer_digest,
     weights_digest,
 )
@@ -238,6 +239,32 @@ def test_adapters_are_told_apart_by_weights_and_by_config(tmp_path: Path) -> Non
     assert weights_digest(tmp_path / "base") != reference
     with pytest.raises(IdentityError, match="no LoRA adapter weights"):
         lora_digest(model_dir(tmp_path / "none", {"adapter_config.json": b"{}"}))
+
+
+def test_an_adapter_within_the_budget_is_read_whole_beside_its_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 8 << 20  # as large as no samples cover
+    base = {"adapter_model.safetensors": b"w" * size, "adapter_config.json": b"{}"}
+    between_samples = b"w" * 100_000 + b"v" + b"w" * (size - 100_001)
+    changed = {**base, "adapter_model.safetensors": between_samples}
+    paths = [model_dir(tmp_path / "base", base), model_dir(tmp_path / "changed", changed)]
+    monkeypatch.setattr(model_files, "ADAPTER_BUDGET_BYTES", size)
+    assert lora_digest(paths[0]) == lora_digest(paths[1])  # the power: samples miss it
+    monkeypatch.setattr(model_files, "ADAPTER_BUDGET_BYTES", size + 2)
+    assert lora_digest(paths[0]) != lora_digest(paths[1])
+
+
+@pytest.mark.parametrize(
+    "name", ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"]
+)
+def test_how_images_are_prepared_counts_in_full(tmp_path: Path, name: str) -> None:
+    base = {name: b'{"image_mean": [0.5]}', "model.safetensors": b"w"}
+    changed = {**base, name: b'{"image_mean": [0.4]}'}
+    reference = processor_digest(model_dir(tmp_path / "base", base))
+    assert processor_digest(model_dir(tmp_path / "copy", {**base, "README.md": b"x"})) == reference
+    assert processor_digest(model_dir(tmp_path / "changed", changed)) != reference
+    assert processor_digest(model_dir(tmp_path / "none", {})) != reference
 
 
 def test_a_local_path_is_located_as_it_is(tmp_path: Path) -> None:

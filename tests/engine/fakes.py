@@ -21,6 +21,7 @@ class FakeRequest:
     mm_features: list[Any] = field(default_factory=list)
     cache_salt: str | None = None
     prompt_embeds: Any = None
+    prompt_is_token_ids: list[bool] | None = None
     pooling_params: Any = None
     resumable: bool = False
     skip_reading_prefix_cache: bool = False

@@ -79,7 +79,8 @@ class Engine:
         """Ask, allocate and mark computed what can be restored; returns the restored tokens."""
         self.requests[request.request_id] = request
         tokens = self.ask(request, local)
-        while tokens is None and self.asks_again:
+        identified = request.lora_request is not None or bool(request.mm_features)
+        while tokens is None and (self.asks_again or identified):
             time.sleep(1e-3)
             tokens = self.ask(request, local)
         assert tokens is not None

@@ -11,6 +11,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from hetero_connector.artifacts.chain import ChainHasher
+from hetero_connector.engine.request_identity import PLAIN
 from hetero_connector.engine.request_queue import Ahead, RequestQueue
 from hetero_connector.engine.requests import RequestTracker
 from tests.engine.fakes import FakeRequest
@@ -57,7 +58,7 @@ class Traffic:
         request: Any = FakeRequest(
             f"r{next(self.numbers)}", list(range(length)), status=RequestStatus.WAITING
         )
-        tracker = RequestTracker.of(request, HASHER, b"")
+        tracker = RequestTracker.of(request, HASHER, PLAIN)
         self.trackers[request.request_id] = tracker
         self.queue.waits(tracker)
         self.check()

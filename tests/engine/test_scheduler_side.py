@@ -8,11 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from hetero_connector.artifacts.record import UNNUMBERED, Tier
 from hetero_connector.spec import StateType
 from tests.engine.fakes import DENSE, HYBRID, FakeRequest, scheduled
 from tests.engine.stepped import CHUNK, Engine, in_use, tokens
+from tests.engine.test_media import item
 
 KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
 
@@ -277,3 +280,23 @@ def test_a_full_tier_of_pinned_artifacts_saves_nothing_and_goes_on() -> None:
     assert meta.saves == []
     engine.report(meta)
     engine.side.close()
+
+
+def test_a_running_request_saves_nothing_more_once_its_image_s_name_stands_for_two(
+    dense: Engine,
+) -> None:
+    """vLLM may give it the other's embeddings from then on."""
+
+    def named(request_id: str, pixel: float) -> FakeRequest:
+        data = item(pixels=torch.full((4,), pixel))
+        feature = MultiModalFeatureSpec(data, "image", "cat", PlaceholderRange(3, 20))
+        return FakeRequest(request_id, tokens(400), mm_features=[feature])
+
+    running = named("a", 1.0)
+    dense.admit(running)
+    assert dense.step(a=128).saves
+    running.num_computed_tokens = 128
+    assert dense.admit(named("b", 2.0)) == 0
+    assert dense.step(a=128, b=200).saves == []
+    dense.finish(running)
+    assert dense.step().early_saves == []

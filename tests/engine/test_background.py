@@ -1,0 +1,61 @@
+"""Jobs run in order on a thread of their own, and one that never ends blocks nobody."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hetero_connector.engine import background
+from hetero_connector.engine.background import BackgroundThread
+
+
+def test_jobs_run_in_order_and_bring_results_or_errors() -> None:
+    thread = BackgroundThread("test")
+    seen: list[int] = []
+
+    def fail() -> None:
+        raise OSError("gone")
+
+    def last_job() -> str:
+        seen.append(2)
+        return "done"
+
+    first = thread.submit(lambda: seen.append(1))
+    failing = thread.submit(fail)
+    last = thread.submit(last_job)
+    assert first is not None
+    assert failing is not None
+    assert last is not None
+    assert last.result(10.0) == "done"
+    assert seen == [1, 2]
+    assert isinstance(failing.exception(), OSError)
+    assert thread.late_s == 0.0
+    thread.close()
+
+
+def test_a_job_that_never_ends_is_seen_to_be_late_and_fills_the_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(background, "_MOST_JOBS", 3)
+    now, begun, release = 100.0, threading.Event(), threading.Event()
+    thread = BackgroundThread("test", lambda: now)
+
+    def hang() -> bool:
+        begun.set()
+        return release.wait(60.0)
+
+    hung = thread.submit(hang)
+    assert begun.wait(10.0)
+    now = 107.0
+    assert thread.late_s == 7.0
+    waiting = [thread.submit(int) for _ in range(4)]
+    assert waiting[3] is None
+    assert not any(job.done() for job in waiting if job is not None)
+    release.set()
+    assert hung is not None
+    assert hung.result(10.0)
+    assert waiting[2] is not None
+    assert waiting[2].result(10.0) == 0
+    assert thread.late_s == 0.0
+    thread.close()

@@ -1,0 +1,364 @@
+"""What names a request's state besides tokens, and that nothing on the way there is waited for."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+from hetero_connector.artifacts.chain import ChainHasher
+from hetero_connector.engine import request_identity
+from hetero_connector.engine.background import BackgroundThread
+from hetero_connector.engine.media import content_digest
+from hetero_connector.engine.request_identity import (
+    PLAIN,
+    MediaIds,
+    RequestIdentifier,
+    RequestIdentity,
+    Unidentified,
+)
+from hetero_connector.engine.requests import RequestTracker
+from hetero_connector.metrics import Recorder
+from tests.engine.fakes import FakeRequest
+from tests.engine.test_media import item
+
+HASHER = ChainHasher(b"f" * 32, 256)
+TOKENS = [7] * 1100
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def identifier(clock: Clock) -> Iterator[RequestIdentifier]:
+    made = RequestIdentifier(
+        Recorder(),
+        clock=clock,
+        adapter_thread=BackgroundThread("adapters", clock),
+        media_thread=BackgroundThread("media", clock),
+    )
+    yield made
+    made.close()
+
+
+def found(identifier: RequestIdentifier, request: FakeRequest) -> RequestIdentity | Unidentified:
+    """Ask until there is an answer, as vLLM does."""
+    deadline = time.monotonic() + 30.0
+    while (known := identifier.identity(request)) is Unidentified.PENDING:
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+    return known
+
+
+def keys(identifier: RequestIdentifier, request: FakeRequest) -> list[str] | None:
+    """Keys of the request's chunks; None if it is not cached."""
+    identity = found(identifier, request)
+    if isinstance(identity, Unidentified):
+        return None
+    tracker = RequestTracker.of(request, HASHER, identity)
+    tracker.grow()
+    return [chunk.key.hex() for chunk in tracker.chain.chunks()]
+
+
+def image(
+    pixel: float, *, name: str, offset: int = 3, length: int = 256, kind: str = "image"
+) -> MultiModalFeatureSpec:
+    data = item(pixel_values=torch.full((3, 8, 8), pixel))
+    return MultiModalFeatureSpec(data, kind, name, PlaceholderRange(offset, length))
+
+
+_numbers = iter(range(1_000_000))
+
+
+def request(*features: MultiModalFeatureSpec, lora: Any = None, **other: Any) -> FakeRequest:
+    name = f"r{next(_numbers)}"
+    return FakeRequest(name, TOKENS, mm_features=list(features), lora_request=lora, **other)
+
+
+def adapter(path: Path, number: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(lora_int_id=number, lora_name=f"a{number}", lora_path=str(path))
+
+
+def write_adapter(path: Path, content: bytes) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "adapter_model.safetensors").write_bytes(content)
+    (path / "adapter_config.json").write_text("{}")
+    return path
+
+
+@contextmanager
+def disk_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Adapters' files hang. Yields what is set when one is read, and what lets it answer."""
+    answer, begun, read = threading.Event(), threading.Event(), request_identity.read_adapter
+
+    def hanging(path: str) -> bytes:
+        begun.set()
+        assert answer.wait(60.0)
+        return read(path)
+
+    monkeypatch.setattr(request_identity, "read_adapter", hanging)
+    yield begun, answer
+    answer.set()
+
+
+def test_text_needs_nothing_to_be_known(identifier: RequestIdentifier) -> None:
+    assert identifier.identity(request()) is PLAIN
+    assert (identifier._found, identifier._readings) == ({}, {})
+    assert identifier.adapter_thread._thread is identifier.media_thread._thread is None
+
+
+def test_two_processes_that_count_images_share_no_key_of_different_images(clock: Clock) -> None:
+    """With neither prefix cache nor processor cache vLLM names images by a counter."""
+    first = RequestIdentifier(Recorder(), clock=clock)
+    second = RequestIdentifier(Recorder(), clock=clock)
+    passport = keys(first, request(image(1.0, name="renderer0-mm-1-image-0")))
+    kitten = keys(second, request(image(2.0, name="renderer0-mm-1-image-0")))
+    again = keys(second, request(image(1.0, name="renderer0-mm-2-image-0")))
+    assert passport is not None
+    assert kitten is not None
+    assert not set(passport) & set(kitten)
+    assert again == passport
+    first.close()
+    second.close()
+
+
+def test_a_name_that_looks_like_a_hash_is_not_believed_either(clock: Clock) -> None:
+    victims = RequestIdentifier(Recorder(), clock=clock)
+    forgers = RequestIdentifier(Recorder(), clock=clock)
+    expected = keys(victims, request(image(1.0, name="ab" * 32)))
+    forged = keys(forgers, request(image(2.0, name="ab" * 32)))
+    assert expected is not None
+    assert forged is not None
+    assert not set(expected) & set(forged)
+    victims.close()
+    forgers.close()
+
+
+def test_a_name_that_stands_for_two_images_is_not_cached_any_more(
+    identifier: RequestIdentifier, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's encoder cache goes by the name and may bring either's embeddings."""
+    running = request(image(1.0, name="mine"))
+    assert keys(identifier, running) is not None
+    assert not identifier.doubts(running)
+    assert keys(identifier, request(image(2.0, name="mine"), image(3.0, name="other"))) is None
+    assert identifier.doubts(running)
+    assert not identifier.doubts(request(image(3.0, name="other")))
+    assert keys(identifier, request(image(1.0, name="mine"))) is None
+    assert keys(identifier, request(image(3.0, name="other"))) is not None
+    (warning,) = {record.message for record in caplog.records}
+    assert "the name 'mine' stands for several items" in warning
+
+
+def test_a_request_that_is_not_cached_spoils_the_names_nobody_read(
+    identifier: RequestIdentifier,
+) -> None:
+    assert keys(identifier, request(image(1.0, name="a"), resumable=True)) is None
+    assert keys(identifier, request(image(1.0, name="a"))) is None
+
+
+@pytest.mark.parametrize("data", [None, item(pixel_values=object())])
+def test_an_item_whose_content_is_not_here_is_not_cached(
+    identifier: RequestIdentifier, data: Any
+) -> None:
+    feature = MultiModalFeatureSpec(data, "image", "ab" * 32, PlaceholderRange(3, 256))
+    assert keys(identifier, request(feature)) is None
+    drained = identifier.recorder.drain()
+    assert drained is not None
+    assert drained["counters"] == {"heterocache_unidentified_requests{}": 1.0}
+
+
+def test_names_are_believed_where_the_operator_says_so(clock: Clock) -> None:
+    names = RequestIdentifier(Recorder(), MediaIds.NAMES, clock=clock)
+    contents = RequestIdentifier(Recorder(), clock=clock)
+    feature = MultiModalFeatureSpec(None, "image", "cat", PlaceholderRange(3, 256))
+    by_name = keys(names, request(feature))
+    assert by_name is not None
+    assert by_name == keys(names, request(image(1.0, name="cat")))
+    by_content = keys(contents, request(image(1.0, name="cat")))
+    assert by_content is not None
+    assert not set(by_name) & set(by_content)
+    names.close()
+    contents.close()
+
+
+def test_nothing_is_cached_where_items_have_neither(clock: Clock) -> None:
+    nothing = RequestIdentifier(Recorder(), MediaIds.NONE, clock=clock)
+    assert keys(nothing, request(image(1.0, name="cat"))) is None
+    assert keys(nothing, request()) is not None
+    nothing.close()
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"), [((3, 1000), (10, 400)), ((3, 1000), (3, 1000)), ((3, 300), (200, 600))]
+)
+def test_every_item_that_overlaps_a_chunk_is_in_its_key(
+    identifier: RequestIdentifier, outer: tuple[int, int], inner: tuple[int, int]
+) -> None:
+    """Audio and video of one file share their placeholders: the second is in no key of vLLM's."""
+
+    def of(track: float) -> list[str]:
+        made = keys(
+            identifier,
+            request(
+                image(0.5, name="video", offset=outer[0], length=outer[1], kind="video"),
+                image(track, name=f"a{track}", offset=inner[0], length=inner[1], kind="audio"),
+            ),
+        )
+        assert made is not None
+        return made
+
+    one, two = of(1.0), of(2.0)
+    first_other = inner[0] // 256
+    assert one[:first_other] == two[:first_other]
+    assert not set(one[first_other:]) & set(two[first_other:])
+
+
+def test_salt_embeddings_and_adapters_enter_the_keys(
+    identifier: RequestIdentifier, tmp_path: Path
+) -> None:
+    embeds = torch.randn(1100, 8)
+    other = embeds.clone()
+    other[700, 3] += 1e-6
+    mask = [False] * 1100
+    variants = [
+        request(),
+        request(cache_salt="ann"),
+        request(cache_salt="bob"),
+        request(prompt_embeds=embeds),
+        request(prompt_embeds=other),
+        request(prompt_embeds=embeds, prompt_is_token_ids=mask),
+        request(prompt_embeds=embeds, prompt_is_token_ids=[True, *mask[1:]]),
+        request(image(1.0, name="a")),
+        request(image(1.0, name="a", offset=4)),
+        request(image(1.0, name="a"), cache_salt="ann"),
+        request(lora=adapter(write_adapter(tmp_path / "1", b"one"), 1)),
+        request(lora=adapter(write_adapter(tmp_path / "2", b"two"), 2)),
+    ]
+    made = [keys(identifier, x) for x in variants]
+    last = [x[-1] for x in made if x is not None]
+    assert len(set(last)) == len(variants)
+    embedded, flipped = made[3], made[4]
+    assert embedded is not None
+    assert flipped is not None
+    assert embedded[:2] == flipped[:2]  # the other row is in the third chunk
+    assert embedded[2] != flipped[2]
+
+
+def test_an_adapter_is_its_content_not_its_name_or_place(
+    identifier: RequestIdentifier, tmp_path: Path
+) -> None:
+    one = keys(identifier, request(lora=adapter(write_adapter(tmp_path / "a", b"same"), 1)))
+    copy = keys(identifier, request(lora=adapter(write_adapter(tmp_path / "b", b"same"), 2)))
+    assert one == copy
+
+
+def test_a_disk_that_does_not_answer_keeps_nobody_waiting(
+    identifier: RequestIdentifier,
+    clock: Clock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lora = adapter(write_adapter(tmp_path / "a", b"weights"))
+    with disk_that_does_not_answer(monkeypatch) as (begun, answer):
+        first = request(lora=lora)
+        identifier.begin(first)
+        assert begun.wait(10.0)
+        for _ in range(100):
+            assert identifier.identity(first) is Unidentified.PENDING
+        clock.now_s = 3.0
+        assert identifier.identity(first) is Unidentified.NEVER
+        # While the disk hangs nobody else waits for it at all.
+        assert identifier.identity(request(lora=lora)) is Unidentified.NEVER
+        answer.set()
+        while identifier.adapter_thread.late_s:
+            time.sleep(1e-3)
+        assert keys(identifier, request(lora=lora)) is not None
+
+
+def test_an_adapter_is_looked_at_once_for_each_request(
+    identifier: RequestIdentifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+
+    def missing(path: str) -> bytes:
+        looked.append(path)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(request_identity, "read_adapter", missing)
+    unknown = request(lora=adapter(Path("/nowhere")))
+    identifier.begin(unknown)
+    for _ in range(50):
+        assert found(identifier, unknown) is Unidentified.NEVER
+    assert looked == ["/nowhere"]
+
+
+def test_files_are_read_on_threads_of_their_own(
+    identifier: RequestIdentifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: set[int] = set()
+
+    def spied(read: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+        def reading(what: Any) -> bytes:
+            readers.add(threading.get_ident())
+            return read(what)
+
+        return reading
+
+    monkeypatch.setattr(request_identity, "read_adapter", spied(request_identity.read_adapter))
+    monkeypatch.setattr(request_identity, "content_digest", spied(content_digest))
+    lora = adapter(write_adapter(tmp_path / "a", os.urandom(1000)))
+    assert keys(identifier, request(image(1.0, name="a"), lora=lora)) is not None
+    assert keys(identifier, request(lora=lora)) is not None
+    assert len(readers) == 2
+    assert threading.get_ident() not in readers
+
+
+def test_an_image_that_vllm_cached_is_read_once(
+    identifier: RequestIdentifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feature = image(1.0, name="a")
+    expected = keys(identifier, request(feature))
+    monkeypatch.setattr(request_identity, "content_digest", None)
+    later = request(feature)
+    assert identifier.identity(later) is not Unidentified.PENDING
+    assert keys(identifier, later) == expected
+
+
+def test_nothing_is_kept_of_requests_that_have_ended(
+    identifier: RequestIdentifier, tmp_path: Path
+) -> None:
+    rng = random.Random(1)
+    lora = adapter(write_adapter(tmp_path / "a", b"weights"))
+    for number in range(200):
+        features = [image(1.0, name="a")] if rng.random() < 0.5 else []
+        one = request(*features, lora=lora, resumable=rng.random() < 0.2)
+        identifier.begin(one)
+        if number % 3:
+            found(identifier, one)
+        identifier.forget(one.request_id)
+    assert (identifier._found, identifier._readings) == ({}, {})
