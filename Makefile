@@ -10,7 +10,7 @@ export VLLM_CPU_OMP_THREADS_BIND := nobind
 export VLLM_CPU_KVCACHE_SPACE := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv demo test test-fast test-engine test-second-runner test-search test-slow lint format bench clean
+.PHONY: help venv demo test test-fast test-engine test-second-runner test-search test-slow test-faults lint format bench clean
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,6 +43,9 @@ test-search: venv  ## The fast tests, property tests with new examples
 test-slow: venv  ## Long soaks, many kill -9, the complete exactness matrix
 	$(RUN) -m pytest -q -m slow
 	PYTHONPATH=tests/second_runner $(RUN) -m pytest -q -p second_runner -m "engine and not slow" tests/engine
+
+test-faults: venv  ## A thousand seeded rounds of faults, another seed each day
+	$(RUN) -m tests.faults.campaign --rounds 1000
 
 lint: venv  ## ruff and mypy
 	$(RUN) -m ruff check .

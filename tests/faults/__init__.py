@@ -1,0 +1,12 @@
+"""A machine that breaks the store at every operation, from a seed, and judges what it serves.
+
+    disk         what an operation meets (an error, a full disk, no end, a power cut), and what of
+                 the files is left after a cut
+    slabs        the store's slab files on such a disk
+    journals     SQLite on such a disk
+    oracle       which bytes may be served
+    store_round  one seeded life of a store: work, faults, kills, and at last the end of all faults
+    campaign     many rounds; `python -m tests.faults.campaign --seed N` plays one again
+
+Every choice comes from the round's seed, so that a round that failed can be played again.
+"""

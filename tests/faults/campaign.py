@@ -1,0 +1,120 @@
+"""Many rounds, each from its own seed: `python -m tests.faults.campaign --rounds 1000`.
+
+Prints what was found as one JSON object on the last line. A round that failed is played again
+with `--rounds 1 --seed N`, N being its number in `failed`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from tests.faults.store_round import StoreRound, Verdict
+
+PATIENCE_S = 90.0
+"""A round that has not ended by then hangs: it takes a second."""
+THREADED_ONE_IN = 8
+"""Rounds with the store's own I/O thread, which are slower and not the same each time."""
+
+
+@dataclass
+class CampaignResult:
+    """What all rounds found."""
+
+    rounds: int = 0
+    wrong_answers: int = 0
+    """Artifacts served with bytes that are not theirs, or not any more."""
+    hangs: int = 0
+    """Rounds that did not end."""
+    engine_deaths: int = 0
+    """Errors that reached the scheduler, and I/O threads that ended."""
+    stuck: int = 0
+    """What was not in order again after all faults had ended."""
+    failed: list[int] = field(default_factory=list)
+    """Seeds of the rounds that found something."""
+    findings: list[str] = field(default_factory=list)
+    injected: Counter[str] = field(default_factory=Counter)
+    """Faults, as `operation:fate`."""
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether no round found anything."""
+        return not self.failed
+
+    def as_json(self) -> str:
+        """All of it on one line."""
+        return json.dumps({**vars(self), "injected": dict(sorted(self.injected.items()))})
+
+    def add(self, verdict: Verdict) -> None:
+        """Count a round."""
+        self.rounds += 1
+        self.wrong_answers += len(verdict.wrong_answers)
+        self.engine_deaths += len(verdict.engine_deaths)
+        self.stuck += len(verdict.stuck)
+        self.injected += verdict.injected
+        if not verdict.is_good:
+            self.failed.append(verdict.seed)
+            found = [*verdict.wrong_answers, *verdict.engine_deaths, *verdict.stuck]
+            self.findings += (f"seed {verdict.seed}: {what}" for what in found)
+
+
+def run_campaign(rounds: int, seed: int, budget_s: float | None = None) -> CampaignResult:
+    """Play the rounds of seeds `seed`, `seed + 1`, ...; no new one once `budget_s` have passed."""
+    result = CampaignResult()
+    ends_s = float("inf") if budget_s is None else time.monotonic() + budget_s
+    for number in range(seed, seed + rounds):
+        if time.monotonic() >= ends_s:
+            break
+        verdict = _in_time(StoreRound(number, threaded=number % THREADED_ONE_IN == 0).run)
+        if verdict is None:
+            result.rounds += 1
+            result.hangs += 1
+            result.failed.append(number)
+            result.findings.append(f"seed {number}: the round did not end")
+        else:
+            result.add(verdict)
+    return result
+
+
+def seed_of_the_day() -> int:
+    """The same for everybody on one day (UTC), another the next: YYYYMMDD000."""
+    return int(f"{datetime.now(UTC):%Y%m%d}000")
+
+
+def _in_time(play: Callable[[], Verdict]) -> Verdict | None:
+    """The round's verdict; None if it hangs, with every thread's stack on stderr."""
+    ended: list[Verdict] = []
+    thread = threading.Thread(target=lambda: ended.append(play()), daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    if not ended:
+        faulthandler.dump_traceback(sys.stderr)
+    return ended[0] if ended else None
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=1_000)
+    parser.add_argument("--seed", type=int, default=None, help="default: that of the day")
+    parser.add_argument("--seconds", type=float, default=None, help="start no round after these")
+    args = parser.parse_args()
+    seed = seed_of_the_day() if args.seed is None else args.seed
+    print(f"seeds from {seed}", flush=True)
+    result = run_campaign(args.rounds, seed, args.seconds)
+    for finding in result.findings:
+        print(finding)
+    print(result.as_json())
+    sys.exit(0 if result.is_clean else 1)
+
+
+if __name__ == "__main__":
+    main()

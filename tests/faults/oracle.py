@@ -1,0 +1,50 @@
+"""Which bytes a store may serve."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero_connector.artifacts.record import ArtifactId
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import Restore
+from tests.store.filling import SIZES
+
+
+class Oracle:
+    """Knows an artifact's bytes by its id and by the weights they were computed with.
+
+    A reset stands for new weights: what was sealed before it has other bytes under the same ids.
+    """
+
+    def __init__(self) -> None:
+        self.weights = 0
+        """How many resets have answered."""
+
+    def on_reset(self) -> None:
+        """Expect nothing of before it from now on."""
+        self.weights += 1
+
+    def contents(self, artifact: ArtifactId, weights: int | None = None) -> npt.NDArray[np.uint8]:
+        """The only right bytes of an artifact, `[size_bytes] uint8`."""
+        number = self.weights if weights is None else weights
+        kind = list(StateType).index(artifact.state_type)
+        seed = [int.from_bytes(artifact.chunk, "little"), kind, number]
+        size = SIZES[artifact.state_type]
+        return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+
+    def judge(self, store: ArtifactStore, restore: Restore, weights: int) -> list[str]:
+        """Say what is wrong with the bytes that a restore hands out.
+
+        `weights`: those of the moment at which it began.
+        """
+        wrong = []
+        for artifact, at in restore.offsets.items():
+            found = store.arena.view[at : at + SIZES[artifact.state_type]]
+            if np.array_equal(found, self.contents(artifact, weights)):
+                continue
+            of = [w for w in range(weights) if np.array_equal(found, self.contents(artifact, w))]
+            what = "of before a reset" if of else "of something else"
+            wrong.append(f"{artifact.state_type} {artifact.chunk.hex()[:8]}: bytes {what}")
+        return wrong

@@ -1,0 +1,524 @@
+"""One seeded life of a store on a faulty disk, and the judgement of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey
+from hetero_connector.errors import HeteroCacheError, StoreError
+from hetero_connector.metrics import COUNTERS, Recorder
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import Restore, Save, StoreConfig
+from hetero_connector.store.io_thread import IoThread
+from hetero_connector.store.prefetch_schedule import ExpectedReturn
+from hetero_connector.store.prefetch_weighing import PrefetchCosts
+from hetero_connector.transfer.base import Direction
+from tests.faults.disk import CALM, Cut, Disk, Fate, Weather
+from tests.faults.journals import connector
+from tests.faults.oracle import Oracle
+from tests.faults.slabs import FaultyFiles, faulty_syncs
+from tests.store.filling import CHUNK, CHUNK_BYTES, FINGERPRINT, SIZES, begin, chain, ids_of
+
+DEPTH = 4
+SETTLING_STEPS = 400
+"""Steps of a second, by the store's clock, in which everything must be in order again."""
+ACTIONS = 100
+_SPEED = 200.0
+"""Of the clock of a store with a thread of its own."""
+_NAMES = "abcdef"
+_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""Where a sync takes no time: what is durable is for the faulty disk to say."""
+
+WEATHERS: Mapping[str, Weather] = {
+    "calm": CALM,
+    "errors": Weather({"slab.": {Fate.FAILS: 0.15}, "journal.": {Fate.FAILS: 0.03}}),
+    "dead": Weather({"slab.": {Fate.FAILS: 0.9}, "journal.": {Fate.FAILS: 0.5}}),
+    "full": Weather(
+        {
+            "slab.write": {Fate.FULL: 0.3},
+            "journal.write": {Fate.FULL: 0.5},
+            "journal.sync": {Fate.FULL: 0.1},
+        }
+    ),
+    "short": Weather({"slab.": {Fate.SHORT: 0.2}, "journal.write": {Fate.SHORT: 0.1}}),
+    "lying": Weather({"slab.": {Fate.LIES: 0.15}}),
+    "hanging": Weather({"slab.": {Fate.HANGS: 0.15}, "journal.": {Fate.HANGS: 0.01}}),
+    "reads that never end": Weather({"slab.read": {Fate.NEVER_ENDS: 0.2}}),
+    "writes that never end": Weather({"slab.write": {Fate.NEVER_ENDS: 0.1}}),
+    "syncs that never end": Weather({"slab.sync": {Fate.NEVER_ENDS: 0.1}}),
+    "a journal that never ends": Weather({"journal.": {Fate.NEVER_ENDS: 0.01}}),
+}
+
+
+@dataclass
+class Verdict:
+    """What a round found."""
+
+    seed: int
+    wrong_answers: list[str] = field(default_factory=list)
+    engine_deaths: list[str] = field(default_factory=list)
+    stuck: list[str] = field(default_factory=list)
+    injected: Counter[str] = field(default_factory=Counter)
+    story: list[str] = field(default_factory=list)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing is to be said against the store."""
+        return not (self.wrong_answers or self.engine_deaths or self.stuck)
+
+
+class _Clock:
+    """The store's clock: moved by hand, or many times as fast as ours."""
+
+    def __init__(self, speed: float) -> None:
+        self._speed = speed
+        self._began_s = time.monotonic()
+        self.passed_s = 1_000.0
+
+    def __call__(self) -> float:
+        return self.passed_s + (time.monotonic() - self._began_s) * self._speed
+
+
+class StoreRound:
+    """Saves, restores, resets, restarts and kills, chosen by the seed, under changing faults.
+
+    `threaded`: the store's own I/O thread runs, by a clock two hundred times as fast; else its
+    steps are taken by hand between the actions, and the round is the same each time.
+    """
+
+    def __init__(self, seed: int, threaded: bool) -> None:
+        self.verdict = Verdict(seed)
+        self._rng = random.Random(seed)
+        self._threaded = threaded
+        self._clock = _Clock(_SPEED if threaded else 0.0)
+        self._oracle = Oracle()
+        self._top = Path(tempfile.mkdtemp(prefix="heterocache-faults-", dir=_MEMORY))
+        self._root = self._top / "ssd"
+        self._boots = 0
+        self._disk = Disk(seed)
+        self._recorder = Recorder()
+        self._counted: Counter[str] = Counter()
+        self._saves: list[Save] = []
+        self._restores: list[tuple[Restore, int]] = []
+        self._known_dead = False
+        rng = self._rng
+        trunks = {name: chain(name, DEPTH) for name in _NAMES}
+        trunks["b2"] = [*trunks["b"][:2], *chain("b2", DEPTH - 2, trunks["b"][1])]
+        self._trunks = trunks
+        self._dram_chunks = rng.randint(3, 8)
+        self._ssd_chunks = rng.randint(3, 16)
+        self._verify: Any = rng.choice(("ssd", "ssd", "all"))
+        self._eviction: Any = rng.choice(("leaf_lru", "lru", "value"))
+        budget = rng.random() < 0.1
+        self._budget = 8 * 4 * CHUNK_BYTES if budget else None
+        self._weathers = [rng.choice(list(WEATHERS)) for _ in range(2)]
+
+    def run(self) -> Verdict:
+        """Play the round."""
+        with ExitStack() as undo:
+            undo.callback(partial(shutil.rmtree, self._top, ignore_errors=True))
+            if not self._threaded:
+                undo.enter_context(patch.object(IoThread, "start"))
+            undo.enter_context(patch("hetero_connector.store.io_thread._IDLE_S", 0.01))
+            undo.enter_context(_quiet())
+            try:
+                self._live()
+            except Exception as e:
+                logging.getLogger(__name__).debug("round %d", self.verdict.seed, exc_info=True)
+                self._died(f"{type(e).__name__}: {e}")
+            finally:
+                self._disk.heal()
+        self.verdict.injected += self._disk.injected
+        return self.verdict
+
+    def _live(self) -> None:
+        self._boot()
+        actions: list[tuple[Callable[[], None], int]] = [
+            (self._save, 8),
+            (self._end_save, 4),
+            (self._restore, 8),
+            (self._release, 5),
+            (self._steps, 12),
+            (self._passes, 4),
+            (self._leave_dram, 3),
+            (self._touch, 1),
+            (self._expect, 2),
+            (self._decline, 1),
+            (self._reset, 2),
+            (self._change_weather, 3),
+            (self._kill, 1),
+            (self._restart, 1),
+        ]
+        calls, weights = zip(*actions, strict=True)
+        for _ in range(ACTIONS):
+            action = self._rng.choices(calls, weights)[0]
+            self._say(action.__name__.strip("_"))
+            action()
+            if self._rng.random() < 0.7:
+                self._step()
+            if self._disk.is_off:
+                self._reboot()
+            self._judge()
+        self._say("the faults end")
+        self._settle()
+        self._serves_again()
+        self._restart()
+        self._judge()
+        self._power_off(Cut.KILL)
+
+    # --- opening and stopping -----------------------------------------------------------------
+
+    def _boot(self) -> None:
+        """Open the store; under faults it may refuse to, with an error that is made for it."""
+        disk = self._disk
+        if self._rng.random() < 0.6:
+            self._change_weather()
+        disk.mount(self._root)
+        disk.may_block = partial(_is_not, threading.current_thread())
+        self._syncs = ExitStack()
+        self._syncs.enter_context(faulty_syncs(disk))
+        self._recorder, self._counted = Recorder(), Counter()
+        ssd_bytes = (self._ssd_chunks * (CHUNK_BYTES + 1024)) * 16 // 15
+        config = StoreConfig(
+            self._dram_chunks * CHUNK_BYTES,
+            self._root,
+            ssd_bytes,
+            spill_delay_s=0.0,
+            verify=self._verify,
+            eviction=self._eviction,
+            ssd_write_bytes_per_day=self._budget,
+        )
+        try:
+            self._store = self._open(config)
+        except HeteroCacheError as e:
+            if disk.weather is CALM and not disk.is_off:
+                raise
+            self._say(f"it does not start: {e}")
+            disk.heal()
+            if disk.is_off:
+                self._swap_disk()
+                self._boot()
+                return
+            self._store = self._open(config)
+
+    def _open(self, config: StoreConfig) -> ArtifactStore:
+        return ArtifactStore.open(
+            SIZES,
+            config,
+            self._recorder,
+            chunk_tokens=CHUNK,
+            fingerprint=FINGERPRINT,
+            description={"model": "test"},
+            clock=self._clock,
+            open_transfer=partial(FaultyFiles, self._disk),
+            connect=connector(self._disk),
+            prefetch_costs=PrefetchCosts(used_within=lambda idle_s, within_s: 0.9),
+        )
+
+    def _power_off(self, how: Cut) -> None:
+        self._disk.cut(how)
+        self._syncs.close()
+        for restore, _ in self._restores:
+            restore.release()
+        self._restores.clear()
+        self._saves.clear()
+        if self._threaded:
+            self._store.close(0.2)
+        else:
+            self._close_files()
+            self._store.arena.close()
+
+    def _close_files(self) -> None:
+        """As the kernel does for a process that has ended."""
+        assert self._store._io_thread is not None
+        directory = self._store._io_thread._ssd.directory  # type: ignore[union-attr]
+        with suppress(StoreError):
+            directory.journal.close()
+        directory.close()
+
+    def _swap_disk(self) -> None:
+        """Go on from the image, on a disk without faults."""
+        self._syncs.close()
+        self.verdict.injected += self._disk.injected
+        self._root.rename(self._root.with_name(f"dead{self._boots}"))
+        self._disk.image.rename(self._root)
+        self._boots += 1
+        self._disk = Disk(self.verdict.seed * 1_000 + self._boots)
+
+    def _reboot(self) -> None:
+        self._say(self._disk.faults[-1] if self._disk.faults else "stopped")
+        self._power_off(Cut.KILL)
+        self._swap_disk()
+        self._boot()
+
+    # --- actions --------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        """Compute the next chunks of a chain; some are sealed later, or never."""
+        store, rng = self._store, self._rng
+        trunk = self._trunks[rng.choice(list(self._trunks))]
+        for chunk in trunk[len(store.match(trunk)) :][: rng.randint(1, 3)]:
+            missing = store.missing(chunk, list(SIZES))
+            save = store.begin_save(chunk, {t: SIZES[t] for t in missing}) if missing else None
+            if save is None:
+                return
+            self._saves.append(save)
+            if rng.random() < 0.1:
+                return
+            self._complete(save)
+
+    def _complete(self, save: Save) -> None:
+        self._saves.remove(save)
+        for kind, offset in save.offsets.items():
+            size = save.sizes[kind]
+            content = self._oracle.contents(ArtifactId(save.chunk.key, kind))
+            self._store.arena.view[offset : offset + size] = content
+        self._store.complete_save(save)
+
+    def _end_save(self) -> None:
+        if self._saves:
+            save = self._rng.choice(self._saves)
+            if self._rng.random() < 0.7:
+                self._complete(save)
+            else:
+                self._saves.remove(save)
+                self._store.abandon_save(save)
+
+    def _restore(self) -> None:
+        matches = [found for trunk in self._trunks.values() if (found := self._store.match(trunk))]
+        if not matches:
+            return
+        found = self._rng.choice(matches)[: self._rng.randint(1, DEPTH)]
+        wanted = [i for x in found for i in ids_of([x.chunk], x.tiers)]
+        self._restores.append((begin(self._store, wanted), self._oracle.weights))
+        if len(self._restores) > 2:
+            self._release()
+
+    def _release(self) -> None:
+        if self._restores:
+            at = self._rng.randrange(len(self._restores))
+            self._restores.pop(at)[0].release()
+
+    def _steps(self) -> None:
+        for _ in range(self._rng.randint(1, 12)):
+            self._step()
+
+    def _step(self) -> None:
+        if self._threaded:
+            time.sleep(0.0005)
+        else:
+            assert self._store._io_thread is not None
+            self._store._io_thread.step()
+
+    def _passes(self) -> None:
+        seconds = self._rng.choice((0.01, 0.3, 1.5, 5.0, 11.0, 61.0))
+        while seconds > 0:
+            self._pass(min(seconds, 1.0))
+            seconds -= 1.0
+
+    def _pass(self, seconds: float) -> None:
+        """Let time pass, in which the store does what it has to."""
+        if self._threaded:
+            time.sleep(seconds / _SPEED)
+        else:
+            self._clock.passed_s += seconds
+            self._step()
+
+    def _leave_dram(self) -> None:
+        """Have the next restores read from SSD."""
+        self._store.leave_to_ssd()
+
+    def _touch(self) -> None:
+        if not self._threaded:
+            assert self._store._io_thread is not None
+            self._store._io_thread._touch()
+
+    def _expect(self) -> None:
+        name = self._rng.choice(list(self._trunks))
+        leaves: tuple[ChunkKey, ...] = tuple(c.key for c in reversed(self._trunks[name]))
+        now_s = self._clock()
+        self._store.expect(ExpectedReturn(name, leaves, now_s, now_s + 100.0, 0.5))
+
+    def _decline(self) -> None:
+        self._store.decline(self._store.match(self._trunks[self._rng.choice(_NAMES)])[1:])
+
+    def _reset(self) -> None:
+        self._store.reset()
+        if not self._disk.is_off:  # else nobody has heard the answer
+            self._oracle.on_reset()
+            left = [name for name, trunk in self._trunks.items() if self._store.match(trunk)]
+            if left:
+                self.verdict.wrong_answers.append(f"after a reset there still is {left}")
+
+    def _change_weather(self) -> None:
+        name = self._rng.choice([*self._weathers, "calm"])
+        self._say(name)
+        self._disk.heal()
+        self._disk.weather = WEATHERS[name]
+
+    def _kill(self) -> None:
+        """Stop the machine at one of the next operations of the disk."""
+        ahead = self._rng.choice((0, 1, 2, 3, 5, 8, 13, 21, 34))
+        self._disk.cut_at = (self._disk.operations + ahead, self._rng.choice(list(Cut)))
+
+    def _restart(self) -> None:
+        """Close the store in good order, and open it again."""
+        if self._threaded:
+            for restore, _ in self._restores:
+                restore.release()
+            self._restores.clear()
+            self._saves.clear()
+            self._store.close(0.5)
+        else:
+            for _ in range(20):
+                self._step()
+            self._close_files()
+        self._power_off(Cut.KILL)
+        self._swap_disk()
+        self._boot()
+
+    # --- judgement --------------------------------------------------------------------------------
+
+    def _judge(self) -> None:
+        self._store.check_integrity()
+        for restore, weights in self._restores:
+            assert restore.done in (True, False)
+            for wrong in self._oracle.judge(self._store, restore, weights):
+                if wrong not in self.verdict.wrong_answers:
+                    self.verdict.wrong_answers.append(wrong)
+        if not (self._store._state.io_alive or self._disk.is_off or self._known_dead):
+            self._known_dead = True
+            self._died("the I/O thread ended")
+        self._count()
+
+    def _count(self) -> None:
+        payload = self._recorder.drain() or {}
+        for name, value in payload.get(COUNTERS, {}).items():
+            self._counted[name] += value
+
+    def _settle(self) -> None:
+        """End the faults, let time pass, and say what does not come to an end."""
+        self._disk.heal()
+        for save in list(self._saves):
+            self._complete(save)
+        for restore, _ in self._restores:
+            restore.release()
+        self._restores.clear()
+        for _ in range(SETTLING_STEPS):
+            self._pass(1.0)
+            if not self._unsettled():
+                return
+        self._judge()
+        self.verdict.stuck += self._unsettled()
+
+    def _unsettled(self) -> list[str]:
+        """Say what waits for something, or was left out without being counted."""
+        state, tiers = self._store._state, self._store._tiers
+        with state.lock:
+            queues: dict[str, int] = {
+                "loads queued": len(state.loads),
+                "loads under way": len(state.loading) - self._never_ending(Direction.READ),
+                "writes queued": len(state.spills),
+                "writes under way": state.spilling,
+                "rows to forget": len(tiers.forgotten) + tiers.journal_stale,
+            }
+            unwritten = [
+                a
+                for a in tiers.index.artifacts()
+                if a.sealed and a.dram is not None and a.ssd is None and not a.forgotten
+            ]
+            unsummed = [a for a in tiers.index.artifacts() if a.sealed and a.checksum is None]
+            for kind in SIZES:
+                here = sum(
+                    a.dram is not None and a.state_type is kind for a in tiers.index.artifacts()
+                )
+                lost = tiers.dram.used(kind) - here - self._never_ending()
+                queues[f"DRAM slots of {kind} without an artifact"] = max(0, lost)
+        found = [f"{count} {what}" for what, count in queues.items() if count > 0]
+        if state.ssd_writable:
+            if len(unwritten) > self._refused():
+                found.append(f"{len(unwritten)} sealed, neither on SSD nor counted as refused")
+            if unsummed and len(unsummed) > self._refused():
+                found.append(f"{len(unsummed)} sealed without a checksum")
+        elif not self._gave_up():
+            found.append("nothing is written although the faults have ended")
+        return found
+
+    def _never_ending(self, direction: Direction | None = None) -> int:
+        """Artifacts that a transfer which will not end still touches."""
+        io_thread = self._store._io_thread
+        assert io_thread is not None
+        files = io_thread._ssd.transfer  # type: ignore[union-attr]
+        assert isinstance(files, FaultyFiles)
+        return sum(
+            len(t.extents)
+            for t in files.active
+            if t.fate is Fate.NEVER_ENDS and direction in (None, t.direction)
+        )
+
+    def _refused(self) -> float:
+        """Artifacts that were counted as not, or no more, on SSD."""
+        self._count()
+        causes = ("heterocache_failures", "heterocache_evictions", "heterocache_spills_refused")
+        return sum(
+            value
+            for name, value in self._counted.items()
+            if name.startswith(causes) and ("ssd" in name or "refused" in name)
+        )
+
+    def _gave_up(self) -> bool:
+        """Whether something never ended, for which writing may have been given up."""
+        return any(str(Fate.NEVER_ENDS) in fault for fault in self._disk.faults)
+
+    def _serves_again(self) -> None:
+        """Take a new prompt and give it back."""
+        fresh = chain(f"fresh{self._boots}", 1)
+        save = self._store.begin_save(fresh[0], SIZES)
+        if save is None:
+            self.verdict.stuck.append("a new chunk finds no room in DRAM")
+            return
+        self._saves.append(save)
+        self._complete(save)
+        restore = begin(self._store, ids_of(fresh))
+        for _ in range(20):
+            self._step()
+        if restore.failed or not restore.done:
+            self.verdict.stuck.append(f"a new chunk is not restored: {restore.failed}")
+        self._restores.append((restore, self._oracle.weights))
+        self._judge()
+
+    def _died(self, why: str) -> None:
+        self.verdict.engine_deaths.append(why)
+
+    def _say(self, what: str) -> None:
+        self.verdict.story.append(what)
+
+
+def _is_not(thread: threading.Thread) -> bool:
+    return threading.current_thread() is not thread
+
+
+class _quiet:  # noqa: N801
+    """Keep the store's log to itself: its errors are what the round is for."""
+
+    def __enter__(self) -> None:
+        self._logger = logging.getLogger("vllm.heterocache")
+        self._level = self._logger.level
+        self._logger.setLevel(logging.CRITICAL)
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.setLevel(self._level)

@@ -1,0 +1,72 @@
+"""The machine finds what it is there for: shown with stores that are broken on purpose."""
+
+from __future__ import annotations
+
+import json
+import threading
+from unittest.mock import patch
+
+from hetero_connector.store import reading
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.reading import Reader
+from tests.faults import campaign
+from tests.faults.campaign import run_campaign
+from tests.faults.store_round import StoreRound
+
+ROUNDS = 100
+
+
+def found() -> set[str]:
+    """The kinds of findings of the first round that has any."""
+    for seed in range(1, ROUNDS):
+        verdict = StoreRound(seed, threaded=False).run()
+        if not verdict.is_good:
+            return {
+                kind
+                for kind in ("wrong_answers", "engine_deaths", "stuck")
+                if getattr(verdict, kind)
+            }
+    return set()
+
+
+def test_a_campaign_adds_up_its_rounds_and_says_which_failed() -> None:
+    with patch.object(ArtifactStore, "begin_save", side_effect=RuntimeError("a bug")):
+        result = run_campaign(3, seed=1)
+    assert (result.rounds, result.engine_deaths, result.failed) == (3, 3, [1, 2, 3])
+    assert json.loads(result.as_json())["engine_deaths"] == 3
+
+
+def test_a_round_that_does_not_end_is_a_hang() -> None:
+    goes_on = threading.Event()
+    with (
+        patch.object(campaign, "PATIENCE_S", 0.1),
+        patch.object(ArtifactStore, "begin_save", side_effect=lambda *_: goes_on.wait()),
+    ):
+        result = run_campaign(1, seed=1)
+    goes_on.set()
+    assert (result.rounds, result.hangs, result.failed) == (1, 1, [1])
+
+
+def test_a_round_by_hand_is_the_same_each_time() -> None:
+    first, again = (StoreRound(3, threaded=False).run() for _ in range(2))
+    assert (first.story, first.injected) == (again.story, again.injected)
+
+
+def test_bytes_that_nobody_checks_are_found() -> None:
+    with patch.object(Reader, "_intact", lambda *_: True):
+        assert "wrong_answers" in found()
+
+
+def test_a_reset_that_forgets_nothing_is_found() -> None:
+    with patch.object(ArtifactStore, "reset", lambda _: None):
+        assert "wrong_answers" in found()
+
+
+def test_reads_that_are_never_begun_are_found() -> None:
+    with patch.object(reading, "_IN_FLIGHT_BYTES", 0):
+        assert "stuck" in found()
+
+
+def test_an_error_that_reaches_the_scheduler_is_found() -> None:
+    with patch.object(ArtifactStore, "begin_restore", side_effect=RuntimeError("a bug")):
+        assert "engine_deaths" in found()
