@@ -1,0 +1,85 @@
+"""`python -m benchmarks.by_turns BEFORE restore --quick`: did a change make a figure worse?
+
+Runs one benchmark of this package in the checkout `BEFORE` and in this one by turns, so that
+a machine whose speed drifts treats both alike, and prints the medians of every figure of its
+`--json` line with their ratio. Make the other checkout with `git worktree add BEFORE COMMIT`; both
+run with this Python.
+
+`spread` is the largest ratio of two runs of the same checkout: a ratio within it says nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from benchmarks.measure import machine_line, table
+
+HERE = Path(__file__).parents[1]
+
+
+def figures_of(checkout: Path, benchmark: list[str]) -> dict[str, float]:
+    """Run the benchmark in a checkout. Raises `CalledProcessError` if it fails."""
+    name, *arguments = benchmark
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--json"],
+        cwd=checkout,
+        env=os.environ | {"PYTHONPATH": str(checkout)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    values = json.loads(done.stdout.splitlines()[-1])
+    return {name: float(x) for name, x in values.items() if isinstance(x, int | float)}
+
+
+def compare(before: Path, benchmark: list[str], turns: int) -> tuple[str, dict[str, float]]:
+    """Return a table of every figure and the ratios after/before, by figure."""
+    runs: dict[Path, dict[str, list[float]]] = {
+        checkout: defaultdict(list) for checkout in (before, HERE)
+    }
+    for turn in range(turns):
+        for checkout in (before, HERE) if turn % 2 == 0 else (HERE, before):
+            for name, value in figures_of(checkout, benchmark).items():
+                runs[checkout][name].append(value)
+    rows, ratios = [], {}
+    for name in sorted(runs[before].keys() & runs[HERE].keys()):
+        old, new = runs[before][name], runs[HERE][name]
+        ratio = _ratio(statistics.median(new), statistics.median(old))
+        spread = max(_ratio(max(x), min(x)) for x in (old, new))
+        ratios[name] = float(f"{ratio:.4g}")
+        medians = (f"{statistics.median(x):.4g}" for x in (old, new))
+        rows.append([name, *medians, f"{ratio:.3f}", f"{spread:.3f}"])
+    return table(["figure", "before", "after", "after/before", "spread"], rows), ratios
+
+
+def _ratio(one: float, other: float) -> float:
+    if one == other:
+        return 1.0
+    return one / other if other else float("inf")
+
+
+def main() -> None:
+    """Compare and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--turns", type=int, default=3, help="runs of each checkout (default 3)")
+    parser.add_argument("before", type=Path, help="a checkout of the commit to compare with")
+    parser.add_argument("benchmark", nargs=argparse.REMAINDER, help="its name and arguments")
+    arguments = parser.parse_args()
+    if not arguments.benchmark:
+        parser.error("name a benchmark, as in: by_turns ../before restore --quick")
+    if not (arguments.before / "benchmarks").is_dir():
+        parser.error(f"{arguments.before} is no checkout: it has no folder benchmarks")
+    text, ratios = compare(arguments.before.resolve(), arguments.benchmark, arguments.turns)
+    print(f"{' '.join(arguments.benchmark)}: {arguments.turns} turns, {machine_line()}\n\n{text}")
+    print(json.dumps(ratios))
+
+
+if __name__ == "__main__":
+    main()
