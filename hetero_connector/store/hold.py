@@ -46,6 +46,7 @@ class Holds:
     """
 
     def __init__(self) -> None:
+        self._num_holds = 0
         self._uncounted: dict[Hold, int] = {}
         """What it takes to count each, in artifacts; oldest first."""
         self._num_uncounted = 0
@@ -55,8 +56,12 @@ class Holds:
         self._passed_over: defaultdict[StateType, dict[ChunkKey, list[Artifact]]]
         self._passed_over = defaultdict(dict)
 
+    def __len__(self) -> int:
+        return self._num_holds
+
     def add(self, hold: Hold) -> None:
         """The hold begins. O(1) as a rule: it is counted when somebody asks."""
+        self._num_holds += 1
         self._uncounted[hold] = cost = len(hold) + _HOLD_ITSELF
         self._num_uncounted += cost
         while self._num_uncounted > _MAX_UNCOUNTED:
@@ -64,6 +69,7 @@ class Holds:
 
     def remove(self, hold: Hold) -> list[Artifact]:
         """The hold ends; return what was passed over and is held no more, to be looked at again."""
+        self._num_holds -= 1
         if hold in self._uncounted:
             self._num_uncounted -= self._uncounted.pop(hold)
             return []

@@ -164,7 +164,8 @@ def assert_nothing_is_held(llm: Any) -> None:
     assert store.flush(60.0)  # what is being written is pinned
     store.check_integrity()
     tiers = store._tiers
-    assert tiers.in_use() == tiers._holds == []
+    assert tiers.in_use() == []
+    assert len(tiers._holds) == 0
     artifacts = list(tiers.index.artifacts())
     assert all(artifact.sealed for artifact in artifacts)
     for kind in tiers.dram.geometry.stride_bytes:

@@ -22,7 +22,8 @@ def engine() -> Iterator[Engine]:
     engine = Engine(DENSE)
     yield engine
     tiers = engine.store._tiers
-    assert tiers.in_use() == tiers._holds == []
+    assert tiers.in_use() == []
+    assert len(tiers._holds) == 0
     assert all(a.sealed for a in tiers.index.artifacts())
     assert not engine.side.has_work
     engine.store.check_integrity()
@@ -144,7 +145,7 @@ def test_preempted_and_admitted_again_before_the_report(engine: Engine) -> None:
     engine.report(first)
     assert len(engine.store._tiers._holds) == 1, "the second load is still under way"
     engine.report(second)
-    assert engine.store._tiers._holds == []
+    assert len(engine.store._tiers._holds) == 0
     engine.finish(request)
     engine.step()
 
