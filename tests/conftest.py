@@ -12,6 +12,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a wrong name is wrong at once, n
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--traces", metavar="DIR", help="check the readers on the public traces in it")
+    parser.addoption(
+        "--adversarial-device",
+        action="store_true",
+        help="engines in this process copy as late or as early as may be, drawn for each copy",
+    )
 
 
 @pytest.hookimpl(wrapper=True)

@@ -44,7 +44,7 @@ class Device(Protocol):
         ...
 
     def after_forward_so_far(self) -> None:
-        """Copies issued from now run after what the forward has issued."""
+        """Copies issued from now run after what the forward has issued, and the earlier copies."""
         ...
 
     def before_forward_goes_on(self) -> None:

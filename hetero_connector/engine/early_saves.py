@@ -1,27 +1,35 @@
 """Saves of finished requests, copied first thing in the next step.
 
-vLLM may give their pages to others in that very step, so they are copied before anything else
-is done to a page. See `docs/decisions/0006-last-pages-are-copied-not-held.md`.
+vLLM may give their pages to others in that very step, so they are copied before the forward
+writes to a page. See `docs/decisions/0006-last-pages-are-copied-not-held.md`. What vLLM itself
+writes before it calls us it names here: pages to be zeroed, targets of copies, and new pages of
+recurrent state, into which its second model runner copies the state of the page before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from hetero_connector.engine.messages import Save
 from hetero_connector.engine.saving import Saver
 from hetero_connector.metrics import Recorder
+from hetero_connector.spec import ModelSpec, RestoreRule
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
+_BY_ATTENTION = (RestoreRule.EVERY_TOKEN, RestoreRule.WINDOW, RestoreRule.CHUNK_START)
+"""State that nothing but the forward writes."""
+
+
 class EarlySaves:
     """Those that no step has taken along yet."""
 
-    def __init__(self, saver: Saver, recorder: Recorder) -> None:
+    def __init__(self, saver: Saver, recorder: Recorder, model: ModelSpec) -> None:
         self._saver = saver
+        self._copied_groups = {x.group for x in model.layers if x.restore_rule not in _BY_ATTENTION}
         self._recorder = recorder
         self._waiting: list[Save] = []
 
@@ -37,8 +45,7 @@ class EarlySaves:
         saves, self._waiting = self._waiting, []
         if not saves:
             return saves
-        overwritten = set(output.new_block_ids_to_zero or ())
-        overwritten.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
+        overwritten = set(self._written_first(output))
         if not overwritten:
             return saves
         kept = []
@@ -49,3 +56,14 @@ class EarlySaves:
             else:
                 kept.append(save)
         return kept
+
+    def _written_first(self, output: SchedulerOutput) -> Iterator[int]:
+        """Blocks that vLLM may write before its first call of this step."""
+        yield from output.new_block_ids_to_zero or ()
+        yield from (copy.dst_block_id for copy in output.kv_cache_block_copies or ())
+        if self._copied_groups:
+            new = [x.block_ids for x in output.scheduled_new_reqs]
+            new += [ids for ids in output.scheduled_cached_reqs.new_block_ids if ids]
+            for tables in new:
+                for group in self._copied_groups:
+                    yield from tables[group]

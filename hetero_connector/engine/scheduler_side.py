@@ -112,7 +112,7 @@ class SchedulerSide:
         """Restores with reports to come, oldest first. A second one of a request is there if it
         was preempted and admitted again before the first was reported."""
         self._replays = Replays(layout.model, window_replay, self._restorer)
-        self._early = EarlySaves(self._saver, recorder)
+        self._early = EarlySaves(self._saver, recorder, layout.model)
         self._staging = False
         """A request was told to ask again since the last step."""
         self._kv_cache_manager: KVCacheManager | None = None

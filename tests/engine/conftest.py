@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from random import Random
 
 import pytest
 
@@ -16,6 +18,26 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 import torch
 
 torch.set_num_threads(1)  # the variable is too late when another test imported torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _adversarial_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With `--adversarial-device` every load is layer-wise, and as late or early as may be."""
+    if not request.config.getoption("--adversarial-device"):
+        yield
+        return
+    from hetero_connector.engine import worker_side
+    from tests.engine.adversarial_device import AdversarialDevice
+
+    rng = Random(16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_side, "OVERLAP_FROM_BYTES", 0)
+        patch.setattr(
+            worker_side,
+            "device_of",
+            lambda _: AdversarialDevice(lambda: rng.random() < 0.3, eager_forward=True),
+        )
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -76,6 +76,7 @@ def scheduled(**num_tokens: int) -> SimpleNamespace:
     """A `SchedulerOutput` that schedules these requests."""
     return SimpleNamespace(
         scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
         total_num_scheduled_tokens=sum(num_tokens.values()),
         num_scheduled_tokens=num_tokens,
         kv_connector_block_state=None,

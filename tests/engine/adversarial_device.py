@@ -1,0 +1,140 @@
+"""A device whose copies run as late, or as early, as the calls that order them allow.
+
+Work is issued to two streams, the forward's and the copies', as on a GPU. Nothing runs when it is
+issued but when somebody waits for it; what no call has ordered may run in any order, and each copy
+is drawn to be early or late. So a missing wait shows at once, on a CPU, whatever the timing is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import count
+
+import torch
+
+from hetero_connector.engine.devices import HostDevice
+from hetero_connector.engine.pages import ArenaRows, ByteArray, HostPages, IndexArray
+from hetero_connector.spec import LayerSpec
+
+Run = Callable[[], None]
+
+
+class _Turn(IntEnum):
+    """Who goes first, of work that may run."""
+
+    EARLY_COPY = 0
+    FORWARD = 1
+    LATE_COPY = 2
+
+
+@dataclass(frozen=True)
+class _Work:
+    run: Run
+    after: frozenset[int]
+    turn: _Turn
+
+
+class AdversarialDevice(HostDevice):
+    """Host memory with the ordering of a device. See `hetero_connector.engine.devices.Device`."""
+
+    overlaps_by_thread = False
+
+    def __init__(self, early: Callable[[], bool], *, eager_forward: bool = False) -> None:
+        """`early` is asked for each copy. `eager_forward`: the forward is a real one on this
+        thread, which has run whenever we are called; else it is what `forward` is given."""
+        super().__init__()
+        self._early = early
+        self._eager_forward = eager_forward
+        self._numbers = count()
+        self._issued: dict[int, _Work] = {}
+        """What has not run."""
+        self._last_forward: frozenset[int] = frozenset()
+        self._copies_wait: frozenset[int] = frozenset()
+        self._forward_waits: frozenset[int] = frozenset()
+
+    def forward(self, run: Run) -> None:
+        """Issue a piece of the forward, behind all that is issued of it."""
+        number = self._issue(run, self._last_forward | self._forward_waits, _Turn.FORWARD)
+        self._last_forward = frozenset({number})
+
+    def copy(self, run: Run) -> None:
+        """Issue a copy."""
+        turn = _Turn.EARLY_COPY if self._early() else _Turn.LATE_COPY
+        number = self._issue(run, self._copies_wait, turn)
+        if self._eager_forward and turn is _Turn.EARLY_COPY:
+            self._complete({number})
+
+    def synchronize(self) -> None:
+        """Run everything."""
+        self._complete(set(self._issued))
+
+    # As `Device`
+
+    def pages(self, spec: LayerSpec, view: torch.Tensor) -> _Pages:
+        """Pages whose copies are issued here."""
+        return _Pages(self, HostPages(view))
+
+    def unpin(self) -> None:
+        """See `Device`."""
+        self.finish()
+
+    def after_forward_so_far(self) -> None:
+        """See `Device`."""
+        self._copies_wait = self._last_forward | self._copies()
+
+    def before_forward_goes_on(self) -> None:
+        """See `Device`."""
+        self._let_forward_wait(self._copies())
+
+    def mark(self) -> Run:
+        """See `Device`."""
+        marked = self._copies()
+        return lambda: self._let_forward_wait(marked)
+
+    def finish(self) -> None:
+        """See `Device`."""
+        self._complete(self._copies())
+
+    def _let_forward_wait(self, copies: frozenset[int]) -> None:
+        if self._eager_forward:
+            self._complete(copies)
+        else:
+            self._forward_waits |= copies
+
+    def _copies(self) -> frozenset[int]:
+        return frozenset(n for n, work in self._issued.items() if work.turn is not _Turn.FORWARD)
+
+    def _issue(self, run: Run, after: Collection[int], turn: _Turn) -> int:
+        number = next(self._numbers)
+        self._issued[number] = _Work(run, frozenset(after).intersection(self._issued), turn)
+        return number
+
+    def _complete(self, wanted: Collection[int]) -> None:
+        """Run all that is wanted, and what takes its turn before."""
+        left = set(wanted).intersection(self._issued)
+        while left:
+            number = min(
+                (n for n, work in self._issued.items() if work.after.isdisjoint(self._issued)),
+                key=lambda n: (self._issued[n].turn, n),
+            )
+            left.discard(number)
+            self._issued.pop(number).run()
+
+
+class _Pages:
+    """`Pages` that copy when the device lets them."""
+
+    def __init__(self, device: AdversarialDevice, pages: HostPages) -> None:
+        self._device = device
+        self._pages = pages
+
+    def load(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
+        self._device.copy(lambda: self._pages.load(arena, rows, block_ids))
+
+    def save(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
+        self._device.copy(lambda: self._pages.save(arena, rows, block_ids))
+
+    def clear(self, block_ids: IndexArray) -> None:
+        self._device.copy(lambda: self._pages.clear(block_ids))

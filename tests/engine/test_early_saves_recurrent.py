@@ -1,0 +1,93 @@
+"""A finished request's attention page becomes another's recurrent page in the step that copies it.
+
+vLLM's second model runner copies the recurrent state of the page before into it ahead of its first
+call to a connector. What was there would be sealed as attention state: the restored answer was NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hetero_connector.engine.early_saves import EarlySaves
+from hetero_connector.engine.messages import Save
+from hetero_connector.spec import StateType
+from tests.engine.by_hand import add, step
+from tests.engine.harness import (
+    delta,
+    engine,
+    forget,
+    forget_local,
+    generate,
+    no_restores,
+    prompt_tokens,
+    scheduler_side,
+    settle,
+)
+
+pytestmark = pytest.mark.engine
+
+BLOCK = 640
+"""Tokens of a block, and the grid on which prompts are resumed."""
+TAKEN_AT_ONCE = 18
+"""With so many KV blocks the freed one is the next that is handed out."""
+
+
+def test_a_page_that_becomes_recurrent_is_not_saved_as_attention_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    finishing, behind_it = (prompt_tokens(BLOCK, seed=x) for x in (1, 5))
+    growing = [prompt_tokens(BLOCK - 2, seed=x) for x in (2, 4)]
+    question = finishing + prompt_tokens(30, seed=3)
+    arguments: dict[str, Any] = {
+        "max_num_batched_tokens": 1536,
+        "prefix_cache_retention_interval": BLOCK,
+        "max_model_len": 2 * BLOCK + 40,
+        "num_gpu_blocks_override": TAKEN_AT_ONCE,
+    }
+    with engine("qwen3_next", {"dram_gib": 0.25}, **arguments) as llm:
+        side = scheduler_side(llm)
+        recurrent = {x.group for x in side._layout.model.page_groups[StateType.RECURRENT]}
+        contested: set[int] = set()
+        begin_save, finished, take = side._store.begin_save, side.finished, EarlySaves.take
+
+        def no_room(chunk: Any, sizes: Any) -> Any:
+            return None if StateType.DENSE_KV in sizes else begin_save(chunk, sizes)
+
+        def room_at_the_end(request: Any, block_ids: Any) -> int:
+            if request.all_token_ids[:BLOCK] == finishing:
+                monkeypatch.setattr(side._store, "begin_save", begin_save)
+            return finished(request, block_ids)
+
+        def watched(early: EarlySaves, output: Any) -> list[Save]:
+            tables = [x.block_ids for x in output.scheduled_new_reqs]
+            tables += filter(None, output.scheduled_cached_reqs.new_block_ids)
+            taken = {block for table in tables for group in recurrent for block in table[group]}
+            for save in early._waiting:
+                for blocks in save.copy.blocks.values():
+                    contested.update(taken.intersection(blocks.ids))
+            return take(early, output)
+
+        monkeypatch.setattr(EarlySaves, "take", watched)
+        monkeypatch.setattr(side, "finished", room_at_the_end)
+        for prompt in growing:
+            add(llm, prompt, max_tokens=12)
+        step(llm, 2)
+        add(llm, finishing, max_tokens=1)
+        add(llm, behind_it, max_tokens=1)
+        monkeypatch.setattr(side._store, "begin_save", no_room)
+        step(llm, 14)
+        assert contested, "no page went from attention to recurrent state: nothing was tried"
+
+        for _ in range(2):  # the first stores recurrent state where none was on offer
+            forget_local(llm)
+            restored = generate(llm, question, max_tokens=4)
+        assert restored.num_cached_tokens == BLOCK
+        forget(llm)
+        generate(llm, question)
+        settle(llm)
+        with no_restores(llm):
+            own = generate(llm, question, max_tokens=4)
+        assert own.num_cached_tokens == BLOCK
+        assert delta(restored, own) == 0.0

@@ -1,0 +1,423 @@
+"""Random steps of a worker on the adversarial device, against a plain model of what pages hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.engine import worker_side
+from hetero_connector.engine.copy_plan import plan_loads
+from hetero_connector.engine.layer_hooks import LayerHooks
+from hetero_connector.engine.messages import (
+    ArtifactCopy,
+    ArtifactSpan,
+    Blocks,
+    Load,
+    PageCopy,
+    Save,
+    StepMetadata,
+)
+from hetero_connector.engine.worker_side import WorkerSide
+from hetero_connector.metrics import Recorder
+from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
+from hetero_connector.store.arena import Arena
+from tests.engine.adversarial_device import AdversarialDevice
+
+KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
+CHUNK, MAX_TOKENS, NUM_BLOCKS, WINDOW = 32, 160, 64, 20
+TOKEN_BYTES, BLOCK_BYTES = 4, 64
+SLOT_BYTES, SLOTS = 2048, 32
+NEVER_ASKS, LEFT_OUT = "aux", "draft"
+STALE = 0xDD
+
+
+def spec(name: str, group: int, block: int, window: int | None = None) -> LayerSpec:
+    return LayerSpec(
+        layer=name,
+        group=group,
+        state_type=SWA if window else KV,
+        tokens_per_state=1,
+        block_tokens=block,
+        page_bytes=block * TOKEN_BYTES,
+        page_stride_bytes=BLOCK_BYTES,
+        dtype="uint8",
+        restore_rule=RestoreRule.WINDOW if window else RestoreRule.EVERY_TOKEN,
+        window=window,
+        boundary_tokens=window - 1 if window else 0,
+    )
+
+
+MODEL = ModelSpec(
+    (
+        spec("full", 0, 16),
+        spec("swa", 1, 8, WINDOW),
+        spec(NEVER_ASKS, 0, 16),
+        spec("late", 0, 16),
+        spec(LEFT_OUT, 0, 16),
+    ),
+    alignment=16,
+    exact_handoffs=True,
+)
+LAYOUT = ArtifactLayout(MODEL, CHUNK)
+SPECS = {x.layer: x for x in MODEL.layers}
+_VALUES = np.random.default_rng(5).integers(
+    1, 200, (len(SPECS), 64, MAX_TOKENS, TOKEN_BYTES), dtype=np.uint8
+)
+
+
+def state(layer: str, seed: int) -> np.ndarray:
+    """`[MAX_TOKENS, TOKEN_BYTES]`: the layer's state of a request's tokens."""
+    values: np.ndarray = _VALUES[list(SPECS).index(layer), seed % 64]
+    return values
+
+
+@dataclass
+class Request:
+    """One that runs, and which of its state in the pages is the right one."""
+
+    seed: int
+    tables: dict[int, list[int]] = field(default_factory=lambda: {0: [], 1: []})
+    computed: int = 0
+    known: dict[str, np.ndarray] = field(
+        default_factory=lambda: {x: np.zeros(MAX_TOKENS, bool) for x in SPECS}
+    )
+
+
+class Share(NamedTuple):
+    """What a step computes of a request."""
+
+    request: Request
+    first: int
+    stop: int
+
+
+class World:
+    """An engine as its worker side sees it: pages, requests, and a store's slots."""
+
+    def __init__(
+        self, rng: Random, *, layerwise: str = "on", told_of_microbatches: bool = False
+    ) -> None:
+        self.rng = rng
+        self.device = AdversarialDevice(lambda: rng.random() < 0.5)
+        self.arena = Arena.create(SLOTS * SLOT_BYTES, shared=False)
+        self.side = WorkerSide(
+            LAYOUT, 0, NUM_BLOCKS, layerwise, Recorder(), microbatches=told_of_microbatches
+        )
+        # Layers of two groups share memory, as in vLLM: a freed block becomes one of the other.
+        shared = torch.zeros((NUM_BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
+        self.caches = {}
+        for name, x in SPECS.items():
+            raw = shared if name in ("full", "swa") else torch.zeros_like(shared)
+            shape = (NUM_BLOCKS, x.block_tokens, TOKEN_BYTES)
+            self.caches[name] = raw.as_strided(shape, (BLOCK_BYTES, TOKEN_BYTES, 1))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worker_side, "device_of", lambda _: self.device)
+            self.side.register(self.caches)
+        self.free = list(range(1, NUM_BLOCKS))
+        self.slots = list(range(SLOTS))
+        self.requests: list[Request] = []
+        self.early: list[Save] = []
+        self.wrong: list[str] = []
+        self._seeds = iter(range(10**6))
+        self._saves: dict[int, list[tuple[ArtifactCopy, Request]]] = {}
+        self._loads: dict[str, list[int]] = {}
+        self._step = 0
+
+    def close(self) -> None:
+        self.side.close()
+        self.arena.close()
+
+    def run(self, steps: int) -> None:
+        for self._step in range(steps):
+            self._one_step()
+        self.device.synchronize()
+        for request in self.requests:
+            self._check(list(SPECS), Share(request, request.computed, request.computed))
+
+    # One step, in vLLM's order of calls
+
+    def _one_step(self) -> None:
+        rng = self.rng
+        for request in list(self.requests):
+            if rng.random() < 0.2:
+                self._end(request)
+        meta = StepMetadata(arena=self.arena.handle, early_saves=self._take_early())
+        if rng.random() < 0.5:
+            self._admit(meta)
+        parked = {x.request_id for x in meta.loads if x.parked}
+        shares = self._shares(parked) if rng.random() < 0.9 else []
+        self._order_saves(meta, shares)
+        calls_hooks = rng.random() < 0.8
+        sync = any(not x.parked for x in meta.loads)
+        self.side.begin_step(meta)
+        if sync:
+            self.side.start_loads(meta, hooks_called=calls_hooks)
+        if shares or sync:
+            self._forward(meta, shares, calls_hooks)
+        if not sync:
+            self.side.start_loads(meta, hooks_called=calls_hooks)
+        self.side.end_step(meta)
+        self._settle()
+        if rng.random() < 0.5:  # the scheduler has the step's tokens before it goes on
+            self.device.synchronize()
+
+    def _forward(self, meta: StepMetadata, shares: list[Share], calls_hooks: bool) -> None:
+        cut = self.rng.randrange(1, len(shares)) if len(shares) > 1 else 0
+        batches = [shares[:cut], shares[cut:]] if cut and self.rng.random() < 0.4 else [shares]
+        for layer in SPECS:
+            if layer == LEFT_OUT and self.rng.random() < 0.3:
+                continue
+            asks = calls_hooks and layer != NEVER_ASKS
+            for batch in batches:
+                for share in batch:
+                    self._write(layer, share)
+                for _ in range(asks * self.rng.randint(1, 2)):
+                    self.side.layer_wanted(layer)
+                for share in batch:
+                    self.device.forward(lambda x=layer, s=share: self._check([x], s))
+                if asks:
+                    self.side.layer_written(meta, layer)
+        if calls_hooks and self.rng.random() < 0.1:
+            self.side.layer_wanted("of another model")
+            self.side.layer_written(meta, "of another model")
+
+    def _write(self, layer: str, share: Share) -> None:
+        request, first, stop = share
+        rows = [self._row(layer, request, position) for position in range(first, stop)]
+        values = torch.from_numpy(state(layer, request.seed)[first:stop])
+
+        def write() -> None:
+            for (block, offset), value in zip(rows, values, strict=True):
+                self.caches[layer][block, offset] = value
+
+        self.device.forward(write)
+        request.known[layer][first:stop] = True
+
+    def _check(self, layers: list[str], share: Share) -> None:
+        """Attention reads what is before each token, as far as it is known."""
+        request, first, stop = share
+        for layer in layers:
+            window = SPECS[layer].window
+            start = max(0, first - window + 1) if window else 0
+            for position in range(start, stop):
+                if request.known[layer][position]:
+                    block, offset = self._row(layer, request, position)
+                    found = self.caches[layer][block, offset].numpy()
+                    if (found != state(layer, request.seed)[position]).any():
+                        self.wrong.append(f"step {self._step}: {layer} reads token {position}")
+
+    # The scheduler's part
+
+    def _admit(self, meta: StepMetadata) -> None:
+        request = Request(next(self._seeds))
+        boundary = self.rng.randrange(MAX_TOKENS // 2) if self.rng.random() < 0.8 else 0
+        if not self._grow(request, boundary):
+            return
+        self.requests.append(request)
+        if not boundary or len(self.slots) < 4:
+            return
+        # vLLM may admit fewer tokens than are stored, where nothing is needed at the boundary.
+        stored = min(-(-boundary // CHUNK) * CHUNK, MAX_TOKENS)
+        end = boundary if self.rng.random() < 0.7 else stored
+        spans, used = [], []
+        for kind in (KV, SWA):
+            starts = range(0, end, CHUNK) if kind is KV else [(boundary - 1) // CHUNK * CHUNK]
+            last = end if kind is KV else boundary
+            offsets = []
+            for start in starts:
+                used.append(slot := self.slots.pop())
+                offsets.append(slot * SLOT_BYTES)
+                copy = ArtifactCopy(kind, start, min(start + CHUNK, last), offsets[-1])
+                self._store(copy, request)
+            spans.append(ArtifactSpan(kind, starts[0], last, CHUNK, offsets))
+        name = f"r{request.seed}"
+        parked = self.rng.random() < 0.2
+        blocks = {}
+        for x in MODEL.page_groups[KV] + MODEL.page_groups[SWA]:
+            pages = x.pages_needed(0, boundary)
+            ids = request.tables[x.group][pages.start : pages.stop]
+            blocks[x.state_type, x.group] = Blocks(pages.start, ids)
+        meta.loads.append(Load(name, spans, blocks, parked, resume=boundary))
+        self._loads[name] = used
+        request.computed = boundary
+        for layer, known in request.known.items():
+            tokens = SPECS[layer].tokens_needed(0, boundary)
+            known[tokens.start : tokens.stop] = True
+
+    def _shares(self, parked: set[str]) -> list[Share]:
+        shares = []
+        for request in self.requests:
+            stop = request.computed + self.rng.choice([1, 1, 7, 40])
+            if f"r{request.seed}" in parked or stop > MAX_TOKENS or not self._grow(request, stop):
+                continue
+            shares.append(Share(request, request.computed, stop))
+            request.computed = stop
+        return shares
+
+    def _order_saves(self, meta: StepMetadata, shares: list[Share]) -> None:
+        for request, first, stop in shares:
+            for end in range((first // CHUNK + 1) * CHUNK, stop + 1, CHUNK):
+                if self.rng.random() < 0.8 and (save := self._save(request, end)):
+                    meta.saves.append(save)
+
+    def _end(self, request: Request) -> None:
+        """Its blocks are free at once, although its last state is saved in the next step."""
+        self.requests.remove(request)
+        if self.rng.random() < 0.6 and (save := self._save(request, request.computed)):
+            self.early.append(save)
+        blocks = [x for table in request.tables.values() for x in table]
+        self.free[:0] = reversed(blocks)
+
+    def _take_early(self) -> list[Save]:
+        saves, self.early = self.early, []
+        return saves
+
+    def _save(self, request: Request, end: int) -> Save | None:
+        start = (end - 1) // CHUNK * CHUNK
+        if not end or len(self.slots) < 4:
+            return None
+        copies, blocks = [], {}
+        for kind in (KV, SWA):
+            copies.append(ArtifactCopy(kind, start, end, self.slots.pop() * SLOT_BYTES))
+            for x in MODEL.page_groups[kind]:
+                pages = x.pages_needed(start, end)
+                ids = request.tables[x.group][pages.start : pages.stop]
+                blocks[kind, x.group] = Blocks(pages.start, ids)
+        save_id = next(self._seeds)
+        self._saves[save_id] = [(copy, request) for copy in copies]
+        return Save([save_id], PageCopy(copies, blocks))
+
+    def _settle(self) -> None:
+        """Look at what is reported as saved, and give slots that are reported to others."""
+        report = self.side.take_report()
+        self.side.take_finished_recving()
+        for save_id in report.saved if report else ():
+            for copy, request in self._saves.pop(save_id):
+                self._compare(copy, request)
+                self._give_back(copy.offset // SLOT_BYTES)
+        for name in report.loaded if report else ():
+            for slot in self._loads.pop(name):
+                self._give_back(slot)
+
+    def _give_back(self, slot: int) -> None:
+        self.arena.view[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] = STALE
+        self.slots.append(slot)
+
+    # What is stored
+
+    def _store(self, copy: ArtifactCopy, request: Request) -> None:
+        for _, value, row in self._rows(copy, request):
+            row[:] = value
+
+    def _compare(self, copy: ArtifactCopy, request: Request) -> None:
+        for layer, value, row in self._rows(copy, request):
+            if (row != value).any():
+                self.wrong.append(f"step {self._step}: {layer} is saved wrongly")
+
+    def _rows(
+        self, copy: ArtifactCopy, request: Request
+    ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+        """Layer, state and place in the arena of each token of an artifact, where it is known."""
+        for segment in LAYOUT.segments(copy.state_type, copy.start, copy.end):
+            x, start = segment.layer, copy.offset + segment.offset
+            for position in x.tokens_needed(copy.start, copy.end):
+                at = start + (position - segment.first_page * x.block_tokens) * TOKEN_BYTES
+                restored = position >= request.computed or request.known[x.layer][position]
+                if restored:
+                    value = state(x.layer, request.seed)[position]
+                    yield x.layer, value, self.arena.view[at : at + TOKEN_BYTES]
+
+    def _row(self, layer: str, request: Request, position: int) -> tuple[int, int]:
+        x = SPECS[layer]
+        return request.tables[x.group][position // x.block_tokens], position % x.block_tokens
+
+    def _grow(self, request: Request, tokens: int) -> bool:
+        missing = {
+            x.group: -(-tokens // x.block_tokens) - len(request.tables[x.group])
+            for x in MODEL.layers
+        }
+        if sum(max(0, n) for n in missing.values()) > len(self.free):
+            return False
+        for group, number in missing.items():
+            request.tables[group] += [self.free.pop(0) for _ in range(number)]
+        return True
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["hooks believed", "told of microbatches"])
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=150)
+def test_every_page_that_is_read_and_every_artifact_that_is_sealed_is_right(
+    told: bool, seed: int
+) -> None:
+    world = World(Random(seed), told_of_microbatches=told)
+    try:
+        world.run(steps=10)
+        assert world.wrong == []
+    finally:
+        world.close()
+
+
+def _first_hook_only(patch: pytest.MonkeyPatch) -> None:
+    written = WorkerSide.layer_written
+
+    def once(side: WorkerSide, meta: StepMetadata, layer: str) -> None:
+        if layer not in side._saves.copied or side._saves.saves is not meta.saves:
+            written(side, meta, layer)
+
+    patch.setattr(WorkerSide, "layer_written", once)
+
+
+def _pages_split_nowhere(patch: pytest.MonkeyPatch) -> None:
+    def all_beside(layout: ArtifactLayout, rank: int, copy: PageCopy, resume: int) -> object:
+        return {}, plan_loads(layout, rank, copy)
+
+    patch.setattr(worker_side, "plan_layerwise", all_beside)
+
+
+def _hooks_always_called(patch: pytest.MonkeyPatch) -> None:
+    loads = WorkerSide.start_loads
+    patch.setattr(WorkerSide, "start_loads", lambda side, meta, hooks_called: loads(side, meta))
+
+
+def _without(call: str) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(AdversarialDevice, call, lambda device: None)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        pytest.param(_pages_split_nowhere, id="half a page is loaded late"),
+        pytest.param(_first_hook_only, id="a microbatch is taken for the batch"),
+        pytest.param(_hooks_always_called, id="a full graph calls no hooks"),
+        pytest.param(
+            lambda patch: patch.setattr(LayerHooks, "__contains__", lambda *_: True),
+            id="a layer that never asks is waited for",
+        ),
+        pytest.param(_without("after_forward_so_far"), id="copies overtake the forward"),
+        pytest.param(_without("before_forward_goes_on"), id="the forward overtakes copies"),
+        pytest.param(_without("finish"), id="reports overtake copies"),
+    ],
+)
+def test_the_adversary_finds(
+    broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch)
+    for seed in range(100):
+        world = World(Random(seed))
+        try:
+            world.run(steps=10)
+            found = bool(world.wrong)
+        finally:
+            world.close()
+        if found:
+            return
+    pytest.fail("every page was right all the same")
