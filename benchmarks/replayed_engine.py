@@ -15,14 +15,16 @@ from typing import Any
 
 from benchmarks.agent_sessions import TokenTurn
 from hetero_connector.artifacts.chain import RequestChain
+from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, StoredChunk, Tier
+from hetero_connector.engine.block_tables import BlockTable
 from hetero_connector.engine.messages import Save as SaveOrder
 from hetero_connector.engine.peer_matching import PeerMatcher
 from hetero_connector.engine.predictions import Predictions
 from hetero_connector.engine.requests import RequestTracker
-from hetero_connector.engine.restoring import BlockTable, Restorer
+from hetero_connector.engine.restoring import Restorer
 from hetero_connector.engine.saving import Saver
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.checkpoint_policy import CheckpointPolicy
@@ -91,8 +93,15 @@ class SmallStore:
         del self._sizes[id(save)]
         self.inner.abandon_save(save)
 
-    def reset(self) -> None:
-        self.inner.reset()
+    @property
+    def generation(self) -> Generation:
+        return self.inner.generation
+
+    def reset(self) -> bool:
+        return self.inner.reset()
+
+    def catch_up(self) -> Generation:
+        return self.inner.catch_up()
 
     def expect(self, expected: ExpectedReturn) -> None:
         self.inner.expect(expected)

@@ -189,10 +189,13 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.has_work
 
     def reset_cache(self) -> bool | None:
-        """Forget everything stored, in every tier."""
+        """Forget everything stored, in every tier; False if a later process might find it again."""
+        return self._scheduler.reset() if self._scheduler else True
+
+    def weights_changed(self, version: str | None) -> None:
+        """See `weight_updates`: vLLM has no such call."""
         if self._scheduler:
-            self._scheduler.reset()
-        return True
+            self._scheduler.root.weights_changed(version)
 
     # Both
 

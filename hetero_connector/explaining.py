@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
+from hetero_connector.artifacts.generation import FIRST
 from hetero_connector.artifacts.index import PrefixIndex
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import SlotRef, Tier
@@ -75,11 +76,12 @@ def decide(
     try:
         description, fingerprint = journal.meta.description, journal.meta.fingerprint
         layout = _described(directory, _layout, description)
+        generation = journal.generation() or FIRST.tag
         index = _index(journal, Tier.DRAM if in_dram else Tier.SSD, layout.chunk_tokens)
     finally:
         journal.close()
     known = len(token_ids)
-    chain = RequestChain(ChainHasher(fingerprint, layout.chunk_tokens))
+    chain = RequestChain(ChainHasher(fingerprint, layout.chunk_tokens, generation))
     chain.extend(token_ids)
     stored = index.match(chain.chunks(known - 1))
     stored += longest_tail(index, chain, stored[-1].chunk if stored else None, known - 1)

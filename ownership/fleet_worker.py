@@ -68,8 +68,6 @@ class FleetWorker:
             recorder,
             errands=self._errands,
             leaving=self._stop_serving,
-            swept=self._swept,
-            num_workers=lambda: self.peers.num_live,
             clock=clock,
         )
         self._lookups = ChainLookups(
@@ -98,14 +96,7 @@ class FleetWorker:
     def start(self, store: SharedStore) -> None:
         """Join with this store."""
         self._store = store
-        self._ledger = Ledger(
-            store,
-            self._thread,
-            self._recorder,
-            self._listing_ttl_s,
-            self._clock,
-            lease_s=self._lease_s,
-        )
+        self._ledger = Ledger(store, self._thread, self._recorder, self._listing_ttl_s, self._clock)
         period_s = self._lease_s / RENEWALS_PER_LEASE
         self._readers = ReaderCounts(store, self._thread, period_s, self._clock)
         self._thread.start()
@@ -142,11 +133,6 @@ class FleetWorker:
         assert self._ledger is not None
         self._ledger.granted(epoch, claims, grants)
 
-    def _swept(self, num_forgotten: int) -> None:
-        assert self._ledger is not None
-        if num_forgotten and self._ledger.is_refused:
-            self._ledger.reclaim()
-
     def _found_own(self, own: Mapping[ArtifactId, Token]) -> None:
         assert self._ledger is not None
         self._ledger.found(own)
@@ -154,9 +140,6 @@ class FleetWorker:
     def _errands(self) -> float:
         assert self._ledger is not None
         assert self._readers is not None
-        if self._keeper.take_loss():
-            self._ledger.records_lost()
-            self._readers.records_lost()
         wait_s = min(self._serve(), self._ledger.keep(), self._readers.keep(), self._refresh())
         return max(0.0, wait_s)
 
@@ -185,7 +168,7 @@ class FleetWorker:
             self._refreshing = self._thread.call(self._ask_who_lives, self._lease_s)
         return self._refresh_at_s - now_s
 
-    def _ask_who_lives(self, directory: Directory, _: Epoch) -> None:
+    def _ask_who_lives(self, directory: Directory, epoch: Epoch) -> None:
         assert self._ledger is not None
         asked_s = self._clock()
         workers = directory.workers()
@@ -194,3 +177,11 @@ class FleetWorker:
         if self.peers.take_ended() or not self._ledger.owners <= workers.keys():
             self._ledger.reclaim()
             self._thread.wake()
+        self._tell_generation(directory, epoch)
+
+    def _tell_generation(self, directory: Directory, epoch: Epoch) -> None:
+        """Adopt the fleet's latest reset, and say so the next time: all within a lease."""
+        assert self._store is not None
+        asked_in = self._store.generation
+        number = directory.tell_generation(epoch, self._store.adopted, asked_in.fleet)
+        self._store.hear_generation(number, asked_in)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hetero_connector.errors import DirectoryError, StaleEpochError
 from ownership.directory import Lease, Standing, Worker, WorkerState
+from ownership.generations import FleetGeneration
 from ownership.identifiers import Epoch
 
 
@@ -36,6 +38,8 @@ class _Entry:
     lease: Lease
     deadline_s: float
     retired: bool = False
+    adopted: int = 0
+    """The fleet's generation that the worker shares state in."""
 
 
 class LeaseTable:
@@ -46,6 +50,7 @@ class LeaseTable:
         self._entries: dict[Epoch, _Entry] = {}
         self._current: dict[str, Epoch] = {}
         """The latest epoch of each worker's name."""
+        self._generation = 0
 
     def add(self, worker: Worker, lease: Lease, now_s: float) -> None:
         """A new epoch; the worker's earlier one is retired.
@@ -105,6 +110,24 @@ class LeaseTable:
         for epoch, entry in self._entries.items():
             if self.standing(epoch, now_s) is Standing.LIVE:
                 yield epoch, entry.worker
+
+    def reset_generation(self) -> int:
+        """A new generation of the fleet's. Never behind the clock: a table that starts anew must
+        not come to a number that workers have had already."""
+        self._generation = max(self._generation + 1, int(time.time() * 1e6))
+        return self._generation
+
+    def tell_generation(self, epoch: Epoch, adopted: int, floor: int) -> int:
+        """Note what a live epoch has adopted; returns the fleet's generation."""
+        self._entries[epoch].adopted = adopted
+        if self._generation < floor:
+            self._generation = floor + 1 if self._generation else floor
+        return self._generation
+
+    def generation(self, now_s: float) -> FleetGeneration:
+        """The fleet's, and what live workers have adopted."""
+        adopted = {worker.name: self._entries[epoch].adopted for epoch, worker in self.live(now_s)}
+        return FleetGeneration(self._generation, adopted)
 
     def forget_before(self, moment_s: float) -> None:
         """Forget epochs that ended at or before `moment_s`."""

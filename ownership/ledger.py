@@ -5,46 +5,31 @@ time: a claim that is repeated before it is over either renews that, or makes us
 what its owner has let go. With them is claimed again what the directory had no room for. What
 leaves the store is released.
 
-What the directory may have lost, or was not told, is found by `record_audit`.
-
 Only the directory's thread comes here.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from itertools import islice
 from typing import Protocol
 
 from hetero_connector.artifacts.exported import ExportChange
+from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.metrics import Recorder
-from ownership.directory import (
-    Claim,
-    Copy,
-    Directory,
-    Grant,
-    Outcome,
-)
+from ownership.directory import Claim, Copy, Directory, Grant, Outcome
 from ownership.directory_thread import CLAIMS_PER_CALL, DirectoryThread
 from ownership.identifiers import NO_TOKEN, Epoch, Token
 from ownership.reader_counts import ReadStore
-from ownership.record_audit import Known, RecordAudit
 
 LISTING_TTL_S = 60.0
 _TELL_DEADLINE_S = 5.0
 _PAUSE_S = 0.5
 """After something that the directory could not be told."""
-_RECLAIM_LEASES = 2
-"""So often replicas' records are looked at: what an owner lets go is owned again within two."""
-_TOLD_LEASES = 2
-"""So long releases are remembered, to be told again. A directory that went back by more than a
-lease has no living epoch of ours."""
-_MAX_TOLD = 65_536
 
 
 class SharedStore(ReadStore, Protocol):
@@ -64,12 +49,26 @@ class SharedStore(ReadStore, Protocol):
         """Peers accept what was listed under this epoch; 0: nothing."""
         ...
 
+    @property
+    def generation(self) -> Generation:
+        """The generation of what it holds."""
+        ...
+
+    @property
+    def adopted(self) -> int:
+        """The fleet's generation that it shares state in, for good; 0: none."""
+        ...
+
+    def hear_generation(self, number: int, asked_in: Generation) -> None:
+        """What the fleet's generation was, when it was asked in this one of its own."""
+        ...
+
     def take_exports(self) -> list[ExportChange]:
         """What it holds, as it changed since the last call."""
         ...
 
     def inventory(self) -> Iterator[list[ExportChange]]:
-        """All it holds, in batches; each as it is when it is asked for."""
+        """All it holds, in batches."""
         ...
 
     def judged(
@@ -93,15 +92,11 @@ class Ledger:
         recorder: Recorder,
         listing_ttl_s: float = LISTING_TTL_S,
         clock: Callable[[], float] = time.monotonic,
-        lease_s: float = math.inf,
     ) -> None:
-        """`listing_ttl_s`: how long replicas are listed for. `lease_s`: the worker's."""
         self._store = store
         self._thread = thread
         self._recorder = recorder
         self._ttl_s = listing_ttl_s
-        self._reclaim_every_s = min(_RECLAIM_LEASES * lease_s, listing_ttl_s / 3)
-        self._told_for_s = _TOLD_LEASES * lease_s
         self._clock = clock
         self._replicas: dict[ArtifactId, Claim] = {}
         """What others own, and where it is here."""
@@ -119,11 +114,6 @@ class Ledger:
         """Claims of what has come back meanwhile."""
         self._refused: dict[ArtifactId, Claim] = {}
         """What is here and not listed, for the directory was full."""
-        self._told: OrderedDict[ArtifactId, tuple[Token, float]] = OrderedDict()
-        """Releases that were answered, and when: of late, oldest first."""
-        self._audit = RecordAudit(
-            thread, self._held, self._replicas, self._refused, self._relist, listing_ttl_s, clock
-        )
         self._telling: Future[None] | None = None
         self._tell_at_s = self._reclaim_at_s = clock()
 
@@ -137,8 +127,6 @@ class Ledger:
         self._owners.clear()
         self._num_replicas.clear()
         self._replica_bytes = 0
-        self._told.clear()
-        self._audit.clear()
         return self._all()
 
     def _all(self) -> Iterator[Sequence[Claim]]:
@@ -151,38 +139,15 @@ class Ledger:
         """Tell what has changed; seconds until there is something to do again."""
         self._take_exports()
         now_s = self._clock()
-        if self._thread.take_dropped():
-            self._audit.look_at_all()
         if now_s >= self._reclaim_at_s:
-            self._reclaim_at_s = now_s + self._reclaim_every_s
-            self._audit.look_at_replicas()
+            self._reclaim_at_s = now_s + self._ttl_s / 3
+            if self._thread.takes_claims:  # else all is claimed anew before long
+                self._thread.publish(list((self._replicas | self._refused).values()))
         self._tell()
-        wait_s = min(self._reclaim_at_s - now_s, self._audit.keep())
+        wait_s = self._reclaim_at_s - now_s
         if self._releases or self._unlisted:
             wait_s = min(wait_s, max(0.0, self._tell_at_s - now_s))
         return wait_s
-
-    def records_lost(self) -> None:
-        """The directory's memory is another one: what it was told of late may be lost."""
-        self._audit.look_at_all()
-        oldest_s = self._clock() - self._told_for_s
-        late = {a: token for a, (token, told_s) in self._told.items() if told_s >= oldest_s}
-        self._told.clear()
-        for artifact in self._store.gone(late):
-            self._releases.setdefault(artifact, late[artifact])
-
-    def _relist(self, artifact: ArtifactId) -> None:
-        self._unlisted[artifact] = None
-
-    def _held(self) -> Iterator[Sequence[Known]]:
-        """All that is here, as it is when it is asked for; but what is being released."""
-        known: list[Known] = []
-        for batch in self._store.inventory():
-            known += [(_claim(c), Token(c.token)) for c in batch if c.id not in self._releases]
-            if len(known) >= CLAIMS_PER_CALL:
-                yield known
-                known = []
-        yield known
 
     @property
     def is_refused(self) -> bool:
@@ -298,12 +263,8 @@ class Ledger:
         releases = dict(islice(self._releases.items(), CLAIMS_PER_CALL))
         if releases:
             directory.release(epoch, releases)
-            now_s = self._clock()
             for artifact in releases:
-                self._told[artifact] = (self._releases.pop(artifact), now_s)
-                self._told.move_to_end(artifact)
-            while len(self._told) > _MAX_TOLD:
-                self._told.popitem(last=False)
+                del self._releases[artifact]
             back = [self._held_back.pop(a) for a in releases if a in self._held_back]
             self._thread.publish(back)
         listed = list(islice(self._unlisted, CLAIMS_PER_CALL))

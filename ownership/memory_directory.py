@@ -26,6 +26,7 @@ from ownership.directory import (
     Usage,
     Worker,
 )
+from ownership.generations import FleetGeneration
 from ownership.identifiers import NO_TOKEN, NOBODY, Epoch, Token
 from ownership.lease_table import ForwardClock, LeaseTable
 from ownership.memory_sessions import MemoryGroups, MemoryReaders, MemorySessions
@@ -69,11 +70,10 @@ class MemoryDirectory:
             self._leases.add(worker, lease, self._clock())
             return lease
 
-    def renew_lease(self, epoch: Epoch) -> str:
-        """See `OwnershipDirectory`. A process forgets all or nothing: one name does."""
+    def renew_lease(self, epoch: Epoch) -> None:
+        """See `OwnershipDirectory`."""
         with self._lock:
             self._leases.renew(epoch, self._clock())
-            return ""
 
     def end_lease(self, epoch: Epoch) -> None:
         """See `OwnershipDirectory`."""
@@ -202,18 +202,32 @@ class MemoryDirectory:
             now_s = self._clock()
             return [self._readers.usage(chunk, now_s, self._is_live) for chunk in chunks]
 
+    def reset_generation(self) -> int:
+        """See `GenerationDirectory`."""
+        with self._lock:
+            return self._leases.reset_generation()
+
+    def tell_generation(self, epoch: Epoch, adopted: int, floor: int) -> int:
+        """See `GenerationDirectory`."""
+        with self._lock:
+            self._enter(epoch)
+            return self._leases.tell_generation(epoch, adopted, floor)
+
+    def generation(self) -> FleetGeneration:
+        """See `GenerationDirectory`."""
+        with self._lock:
+            return self._leases.generation(self._clock())
+
     def sweep(self, limit: int) -> int:
         """See `OwnershipDirectory`."""
         with self._lock:
             now_s = self._clock()
             oldest_s = now_s - self._limits.orphan_ttl_s
             before = self._num_artifacts
-            is_full = before >= self._limits.max_artifacts  # then orphans' room is needed
-            oldest_orphan_s = now_s if is_full else oldest_s
             for _ in range(min(limit, len(self._chunks))):
                 key = next(iter(self._chunks))
                 self._chunks.move_to_end(key)
-                self._sweep_chunk(key, now_s, oldest_orphan_s)
+                self._sweep_chunk(key, now_s, oldest_s)
             self._leases.forget_before(oldest_s)
             self._readers.sweep(oldest_s, self._is_live)
             return before - self._num_artifacts

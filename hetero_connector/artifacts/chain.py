@@ -2,8 +2,9 @@
 
     key(i) = BLAKE2b-128(key(i-1) | length of extra | extra(i) | token ids of chunk i)
 
-where key(-1) is a root derived from the model's fingerprint, so two models never share
-a key, and `extra` is what else can change the bytes of the state over that range (LoRA,
+where key(-1) is a root derived from the model's fingerprint, the generation and the weights'
+version: two models never share a key, nor does an engine before and after a reset or an update of
+its weights. `extra` is what else can change the bytes of the state over that range (LoRA,
 multi-modal inputs, cache salt). Nothing is hashed before somebody asks for it: a match
 that fails at the first chunk has hashed one chunk.
 """
@@ -17,6 +18,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 
 from hetero_connector.artifacts.canonical import encode
+from hetero_connector.artifacts.generation import FIRST
 from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange
 
 KEY_BYTES = 16
@@ -37,15 +39,30 @@ def no_extra_keys(start: int, end: int) -> bytes:
 class ChainHasher:
     """Chunk keys of one model: a pure function of parent, tokens and extra keys."""
 
-    def __init__(self, fingerprint: bytes, chunk_tokens: int) -> None:
-        """`fingerprint`: `Fingerprint.digest`. Raises ValueError when it is empty."""
+    def __init__(
+        self,
+        fingerprint: bytes,
+        chunk_tokens: int,
+        generation: bytes = FIRST.tag,
+        weights: bytes = b"",
+    ) -> None:
+        """`fingerprint`: `Fingerprint.digest`. `generation`: `Generation.tag`. `weights`: what the
+        weights are called once they are not those of the model's files any more.
+
+        Raises ValueError when the fingerprint is empty.
+        """
         if not fingerprint:
             raise ValueError("the fingerprint is empty: keys of two models would collide")
         if chunk_tokens <= 0:
             raise ValueError(f"chunk_tokens must be positive, got {chunk_tokens}")
         self.chunk_tokens = chunk_tokens
-        root = encode(["heterocache chain root", fingerprint, chunk_tokens])
+        self._fingerprint = fingerprint
+        root = encode(["heterocache chain root", fingerprint, chunk_tokens, generation, weights])
         self._root = hashlib.blake2b(root, digest_size=KEY_BYTES).digest()
+
+    def under(self, generation: bytes, weights: bytes) -> ChainHasher:
+        """The same model's keys in another generation, or with other weights."""
+        return ChainHasher(self._fingerprint, self.chunk_tokens, generation, weights)
 
     def key(self, parent: ChunkKey, token_ids: list[int], extra: bytes) -> ChunkKey:
         """Key of the chunk `token_ids` after `parent` (`record.ROOT` for the first).
@@ -79,6 +96,12 @@ class RequestChain:
         self._extra_keys = extra_keys
         self._token_ids: list[int] = []
         self._chunks: list[ChunkRange] = []
+
+    def under(self, hasher: ChainHasher) -> RequestChain:
+        """The chain of the same request by another hasher; nothing of it is hashed yet."""
+        chain = RequestChain(hasher, self._extra_keys)
+        chain.extend(self._token_ids)
+        return chain
 
     @property
     def num_tokens(self) -> int:

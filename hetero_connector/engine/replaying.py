@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hetero_connector.engine.block_tables import BlockTable
 from hetero_connector.engine.messages import StepMetadata
 from hetero_connector.engine.requests import PendingRestore, RequestTracker
-from hetero_connector.engine.restoring import BlockTable, Restorer
+from hetero_connector.engine.restoring import Restorer
 from hetero_connector.planner.window_replay import WindowReplay
 from hetero_connector.spec import Family, LayerSpec, ModelSpec, StateType
 

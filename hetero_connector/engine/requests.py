@@ -89,12 +89,19 @@ class RequestTracker:
     handoff_tokens: int = 0
     """Up to where it is kept for the engine that it is handed over to; 0: nothing is."""
     outdated: bool = False
-    """The store was reset since it was admitted: its pages must not be saved."""
+    """The store was reset, or the weights changed, since it was admitted: its pages must not be
+    saved."""
 
     @classmethod
     def of(cls, request: Request, hasher: ChainHasher, identity: RequestIdentity) -> RequestTracker:
         """Start tracking; hashes nothing yet."""
         return cls(request, RequestChain(hasher, extra_keys(request, identity)))
+
+    def begin_anew(self, hasher: ChainHasher) -> None:
+        """Nothing from before counts any more: pages it has are neither saved nor handed over."""
+        self.chain = self.chain.under(hasher)
+        self.outdated = True
+        self.handoff_tokens = 0
 
     @property
     def left_to_compute(self) -> int:

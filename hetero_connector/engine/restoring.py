@@ -15,6 +15,7 @@ from itertools import chain, groupby
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ArtifactId, SharedTiers, Tier, up_to_gap
 from hetero_connector.artifacts.tails import longest_tail
+from hetero_connector.engine.block_tables import BlockTable
 from hetero_connector.engine.handing_over import handoff_tokens
 from hetero_connector.engine.messages import ArtifactSpan, Blocks, Load
 from hetero_connector.engine.peer_matching import PeerMatcher
@@ -34,14 +35,6 @@ from hetero_connector.store.base import Store, StoredChunk, Wanted
 
 _MAX_ATTEMPTS = 4
 """Plans tried for one request before it settles for what DRAM holds."""
-
-BlockTable = Callable[[int, range], list[int]]
-"""`table(group, pages)`: block ids of these pages of a KV cache group; 0 for a null block."""
-
-
-def table_of(block_ids: Sequence[list[int]]) -> BlockTable:
-    """Over the block ids of each group, as vLLM hands them out."""
-    return lambda group, pages: block_ids[group][pages.start : pages.stop]
 
 
 class Restorer:

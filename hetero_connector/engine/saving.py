@@ -19,11 +19,11 @@ from dataclasses import dataclass, field, replace
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ChunkRange, Tier
+from hetero_connector.engine.block_tables import BlockTable, table_of
 from hetero_connector.engine.handing_over import is_prefill
 from hetero_connector.engine.messages import ArtifactCopy, Blocks, PageCopy, Save
 from hetero_connector.engine.requests import RequestTracker
 from hetero_connector.engine.reservations import Reservations
-from hetero_connector.engine.restoring import BlockTable, table_of
 from hetero_connector.planner.checkpoint_policy import (
     Boundary,
     CheckpointPolicy,

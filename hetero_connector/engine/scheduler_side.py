@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -18,6 +17,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
+from hetero_connector.engine.block_tables import BlockTable, current_table, offers, table_of
+from hetero_connector.engine.chain_root import ChainRoot
 from hetero_connector.engine.cost_learning import CostLearner
 from hetero_connector.engine.early_saves import EarlySaves
 from hetero_connector.engine.fleet import Fleet
@@ -28,7 +29,7 @@ from hetero_connector.engine.replaying import Replays, can_hide
 from hetero_connector.engine.request_identity import RequestIdentifier, Unidentified
 from hetero_connector.engine.request_queue import RequestQueue
 from hetero_connector.engine.requests import PendingRestore, RequestTracker
-from hetero_connector.engine.restoring import BlockTable, Restorer, table_of
+from hetero_connector.engine.restoring import Restorer
 from hetero_connector.engine.saving import Saver
 from hetero_connector.engine.sessions import Mode as PrefetchMode
 from hetero_connector.engine.sessions import Sessions
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-_block_id = attrgetter("block_id")
 _IDLE_STEP_S = 500e-6
 _SOURCES = {
     Tier.DRAM.value: CacheHitSource.HOST,
@@ -79,7 +79,8 @@ class SchedulerSide:
         """What it has learned of the engine's costs."""
         self.store = self._store = store
         self._layout = layout
-        self._hasher = hasher
+        self.root = ChainRoot(hasher, store, self._begin_anew)
+        """What the chains of requests are rooted in."""
         self._recorder = recorder
         self._tp_size = layout.model.tp_size
         # Recurrent state is copied by vLLM before the first layer runs, so it has to be in
@@ -120,10 +121,13 @@ class SchedulerSide:
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
         """vLLM's block tables, read each step."""
         self._kv_cache_manager = kv_cache_manager
+        self.root.bind(kv_cache_manager)
         self._restorer.may_replay = can_hide(kv_cache_manager)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """`get_num_new_matched_tokens`: tokens that can be restored beyond the local hit."""
+        if not self._admitted:  # what was admitted in this step is loaded first
+            self.root.follow_fleet()
         tracker = self._track(request)
         if tracker is Unidentified.PENDING:
             self._staging = True
@@ -146,7 +150,7 @@ class SchedulerSide:
         if not (num_external_tokens and self._parked):
             self._queue.admitted(tracker)
         if request.num_computed_tokens == 0:  # not a parked load that has ended
-            tracker.outdated = False
+            tracker.outdated = self.root.may_be_old(tracker.local_tokens)
         self._peers.forget(tracker)
         if num_external_tokens:
             tracker.attempts = None
@@ -182,6 +186,7 @@ class SchedulerSide:
                 self._replay(request_id, num_tokens, output, meta)
             self._save(request_id, num_tokens, output, meta)
         self._learner.ask(output, self._trackers, meta)
+        self.root.follow_fleet()
         self._yield_if_idle(output)
         return meta
 
@@ -212,20 +217,11 @@ class SchedulerSide:
             self._early.add(self._saver.finish(tracker, request.num_computed_tokens, block_ids))
         self._saver.forget(tracker)
         self._sessions.ended(tracker, request.num_computed_tokens)
-        return tracker.handoff_tokens if self._peers.is_heard else 0
+        return tracker.handoff_tokens if self.root.is_shared and self._peers.is_heard else 0
 
-    def reset(self) -> None:
-        """Forget everything stored, and what requests hold of it or computed before.
-
-        Whatever the reset is for (new weights, say) holds for running requests' pages too:
-        they are not saved again unless the request is preempted and computed anew.
-        """
-        self._store.reset()
-        for tracker in self._trackers.values():
-            self._restorer.forget(tracker)
-            self._saver.forget(tracker)
-            tracker.outdated = True
-        self._queue.reset(self._trackers.values())
+    def reset(self) -> bool:
+        """Forget everything stored, and what requests hold of it; False as `Store.reset`."""
+        return self.root.reset()
 
     @property
     def has_work(self) -> bool:
@@ -237,6 +233,14 @@ class SchedulerSide:
         self.identifier.close()
         self._peers.close()
         self._store.close()
+
+    def _begin_anew(self, hasher: ChainHasher) -> None:
+        """Chains have another root. What it is for holds for running requests' pages, too."""
+        for tracker in self._trackers.values():
+            self._restorer.forget(tracker)
+            self._saver.forget(tracker)
+            tracker.begin_anew(hasher)
+        self._queue.reset(self._trackers.values())
 
     def _yield_if_idle(self, output: SchedulerOutput) -> None:
         """Let the I/O thread have the interpreter when a step has nothing else to run.
@@ -261,7 +265,7 @@ class SchedulerSide:
         identity = self.identifier.identity(request)
         if isinstance(identity, Unidentified):
             return identity
-        tracker = RequestTracker.of(request, self._hasher, identity)
+        tracker = RequestTracker.of(request, self.root.hasher, identity)
         self._trackers[request.request_id] = tracker
         self._queue.waits(tracker)
         return tracker
@@ -326,22 +330,10 @@ class SchedulerSide:
         if tracker.admitting:
             tracker.admitting = False
             self._saver.admitted(tracker, computed)
-        offers = _offers(output, request_id) if self._parked else ()
+        offered = offers(output, request_id) if self._parked else ()
         table = self._table(request_id)
-        meta.saves += self._saver.step(tracker, computed + num_tokens, table, offers)
+        meta.saves += self._saver.step(tracker, computed + num_tokens, table, offered)
 
     def _table(self, request_id: str) -> BlockTable:
-        """The request's block tables, looked up only if a step has something to copy."""
-        manager = self._kv_cache_manager
-        assert manager is not None
-
-        def ids(group: int, pages: range) -> list[int]:
-            blocks = manager.get_blocks(request_id).blocks[group]
-            return list(map(_block_id, blocks[pages.start : pages.stop]))
-
-        return ids
-
-
-def _offers(output: SchedulerOutput, request_id: str) -> Iterable[tuple[int, int, int]]:
-    state = output.kv_connector_block_state
-    return state.boundary_state_offloads.get(request_id, ()) if state is not None else ()
+        assert self._kv_cache_manager is not None
+        return current_table(self._kv_cache_manager, request_id)

@@ -13,7 +13,13 @@ from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.artifacts.tensor_parallel import refusal
 from hetero_connector.config import HeteroConfig
-from hetero_connector.engine import engine_identity, fleet, rendezvous, replay_support
+from hetero_connector.engine import (
+    engine_identity,
+    fleet,
+    rendezvous,
+    replay_support,
+    weight_updates,
+)
 from hetero_connector.engine.geometry import UNKNOWN_HEADS, model_spec
 from hetero_connector.engine.heads import ModelHeads
 from hetero_connector.engine.rendezvous import WorkerGeometry
@@ -147,6 +153,7 @@ def open_scheduler_side(
     logger.info("HeteroConnector: %s", _summary(layout, config))
     for warning in _warnings(layout, config, vllm_config.model_config.max_model_len):
         logger.warning("HeteroConnector: %s", warning)
+    weight_updates.observe()
     hasher = ChainHasher(identity.digest, chunk_tokens)
     return SchedulerSide(
         layout,

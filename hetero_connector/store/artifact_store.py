@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
+from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, StoredChunk, Tier
 from hetero_connector.errors import StoreClosedError
@@ -14,6 +15,7 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.arena import Arena
 from hetero_connector.store.base import Failure, ReadTiming, Save, StoreConfig, Wanted
+from hetero_connector.store.generation_file import GenerationKeeper
 from hetero_connector.store.io_thread import IoThread
 from hetero_connector.store.journal_connection import Connect, connect
 from hetero_connector.store.peers import PeerAccess, PeerPort
@@ -30,6 +32,9 @@ from hetero_connector.store.state import Spill, StoreState
 from hetero_connector.store.tiers import Tiers
 
 logger = logging.getLogger("vllm.heterocache")
+
+_KEEP_S = 5.0
+"""How long a reset waits for the disk: the engine stands still meanwhile."""
 
 _kept_arenas: list[Arena] = []
 """Arenas that a transfer which never ended may still touch."""
@@ -112,10 +117,12 @@ class ArtifactStore:
                 generations=None if port is None else port.table.generations,
                 exports=None if port is None else port.feed,
             )
+            generations = GenerationKeeper()
             if config.ssd_dir is not None:
+                generations = directory.generations
                 adopt_journal(directory, tiers)
                 ssd = Ssd(directory, open_transfer(arena.view, directory))
-            state = StoreState(tiers, config, recorder, clock)
+            state = StoreState(tiers, config, recorder, clock, generations)
             io_thread = None
             if state.wants_spills:
                 io_thread = IoThread(state, arena.view, ssd, prefetch_costs, port)
@@ -204,20 +211,25 @@ class ArtifactStore:
                     self._tiers.forget(artifact)
                 self._tiers.unpin(artifact)
 
-    def reset(self) -> None:
+    @property
+    def generation(self) -> Generation:
+        """See `base.Store.generation`."""
+        return self._state.generations.latest
+
+    def reset(self) -> bool:
         """See `base.Store.reset`."""
         self._check_open()
         state = self._state
-        with state.lock:
-            for load in list(state.loading.values()):
-                state.disown(load, Failure.GONE)
-            self._tiers.clear()
-            state.replicas.clear()
-            state.readers.clear()
-            state.returns.clear()
-            state.declined.clear()
-            state.spills.clear()
-            state.lock.notify_all()
+        state.forget_all(state.generations.part())
+        return state.generations.wait_kept(_KEEP_S)
+
+    def catch_up(self) -> Generation:
+        """See `base.Store.catch_up`."""
+        self._check_open()
+        latest = self.generation
+        if latest.tag != self._state.generation.tag:
+            self._state.forget_all(latest)
+        return latest
 
     def expect(self, expected: ExpectedReturn) -> None:
         """See `base.Store.expect`."""

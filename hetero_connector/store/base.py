@@ -1,7 +1,7 @@
 """The store's contract: what the engine's scheduler side may ask of it.
 
 Threads: every method is called from the scheduler's thread and returns without
-waiting for I/O, except `flush` and `close`. The store's own I/O thread moves bytes
+waiting for I/O, except `flush`, `reset` and `close`. The store's own I/O thread moves bytes
 between DRAM and SSD; a lock inside the store guards what they share and is never
 held during I/O.
 """
@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
+from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, Tier
 from hetero_connector.artifacts.record import StoredChunk as StoredChunk
@@ -189,8 +190,26 @@ class Store(Protocol):
         """Give the slots back; nothing becomes visible."""
         ...
 
-    def reset(self) -> None:
-        """Forget every artifact in every tier. Running restores and saves end harmlessly."""
+    @property
+    def generation(self) -> Generation:
+        """What to root chains in from now on: another one after `reset`, or after the fleet's.
+
+        Never blocks; may change at any moment. Where its `tag` is new, call `catch_up` before
+        anything is looked for or saved under it.
+        """
+        ...
+
+    def reset(self) -> bool:
+        """Forget every artifact in every tier, for good: no later process finds one either.
+
+        Running restores and saves end harmlessly. Waits for the disk, a few seconds at most. False,
+        with one line in the log, where the SSD could not be told: it is not used any more by this
+        process, but the next would find what it holds.
+        """
+        ...
+
+    def catch_up(self) -> Generation:
+        """Forget what was stored before the latest generation, which it returns, at once."""
         ...
 
     def expect(self, expected: ExpectedReturn) -> None:

@@ -64,6 +64,8 @@ _COLUMNS = (
     "chunk, parent, start, end, state_type, slot, generation, size_bytes, checksum, "
     "last_access, reuse_count"
 )
+_NOTE = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
+_GENERATION = "generation"
 
 
 class Journal:
@@ -264,7 +266,7 @@ class Journal:
     def note(self, key: str, value: str) -> None:
         """Keep a text beside the rows, in place of the last one of this key."""
         with self._transaction() as connection:
-            connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+            connection.execute(_NOTE, (key, value))
 
     def noted(self, key: str) -> str | None:
         """What `note` kept."""
@@ -273,10 +275,16 @@ class Journal:
             found = cursor.fetchone()
         return None if found is None else str(found[0])
 
-    def clear(self) -> None:
-        """Delete every row; what was noted stays."""
+    def generation(self) -> bytes | None:
+        """The generation (`Generation.tag`) that every row is of; None: no row was written yet."""
+        noted = self.noted(_GENERATION)
+        return None if noted is None else bytes.fromhex(noted)
+
+    def clear(self, generation: bytes) -> None:
+        """Delete every row: those to come are of `generation`. What was noted stays."""
         with self._transaction() as connection:
             connection.execute("DELETE FROM artifacts")
+            connection.execute(_NOTE, (_GENERATION, generation.hex()))
 
     def close(self) -> None:
         """Idempotent."""

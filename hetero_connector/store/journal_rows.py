@@ -46,9 +46,10 @@ class JournalRows:
         with state.lock:
             gone, state.tiers.forgotten = state.tiers.forgotten, []
             stale, state.tiers.journal_stale = state.tiers.journal_stale, False
+            generation = state.generation.tag
         try:
             if stale:
-                journal.clear()
+                journal.clear(generation)
             else:
                 journal.forget([x.id for x in gone])
         except StoreError:

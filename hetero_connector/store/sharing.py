@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 from hetero_connector.artifacts.exported import ExportChange
+from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.store.exporting import as_it_stands
@@ -40,6 +41,23 @@ class Sharing:
         self._port.table.epoch = epoch
         with self._state.lock:
             self._state.unjudged.joined = bool(epoch)
+
+    @property
+    def generation(self) -> Generation:
+        """Under which state is stored and found; see `base.Store.generation`."""
+        return self._state.generations.latest
+
+    @property
+    def adopted(self) -> int:
+        """The fleet's generation that state is shared in, also after a kill; 0: none."""
+        return self._state.generations.kept.adopted
+
+    def hear_generation(self, number: int, asked_in: Generation) -> None:
+        """The fleet's generation was `number` when it was asked, in `asked_in` of ours.
+
+        Another one is adopted: at once on disk, by the engine before its next request.
+        """
+        self._state.generations.told(number, asked_in)
 
     def take_exports(self) -> list[ExportChange]:
         """What is here, as it changed since the last call; see `ExportFeed`."""

@@ -248,7 +248,9 @@ class Spiller:
         assert self._syncing is not None
         syncing, self._syncing = self._syncing, None
         now = time.time()
-        rows = [JournalRow.of(w.artifact, w.target, now) for w in batch.writes]
+        # After a reset the journal may have been cleared for another generation already.
+        kept = [w for w in batch.writes if not w.artifact.forgotten]
+        rows = [JournalRow.of(w.artifact, w.target, now) for w in kept]
         try:
             syncing.result()
             self._rows.record(rows)

@@ -47,9 +47,14 @@ def adopt_journal(directory: SsdDirectory, tiers: Tiers) -> int:
 
     What a row continues may be missing: another engine's, which is not written here, or lost.
     Rows that contradict another are deleted from the journal, and so are checkpoints of which
-    nothing else is left.
+    nothing else is left. Rows from before a reset are not even looked at: all of them go, once the
+    I/O thread has begun.
     """
     journal = directory.journal
+    if directory.is_outdated:
+        logger.info("SSD tier %s: what was stored before a reset goes", directory.path)
+        tiers.journal_stale = True
+        return 0
     dropped: list[ArtifactId] = []
     adopted = []
     for row in journal.load():

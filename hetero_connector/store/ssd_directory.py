@@ -3,6 +3,7 @@
     ssd_dir/.lock                       held for a moment while a directory is opened
     ssd_dir/<fingerprint, 16 hex>/lock  held by the engine that uses it
                                  /journal.sqlite
+                                 /generation       which resets it has seen
                                  /<state type>.slab
 
 A slab is preallocated: its slots never move and a write to it never runs out of disk. Only the
@@ -20,9 +21,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hetero_connector.artifacts.generation import FIRST
 from hetero_connector.errors import ConfigError, StoreError, StoreTakenError, TransferError
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.directory_lock import DirectoryLock
+from hetero_connector.store.generation_file import (
+    GENERATION_NAME,
+    GenerationFile,
+    GenerationKeeper,
+)
 from hetero_connector.store.journal import Journal
 from hetero_connector.store.journal_connection import Connect, connect
 from hetero_connector.store.journal_format import JournalMeta, SlabShape
@@ -75,6 +82,8 @@ class SsdDirectory:
         self.warnings: list[str] = []
         """What was found wrong and mended at opening; also logged."""
         self.journal: Journal
+        self.generations: GenerationKeeper
+        """Which resets the state here has seen."""
         self._slabs = dict(slabs)
         self._lock = lock
         self._fds: dict[StateType, int] = {}
@@ -191,6 +200,8 @@ class SsdDirectory:
         """Close the journal and the slabs, let go of the lock. Idempotent."""
         if hasattr(self, "journal"):
             self.journal.close()
+        if hasattr(self, "generations"):
+            self.generations.close()
         while self._fds:
             os.close(self._fds.popitem()[1])
         self._lock.release()
@@ -207,6 +218,7 @@ class SsdDirectory:
         needed = sum(s.slots * s.slot_bytes for s in self._slabs.values())
         if is_new:
             make_room(root, self.path, needed, room_bytes)
+            self._open_generation(is_new=True)
         self.journal = Journal.open(self.path / JOURNAL_NAME, meta, connect)
         if self.journal.moved_aside:
             self._warn(
@@ -215,6 +227,7 @@ class SsdDirectory:
             )
         if not is_new:
             make_room(root, self.path, needed, room_bytes)
+            self._open_generation(is_new=False)
         self._forget_lost_slots()
         if self.journal.meta.slabs != self._slabs:
             self.journal.resize({t: s.slots for t, s in self._slabs.items()})
@@ -225,6 +238,19 @@ class SsdDirectory:
         self.journal.check_owner = self.check_owner
         _sync_directory(self.path)
         _sync_directory(root)  # in which the directory itself is an entry
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether what the journal lists was stored before the last reset."""
+        noted = self.journal.generation()
+        return (FIRST.tag if noted is None else noted) != self.generations.latest.tag
+
+    def _open_generation(self, *, is_new: bool) -> None:
+        path = self.path / GENERATION_NAME
+        is_there = path.exists()
+        self.generations = GenerationKeeper(GenerationFile.open(path, is_new=is_new))
+        if not is_there:
+            self._created.append(path)
 
     def _slab_path(self, state_type: StateType) -> Path:
         return self.path / f"{state_type.value}{SLAB_SUFFIX}"

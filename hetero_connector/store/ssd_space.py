@@ -26,7 +26,9 @@ _READERS_WAIT_S = 2.0
 _FULL = 7 / 8
 """An engine takes nearly all of its ssd_gib; what is left beside it is not worth a tier."""
 _MODEL_DIRECTORY = re.compile(r"[0-9a-f]{16}")
-_OURS = re.compile(r"lock|journal\.sqlite(-wal|-shm)?|journal\.corrupt-.*|[a-z_]+\.slab")
+_OURS = re.compile(
+    r"lock|generation(\.new)?|journal\.sqlite(-wal|-shm)?|journal\.corrupt-.*|[a-z_]+\.slab"
+)
 
 
 @dataclass(frozen=True)
@@ -151,8 +153,13 @@ def _remove(victim: ModelDirectory) -> bool:
             victim.path,
             _gib(victim.disk_bytes),
         )
-        # The journal first: interrupted, this leaves slabs that nothing refers to.
-        for name in sorted(os.listdir(victim.path), key=lambda n: (n == LOCK_NAME, n)):
+
+        # The journal first: interrupted, this leaves slabs that nothing refers to, and no rows
+        # without the generation that they are judged by.
+        def order(name: str) -> tuple[bool, bool, str]:
+            return name == LOCK_NAME, name != JOURNAL_NAME, name
+
+        for name in sorted(os.listdir(victim.path), key=order):
             if is_own_name(name):
                 (victim.path / name).unlink()
         victim.path.rmdir()

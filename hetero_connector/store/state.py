@@ -9,12 +9,14 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import SlotRef, StoredChunk, Tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Failure, ReadTiming, StoreConfig
+from hetero_connector.store.generation_file import GenerationKeeper
 from hetero_connector.store.moments import Moments
 from hetero_connector.store.prefetch_schedule import ExpectedReturn, PrefetchSchedule
 from hetero_connector.store.readers import Readers
@@ -80,9 +82,13 @@ class StoreState:
         config: StoreConfig,
         recorder: Recorder,
         clock: Callable[[], float],
+        generations: GenerationKeeper | None = None,
     ) -> None:
         self.lock = threading.Condition()
         self.tiers = tiers
+        self.generations = generations or GenerationKeeper()
+        self.generation = self.generations.latest
+        """What is stored is of this one."""
         self.config = config
         self.recorder = recorder
         self.clock = clock
@@ -132,6 +138,20 @@ class StoreState:
     def wants_spills(self) -> bool:
         """Whether the I/O thread has anything to do with a newly sealed artifact."""
         return self.ssd_writable or (self.wants_checksums and self.io_alive)
+
+    def forget_all(self, generation: Generation) -> None:
+        """Forget every artifact: those to come are of `generation`. Takes the lock."""
+        with self.lock:
+            self.generation = generation
+            for load in list(self.loading.values()):
+                self.disown(load, Failure.GONE)
+            self.tiers.clear()
+            self.replicas.clear()
+            self.readers.clear()
+            self.returns.clear()
+            self.declined.clear()
+            self.spills.clear()
+            self.lock.notify_all()
 
     @property
     def has_loads(self) -> bool:

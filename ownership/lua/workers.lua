@@ -6,9 +6,10 @@
 
 local now_s = tick_s()
 local live = {}
-for _, epoch in ipairs(known_epochs()) do
+for _, field in ipairs(redis.call('HKEYS', epochs)) do
+  local epoch = tonumber(field)
   if standing(epoch, now_s) == LIVE then
-    local entry, field = entry_of(epoch), field_of(epoch)
+    local entry = entry_of(epoch)
     table.insert(live, field)
     table.insert(live, entry[NAME])
     table.insert(live, entry[STORAGE])

@@ -24,6 +24,7 @@ from ownership.directory import (
     Usage,
     Worker,
 )
+from ownership.generations import FleetGeneration
 from ownership.redis_directory import encoding
 from ownership.redis_directory.address import RedisAddress
 from ownership.redis_directory.chain_chunks import ChainChunks
@@ -71,13 +72,12 @@ class RedisDirectory:
         check_worker(worker)
         check_lease(lease_s)
         fields = (worker.name, worker.storage, worker.peer, lease_s, floor)
-        most = self._limits.max_workers
-        epoch, memory = self._run("register", encoding.FORMAT_VERSION, *fields, most)
-        return Lease(worker.name, Epoch(epoch), lease_s, _text(memory))
+        epoch = self._run("register", encoding.FORMAT_VERSION, *fields, self._limits.max_workers)
+        return Lease(worker.name, Epoch(epoch), lease_s)
 
-    def renew_lease(self, epoch: Epoch) -> str:
+    def renew_lease(self, epoch: Epoch) -> None:
         """See `OwnershipDirectory`."""
-        return _text(self._run_as(epoch, "renew_lease"))
+        self._run_as(epoch, "renew_lease")
 
     def end_lease(self, epoch: Epoch) -> None:
         """See `OwnershipDirectory`."""
@@ -157,10 +157,23 @@ class RedisDirectory:
             for readers, idle in zip(reply[::2], reply[1::2], strict=True)
         ]
 
+    def reset_generation(self) -> int:
+        """See `GenerationDirectory`."""
+        return int(self._run("reset_generation"))
+
+    def tell_generation(self, epoch: Epoch, adopted: int, floor: int) -> int:
+        """See `GenerationDirectory`."""
+        return int(self._run_as(epoch, "tell_generation", adopted, floor))
+
+    def generation(self) -> FleetGeneration:
+        """See `GenerationDirectory`."""
+        number, *workers = self._run("generation")
+        adopted = zip(workers[::2], workers[1::2], strict=True)
+        return FleetGeneration(int(number), {_text(name): int(n) for name, n in adopted})
+
     def sweep(self, limit: int) -> int:
         """See `OwnershipDirectory`."""
-        limits = self._limits
-        return int(self._run("sweep", limit, limits.orphan_ttl_s, limits.max_artifacts))
+        return int(self._run("sweep", limit, self._limits.orphan_ttl_s))
 
     def begin_turn(
         self, epoch: Epoch, session_id: str, group: str = "", expected: Token | None = None

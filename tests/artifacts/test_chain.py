@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from hetero_connector.artifacts.canonical import encode
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain, no_extra_keys
+from hetero_connector.artifacts.generation import FIRST
 from hetero_connector.artifacts.record import ROOT, ChunkKey
 
 FINGERPRINT = bytes(range(32))
@@ -33,7 +34,7 @@ class CountingHasher(ChainHasher):
 
 
 def test_key_is_the_documented_hash() -> None:
-    root = encode(["heterocache chain root", FINGERPRINT, 2])
+    root = encode(["heterocache chain root", FINGERPRINT, 2, FIRST.tag, b""])
     parent = hashlib.blake2b(root, digest_size=16).digest()
     content = parent + struct.pack("<Q", 3) + b"xyz" + struct.pack("<2I", 7, 2**32 - 1)
     expected = hashlib.blake2b(content, digest_size=16).digest()

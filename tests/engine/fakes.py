@@ -46,6 +46,8 @@ class FakeBlockTables:
         """Blocks taken out of the prefix cache."""
         self.published: tuple[dict[str, int], ...] = ({}, {})
         """By group: how many of a request's blocks are in the prefix cache."""
+        self.prefixes: dict[bytes, int] = {}
+        """What the prefix cache holds."""
 
     @property
     def coordinator(self) -> SimpleNamespace:
@@ -63,7 +65,9 @@ class FakeBlockTables:
 
     @property
     def block_pool(self) -> SimpleNamespace:
-        return SimpleNamespace(evict_blocks=self.evicted.update)
+        return SimpleNamespace(
+            evict_blocks=self.evicted.update, cached_block_hash_to_block=self.prefixes
+        )
 
     def get_blocks(self, request_id: str) -> SimpleNamespace:
         blocks = tuple(

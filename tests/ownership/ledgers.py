@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from hetero_connector.artifacts.exported import ExportChange, ExportedCopy
+from hetero_connector.artifacts.generation import FIRST, Generation
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkRange
 from hetero_connector.errors import DirectoryUnavailableError
 from hetero_connector.metrics import GAUGES, Recorder
@@ -54,6 +54,15 @@ class ListedStore:
         self.soon: list[ChunkKey] = []
         self.elsewhere: dict[ChunkKey, bool] = {}
         self._changes: list[ExportChange] = []
+        self.generation = FIRST
+
+    @property
+    def adopted(self) -> int:
+        return self.generation.adopted
+
+    def hear_generation(self, number: int, asked_in: Generation) -> None:
+        if asked_in is self.generation:
+            self.generation = asked_in.told(number)
 
     def put(self, *changes: ExportChange) -> None:
         for made in changes:
@@ -74,7 +83,7 @@ class ListedStore:
         return taken
 
     def inventory(self) -> Iterator[list[ExportChange]]:
-        yield [replace(made, token=self.tokens.get(a, 0)) for a, made in self.here.items()]
+        yield list(self.here.values())
 
     def take_readers(self) -> dict[str, tuple[ChunkKey, ...]]:
         taken, self.readers = self.readers, {}
@@ -114,9 +123,9 @@ class BreakableDirectory(MemoryDirectory):
         self._check()
         return super().register(worker, lease_s, floor)
 
-    def renew_lease(self, epoch: Epoch) -> str:
+    def renew_lease(self, epoch: Epoch) -> None:
         self._check()
-        return super().renew_lease(epoch)
+        super().renew_lease(epoch)
 
     def claim_owner(self, epoch: Epoch, claims: Sequence[Claim]) -> list[Grant]:
         self._check()

@@ -53,6 +53,72 @@ def everything(directory: Directory) -> object:
     return [dict(c) for c in view.chunks], directory.sessions(["s"]), directory.hot_groups(9)
 
 
+class TestGenerations:
+    """What a reset of the whole fleet is."""
+
+    def test_each_reset_is_greater_than_all_before(self, directory: Directory) -> None:
+        assert directory.generation().number == 0
+        numbers = [directory.reset_generation() for _ in range(3)]
+        assert numbers == sorted(set(numbers))
+        assert numbers[0] > 0
+        assert directory.generation().number == numbers[-1]
+
+    def test_workers_hear_of_it_and_tell_what_they_have_adopted(
+        self, directory: Directory, ann: Lease, bob: Lease
+    ) -> None:
+        assert directory.generation().adopted == {"ann": 0, "bob": 0}
+        number = directory.reset_generation()
+        assert directory.tell_generation(ann.epoch, 0, 0) == number
+        assert directory.tell_generation(ann.epoch, number, number) == number
+        assert directory.generation().adopted == {"ann": number, "bob": 0}
+
+    def test_only_the_living_are_waited_for(
+        self, directory: Directory, bench: DirectoryBench, ann: Lease
+    ) -> None:
+        directory.tell_generation(ann.epoch, 3, 3)
+        again = join(directory, "ann")
+        assert directory.generation().adopted == {"ann": 0}
+        with pytest.raises(StaleEpochError):
+            directory.tell_generation(ann.epoch, 3, 3)
+        directory.tell_generation(again.epoch, 3, 3)
+        bench.advance(LEASE_S + 0.1)
+        assert directory.generation().adopted == {}
+
+    def test_a_directory_that_lost_its_memory_is_told_the_number(
+        self, directory: Directory, ann: Lease, bob: Lease
+    ) -> None:
+        assert directory.tell_generation(ann.epoch, 5, 5) == 5
+        assert directory.tell_generation(bob.epoch, 0, 3) == 5
+        assert directory.reset_generation() > 5
+
+    def test_one_that_was_reset_since_it_lost_its_memory_begins_another(
+        self, directory: Directory, ann: Lease, bob: Lease
+    ) -> None:
+        """An engine that has a greater number has not seen that reset."""
+        number = directory.reset_generation()
+        floor = number + 10
+        after = directory.tell_generation(ann.epoch, floor, floor)
+        assert after > floor
+        assert directory.tell_generation(bob.epoch, number, number) == after
+        assert directory.tell_generation(ann.epoch, after, after) == after
+
+    def test_numbers_as_large_as_clocks_are_exact(self, directory: Directory, ann: Lease) -> None:
+        large = 2**53 - 10
+        assert directory.tell_generation(ann.epoch, large, large) == large
+        assert directory.generation().adopted == {"ann": large}
+        assert directory.reset_generation() == large + 1
+
+    def test_what_ended_workers_had_adopted_is_forgotten(
+        self, directory: Directory, bench: DirectoryBench
+    ) -> None:
+        for _ in range(3 * LIMITS.max_workers):
+            lease = join(directory, "ann", lease_s=1.0)
+            directory.tell_generation(lease.epoch, 1, 1)
+            bench.advance(1.1)
+        join(directory, "ann")
+        assert directory.generation().adopted == {"ann": 0}
+
+
 class TestLeases:
     def test_epochs_grow_for_a_worker_and_are_shared_by_none(self, directory: Directory) -> None:
         epochs = [join(directory, name).epoch for name in "abacba"]

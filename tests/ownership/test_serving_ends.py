@@ -54,7 +54,7 @@ class HangingDirectory(MemoryDirectory):
         self.clock.lease_ends_s = self.clock.now_s + lease_s * (1.0 - MARGIN)
         return super().register(worker, lease_s, floor)
 
-    def renew_lease(self, epoch: Epoch) -> str:
+    def renew_lease(self, epoch: Epoch) -> None:
         self.clock.goes_on(CALL_S)
         raise DirectoryUnavailableError("late")
 
@@ -91,7 +91,7 @@ def served_too_long_s(at_s: float, what: str) -> float:
             if what == "a job":
                 thread.call(two_calls, LEASE_S)
             else:
-                thread._sweeper.due_s = clock.now_s
+                thread._sweep_at_s = clock.now_s
                 clock.store.put(change(1))
                 worker.wake()
         if thread._idle_s() == 0.0:

@@ -117,12 +117,12 @@ def test_a_reset_between_taking_a_read_and_beginning_it(bench: Bench) -> None:
     put(store, CHUNKS[:2])
     assert store.flush(20)
     store.leave_to_ssd()
-    begun = Reader.begin
+    begun, resets = Reader.begin, [store.reset]
 
     def late(reader: Reader, reads: list[HeldRead]) -> None:
-        with patch.object(Reader, "begin", begun):
-            store.reset()
-            reader.begin(reads)
+        if resets:
+            assert resets.pop()()
+        begun(reader, reads)
 
     with patch.object(Reader, "begin", late):
         restore = wait(begin(store, ids_of(CHUNKS[:2])))

@@ -91,7 +91,7 @@ def test_forget_touch_and_clear(journal: Journal) -> None:
         replace(row(1), last_access=2e9, reuse_count=9),
         row(2, SWA),
     ]
-    journal.clear()
+    journal.clear(b"g")
     assert list(journal.load()) == []
 
 

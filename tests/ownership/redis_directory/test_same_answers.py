@@ -104,10 +104,7 @@ class SameAnswers(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 9))
     def renew(self, who: int) -> None:
-        def ask(side: Side) -> None:
-            side.directory.renew_lease(side.epoch(who))  # memories have names of their own
-
-        self.both(ask)
+        self.both(lambda side: side.directory.renew_lease(side.epoch(who)))
 
     @rule(who=st.integers(0, 9))
     def end(self, who: int) -> None:
@@ -182,6 +179,13 @@ class SameAnswers(RuleBasedStateMachine):
     def sweep(self) -> None:
         self.both(lambda side: side.directory.sweep(1_000))
 
+    @rule(who=st.integers(0, 9), adopted=st.integers(0, 3), floor=st.integers(0, 3))
+    def tell_generation(self, who: int, adopted: int, floor: int) -> None:
+        def ask(side: Side) -> int:
+            return side.directory.tell_generation(side.epoch(who), adopted, floor)
+
+        self.both(ask)
+
     @invariant()
     def the_same_is_known(self) -> None:
         self.both(lambda side: side.directory.lookup(TRUNK))
@@ -191,6 +195,7 @@ class SameAnswers(RuleBasedStateMachine):
         # As hot as each other they may come in any order.
         self.both(lambda side: sorted(side.directory.hot_groups(5), key=lambda x: x.name))
         self.both(lambda side: sorted(w.name for w in side.directory.workers().values()))
+        self.both(lambda side: sorted(side.directory.generation().adopted.items()))
 
     def teardown(self) -> None:
         for side in self.sides:

@@ -1,0 +1,167 @@
+"""Resets and new weights: nothing of before is restored, nor saved as if it were of now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.fakes import DENSE, FakeRequest
+from tests.engine.stepped import CHUNK, Engine, tokens
+
+PROMPT = 2 * CHUNK + 2
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine(DENSE)
+    yield made
+    made.side.close()
+
+
+def run(engine: Engine, prompt: int = 0) -> int:
+    """Tokens that were restored for a request, which is then computed and stored."""
+    return engine.run(FakeRequest(f"r{len(engine.requests)}", tokens(PROMPT, prompt)))
+
+
+def hear(engine: Engine, fleet: int) -> None:
+    """The fleet is reset: its number rises to this one, after one that the engine knows."""
+    for number in (fleet - 1, fleet):
+        engine.store._state.generations.told(number, engine.store.generation)
+
+
+def test_state_is_found_with_its_own_weights_alone(engine: Engine) -> None:
+    run(engine)
+    engine.side.root.weights_changed("v1")
+    assert run(engine) == 0
+    assert run(engine) > 0
+    engine.side.root.weights_changed("v2")
+    assert run(engine) == 0
+    engine.side.root.weights_changed("v1")
+    assert run(engine) > 0
+
+
+def test_what_is_computed_during_an_update_is_never_found(engine: Engine) -> None:
+    engine.side.root.weights_changed(None)
+    assert run(engine) == 0
+    engine.side.root.weights_changed(None)
+    assert run(engine) == 0, "the first step of an update is not the second"
+    engine.side.root.weights_changed("v1")
+    assert run(engine) == 0
+    engine.side.root.weights_changed("default")
+    assert run(engine) == 0
+
+
+@pytest.mark.parametrize("version", ["v1", None])
+def test_a_request_that_runs_across_a_change_is_not_stored(
+    engine: Engine, version: str | None
+) -> None:
+    request = FakeRequest("a", tokens(PROMPT))
+    engine.admit(request)
+    engine.step(a=CHUNK // 2)
+    engine.side.root.weights_changed(version)
+    assert engine.step(a=PROMPT - CHUNK // 2).saves == []
+    engine.finish(request)
+    assert engine.step().early_saves == []
+    assert run(engine) == 0
+    engine.side.root.weights_changed("default")
+    assert run(engine) == 0
+
+
+def test_the_same_version_again_changes_nothing(engine: Engine) -> None:
+    engine.side.root.weights_changed("v1")
+    run(engine)
+    request = FakeRequest("a", tokens(PROMPT, 1))
+    engine.admit(request)
+    engine.side.root.weights_changed("v1")
+    assert engine.step(a=PROMPT).saves
+    assert run(engine) > 0
+
+
+@pytest.mark.parametrize("change", ["reset", "update"])
+def test_pages_that_vllm_kept_from_before_are_not_stored(engine: Engine, change: str) -> None:
+    """vLLM's own prefix cache is not reset while requests run, or where nobody asks for it."""
+    engine.tables.prefixes[b"block"] = 1
+    if change == "reset":
+        engine.side.reset()
+    else:
+        engine.side.root.weights_changed("v1")
+    hit = FakeRequest("hit", tokens(PROMPT))
+    engine.admit(hit, local=CHUNK)
+    assert engine.step(hit=PROMPT - CHUNK).saves == []
+    fresh = FakeRequest("fresh", tokens(PROMPT, 1))
+    engine.admit(fresh)
+    assert engine.step(fresh=PROMPT).saves
+    engine.tables.prefixes.clear()
+    again = FakeRequest("again", tokens(PROMPT, 2))
+    engine.admit(again, local=CHUNK)
+    assert engine.step(again=PROMPT - CHUNK).saves
+
+
+def test_a_fleets_reset_comes_between_steps_not_into_one(engine: Engine) -> None:
+    """A restore that vLLM has counted on is loaded; nothing else of before is."""
+    run(engine)
+    first, second = (FakeRequest(name, tokens(PROMPT)) for name in ("first", "second"))
+    restored = engine.admit(first)
+    assert restored
+    hear(engine, 5)
+    assert engine.ask(second), "asked in the same step"
+    meta = engine.step(first=PROMPT - restored)
+    assert [load.request_id for load in meta.loads] == ["first"]
+    assert engine.ask(second) == 0
+    first.all_token_ids += tokens(CHUNK, 3)
+    engine.grow_table(first)
+    assert engine.step(first=CHUNK).saves == []
+
+
+def test_a_handed_over_request_names_nothing_while_nobody_could_find_it(engine: Engine) -> None:
+    assert engine.side.root.is_shared
+    engine.side.root.weights_changed(None)
+    assert not engine.side.root.is_shared
+    engine.side.root.weights_changed("v1")
+    assert engine.side.root.is_shared
+    engine.side.reset()
+    assert not engine.side.root.is_shared
+    hear(engine, 5)
+    engine.step()
+    assert engine.side.root.is_shared
+
+
+EVENTS = st.one_of(
+    st.integers(0, 2).map(lambda prompt: ("run", prompt)),
+    st.sampled_from(["v1", "v2", "default", None]).map(lambda v: ("weights", v)),
+    st.sampled_from([("reset", None), ("fleet", None)]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(EVENTS, max_size=14))
+def test_what_may_be_restored_is_what_an_oracle_says(events: list[tuple[str, object]]) -> None:
+    """The oracle: what was stored since the last reset, with the weights as they are now."""
+    engine = Engine(DENSE)
+    stored: dict[tuple[object, object], set[object]] = {}
+    weights: tuple[object, object] = ("default", 0)
+    fleet = unnamed = 0
+    for event, what in [("run", 0), *events]:
+        if event == "run":
+            here = stored.setdefault(weights, set())
+            assert (run(engine, what) > 0) == (what in here)  # type: ignore[arg-type]
+            here.add(what)
+            continue
+        if event == "weights":
+            unnamed += what is None
+            weights = (weights[0], unnamed) if what is None else (what, 0)
+            engine.side.root.weights_changed(what)  # type: ignore[arg-type]
+            continue
+        stored.clear()
+        if event == "reset":
+            unnamed += 1
+            weights = (weights[0], unnamed)
+            assert engine.side.reset()
+        else:
+            fleet += 1
+            weights = (weights[0], 0)
+            hear(engine, 2 * fleet)
+    engine.side.close()
