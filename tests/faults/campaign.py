@@ -23,6 +23,7 @@ PATIENCE_S = 90.0
 """A round that has not ended by then hangs: it takes a second."""
 THREADED_ONE_IN = 8
 """Rounds with the store's own I/O thread, which are slower and not the same each time."""
+_COUNTS = ("injected", "reached")
 
 
 @dataclass
@@ -43,6 +44,8 @@ class CampaignResult:
     findings: list[str] = field(default_factory=list)
     injected: Counter[str] = field(default_factory=Counter)
     """Faults, as `operation:fate`."""
+    reached: Counter[str] = field(default_factory=Counter)
+    """Moments of `failpoints`, and how often they came."""
 
     @property
     def is_clean(self) -> bool:
@@ -51,7 +54,8 @@ class CampaignResult:
 
     def as_json(self) -> str:
         """All of it on one line."""
-        return json.dumps({**vars(self), "injected": dict(sorted(self.injected.items()))})
+        counts = {name: dict(sorted(getattr(self, name).items())) for name in _COUNTS}
+        return json.dumps(vars(self) | counts)
 
     def add(self, verdict: Verdict) -> None:
         """Count a round."""
@@ -60,6 +64,7 @@ class CampaignResult:
         self.engine_deaths += len(verdict.engine_deaths)
         self.stuck += len(verdict.stuck)
         self.injected += verdict.injected
+        self.reached += verdict.reached
         if not verdict.is_good:
             self.failed.append(verdict.seed)
             found = [*verdict.wrong_answers, *verdict.engine_deaths, *verdict.stuck]

@@ -84,6 +84,8 @@ class Disk:
         """Whether the calling thread may hang inside an operation."""
         self.landing: list[Callable[[random.Random], None]] = []
         """Called at a cut: what was under way lands, wholly or not at all."""
+        self.hanging = 0
+        """Threads that wait inside an operation."""
         self._lock = threading.Condition(threading.RLock())
         self._counts: Counter[str] = Counter()
         self._unsynced: dict[str, dict[int, _Sector]] = {}
@@ -144,8 +146,10 @@ class Disk:
         if fate in (Fate.HANGS, Fate.NEVER_ENDS):
             with self._lock:
                 goes_on = self.goes_on(fate)
+                self.hanging += 1
                 while not (self.is_off or goes_on()):
                     self._lock.wait()
+                self.hanging -= 1
                 self.require_power()
         return fate is Fate.SHORT
 

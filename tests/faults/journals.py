@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -99,7 +99,7 @@ class _FaultyFile(apsw.VFSFile):
         return super().xRead(size, offset) if size else b""
 
 
-@contextmanager
+@contextlib.contextmanager
 def _as_apsw(operation: str) -> Iterator[None]:
     """Tell SQLite what the disk raised."""
     try:
@@ -148,11 +148,12 @@ class _Connection:
             self._connection.executemany(sql, (tuple(v) for v in values))
 
     def close(self) -> None:
-        with _as_sqlite3():
+        # SQLite closes whatever becomes of the last checkpoint, and sqlite3 says nothing of it.
+        with contextlib.suppress(apsw.Error):
             self._connection.close()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _as_sqlite3() -> Iterator[None]:
     """Raise what the sqlite3 module would have raised."""
     try:

@@ -11,7 +11,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,15 +20,17 @@ from typing import Any
 from unittest.mock import patch
 
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
-from hetero_connector.errors import HeteroCacheError, StoreError
+from hetero_connector.errors import HeteroCacheError
 from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Restore, Save, StoreConfig
 from hetero_connector.store.io_thread import IoThread
 from hetero_connector.store.prefetch_schedule import ExpectedReturn
 from hetero_connector.store.prefetch_weighing import PrefetchCosts
+from hetero_connector.store.spilling import _in_background as in_background
 from hetero_connector.transfer.base import Direction
 from tests.faults.disk import CALM, Cut, Disk, Fate, Weather
+from tests.faults.failpoints import MOMENTS, Failpoints
 from tests.faults.journals import connector
 from tests.faults.oracle import Oracle
 from tests.faults.slabs import FaultyFiles, faulty_syncs
@@ -37,6 +40,7 @@ DEPTH = 4
 SETTLING_STEPS = 400
 """Steps of a second, by the store's clock, in which everything must be in order again."""
 ACTIONS = 100
+_BACKGROUND = "hetero_connector.store.spilling._in_background"
 _SPEED = 200.0
 """Of the clock of a store with a thread of its own."""
 _NAMES = "abcdef"
@@ -73,6 +77,8 @@ class Verdict:
     engine_deaths: list[str] = field(default_factory=list)
     stuck: list[str] = field(default_factory=list)
     injected: Counter[str] = field(default_factory=Counter)
+    reached: Counter[str] = field(default_factory=Counter)
+    """Moments of `failpoints`."""
     story: list[str] = field(default_factory=list)
 
     @property
@@ -109,6 +115,7 @@ class StoreRound:
         self._top = Path(tempfile.mkdtemp(prefix="heterocache-faults-", dir=_MEMORY))
         self._root = self._top / "ssd"
         self._boots = 0
+        self._points = Failpoints()
         self._disk = Disk(seed)
         self._recorder = Recorder()
         self._counted: Counter[str] = Counter()
@@ -133,7 +140,9 @@ class StoreRound:
             undo.callback(partial(shutil.rmtree, self._top, ignore_errors=True))
             if not self._threaded:
                 undo.enter_context(patch.object(IoThread, "start"))
+                undo.enter_context(patch(_BACKGROUND, self._in_this_step))
             undo.enter_context(patch("hetero_connector.store.io_thread._IDLE_S", 0.01))
+            undo.enter_context(self._points.installed())
             undo.enter_context(_quiet())
             try:
                 self._live()
@@ -143,6 +152,7 @@ class StoreRound:
             finally:
                 self._disk.heal()
         self.verdict.injected += self._disk.injected
+        self.verdict.reached += self._points.reached
         return self.verdict
 
     def _live(self) -> None:
@@ -160,7 +170,7 @@ class StoreRound:
             (self._decline, 1),
             (self._reset, 2),
             (self._change_weather, 3),
-            (self._kill, 1),
+            (self._kill, 2),
             (self._restart, 1),
         ]
         calls, weights = zip(*actions, strict=True)
@@ -174,6 +184,7 @@ class StoreRound:
                 self._reboot()
             self._judge()
         self._say("the faults end")
+        self._points.clear()
         self._settle()
         self._serves_again()
         self._restart()
@@ -207,7 +218,7 @@ class StoreRound:
         except HeteroCacheError as e:
             if disk.weather is CALM and not disk.is_off:
                 raise
-            self._say(f"it does not start: {e}")
+            self._say(f"it does not start: {e}".replace(str(self._top), ""))
             disk.heal()
             if disk.is_off:
                 self._swap_disk()
@@ -246,8 +257,6 @@ class StoreRound:
         """As the kernel does for a process that has ended."""
         assert self._store._io_thread is not None
         directory = self._store._io_thread._ssd.directory  # type: ignore[union-attr]
-        with suppress(StoreError):
-            directory.journal.close()
         directory.close()
 
     def _swap_disk(self) -> None:
@@ -257,6 +266,7 @@ class StoreRound:
         self._root.rename(self._root.with_name(f"dead{self._boots}"))
         self._disk.image.rename(self._root)
         self._boots += 1
+        self._points.clear()
         self._disk = Disk(self.verdict.seed * 1_000 + self._boots)
 
     def _reboot(self) -> None:
@@ -302,6 +312,8 @@ class StoreRound:
         matches = [found for trunk in self._trunks.values() if (found := self._store.match(trunk))]
         if not matches:
             return
+        if self._rng.random() < 0.3:
+            self._store.leave_to_ssd()
         found = self._rng.choice(matches)[: self._rng.randint(1, DEPTH)]
         wanted = [i for x in found for i in ids_of([x.chunk], x.tiers)]
         self._restores.append((begin(self._store, wanted), self._oracle.weights))
@@ -371,9 +383,15 @@ class StoreRound:
         self._disk.weather = WEATHERS[name]
 
     def _kill(self) -> None:
-        """Stop the machine at one of the next operations of the disk."""
-        ahead = self._rng.choice((0, 1, 2, 3, 5, 8, 13, 21, 34))
-        self._disk.cut_at = (self._disk.operations + ahead, self._rng.choice(list(Cut)))
+        """Stop the machine at a moment of the store's, or at an operation of the disk's."""
+        rng, disk = self._rng, self._disk
+        how = rng.choice(list(Cut))
+        if rng.random() < 0.3:
+            disk.cut_at = (disk.operations + rng.choice((0, 1, 2, 3, 5, 8, 13, 21, 34)), how)
+            return
+        moment, ahead = rng.choice(MOMENTS), rng.randrange(4)
+        self._say(f"to be stopped {moment}, {ahead}")
+        self._points.choose(moment, ahead, partial(disk.cut, how))
 
     def _restart(self) -> None:
         """Close the store in good order, and open it again."""
@@ -481,8 +499,9 @@ class StoreRound:
         )
 
     def _gave_up(self) -> bool:
-        """Whether something never ended, for which writing may have been given up."""
-        return any(str(Fate.NEVER_ENDS) in fault for fault in self._disk.faults)
+        """Whether something did not end in time, for which writing may have been given up."""
+        ends = (Fate.NEVER_ENDS, Fate.HANGS)
+        return any(fault.endswith(ends) for fault in self._disk.faults)
 
     def _serves_again(self) -> None:
         """Take a new prompt and give it back."""
@@ -500,6 +519,13 @@ class StoreRound:
             self.verdict.stuck.append(f"a new chunk is not restored: {restore.failed}")
         self._restores.append((restore, self._oracle.weights))
         self._judge()
+
+    def _in_this_step(self, call: Callable[[], Any]) -> Future[Any]:
+        """Make a call beside the I/O thread; it ends in the step that began it, unless it hangs."""
+        ended = in_background(call)
+        while not (ended.done() or self._disk.hanging):
+            wait([ended], 0.001)
+        return ended
 
     def _died(self, why: str) -> None:
         self.verdict.engine_deaths.append(why)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from unittest.mock import patch
 
 from hetero_connector.store import reading
@@ -11,6 +12,8 @@ from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.reading import Reader
 from tests.faults import campaign
 from tests.faults.campaign import run_campaign
+from tests.faults.disk import Cut, Fate
+from tests.faults.failpoints import MOMENTS
 from tests.faults.store_round import StoreRound
 
 ROUNDS = 100
@@ -48,8 +51,10 @@ def test_a_round_that_does_not_end_is_a_hang() -> None:
 
 
 def test_a_round_by_hand_is_the_same_each_time() -> None:
-    first, again = (StoreRound(3, threaded=False).run() for _ in range(2))
-    assert (first.story, first.injected) == (again.story, again.injected)
+    for seed in range(1, 6):
+        first, again = (StoreRound(seed, threaded=False).run() for _ in range(2))
+        assert (first.story, first.injected) == (again.story, again.injected)
+        assert first.reached == again.reached
 
 
 def test_bytes_that_nobody_checks_are_found() -> None:
@@ -70,3 +75,15 @@ def test_reads_that_are_never_begun_are_found() -> None:
 def test_an_error_that_reaches_the_scheduler_is_found() -> None:
     with patch.object(ArtifactStore, "begin_restore", side_effect=RuntimeError("a bug")):
         assert "engine_deaths" in found()
+
+
+def test_every_failpoint_and_every_fault_is_met() -> None:
+    """Of the rounds by hand, which are the same each time."""
+    reached, injected = Counter[str](), Counter[str]()
+    for seed in range(1, 60):
+        verdict = StoreRound(seed, threaded=False).run()
+        reached += verdict.reached
+        injected += verdict.injected
+    assert set(MOMENTS) <= set(reached)
+    assert {f"cut:{how}" for how in Cut} <= set(injected)
+    assert {name.rpartition(":")[2] for name in injected} >= set(Fate) - {Fate.WORKS}
