@@ -18,7 +18,7 @@ directory raises `DirectoryUnavailableError` no later than its deadline.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
@@ -51,7 +51,8 @@ class DirectoryLimits:
     max_groups: int = 10_000
     """The coldest group is forgotten first."""
     orphan_ttl_s: float = 3_600.0
-    """How long the records of an ended owner are kept for whoever may take over."""
+    """How long the records of an ended owner are kept for whoever may take over; not at all where
+    the directory is full."""
     session_ttl_s: float = 86_400.0
     """A session not used for this long is forgotten."""
     group_half_life_s: float = 600.0
@@ -79,6 +80,8 @@ class Lease:
     worker: str
     epoch: Epoch
     lease_s: float
+    memory: str = field(default="", compare=False)
+    """Names the memory that the directory's records were in, see `renew_lease`."""
 
 
 class Standing(StrEnum):
@@ -247,8 +250,13 @@ class OwnershipDirectory(Protocol):
         """
         ...
 
-    def renew_lease(self, epoch: Epoch) -> None:
-        """Live for another `lease_s` from now. O(1) in artifacts. Raises StaleEpochError."""
+    def renew_lease(self, epoch: Epoch) -> str:
+        """Live for another `lease_s` from now. O(1) in artifacts. Raises StaleEpochError.
+
+        Returns the name of the memory that the records are in. Once that is another one than at
+        the last call, records may be lost, or be those of a moment ago: claim again what you have,
+        and repeat the releases of the last lease.
+        """
         ...
 
     def end_lease(self, epoch: Epoch) -> None:

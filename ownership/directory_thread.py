@@ -27,7 +27,7 @@ from hetero_connector.errors import (
     StaleEpochError,
 )
 from hetero_connector.metrics import Recorder
-from ownership.directory import ChainView, Claim, Directory, Grant
+from ownership.directory import ChainView, Claim, Directory, Grant, Outcome
 from ownership.identifiers import Epoch
 from ownership.lease_keeper import LeaseKeeper
 
@@ -43,9 +43,17 @@ CLAIMS_PER_CALL = 256
 CALLS_PER_TURN = 3
 """Most that come between two times that the errands are run: two of a job, or claims and a sweep,
 and then the lease's."""
+CLAIMS_WAIT_S = 0.025
+"""So long claims wait at most for calls, which come first."""
+_SWEEPS_WAIT_S = 1.0
 _SWEEP_RECORDS = 1_000
+_SWEEP_AGAIN_S = 0.25
+"""Between two sweeps of a fleet's workers, while they find their fill or the directory is full: a
+sweep keeps a Redis busy for some 10 ms."""
+_SWEEP_FILL = 100
+"""So many records that nobody can use are many: there are others."""
 _PAUSE_S = 0.25
-"""After a claim that failed: the directory is not asked in a loop."""
+"""After a claim that failed, or a bug: nothing is tried in a loop."""
 _CLOSE_TIMEOUT_S = 5.0
 _CAUSES = (
     (StaleEpochError, "stale"),
@@ -78,6 +86,8 @@ class DirectoryThread:
         *,
         errands: Callable[[], float] = lambda: math.inf,
         leaving: Callable[[], None] = lambda: None,
+        swept: Callable[[int], None] = lambda _: None,
+        num_workers: Callable[[], int] = lambda: 1,
         max_calls: int = 256,
         max_claims: int = 65_536,
         sweep_every_s: float = 60.0,
@@ -85,7 +95,8 @@ class DirectoryThread:
     ) -> None:
         """`errands`: called on the thread, in each turn; says in how many seconds it is due again.
         Jobs (`call`, `ask`) make two calls of the directory at most, see `CALLS_PER_TURN`.
-        `leaving`: called on the thread right before the lease is ended.
+        `leaving`: called on the thread right before the lease is ended. `swept`: told there how
+        many records a sweep has forgotten. `num_workers`: who all sweep the directory.
 
         `max_calls`, `max_claims`: most that wait; more are refused. Call `start`.
         """
@@ -97,15 +108,22 @@ class DirectoryThread:
         self._max_calls = max_calls
         self._max_claims = max_claims
         self._errands, self._leaving = errands, leaving
-        self._sweep_every_s = sweep_every_s
+        self._swept, self._num_workers = swept, num_workers
+        self._sweep_every_s = self._sweep_full_s = sweep_every_s
+        """The latter: until the next sweep where the directory is full."""
         self._clock = clock
         self._wake = threading.Condition()
         self._calls: deque[_Call] = deque()
         self._claims: deque[Claim] = deque()
         self._batches: Iterator[Sequence[Claim]] | None = None
         """What is left to claim again under a new epoch; None when all is."""
-        self._claim_at_s = self._sweep_at_s = self._errands_at_s = clock()
+        self._claim_at_s = self._sweep_at_s = self._errands_at_s = self._claimed_s = clock()
+        self._has_dropped = False
         self._is_closing = False
+        self._paused_until_s: dict[str, float] = {}
+        """Parts of a turn that failed otherwise than a directory may."""
+        self._said: set[tuple[str, type[Exception], int]] = set()
+        """Such failures, by what failed and where."""
         self._thread = threading.Thread(target=self._run, name="directory", daemon=True)
 
     @property
@@ -113,6 +131,16 @@ class DirectoryThread:
         """Whether what is published now can be claimed soon: registered, and there is room."""
         with self._wake:
             return len(self._claims) < self._max_claims and self._is_joined()
+
+    @property
+    def num_claims(self) -> int:
+        """Published ones that wait."""
+        return len(self._claims)
+
+    def take_dropped(self) -> bool:
+        """Whether claims were dropped since the last call, for too many waited."""
+        has_dropped, self._has_dropped = self._has_dropped, False
+        return has_dropped
 
     def start(self) -> None:
         """Begin to register."""
@@ -182,29 +210,69 @@ class DirectoryThread:
                 idle_s = self._idle_s()
                 if idle_s > 0.0:
                     self._wake.wait(idle_s)
-            try:
-                self._turn()
-            except Exception:  # a bug in a callback must not end the heartbeat
-                self._recorder.add("heterocache_directory_failures", cause="internal")
-                _log.exception("the directory's thread goes on after an error")
+            self._turn()
         self._end()
 
     def _turn(self) -> None:
-        """What is due, most urgent first: the lease, one call, one batch of claims, a sweep."""
-        if self._keeper.keep() is not None:
-            self._batches = self._inventory()
-        self._errands_at_s = math.inf
-        due_in_s = self._errands()
-        with self._wake:  # it may have been woken meanwhile
-            self._errands_at_s = min(self._errands_at_s, self._clock() + due_in_s)
-        call = self._next_call()
+        """What is due: the lease, the errands, then either a call, or claims and a sweep."""
+        self._do("lease", self._keep_lease)
+        self._do("errands", self._run_errands)
+        call = None if self._is_owed() else self._next_call()
         if call is not None:
             self._answer(call)
         elif self._is_joined():
             if self._clock() >= self._claim_at_s:
-                self._publish_batch()
+                self._do("claims", self._publish_batch)
             if self._clock() >= self._sweep_at_s:
-                self._sweep()
+                self._do("sweep", self._sweep)
+
+    def _do(self, part: str, action: Callable[[], None]) -> None:
+        """A bug in one part must not end the others, nor be repeated in a loop."""
+        if self._clock() < self._paused_until_s.get(part, -math.inf):
+            return
+        try:
+            action()
+        except Exception as error:
+            self._paused_until_s[part] = self._clock() + _PAUSE_S
+            self._recorder.add("heterocache_directory_failures", cause="internal")
+            self._say(part, error)
+
+    def _say(self, part: str, error: Exception) -> None:
+        at = error.__traceback__
+        while at is not None and at.tb_next is not None:
+            at = at.tb_next
+        cause = (part, type(error), 0 if at is None else at.tb_lineno)
+        if cause not in self._said:
+            self._said.add(cause)
+            _log.error("the directory's thread goes on after an error (%s)", part, exc_info=error)
+
+    def _keep_lease(self) -> None:
+        if self._keeper.keep() is not None:
+            self._batches = self._inventory()
+
+    def _run_errands(self) -> None:
+        self._errands_at_s = math.inf
+        due_in_s = _PAUSE_S
+        try:
+            due_in_s = self._errands()
+        finally:
+            with self._wake:  # it may have been woken meanwhile
+                self._errands_at_s = min(self._errands_at_s, self._clock() + due_in_s)
+
+    def _is_owed(self) -> bool:
+        """Whether claims or a sweep have waited for long enough, whatever calls wait."""
+        if not self._is_joined():
+            return False
+        now_s = self._clock()
+        has_claims = bool(self._claims) or self._batches is not None
+        since_s = max(self._claimed_s + CLAIMS_WAIT_S, self._claim_at_s)
+        return (has_claims and now_s >= self._after_pause("claims", since_s)) or (
+            now_s >= self._after_pause("sweep", self._sweep_at_s) + _SWEEPS_WAIT_S
+        )
+
+    def _after_pause(self, part: str, due_s: float) -> float:
+        """When a part that is due then will be tried."""
+        return max(due_s, self._paused_until_s.get(part, -math.inf))
 
     def _is_joined(self) -> bool:
         lease = self._keeper.lease
@@ -214,12 +282,13 @@ class DirectoryThread:
         """Seconds until there is something to do, if nothing new comes in."""
         if self._calls:
             return 0.0
-        due_s = self._clock() + self._keeper.wait_s()
+        due_s = self._after_pause("lease", self._clock() + self._keeper.wait_s())
         if self._is_joined():
-            due_s = min(due_s, self._sweep_at_s)
+            due_s = min(due_s, self._after_pause("sweep", self._sweep_at_s))
             if self._claims or self._batches is not None:
-                due_s = min(due_s, self._claim_at_s)
-        return max(0.0, min(due_s, self._errands_at_s) - self._clock())
+                due_s = min(due_s, self._after_pause("claims", self._claim_at_s))
+        due_s = min(due_s, self._after_pause("errands", self._errands_at_s))
+        return max(0.0, due_s - self._clock())
 
     def _next_call(self) -> _Call | None:
         with self._wake:
@@ -255,8 +324,12 @@ class DirectoryThread:
             self._claim_at_s = self._clock() + _PAUSE_S
             self._put_back(claims)
             return
+        finally:
+            self._claimed_s = self._clock()
         for grant in grants:
             self._keeper.saw(grant.token)
+        if any(grant.outcome is Outcome.FULL for grant in grants):
+            self._sweep_at_s = min(self._sweep_at_s, self._clock() + self._sweep_full_s)
         self._granted(lease.epoch, claims, grants)
 
     def _next_claims(self) -> Sequence[Claim]:
@@ -280,14 +353,25 @@ class DirectoryThread:
 
     def _count_dropped(self, count: int) -> None:
         if count > 0:
+            self._has_dropped = True
             self._recorder.add("heterocache_directory_claims_dropped", count)
 
     def _sweep(self) -> None:
+        """Sooner again where there was something to sweep, or may be: a full directory is searched
+        ever less often for what nobody can use while there is nothing.
+        """
+        soon_s = _SWEEP_AGAIN_S * max(1, self._num_workers())
+        self._sweep_full_s = min(self._sweep_every_s, 2 * max(soon_s, self._sweep_full_s))
         self._sweep_at_s = self._clock() + self._sweep_every_s
         try:
-            self._directory.sweep(_SWEEP_RECORDS)
+            num_forgotten = self._directory.sweep(_SWEEP_RECORDS)
         except DirectoryError as error:
             self._counted(error)
+            return
+        if num_forgotten >= _SWEEP_FILL:
+            self._sweep_full_s = soon_s
+            self._sweep_at_s = self._clock() + soon_s
+        self._swept(num_forgotten)
 
     def _counted(self, error: DirectoryError) -> DirectoryError:
         if isinstance(error, StaleEpochError):

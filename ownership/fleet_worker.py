@@ -68,6 +68,8 @@ class FleetWorker:
             recorder,
             errands=self._errands,
             leaving=self._stop_serving,
+            swept=self._swept,
+            num_workers=lambda: self.peers.num_live,
             clock=clock,
         )
         self._lookups = ChainLookups(
@@ -96,7 +98,14 @@ class FleetWorker:
     def start(self, store: SharedStore) -> None:
         """Join with this store."""
         self._store = store
-        self._ledger = Ledger(store, self._thread, self._recorder, self._listing_ttl_s, self._clock)
+        self._ledger = Ledger(
+            store,
+            self._thread,
+            self._recorder,
+            self._listing_ttl_s,
+            self._clock,
+            lease_s=self._lease_s,
+        )
         period_s = self._lease_s / RENEWALS_PER_LEASE
         self._readers = ReaderCounts(store, self._thread, period_s, self._clock)
         self._thread.start()
@@ -133,6 +142,11 @@ class FleetWorker:
         assert self._ledger is not None
         self._ledger.granted(epoch, claims, grants)
 
+    def _swept(self, num_forgotten: int) -> None:
+        assert self._ledger is not None
+        if num_forgotten and self._ledger.is_refused:
+            self._ledger.reclaim()
+
     def _found_own(self, own: Mapping[ArtifactId, Token]) -> None:
         assert self._ledger is not None
         self._ledger.found(own)
@@ -140,6 +154,9 @@ class FleetWorker:
     def _errands(self) -> float:
         assert self._ledger is not None
         assert self._readers is not None
+        if self._keeper.take_loss():
+            self._ledger.records_lost()
+            self._readers.records_lost()
         wait_s = min(self._serve(), self._ledger.keep(), self._readers.keep(), self._refresh())
         return max(0.0, wait_s)
 

@@ -16,3 +16,6 @@ NOBODY = Epoch(0)
 """Owner of what has no owner."""
 
 NO_TOKEN = Token(0)
+
+LAST_NUMBER = 2**52
+"""No epoch or token is greater: one that is was handed out by no directory."""

@@ -7,7 +7,6 @@ from hetero_connector.metrics import Recorder
 from ownership.directory import Directory
 from ownership.fencing import HORIZON_S
 from ownership.fleet_worker import FleetWorker
-from ownership.ledger import LISTING_TTL_S
 from ownership.memory_directory import MemoryDirectory
 from ownership.open_directory import DEFAULT_DEADLINE_S, MEMORY_URL, open_directory
 
@@ -15,9 +14,8 @@ _CALLS_PER_LEASE = 10
 _LOOKUPS_PER_LOAD = 100
 """Share of a restore's deadline that asking the directory may take: 0.1 s by default."""
 
-_LISTING_LEASES = 6
-"""Replicas are claimed three times while they are listed: every two leases, so that what its owner
-let go is owned again within two."""
+_LISTING_LEASES = 30
+"""How long a replica is listed for; its holder's end ends it, too."""
 
 _in_this_process = MemoryDirectory()
 """What `memory://` means: shared by the engines of one process."""
@@ -35,7 +33,7 @@ def open_worker(
         recorder,
         call_s=call_s,
         lookup_s=load_deadline_s / _LOOKUPS_PER_LOAD,
-        listing_ttl_s=min(LISTING_TTL_S, _LISTING_LEASES * lease_s),
+        listing_ttl_s=_LISTING_LEASES * lease_s,
         horizon_s=max(HORIZON_S, 2 * load_deadline_s),
     )
 

@@ -10,7 +10,7 @@ from hetero_connector.errors import DirectoryError, DirectoryRefusedError, Stale
 from hetero_connector.metrics import Recorder
 from ownership.directory import OwnershipDirectory, Worker
 from ownership.held_lease import HeldLease
-from ownership.identifiers import Epoch
+from ownership.identifiers import LAST_NUMBER, Epoch
 
 _RETRIES_PER_LEASE = 10
 _LONGEST_RETRY_S = 1.0
@@ -41,6 +41,9 @@ class LeaseKeeper:
         self._clock = clock
         self._lease: HeldLease | None = None
         self._is_stale = False
+        self._memory = ""
+        """What the directory called its memory last."""
+        self._has_lost_records = False
         self._floor = 0
         self._retry_at_s = clock()
         self._last_cause = ""
@@ -51,8 +54,17 @@ class LeaseKeeper:
         return self._lease
 
     def saw(self, order: int) -> None:
-        """An epoch or token was seen: those of a next registration will be greater."""
-        self._floor = max(self._floor, order)
+        """An epoch or token was seen: those of a next registration will be greater.
+
+        Numbers that no directory hands out are not believed.
+        """
+        if order < LAST_NUMBER:
+            self._floor = max(self._floor, order)
+
+    def take_loss(self) -> bool:
+        """Whether the directory may have lost records since the last call, under a living epoch."""
+        has_lost, self._has_lost_records = self._has_lost_records, False
+        return has_lost
 
     def lost(self, epoch: Epoch) -> None:
         """The directory does not know `epoch` any more; `keep` registers again."""
@@ -100,7 +112,8 @@ class LeaseKeeper:
         lease = self._directory.register(self._worker(), self._lease_s, self._floor)
         self.saw(lease.epoch)
         self._lease = HeldLease(lease, asked_s, self._clock)
-        self._is_stale = False
+        self._is_stale = self._has_lost_records = False
+        self._memory = lease.memory
         self._succeeded()
         _log.info("worker %r is registered as epoch %d", lease.worker, lease.epoch)
         return lease.epoch
@@ -108,13 +121,18 @@ class LeaseKeeper:
     def _renew(self, lease: HeldLease) -> None:
         asked_s = self._clock()
         try:
-            self._directory.renew_lease(lease.epoch)
+            memory = self._directory.renew_lease(lease.epoch)
         except StaleEpochError as error:
             self.lost(lease.epoch)  # the directory lost its memory, or we were silent too long
             self._recorder.set("heterocache_directory_joined", 0.0)
             _log.warning("%s", error)
             return
         lease.renewed(asked_s)
+        if memory != self._memory:
+            self._memory = memory
+            self._has_lost_records = True
+            self._recorder.add("heterocache_directory_failures", cause="lost_records")
+            _log.warning("the directory may have lost records: all that is here is claimed again")
         self._succeeded()
 
     def _succeeded(self) -> None:

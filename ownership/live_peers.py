@@ -40,6 +40,11 @@ class LivePeers:
         self._ended: set[Epoch] = set()
         """Epochs that were live and are not any more, until they are taken."""
 
+    @property
+    def num_live(self) -> int:
+        """Workers that were live when the directory was last asked."""
+        return len(self._cards)
+
     def card(self, holder: int) -> bytes | None:
         """What the worker of this epoch published; None unless its lease lasts."""
         if self._clock() >= self._asked_s + self._lease_s:

@@ -70,10 +70,11 @@ class MemoryDirectory:
             self._leases.add(worker, lease, self._clock())
             return lease
 
-    def renew_lease(self, epoch: Epoch) -> None:
-        """See `OwnershipDirectory`."""
+    def renew_lease(self, epoch: Epoch) -> str:
+        """See `OwnershipDirectory`. A process forgets all or nothing: one name does."""
         with self._lock:
             self._leases.renew(epoch, self._clock())
+            return ""
 
     def end_lease(self, epoch: Epoch) -> None:
         """See `OwnershipDirectory`."""
@@ -224,10 +225,12 @@ class MemoryDirectory:
             now_s = self._clock()
             oldest_s = now_s - self._limits.orphan_ttl_s
             before = self._num_artifacts
+            is_full = before >= self._limits.max_artifacts  # then orphans' room is needed
+            oldest_orphan_s = now_s if is_full else oldest_s
             for _ in range(min(limit, len(self._chunks))):
                 key = next(iter(self._chunks))
                 self._chunks.move_to_end(key)
-                self._sweep_chunk(key, now_s, oldest_s)
+                self._sweep_chunk(key, now_s, oldest_orphan_s)
             self._leases.forget_before(oldest_s)
             self._readers.sweep(oldest_s, self._is_live)
             return before - self._num_artifacts

@@ -79,6 +79,10 @@ class ReaderCounts:
         self._period_at_s = clock()
         self._go_on_at_s = clock()
 
+    def records_lost(self) -> None:
+        """What was told is told again, in the next period."""
+        self._epoch = NOBODY
+
     def keep(self) -> float:
         """Tell and ask, in each period; seconds until there is something to do again."""
         now_s = self._clock()

@@ -1,8 +1,9 @@
 -- A new epoch for a worker; its earlier epoch is retired. `OwnershipDirectory.register`.
--- KEYS: fleet epochs names peers
+-- KEYS: fleet epochs names peers chunks runs
 -- ARGV: format version, name, storage, peer metadata, lease_s, floor, most workers
--- Returns: the epoch. Errors: FORMAT (another version's fleet), WORKERS (too many alive).
--- USES: clock epochs
+-- Returns: [the epoch, memory_name() of memory.lua]. Errors: FORMAT (another version's fleet),
+--          WORKERS (too many alive).
+-- USES: clock epochs memory
 
 local format, name, storage, peer = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local lease_s, floor, max_workers = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
@@ -25,27 +26,33 @@ if redis.call('HLEN', epochs) >= max_workers then
   local oldest, oldest_entry
   local all = redis.call('HGETALL', epochs)
   for index = 1, #all, 2 do
-    local entry = cmsgpack.unpack(all[index + 1])
-    local is_older = not oldest_entry or entry[DEADLINE_S] < oldest_entry[DEADLINE_S]
-    if entry[DEADLINE_S] <= now_s and is_older then
-      oldest, oldest_entry = tonumber(all[index]), entry
+    local epoch = tonumber(all[index])
+    local entry = epoch and entry_of(epoch)
+    if not entry then  -- nobody can use it
+      redis.call('HDEL', epochs, all[index])
+      redis.call('HDEL', peers, all[index])
+    elseif entry[DEADLINE_S] <= now_s
+      and (not oldest_entry or entry[DEADLINE_S] < oldest_entry[DEADLINE_S]) then
+      oldest, oldest_entry = epoch, entry
     end
   end
-  if not oldest then
+  if oldest then
+    forget(oldest, oldest_entry)
+  elseif redis.call('HLEN', epochs) >= max_workers then
     return redis.error_reply('WORKERS ' .. max_workers .. ' epochs are alive')
   end
-  forget(oldest, oldest_entry)
 end
 
 redis.call('HSET', fleet, 'format', format)
+local memory = memory_name()
 local epoch = next_in_sequence()
-if epoch <= floor then  -- this server's clock is behind
+if epoch <= floor and floor < LAST_NUMBER then  -- this server's clock is behind
   epoch = floor + 1
   redis.call('HSET', fleet, 'sequence', field_of(epoch))
 end
 
-local earlier = tonumber(redis.call('HGET', names, name) or NOBODY)
-if earlier ~= NOBODY and entry_of(earlier) then
+local earlier = tonumber(redis.call('HGET', names, name) or nil)
+if earlier and entry_of(earlier) then
   local entry = entry_of(earlier)
   entry[IS_RETIRED] = true
   keep_entry(earlier, entry)
@@ -53,4 +60,4 @@ end
 redis.call('HSET', names, name, field_of(epoch))
 redis.call('HSET', peers, field_of(epoch), peer)
 keep_entry(epoch, { name, storage, lease_s, now_s + lease_s, false })
-return epoch
+return { epoch, memory }

@@ -1,16 +1,19 @@
 -- The epoch lives for another lease from now. `OwnershipDirectory.renew_lease`.
--- KEYS: fleet epochs
+-- KEYS: fleet epochs names peers chunks runs
 -- ARGV: epoch
--- Returns: nothing. Errors: STALE_EPOCH.
--- USES: clock epochs
+-- Returns: memory_name() of memory.lua. Errors: STALE_EPOCH.
+-- USES: clock epochs memory
 
 local epoch = tonumber(ARGV[1])
 local now_s = tick_s()
 local refused = refusal(epoch, now_s)
 if refused then
   return refused
+elseif redis.call('HEXISTS', peers, field_of(epoch)) == 0 then
+  return redis.error_reply('STALE_EPOCH what peers need to read from it is lost')
 end
 local entry = entry_of(epoch)
 entry[DEADLINE_S] = now_s + entry[LEASE_S]
 keep_entry(epoch, entry)
-return false
+redis.call('HSETNX', names, entry[NAME], field_of(epoch))
+return memory_name()

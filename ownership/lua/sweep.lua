@@ -1,12 +1,14 @@
 -- Forget what nobody can use any more. `OwnershipDirectory.sweep`.
 -- KEYS: fleet epochs chunks runs readers used names peers
--- ARGV: about how many records to look at, orphan_ttl_s
+-- ARGV: about how many records to look at, orphan_ttl_s, most artifacts
 -- Returns: how many artifacts' records went.
 -- USES: clock epochs runs holdings readers
 
-local limit, orphan_ttl_s = tonumber(ARGV[1]), tonumber(ARGV[2])
+local limit, orphan_ttl_s, max_artifacts = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local now_s = tick_s()
 local oldest_s = now_s - orphan_ttl_s
+-- A full directory needs the room of its orphans.
+local oldest_orphan_s = num_artifacts() < max_artifacts and oldest_s or now_s
 
 -- The next `limit` fields of a hash; where it left off is kept in the fleet's hash.
 local function scan(key, cursor_field)
@@ -25,7 +27,7 @@ local function sweep_chunk(place)
     local holding = place.holdings[at]
     local replicas = #holding
     drop_replicas(holding, is_gone)
-    local is_orphan = #holding == COPY and ended_before(holding[OWNER], oldest_s)
+    local is_orphan = #holding == COPY and ended_before(holding[OWNER], oldest_orphan_s)
     if is_orphan then
       holding[OWNER] = NOBODY
     end
@@ -62,12 +64,12 @@ end
 
 for _, field in ipairs(redis.call('HKEYS', epochs)) do
   local epoch = tonumber(field)
-  if ended_before(epoch, oldest_s) then
-    local name = entry_of(epoch)[NAME]
+  if not epoch or ended_before(epoch, oldest_s) then
+    local entry = epoch and entry_of(epoch)
     redis.call('HDEL', epochs, field)
     redis.call('HDEL', peers, field)
-    if redis.call('HGET', names, name) == field then
-      redis.call('HDEL', names, name)
+    if entry and redis.call('HGET', names, entry[NAME]) == field then
+      redis.call('HDEL', names, entry[NAME])
     end
   end
 end

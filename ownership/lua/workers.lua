@@ -6,10 +6,9 @@
 
 local now_s = tick_s()
 local live = {}
-for _, field in ipairs(redis.call('HKEYS', epochs)) do
-  local epoch = tonumber(field)
+for _, epoch in ipairs(known_epochs()) do
   if standing(epoch, now_s) == LIVE then
-    local entry = entry_of(epoch)
+    local entry, field = entry_of(epoch), field_of(epoch)
     table.insert(live, field)
     table.insert(live, entry[NAME])
     table.insert(live, entry[STORAGE])

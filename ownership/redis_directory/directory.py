@@ -72,12 +72,13 @@ class RedisDirectory:
         check_worker(worker)
         check_lease(lease_s)
         fields = (worker.name, worker.storage, worker.peer, lease_s, floor)
-        epoch = self._run("register", encoding.FORMAT_VERSION, *fields, self._limits.max_workers)
-        return Lease(worker.name, Epoch(epoch), lease_s)
+        most = self._limits.max_workers
+        epoch, memory = self._run("register", encoding.FORMAT_VERSION, *fields, most)
+        return Lease(worker.name, Epoch(epoch), lease_s, _text(memory))
 
-    def renew_lease(self, epoch: Epoch) -> None:
+    def renew_lease(self, epoch: Epoch) -> str:
         """See `OwnershipDirectory`."""
-        self._run_as(epoch, "renew_lease")
+        return _text(self._run_as(epoch, "renew_lease"))
 
     def end_lease(self, epoch: Epoch) -> None:
         """See `OwnershipDirectory`."""
@@ -173,7 +174,8 @@ class RedisDirectory:
 
     def sweep(self, limit: int) -> int:
         """See `OwnershipDirectory`."""
-        return int(self._run("sweep", limit, self._limits.orphan_ttl_s))
+        limits = self._limits
+        return int(self._run("sweep", limit, limits.orphan_ttl_s, limits.max_artifacts))
 
     def begin_turn(
         self, epoch: Epoch, session_id: str, group: str = "", expected: Token | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from hetero_connector.artifacts.exported import ExportChange, ExportedCopy
 from hetero_connector.artifacts.generation import FIRST, Generation
@@ -83,7 +84,7 @@ class ListedStore:
         return taken
 
     def inventory(self) -> Iterator[list[ExportChange]]:
-        yield list(self.here.values())
+        yield [replace(made, token=self.tokens.get(a, 0)) for a, made in self.here.items()]
 
     def take_readers(self) -> dict[str, tuple[ChunkKey, ...]]:
         taken, self.readers = self.readers, {}
@@ -123,9 +124,9 @@ class BreakableDirectory(MemoryDirectory):
         self._check()
         return super().register(worker, lease_s, floor)
 
-    def renew_lease(self, epoch: Epoch) -> None:
+    def renew_lease(self, epoch: Epoch) -> str:
         self._check()
-        super().renew_lease(epoch)
+        return super().renew_lease(epoch)
 
     def claim_owner(self, epoch: Epoch, claims: Sequence[Claim]) -> list[Grant]:
         self._check()

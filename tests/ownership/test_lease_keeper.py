@@ -30,9 +30,9 @@ class ShakyDirectory(MemoryDirectory):
         self._ask("register")
         return super().register(worker, lease_s, floor)
 
-    def renew_lease(self, epoch: Epoch) -> None:
+    def renew_lease(self, epoch: Epoch) -> str:
         self._ask("renew")
-        super().renew_lease(epoch)
+        return super().renew_lease(epoch)
 
     def end_lease(self, epoch: Epoch) -> None:
         self._ask("end")

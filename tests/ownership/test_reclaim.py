@@ -8,9 +8,11 @@ from concurrent.futures import Future
 from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.metrics import Recorder
 from ownership.directory import Claim, Copy, Grant, Outcome, Worker
+from ownership.directory_thread import Job
 from ownership.identifiers import NO_TOKEN, NOBODY, Epoch, Token
 from ownership.ledger import Ledger
 from ownership.live_peers import LivePeers
+from ownership.memory_directory import MemoryDirectory
 from tests.ownership.ledgers import ListedStore, change
 
 BOB, EVE = Epoch(2), Epoch(3)
@@ -19,9 +21,10 @@ OWNED = Grant(Outcome.OWNED, Epoch(1), Token(9))
 
 
 class Published:
-    """In place of a `DirectoryThread`."""
+    """In place of a `DirectoryThread`; its directory has forgotten everything."""
 
     takes_claims = True
+    num_claims = 0
 
     def __init__(self) -> None:
         self.claims: list[Claim] = []
@@ -34,9 +37,15 @@ class Published:
         self.claims += claims
         return len(claims)
 
-    def call(self, *_: object) -> Future[None]:
-        """Never answered."""
-        return Future()
+    def take_dropped(self) -> bool:
+        return False
+
+    def call(self, job: Job[None], _: float) -> Future[None]:
+        """Done at once; what changes the directory is never answered."""
+        future = Future[None]()
+        if "_look" in job.__name__:
+            future.set_result(job(MemoryDirectory(), Epoch(1)))
+        return future
 
 
 def answered(ledger: Ledger, grant: Grant, *numbers: int) -> None:
@@ -58,7 +67,7 @@ def test_all_replicas_are_claimed_at_once() -> None:
     held_by(ledger, BOB, 1, 2)
     held_by(ledger, EVE, 3)
     published.claims.clear()
-    now_s[0] = 1.0
+    now_s[0] = 0.5
     ledger.keep()
     assert published.artifacts == []
     ledger.reclaim()

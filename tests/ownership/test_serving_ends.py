@@ -54,7 +54,7 @@ class HangingDirectory(MemoryDirectory):
         self.clock.lease_ends_s = self.clock.now_s + lease_s * (1.0 - MARGIN)
         return super().register(worker, lease_s, floor)
 
-    def renew_lease(self, epoch: Epoch) -> None:
+    def renew_lease(self, epoch: Epoch) -> str:
         self.clock.goes_on(CALL_S)
         raise DirectoryUnavailableError("late")
 

@@ -1,13 +1,16 @@
 -- Epochs and what they may do. Needs: fleet, epochs.
 --
 -- epochs: hash, epoch -> msgpack [name, storage, lease_s, deadline_s, retired].
+-- One that cannot be read has ended.
 -- fleet.sequence: the last epoch or token handed out, one counter for both. It never falls behind
 -- the clock in microseconds: a replica that is promoted, or a snapshot that is read, may lack what
--- was handed out last, and must not hand it out again.
+-- was handed out last, and must not hand it out again. Numbers after LAST_NUMBER cannot be: a clock
+-- beyond the year 2112 is not followed, and a sequence that somebody else has set is begun anew.
 
 local NAME, STORAGE, LEASE_S, DEADLINE_S, IS_RETIRED = 1, 2, 3, 4, 5
 local LIVE, RETIRED, ENDED = 0, 1, 2
 local NOBODY = 0
+local LAST_NUMBER = 2 ^ 52
 
 local entries = {}
 
@@ -16,14 +19,32 @@ local function field_of(epoch)
   return string.format('%.0f', epoch)
 end
 
+local function is_entry(value)
+  return type(value) == 'table' and type(value[NAME]) == 'string' and type(value[STORAGE]) == 'string'
+    and type(value[LEASE_S]) == 'number' and type(value[DEADLINE_S]) == 'number'
+end
+
 local function entry_of(epoch)
   local entry = entries[epoch]
   if entry == nil then
     local packed = redis.call('HGET', epochs, field_of(epoch))
-    entry = packed and cmsgpack.unpack(packed) or false
+    local is_read, value = pcall(cmsgpack.unpack, packed or '')
+    entry = is_read and is_entry(value) and value or false
     entries[epoch] = entry
   end
   return entry
+end
+
+-- All epochs that can be read, as numbers.
+local function known_epochs()
+  local known = {}
+  for _, field in ipairs(redis.call('HKEYS', epochs)) do
+    local epoch = tonumber(field)
+    if epoch and entry_of(epoch) then
+      known[#known + 1] = epoch
+    end
+  end
+  return known
 end
 
 local function keep_entry(epoch, entry)
@@ -33,7 +54,8 @@ end
 
 local function standing(epoch, now_s)
   local entry = entry_of(epoch)
-  if not entry or entry[DEADLINE_S] <= now_s then
+  -- A deadline farther off than a lease is none of ours.
+  if not entry or entry[DEADLINE_S] <= now_s or entry[DEADLINE_S] > now_s + entry[LEASE_S] + 1 then
     return ENDED
   end
   return entry[IS_RETIRED] and RETIRED or LIVE
@@ -42,7 +64,7 @@ end
 -- Whether the epoch ended at or before `moment_s`; an unknown one did.
 local function ended_before(epoch, moment_s)
   local entry = entry_of(epoch)
-  return not entry or entry[DEADLINE_S] <= moment_s
+  return not entry or entry[DEADLINE_S] <= moment_s or entry[DEADLINE_S] ~= entry[DEADLINE_S]
 end
 
 -- Why the epoch may change nothing, as the error to answer; nil when it may.
@@ -61,11 +83,13 @@ local is_caught_up = false
 local function next_in_sequence()
   if not is_caught_up then
     is_caught_up = true
-    local known = tonumber(redis.call('HGET', fleet, 'sequence') or 0)
+    local known = tonumber(redis.call('HGET', fleet, 'sequence') or nil)
     local now_us = math.floor(server_s() * 1e6)
-    if known < now_us then
-      redis.call('HSET', fleet, 'sequence', field_of(now_us))
+    if not known or known ~= math.floor(known) or known < 0 or known >= LAST_NUMBER then
+      known = 0
     end
+    local from = now_us < LAST_NUMBER / 2 and math.max(known, now_us) or known
+    redis.call('HSET', fleet, 'sequence', field_of(from))
   end
   return redis.call('HINCRBY', fleet, 'sequence', 1)
 end

@@ -10,14 +10,18 @@ local HOLDER, REPLICA_COPY, EXPIRES_S = 1, 2, 3
 local decoded = {}
 local num_added = 0
 
+local function is_whole(value)
+  return type(value) == 'number' and value >= 0 and value <= 2 ^ 53 and value == math.floor(value)
+end
+
 local function is_replica(value)
-  return type(value) == 'table' and type(value[HOLDER]) == 'number'
+  return type(value) == 'table' and is_whole(value[HOLDER])
     and type(value[REPLICA_COPY]) == 'string' and type(value[EXPIRES_S]) == 'number'
 end
 
 local function is_holding(value)
-  if type(value) ~= 'table' or type(value[TYPE]) ~= 'number' or type(value[OWNER]) ~= 'number'
-    or type(value[TOKEN]) ~= 'number' or type(value[COPY]) ~= 'string' then
+  if type(value) ~= 'table' or not is_whole(value[TYPE]) or not is_whole(value[OWNER])
+    or not is_whole(value[TOKEN]) or type(value[COPY]) ~= 'string' then
     return false
   end
   for index = FIRST_REPLICA, #value do
@@ -124,9 +128,12 @@ local function is_held(holding, epoch, now_s)
   return owner ~= NOBODY and owner ~= epoch and standing(owner, now_s) ~= ENDED
 end
 
--- Make `epoch` the owner, under a new token unless it is already.
+-- Make `epoch` the owner, under a new token unless it is already. What is so already costs no
+-- write: owners claim again all they have, in case it was lost.
 local function take(place, holding, epoch, copy)
-  if holding[OWNER] ~= epoch then
+  if holding[OWNER] == epoch and holding[COPY] == copy and not replica_of(holding, epoch) then
+    return
+  elseif holding[OWNER] ~= epoch then
     holding[OWNER], holding[TOKEN] = epoch, next_in_sequence()
   end
   holding[COPY] = copy
@@ -154,5 +161,5 @@ end
 
 -- Artifacts with a record, those of this call included.
 local function num_artifacts()
-  return tonumber(redis.call('HGET', fleet, 'artifacts') or 0) + num_added
+  return (tonumber(redis.call('HGET', fleet, 'artifacts') or nil) or 0) + num_added
 end

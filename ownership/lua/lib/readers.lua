@@ -3,9 +3,17 @@
 -- readers: hash, chunk -> msgpack [epoch, reader, ...]. used: sorted set, chunk by the
 -- directory time of its last use.
 
+-- Those that can be read.
 local function readers_of(chunk)
-  local packed = redis.call('HGET', readers, chunk)
-  return packed and cmsgpack.unpack(packed) or {}
+  local is_read, found = pcall(cmsgpack.unpack, redis.call('HGET', readers, chunk) or '')
+  local known = {}
+  for index = 1, is_read and type(found) == 'table' and #found or 0, 2 do
+    if type(found[index]) == 'number' and type(found[index + 1]) == 'string' then
+      table.insert(known, found[index])
+      table.insert(known, found[index + 1])
+    end
+  end
+  return known
 end
 
 local function keep_readers(chunk, found)

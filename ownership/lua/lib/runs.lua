@@ -1,5 +1,5 @@
--- Chunks of one chain kept together, so that a long chain is read in few pieces. Needs: chunks,
--- runs.
+-- Chunks of one chain kept together, so that a long chain is read in few pieces. Needs: fleet,
+-- chunks, runs.
 --
 -- A run is a path of the tree of chains, at most RUN_CHUNKS long, named by its first chunk.
 -- chunks: hash, chunk key (16 bytes) -> one of
@@ -12,6 +12,8 @@
 -- from the chain alone, and can fetch them past this interpreter, which hashes every string it
 -- meets. The others begin where a chain leaves another, or a run is full.
 -- What cannot be read counts as absent and is overwritten.
+--
+-- fleet.fields: how many fields `chunks` and `runs` have together, see memory.lua.
 
 local ENTRIES, POINTER = '\1', '\2'
 local RUN_CHUNKS = 256
@@ -19,6 +21,15 @@ local KEY = 16
 
 local loaded = {}
 local changed = {}
+local num_fields_added = 0
+
+local function set_field(key, field, value)
+  num_fields_added = num_fields_added + redis.call('HSET', key, field, value)
+end
+
+local function delete_field(key, field)
+  num_fields_added = num_fields_added - redis.call('HDEL', key, field)
+end
 
 -- True for one chunk in 64; `scripts.begins_run` is the same.
 local function begins_run(chunk)
@@ -99,7 +110,7 @@ local function add_chunk(chunk, parent)
     run.keys = run.keys .. chunk
     run.has_new_keys = true
     run.entries[position + 1] = ''
-    redis.call('HSET', chunks, chunk, POINTER .. run.head)
+    set_field(chunks, chunk, POINTER .. run.head)
     return run, position + 1
   end
   run = { head = chunk, keys = chunk, has_new_keys = true, entries = { '' } }
@@ -120,7 +131,7 @@ local function remove_chunk(run, position)
     return
   end
   local from = (position - 1) * KEY
-  redis.call('HDEL', chunks, string.sub(run.keys, from + 1, from + KEY))
+  delete_field(chunks, string.sub(run.keys, from + 1, from + KEY))
   run.keys = string.sub(run.keys, 1, from) .. string.sub(run.keys, from + KEY + 1)
   run.has_new_keys = true
   table.remove(run.entries, position)
@@ -130,15 +141,18 @@ end
 local function write_runs()
   for head, run in pairs(changed) do
     if #run.entries == 1 and run.entries[1] == '' then
-      redis.call('HDEL', chunks, head)
-      redis.call('HDEL', runs, head)
+      delete_field(chunks, head)
+      delete_field(runs, head)
       loaded[head] = nil
     else
-      redis.call('HSET', runs, head, ENTRIES .. cmsgpack.pack(run.entries))
+      set_field(runs, head, ENTRIES .. cmsgpack.pack(run.entries))
       if run.has_new_keys then
-        redis.call('HSET', chunks, head, run.keys)
+        set_field(chunks, head, run.keys)
       end
     end
   end
-  changed = {}
+  if num_fields_added ~= 0 then
+    redis.call('HINCRBY', fleet, 'fields', num_fields_added)
+  end
+  changed, num_fields_added = {}, 0
 end

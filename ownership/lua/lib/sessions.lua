@@ -11,10 +11,14 @@ local S_GROUP, S_THINK_S, S_TURN_ENDED_S, S_USED_S = 5, 6, 7, 8
 local MAX_THINK_TIMES, MAX_CHAIN_ENDS = 16, 8
 local NO_BOUNDARY = string.rep('\0', 16)
 
+-- One that cannot be read is not known.
 local function session_of(id)
-  local packed = redis.call('HGET', sessions, id)
-  if packed then
-    return cmsgpack.unpack(packed)
+  local is_read, found = pcall(cmsgpack.unpack, redis.call('HGET', sessions, id) or '')
+  if is_read and type(found) == 'table' and type(found[S_TOKEN]) == 'number'
+    and type(found[S_OWNER]) == 'number' and type(found[S_GROUP]) == 'string'
+    and type(found[S_THINK_S]) == 'table' and type(found[S_USED_S]) == 'number'
+    and (not found[S_TURN_ENDED_S] or type(found[S_TURN_ENDED_S]) == 'number') then
+    return found
   end
   return { 0, NOBODY, NO_BOUNDARY, 0, '', {}, false, 0 }
 end

@@ -11,7 +11,7 @@ import redis
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hetero_connector.errors import RecordError
+from hetero_connector.errors import RecordError, StaleEpochError
 from hetero_connector.spec.state_types import StateType
 from ownership.directory import Lease, Outcome, Standing
 from ownership.redis_directory import RedisDirectory, encoding
@@ -143,7 +143,7 @@ def test_an_unreadable_epoch_has_ended(hostile: Hostile) -> None:
     view = hostile.directory.lookup([what.chunk])
     assert view.standing(bob.epoch) is Standing.ENDED
     assert view.copies(0, KV) == []
-    with pytest.raises(RecordError):
+    with pytest.raises(StaleEpochError):  # so its worker registers again
         hostile.directory.renew_lease(bob.epoch)
     hostile.client.hdel(fleet_key(hostile.fleet, "epochs"), b"%d" % bob.epoch)
 

@@ -1,0 +1,33 @@
+-- Names the memory that the records are kept in: under another name some of them may be lost.
+-- Needs: fleet, chunks, runs, epochs.lua (for numbers).
+--
+-- The name changes with the server process (a restart, a failover to a replica that lagged) and
+-- when `chunks` and `runs` have another number of fields than the scripts left in them (evicted,
+-- deleted). fleet.memory: names the last such loss. fleet.fields: the number, see runs.lua.
+
+local function run_id()
+  local info = redis.pcall('INFO', 'server')  -- a user may lack the right to ask
+  return type(info) == 'string' and string.match(info, 'run_id:(%w+)') or ''
+end
+
+-- The number of artifacts is kept in proportion: nobody can tell which ones went.
+local function note_loss(known, found)
+  local artifacts = tonumber(redis.call('HGET', fleet, 'artifacts') or nil)
+  if artifacts and artifacts >= 0 and known and known > 0 then
+    artifacts = math.floor(artifacts * math.min(1, found / known))
+  else
+    artifacts = found
+  end
+  redis.call('HSET', fleet, 'fields', found, 'artifacts', field_of(artifacts),
+    'memory', field_of(next_in_sequence()))
+end
+
+local function memory_name()
+  local kept = redis.call('HMGET', fleet, 'fields', 'memory')
+  local known, found = tonumber(kept[1] or nil), redis.call('HLEN', chunks) + redis.call('HLEN', runs)
+  if (known or 0) ~= found or not kept[2] then
+    note_loss(known, found)
+    kept[2] = redis.call('HGET', fleet, 'memory')
+  end
+  return run_id() .. '/' .. kept[2]
+end
