@@ -28,8 +28,10 @@ from hetero_connector.errors import (
 )
 from hetero_connector.metrics import Recorder
 from ownership.directory import ChainView, Claim, Directory, Grant, Outcome
+from ownership.guarded import Guard
 from ownership.identifiers import Epoch
 from ownership.lease_keeper import LeaseKeeper
+from ownership.sweeping import Sweeper
 
 T = TypeVar("T")
 Job = Callable[[Directory, Epoch], T]
@@ -46,14 +48,8 @@ and then the lease's."""
 CLAIMS_WAIT_S = 0.025
 """So long claims wait at most for calls, which come first."""
 _SWEEPS_WAIT_S = 1.0
-_SWEEP_RECORDS = 1_000
-_SWEEP_AGAIN_S = 0.25
-"""Between two sweeps of a fleet's workers, while they find their fill or the directory is full: a
-sweep keeps a Redis busy for some 10 ms."""
-_SWEEP_FILL = 100
-"""So many records that nobody can use are many: there are others."""
 _PAUSE_S = 0.25
-"""After a claim that failed, or a bug: nothing is tried in a loop."""
+"""After a claim that failed: the directory is not asked in a loop."""
 _CLOSE_TIMEOUT_S = 5.0
 _CAUSES = (
     (StaleEpochError, "stale"),
@@ -108,22 +104,17 @@ class DirectoryThread:
         self._max_calls = max_calls
         self._max_claims = max_claims
         self._errands, self._leaving = errands, leaving
-        self._swept, self._num_workers = swept, num_workers
-        self._sweep_every_s = self._sweep_full_s = sweep_every_s
-        """The latter: until the next sweep where the directory is full."""
+        self._sweeper = Sweeper(directory, num_workers, swept, sweep_every_s, clock)
+        self._guard = Guard(recorder, clock)
         self._clock = clock
         self._wake = threading.Condition()
         self._calls: deque[_Call] = deque()
         self._claims: deque[Claim] = deque()
         self._batches: Iterator[Sequence[Claim]] | None = None
         """What is left to claim again under a new epoch; None when all is."""
-        self._claim_at_s = self._sweep_at_s = self._errands_at_s = self._claimed_s = clock()
+        self._claim_at_s = self._errands_at_s = self._claimed_s = clock()
         self._has_dropped = False
         self._is_closing = False
-        self._paused_until_s: dict[str, float] = {}
-        """Parts of a turn that failed otherwise than a directory may."""
-        self._said: set[tuple[str, type[Exception], int]] = set()
-        """Such failures, by what failed and where."""
         self._thread = threading.Thread(target=self._run, name="directory", daemon=True)
 
     @property
@@ -215,36 +206,16 @@ class DirectoryThread:
 
     def _turn(self) -> None:
         """What is due: the lease, the errands, then either a call, or claims and a sweep."""
-        self._do("lease", self._keep_lease)
-        self._do("errands", self._run_errands)
+        self._guard.run("lease", self._keep_lease)
+        self._guard.run("errands", self._run_errands)
         call = None if self._is_owed() else self._next_call()
         if call is not None:
             self._answer(call)
         elif self._is_joined():
             if self._clock() >= self._claim_at_s:
-                self._do("claims", self._publish_batch)
-            if self._clock() >= self._sweep_at_s:
-                self._do("sweep", self._sweep)
-
-    def _do(self, part: str, action: Callable[[], None]) -> None:
-        """A bug in one part must not end the others, nor be repeated in a loop."""
-        if self._clock() < self._paused_until_s.get(part, -math.inf):
-            return
-        try:
-            action()
-        except Exception as error:
-            self._paused_until_s[part] = self._clock() + _PAUSE_S
-            self._recorder.add("heterocache_directory_failures", cause="internal")
-            self._say(part, error)
-
-    def _say(self, part: str, error: Exception) -> None:
-        at = error.__traceback__
-        while at is not None and at.tb_next is not None:
-            at = at.tb_next
-        cause = (part, type(error), 0 if at is None else at.tb_lineno)
-        if cause not in self._said:
-            self._said.add(cause)
-            _log.error("the directory's thread goes on after an error (%s)", part, exc_info=error)
+                self._has_dropped |= not self._guard.run("claims", self._publish_batch)
+            if self._clock() >= self._sweeper.due_s:
+                self._guard.run("sweep", self._sweep)
 
     def _keep_lease(self) -> None:
         if self._keeper.keep() is not None:
@@ -266,13 +237,9 @@ class DirectoryThread:
         now_s = self._clock()
         has_claims = bool(self._claims) or self._batches is not None
         since_s = max(self._claimed_s + CLAIMS_WAIT_S, self._claim_at_s)
-        return (has_claims and now_s >= self._after_pause("claims", since_s)) or (
-            now_s >= self._after_pause("sweep", self._sweep_at_s) + _SWEEPS_WAIT_S
+        return (has_claims and now_s >= self._guard.earliest_s("claims", since_s)) or (
+            now_s >= self._guard.earliest_s("sweep", self._sweeper.due_s) + _SWEEPS_WAIT_S
         )
-
-    def _after_pause(self, part: str, due_s: float) -> float:
-        """When a part that is due then will be tried."""
-        return max(due_s, self._paused_until_s.get(part, -math.inf))
 
     def _is_joined(self) -> bool:
         lease = self._keeper.lease
@@ -282,12 +249,12 @@ class DirectoryThread:
         """Seconds until there is something to do, if nothing new comes in."""
         if self._calls:
             return 0.0
-        due_s = self._after_pause("lease", self._clock() + self._keeper.wait_s())
+        due_s = self._guard.earliest_s("lease", self._clock() + self._keeper.wait_s())
         if self._is_joined():
-            due_s = min(due_s, self._after_pause("sweep", self._sweep_at_s))
+            due_s = min(due_s, self._guard.earliest_s("sweep", self._sweeper.due_s))
             if self._claims or self._batches is not None:
-                due_s = min(due_s, self._after_pause("claims", self._claim_at_s))
-        due_s = min(due_s, self._after_pause("errands", self._errands_at_s))
+                due_s = min(due_s, self._guard.earliest_s("claims", self._claim_at_s))
+        due_s = min(due_s, self._guard.earliest_s("errands", self._errands_at_s))
         return max(0.0, due_s - self._clock())
 
     def _next_call(self) -> _Call | None:
@@ -329,7 +296,7 @@ class DirectoryThread:
         for grant in grants:
             self._keeper.saw(grant.token)
         if any(grant.outcome is Outcome.FULL for grant in grants):
-            self._sweep_at_s = min(self._sweep_at_s, self._clock() + self._sweep_full_s)
+            self._sweeper.found_full()
         self._granted(lease.epoch, claims, grants)
 
     def _next_claims(self) -> Sequence[Claim]:
@@ -357,21 +324,10 @@ class DirectoryThread:
             self._recorder.add("heterocache_directory_claims_dropped", count)
 
     def _sweep(self) -> None:
-        """Sooner again where there was something to sweep, or may be: a full directory is searched
-        ever less often for what nobody can use while there is nothing.
-        """
-        soon_s = _SWEEP_AGAIN_S * max(1, self._num_workers())
-        self._sweep_full_s = min(self._sweep_every_s, 2 * max(soon_s, self._sweep_full_s))
-        self._sweep_at_s = self._clock() + self._sweep_every_s
         try:
-            num_forgotten = self._directory.sweep(_SWEEP_RECORDS)
+            self._sweeper.sweep()
         except DirectoryError as error:
             self._counted(error)
-            return
-        if num_forgotten >= _SWEEP_FILL:
-            self._sweep_full_s = soon_s
-            self._sweep_at_s = self._clock() + soon_s
-        self._swept(num_forgotten)
 
     def _counted(self, error: DirectoryError) -> DirectoryError:
         if isinstance(error, StaleEpochError):

@@ -5,9 +5,7 @@ time: a claim that is repeated before it is over either renews that, or makes us
 what its owner has let go. With them is claimed again what the directory had no room for. What
 leaves the store is released.
 
-Records may be lost, and changes that came too fast are not told. So the record of each artifact is
-looked at again and again, and what is not as it is here is claimed: of replicas often, of all else
-slowly, a call each second, and at once when the directory says that its memory is another one.
+What the directory may have lost, or was not told, is found by `record_audit`.
 
 Only the directory's thread comes here.
 """
@@ -27,35 +25,27 @@ from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.metrics import Recorder
 from ownership.directory import (
-    ChainView,
     Claim,
     Copy,
     Directory,
     Grant,
-    Holding,
     Outcome,
-    Standing,
 )
 from ownership.directory_thread import CLAIMS_PER_CALL, DirectoryThread
 from ownership.identifiers import NO_TOKEN, Epoch, Token
 from ownership.reader_counts import ReadStore
+from ownership.record_audit import Known, RecordAudit
 
 LISTING_TTL_S = 60.0
 _TELL_DEADLINE_S = 5.0
 _PAUSE_S = 0.5
 """After something that the directory could not be told."""
-_LOOK_EVERY_S = 1.0
-"""Between two looks at records that nobody has said are lost."""
 _RECLAIM_LEASES = 2
 """So often replicas' records are looked at: what an owner lets go is owned again within two."""
 _TOLD_LEASES = 2
 """So long releases are remembered, to be told again. A directory that went back by more than a
 lease has no living epoch of ours."""
 _MAX_TOLD = 65_536
-
-
-_Known = tuple[Claim, Token]
-"""What is here, and the token under which it is ours."""
 
 
 class SharedStore(ReadStore, Protocol):
@@ -146,14 +136,9 @@ class Ledger:
         """What is here and not listed, for the directory was full."""
         self._told: OrderedDict[ArtifactId, tuple[Token, float]] = OrderedDict()
         """Releases that were answered, and when: of late, oldest first."""
-        self._replicas_left: Iterator[Sequence[_Known]] = iter(())
-        """Replicas, and what found no room, whose records are still to be looked at."""
-        self._all_left: Iterator[Sequence[_Known]] = iter(())
-        """All that is here, likewise."""
-        self._are_replicas_due = self._is_all_due = False
-        """Whether that must not wait."""
-        self._looking: Future[None] | None = None
-        self._look_at_s = clock()
+        self._audit = RecordAudit(
+            thread, self._held, self._replicas, self._refused, self._relist, listing_ttl_s, clock
+        )
         self._telling: Future[None] | None = None
         self._tell_at_s = self._reclaim_at_s = clock()
 
@@ -168,8 +153,7 @@ class Ledger:
         self._num_replicas.clear()
         self._replica_bytes = 0
         self._told.clear()
-        self._replicas_left = self._all_left = iter(())
-        self._are_replicas_due = self._is_all_due = False
+        self._audit.clear()
         return self._all()
 
     def _all(self) -> Iterator[Sequence[Claim]]:
@@ -183,91 +167,31 @@ class Ledger:
         self._take_exports()
         now_s = self._clock()
         if self._thread.take_dropped():
-            self._look_at_all()
+            self._audit.look_at_all()
         if now_s >= self._reclaim_at_s:
             self._reclaim_at_s = now_s + self._reclaim_every_s
-            self._replicas_left, self._are_replicas_due = self._listed(), True
-        self._look(now_s)
+            self._audit.look_at_replicas()
         self._tell()
-        wait_s = min(self._reclaim_at_s - now_s, _LOOK_EVERY_S)
+        wait_s = min(self._reclaim_at_s - now_s, self._audit.keep())
         if self._releases or self._unlisted:
             wait_s = min(wait_s, max(0.0, self._tell_at_s - now_s))
         return wait_s
 
     def records_lost(self) -> None:
         """The directory's memory is another one: what it was told of late may be lost."""
-        self._look_at_all()
-        self.reclaim()
+        self._audit.look_at_all()
         oldest_s = self._clock() - self._told_for_s
         late = {a: token for a, (token, told_s) in self._told.items() if told_s >= oldest_s}
         self._told.clear()
         for artifact in self._store.gone(late):
             self._releases.setdefault(artifact, late[artifact])
 
-    def _look_at_all(self) -> None:
-        self._all_left, self._is_all_due = self._held(), True
+    def _relist(self, artifact: ArtifactId) -> None:
+        self._unlisted[artifact] = None
 
-    def _look(self, now_s: float) -> None:
-        """Look at the next records, one call at a time."""
-        if self._looking is not None:
-            if not self._looking.done():
-                return
-            if self._looking.exception() is not None:
-                self._look_at_s = now_s + _PAUSE_S
-                if self._is_all_due:
-                    self._look_at_all()
-            self._looking = None
-        is_due = self._are_replicas_due or self._is_all_due or now_s >= self._look_at_s
-        # Where the worker is alone all is claimed anew before long.
-        has_time = self._thread.takes_claims and self._thread.num_claims < CLAIMS_PER_CALL
-        if is_due and has_time:
-            self._look_at_s = now_s + _LOOK_EVERY_S
-            self._looking = self._thread.call(self._look_at_some, _TELL_DEADLINE_S)
-
-    def _look_at_some(self, directory: Directory, epoch: Epoch) -> None:
-        known = next(self._replicas_left, None)
-        if known is None:
-            self._are_replicas_due = False
-            known = next(self._all_left, None)
-        if known is None:
-            self._all_left, self._is_all_due = self._held(), False
-            return
-        chunks = list(dict.fromkeys(claim.artifact.chunk for claim, _ in known))
-        view = directory.lookup(chunks)
-        index_of = {chunk: index for index, chunk in enumerate(chunks)}
-        wrong = []
-        for claim, token in known:
-            holdings = view.chunks[index_of[claim.artifact.chunk]]
-            holding = holdings.get(claim.artifact.state_type)
-            if holding is None or not self._is_right(holding, claim, token, epoch, view):
-                wrong.append(claim)
-        self._thread.publish(wrong)
-
-    def _is_right(
-        self, holding: Holding, claim: Claim, token: Token, epoch: Epoch, view: ChainView
-    ) -> bool:
-        """Whether the record says what is known here. A listing about to end is renewed."""
-        if holding.owner == epoch:
-            return (holding.token, holding.copy) == (token, claim.copy)
-        if claim.artifact not in self._replicas or view.standing(holding.owner) is Standing.ENDED:
-            return False
-        least_s = view.now_s + self._ttl_s / 2
-        if not any(
-            (r.holder, r.copy) == (epoch, claim.copy) and r.expires_s > least_s
-            for r in holding.replicas
-        ):
-            self._unlisted[claim.artifact] = None
-        return True
-
-    def _listed(self) -> Iterator[Sequence[_Known]]:
-        waiting = iter([*self._replicas, *self._refused])
-        while artifacts := list(islice(waiting, CLAIMS_PER_CALL)):
-            claims = (self._replicas.get(a) or self._refused.get(a) for a in artifacts)
-            yield [(claim, NO_TOKEN) for claim in claims if claim is not None]
-
-    def _held(self) -> Iterator[Sequence[_Known]]:
+    def _held(self) -> Iterator[Sequence[Known]]:
         """All that is here, as it is when it is asked for; but what is being released."""
-        known: list[_Known] = []
+        known: list[Known] = []
         for batch in self._store.inventory():
             known += [(_claim(c), Token(c.token)) for c in batch if c.id not in self._releases]
             if len(known) >= CLAIMS_PER_CALL:

@@ -91,7 +91,7 @@ def served_too_long_s(at_s: float, what: str) -> float:
             if what == "a job":
                 thread.call(two_calls, LEASE_S)
             else:
-                thread._sweep_at_s = clock.now_s
+                thread._sweeper.due_s = clock.now_s
                 clock.store.put(change(1))
                 worker.wake()
         if thread._idle_s() == 0.0:
