@@ -20,6 +20,7 @@ from hetero_connector.config_values import (
     directory_path,
     file_path,
     fleet_directory,
+    folder_or_off,
     lease,
     number,
     one_of,
@@ -117,6 +118,11 @@ KEYS: tuple[Key, ...] = (
         "Address of this machine through which its peers read from it", peer_host,
     ),
     Key(
+        "adopt_from", "path or `off`", "the folder that `ssd_dir` lies in",
+        "What dead engines left on SSD is taken over where it lies below this folder, links not "
+        "followed", folder_or_off,
+    ),
+    Key(
         "tp_sizes", "`own` or `any`", "`own`",
         "Whose state to share: of engines with this tensor-parallel size, or of any that say `any` "
         "too. They round differently, so answers are then exact but for rounding",
@@ -181,6 +187,8 @@ class HeteroConfig:
     """"": the host's name and the engine's id."""
     peer_host: str = ""
     """"": any."""
+    adopt_from: Path | None = None
+    """None: nowhere. Never the root of the file system by default."""
     tp_sizes: Literal["own", "any"] = "own"
     trust_client_media_ids: bool = False
     eviction: Literal["leaf_lru", "lru", "value"] = "leaf_lru"
@@ -218,7 +226,7 @@ class HeteroConfig:
             k.name: k.parse(k.name, extra_config[k.name]) for k in KEYS if k.name in extra_config
         }
         if not given.get("directory"):
-            for key in ("lease_s", "replica_ttl_s", "worker_name", "peer_host"):
+            for key in ("lease_s", "replica_ttl_s", "worker_name", "peer_host", "adopt_from"):
                 if key in given:
                     raise ConfigError(key, "needs 'directory', where the fleet meets")
         given["dram_gib"] = _dram_gib(given.get("dram_gib"))
@@ -228,6 +236,9 @@ class HeteroConfig:
             for key in ("ssd_gib", "ssd_write_gib_per_day"):
                 if key in given:
                     raise ConfigError(key, "needs 'ssd_dir', the directory to use")
+        if "adopt_from" not in given and "ssd_dir" in given:
+            folder = given["ssd_dir"].parent
+            given["adopt_from"] = None if folder == folder.parent else folder
         return cls(**given)
 
 

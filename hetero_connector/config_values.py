@@ -106,6 +106,11 @@ def directory_path(key: str, value: object) -> Path:
     return path
 
 
+def folder_or_off(key: str, value: object) -> Path | None:
+    """A path that is a directory or can become one; None for `off`."""
+    return None if value == "off" else directory_path(key, value)
+
+
 def file_path(key: str, value: object) -> Path:
     """A path of a file that is there."""
     path = _path(key, value, "file")

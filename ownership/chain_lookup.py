@@ -87,11 +87,11 @@ class ChainLookups:
         deadline_s: float = DEADLINE_S,
         clock: Callable[[], float] = time.monotonic,
         found_own: Callable[[Mapping[ArtifactId, Token]], None] = lambda _: None,
-        own_storage: Callable[[], str] = lambda: "",
+        may_adopt_from: Callable[[str], bool] = lambda _: True,
     ) -> None:
         """`deadline_s`: how long an answer is waited for. `found_own`: told, on the directory's
-        thread, of artifacts that the directory says are this worker's. `own_storage`: its SSD
-        directory, what an earlier epoch left in it is here already.
+        thread, of artifacts that the directory says are this worker's. `may_adopt_from`: whether
+        what a dead worker left on a storage may be read here.
         """
         self._thread = thread
         self._keeper = keeper
@@ -100,7 +100,7 @@ class ChainLookups:
         self._deadline_s = deadline_s
         self._clock = clock
         self._found_own = found_own
-        self._own_storage = own_storage
+        self._may_adopt_from = may_adopt_from
         self._breaker = CircuitBreaker(clock)
 
     def find(self, chain: Sequence[ChunkKey]) -> ChainLookup:
@@ -181,7 +181,7 @@ class ChainLookups:
                     listed = _copy(copy, holder, token, asked_s)
                     copies.setdefault(state_type, []).append(listed)
                 storage = view.adoptable(index, state_type)
-                if storage not in ("", self._own_storage()):
+                if storage and self._may_adopt_from(storage):
                     dead.add(holding.owner)
                     left = _copy(holding.copy, holding.owner, holding.token, asked_s, storage)
                     copies.setdefault(state_type, []).append(left)

@@ -80,7 +80,7 @@ class FleetWorker:
             lookup_s,
             clock,
             self._found_own,
-            lambda: self._storage,
+            lambda storage: self._store is not None and self._store.may_adopt_from(storage),
         )
         self._store: SharedStore | None = None
         self._ledger: Ledger | None = None

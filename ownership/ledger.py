@@ -61,6 +61,10 @@ class SharedStore(ReadStore, Protocol):
         """Its SSD directory, for whoever takes over; "" for none."""
         ...
 
+    def may_adopt_from(self, storage: str) -> bool:
+        """Whether what a dead worker left there may be read here."""
+        ...
+
     def serve_under(self, epoch: int) -> None:
         """Peers accept what was listed under this epoch; 0: nothing."""
         ...

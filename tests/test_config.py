@@ -48,6 +48,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         "replica_ttl_s": 90.0,
         "worker_name": "ann",
         "peer_host": "127.0.0.1",
+        "adopt_from": str(tmp_path / "ssds"),
         "tp_sizes": "any",
         "trust_client_media_ids": True,
         "eviction": "value",
@@ -63,6 +64,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     assert dataclasses.asdict(read) == {
         **extra,
         "ssd_dir": tmp_path / "new",
+        "adopt_from": tmp_path / "ssds",
         "planner_profile": tmp_path / "profile.json",
     }
     assert (read.dram_bytes, read.ssd_bytes) == (2 * GIB, 3 * GIB // 2)
@@ -288,6 +290,23 @@ def test_anything_is_a_config_or_a_config_error(extra: dict[str, Any]) -> None:
     else:
         assert set(extra) <= {k.name for k in KEYS}
         assert read.dram_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [
+        ({"ssd_dir": "/nvme/kv"}, Path("/nvme")),
+        ({"ssd_dir": "/kv"}, None),
+        ({}, None),
+        ({"ssd_dir": "/nvme/kv", "adopt_from": "off"}, None),
+        ({"adopt_from": "/shared"}, Path("/shared")),
+    ],
+)
+def test_dead_engines_directories_are_looked_for_beside_the_own(
+    given: dict[str, Any], folder: Path | None
+) -> None:
+    """But never in the whole file system, unless somebody says so."""
+    assert config(directory="memory://", **given).adopt_from == folder
 
 
 def test_the_table_has_a_row_of_four_cells_for_every_key() -> None:

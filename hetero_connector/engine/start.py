@@ -264,6 +264,7 @@ def _store_config(config: HeteroConfig, vllm_config: VllmConfig, *, shared: bool
         load_deadline_s=config.load_deadline_s,
         peer_deadline_s=config.load_deadline_s / _PEERS_PER_LOAD,
         replica_ttl_s=config.replica_ttl_s,
+        adopt_from=config.adopt_from,
         # Peers are told of what has its checksum: at once, so that they find it.
         spill_delay_s=0.0 if config.directory else StoreConfig.spill_delay_s,
     )

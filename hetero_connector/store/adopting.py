@@ -8,13 +8,15 @@ engine's directory is only read (`orphans`).
 
 Files may be slow or hang, so they are touched on a thread beside the I/O thread, batch by batch. A
 batch may take as long as one of a peer; what it has read by then counts. It then stops after the
-artifact that it is at, and slots that this may fill stay in quarantine until it has.
+artifact that it is at, and slots that this may fill stay in quarantine until it has. A storage that
+hangs keeps its own thread and slots; others are read meanwhile.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +26,7 @@ import numpy.typing as npt
 
 from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import SlotRef, Tier
-from hetero_connector.errors import StoreError, StoreInUseError
+from hetero_connector.errors import StoreInUseError
 from hetero_connector.store.base import Failure
 from hetero_connector.store.orphans import open_orphans
 from hetero_connector.store.peers import Peers
@@ -35,6 +37,8 @@ logger = logging.getLogger("vllm.heterocache")
 _BATCH_BYTES = 4 << 20
 _AVOID_S = 1.0
 """How long a directory that could not be read is left alone."""
+_MAX_LATE = 8
+"""Storages that may hang at once; while so many do nothing is adopted from others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +75,8 @@ class Adopter:
         self._memory = memory
         self._peers = peers
         self._batch: _Batch | None = None
-        self._late: _Batch | None = None
+        self._late: dict[str, _Batch] = {}
+        """Given up and not done, by storage."""
         self._avoid_until_s: dict[str, float] = {}
 
     @property
@@ -82,9 +87,9 @@ class Adopter:
     def step(self) -> bool:
         """Start what is queued, end what has ended; True if anything moved."""
         moved = False
-        if self._late is not None and self._late.done.is_set():
-            self._settle_rest(self._late, Failure.GONE)
-            self._late = None
+        for batch in [batch for batch in self._late.values() if batch.done.is_set()]:
+            self._settle_rest(batch, Failure.GONE)
+            del self._late[batch.storage]
             moved = True
         if self._batch is None and self._state.orphan_loads:
             self._start(self._take())
@@ -95,11 +100,12 @@ class Adopter:
 
     def close(self, timeout_s: float) -> bool:
         """False if a read may still write into the arena: it must then stay mapped."""
-        batch = self._batch or self._late  # none begins while one is late
-        if batch is None:
-            return True
-        batch.cancelled.set()
-        return batch.done.wait(timeout_s)
+        batches = [*self._late.values(), *([self._batch] if self._batch else [])]
+        for batch in batches:
+            batch.cancelled.set()
+        until_s = time.monotonic() + timeout_s
+        waits = [batch.done.wait(max(0.0, until_s - time.monotonic())) for batch in batches]
+        return all(waits)
 
     def _take(self) -> list[_Read]:
         """The next loads, of one storage; what nobody waits for any more is settled here."""
@@ -130,13 +136,15 @@ class Adopter:
         if not reads:
             return
         storage, now_s = reads[0].copy.storage, self._state.clock()
-        if self._late is not None or now_s < self._avoid_until_s.get(storage, 0.0):
+        is_avoided = now_s < self._avoid_until_s.get(storage, 0.0)
+        root = self._state.config.adopt_from
+        if root is None or is_avoided or storage in self._late or len(self._late) >= _MAX_LATE:
             self._settle(reads, [Failure.UNREACHABLE] * len(reads))
             return
         self._batch = _Batch(storage, reads, now_s)
         # A daemon: an interpreter that exits does not wait for a file system that hangs.
         threading.Thread(
-            target=_read_all, args=(self._batch,), name="heterocache-adopt", daemon=True
+            target=_read_all, args=(self._batch, root), name="heterocache-adopt", daemon=True
         ).start()
 
     def _poll(self, batch: _Batch) -> bool:
@@ -162,7 +170,7 @@ class Adopter:
         """At the deadline: nobody waits any more, but the slots are not free yet."""
         batch.cancelled.set()
         self._batch = None
-        self._late = batch
+        self._late[batch.storage] = batch
         self._avoid(batch.storage)
         state = self._state
         logger.warning("%s was not read in time", batch.storage)
@@ -203,10 +211,10 @@ class Adopter:
             state.offer(artifact)
 
 
-def _read_all(batch: _Batch) -> None:
+def _read_all(batch: _Batch, root: Path) -> None:
     """On the thread that touches files."""
     try:
-        with open_orphans(Path(batch.storage)) as directory:
+        with open_orphans(Path(batch.storage), root, batch.cancelled.is_set) as directory:
             for read in batch.reads:
                 if batch.cancelled.is_set():
                     break
@@ -216,7 +224,7 @@ def _read_all(batch: _Batch) -> None:
     except StoreInUseError as e:
         logger.info("nothing is adopted: %s", e)
         batch.rest = Failure.UNREACHABLE
-    except (StoreError, OSError, ValueError) as e:  # ValueError: no path at all
+    except Exception as e:  # whatever there is to read may be anybody's work
         logger.warning("%s cannot be read: %s", batch.storage, e)
     finally:
         batch.done.set()

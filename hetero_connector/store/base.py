@@ -59,6 +59,8 @@ class StoreConfig:
     """A restore that has not finished reading by then keeps what it has; the rest is a miss."""
     peer_deadline_s: float = 2.0
     """A read from a peer that has not ended by then is a miss, and the peer is left alone."""
+    adopt_from: Path | None = None
+    """What dead engines left is read only where it lies below; None: nowhere."""
     spill_delay_s: float = 0.2
     """How long a sealed artifact may wait in DRAM before its write to SSD starts."""
     replica_ttl_s: float = 300.0

@@ -14,6 +14,7 @@ from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.store.exporting import as_it_stands
+from hetero_connector.store.orphans import may_adopt_from
 from hetero_connector.store.peers import PeerPort
 from hetero_connector.store.state import StoreState
 
@@ -35,6 +36,10 @@ class Sharing:
     def card(self) -> bytes:
         """What peers need to read the DRAM tier, for the directory: a `PeerCard`."""
         return self._port.card
+
+    def may_adopt_from(self, storage: str) -> bool:
+        """Whether what an ended engine left there may be read here."""
+        return storage != self.storage and may_adopt_from(self._state.config.adopt_from, storage)
 
     def serve_under(self, epoch: int) -> None:
         """Peers accept what they read from now if it was listed under this epoch; 0: nothing."""

@@ -76,6 +76,9 @@ class ListedStore:
         token = self.tokens.pop(gone.id, 0)
         self._changes.append(ExportChange(gone.chunk, KV, None, token))
 
+    def may_adopt_from(self, storage: str) -> bool:
+        return storage != self.storage
+
     def serve_under(self, epoch: int) -> None:
         self.epochs.append(epoch)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -155,8 +155,8 @@ class Member:
 
 
 @pytest.fixture
-def member(monkeypatch: pytest.MonkeyPatch) -> Iterator[Member]:
-    yield Member(monkeypatch)
+def member(monkeypatch: pytest.MonkeyPatch) -> Member:
+    return Member(monkeypatch)
 
 
 def test_claims_dropped_for_too_many_waited_are_told_within_two_leases(

@@ -110,6 +110,7 @@ class _Worker:
                 root,
                 64 * (CHUNK_BYTES + 8_192),
                 peer_deadline_s=PEER_DEADLINE_S,
+                adopt_from=root.parent,
                 load_deadline_s=LOAD_DEADLINE_S,
                 spill_delay_s=0.0,
             ),

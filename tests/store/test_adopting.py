@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from adoption import CHUNKS, DEAD, PEER_DEADLINE_S, Bytes, Copies, Survivor, leave, records
 from filling import (
-    CHUNK,
-    CHUNK_BYTES,
     FINGERPRINT,
     SIZES,
     Bench,
-    Clock,
-    chain,
     ids_of,
     intact,
     put,
@@ -26,68 +22,14 @@ from filling import (
     wait,
 )
 
-from hetero_connector.artifacts.peer_copy import PeerCopy
-from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier
+from hetero_connector.artifacts.record import ArtifactId, Tier
 from hetero_connector.errors import StoreInUseError
-from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.store import adopting, journal, ssd_directory
-from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Failure, Restore, StoreConfig, Wanted
+from hetero_connector.store.base import Failure
 from hetero_connector.store.directory_lock import DirectoryLock, shared
 from hetero_connector.store.journal_format import CorruptJournalError
 from hetero_connector.store.orphans import OrphanDirectory, open_orphans
-from hetero_connector.store.peers import KnownPeers, PeerAccess
 from hetero_connector.store.ssd_space import model_directory
-from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
-
-CHUNKS = chain("left", 3)
-DEAD = 5
-PEER_DEADLINE_S = 0.5
-Copies = Mapping[ArtifactId, PeerCopy]
-Bytes = npt.NDArray[np.uint8]
-
-
-class Survivor:
-    """An engine of the same model with an SSD of its own."""
-
-    def __init__(self, root: Path, dram_chunks: int = 8, load_deadline_s: float = 10.0) -> None:
-        self.clock = Clock()
-        self.peers, self.recorder = KnownPeers(), Recorder()
-        network = MemoryNetwork()
-        self.store = ArtifactStore.open(
-            SIZES,
-            StoreConfig(
-                dram_chunks * CHUNK_BYTES,
-                root,
-                32 * CHUNK_BYTES,
-                load_deadline_s=load_deadline_s,
-                peer_deadline_s=PEER_DEADLINE_S,
-                spill_delay_s=0.0,
-            ),
-            self.recorder,
-            chunk_tokens=CHUNK,
-            fingerprint=FINGERPRINT,
-            description={},
-            clock=self.clock,
-            peers=PeerAccess(self.peers, lambda regions: MemoryPeers(network, regions)),
-        )
-        self._counted: dict[str, float] = {}
-
-    def adopt(self, copies: Copies) -> Restore:
-        """Restore CHUNKS as the directory says they were left."""
-        return wait(self.begin(copies))
-
-    def begin(self, copies: Copies) -> Restore:
-        found = [StoredChunk(c, dict.fromkeys(SIZES, Tier.SSD)) for c in CHUNKS]
-        return self.store.begin_restore([Wanted(t, found) for t in SIZES], copies)
-
-    def count(self, name: str, tier: Tier | None = None) -> float:
-        """All that was counted of a metric, of a tier or whatever its labels."""
-        for key, number in (self.recorder.drain() or {}).get(COUNTERS, {}).items():
-            self._counted[key] = self._counted.get(key, 0.0) + number
-        label = "" if tier is None else f"tier={tier.value}"
-        counted = self._counted.items()
-        return sum(n for key, n in counted if key.startswith(f"{name}{{") and label in key)
 
 
 @pytest.fixture
@@ -102,24 +44,6 @@ def survivor(tmp_path: Path) -> Iterator[Survivor]:
     yield made
     made.store.close()
     made.store.check_integrity()
-
-
-def leave(root: Path) -> Copies:
-    store = Bench(root).open()
-    put(store, CHUNKS)
-    assert store.flush(20)
-    copies = records(store, root)
-    store.close()
-    return copies
-
-
-def records(store: ArtifactStore, root: Path) -> Copies:
-    with store._state.lock:
-        found = list(store._tiers.index.artifacts())
-    storage = str(model_directory(root, FINGERPRINT))
-    return {
-        a.id: PeerCopy(DEAD, -1, 0, a.size_bytes, a.checksum or b"", storage=storage) for a in found
-    }
 
 
 def files_of(root: Path) -> dict[str, bytes]:
@@ -277,10 +201,10 @@ def test_an_engine_that_starts_waits_for_those_who_read_there(
 def test_those_who_read_let_an_engine_that_starts_go_first(left: Copies, tmp_path: Path) -> None:
     folder = model_directory(tmp_path / "dead", FINGERPRINT)
     opening = DirectoryLock.acquire(tmp_path / "dead" / ".lock")
-    with pytest.raises(StoreInUseError, match="is opening"), open_orphans(folder):
+    with pytest.raises(StoreInUseError, match="is opening"), open_orphans(folder, tmp_path):
         pass
     opening.release()
-    with open_orphans(folder) as directory:
+    with open_orphans(folder, tmp_path) as directory:
         with pytest.raises(StoreInUseError, match="read by peers"):  # not the dead one's pid
             DirectoryLock.acquire(folder / "lock")
         opening = DirectoryLock.acquire(tmp_path / "dead" / ".lock")
