@@ -6,10 +6,10 @@
 
 local now_s = tick_s()
 local answer = { string.format('%.0f', generation()) }
-for _, field in ipairs(redis.call('HKEYS', epochs)) do
-  if standing(tonumber(field), now_s) == LIVE then
-    table.insert(answer, entry_of(tonumber(field))[NAME])
-    table.insert(answer, redis.call('HGET', adopted, field) or '0')
+for _, epoch in ipairs(known_epochs()) do
+  if standing(epoch, now_s) == LIVE then
+    table.insert(answer, entry_of(epoch)[NAME])
+    table.insert(answer, field_of(tonumber(redis.call('HGET', adopted, field_of(epoch)) or nil) or 0))
   end
 end
 return answer

@@ -1,9 +1,11 @@
--- The fleet's generation. Needs: fleet.
+-- The fleet's generation. Needs: fleet, epochs.lua (for numbers).
 --
 -- fleet.generation: a number that only grows; absent before any reset, and after a loss of memory.
 
 local function generation()
-  return tonumber(redis.call('HGET', fleet, 'generation') or 0)
+  local number = tonumber(redis.call('HGET', fleet, 'generation') or nil)
+  local is_one = number and number >= 0 and number < LAST_NUMBER and number == math.floor(number)
+  return is_one and number or 0
 end
 
 local function keep_generation(number)
