@@ -83,6 +83,16 @@ def _parser() -> argparse.ArgumentParser:
     length.add_argument("--all", action="store_true", help="show every candidate")
     command.set_defaults(run=_explain)
 
+    command = commands.add_parser(
+        "reset", help="make every engine of a fleet forget what is stored"
+    )
+    command.add_argument("--directory", required=True, metavar="URL", help="the fleet's, redis://…")
+    command.add_argument(
+        "--wait", type=float, nargs="?", const=60.0, default=0.0, metavar="SECONDS",
+        help="until every engine has adopted it (default 60); 1 if one has not",
+    )  # fmt: skip
+    command.set_defaults(run=_reset)
+
     trace = commands.add_parser("trace", help="recorded requests; needs the extra `sim`")
     actions = trace.add_subparsers(required=True, metavar="ACTION")
     command = actions.add_parser("stats", help="what of the prompts comes back, and when")
@@ -216,6 +226,34 @@ def _explain(args: argparse.Namespace) -> int:
         print(explain(found.decision, None if args.all else args.rows))
         print(found.assumptions())
     return EXIT_OK
+
+
+def _reset(args: argparse.Namespace) -> int:
+    from ownership.fleet_reset import reset_fleet
+    from ownership.open_directory import open_directory
+
+    try:
+        directory = open_directory(args.directory)
+    except ValueError as e:
+        return _complain(e)
+    try:
+        reset = reset_fleet(directory, args.wait)
+    except HeteroCacheError as e:
+        return _complain(e)
+    finally:
+        directory.close()
+    if args.json:
+        print(json.dumps(dataclasses.asdict(reset)))
+    else:
+        print(f"generation {reset.number}")
+        for name in reset.adopted:
+            print(f"{name}: adopted")
+        for name in reset.missing:
+            print(f"{name}: not yet")
+    if not (reset.adopted or reset.missing):
+        _note("no engine is registered there: is it the directory, and the fleet, that they use?")
+        return EXIT_BAD
+    return EXIT_OK if reset.is_complete or not args.wait else EXIT_BAD
 
 
 def _trace_stats(args: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
+from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.metrics import Recorder
 from ownership.chain_lookup import DEADLINE_S, ChainLookup, ChainLookups
@@ -88,6 +89,9 @@ class FleetWorker:
         self._serving = NOBODY
         self._refresh_at_s = clock()
         self._refreshing: Future[None] | None = None
+        self._tell_at_s = clock()
+        self._told_in: Generation | None = None
+        self._telling: Future[None] | None = None
 
     @property
     def is_heard(self) -> bool:
@@ -157,7 +161,13 @@ class FleetWorker:
         if self._keeper.take_loss():
             self._ledger.records_lost()
             self._readers.records_lost()
-        wait_s = min(self._serve(), self._ledger.keep(), self._readers.keep(), self._refresh())
+        wait_s = min(
+            self._serve(),
+            self._ledger.keep(),
+            self._readers.keep(),
+            self._refresh(),
+            self._follow_resets(),
+        )
         return max(0.0, wait_s)
 
     def _serve(self) -> float:
@@ -185,7 +195,7 @@ class FleetWorker:
             self._refreshing = self._thread.call(self._ask_who_lives, self._lease_s)
         return self._refresh_at_s - now_s
 
-    def _ask_who_lives(self, directory: Directory, epoch: Epoch) -> None:
+    def _ask_who_lives(self, directory: Directory, _: Epoch) -> None:
         assert self._ledger is not None
         asked_s = self._clock()
         workers = directory.workers()
@@ -194,7 +204,18 @@ class FleetWorker:
         if self.peers.take_ended() or not self._ledger.owners <= workers.keys():
             self._ledger.reclaim()
             self._thread.wake()
-        self._tell_generation(directory, epoch)
+
+    def _follow_resets(self) -> float:
+        """Ask for the fleet's resets, now and then, and at once after one of our own."""
+        assert self._store is not None
+        now_s, generation = self._clock(), self._store.generation
+        if self._telling is not None and not self._telling.done():
+            return self._lease_s
+        if now_s >= self._tell_at_s or generation is not self._told_in:
+            self._tell_at_s = now_s + self._lease_s / RENEWALS_PER_LEASE
+            self._told_in = generation
+            self._telling = self._thread.call(self._tell_generation, self._lease_s)
+        return self._tell_at_s - now_s
 
     def _tell_generation(self, directory: Directory, epoch: Epoch) -> None:
         """Adopt the fleet's latest reset, and say so the next time: all within a lease."""

@@ -219,15 +219,16 @@ class ArtifactStore:
     def reset(self) -> bool:
         """See `base.Store.reset`."""
         self._check_open()
-        state = self._state
-        state.forget_all(state.generations.part())
-        return state.generations.wait_kept(_KEEP_S)
+        generations = self._state.generations
+        self._state.forget_all(generations.part())
+        if self.sharing is not None:
+            self.sharing.wait_for_fleet()
+        return generations.wait_kept(_KEEP_S)
 
     def catch_up(self) -> Generation:
         """See `base.Store.catch_up`."""
         self._check_open()
-        latest = self.generation
-        if latest.tag != self._state.generation.tag:
+        if (latest := self.generation).tag != self._state.generation.tag:
             self._state.forget_all(latest)
         return latest
 

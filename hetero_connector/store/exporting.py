@@ -60,7 +60,12 @@ class ExportFeed:
                 taken.append(self._changes.popleft())
         return taken
 
+    def wake(self) -> None:
+        """Have the fleet look at this store soon."""
+        if self._changed is not None:
+            self._changed()
+
     def _append(self, change: ExportChange) -> None:
         self._changes.append(change)
-        if self._changed is not None and len(self._changes) == 1:
-            self._changed()
+        if len(self._changes) == 1:
+            self.wake()

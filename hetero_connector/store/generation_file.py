@@ -125,6 +125,11 @@ class GenerationKeeper:
             if asked_in is self._latest:
                 self._want(asked_in.told(fleet))
 
+    def wait_known(self, timeout_s: float) -> bool:
+        """Wait until the fleet's number at the last reset is known; whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._latest.knows_fleet, timeout_s)
+
     def wait_kept(self, timeout_s: float) -> bool:
         """Wait until the latest is kept. False, saying why in the log, if it is not."""
         with self._changed:
@@ -152,6 +157,7 @@ class GenerationKeeper:
         """Keep it, or try once more where it was wanted before and could not be kept."""
         if generation != self._latest:
             self._latest = generation
+            self._changed.notify_all()
         if self._file is None:
             self._kept = self._latest
         elif not (self._kept is self._latest or self._is_writing or self._is_closed):

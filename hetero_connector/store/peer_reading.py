@@ -1,13 +1,14 @@
 """Bringing artifacts from the DRAM of peers to ours. Runs on the I/O thread.
 
-A read is one-sided: the bytes, the generation of their slot and the epoch of their owner come in
-one transfer, and the owner knows nothing of it. What arrived counts only if
+A read is one-sided: the bytes, the generation of their slot and the serving word of their owner
+come in one transfer, and the owner knows nothing of it. What arrived counts only if
 
 - the bytes have the checksum of the record, which is seeded with the artifact's id: whatever
   the slot held while it was read, a wrong byte is never accepted;
 - the generation is the record's: else the slot holds something else by now;
-- the epoch is the record's, and the directory's fence still admits it: else the owner has
-  stopped serving, or was taken over.
+- the serving word is that of the record's epoch and of the resets that we have seen, and the
+  directory's fence still admits the epoch: else the owner has stopped serving, was taken over, or
+  one of us was reset.
 
 All else is a miss. A peer that does not answer by the deadline, or whose answers fail, is left
 alone for a while; slots that a late read may still fill stay in quarantine until it has ended.
@@ -29,7 +30,12 @@ from hetero_connector.store.base import Failure
 from hetero_connector.store.peer_card import PeerCard
 from hetero_connector.store.peers import PeerPort
 from hetero_connector.store.reading import padded
-from hetero_connector.store.slot_table import EPOCH_OFFSET, WORD_BYTES, generation_offset
+from hetero_connector.store.slot_table import (
+    SERVING_OFFSET,
+    WORD_BYTES,
+    generation_offset,
+    serving_word,
+)
 from hetero_connector.store.state import Load, StoreState
 from hetero_connector.transfer.base import Transfer, TransferState
 from hetero_connector.transfer.checksum import checksum
@@ -161,7 +167,7 @@ class PeerReader:
                 words.append(extents[1])
         if not good:
             return
-        words.append(self._epoch_extent(good[0]))
+        words.append(self._serving_extent(good[0]))
         try:
             transfer = self._transfers.submit(str(holder), data + words)
         except PeerError as e:  # its card promises more than its agent exports
@@ -215,10 +221,10 @@ class PeerReader:
             ),
         )
 
-    def _epoch_extent(self, read: _Read) -> PeerExtent:
-        """The peer's epoch: one read of a batch brings it for all."""
-        _, epoch_at = self._table.landing(read.target)
-        return PeerExtent(TABLE, EPOCH_OFFSET, TABLE, epoch_at, WORD_BYTES)
+    def _serving_extent(self, read: _Read) -> PeerExtent:
+        """The peer's serving word: one read of a batch brings it for all."""
+        _, serving_at = self._table.landing(read.target)
+        return PeerExtent(TABLE, SERVING_OFFSET, TABLE, serving_at, WORD_BYTES)
 
     def _poll(self, batch: _Batch) -> bool:
         state = self._state
@@ -237,9 +243,9 @@ class PeerReader:
             return True
         seconds = state.clock() - batch.started_s
         state.recorder.observe("heterocache_peer_read_seconds", seconds)
-        _, epoch = self._table.landed(batch.reads[0].target)
+        _, serving = self._table.landed(batch.reads[0].target)
         for read in batch.reads:
-            self._settle_all([read], self._verify(read, epoch))
+            self._settle_all([read], self._verify(read, serving))
         return True
 
     def _give_up(self, batch: _Batch) -> None:
@@ -262,10 +268,11 @@ class PeerReader:
             "heterocache_peer_quarantined_bytes", sum(batch.size_bytes for batch in self._late)
         )
 
-    def _verify(self, read: _Read, epoch: int) -> Failure | None:
+    def _verify(self, read: _Read, serving: int) -> Failure | None:
         artifact, copy = read.load.artifact, read.copy
         generation, _ = self._table.landed(read.target)
-        if epoch != copy.holder or not self._peers.admits(artifact.id, copy):
+        expected = serving_word(copy.holder, self._state.generation.tag)
+        if serving != expected or not self._peers.admits(artifact.id, copy):
             return Failure.FENCED
         if generation != copy.generation:
             return Failure.REUSED

@@ -7,6 +7,7 @@ is ours, or has not answered in time; another's is a *replica* here, which stays
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 from hetero_connector.artifacts.exported import ExportChange
@@ -16,8 +17,12 @@ from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.store.exporting import as_it_stands
 from hetero_connector.store.orphans import may_adopt_from
 from hetero_connector.store.peers import PeerPort
+from hetero_connector.store.slot_table import serving_word
 from hetero_connector.store.state import StoreState
 
+logger = logging.getLogger("vllm.heterocache")
+
+_FLEET_S = 1.0
 _CHUNKS_AT_ONCE = 64
 """Of an inventory: the lock is held for one batch."""
 
@@ -29,6 +34,8 @@ class Sharing:
         """`storage`: this model's SSD directory, "" for none."""
         self._state = state
         self._port = port
+        self._epoch = 0
+        state.show_generation = self._show_generation
         self.storage = storage
         """Where others find what this engine wrote, once it is dead; "" for nowhere."""
 
@@ -43,9 +50,10 @@ class Sharing:
 
     def serve_under(self, epoch: int) -> None:
         """Peers accept what they read from now if it was listed under this epoch; 0: nothing."""
-        self._port.table.epoch = epoch
         with self._state.lock:
+            self._epoch = epoch
             self._state.unjudged.joined = bool(epoch)
+            self._show_generation()
 
     @property
     def generation(self) -> Generation:
@@ -63,6 +71,19 @@ class Sharing:
         Another one is adopted: at once on disk, by the engine before its next request.
         """
         self._state.generations.told(number, asked_in)
+
+    def wait_for_fleet(self) -> None:
+        """After a reset: wait until the fleet has said which resets it has had by now.
+
+        A second at most, and not where there is no answer to be expected.
+        """
+        generations = self._state.generations
+        self._port.feed.wake()
+        if self._epoch and not generations.wait_known(_FLEET_S):
+            logger.warning(
+                "the directory does not answer: a reset of the fleet that comes before it does is "
+                "not adopted here; call it once more then"
+            )
 
     def take_exports(self) -> list[ExportChange]:
         """What is here, as it changed since the last call; see `ExportFeed`."""
@@ -163,6 +184,11 @@ class Sharing:
                     state.readers.reads_elsewhere(node, until_s, state.tick())
                 else:
                     state.readers.leave_elsewhere(chunk)
+
+    def _show_generation(self) -> None:
+        """Let peers read that have seen the same resets, no others."""
+        tag = self._state.generation.tag
+        self._port.table.serving = serving_word(self._epoch, tag) if self._epoch else 0
 
     def _find(self, artifact_id: ArtifactId) -> Artifact | None:
         artifact = self._state.tiers.index.find(artifact_id)

@@ -1,10 +1,11 @@
-"""What a peer must see of the slots besides their bytes: the epoch and the generations.
+"""What a peer must see of the slots besides their bytes: who serves them, and the generations.
 
     offset              bytes
-    0                   8       the epoch under which this engine serves; 0: it does not
+    0                   8       `serving_word` of the epoch under which this engine serves, and of
+                                the resets it has seen; 0: it does not serve
     64                  8 n     generation of each of the n slots, types in the geometry's order
     64 + 8 n            8 n     for our own reads, slot by slot: the peer's generation
-    64 + 16 n           8 n     the same: the peer's epoch
+    64 + 16 n           8 n     the same: the peer's serving word
 
 Native little-endian 64-bit words. The memory is registered for peers beside the arena; they
 read the words one-sidedly with the bytes, so serving costs the owner nothing. A slot's
@@ -16,7 +17,9 @@ quarantine as long as that slot.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
+import struct
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +29,7 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.slots import SlotGeometry
 
 WORD_BYTES = 8
-EPOCH_OFFSET = 0
+SERVING_OFFSET = 0
 _GENERATIONS = 64
 _MADV_DONTFORK = 10
 
@@ -38,7 +41,7 @@ class SlotTable:
         self._geometry = geometry
         count = geometry.count * len(geometry.stride_bytes)
         self._landing = _GENERATIONS + WORD_BYTES * count
-        self._epoch_landing = self._landing + WORD_BYTES * count
+        self._serving_landing = self._landing + WORD_BYTES * count
         mapping = mmap.mmap(-1, table_bytes(geometry), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapping.madvise(_MADV_DONTFORK)
         self.view: npt.NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
@@ -46,13 +49,13 @@ class SlotTable:
         self._words = memoryview(mapping).cast("Q")
 
     @property
-    def epoch(self) -> int:
-        """Under which this engine serves; 0: it does not."""
+    def serving(self) -> int:
+        """The `serving_word` under which this engine serves; 0: it does not."""
         return self._words[0]
 
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        self._words[0] = epoch
+    @serving.setter
+    def serving(self, word: int) -> None:
+        self._words[0] = word
 
     def generations(self, state_type: StateType) -> memoryview:
         """The words of one type's slots, for `SlotPool` to write. Indexed by slot number."""
@@ -60,19 +63,25 @@ class SlotTable:
         return self._words[first : first + self._geometry.count]
 
     def landing(self, ref: SlotRef) -> tuple[int, int]:
-        """Byte offsets at which a read into `ref` lands the peer's generation and epoch."""
+        """Byte offsets at which a read into `ref` lands the peer's generation and serving word."""
         at = WORD_BYTES * (_first(self._geometry, ref.state_type) + ref.slot)
-        return self._landing + at, self._epoch_landing + at
+        return self._landing + at, self._serving_landing + at
 
     def landed(self, ref: SlotRef) -> tuple[int, int]:
-        """What a read into `ref` brought: the peer's generation and epoch."""
-        generation_at, epoch_at = self.landing(ref)
-        return self._words[generation_at // WORD_BYTES], self._words[epoch_at // WORD_BYTES]
+        """What a read into `ref` brought: the peer's generation and serving word."""
+        generation_at, serving_at = self.landing(ref)
+        return self._words[generation_at // WORD_BYTES], self._words[serving_at // WORD_BYTES]
 
     def clear_landing(self, ref: SlotRef) -> None:
         """Before a read: nothing of an earlier one may pass for its answer."""
         for at in self.landing(ref):
             self._words[at // WORD_BYTES] = 0
+
+
+def serving_word(epoch: int, generation: bytes) -> int:
+    """What an engine of this epoch shows to peers that have seen the same resets; never 0."""
+    digest = hashlib.blake2b(struct.pack("<Q", epoch) + generation, digest_size=WORD_BYTES).digest()
+    return int.from_bytes(digest, "little") or 1
 
 
 def table_bytes(geometry: SlotGeometry) -> int:

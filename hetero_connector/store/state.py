@@ -89,6 +89,8 @@ class StoreState:
         self.generations = generations or GenerationKeeper()
         self.generation = self.generations.latest
         """What is stored is of this one."""
+        self.show_generation: Callable[[], None] = lambda: None
+        """Tells peers of another one, if there are any. Called with the lock held."""
         self.config = config
         self.recorder = recorder
         self.clock = clock
@@ -143,6 +145,7 @@ class StoreState:
         """Forget every artifact: those to come are of `generation`. Takes the lock."""
         with self.lock:
             self.generation = generation
+            self.show_generation()
             for load in list(self.loading.values()):
                 self.disown(load, Failure.GONE)
             self.tiers.clear()
