@@ -109,8 +109,10 @@ class SmallStore:
     def came_back(self, session: Hashable) -> None:
         self.inner.came_back(session)
 
-    def reads(self, session: Hashable, leaves: Sequence[ChunkKey], until_s: float) -> None:
-        self.inner.reads(session, leaves, until_s)
+    def reads(
+        self, session: Hashable, leaves: Sequence[ChunkKey], until_s: float, tenant: bytes = b""
+    ) -> None:
+        self.inner.reads(session, leaves, until_s, tenant)
 
     def decline(self, chunks: Sequence[StoredChunk]) -> None:
         self.inner.decline(self._found(chunks))

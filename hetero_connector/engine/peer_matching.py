@@ -26,6 +26,7 @@ from hetero_connector.artifacts.record import (
     Tier,
     up_to_gap,
 )
+from hetero_connector.engine.asking_again import AskingAgain
 from hetero_connector.engine.fleet import Fleet, Lookup
 from hetero_connector.engine.handing_over import handoff_tokens, was_prefilled
 from hetero_connector.engine.requests import RequestTracker
@@ -36,7 +37,6 @@ from hetero_connector.store.base import Failure, Store
 _PREFILLS_PER_LOAD = 20
 """What a prefill has left is waited for that share of a restore's deadline, half a second by
 default. Sealing, summing and claiming take some 10 ms."""
-_ASK_AGAIN_S = 0.01
 _BELIEVED_S = 5.0
 """A request that waits longer than that to be admitted asks again."""
 
@@ -60,6 +60,8 @@ class _Search:
     handoff: int | None
     """Up to where the engine that has prefilled it says that it is kept; 0: nothing is, or it is
     here; None: it does not say."""
+    times: int = 1
+    """How often it was asked."""
     is_read: bool = False
     remote: dict[int, StoredChunk] = field(default_factory=dict)
     """Full chunks at peers, by where they end."""
@@ -102,6 +104,7 @@ class PeerMatcher:
         has_tails = StateType.RECURRENT not in model.state_types
         self._tail_step = model.alignment if has_tails else self._size
         self._shared = SharedTiers()
+        self._again = AskingAgain(clock)
         self._searches: dict[str, _Search] = {}
 
     def pending(self, tracker: RequestTracker, local_tokens: int, limit: int) -> bool:
@@ -122,13 +125,14 @@ class PeerMatcher:
                 self._ask_for_tails(self._fleet, tracker, search, limit)
             elif not self._is_awaited(search, limit):
                 return False
-            elif self._clock() < search.asked_s + _ASK_AGAIN_S:
+            elif not self._again.may_ask(search.asked_s, search.times):
                 return True
             else:
                 again = self._begin(self._fleet, tracker, local_tokens, limit)
                 if again is None:
                     return False
                 again.awaited_until_s = search.awaited_until_s
+                again.times = search.times + 1
                 search = self._searches[request_id] = again
         return True
 

@@ -3,6 +3,10 @@
 A request names its session by vLLM's own `session_id` (the request's field, or the header
 X-Session-ID) or by `kv_transfer_params`; else it is told by its tokens
 (`planner.conversations`). The hint is `kv_transfer_params["expected_back_s"]`.
+
+Clients say what they like: an id counts within its request's cache salt only, a hint keeps state
+for an hour at most, and where more sessions are heard of than are remembered each salt has its
+share.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from hetero_connector.artifacts.canonical import encode
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ChunkKey, Tier
 from hetero_connector.engine.requests import RequestTracker
@@ -29,6 +34,8 @@ logger = logging.getLogger("vllm.heterocache")
 Mode = Literal["auto", "hint", "off"]
 _READ_S = 60.0
 """How long a session's chain is kept for it where nothing is known of its pace, in seconds."""
+_LONGEST_KEPT_S = 3_600.0
+"""No hint makes a session's chain leave last for longer: it is staged again when it is due."""
 _LONGEST_HINT_S = 30 * 86_400.0
 """What is farther off than a month says nothing, and would say how wrong hints can be."""
 
@@ -95,10 +102,7 @@ class Sessions:
         request = tracker.request
         session_id = request.session_id or self._hint(request).session_id
         if session_id is not None:
-            # Clients choose the ids: only so much of each is kept.
-            tracker.session = hashlib.blake2b(
-                session_id.encode(errors="surrogatepass"), digest_size=16
-            ).digest()
+            tracker.session = _digest(encode([request.cache_salt, session_id]))
         else:
             tracker.session = self._conversations.of(
                 tracker.chain, request.num_prompt_tokens, tracker.matched_chunks
@@ -119,14 +123,19 @@ class Sessions:
         known = min(tracker.chain.num_tokens, computed)
         leaves = self._leaves(tracker, known)
         if leaves:
-            until_s = self._clock() + _READ_S if expected is None else expected.latest_s
-            self._store.reads(session, leaves, until_s)
+            now_s = self._clock()
+            until_s = now_s + _READ_S if expected is None else expected.latest_s
+            if hint_s is not None:
+                until_s = min(until_s, now_s + _LONGEST_KEPT_S)
+            self._store.reads(session, leaves, until_s, _tenant(tracker.request))
         if expected is None or self._mode == "off" or (hint_s is None and self._mode == "hint"):
             return
         if leaves:
             start_s = staging_start_s(expected.earliest_s, self._stage_s(known))
+            latest_s, probability = expected.latest_s, expected.probability
+            tenant = _tenant(tracker.request)
             self._store.expect(
-                ExpectedReturn(session, leaves, start_s, expected.latest_s, expected.probability)
+                ExpectedReturn(session, leaves, start_s, latest_s, probability, tenant)
             )
 
     def _hint(self, request: Request) -> SessionHint:
@@ -151,3 +160,13 @@ class Sessions:
         load_bytes = {t: float(chunks * sizes[t]) for t in self._model.prefix_types}
         load_bytes |= {t: float(sizes[t]) for t in self._model.boundary_types}
         return self._costs.load.predict(Tier.SSD, load_bytes)
+
+
+def _tenant(request: Request) -> bytes:
+    """Whose request it is: what shares a cache salt shares state."""
+    return b"" if request.cache_salt is None else _digest(encode(request.cache_salt))
+
+
+def _digest(text: bytes) -> bytes:
+    """Clients choose ids and salts: only so much of each is kept."""
+    return hashlib.blake2b(text, digest_size=16).digest()

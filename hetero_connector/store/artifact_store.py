@@ -240,18 +240,19 @@ class ArtifactStore:
         """See `base.Store.came_back`."""
         self._state.came_back(session)
 
-    def reads(self, session: Hashable, leaves: Sequence[ChunkKey], until_s: float) -> None:
+    def reads(
+        self, session: Hashable, leaves: Sequence[ChunkKey], until_s: float, tenant: bytes = b""
+    ) -> None:
         """See `base.Store.reads`."""
         state = self._state
         with state.lock:
-            nodes = self._tiers.index.nodes
-            node = next((nodes[key] for key in leaves if key in nodes), None)
+            node = next(filter(None, map(self._tiers.index.nodes.get, leaves)), None)
             if self._io_thread is None:  # else that thread lets readers go
                 state.readers.expire(1)
             if node is None:
                 state.readers.leaves(session)
             else:
-                state.readers.reads(session, node, until_s)
+                state.readers.reads(session, node, until_s, tenant)
 
     def decline(self, chunks: Sequence[StoredChunk]) -> None:
         """See `base.Store.decline`. Where there is an I/O thread, that looks at it later."""

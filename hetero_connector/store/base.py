@@ -225,11 +225,14 @@ class Store(Protocol):
         """It is back: what is not staged yet is left to its restore."""
         ...
 
-    def reads(self, session: Hashable, leaves: Sequence[ChunkKey], until_s: float) -> None:
+    def reads(
+        self, session: Hashable, leaves: Sequence[ChunkKey], until_s: float, tenant: bytes = b""
+    ) -> None:
         """The session may come back to its chain: until then, by the store's clock, it leaves last.
 
         `leaves`: where the chain may end, deepest first; the first of them that is here counts.
-        Forks share what they have in common. Replaces what the session read before.
+        Forks share what they have in common. Replaces what the session read before. `tenant`:
+        whose session it is; of more than the store counts each tenant has its share.
         """
         ...
 

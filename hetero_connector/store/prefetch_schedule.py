@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from hetero_connector.artifacts.record import ChunkKey
+from hetero_connector.store.fair_shares import FairShares
 
 _LEAD = 2.0
 """Staging begins this many times its predicted seconds ahead of the session, and"""
@@ -33,18 +34,19 @@ class ExpectedReturn:
     """It is not expected any more."""
     probability: float
     """That it comes back before `latest_s`."""
+    tenant: bytes = b""
+    """Whose session it is, see `fair_shares`."""
 
 
 class PrefetchSchedule:
-    """At most one expected return of a session, the newest `capacity` of them.
+    """At most one expected return of a session, the newest `capacity`, of each tenant its share.
 
     Not thread-safe. O(log n) a call, amortised.
     """
 
     def __init__(self, capacity: int = 4096) -> None:
-        self._capacity = capacity
+        self._shares = FairShares(capacity)
         self._expected: dict[Hashable, ExpectedReturn] = {}
-        """In the order they were last expected anew."""
         self._by_start: list[tuple[float, int, ExpectedReturn]] = []
         """May hold entries that are not in `_expected` any more."""
         self._order = count()
@@ -54,11 +56,10 @@ class PrefetchSchedule:
 
     def expect(self, expected: ExpectedReturn) -> None:
         """Replaces what was expected of the session before."""
-        self._expected.pop(expected.session, None)
         self._expected[expected.session] = expected
         heapq.heappush(self._by_start, (expected.start_s, next(self._order), expected))
-        if len(self._expected) > self._capacity:
-            del self._expected[next(iter(self._expected))]
+        if (oldest := self._shares.add(expected.session, expected.tenant)) is not None:
+            del self._expected[oldest]
         if len(self._by_start) > 2 * len(self._expected) + 64:
             self._by_start = [x for x in self._by_start if self._counts(x[2])]
             heapq.heapify(self._by_start)
@@ -66,10 +67,12 @@ class PrefetchSchedule:
     def cancel(self, session: Hashable) -> None:
         """The session is back, or gone."""
         self._expected.pop(session, None)
+        self._shares.remove(session)
 
     def clear(self) -> None:
         """Expect nobody."""
         self._expected.clear()
+        self._shares.clear()
         self._by_start.clear()
 
     @property
@@ -83,7 +86,7 @@ class PrefetchSchedule:
         """The one that should have begun first; those whose time is over are dropped."""
         while self.next_s <= now_s:
             expected = heapq.heappop(self._by_start)[2]
-            del self._expected[expected.session]
+            self.cancel(expected.session)
             if now_s < expected.latest_s:
                 return expected
         return None

@@ -19,10 +19,13 @@ from hetero_connector.artifacts.nodes import Artifact, Node
 from hetero_connector.artifacts.record import ChunkKey
 from hetero_connector.artifacts.standing import Standing
 from hetero_connector.store.eviction import EvictionPolicy
+from hetero_connector.store.fair_shares import FairShares
 
 _CAPACITY = 4_096
 _SWEEP_FROM = 64
 _MAX_ENDS = 8
+_ELSEWHERE = b"elsewhere"
+"""The tenant that other engines' readers are."""
 _CHUNKS_AT_ONCE = 512
 """Whose readers are counted down while the store's lock is held once: a millisecond or so."""
 
@@ -44,7 +47,8 @@ class _Elsewhere:
 class Readers:
     """Counts on the index's nodes. The caller holds the store's lock.
 
-    The newest `capacity` readers count. Coming and going cost O(chunks of the chain).
+    The newest `capacity` readers count, of each tenant its share. Coming and going cost O(chunks of
+    the chain).
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Readers:
         self._clock = clock
         self._unread = unread
         self._capacity = capacity
+        self._shares = FairShares(capacity)
         self._readings: dict[Hashable, _Reading] = {}
         self._ends: list[tuple[float, int, Hashable, _Reading]] = []
         """A heap. May hold readings that are not in `_readings` any more."""
@@ -69,7 +74,7 @@ class Readers:
     def __len__(self) -> int:
         return len(self._readings)
 
-    def reads(self, reader: Hashable, node: Node, until_s: float) -> None:
+    def reads(self, reader: Hashable, node: Node, until_s: float, tenant: bytes = b"") -> None:
         """It reads the chain up to this chunk, until then by the clock; no other any more."""
         before = self._readings.pop(reader, None)
         self._has_changed(reader)
@@ -79,8 +84,8 @@ class Readers:
         if before is not None:
             self._end(before)
         heapq.heappush(self._ends, (until_s, next(self._order), reader, reading))
-        if len(self._readings) > self._capacity:
-            self.leaves(next(iter(self._readings)))
+        if (oldest := self._shares.add(reader, tenant)) is not None:
+            self.leaves(oldest)
         if len(self._ends) > 2 * len(self._readings) + _SWEEP_FROM:
             self._ends = [x for x in self._ends if self._readings.get(x[2]) is x[3]]
             heapq.heapify(self._ends)
@@ -91,6 +96,7 @@ class Readers:
         reading = self._readings.pop(reader, None)
         if reading is None:
             return 0
+        self._shares.remove(reader)
         self._has_changed(reader)
         return self._end(reading)
 
@@ -119,7 +125,7 @@ class Readers:
             for read in _chain(node):
                 for artifact in read.artifacts.values():
                     artifact.last_used = now
-        self.reads(reader, node, until_s)
+        self.reads(reader, node, until_s, _ELSEWHERE)
 
     def leave_elsewhere(self, chunk: ChunkKey) -> None:
         """No other engine's reader reads up to this chunk any more."""
@@ -148,6 +154,7 @@ class Readers:
         for reader in list(self._readings):
             self._has_changed(reader)
         self._readings.clear()
+        self._shares.clear()
         self._ends.clear()
         self.look_s = math.inf
 

@@ -106,7 +106,7 @@ def test_what_a_dead_owner_left_on_ssd_is_adopted_under_a_new_token(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     def ssd(name: str) -> dict[str, Any]:
-        return {"ssd_dir": tmp_path / name, "ssd_bytes": 1 << 20}
+        return {"ssd_dir": tmp_path / name, "ssd_bytes": 1 << 20, "adopt_from": tmp_path}
 
     ann, bob, cay = fleet.join("ann", **ssd("a")), fleet.join("bob", **ssd("b")), fleet.join("cay")
     ann.run(FakeRequest("a", PROMPT))

@@ -23,6 +23,7 @@ from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.planner.restore_planner import RestorePlanner
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
+from hetero_connector.store.fair_shares import FairShares
 from hetero_connector.store.prefetch_schedule import ExpectedReturn
 from tests.engine.fakes import HYBRID, FakeBlockTables, FakeRequest
 
@@ -267,3 +268,41 @@ def test_what_a_client_sends_the_stock_server_reaches_the_request() -> None:
     )
     assert request.session_id == "agent-7"
     assert SessionHint.of(request.kv_transfer_params) == SessionHint(None, 12.5)
+
+
+def test_an_id_counts_within_its_salt(turns: Turns) -> None:
+    """Else a stranger who guesses it overwrites hint and pace."""
+    params = {"expected_back_s": 60}
+    ann = turns.turn(
+        asking("a", tokens(200), session_id="s", cache_salt="ann", kv_transfer_params=params)
+    )
+    others = {
+        turns.turn(asking("b", tokens(200, seed=1), session_id="s", cache_salt=salt))
+        for salt in ("eve", None, "")
+    }
+    assert ann not in others
+    assert len(others) == 3
+    assert ann in turns.expected, "it is not taken for back"
+
+
+def test_no_hint_keeps_a_chain_for_longer_than_an_hour(turns: Turns) -> None:
+    prompt = tokens(128)
+    put(turns, prompt)
+    params = {"expected_back_s": 86_400.0 * 30}
+    session = turns.turn(asking("a", prompt, session_id="s", kv_transfer_params=params))
+    readings = turns.store._state.readers._readings
+    assert readings[session].until_s <= turns.now_s + 3_600.0
+    assert turns.expected[session].latest_s > turns.now_s + 86_400.0, "it is staged when it is due"
+
+
+def test_one_salts_many_sessions_do_not_drive_out_anothers(
+    turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns.store._state.returns, "_shares", FairShares(20))
+    hint = {"kv_transfer_params": {"expected_back_s": 60}}
+    ann = turns.turn(asking("a", tokens(128), session_id="s", cache_salt="ann", **hint))
+    for number in range(100):
+        name = str(number)
+        turns.turn(asking(f"e{name}", tokens(128), session_id=name, cache_salt="eve", **hint))
+    assert ann in turns.expected
+    assert len(turns.expected) == 20

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hetero_connector.artifacts.nodes import Node
 from hetero_connector.artifacts.record import ROOT, ChunkRange
 from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.fair_shares import FairShares
 from hetero_connector.store.readers import Readers
 
 TRUNK, OTHER, NEW = chain("trunk", 2), chain("other", 2), chain("new", 2)
@@ -106,6 +107,17 @@ def test_where_everything_is_read_the_oldest_leaves_and_nothing_hangs(clocked: C
     assert clocked.readers(TRUNK[0]) == 0
     clocked.store._state.readers.leaves("ann")
     assert clocked.readers(TRUNK[0]) == 0
+
+
+def test_one_tenants_many_readers_do_not_unprotect_anothers_chain(clocked: Clocked) -> None:
+    readers = clocked.store._state.readers
+    readers._shares = FairShares(20)
+    put(clocked.store, [*TRUNK, *OTHER])
+    clocked.store.reads("ann", (TRUNK[-1].key,), clocked.now_s + LONG_S, b"ann")
+    for number in range(100):
+        clocked.store.reads(number, (OTHER[-1].key,), clocked.now_s + LONG_S, b"eve")
+    assert clocked.readers(TRUNK[-1]) == 1
+    assert clocked.readers(OTHER[-1]) == 19
 
 
 def test_a_session_goes_on_to_its_next_turns_chain_and_its_time_ends(clocked: Clocked) -> None:

@@ -1,0 +1,53 @@
+"""Who leaves a full map that clients of several tenants fill.
+
+A tenant is a cache salt: whose requests come under one share their state, and nobody else's. No
+tenant's entries drive out another's while it has more than its share of them: so many keys that one
+client makes up cost that client's own. With one tenant it is the oldest, as anywhere.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+
+class FairShares:
+    """Keys by tenant, each in the order it was added last. Not thread-safe."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._tenant_of: dict[Hashable, bytes] = {}
+        self._keys: dict[bytes, OrderedDict[Hashable, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._tenant_of)
+
+    def add(self, key: Hashable, tenant: bytes) -> Hashable | None:
+        """Add a key, or make it the newest; the key that has to leave, if there are too many.
+
+        That one is removed already. O(1) for a tenant that has its share, else O(tenants).
+        """
+        self.remove(key)
+        self._tenant_of[key] = tenant
+        own = self._keys.setdefault(tenant, OrderedDict())
+        own[key] = None
+        if len(self._tenant_of) <= self._capacity:
+            return None
+        is_over = len(own) * len(self._keys) > self._capacity
+        most = own if is_over else self._keys[max(self._keys, key=lambda t: len(self._keys[t]))]
+        victim = next(iter(most))
+        self.remove(victim)
+        return victim
+
+    def remove(self, key: Hashable) -> None:
+        """No effect on one that is not there."""
+        tenant = self._tenant_of.pop(key, None)
+        if tenant is not None:
+            del self._keys[tenant][key]
+            if not self._keys[tenant]:
+                del self._keys[tenant]
+
+    def clear(self) -> None:
+        """Remove all keys."""
+        self._tenant_of.clear()
+        self._keys.clear()
