@@ -244,15 +244,7 @@ class ArtifactStore:
         self, session: Hashable, leaves: Sequence[ChunkKey], until_s: float, tenant: bytes = b""
     ) -> None:
         """See `base.Store.reads`."""
-        state = self._state
-        with state.lock:
-            node = next(filter(None, map(self._tiers.index.nodes.get, leaves)), None)
-            if self._io_thread is None:  # else that thread lets readers go
-                state.readers.expire(1)
-            if node is None:
-                state.readers.leaves(session)
-            else:
-                state.readers.reads(session, node, until_s, tenant)
+        self._state.reads(session, leaves, until_s, tenant, expire=self._io_thread is None)
 
     def decline(self, chunks: Sequence[StoredChunk]) -> None:
         """See `base.Store.decline`. Where there is an I/O thread, that looks at it later."""

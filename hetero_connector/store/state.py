@@ -12,7 +12,7 @@ from typing import Protocol
 from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.artifacts.peer_copy import PeerCopy
-from hetero_connector.artifacts.record import SlotRef, StoredChunk, Tier
+from hetero_connector.artifacts.record import ChunkKey, SlotRef, StoredChunk, Tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Failure, ReadTiming, StoreConfig
@@ -193,6 +193,28 @@ class StoreState:
         with self.lock:
             self.returns.cancel(session)
             self.back.add(session)
+
+    def reads(
+        self,
+        session: Hashable,
+        leaves: Sequence[ChunkKey],
+        until_s: float,
+        tenant: bytes,
+        *,
+        expire: bool,
+    ) -> None:
+        """The session reads the deepest of these chunks that is here; takes the lock.
+
+        `expire`: no I/O thread lets readers go whose time is over.
+        """
+        with self.lock:
+            node = next(filter(None, map(self.tiers.index.nodes.get, leaves)), None)
+            if expire:
+                self.readers.expire(1)
+            if node is None:
+                self.readers.leaves(session)
+            else:
+                self.readers.reads(session, node, until_s, tenant)
 
     def begin(
         self, artifact: Artifact, target: SlotRef | None, copy: PeerCopy | None = None

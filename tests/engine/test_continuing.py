@@ -32,7 +32,8 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
 
 
 def join(fleet: Fleet, folder: Path, name: str, **given: Any) -> Engine:
-    return fleet.join(name, ssd_dir=folder / name, ssd_bytes=1 << 20, **given)
+    ssd = {"ssd_dir": folder / name, "ssd_bytes": 1 << 20, "adopt_from": folder}
+    return fleet.join(name, **ssd, **given)
 
 
 def owning(fleet: Fleet, folder: Path, name: str) -> Engine:
