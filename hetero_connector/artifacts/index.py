@@ -13,12 +13,12 @@ whoever adds it says what it continues.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
-from typing import TypeVar
 
-from hetero_connector.artifacts.nodes import Artifact, Node
+from hetero_connector.artifacts.nodes import ANY, ONE, Artifact, Node
 from hetero_connector.artifacts.record import (
     ROOT,
     ArtifactId,
@@ -36,8 +36,8 @@ MAX_TAILS = 32
 """Lengths that `tails` names. Each costs whoever looks for a tail a hash of so many tokens."""
 _OFFSETS = struct.Struct(f"={len(StateType)}q")
 _NOTHING: Mapping[StateType, Tier] = {}
+_NOWHERE = _OFFSETS.pack(*[-1] * len(StateType))
 _key = attrgetter("key")
-_K = TypeVar("_K")
 
 
 class PrefixIndex:
@@ -50,6 +50,11 @@ class PrefixIndex:
         self.nodes: dict[ChunkKey, Node] = {ROOT: self.root}
         self.gaps = 0
         """Chunks of which nothing is here, held for what is below."""
+        self.num_added = 0
+        """Chunks that were ever added."""
+        self._tails: dict[ChunkKey, dict[int, int]] = {}
+        """Visible children shorter than a full chunk: token length -> how many, by parent; the
+        length of that which came last is last."""
         self._tiers = SharedTiers()
 
     def match(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
@@ -85,8 +90,7 @@ class PrefixIndex:
 
     def tails(self, parent: ChunkKey) -> tuple[int, ...]:
         """Lengths of visible short chunks under `parent`: the newest `MAX_TAILS`."""
-        node = self.nodes.get(parent)
-        return () if node is None else tuple(islice(reversed(node.tails), MAX_TAILS))
+        return tuple(islice(reversed(self._tails.get(parent, {})), MAX_TAILS))
 
     def find(self, artifact_id: ArtifactId) -> Artifact | None:
         """The artifact, sealed or being saved."""
@@ -110,7 +114,7 @@ class PrefixIndex:
         assert state_type not in node.artifacts, "an artifact is saved once"
         artifact = node.artifacts[state_type] = Artifact(node, state_type, size_bytes)
         assert node.parent is not None
-        _count(node.parent.held, state_type, 1)
+        node.parent.held += ONE[state_type]
         return artifact
 
     def could_hold(self, chunk: ChunkRange) -> bool:
@@ -143,6 +147,35 @@ class PrefixIndex:
             self._new(ChunkRange(chunk.parent, ROOT, start, chunk.start), self.root)
             self.gaps += 1
 
+    def adopt(
+        self, key: ChunkKey, parent: ChunkKey, start: int, end: int, size_bytes: int, ref: SlotRef
+    ) -> Artifact | None:
+        """Add a sealed artifact that a journal lists; None if it contradicts what is here.
+
+        What it continues may be missing, see `presume_parent`. Call `show_adopted` once after the
+        last: until then `match` does not see it, and it is not offered.
+        """
+        node, above = self.nodes.get(key), self.nodes.get(parent)
+        if node is not None and ref.state_type in node.artifacts:
+            return None
+        if above is not None and above.chunk.end == start:  # as a rule: no objects of its own
+            parent, start = above.chunk.key, above.chunk.end
+        chunk = ChunkRange(key, parent, start, end)
+        if not self.could_hold(chunk):
+            return None
+        self.presume_parent(chunk)
+        artifact = self.add(chunk, ref.state_type, size_bytes)
+        artifact.sealed, artifact.ssd = True, ref
+        assert artifact.node.parent is not None
+        artifact.node.parent.held_on_ssd += ONE[ref.state_type]
+        return artifact
+
+    def show_adopted(self) -> None:
+        """Let `match` see what was adopted. O(chunks)."""
+        for node in self.nodes.values():
+            if node.artifacts:
+                self._refresh(node)
+
     def seal(self, artifact: Artifact) -> None:
         """Make it visible to `match`, and evictable once unpinned."""
         artifact.sealed = True
@@ -159,9 +192,9 @@ class PrefixIndex:
             artifact.dram, artifact.dram_offset = ref, offset
         else:
             artifact.ssd = ref
-        parent, kind = artifact.node.parent, artifact.state_type
+        parent = artifact.node.parent
         assert parent is not None
-        _count(parent.held_in[ref.tier], kind, 1)
+        parent.count_held(ref.tier, ONE[artifact.state_type])
         if ref.tier is Tier.SSD:
             self._offer_above_ssd(parent)
         if artifact.sealed:
@@ -203,8 +236,10 @@ class PrefixIndex:
         gone = list(self.artifacts())
         for artifact in gone:
             artifact.forgotten = True
+            artifact.node.artifacts.clear()  # else these two would be a cycle
         self.root = Node(self.root.chunk, None)
         self.nodes = {ROOT: self.root}
+        self._tails = {}
         self.gaps = 0
         return gone
 
@@ -214,12 +249,15 @@ class PrefixIndex:
 
     def _uncount(self, artifact: Artifact, tier: Tier | None) -> None:
         """The parent has one child less that holds the type in `tier` (None: at all)."""
-        parent = artifact.node.parent
+        parent, kind = artifact.node.parent, artifact.state_type
         assert parent is not None
-        counts = parent.held if tier is None else parent.held_in[tier]
-        _count(counts, artifact.state_type, -1)
-        freed = parent.artifacts.get(artifact.state_type)
-        if freed is not None and artifact.state_type not in counts:
+        if tier is None:
+            parent.held -= ONE[kind]
+        else:
+            parent.count_held(tier, -ONE[kind])
+        freed = parent.artifacts.get(kind)
+        counts = parent.held if tier is None else parent.held_in(tier)
+        if freed is not None and not counts & ANY[kind]:
             self._offer(freed)
         self._offer_above_ssd(parent)
 
@@ -241,7 +279,9 @@ class PrefixIndex:
         return told[:last]
 
     def _new(self, chunk: ChunkRange, parent: Node) -> Node:
-        node = self.nodes[chunk.key] = parent.children[chunk.key] = Node(chunk, parent)
+        node = self.nodes[chunk.key] = Node(chunk, parent)
+        parent.num_children += 1
+        self.num_added += 1
         return node
 
     def _is_adrift(self, node: Node) -> bool:
@@ -250,8 +290,8 @@ class PrefixIndex:
 
     def _moor(self, node: Node, chunk: ChunkRange, parent: Node) -> None:
         """`chunk` is what an adrift node stands for, and continues `parent`."""
-        del self.root.children[node.key]
-        parent.children[node.key] = node
+        self.root.num_children -= 1
+        parent.num_children += 1
         node.chunk, node.parent = chunk, parent
         above: Node | None = parent
         while above is not None and above is not self.root:  # which their readers count already
@@ -272,57 +312,71 @@ class PrefixIndex:
         node.stored = None
         if tiers:
             shared, number = self._tiers.share(tiers)
-            packed = _OFFSETS.pack(*offsets)
+            packed = _OFFSETS.pack(*offsets) if max(offsets) >= 0 else _NOWHERE
             node.stored = StoredChunk(node.chunk, shared, packed, stale=False, number=number)
         length = node.chunk.end - node.chunk.start
         if was_visible != bool(tiers) and length < self._chunk_tokens and node.parent is not None:
-            _count(node.parent.tails, length, 1 if tiers else -1)
-            if tiers:
-                node.parent.tails[length] = node.parent.tails.pop(length)
+            self._count_tail(node.parent.key, length, 1 if tiers else -1)
 
     def _prune(self, node: Node) -> None:
         """Remove the node, and parents left behind, once nothing hangs on them."""
-        while node.parent is not None and not node.artifacts and not node.children:
+        while node.parent is not None and not node.artifacts and not node.num_children:
             parent = node.parent
             del self.nodes[node.key]
-            del parent.children[node.key]
+            parent.num_children -= 1
             self.gaps -= 1
-            if not parent.children:
+            if not parent.num_children:
                 for artifact in parent.artifacts.values():
                     self._offer(artifact)
             node = parent
 
+    def _count_tail(self, parent: ChunkKey, length: int, step: int) -> None:
+        tails = self._tails.setdefault(parent, {})
+        count = tails.get(length, 0) + step
+        if step > 0 or not count:
+            tails.pop(length, None)
+        if count:
+            tails[length] = count
+        elif not tails:
+            del self._tails[parent]
+
     def check_integrity(self) -> None:
         """Raise AssertionError if any redundant field disagrees with the tree."""
-        seen: dict[ChunkKey, Node] = {}
-        stack = [self.root]
-        while stack:
-            node = stack.pop()
-            seen[node.key] = node
-            self._check_node(node)
-            stack.extend(node.children.values())
-        assert seen == self.nodes, "a node is unreachable"
-        assert self.gaps == sum(not n.artifacts for n in seen.values()) - 1, "but for the root"
+        children: defaultdict[ChunkKey, list[Node]] = defaultdict(list)
+        for key, node in self.nodes.items():
+            assert node.key == key
+            if node is not self.root:
+                assert node.parent is not None
+                assert self.nodes.get(node.parent.key) is node.parent, "a node is unreachable"
+                children[node.parent.key].append(node)
+        for node in self.nodes.values():
+            self._check_node(node, children[node.key])
+        gaps = sum(not node.artifacts for node in self.nodes.values()) - 1
+        assert self.gaps == gaps, "but for the root"
+        tails = {key: dict(self._tails_of(below)) for key, below in children.items()}
+        assert self._tails == {key: lengths for key, lengths in tails.items() if lengths}
 
-    def _check_node(self, node: Node) -> None:
-        held: dict[StateType, int] = {}
-        held_in: dict[Tier, dict[StateType, int]] = {Tier.DRAM: {}, Tier.SSD: {}}
-        tails: dict[int, int] = {}
-        for key, child in node.children.items():
-            assert (child.parent, child.key) == (node, key)
+    def _tails_of(self, children: Iterable[Node]) -> Counter[int]:
+        lengths = (n.chunk.end - n.chunk.start for n in children if n.stored is not None)
+        return Counter(length for length in lengths if length < self._chunk_tokens)
+
+    def _check_node(self, node: Node, children: Sequence[Node]) -> None:
+        held = held_in_dram = held_on_ssd = 0
+        for child in children:
             assert child.chunk.start == node.chunk.end or self._is_adrift(child)
             assert child.chunk.parent == node.key
             assert not (self._is_adrift(child) and child.artifacts)
-            length = child.chunk.end - child.chunk.start
-            if child.stored is not None and length < self._chunk_tokens:
-                _count(tails, length, 1)
             for kind, artifact in child.artifacts.items():
-                _count(held, kind, 1)
-                for tier, counts in held_in.items():
-                    if artifact.slot(tier) is not None:
-                        _count(counts, kind, 1)
-        assert (held, held_in, tails) == (node.held, node.held_in, node.tails)
-        assert node is self.root or node.artifacts or node.children, "an empty leaf"
+                held += ONE[kind]
+                held_in_dram += ONE[kind] * (artifact.dram is not None)
+                held_on_ssd += ONE[kind] * (artifact.ssd is not None)
+        assert (held, held_in_dram, held_on_ssd, len(children)) == (
+            node.held,
+            node.held_in_dram,
+            node.held_on_ssd,
+            node.num_children,
+        )
+        assert node is self.root or node.artifacts or children, "an empty leaf"
         sealed = {a.state_type for a in node.artifacts.values() if a.sealed}
         assert sealed == set(node.stored.tiers if node.stored else ())
         if node.stored is not None:
@@ -332,12 +386,3 @@ class PrefixIndex:
             assert (artifact.node, artifact.forgotten) == (node, False)
             assert artifact.pins >= 0
             assert not artifact.sealed or artifact.dram or artifact.ssd, "sealed but nowhere"
-
-
-def _count(counts: dict[_K, int], key: _K, step: int) -> None:
-    """Add to a counter that holds no zeros."""
-    value = counts.get(key, 0) + step
-    if value:
-        counts[key] = value
-    else:
-        del counts[key]

@@ -1,4 +1,8 @@
-"""The prefix index's own objects: a chunk of the tree, and an artifact of a chunk."""
+"""The prefix index's own objects: a chunk of the tree, and an artifact of a chunk.
+
+There are millions of each, outside of any tier's capacity: every field costs memory that nobody
+configured, and every object that may refer to others is one more for the garbage collector.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,13 @@ from hetero_connector.artifacts.record import (
     Tier,
 )
 from hetero_connector.spec.state_types import StateType
+
+_COUNT_BITS = 32
+ONE = {kind: 1 << _COUNT_BITS * kind.position for kind in StateType}
+"""To be added to counts by state type, which are all in one integer: `held_in_dram`."""
+_ALL = (1 << _COUNT_BITS) - 1
+ANY = {kind: _ALL << _COUNT_BITS * kind.position for kind in StateType}
+"""What of such an integer counts the type: `counts & ANY[kind]` is 0 if there is none."""
 
 
 class Artifact:
@@ -62,27 +73,37 @@ class Node:
     """One chunk of the radix."""
 
     __slots__ = (
-        "artifacts", "children", "chunk", "held", "held_in", "parent", "readers", "stored", "tails",
+        "artifacts", "chunk", "held", "held_in_dram", "held_on_ssd", "num_children", "parent",
+        "readers", "stored",
     )  # fmt: skip
 
     def __init__(self, chunk: ChunkRange, parent: Node | None) -> None:
         self.chunk = chunk
         self.parent = parent
-        self.children: dict[ChunkKey, Node] = {}
+        self.num_children = 0
         self.artifacts: dict[StateType, Artifact] = {}
-        self.held: dict[StateType, int] = {}
-        """How many children hold an artifact of the type, in any tier."""
-        self.held_in: dict[Tier, dict[StateType, int]] = {Tier.DRAM: {}, Tier.SSD: {}}
-        """How many children hold one in that tier."""
+        self.held = 0
+        """How many children hold an artifact of each type, in any tier: see `ONE`."""
+        self.held_in_dram = 0
+        """How many hold one there, in the same way."""
+        self.held_on_ssd = 0
         self.readers = 0
         """Sessions whose chains go through this chunk, see `store.readers`."""
         self.stored: StoredChunk | None = None
         """What `match` answers; None while nothing is sealed."""
-        self.tails: dict[int, int] = {}
-        """Visible children shorter than a full chunk: token length -> how many; the length of
-        that which came last is last."""
 
     @property
     def key(self) -> ChunkKey:
         """Its chunk's name."""
         return self.chunk.key
+
+    def held_in(self, tier: Tier) -> int:
+        """How many children hold an artifact of each type in the tier: see `ONE`."""
+        return self.held_in_dram if tier is Tier.DRAM else self.held_on_ssd
+
+    def count_held(self, tier: Tier, change: int) -> None:
+        """Add to `held_in`."""
+        if tier is Tier.DRAM:
+            self.held_in_dram += change
+        else:
+            self.held_on_ssd += change

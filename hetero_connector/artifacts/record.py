@@ -56,7 +56,7 @@ class ArtifactId(NamedTuple):
         return int.from_bytes(self.chunk[:8], "little") ^ (kind * 0x9E3779B97F4A7C15 & (2**64 - 1))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SlotRef:
     """A place in a tier. `generation` grows each time the slot is given to another artifact."""
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from hetero_connector.artifacts.nodes import Artifact
+from hetero_connector.artifacts.nodes import ANY, Artifact
 from hetero_connector.artifacts.record import Tier
 
 
@@ -41,12 +41,12 @@ def standing(artifact: Artifact, tier: Tier) -> Standing:
         return Standing.HELD
     node, kind = artifact.node, artifact.state_type
     if tier is Tier.DRAM and (artifact.ssd is not None or may_leave_a_gap(artifact)):
-        return Standing.BACKED if node.held_in[tier].get(kind) else Standing.LEAF
+        return Standing.BACKED if node.held_in_dram & ANY[kind] else Standing.LEAF
     if tier is Tier.SSD and artifact.dram is not None:
-        if node.held_in[tier].get(kind):
+        if node.held_on_ssd & ANY[kind]:
             return Standing.HELD
-        return Standing.BACKED if node.held.get(kind) else Standing.LEAF
-    if node.held.get(kind) or (node.children and len(node.artifacts) == 1):
+        return Standing.BACKED if node.held & ANY[kind] else Standing.LEAF
+    if node.held & ANY[kind] or (node.num_children and len(node.artifacts) == 1):
         return Standing.HELD
     return Standing.LEAF
 
@@ -56,8 +56,8 @@ def may_leave_a_gap(artifact: Artifact) -> bool:
 
     The last of our own artifacts of a chunk stays while a child holds another type there.
     """
-    node, kind = artifact.node, artifact.state_type
-    held, on_ssd = node.held, node.held_in[Tier.SSD]
-    if held == on_ssd:
+    node, counted = artifact.node, ANY[artifact.state_type]
+    if node.held == node.held_on_ssd:
         return True
-    return held.get(kind, 0) == on_ssd.get(kind, 0) and (artifact.replica or kind in held)
+    held = node.held & counted
+    return held == node.held_on_ssd & counted and (artifact.replica or held > 0)

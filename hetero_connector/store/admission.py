@@ -86,12 +86,12 @@ def expected_reuse(artifact: Artifact) -> float:
     uses of what they have in common.
     """
     node = artifact.node
-    if artifact.state_type.family is Family.BOUNDARY and node.children:
+    if artifact.state_type.family is Family.BOUNDARY and node.num_children:
         return artifact.uses + _REUSE_INSIDE
     above = node.parent
     inherited = 0.0
     if above is not None and above.artifacts:
-        inherited = max(a.uses for a in above.artifacts.values()) / len(above.children)
+        inherited = max(a.uses for a in above.artifacts.values()) / above.num_children
     return 1 + artifact.uses + inherited
 
 

@@ -33,10 +33,13 @@ from hetero_connector.store.journal_format import (
     CorruptJournalError,
     JournalMeta,
     JournalRow,
+    RowValues,
     SlabShape,
+    as_row,
     layout_of,
     parse_meta,
     parse_row,
+    row_check,
 )
 
 SUFFIXES = ("", "-wal", "-shm")
@@ -194,14 +197,24 @@ class Journal:
 
     def load(self) -> Iterator[JournalRow]:
         """Every row, parents before children. Rows that make no sense are left out."""
+        return map(as_row, self.load_values())
+
+    def load_values(self) -> Iterator[RowValues]:
+        """As `load`, without an object for each row."""
+        check = row_check(self.meta)
         with sqlite_errors(self.path):
             cursor = self._connection.execute(
                 f"SELECT {_COLUMNS} FROM artifacts ORDER BY start, end"
             )
             for values in cursor:
-                row = parse_row(values, self.meta)
-                if row is not None:
-                    yield row
+                checked = check(values)
+                if checked is not None:
+                    yield checked
+
+    def count(self) -> int:
+        """How many rows there are, those that make no sense included."""
+        with sqlite_errors(self.path):
+            return int(self._connection.execute("SELECT count(*) FROM artifacts").fetchone()[0])
 
     def find(self, artifact: ArtifactId) -> JournalRow | None:
         """The row of an artifact; None without one, or if it makes no sense."""

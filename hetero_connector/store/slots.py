@@ -8,7 +8,7 @@ out together. Slots are multiples of 4 KiB because O_DIRECT needs that.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hetero_connector.artifacts.record import SlotRef, Tier
@@ -16,6 +16,7 @@ from hetero_connector.errors import ConfigError
 from hetero_connector.spec.state_types import StateType
 
 SLOT_ALIGNMENT = 4096
+_FREE, _USED, _QUARANTINED = range(3)
 Generations = Callable[[StateType], memoryview]
 """The words that hold the generations of one type's slots."""
 
@@ -91,14 +92,15 @@ class SlotPool:
         slot = region.pop_free()
         if slot is None:
             return None
-        region.used.add(slot)
         region.generations[slot] += 1
         return SlotRef(self.tier, state_type, slot, region.generations[slot])
 
     def adopt(self, ref: SlotRef) -> bool:
         """Mark a slot known from a journal as used; False if it does not exist or is taken."""
         region = self._regions.get(ref.state_type)
-        if region is None or not 0 <= ref.slot < self.geometry.count or ref.slot in region.used:
+        if region is None or not 0 <= ref.slot < self.geometry.count:
+            return False
+        if region.state[ref.slot] != _FREE:
             return False
         region.adopt(ref.slot)
         region.generations[ref.slot] = ref.generation
@@ -107,11 +109,7 @@ class SlotPool:
     def give_back(self, ref: SlotRef) -> None:
         """The slot's bytes are no longer wanted."""
         region = self._current(ref)
-        region.used.remove(ref.slot)
-        if ref.slot in region.holds:
-            region.quarantined.add(ref.slot)
-        else:
-            region.free.append(ref.slot)
+        region.give_back(ref.slot, quarantined=ref.slot in region.holds)
 
     def hold(self, ref: SlotRef) -> None:
         """A transfer starts to touch the slot."""
@@ -125,9 +123,7 @@ class SlotPool:
         region.holds[ref.slot] -= 1
         if not region.holds[ref.slot]:
             del region.holds[ref.slot]
-            if ref.slot in region.quarantined:
-                region.quarantined.remove(ref.slot)
-                region.free.append(ref.slot)
+            region.end_quarantine(ref.slot)
 
     def offset(self, ref: SlotRef) -> int:
         """Byte offset in a tier whose regions lie one after the other (the arena)."""
@@ -139,12 +135,12 @@ class SlotPool:
 
     def used(self, state_type: StateType) -> int:
         """Slots that hold or await an artifact."""
-        return len(self._regions[state_type].used)
+        return self._regions[state_type].num_used
 
     def free(self, state_type: StateType) -> int:
         """Slots that `take` can hand out."""
         region = self._regions[state_type]
-        return self.geometry.count - len(region.used) - len(region.quarantined)
+        return self.geometry.count - region.num_used - len(region.quarantined)
 
     def quarantined(self, state_type: StateType) -> int:
         """Slots given back that a transfer still touches."""
@@ -158,55 +154,71 @@ class SlotPool:
     def _current(self, ref: SlotRef) -> _Region:
         region = self._regions[ref.state_type]
         assert ref.tier is self.tier, ref
-        assert ref.slot in region.used, f"{ref} is not in use"
+        assert region.state[ref.slot] == _USED, f"{ref} is not in use"
         assert region.generations[ref.slot] == ref.generation, f"{ref} was reused"
         return region
 
 
 class _Region:
-    """Slots of one state type: never used, free, used or quarantined."""
+    """Slots of one state type: free, used or quarantined. A byte each says which."""
 
     def __init__(self, count: int, generations: array[int] | memoryview) -> None:
-        self.count = count
+        self.state = bytearray(count)
+        self.num_used = 0
+        self.given_back: list[int] = []
+        """Free slots that were used before: the first to be used again."""
         self.fresh = 0
-        """Slots from here on were never used: a big tier costs nothing to open."""
-        self.free: list[int] = []
-        self.skipped: set[int] = set()
-        """Adopted slots at or beyond `fresh`."""
-        self.used: set[int] = set()
+        """From here on no slot was ever handed out: a big tier costs nothing to open."""
         self.quarantined: set[int] = set()
         self.holds: dict[int, int] = {}
         self.generations = generations
         """64-bit words, grown before the slot's bytes may change."""
 
     def pop_free(self) -> int | None:
-        if self.free:
-            return self.free.pop()
-        for slot in self._fresh_slots():
-            return slot
-        return None
+        if self.given_back:
+            slot = self.given_back.pop()
+        else:
+            slot = self.state.find(_FREE, self.fresh)
+            self.fresh = len(self.state) if slot < 0 else slot + 1
+            if slot < 0:
+                return None
+        self._use(slot)
+        return slot
 
     def adopt(self, slot: int) -> None:
-        self.used.add(slot)
-        if slot >= self.fresh:
-            self.skipped.add(slot)
-        else:
-            self.free.remove(slot)
+        if slot in self.given_back:
+            self.given_back.remove(slot)
+        self._use(slot)
 
-    def _fresh_slots(self) -> Iterator[int]:
-        while self.fresh < self.count:
-            slot = self.fresh
-            self.fresh += 1
-            if slot not in self.skipped:
-                yield slot
-            self.skipped.discard(slot)
+    def give_back(self, slot: int, *, quarantined: bool) -> None:
+        self.num_used -= 1
+        if quarantined:
+            self.state[slot] = _QUARANTINED
+            self.quarantined.add(slot)
+        else:
+            self._free(slot)
+
+    def end_quarantine(self, slot: int) -> None:
+        if slot in self.quarantined:
+            self.quarantined.remove(slot)
+            self._free(slot)
+
+    def _use(self, slot: int) -> None:
+        self.state[slot] = _USED
+        self.num_used += 1
+
+    def _free(self, slot: int) -> None:
+        self.state[slot] = _FREE
+        self.given_back.append(slot)
 
     def check_integrity(self) -> None:
-        fresh = set(range(self.fresh, self.count)) - self.skipped
-        groups = (fresh, set(self.free), self.used, self.quarantined)
-        assert len(self.free) == len(set(self.free)), "a slot is free twice"
-        assert sum(map(len, groups)) == self.count, "a slot was lost or is in two states"
-        assert set().union(*groups) == set(range(self.count))
-        assert set(self.holds) <= self.used | self.quarantined
+        used, quarantined = self.state.count(_USED), self.state.count(_QUARANTINED)
+        assert (used, quarantined) == (self.num_used, len(self.quarantined))
+        assert len(self.given_back) == len(set(self.given_back)), "a slot is free twice"
+        assert all(self.state[slot] == _FREE for slot in self.given_back)
+        below = {slot for slot, x in enumerate(self.state[: self.fresh]) if x == _FREE}
+        assert below <= set(self.given_back), "a slot was lost"
+        assert all(self.state[slot] == _QUARANTINED for slot in self.quarantined)
         assert self.quarantined <= set(self.holds)
+        assert all(self.state[slot] != _FREE for slot in self.holds)
         assert all(n > 0 for n in self.holds.values())

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hetero_connector.artifacts.record import ArtifactId, SlotRef, Tier
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.journal_format import JournalRow
+from hetero_connector.store.garbage import frozen_load
 from hetero_connector.store.ssd_directory import SsdDirectory
 from hetero_connector.store.tiers import Tiers
 from hetero_connector.transfer.base import FileTransfer
@@ -42,8 +41,8 @@ def best_transfer(memory: npt.NDArray[np.uint8], directory: SsdDirectory) -> Fil
     return chosen.transfer
 
 
-def adopt_journal(directory: SsdDirectory, tiers: Tiers) -> int:
-    """Put every row of the journal into the index; returns how many.
+def adopt_journal(directory: SsdDirectory, tiers: Tiers) -> None:
+    """Put every row of the journal into the index.
 
     What a row continues may be missing: another engine's, which is not written here, or lost.
     Rows that contradict another are deleted from the journal, and so are checkpoints of which
@@ -54,37 +53,9 @@ def adopt_journal(directory: SsdDirectory, tiers: Tiers) -> int:
     if directory.is_outdated:
         logger.info("SSD tier %s: what was stored before a reset goes", directory.path)
         tiers.journal_stale = True
-        return 0
-    dropped: list[ArtifactId] = []
-    adopted = []
-    for row in journal.load():
-        if _adopt(row, tiers):
-            adopted.append(row)
-        else:
-            dropped.append(row.id)
+        return
+    with frozen_load(journal.count()):
+        dropped = tiers.adopt(journal.load_values())
     if dropped:
         logger.info("SSD tier %s: %d impossible artifacts dropped", directory.path, len(dropped))
         journal.forget(dropped)
-    for row in sorted(adopted, key=lambda r: r.last_access):
-        artifact = tiers.index.find(row.id)
-        assert artifact is not None
-        artifact.last_used, artifact.uses = tiers.tick(), row.reuse_count
-    for node in list(tiers.index.nodes.values()):
-        tiers.forget_remains(node)
-    return len(adopted)
-
-
-def _adopt(row: JournalRow, tiers: Tiers) -> bool:
-    index = tiers.index
-    if not index.could_hold(row.chunk) or index.find(row.id) is not None:
-        return False
-    ref = SlotRef(Tier.SSD, row.state_type, row.slot, row.generation)
-    assert tiers.ssd is not None
-    if not tiers.ssd.adopt(ref):
-        return False
-    index.presume_parent(row.chunk)
-    artifact = index.add(row.chunk, row.state_type, row.size_bytes)
-    artifact.checksum = row.checksum
-    tiers.attach(artifact, ref)
-    index.seal(artifact)
-    return True

@@ -244,7 +244,7 @@ def node(parent: Node | None, *kinds: StateType, uses: int = 0) -> Node:
     above = parent or Node(ChunkRange(*[bytes(16)] * 2, 0, 0), None)  # type: ignore[list-item]
     (chunk,) = chain(random.randbytes(4).hex(), 1, parent.chunk if parent else None)
     made = Node(chunk, above)
-    above.children[chunk.key] = made
+    above.num_children += 1
     for kind in kinds:
         artifact = made.artifacts[kind] = Artifact(made, kind, 4096)
         artifact.uses = uses

@@ -58,7 +58,8 @@ class FleetMachine(StoreMachine):
                     self.store._tiers.demoted.add(artifact, Tier.DRAM)
 
     def may_be_a_gap(self, node: Node) -> bool:
-        only_gaps_below = not any(child.artifacts for child in node.children.values())
+        nodes = self.store._tiers.index.nodes.values()
+        only_gaps_below = not any(n.artifacts for n in nodes if n.parent is node)
         return node.key in THEIRS or only_gaps_below
 
     def check_restarted(self, back: set[ArtifactId]) -> None:

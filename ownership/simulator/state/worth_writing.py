@@ -90,8 +90,7 @@ class WorthWriting:
         key = ChunkKey(number.to_bytes(16, "little"))
         node = Node(ChunkRange(key, parent.key, before * size, number * size), parent)
         # How many there are is all that is asked of them.
-        others = len(run.children) if run.end == number else 1
-        node.children = {ChunkKey(bytes([at])): node for at in range(min(others, 255))}
+        node.num_children = len(run.children) if run.end == number else 1
         return node
 
     def _number(self, artifact: Artifact) -> int:
