@@ -13,12 +13,11 @@ whoever adds it says what it continues.
 from __future__ import annotations
 
 import struct
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 
-from hetero_connector.artifacts.nodes import ANY, ONE, Artifact, Node
+from hetero_connector.artifacts.nodes import ANY, ONE, Artifact, Node, check_node
 from hetero_connector.artifacts.record import (
     ROOT,
     ArtifactId,
@@ -30,10 +29,9 @@ from hetero_connector.artifacts.record import (
     Tier,
 )
 from hetero_connector.artifacts.standing import Standing, may_leave_a_gap, standing
+from hetero_connector.artifacts.tail_lengths import TailLengths
 from hetero_connector.spec.state_types import StateType
 
-MAX_TAILS = 32
-"""Lengths that `tails` names. Each costs whoever looks for a tail a hash of so many tokens."""
 _OFFSETS = struct.Struct(f"={len(StateType)}q")
 _NOTHING: Mapping[StateType, Tier] = {}
 _NOWHERE = _OFFSETS.pack(*[-1] * len(StateType))
@@ -52,9 +50,7 @@ class PrefixIndex:
         """Chunks of which nothing is here, held for what is below."""
         self.num_added = 0
         """Chunks that were ever added."""
-        self._tails: dict[ChunkKey, dict[int, int]] = {}
-        """Visible children shorter than a full chunk: token length -> how many, by parent; the
-        length of that which came last is last."""
+        self._tails = TailLengths()
         self._tiers = SharedTiers()
 
     def match(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
@@ -90,7 +86,7 @@ class PrefixIndex:
 
     def tails(self, parent: ChunkKey) -> tuple[int, ...]:
         """Lengths of visible short chunks under `parent`: the newest `MAX_TAILS`."""
-        return tuple(islice(reversed(self._tails.get(parent, {})), MAX_TAILS))
+        return self._tails.of(parent)
 
     def find(self, artifact_id: ArtifactId) -> Artifact | None:
         """The artifact, sealed or being saved."""
@@ -163,7 +159,8 @@ class PrefixIndex:
         chunk = ChunkRange(key, parent, start, end)
         if not self.could_hold(chunk):
             return None
-        self.presume_parent(chunk)
+        if above is None:
+            self.presume_parent(chunk)
         artifact = self.add(chunk, ref.state_type, size_bytes)
         artifact.sealed, artifact.ssd = True, ref
         assert artifact.node.parent is not None
@@ -239,7 +236,7 @@ class PrefixIndex:
             artifact.node.artifacts.clear()  # else these two would be a cycle
         self.root = Node(self.root.chunk, None)
         self.nodes = {ROOT: self.root}
-        self._tails = {}
+        self._tails = TailLengths()
         self.gaps = 0
         return gone
 
@@ -315,8 +312,8 @@ class PrefixIndex:
             packed = _OFFSETS.pack(*offsets) if max(offsets) >= 0 else _NOWHERE
             node.stored = StoredChunk(node.chunk, shared, packed, stale=False, number=number)
         length = node.chunk.end - node.chunk.start
-        if was_visible != bool(tiers) and length < self._chunk_tokens and node.parent is not None:
-            self._count_tail(node.parent.key, length, 1 if tiers else -1)
+        if was_visible != bool(tiers) and length < self._chunk_tokens:
+            self._tails.count(node.chunk.parent, length, 1 if tiers else -1)
 
     def _prune(self, node: Node) -> None:
         """Remove the node, and parents left behind, once nothing hangs on them."""
@@ -330,59 +327,24 @@ class PrefixIndex:
                     self._offer(artifact)
             node = parent
 
-    def _count_tail(self, parent: ChunkKey, length: int, step: int) -> None:
-        tails = self._tails.setdefault(parent, {})
-        count = tails.get(length, 0) + step
-        if step > 0 or not count:
-            tails.pop(length, None)
-        if count:
-            tails[length] = count
-        elif not tails:
-            del self._tails[parent]
-
     def check_integrity(self) -> None:
         """Raise AssertionError if any redundant field disagrees with the tree."""
         children: defaultdict[ChunkKey, list[Node]] = defaultdict(list)
         for key, node in self.nodes.items():
             assert node.key == key
-            if node is not self.root:
-                assert node.parent is not None
+            if node.parent is not None:
                 assert self.nodes.get(node.parent.key) is node.parent, "a node is unreachable"
                 children[node.parent.key].append(node)
         for node in self.nodes.values():
-            self._check_node(node, children[node.key])
-        gaps = sum(not node.artifacts for node in self.nodes.values()) - 1
-        assert self.gaps == gaps, "but for the root"
-        tails = {key: dict(self._tails_of(below)) for key, below in children.items()}
-        assert self._tails == {key: lengths for key, lengths in tails.items() if lengths}
-
-    def _tails_of(self, children: Iterable[Node]) -> Counter[int]:
-        lengths = (n.chunk.end - n.chunk.start for n in children if n.stored is not None)
-        return Counter(length for length in lengths if length < self._chunk_tokens)
-
-    def _check_node(self, node: Node, children: Sequence[Node]) -> None:
-        held = held_in_dram = held_on_ssd = 0
-        for child in children:
-            assert child.chunk.start == node.chunk.end or self._is_adrift(child)
-            assert child.chunk.parent == node.key
-            assert not (self._is_adrift(child) and child.artifacts)
-            for kind, artifact in child.artifacts.items():
-                held += ONE[kind]
-                held_in_dram += ONE[kind] * (artifact.dram is not None)
-                held_on_ssd += ONE[kind] * (artifact.ssd is not None)
-        assert (held, held_in_dram, held_on_ssd, len(children)) == (
-            node.held,
-            node.held_in_dram,
-            node.held_on_ssd,
-            node.num_children,
-        )
-        assert node is self.root or node.artifacts or children, "an empty leaf"
-        sealed = {a.state_type for a in node.artifacts.values() if a.sealed}
-        assert sealed == set(node.stored.tiers if node.stored else ())
-        if node.stored is not None:
-            known = self._tiers.share(node.stored.tiers)
-            assert known == (node.stored.tiers, node.stored.number)
-        for artifact in node.artifacts.values():
-            assert (artifact.node, artifact.forgotten) == (node, False)
-            assert artifact.pins >= 0
-            assert not artifact.sealed or artifact.dram or artifact.ssd, "sealed but nowhere"
+            below, end = children[node.key], node.chunk.end
+            check_node(node, below)
+            assert all(x.chunk.start == end or self._is_adrift(x) for x in below)
+            assert not any(self._is_adrift(x) and x.artifacts for x in below)
+            assert node is self.root or node.artifacts or below, "an empty leaf"
+            stored = node.stored
+            if stored is not None:
+                assert self._tiers.share(stored.tiers) == (stored.tiers, stored.number)
+        visible = (x.chunk for x in self.nodes.values() if x.stored is not None)
+        lengths = ((x.parent, x.end - x.start) for x in visible)
+        self._tails.check(x for x in lengths if x[1] < self._chunk_tokens)
+        assert self.gaps == sum(not x.artifacts for x in self.nodes.values()) - 1, "but the root"

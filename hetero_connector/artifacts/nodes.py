@@ -6,6 +6,8 @@ configured, and every object that may refer to others is one more for the garbag
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hetero_connector.artifacts.record import (
     ArtifactId,
     ChunkKey,
@@ -107,3 +109,23 @@ class Node:
             self.held_in_dram += change
         else:
             self.held_on_ssd += change
+
+
+def check_node(node: Node, children: Iterable[Node]) -> None:
+    """Raise AssertionError unless what the node counts and says agrees with what it has."""
+    num_children = held = held_in_dram = held_on_ssd = 0
+    for child in children:
+        assert (child.parent, child.chunk.parent) == (node, node.key)
+        num_children += 1
+        for kind, artifact in child.artifacts.items():
+            held += ONE[kind]
+            held_in_dram += ONE[kind] * (artifact.dram is not None)
+            held_on_ssd += ONE[kind] * (artifact.ssd is not None)
+    assert (num_children, held) == (node.num_children, node.held)
+    assert (held_in_dram, held_on_ssd) == (node.held_in_dram, node.held_on_ssd)
+    sealed = {a.state_type for a in node.artifacts.values() if a.sealed}
+    assert sealed == set(node.stored.tiers if node.stored else ())
+    for artifact in node.artifacts.values():
+        assert (artifact.node, artifact.forgotten) == (node, False)
+        assert artifact.pins >= 0
+        assert not artifact.sealed or artifact.dram or artifact.ssd, "sealed but nowhere"

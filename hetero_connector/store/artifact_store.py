@@ -15,6 +15,7 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.arena import Arena
 from hetero_connector.store.base import Failure, ReadTiming, Save, StoreConfig, Wanted
+from hetero_connector.store.garbage import Freezer
 from hetero_connector.store.generation_file import GenerationKeeper
 from hetero_connector.store.io_thread import IoThread
 from hetero_connector.store.journal_connection import Connect, connect
@@ -26,7 +27,7 @@ from hetero_connector.store.saving import ReservedSave, taken
 from hetero_connector.store.seconds_saved import SecondsSaved, default_seconds_saved
 from hetero_connector.store.sharing import Sharing
 from hetero_connector.store.slots import SlotGeometry, dram_geometry
-from hetero_connector.store.ssd import OpenTransfer, Ssd, adopt_journal, best_transfer
+from hetero_connector.store.ssd import OpenTransfer, best_transfer, load
 from hetero_connector.store.ssd_directory import SsdDirectory
 from hetero_connector.store.state import Spill, StoreState
 from hetero_connector.store.tiers import Tiers
@@ -60,6 +61,8 @@ class ArtifactStore:
         self.sharing = None if port is None else Sharing(state, port, storage)
         """For the fleet; None: peers cannot read the DRAM tier, nor is theirs read."""
         self._closed = False
+        self._freezer = Freezer(state.tiers.index)
+        self._freezer.start()
 
     @classmethod
     def open(
@@ -94,16 +97,12 @@ class ArtifactStore:
             undo.callback(arena.close)
             ssd, ssd_geometry = None, None
             if config.ssd_dir is not None:
+                strides = geometry.stride_bytes
                 directory = SsdDirectory.open(
-                    config.ssd_dir,
-                    fingerprint,
-                    geometry.stride_bytes,
-                    config.ssd_bytes,
-                    description,
-                    connect,
+                    config.ssd_dir, fingerprint, strides, config.ssd_bytes, description, connect
                 )
                 undo.callback(directory.close)
-                ssd_geometry = SlotGeometry(directory.slots_per_type, geometry.stride_bytes)
+                ssd_geometry = SlotGeometry(directory.slots_per_type, strides)
             port = PeerPort.open(peers, arena.view, geometry)
             if port is not None:
                 undo.callback(port.transfers.close)
@@ -120,8 +119,7 @@ class ArtifactStore:
             generations = GenerationKeeper()
             if config.ssd_dir is not None:
                 generations = directory.generations
-                adopt_journal(directory, tiers)
-                ssd = Ssd(directory, open_transfer(arena.view, directory))
+                ssd = load(directory, tiers, open_transfer(arena.view, directory))
             state = StoreState(tiers, config, recorder, clock, generations)
             io_thread = None
             if state.wants_spills:
@@ -274,6 +272,7 @@ class ArtifactStore:
         if self._closed:
             return
         self._closed = True
+        self._freezer.stop()
         if self.sharing is not None:
             self.sharing.serve_under(0)
         io_thread, self._io_thread = self._io_thread, None

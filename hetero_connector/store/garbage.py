@@ -9,8 +9,10 @@ for the same reason; what is loaded later or grows while serving has to be froze
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+
+from hetero_connector.artifacts.index import PrefixIndex
 
 BIG = 16_384
 """Chunks. What is smaller is looked at in a few milliseconds."""
@@ -41,25 +43,21 @@ class Freezer:
     was in flight, is part of a cycle and has ended since. Objects without cycles are freed as ever.
     """
 
-    def __init__(self, size: Callable[[], int], num_added: Callable[[], int]) -> None:
-        """Ask `size` for the chunks of the index, `num_added` for those ever added to it."""
-        self._size = size
-        self._num_added = num_added
-        self._frozen_at = num_added()
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self._frozen_at = index.num_added
 
     def start(self) -> None:
         """Hear of collections until `stop`."""
         gc.callbacks.append(self._on_collection)
 
     def stop(self) -> None:
-        """Idempotent."""
-        if self._on_collection in gc.callbacks:
-            gc.callbacks.remove(self._on_collection)
+        """Hear of no more. Call it once after `start`."""
+        gc.callbacks.remove(self._on_collection)
 
     def _on_collection(self, phase: str, info: dict[str, int]) -> None:
-        if phase != "stop" or info["generation"] < 2 or self._size() < BIG:
-            return
-        num_added = self._num_added()
-        if num_added - self._frozen_at >= _GROWTH:
-            self._frozen_at = num_added
+        index = self._index
+        grown = len(index.nodes) >= BIG and index.num_added - self._frozen_at >= _GROWTH
+        if phase == "stop" and info["generation"] == 2 and grown:
+            self._frozen_at = index.num_added
             gc.freeze()

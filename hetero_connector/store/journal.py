@@ -84,22 +84,21 @@ class Journal:
         self._connection = connection
 
     @classmethod
-    def open(cls, path: Path, meta: JournalMeta, connect: Connect = connect) -> Journal:
+    def open(
+        cls, path: Path, meta: JournalMeta, connect: Connect = connect, check: bool = True
+    ) -> Journal:
         """Open the journal, or create it with `meta` if there is none.
 
         A damaged file is moved aside (`moved_aside`) and an empty journal takes its place.
         The slots per state type are left as found (see `resize`); a description that
-        `meta` has takes the place of the last one. Raises FormatError if it belongs to
-        another format version, model or slot size, StoreError if it cannot be opened or
-        created.
+        `meta` has takes the place of the last one. `check`: read all of it, else damage may go
+        unseen. Raises FormatError if it belongs to another format version, model or slot size,
+        StoreError if it cannot be opened or created.
         """
         moved = None
         if path.exists():
             try:
-                journal = cls.open_existing(path, connect=connect)
-            except CorruptJournalError:
-                moved = _move_aside(path)
-            else:
+                journal = cls.open_existing(path, check=check, connect=connect)
                 try:
                     journal._require(meta)
                     journal._describe(meta)
@@ -107,6 +106,8 @@ class Journal:
                     journal.close()
                     raise
                 return journal
+            except CorruptJournalError:
+                moved = _move_aside(path)
         journal = cls._create(path, meta, connect)
         journal.moved_aside = moved
         return journal
@@ -210,6 +211,15 @@ class Journal:
                 checked = check(values)
                 if checked is not None:
                     yield checked
+
+    def forget_slots_from(self, first: Mapping[StateType, int]) -> int:
+        """Delete the rows of these slots and all after them; return how many there were."""
+        with self._transaction() as connection:
+            deleted = connection.executemany(
+                "DELETE FROM artifacts WHERE state_type = ? AND slot >= ?",
+                ((t.value, slot) for t, slot in first.items()),
+            )
+            return deleted.rowcount
 
     def count(self) -> int:
         """How many rows there are, those that make no sense included."""

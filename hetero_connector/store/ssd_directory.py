@@ -88,6 +88,8 @@ class SsdDirectory:
         self._lock = lock
         self._fds: dict[StateType, int] = {}
         self._created: list[Path] = []
+        self._slots_found: dict[StateType, int] = {}
+        """How many the slab files had when they were opened."""
         self._warned_of_intruder = False
 
     @classmethod
@@ -139,6 +141,11 @@ class SsdDirectory:
                     raise
             finally:
                 opening.release()
+            try:
+                directory._check_journal(meta, connect)
+            except BaseException:
+                directory._abandon()
+                raise
         except (ConfigError, StoreError):
             raise
         except OSError as e:
@@ -207,37 +214,49 @@ class SsdDirectory:
         self._lock.release()
 
     def _abandon(self) -> None:
-        """Close after a failed opening: what it created is removed again."""
-        self.close()
+        """Close after a failed opening: what it created is removed again, while it is locked."""
         for path in self._created:
             path.unlink(missing_ok=True)
+        self.close()
 
     def _open_files(self, root: Path, meta: JournalMeta, room_bytes: int, connect: Connect) -> None:
+        """Do what other engines must not do meanwhile: they wait, whatever the journal's size."""
         # The journal first: if it belongs to something else, nothing has been touched yet.
         is_new = not (self.path / JOURNAL_NAME).exists()
         needed = sum(s.slots * s.slot_bytes for s in self._slabs.values())
         if is_new:
             make_room(root, self.path, needed, room_bytes)
             self._open_generation(is_new=True)
-        self.journal = Journal.open(self.path / JOURNAL_NAME, meta, connect)
+        self._open_journal(meta, connect, check=False)
+        if not is_new:
+            make_room(root, self.path, needed, room_bytes)
+            self._open_generation(is_new=False)
+        for state_type in self._slabs:
+            self._open_slab(root, state_type)
+        if not self.direct:
+            self._warn(f"{self.path} has no O_DIRECT: the page cache will hold the slabs, too")
+        _sync_directory(self.path)
+        _sync_directory(root)  # in which the directory itself is an entry
+
+    def _check_journal(self, meta: JournalMeta, connect: Connect) -> None:
+        """Read the journal for damage, and forget what it lists of slots that are no more."""
+        self.journal.close()
+        self._open_journal(meta, connect, check=True)
+        # A kill between the slabs' opening and this leaves rows that fail their checksums.
+        lost = self.journal.forget_slots_from(self._slots_found)
+        if lost:
+            self._warn(f"slab files of {self.path} are missing or short: {lost} artifacts lost")
+        if self.journal.meta.slabs != self._slabs:
+            self.journal.resize({t: s.slots for t, s in self._slabs.items()})
+        self.journal.check_owner = self.check_owner
+
+    def _open_journal(self, meta: JournalMeta, connect: Connect, *, check: bool) -> None:
+        self.journal = Journal.open(self.path / JOURNAL_NAME, meta, connect, check)
         if self.journal.moved_aside:
             self._warn(
                 f"the journal of {self.path} was damaged; it is now "
                 f"{self.journal.moved_aside.name} and everything it listed is forgotten"
             )
-        if not is_new:
-            make_room(root, self.path, needed, room_bytes)
-            self._open_generation(is_new=False)
-        self._forget_lost_slots()
-        if self.journal.meta.slabs != self._slabs:
-            self.journal.resize({t: s.slots for t, s in self._slabs.items()})
-        for state_type in self._slabs:
-            self._open_slab(root, state_type)
-        if not self.direct:
-            self._warn(f"{self.path} has no O_DIRECT: the page cache will hold the slabs, too")
-        self.journal.check_owner = self.check_owner
-        _sync_directory(self.path)
-        _sync_directory(root)  # in which the directory itself is an entry
 
     @property
     def is_outdated(self) -> bool:
@@ -255,19 +274,6 @@ class SsdDirectory:
     def _slab_path(self, state_type: StateType) -> Path:
         return self.path / f"{state_type.value}{SLAB_SUFFIX}"
 
-    def _forget_lost_slots(self) -> None:
-        """Rows whose slot is not in its file any more: deleted or truncated slabs."""
-        present = {}
-        for state_type, slab in self._slabs.items():
-            path = self._slab_path(state_type)
-            present[state_type] = path.stat().st_size // slab.slot_bytes if path.exists() else 0
-        lost = [row.id for row in self.journal.load() if row.slot >= present[row.state_type]]
-        if lost:
-            self.journal.forget(lost)
-            self._warn(
-                f"slab files of {self.path} are missing or short: {len(lost)} artifacts lost"
-            )
-
     def _open_slab(self, root: Path, state_type: StateType) -> None:
         path, slab = self._slab_path(state_type), self._slabs[state_type]
         size, is_new = slab.slots * slab.slot_bytes, not path.exists()
@@ -283,6 +289,7 @@ class SsdDirectory:
         if is_new:
             self._created.append(path)
         before = os.fstat(fd).st_size
+        self._slots_found[state_type] = before // slab.slot_bytes
         try:
             if before > size:
                 os.ftruncate(fd, size)

@@ -12,11 +12,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from hetero_connector.artifacts.index import PrefixIndex
 from hetero_connector.artifacts.nodes import Artifact, Node
-from hetero_connector.artifacts.record import ArtifactId, ChunkKey, SlotRef, StoredChunk, Tier
+from hetero_connector.artifacts.record import ArtifactId, SlotRef, StoredChunk, Tier
 from hetero_connector.artifacts.standing import Standing
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import Family, StateType
@@ -25,7 +23,6 @@ from hetero_connector.store.demoted import Demoted
 from hetero_connector.store.eviction import make_policy
 from hetero_connector.store.exporting import ExportFeed
 from hetero_connector.store.hold import Hold, Holds
-from hetero_connector.store.journal_format import RowValues
 from hetero_connector.store.prefetched import Prefetched
 from hetero_connector.store.readers import ReadersLast
 from hetero_connector.store.seconds_saved import SecondsSaved, default_seconds_saved
@@ -141,40 +138,15 @@ class Tiers:
         if self.feed is not None:
             self.feed.here(artifact)
 
-    def adopt(self, rows: Iterable[RowValues]) -> list[ArtifactId]:
-        """Take what a journal lists, parents first, into the SSD tier; return what contradicts it.
-
-        That is: a chunk or a slot that another row knows otherwise, and parts of chunks that
-        nobody can restore. No fleet hears of it: whoever joins one tells all that is here.
-        """
-        assert self.ssd is not None
-        refused: list[ArtifactId] = []
-        adopted: list[Artifact] = []
-        used_at: list[float] = []
-        for key, parent, start, end, kind, slot, generation, size, digest, when, uses in rows:
-            ref = SlotRef(Tier.SSD, kind, slot, generation)
-            artifact = None
-            if self.ssd.adopt(ref):
-                artifact = self.index.adopt(ChunkKey(key), ChunkKey(parent), start, end, size, ref)
-                if artifact is None:
-                    self.ssd.give_back(ref)
-            if artifact is None:
-                refused.append(ArtifactId(ChunkKey(key), kind))
-                continue
-            artifact.checksum, artifact.uses = digest, uses
-            adopted.append(artifact)
-            used_at.append(when)
-        for at in np.argsort(used_at, kind="stable").tolist():
-            adopted[at].last_used = self.tick()
+    def adopted(self, artifacts: Iterable[Artifact]) -> None:
+        """They are in the index and on SSD: visible from now."""
         self.index.show_adopted()
-        for artifact in adopted:
+        for artifact in artifacts:
             self._account(artifact, Tier.SSD, 1)
-            # What must stay is offered once it may leave.
-            if self.index.standing(artifact, Tier.SSD) is not Standing.HELD:
+            if self.index.standing(artifact, Tier.SSD) is not Standing.HELD:  # offered later
                 self._offer(artifact)
         for node in list(self.index.nodes.values()):
             self.forget_remains(node)
-        return refused
 
     def drop(self, artifact: Artifact, tier: Tier) -> None:
         """Drop the copy in `tier`, and with the last copy the artifact."""

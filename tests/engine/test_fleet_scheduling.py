@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hetero_connector.artifacts.index import MAX_TAILS
+from hetero_connector.artifacts.tail_lengths import MAX_TAILS
 from hetero_connector.engine import peer_matching, sessions
 from hetero_connector.engine.handing_over import handed_over, handoff_tokens
 from hetero_connector.store.peer_card import PeerCard
