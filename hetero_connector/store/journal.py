@@ -14,7 +14,6 @@ Every method raises StoreError, never a bare sqlite3 error.
 from __future__ import annotations
 
 import sqlite3
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,8 +23,10 @@ from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.errors import FormatError, StoreError
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.journal_connection import (
+    SUFFIXES,
     Connect,
     connect,
+    move_aside,
     open_connection,
     sqlite_errors,
 )
@@ -41,9 +42,6 @@ from hetero_connector.store.journal_format import (
     parse_row,
     row_check,
 )
-
-SUFFIXES = ("", "-wal", "-shm")
-"""What SQLite appends to the journal's name for the files that belong to it."""
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -107,7 +105,7 @@ class Journal:
                     raise
                 return journal
             except CorruptJournalError:
-                moved = _move_aside(path)
+                moved = move_aside(path)
         journal = cls._create(path, meta, connect)
         journal.moved_aside = moved
         return journal
@@ -334,19 +332,3 @@ def _check(path: Path, connection: sqlite3.Connection) -> None:
     found = connection.execute("PRAGMA quick_check(1)").fetchone()
     if found[0] != "ok":
         raise CorruptJournalError(f"journal {path} is damaged: {found[0]}")
-
-
-def _move_aside(path: Path) -> Path:
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    for n in range(1000):
-        target = path.with_name(f"journal.corrupt-{stamp}{f'-{n}' if n else ''}")
-        if not target.exists():
-            break
-    for suffix in SUFFIXES:
-        part = path.with_name(path.name + suffix)
-        try:
-            if part.exists():
-                part.rename(target.with_name(target.name + suffix))
-        except OSError as e:
-            raise StoreError(f"the damaged journal {part} cannot be moved aside: {e}") from e
-    return target

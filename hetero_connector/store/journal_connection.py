@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,8 @@ from hetero_connector.errors import StoreError
 from hetero_connector.store.journal_format import CorruptJournalError
 from hetero_connector.store.private_files import create_private
 
+SUFFIXES = ("", "-wal", "-shm")
+"""What SQLite appends to the journal's name for the files that belong to it."""
 Connect = Callable[[Path, str], sqlite3.Connection]
 """Opens a file for SQLite. The mode is that of its URIs: `ro`, `rw`, `rwc`."""
 
@@ -58,3 +61,20 @@ def sqlite_errors(path: Path) -> Iterator[None]:
         if code in _CORRUPT_CODES or no_table:
             raise CorruptJournalError(f"journal {path} is damaged: {e}") from e
         raise StoreError(f"journal {path}: {e}") from e
+
+
+def move_aside(path: Path) -> Path:
+    """Rename a damaged journal; return its new name."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for n in range(1000):
+        target = path.with_name(f"journal.corrupt-{stamp}{f'-{n}' if n else ''}")
+        if not target.exists():
+            break
+    for suffix in SUFFIXES:
+        part = path.with_name(path.name + suffix)
+        try:
+            if part.exists():
+                part.rename(target.with_name(target.name + suffix))
+        except OSError as e:
+            raise StoreError(f"the damaged journal {part} cannot be moved aside: {e}") from e
+    return target
