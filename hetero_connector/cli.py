@@ -44,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--ssd-dir", type=Path, default=Path(), help="directory to examine (default: this one)"
     )
+    command.add_argument(
+        "--directory", default="", metavar="URL", help="examine the fleet's directory, too"
+    )
     command.set_defaults(run=_doctor)
 
     command = commands.add_parser("inspect", help="what is stored, by model, state type and tier")
@@ -136,7 +139,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _doctor(args: argparse.Namespace) -> int:
     findings = []
-    for finding in doctor.examine(args.ssd_dir):
+    for finding in doctor.examine(args.ssd_dir, args.directory):
         findings.append(finding)
         if not args.json:
             print(finding.as_text(), flush=True)

@@ -16,7 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero_connector import machine
-from hetero_connector.errors import StoreError, TransferError, UnsupportedVersionError
+from hetero_connector.errors import (
+    DirectoryError,
+    StoreError,
+    TransferError,
+    UnsupportedVersionError,
+)
 from hetero_connector.store.private_files import others_can_replace
 from hetero_connector.supported_vllm import SUPPORTED_VLLM, check_version
 from hetero_connector.transfer.base import Direction, Extent, FileTransfer, OpenFile, TransferState
@@ -60,14 +65,16 @@ class Finding:
         return asdict(self)
 
 
-def examine(ssd_dir: Path) -> Iterator[Finding]:
-    """Every finding about this machine and the directory the SSD tier would use."""
+def examine(ssd_dir: Path, directory: str = "") -> Iterator[Finding]:
+    """Every finding about this machine, the directory the SSD tier would use, and the fleet's."""
     yield vllm()
     yield nixl()
     yield memory()
     yield huge_pages()
     yield dram_copy()
     yield from ssd(ssd_dir)
+    if directory:
+        yield fleet_directory(directory)
 
 
 def vllm(version_of: Callable[[str], str] = importlib.metadata.version) -> Finding:
@@ -219,6 +226,33 @@ def ssd_read(fd: int, directory: Path) -> Finding:
         return Finding(name, Status.OK, how)
     slow = "a local NVMe drive is worth it: at this speed computing is often faster"
     return Finding(name, Status.WARN, how, slow)
+
+
+def fleet_directory(url: str) -> Finding:
+    """Whether a Redis can be a fleet's directory: it answers, and does not forget by itself."""
+    from ownership.open_directory import open_directory
+
+    name, shown = "directory", url.partition("://")[0] + "://" + url.split("@")[-1]
+    try:
+        directory = open_directory(url)
+    except ValueError as e:
+        return Finding(name, Status.FAIL, str(e), "see `directory` in the README")
+    try:
+        num_workers = len(directory.workers())
+        policy = getattr(directory, "evicts", str)()
+    except DirectoryError as e:
+        return Finding(name, Status.FAIL, f"{e}", "engines would have their local cache only")
+    finally:
+        directory.close()
+    if policy:
+        return Finding(
+            name,
+            Status.FAIL,
+            f"{shown} forgets the fleet's records when its memory is full (maxmemory-policy "
+            f"{policy})",
+            "CONFIG SET maxmemory-policy noeviction, in redis.conf too",
+        )
+    return Finding(name, Status.OK, f"{shown} answers, {num_workers} workers live")
 
 
 def _timed(transfer: FileTransfer, direction: Direction) -> float:

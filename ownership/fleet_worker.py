@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
@@ -15,10 +14,12 @@ from ownership.directory_thread import CALLS_PER_TURN, DirectoryThread
 from ownership.fencing import HORIZON_S
 from ownership.held_lease import MARGIN, RENEWALS_PER_LEASE
 from ownership.identifiers import NOBODY, Epoch, Token
+from ownership.lease_clock import lease_clock
 from ownership.lease_keeper import LeaseKeeper
-from ownership.ledger import LISTING_TTL_S, Ledger, SharedStore
+from ownership.ledger import LISTING_TTL_S, Ledger
 from ownership.live_peers import LivePeers
 from ownership.reader_counts import ReaderCounts
+from ownership.shared_store import SharedStore
 from ownership.validation import MAX_STORAGE_BYTES
 
 
@@ -40,7 +41,7 @@ class FleetWorker:
         lookup_s: float = DEADLINE_S,
         listing_ttl_s: float = LISTING_TTL_S,
         horizon_s: float = HORIZON_S,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = lease_clock,
     ) -> None:
         """`call_s`: longest that a call of the directory takes. `lookup_s`: how long a request
         waits for it. `horizon_s`: longest from a lookup to the use of what it found.
@@ -158,6 +159,9 @@ class FleetWorker:
     def _errands(self) -> float:
         assert self._ledger is not None
         assert self._readers is not None
+        assert self._store is not None
+        if self._store.exports_lost():  # what has left may be known as ours for ever
+            self._keeper.start_over()
         if self._keeper.take_loss():
             self._ledger.records_lost()
             self._readers.records_lost()

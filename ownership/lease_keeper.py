@@ -41,6 +41,7 @@ class LeaseKeeper:
         self._clock = clock
         self._lease: HeldLease | None = None
         self._is_stale = False
+        self._to_end: Epoch | None = None
         self._memory = ""
         """What the directory called its memory last."""
         self._has_lost_records = False
@@ -73,15 +74,26 @@ class LeaseKeeper:
             lease.lost()
             self._is_stale = True
 
+    def start_over(self) -> None:
+        """The directory cannot be told what has become of this epoch: `keep` ends it, and registers
+        again."""
+        if self._lease is not None and not self._is_stale:
+            self._lease.lost()
+            self._is_stale = True
+            self._to_end = self._lease.epoch
+
     def keep(self) -> Epoch | None:
         """Register or renew, if that is due. The epoch if it is a new one, else None."""
         if self._clock() < self._retry_at_s:
             return None
         lease = self._lease
         try:
-            if lease is None or self._is_stale:
+            if self._to_end is not None:
+                self._directory.end_lease(self._to_end)
+                self._to_end = None
+            elif lease is None or self._is_stale:
                 return self._register()
-            if lease.renew_in_s == 0.0:
+            elif lease.renew_in_s == 0.0:
                 self._renew(lease)
         except DirectoryError as error:
             self._failed(error)

@@ -15,13 +15,11 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from itertools import islice
-from typing import Protocol
 
 from hetero_connector.artifacts.exported import ExportChange
-from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.metrics import Recorder
 from ownership.directory import (
@@ -33,8 +31,8 @@ from ownership.directory import (
 )
 from ownership.directory_thread import CLAIMS_PER_CALL, DirectoryThread
 from ownership.identifiers import NO_TOKEN, Epoch, Token
-from ownership.reader_counts import ReadStore
 from ownership.record_audit import Known, RecordAudit
+from ownership.shared_store import SharedStore
 
 LISTING_TTL_S = 60.0
 _TELL_DEADLINE_S = 5.0
@@ -46,60 +44,6 @@ _TOLD_LEASES = 2
 """So long releases are remembered, to be told again. A directory that went back by more than a
 lease has no living epoch of ours."""
 _MAX_TOLD = 65_536
-
-
-class SharedStore(ReadStore, Protocol):
-    """The worker's store: `hetero_connector.store.sharing.Sharing`."""
-
-    @property
-    def card(self) -> bytes:
-        """What peers need to read from it."""
-        ...
-
-    @property
-    def storage(self) -> str:
-        """Its SSD directory, for whoever takes over; "" for none."""
-        ...
-
-    def may_adopt_from(self, storage: str) -> bool:
-        """Whether what a dead worker left there may be read here."""
-        ...
-
-    def serve_under(self, epoch: int) -> None:
-        """Peers accept what was listed under this epoch; 0: nothing."""
-        ...
-
-    @property
-    def generation(self) -> Generation:
-        """The generation of what it holds."""
-        ...
-
-    @property
-    def adopted(self) -> int:
-        """The fleet's generation that it shares state in, for good; 0: none."""
-        ...
-
-    def hear_generation(self, number: int, asked_in: Generation) -> None:
-        """What the fleet's generation was, when it was asked in this one of its own."""
-        ...
-
-    def take_exports(self) -> list[ExportChange]:
-        """What it holds, as it changed since the last call."""
-        ...
-
-    def inventory(self) -> Iterator[list[ExportChange]]:
-        """All it holds, in batches; each as it is when it is asked for."""
-        ...
-
-    def judged(
-        self, owned: Mapping[ArtifactId, int], held: Iterable[ArtifactId]
-    ) -> list[ArtifactId]:
-        """Ours, by token, and others'; returns what it does not hold any more."""
-        ...
-
-    def gone(self, artifacts: Iterable[ArtifactId]) -> list[ArtifactId]:
-        """Those that it does not hold any more."""
-        ...
 
 
 class Ledger:

@@ -26,6 +26,7 @@ from hetero_connector.store.journal import Journal
 from hetero_connector.store.journal_format import JournalRow
 from hetero_connector.store.ssd_directory import SsdDirectory
 from hetero_connector.transfer.checksum import checksum
+from ownership.embedded_redis import EmbeddedRedis
 
 KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
 SLOTS = {KV: 64 << 10, SWA: 8 << 10}
@@ -520,3 +521,21 @@ def test_calibrate_wants_arguments_as_an_object(
         cli.main(["calibrate", "no/such-model", option, text])
     assert refused.value.code == 2
     assert "not a JSON object" in capsys.readouterr().err
+
+
+def test_doctor_on_a_fleets_directory() -> None:
+    """A Redis that forgets by itself is refused; one that is not there is told."""
+    assert doctor.fleet_directory("memory://").status is Status.OK
+    assert doctor.fleet_directory("https://redis").status is Status.FAIL
+    assert doctor.fleet_directory("redis://127.0.0.1:1").status is Status.FAIL
+    for policy, limit, status in (
+        ("noeviction", "100mb", Status.OK),
+        ("allkeys-lru", "0", Status.OK),
+        ("volatile-lru", "100mb", Status.OK),
+        ("allkeys-lfu", "100mb", Status.FAIL),
+    ):
+        with EmbeddedRedis([f"maxmemory {limit}", f"maxmemory-policy {policy}"]) as server:
+            finding = doctor.fleet_directory(server.url)
+        assert finding.status is status, finding
+        assert server.password not in finding.as_text()
+    assert "noeviction" in finding.advice

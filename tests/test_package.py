@@ -68,7 +68,11 @@ def test_dependencies_point_down(path: Path) -> None:
             assert parts[1] in BELOW[room], f"{room} imports {name}"
 
 
-JOINS = ("hetero_connector/cli.py", "hetero_connector/engine/fleet.py")
+JOINS = (
+    "hetero_connector/cli.py",
+    "hetero_connector/doctor.py",
+    "hetero_connector/engine/fleet.py",
+)
 """The command line is one for both; an engine joins a fleet where its configuration says so."""
 
 

@@ -30,14 +30,14 @@ def as_it_stands(artifact: Artifact) -> ExportChange | None:
 class ExportFeed:
     """Changes in the order they happened. Written under the store's lock.
 
-    Bounded: if nobody takes them the oldest are lost. An artifact whose record is missing is not
-    shared; one whose record is out of date is a miss for whoever reads it.
+    Bounded: if nobody takes them the oldest are lost, and `take_loss` says so.
     """
 
     def __init__(self, changed: Callable[[], None] | None = None) -> None:
         """`changed`: called when there is something to take again; must return at once."""
         self._changes: deque[ExportChange] = deque(maxlen=_MAX_CHANGES)
         self._changed = changed
+        self._has_lost = False
 
     def here(self, artifact: Artifact) -> None:
         """It has come, moved or lost one of its places. Told once its checksum is known."""
@@ -65,7 +65,14 @@ class ExportFeed:
         if self._changed is not None:
             self._changed()
 
+    def take_loss(self) -> bool:
+        """Whether changes were lost since the last call. Needs no lock."""
+        has_lost, self._has_lost = self._has_lost, False
+        return has_lost
+
     def _append(self, change: ExportChange) -> None:
+        if len(self._changes) == self._changes.maxlen:
+            self._has_lost = True
         self._changes.append(change)
         if len(self._changes) == 1:
             self.wake()

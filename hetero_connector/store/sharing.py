@@ -90,6 +90,11 @@ class Sharing:
         feed = self._state.tiers.feed
         return [] if feed is None else feed.take()
 
+    def exports_lost(self) -> bool:
+        """Whether changes were lost since the last call: only all that is here tells then."""
+        feed = self._state.tiers.feed
+        return feed is not None and feed.take_loss()
+
     def inventory(self) -> Iterator[list[ExportChange]]:
         """All that is here and may be told, a batch at a time, parents first."""
         nodes = self._state.tiers.index.nodes

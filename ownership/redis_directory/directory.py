@@ -64,6 +64,7 @@ class RedisDirectory:
         self._connection = RedisConnection(parsed, deadline_s)
         self._limits = limits or DirectoryLimits()
         self._server_time = server_time
+        self._has_warned = False
         self.num_bad_records = 0
         """Records that were read and could not be understood."""
 
@@ -74,7 +75,25 @@ class RedisDirectory:
         fields = (worker.name, worker.storage, worker.peer, lease_s, floor)
         most = self._limits.max_workers
         epoch, memory = self._run("register", encoding.FORMAT_VERSION, *fields, most)
+        self._warn()
         return Lease(worker.name, Epoch(epoch), lease_s, _text(memory))
+
+    def evicts(self) -> str:
+        """How the server makes room by forgetting a fleet's keys; "" if it does not, or cannot be
+        asked."""
+        maxmemory, policy = map(_text, self._run("memory_policy"))
+        is_ours = policy.startswith("allkeys-")  # a fleet's keys have no time to live
+        return policy if is_ours and maxmemory not in ("", "0") else ""
+
+    def _warn(self) -> None:
+        """Once, of what makes a fleet forget."""
+        if not self._has_warned and (policy := self.evicts()):
+            _log.warning(
+                "%s: maxmemory-policy %s lets Redis forget the fleet's records when its memory is "
+                "full, again and again: set it to noeviction",
+                self._connection.address, policy,
+            )  # fmt: skip
+        self._has_warned = True
 
     def renew_lease(self, epoch: Epoch) -> str:
         """See `OwnershipDirectory`."""

@@ -54,6 +54,7 @@ class ListedStore:
         self.readers: dict[str, tuple[ChunkKey, ...]] = {}
         self.soon: list[ChunkKey] = []
         self.elsewhere: dict[ChunkKey, bool] = {}
+        self.has_lost = False
         self._changes: list[ExportChange] = []
         self.generation = FIRST
 
@@ -85,6 +86,10 @@ class ListedStore:
     def take_exports(self) -> list[ExportChange]:
         taken, self._changes = self._changes, []
         return taken
+
+    def exports_lost(self) -> bool:
+        has_lost, self.has_lost = self.has_lost, False
+        return has_lost
 
     def inventory(self) -> Iterator[list[ExportChange]]:
         yield [replace(made, token=self.tokens.get(a, 0)) for a, made in self.here.items()]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -12,6 +13,7 @@ from hetero_connector.errors import (
 from hetero_connector.metrics import GAUGES, Recorder
 from ownership.directory import Lease, Worker
 from ownership.identifiers import Epoch
+from ownership.lease_clock import lease_clock
 from ownership.lease_keeper import LeaseKeeper
 from ownership.memory_directory import MemoryDirectory
 
@@ -163,3 +165,33 @@ def test_leaving_frees_what_it_owned_even_if_nobody_hears(fleet: Fleet) -> None:
     fleet.directory.error = None
     fleet.keeper.leave()
     assert fleet.directory.workers() == {}
+
+
+def test_whoever_starts_over_ends_its_epoch_first(fleet: Fleet) -> None:
+    before = fleet.keeper.keep()
+    fleet.keeper.start_over()
+    assert not fleet.keeper.lease.is_valid  # type: ignore[union-attr]
+    fleet.keeper.keep()
+    assert fleet.directory.workers() == {}
+    after = fleet.keeper.keep()
+    assert before is not None
+    assert after is not None
+    assert after > before
+    fleet.keeper.start_over()
+    fleet.directory.error = DirectoryUnavailableError("gone")
+    fleet.keeper.keep()
+    fleet.directory.error = None
+    fleet.now_s += LEASE_S / 3
+    fleet.keeper.keep()
+    assert fleet.directory.workers() == {}, "it is told once the directory is back"
+
+
+def test_numbers_that_no_directory_hands_out_are_no_floor(fleet: Fleet) -> None:
+    fleet.keeper.saw(2**60)
+    assert fleet.keeper.keep() == 1
+
+
+def test_a_lease_runs_while_the_machine_is_suspended() -> None:
+    before_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    now_s = lease_clock()
+    assert before_s <= now_s <= time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -204,3 +204,20 @@ def test_a_directory_full_of_living_records_is_not_swept_all_the_time(
     member.directory.calls.clear()
     member.run_s(600.0)
     assert member.directory.calls.count("sweep") <= 12
+
+
+def test_changes_that_were_lost_end_the_epoch(member: Member) -> None:
+    """What has left unheard would be known as ours, and held, for ever."""
+    member.store.put(change(1), change(2))
+    member.run_s(1.0)
+    before = member.store.epochs[-1]
+    del member.store.here[change(2).id]
+    member.store.put(change(3))
+    member.store.take_exports()
+    member.store.has_lost = True
+    member.run_s(2.0)
+    epoch = member.store.epochs[-1]
+    assert epoch > before
+    owners = [holding(member.directory, number).owner for number in (1, 2, 3)]  # type: ignore[union-attr]
+    assert owners == [epoch, before, epoch]
+    assert before not in member.directory.workers()
