@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from itertools import groupby
 
 from hetero_connector.artifacts.nodes import Artifact, Node
@@ -110,11 +110,11 @@ def _stays(artifact: Artifact, placed: Collection[Artifact]) -> bool:
     return artifact.ssd is not None or artifact in placed or artifact.replica
 
 
-def waits_for_parent(artifact: Artifact, queued: Iterable[Artifact]) -> bool:
+def waits_for_parent(artifact: Artifact, queued: Container[Artifact]) -> bool:
     """Whether what it continues is queued behind it: another's until it was promoted."""
     parent = artifact.node.parent
     above = None if parent is None else parent.artifacts.get(artifact.state_type)
-    return not artifact.forgotten and any(other is above for other in queued)
+    return not artifact.forgotten and above in queued
 
 
 def could_be_written(artifact: Artifact) -> bool:

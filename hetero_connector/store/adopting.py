@@ -28,9 +28,10 @@ from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import SlotRef, Tier
 from hetero_connector.errors import StoreInUseError
 from hetero_connector.store.base import Failure
+from hetero_connector.store.loads import Load
 from hetero_connector.store.orphans import open_orphans
 from hetero_connector.store.peers import Peers
-from hetero_connector.store.state import Load, StoreState
+from hetero_connector.store.state import StoreState
 
 logger = logging.getLogger("vllm.heterocache")
 
@@ -112,7 +113,7 @@ class Adopter:
         state, taken, size_bytes = self._state, list[_Read](), 0
         with state.lock:
             while state.orphan_loads and size_bytes < _BATCH_BYTES:
-                copy, target = state.orphan_loads[0].copy, state.orphan_loads[0].target
+                copy, target = state.orphan_loads.first.copy, state.orphan_loads.first.target
                 assert copy is not None
                 assert target is not None
                 if taken and copy.storage != taken[0].copy.storage:

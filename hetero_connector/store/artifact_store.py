@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
@@ -23,13 +24,13 @@ from hetero_connector.store.peers import PeerAccess, PeerPort
 from hetero_connector.store.prefetch_schedule import ExpectedReturn
 from hetero_connector.store.prefetch_weighing import DEFAULT_COSTS, PrefetchCosts
 from hetero_connector.store.restore import ArtifactRestore
-from hetero_connector.store.saving import ReservedSave, taken
+from hetero_connector.store.saving import reserve, taken
 from hetero_connector.store.seconds_saved import SecondsSaved, default_seconds_saved
 from hetero_connector.store.sharing import Sharing
 from hetero_connector.store.slots import SlotGeometry, dram_geometry
 from hetero_connector.store.ssd import OpenTransfer, best_transfer, load
 from hetero_connector.store.ssd_directory import SsdDirectory
-from hetero_connector.store.state import Spill, StoreState
+from hetero_connector.store.state import StoreState
 from hetero_connector.store.tiers import Tiers
 
 logger = logging.getLogger("vllm.heterocache")
@@ -177,7 +178,7 @@ class ArtifactStore:
             if not self._tiers.index.has_place_for(chunk):
                 self._state.fail(Failure.GONE, Tier.DRAM)
                 return None
-            return self._reserve(chunk, sizes)
+            return reserve(self._state, chunk, sizes)
 
     def complete_save(self, save: Save) -> None:
         """See `base.Store.complete_save`. Without effect if a `reset` came in between."""
@@ -195,7 +196,7 @@ class ArtifactStore:
                         state_type=artifact.state_type.value,
                     )
                     if state.wants_spills:
-                        state.spills.append(Spill(artifact, due_s))
+                        state.queue_write(artifact, due_s)
                 self._tiers.unpin(artifact)
             if wake and state.spills:
                 state.lock.notify_all()
@@ -242,11 +243,11 @@ class ArtifactStore:
         self, session: Hashable, leaves: Sequence[ChunkKey], until_s: float, tenant: bytes = b""
     ) -> None:
         """See `base.Store.reads`."""
-        self._state.reads(session, leaves, until_s, tenant, expire=self._io_thread is None)
+        self._state.reads(session, leaves, until_s, tenant, expire=not self._is_served)
 
     def decline(self, chunks: Sequence[StoredChunk]) -> None:
         """See `base.Store.decline`. Where there is an I/O thread, that looks at it later."""
-        if self._io_thread is not None:
+        if self._is_served:
             self._state.declined.append(chunks)
         else:
             with self._state.lock:
@@ -306,24 +307,6 @@ class ArtifactStore:
         with self._state.lock:
             self._tiers.check_integrity()
 
-    def _reserve(self, chunk: ChunkRange, sizes: Mapping[StateType, int]) -> Save | None:
-        """All slots or none. The artifacts enter the index first: that keeps their parents."""
-        index = self._tiers.index
-        artifacts = [index.add(chunk, kind, size_bytes) for kind, size_bytes in sizes.items()]
-        for artifact in artifacts:
-            artifact.pins = 1
-        for artifact in artifacts:
-            ref = self._tiers.take_dram(artifact.state_type)
-            if ref is None:
-                self._state.fail(Failure.NO_SLOT, Tier.DRAM)
-                for undone in artifacts:
-                    self._tiers.forget(undone)
-                    self._tiers.unpin(undone)
-                return None
-            self._tiers.attach(artifact, ref)
-        offsets = {a.state_type: a.dram_offset for a in artifacts}
-        return ReservedSave(chunk, offsets, dict(sizes), artifacts)
-
     def _flush(self, deadline_s: float) -> bool:
         state = self._state
         if self._state.config.ssd_dir is None:
@@ -331,11 +314,15 @@ class ArtifactStore:
         with state.lock:
             state.flushing = True
             state.lock.notify_all()
-            drained = state.lock.wait_for(
-                lambda: not (state.spills or state.spilling or state.unjudged), timeout=deadline_s
-            )
+            if state.write_again_s < math.inf:
+                state.write_again_s = 0.0  # a pause ends early: once more, then that is that
+            state.lock.wait_for(lambda: state.drained or not state.may_write, timeout=deadline_s)
             state.flushing = False
-            return drained and state.ssd_writable
+            return state.drained
+
+    @property
+    def _is_served(self) -> bool:
+        return self._io_thread is not None and self._state.io_alive
 
     def _check_open(self) -> None:
         if self._closed:

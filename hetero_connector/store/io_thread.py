@@ -1,12 +1,17 @@
 """The store's I/O thread: the only one to touch files, the journal and checksums.
 
-Restores come first: a prefetch and a batch of writes are started only while no read is
-queued or under way, and are small enough that a restore arriving meanwhile does not wait long.
+Restores come first: a prefetch is started only while no read is queued or under way, a batch of
+writes too, unless it has waited for a second. Both are small enough that a restore arriving
+meanwhile does not wait long. Checksums, and with them what the fleet is shown, wait for no read.
+
+Nothing here may wait for the disk: transfers are polled, and what may hang in the kernel (syncs,
+the journal) is called beside this thread (`journal_rows`).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 
@@ -14,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.errors import StoreError
 from hetero_connector.store.admission import Admission
 from hetero_connector.store.adopting import Adopter
 from hetero_connector.store.base import Failure
@@ -35,6 +39,7 @@ logger = logging.getLogger("vllm.heterocache")
 _MIN_POLL_S, _MAX_POLL_S = 20e-6, 2e-3
 _IDLE_S = 1.0
 _TOUCH_S = 30.0
+_JOURNAL_CLOSE_S = 0.5
 _PEER_CLOSE_S = 0.5
 """A peer that was stopped is not waited for."""
 
@@ -57,7 +62,7 @@ class IoThread:
         state.reads_peers = port is not None
         self._reader = Reader(state, memory, ssd)
         self._prefetcher = Prefetcher(state, self._reader, prefetch_costs)
-        self._rows = JournalRows(state, None if ssd is None else ssd.directory.journal)
+        self._rows = JournalRows(state, None if ssd is None else ssd.directory)
         self._health = WriteHealth(state, None if ssd is None else ssd.directory.path)
         self._budget = self._open_budget()
         admission = Admission(self._budget, state.tiers.seconds_saved.in_prefills)
@@ -81,21 +86,26 @@ class IoThread:
             self._stop_by_s = state.clock() + deadline_s
             for load in list(state.loading.values()):
                 state.disown(load, Failure.CLOSED)
+                state.withdraw(load)
             state.lock.notify_all()
         self._thread.join(deadline_s + _IDLE_S)
         return not self._thread.is_alive() and self._clean
 
     def step(self) -> bool:
         """One round without waiting; True if anything moved. For this thread, or in its place."""
+        state = self._state
+        state.step_began_s = state.clock()
         expiring = self._expire()
         moved = self._reader.step() or expiring
         if self._peer_reader is not None:
             moved = self._peer_reader.step() or moved
         if self._adopter is not None:
             moved = self._adopter.step() or moved
-        moved = self._spiller.step(may_start=not self._reading) or moved
-        queued = self._state.has_loads or self._state.closing
-        return self._prefetcher.step(may_start=not (self._reading or queued)) or moved
+        moved = self._spiller.step(self._reading) or moved
+        may_start = not (self._reading or state.has_loads or state.closing) and state.ssd_readable
+        moved = self._prefetcher.step(may_start) or moved
+        state.step_began_s = math.inf
+        return moved
 
     def _expire(self) -> bool:
         """What has a time to live: copies of what others own, and readers; whether more is due.
@@ -136,14 +146,8 @@ class IoThread:
             else:
                 self._wait()
             if self._state.clock() >= touch_due_s:
-                self._check_files()
                 touch_due_s = self._state.clock() + _TOUCH_S
                 self._touch()
-
-    def _check_files(self) -> None:
-        reason = None if self._ssd is None else self._ssd.directory.why_lost()
-        if reason is not None:
-            self._health.give_up(reason)
 
     def _finished(self) -> bool:
         state = self._state
@@ -163,7 +167,7 @@ class IoThread:
             if self._spiller.waits_for_rows:
                 timeout_s = min(timeout_s, self._rows.retry_s - state.clock())
             elif state.spills:
-                due_s = 0.0 if state.flushing else state.spills[0].due_s
+                due_s = 0.0 if state.flushing else state.spills.first.due_s
                 timeout_s = min(timeout_s, due_s - state.clock())
             if timeout_s > 0:
                 state.lock.wait(timeout_s)
@@ -173,11 +177,14 @@ class IoThread:
         with state.lock:
             state.io_alive = False
             state.ssd_writable = False
-            state.spills.clear()
+            state.ssd_readable = False
+            state.stop_writing()
             state.spilling = 0
             state.fail(Failure.IO_ERROR, Tier.SSD)
             for load in list(state.loading.values()):
                 state.disown(load, Failure.IO_ERROR)
+                state.withdraw(load)
+            state.publish_health()
             state.lock.notify_all()
 
     def _open_budget(self) -> WriteBudget | None:
@@ -196,10 +203,7 @@ class IoThread:
             self._state.recorder.set(
                 "heterocache_ssd_written_today_bytes", self._budget.spent_today_bytes
             )
-        try:
-            self._rows.touch()
-        except StoreError as e:
-            logger.warning("the order of use was not noted: %s", e)
+        self._rows.touch(self._health.give_up)
 
     def _close(self) -> bool:
         closing = [x for x in (self._peer_reader, self._adopter) if x is not None]
@@ -209,17 +213,10 @@ class IoThread:
     def _close_ssd(self) -> bool:
         if self._ssd is None:
             return True
-        try:
-            self._rows.touch()
-            self._rows.forget()
-        except StoreError as e:
-            # Worth a line, not a failure: a row too many is found out by its checksum.
-            logger.warning("the journal lacks the latest changes: %s", e)
         remaining_s = max(0.1, min(10.0, self._stop_by_s - self._state.clock()))
         if not self._ssd.transfer.close(remaining_s):
             return False  # the files stay open, and so must the arena
-        try:
-            self._ssd.directory.close()
-        except (StoreError, OSError):
-            logger.exception("SSD tier %s was not closed cleanly", self._ssd.directory.path)
+        remaining_s = max(_JOURNAL_CLOSE_S, min(10.0, self._stop_by_s - self._state.clock()))
+        if not self._rows.close(remaining_s):
+            logger.error("the disk does not answer; the SSD tier's files stay open until exit")
         return True

@@ -27,6 +27,7 @@ from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import SlotRef, Tier
 from hetero_connector.errors import PeerError
 from hetero_connector.store.base import Failure
+from hetero_connector.store.loads import Load
 from hetero_connector.store.peer_card import PeerCard
 from hetero_connector.store.peers import PeerPort
 from hetero_connector.store.reading import padded
@@ -36,7 +37,7 @@ from hetero_connector.store.slot_table import (
     generation_offset,
     serving_word,
 )
-from hetero_connector.store.state import Load, StoreState
+from hetero_connector.store.state import StoreState
 from hetero_connector.transfer.base import Transfer, TransferState
 from hetero_connector.transfer.checksum import checksum
 from hetero_connector.transfer.peer_base import PeerExtent

@@ -92,7 +92,7 @@ class Prefetcher:
             moved = self._demote_declined()
             self._welcome(now_s)
             self._expire(now_s)
-            if not may_start:
+            if not (may_start or (self._job is not None and self._job.ended)):
                 return moved
             expected = state.returns.take_due(now_s) if self._job is None else None
         if self._job is not None:

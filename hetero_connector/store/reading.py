@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,16 +12,23 @@ import numpy.typing as npt
 from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.artifacts.record import SlotRef, Tier
 from hetero_connector.store.base import Failure
+from hetero_connector.store.loads import Load
+from hetero_connector.store.read_health import ReadHealth
 from hetero_connector.store.slots import SLOT_ALIGNMENT
 from hetero_connector.store.ssd import Ssd
-from hetero_connector.store.state import Load, StoreState
+from hetero_connector.store.state import StoreState
 from hetero_connector.transfer.base import Direction, Extent, Transfer, TransferState
 from hetero_connector.transfer.checksum import checksum
+
+logger = logging.getLogger("vllm.heterocache")
 
 _BATCH_BYTES = 4 << 20
 """One transfer: small enough that the first chunks are verified while later ones are read."""
 _IN_FLIGHT_BYTES = 64 << 20
 """Over all reads; a device is saturated by 4-16 MiB, the rest hides the verification."""
+_AGAIN_S = 1.0
+"""An error is believed when a read fails once more so much later."""
+_MAX_SUSPECTS = 1024
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,8 @@ class _Batch:
     transfer: Transfer
     reads: Sequence[HeldRead]
     started_s: float
+    is_retry: bool = False
+    """Whether a batch failed that it was in: that has been counted."""
 
     @property
     def size_bytes(self) -> int:
@@ -51,17 +61,23 @@ class Reader:
         self._state = state
         self._memory = memory
         self._ssd = ssd
+        self._health = ReadHealth(state)
         self._active: list[_Batch] = []
+        self._late: list[_Batch] = []
+        """Given up: nobody waits, but the device may still write into their slots."""
+        self._suspects: dict[Artifact, float] = {}
+        """Artifacts that could not be read, and when."""
 
     @property
     def active(self) -> bool:
-        """Whether a transfer has not ended."""
+        """Whether a transfer is under way that somebody may wait for."""
         return bool(self._active)
 
     def step(self) -> bool:
         """Start what fits, end what has ended; True if anything moved."""
         moved = False
-        while self._room() > 0:
+        self._health.probe()
+        while self._room() > 0 or not self._state.ssd_readable:
             reads, checks = self._take()
             if not (reads or checks):
                 break
@@ -70,18 +86,29 @@ class Reader:
                 self.begin(reads)
             for load in checks:
                 self._settle_check(load)
+        now_s = self._state.clock()
         for batch in list(self._active):
             if batch.transfer.poll() is not TransferState.PENDING:
                 self._active.remove(batch)
                 self._end(batch)
                 moved = True
+            elif now_s - batch.started_s >= self._state.config.load_deadline_s:
+                self._active.remove(batch)
+                self._give_up(batch)
+                moved = True
+        for batch in list(self._late):
+            if batch.transfer.poll() is not TransferState.PENDING:
+                self._late.remove(batch)
+                self._health.late(-batch.size_bytes)
+                self._end_late(batch)
+                moved = True
         return moved
 
-    def begin(self, reads: Sequence[HeldRead]) -> None:
+    def begin(self, reads: Sequence[HeldRead], *, is_retry: bool = False) -> None:
         """Start reads."""
         assert self._ssd is not None
         transfer = self._ssd.transfer.submit(Direction.READ, [r.extent for r in reads])
-        self._active.append(_Batch(transfer, reads, self._state.clock()))
+        self._active.append(_Batch(transfer, reads, self._state.clock(), is_retry))
 
     def hold(self, load: Load) -> HeldRead:
         """Keep both slots of a read as they are until it has ended; needs the lock.
@@ -106,9 +133,10 @@ class Reader:
 
     def _room(self) -> int:
         """Bytes that may be started. A read past the load deadline no longer counts."""
-        late_s = self._state.clock() - self._state.config.load_deadline_s
-        fresh = (b.size_bytes for b in self._active if b.started_s > late_s)
-        return _IN_FLIGHT_BYTES - sum(fresh)
+        if not self._state.ssd_readable:
+            return 0
+        limit = _BATCH_BYTES if self._health.on_trial else _IN_FLIGHT_BYTES
+        return limit - sum(batch.size_bytes for batch in self._active)
 
     def _take(self) -> tuple[list[HeldRead], list[Load]]:
         """The next batch from the queue: reads, and what lies in DRAM and is to be checked.
@@ -121,10 +149,13 @@ class Reader:
             while state.loads and size_bytes < _BATCH_BYTES:
                 load = state.loads.popleft()
                 artifact, target = load.artifact, load.target
-                if artifact.forgotten or not load.waiting:
+                unreadable = target is not None and not state.ssd_readable
+                if unreadable or artifact.forgotten or not load.waiting:
                     if target is not None:
                         state.tiers.dram.give_back(target)
-                    state.settle(load, Failure.GONE)
+                    if unreadable:
+                        state.fail(Failure.IO_ERROR, Tier.SSD, len(load.waiting))
+                    state.settle(load, Failure.IO_ERROR if unreadable else Failure.GONE)
                     continue
                 if target is not None:
                     reads.append(self.hold(load))
@@ -134,26 +165,70 @@ class Reader:
         return reads, checks
 
     def _end(self, batch: _Batch) -> None:
-        failed = batch.transfer.error is not None
-        if not failed:
+        error = batch.transfer.error
+        if error is None:
             seconds = self._state.clock() - batch.started_s
             self._state.recorder.observe("heterocache_ssd_read_seconds", seconds)
-        elif len(batch.reads) > 1:
+            self._health.succeeded()
+        elif not batch.is_retry:
+            self._health.failed(str(error))
+        if error is not None and len(batch.reads) > 1:
             # Which of them failed is not known: each one again, alone.
             for read in batch.reads:
-                self.begin([read])
+                self.begin([read], is_retry=True)
             return
-        for read in batch.reads:
-            if failed:
-                failure: Failure | None = Failure.IO_ERROR
-            else:
-                intact = self._intact(read.load.artifact, read.extent.memory_offset)
-                failure = None if intact else Failure.CHECKSUM
-            self._settle_read(read, failure)
+        self._settle_all(batch, believed=True)
 
-    def _settle_read(self, read: HeldRead, failure: Failure | None) -> None:
+    def _give_up(self, batch: _Batch) -> None:
+        """At the deadline: nobody waits any more, but the slots are not free yet."""
+        state, size_bytes = self._state, batch.size_bytes
+        seconds = state.config.load_deadline_s
+        if not self._late:
+            logger.warning(
+                "SSD tier: a read has not ended after %g s; %d bytes of DRAM are kept back until "
+                "it has",
+                seconds,
+                size_bytes,
+            )
+        self._late.append(batch)
+        with state.lock:
+            for read in batch.reads:
+                read.load.late = True
+                if read.load.waiting:
+                    state.fail(Failure.DEADLINE, Tier.SSD, len(read.load.waiting))
+                state.disown(read.load, Failure.DEADLINE)
+        self._health.late(size_bytes)
+        self._health.failed(f"it has not ended after {seconds:g} s")
+
+    def _end_late(self, batch: _Batch) -> None:
+        """What it brought stays; an error says nothing of what the disk will do from now."""
+        self._settle_all(batch, believed=False)
+
+    def _settle_all(self, batch: _Batch, *, believed: bool) -> None:
+        for read in batch.reads:
+            artifact, failure = read.load.artifact, None
+            if batch.transfer.error is not None:
+                failure = Failure.IO_ERROR
+            elif not self._intact(artifact, read.extent.memory_offset):
+                failure = Failure.CHECKSUM
+            is_lost = failure is Failure.CHECKSUM or (
+                failure is not None and believed and self._failed_again(artifact)
+            )
+            self._settle_read(read, failure, is_lost)
+
+    def _failed_again(self, artifact: Artifact) -> bool:
+        """Whether its bytes could not be read before: one error may be the disk's bad moment."""
+        now_s = self._state.clock()
+        if artifact not in self._suspects and len(self._suspects) >= _MAX_SUSPECTS:
+            del self._suspects[next(iter(self._suspects))]
+        return now_s - self._suspects.setdefault(artifact, now_s) >= _AGAIN_S
+
+    def _settle_read(self, read: HeldRead, failure: Failure | None, is_lost: bool) -> None:
+        """`is_lost`: whether the artifact cannot be had from its slot any more."""
         state, tiers, artifact = self._state, self._state.tiers, read.load.artifact
         assert tiers.ssd is not None
+        if failure is None or is_lost:
+            self._suspects.pop(artifact, None)
         with state.lock:
             tiers.dram.unhold(read.target)
             tiers.ssd.unhold(read.source)
@@ -166,7 +241,9 @@ class Reader:
                 state.count_read(Tier.SSD, artifact.state_type, artifact.size_bytes)
             else:
                 tiers.dram.give_back(read.target)
-                if not artifact.forgotten:
+                if is_lost and not artifact.forgotten:
+                    if failure is Failure.IO_ERROR:
+                        tiers.ssd.retire(read.source)
                     tiers.lose(artifact)
             state.settle(read.load, failure)
 

@@ -14,8 +14,9 @@ from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkRange, Stor
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Failure, Wanted
 from hetero_connector.store.hold import Hold
+from hetero_connector.store.loads import Load
 from hetero_connector.store.staging_timer import StagingTimer
-from hetero_connector.store.state import Load, StoreState
+from hetero_connector.store.state import StoreState
 
 _offsets = attrgetter("offsets")
 _NOWHERE = np.full(len(StateType), -1, np.int64).tobytes()
@@ -103,7 +104,7 @@ class ArtifactRestore:
             self._count_dram_hits(used)
             state.tiers.let_go(self._hold)
             if state.config.ssd_dir is not None and state.io_alive:
-                state.used.append(used)
+                state.used.update(dict.fromkeys(used))
 
     def arrived(self, artifact: Artifact, failure: Failure | None) -> None:
         """Called with the lock held when a load this restore waits for has ended."""
@@ -115,7 +116,9 @@ class ArtifactRestore:
         timing = self._timer.ended(
             load.tier, artifact.size_bytes, now_s, failed=failure is not None
         )
-        if timing is not None:
+        if timing is not None and failure is Failure.DEADLINE:
+            state.learn_given_up(timing, self._timer.started_s)
+        elif timing is not None:
             state.timings.append(timing)
         if failure is not None:
             self._failed[artifact_id] = failure
@@ -167,15 +170,19 @@ class ArtifactRestore:
             return  # asked for twice
         artifact = state.tiers.index.find(artifact_id)
         load, failure, tier, joined = None, None, Tier.DRAM, False
-        if not state.io_alive:
+        if not state.serves_loads:
             failure, tier = Failure.IO_ERROR, Tier.SSD
         elif artifact is None:
             load, failure = self._fetch(chunk, kind)
             tier = Tier.PEER if failure is Failure.BAD_RECORD else tier
         elif artifact in state.loading:
             load, joined = state.loading[artifact], True
+            if load.late:  # its slot is all there is, and nobody knows until when
+                load, failure, tier = None, Failure.DEADLINE, Tier.SSD
         elif not artifact.sealed:
             failure = Failure.GONE
+        elif artifact.dram is None and not state.ssd_readable:
+            failure, tier = Failure.IO_ERROR, Tier.SSD
         else:
             load = self._start(artifact)
             failure = Failure.NO_SLOT if load is None else None
@@ -211,7 +218,7 @@ class ArtifactRestore:
             state.tiers.unpin(artifact)
             return None, Failure.NO_SLOT
         load = state.begin(artifact, target, copy)
-        (state.orphan_loads if load.adopts else state.peer_loads).append(load)
+        (state.orphan_loads if load.adopts else state.peer_loads).append(artifact, load)
         return load, None
 
     def _start(self, artifact: Artifact) -> Load | None:
@@ -225,7 +232,7 @@ class ArtifactRestore:
                 state.tiers.unpin(artifact)
                 return None
         load = state.begin(artifact, target)
-        state.loads.append(load)
+        state.loads.append(artifact, load)
         return load
 
     def _used(self) -> Iterator[Artifact]:
@@ -255,7 +262,8 @@ class ArtifactRestore:
         self._abandon_pending()
 
     def _abandon_pending(self) -> None:
-        """Wait for nothing more; the loads go on, and what they bring stays cached."""
+        """Wait for nothing more; loads that have begun go on, and what they bring stays cached."""
         for load in self._pending.values():
             load.waiting.remove(self)
+            self._state.withdraw(load)
         self._pending.clear()

@@ -16,7 +16,7 @@ from hetero_connector.errors import ConfigError
 from hetero_connector.spec.state_types import StateType
 
 SLOT_ALIGNMENT = 4096
-_FREE, _USED, _QUARANTINED = range(3)
+_FREE, _USED, _QUARANTINED, _RETIRED = range(4)
 Generations = Callable[[StateType], memoryview]
 """The words that hold the generations of one type's slots."""
 
@@ -111,6 +111,11 @@ class SlotPool:
         region = self._current(ref)
         region.give_back(ref.slot, quarantined=ref.slot in region.holds)
 
+    def retire(self, ref: SlotRef) -> None:
+        """Never hand the slot out again once it is given back: its place is bad."""
+        self._current(ref)
+        self._regions[ref.state_type].bad.add(ref.slot)
+
     def hold(self, ref: SlotRef) -> None:
         """A transfer starts to touch the slot."""
         region = self._current(ref)
@@ -140,7 +145,7 @@ class SlotPool:
     def free(self, state_type: StateType) -> int:
         """Slots that `take` can hand out."""
         region = self._regions[state_type]
-        return self.geometry.count - region.num_used - len(region.quarantined)
+        return self.geometry.count - region.num_used - len(region.quarantined) - region.num_retired
 
     def quarantined(self, state_type: StateType) -> int:
         """Slots given back that a transfer still touches."""
@@ -160,7 +165,7 @@ class SlotPool:
 
 
 class _Region:
-    """Slots of one state type: free, used or quarantined. A byte each says which."""
+    """Slots of one state type: free, used, quarantined or retired. A byte each says which."""
 
     def __init__(self, count: int, generations: array[int] | memoryview) -> None:
         self.state = bytearray(count)
@@ -170,6 +175,9 @@ class _Region:
         self.fresh = 0
         """From here on no slot was ever handed out: a big tier costs nothing to open."""
         self.quarantined: set[int] = set()
+        self.bad: set[int] = set()
+        """Retired when they are given back."""
+        self.num_retired = 0
         self.holds: dict[int, int] = {}
         self.generations = generations
         """64-bit words, grown before the slot's bytes may change."""
@@ -208,12 +216,17 @@ class _Region:
         self.num_used += 1
 
     def _free(self, slot: int) -> None:
+        if slot in self.bad:
+            self.state[slot] = _RETIRED
+            self.num_retired += 1
+            return
         self.state[slot] = _FREE
         self.given_back.append(slot)
 
     def check_integrity(self) -> None:
         used, quarantined = self.state.count(_USED), self.state.count(_QUARANTINED)
         assert (used, quarantined) == (self.num_used, len(self.quarantined))
+        assert self.state.count(_RETIRED) == self.num_retired <= len(self.bad)
         assert len(self.given_back) == len(set(self.given_back)), "a slot is free twice"
         assert all(self.state[slot] == _FREE for slot in self.given_back)
         below = {slot for slot, x in enumerate(self.state[: self.fresh]) if x == _FREE}

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.store.admission import could_be_written
-from hetero_connector.store.state import Spill, StoreState
+from hetero_connector.store.loads import Spill
+from hetero_connector.store.state import StoreState
 
 _BATCH_BYTES = 16 << 20
 """In flight at once: what a restore that comes in between may have to wait for."""
+_SUMMED_BYTES = 4 << 20
+"""Summed at once beside reads: half a millisecond in which none is polled."""
 _RETRY_S = 1.0
+_PATIENCE_S = 1.0
+"""How long a write that is due waits for reads."""
 
 
 class SpillQueue:
@@ -19,22 +24,57 @@ class SpillQueue:
     def __init__(self, state: StoreState) -> None:
         self._state = state
 
+    @property
+    def waits_too_long(self) -> bool:
+        """Whether the next write has waited for reads for long enough."""
+        state = self._state
+        with state.lock:
+            return bool(state.spills) and state.spills.first.due_s + _PATIENCE_S <= state.clock()
+
+    def take_unsummed(self, reading: bool) -> list[Artifact]:
+        """The next artifacts that are due and have no checksum, pinned; few if reads go on."""
+        state, size_bytes = self._state, 0
+        limit = _SUMMED_BYTES if reading else _BATCH_BYTES
+        taken = list[Artifact]()
+        with state.lock:
+            now = self._now_s
+            while state.unsummed and state.unsummed.first.due_s <= now:
+                artifact = state.unsummed.first.artifact
+                if size_bytes >= limit and artifact.node is not taken[-1].node:
+                    break
+                state.unsummed.popleft()
+                if artifact.checksum is None and artifact.dram is not None:
+                    artifact.pins += 1
+                    size_bytes += artifact.size_bytes
+                    taken.append(artifact)
+        return taken
+
+    def summed(self, artifacts: Sequence[Artifact]) -> None:
+        """Their checksums are known: peers may read them from now."""
+        state = self._state
+        feed = state.tiers.feed
+        with state.lock:
+            for artifact in artifacts:
+                if feed is not None and not artifact.forgotten:
+                    feed.here(artifact)
+                state.tiers.unpin(artifact)
+
     def take_due(self) -> list[Artifact]:
-        """The next batch from the queue, pinned; parents first."""
+        """The next batch from the queue, pinned; parents first. All of it has checksums."""
         state, size_bytes = self._state, 0
         taken: dict[Artifact, None] = {}
         chunk = None
         with state.lock:
-            now = float("inf") if state.flushing else state.clock()
-            while state.spills and state.spills[0].due_s <= now:
-                artifact = state.spills[0].artifact
+            now = self._now_s
+            while state.spills and state.spills.first.due_s <= now:
+                artifact = state.spills.first.artifact
                 if size_bytes >= _BATCH_BYTES and artifact.node is not chunk:
                     break
+                if artifact in state.unsummed:
+                    break
                 state.spills.popleft()
-                if artifact.forgotten or artifact.dram is None:
-                    continue  # evicted while it waited
-                if artifact.ssd is not None or artifact in taken:
-                    continue  # asked for twice
+                if artifact.dram is None or artifact.ssd is not None:
+                    continue  # it was written, and has left DRAM since
                 artifact.pins += 1
                 size_bytes += artifact.size_bytes
                 taken[artifact] = None
@@ -44,21 +84,22 @@ class SpillQueue:
                 state.lock.notify_all()
         return sorted(taken, key=lambda a: (a.node.chunk.end, a.node.key))
 
-    def put_back(self, artifacts: Iterable[Artifact]) -> None:
+    def put_back(self, artifacts: Sequence[Artifact]) -> None:
         """To the head of the queue, for a moment later: chunks below depend on them."""
         state = self._state
         due_s = state.clock() + _RETRY_S
         with state.lock:
             if state.wants_spills:
-                again = [Spill(a, due_s) for a in artifacts if not a.forgotten]
-                state.spills.extendleft(reversed(again))
+                for artifact in reversed(artifacts):
+                    if not artifact.forgotten:
+                        state.spills.append_first(artifact, Spill(artifact, due_s))
 
     def add(self, artifacts: Iterable[Artifact]) -> None:
         """Queue those of them that could be written, parents first; needs the lock."""
         now = self._state.clock()
         again = (a for a in artifacts if could_be_written(a))
-        parents_first = sorted(again, key=lambda a: (a.node.chunk.end, a.node.key))
-        self._state.spills.extend(Spill(a, now) for a in parents_first)
+        for artifact in sorted(again, key=lambda a: (a.node.chunk.end, a.node.key)):
+            self._state.queue_write(artifact, now)
 
     def let_go(self, artifacts: Collection[Artifact]) -> None:
         """They are written, or never will be."""
@@ -68,3 +109,8 @@ class SpillQueue:
                 state.tiers.unpin(artifact)
             state.spilling -= len(artifacts)
             state.lock.notify_all()
+
+    @property
+    def _now_s(self) -> float:
+        """Until when what is due is taken: all of it while the store is flushed."""
+        return float("inf") if self._state.flushing else self._state.clock()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Hashable, Sequence
 
 from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.nodes import Artifact
@@ -15,8 +13,10 @@ from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import ChunkKey, SlotRef, StoredChunk, Tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.artifact_queue import ArtifactQueue
 from hetero_connector.store.base import Failure, ReadTiming, StoreConfig
 from hetero_connector.store.generation_file import GenerationKeeper
+from hetero_connector.store.loads import Load, Spill
 from hetero_connector.store.moments import Moments
 from hetero_connector.store.prefetch_schedule import ExpectedReturn, PrefetchSchedule
 from hetero_connector.store.readers import Readers
@@ -25,52 +25,6 @@ from hetero_connector.store.tiers import Tiers
 from hetero_connector.store.unjudged import Unjudged
 
 GAUGE_INTERVAL_S = 1.0
-
-
-class Waiting(Protocol):
-    """Who waits for a load: a restore, or a prefetch."""
-
-    def arrived(self, artifact: Artifact, failure: Failure | None) -> None:
-        """The load has ended. Called once, with the store's lock held."""
-        ...
-
-
-@dataclass(eq=False)
-class Load:
-    """One artifact to bring to DRAM or, if it is there, to verify; shared by all who wait.
-
-    It pins the artifact from the start to `settle`.
-    """
-
-    artifact: Artifact
-    target: SlotRef | None
-    """DRAM slot to read into; None: the bytes are in DRAM and only their checksum is checked."""
-    waiting: list[Waiting] = field(default_factory=list)
-    copy: PeerCopy | None = None
-    """Where another engine has it, or left it; None: it is read from our own SSD."""
-    counts: bool = False
-    """Whether it is among `StoreState.reading_bytes`."""
-
-    @property
-    def adopts(self) -> bool:
-        """Whether it is read from what a dead engine left on an SSD."""
-        return self.copy is not None and bool(self.copy.storage)
-
-    @property
-    def tier(self) -> Tier:
-        """Where the bytes come from."""
-        if self.target is None:
-            return Tier.DRAM
-        return Tier.SSD if self.copy is None or self.adopts else Tier.PEER
-
-
-@dataclass(frozen=True)
-class Spill:
-    """A sealed artifact on its way to the I/O thread."""
-
-    artifact: Artifact
-    due_s: float
-    """Clock time before which its write need not start."""
 
 
 class StoreState:
@@ -94,17 +48,20 @@ class StoreState:
         self.config = config
         self.recorder = recorder
         self.clock = clock
-        self.loads: deque[Load] = deque()
+        self.loads = ArtifactQueue[Load]()
         """Not yet taken by the I/O thread, oldest first."""
         self.loading: dict[Artifact, Load] = {}
         """Every load that is not settled."""
-        self.peer_loads: deque[Load] = deque()
+        self.peer_loads = ArtifactQueue[Load]()
         """The same for what comes from peers."""
-        self.orphan_loads: deque[Load] = deque()
+        self.orphan_loads = ArtifactQueue[Load]()
         """The same for what dead engines left on SSDs that this one can read."""
         self.reading_bytes = dict.fromkeys((Tier.SSD, Tier.PEER), 0)
         """Of the loads that somebody waits for and that have to be read."""
-        self.spills: deque[Spill] = deque()
+        self.unsummed = ArtifactQueue[Spill]()
+        """Sealed artifacts that wait for their checksum; all of them are in `spills`, too."""
+        self.spills = ArtifactQueue[Spill]()
+        """Sealed artifacts that wait for their write, parents first."""
         self.spilling = 0
         """Artifacts the I/O thread is writing."""
         self.unjudged = Unjudged(clock, self.offer)
@@ -115,12 +72,13 @@ class StoreState:
         """Sessions that came back since the I/O thread last looked."""
         self.declined: deque[Sequence[StoredChunk]] = deque(maxlen=64)
         """Runs of chunks that the planner left alone: to be demoted."""
+        tiers.on_forgotten = self._forgotten
         self.moments = Moments(clock())
         self.replicas = Replicas(config.replica_ttl_s, clock, self.moments, tiers.demoted, recorder)
         """What other workers own."""
         self.readers = Readers(clock, tiers.unread)
         """Whose chains leave last."""
-        self.used: list[list[Artifact]] = []
+        self.used: dict[Artifact, None] = {}
         """What released restores had pinned, for the journal's recency."""
         self.timings: deque[ReadTiming] = deque(maxlen=256)
         """Appended by both threads, taken by the scheduler's; needs no lock."""
@@ -132,8 +90,16 @@ class StoreState:
         self.reads_peers = False
         """Whether peer loads will be served."""
         self.io_alive = True
-        """Whether loads will be served."""
+        """Whether the I/O thread has not ended."""
+        self.step_began_s = math.inf
+        """When the I/O thread's present step began; infinite between steps."""
         self.ssd_writable = config.ssd_dir is not None
+        self.write_again_s = math.inf
+        """When a pause of writing ends; infinite without one, and where nobody can say."""
+        self.ssd_readable = True
+        """Whether reads from SSD are begun."""
+        self.late_bytes = 0
+        """Of SSD reads that were given up: DRAM that they may still fill."""
         self._gauges_due_s = 0.0
 
     @property
@@ -149,17 +115,33 @@ class StoreState:
             for load in list(self.loading.values()):
                 self.disown(load, Failure.GONE)
             self.tiers.clear()
+            for load in list(self.loading.values()):
+                self.withdraw(load)
             self.replicas.clear()
             self.readers.clear()
             self.returns.clear()
             self.declined.clear()
-            self.spills.clear()
             self.lock.notify_all()
+
+    @property
+    def serves_loads(self) -> bool:
+        """Whether the I/O thread looks after loads: it neither ended nor hangs in the kernel."""
+        return self.io_alive and self.clock() - self.step_began_s < self.config.load_deadline_s
 
     @property
     def has_loads(self) -> bool:
         """Whether any are queued. Needs no lock."""
         return bool(self.loads or self.peer_loads or self.orphan_loads)
+
+    @property
+    def drained(self) -> bool:
+        """Whether everything sealed is written that will be."""
+        return self.ssd_writable and not (self.spills or self.spilling or self.unjudged)
+
+    @property
+    def may_write(self) -> bool:
+        """Whether the SSD is written to, or will be tried again at once."""
+        return self.io_alive and (self.ssd_writable or self.write_again_s <= self.clock())
 
     @property
     def wants_checksums(self) -> bool:
@@ -169,7 +151,28 @@ class StoreState:
     def offer(self, artifact: Artifact) -> None:
         """Have it written to SSD, unless there is a reason not to; needs the lock."""
         if self.wants_spills:
-            self.spills.append(Spill(artifact, self.clock()))
+            self.queue_write(artifact, self.clock())
+
+    def queue_write(self, artifact: Artifact, due_s: float) -> None:
+        """Have a sealed artifact summed, and written, from `due_s` on; needs the lock."""
+        spill = Spill(artifact, due_s)
+        self.spills.append(artifact, spill)
+        if artifact.checksum is None:
+            self.unsummed.append(artifact, spill)
+
+    def stop_writing(self) -> None:
+        """Nothing that is queued will be written; needs the lock."""
+        self.unjudged.clear()
+        if not self.wants_spills:
+            self.spills.clear()
+            self.unsummed.clear()
+
+    def _forgotten(self, artifact: Artifact) -> None:
+        """Nothing waits for an artifact that is gone."""
+        self.spills.discard(artifact)
+        self.unsummed.discard(artifact)
+        self.unjudged.is_not_ours(artifact)
+        self.used.pop(artifact, None)
 
     def tick(self) -> int:
         """The next moment of the logical clock, its time noted; needs the lock."""
@@ -246,15 +249,6 @@ class StoreState:
             "heterocache_read_bytes", size_bytes, tier=tier.value, state_type=state_type.value
         )
 
-    def export(self, artifacts: Iterable[Artifact]) -> None:
-        """Their checksums are known: peers may read them from now."""
-        feed = self.tiers.feed
-        if feed is not None:
-            with self.lock:
-                for artifact in artifacts:
-                    if not artifact.forgotten:
-                        feed.here(artifact)
-
     def disown(self, load: Load, failure: Failure) -> None:
         """Tell those who wait that it failed, though its transfer goes on; needs the lock."""
         for waiting in load.waiting:
@@ -271,6 +265,23 @@ class StoreState:
             waiting.arrived(artifact, failure)
         load.waiting.clear()
         self.tiers.unpin(artifact)
+
+    def withdraw(self, load: Load) -> None:
+        """End a load that nobody waits for, if it has not begun; needs the lock.
+
+        Its slot is free at once, whatever the I/O thread is doing.
+        """
+        queues = (self.loads, self.peer_loads, self.orphan_loads)
+        if load.waiting or not any(queue.discard(load.artifact) for queue in queues):
+            return
+        if load.copy is not None:
+            assert load.target is not None
+            self.tiers.dram.hold(load.target)
+            self.settle_fetched(load, Failure.GONE)
+            return
+        if load.target is not None:
+            self.tiers.dram.give_back(load.target)
+        self.settle(load, Failure.GONE)
 
     def _uncount(self, load: Load) -> None:
         if load.counts:
@@ -312,5 +323,12 @@ class StoreState:
         if now >= self._gauges_due_s:
             self._gauges_due_s = now + GAUGE_INTERVAL_S
             self.tiers.publish_gauges()
-            if self.config.ssd_dir is not None:
-                self.recorder.set("heterocache_ssd_writable", float(self.ssd_writable))
+            self.publish_health()
+
+    def publish_health(self) -> None:
+        """Publish what works."""
+        self.recorder.set("heterocache_io_alive", float(self.serves_loads))
+        if self.config.ssd_dir is not None:
+            self.recorder.set("heterocache_ssd_writable", float(self.ssd_writable))
+            self.recorder.set("heterocache_ssd_readable", float(self.ssd_readable))
+            self.recorder.set("heterocache_ssd_quarantined_bytes", self.late_bytes)

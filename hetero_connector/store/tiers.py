@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from hetero_connector.artifacts.index import PrefixIndex
 from hetero_connector.artifacts.nodes import Artifact, Node
@@ -23,6 +22,7 @@ from hetero_connector.store.demoted import Demoted
 from hetero_connector.store.eviction import make_policy
 from hetero_connector.store.exporting import ExportFeed
 from hetero_connector.store.hold import Hold, Holds
+from hetero_connector.store.loads import Forgotten
 from hetero_connector.store.prefetched import Prefetched
 from hetero_connector.store.readers import ReadersLast
 from hetero_connector.store.seconds_saved import SecondsSaved, default_seconds_saved
@@ -30,14 +30,6 @@ from hetero_connector.store.slots import Generations, SlotGeometry, SlotPool
 
 _SHORT = 8
 """A tier with less than one in so many slots free is about to evict."""
-
-
-@dataclass(frozen=True)
-class Forgotten:
-    """An SSD slot whose journal row must be gone before the slot may be written again."""
-
-    id: ArtifactId
-    ref: SlotRef
 
 
 class Tiers:
@@ -61,6 +53,8 @@ class Tiers:
         self.ssd = None if ssd is None else SlotPool(Tier.SSD, ssd)
         self.forgotten: list[Forgotten] = []
         """SSD slots waiting for the journal."""
+        self.on_forgotten: Callable[[Artifact], None] = lambda artifact: None
+        """Called for each artifact that leaves the index."""
         self.journal_stale = False
         """The whole journal must be cleared (`clear` was called)."""
         self.seconds_saved = seconds_saved
@@ -327,6 +321,7 @@ class Tiers:
         self._recorder.add("heterocache_evictions", tier=tier.value, state_type=state_type.value)
 
     def _forgotten(self, artifact: Artifact) -> None:
+        self.on_forgotten(artifact)
         self.prefetched.left(artifact)
         if self.feed is not None:
             self.feed.gone(artifact)

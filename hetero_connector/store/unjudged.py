@@ -61,13 +61,15 @@ class Unjudged:
         """It is not written."""
         self._until_s.pop(artifact, None)
 
+    def clear(self) -> None:
+        """Wait for no answer: nothing is written."""
+        self._until_s.clear()
+
     def offer_overdue(self, *, at_once: bool) -> None:
         """Queue what has waited for long enough."""
         now_s = self._clock()
         for artifact, until_s in list(self._until_s.items()):
-            if artifact.forgotten:
-                del self._until_s[artifact]
-            elif until_s > 0.0 and (until_s <= now_s or at_once or not self.joined):
+            if until_s > 0.0 and (until_s <= now_s or at_once or not self.joined):
                 self._until_s[artifact] = 0.0
                 self._offer(artifact)
 

@@ -86,6 +86,8 @@ class Disk:
         """Called at a cut: what was under way lands, wholly or not at all."""
         self.hanging = 0
         """Threads that wait inside an operation."""
+        self.hanging_for_ever = 0
+        """Those of them that no healing releases."""
         self._lock = threading.Condition(threading.RLock())
         self._counts: Counter[str] = Counter()
         self._unsynced: dict[str, dict[int, _Sector]] = {}
@@ -147,9 +149,12 @@ class Disk:
             with self._lock:
                 goes_on = self.goes_on(fate)
                 self.hanging += 1
+                self.hanging_for_ever += fate is Fate.NEVER_ENDS
                 while not (self.is_off or goes_on()):
                     self._lock.wait()
                 self.hanging -= 1
+                self.hanging_for_ever -= fate is Fate.NEVER_ENDS
+                self._lock.notify_all()
                 self.require_power()
         return fate is Fate.SHORT
 
@@ -166,6 +171,7 @@ class Disk:
             self.weather, self.cut_at = CALM, None
             self._releases += 1
             self._lock.notify_all()
+            self._lock.wait_for(lambda: self.hanging == self.hanging_for_ever)
 
     def writes(
         self,

@@ -26,7 +26,7 @@ POINTS: Mapping[str, str] = {
     "artifact.drop": f"{_STORE}.tiers:Tiers.drop",
     "artifact.forget": f"{_STORE}.tiers:Tiers.forget",
     "artifact.lose": f"{_STORE}.tiers:Tiers.lose",
-    "artifact.export": f"{_STORE}.state:StoreState.export",
+    "artifact.export": f"{_STORE}.spill_queue:SpillQueue.summed",
     "tiers.clear": f"{_STORE}.tiers:Tiers.clear",
     "load.begin": f"{_STORE}.state:StoreState.begin",
     "load.settle": f"{_STORE}.state:StoreState.settle",

@@ -23,11 +23,11 @@ from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.errors import HeteroCacheError
 from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.background import in_background
 from hetero_connector.store.base import Restore, Save, StoreConfig
 from hetero_connector.store.io_thread import IoThread
 from hetero_connector.store.prefetch_schedule import ExpectedReturn
 from hetero_connector.store.prefetch_weighing import PrefetchCosts
-from hetero_connector.store.spilling import _in_background as in_background
 from hetero_connector.transfer.base import Direction
 from tests.faults.disk import CALM, Cut, Disk, Fate, Weather
 from tests.faults.failpoints import MOMENTS, Failpoints
@@ -40,7 +40,7 @@ DEPTH = 4
 SETTLING_STEPS = 400
 """Steps of a second, by the store's clock, in which everything must be in order again."""
 ACTIONS = 100
-_BACKGROUND = "hetero_connector.store.spilling._in_background"
+_BACKGROUND = "hetero_connector.store.journal_rows.in_background"
 _SPEED = 200.0
 """Of the clock of a store with a thread of its own."""
 _NAMES = "abcdef"
@@ -117,6 +117,7 @@ class StoreRound:
         self._boots = 0
         self._points = Failpoints()
         self._disk = Disk(seed)
+        self._call = in_background(lambda: None)
         self._recorder = Recorder()
         self._counted: Counter[str] = Counter()
         self._saves: list[Save] = []
@@ -150,7 +151,7 @@ class StoreRound:
                 logging.getLogger(__name__).debug("round %d", self.verdict.seed, exc_info=True)
                 self._died(f"{type(e).__name__}: {e}")
             finally:
-                self._disk.heal()
+                self._heal()
         self.verdict.injected += self._disk.injected
         self.verdict.reached += self._points.reached
         return self.verdict
@@ -219,7 +220,7 @@ class StoreRound:
             if disk.weather is CALM and not disk.is_off:
                 raise
             self._say(f"it does not start: {e}".replace(str(self._top), ""))
-            disk.heal()
+            self._heal()
             if disk.is_off:
                 self._swap_disk()
                 self._boot()
@@ -379,7 +380,7 @@ class StoreRound:
     def _change_weather(self) -> None:
         name = self._rng.choice([*self._weathers, "calm"])
         self._say(name)
-        self._disk.heal()
+        self._heal()
         self._disk.weather = WEATHERS[name]
 
     def _kill(self) -> None:
@@ -430,7 +431,7 @@ class StoreRound:
 
     def _settle(self) -> None:
         """End the faults, let time pass, and say what does not come to an end."""
-        self._disk.heal()
+        self._heal()
         for save in list(self._saves):
             self._complete(save)
         for restore, _ in self._restores:
@@ -452,8 +453,9 @@ class StoreRound:
                 "loads under way": len(state.loading) - self._never_ending(Direction.READ),
                 "writes queued": len(state.spills),
                 "writes under way": state.spilling,
-                "rows to forget": len(tiers.forgotten) + tiers.journal_stale,
             }
+            if state.ssd_writable or not self._gave_up():
+                queues["rows to forget"] = len(tiers.forgotten) + tiers.journal_stale
             unwritten = [
                 a
                 for a in tiers.index.artifacts()
@@ -522,10 +524,17 @@ class StoreRound:
 
     def _in_this_step(self, call: Callable[[], Any]) -> Future[Any]:
         """Make a call beside the I/O thread; it ends in the step that began it, unless it hangs."""
-        ended = in_background(call)
-        while not (ended.done() or self._disk.hanging):
-            wait([ended], 0.001)
-        return ended
+        self._call = in_background(call)
+        self._wait_for_call()
+        return self._call
+
+    def _heal(self) -> None:
+        self._disk.heal()
+        self._wait_for_call()
+
+    def _wait_for_call(self) -> None:
+        while not (self._call.done() or self._disk.hanging):
+            wait([self._call], 0.001)
 
     def _died(self, why: str) -> None:
         self.verdict.engine_deaths.append(why)

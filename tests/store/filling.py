@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -204,3 +206,38 @@ class Bench:
         payload = self.recorder.drain() or {}
         found = {**payload.get(COUNTERS, {}), **payload.get(GAUGES, {})}
         return {k[len(name) + 1 : -1]: v for k, v in found.items() if k.startswith(name + "{")}
+
+
+class Beside:
+    """Stands for `background.in_background`: makes each call at once, or one that hangs not yet."""
+
+    def __init__(self) -> None:
+        self._calls_left = math.inf
+        self._held: list[tuple[Callable[[], object], Future[object]]] = []
+
+    def __call__(self, call: Callable[[], object]) -> Future[object]:
+        ended = Future[object]()
+        self._calls_left -= 1
+        if self._calls_left < 0:
+            self._held.append((call, ended))
+        else:
+            _make(call, ended)
+        return ended
+
+    def hang_after(self, calls: int) -> None:
+        """After so many calls none ends, until `resume`."""
+        self._calls_left = calls
+
+    def resume(self) -> None:
+        """Nothing hangs any more."""
+        self._calls_left = math.inf
+        held, self._held = self._held, []
+        for call, ended in held:
+            _make(call, ended)
+
+
+def _make(call: Callable[[], object], ended: Future[object]) -> None:
+    try:
+        ended.set_result(call())
+    except Exception as error:
+        ended.set_exception(error)

@@ -182,7 +182,8 @@ def test_an_empty_bucket_writes_nothing_and_flush_and_close_end(
     budget = w.io_thread._budget
     assert budget is not None
     assert budget.spend(2 * CHUNK_BYTES)
-    w.io_thread._rows.note_budget(budget)
+    w.io_thread._rows.prepare(pytest.fail, budget)
+    until(lambda: w.io_thread._rows.poll(patiently=True))
     w.io_thread.start()
     put(w.store, chain("a", 4))
     assert w.store.flush(20)

@@ -121,7 +121,7 @@ def test_writing_pauses_after_three_failures_and_is_tried_again_after_a_minute(
         clock.now_s = 1e9
         health.probe()
         assert not state.ssd_writable
-    assert len(caplog.records) == 3
+    assert len(caplog.records) == 2, "one line for the pause, however often it is tried again"
 
 
 def test_a_directory_that_goes_away_while_it_is_listed_is_left_out(tmp_path: Path) -> None:

@@ -8,7 +8,19 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
-from filling import CHUNK_BYTES, SIZES, Bench, Disk, begin, chain, contents, fill, ids_of, until
+from filling import (
+    CHUNK_BYTES,
+    SIZES,
+    Bench,
+    Beside,
+    Disk,
+    begin,
+    chain,
+    contents,
+    fill,
+    ids_of,
+    until,
+)
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -16,6 +28,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hetero_connector.artifacts.nodes import Node
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange, Tier
 from hetero_connector.metrics import COUNTERS
+from hetero_connector.store import journal_rows
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import EvictionName, Failure, Restore, Save
 from hetero_connector.store.io_thread import IoThread
@@ -46,6 +59,9 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.root = Path(tempfile.mkdtemp())
         self.disk = Disk()
+        self.beside = Beside()
+        self.patched = patch.object(journal_rows, "in_background", self.beside)
+        self.patched.start()
         self.bench = Bench(self.root / "ssd" if self.ssd else None, self.disk)
         self.saves: list[Save] = []
         self.restores: list[Restore] = []
@@ -77,6 +93,7 @@ class StoreMachine(RuleBasedStateMachine):
         if self.store._io_thread is not None:
             self.store._io_thread.start()
         self.store.close()
+        self.patched.stop()
         shutil.rmtree(self.root)
 
     def finish_restores(self) -> None:

@@ -167,8 +167,10 @@ def test_an_ssd_smaller_than_dram_follows_what_is_new(bench: Bench) -> None:
 
 
 def test_one_bad_artifact_is_dropped_and_the_rest_of_its_batch_arrives(
-    bench: Bench, disk: Disk
+    tmp_path: Path, disk: Disk
 ) -> None:
+    clock = Clock()
+    bench = Bench(tmp_path / "ssd", disk, clock)
     store = on_ssd_only(bench)
     disk.files.fail_next(2)  # the batch, then its first artifact alone
     restore = wait(begin(store, ids_of(CHUNKS)))
@@ -178,7 +180,15 @@ def test_one_bad_artifact_is_dropped_and_the_rest_of_its_batch_arrives(
     assert intact(store, restore)
     restore.release()
     assert bench.counts("heterocache_failures") == {"cause=io_error,tier=ssd": 1}
+    assert store.match(CHUNKS)[0].tiers == {DENSE: Tier.SSD, WINDOW: Tier.DRAM}
+    disk.files.fail_next(1)
+    wait(begin(store, [bad])).release()
+    assert store.match(CHUNKS)[0].tiers[DENSE] is Tier.SSD, "the same bad moment of the disk"
+    clock.passes(1.0)
+    disk.files.fail_next(1)
+    wait(begin(store, [bad])).release()
     assert store.match(CHUNKS)[0].tiers == {WINDOW: Tier.DRAM}
+    assert bench.counts("heterocache_failures") == {"cause=io_error,tier=ssd": 2}
     store = restarted(bench, store)
     assert store.match(CHUNKS)[0].tiers == {WINDOW: Tier.SSD}, "the journal forgot it, too"
     store.close()
@@ -198,8 +208,10 @@ def test_a_flipped_bit_on_disk_is_a_miss(bench: Bench, disk: Disk) -> None:
 
 @pytest.mark.parametrize("failure", [Failure.CHECKSUM, Failure.IO_ERROR])
 def test_a_leaf_that_lost_its_state_keeps_nothing_of_its_chain_in_place(
-    bench: Bench, disk: Disk, failure: Failure
+    tmp_path: Path, disk: Disk, failure: Failure
 ) -> None:
+    clock = Clock()
+    bench = Bench(tmp_path / "ssd", disk, clock)
     store = on_ssd_only(bench, dram_chunks=8)
     bad = ArtifactId(CHUNKS[5].key, DENSE)
     artifact = store._tiers.index.find(bad)
@@ -208,6 +220,10 @@ def test_a_leaf_that_lost_its_state_keeps_nothing_of_its_chain_in_place(
     if failure is Failure.CHECKSUM:
         disk.slabs[0][artifact.ssd.slot * 12_288] ^= 1
     else:
+        disk.files.fail_next(1)
+        wait(begin(store, [bad])).release()
+        assert stored(store, CHUNKS) == 6, "it is read again once before it is lost"
+        clock.passes(1.0)
         disk.files.fail_next(1)
     restore = wait(begin(store, [bad]))
     assert restore.failed == {bad: failure}
@@ -375,7 +391,8 @@ def test_bytes_that_are_not_durable_are_never_journaled(bench: Bench, step: str)
     with patch.object(owner, name, side_effect=StoreError("disk I/O error")):
         put(store, CHUNKS[:3])
         store.flush(20)
-    store = restarted(bench, store)
+        store.close()
+    store = bench.open()
     assert stored(store, CHUNKS) == 0
     store.close()
 
