@@ -42,13 +42,16 @@ def memory(cgroup_root: Path = _CGROUP_ROOT) -> Memory:
 
 def processor() -> str:
     """The processor's name and the machine's number of cores."""
-    name = platform.machine()
+    return f"{processor_name()}, {os.cpu_count()} cores"
+
+
+def processor_name() -> str:
+    """The processor's name; the architecture's where it has none."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name":
-            name = value.strip()
-            break
-    return f"{name}, {os.cpu_count()} cores"
+            return value.strip()
+    return platform.machine()
 
 
 def addresses() -> dict[str, str]:

@@ -14,11 +14,13 @@ from hetero_connector.artifacts.identity import (
     Fingerprint,
     canonical_config,
     locate_model,
+    processor_digest,
     tokenizer_digest,
     weights_digest,
 )
 from hetero_connector.artifacts.tensor_parallel import whole_model
 from hetero_connector.engine.rendezvous import WorkerGeometry
+from hetero_connector.engine.rounding import TP_DEPENDENT
 from hetero_connector.errors import UnsupportedModelError
 from hetero_connector.planner.profile_subject import ProfileSubject
 
@@ -64,7 +66,7 @@ def fingerprint(
         attention_backend=",".join(geometry.attention_backends),
         engine_version=engine_version(),
         chunk_tokens=chunk_tokens,
-        extras=tuple(sorted((_extras(config, geometry) | _tp_extras(any_tp)).items())),
+        extras=tuple(sorted(_extras(config, geometry, source.path, any_tp=any_tp).items())),
         model_name=model.model,
     )
 
@@ -104,8 +106,8 @@ def stand_back_reason(geometry: WorkerGeometry) -> str | None:
     return None
 
 
-def check_parallelism(config: VllmConfig) -> None:
-    """Refuse layouts in which ranks hold different layers or interleaved tokens."""
+def check_supported(config: VllmConfig) -> None:
+    """Refuse what has not been shown to be restored exactly."""
     parallel = config.parallel_config
     sizes = {
         "pipeline-parallel-size": parallel.pipeline_parallel_size,
@@ -118,40 +120,98 @@ def check_parallelism(config: VllmConfig) -> None:
                 f"--{option} {size}: HeteroConnector stores equal shards of whole tokens; "
                 f"set --{option} 1"
             )
+    if config.attention_config.hisparse_config is not None:
+        raise UnsupportedModelError(
+            "HiSparse keeps part of the KV cache in host memory, in blocks of its own, which "
+            "HeteroConnector cannot copy: set hisparse_config in --attention-config to null"
+        )
 
 
 def _dtype(config: VllmConfig) -> str:
     return str(config.model_config.dtype).removeprefix("torch.")
 
 
-def _draft_digest(speculative: Any) -> str:
-    """Weights of the draft model; its method and settings where it has no files (ngram, MTP)."""
+def _draft(speculative: Any) -> dict[str, Any]:
+    """The draft model, whose layers keep KV of their own among the cache layers.
+
+    Its method and settings are all there is where it has no files (ngram, MTP).
+    """
     draft = getattr(speculative, "draft_model_config", None)
     settings = f"{speculative.method} {speculative.num_speculative_tokens}"
     if draft is None or not getattr(draft, "model", None):
-        return settings
+        return {"draft_model": settings}
     weights = weights_digest(locate_model(draft.model, draft.revision).path)
-    return f"{settings} {weights.hex()}"
+    return {
+        "draft_model": f"{settings} {weights.hex()}",
+        "draft_config": canonical_config(draft.hf_config.to_dict()),
+        "draft_dtype": draft.dtype,
+        "draft_quantization": draft.quantization,
+    }
 
 
-def _tp_extras(any_tp: bool) -> dict[str, str]:
-    return {"tp_sizes": "any"} if any_tp else {}
+def _lora(lora: Any) -> dict[str, Any]:
+    """What changes an adapter's part of the results, also of requests without one."""
+    return {
+        "lora_dtype": lora.lora_dtype,
+        "lora_rank": lora.max_lora_rank,
+        "lora_sharded": lora.fully_sharded_loras,
+        "lora_targets": sorted(lora.target_modules or ()),
+        "lora_tower": lora.enable_tower_connector_lora,
+        "lora_experts": (lora.enable_mixed_moe_lora_format, lora.enable_moe_shared_loras),
+    }
 
 
-def _extras(config: VllmConfig, geometry: WorkerGeometry) -> dict[str, str]:
-    model = config.model_config
+def _media(model: Any, source: Path) -> dict[str, Any]:
+    """How images, audio and video become tensors, and those embeddings."""
+    media = model.multimodal_config
+    names = (
+        "mm_processor_kwargs", "media_io_kwargs", "mm_device_do_normalize", "mm_encoder_tp_mode",
+        "mm_encoder_attn_backend", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path",
+        "video_pruning_rate", "video_pruning_method", "language_model_only",
+    )  # fmt: skip
+    settings = canonical_config({name: getattr(media, name) for name in names})
+    return {
+        "media_processor": processor_digest(source).hex(),
+        "media_settings": settings,
+        "transformers": metadata.version("transformers"),
+    }
+
+
+def _length(model: Any) -> int:
+    """The length the model was built for; LongRoPE's factors and Llama 4's temperature go by it.
+
+    Where vLLM fits the length to the memory (`--max-model-len auto`) it does so afterwards, and
+    that length is another at each start.
+    """
+    if model.original_max_model_len == -1:
+        return int(model.get_and_verify_max_len(-1))
+    return int(model.max_model_len)
+
+
+def _extras(
+    config: VllmConfig, geometry: WorkerGeometry, source: Path, *, any_tp: bool
+) -> dict[str, str]:
+    model, cache = config.model_config, config.cache_config
+    is_dummy = config.load_config.load_format == "dummy"
     extras: dict[str, Any] = {
         "device": geometry.device,
-        # By it vLLM chooses LongRoPE's factors and Llama 4's attention temperature.
-        "max_model_len": model.max_model_len,
+        "max_model_len": _length(model),
         "attention_temperature": model.override_generation_config.get("attn_temperature_tuning"),
         "load_format": config.load_config.load_format,
-        "seed": model.seed if config.load_config.load_format == "dummy" else "",
-        "calculate_kv_scales": getattr(config.cache_config, "calculate_kv_scales", ""),
+        "seed": model.seed if is_dummy else "",
+        "mamba_cache_dtype": cache.mamba_cache_dtype,
+        "mamba_ssm_cache_dtype": cache.mamba_ssm_cache_dtype,
         "expert_parallel": config.parallel_config.enable_expert_parallel,
     }
-    speculative = config.speculative_config
-    if speculative is not None:
-        # Draft layers keep KV of their own among the cache layers.
-        extras["draft_model"] = _draft_digest(speculative)
+    if any_tp:
+        extras["tp_sizes"] = "any"
+    if config.speculative_config is not None:
+        extras |= _draft(config.speculative_config)
+    if config.lora_config is not None:
+        extras |= _lora(config.lora_config)
+    if model.multimodal_config is not None:
+        extras |= _media(model, source)
+    for name, value in geometry.rounding.items():
+        if not (any_tp and name in TP_DEPENDENT):
+            extras[name] = value
     return {key: str(value) for key, value in extras.items()}

@@ -84,6 +84,11 @@ def _role(name: str, spec: KVCacheSpec, transferred: bool, ratios: dict[str, int
     if not transferred or not spec.prefix_cacheable:
         # Per-request scratch (ring buffers, replayed windows): the engine rebuilds it.
         return _Role(StateType.TAIL_STATE, RestoreRule.NOTHING)
+    if getattr(spec, "kv_quant_mode", kvi.KVQuantMode.NONE).is_per_token_head:
+        raise UnsupportedModelError(
+            f"layer {name!r} keeps a scale for each token and head, which vLLM sets anew when the "
+            "layer first runs, after a restore too: set --kv-cache-dtype to auto or fp8"
+        )
     if isinstance(spec, kvi.HiddenStateCacheSpec | kvi.SinkFullAttentionSpec):
         raise _unsupported(name, spec)
     if isinstance(spec, kvi.MLAAttentionSpec):

@@ -13,7 +13,8 @@ import json
 import os
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ class WorkerGeometry:
     device: str
     pid: int
     """Process the worker runs in."""
+    rounding: Mapping[str, str] = field(default_factory=dict)
+    """`engine.rounding.rounding`, asked on its device."""
     replay_refusal: str | None = None
     """Why this engine's windows cannot be rebuilt by a replay; None if they can."""
 
@@ -106,6 +109,16 @@ def _check_equal(ranks: list[WorkerGeometry]) -> None:
                 "HeteroConnector needs equal shards. Use a tensor-parallel size that divides "
                 "the number of KV heads"
             )
+        if other.rounding != ranks[0].rounding:
+            raise UnsupportedModelError(
+                f"tensor-parallel ranks 0 and {other.rank} compute differently: "
+                f"{_differences(ranks[0].rounding, other.rounding)}. HeteroConnector needs "
+                "ranks of one kind: give the engine equal devices, and each worker equal settings"
+            )
+
+
+def _differences(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    return "; ".join(f"{x} {one[x]!r} and {other.get(x)!r}" for x in one if one[x] != other.get(x))
 
 
 def _encode(geometry: WorkerGeometry) -> dict[str, Any]:
@@ -119,5 +132,6 @@ def _decode(document: dict[str, Any]) -> WorkerGeometry:
         attention_backends=tuple(document["attention_backends"]),
         device=document["device"],
         pid=document["pid"],
+        rounding=document["rounding"],
         replay_refusal=document["replay_refusal"],
     )

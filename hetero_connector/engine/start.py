@@ -24,6 +24,7 @@ from hetero_connector.engine.geometry import UNKNOWN_HEADS, model_spec
 from hetero_connector.engine.heads import ModelHeads
 from hetero_connector.engine.rendezvous import WorkerGeometry
 from hetero_connector.engine.request_identity import RequestIdentifier, media_ids
+from hetero_connector.engine.rounding import rounding
 from hetero_connector.engine.scheduler_side import SchedulerSide
 from hetero_connector.engine.worker_side import WorkerSide
 from hetero_connector.errors import ConfigError
@@ -70,7 +71,7 @@ def open_worker_side(
     """The worker side of this rank; None where nothing can be stored."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
-    engine_identity.check_parallelism(vllm_config)
+    engine_identity.check_supported(vllm_config)
     model = model_spec(
         kv_cache, vllm_config.parallel_config.tensor_parallel_size, _heads(vllm_config, config)
     )
@@ -83,6 +84,7 @@ def open_worker_side(
         attention_backends=backends,
         device=vllm_config.device_config.device_type,
         pid=os.getpid(),
+        rounding=rounding(vllm_config),
         replay_refusal=replay_support.refusal(
             model, backends, shares_kv=_shares_kv(vllm_config), config=vllm_config
         ),

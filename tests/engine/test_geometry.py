@@ -229,3 +229,21 @@ def test_alignment_is_the_common_grid_of_all_blocks() -> None:
         ),
     ]
     assert model_spec(config(groups)).alignment == 96
+
+
+@pytest.mark.parametrize("kind", ["INT8", "FP8", "INT4"])
+@pytest.mark.parametrize("spec_class", [kvi.FullAttentionSpec, kvi.SlidingWindowSpec])
+def test_scales_of_each_token_and_head_are_refused(
+    kind: str, spec_class: type[kvi.AttentionSpec]
+) -> None:
+    """vLLM fills them with 1.0 when a layer first runs, also those that were restored."""
+    window = {"sliding_window": 64} if spec_class is kvi.SlidingWindowSpec else {}
+    per_tensor = spec_class(
+        block_size=16, kv_quant_mode=kvi.KVQuantMode.FP8_PER_TENSOR, **HEADS, **window
+    )
+    assert only("a", per_tensor).page_bytes
+    per_token = spec_class(
+        block_size=16, kv_quant_mode=kvi.KVQuantMode[f"{kind}_PER_TOKEN_HEAD"], **HEADS, **window
+    )
+    with pytest.raises(UnsupportedModelError, match="layer 'a' keeps a scale for each token"):
+        only("a", per_token)

@@ -64,3 +64,10 @@ def test_a_directory_of_another_user_is_not_trusted(
     (own_directory / "heterocache-12345").mkdir()
     with pytest.raises(StoreError, match="another user"):
         announce("engine", geometry(0))
+
+
+def test_ranks_that_compute_differently_are_refused() -> None:
+    announce("engine", replace(geometry(0), rounding={"machine": "H200", "threads": ""}))
+    announce("engine", replace(geometry(1), rounding={"machine": "H100", "threads": ""}))
+    with pytest.raises(UnsupportedModelError, match="differently: machine 'H200' and 'H100'"):
+        gather("engine", 2)

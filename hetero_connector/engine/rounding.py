@@ -1,0 +1,88 @@
+"""What decides how an engine's results round, besides model and shapes.
+
+Two engines that differ in any of it compute state that differs in the last digits, so neither
+uses the other's. What names a place (a host, a port, a directory) is left out: two hosts of a kind
+share. Asked in a worker's process: there the device is known, and how many threads compute.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+import torch
+from vllm import envs
+from vllm.platforms import current_platform
+
+from hetero_connector import machine
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+TP_DEPENDENT = frozenset({"threads", "compilation"})
+"""What may follow from the tensor-parallel size."""
+
+_LIBRARIES = ("torch", "triton", "flashinfer-python", "flash-attn", "zentorch")
+_OTHER_SWITCHES = (
+    "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR",
+    "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO",
+)  # fmt: skip
+_PLACES = frozenset(
+    (
+        *("HOST", "HOSTNAME", "PORT", "IP", "IPS", "RANK", "LOCAL", "DP", "RAY", "NIC", "NIXL"),
+        *("MOONCAKE", "P2P", "INDICES", "BIND", "NUM", "THREADS", "PATH", "DIR", "HOME", "CACHE"),
+        *("PREFIX", "REPO", "URL", "BUILD", "DOCKER", "COMMIT", "TAG", "DATE", "USAGE", "PLUGINS"),
+        *("TIMEOUT", "LOG", "LOGO", "DEBUG"),
+    )
+)
+"""Words in the names of vLLM's variables that say where or who, not how."""
+
+
+def rounding(config: VllmConfig) -> dict[str, str]:
+    """Return the identity's parts that only change how results round, by name."""
+    return {
+        "machine": _machine(config.device_config.device_type),
+        "threads": str(torch.get_num_threads()) if current_platform.is_cpu() else "",
+        "libraries": ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES),
+        "compilation": config.compilation_config.compute_hash(),
+        "kernels": config.kernel_config.compute_hash(),
+        "attention": config.attention_config.compute_hash(),
+        "switches": _switches(),
+        "cascade_attention": str(not config.model_config.disable_cascade_attn),
+        "all_reduce": str(not config.parallel_config.disable_custom_all_reduce),
+        "all_to_all": str(config.parallel_config.all2all_backend),
+    }
+
+
+def _machine(device_type: str) -> str:
+    """A GPU by name and compute capability, a CPU by name and instruction sets.
+
+    The sets choose the kernels of torch, oneDNN and vLLM; oneDNN cuts matrices by the caches'
+    sizes, and MKL goes by the vendor, which the name stands for. How many cores there are is no
+    part of it: how many threads compute is.
+    """
+    if device_type == "cpu":
+        known = torch.cpu.get_capabilities()
+        sets = sorted(name for name, value in known.items() if value is True)
+        caches = [f"{name} {known.get(name)}" for name in ("l1d_cache_size", "l2_cache_size")]
+        chosen = f"torch {torch.backends.cpu.get_cpu_capability()}"
+        return f"{machine.processor_name()}; {chosen}; {', '.join(caches)}; {' '.join(sets)}"
+    if current_platform.is_cuda_alike():
+        major, minor = torch.cuda.get_device_capability()
+        return f"{torch.cuda.get_device_name()}, {major}.{minor}"
+    return str(current_platform.get_device_name())
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "-"
+
+
+def _switches() -> str:
+    """Variables that are set and choose kernels: by vLLM's own list for its compiled graphs."""
+    names = [x for x in envs.compile_factors() if not _PLACES & set(x.split("_"))]
+    chosen = sorted(name for name in (*names, *_OTHER_SWITCHES) if name in os.environ)
+    return " ".join(f"{name}={os.environ[name]}" for name in chosen)

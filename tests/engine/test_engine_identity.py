@@ -1,0 +1,254 @@
+"""What an engine's fingerprint holds: whatever changes stored bytes, and nothing that does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import envs
+from vllm.engine.arg_utils import EngineArgs
+
+from examples.checkpoints import write_checkpoint
+from examples.serving import engine_arguments
+from hetero_connector import machine
+from hetero_connector.artifacts.identity import Fingerprint
+from hetero_connector.engine import rounding as rounding_module
+from hetero_connector.engine.engine_identity import check_supported, fingerprint
+from hetero_connector.engine.rendezvous import WorkerGeometry
+from hetero_connector.engine.rounding import TP_DEPENDENT, rounding
+from hetero_connector.errors import UnsupportedModelError
+from tests.engine.fakes import HYBRID
+from tests.engine.harness import CHECKPOINTS
+
+pytestmark = pytest.mark.engine
+
+
+def engine_config(**arguments: Any) -> Any:
+    arguments = {
+        "model": str(write_checkpoint("dense", CHECKPOINTS)),
+        "skip_tokenizer_init": True,
+        **engine_arguments("dense"),
+        **arguments,
+    }
+    return EngineArgs(**arguments).create_engine_config()
+
+
+@pytest.fixture(scope="module")
+def shared_config() -> Any:
+    return engine_config()
+
+
+@pytest.fixture
+def config(shared_config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's configuration; what a test sets with `monkeypatch` is undone."""
+    return shared_config
+
+
+def identity(config: Any, *, any_tp: bool = False, **changed: Any) -> Fingerprint:
+    geometry = WorkerGeometry(
+        rank=0,
+        model=HYBRID,
+        attention_backends=("CPU_ATTN",),
+        device="cpu",
+        pid=os.getpid(),
+        rounding=rounding(config),
+    )
+    kv_cache: Any = SimpleNamespace(kv_cache_layout="LBHNC")
+    return fingerprint(config, kv_cache, replace(geometry, **changed), 64, any_tp=any_tp)
+
+
+def test_an_engine_that_is_started_again_has_its_identity(config: Any) -> None:
+    """Another process, port, worker, memory and log: the same state."""
+    again = engine_config(
+        kv_cache_memory_bytes=1 << 28, max_num_seqs=4, served_model_name=["another"]
+    )
+    assert identity(again) == identity(config)
+    assert identity(again).digest == identity(config, pid=1).digest
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        ("model_config", "max_model_len", 8192),
+        ("model_config", "quantization", "fp8"),
+        ("model_config", "disable_cascade_attn", False),
+        ("cache_config", "cache_dtype", "fp8"),
+        ("cache_config", "mamba_cache_dtype", "float16"),
+        ("cache_config", "mamba_ssm_cache_dtype", "float16"),
+        ("load_config", "load_format", "dummy"),
+        ("parallel_config", "enable_expert_parallel", True),
+        ("parallel_config", "all2all_backend", "deepep_low_latency"),
+        ("parallel_config", "disable_custom_all_reduce", False),
+        ("compilation_config", "mode", 3),
+        ("compilation_config", "custom_ops", ["none"]),
+        ("attention_config", "flash_attn_version", 2),
+        ("kernel_config", "moe_backend", "triton"),
+        ("lora_config", None, SimpleNamespace(
+            lora_dtype="float16", max_lora_rank=8, fully_sharded_loras=False, target_modules=None,
+            enable_tower_connector_lora=False, enable_mixed_moe_lora_format=False,
+            enable_moe_shared_loras=False,
+        )),
+    ],
+)  # fmt: skip
+def test_what_changes_the_bytes_changes_the_identity(
+    config: Any, monkeypatch: pytest.MonkeyPatch, part: str, name: str | None, value: object
+) -> None:
+    before = identity(config).digest
+    if name is None:
+        monkeypatch.setattr(config, part, value)
+    else:
+        monkeypatch.setattr(getattr(config, part), name, value)
+    assert identity(config).digest != before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lora_dtype", "bfloat16"), ("fully_sharded_loras", True), ("target_modules", ["q_proj"]),
+        ("max_lora_rank", 16), ("enable_tower_connector_lora", True),
+    ],
+)  # fmt: skip
+def test_how_adapters_are_applied_is_part_of_it(
+    config: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: object
+) -> None:
+    lora = SimpleNamespace(
+        lora_dtype="float16", max_lora_rank=8, fully_sharded_loras=False, target_modules=None,
+        enable_tower_connector_lora=False, enable_mixed_moe_lora_format=False,
+        enable_moe_shared_loras=False,
+    )  # fmt: skip
+    monkeypatch.setattr(config, "lora_config", lora)
+    before = identity(config).digest
+    monkeypatch.setattr(lora, name, value)
+    assert identity(config).digest != before
+
+
+def media_config() -> SimpleNamespace:
+    return SimpleNamespace(
+        mm_processor_kwargs=None, media_io_kwargs={}, mm_device_do_normalize=True,
+        mm_encoder_tp_mode="weights", mm_encoder_attn_backend=None, mm_encoder_attn_dtype=None,
+        mm_encoder_fp8_scale_path=None, video_pruning_rate=None, video_pruning_method="evs",
+        language_model_only=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mm_processor_kwargs", {"do_rescale": False}),
+        ("media_io_kwargs", {"video": {"num_frames": 8}}),
+        ("mm_encoder_attn_backend", "TORCH_SDPA"),
+        ("video_pruning_rate", 0.5),
+    ],
+)
+def test_how_images_are_prepared_is_part_of_a_multi_modal_model(
+    config: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: object
+) -> None:
+    media = media_config()
+    monkeypatch.setattr(config.model_config, "multimodal_config", media)
+    before = identity(config).digest
+    monkeypatch.setattr(media, name, value)
+    assert identity(config).digest != before
+
+
+def test_the_model_s_own_processor_files_are_part_of_it(
+    config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(config.model_config, "multimodal_config", media_config())
+    model = tmp_path / "model"
+    shutil.copytree(config.model_config.model, model)
+    monkeypatch.setattr(config.model_config, "model", str(model))
+    without = identity(config).digest
+    processor = model / "preprocessor_config.json"
+    processor.write_text(json.dumps({"image_mean": [0.5]}))
+    with_mean = identity(config).digest
+    processor.write_text(json.dumps({"image_mean": [0.48]}))
+    assert len({without, with_mean, identity(config).digest}) == 3
+
+
+def test_a_length_fitted_to_free_memory_is_no_part_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM fits it after the model was built, by what memory is free at that moment."""
+    config = engine_config(max_model_len=-1)
+    digests = set()
+    for fitted in (3000, 2999, 16384):
+        monkeypatch.setattr(config.model_config, "max_model_len", fitted)
+        digests.add(identity(config).digest)
+    assert len(digests) == 1
+    assert digests == {identity(engine_config(max_model_len=16384)).digest}
+    assert digests != {identity(engine_config(max_model_len=3000)).digest}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.setattr(machine, "processor_name", lambda: "AnotherCPU"),
+        lambda patch: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2"),
+        lambda patch: patch.setattr(
+            torch.cpu, "get_capabilities", lambda: {"amx_tile": True, "num_sockets": 1}
+        ),
+        lambda patch: patch.setattr(torch, "get_num_threads", lambda: 48),
+        lambda patch: patch.setattr(rounding_module, "_version", lambda name: "3.0"),
+        lambda patch: patch.setenv("VLLM_BATCH_INVARIANT", "1"),
+        lambda patch: patch.setenv("VLLM_FLOAT32_MATMUL_PRECISION", "high"),
+        lambda patch: patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2"),
+    ],
+)
+def test_what_changes_rounding_changes_the_identity(
+    config: Any, monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    before = identity(config).digest
+    change(monkeypatch)
+    assert identity(config).digest != before
+
+
+def test_two_hosts_of_one_kind_share(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = identity(config).digest
+    capabilities = torch.cpu.get_capabilities()
+    monkeypatch.setattr(
+        torch.cpu, "get_capabilities", lambda: capabilities | {"num_logical_cores": 999}
+    )
+    for name, value in {
+        "VLLM_HOST_IP": "10.0.0.7", "VLLM_PORT": "5555", "VLLM_DP_RANK": "3",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": "5600", "VLLM_CACHE_ROOT": "/elsewhere",
+        "VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_CPU_OMP_THREADS_BIND": "4-7", "HOSTNAME": "b",
+        "VLLM_CPU_KVCACHE_SPACE": "4", "CUDA_VISIBLE_DEVICES": "6", "VLLM_API_KEY": "secret",
+        "VLLM_RAY_BUNDLE_INDICES": "1,2", "VLLM_GPU_NIC_PCIE_MAPPING": "x",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    assert identity(config).digest == before
+    assert "secret" not in str(identity(config).describe())
+
+
+def test_vllm_still_lists_its_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list that `rounding` goes by has the best known of them."""
+    assert {"VLLM_BATCH_INVARIANT", "VLLM_USE_DEEP_GEMM"} <= set(envs.compile_factors())
+
+
+def test_a_gpu_is_its_name_and_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = SimpleNamespace(is_cuda_alike=lambda: True)
+    monkeypatch.setattr(rounding_module, "current_platform", platform)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert rounding_module._machine("cuda") == "NVIDIA H200, 9.0"
+
+
+def test_any_tp_size_leaves_out_what_follows_from_it(config: Any) -> None:
+    own, shared = identity(config), identity(config, any_tp=True)
+    assert dict(own.extras).keys() - dict(shared.extras).keys() == TP_DEPENDENT
+    assert dict(shared.extras)["tp_sizes"] == "any"
+
+
+def test_hisparse_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_supported(config)
+    monkeypatch.setattr(config.attention_config, "hisparse_config", object())
+    with pytest.raises(UnsupportedModelError, match="hisparse_config"):
+        check_supported(config)
