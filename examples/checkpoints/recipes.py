@@ -207,7 +207,12 @@ def write_recipe(recipe: Recipe, directory: Path) -> None:
     """Write config.json and model.safetensors into `directory`."""
     disable_progress_bar()
     config = AutoConfig.for_model(recipe.model_type, **recipe.config)
-    model = AutoModelForCausalLM.from_config(config).float()
+    save_random(AutoModelForCausalLM.from_config(config), recipe, directory)
+
+
+def save_random(model: Any, recipe: Recipe, directory: Path) -> None:
+    """Save `model` with the recipe's random weights."""
+    model.float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Seeded by the name: one tensor's shape does not move the others' values.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -19,8 +20,11 @@ _CHAT_TEMPLATE = (
 )
 
 
-def write_tokenizer(directory: Path) -> None:
-    """Write the tokenizer, with a plain chat template, into `directory`."""
+def write_tokenizer(directory: Path, special: Sequence[str] = ()) -> None:
+    """Write the tokenizer, with a plain chat template, into `directory`.
+
+    `special` tokens have the ids after the end of text.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)}
     vocabulary["<eos>"] = EOS_TOKEN_ID
@@ -30,5 +34,6 @@ def write_tokenizer(directory: Path) -> None:
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<eos>"
     )
+    wrapped.add_special_tokens({"additional_special_tokens": list(special)})
     wrapped.chat_template = _CHAT_TEMPLATE
     wrapped.save_pretrained(directory)

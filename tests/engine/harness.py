@@ -84,20 +84,25 @@ def make_llm(
                 **connector_extra,
             }
         )
+    arguments["skip_tokenizer_init"] = True
     arguments |= engine_args
     with _nothing_left_of_a_failed_start():
         return LLM(
             model=str(write_checkpoint(model, CHECKPOINTS)),
-            skip_tokenizer_init=True,
             max_logprobs=-1,
             **arguments,
         )
 
 
 def generate_batch(
-    llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int = 1, **sampling: Any
+    llm: Any,
+    prompts: Sequence[Sequence[int] | Mapping[str, Any]],
+    max_tokens: int = 1,
+    *,
+    lora: Any = None,
+    **sampling: Any,
 ) -> list[Completion]:
-    """Complete several prompts in one batch."""
+    """Complete several prompts in one batch: tokens, or whatever else vLLM takes."""
     from vllm import SamplingParams
 
     parameters = SamplingParams(
@@ -108,11 +113,17 @@ def generate_batch(
         logprobs=-1,
         **sampling,
     )
-    inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-    return [_completion(output) for output in llm.generate(inputs, parameters, use_tqdm=False)]
+    inputs = [
+        prompt if isinstance(prompt, Mapping) else {"prompt_token_ids": list(prompt)}
+        for prompt in prompts
+    ]
+    outputs = llm.generate(inputs, parameters, use_tqdm=False, lora_request=lora)
+    return [_completion(output) for output in outputs]
 
 
-def generate(llm: Any, prompt: Sequence[int], max_tokens: int = 1, **sampling: Any) -> Completion:
+def generate(
+    llm: Any, prompt: Sequence[int] | Mapping[str, Any], max_tokens: int = 1, **sampling: Any
+) -> Completion:
     """Complete one prompt."""
     return generate_batch(llm, [prompt], max_tokens, **sampling)[0]
 
