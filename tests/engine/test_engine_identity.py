@@ -130,6 +130,33 @@ def test_how_adapters_are_applied_is_part_of_it(
     assert identity(config).digest != before
 
 
+@pytest.mark.parametrize("part", ["weights", "hidden_size", "dtype", "method"])
+def test_a_draft_model_is_part_of_it(
+    config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str
+) -> None:
+    (tmp_path / "model.bin").write_bytes(b"weights")
+    settings: dict[str, Any] = {"hidden_size": 64}
+    draft = SimpleNamespace(
+        model=str(tmp_path), revision=None, dtype="bfloat16", quantization=None,
+        hf_config=SimpleNamespace(to_dict=lambda: settings),
+    )  # fmt: skip
+    speculative = SimpleNamespace(
+        method="eagle", num_speculative_tokens=3, draft_model_config=draft
+    )
+    without = identity(config).digest
+    monkeypatch.setattr(config, "speculative_config", speculative)
+    before = identity(config).digest
+    if part == "weights":
+        (tmp_path / "model.bin").write_bytes(b"another")
+    elif part == "hidden_size":
+        settings["hidden_size"] = 128
+    elif part == "dtype":
+        draft.dtype = "float16"
+    else:
+        speculative.method = "eagle3"
+    assert len({without, before, identity(config).digest}) == 3
+
+
 def media_config() -> SimpleNamespace:
     return SimpleNamespace(
         mm_processor_kwargs=None, media_io_kwargs={}, mm_device_do_normalize=True,
