@@ -20,7 +20,7 @@ from hetero_connector.artifacts.identity import (
 )
 from hetero_connector.artifacts.tensor_parallel import whole_model
 from hetero_connector.engine.rendezvous import WorkerGeometry
-from hetero_connector.engine.rounding import TP_DEPENDENT
+from hetero_connector.engine.rounding import SHARED
 from hetero_connector.errors import UnsupportedModelError
 from hetero_connector.planner.profile_subject import ProfileSubject
 
@@ -212,6 +212,6 @@ def _extras(
     if model.multimodal_config is not None:
         extras |= _media(model, source)
     for name, value in geometry.rounding.items():
-        if not (any_tp and name in TP_DEPENDENT):
+        if name in SHARED or not any_tp:
             extras[name] = value
     return {key: str(value) for key, value in extras.items()}

@@ -18,10 +18,10 @@ from vllm.platforms import current_platform
 from hetero_connector import machine
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import CompilationConfig, VllmConfig
 
-TP_DEPENDENT = frozenset({"threads", "compilation"})
-"""What may follow from the tensor-parallel size."""
+SHARED = frozenset({"machine", "libraries", "switches"})
+"""What engines of different tensor-parallel sizes, which round differently anyway, have alike."""
 
 _LIBRARIES = ("torch", "triton", "flashinfer-python", "flash-attn", "zentorch")
 _OTHER_SWITCHES = (
@@ -45,7 +45,7 @@ def rounding(config: VllmConfig) -> dict[str, str]:
         "machine": _machine(config.device_config.device_type),
         "threads": str(torch.get_num_threads()) if current_platform.is_cpu() else "",
         "libraries": ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES),
-        "compilation": config.compilation_config.compute_hash(),
+        "compilation": _compilation(config.compilation_config),
         "kernels": config.kernel_config.compute_hash(),
         "attention": config.attention_config.compute_hash(),
         "switches": _switches(),
@@ -72,6 +72,21 @@ def _machine(device_type: str) -> str:
         major, minor = torch.cuda.get_device_capability()
         return f"{torch.cuda.get_device_name()}, {major}.{minor}"
     return str(current_platform.get_device_name())
+
+
+def _compilation(config: CompilationConfig) -> str:
+    """What is compiled and fused. CUDA graphs replay the same kernels: no part of it."""
+    if not config.mode:
+        return f"none, custom ops {sorted(config.custom_ops)}"
+    inductor = {
+        name: value
+        for name, value in config.inductor_compile_config.items()
+        if isinstance(value, (bool, int, str))
+    }
+    return (
+        f"{config.mode} {config.backend}, custom ops {sorted(config.custom_ops)}, "
+        f"{sorted(inductor.items())}, passes {config.pass_config.compute_hash()}"
+    )
 
 
 def _version(distribution: str) -> str:

@@ -23,7 +23,7 @@ from hetero_connector.artifacts.identity import Fingerprint
 from hetero_connector.engine import rounding as rounding_module
 from hetero_connector.engine.engine_identity import check_supported, fingerprint
 from hetero_connector.engine.rendezvous import WorkerGeometry
-from hetero_connector.engine.rounding import TP_DEPENDENT, rounding
+from hetero_connector.engine.rounding import SHARED, rounding
 from hetero_connector.errors import UnsupportedModelError
 from tests.engine.fakes import HYBRID
 from tests.engine.harness import CHECKPOINTS
@@ -268,10 +268,39 @@ def test_a_gpu_is_its_name_and_compute_capability(monkeypatch: pytest.MonkeyPatc
     assert rounding_module._machine("cuda") == "NVIDIA H200, 9.0"
 
 
-def test_any_tp_size_leaves_out_what_follows_from_it(config: Any) -> None:
+def test_engines_of_any_tp_size_may_round_differently(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own, shared = identity(config), identity(config, any_tp=True)
-    assert dict(own.extras).keys() - dict(shared.extras).keys() == TP_DEPENDENT
+    assert dict(own.extras).keys() - dict(shared.extras).keys() == rounding(config).keys() - SHARED
     assert dict(shared.extras)["tp_sizes"] == "any"
+    monkeypatch.setattr(config.parallel_config, "all2all_backend", "deepep_low_latency")
+    assert identity(config, any_tp=True).digest == shared.digest
+    monkeypatch.setattr(machine, "processor_name", lambda: "AnotherCPU")
+    assert identity(config, any_tp=True).digest != shared.digest
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("backend", "eager"), ("custom_ops", ["none"]),
+        ("inductor_compile_config", {"max_autotune": True}),
+    ],
+)  # fmt: skip
+def test_what_is_compiled_and_fused_is_part_of_it(
+    config: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: object
+) -> None:
+    compilation = config.compilation_config
+    monkeypatch.setattr(compilation, "mode", 3)
+    before = identity(config).digest
+    monkeypatch.setattr(compilation, "cudagraph_capture_sizes", [1, 2, 4])
+    assert identity(config).digest == before  # a decoder captures what a prefiller does not
+    with monkeypatch.context() as patch:
+        patch.setattr(compilation, name, value)
+        assert identity(config).digest != before
+    passes = compilation.pass_config
+    monkeypatch.setattr(passes, "eliminate_noops", not passes.eliminate_noops)
+    assert identity(config).digest != before
 
 
 def test_hisparse_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
