@@ -71,7 +71,7 @@ def engine_arguments(model: str) -> dict[str, Any]:
     if kind == "qwen3_next":
         # By default it depends on the CPU, and with it how many tokens are a block.
         arguments["mamba_ssm_cache_dtype"] = "float32"
-    if kind in ("dense", "gemma3", "gptoss", "llama4", "llava"):
+    if kind in ("dense", "gemma3", "gptoss", "llama4", "blip2"):
         arguments["block_size"] = 32  # the smallest the CPU attention kernel takes
     if kind in ("gemma3", "gptoss", "deepseek_v4"):
         arguments["prefix_cache_retention_interval"] = 256

@@ -5,7 +5,7 @@ nothing. These outputs depend on far context: flipping an early prompt token mov
 last logprobs (`tests/engine/test_power.py` measures it). Everything is seeded.
 
 `recipes` holds the models that `transformers` can build, `deepseek_v4` the one it is
-not asked to, `llava` the one that sees images, `tokenizer` the byte-level tokenizer they
+not asked to, `blip2` the one that sees images, `tokenizer` the byte-level tokenizer they
 share. To add a model, add a recipe.
 """
 
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from examples.checkpoints.blip2 import IMAGE_TOKEN, write_blip2
 from examples.checkpoints.deepseek_v4 import write_deepseek_v4
-from examples.checkpoints.llava import IMAGE_TOKEN, write_llava
 from examples.checkpoints.recipes import RECIPES, write_recipe
 from examples.checkpoints.tokenizer import write_tokenizer
 
@@ -32,7 +32,7 @@ _STAMP = "checkpoint.json"
 
 _WRITERS: dict[str, Callable[[Path], None]] = {
     "deepseek_v4": write_deepseek_v4,
-    "llava": write_llava,
+    "blip2": write_blip2,
     **{name: partial(write_recipe, recipe) for name, recipe in RECIPES.items()},
 }
 
@@ -58,7 +58,7 @@ def write_checkpoint(name: str, root: Path | str) -> Path:
     aside = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=root))
     try:
         _WRITERS[name](aside)
-        write_tokenizer(aside, [IMAGE_TOKEN] if name == "llava" else [])
+        write_tokenizer(aside, [IMAGE_TOKEN] if name == "blip2" else [])
         (aside / _STAMP).write_text(json.dumps({"name": name, "revision": _REVISION}) + "\n")
         aside.chmod(0o755)
         if directory.exists() and not _is_current(directory):
