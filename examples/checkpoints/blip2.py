@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from transformers import (
     Blip2Config,
@@ -21,7 +22,7 @@ from examples.checkpoints.tokenizer import NUM_TOKENS, write_tokenizer
 IMAGE_TOKEN = "<image>"
 TOKENS_PER_IMAGE = 32
 _PIXELS = 112
-_LAYERS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+_LAYERS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 
 _TEXT = RECIPES["dense"]
 _GAINS = _TEXT.gains | {r"vision_model|qformer": 1.5, r"language_projection": 2.0}
