@@ -2,13 +2,14 @@
 
     python -m benchmarks.peer --json
 
-An owner process exports two arenas: private memory on huge pages, as an engine with its
-workers in one process has it, and a memfd. The reference is the same blocks copied one by one
-from the memfd, mapped into this process, to the same places: what a cache that shares memory on
-one host would pay. Reads and copies take turns, a median of the ratios of neighbours counts.
+An owner process exports an arena, a memfd as an engine in a fleet has it. The reference is the
+same blocks copied one by one from it, mapped into this process, to the same places: what a cache
+that shares memory on one host would pay. Reads and copies take turns, a median of the ratios of
+neighbours counts. Both sides' peer processes take part, as they do for engines.
 
-`limit` is what the kernel gives one thread: the same blocks by `process_vm_readv` alone, out of the
-owner's private memory. Within a host UCX reads by that call (CMA) and can be no faster.
+`limit` is what the kernel gives one thread: the same blocks by `process_vm_readv` alone. Within a
+host UCX reads by that call (CMA) and can be no faster. `small` is one read of 4 KiB, from asking
+for it to seeing its end.
 
 `restore` is the whole way through the store: artifacts of 1 MiB read, verified by checksum,
 generation and epoch, and stored; over a plain memcpy of as many bytes.
@@ -57,7 +58,8 @@ _START_S = 120.0
 TOTAL = 128 * MIB
 EPOCH = 1
 KIND = StateType.DENSE_KV
-REGIONS = {"private": 0, "memfd": 1}
+_SMALL_BYTES = 4 << 10
+_SMALL_READS = 50
 
 
 def main() -> None:
@@ -80,27 +82,25 @@ def measure(repeats: int) -> Samples:
     """Seconds to move `TOTAL` bytes, by what moved them and the block size."""
     samples = Samples()
     with owner(export) as (metadata, handle, process_id, address):
-        own, shared = Arena.create(TOTAL, shared=False), Arena.attach(handle)
-        peers = NixlPeers([own.view])
+        own, shared = Arena.create(TOTAL), Arena.attach(handle)
+        peers = NixlPeers([own.shared])
         peers.connect("owner", metadata)
         for size in BLOCKS:
             # Slots of a store that has run for a while lie anywhere.
             order = np.random.default_rng(size).permutation(TOTAL // size) * size
             copy = partial(copy_blocks, own.view, shared.view, order.tolist(), size)
             limit = partial(read_process, process_id, own.view, address, order.tolist(), size)
-            reads = {
-                name: partial(read_blocks, peers, region, order.tolist(), size)
-                for name, region in REGIONS.items()
-            }
+            read = partial(read_blocks, peers, order.tolist(), size)
             for turn in range(repeats + 1):
                 seconds = {"memcpy": timed(copy), "limit": timed(limit)}
-                for name, read in reads.items():
-                    own.view[:: 1 << 12] = 0
-                    seconds[name] = timed(read)
-                    if not np.array_equal(own.view[:: 1 << 12], shared.view[:: 1 << 12]):
-                        raise RuntimeError("the bytes that were read are not those of the owner")
+                own.view[:: 1 << 12] = 0
+                seconds["peer"] = timed(read)
+                if not np.array_equal(own.view[:: 1 << 12], shared.view[:: 1 << 12]):
+                    raise RuntimeError("the bytes that were read are not those of the owner")
                 for name, value in seconds.items() if turn else ():
                     samples.add(f"{name} {size}", value)
+        for _ in range(repeats * _SMALL_READS):
+            samples.add("small", timed(partial(read_blocks, peers, [0], _SMALL_BYTES)))
         peers.close()
     measure_restores(samples, repeats)
     return samples
@@ -128,12 +128,12 @@ def figures_of(samples: Samples) -> dict[str, float]:
     """Bandwidth over that of the memcpy."""
     size = FIGURE_BLOCK
     return {
-        "peer_over_memcpy": samples.paired_ratio(f"memcpy {size}", f"private {size}"),
-        "peer_over_limit": samples.paired_ratio(f"limit {size}", f"private {size}"),
+        "peer_over_memcpy": samples.paired_ratio(f"memcpy {size}", f"peer {size}"),
+        "peer_over_limit": samples.paired_ratio(f"limit {size}", f"peer {size}"),
         "limit_over_memcpy": samples.paired_ratio(f"memcpy {size}", f"limit {size}"),
-        "peer_memfd_over_memcpy": samples.paired_ratio(f"memcpy {size}", f"memfd {size}"),
         "peer_restore_over_memcpy": samples.paired_ratio("memcpy restore", "restore"),
-        "peer_gb_per_s": TOTAL / samples.median(f"private {size}") / 1e9,
+        "peer_gb_per_s": TOTAL / samples.median(f"peer {size}") / 1e9,
+        "small_read_us": samples.median("small") * 1e6,
     }
 
 
@@ -143,12 +143,12 @@ def report(samples: Samples) -> str:
     for size in BLOCKS:
         row: list[object] = [f"{size >> 10} KiB"]
         row.append(f"{TOTAL / samples.median(f'memcpy {size}') / 1e9:.2f}")
-        for name in ("limit", *REGIONS):
+        for name in ("limit", "peer"):
             row.append(f"{TOTAL / samples.median(f'{name} {size}') / 1e9:.2f}")
             row.append(f"{samples.paired_ratio(f'memcpy {size}', f'{name} {size}'):.2f}")
         rows.append(row)
     header = ["block", "memcpy GB/s"]
-    for name in ("limit", *REGIONS):
+    for name in ("limit", "peer"):
         header += [f"{name} GB/s", "over memcpy"]
     whole = samples.paired_ratio("memcpy restore", "restore")
     speed = TOTAL / samples.median("restore") / 1e9
@@ -181,8 +181,8 @@ def read_process(
             raise OSError(ctypes.get_errno(), f"process_vm_readv moved {moved} of {size} bytes")
 
 
-def read_blocks(peers: NixlPeers, region: int, offsets: list[int], size: int) -> None:
-    extents = [PeerExtent(region, at, 0, at, size) for at in offsets]
+def read_blocks(peers: NixlPeers, offsets: list[int], size: int) -> None:
+    extents = [PeerExtent(0, at, 0, at, size) for at in offsets]
     transfer = peers.submit("owner", extents)
     while transfer.poll() is TransferState.PENDING:
         time.sleep(50e-6)
@@ -226,13 +226,12 @@ def open_store(peers: KnownPeers) -> ArtifactStore:
 
 
 def export(pipe: Connection) -> None:
-    """In the owner's process: the same bytes in both kinds of arena."""
-    arenas = [Arena.create(TOTAL, shared=name == "memfd") for name in REGIONS]
-    arenas[0].view[:] = np.random.default_rng(0).integers(0, 256, TOTAL, dtype=np.uint8)
-    arenas[1].view[:] = arenas[0].view
-    peers = NixlPeers([arena.view for arena in arenas])
-    shared = ArenaHandle(arenas[1].handle.path, TOTAL)
-    pipe.send((peers.metadata, shared, os.getpid(), arenas[0].view.ctypes.data))
+    """In the owner's process."""
+    arena = Arena.create(TOTAL)
+    arena.view[:] = np.random.default_rng(0).integers(0, 256, TOTAL, dtype=np.uint8)
+    peers = NixlPeers([arena.shared])
+    shared = ArenaHandle(arena.handle.path, TOTAL)
+    pipe.send((peers.metadata, shared, os.getpid(), arena.view.ctypes.data))
     pipe.recv()
     peers.close()
 

@@ -114,8 +114,9 @@ KEYS: tuple[Key, ...] = (
         "This engine in the fleet; a restart under the same name takes over at once", worker_name,
     ),
     Key(
-        "peer_host", "address", "any",
-        "Address of this machine through which its peers read from it", peer_host,
+        "peer_host", "address", "this host alone, or what `UCX_NET_DEVICES` names",
+        "Address of this machine through which peers on other hosts read from it. Whoever can "
+        "connect to it can write the DRAM tier, too", peer_host,
     ),
     Key(
         "adopt_from", "path or `off`", "the folder that `ssd_dir` lies in",
@@ -186,7 +187,7 @@ class HeteroConfig:
     worker_name: str = ""
     """"": the host's name and the engine's id."""
     peer_host: str = ""
-    """"": any."""
+    """"": none but this host's own."""
     adopt_from: Path | None = None
     """None: nowhere. Never the root of the file system by default."""
     tp_sizes: Literal["own", "any"] = "own"

@@ -27,6 +27,7 @@ from hetero_connector.supported_vllm import SUPPORTED_VLLM, check_version
 from hetero_connector.transfer.base import Direction, Extent, FileTransfer, OpenFile, TransferState
 from hetero_connector.transfer.choose import choose_file_transfer, is_direct, open_scratch
 from hetero_connector.transfer.nixl_backends import working_backends
+from hetero_connector.transfer.shared_memory import collapses_shared
 
 _COPY_BYTES = 256 << 20
 _READ_BYTES = 256 << 20
@@ -127,15 +128,15 @@ def memory() -> Finding:
     return Finding("memory", Status.WARN, detail, "free some, or set dram_gib to what may be used")
 
 
-def huge_pages(settings: Path = _HUGE_PAGES) -> Finding:
+def huge_pages(settings: Path = _HUGE_PAGES, release: str = os.uname().release) -> Finding:
     """Whether the DRAM tier gets huge pages: reads into scattered small ones take longer."""
     private, shared = (_chosen(settings / name) for name in ("enabled", "shmem_enabled"))
-    detail = f"private memory: {private}; shared memory (tensor parallel): {shared}"
+    detail = f"private memory: {private}; shared memory (tensor parallel, fleets): {shared}"
     if private not in ("always", "madvise"):
         advice = f"as root: echo madvise > {settings}/enabled"
         return Finding("huge pages", Status.WARN, detail, advice)
-    if shared not in ("always", "within_size", "advise", "force"):
-        detail += f"; with tensor parallelism, as root: echo advise > {settings}/shmem_enabled"
+    if shared == "deny" or (shared == "never" and not collapses_shared(release)):
+        detail += f"; for shared memory, as root: echo advise > {settings}/shmem_enabled"
     return Finding("huge pages", Status.OK, detail)
 
 

@@ -33,13 +33,16 @@ class LeaseKeeper:
         recorder: Recorder,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`worker`: what to register, asked each time. `clock`: monotonic seconds."""
+        """`worker`: what to register; another answer than before and it is registered anew.
+        `clock`: monotonic seconds.
+        """
         self._directory = directory
         self._worker = worker
         self._lease_s = lease_s
         self._recorder = recorder
         self._clock = clock
         self._lease: HeldLease | None = None
+        self._registered: Worker | None = None
         self._is_stale = False
         self._to_end: Epoch | None = None
         self._memory = ""
@@ -91,7 +94,7 @@ class LeaseKeeper:
             if self._to_end is not None:
                 self._directory.end_lease(self._to_end)
                 self._to_end = None
-            elif lease is None or self._is_stale:
+            elif lease is None or self._is_stale or self._worker() != self._registered:
                 return self._register()
             elif lease.renew_in_s == 0.0:
                 self._renew(lease)
@@ -120,8 +123,9 @@ class LeaseKeeper:
             _log.info("the lease runs out by itself: %s", error)
 
     def _register(self) -> Epoch:
-        asked_s = self._clock()
-        lease = self._directory.register(self._worker(), self._lease_s, self._floor)
+        asked_s, worker = self._clock(), self._worker()
+        lease = self._directory.register(worker, self._lease_s, self._floor)
+        self._registered = worker
         self.saw(lease.epoch)
         self._lease = HeldLease(lease, asked_s, self._clock)
         self._is_stale = self._has_lost_records = False

@@ -411,23 +411,32 @@ def test_without_nixl_there_is_a_way() -> None:
 
 
 @pytest.mark.parametrize(
-    ("enabled", "shared", "status", "told"),
+    ("enabled", "shared", "release", "status", "told"),
     [
-        ("always [madvise] never", "always within_size [advise] never deny force", "OK", "advise"),
-        ("always [madvise] never", "always advise [never] deny", "OK", "as root: echo advise"),
-        ("always madvise [never]", "[always] advise never", "WARN", "private memory: never"),
-        (None, None, "WARN", "private memory: unknown"),
+        ("always [madvise] never", "always [advise] never deny force", "5.15", "OK", "advise"),
+        (
+            "always [madvise] never",
+            "always advise [never] deny",
+            "5.15",
+            "OK",
+            "as root: echo advise",
+        ),
+        ("always [madvise] never", "always advise [never] deny", "6.1", "OK", "fleets): never"),
+        ("always [madvise] never", "always never [deny]", "6.1", "OK", "as root: echo advise"),
+        ("always madvise [never]", "[always] advise never", "6.1", "WARN", "private memory: never"),
+        (None, None, "6.1", "WARN", "private memory: unknown"),
     ],
 )
 def test_doctor_on_huge_pages(
-    enabled: str | None, shared: str | None, status: str, told: str, tmp_path: Path
+    enabled: str | None, shared: str | None, release: str, status: str, told: str, tmp_path: Path
 ) -> None:
     for name, text in (("enabled", enabled), ("shmem_enabled", shared)):
         if text is not None:
             (tmp_path / name).write_text(text + "\n")
-    finding = doctor.huge_pages(tmp_path)
+    finding = doctor.huge_pages(tmp_path, release)
     assert finding.status == status
     assert told in finding.detail
+    assert ("echo advise" in finding.detail) == ("echo advise" in told)
     assert ("echo madvise" in finding.advice) == (status == "WARN")
 
 

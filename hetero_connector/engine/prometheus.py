@@ -62,6 +62,7 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "heterocache_load_seconds": ("Pages written by a step's loads.", ()),
     "heterocache_save_seconds": ("Pages read by a step's saves.", ()),
     "heterocache_peer_read_seconds": ("One batch read from a peer.", ()),
+    "heterocache_peer_process_ends": ("Ends of the process that peers reach.", ()),
     "heterocache_peer_quarantined_bytes": ("Kept back for peers that never answered.", ()),
     "heterocache_ssd_read_seconds": ("One batch read from SSD.", ()),
     "heterocache_ssd_write_seconds": ("One batch written to SSD.", ()),

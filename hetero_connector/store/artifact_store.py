@@ -94,7 +94,7 @@ class ArtifactStore:
         """
         geometry = dram_geometry(slot_bytes, config.dram_bytes)
         with contextlib.ExitStack() as undo:
-            arena = Arena.create(geometry.size_bytes, shared=config.shared)
+            arena = Arena.create(geometry.size_bytes, shared=config.shared or peers is not None)
             undo.callback(arena.close)
             ssd, ssd_geometry = None, None
             if config.ssd_dir is not None:
@@ -104,9 +104,9 @@ class ArtifactStore:
                 )
                 undo.callback(directory.close)
                 ssd_geometry = SlotGeometry(directory.slots_per_type, strides)
-            port = PeerPort.open(peers, arena.view, geometry)
+            port = PeerPort.open(peers, arena, geometry)
             if port is not None:
-                undo.callback(port.transfers.close)
+                undo.callback(port.close, 1.0)
             tiers = Tiers(
                 chunk_tokens,
                 geometry,

@@ -50,6 +50,7 @@ _BATCH_BYTES = 4 << 20
 _IN_FLIGHT_BYTES = 64 << 20
 _AVOID_S = 1.0
 """How long a peer that failed is left alone."""
+_TEND_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,10 @@ class PeerReader:
         self._memory = memory
         self._table = port.table
         self._peers = port.peers
+        self._port = port
         self._transfers = port.transfers
+        self._published = port.transfers.metadata
+        self._tend_at_s = 0.0
         self._active: list[_Batch] = []
         self._late: list[_Batch] = []
         self._cards: dict[int, tuple[bytes, PeerCard]] = {}
@@ -99,6 +103,7 @@ class PeerReader:
     def step(self) -> bool:
         """Start what fits, end what has ended; True if anything moved."""
         moved = False
+        self._tend()
         while self._room() > 0 and (reads := self._take()):
             moved = True
             by_holder: defaultdict[int, list[_Read]] = defaultdict(list)
@@ -125,7 +130,20 @@ class PeerReader:
 
     def close(self, timeout_s: float) -> bool:
         """False if a transfer may still write into the arena: it must then stay mapped."""
-        return self._transfers.close(timeout_s)
+        return self._port.close(timeout_s)
+
+    def _tend(self) -> None:
+        """Once a second: what moves the bytes may have ended, or be back under another name."""
+        now_s = self._state.clock()
+        if now_s < self._tend_at_s:
+            return
+        self._tend_at_s = now_s + _TEND_S
+        if self._transfers.tend():
+            self._state.recorder.add("heterocache_peer_process_ends")
+        if self._transfers.metadata != self._published:
+            self._published = self._transfers.metadata
+            if self._port.card_changed is not None:
+                self._port.card_changed()
 
     def _room(self) -> int:
         return _IN_FLIGHT_BYTES - sum(batch.size_bytes for batch in self._active)

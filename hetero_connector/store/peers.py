@@ -10,18 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.errors import StoreError
+from hetero_connector.store.arena import Arena
 from hetero_connector.store.exporting import ExportFeed
 from hetero_connector.store.peer_card import PeerCard
 from hetero_connector.store.slot_table import SlotTable
 from hetero_connector.store.slots import SlotGeometry
 from hetero_connector.transfer.nixl_peers import NixlPeers
 from hetero_connector.transfer.peer_base import PeerTransfers
+from hetero_connector.transfer.shared_memory import SharedMemory
 
 logger = logging.getLogger("vllm.heterocache")
 
@@ -69,10 +68,11 @@ class PeerAccess:
     """How a store reads from its peers, and lets them read from it."""
 
     peers: Peers
-    open_transfers: Callable[[Sequence[npt.NDArray[np.uint8]]], PeerTransfers] = NixlPeers
+    open_transfers: Callable[[Sequence[SharedMemory]], PeerTransfers] = NixlPeers
     """Exports the regions given; StoreError if peers cannot be had on this machine."""
     changed: Callable[[], None] | None = None
-    """Called when `Sharing.take_exports` has something to take again; returns at once."""
+    """Called when `Sharing.take_exports` has something to take again, or `Sharing.card` is another;
+    returns at once."""
 
 
 @dataclass(frozen=True)
@@ -82,23 +82,35 @@ class PeerPort:
     peers: Peers
     table: SlotTable
     transfers: PeerTransfers
-    card: bytes
-    """For the directory: a `PeerCard`."""
     feed: ExportFeed
+    geometry: SlotGeometry
+    card_changed: Callable[[], None] | None
+
+    @property
+    def card(self) -> bytes:
+        """For the directory: a `PeerCard`. Another one when `transfers` were started again."""
+        return PeerCard(self.geometry, self.transfers.metadata).encode()
 
     @classmethod
     def open(
-        cls, access: PeerAccess | None, arena: npt.NDArray[np.uint8], geometry: SlotGeometry
+        cls, access: PeerAccess | None, arena: Arena, geometry: SlotGeometry
     ) -> PeerPort | None:
         """Export the arena; None, with one line in the log, if that cannot be done here."""
         if access is None:
             return None
         table = SlotTable(geometry)
         try:
-            transfers = access.open_transfers([arena, table.view])
+            transfers = access.open_transfers([arena.shared, table.shared])
         except StoreError as e:
             logger.warning("no peer tier: %s", e)
+            table.close()
             return None
-        card = PeerCard(geometry, transfers.metadata).encode()
         logger.info("the DRAM tier can be read by peers through %s", transfers.name)
-        return cls(access.peers, table, transfers, card, ExportFeed(access.changed))
+        feed = ExportFeed(access.changed)
+        return cls(access.peers, table, transfers, feed, geometry, access.changed)
+
+    def close(self, timeout_s: float) -> bool:
+        """False if a transfer may still write into the arena: it must then stay mapped."""
+        is_done = self.transfers.close(timeout_s)
+        self.table.close()
+        return is_done

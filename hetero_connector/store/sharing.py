@@ -193,7 +193,7 @@ class Sharing:
     def _show_generation(self) -> None:
         """Let peers read that have seen the same resets, no others."""
         tag = self._state.generation.tag
-        self._port.table.serving = serving_word(self._epoch, tag) if self._epoch else 0
+        self._port.table.serve_under(serving_word(self._epoch, tag) if self._epoch else 0)
 
     def _find(self, artifact_id: ArtifactId) -> Artifact | None:
         artifact = self._state.tiers.index.find(artifact_id)

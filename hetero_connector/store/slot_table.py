@@ -9,7 +9,8 @@
 
 Native little-endian 64-bit words. The memory is registered for peers beside the arena; they
 read the words one-sidedly with the bytes, so serving costs the owner nothing. A slot's
-generation grows before the slot's bytes change, because taking the slot sets it.
+generation grows before the slot's bytes change, because taking the slot sets it. Whoever reaches
+the port that serves them can write the words, too: only what a read landed is read back here.
 
 The landing place of a read's words belongs to the slot the read fills, and so is in
 quarantine as long as that slot.
@@ -18,20 +19,17 @@ quarantine as long as that slot.
 from __future__ import annotations
 
 import hashlib
-import mmap
+import os
 import struct
-
-import numpy as np
-import numpy.typing as npt
 
 from hetero_connector.artifacts.record import SlotRef
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.slots import SlotGeometry
+from hetero_connector.transfer.shared_memory import SharedMemory, create_shared
 
 WORD_BYTES = 8
 SERVING_OFFSET = 0
 _GENERATIONS = 64
-_MADV_DONTFORK = 10
 
 
 class SlotTable:
@@ -42,23 +40,23 @@ class SlotTable:
         count = geometry.count * len(geometry.stride_bytes)
         self._landing = _GENERATIONS + WORD_BYTES * count
         self._serving_landing = self._landing + WORD_BYTES * count
-        mapping = mmap.mmap(-1, table_bytes(geometry), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        mapping.madvise(_MADV_DONTFORK)
-        self.view: npt.NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
-        """All of it, `[bytes] uint8`, to be registered for peers."""
-        self._words = memoryview(mapping).cast("Q")
+        self._closed = False
+        self.shared: SharedMemory = create_shared("heterocache-slots", table_bytes(geometry))
+        """All of it, to be registered for peers."""
+        self._words = memoryview(self.shared.view.data).cast("Q")
 
-    @property
-    def serving(self) -> int:
-        """The `serving_word` under which this engine serves; 0: it does not."""
-        return self._words[0]
+    def serve_under(self, word: int) -> None:
+        """Show the `serving_word` under which this engine serves; 0: it does not."""
+        self._words[SERVING_OFFSET // WORD_BYTES] = word
 
-    @serving.setter
-    def serving(self, word: int) -> None:
-        self._words[0] = word
+    def close(self) -> None:
+        """Close the descriptor; the words stay as long as anything has them. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            os.close(self.shared.fd)
 
     def generations(self, state_type: StateType) -> memoryview:
-        """The words of one type's slots, for `SlotPool` to write. Indexed by slot number."""
+        """The words of one type's slots, where `SlotPool` publishes. Indexed by slot number."""
         first = (_GENERATIONS // WORD_BYTES) + _first(self._geometry, state_type)
         return self._words[first : first + self._geometry.count]
 

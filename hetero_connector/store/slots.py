@@ -74,14 +74,11 @@ class SlotPool:
     def __init__(
         self, tier: Tier, geometry: SlotGeometry, generations: Generations | None = None
     ) -> None:
-        """`generations`: where the slots' generations are kept; None: here."""
+        """`generations`: where the slots' generations are published; None: nowhere."""
         self.tier = tier
         self.geometry = geometry
         self._regions = {
-            t: _Region(
-                geometry.count,
-                array("Q", bytes(8 * geometry.count)) if generations is None else generations(t),
-            )
+            t: _Region(geometry.count, None if generations is None else generations(t))
             for t in geometry.stride_bytes
         }
         self._offsets = geometry.region_offsets
@@ -92,7 +89,7 @@ class SlotPool:
         slot = region.pop_free()
         if slot is None:
             return None
-        region.generations[slot] += 1
+        region.set_generation(slot, region.generations[slot] + 1)
         return SlotRef(self.tier, state_type, slot, region.generations[slot])
 
     def adopt(self, ref: SlotRef) -> bool:
@@ -103,7 +100,7 @@ class SlotPool:
         if region.state[ref.slot] != _FREE:
             return False
         region.adopt(ref.slot)
-        region.generations[ref.slot] = ref.generation
+        region.set_generation(ref.slot, ref.generation)
         return True
 
     def give_back(self, ref: SlotRef) -> None:
@@ -167,7 +164,7 @@ class SlotPool:
 class _Region:
     """Slots of one state type: free, used, quarantined or retired. A byte each says which."""
 
-    def __init__(self, count: int, generations: array[int] | memoryview) -> None:
+    def __init__(self, count: int, published: memoryview | None) -> None:
         self.state = bytearray(count)
         self.num_used = 0
         self.given_back: list[int] = []
@@ -179,8 +176,15 @@ class _Region:
         """Retired when they are given back."""
         self.num_retired = 0
         self.holds: dict[int, int] = {}
-        self.generations = generations
+        self.generations = array("Q", bytes(8 * count))
         """64-bit words, grown before the slot's bytes may change."""
+        self._published = published
+        """The same for peers to read. Never read here: others can write it, too."""
+
+    def set_generation(self, slot: int, generation: int) -> None:
+        self.generations[slot] = generation
+        if self._published is not None:
+            self._published[slot] = generation
 
     def pop_free(self) -> int | None:
         if self.given_back:

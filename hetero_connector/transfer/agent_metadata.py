@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 
 import xxhash
 
@@ -40,6 +41,11 @@ class AgentMetadata:
     agent: str
     regions: tuple[tuple[int, int], ...]
     nixl: bytes
+
+    @cached_property
+    def digest(self) -> str:
+        """Tells it from any other."""
+        return self.encode()[-_SUM_BYTES:].hex()
 
     def encode(self) -> bytes:
         """The bytes for the directory."""

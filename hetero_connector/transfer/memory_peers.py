@@ -11,6 +11,7 @@ import numpy.typing as npt
 from hetero_connector.errors import PeerError, StoreClosedError, TransferError
 from hetero_connector.transfer.base import TransferState
 from hetero_connector.transfer.peer_base import PeerExtent, check_destination, check_source
+from hetero_connector.transfer.shared_memory import SharedMemory
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -72,6 +73,11 @@ class MemoryRead:
             self._owner._active.remove(self)
         return self._state
 
+    def fail(self, error: TransferError) -> None:
+        """It ends without having moved anything."""
+        self.error, self._state = error, TransferState.FAILED
+        self._owner._active.remove(self)
+
     def _move(self, network: MemoryNetwork) -> None:
         for e in self._extents:
             if network.before_read is not None:
@@ -89,12 +95,13 @@ class MemoryPeers:
 
     name = "memory"
 
-    def __init__(self, network: MemoryNetwork, regions: Sequence[Bytes]) -> None:
+    def __init__(self, network: MemoryNetwork, regions: Sequence[SharedMemory]) -> None:
         self.network = network
-        self.memory = tuple(regions)
-        self.metadata = network.join(regions)
+        self.memory = tuple(region.view for region in regions)
+        self.metadata = network.join(self.memory)
         self._peers: dict[str, bytes] = {}
         self._active: list[MemoryRead] = []
+        self._has_ended = False
         self._closed = False
 
     @property
@@ -126,6 +133,19 @@ class MemoryPeers:
     def disconnect(self, peer: str) -> None:
         """See `PeerTransfers`."""
         self._peers.pop(peer, None)
+
+    def restart(self) -> None:
+        """As if what moves the bytes had ended, and another had been started in its place."""
+        for read in list(self._active):
+            read.fail(TransferError(errno.ECONNRESET, "what moved the bytes has ended"))
+        self.network.kill(self.metadata)
+        self.metadata = self.network.join(self.memory)
+        self._has_ended = True
+
+    def tend(self) -> bool:
+        """See `PeerTransfers`."""
+        has_ended, self._has_ended = self._has_ended, False
+        return has_ended
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Ends at once: what is stuck stays in quarantine."""

@@ -46,7 +46,7 @@ class PeerTransfers(Protocol):
 
     @property
     def metadata(self) -> bytes:
-        """What a peer needs to `connect` to this process; valid until `close`."""
+        """What a peer needs to `connect` to this engine; another one at times, see `tend`."""
         ...
 
     @property
@@ -73,6 +73,14 @@ class PeerTransfers(Protocol):
 
     def disconnect(self, peer: str) -> None:
         """Forget a peer: it is dead, or its answers make no sense. Idempotent."""
+        ...
+
+    def tend(self) -> bool:
+        """Look after whatever moves the bytes; call it once a second or so.
+
+        True if that has ended since the last call: reads under way have failed, new ones fail for
+        a while, and when it is back `metadata` is another.
+        """
         ...
 
     def close(self, timeout_s: float = 10.0) -> bool:

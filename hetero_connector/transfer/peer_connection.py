@@ -3,7 +3,8 @@
 NIXL 1.5.1, as read (src/core/nixl_agent.cpp) and measured: when one read finds the peer dead,
 NIXL forgets the peer and reports an error for every other read of it at once, ended or not;
 and of a read's many descriptors it reports the first error it sees. So a failed read is not
-an ended one: it is `settling` for a while before its memory is given back.
+an ended one. Its memory is given back once NIXL has taken every handle back, which it refuses
+while UCX is at work on one, and the connection has been closed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import numpy as np
 
 from hetero_connector.errors import TransferError
 from hetero_connector.transfer.agent_metadata import AgentMetadata
-from hetero_connector.transfer.base import TransferState
 from hetero_connector.transfer.peer_base import PeerExtent
 from hetero_connector.transfer.ucx_agent import Descriptors, UcxAgent
 
@@ -26,12 +26,10 @@ _POST_DESCRIPTORS = 512
 """A post of small descriptors takes the I/O thread as long as one of large ones."""
 _WINDOW_BYTES = 16 << 20
 """Bytes posted at a time: also the most that a peer which stops can keep in quarantine."""
-_SETTLE_S = 0.1
-"""UCX ends what a broken connection had under way within a millisecond."""
 
 
 class PeerRead:
-    """Implements `base.Transfer`. Written by the peer thread, read by any."""
+    """One read, posted batch by batch."""
 
     def __init__(self, local: Descriptors, remote: Descriptors) -> None:
         self.local = local
@@ -44,19 +42,13 @@ class PeerRead:
 
     @property
     def terminal(self) -> bool:
-        """See `Transfer`."""
+        """Whether its memory is not touched any more."""
         return self._over
 
     @property
     def error(self) -> TransferError | None:
-        """See `Transfer`."""
+        """Why it failed, once it is terminal."""
         return self._failure if self._over else None
-
-    def poll(self) -> TransferState:
-        """See `Transfer`. Drives nothing: the peer thread does."""
-        if not self._over:
-            return TransferState.PENDING
-        return TransferState.DONE if self._failure is None else TransferState.FAILED
 
     def fail(self, error: TransferError) -> None:
         """Drop what was not posted yet; what was posted still has to end."""
@@ -70,18 +62,17 @@ class PeerRead:
 
 
 class _Post:
-    __slots__ = ("read", "request", "settled_s", "size")
+    __slots__ = ("has_failed", "read", "request", "size")
 
     def __init__(self, read: PeerRead, request: int, size: int) -> None:
         self.read = read
         self.request = request
         self.size = size
-        self.settled_s: float | None = None
-        """When a failed one may be released."""
+        self.has_failed = False
 
 
 class PeerConnection:
-    """Drives the reads of one peer. Used by the peer thread alone."""
+    """Drives the reads of one peer."""
 
     def __init__(self, agent: UcxAgent, metadata: AgentMetadata) -> None:
         self.metadata = metadata
@@ -93,6 +84,8 @@ class PeerConnection:
         self._loaded = False
         self._broken = False
         """Reads wait until what was posted has ended, then the peer is connected to anew."""
+        self._released: list[PeerRead] = []
+        """Reads of which a post was released while the connection is broken."""
 
     @property
     def idle(self) -> bool:
@@ -103,14 +96,14 @@ class PeerConnection:
         """Read this after what was added before."""
         self._reads.append(read)
 
-    def drive(self, now_s: float) -> bool:
+    def drive(self) -> bool:
         """End what has ended, post what fits; True if anything moved."""
-        left = [post for post in self._posts if not self._ended(post, now_s)]
+        left = [post for post in self._posts if not self._ended(post)]
         moved = len(left) < len(self._posts)
         self._posts = left
         if self._broken and not self._posts:
             self.unload()
-        return self._post_waiting(now_s) or moved
+        return self._post_waiting() or moved
 
     def cancel(self, error: TransferError) -> None:
         """Fail what was added; what of it is posted goes on to its end."""
@@ -126,13 +119,16 @@ class PeerConnection:
             self._loaded = False
             self._agent.unload(self.metadata.agent)
         self._broken = False
+        released, self._released = self._released, []
+        for read in released:
+            self._end(read)
 
-    def _post_waiting(self, now_s: float) -> bool:
+    def _post_waiting(self) -> bool:
         moved = False
         while self._reads and not self._broken and self._posted_bytes < _WINDOW_BYTES:
             read = self._reads[0]
             try:
-                self._post(read, now_s)
+                self._post(read)
             except TransferError as e:
                 self._broken = True
                 self.cancel(e)
@@ -142,7 +138,7 @@ class PeerConnection:
             moved = True
         return moved
 
-    def _post(self, read: PeerRead, now_s: float) -> None:
+    def _post(self, read: PeerRead) -> None:
         if not self._loaded:
             self._load()
         if read.sides is None:
@@ -158,7 +154,7 @@ class PeerConnection:
         try:
             self._agent.post(post.request)
         except TransferError:
-            post.settled_s = now_s + _SETTLE_S
+            post.has_failed = True
             raise
 
     def _prepare(self, read: PeerRead) -> tuple[int, int]:
@@ -179,24 +175,25 @@ class PeerConnection:
                 errno.ECONNREFUSED, f"the metadata of {self.metadata.agent} is that of {name}"
             )
 
-    def _ended(self, post: _Post, now_s: float) -> bool:
+    def _ended(self, post: _Post) -> bool:
         """Whether the post is over, its handle released."""
-        if post.settled_s is None:
+        if not post.has_failed:
             try:
                 if not self._agent.ended(post.request):
                     return False
             except TransferError as e:
+                post.has_failed = True
                 post.read.fail(e)
                 self._broken = True
                 self.cancel(e)
-                post.settled_s = now_s + _SETTLE_S
-        if post.settled_s is not None and now_s < post.settled_s:
-            return False
         if not self._agent.release(post.request):
             return False
         post.read.posted -= 1
         self._posted_bytes -= post.size
-        self._end(post.read)
+        if self._broken:
+            self._released.append(post.read)
+        else:
+            self._end(post.read)
         return True
 
     def _end(self, read: PeerRead) -> None:

@@ -8,7 +8,9 @@ The progress thread answers peers that connect, and serves their reads where no 
 reads memory one-sidedly (plain TCP). Nothing in Python runs for either.
 
 Which transport UCX takes is the user's to say (`UCX_TLS`, `UCX_NET_DEVICES`); left alone, it
-takes RDMA between hosts that have it, `process_vm_readv` (CMA) within a host, else TCP.
+takes RDMA between hosts that have it, `process_vm_readv` (CMA) within a host, else TCP. It listens
+on every interface that `UCX_NET_DEVICES` leaves it, whatever it takes; NIXL's own parameter
+`ucx_devices` does not change that.
 """
 
 from __future__ import annotations
@@ -38,11 +40,8 @@ _PROGRESS_DELAY_US = 10_000
 class UcxAgent:
     """Used by one thread at a time; only `metadata` may be read by any."""
 
-    def __init__(self, name: str, regions: Sequence[tuple[int, int]], interface: str = "") -> None:
-        """Register `regions` (address, bytes); StoreError says why that does not work.
-
-        `interface`: the one to be reached by over TCP; "" for any.
-        """
+    def __init__(self, name: str, regions: Sequence[tuple[int, int]]) -> None:
+        """Register `regions` (address, bytes); StoreError says why that does not work."""
         try:
             nixl = import_nixl()
             from nixl import _bindings as bindings
@@ -59,7 +58,7 @@ class UcxAgent:
             with contextlib.ExitStack() as settings:  # UCX reads them here
                 for key, value in _UCX_DEFAULTS.items():
                     settings.enter_context(default_environment(key, value))
-                self._agent.createBackend("UCX", {"ucx_devices": interface})
+                self._agent.createBackend("UCX", {})
             described = [(address, size, 0, "") for address, size in regions]
             self._registered = bindings.nixlRegDList(bindings.DRAM_SEG, described)
             self._agent.registerMem(self._registered, [])
@@ -113,7 +112,7 @@ class UcxAgent:
     def post(self, request: int) -> None:
         """Start it; poll with `ended`. Some of it may be under way even if this raises.
 
-        Over CMA the bytes are copied before this returns (the GIL is let go meanwhile).
+        Over CMA the bytes are copied before this returns.
         """
         try:
             self._agent.postXferReq(request, "")

@@ -53,11 +53,12 @@ class Fleet:
         self.now_s = 100.0
         self.recorder = Recorder()
         self.directory = ShakyDirectory(self)
+        self.worker = Worker("ann")
         self.keeper = self.new_keeper()
 
     def new_keeper(self) -> LeaseKeeper:
         return LeaseKeeper(
-            self.directory, lambda: Worker("ann"), LEASE_S, self.recorder, lambda: self.now_s
+            self.directory, lambda: self.worker, LEASE_S, self.recorder, lambda: self.now_s
         )
 
     def pass_s(self, seconds: float) -> list[Epoch]:
@@ -195,3 +196,17 @@ def test_a_lease_runs_while_the_machine_is_suspended() -> None:
     before_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     now_s = lease_clock()
     assert before_s <= now_s <= time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def test_a_worker_that_is_reached_otherwise_than_before_is_registered_anew() -> None:
+    """The process through which peers read it was started again."""
+    fleet = Fleet()
+    first = fleet.keeper.keep()
+    assert first is not None
+    assert fleet.keeper.keep() is None
+    fleet.worker = Worker("ann", b"another card")
+    second = fleet.keeper.keep()
+    assert second is not None
+    assert second > first
+    assert {w.peer for w in fleet.directory.workers().values()} == {b"another card"}
+    assert fleet.keeper.keep() is None

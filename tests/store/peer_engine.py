@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import numpy as np
+import psutil
 from filling import CHUNK, DENSE, FINGERPRINT, WINDOW, chain, contents, until
 
 from hetero_connector.artifacts.peer_copy import PeerCopy
@@ -131,21 +129,23 @@ class Engine:
         return bool(self._pipe.recv())
 
     def stop(self) -> None:
-        os.kill(self._pid, signal.SIGSTOP)
-        while Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-            time.sleep(0.001)
+        """Engine and peer process, as when the whole machine stops."""
+        for process in self._processes():
+            process.suspend()
+            while process.status() != psutil.STATUS_STOPPED:
+                time.sleep(0.001)
 
     def resume(self) -> None:
-        os.kill(self._pid, signal.SIGCONT)
+        for process in self._processes():
+            process.resume()
 
     def kill(self) -> None:
         self._process.kill()
         self._process.join()
 
-    @property
-    def _pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
+    def _processes(self) -> list[psutil.Process]:
+        engine = psutil.Process(self._process.pid)
+        return [engine, *engine.children()]
 
 
 @contextmanager

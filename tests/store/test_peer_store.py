@@ -438,14 +438,15 @@ def test_a_card_comes_back_as_it_was_and_nothing_else_is_one() -> None:
 
 def test_the_table_keeps_words_apart() -> None:
     table = SlotTable(GEOMETRY)
-    assert len(table.view) == table_bytes(GEOMETRY)
-    table.serving = 2**63
+    words_seen_by_peers = table.shared.view.view(np.uint64)
+    assert len(table.shared.view) == table_bytes(GEOMETRY)
+    table.serve_under(2**63)
     for kind in (DENSE, WINDOW):
         words = table.generations(kind)
         assert len(words) == 5
         for slot in range(5):
             words[slot] = 10 * kind.position + slot
-    assert table.serving == 2**63
+    assert words_seen_by_peers[0] == 2**63
     assert [table.generations(DENSE)[i] for i in range(5)] == [
         10 * DENSE.position + i for i in range(5)
     ]

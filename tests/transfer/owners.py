@@ -1,7 +1,6 @@
-"""Processes that export memory to peers, and ways to end them.
+"""Engines' processes that export memory to peers, and ways to end them.
 
-They are forked from a server that has imported NIXL, which takes two seconds, but has no agent
-yet: an agent does not survive a fork.
+Each has a peer process, which is what peers meet: stopping that is stopping the owner, to them.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ import numpy as np
 SIZES = (32 << 20, 8 << 10)
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["hetero_connector.transfer.nixl_peers", "nixl"])
+context.set_forkserver_preload(["hetero_connector.transfer.nixl_peers", "numpy"])
 
 
 def contents(region: int, size: int) -> np.ndarray:
     return np.random.default_rng(region).integers(0, 256, size, dtype=np.uint8)
 
 
-def serve(pipe: Connection, shared: bool) -> None:
+def serve(pipe: Connection) -> None:
     """Runs in the owner's process."""
-    from hetero_connector.store.arena import Arena
     from hetero_connector.transfer.nixl_peers import NixlPeers
+    from hetero_connector.transfer.shared_memory import create_shared
 
-    arenas = [Arena.create(size, shared=shared) for size in SIZES]
-    for i, arena in enumerate(arenas):
-        arena.view[:] = contents(i, len(arena.view))
-    peers = NixlPeers([arena.view for arena in arenas])
-    pipe.send(peers.metadata)
+    memory = [create_shared("owner", size) for size in SIZES]
+    for i, region in enumerate(memory):
+        region.view[:] = contents(i, len(region.view))
+    peers = NixlPeers(memory)
+    pipe.send((peers.metadata, peers.process_id))
     pipe.recv()
     pipe.send(peers.close())
 
@@ -44,23 +43,26 @@ def serve(pipe: Connection, shared: bool) -> None:
 class Owner:
     """One process; `metadata` is what it exports."""
 
-    def __init__(self, *, shared: bool = False) -> None:
+    def __init__(self) -> None:
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, shared), daemon=True)
+        self._process = context.Process(target=serve, args=(theirs,), daemon=True)
         self._process.start()
-        self._metadata: bytes | None = None
+        self._told: tuple[bytes, int] | None = None
 
     @property
     def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
+        """Of the process that peers meet."""
+        return self._hear()[1]
 
     @property
     def metadata(self) -> bytes:
+        return self._hear()[0]
+
+    def _hear(self) -> tuple[bytes, int]:
         """Waits until the process has started."""
-        if self._metadata is None:
-            self._metadata = self._pipe.recv()
-        return self._metadata
+        if self._told is None:
+            self._told = self._pipe.recv()
+        return self._told
 
     def close(self) -> bool:
         """Its `close`'s answer."""
@@ -81,9 +83,9 @@ class Owner:
 
 
 @contextmanager
-def owners(count: int, *, shared: bool = False) -> Iterator[list[Owner]]:
+def owners(count: int) -> Iterator[list[Owner]]:
     """`count` processes, started side by side."""
-    started = [Owner(shared=shared) for _ in range(count)]
+    started = [Owner() for _ in range(count)]
     try:
         yield started
     finally:

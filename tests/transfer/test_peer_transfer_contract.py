@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 
@@ -18,18 +19,19 @@ from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from hetero_connector.transfer.nixl_peers import NixlPeers
 from hetero_connector.transfer.peer_base import PeerExtent, PeerTransfers
 from hetero_connector.transfer.peer_connection import describe
+from hetero_connector.transfer.shared_memory import SharedMemory, create_shared
 
 SIZE = 64 << 10
 Join = Callable[[], tuple[PeerTransfers, np.ndarray]]
 
 
-def memory() -> np.ndarray:
-    return np.frombuffer(mmap.mmap(-1, SIZE), np.uint8)
+def memory() -> SharedMemory:
+    return create_shared("test", SIZE)
 
 
 @pytest.fixture(params=["nixl", "memory"])
 def join(request: pytest.FixtureRequest) -> Iterator[Join]:
-    """Makes engines that can reach each other, all in this process."""
+    """Makes engines that can reach each other, all of this process."""
     network, made = MemoryNetwork(), []
 
     def one() -> tuple[PeerTransfers, np.ndarray]:
@@ -38,7 +40,7 @@ def join(request: pytest.FixtureRequest) -> Iterator[Join]:
             NixlPeers([own]) if request.param == "nixl" else MemoryPeers(network, [own])
         )
         made.append(peers)
-        return peers, own
+        return peers, own.view
 
     yield one
     for peers in made:
@@ -74,10 +76,9 @@ def test_a_peer_that_is_gone_fails_reads_and_another_in_its_place_is_read(join: 
     a.connect("b", b.metadata)
     assert wait(a.submit("b", [PeerExtent(0, 0, 0, 0, 8)])) is TransferState.DONE
     assert b.close()
-    if isinstance(a, MemoryPeers):  # in one process NIXL's other agent stays readable
-        failed = a.submit("b", [PeerExtent(0, 0, 0, 0, 8)])
-        assert wait(failed) is TransferState.FAILED
-        assert isinstance(failed.error, TransferError)
+    failed = a.submit("b", [PeerExtent(0, 0, 0, 0, 8)])
+    assert wait(failed) is TransferState.FAILED
+    assert isinstance(failed.error, TransferError)
     a.connect("b", c.metadata)
     assert wait(a.submit("b", [PeerExtent(0, 0, 0, 0, 8)])) is TransferState.DONE
     assert (own[:8] == 3).all()
@@ -104,6 +105,40 @@ def test_what_is_wrong_is_refused(join: Join) -> None:
     assert a.close()
     with pytest.raises(StoreClosedError):
         a.submit("b", [PeerExtent(0, 0, 0, 0, 8)])
+
+
+def test_what_moves_the_bytes_may_end_and_comes_back_under_another_name(join: Join) -> None:
+    (a, own), (b, in_b) = join(), join()
+    in_b[:] = 4
+    a.connect("b", b.metadata)
+    assert wait(a.submit("b", [PeerExtent(0, 0, 0, 0, 8)])) is TransferState.DONE
+    assert not a.tend()
+    before = a.metadata
+    end(a)
+    until(a.tend)
+    assert not a.tend(), "it is told once"
+    until(lambda: not a.tend() and a.metadata != before)
+    own[:] = 0
+    assert wait(a.submit("b", [PeerExtent(0, 0, 0, 8, 8)])) is TransferState.DONE
+    assert (own[8:16] == 4).all()
+    b.connect("a", a.metadata)
+    assert wait(b.submit("a", [PeerExtent(0, 8, 0, 0, 8)])) is TransferState.DONE
+
+
+def end(peers: PeerTransfers) -> None:
+    """What moves its bytes."""
+    if isinstance(peers, MemoryPeers):
+        peers.restart()
+    else:
+        assert isinstance(peers, NixlPeers)
+        os.kill(peers.process_id, signal.SIGKILL)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def test_the_fake_stops_and_resumes() -> None:

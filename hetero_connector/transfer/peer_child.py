@@ -1,0 +1,218 @@
+"""The process that peers can reach, as its engine sees it: started, told what to read, ended.
+
+The other end of the socket is `peer_process`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from hetero_connector.errors import PeerError, StoreError, TransferError
+from hetero_connector.transfer.agent_metadata import AgentMetadata
+from hetero_connector.transfer.base import TransferState
+from hetero_connector.transfer.peer_base import PeerExtent
+from hetero_connector.transfer.peer_frames import (
+    Frame,
+    FrameReader,
+    Kind,
+    parse_error,
+    read_payload,
+)
+from hetero_connector.transfer.shared_memory import SharedMemory
+
+_POLL_S = 1e-3
+_RECEIVE_BYTES = 1 << 16
+_KEPT = {"PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR"}
+_KEPT_PREFIXES = ("UCX_", "NIXL_")
+_LOOPBACK = "lo"
+_MODULE = "hetero_connector.transfer.peer_process"
+
+
+class PeerTransfer:
+    """Implements `base.Transfer`. Ended by what the process says, or by its end."""
+
+    def __init__(self, drive: Callable[[], object]) -> None:
+        self._drive = drive
+        self._failure: TransferError | None = None
+        self._over = False
+
+    @property
+    def terminal(self) -> bool:
+        """See `Transfer`."""
+        return self._over
+
+    @property
+    def error(self) -> TransferError | None:
+        """See `Transfer`."""
+        return self._failure
+
+    def poll(self) -> TransferState:
+        """See `Transfer`."""
+        if not self._over:
+            self._drive()
+        if not self._over:
+            return TransferState.PENDING
+        return TransferState.DONE if self._failure is None else TransferState.FAILED
+
+    def end(self, failure: TransferError | None) -> None:
+        """Nothing touches its memory any more."""
+        self._failure, self._over = failure, True
+
+
+class PeerChild:
+    """One child and the socket to it. Nothing here waits but what says so."""
+
+    def __init__(self, regions: Sequence[SharedMemory], interface: str) -> None:
+        """Returns as soon as it is started; see `wait_until_ready`. StoreError if it cannot be."""
+        self.metadata = b""
+        """What peers need to connect to it; empty until it is ready."""
+        self.agent = ""
+        self.reads: dict[int, PeerTransfer] = {}
+        """Those that have not ended."""
+        self.ended = False
+        """Whether it is gone, for certain."""
+        self._problem = ""
+        self._numbers = 0
+        self._connected: set[str] = set()
+        self._outbox = bytearray()
+        self._frames = FrameReader()
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        with theirs:
+            fds = [region.fd for region in regions]
+            described = [f"{r.fd}:{len(r.view)}" for r in regions]
+            ends = [str(os.getpid()), str(theirs.fileno())]
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", _MODULE, *ends, *described],
+                    pass_fds=[theirs.fileno(), *fds],
+                    env=_environment(os.environ, interface),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                )
+            except OSError as e:
+                self._socket.close()
+                raise StoreError(f"the process that peers reach cannot be started: {e}") from e
+
+    @property
+    def process_id(self) -> int:
+        """The operating system's number for it."""
+        return self._process.pid
+
+    @property
+    def how_it_ended(self) -> str:
+        """For the log, once it has ended."""
+        code = self._process.returncode
+        return self._problem or (f"signal {-code}" if code < 0 else f"exit status {code}")
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """StoreError says why it is not."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self.metadata:
+            self.drive()
+            if self.ended:
+                raise StoreError(self.how_it_ended)
+            if time.monotonic() > deadline_s:
+                raise StoreError(f"the process that peers reach did not start in {timeout_s:.0f} s")
+            time.sleep(_POLL_S)
+
+    def read(self, remote: AgentMetadata, extents: Sequence[PeerExtent]) -> PeerTransfer:
+        """Have it read extents that are inside both sides' regions."""
+        read = PeerTransfer(self.drive)
+        if self.ended or not self.metadata:
+            read.end(TransferError(errno.ECONNREFUSED, "peers are not read at the moment"))
+            return read
+        connection = remote.digest
+        if connection not in self._connected:
+            self._connected.add(connection)
+            self._send(Frame(Kind.CONNECT, 0, remote.encode()))
+        self._numbers += 1
+        self.reads[self._numbers] = read
+        self._send(Frame(Kind.READ, self._numbers, read_payload(connection, extents)))
+        return read
+
+    def disconnect(self, remote: AgentMetadata) -> None:
+        """Have it close the connection; reads of it that wait fail."""
+        if remote.digest in self._connected:
+            self._connected.remove(remote.digest)
+            self._send(Frame(Kind.DISCONNECT, 0, remote.digest.encode()))
+
+    def drive(self) -> None:
+        """Take in what it has said, and see whether it lives."""
+        if self.ended:
+            return
+        try:
+            self._flush()
+            while data := self._socket.recv(_RECEIVE_BYTES):
+                for frame in self._frames.feed(data):
+                    self._heard(frame)
+        except BlockingIOError:
+            return
+        except (OSError, ValueError, PeerError) as e:
+            self.give_up(f"it makes no sense: {e}")
+        self._process.kill()
+        if self._process.poll() is not None:
+            self._end()
+
+    def kill(self, timeout_s: float) -> bool:
+        """End it, and with it every read; False if it has not ended after `timeout_s`."""
+        self._process.kill()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        self._end()
+        return True
+
+    def give_up(self, problem: str) -> None:
+        """Have it end, without waiting for it."""
+        self._problem = self._problem or problem
+        self._process.kill()
+
+    def _heard(self, frame: Frame) -> None:
+        if frame.kind is Kind.ENDED:
+            failure = parse_error(frame.payload) if frame.payload else None
+            read = self.reads.pop(frame.read, None)
+            if read is None:
+                raise ValueError(f"it ended a read that is not under way: {frame.read}")
+            read.end(failure)
+        elif frame.kind is Kind.READY:
+            self.agent = AgentMetadata.decode(frame.payload).agent
+            self.metadata = frame.payload
+        elif frame.kind is Kind.FAILED:
+            self._problem = frame.payload.decode(errors="replace")
+        else:
+            raise ValueError(f"a message of kind {frame.kind.name}")
+
+    def _send(self, frame: Frame) -> None:
+        self._outbox += frame.encode()
+        self.drive()
+
+    def _flush(self) -> None:
+        if self._outbox:
+            try:
+                del self._outbox[: self._socket.send(self._outbox)]
+            except BlockingIOError:
+                return
+
+    def _end(self) -> None:
+        self.ended = True
+        self._socket.close()
+        reads, self.reads = self.reads, {}
+        for read in reads.values():
+            read.end(TransferError(errno.ECONNRESET, "the process that read from peers has ended"))
+
+
+def _environment(own: Mapping[str, str], interface: str) -> dict[str, str]:
+    """What the process needs and no more: an engine's environment holds tokens and passwords."""
+    kept = {k: v for k, v in own.items() if k in _KEPT or k.startswith(_KEPT_PREFIXES)}
+    if interface or "UCX_NET_DEVICES" not in kept:
+        kept["UCX_NET_DEVICES"] = interface or _LOOPBACK
+    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+    return kept | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}

@@ -1,0 +1,250 @@
+"""What peers reach is a process with the exported memory and nothing else of its engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from hetero_connector import machine
+from hetero_connector.errors import StoreError
+from hetero_connector.transfer import peer_child
+from hetero_connector.transfer.agent_metadata import AgentMetadata
+from hetero_connector.transfer.base import TransferState
+from hetero_connector.transfer.listening import listening_addresses
+from hetero_connector.transfer.nixl_peers import NixlPeers
+from hetero_connector.transfer.peer_base import PeerExtent
+from hetero_connector.transfer.shared_memory import create_shared
+
+SIZE = 1 << 20
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def peers() -> Iterator[NixlPeers]:
+    made = NixlPeers([create_shared("test", SIZE)])
+    yield made
+    assert made.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+_WRITER = """
+import os, struct, sys, time
+os.environ["UCX_TLS"] = "tcp"
+os.environ["UCX_NET_DEVICES"] = "lo"
+import numpy as np
+from hetero_connector.errors import TransferError
+from hetero_connector.transfer.agent_metadata import AgentMetadata
+from hetero_connector.transfer.ucx_agent import UcxAgent
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+told, address = AgentMetadata.decode(bytes.fromhex(sys.argv[1])), int(sys.argv[2])
+own = np.full(4096, 66, np.uint8)
+agent = UcxAgent("writer", [(own.ctypes.data, 4096)])
+region = told.regions[0][0]
+agent.load(told.nixl.replace(struct.pack("<Q", region), struct.pack("<Q", address)))
+local = agent.prepare(None, np.array([(own.ctypes.data, 8, 0)], np.uint64))
+remote = agent.prepare(told.agent, np.array([(address, 8, 0)], np.uint64))
+index, nixl = np.array([0], np.int32), agent._bindings
+request = agent._agent.makeXferReq(
+    nixl.NIXL_WRITE, local, index, remote, index, "", [], True
+)
+deadline_s = time.monotonic() + 5
+try:
+    agent.post(request)
+    while not agent.ended(request) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+except TransferError as error:
+    print(error)
+time.sleep(0.2)
+os._exit(0)
+"""
+
+
+def write_over_tcp(metadata: bytes, address: int) -> None:
+    """As anybody can who reaches the port and has seen the metadata."""
+    subprocess.run(
+        [sys.executable, "-c", _WRITER, metadata.hex(), str(address)],
+        check=False,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+
+
+def test_who_reaches_the_port_writes_the_exported_memory_but_none_of_the_engines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    exported = create_shared("test", SIZE)
+    secret = np.full(4_096, 1, np.uint8)
+    victim = NixlPeers([exported])
+    told = AgentMetadata.decode(victim.metadata)
+    write_over_tcp(victim.metadata, told.regions[0][0])
+    assert (exported.view[:8] == 66).all(), "else this shows nothing: that is what remains open"
+    for address in (secret.ctypes.data, exported.view.ctypes.data + 4_096):
+        until(lambda: not victim.tend() and psutil.pid_exists(victim.process_id))
+        write_over_tcp(victim.metadata, address)
+    assert (secret == 1).all()
+    assert not exported.view[8:].any(), "an address of the engine is none of the process"
+    assert victim.close()
+
+
+def test_it_inherits_no_secret_no_descriptor_and_no_way_to_gain_rights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDIS_PASSWORD", "hunter2")
+    monkeypatch.setenv("HF_TOKEN", "hunter2")
+    with (tmp_path / "secret").open("w") as held:
+        os.set_inheritable(held.fileno(), True)
+        peers = NixlPeers([create_shared("test", SIZE)])
+        process = Path(f"/proc/{peers.process_id}")
+        assert b"hunter2" not in (process / "environ").read_bytes()
+        links = [os.readlink(fd) for fd in (process / "fd").iterdir()]
+        assert not [link for link in links if "secret" in link]
+        assert "NoNewPrivs:\t1" in (process / "status").read_text()
+        assert peers.close()
+
+
+def test_by_default_only_this_host_can_connect(
+    peers: NixlPeers, caplog: pytest.LogCaptureFixture
+) -> None:
+    addresses = listening_addresses(peers.process_id)
+    assert addresses
+    assert {address.rpartition(":")[0] for address in addresses} == {"127.0.0.1"}
+
+
+def test_with_an_interface_its_address_is_open_and_the_log_says_what_that_means(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mine = {h: i for h, i in machine.addresses().items() if i != "lo" and ":" not in h}
+    if not mine:
+        mine = {"127.0.0.1": "lo"}  # a machine without a network
+    host, interface = next(iter(mine.items()))
+    with caplog.at_level(logging.INFO):
+        peers = NixlPeers([create_shared("test", SIZE)], interface)
+    try:
+        hosts = {a.rpartition(":")[0] for a in listening_addresses(peers.process_id)}
+        assert hosts == {host}
+        is_open = any("can read AND WRITE the DRAM tier" in m for m in caplog.messages)
+        assert is_open == (interface != "lo")
+    finally:
+        assert peers.close()
+
+
+_ENGINE = """
+import sys, time
+from hetero_connector.transfer.nixl_peers import NixlPeers
+from hetero_connector.transfer.shared_memory import create_shared
+peers = NixlPeers([create_shared("test", 8192)])
+print(peers.process_id, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_it_dies_with_its_engine_however_that_ends(is_stopped: bool) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _ENGINE],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as engine:
+        assert engine.stdout is not None
+        process_id = int(engine.stdout.readline())
+        if is_stopped:
+            os.kill(process_id, signal.SIGSTOP)
+        engine.kill()
+    until(lambda: not _runs(process_id))
+
+
+def _runs(process_id: int) -> bool:
+    try:
+        return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_for_the_engines_group_are_the_engines_to_answer(
+    peers: NixlPeers, number: signal.Signals
+) -> None:
+    os.kill(peers.process_id, number)
+    other = NixlPeers([create_shared("other", SIZE)])
+    peers.connect("other", other.metadata)
+    assert wait(peers) is TransferState.DONE
+    assert other.close()
+
+
+def wait(peers: NixlPeers) -> TransferState:
+    read = peers.submit("other", [PeerExtent(0, 0, 0, 0, 8)])
+    until(lambda: read.poll() is not TransferState.PENDING)
+    return read.poll()
+
+
+def test_when_it_is_killed_reads_end_and_it_is_started_again_after_longer_and_longer() -> None:
+    now_s = 100.0
+    peers = NixlPeers([create_shared("test", SIZE)], clock=lambda: now_s)
+    pauses = []
+    for _ in range(3):
+        os.kill(peers.process_id, signal.SIGKILL)
+        until(peers.tend)
+        died_s, dead, before = now_s, peers.process_id, peers.metadata
+        while peers.process_id == dead:
+            now_s += 0.25
+            assert not peers.tend()
+        pauses.append(now_s - died_s)
+        until(lambda before=before: not peers.tend() and peers.metadata != before)  # type: ignore[misc]
+    assert pauses == [1.0, 2.0, 4.0]
+    assert peers.close()
+
+
+@pytest.mark.parametrize("said", ["garbage", "not under way", "silence", "exits"])
+def test_a_process_that_says_what_makes_no_sense_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    """It may be in others' hands: the engine believes nothing and lives."""
+    (tmp_path / "hostile.py").write_text(
+        "import os, socket, sys, time\n"
+        "from hetero_connector.transfer.agent_metadata import AgentMetadata\n"
+        "from hetero_connector.transfer.peer_frames import Frame, Kind\n"
+        "engine = socket.socket(fileno=int(sys.argv[2]))\n"
+        "told = AgentMetadata('hostile', ((4096, 4096),), b'x').encode()\n"
+        "engine.sendall(Frame(Kind.READY, 0, told).encode())\n"
+        f"said = {said!r}\n"
+        "engine.recv(1)\n"
+        "if said == 'garbage': engine.sendall(os.urandom(4096))\n"
+        "if said == 'not under way': engine.sendall(Frame(Kind.ENDED, 99, b'').encode())\n"
+        "if said != 'exits': time.sleep(60)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(peer_child, "_MODULE", "hostile")
+    peers = NixlPeers([create_shared("test", SIZE)])
+    other = AgentMetadata("other", ((4096, 4096),), b"y").encode()
+    peers.connect("other", other)
+    read = peers.submit("other", [PeerExtent(0, 0, 0, 0, 8)])
+    if said == "silence":
+        assert read.poll() is TransferState.PENDING
+        assert peers.close(timeout_s=0.1)
+    until(lambda: read.poll() is not TransferState.PENDING)
+    assert read.poll() is TransferState.FAILED
+    assert peers.close()
+
+
+def test_one_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_child, "_MODULE", "no_such_module")
+    with pytest.raises(StoreError, match="exit status 1"):
+        NixlPeers([create_shared("test", SIZE)])

@@ -1,0 +1,75 @@
+"""Memory for other processes: its size stays, its pages are huge where the kernel gives them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hetero_connector.store.arena import Arena
+from hetero_connector.transfer.shared_memory import (
+    collapses_shared,
+    create_shared,
+    map_aligned,
+    map_whole,
+)
+
+SIZE = 16 << 20
+
+
+def test_both_mappings_are_the_same_bytes() -> None:
+    memory = create_shared("test", SIZE)
+    other = map_whole(memory.fd, SIZE)
+    other[5], memory.view[-1] = 7, 8
+    assert (memory.view[5], other[-1]) == (7, 8)
+    os.close(memory.fd)
+    assert memory.view[5] == 7
+
+
+def test_nobody_can_cut_it_short_under_the_others() -> None:
+    memory = create_shared("test", SIZE)
+    for size in (0, SIZE - mmap.PAGESIZE, SIZE + mmap.PAGESIZE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(memory.fd, size)
+    os.close(memory.fd)
+
+
+def test_large_mappings_start_where_a_huge_page_may() -> None:
+    memory = create_shared("test", SIZE)
+    kept = [map_aligned(memory.fd, SIZE) for _ in range(5)]
+    assert [np.frombuffer(m, np.uint8).ctypes.data % (2 << 20) for m in kept] == [0] * 5
+    os.close(memory.fd)
+
+
+def collapses() -> bool:
+    """Whether this kernel backs shared memory with huge pages when asked outright."""
+    denied = "[deny]" in Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+    return collapses_shared(os.uname().release) and not denied
+
+
+@pytest.mark.parametrize(
+    ("release", "knows"),
+    [("5.15.0-91-generic", False), ("6.0.9", False), ("6.1.0", True), ("6.18.44-fc", True)],
+)
+def test_kernels_that_collapse_shared_memory(release: str, knows: bool) -> None:
+    assert collapses_shared(release) is knows
+
+
+def huge_bytes(address: int) -> int:
+    """How much of this process's mapping at an address is in huge pages."""
+    maps = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    (mapping,) = [m for m in maps if m.startswith(f"{address:x}-")]
+    found = re.search(r"ShmemPmdMapped: +(\d+) kB", mapping)
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def test_a_shared_arena_has_huge_pages_where_the_kernel_gives_them() -> None:
+    arena = Arena.create(SIZE)
+    assert not arena.view.any()
+    assert (huge_bytes(arena.address) > 0) == collapses()
+    arena.close()
