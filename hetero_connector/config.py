@@ -38,7 +38,7 @@ _LAYERWISE = ("auto", "on", "off")
 _EVICTION = ("leaf_lru", "lru", "value")
 _PLANNER = ("cost", "always_load", "never_load")
 _PREFETCH = ("auto", "hint", "off")
-_VERIFY = ("ssd", "all")
+_VERIFY = ("ssd", "sample", "all")
 _TP_SIZES = ("own", "any")
 
 
@@ -156,8 +156,9 @@ KEYS: tuple[Key, ...] = (
         "or compressors end inside a block their slots grow by that", boolean,
     ),
     Key(
-        "verify", "`ssd` or `all`", "`ssd`",
-        "Check sums of what is read from SSD, or of what is served from DRAM too",
+        "verify", "`ssd`, `sample` or `all`", "`sample`",
+        "Check sums of what is read from SSD; also of one in 128 artifacts that were served from "
+        "DRAM, afterwards, given an SSD tier or a directory; or of all before they are served",
         one_of(*_VERIFY),
     ),
 )  # fmt: skip
@@ -197,7 +198,7 @@ class HeteroConfig:
     """None: no limit."""
     prefetch: Literal["auto", "hint", "off"] = "auto"
     exact_handoffs: bool = False
-    verify: Literal["ssd", "all"] = "ssd"
+    verify: Literal["ssd", "sample", "all"] = "sample"
 
     @property
     def dram_bytes(self) -> int:

@@ -53,8 +53,9 @@ class StoreConfig:
     ssd_dir: Path | None = None
     """Directory for this model's slab files and journal; None for no SSD tier."""
     ssd_bytes: int = 0
-    verify: Literal["ssd", "all"] = "ssd"
-    """`ssd`: checksum what comes from SSD. `all`: also what is served from DRAM."""
+    verify: Literal["ssd", "sample", "all"] = "ssd"
+    """`ssd`: checksum what comes from SSD. `sample`: also some of what was served from DRAM, see
+    `hit_samples`. `all`: also what is served from DRAM, before it is."""
     load_deadline_s: float = 10.0
     """A restore that has not finished reading by then keeps what it has; the rest is a miss."""
     peer_deadline_s: float = 2.0

@@ -97,6 +97,7 @@ class IoThread:
         state.step_began_s = state.clock()
         expiring = self._expire()
         moved = self._reader.step() or expiring
+        moved = self._reader.check_sample() or moved
         if self._peer_reader is not None:
             moved = self._peer_reader.step() or moved
         if self._adopter is not None:

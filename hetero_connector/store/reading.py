@@ -104,6 +104,23 @@ class Reader:
                 moved = True
         return moved
 
+    def check_sample(self) -> bool:
+        """Check something that was served from DRAM; whether there was anything."""
+        state = self._state
+        with state.lock:
+            artifact = state.samples.take()
+            if artifact is None:
+                return False
+            if artifact.forgotten or artifact.dram is None or artifact.checksum is None:
+                return True
+            artifact.pins += 1
+        intact = self._intact(artifact, artifact.dram_offset)
+        with state.lock:
+            if not intact:
+                self._lose_from_dram(artifact)
+            state.tiers.unpin(artifact)
+        return True
+
     def begin(self, reads: Sequence[HeldRead], *, is_retry: bool = False) -> None:
         """Start reads."""
         assert self._ssd is not None
@@ -256,11 +273,15 @@ class Reader:
                 state.count_read(Tier.DRAM, artifact.state_type, artifact.size_bytes)
                 state.settle(load, None if not artifact.forgotten else Failure.GONE)
                 return
-            state.fail(Failure.CHECKSUM, Tier.DRAM)
-            if not artifact.forgotten:
-                # Not even an SSD copy is kept: it may have been written from these bytes.
-                state.tiers.lose(artifact)
+            self._lose_from_dram(artifact)
             state.settle(load, Failure.CHECKSUM)
+
+    def _lose_from_dram(self, artifact: Artifact) -> None:
+        """Its bytes in DRAM are wrong; needs the lock."""
+        self._state.fail(Failure.CHECKSUM, Tier.DRAM)
+        if not artifact.forgotten:
+            # Not even an SSD copy is kept: it may have been written from these bytes.
+            self._state.tiers.lose(artifact)
 
     def _intact(self, artifact: Artifact, offset: int) -> bool:
         actual = checksum(self._memory[offset : offset + artifact.size_bytes], artifact.id.seed)

@@ -102,6 +102,8 @@ class ArtifactRestore:
             used = list(self._used())
             state.tiers.used(used, state.tick())
             self._count_dram_hits(used)
+            if state.config.verify == "sample" and state.io_alive:
+                state.samples.hit(used)
             state.tiers.let_go(self._hold)
             if state.config.ssd_dir is not None and state.io_alive:
                 state.used.update(dict.fromkeys(used))

@@ -6,6 +6,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from random import Random
 
 from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.nodes import Artifact
@@ -16,6 +17,7 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_queue import ArtifactQueue
 from hetero_connector.store.base import Failure, ReadTiming, StoreConfig
 from hetero_connector.store.generation_file import GenerationKeeper
+from hetero_connector.store.hit_samples import ONE_IN, HitSamples
 from hetero_connector.store.loads import Load, Spill
 from hetero_connector.store.moments import Moments
 from hetero_connector.store.prefetch_schedule import ExpectedReturn, PrefetchSchedule
@@ -80,6 +82,8 @@ class StoreState:
         """Whose chains leave last."""
         self.used: dict[Artifact, None] = {}
         """What released restores had pinned, for the journal's recency."""
+        self.samples = HitSamples(ONE_IN, Random())
+        """What was served from DRAM and is to be checked."""
         self.timings: deque[ReadTiming] = deque(maxlen=256)
         """Appended by both threads, taken by the scheduler's; needs no lock."""
         self._given_up_s: dict[Tier, float] = {}
