@@ -8,10 +8,12 @@ an item enters a chunk's key by the tensors that the model reads, digested here.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,12 +21,24 @@ import torch
 from blake3 import blake3
 
 from hetero_connector.artifacts.canonical import encode
+from hetero_connector.config import HeteroConfig
 from hetero_connector.errors import IdentityError
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
 
+logger = logging.getLogger("vllm.heterocache")
+
 _MOST_NAMES = 1 << 16
+
+
+class MediaIds(Enum):
+    """What multi-modal items are known by."""
+
+    CONTENT = "what the model reads of them"
+    NAMES = "vLLM's names, which may be the clients'"
+    NONE = "nothing: requests with items are not cached"
 
 
 class MediaItem(NamedTuple):
@@ -105,6 +119,32 @@ class BelievedNames:
         self._contents.move_to_end(name)
         if len(self._contents) > _MOST_NAMES:
             self._contents.popitem(last=False)
+
+
+def media_ids(config: HeteroConfig, vllm_config: VllmConfig) -> MediaIds:
+    """By what multi-modal items are told apart. Warns where they cannot be."""
+    model = vllm_config.model_config
+    if not model.supports_multimodal_inputs:
+        return MediaIds.CONTENT  # there are none
+    media = model.get_multimodal_config()
+    has_cache = media.mm_processor_cache_gb > 0
+    if not config.trust_client_media_ids:
+        if not (has_cache and media.mm_processor_cache_type == "shm"):
+            return MediaIds.CONTENT
+        logger.warning(
+            "HeteroConnector: requests with multi-modal items are not cached: with "
+            "--mm-processor-cache-type shm their contents do not reach the engine core. Set lru, "
+            "or trust_client_media_ids if clients may be believed"
+        )
+    elif has_cache or vllm_config.cache_config.enable_prefix_caching:
+        return MediaIds.NAMES
+    else:
+        logger.warning(
+            "HeteroConnector: requests with multi-modal items are not cached: without a prefix "
+            "cache and with --mm-processor-cache-gb 0 vLLM names items by counting them. Switch "
+            "either on, or trust_client_media_ids off"
+        )
+    return MediaIds.NONE
 
 
 def content_digest(data: Mapping[str, Any] | None) -> bytes:

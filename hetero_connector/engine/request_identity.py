@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_connector.artifacts.canonical import encode
 from hetero_connector.artifacts.identity import locate_model, lora_digest
-from hetero_connector.config import HeteroConfig
 from hetero_connector.engine.background import BackgroundThread
 from hetero_connector.engine.media import (
     BelievedNames,
     DigestCache,
+    MediaIds,
     MediaItem,
     Overlaps,
     content_digest,
@@ -31,7 +31,6 @@ from hetero_connector.errors import IdentityError
 from hetero_connector.metrics import Recorder
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.lora.request import LoRARequest
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
@@ -40,6 +39,8 @@ logger = logging.getLogger("vllm.heterocache")
 
 _PATIENCE_S = 1e-3
 """A look at the files of an adapter that is known takes a tenth of that."""
+_FRESH_S = 0.1
+"""Files that were read longer ago are looked at again before a request may be admitted."""
 _MOST_REASONS = 100
 
 
@@ -48,14 +49,6 @@ class Unidentified(Enum):
 
     PENDING = "it is being read"
     NEVER = "it is not cached"
-
-
-class MediaIds(Enum):
-    """What multi-modal items are known by."""
-
-    CONTENT = "what the model reads of them"
-    NAMES = "vLLM's names, which may be the clients'"
-    NONE = "nothing: requests with items are not cached"
 
 
 @dataclass(frozen=True)
@@ -157,9 +150,8 @@ class RequestIdentifier:
     def _begin(self, request: Request) -> _Reading | None:
         """Order what is not known; None if there is no room for it."""
         reading = _Reading(self.clock())
-        if (lora := request.lora_request) is not None:
-            path = str(lora.lora_path)
-            reading.lora = self.adapter_thread.submit(lambda: read_adapter(path))
+        if request.lora_request is not None:
+            reading.lora = self._read_adapter(request.lora_request)
             if reading.lora is None:
                 return None
         if self.media_ids is MediaIds.CONTENT:
@@ -168,6 +160,10 @@ class RequestIdentifier:
             if len(reading.media) < len(media):
                 return None
         return reading
+
+    def _read_adapter(self, lora: LoRARequest) -> Future[bytes] | None:
+        path = str(lora.lora_path)
+        return self.adapter_thread.submit(lambda: read_adapter(path))
 
     def _read(self, data: Any) -> Future[bytes] | None:
         known = self._digests.get(data)
@@ -179,21 +175,30 @@ class RequestIdentifier:
 
     def _look(self, request: Request, reading: _Reading) -> None:
         """Take over what has been read since; decide if nothing more is to be awaited."""
-        if reading.unread and not reading.asked:
+        if not reading.asked:
             reading.asked = True
-            known = request.lora_request is not None and self._adapters.knows(request.lora_request)
-            if known and self.adapter_thread.late_s < _PATIENCE_S:
-                wait(reading.futures, _PATIENCE_S)
+            self._look_at_adapter(request, reading)
         if not reading.unread:
             self._settle(request, reading)
         elif self._is_too_late(reading):
             self._give_up(request, "their adapter or items were not read in time")
 
+    def _look_at_adapter(self, request: Request, reading: _Reading) -> None:
+        """vLLM may load the files from now on: they are to be what was read."""
+        lora = request.lora_request
+        if lora is None:
+            return
+        if reading.lora is not None and self.clock() - reading.begun_s > _FRESH_S:
+            reading.lora = self._read_adapter(lora) or reading.lora
+        in_time = self._adapters.knows(lora) and self.adapter_thread.late_s < _PATIENCE_S
+        if reading.unread and in_time:
+            wait(reading.futures, _PATIENCE_S)
+
     def _is_too_late(self, reading: _Reading) -> bool:
         threads = [self.adapter_thread] if reading.lora is not None else []
         threads += [self.media_thread] if reading.media else []
-        late_s = max(self.clock() - reading.begun_s, *(thread.late_s for thread in threads))
-        return late_s > self.deadline_s
+        late_s = [self.clock() - reading.begun_s, *(thread.late_s for thread in threads)]
+        return max(late_s) > self.deadline_s
 
     def _settle(self, request: Request, reading: _Reading) -> None:
         """Everything has been read, or could not be."""
@@ -277,32 +282,6 @@ class _Adapters:
 def read_adapter(path: str) -> bytes:
     """Digest an adapter's files; of those that did not change since, once."""
     return lora_digest(locate_model(path).path)
-
-
-def media_ids(config: HeteroConfig, vllm_config: VllmConfig) -> MediaIds:
-    """By what multi-modal items are told apart. Warns where they cannot be."""
-    model = vllm_config.model_config
-    if not model.supports_multimodal_inputs:
-        return MediaIds.CONTENT  # there are none
-    media = model.get_multimodal_config()
-    has_cache = media.mm_processor_cache_gb > 0
-    if not config.trust_client_media_ids:
-        if not (has_cache and media.mm_processor_cache_type == "shm"):
-            return MediaIds.CONTENT
-        logger.warning(
-            "HeteroConnector: requests with multi-modal items are not cached: with "
-            "--mm-processor-cache-type shm their contents do not reach the engine core. Set lru, "
-            "or trust_client_media_ids if clients may be believed"
-        )
-    elif has_cache or vllm_config.cache_config.enable_prefix_caching:
-        return MediaIds.NAMES
-    else:
-        logger.warning(
-            "HeteroConnector: requests with multi-modal items are not cached: without a prefix "
-            "cache and with --mm-processor-cache-gb 0 vLLM names items by counting them. Switch "
-            "either on, or trust_client_media_ids off"
-        )
-    return MediaIds.NONE
 
 
 def _kind(request: Request) -> str:

@@ -22,8 +22,9 @@ from hetero_connector.engine import (
 )
 from hetero_connector.engine.geometry import UNKNOWN_HEADS, model_spec
 from hetero_connector.engine.heads import ModelHeads
+from hetero_connector.engine.media import media_ids
 from hetero_connector.engine.rendezvous import WorkerGeometry
-from hetero_connector.engine.request_identity import RequestIdentifier, media_ids
+from hetero_connector.engine.request_identity import RequestIdentifier
 from hetero_connector.engine.rounding import rounding
 from hetero_connector.engine.scheduler_side import SchedulerSide
 from hetero_connector.engine.worker_side import WorkerSide

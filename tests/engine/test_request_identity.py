@@ -17,12 +17,13 @@ import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from hetero_connector.artifacts.chain import ChainHasher
+from hetero_connector.config import HeteroConfig
+from hetero_connector.connector import HeteroConnector
 from hetero_connector.engine import request_identity
 from hetero_connector.engine.background import BackgroundThread
-from hetero_connector.engine.media import content_digest
+from hetero_connector.engine.media import MediaIds, content_digest, media_ids
 from hetero_connector.engine.request_identity import (
     PLAIN,
-    MediaIds,
     RequestIdentifier,
     RequestIdentity,
     Unidentified,
@@ -317,6 +318,21 @@ def test_an_adapter_is_looked_at_once_for_each_request(
     assert looked == ["/nowhere"]
 
 
+def test_an_adapter_that_changes_while_its_request_waits_is_not_cached(
+    identifier: RequestIdentifier, clock: Clock, tmp_path: Path
+) -> None:
+    """vLLM may load the new files for it."""
+    lora = adapter(write_adapter(tmp_path / "a", b"weights"))
+    assert keys(identifier, request(lora=lora)) is not None
+    waiting = request(lora=lora)
+    identifier.begin(waiting)
+    while identifier._readings[waiting.request_id].unread:
+        time.sleep(1e-3)
+    write_adapter(tmp_path / "a", b"another")
+    clock.now_s = 1.0
+    assert keys(identifier, waiting) is None
+
+
 def test_files_are_read_on_threads_of_their_own(
     identifier: RequestIdentifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,3 +378,48 @@ def test_nothing_is_kept_of_requests_that_have_ended(
             found(identifier, one)
         identifier.forget(one.request_id)
     assert (identifier._found, identifier._readings) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("trust", "cache_gb", "cache_type", "prefix_cache", "expected", "warning"),
+    [
+        (False, 4, "lru", True, MediaIds.CONTENT, ""),
+        (False, 0, "lru", False, MediaIds.CONTENT, ""),
+        (False, 0, "shm", True, MediaIds.CONTENT, ""),  # no cache: the items are sent
+        (False, 4, "shm", True, MediaIds.NONE, "--mm-processor-cache-type shm"),
+        (True, 4, "shm", True, MediaIds.NAMES, ""),
+        (True, 0, "lru", True, MediaIds.NAMES, ""),
+        (True, 0, "lru", False, MediaIds.NONE, "--mm-processor-cache-gb 0"),
+    ],
+)
+def test_by_what_items_are_told_apart_follows_from_where_vllm_keeps_them(
+    caplog: pytest.LogCaptureFixture,
+    trust: bool,
+    cache_gb: float,
+    cache_type: str,
+    prefix_cache: bool,
+    expected: MediaIds,
+    warning: str,
+) -> None:
+    media = SimpleNamespace(mm_processor_cache_gb=cache_gb, mm_processor_cache_type=cache_type)
+    model = SimpleNamespace(supports_multimodal_inputs=True, get_multimodal_config=lambda: media)
+    vllm_config: Any = SimpleNamespace(
+        model_config=model, cache_config=SimpleNamespace(enable_prefix_caching=prefix_cache)
+    )
+    config = HeteroConfig(dram_gib=1.0, trust_client_media_ids=trust)
+    assert media_ids(config, vllm_config) is expected
+    assert bool(caplog.messages) == bool(warning)
+    assert all(warning in message for message in caplog.messages)
+    model.supports_multimodal_inputs = False
+    assert media_ids(config, vllm_config) is MediaIds.CONTENT
+
+
+def test_what_a_request_needs_is_read_from_its_arrival_on(identifier: RequestIdentifier) -> None:
+    """vLLM tells of a request when it arrives; it asks when it could run it."""
+    connector = object.__new__(HeteroConnector)
+    connector._scheduler = SimpleNamespace(identifier=identifier)  # type: ignore[assignment]
+    arrived = request(image(1.0, name="a"))
+    connector.on_new_request(arrived)
+    assert arrived.request_id in identifier._readings
+    connector._scheduler = None
+    connector.on_new_request(request(image(1.0, name="a")))
