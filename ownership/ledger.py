@@ -38,7 +38,7 @@ LISTING_TTL_S = 60.0
 _TELL_DEADLINE_S = 5.0
 _PAUSE_S = 0.5
 """After something that the directory could not be told."""
-_RECLAIM_LEASES = 2
+_RECLAIM_LEASES = 1.5
 """So often replicas' records are looked at: what an owner lets go is owned again within two."""
 _TOLD_LEASES = 2
 """So long releases are remembered, to be told again. A directory that went back by more than a

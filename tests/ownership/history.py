@@ -1,0 +1,80 @@
+"""What happened in a fleet, and whether it may have: a record that is judged afterwards.
+
+Pure: whoever runs a fleet notes what the directory granted, whose epoch ended when, and whose bytes
+were used, in the order in which it happened; `faults` says what is wrong with that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+
+Artifact = Hashable
+NOBODY = 0
+
+
+@dataclass(frozen=True)
+class Granted:
+    """The directory made an epoch the owner, or said that it is."""
+
+    artifact: Artifact
+    epoch: int
+    token: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """From now on the epoch owns nothing, as far as the directory is concerned."""
+
+    epoch: int
+    at_s: float
+
+
+@dataclass(frozen=True)
+class Served:
+    """Bytes of an epoch's copy became visible at a reader, which had asked at `asked_s`."""
+
+    artifact: Artifact
+    holder: int
+    token: int
+    asked_s: float
+    reader: Hashable = ""
+
+
+@dataclass(frozen=True)
+class Cleared:
+    """A reset: nothing that was granted before may be served to whoever asks from now on."""
+
+    at_s: float
+
+
+Event = Granted | Ended | Served | Cleared
+
+
+def faults(history: Iterable[Event]) -> Iterator[str]:
+    """What must not have happened, in words; nothing for a sound history."""
+    owner_of: dict[int, tuple[Artifact, int]] = {}
+    ended_s: dict[int, float] = {}
+    read: dict[tuple[Hashable, Artifact], int] = {}
+    cleared_s, before_clear = float("-inf"), set[int]()
+    for event in history:
+        match event:
+            case Granted(artifact, epoch, token):
+                if epoch in ended_s:
+                    yield f"{event}: its epoch had ended at {ended_s[epoch]}"
+                if owner_of.setdefault(token, (artifact, epoch)) != (artifact, epoch):
+                    yield f"{event}: the token was {owner_of[token]}'s"
+            case Ended(epoch, at_s):
+                ended_s.setdefault(epoch, at_s)
+            case Served(artifact, holder, token, asked_s, reader):
+                if asked_s > ended_s.get(holder, asked_s):
+                    yield f"{event}: its holder had ended at {ended_s[holder]}"
+                if token not in owner_of or owner_of[token][0] != artifact:
+                    yield f"{event}: nobody was granted that token of it"
+                if token < read.get((reader, artifact), token):
+                    yield f"{event}: the reader has seen a greater token"
+                if asked_s > cleared_s and token in before_clear:
+                    yield f"{event}: it was granted before the reset at {cleared_s}"
+                read[reader, artifact] = token
+            case Cleared(at_s):
+                cleared_s, before_clear = at_s, set(owner_of)
