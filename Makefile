@@ -31,10 +31,10 @@ test-fast: venv  ## Tests that need no engine
 	$(RUN) -m pytest -q -n 2 --dist worksteal -m "not engine and not slow"
 
 test-engine: venv  ## Tests on the real engine
-	$(RUN) -m pytest -q --durations=12 -m "engine and not slow"
+	$(RUN) -m pytest -q -n 2 --dist loadfile --durations=12 -m "engine and not slow"
 
 test-second-runner: venv  ## Engine tests on vLLM's second model runner, the default on CUDA
-	PYTHONPATH=tests/second_runner $(RUN) -m pytest -q -p second_runner -m "engine and not slow" \
+	PYTHONPATH=tests/second_runner $(RUN) -m pytest -q -n 2 --dist loadfile -p second_runner -m "engine and not slow" \
 		-k "not deepseek_v4" $(addprefix tests/engine/test_,exactness.py async_scheduling.py situations.py)
 
 test-search: venv  ## The fast tests, property tests with new examples

@@ -25,7 +25,7 @@ def living(group: int) -> list[str]:
     return found
 
 
-def assert_gone(group: int, timeout_s: float = 20.0) -> None:
+def assert_gone(group: int, timeout_s: float = 60.0) -> None:
     """A kill takes a moment; nothing may be left after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while left := living(group):

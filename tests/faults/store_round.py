@@ -112,7 +112,7 @@ class StoreRound:
         self._threaded = threaded
         self._clock = _Clock(_SPEED if threaded else 0.0)
         self._oracle = Oracle()
-        self._top = Path(tempfile.mkdtemp(prefix="heterocache-faults-", dir=_MEMORY))
+        self._top = Path(tempfile.mkdtemp(prefix="fault-round-", dir=_MEMORY))
         self._root = self._top / "ssd"
         self._boots = 0
         self._points = Failpoints()

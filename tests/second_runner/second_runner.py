@@ -9,7 +9,7 @@ The entry points beside this file switch both on in every process that has this 
 path: never put it there for anything but these tests.
 
 vLLM chooses its runner when it is imported, so the same tests for both runners are two runs of
-pytest. The summary says how many kernels ran in this process; none at all fails the run.
+pytest. The summary says how many kernels ran in pytest's processes; none at all fails the run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DESELECTED = {
 """Tests that cannot mean anything on this runner, and why."""
 
 launches: Counter[str] = Counter()
-"""Kernels run in this process, by name."""
+"""Kernels that ran, by name."""
 _is_adapted = False
 
 
@@ -169,7 +169,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.write_line(f"second model runner: {launches.total():,} Triton kernels ran")
 
 
+def pytest_testnodedown(node: Any) -> None:
+    """Add what a worker of pytest-xdist ran."""
+    launches["in workers"] += getattr(node, "workeroutput", {}).get("launches", 0)
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Fail a run in which the second runner ran nothing: it would have shown nothing."""
-    if exitstatus == 0 and not (launches.total() or session.config.option.collectonly):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["launches"] = launches.total()
+    elif exitstatus == 0 and not (launches.total() or session.config.option.collectonly):
         session.exitstatus = 1
