@@ -48,12 +48,12 @@ class ChainRoot:
     def reset(self) -> bool:
         """Forget everything stored, for good; False as `Store.reset`."""
         kept = self._store.reset()
-        self._weights = self._weights.unnamed()
+        if self._weights.nonce:  # a trainer who shares their memory changed them again
+            self._weights = self._weights.unnamed()
         self._change()
         logger.info(
             "reset, sleep or pause: everything stored is forgotten, in every tier. What is stored "
-            "from now on is found by no other engine until the fleet is reset, and by no later "
-            "process unless the weights get a version"
+            "from now on is found by no other engine until the fleet is reset"
         )
         return kept
 
@@ -69,8 +69,8 @@ class ChainRoot:
         self._change()
         if version is None:
             logger.info(
-                "weights are updated in place: what is stored is found again once they have a "
-                "version, and only if it was stored under that"
+                "a call to the workers may have changed the weights: what is stored is found again "
+                "once they have a version, and only if it was stored under that"
             )
         else:
             logger.info("the weights are version %r: only its own state is found", version)

@@ -6,8 +6,10 @@ or, until they have one, by a name that nobody else has. vLLM tells a connector 
 so `observe` puts a thin layer over two methods of its `EngineCore`: the calls go through as they
 are, and afterwards the engine's own connector hears of them, on the thread that made the call.
 
-An update by other means (a worker extension's own method, memory shared with a trainer) cannot be
-noticed: there the operator resets, or names the version.
+Every call to the workers counts as an update, but those of vLLM's own methods that are known to
+leave the weights alone: a worker extension's method may be a trainer's. One that shares memory
+with a trainer is noticed once; whoever changes the weights through it later resets the cache, or
+names their version.
 """
 
 from __future__ import annotations
@@ -25,18 +27,31 @@ _OF_FILES = "default"
 """vLLM's version of the weights that an engine starts with."""
 _NONCE_BYTES = 16
 _OBSERVED = "heterocache_observes"
-_UPDATES = frozenset(
+_HARMLESS = frozenset(
     {
-        "start_weight_update",
-        "start_draft_weight_update",
-        "update_weights",
-        "finish_weight_update",
-        "reload_weights",
-        "reset_weights",
-        "load_model",
+        "add_lora",
+        "annotate_profile",
+        "check_health",
+        "compute_weight_checksums",
+        "determine_available_memory",
+        "execute_dummy_batch",
+        "init_weight_transfer_engine",
+        "list_loras",
+        "pin_lora",
+        "profile",
+        "remove_lora",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "save_sharded_state",
+        "save_tensorized_model",
+        "shutdown_weight_transfer_engine",
+        "sleep",
+        "synchronize_device",
+        "update_max_model_len",
+        "wake_up",
     }
 )
-"""vLLM's own worker methods after which the weights may be others."""
+"""vLLM's own worker methods that leave the weights as they are, besides `get_...`."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +114,14 @@ def _observe_updates(core: type, original: Callable[..., Any]) -> None:
         try:
             return original(self, method, *args, **kwargs)
         finally:  # one that fails may have changed some of them
-            if method in _UPDATES:
+            if not _is_harmless(method):
                 _tell(self, None)
 
     setattr(core, original.__name__, collective_rpc)
+
+
+def _is_harmless(method: Any) -> bool:
+    return isinstance(method, str) and (method in _HARMLESS or method.startswith("get_"))
 
 
 def _method(core: type, name: str) -> Callable[..., Any]:

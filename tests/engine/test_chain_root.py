@@ -158,7 +158,7 @@ def test_what_may_be_restored_is_what_an_oracle_says(events: list[tuple[str, obj
         stored.clear()
         if event == "reset":
             unnamed += 1
-            weights = (weights[0], unnamed)
+            weights = (weights[0], unnamed if weights[1] else 0)
             assert engine.side.reset()
         else:
             fleet += 1
