@@ -32,6 +32,7 @@ from hetero_connector.planner.profile_subject import ProfileSubject
 from hetero_connector.planner.restore_planner import RestorePlanner
 from hetero_connector.planner.window_replay import WindowReplay
 from hetero_connector.spec import ModelSpec
+from hetero_connector.store.generation_file import GENERATION_NAME, read_generation
 from hetero_connector.store.journal import Journal
 from hetero_connector.store.journal_format import REPLAY_EXACT, WINDOW_REPLAY
 from hetero_connector.store.ssd_space import JOURNAL_NAME
@@ -76,12 +77,11 @@ def decide(
     try:
         description, fingerprint = journal.meta.description, journal.meta.fingerprint
         layout = _described(directory, _layout, description)
-        generation = journal.generation() or FIRST.tag
         index = _index(journal, Tier.DRAM if in_dram else Tier.SSD, layout.chunk_tokens)
     finally:
         journal.close()
     known = len(token_ids)
-    chain = RequestChain(ChainHasher(fingerprint, layout.chunk_tokens, generation))
+    chain = RequestChain(ChainHasher(fingerprint, layout.chunk_tokens, _generation(directory)))
     chain.extend(token_ids)
     stored = index.match(chain.chunks(known - 1))
     stored += longest_tail(index, chain, stored[-1].chunk if stored else None, known - 1)
@@ -173,6 +173,16 @@ def as_json(decision: Decision) -> dict[str, Any]:
             for c in decision.candidates()
         ],
     }
+
+
+def _generation(directory: Path) -> bytes:
+    """What its last engine rooted chains in: rows from before a reset are not found."""
+    try:
+        return read_generation(directory / GENERATION_NAME).tag
+    except FileNotFoundError:  # an earlier version's
+        return FIRST.tag
+    except OSError as error:
+        raise StoreError(f"{directory} cannot be read: {error}") from error
 
 
 def _layout(description: Mapping[str, Any]) -> ArtifactLayout:

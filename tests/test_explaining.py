@@ -20,6 +20,7 @@ from hetero_connector.planner.load_model import TierRates
 from hetero_connector.planner.profile_subject import ProfileSubject
 from hetero_connector.planner.window_replay import WindowReplay
 from hetero_connector.spec import Family, ModelSpec
+from hetero_connector.store.generation_file import GENERATION_NAME, GenerationFile
 from hetero_connector.store.journal_format import JournalRow
 from hetero_connector.store.ssd_directory import SsdDirectory
 from tests.engine.fakes import DENSE, HYBRID
@@ -298,3 +299,13 @@ def test_a_missing_prompt_or_store_is_said(
     assert "cannot read" in capsys.readouterr().err
     assert cli.main(["explain", str(tmp_path / "none"), str(prompt)]) == 2
     assert "not a directory" in capsys.readouterr().err
+
+
+def test_what_was_stored_before_a_reset_is_not_offered(
+    directory: Path, prompt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = GenerationFile.open(directory / GENERATION_NAME, is_new=False)
+    file.write(file.found.parted())
+    file.close()
+    assert cli.main(["explain", str(directory), str(prompt), "--json"]) == 0
+    assert [c["boundary"] for c in json.loads(capsys.readouterr().out)["candidates"]] == [0]

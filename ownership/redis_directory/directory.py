@@ -179,17 +179,18 @@ class RedisDirectory:
 
     def reset_generation(self) -> int:
         """See `GenerationDirectory`."""
-        return int(self._run("reset_generation"))
+        return encoding.generation(self._run("reset_generation"))
 
     def tell_generation(self, epoch: Epoch, adopted: int, floor: int) -> int:
         """See `GenerationDirectory`."""
-        return int(self._run_as(epoch, "tell_generation", adopted, floor))
+        return encoding.generation(self._run_as(epoch, "tell_generation", adopted, floor))
 
     def generation(self) -> FleetGeneration:
         """See `GenerationDirectory`."""
         number, *workers = self._run("generation")
+        of = encoding.generation
         adopted = zip(workers[::2], workers[1::2], strict=True)
-        return FleetGeneration(int(number), {_text(name): int(n) for name, n in adopted})
+        return FleetGeneration(of(number), {_text(name): of(n) for name, n in adopted})
 
     def sweep(self, limit: int) -> int:
         """See `OwnershipDirectory`."""

@@ -168,6 +168,14 @@ def _replica(packed: Sequence[Any]) -> Replica:
     return Replica(Epoch(_whole(holder)), _copy(copy), float(expires_s))
 
 
+def generation(text: bytes) -> int:
+    """A generation as scripts answer it. Raises RecordError."""
+    try:
+        return _whole(int(text))
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"not a generation: {text!r:.80}") from error
+
+
 def _chunk_key(value: object) -> ChunkKey:
     if not isinstance(value, bytes) or len(value) != KEY_BYTES:
         raise ValueError(f"not a chunk key: {value!r:.80}")

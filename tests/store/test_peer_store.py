@@ -461,3 +461,31 @@ def test_chunks_that_hang_on_nothing_are_not_read(
     restore = wait(reader.begin_restore([Wanted(DENSE, late)], copies))
     assert restore.failed == {ArtifactId(CHUNKS[2].key, DENSE): Failure.GONE}
     restore.release()
+
+
+@pytest.mark.parametrize("who", ["owner", "reader"])
+def test_what_was_stored_before_a_reset_is_not_read_after_it(
+    fleet: Fleet, owner: ArtifactStore, reader: ArtifactStore, who: str
+) -> None:
+    """Neither from a peer that was not reset, nor by one, though keys were the same."""
+    copies = exports(owner, 8)
+    assert (reader if who == "reader" else owner).reset()
+    restore = wait(fetch(reader, copies))
+    assert len(restore.failed) == 8
+    restore.release()
+    assert fleet.failures(reader) == {"cause=fenced,tier=peer": 8}
+    assert reader.match(CHUNKS) == []
+
+
+def test_stores_that_follow_the_fleets_reset_read_from_each_other_again(
+    fleet: Fleet, owner: ArtifactStore, reader: ArtifactStore
+) -> None:
+    exports(owner, 8)
+    for store in (owner, reader):
+        store._state.generations.told(5, store.generation)
+        assert store.catch_up().fleet == 5
+    put(owner, CHUNKS)
+    restore = wait(fetch(reader, exports(owner, 8)))
+    assert not restore.failed
+    assert intact(reader, restore)
+    restore.release()

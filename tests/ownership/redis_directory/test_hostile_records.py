@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 
 import msgpack
 import pytest
@@ -174,3 +175,29 @@ def test_no_bytes_break_the_decoders(packed: bytes) -> None:
             decode(packed)
         except RecordError:
             continue
+
+
+@settings(max_examples=100)
+@example(value=b"nan", adopted=b"x")
+@example(value=b"1e300", adopted=b"-1")
+@example(value=b"9007199254740992", adopted=b"9007199254740993")
+@example(value=b"9007199254740991", adopted=b"9007199254740990")
+@example(value=b"4503599627370495", adopted=b"1")
+@given(
+    value=st.one_of(st.binary(max_size=20), st.integers(-(2**64), 2**64).map(lambda x: b"%d" % x)),
+    adopted=st.binary(max_size=20),
+)
+def test_no_value_for_the_generation_is_believed_that_none_may_be(
+    hostile: Hostile, value: bytes, adopted: bytes
+) -> None:
+    directory, epoch = hostile.directory, hostile.lease.epoch
+    hostile.write("fleet", b"generation", value)
+    with suppress(RecordError):
+        assert 0 <= directory.tell_generation(epoch, 7, 7) <= 2**53
+    hostile.write("adopted", b"%d" % epoch, adopted)
+    with suppress(RecordError):
+        assert all(0 <= n <= 2**53 for n in directory.generation().adopted.values())
+    hostile.write("fleet", b"generation", value)
+    with suppress(RecordError):
+        before = directory.generation().number
+        assert before < directory.reset_generation() <= 2**53
