@@ -92,6 +92,15 @@ def put(
         store.complete_save(save)
 
 
+def forget_all(store: ArtifactStore) -> None:
+    """As if everything had been evicted: what a reset does besides, peers notice."""
+    with store._state.lock:
+        used = set(store._tiers.in_use())
+        for artifact in list(store._tiers.index.artifacts()):
+            if artifact not in used and not artifact.forgotten:
+                store._tiers.forget(artifact)
+
+
 def wait(restore: Restore, timeout_s: float = 20.0) -> Restore:
     until(lambda: restore.done, timeout_s)
     return restore

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import psutil
-from filling import CHUNK, DENSE, FINGERPRINT, WINDOW, chain, contents, until
+from filling import CHUNK, DENSE, FINGERPRINT, WINDOW, chain, contents, forget_all, until
 
 from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange
@@ -92,7 +92,7 @@ def serve(pipe: Connection, epoch: int, churns: bool) -> None:
     others = [chain(f"other {i}", 3) for i in range(4)]
     while churns:
         time.sleep(float(rng.random()) * 0.02)
-        store.reset()
+        forget_all(store)
         store.sharing.take_exports()
         writer.put(others[int(rng.integers(4))][: int(rng.integers(1, 4))])
         writer.put(CHUNKS)

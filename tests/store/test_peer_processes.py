@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pytest
-from filling import chain, until, wait
+from filling import chain, forget_all, until, wait
 from peer_engine import BIG, CHUNKS, Writer, engines, open_store, right
 
 from hetero_connector.artifacts.peer_copy import PeerCopy
@@ -72,7 +72,7 @@ def test_slots_rewritten_while_they_are_read_never_bring_a_wrong_byte(
             outcomes.update(restore.failed.values())
             outcomes[None] += len(restore.offsets)
             restore.release()
-            reader.reset()
+            forget_all(reader)
             misses = sum(n for cause, n in outcomes.items() if cause is not None)
             if outcomes[None] >= 100 and misses >= 30:
                 break
@@ -101,7 +101,7 @@ def test_an_owner_killed_before_and_during_reads_and_started_again(
             check_bytes(reader, restore)
             failed |= set(restore.failed.values())
             restore.release()
-            reader.reset()
+            forget_all(reader)
         killer.join()
         assert failed <= {Failure.IO_ERROR, Failure.UNREACHABLE}
 
@@ -153,7 +153,7 @@ def test_a_stopped_owner_whose_lease_ran_out_is_not_read_though_its_memory_could
         restore = fetch(reader, copies)
         assert not restore.failed
         restore.release()
-        reader.reset()
+        forget_all(reader)
         owner.stop()
         del peers.cards[owner.epoch]
         restore = fetch(reader, copies)

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from filling import chain, until
+from filling import chain, forget_all, until
 from peer_engine import BIG, Engine, Writer, open_store, right
 from test_peer_processes import check_bytes, fetch
 
@@ -78,9 +78,9 @@ def test_random_faults_bring_no_wrong_byte_no_hang_and_leave_nothing_behind() ->
                 epoch += 1
                 owners[at] = Engine(epoch, churns=at == 0)
             if rng.random() < 0.5:
-                store.reset()
+                forget_all(store)
             store.check_integrity()
-        store.reset()
+        forget_all(store)
         until(lambda: sum(map(pool.used, BIG)) == 0)
         until(lambda: not sum(map(pool.quarantined, BIG)))
         assert outcomes[None], "nothing was ever read"

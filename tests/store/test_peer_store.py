@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from filling import (
     FINGERPRINT,
     SIZES,
     WINDOW,
+    Bench,
+    Clock,
     begin,
     chain,
     ids_of,
@@ -38,6 +40,7 @@ from hetero_connector.store.slot_table import SlotTable, table_bytes
 from hetero_connector.store.slots import SlotGeometry
 from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from hetero_connector.transfer.peer_base import PeerExtent
+from hetero_connector.transfer.shared_memory import SharedMemory
 
 CHUNKS = chain("a", 4)
 OWNER = 7
@@ -489,3 +492,28 @@ def test_stores_that_follow_the_fleets_reset_read_from_each_other_again(
     assert not restore.failed
     assert intact(reader, restore)
     restore.release()
+
+
+def test_when_what_moves_the_bytes_ends_it_is_counted_and_its_next_life_is_told() -> None:
+    told: list[bytes] = []
+    clock, network = Clock(), MemoryNetwork()
+    bench, transfers = Bench(None, clock=clock), list[MemoryPeers]()
+
+    def opened(regions: Sequence[SharedMemory]) -> MemoryPeers:
+        transfers.append(MemoryPeers(network, regions))
+        return transfers[0]
+
+    def changed() -> None:
+        assert store.sharing is not None
+        told.append(store.sharing.card)
+
+    store = bench.open(peers=PeerAccess(KnownPeers(), opened, changed))
+    assert store.sharing is not None
+    before = store.sharing.card
+    transfers[0].restart()
+    clock.passes(1.0)
+    until(lambda: bool(told))
+    assert store.sharing.card == told[-1]
+    assert told[-1] != before
+    assert bench.counts("heterocache_peer_process_ends") == {"": 1.0}
+    store.close()
