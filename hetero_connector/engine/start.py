@@ -148,6 +148,7 @@ def open_scheduler_side(
             think_times.returns_within,
         ),
         peers=None if joined is None else _peer_access(joined, config),
+        size_of=layout.artifact_bytes,
     )
     if joined is not None and store.sharing is None:
         joined = None  # nothing could be read from us, so nothing is to be claimed

@@ -23,6 +23,7 @@ from hetero_connector.store.journal_connection import Connect, connect
 from hetero_connector.store.peers import PeerAccess, PeerPort
 from hetero_connector.store.prefetch_schedule import ExpectedReturn
 from hetero_connector.store.prefetch_weighing import DEFAULT_COSTS, PrefetchCosts
+from hetero_connector.store.reading import SizeOf
 from hetero_connector.store.restore import ArtifactRestore
 from hetero_connector.store.saving import reserve, taken
 from hetero_connector.store.seconds_saved import SecondsSaved, default_seconds_saved
@@ -81,6 +82,7 @@ class ArtifactStore:
         seconds_saved: SecondsSaved = default_seconds_saved,
         peers: PeerAccess | None = None,
         prefetch_costs: PrefetchCosts = DEFAULT_COSTS,
+        size_of: SizeOf | None = None,
     ) -> ArtifactStore:
         """Open the tiers.
 
@@ -89,7 +91,8 @@ class ArtifactStore:
         SSD directory of another one is refused. `open_transfer` and `connect` open its slabs and
         its journal. `seconds_saved`: what artifacts are worth to eviction and admission to SSD;
         `prefetch_costs`: what prefetching weighs besides; `peers`: the fleet, if it reads this
-        DRAM tier and this engine theirs. Raises StoreInUseError, FormatError, StoreError, and
+        DRAM tier and this engine theirs; `size_of`: what rows of the journal are held against when
+        their artifacts are read. Raises StoreInUseError, FormatError, StoreError, and
         ConfigError naming the key (`dram_gib`, `ssd_dir`, `ssd_gib`).
         """
         geometry = dram_geometry(slot_bytes, config.dram_bytes)
@@ -124,7 +127,7 @@ class ArtifactStore:
             state = StoreState(tiers, config, recorder, clock, generations)
             io_thread = None
             if state.wants_spills:
-                io_thread = IoThread(state, arena.view, ssd, prefetch_costs, port)
+                io_thread = IoThread(state, arena.view, ssd, prefetch_costs, port, size_of)
                 io_thread.start()
             undo.pop_all()
         tiers.publish_gauges()

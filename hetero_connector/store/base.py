@@ -41,7 +41,9 @@ class Failure(StrEnum):
     REUSED = "reused"
     """The peer's slot holds something else by now."""
     BAD_RECORD = "bad_record"
-    """The record points outside the peer's slots."""
+    """The record points outside the peer's slots, or is of another size than the artifact."""
+    CONGESTED = "congested"
+    """More is queued to be read from SSD than could be read by the deadline."""
     CLOSED = "closed"
 
 

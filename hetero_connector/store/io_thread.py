@@ -27,7 +27,7 @@ from hetero_connector.store.peer_reading import PeerReader
 from hetero_connector.store.peers import PeerPort
 from hetero_connector.store.prefetch_weighing import PrefetchCosts
 from hetero_connector.store.prefetching import Prefetcher
-from hetero_connector.store.reading import Reader
+from hetero_connector.store.reading import Reader, SizeOf
 from hetero_connector.store.spilling import Spiller
 from hetero_connector.store.ssd import Ssd
 from hetero_connector.store.state import StoreState
@@ -54,13 +54,14 @@ class IoThread:
         ssd: Ssd | None,
         prefetch_costs: PrefetchCosts,
         port: PeerPort | None = None,
+        size_of: SizeOf | None = None,
     ) -> None:
         self._state = state
         self._ssd = ssd
         self._peer_reader = None if port is None else PeerReader(state, memory, port)
         self._adopter = None if port is None else Adopter(state, memory, port.peers)
         state.reads_peers = port is not None
-        self._reader = Reader(state, memory, ssd)
+        self._reader = Reader(state, memory, ssd, size_of)
         self._prefetcher = Prefetcher(state, self._reader, prefetch_costs)
         self._rows = JournalRows(state, None if ssd is None else ssd.directory)
         self._health = WriteHealth(state, None if ssd is None else ssd.directory.path)

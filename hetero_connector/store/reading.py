@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.artifacts.record import SlotRef, Tier
+from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Failure
 from hetero_connector.store.loads import Load
 from hetero_connector.store.read_health import ReadHealth
@@ -22,6 +23,8 @@ from hetero_connector.transfer.checksum import checksum
 
 logger = logging.getLogger("vllm.heterocache")
 
+SizeOf = Callable[[StateType, int, int], int]
+"""`size_of(type, start, end)`: bytes of an artifact over these tokens."""
 _BATCH_BYTES = 4 << 20
 """One transfer: small enough that the first chunks are verified while later ones are read."""
 _IN_FLIGHT_BYTES = 64 << 20
@@ -57,8 +60,16 @@ class _Batch:
 class Reader:
     """Takes loads from the queue in order, reads them in batches, verifies and settles them."""
 
-    def __init__(self, state: StoreState, memory: npt.NDArray[np.uint8], ssd: Ssd | None) -> None:
+    def __init__(
+        self,
+        state: StoreState,
+        memory: npt.NDArray[np.uint8],
+        ssd: Ssd | None,
+        size_of: SizeOf | None = None,
+    ) -> None:
+        """`size_of`: bytes of an artifact of a type over a chunk; None: rows are believed."""
         self._state = state
+        self._size_of = size_of
         self._memory = memory
         self._ssd = ssd
         self._health = ReadHealth(state)
@@ -187,6 +198,7 @@ class Reader:
             seconds = self._state.clock() - batch.started_s
             self._state.recorder.observe("heterocache_ssd_read_seconds", seconds)
             self._health.succeeded()
+            self._state.read_pace.ended(batch.size_bytes, batch.started_s, self._state.clock())
         elif not batch.is_retry:
             self._health.failed(str(error))
         if error is not None and len(batch.reads) > 1:
@@ -226,12 +238,25 @@ class Reader:
             artifact, failure = read.load.artifact, None
             if batch.transfer.error is not None:
                 failure = Failure.IO_ERROR
+            elif not self._has_its_size(artifact):
+                failure = Failure.BAD_RECORD
             elif not self._intact(artifact, read.extent.memory_offset):
                 failure = Failure.CHECKSUM
-            is_lost = failure is Failure.CHECKSUM or (
-                failure is not None and believed and self._failed_again(artifact)
-            )
+            is_lost = failure is not None
+            if failure is Failure.IO_ERROR:
+                is_lost = believed and self._failed_again(artifact)
             self._settle_read(read, failure, is_lost)
+
+    def _has_its_size(self, artifact: Artifact) -> bool:
+        """Whether its journal row said as many bytes as such an artifact has.
+
+        A checksum says nothing of bytes behind the size that it was made for.
+        """
+        chunk = artifact.node.chunk
+        size_of = self._size_of
+        if size_of is None:
+            return True
+        return artifact.size_bytes == size_of(artifact.state_type, chunk.start, chunk.end)
 
     def _failed_again(self, artifact: Artifact) -> bool:
         """Whether its bytes could not be read before: one error may be the disk's bad moment."""

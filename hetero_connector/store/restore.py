@@ -44,6 +44,7 @@ class ArtifactRestore:
         started_s = state.clock()
         self._timer = StagingTimer(started_s, state.reading_bytes)
         self._deadline_s = started_s + state.config.load_deadline_s
+        self._congested = state.is_congested
         self._released = False
         self._staged_s = 0.0
         state.tiers.hold(self._hold)
@@ -185,6 +186,8 @@ class ArtifactRestore:
             failure = Failure.GONE
         elif artifact.dram is None and not state.ssd_readable:
             failure, tier = Failure.IO_ERROR, Tier.SSD
+        elif artifact.dram is None and self._congested:
+            failure, tier = Failure.CONGESTED, Tier.SSD
         else:
             load = self._start(artifact)
             failure = Failure.NO_SLOT if load is None else None

@@ -21,6 +21,7 @@ from hetero_connector.store.hit_samples import ONE_IN, HitSamples
 from hetero_connector.store.loads import Load, Spill
 from hetero_connector.store.moments import Moments
 from hetero_connector.store.prefetch_schedule import ExpectedReturn, PrefetchSchedule
+from hetero_connector.store.read_pace import ReadPace
 from hetero_connector.store.readers import Readers
 from hetero_connector.store.replicas import Replicas
 from hetero_connector.store.tiers import Tiers
@@ -102,6 +103,8 @@ class StoreState:
         """When a pause of writing ends; infinite without one, and where nobody can say."""
         self.ssd_readable = True
         """Whether reads from SSD are begun."""
+        self.read_pace = ReadPace(config.load_deadline_s)
+        """Of the SSD."""
         self.late_bytes = 0
         """Of SSD reads that were given up: DRAM that they may still fill."""
         self._gauges_due_s = 0.0
@@ -131,6 +134,11 @@ class StoreState:
     def serves_loads(self) -> bool:
         """Whether the I/O thread looks after loads: it neither ended nor hangs in the kernel."""
         return self.io_alive and self.clock() - self.step_began_s < self.config.load_deadline_s
+
+    @property
+    def is_congested(self) -> bool:
+        """Whether what is queued for the SSD is all that it can read by the deadline."""
+        return self.reading_bytes[Tier.SSD] > self.read_pace.most_bytes
 
     @property
     def has_loads(self) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkRange, StoredChunk
+from hetero_connector.errors import StoreError
 from hetero_connector.metrics import COUNTERS, GAUGES, Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
@@ -20,6 +21,7 @@ from hetero_connector.store.base import Restore, Save, StoreConfig, Wanted
 from hetero_connector.store.journal_connection import Connect, connect
 from hetero_connector.store.peers import PeerAccess
 from hetero_connector.store.prefetch_weighing import DEFAULT_COSTS, PrefetchCosts
+from hetero_connector.store.reading import SizeOf
 from hetero_connector.store.seconds_saved import SecondsSaved, default_seconds_saved
 from hetero_connector.store.ssd_directory import SsdDirectory
 from hetero_connector.transfer.base import Direction, Extent
@@ -182,6 +184,7 @@ class Bench:
         self.clock = clock
         self.connect = connect
         self.recorder = Recorder()
+        self.size_of: SizeOf | None = None
 
     def open(
         self,
@@ -207,6 +210,7 @@ class Bench:
             seconds_saved=seconds_saved,
             peers=peers,
             connect=self.connect,
+            size_of=self.size_of,
             **({"open_transfer": self.disk} if self.disk else {}),
         )
 
@@ -222,12 +226,16 @@ class Beside:
 
     def __init__(self) -> None:
         self._calls_left = math.inf
+        self._failures = 0
         self._held: list[tuple[Callable[[], object], Future[object]]] = []
 
     def __call__(self, call: Callable[[], object]) -> Future[object]:
         ended = Future[object]()
         self._calls_left -= 1
-        if self._calls_left < 0:
+        if self._failures:
+            self._failures -= 1
+            ended.set_exception(StoreError("disk I/O error"))
+        elif self._calls_left < 0:
             self._held.append((call, ended))
         else:
             _make(call, ended)
@@ -236,6 +244,23 @@ class Beside:
     def hang_after(self, calls: int) -> None:
         """After so many calls none ends, until `resume`."""
         self._calls_left = calls
+
+    def fail_next(self, count: int) -> None:
+        """The next `count` calls are not made, and fail."""
+        self._failures = count
+
+    def calm(self) -> None:
+        """No further call fails or hangs; those that hang go on hanging."""
+        self._calls_left, self._failures = math.inf, 0
+
+    def drop(self) -> None:
+        """Those that hang will never be made: their process has ended."""
+        self._held.clear()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a call hangs."""
+        return bool(self._held)
 
     def resume(self) -> None:
         """Nothing hangs any more."""

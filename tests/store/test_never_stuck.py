@@ -14,7 +14,7 @@ import pytest
 from hetero_connector.artifacts.record import ChunkRange
 from hetero_connector.errors import StoreError
 from hetero_connector.metrics import GAUGES
-from hetero_connector.store import journal_rows, read_health, spilling
+from hetero_connector.store import journal_rows, read_health, reading, spilling
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Restore
 from hetero_connector.store.io_thread import IoThread
@@ -426,3 +426,43 @@ _names = iter(range(1000))
 
 def driven_chunk() -> ChunkRange:
     return chain(f"n{next(_names)}", 1)[0]
+
+
+def test_more_restores_than_the_disk_can_serve_are_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each would wait for nearly as long as it may, and then be thrown away half read."""
+    driven = Driven(tmp_path / "ssd", dram_chunks=40, ssd_chunks=40)
+    monkeypatch.setattr(journal_rows, "in_background", driven.beside)
+    monkeypatch.setattr(reading, "_IN_FLIGHT_BYTES", 1)
+    monkeypatch.setattr(reading, "_BATCH_BYTES", 10_000)
+    chunks = [chain(f"session {i}", 1)[0] for i in range(40)]
+    driven.on_ssd_only(chunks)
+
+    def a_second_passes() -> None:
+        """In which the disk reads one chunk."""
+        driven.disk.files.hang_next()
+        driven.io_thread.step()
+        driven.clock.passes(1.0)
+        driven.disk.files.resume()
+        driven.io_thread.step()
+
+    first = begin(driven.store, ids_of(chunks[:1]))
+    while not first.done:
+        a_second_passes()
+    waiting = [begin(driven.store, ids_of([chunk])) for chunk in chunks[1:]]
+    refused = [r for r in waiting if r.done]
+    assert all(set(r.failed.values()) == {Failure.CONGESTED} for r in refused)
+    assert 3 <= len(waiting) - len(refused) <= 8, "what can be read in half the deadline"
+    for _ in range(10):
+        a_second_passes()
+        assert all(r.done or not r.failed for r in waiting)
+    assert all(r.done for r in waiting)
+    assert Failure.DEADLINE not in {f for r in waiting for f in r.failed.values()}
+    again = begin(driven.store, ids_of(chunks[-1:]))
+    a_second_passes()
+    assert again.done
+    assert not again.failed, "once the queue is shorter they are read again"
+    for restore in (first, again, *waiting):
+        restore.release()
+    driven.close()

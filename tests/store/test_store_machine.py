@@ -4,6 +4,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -41,7 +42,6 @@ TRUNKS = {name: chain(name, DEPTH) for name in "abc"}
 # A branch: `b2` shares its first two chunks with `b`.
 TRUNKS["b2"] = [*TRUNKS["b"][:2], *chain("b2", DEPTH - 2, TRUNKS["b"][1])]
 chains = st.sampled_from(sorted(TRUNKS))
-HARMLESS = {Failure.GONE, Failure.NO_SLOT}
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -54,6 +54,8 @@ class StoreMachine(RuleBasedStateMachine):
     verify = "ssd"
     eviction: EvictionName = "leaf_lru"
     budget_bytes: int | None = None
+    harmless = frozenset({Failure.GONE, Failure.NO_SLOT})
+    """How a restore may fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +64,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.beside = Beside()
         self.patched = patch.object(journal_rows, "in_background", self.beside)
         self.patched.start()
-        self.bench = Bench(self.root / "ssd" if self.ssd else None, self.disk)
+        self.bench = Bench(self.root / "ssd" if self.ssd else None, self.disk, self.clock())
         self.saves: list[Save] = []
         self.restores: list[Restore] = []
         self.sealed: set[ChunkRange] = set()
@@ -82,6 +84,10 @@ class StoreMachine(RuleBasedStateMachine):
                 prefetch_costs=PrefetchCosts(used_within=lambda idle_s, within_s: self.used_within),
                 peers=self.peers(),
             )
+
+    def clock(self) -> Callable[[], float]:
+        """The store's."""
+        return time.monotonic
 
     def peers(self) -> PeerAccess | None:
         """The fleet; by itself it has none."""
@@ -275,7 +281,7 @@ class StoreMachine(RuleBasedStateMachine):
     def pinned_bytes_are_right(self) -> None:
         view = self.store.arena.view
         for restore in self.restores:
-            assert set(restore.failed.values()) <= HARMLESS
+            assert set(restore.failed.values()) <= self.harmless
             for artifact_id, at in restore.offsets.items():
                 size = SIZES[artifact_id.state_type]
                 assert np.array_equal(view[at : at + size], contents(artifact_id, size))

@@ -715,3 +715,27 @@ def test_after_a_power_cut_that_lost_a_deletion_the_row_fails_its_checksum(tmp_p
     assert not restore.offsets
     restore.release()
     store.close()
+
+
+def test_a_journal_row_of_another_size_than_its_artifact_has_is_a_miss(
+    bench: Bench, disk: Disk
+) -> None:
+    """Its checksum may be right for the bytes that it names; those behind would be anybody's."""
+    store = bench.open()
+    put(store, CHUNKS[:2])
+    save = store.begin_save(CHUNKS[2], {DENSE: 4_000, WINDOW: SIZES[WINDOW]})
+    assert save is not None
+    fill(store, save)
+    store.complete_save(save)
+    store.close()
+    bench.size_of = lambda state_type, start, end: SIZES[state_type]
+    store = bench.open()
+    restore = wait(begin(store, ids_of(CHUNKS[:3])))
+    assert restore.failed[ArtifactId(CHUNKS[2].key, DENSE)] is Failure.BAD_RECORD
+    assert set(restore.failed) <= set(ids_of(CHUNKS[2:3])), "its checkpoint may go with it"
+    assert intact(store, restore)
+    restore.release()
+    assert bench.counts("heterocache_failures")["cause=bad_record,tier=ssd"] == 1
+    store = restarted(bench, store)
+    assert stored(store, CHUNKS) == 2, "it is gone for good"
+    store.close()

@@ -1,0 +1,279 @@
+"""The store's model tests on a disk that fails, hangs and never ends: the rest comes to its end.
+
+After the faults stop, nothing waits any more within some minutes of the store's clock: what was
+sealed is summed, shown to the fleet and on SSD, or was counted as given up; every queue is empty
+and every slot has an owner. Where what hung never ends, the same but for writing.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from unittest.mock import patch
+
+from filling import SIZES, Clock, begin, ids_of
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+from test_fleet_machine import THEIRS, FleetMachine
+from test_store_machine import DEPTH, TRUNKS, StoreMachine
+
+from hetero_connector.artifacts.nodes import Artifact
+from hetero_connector.metrics import COUNTERS
+from hetero_connector.store import sharing
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import Failure, Restore, Save
+from hetero_connector.store.saving import ReservedSave
+from hetero_connector.transfer.base import Direction
+
+SETTLING_STEPS = 150
+"""Of two seconds each: a hang is noticed in one minute, a pause ends in another."""
+BESIDE_READS_STEPS = 12
+"""Of a quarter of a second: for as long may what is sealed wait for reads."""
+
+
+class Faults(StoreMachine):
+    """Rules that break the disk, and one that asks what became of everything."""
+
+    harmless = StoreMachine.harmless | {
+        Failure.IO_ERROR,
+        Failure.DEADLINE,
+        Failure.CHECKSUM,
+        Failure.CONGESTED,
+    }
+
+    def clock(self) -> Callable[[], float]:
+        self.time = Clock()
+        return self.time
+
+    def open(self) -> ArtifactStore:
+        store = super().open()
+        self.refused: Counter[str] = Counter()
+        return store
+
+    @rule(count=st.integers(1, 4))
+    def transfers_hang(self, count: int) -> None:
+        self.disk.files.hang_next(count)
+
+    @rule(count=st.integers(1, 4))
+    def transfers_fail(self, count: int) -> None:
+        self.disk.files.fail_next(count)
+
+    @rule(count=st.integers(1, 2))
+    def a_bit_flips(self, count: int) -> None:
+        self.disk.files.corrupt_next(count)
+
+    @rule(after=st.integers(0, 2))
+    def the_journal_hangs(self, after: int) -> None:
+        self.beside.hang_after(after)
+
+    @rule(count=st.integers(1, 4))
+    def the_journal_fails(self, count: int) -> None:
+        self.beside.fail_next(count)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 11.0, 61.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.time.passes(seconds)
+        self.round()
+
+    @rule()
+    def what_hangs_goes_on(self) -> None:
+        self.disk.files.resume()
+        self.beside.resume()
+
+    @precondition(lambda self: self.ssd)
+    @rule(kill=st.booleans())
+    def restart(self, kill: bool) -> None:
+        """Killed at any moment; or else as on a healthy disk."""
+        self.calm()
+        if kill:
+            self.beside.drop()
+        else:
+            self.what_hangs_goes_on()
+            self.settle()
+        super().restart(kill)
+
+    @rule(goes_on=st.booleans(), reading=st.booleans())
+    def the_faults_end(self, goes_on: bool, reading: bool) -> None:
+        """What hangs goes on, or never will. Reads may be under way without a pause."""
+        self.calm()
+        if goes_on:
+            self.what_hangs_goes_on()
+        self.settle()
+        if reading:
+            self.seal_one_while_something_is_read()
+        self.settle()
+        if goes_on:
+            assert self.store._state.ssd_writable
+            assert self.store._state.ssd_readable
+            assert not self.store._state.late_bytes
+
+    def teardown(self) -> None:
+        self.calm()
+        self.what_hangs_goes_on()
+        if self.store._io_thread is not None:
+            self.settle()
+        super().teardown()
+
+    def calm(self) -> None:
+        """No further fault; what hangs goes on hanging."""
+        self.beside.calm()
+        files = self.disk.files
+        files._hangs = files._corruptions = 0
+        files._failures.clear()
+        for restore in self.restores:
+            restore.release()
+        self.restores.clear()
+
+    def settle(self) -> None:
+        for _ in range(SETTLING_STEPS):
+            self.time.passes(2.0)
+            self.round()
+            if not self.waits():
+                break
+        assert not self.waits()
+        self.check_slots()
+
+    def waits(self) -> list[str]:
+        """What is not as it should be once everything has come to its end."""
+        state = self.store._state
+        queues = {
+            "loads": len(state.loads) + len(state.peer_loads),
+            "reads": sum(not load.late for load in state.loading.values()),
+            "checksums": len(state.unsummed),
+            "writes": len(state.spills),
+            "writes under way": state.spilling,
+            "claims": len(state.unjudged._until_s),
+        }
+        found = [f"{count} {name}" for name, count in queues.items() if count]
+        found += [f"without a checksum: {a}" for a in self.sealed_here() if self.lacks_sum(a)]
+        if state.ssd_writable:
+            left = [a for a in self.sealed_here() if a.ssd is None and not a.replica]
+            if len(left) > self.given_up():
+                found.append(f"neither on SSD nor counted as given up: {left}")
+            if state.tiers.forgotten or state.tiers.journal_stale:
+                found.append("rows to forget")
+        elif not (self.beside.is_stuck or self.hanging(Direction.WRITE)):
+            found.append("nothing is written, and nothing hangs")
+        if not state.ssd_readable and not self.hanging(Direction.READ):
+            found.append("nothing is read, and nothing hangs")
+        return found
+
+    def lacks_sum(self, artifact: Artifact) -> bool:
+        state = self.store._state
+        return artifact.checksum is None and (state.ssd_writable or state.wants_checksums)
+
+    def sealed_here(self) -> list[Artifact]:
+        return [a for a in self.store._tiers.index.artifacts() if a.sealed and a.dram is not None]
+
+    def given_up(self) -> float:
+        """Artifacts that are not on SSD, and were counted as that."""
+        for key, value in (self.bench.recorder.drain() or {}).get(COUNTERS, {}).items():
+            self.counted[key.partition("{")[0]] += value
+            if key.startswith(("heterocache_failures", "heterocache_evictions")) and "ssd" in key:
+                self.refused[key] += value
+        return sum(self.refused.values())
+
+    def hanging(self, direction: Direction) -> int:
+        active = self.disk.files._active
+        return sum(t.hung and t._direction is direction for t in active)
+
+    def check_slots(self) -> None:
+        """Every DRAM slot holds an artifact, or something that hangs may still touch it."""
+        tiers = self.store._tiers
+        for kind in SIZES:
+            here = [a for a in tiers.index.artifacts() if a.state_type is kind and a.dram]
+            late = [x for x in self.store._state.loading.values() if x.target is not None]
+            elsewhere = [x.artifact for x in late]
+            elsewhere += [a for save in self.saves for a in taken_by(save) if a.forgotten]
+            others = sum(artifact.state_type is kind for artifact in elsewhere)
+            assert tiers.dram.used(kind) == len(here) + others, "a slot was lost"
+            touched = tiers.dram.quarantined(kind)
+            assert not touched or self.hanging(Direction.WRITE) or self.hanging(Direction.READ)
+
+    def seal_one_while_something_is_read(self) -> None:
+        """Its checksum waits for no read, its write for a second: though reads never pause."""
+        state = self.store._state
+        reading = self.read_that_goes_on()
+        depths = {name: len(self.store.match(trunk)) for name, trunk in TRUNKS.items()}
+        name = next((n for n, depth in depths.items() if depth < DEPTH), None)
+        if reading is None or name is None:
+            return
+        self.save_next(name, now=True)
+        for _ in range(BESIDE_READS_STEPS):
+            self.time.passes(0.25)
+            self.round()
+        assert not state.unsummed, "checksums wait for reads"
+        assert not (state.spills and state.ssd_writable), "writes wait for reads"
+        self.disk.files._hangs = 0
+        self.disk.files.resume()
+        reading.release()
+
+    def read_that_goes_on(self) -> Restore | None:
+        """A restore from SSD that has just begun and does not end; None if there is none."""
+        if not self.store._state.ssd_readable or self.hanging(Direction.WRITE):
+            return None
+        self.store.leave_to_ssd()
+        for trunk in TRUNKS.values():
+            for stored in self.store.match(trunk):
+                self.disk.files.hang_next()
+                restore = begin(self.store, ids_of([stored.chunk], stored.tiers))
+                self.round()
+                if not restore.done:
+                    return restore
+                restore.release()
+                self.disk.files._hangs = 0
+        return None
+
+
+def taken_by(save: Save) -> list[Artifact]:
+    """What a save under way writes to; forgotten if there was a reset."""
+    assert isinstance(save, ReservedSave)
+    return save.artifacts
+
+
+class LivenessMachine(Faults):
+    pass
+
+
+class VerifiedLivenessMachine(Faults):
+    verify = "all"
+
+
+class FleetLivenessMachine(Faults, FleetMachine):
+    """The fleet may never answer for what nobody else owns."""
+
+    def __init__(self) -> None:
+        self.silent = False
+        super().__init__()
+
+    @rule()
+    def reset(self) -> None:
+        """No fleet says which resets it has had, and nobody waits for that here."""
+        with patch.object(sharing, "_FLEET_S", 0.0):
+            super().reset()
+
+    def open(self) -> ArtifactStore:
+        store = super().open()
+        assert store.sharing is not None
+        store.sharing.serve_under(7)
+        return store
+
+    @rule(silent=st.booleans())
+    def the_fleet_answers(self, silent: bool) -> None:
+        self.silent = silent
+
+    def judge(self, key: bytes) -> None:
+        if not self.silent or key in THEIRS:
+            super().judge(key)
+
+
+for machine, examples in (
+    (LivenessMachine, 40),
+    (VerifiedLivenessMachine, 15),
+    (FleetLivenessMachine, 40),
+):
+    machine.TestCase.settings = settings(
+        max_examples=examples, stateful_step_count=40, deadline=None
+    )
+TestLivenessMachine = LivenessMachine.TestCase
+TestVerifiedLivenessMachine = VerifiedLivenessMachine.TestCase
+TestFleetLivenessMachine = FleetLivenessMachine.TestCase
