@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -96,13 +97,19 @@ def seed_of_the_day() -> int:
 
 def _in_time(play: Callable[[], Verdict]) -> Verdict | None:
     """The round's verdict; None if it hangs, with every thread's stack on stderr."""
-    ended: list[Verdict] = []
-    thread = threading.Thread(target=lambda: ended.append(play()), daemon=True)
-    thread.start()
-    thread.join(PATIENCE_S)
-    if not ended:
+    ended = Future[Verdict]()
+
+    def run() -> None:
+        try:
+            ended.set_result(play())
+        except Exception as error:  # of the machine's own: a store's are in the verdict
+            ended.set_exception(error)
+
+    threading.Thread(target=run, name="faults-round", daemon=True).start()
+    if not wait([ended], PATIENCE_S).done:
         faulthandler.dump_traceback(sys.stderr)
-    return ended[0] if ended else None
+        return None
+    return ended.result()
 
 
 def main() -> None:

@@ -27,6 +27,8 @@ POINTS: Mapping[str, str] = {
     "artifact.forget": f"{_STORE}.tiers:Tiers.forget",
     "artifact.lose": f"{_STORE}.tiers:Tiers.lose",
     "artifact.export": f"{_STORE}.spill_queue:SpillQueue.summed",
+    "generation.write": f"{_STORE}.generation_file:GenerationFile.write",
+    "generation.kept": f"{_STORE}.generation_file:GenerationKeeper.wait_kept",
     "tiers.clear": f"{_STORE}.tiers:Tiers.clear",
     "load.begin": f"{_STORE}.state:StoreState.begin",
     "load.settle": f"{_STORE}.state:StoreState.settle",

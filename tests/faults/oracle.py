@@ -21,10 +21,21 @@ class Oracle:
     def __init__(self) -> None:
         self.weights = 0
         """How many resets have answered."""
+        self._may_return: dict[bytes, int] = {}
+        """Generations that the disk could not be told the end of, and their weights."""
 
-    def on_reset(self) -> None:
-        """Expect nothing of before it from now on."""
+    def on_reset(self, before: bytes, *, is_kept: bool) -> None:
+        """Expect nothing of the generation `before` it, unless the process ends and `is_kept` is
+        not: the store has said then that a reset was in vain."""
+        if is_kept:
+            self._may_return.clear()
+        else:
+            self._may_return[before] = self.weights
         self.weights += 1
+
+    def on_start(self, generation: bytes) -> None:
+        """Go on with what the disk told a new process."""
+        self.weights = self._may_return.get(generation, self.weights)
 
     def contents(self, artifact: ArtifactId, weights: int | None = None) -> npt.NDArray[np.uint8]:
         """The only right bytes of an artifact, `[size_bytes] uint8`."""

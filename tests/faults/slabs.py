@@ -158,17 +158,21 @@ class FaultyFiles:
 
 
 @contextlib.contextmanager
-def faulty_syncs(disk: Disk) -> Iterator[None]:
-    """Let fdatasync of the disk's files meet their fate. Other files are synced as ever."""
-    sync = os.fdatasync
+def faulty_files(disk: Disk) -> Iterator[None]:
+    """Let what is synced of the slabs, and written and synced of the generation, meet its fate.
+
+    Other files are written and synced as ever.
+    """
+    sync, write = os.fdatasync, os.pwrite
 
     def fdatasync(fd: int) -> None:
         path = os.readlink(f"/proc/self/fd/{fd}")
-        if not path.endswith(".slab"):
+        name = _operation(path)
+        if name is None:
             sync(fd)
             return
         ended = disk.begins_sync(path)
-        fate = disk.fate("slab.sync")
+        fate = disk.fate(f"{name}.sync")
         try:
             if disk.suffer(fate):
                 raise DiskError(errno.EIO, "it broke off")
@@ -178,5 +182,22 @@ def faulty_syncs(disk: Disk) -> Iterator[None]:
             raise
         ended(True)
 
-    with patch("os.fdatasync", fdatasync):
+    def pwrite(fd: int, data: bytes, offset: int) -> int:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if _operation(path) != "state":
+            return write(fd, data, offset)
+        if disk.suffer(disk.fate("state.write")):
+            data = data[: len(data) // 2]
+        size = os.fstat(fd).st_size
+        disk.writes(path, offset, data, size, lambda at, count: os.pread(fd, count, at))
+        return write(fd, data, offset)
+
+    with patch("os.fdatasync", fdatasync), patch("os.pwrite", pwrite):
         yield
+
+
+def _operation(path: str) -> str | None:
+    """The first word of what is done to a file: `slab`, or `state` for the generation."""
+    if path.endswith(".slab"):
+        return "slab"
+    return "state" if os.path.basename(path).startswith("generation") else None

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from hetero_connector.artifacts.record import ArtifactId, ChunkKey
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange
 from hetero_connector.errors import HeteroCacheError
 from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.store.artifact_store import ArtifactStore
@@ -33,7 +33,7 @@ from tests.faults.disk import CALM, Cut, Disk, Fate, Weather
 from tests.faults.failpoints import MOMENTS, Failpoints
 from tests.faults.journals import connector
 from tests.faults.oracle import Oracle
-from tests.faults.slabs import FaultyFiles, faulty_syncs
+from tests.faults.slabs import FaultyFiles, faulty_files
 from tests.store.filling import CHUNK, CHUNK_BYTES, FINGERPRINT, SIZES, begin, chain, ids_of
 
 DEPTH = 4
@@ -49,8 +49,14 @@ _MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 WEATHERS: Mapping[str, Weather] = {
     "calm": CALM,
-    "errors": Weather({"slab.": {Fate.FAILS: 0.15}, "journal.": {Fate.FAILS: 0.03}}),
-    "dead": Weather({"slab.": {Fate.FAILS: 0.9}, "journal.": {Fate.FAILS: 0.5}}),
+    "errors": Weather(
+        {
+            "slab.": {Fate.FAILS: 0.15},
+            "journal.": {Fate.FAILS: 0.03},
+            "state.": {Fate.FAILS: 0.2},
+        }
+    ),
+    "dead": Weather({"slab.": {Fate.FAILS: 0.9}, "": {Fate.FAILS: 0.5}}),
     "full": Weather(
         {
             "slab.write": {Fate.FULL: 0.3},
@@ -58,13 +64,26 @@ WEATHERS: Mapping[str, Weather] = {
             "journal.sync": {Fate.FULL: 0.1},
         }
     ),
-    "short": Weather({"slab.": {Fate.SHORT: 0.2}, "journal.write": {Fate.SHORT: 0.1}}),
+    "short": Weather(
+        {
+            "slab.": {Fate.SHORT: 0.2},
+            "journal.write": {Fate.SHORT: 0.1},
+            "state.write": {Fate.SHORT: 0.5},
+        }
+    ),
     "lying": Weather({"slab.": {Fate.LIES: 0.15}}),
-    "hanging": Weather({"slab.": {Fate.HANGS: 0.15}, "journal.": {Fate.HANGS: 0.01}}),
+    "hanging": Weather(
+        {
+            "slab.": {Fate.HANGS: 0.15},
+            "journal.": {Fate.HANGS: 0.01},
+            "state.": {Fate.HANGS: 0.1},
+        }
+    ),
     "reads that never end": Weather({"slab.read": {Fate.NEVER_ENDS: 0.2}}),
     "writes that never end": Weather({"slab.write": {Fate.NEVER_ENDS: 0.1}}),
     "syncs that never end": Weather({"slab.sync": {Fate.NEVER_ENDS: 0.1}}),
     "a journal that never ends": Weather({"journal.": {Fate.NEVER_ENDS: 0.01}}),
+    "a generation that never ends": Weather({"state.": {Fate.NEVER_ENDS: 0.3}}),
 }
 
 
@@ -124,9 +143,7 @@ class StoreRound:
         self._restores: list[tuple[Restore, int]] = []
         self._known_dead = False
         rng = self._rng
-        trunks = {name: chain(name, DEPTH) for name in _NAMES}
-        trunks["b2"] = [*trunks["b"][:2], *chain("b2", DEPTH - 2, trunks["b"][1])]
-        self._trunks = trunks
+        self._chains: dict[bytes, dict[str, list[ChunkRange]]] = {}
         self._dram_chunks = rng.randint(3, 8)
         self._ssd_chunks = rng.randint(3, 16)
         self._verify: Any = rng.choice(("ssd", "ssd", "all"))
@@ -143,6 +160,8 @@ class StoreRound:
                 undo.enter_context(patch.object(IoThread, "start"))
                 undo.enter_context(patch(_BACKGROUND, self._in_this_step))
             undo.enter_context(patch("hetero_connector.store.io_thread._IDLE_S", 0.01))
+            undo.enter_context(patch("hetero_connector.store.artifact_store._KEEP_S", 0.05))
+            undo.enter_context(patch("secrets.token_bytes", self._rng.randbytes))
             undo.enter_context(self._points.installed())
             undo.enter_context(_quiet())
             try:
@@ -192,6 +211,16 @@ class StoreRound:
         self._judge()
         self._power_off(Cut.KILL)
 
+    @property
+    def _trunks(self) -> dict[str, list[ChunkRange]]:
+        """The chains there are in the store's generation; two of them begin alike."""
+        tag = self._store.generation.tag
+        if tag not in self._chains:
+            trunks = {name: chain(f"{tag.hex()}{name}", DEPTH) for name in _NAMES}
+            trunks["b2"] = [*trunks["b"][:2], *chain("b2", DEPTH - 2, trunks["b"][1])]
+            self._chains[tag] = trunks
+        return self._chains[tag]
+
     # --- opening and stopping -----------------------------------------------------------------
 
     def _boot(self) -> None:
@@ -202,7 +231,7 @@ class StoreRound:
         disk.mount(self._root)
         disk.may_block = partial(_is_not, threading.current_thread())
         self._syncs = ExitStack()
-        self._syncs.enter_context(faulty_syncs(disk))
+        self._syncs.enter_context(faulty_files(disk))
         self._recorder, self._counted = Recorder(), Counter()
         ssd_bytes = (self._ssd_chunks * (CHUNK_BYTES + 1024)) * 16 // 15
         config = StoreConfig(
@@ -226,6 +255,7 @@ class StoreRound:
                 self._boot()
                 return
             self._store = self._open(config)
+        self._oracle.on_start(self._store.generation.tag)
 
     def _open(self, config: StoreConfig) -> ArtifactStore:
         return ArtifactStore.open(
@@ -370,12 +400,14 @@ class StoreRound:
         self._store.decline(self._store.match(self._trunks[self._rng.choice(_NAMES)])[1:])
 
     def _reset(self) -> None:
-        self._store.reset()
-        if not self._disk.is_off:  # else nobody has heard the answer
-            self._oracle.on_reset()
-            left = [name for name, trunk in self._trunks.items() if self._store.match(trunk)]
-            if left:
-                self.verdict.wrong_answers.append(f"after a reset there still is {left}")
+        before, trunks = self._store.generation.tag, self._trunks
+        is_kept = self._store.reset()
+        if self._disk.is_off:
+            return  # nobody has heard the answer
+        self._oracle.on_reset(before, is_kept=is_kept)
+        left = [name for name, trunk in trunks.items() if self._store.match(trunk)]
+        if left:
+            self.verdict.wrong_answers.append(f"after a reset there still is {left}")
 
     def _change_weather(self) -> None:
         name = self._rng.choice([*self._weathers, "calm"])

@@ -16,7 +16,7 @@ from hetero_connector.store.ssd_directory import SsdDirectory
 from hetero_connector.transfer.base import Direction, Extent, TransferState
 from tests.faults.disk import Cut, Disk, Fate, Weather
 from tests.faults.journals import connector
-from tests.faults.slabs import FaultyFiles, faulty_syncs
+from tests.faults.slabs import FaultyFiles, faulty_files
 
 KIND = StateType.DENSE_KV
 BLOCK = 4096
@@ -50,7 +50,7 @@ class Slab:
         return self.move(Direction.WRITE, block, value)
 
     def sync(self) -> None:
-        with faulty_syncs(self.disk):
+        with faulty_files(self.disk):
             self.directory.sync()
 
     def kept(self, block: int) -> set[int]:
