@@ -6,6 +6,8 @@
     journals     SQLite on such a disk
     oracle       which bytes may be served
     store_round  one seeded life of a store: work, faults, kills, and at last the end of all faults
+    failpoints   moments of an artifact's life at which a round may stop the machine
+    fleet_round  one seeded life of three stores that share a directory
     campaign     many rounds; `python -m tests.faults.campaign --seed N` plays one again
 
 Every choice comes from the round's seed, so that a round that failed can be played again.

@@ -18,12 +18,15 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+from tests.faults.fleet_round import FleetRound
 from tests.faults.store_round import StoreRound, Verdict
 
-PATIENCE_S = 90.0
-"""A round that has not ended by then hangs: it takes a second."""
+PATIENCE_S = 120.0
+"""A round that has not ended by then hangs: it takes seconds."""
 THREADED_ONE_IN = 8
 """Rounds with the store's own I/O thread, which are slower and not the same each time."""
+FLEET_ONE_IN = 40
+"""Rounds of three stores with a directory, which take seconds."""
 _COUNTS = ("injected", "reached")
 
 
@@ -79,7 +82,7 @@ def run_campaign(rounds: int, seed: int, budget_s: float | None = None) -> Campa
     for number in range(seed, seed + rounds):
         if time.monotonic() >= ends_s:
             break
-        verdict = _in_time(StoreRound(number, threaded=number % THREADED_ONE_IN == 0).run)
+        verdict = _in_time(round_of(number).run)
         if verdict is None:
             result.rounds += 1
             result.hangs += 1
@@ -88,6 +91,13 @@ def run_campaign(rounds: int, seed: int, budget_s: float | None = None) -> Campa
         else:
             result.add(verdict)
     return result
+
+
+def round_of(seed: int) -> StoreRound | FleetRound:
+    """The round that a seed stands for."""
+    if seed % FLEET_ONE_IN == 0:
+        return FleetRound(seed)
+    return StoreRound(seed, threaded=seed % THREADED_ONE_IN == 0)
 
 
 def seed_of_the_day() -> int:

@@ -110,6 +110,10 @@ class Disk:
         """The directory from which a cut makes an image."""
         self._root = root
 
+    def owns(self, path: str) -> bool:
+        """Whether a file lies on it."""
+        return self._root is not None and Path(path).is_relative_to(self._root)
+
     def fate(self, operation: str, blocks: bool = True) -> Fate:
         """What the next operation of this name meets; DiskError on a machine that has stopped.
 

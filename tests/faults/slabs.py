@@ -168,7 +168,7 @@ def faulty_files(disk: Disk) -> Iterator[None]:
     def fdatasync(fd: int) -> None:
         path = os.readlink(f"/proc/self/fd/{fd}")
         name = _operation(path)
-        if name is None:
+        if name is None or not disk.owns(path):
             sync(fd)
             return
         ended = disk.begins_sync(path)
@@ -184,7 +184,7 @@ def faulty_files(disk: Disk) -> Iterator[None]:
 
     def pwrite(fd: int, data: bytes, offset: int) -> int:
         path = os.readlink(f"/proc/self/fd/{fd}")
-        if _operation(path) != "state":
+        if _operation(path) != "state" or not disk.owns(path):
             return write(fd, data, offset)
         if disk.suffer(disk.fate("state.write")):
             data = data[: len(data) // 2]

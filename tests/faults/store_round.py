@@ -10,9 +10,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ _BACKGROUND = "hetero_connector.store.journal_rows.in_background"
 _SPEED = 200.0
 """Of the clock of a store with a thread of its own."""
 _NAMES = "abcdef"
-_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """Where a sync takes no time: what is durable is for the faulty disk to say."""
 
 WEATHERS: Mapping[str, Weather] = {
@@ -131,7 +131,7 @@ class StoreRound:
         self._threaded = threaded
         self._clock = _Clock(_SPEED if threaded else 0.0)
         self._oracle = Oracle()
-        self._top = Path(tempfile.mkdtemp(prefix="fault-round-", dir=_MEMORY))
+        self._top = Path(tempfile.mkdtemp(prefix="fault-round-", dir=MEMORY))
         self._root = self._top / "ssd"
         self._boots = 0
         self._points = Failpoints()
@@ -163,7 +163,7 @@ class StoreRound:
             undo.enter_context(patch("hetero_connector.store.artifact_store._KEEP_S", 0.05))
             undo.enter_context(patch("secrets.token_bytes", self._rng.randbytes))
             undo.enter_context(self._points.installed())
-            undo.enter_context(_quiet())
+            undo.enter_context(quiet())
             try:
                 self._live()
             except Exception as e:
@@ -579,13 +579,15 @@ def _is_not(thread: threading.Thread) -> bool:
     return threading.current_thread() is not thread
 
 
-class _quiet:  # noqa: N801
-    """Keep the store's log to itself: its errors are what the round is for."""
-
-    def __enter__(self) -> None:
-        self._logger = logging.getLogger("vllm.heterocache")
-        self._level = self._logger.level
-        self._logger.setLevel(logging.CRITICAL)
-
-    def __exit__(self, *_: object) -> None:
-        self._logger.setLevel(self._level)
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the logs to themselves: their errors are what a round is for."""
+    loggers = [logging.getLogger(name) for name in ("vllm.heterocache", "ownership")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from unittest.mock import patch
+from unittest.mock import Mock, patch
+
+import pytest
 
 from hetero_connector.store import reading
 from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.peer_reading import PeerReader
 from hetero_connector.store.reading import Reader
-from tests.faults import campaign
+from ownership.record_audit import RecordAudit
+from tests.faults import campaign, fleet_round
 from tests.faults.campaign import run_campaign
 from tests.faults.disk import Cut, Fate
 from tests.faults.failpoints import MOMENTS
+from tests.faults.fleet_round import FleetRound
 from tests.faults.store_round import StoreRound
 
 ROUNDS = 100
@@ -43,7 +48,7 @@ def test_a_round_that_does_not_end_is_a_hang() -> None:
     goes_on = threading.Event()
     with (
         patch.object(campaign, "PATIENCE_S", 0.1),
-        patch.object(ArtifactStore, "begin_save", side_effect=lambda *_: goes_on.wait()),
+        patch.object(campaign, "round_of", lambda seed: Mock(run=goes_on.wait)),
     ):
         result = run_campaign(1, seed=1)
     goes_on.set()
@@ -75,6 +80,21 @@ def test_reads_that_are_never_begun_are_found() -> None:
 def test_an_error_that_reaches_the_scheduler_is_found() -> None:
     with patch.object(ArtifactStore, "begin_restore", side_effect=RuntimeError("a bug")):
         assert "engine_deaths" in found()
+
+
+@pytest.mark.slow
+def test_records_that_nobody_claims_again_are_found() -> None:
+    with (
+        patch.object(RecordAudit, "keep", lambda _: 60.0),
+        patch.object(fleet_round, "SETTLING_S", 4.0),
+    ):
+        assert any(FleetRound(seed).run().stuck for seed in range(1, 9))
+
+
+@pytest.mark.slow
+def test_a_fleet_that_reads_what_lies_anywhere_is_found() -> None:
+    with patch.object(PeerReader, "_verify", lambda *_: None):
+        assert any(FleetRound(seed).run().wrong_answers for seed in range(1, 30))
 
 
 def test_every_failpoint_and_every_fault_is_met() -> None:
