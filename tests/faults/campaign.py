@@ -1,7 +1,6 @@
 """Many rounds, each from its own seed: `python -m tests.faults.campaign --rounds 1000`.
 
-Prints what was found as one JSON object on the last line. A round that failed is played again
-with `--rounds 1 --seed N`, N being its number in `failed`.
+Prints what was found, how to play it again, and all figures as one JSON object on the last line.
 """
 
 from __future__ import annotations
@@ -55,6 +54,11 @@ class CampaignResult:
     def is_clean(self) -> bool:
         """Whether no round found anything."""
         return not self.failed
+
+    def report(self) -> str:
+        """Say what was found, and how to play it again."""
+        again = "python -m tests.faults.campaign --rounds 1 --seed"
+        return "\n".join([*self.findings, *(f"again: {again} {seed}" for seed in self.failed)])
 
     def as_json(self) -> str:
         """All of it on one line."""
@@ -132,8 +136,8 @@ def main() -> None:
     seed = seed_of_the_day() if args.seed is None else args.seed
     print(f"seeds from {seed}", flush=True)
     result = run_campaign(args.rounds, seed, args.seconds)
-    for finding in result.findings:
-        print(finding)
+    if not result.is_clean:
+        print(result.report())
     print(result.as_json())
     sys.exit(0 if result.is_clean else 1)
 

@@ -38,7 +38,7 @@ POINTS: Mapping[str, str] = {
     "journal.forget": f"{_STORE}.journal:Journal.forget",
     "journal.clear": f"{_STORE}.journal:Journal.clear",
     "journal.touch": f"{_STORE}.journal:Journal.touch",
-    "journal.load": f"{_STORE}.journal:Journal.load",
+    "journal.load": f"{_STORE}.journal:Journal.load_values",
 }
 """By name, the method: before and after each call is a moment."""
 MOMENTS = tuple(f"{when} {name}" for name in POINTS for when in ("before", "after"))

@@ -111,8 +111,9 @@ def _as_apsw(operation: str) -> Iterator[None]:
 class _Rows:
     """What a statement gave, as a cursor of sqlite3 tells it."""
 
-    def __init__(self, rows: list[tuple[Any, ...]]) -> None:
+    def __init__(self, rows: list[tuple[Any, ...]], rowcount: int) -> None:
         self._rows = iter(rows)
+        self.rowcount = rowcount
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         return self._rows
@@ -137,15 +138,19 @@ class _Connection:
 
     def execute(self, sql: str, values: Sequence[Any] = ()) -> _Rows:
         with _as_sqlite3():
-            return _Rows(list(self._connection.execute(sql, tuple(values))))
+            before = self._connection.total_changes()
+            rows = list(self._connection.execute(sql, tuple(values)))
+            return _Rows(rows, self._connection.total_changes() - before)
 
     def executescript(self, sql: str) -> None:
         with _as_sqlite3():
             self._connection.execute(sql)
 
-    def executemany(self, sql: str, values: Iterable[Sequence[Any]]) -> None:
+    def executemany(self, sql: str, values: Iterable[Sequence[Any]]) -> _Rows:
         with _as_sqlite3():
+            before = self._connection.total_changes()
             self._connection.executemany(sql, (tuple(v) for v in values))
+            return _Rows([], self._connection.total_changes() - before)
 
     def close(self) -> None:
         # SQLite closes whatever becomes of the last checkpoint, and sqlite3 says nothing of it.

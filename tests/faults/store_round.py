@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange
 from hetero_connector.errors import HeteroCacheError
 from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.background import in_background
 from hetero_connector.store.base import Restore, Save, StoreConfig
+from hetero_connector.store.generation_file import GenerationKeeper
 from hetero_connector.store.io_thread import IoThread
 from hetero_connector.store.prefetch_schedule import ExpectedReturn
 from hetero_connector.store.prefetch_weighing import PrefetchCosts
@@ -136,6 +138,7 @@ class StoreRound:
         self._boots = 0
         self._points = Failpoints()
         self._disk = Disk(seed)
+        self._syncs = ExitStack()
         self._call = in_background(lambda: None)
         self._recorder = Recorder()
         self._counted: Counter[str] = Counter()
@@ -159,6 +162,7 @@ class StoreRound:
             if not self._threaded:
                 undo.enter_context(patch.object(IoThread, "start"))
                 undo.enter_context(patch(_BACKGROUND, self._in_this_step))
+                undo.enter_context(patch.object(GenerationKeeper, "part", _part_and_wait))
             undo.enter_context(patch("hetero_connector.store.io_thread._IDLE_S", 0.01))
             undo.enter_context(patch("hetero_connector.store.artifact_store._KEEP_S", 0.05))
             undo.enter_context(patch("secrets.token_bytes", self._rng.randbytes))
@@ -171,6 +175,7 @@ class StoreRound:
                 self._died(f"{type(e).__name__}: {e}")
             finally:
                 self._heal()
+                self._syncs.close()
         self.verdict.injected += self._disk.injected
         self.verdict.reached += self._points.reached
         return self.verdict
@@ -573,6 +578,16 @@ class StoreRound:
 
     def _say(self, what: str) -> None:
         self.verdict.story.append(what)
+
+
+_part = GenerationKeeper.part
+
+
+def _part_and_wait(keeper: GenerationKeeper) -> Generation:
+    """Let the file be written before anything else happens, unless that hangs."""
+    parted = _part(keeper)
+    keeper.wait_kept(0.05)
+    return parted
 
 
 def _is_not(thread: threading.Thread) -> bool:
