@@ -317,7 +317,7 @@ class FleetRound:
 
     def run(self) -> Verdict:
         """Play the round."""
-        top = Path(tempfile.mkdtemp(prefix="heterocache-faults-", dir=MEMORY))
+        top = Path(tempfile.mkdtemp(prefix="fault-round-", dir=MEMORY))
         with ExitStack() as undo:
             undo.callback(partial(shutil.rmtree, top, ignore_errors=True))
             undo.enter_context(patch("hetero_connector.store.artifact_store._KEEP_S", 0.05))
