@@ -16,10 +16,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetero_connector.errors import StoreError, UnsupportedModelError
 from hetero_connector.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _PATIENCE_S = 30.0
 
@@ -38,6 +41,16 @@ class WorkerGeometry:
     """`engine.rounding.rounding`, asked on its device."""
     replay_refusal: str | None = None
     """Why this engine's windows cannot be rebuilt by a replay; None if they can."""
+
+
+def data_parallel_rank(vllm_config: VllmConfig) -> int | None:
+    """Which of several data-parallel engines this is; None for an engine by itself."""
+    assert vllm_config.kv_transfer_config is not None
+    parallel = vllm_config.parallel_config
+    rank = int(parallel.data_parallel_index)
+    # vLLM gives each an engine id of its own, also where it hides their number.
+    is_one = str(vllm_config.kv_transfer_config.engine_id).endswith(f"_dp{rank}")
+    return rank if is_one or parallel.data_parallel_size > 1 else None
 
 
 def announce(engine_id: str, geometry: WorkerGeometry) -> None:

@@ -180,11 +180,10 @@ def open_scheduler_side(
 
 def _join(config: HeteroConfig, vllm_config: VllmConfig, recorder: Recorder) -> fleet.Fleet | None:
     assert vllm_config.kv_transfer_config is not None
-    parallel = vllm_config.parallel_config
-    if config.worker_name and parallel.data_parallel_size > 1:
+    rank = rendezvous.data_parallel_rank(vllm_config)
+    if config.worker_name and rank is not None:
         # Data-parallel engines are workers of their own.
-        name = f"{config.worker_name}-dp{parallel.data_parallel_index}"
-        config = replace(config, worker_name=name)
+        config = replace(config, worker_name=f"{config.worker_name}-dp{rank}")
     return fleet.join(config, str(vllm_config.kv_transfer_config.engine_id), recorder)
 
 
@@ -253,10 +252,14 @@ def _chunk_tokens(config: HeteroConfig, model: ModelSpec) -> int:
 
 def _store_config(config: HeteroConfig, vllm_config: VllmConfig, *, shared: bool) -> StoreConfig:
     ssd_dir, per_day = config.ssd_dir, config.ssd_write_bytes_per_day
-    engines = vllm_config.parallel_config.data_parallel_size
-    if ssd_dir is not None and engines > 1:
-        # Data-parallel engines are separate caches, each with its share of the space.
-        ssd_dir = ssd_dir / f"dp{vllm_config.parallel_config.data_parallel_index}"
+    # Data-parallel engines are separate caches, each with its share of the space where vLLM says
+    # how many there are: it tells those of a model without experts that each is the only one.
+    engines, rank = (
+        vllm_config.parallel_config.data_parallel_size,
+        rendezvous.data_parallel_rank(vllm_config),
+    )
+    if ssd_dir is not None and rank is not None:
+        ssd_dir = ssd_dir / f"dp{rank}"
     return StoreConfig(
         dram_bytes=config.dram_bytes,
         shared=shared,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -76,28 +77,45 @@ def test_a_write_budget_smaller_than_a_chunk_is_pointed_out() -> None:
     assert "ssd_write_gib_per_day=1e-06 lets 134 bytes be written at once" in warning
 
 
+def engine_of(engine_id: str, parallel: SimpleNamespace) -> Any:
+    """As much of a `VllmConfig` as says which engine it is."""
+    return SimpleNamespace(
+        parallel_config=parallel, kv_transfer_config=SimpleNamespace(engine_id=engine_id)
+    )
+
+
 def test_data_parallel_engines_share_the_ssd_and_its_write_budget(tmp_path: Path) -> None:
     parallel = SimpleNamespace(data_parallel_size=4, data_parallel_index=2)
     config = HeteroConfig(
         dram_gib=1, ssd_dir=tmp_path, ssd_gib=8, ssd_write_gib_per_day=40, eviction="value"
     )
-    made = _store_config(config, SimpleNamespace(parallel_config=parallel), shared=False)  # type: ignore[arg-type]
+    made = _store_config(config, engine_of("x", parallel), shared=False)
     assert made == StoreConfig(
         dram_bytes=GIB,
         ssd_dir=tmp_path / "dp2",
         ssd_bytes=2 * GIB,
         ssd_write_bytes_per_day=10 * GIB,
         eviction="value",
+        verify="sample",
         shared=False,
     )
 
 
+def test_data_parallel_engines_that_vllm_tells_they_are_alone_share_no_directory(
+    tmp_path: Path,
+) -> None:
+    """Models without experts: only the engine's id and its index say that there are others."""
+    config = HeteroConfig(dram_gib=1, ssd_dir=tmp_path, ssd_gib=8)
+    for rank in range(2):
+        parallel = SimpleNamespace(data_parallel_size=1, data_parallel_index=rank)
+        made = _store_config(config, engine_of(f"x_dp{rank}", parallel), shared=False)
+        assert (made.ssd_dir, made.ssd_bytes) == (tmp_path / f"dp{rank}", 8 * GIB)
+
+
 def test_who_gives_a_restore_more_time_gives_its_peers_more() -> None:
-    alone = SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_size=1, data_parallel_index=0)
-    )
+    alone = SimpleNamespace(data_parallel_size=1, data_parallel_index=0)
     config = HeteroConfig(dram_gib=1, load_deadline_s=100.0)
-    made = _store_config(config, alone, shared=False)  # type: ignore[arg-type]
+    made = _store_config(config, engine_of("x", alone), shared=False)
     assert (made.load_deadline_s, made.peer_deadline_s) == (100.0, 20.0)
 
 

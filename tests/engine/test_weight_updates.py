@@ -69,7 +69,8 @@ def _first_weights(llm: Any, answers: dict[int, Completion]) -> Iterator[None]:
 
 
 def load(llm: Any, which: int) -> None:
-    """Put weights 0 (of the files) or 1 into the running model, as no method of vLLM's does."""
+    """Put weights 0 (of the files) or 1 into the running model, as who shares their memory does:
+    without a call of the engine core."""
 
     def change(worker: Any) -> None:
         model = worker.model_runner.model
@@ -80,7 +81,7 @@ def load(llm: Any, which: int) -> None:
                 weight.data.copy_(first + 0.3 * which)
         model.weights_of_the_files = kept
 
-    llm.llm_engine.engine_core.collective_rpc(change)
+    llm.llm_engine.engine_core.engine_core.model_executor.collective_rpc(change)
 
 
 def name(llm: Any, version: str) -> None:
@@ -95,7 +96,7 @@ def restored(llm: Any) -> Completion:
 def test_without_a_reset_or_a_version_old_state_would_be_used(
     llm: Any, answers: dict[int, Completion]
 ) -> None:
-    """The power of what follows: a trainer's own method goes unseen."""
+    """The power of what follows: such a change goes unseen."""
     generate(llm, PROMPT, max_tokens=8)
     load(llm, 1)
     mixed = restored(llm)
@@ -178,6 +179,13 @@ def test_an_update_by_vllms_own_methods_is_noticed(llm: Any, method: str) -> Non
     assert scheduler_side(llm).root.hasher is not root
     assert restored(llm).num_cached_tokens == 0
     name(llm, "v2")
+    assert restored(llm).num_cached_tokens == 0
+
+
+def test_a_method_of_ones_own_may_be_an_update(llm: Any) -> None:
+    name(llm, "v1")
+    generate(llm, PROMPT)
+    llm.llm_engine.engine_core.collective_rpc(lambda worker: None)
     assert restored(llm).num_cached_tokens == 0
 
 
