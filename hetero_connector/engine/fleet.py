@@ -6,9 +6,11 @@ An engine by itself has no fleet and imports nothing of one: `join` alone does, 
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import ChunkKey
@@ -17,6 +19,8 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.spec import StateType
 from hetero_connector.store.peers import Peers
 from hetero_connector.store.sharing import Sharing
+
+_THIS_HOST = (None, "", "localhost", "127.0.0.1", "::1")
 
 
 class Lookup(Protocol):
@@ -61,6 +65,17 @@ class Fleet(Protocol):
     def close(self) -> None:
         """Leave. Waits a few seconds at most."""
         ...
+
+
+def warnings(config: HeteroConfig) -> list[str]:
+    """Who may expect to read from this engine and cannot."""
+    host = urlsplit(config.directory).hostname
+    if host in _THIS_HOST or config.peer_host or "UCX_NET_DEVICES" in os.environ:
+        return []
+    return [
+        f"the directory is on {host}, but peers on other hosts cannot read from this engine: if "
+        "there are any, set peer_host to an address in the fleet's network"
+    ]
 
 
 def join(config: HeteroConfig, engine_id: str, recorder: Recorder) -> Fleet | None:

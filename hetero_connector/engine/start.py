@@ -311,7 +311,7 @@ def _window_replay(geometry: WorkerGeometry) -> WindowReplay | None:
 
 def _warnings(layout: ArtifactLayout, config: HeteroConfig, max_model_len: int) -> list[str]:
     """What is allowed but hardly meant."""
-    warnings = []
+    warnings = fleet.warnings(config)
     if layout.chunk_tokens > max_model_len:
         warnings.append(
             f"chunk_tokens={layout.chunk_tokens} exceeds the {max_model_len} tokens a request may "

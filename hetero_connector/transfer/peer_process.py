@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import importlib.util
 import os
 import resource
 import select
@@ -18,6 +19,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Sequence
+from types import ModuleType
 
 from hetero_connector.errors import StoreError, TransferError
 from hetero_connector.transfer.agent_metadata import AgentMetadata
@@ -130,12 +132,23 @@ def confine(parent: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def leave_torch_out() -> None:
+    """NIXL reads torch's files to choose a library, and imports a torch that was built for CPUs.
+
+    That takes seconds and hundreds of MiB for nothing. The files stay there to be read.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is not None:
+        stub = ModuleType("torch")
+        stub.__spec__ = spec
+        sys.modules["torch"] = stub
+
+
 def main() -> None:
     """See the module."""
     parent = int(sys.argv[1])
     confine(parent)
-    # NIXL imports it where it is installed: seconds, and hundreds of MiB, for nothing.
-    sys.modules["torch"] = None  # type: ignore[assignment]
+    leave_torch_out()
     with socket.socket(fileno=int(sys.argv[2])) as engine:
         described = [
             (int(fd), int(size)) for fd, _, size in (a.partition(":") for a in sys.argv[3:])

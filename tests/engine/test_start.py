@@ -46,6 +46,21 @@ def test_sensible_settings_bring_no_warning() -> None:
     assert _warnings(LAYOUT, config, max_model_len=4096) == []
 
 
+def test_a_fleet_whose_other_hosts_cannot_read_from_this_engine_is_pointed_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    there = HeteroConfig(dram_gib=1.0, directory="redis://:pw@cache.example:6379?fleet=a")
+    (warning,) = _warnings(LAYOUT, there, max_model_len=4096)
+    assert "on cache.example" in warning
+    assert "set peer_host" in warning
+    here = replace(there, directory="redis://localhost:6379")
+    told = replace(there, peer_host="127.0.0.1")
+    assert _warnings(LAYOUT, here, 4096) == _warnings(LAYOUT, told, 4096) == []
+    monkeypatch.setenv("UCX_NET_DEVICES", "eth1")
+    assert _warnings(LAYOUT, there, max_model_len=4096) == []
+
+
 def test_a_dram_tier_smaller_than_one_request_is_pointed_out() -> None:
     config = HeteroConfig.from_extra_config({"dram_gib": 0.0001})
     (warning,) = _warnings(LAYOUT, config, max_model_len=4096)

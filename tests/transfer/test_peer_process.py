@@ -248,3 +248,29 @@ def test_one_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(peer_child, "_MODULE", "no_such_module")
     with pytest.raises(StoreError, match="exit status 1"):
         NixlPeers([create_shared("test", SIZE)])
+
+
+_CHOOSES = """
+import sys
+from hetero_connector.transfer.peer_process import leave_torch_out
+leave_torch_out()
+from nixl_meta_utils import detect_cuda_major
+print(detect_cuda_major(), hasattr(sys.modules["torch"], "Tensor"))
+"""
+
+
+@pytest.mark.parametrize(("cuda", "chosen"), [("'12.6'", "12"), ("None", "None")])
+def test_nixl_still_sees_for_which_cuda_torch_was_built(
+    tmp_path: Path, cuda: str, chosen: str
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
+    (tmp_path / "torch" / "version.py").write_text(f"cuda = {cuda}")
+    done = subprocess.run(
+        [sys.executable, "-c", _CHOOSES],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+    )
+    assert done.stdout.split() == [chosen, "False"], done.stderr
