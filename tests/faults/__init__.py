@@ -8,6 +8,7 @@
     store_round  one seeded life of a store: work, faults, kills, and at last the end of all faults
     failpoints   moments of an artifact's life at which a round may stop the machine
     fleet_round  one seeded life of three stores that share a directory
+    kill_round   processes that are killed with -9, and what the next finds
     campaign     many rounds; `python -m tests.faults.campaign --seed N` plays one again
 
 Every choice comes from the round's seed, so that a round that failed can be played again.

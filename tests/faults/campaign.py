@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from tests.faults.fleet_round import FleetRound
+from tests.faults.kill_round import KillRound
 from tests.faults.store_round import StoreRound, Verdict
 
 PATIENCE_S = 120.0
@@ -26,6 +27,8 @@ THREADED_ONE_IN = 8
 """Rounds with the store's own I/O thread, which are slower and not the same each time."""
 FLEET_ONE_IN = 40
 """Rounds of three stores with a directory, which take seconds."""
+KILL_ONE_IN = 50
+"""Rounds of processes that are killed with -9."""
 _COUNTS = ("injected", "reached")
 
 
@@ -97,10 +100,12 @@ def run_campaign(rounds: int, seed: int, budget_s: float | None = None) -> Campa
     return result
 
 
-def round_of(seed: int) -> StoreRound | FleetRound:
+def round_of(seed: int) -> StoreRound | FleetRound | KillRound:
     """The round that a seed stands for."""
     if seed % FLEET_ONE_IN == 0:
         return FleetRound(seed)
+    if seed % KILL_ONE_IN == 0:
+        return KillRound(seed)
     return StoreRound(seed, threaded=seed % THREADED_ONE_IN == 0)
 
 

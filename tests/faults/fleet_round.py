@@ -32,6 +32,7 @@ from ownership.fleet_worker import FleetWorker
 from ownership.memory_directory import MemoryDirectory
 from tests.faults.disk import CALM, Cut, Disk
 from tests.faults.journals import connector
+from tests.faults.oracle import contents
 from tests.faults.slabs import FaultyFiles, faulty_files
 from tests.faults.store_round import MEMORY, WEATHERS, Verdict, quiet
 from tests.store.filling import CHUNK, CHUNK_BYTES, FINGERPRINT, SIZES, chain
@@ -98,13 +99,6 @@ class Wire:
     def mend(self) -> None:
         """Let everything through."""
         self.is_down = self.loses_answers = self.hangs = False
-
-
-def contents(artifact: ArtifactId) -> np.ndarray:
-    """The only right bytes of an artifact: its id tells the generation, too."""
-    seed = [int.from_bytes(artifact.chunk, "little"), len(artifact.state_type)]
-    size = SIZES[artifact.state_type]
-    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
 
 
 class Member:
@@ -193,7 +187,7 @@ class Member:
             if save is None:
                 return
             for kind, offset in save.offsets.items():
-                content = contents(ArtifactId(chunk.key, kind))
+                content = contents(ArtifactId(chunk.key, kind), 0)
                 self.store.arena.view[offset : offset + len(content)] = content
             self.store.complete_save(save)
 
@@ -241,7 +235,7 @@ class Member:
         """Compare what it hands out with what was computed."""
         for artifact, at in restore.offsets.items():
             found = self.store.arena.view[at : at + SIZES[artifact.state_type]]
-            if not np.array_equal(found, contents(artifact)):
+            if not np.array_equal(found, contents(artifact, 0)):
                 self.fleet.wrong(f"{self.name}: {artifact.chunk.hex()[:8]} has other bytes")
 
     def reset(self) -> None:

@@ -12,6 +12,14 @@ from hetero_connector.store.base import Restore
 from tests.store.filling import SIZES
 
 
+def contents(artifact: ArtifactId, weights: int) -> npt.NDArray[np.uint8]:
+    """The bytes of an artifact that was computed with these weights, `[size_bytes] uint8`."""
+    kind = list(StateType).index(artifact.state_type)
+    seed = [int.from_bytes(artifact.chunk, "little"), kind, weights]
+    size = SIZES[artifact.state_type]
+    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+
+
 class Oracle:
     """Knows an artifact's bytes by its id and by the weights they were computed with.
 
@@ -37,13 +45,9 @@ class Oracle:
         """Go on with what the disk told a new process."""
         self.weights = self._may_return.get(generation, self.weights)
 
-    def contents(self, artifact: ArtifactId, weights: int | None = None) -> npt.NDArray[np.uint8]:
-        """The only right bytes of an artifact, `[size_bytes] uint8`."""
-        number = self.weights if weights is None else weights
-        kind = list(StateType).index(artifact.state_type)
-        seed = [int.from_bytes(artifact.chunk, "little"), kind, number]
-        size = SIZES[artifact.state_type]
-        return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+    def contents(self, artifact: ArtifactId) -> npt.NDArray[np.uint8]:
+        """The only right bytes of an artifact that is computed now."""
+        return contents(artifact, self.weights)
 
     def judge(self, store: ArtifactStore, restore: Restore, weights: int) -> list[str]:
         """Say what is wrong with the bytes that a restore hands out.
@@ -53,9 +57,9 @@ class Oracle:
         wrong = []
         for artifact, at in restore.offsets.items():
             found = store.arena.view[at : at + SIZES[artifact.state_type]]
-            if np.array_equal(found, self.contents(artifact, weights)):
+            if np.array_equal(found, contents(artifact, weights)):
                 continue
-            of = [w for w in range(weights) if np.array_equal(found, self.contents(artifact, w))]
+            of = [w for w in range(weights) if np.array_equal(found, contents(artifact, w))]
             what = "of before a reset" if of else "of something else"
             wrong.append(f"{artifact.state_type} {artifact.chunk.hex()[:8]}: bytes {what}")
         return wrong

@@ -19,6 +19,7 @@ from tests.faults.campaign import run_campaign, seed_of_the_day
 from tests.faults.disk import Cut, Fate
 from tests.faults.failpoints import MOMENTS
 from tests.faults.fleet_round import FleetRound
+from tests.faults.kill_round import KillRound
 from tests.faults.store_round import StoreRound
 
 ROUNDS = 100
@@ -113,3 +114,10 @@ def test_a_minute_of_the_rounds_of_today() -> None:
     result = run_campaign(rounds=1_000, seed=seed_of_the_day(), budget_s=60.0)
     assert result.is_clean, result.report()
     assert result.rounds
+
+
+@pytest.mark.slow
+def test_processes_killed_at_any_moment_leave_only_what_is_right() -> None:
+    verdicts = [KillRound(seed).run() for seed in range(1, 6)]
+    assert all(verdict.is_good for verdict in verdicts), [v for v in verdicts if not v.is_good]
+    assert sum(sum(verdict.injected.values()) for verdict in verdicts) > 5
