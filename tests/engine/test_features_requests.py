@@ -1,0 +1,162 @@
+"""Adapters and prompt embeddings on a real engine: never another's state, and exactly their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hetero_connector.engine import request_identity
+from hetero_connector.engine.request_identity import RequestIdentity
+from tests.engine.harness import (
+    Completion,
+    assert_nothing_is_held,
+    delta,
+    engine,
+    forget,
+    forget_local,
+    generate,
+    prompt_tokens,
+)
+
+pytestmark = pytest.mark.engine
+
+PROMPT = prompt_tokens(700)
+BOUNDARY = 672  # whole pages of 32 tokens
+EXACT, VISIBLE = 1e-4, 0.05
+_HIDDEN, _RANK, _LAYERS = 128, 8, 4
+_OUT = {"q_proj": 128, "k_proj": 64, "v_proj": 64, "o_proj": 128}
+
+
+def write_adapter(path: Path, seed: int) -> Path:
+    """A PEFT adapter over every attention projection, strong enough to be seen."""
+    rng = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(_LAYERS):
+        for name, out in _OUT.items():
+            stem = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{stem}.lora_A.weight"] = torch.randn(_RANK, _HIDDEN, generator=rng) / 11
+            tensors[f"{stem}.lora_B.weight"] = torch.randn(out, _RANK, generator=rng) / 3
+    path.mkdir()
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": list(_OUT),
+        "bias": "none", "task_type": "CAUSAL_LM",
+    }  # fmt: skip
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
+@dataclass
+class Adapters:
+    """An engine, and requests for the adapters it may serve."""
+
+    llm: Any
+    a: Any
+    b: Any
+    copy_of_a: Any
+
+    def answer(self, lora: Any) -> Completion:
+        return generate(self.llm, PROMPT, max_tokens=4, lora=lora)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[Any]:
+    arguments = {"enable_lora": True, "max_lora_rank": _RANK, "max_loras": 2, "max_cpu_loras": 4}
+    with engine("dense", {"dram_gib": 0.1}, enable_prompt_embeds=True, **arguments) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def adapters(llm: Any, tmp_path_factory: pytest.TempPathFactory) -> Adapters:
+    from vllm.lora.request import LoRARequest
+
+    root = tmp_path_factory.mktemp("adapters")
+    paths = [write_adapter(root / name, seed) for name, seed in (("a", 1), ("b", 2), ("again", 1))]
+    a, b, again = (LoRARequest(path.name, 1 + i, str(path)) for i, path in enumerate(paths))
+    return Adapters(llm, a, b, again)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(llm: Any) -> Iterator[None]:
+    forget(llm)
+    yield
+    assert_nothing_is_held(llm)
+
+
+def test_power_an_adapter_left_out_of_the_key_is_seen(adapters: Adapters) -> None:
+    cold = [adapters.answer(lora) for lora in (None, adapters.a, adapters.b)]
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert delta(cold[one], cold[other]) > VISIBLE
+    forget(adapters.llm)
+    with patch.object(request_identity, "RequestIdentity", lambda lora, media: RequestIdentity()):
+        adapters.answer(adapters.a)
+        forget_local(adapters.llm)
+        mixed = adapters.answer(adapters.b)
+    assert mixed.num_cached_tokens == BOUNDARY
+    assert delta(mixed, cold[2]) > VISIBLE
+
+
+def test_each_adapter_restores_its_own_state_and_no_other_s(adapters: Adapters) -> None:
+    cold = []
+    for lora in (None, adapters.a, adapters.b):
+        forget_local(adapters.llm)
+        cold.append(adapters.answer(lora))
+        assert cold[-1].num_cached_tokens == 0  # what the others stored is not used
+    for lora, expected in zip((None, adapters.a, adapters.b), cold, strict=True):
+        forget_local(adapters.llm)
+        restored = adapters.answer(lora)
+        assert restored.num_cached_tokens == BOUNDARY
+        assert delta(restored, expected) <= EXACT
+
+
+def test_an_adapter_s_copy_under_another_name_is_the_same_adapter(adapters: Adapters) -> None:
+    expected = adapters.answer(adapters.a)
+    forget_local(adapters.llm)
+    restored = adapters.answer(adapters.copy_of_a)
+    assert restored.num_cached_tokens == BOUNDARY
+    assert delta(restored, expected) <= EXACT
+
+
+def test_an_adapter_whose_files_change_is_not_cached_any_more(
+    adapters: Adapters, tmp_path: Path
+) -> None:
+    from vllm.lora.request import LoRARequest
+
+    lora = LoRARequest("changing", 9, str(write_adapter(tmp_path / "changing", 3)))
+    adapters.answer(lora)
+    config = tmp_path / "changing" / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "lora_alpha": 2 * _RANK}))
+    forget_local(adapters.llm)
+    assert adapters.answer(lora).num_cached_tokens == 0
+
+
+def embeddings(seed: int = 0) -> torch.Tensor:
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(rng.standard_normal((700, _HIDDEN), dtype=np.float32))
+
+
+def test_prompt_embeddings_restore_exactly_and_never_another_s(llm: Any) -> None:
+    one = embeddings()
+    other = one.clone()
+    other[3] += 0.5
+    cold = generate(llm, {"prompt_embeds": one}, max_tokens=4)
+    forget_local(llm)
+    changed = generate(llm, {"prompt_embeds": other}, max_tokens=4)
+    assert changed.num_cached_tokens == 0
+    assert delta(cold, changed) > VISIBLE  # the power: a row more or less is seen
+    forget_local(llm)
+    restored = generate(llm, {"prompt_embeds": one}, max_tokens=4)
+    assert restored.num_cached_tokens == BOUNDARY
+    assert delta(restored, cold) <= EXACT
+    forget_local(llm)
+    shared = torch.cat([one[:600], embeddings(1)[:100]])
+    assert generate(llm, {"prompt_embeds": shared}).num_cached_tokens == 512  # whole chunks
