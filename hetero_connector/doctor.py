@@ -16,13 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero_connector import machine
+from hetero_connector.artifacts.nodes import index_bytes
 from hetero_connector.errors import (
     DirectoryError,
     StoreError,
     TransferError,
     UnsupportedVersionError,
 )
+from hetero_connector.inspection import find_models
+from hetero_connector.store.journal import Journal
 from hetero_connector.store.private_files import others_can_replace
+from hetero_connector.store.ssd_space import JOURNAL_NAME
 from hetero_connector.supported_vllm import SUPPORTED_VLLM, check_version
 from hetero_connector.transfer.base import Direction, Extent, FileTransfer, OpenFile, TransferState
 from hetero_connector.transfer.choose import choose_file_transfer, is_direct, open_scratch
@@ -74,6 +78,7 @@ def examine(ssd_dir: Path, directory: str = "") -> Iterator[Finding]:
     yield huge_pages()
     yield dram_copy()
     yield from ssd(ssd_dir)
+    yield from index_memory(ssd_dir)
     if directory:
         yield fleet_directory(directory)
 
@@ -200,6 +205,33 @@ def ssd(ssd_dir: Path) -> Iterator[Finding]:
         yield ssd_read(fd, directory)
     finally:
         os.close(fd)
+
+
+def index_memory(ssd_dir: Path) -> Iterator[Finding]:
+    """What the index of each model's tier takes once it is full, against the free memory."""
+    try:
+        found = find_models(ssd_dir)
+    except StoreError:
+        return  # there is none yet
+    for path in found:
+        try:
+            journal = Journal.open_existing(path / JOURNAL_NAME, True, check=False)
+        except StoreError:
+            continue  # `heterocache inspect` says what is wrong with it
+        slabs = journal.meta.slabs
+        journal.close()
+        chunks = max((slab.slots for slab in slabs.values()), default=0)
+        needed, free = index_bytes(chunks, len(slabs)), machine.memory().available_bytes
+        name = f"index of {path.name}"
+        detail = (
+            f"{chunks:,} chunks of {len(slabs)} state types take {needed / machine.GIB:.2f} GiB of "
+            f"memory besides dram_gib, {free / machine.GIB:.1f} GiB are free"
+        )
+        if needed < free:
+            yield Finding(name, Status.OK, detail)
+        else:
+            advice = "lower ssd_gib, or raise chunk_tokens: fewer chunks of more bytes"
+            yield Finding(name, Status.WARN, detail, advice)
 
 
 def ssd_read(fd: int, directory: Path) -> Finding:

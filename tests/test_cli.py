@@ -447,6 +447,25 @@ def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "dram_gib" in finding.advice
 
 
+def test_the_memory_of_a_full_tiers_index_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {StateType.DENSE_KV: 4096, StateType.WINDOW_SWA: 4096}
+    directory = SsdDirectory.open(tmp_path, b"f" * 16, sizes, 8 << 20)
+    slots = directory.slots_per_type
+    directory.close()
+    (tmp_path / ("ab" * 8)).mkdir()
+    (tmp_path / ("ab" * 8) / "journal.sqlite").write_bytes(b"not a journal")
+    (found,) = doctor.index_memory(tmp_path)
+    assert found.status is Status.OK
+    assert f"{slots:,} chunks of 2 state types" in found.detail
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(8 << 30, 1000 * slots))
+    (found,) = doctor.index_memory(tmp_path)
+    assert found.status is Status.WARN
+    assert "ssd_gib" in found.advice
+    assert list(doctor.index_memory(tmp_path / "none")) == []
+
+
 def test_no_o_direct_and_a_full_filesystem_are_warnings(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

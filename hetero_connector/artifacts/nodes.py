@@ -26,6 +26,18 @@ ANY = {kind: _ALL << _COUNT_BITS * kind.position for kind in StateType}
 """What of such an integer counts the type: `counts & ANY[kind]` is 0 if there is none."""
 
 
+_CHUNK_BYTES = 700
+_ARTIFACT_BYTES = 650
+
+
+def index_bytes(num_chunks: int, num_types: int) -> int:
+    """About what an index of so many chunks takes in memory, with an artifact of each type.
+
+    A quarter more than after a start: what is added while serving waits in eviction's queues.
+    """
+    return num_chunks * (_CHUNK_BYTES + num_types * _ARTIFACT_BYTES)
+
+
 class Artifact:
     """One artifact: its slots, pins and recency. Mutated by the store, under its lock."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from filling import CHUNK, DENSE, FINGERPRINT, SLOTS, WINDOW
 
-from hetero_connector.artifacts.nodes import Artifact, Node
+from hetero_connector.artifacts.nodes import Artifact, Node, index_bytes
 from hetero_connector.artifacts.record import ROOT, Tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.store.directory_lock import is_locked
@@ -54,6 +54,7 @@ def test_a_chunk_on_ssd_takes_little_memory() -> None:
     tiers.check_integrity()
     assert len(tiers.index.nodes) == CHUNKS + 1
     assert taken / CHUNKS < 1_700
+    assert taken < index_bytes(CHUNKS, 2) < 2 * taken, "what the doctor counts"
 
 
 def test_a_chunk_on_ssd_has_few_objects_that_a_collection_looks_at() -> None:

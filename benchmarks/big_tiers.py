@@ -1,0 +1,205 @@
+"""What a big tier costs its engine: to open it, in memory, in pauses, and in evictions.
+
+Seconds are the thread's own on a processor: nothing here waits for another thread or a device, and
+others may use the machine.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange
+from hetero_connector.metrics import Recorder
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import StoreConfig, Wanted
+from hetero_connector.store.garbage import Freezer
+from hetero_connector.store.journal import Journal
+from hetero_connector.store.journal_format import JournalMeta, JournalRow, SlabShape
+from hetero_connector.store.slots import SlotGeometry
+from hetero_connector.store.ssd import adopt_journal
+from hetero_connector.store.tiers import Tiers
+
+KINDS = (StateType.DENSE_KV, StateType.WINDOW_SWA)
+SLOT_BYTES = dict.fromkeys(KINDS, 4096)
+CHUNK = 256
+TURN = 64
+"""Chunks of a chain."""
+HOLDS = 4_000
+EVICTIONS = 500
+GROWTH = 65_536
+"""Chunks that are added while collections are timed."""
+
+
+@dataclass(frozen=True)
+class BigTier:
+    """An SSD tier that was opened, and then grew."""
+
+    rows: int
+    open_s: float
+    memory_bytes: int
+    """What the process grew by."""
+    full_collection_s: float
+    """Right after it was opened."""
+    longest_collection_s: float
+    """While it grew."""
+
+    @property
+    def open_s_per_million_rows(self) -> float:
+        return self.open_s / self.rows * 1e6
+
+    @property
+    def bytes_per_chunk(self) -> float:
+        return self.memory_bytes / self.rows * len(KINDS)
+
+
+def open_big_tier(rows: int = 1_000_000) -> BigTier:
+    """Write a journal of so many rows, open it, and let the index grow."""
+    count = rows // len(KINDS)
+    meta = JournalMeta(b"f" * 16, {t: SlabShape(count, n) for t, n in SLOT_BYTES.items()})
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "journal.sqlite"
+        journal = Journal.open(path, meta)
+        new = _rows(count)
+        while batch := list(islice(new, 100_000)):
+            journal.record(batch)
+        del batch
+        journal.close()
+        geometry = SlotGeometry(count + GROWTH, SLOT_BYTES)
+        tiers = Tiers(CHUNK, SlotGeometry(1, SLOT_BYTES), geometry, Recorder())
+        gc.collect()
+        before_bytes = _resident_bytes()
+
+        def open_it() -> None:
+            directory: Any = SimpleNamespace(path=path, journal=Journal.open(path, meta))
+            adopt_journal(directory, tiers)
+            directory.journal.close()
+
+        open_s = _busy(open_it)
+        memory_bytes = _resident_bytes() - before_bytes
+    if len(tiers.index.nodes) != count + 1:
+        raise RuntimeError("not every row was adopted")
+    full_s = _busy(gc.collect)
+    freezer = Freezer(tiers.index)
+    freezer.start()
+    with _collections() as pauses_s:
+        _grow(tiers)
+    freezer.stop()
+    gc.unfreeze()
+    return BigTier(rows, open_s, memory_bytes, full_s, max(pauses_s, default=0.0))
+
+
+@dataclass(frozen=True)
+class Evictions:
+    """Seconds an eviction took while `HOLDS` restores waited."""
+
+    mean_s: float
+    worst_s: float
+    median_s: float
+
+
+def evict_under_holds(holds: int = HOLDS) -> Evictions:
+    """Fill a DRAM tier, stage restores of three quarters of it, then save what needs room."""
+    count = holds
+    store = ArtifactStore.open(
+        SLOT_BYTES,
+        StoreConfig(dram_bytes=count * sum(SLOT_BYTES.values())),
+        Recorder(),
+        chunk_tokens=CHUNK,
+        fingerprint=b"f" * 16,
+        description={},
+    )
+    chunks = [ChunkRange(_key(n), ROOT, 0, CHUNK) for n in range(1, count + EVICTIONS + 1)]
+    for chunk in chunks[:count]:
+        _save(store, chunk)
+    restores = []
+    for number in range(holds):
+        found = store.match([chunks[number % (3 * count // 4)]])
+        restores.append(store.begin_restore([Wanted(kind, found) for kind in KINDS]))
+    seconds = [_busy(lambda chunk=chunk: _save(store, chunk)) for chunk in chunks[count:]]  # type: ignore[misc]
+    for restore in restores:
+        restore.release()
+    store.close()
+    # Each saves a chunk: an artifact of each type leaves for it.
+    each_s = [x / len(KINDS) for x in seconds]
+    return Evictions(statistics.fmean(each_s), max(each_s), statistics.median(each_s))
+
+
+def _save(store: ArtifactStore, chunk: ChunkRange) -> None:
+    save = store.begin_save(chunk, SLOT_BYTES)
+    if save is None:
+        raise RuntimeError("there was nothing to evict")
+    store.complete_save(save)
+
+
+def _rows(count: int) -> Iterator[JournalRow]:
+    parent, start = ROOT, 0
+    for number in range(count):
+        chunk = ChunkRange(_key(number + 1), parent, start, start + CHUNK)
+        for kind in KINDS:
+            checksum = hashlib.blake2b(b"%s%d" % (kind.value.encode(), number), digest_size=16)
+            yield JournalRow(chunk, kind, number, 1, 3_000, checksum.digest(), float(number))
+        parent, start = (chunk.key, chunk.end) if (number + 1) % TURN else (ROOT, 0)
+
+
+def _grow(tiers: Tiers) -> None:
+    """As an engine that serves: chunks are saved and written; so small that nothing leaves."""
+    assert tiers.ssd is not None
+    parent, start = ROOT, 0
+    for number in range(GROWTH):
+        chunk = ChunkRange(_key(1 << 40 | number), parent, start, start + CHUNK)
+        for kind in KINDS:
+            artifact = tiers.index.add(chunk, kind, 3_000)
+            ref = tiers.ssd.take(kind)
+            assert ref is not None
+            tiers.attach(artifact, ref)
+            artifact.last_used, artifact.checksum = tiers.tick(), os.urandom(16)
+            tiers.index.seal(artifact)
+        parent, start = (chunk.key, chunk.end) if (number + 1) % TURN else (ROOT, 0)
+
+
+def _key(number: int) -> ChunkKey:
+    return ChunkKey(hashlib.blake2b(number.to_bytes(8, "little"), digest_size=16).digest())
+
+
+@contextmanager
+def _collections() -> Iterator[list[float]]:
+    """The seconds of each garbage collection that Python begins by itself."""
+    seconds: list[float] = []
+    began_s = 0.0
+
+    def on_collection(phase: str, info: dict[str, int]) -> None:
+        nonlocal began_s
+        if phase == "start":
+            began_s = time.thread_time()
+        else:
+            seconds.append(time.thread_time() - began_s)
+
+    gc.callbacks.append(on_collection)
+    try:
+        yield seconds
+    finally:
+        gc.callbacks.remove(on_collection)
+
+
+def _busy(job: Callable[[], object]) -> float:
+    began_s = time.thread_time()
+    job()
+    return time.thread_time() - began_s
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
