@@ -9,7 +9,7 @@ local answer = { string.format('%.0f', generation()) }
 for _, epoch in ipairs(known_epochs()) do
   if standing(epoch, now_s) == LIVE then
     table.insert(answer, entry_of(epoch)[NAME])
-    table.insert(answer, field_of(tonumber(redis.call('HGET', adopted, field_of(epoch)) or nil) or 0))
+    table.insert(answer, field_of(number_in(redis.call('HGET', adopted, field_of(epoch))) or 0))
   end
 end
 return answer

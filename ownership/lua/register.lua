@@ -26,7 +26,7 @@ if redis.call('HLEN', epochs) >= max_workers then
   local oldest, oldest_entry
   local all = redis.call('HGETALL', epochs)
   for index = 1, #all, 2 do
-    local epoch = tonumber(all[index])
+    local epoch = number_in(all[index])
     local entry = epoch and entry_of(epoch)
     if not entry then  -- nobody can use it
       redis.call('HDEL', epochs, all[index])
@@ -51,7 +51,7 @@ if epoch <= floor and floor < LAST_NUMBER then  -- this server's clock is behind
   redis.call('HSET', fleet, 'sequence', field_of(epoch))
 end
 
-local earlier = tonumber(redis.call('HGET', names, name) or nil)
+local earlier = number_in(redis.call('HGET', names, name))
 if earlier and entry_of(earlier) then
   local entry = entry_of(earlier)
   entry[IS_RETIRED] = true

@@ -13,7 +13,7 @@ local oldest_orphan_s = num_artifacts() < max_artifacts and oldest_s or now_s
 -- The next `limit` fields of a hash; where it left off is kept in the fleet's hash.
 local function scan(key, cursor_field)
   local cursor = redis.call('HGET', fleet, cursor_field) or '0'
-  local answer = redis.call('HSCAN', key, cursor, 'COUNT', limit)
+  local answer = redis.call('HSCAN', key, string.match(cursor, '^%d+$') or '0', 'COUNT', limit)
   redis.call('HSET', fleet, cursor_field, answer[1])
   return answer[2]
 end
@@ -63,7 +63,7 @@ for _, chunk in ipairs(redis.call('ZRANGEBYSCORE', used, '-inf', exact(oldest_s)
 end
 
 for _, field in ipairs(redis.call('HKEYS', epochs)) do
-  local epoch = tonumber(field)
+  local epoch = number_in(field)
   if not epoch or ended_before(epoch, oldest_s) then
     local entry = epoch and entry_of(epoch)
     redis.call('HDEL', epochs, field)

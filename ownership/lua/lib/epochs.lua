@@ -11,8 +11,16 @@ local NAME, STORAGE, LEASE_S, DEADLINE_S, IS_RETIRED = 1, 2, 3, 4, 5
 local LIVE, RETIRED, ENDED = 0, 1, 2
 local NOBODY = 0
 local LAST_NUMBER = 2 ^ 52
+local MOST_LEASE_S = 1e7
 
 local entries = {}
+
+-- What a field says, as a number that may have been handed out; else nil.
+local function number_in(text)
+  local number = tonumber(text or nil)
+  local is_one = number and number >= 0 and number < LAST_NUMBER and number == math.floor(number)
+  return is_one and number or nil
+end
 
 -- An epoch as the name of its field: no exponent, whatever its size.
 local function field_of(epoch)
@@ -21,7 +29,9 @@ end
 
 local function is_entry(value)
   return type(value) == 'table' and type(value[NAME]) == 'string' and type(value[STORAGE]) == 'string'
-    and type(value[LEASE_S]) == 'number' and type(value[DEADLINE_S]) == 'number'
+    and type(value[LEASE_S]) == 'number' and value[LEASE_S] <= MOST_LEASE_S
+    and type(value[DEADLINE_S]) == 'number' and value[DEADLINE_S] == value[DEADLINE_S]
+    and type(value[IS_RETIRED]) == 'boolean' and #value == IS_RETIRED
 end
 
 local function entry_of(epoch)
@@ -39,7 +49,7 @@ end
 local function known_epochs()
   local known = {}
   for _, field in ipairs(redis.call('HKEYS', epochs)) do
-    local epoch = tonumber(field)
+    local epoch = number_in(field)
     if epoch and entry_of(epoch) then
       known[#known + 1] = epoch
     end
@@ -83,11 +93,8 @@ local is_caught_up = false
 local function next_in_sequence()
   if not is_caught_up then
     is_caught_up = true
-    local known = tonumber(redis.call('HGET', fleet, 'sequence') or nil)
+    local known = number_in(redis.call('HGET', fleet, 'sequence')) or 0
     local now_us = math.floor(server_s() * 1e6)
-    if not known or known ~= math.floor(known) or known < 0 or known >= LAST_NUMBER then
-      known = 0
-    end
     local from = now_us < LAST_NUMBER / 2 and math.max(known, now_us) or known
     redis.call('HSET', fleet, 'sequence', field_of(from))
   end

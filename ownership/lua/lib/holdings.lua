@@ -161,5 +161,5 @@ end
 
 -- Artifacts with a record, those of this call included.
 local function num_artifacts()
-  return (tonumber(redis.call('HGET', fleet, 'artifacts') or nil) or 0) + num_added
+  return (number_in(redis.call('HGET', fleet, 'artifacts')) or 0) + num_added
 end

@@ -5,6 +5,8 @@
 -- when `chunks` and `runs` have another number of fields than the scripts left in them (evicted,
 -- deleted). fleet.memory: names the last such loss. fleet.fields: the number, see runs.lua.
 
+local MOST_TYPES = 64  -- of state, in one chunk: more cannot be
+
 local function run_id()
   local info = redis.pcall('INFO', 'server')  -- a user may lack the right to ask
   return type(info) == 'string' and string.match(info, 'run_id:(%w+)') or ''
@@ -12,8 +14,8 @@ end
 
 -- The number of artifacts is kept in proportion: nobody can tell which ones went.
 local function note_loss(known, found)
-  local artifacts = tonumber(redis.call('HGET', fleet, 'artifacts') or nil)
-  if artifacts and artifacts >= 0 and known and known > 0 then
+  local artifacts = number_in(redis.call('HGET', fleet, 'artifacts'))
+  if artifacts and known and known > 0 then
     artifacts = math.floor(artifacts * math.min(1, found / known))
   else
     artifacts = found
@@ -23,10 +25,12 @@ local function note_loss(known, found)
 end
 
 local function memory_name()
-  local kept = redis.call('HMGET', fleet, 'fields', 'memory')
-  local known, found = tonumber(kept[1] or nil), redis.call('HLEN', chunks) + redis.call('HLEN', runs)
-  if (known or 0) ~= found or not kept[2] then
-    note_loss(known, found)
+  local kept = redis.call('HMGET', fleet, 'fields', 'memory', 'artifacts')
+  local known, found = number_in(kept[1]), redis.call('HLEN', chunks) + redis.call('HLEN', runs)
+  local artifacts = number_in(kept[3] or '0')
+  local is_sound = artifacts and artifacts <= MOST_TYPES * found
+  if (known or 0) ~= found or not kept[2] or not is_sound then
+    note_loss(is_sound and known, found)
     kept[2] = redis.call('HGET', fleet, 'memory')
   end
   return run_id() .. '/' .. kept[2]
