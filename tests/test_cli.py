@@ -567,3 +567,24 @@ def test_doctor_on_a_fleets_directory() -> None:
         assert finding.status is status, finding
         assert server.password not in finding.as_text()
     assert "noeviction" in finding.advice
+
+
+def test_doctor_says_what_peers_on_other_hosts_can_do(tmp_path: Path) -> None:
+    over_tcp = doctor.peer_network(tmp_path / "none")
+    assert over_tcp.status is Status.WARN
+    assert "can write the DRAM tier" in over_tcp.detail
+    (tmp_path / "mlx5_0").mkdir()
+    rdma = doctor.peer_network(tmp_path)
+    assert rdma.status is Status.OK
+    assert "mlx5_0" in rdma.detail
+    asked = doctor.examine(tmp_path, "memory://")
+    assert [f.name for f in asked][-2:] == ["directory", "peers"]
+
+
+def test_doctor_warns_of_an_ssd_dir_that_others_can_write_to(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    found = next(iter(doctor.ssd(tmp_path)))
+    assert found.status is Status.WARN
+    assert "chmod go-w" in found.advice
+    tmp_path.chmod(0o755)
+    assert next(iter(doctor.ssd(tmp_path))).status is Status.OK

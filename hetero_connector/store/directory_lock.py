@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import secrets
 import socket
@@ -21,7 +22,11 @@ from pathlib import Path
 from hetero_connector.errors import StoreInUseError
 from hetero_connector.store.private_files import PRIVATE_FLAGS, PRIVATE_MODE
 
+logger = logging.getLogger("vllm.heterocache")
+
 _RETRY_S = 0.05
+_SERVER_LEASE_S = 120.0
+"""An NFS server gives up the locks of a client that crashed after its lease, 90 s by default."""
 _LOCKS = Path("/proc/locks")
 _MAX_BYTES = 4096
 
@@ -44,11 +49,23 @@ class DirectoryLock:
     def acquire(cls, path: Path, wait_s: float = 0.0, readers_wait_s: float = 0.0) -> DirectoryLock:
         """Raises StoreInUseError naming the holder after `wait_s`, OSError if it cannot be made.
 
-        `readers_wait_s`: how long those who share it (`shared`) are waited for.
+        `readers_wait_s`: how long those who share it (`shared`) are waited for. A lock of this host
+        whose holder does not live is a file server's: it is waited for, with one line in the log.
         """
-        started_s = time.monotonic()
+        started_s, is_servers = time.monotonic(), False
         while (lock := cls.try_acquire(path)) is None:
             patience_s = wait_s if is_locked(path) else max(wait_s, readers_wait_s)
+            if _is_left_over(path):
+                patience_s = max(patience_s, _SERVER_LEASE_S)
+                if not is_servers:
+                    is_servers = True
+                    logger.warning(
+                        "%s was locked by %s, which is not seen here any more: a file server keeps "
+                        "the locks of a host that crashed for a while; waiting up to %.0f s",
+                        path,
+                        holder(path),
+                        _SERVER_LEASE_S,
+                    )
             if time.monotonic() - started_s >= patience_s:
                 raise StoreInUseError(_in_use(path))
             time.sleep(_RETRY_S)
@@ -118,6 +135,19 @@ def holder(path: Path) -> str:
     if not pids or any(f"process {pid} on {socket.gethostname()}" == named for pid in pids):
         return named
     return f"process {pids[0]} ({_command(pids[0])}) on {socket.gethostname()}"
+
+
+def _is_left_over(path: Path) -> bool:
+    """Whether this host had the lock and no process of it has: the kernel knows of none."""
+    try:
+        content, found = path.read_bytes()[:_MAX_BYTES], os.stat(path)
+        who = json.loads(content.partition(b"\n")[0])
+        pid, host = int(who["pid"]), who["host"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    if host != socket.gethostname() or _flock_holders(found):
+        return False
+    return not Path(f"/proc/{pid}").exists()
 
 
 def _named(content: bytes) -> str:

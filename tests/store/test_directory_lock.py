@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -123,3 +125,54 @@ def test_a_lock_file_that_others_could_lock_is_closed_to_them(tmp_path: Path) ->
     path.chmod(0o644)
     DirectoryLock.acquire(path).release()
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+class Server:
+    """Keeps a lock that the kernel of this host knows nothing of, as a file server does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, refusals: int) -> None:
+        self.refusals = refusals
+        self.waited_s = 0.0
+        monkeypatch.setattr(fcntl, "flock", self._flock)
+        monkeypatch.setattr("time.sleep", self._sleep)
+        monkeypatch.setattr("time.monotonic", lambda: self.waited_s)
+
+    def _flock(self, fd: int, how: int) -> None:
+        if self.waited_s < self.refusals:
+            raise BlockingIOError
+
+    def _sleep(self, seconds: float) -> None:
+        self.waited_s += seconds
+
+
+def left_by(path: Path, pid: int) -> None:
+    path.write_text(json.dumps({"pid": pid, "host": socket.gethostname(), "since": 0.0}))
+
+
+def test_a_lock_that_a_file_server_keeps_for_a_crashed_host_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "lock"
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    left_by(path, ended.pid)
+    server = Server(monkeypatch, refusals=90)
+    DirectoryLock.acquire(path).release()
+    assert 90 <= server.waited_s < 91
+    assert [m for m in caplog.messages if "is not seen here any more" in m] == [caplog.messages[0]]
+    left_by(path, ended.pid)
+    server.refusals = 10_000
+    with pytest.raises(StoreInUseError):
+        DirectoryLock.acquire(path)
+    assert server.waited_s < 90 + 130, "not for ever"
+
+
+def test_a_lock_of_a_process_that_lives_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lock"
+    left_by(path, os.getpid())
+    server = Server(monkeypatch, refusals=90)
+    with pytest.raises(StoreInUseError, match=f"process {os.getpid()} "):
+        DirectoryLock.acquire(path)
+    assert server.waited_s == 0.0
