@@ -22,7 +22,7 @@ class FleetReset:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there are engines, and none shares state from before."""
+        """True if there are engines and none of them shares state from before."""
         return bool(self.adopted) and not self.missing
 
 

@@ -13,7 +13,7 @@ from ownership.identifiers import Epoch
 
 
 class FleetGeneration(NamedTuple):
-    """How far the fleet's latest reset has come."""
+    """The fleet's latest reset, and the workers that have adopted it."""
 
     number: int
     """The fleet's generation; 0 before any reset."""
@@ -42,5 +42,5 @@ class GenerationDirectory(Protocol):
         ...
 
     def generation(self) -> FleetGeneration:
-        """How far the latest reset has come. Changes nothing."""
+        """Return the latest reset and who has adopted it. Changes nothing."""
         ...

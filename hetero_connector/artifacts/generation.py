@@ -19,7 +19,7 @@ _FLEET = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class Generation:
-    """Which resets stored state has seen."""
+    """The resets that stored state has seen. A value."""
 
     fleet: int = 0
     """The greatest number of its fleet's that the engine knows of."""
@@ -31,7 +31,7 @@ class Generation:
 
     @property
     def tag(self) -> bytes:
-        """What chains are rooted in: engines whose tags differ share nothing."""
+        """The bytes that chains are rooted in: engines whose tags differ share nothing."""
         return self.private or _FLEET.pack(self.fleet)
 
     def parted(self) -> Generation:

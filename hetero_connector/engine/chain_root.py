@@ -1,7 +1,7 @@
-"""What this engine's chains are rooted in: the store's generation, and the weights' version.
+"""The root of this engine's chains: the store's generation and the weights' version.
 
-A reset, the fleet's reset and new weights change the root, so nothing of before is found. What the
-root cannot tell apart is told here: pages that vLLM itself kept from before.
+A reset, the fleet's reset and new weights change the root, so nothing from before is found. Pages
+that vLLM itself kept from before are told apart here, too: the root cannot do that.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ChainRoot:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other engines can find what is stored here."""
+        """True if other engines can find what is stored here."""
         return not (self._generation.private or self._weights.nonce)
 
     def reset(self) -> bool:
@@ -90,10 +90,10 @@ class ChainRoot:
         logger.info("the fleet was reset: everything stored before is forgotten, in every tier")
 
     def may_be_old(self, local_tokens: int) -> bool:
-        """Whether so many tokens of a prefix hit of vLLM's own may be from before.
+        """Return True if so many tokens of vLLM's own prefix hit may be from before.
 
-        vLLM's own cache is not reset where requests run, or nobody asks for it; and what it holds
-        of before cannot be told from what came since.
+        vLLM's own cache is not reset while requests run, nor where nobody asks for it, and its
+        pages from before cannot be told from newer ones.
         """
         return self._has_old_pages and local_tokens > 0
 

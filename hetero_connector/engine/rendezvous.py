@@ -44,7 +44,7 @@ class WorkerGeometry:
 
 
 def data_parallel_rank(vllm_config: VllmConfig) -> int | None:
-    """Which of several data-parallel engines this is; None for an engine by itself."""
+    """Return this engine's rank among data-parallel ones; None for an engine by itself."""
     assert vllm_config.kv_transfer_config is not None
     parallel = vllm_config.parallel_config
     rank = int(parallel.data_parallel_index)

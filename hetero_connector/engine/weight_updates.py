@@ -56,7 +56,7 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class Weights:
-    """What the engine's weights are called, as far as stored state is concerned."""
+    """The name under which state is stored with the engine's weights."""
 
     version: str = _OF_FILES
     nonce: bytes = b""

@@ -38,13 +38,13 @@ class GenerationFile:
     def __init__(self, path: Path, fd: int, sequence: int, found: Generation) -> None:
         self.path = path
         self.found = found
-        """What it held when it was opened."""
+        """The generation it held when it was opened."""
         self._fd = fd
         self._sequence = sequence
 
     @classmethod
     def open(cls, path: Path, *, is_new: bool) -> GenerationFile:
-        """Open the file, or make it. `is_new`: nothing has been stored beside it yet."""
+        """Open the file, or make it. `is_new`: nothing is stored in its directory yet."""
         if not path.exists():
             _make(path, FIRST if is_new else FIRST.parted())
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -75,7 +75,7 @@ class GenerationFile:
 
 
 def read_generation(path: Path) -> Generation:
-    """What the file holds, for tools. Raises OSError."""
+    """Return the generation that the file holds, for tools. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         return _latest(fd)[1] or FIRST.parted()
@@ -84,10 +84,10 @@ def read_generation(path: Path) -> Generation:
 
 
 class GenerationKeeper:
-    """The latest generation, and whether its file has it. Thread-safe.
+    """Holds the latest generation and has its file written. Thread-safe.
 
-    A thread writes the file while there is something to write: a disk that hangs keeps nobody
-    else, and a write that ends late is followed by what was wanted since, never the reverse.
+    A thread writes the file while there is something to write: a disk that hangs blocks no other
+    thread, and a write that ends late is followed by what was wanted since, never the reverse.
     """
 
     def __init__(self, file: GenerationFile | None = None) -> None:
@@ -154,7 +154,7 @@ class GenerationKeeper:
                 self._file.close()
 
     def _want(self, generation: Generation) -> None:
-        """Keep it, or try once more where it was wanted before and could not be kept."""
+        """Keep it; try again where it was wanted before and could not be kept."""
         if generation != self._latest:
             self._latest = generation
             self._changed.notify_all()
@@ -185,7 +185,7 @@ class GenerationKeeper:
 
 
 def _make(path: Path, generation: Generation) -> None:
-    """Whole or not at all: a kill leaves no file that holds nothing."""
+    """Make the file whole or not at all: a kill leaves none that holds nothing."""
     made = path.with_suffix(".new")
     with contextlib.suppress(FileNotFoundError):
         made.unlink()

@@ -77,7 +77,7 @@ class SlotTable:
 
 
 def serving_word(epoch: int, generation: bytes) -> int:
-    """What an engine of this epoch shows to peers that have seen the same resets; never 0."""
+    """Return the word that an engine of this epoch shows to peers with the same resets; never 0."""
     digest = hashlib.blake2b(struct.pack("<Q", epoch) + generation, digest_size=WORD_BYTES).digest()
     return int.from_bytes(digest, "little") or 1
 

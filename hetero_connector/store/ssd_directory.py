@@ -83,7 +83,7 @@ class SsdDirectory:
         """What was found wrong and mended at opening; also logged."""
         self.journal: Journal
         self.generations: GenerationKeeper
-        """Which resets the state here has seen."""
+        """The resets that the state here has seen."""
         self._slabs = dict(slabs)
         self._lock = lock
         self._fds: dict[StateType, int] = {}
@@ -260,7 +260,7 @@ class SsdDirectory:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether what the journal lists was stored before the last reset."""
+        """True if the journal lists what was stored before the last reset."""
         noted = self.journal.generation()
         return (FIRST.tag if noted is None else noted) != self.generations.latest.tag
 
