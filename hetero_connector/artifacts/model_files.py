@@ -155,9 +155,9 @@ def _named_digests(files: Iterable[Path], budget_bytes: int | None) -> list[list
             fits = budget_bytes is None or total <= budget_bytes
             whole = fits or stat.st_size <= (budget_bytes or 0) // len(stats)
             shares = 1 if whole else len(stats)
-            digest = _file_digest(
-                os.path.realpath(path), stat.st_mtime_ns, stat.st_size, whole, shares
-            )
+            # The time of the last change, unlike that of the last write, cannot be set back.
+            seen = (stat.st_dev, stat.st_ino, stat.st_ctime_ns)
+            digest = _file_digest(os.path.realpath(path), seen, stat.st_size, whole, shares)
             named.append([path.name, stat.st_size, digest])
     except OSError as error:
         raise IdentityError(f"cannot read {error.filename}: {error.strerror}") from error
@@ -165,8 +165,10 @@ def _named_digests(files: Iterable[Path], budget_bytes: int | None) -> list[list
 
 
 @lru_cache(maxsize=4096)
-def _file_digest(path: str, mtime_ns: int, size: int, whole: bool, shares: int) -> bytes:
-    """Digest of one file's content; cached for as long as its time and size stay the same.
+def _file_digest(
+    path: str, seen: tuple[int, int, int], size: int, whole: bool, shares: int
+) -> bytes:
+    """Digest of one file's content; cached for as long as it is the same file, unchanged.
 
     `shares`: how many files share the model's budget of samples.
     """

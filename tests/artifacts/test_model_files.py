@@ -255,6 +255,18 @@ def test_an_adapter_within_the_budget_is_read_whole_beside_its_config(
     assert lora_digest(paths[0]) != lora_digest(paths[1])
 
 
+def test_an_adapter_that_changes_but_keeps_its_size_and_time_is_another(tmp_path: Path) -> None:
+    """As `cp -p` and `rsync -t` leave it."""
+    path = model_dir(tmp_path / "a", {"adapter_model.safetensors": b"first"})
+    weights = path / "adapter_model.safetensors"
+    reference, times = lora_digest(path), weights.stat()
+    weights.write_bytes(b"other")
+    while weights.stat().st_ctime_ns == times.st_ctime_ns:  # the kernel's clock ticks coarsely
+        os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert lora_digest(path) != reference
+
+
 @pytest.mark.parametrize(
     "name", ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"]
 )
