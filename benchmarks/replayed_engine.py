@@ -24,6 +24,7 @@ from hetero_connector.engine.messages import Save as SaveOrder
 from hetero_connector.engine.peer_matching import PeerMatcher
 from hetero_connector.engine.predictions import Predictions
 from hetero_connector.engine.requests import RequestTracker
+from hetero_connector.engine.restore_counts import RestoreCounter
 from hetero_connector.engine.restoring import Restorer
 from hetero_connector.engine.saving import Saver
 from hetero_connector.metrics import Recorder
@@ -254,6 +255,7 @@ class ReplayedEngine:
             deadline_s=math.inf,
             clock=clock,
         )
+        self._counter = RestoreCounter(layout, recorder)
         self._saver = Saver(layout, store, layout.model.tp_size, checkpoints)
         self._groups = 1 + max(x.group for x in layout.model.layers)
         self._served = 0
@@ -285,7 +287,7 @@ class ReplayedEngine:
         """End the restore as the workers' reports would."""
         if tracker.restore is not None:
             if self._count_hits:
-                self._restorer.count(tracker.restore)
+                self._counter.count(tracker.restore)
             tracker.restore.handle.release()
             tracker.restore = None
 

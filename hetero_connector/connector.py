@@ -14,9 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from hetero_connector.config import HeteroConfig
-from hetero_connector.engine import orphan
+from hetero_connector.engine import orphan, rendezvous
 from hetero_connector.engine.engine_identity import engine_version
 from hetero_connector.engine.handing_over import handed_over
+from hetero_connector.engine.hook_errors import HookErrors, is_a_miss
 from hetero_connector.engine.layer_hooks import called_in
 from hetero_connector.engine.messages import StepMetadata, WorkerReport
 from hetero_connector.engine.prometheus import HeteroPromMetrics, HeteroStats
@@ -50,11 +51,15 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_transfer_config.kv_connector_extra_config
         )
         self._recorder = Recorder()
+        self._errors = HookErrors(self._recorder)
         self._scheduler = self._worker = None
+        self._engine_id = str(self._kv_transfer_config.engine_id)
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = open_scheduler_side(
                 vllm_config, kv_cache_config, self._config, self._recorder
             )
+            if self._scheduler:
+                rendezvous.leave_arena(self._engine_id, self._scheduler.store.arena.handle)
             orphan.watch(self._release)
         else:
             self._worker = open_worker_side(
@@ -81,12 +86,23 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker:
             self._worker.register(kv_caches)
 
+    def get_handshake_metadata(self) -> None:
+        """Map the arena. vLLM asks every worker once both roles are there, before any request.
+
+        Raises `StoreError` if it cannot be had: an engine that could load nothing must not start.
+        """
+        arena = rendezvous.find_arena(self._engine_id) if self._worker else None
+        if self._worker and arena:
+            self._worker.attach(arena)
+
+    @is_a_miss(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """First hook of a step: nothing has overwritten freed pages yet."""
         if self._worker:
             assert isinstance(kv_connector_metadata, StepMetadata)
             self._worker.begin_step(kv_connector_metadata)
 
+    @is_a_miss(lambda: None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Start this step's loads."""
         if self._worker:
@@ -96,11 +112,13 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
                 self._worker.start_replays(step, forward_context.slot_mapping, attention)
             self._worker.start_loads(step, hooks_called=called_in(forward_context))
 
+    @is_a_miss(lambda: None)
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Block until this layer's pages are loaded."""
         if self._worker:
             self._worker.layer_wanted(layer_name)
 
+    @is_a_miss(lambda: None)
     def save_kv_layer(
         self,
         layer_name: str,
@@ -112,16 +130,24 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker:
             self._worker.layer_written(self._step(), layer_name)
 
+    @is_a_miss(lambda: None)
     def wait_for_save(self) -> None:
         """Finish this step's copies."""
         if self._worker:
             self._worker.end_step(self._step())
 
+    @is_a_miss(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Parked loads that have ended. They cannot fail: the bytes were in DRAM."""
-        done = self._worker.take_finished_recving() if self._worker else set()
-        return KVConnectorTransferResults(finished_recving=done)
+        """Parked loads that have ended. The bytes were in DRAM: only a defect fails one."""
+        done, failed = self._worker.outcome.take_transfers() if self._worker else (set(), set())
+        return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
 
+    @is_a_miss(set)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of running requests that a defect left without what vLLM counts as loaded."""
+        return self._worker.outcome.take_invalid_blocks() if self._worker else set()
+
+    @is_a_miss(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What this rank finished."""
         return self._worker.take_report() if self._worker else None
@@ -134,11 +160,13 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler:
             self._scheduler.bind(kv_cache_manager)
 
+    @is_a_miss(lambda: None)
     def on_new_request(self, request: Request) -> None:
         """Find out what names the request's state besides its tokens."""
         if self._scheduler:
             self._scheduler.identifier.begin(request)
 
+    @is_a_miss(lambda: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -147,6 +175,7 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
             return 0, False
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
+    @is_a_miss(lambda: None)
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
@@ -154,16 +183,19 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler:
             self._scheduler.allocated(request, num_external_tokens)
 
+    @is_a_miss(dict)
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
         """Restored tokens by tier."""
         return self._scheduler.hit_sources(request) if self._scheduler else {}
 
+    @is_a_miss(StepMetadata)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """This step's loads and saves."""
         return self._scheduler.step(scheduler_output) if self._scheduler else StepMetadata()
 
+    @is_a_miss(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Seal what all ranks have saved; unpin what all ranks have loaded."""
         report = connector_output.kv_connector_worker_meta
@@ -177,6 +209,7 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         """Without the hybrid manager: one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
+    @is_a_miss(lambda: (False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -184,10 +217,12 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         tokens = self._scheduler.finished(request, block_ids) if self._scheduler else 0
         return False, handed_over(request, tokens)
 
+    @is_a_miss(lambda: False)
     def has_pending_push_work(self) -> bool:
         """Keep stepping until every ordered save has been reported."""
         return self._scheduler is not None and self._scheduler.has_work
 
+    @is_a_miss(lambda: False)
     def reset_cache(self) -> bool | None:
         """Forget everything stored, in every tier; False if a later process might find it again."""
         return self._scheduler.reset() if self._scheduler else True
@@ -204,7 +239,11 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         for side in (self._worker, self._scheduler):
             if side is not None:
                 side.close()
+        self._worker = self._scheduler = None
+        if self._role is KVConnectorRole.SCHEDULER:
+            rendezvous.forget_arena(self._engine_id)
 
+    @is_a_miss(lambda: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What happened since the last call."""
         payload = self._recorder.drain()

@@ -11,6 +11,7 @@ HeteroCacheError
 │   ├── StoreTakenError    another engine took the directory while this one used it
 │   ├── FormatError        the directory holds another format version or another geometry
 │   └── StoreClosedError   used after close()
+├── LoadLostError          tokens vLLM counts as computed were not loaded, and it cannot be told
 ├── DirectoryError         the ownership directory did not do what was asked
 │   ├── StaleEpochError    the worker's lease has ended: register again, claim again
 │   ├── DirectoryUnavailableError  it cannot be reached or did not answer in time
@@ -24,7 +25,8 @@ HeteroCacheError
 
 An error raised while serving (transfer, checksum, deadline) never reaches the
 engine: it is counted and becomes a cache miss. Errors at start are raised, and
-say what to change.
+say what to change. LoadLostError alone ends an engine: the other way would be a
+wrong answer.
 """
 
 from __future__ import annotations
@@ -91,6 +93,17 @@ class FormatError(StoreError):
 
 class StoreClosedError(StoreError):
     """The store was used after close()."""
+
+
+class LoadLostError(HeteroCacheError, RuntimeError):
+    """Tokens that vLLM counts as computed were not loaded, and vLLM has no way to be told."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            f"the pages of request {request_id!r} were not loaded, see the error logged before. "
+            "vLLM takes block-level load errors only from models with one KV cache group, so the "
+            "engine ends: it would answer from them. Set planner to 'never_load' and report it"
+        )
 
 
 class DirectoryError(HeteroCacheError, RuntimeError):

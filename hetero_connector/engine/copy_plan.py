@@ -7,13 +7,13 @@ in the block table, so one strided assignment moves a layer's pages of many chun
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hetero_connector.artifacts.layout import ArtifactLayout, Segment
-from hetero_connector.engine.messages import ArtifactCopy, Blocks, PageCopy
+from hetero_connector.engine.messages import ArtifactCopy, Blocks, Load, PageCopy
 from hetero_connector.engine.pages import ArenaRows, IndexArray
 from hetero_connector.spec import StateType
 
@@ -69,6 +69,15 @@ def plan_saves(layout: ArtifactLayout, rank: int, copy: PageCopy) -> LayerCopies
         return plan
     own = {x.layer for x in layout.model.stored_layers if layout.writes(x, rank)}
     return {layer: copies for layer, copies in plan.items() if layer in own}
+
+
+def size_bytes(layout: ArtifactLayout, loads: Iterable[Load]) -> int:
+    """Bytes of all artifacts, on one rank."""
+    return sum(
+        layout.rank_bytes(artifact.state_type, artifact.start, artifact.end)
+        for load in loads
+        for artifact in load.copy.artifacts
+    )
 
 
 def _plan(layout: ArtifactLayout, rank: int, copy: PageCopy) -> LayerCopies:

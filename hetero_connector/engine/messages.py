@@ -94,6 +94,15 @@ class Load:
         return PageCopy([a for span in self.spans for a in span.artifacts()], self.blocks)
 
 
+class LostLoad(NamedTuple):
+    """A load that will not be made although vLLM counts its tokens as computed."""
+
+    request_id: str
+    block_ids: list[int]
+    """Of the first KV cache group: blocks that hold nothing."""
+    parked: bool
+
+
 @dataclass(frozen=True)
 class Save:
     """Pages -> arena. `save_ids` name the store's reservations that it completes."""
@@ -118,6 +127,8 @@ class StepMetadata(KVConnectorMetadata):
 
     arena: ArenaHandle | None = None
     loads: list[Load] = field(default_factory=list)
+    lost: list[LostLoad] = field(default_factory=list)
+    """For the worker to tell vLLM: only workers can."""
     saves: list[Save] = field(default_factory=list)
     """Copied layer by layer as this step's forward fills the pages."""
     early_saves: list[Save] = field(default_factory=list)
@@ -142,10 +153,21 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Of one rank: they all do the same."""
     ran: int | None = None
     """The step that this comes with, if it was to be timed: a device may tell its timing later."""
+    unsaved: Counter[int] = field(default_factory=Counter)
+    """Saves that are over too, but of which something was not copied."""
+    broken: bool = False
+    """A rank could not load: it loads and saves nothing any more."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Add another rank's report."""
         assert isinstance(other, WorkerReport)
         timings = self.timings or other.timings
         ran = other.ran if self.ran is None else self.ran
-        return WorkerReport(self.saved + other.saved, self.loaded + other.loaded, timings, ran)
+        return WorkerReport(
+            saved=self.saved + other.saved,
+            unsaved=self.unsaved + other.unsaved,
+            loaded=self.loaded + other.loaded,
+            broken=self.broken or other.broken,
+            timings=timings,
+            ran=ran,
+        )

@@ -30,6 +30,7 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "heterocache_restores_shortened": ("Restores replanned after a failed artifact.", ()),
     "heterocache_saved_bytes": ("Useful bytes sealed in DRAM.", ("state_type",)),
     "heterocache_saves_dropped": ("Saves given up, by cause.", ("cause",)),
+    "heterocache_hook_errors": ("Unexpected errors in hooks; each is a miss.", ("hook",)),
     "heterocache_spilled_bytes": ("Useful bytes written to SSD.", ("state_type",)),
     "heterocache_spills_refused": ("Not written to SSD for the write budget.", ("state_type",)),
     "heterocache_read_bytes": ("Useful bytes read into DRAM.", ("tier", "state_type")),

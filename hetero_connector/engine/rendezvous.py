@@ -4,11 +4,12 @@ vLLM builds the workers, with their KV caches, before the scheduler, and hands t
 scheduler a reduced copy of their geometry. Each worker therefore leaves its own in a
 small file, named after the engine and its process; the scheduler side reads the files
 of itself and its children. vLLM's own handshake is not used because `MultiConnector`
-forwards it to one child only.
+forwards it to one child only. The other way the scheduler side leaves its arena's name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_connector.errors import StoreError, UnsupportedModelError
 from hetero_connector.spec import ModelSpec
+from hetero_connector.store.arena import ArenaHandle
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -86,6 +88,34 @@ def gather(
     ranks = [found[rank] for rank in sorted(found)]
     _check_equal(ranks)
     return ranks
+
+
+def leave_arena(engine_id: str, arena: ArenaHandle) -> None:
+    """Name the arena for this engine's workers, which map it before the first request."""
+    for path in _directory().glob("*.arena"):
+        if not Path(f"/proc/{path.suffixes[-2][1:]}").exists():
+            path.unlink(missing_ok=True)  # left by an engine that was killed
+    path = _arena_file(engine_id, os.getpid())
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(asdict(arena)))
+    partial.replace(path)
+
+
+def find_arena(engine_id: str) -> ArenaHandle | None:
+    """The arena of the engine whose worker this process is; None if nobody has named it."""
+    for pid in (os.getpid(), os.getppid()):
+        with contextlib.suppress(FileNotFoundError):
+            return ArenaHandle(**json.loads(_arena_file(engine_id, pid).read_text()))
+    return None
+
+
+def forget_arena(engine_id: str) -> None:
+    """Undo `leave_arena`."""
+    _arena_file(engine_id, os.getpid()).unlink(missing_ok=True)
+
+
+def _arena_file(engine_id: str, pid: int) -> Path:
+    return _directory() / f"{engine_id}.{pid}.arena"
 
 
 def _directory() -> Path:

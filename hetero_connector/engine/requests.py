@@ -28,6 +28,8 @@ class PendingRestore:
     """Requests that decoded when it began, if the engine did nothing else."""
     ranks_left: int = 0
     """Reports still to come: one of each tensor-parallel rank for each load ordered."""
+    cut: int | None = None
+    """vLLM admitted fewer tokens than the plan has: it computes from this one on."""
 
     def fits(self, local_tokens: int) -> bool:
         """Whether the plan still says what to load on top of `local_tokens`."""

@@ -6,7 +6,8 @@ only if its request ends there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hetero_connector.store.base import Save, Store
@@ -19,6 +20,8 @@ class _Reserved:
     """Tensor-parallel ranks that have not copied their share yet."""
     wanted: bool | None
     """Whether to seal it; None while that is undecided."""
+    whole: bool = True
+    """No rank has failed to copy its share."""
 
 
 class Reservations:
@@ -43,9 +46,12 @@ class Reservations:
         self._owed += 1
         return self._latest_id
 
-    def reported(self, save_id: int, ranks: int) -> None:
-        """`ranks` more ranks have copied their share."""
-        reserved = self._reserved[save_id]
+    def reported(self, save_id: int, ranks: int, *, copied: bool = True) -> None:
+        """`ranks` more ranks are done with it, whether or not they `copied` their share."""
+        reserved = self._reserved.get(save_id)
+        if reserved is None or reserved.ranks_left <= 0:  # told twice
+            return
+        reserved.whole &= copied
         reserved.ranks_left -= ranks
         if reserved.ranks_left <= 0:
             self._owed -= 1
@@ -53,14 +59,28 @@ class Reservations:
 
     def decide(self, save_id: int, *, wanted: bool) -> None:
         """What was undecided is to be sealed, or not."""
-        self._reserved[save_id].wanted = wanted
-        self._settle(save_id)
+        reserved = self._reserved.get(save_id)
+        if reserved is not None:
+            reserved.wanted = wanted
+            self._settle(save_id)
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Abandon what is added inside if an error comes up there: nobody was told of it."""
+        latest = self._latest_id
+        try:
+            yield
+        except Exception:
+            self.abandon(range(latest + 1, self._latest_id + 1))
+            raise
 
     def abandon(self, save_ids: Iterable[int]) -> None:
         """Nobody will copy them."""
         for save_id in save_ids:
-            self._owed -= 1
-            self._store.abandon_save(self._reserved.pop(save_id).save)
+            reserved = self._reserved.pop(save_id, None)
+            if reserved is not None:
+                self._owed -= reserved.ranks_left > 0
+                self._store.abandon_save(reserved.save)
 
     def _settle(self, save_id: int) -> None:
         """Seal or drop what is copied and decided."""
@@ -68,7 +88,7 @@ class Reservations:
         if reserved.ranks_left > 0 or reserved.wanted is None:
             return
         del self._reserved[save_id]
-        if reserved.wanted:
+        if reserved.wanted and reserved.whole:
             self._store.complete_save(reserved.save)
         else:
             self._store.abandon_save(reserved.save)

@@ -10,10 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import chain
 
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.artifacts.record import ArtifactId, SharedTiers, Tier, up_to_gap
+from hetero_connector.artifacts.record import (
+    ArtifactId,
+    SharedTiers,
+    Tier,
+    distinct_tiers,
+    up_to_gap,
+)
 from hetero_connector.artifacts.tails import longest_tail
 from hetero_connector.engine.block_tables import BlockTable
 from hetero_connector.engine.handing_over import handoff_tokens
@@ -95,6 +101,43 @@ class Restorer:
             self._exclude(tracker, pending)
             pending = tracker.restore = None
 
+    def admit(self, tracker: RequestTracker, tokens: int) -> bool:
+        """vLLM admitted so many tokens of what it was told; False if they cannot be had alone.
+
+        It cuts an answer to its own grid. What is needed at a boundary must be of that boundary.
+        """
+        pending = tracker.restore
+        if pending is None:
+            return False
+        plan, end = pending.plan, pending.local_tokens + tokens
+        if end >= plan.resume_tokens:
+            return end == plan.resume_tokens
+        if plan.replay_tokens:  # from an earlier token on it is as exact
+            if end % self._model.alignment == 0:
+                pending.plan = replace(plan, replay_tokens=plan.boundary - end)
+            return pending.plan is not plan
+        if end % self._model.handoff_step == 0 and not self._model.boundary_types_at(end):
+            pending.cut = end
+            return True
+        return self._admit_shorter(tracker, pending, end)
+
+    def _admit_shorter(self, tracker: RequestTracker, pending: PendingRestore, end: int) -> bool:
+        """Replace the plan by one that ends with an earlier chunk, if DRAM has all it needs."""
+        chunks = [x for x in pending.plan.chunks if x.chunk.end <= end]
+        if not chunks or chunks[-1].chunk.end != end:
+            return False
+        needed = self._model.boundary_types_at(end)
+        if not set(needed) <= chunks[-1].tiers.keys():
+            return False
+        plan = RestorePlan(end, chunks, pending.plan.prefix_types, needed, distinct_tiers(chunks))
+        handle = self._store.begin_restore(_wanted(plan), self._peers.copies(tracker))
+        if not handle.done or handle.failed:
+            handle.release()
+            return False
+        pending.handle.release()
+        pending.plan, pending.handle = plan, handle
+        return True
+
     def forget(self, tracker: RequestTracker) -> None:
         """Drop what is staged for the request, if it was never admitted with it."""
         self._answered(tracker)
@@ -104,18 +147,12 @@ class Restorer:
             tracker.restore.handle.release()
             tracker.restore = None
 
-    def sources(self, tracker: RequestTracker) -> dict[str, int]:
-        """Tokens of the staged restore by tier."""
-        if tracker.restore is None:
-            return {}
-        local_tokens = tracker.restore.local_tokens
-        return _tokens_by_tier(_beyond(tracker.restore.plan, local_tokens), local_tokens)
-
     def load(self, tracker: RequestTracker, table: BlockTable, parked: bool) -> Load:
         """The worker's order for an admitted restore, all of it."""
         pending = tracker.restore
         assert pending is not None
-        tokens = range(pending.local_tokens, pending.plan.boundary)
+        end = pending.plan.boundary if pending.cut is None else pending.cut
+        tokens = range(pending.local_tokens, end)
         return self.part(tracker.request.request_id, pending, table, tokens, parked=parked)
 
     def part(
@@ -128,10 +165,12 @@ class Restorer:
         parked: bool = False,
     ) -> Load:
         """The worker's order to load these tokens' share of an admitted restore."""
+        plan = pending.plan
+        types = plan.prefix_types if pending.cut else plan.prefix_types + plan.boundary_types
+        blocks = self._blocks(types, table, tokens)
+        spans = [_within(x, tokens) for x in self._spans(pending) if x.state_type in types]
         pending.ranks_left += self._model.tp_size
-        blocks = self._blocks(pending.plan, table, tokens)
-        spans = [_within(span, tokens) for span in self._spans(pending)]
-        return Load(request_id, spans, blocks, parked)
+        return Load(request_id, spans, blocks, parked, resume=tokens.stop)
 
     def _begin(
         self, tracker: RequestTracker, local_tokens: int, known: int
@@ -209,11 +248,10 @@ class Restorer:
             self._recorder.observe("heterocache_stage_seconds", attempts.staged_s)
 
     def _blocks(
-        self, plan: RestorePlan, table: BlockTable, tokens: range
+        self, types: Sequence[StateType], table: BlockTable, tokens: range
     ) -> dict[tuple[StateType, int], Blocks]:
         read: dict[tuple[int, int, int], Blocks] = {}
         blocks = {}
-        types = plan.prefix_types + plan.boundary_types
         for layer in chain.from_iterable(self._model.page_groups[t] for t in types):
             pages = layer.pages_needed(tokens.start, tokens.stop)
             # Pages below the local hit belong to the engine's prefix cache: never touched.
@@ -235,40 +273,6 @@ class Restorer:
             ArtifactSpan(state_type, start, plan.boundary, size, offsets)
             for state_type, start, offsets in zip(types, starts, columns, strict=True)
         ]
-
-    def count(self, pending: PendingRestore) -> None:
-        """Count a restore whose loads have ended, while it is held."""
-        local = pending.local_tokens
-        plan = _beyond(pending.plan, local)
-        for tier, tokens in _tokens_by_tier(plan, local).items():
-            self._recorder.add("heterocache_hit_tokens", tokens, tier=tier)
-        self._recorder.add("heterocache_hits")
-        if plan.replay_tokens:
-            self._recorder.add("heterocache_replayed_tokens", plan.replay_tokens)
-        count = self._count_run if _in_dram(plan) else self._count_tiers
-        for state_type in plan.prefix_types:
-            count(plan.chunks, state_type, local, Tier.DRAM)
-        for state_type in plan.boundary_types:
-            count(plan.chunks[-1:], state_type, local, Tier.DRAM)
-
-    def _count_tiers(
-        self, chunks: Sequence[StoredChunk], state_type: StateType, local_tokens: int, _: Tier
-    ) -> None:
-        """Count run by run: successive chunks whose artifact lay in one tier."""
-        for tier, run in groupby(chunks, key=lambda stored: stored.tiers[state_type]):
-            self._count_run(list(run), state_type, local_tokens, tier)
-
-    def _count_run(
-        self, run: Sequence[StoredChunk], state_type: StateType, local_tokens: int, tier: Tier
-    ) -> None:
-        first, last = run[0].chunk, run[-1].chunk
-        # All but the last of a chain are full chunks, of one size.
-        size = (len(run) - 1) * self._layout.artifact_bytes(state_type, first.start, first.end)
-        size += self._layout.artifact_bytes(state_type, last.start, last.end)
-        tokens = last.end - max(first.start, local_tokens)
-        labels = {"tier": tier.value, "state_type": state_type.value}
-        self._recorder.add("heterocache_restored_tokens", tokens, **labels)
-        self._recorder.add("heterocache_restored_bytes", size, **labels)
 
 
 def _wanted(plan: RestorePlan) -> list[Wanted]:
@@ -303,39 +307,3 @@ def without(
         whole = len(tiers) == len(stored.tiers)
         left.append(stored if whole else StoredChunk(stored.chunk, shared.share(tiers)[0]))
     return left
-
-
-def _beyond(plan: RestorePlan, local_tokens: int) -> RestorePlan:
-    """The plan without chunks that the engine came to hold by itself while it waited."""
-    if plan.chunks[0].chunk.end > local_tokens:
-        return plan
-    return replace(plan, chunks=[s for s in plan.chunks if s.chunk.end > local_tokens])
-
-
-def _in_dram(plan: RestorePlan) -> bool:
-    return all(set(tiers.values()) == {Tier.DRAM} for tiers in plan.held)
-
-
-def _tokens_by_tier(plan: RestorePlan, local_tokens: int) -> dict[str, int]:
-    """Restored tokens by the tier that their chunk waited for: DRAM if all that is loaded of it is
-    there, else where the first of its state types that is not there is.
-
-    Tokens to be replayed are computed, so they are not among them.
-    """
-    total = plan.resume_tokens - local_tokens
-    if _in_dram(plan):
-        return {Tier.DRAM.value: total}
-    tokens: dict[str, int] = {}
-    for stored in plan.chunks:
-        needed = plan.prefix_types
-        if stored is plan.chunks[-1]:
-            needed += plan.boundary_types
-        slow = [stored.tiers[t] for t in needed if stored.tiers[t] is not Tier.DRAM]
-        if slow:
-            chunk = stored.chunk
-            covered = min(chunk.end, plan.resume_tokens) - max(chunk.start, local_tokens)
-            if covered <= 0:
-                continue
-            tokens[slow[0].value] = tokens.get(slow[0].value, 0) + covered
-    in_dram = total - sum(tokens.values())
-    return ({Tier.DRAM.value: in_dram} if in_dram else {}) | tokens

@@ -15,6 +15,7 @@ costs a copy and a DRAM slot, never a write to SSD.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 from hetero_connector.artifacts.layout import ArtifactLayout
@@ -106,6 +107,10 @@ class Saver:
         if any(end.tiers[t] is Tier.PEER for t in plan.boundary_types):
             self._kept.add(end.chunk.key)
 
+    def all_or_none(self) -> AbstractContextManager[None]:
+        """See `Reservations.all_or_none`."""
+        return self._reservations.all_or_none()
+
     def step(
         self, tracker: RequestTracker, computed: int, table: BlockTable, offers: Iterable[Offer]
     ) -> list[Save]:
@@ -171,9 +176,9 @@ class Saver:
         """Let go of what is undecided: the request's end is not to be saved."""
         self._decide(tracker, wanted=False)
 
-    def reported(self, save_id: int, ranks: int) -> None:
-        """`ranks` more ranks have copied their share; seals once all have."""
-        self._reservations.reported(save_id, ranks)
+    def reported(self, save_id: int, ranks: int, *, copied: bool = True) -> None:
+        """`ranks` more ranks are done with it; seals once all have copied their share."""
+        self._reservations.reported(save_id, ranks, copied=copied)
 
     def abandon(self, save: Save) -> None:
         """The pages were overwritten before they could be copied."""

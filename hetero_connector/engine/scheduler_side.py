@@ -8,8 +8,6 @@ for I/O.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -17,18 +15,21 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.engine.block_tables import BlockTable, current_table, offers, table_of
+from hetero_connector.engine.admitting import Admissions
+from hetero_connector.engine.block_tables import BlockTable, current_table, offers
 from hetero_connector.engine.chain_root import ChainRoot
 from hetero_connector.engine.cost_learning import CostLearner
 from hetero_connector.engine.early_saves import EarlySaves
 from hetero_connector.engine.fleet import Fleet
+from hetero_connector.engine.hook_errors import HookErrors
 from hetero_connector.engine.messages import StepMetadata, WorkerReport
 from hetero_connector.engine.peer_matching import PeerMatcher
 from hetero_connector.engine.predictions import Predictions
 from hetero_connector.engine.replaying import Replays, can_hide
 from hetero_connector.engine.request_identity import RequestIdentifier, Unidentified
 from hetero_connector.engine.request_queue import RequestQueue
-from hetero_connector.engine.requests import PendingRestore, RequestTracker
+from hetero_connector.engine.requests import RequestTracker
+from hetero_connector.engine.restore_counts import RestoreCounter, tokens_by_tier
 from hetero_connector.engine.restoring import Restorer
 from hetero_connector.engine.saving import Saver
 from hetero_connector.engine.sessions import Mode as PrefetchMode
@@ -108,12 +109,21 @@ class SchedulerSide:
         self.identifier = identifier or RequestIdentifier(recorder)
         self._trackers: dict[str, RequestTracker] = {}
         self._queue = RequestQueue()
-        self._admitted: list[RequestTracker] = []
-        self._loading: defaultdict[str, list[PendingRestore]] = defaultdict(list)
-        """Restores with reports to come, oldest first. A second one of a request is there if it
-        was preempted and admitted again before the first was reported."""
+        self._errors = HookErrors(recorder)
         self._replays = Replays(layout.model, window_replay, self._restorer)
+        self._admissions = Admissions(
+            layout,
+            self._restorer,
+            self._replays,
+            self._saver,
+            RestoreCounter(layout, recorder),
+            self._errors,
+            self._table,
+            parked=self._parked,
+        )
         self._early = EarlySaves(self._saver, recorder, layout.model)
+        self._broken = False
+        """A worker could not load: it neither loads nor saves any more."""
         self._staging = False
         """A request was told to ask again since the last step."""
         self._kv_cache_manager: KVCacheManager | None = None
@@ -126,7 +136,7 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """`get_num_new_matched_tokens`: tokens that can be restored beyond the local hit."""
-        if not self._admitted:  # what was admitted in this step is loaded first
+        if not self._admissions.admitted:  # what was admitted in this step is loaded first
             self.root.follow_fleet()
         tracker = self._track(request)
         if tracker is Unidentified.PENDING:
@@ -135,7 +145,14 @@ class SchedulerSide:
         if tracker is Unidentified.NEVER or request.skip_reading_prefix_cache:
             return 0, False
         tracker.local_tokens = local_tokens
-        tokens = self._restorer.tokens(tracker, local_tokens)
+        if self._broken:
+            self._restorer.forget(tracker)
+            return 0, False
+        try:
+            tokens = self._restorer.tokens(tracker, local_tokens)
+        except Exception:
+            self._restorer.forget(tracker)
+            raise
         self._queue.waits(tracker)
         self._sessions.began(tracker)
         self._staging |= tokens is None
@@ -147,55 +164,56 @@ class SchedulerSide:
         if tracker is None:
             return
         tracker.admitting = True
-        if not (num_external_tokens and self._parked):
-            self._queue.admitted(tracker)
         if request.num_computed_tokens == 0:  # not a parked load that has ended
             tracker.outdated = self.root.may_be_old(tracker.local_tokens)
-        self._peers.forget(tracker)
-        if num_external_tokens:
-            tracker.attempts = None
-            self._admitted.append(tracker)
-        else:
-            self._restorer.forget(tracker)
         assert self._kv_cache_manager is not None
-        self._replays.admitted(tracker, self._kv_cache_manager)
+        self._admissions.admit(tracker, num_external_tokens, self._kv_cache_manager)
+        self._peers.forget(tracker)
+        if not (num_external_tokens and self._parked):
+            self._queue.admitted(tracker)
 
     def hit_sources(self, request: Request) -> dict[CacheHitSource, int]:
         """Tokens of the admitted restore by tier, in vLLM's words."""
         tracker = self._trackers.get(request.request_id)
         if tracker is None or tracker.restore is None:
             return {}
-        return {_SOURCES[tier]: tokens for tier, tokens in self._restorer.sources(tracker).items()}
+        return {_SOURCES[tier]: tokens for tier, tokens in tokens_by_tier(tracker.restore).items()}
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """`build_connector_meta`: this step's loads and saves."""
         meta = StepMetadata(arena=self._store.arena.handle)
-        meta.early_saves = self._early.take(output)
-        self._queue.stepped(self._trackers, output.num_scheduled_tokens)
-        for request_id in output.preempted_req_ids or ():
-            self._end_replay(request_id)
-            if request_id in self._trackers:
-                self._queue.waits(self._trackers[request_id])
-        if self._admitted:
-            new = {x.req_id: x.block_ids for x in output.scheduled_new_reqs}
-            for tracker in self._admitted:
-                self._load(tracker, new.get(tracker.request.request_id), meta)
-            self._admitted.clear()
-        for request_id, num_tokens in output.num_scheduled_tokens.items():
-            if request_id in self._replays:
-                self._replay(request_id, num_tokens, output, meta)
-            self._save(request_id, num_tokens, output, meta)
-        self._learner.ask(output, self._trackers, meta)
-        self.root.follow_fleet()
+        self._admissions.order(output, self._trackers, meta)
+        try:
+            self._order_saves(output, meta)
+            self._learner.ask(output, self._trackers, meta)
+            self.root.follow_fleet()
+        except Exception as error:  # what vLLM counts on is ordered
+            self._errors.count("build_connector_meta", error)
         self._yield_if_idle(output)
         return meta
 
+    def _order_saves(self, output: SchedulerOutput, meta: StepMetadata) -> None:
+        meta.early_saves = self._early.take(output)
+        self._queue.stepped(self._trackers, output.num_scheduled_tokens)
+        for request_id in output.preempted_req_ids or ():
+            if request_id in self._trackers:
+                self._queue.waits(self._trackers[request_id])
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            try:
+                with self._saver.all_or_none():
+                    self._save(request_id, num_tokens, output, meta)
+            except Exception as error:
+                self._errors.count("save", error)
+
     def reported(self, report: WorkerReport) -> None:
         """`update_connector_output`: what the workers finished."""
+        self._broken |= report.broken
         for save_id, ranks in report.saved.items():
             self._saver.reported(save_id, ranks)
+        for save_id, ranks in report.unsaved.items():
+            self._saver.reported(save_id, ranks, copied=False)
         for request_id, ranks in report.loaded.items():
-            self._loaded(request_id, ranks)
+            self._admissions.loaded(request_id, ranks)
         self._learner.learn(report)
 
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> int:
@@ -210,11 +228,16 @@ class SchedulerSide:
         self._queue.gone(request.request_id)
         self._predictions.progressed(request.request_id, request.num_tokens)
         self._predictions.forget(request.request_id)
-        self._end_replay(request.request_id)
-        unloaded = self._parked and request.request_id in self._loading
-        self._restorer.forget(tracker)
-        if not (unloaded or tracker.outdated or self.identifier.doubts(request)):
-            self._early.add(self._saver.finish(tracker, request.num_computed_tokens, block_ids))
+        unloaded = self._parked and request.request_id in self._admissions.loading
+        self._admissions.forget(tracker)
+        unsound = unloaded or tracker.outdated or self._broken
+        if not (unsound or self.identifier.doubts(request)):
+            try:
+                with self._saver.all_or_none():
+                    saves = self._saver.finish(tracker, request.num_computed_tokens, block_ids)
+                self._early.add(saves)
+            except Exception as error:
+                self._errors.count("save", error)
         self._saver.forget(tracker)
         self._sessions.ended(tracker, request.num_computed_tokens)
         return tracker.handoff_tokens if self.root.is_shared and self._peers.is_heard else 0
@@ -270,53 +293,6 @@ class SchedulerSide:
         self._queue.waits(tracker)
         return tracker
 
-    def _load(
-        self, tracker: RequestTracker, told: Sequence[list[int]] | None, meta: StepMetadata
-    ) -> None:
-        """`told`: the block ids vLLM sends along, if the request is new in this step."""
-        assert tracker.restore is not None
-        request_id = tracker.request.request_id
-        self._loading[request_id].append(tracker.restore)
-        self._saver.restored(tracker.restore.plan)
-        if tracker.restore.plan.replay_tokens:
-            self._replays.begin(request_id, tracker.restore)
-            tracker.restore = None
-            return
-        # Eight thousand block objects of a long prompt would be looked at once more.
-        table = self._table(request_id) if told is None else table_of(told)
-        load = self._restorer.load(tracker, table, self._parked)
-        meta.loads.append(load)
-        tracker.restore = None
-
-    def _loaded(self, request_id: str, ranks: int) -> None:
-        self._loading[request_id][0].ranks_left -= ranks
-        self._release_if_loaded(request_id)
-
-    def _release_if_loaded(self, request_id: str) -> None:
-        loading = self._loading[request_id]
-        replayed = len(loading) == 1 and request_id in self._replays
-        if replayed or loading[0].ranks_left > 0:
-            return
-        pending = loading.pop(0)
-        if not loading:
-            del self._loading[request_id]
-        self._restorer.count(pending)
-        pending.handle.release()
-
-    def _replay(
-        self, request_id: str, num_tokens: int, output: SchedulerOutput, meta: StepMetadata
-    ) -> None:
-        table = self._table(request_id)
-        if self._replays.step(self._trackers[request_id], num_tokens, table, meta):
-            self._end_replay(request_id)
-        # vLLM sets it for the step that admits a request; without it the load hook, which
-        # loads and masks, comes after the forward.
-        output.has_sync_kv_loads = True
-
-    def _end_replay(self, request_id: str) -> None:
-        if self._replays.end(request_id):
-            self._release_if_loaded(request_id)
-
     def _save(
         self, request_id: str, num_tokens: int, output: SchedulerOutput, meta: StepMetadata
     ) -> None:
@@ -324,7 +300,7 @@ class SchedulerSide:
         if tracker is None:
             return
         self._predictions.progressed(request_id, tracker.request.num_tokens)
-        if tracker.outdated or self.identifier.doubts(tracker.request):
+        if tracker.outdated or self._broken or self.identifier.doubts(tracker.request):
             return
         computed = tracker.request.num_computed_tokens
         if tracker.admitting:

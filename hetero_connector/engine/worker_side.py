@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,11 +23,16 @@ from hetero_connector.engine.copy_plan import (
     plan_layerwise,
     plan_loads,
     plan_saves,
+    size_bytes,
 )
 from hetero_connector.engine.devices import Device, device_of
 from hetero_connector.engine.layer_hooks import LayerHooks
 from hetero_connector.engine.layer_pipeline import Job, LayerPipeline
-from hetero_connector.engine.messages import Load, PageCopy, Save, StepMetadata, WorkerReport
+from hetero_connector.engine.messages import (
+    Load,
+    StepMetadata,
+    WorkerReport,
+)
 from hetero_connector.engine.pages import (
     ArenaRows,
     ByteArray,
@@ -38,21 +42,14 @@ from hetero_connector.engine.pages import (
     page_view,
     run_views,
 )
+from hetero_connector.engine.step_outcome import StepOutcome, WorkerStep
 from hetero_connector.engine.step_timer import StepTimer
+from hetero_connector.errors import StoreError
 from hetero_connector.metrics import Recorder
-from hetero_connector.store.arena import Arena
+from hetero_connector.store.arena import Arena, ArenaHandle
 
 OVERLAP_FROM_BYTES = 4 << 20
 """Below this a step's loads end before a second thread would have started on them."""
-
-
-@dataclass
-class _StepSaves:
-    """This step's saves, their copies, and the layers of which the hook has made them."""
-
-    saves: list[Save]
-    plans: list[LayerCopies]
-    copied: set[str] = field(default_factory=set)
 
 
 class WorkerSide:
@@ -88,9 +85,8 @@ class WorkerSide:
         self._arena: Arena | None = None
         self._pipeline = LayerPipeline()
         self._hooks = LayerHooks()
-        self._report = WorkerReport()
-        self._finished_recving: set[str] = set()
-        self._saves = _StepSaves([], [])
+        self.outcome = StepOutcome(recorder, layout.model)
+        self._step: WorkerStep | None = None
         self._saving = threading.Lock()
         self._save_s = 0.0
 
@@ -113,44 +109,60 @@ class WorkerSide:
                 self._device.pages(spec, part) for part in run_views(spec, view, runs)
             ]
 
+    def attach(self, handle: ArenaHandle) -> None:
+        """Map and pin the arena, if that is still to be done.
+
+        StoreError if it cannot be had. At start, best: pinning takes seconds.
+        """
+        if self._arena is None and self._device is not None:
+            arena = Arena.attach(handle)
+            try:
+                self._device.pin(arena.view)
+            except BaseException:
+                arena.close()
+                raise
+            self._arena = arena
+
     def begin_step(self, meta: StepMetadata) -> None:
         """The first hook of every step: `start_loads` comes after a forward without loads."""
+        step = self._enter(meta)
+        if step.begun:
+            return
+        step.begun = True
         self._hooks.begin_step()
-        self._early_saves(meta)
+        if meta.early_saves:
+            with self.outcome.saving(step):
+                self._early_saves(meta)
         if self._timer and meta.timed_as is not None:
             self._timer.begin(meta.timed_as)
-            self._report.ran = meta.timed_as
-
-    def _early_saves(self, meta: StepMetadata) -> None:
-        """Copy pages of finished requests before anything may overwrite them."""
-        if not meta.early_saves:
-            return
-        self._device_().after_forward_so_far()
-        for save in meta.early_saves:
-            for layer, copies in plan_saves(self._layout, self._rank, save.copy).items():
-                self._save_layer(meta, layer, copies)
-            self._report.saved.update(save.save_ids)
-        self._device_().before_forward_goes_on()
+            self.outcome.on_timed(meta.timed_as)
 
     def start_loads(self, meta: StepMetadata, *, hooks_called: bool = True) -> None:
-        """Before the forward (or instead of one): load, or start loading ahead of it.
-
-        `hooks_called`: the forward will ask for layers, as far as they ask at all.
-        """
+        """Before the forward, or instead of one. `hooks_called`: it will ask for its layers."""
+        step = self._enter(meta)
+        if step.loading:
+            return
+        step.loading = True
+        for lost in meta.lost:
+            self.outcome.lose(lost)
         if not meta.loads:
             return
         started = time.perf_counter()
-        assert self._timer is not None
-        go_on = self._timer.waiting()
-        self._device_().after_forward_so_far()
-        sync = [load for load in meta.loads if not load.parked]
-        for load in meta.loads:
-            if load.parked:
-                self._run_now(meta, plan_loads(self._layout, self._rank, load.copy))
-                self._finished_recving.add(load.request_id)
-        self._start_layerwise(meta, sync, hooks_called)
-        go_on()
-        self._report.loaded.update(load.request_id for load in meta.loads)
+        with self.outcome.loading(meta.loads):
+            self.outcome.check_loads()
+            assert self._timer is not None
+            go_on = self._timer.waiting()
+            self._device_().after_forward_so_far()
+            for load in meta.loads:
+                if load.parked:
+                    plan = plan_loads(self._layout, self._rank, load.copy)
+                    for layer in plan:
+                        self._load_layer(meta, layer, [plan])
+                    self.outcome.on_parked(load)
+            sync = [load for load in meta.loads if not load.parked]
+            self._start_layerwise(meta, sync, hooks_called)
+            go_on()
+        self.outcome.on_loads(meta.loads)
         self._recorder.observe("heterocache_load_seconds", time.perf_counter() - started)
 
     def start_replays(
@@ -160,25 +172,28 @@ class WorkerSide:
         attention: Mapping[str, Any] | None,
     ) -> None:
         """Before the forward: clear and protect the pages of replays (see `slot_masks`)."""
-        layers = self._layout.model.stored_layers
-        if meta.cleared:
-            self._device_().after_forward_so_far()
-            for spec in layers:
-                if blocks := meta.cleared.get(spec.group):
-                    for pages in self._pages[spec.layer]:
-                        pages.clear(np.array(blocks, dtype=np.int64))
-            self._device_().before_forward_goes_on()
-        if meta.protected:
-            slot_masks.protect(layers, meta.protected, slot_mapping, attention)
+        self._enter(meta)
+        with self.outcome.loading(meta.loads):
+            layers = self._layout.model.stored_layers
+            if meta.cleared:
+                self._device_().after_forward_so_far()
+                for spec in layers:
+                    if blocks := meta.cleared.get(spec.group):
+                        for pages in self._pages[spec.layer]:
+                            pages.clear(np.array(blocks, dtype=np.int64))
+                self._device_().before_forward_goes_on()
+            if meta.protected:
+                slot_masks.protect(layers, meta.protected, slot_mapping, attention)
 
     def layer_wanted(self, layer: str) -> None:
         """The forward is about to read this layer's pages."""
         self._hooks.on_asked(layer)
-        if self._pipeline.active:
-            assert self._timer is not None
-            go_on = self._timer.waiting()
-            self._pipeline.ensure(layer)
-            go_on()
+        if self._pipeline.active and self._step is not None:
+            with self.outcome.loading(self._step.meta.loads):
+                assert self._timer is not None
+                go_on = self._timer.waiting()
+                self._pipeline.ensure(layer)
+                go_on()
 
     def layer_written(self, meta: StepMetadata, layer: str) -> None:
         """The forward has written this layer's pages for this step.
@@ -188,40 +203,30 @@ class WorkerSide:
         if not meta.saves or self._microbatches:
             return
         with self._saving:
-            self._plan_saves(meta)
+            step = self._enter(meta)
+            if step.ended or step.broken:
+                return
             started = time.perf_counter()
-            for copies in self._saves.plans:
-                if layer in copies:
-                    self._device_().after_forward_so_far()
-                    self._save_layer(meta, layer, copies[layer])
-            self._saves.copied.add(layer)
+            with self.outcome.saving(step):
+                for copies in self._plans(step):
+                    if layer in copies:
+                        self._device_().after_forward_so_far()
+                        self._save_layer(meta, layer, copies[layer])
+                step.copied.add(layer)
             self._save_s += time.perf_counter() - started
 
     def end_step(self, meta: StepMetadata) -> None:
-        """After the forward: everything left over, then the step's copies are over."""
-        self._pipeline.drain()
-        if self._timer:
-            self._timer.end()
-        if meta.saves:
-            self._plan_saves(meta)
-            self._finish_saves(meta)
-        if meta.saves or meta.loads or meta.early_saves:
-            self._device_().finish()
+        """After the forward: everything left over, then the step's copies are over.
 
-    def take_finished_recving(self) -> set[str]:
-        """Requests whose parked load has ended."""
-        finished, self._finished_recving = self._finished_recving, set()
-        return finished
+        Raises `LoadLostError` if a load was not made and vLLM cannot be told.
+        """
+        step = self._enter(meta)
+        if not step.ended:
+            self._end(step)
 
     def take_report(self) -> WorkerReport | None:
-        """What this rank finished since the last call."""
-        if self._timer:
-            self._report.timings = self._timer.take()
-        told = self._report
-        if not (told.saved or told.loaded or told.timings or told.ran is not None):
-            return None
-        report, self._report = self._report, WorkerReport()
-        return report
+        """See `StepOutcome`."""
+        return self.outcome.take_report(self._timer)
 
     def close(self) -> None:
         """Stop the loading thread and let go of the arena."""
@@ -236,31 +241,61 @@ class WorkerSide:
         return self._device
 
     def _arena_view(self, meta: StepMetadata) -> ByteArray:
-        if self._arena is None:
-            assert meta.arena is not None, "the first step's metadata carries the arena"
-            self._arena = Arena.attach(meta.arena)
-            self._device_().pin(self._arena.view)
+        if self._arena is None:  # beside another connector vLLM may not have asked us at start
+            assert meta.arena is not None, "every step's metadata carries the arena"
+            self.attach(meta.arena)
+        assert self._arena is not None
         return self._arena.view
 
+    def _enter(self, meta: StepMetadata) -> WorkerStep:
+        """The step that `meta` orders. One that nobody ended is ended here, without its copies."""
+        step = self._step
+        if step is None or step.meta is not meta:
+            if step is not None and not step.ended:
+                step.broken = True
+                self._end(step)
+            step = self._step = WorkerStep(meta)
+        return step
+
+    def _end(self, step: WorkerStep) -> None:
+        step.ended = True
+        meta = step.meta
+        if meta.loads:
+            with self.outcome.loading(meta.loads):
+                self._pipeline.drain()
+                if not step.loading:
+                    self.outcome.on_loads(meta.loads)
+                    raise StoreError("the step ended without its loads")
+        with self.outcome.saving(step):
+            if self._timer:
+                self._timer.end()
+            if meta.saves and not step.broken:
+                self._copy_the_rest(step)
+            if meta.saves or meta.loads or meta.early_saves:
+                self._device_().finish()
+        copied = not (step.broken or self.outcome.broken)
+        self.outcome.on_saves(meta.early_saves, copied=copied and step.begun)
+        self.outcome.on_saves(meta.saves, copied=copied)
+
+    def _early_saves(self, meta: StepMetadata) -> None:
+        """Copy pages of finished requests before anything may overwrite them."""
+        self._device_().after_forward_so_far()
+        for save in meta.early_saves:
+            for layer, copies in plan_saves(self._layout, self._rank, save.copy).items():
+                self._save_layer(meta, layer, copies)
+        self._device_().before_forward_goes_on()
+
     def _start_layerwise(self, meta: StepMetadata, loads: list[Load], hooks_called: bool) -> None:
-        overlap = hooks_called and (
-            self._layerwise == "on"
-            or (
-                self._layerwise == "auto"
-                and _total_bytes(self._layout, loads) >= OVERLAP_FROM_BYTES
-            )
-        )
-        before: list[LayerCopies] = []
-        beside: list[LayerCopies] = []
-        for load in loads:
-            if overlap:
-                first, rest = plan_layerwise(
-                    self._layout, self._rank, load.copy, load.resume_tokens
-                )
-                before.append(first)
-                beside.append(rest)
-            else:
-                before.append(plan_loads(self._layout, self._rank, load.copy))
+        auto = self._layerwise == "auto"
+        enough = auto and size_bytes(self._layout, loads) >= OVERLAP_FROM_BYTES
+        overlap = hooks_called and (self._layerwise == "on" or enough)
+        plans = [
+            plan_layerwise(self._layout, self._rank, load.copy, load.resume_tokens)
+            if overlap
+            else (plan_loads(self._layout, self._rank, load.copy), {})
+            for load in loads
+        ]
+        before, beside = [x for x, _ in plans], [x for _, x in plans]
         later: list[str] = []
         for spec in self._layout.model.stored_layers:
             if spec.layer in self._hooks:
@@ -269,7 +304,7 @@ class WorkerSide:
             else:
                 self._load_layer(meta, spec.layer, before + beside)
         self._device_().before_forward_goes_on()
-        if beside:
+        if any(beside):
             jobs = [(layer, self._load_job(meta, layer, beside)) for layer in later]
             self._pipeline.start(jobs, overlap=self._device_().overlaps_by_thread)
 
@@ -290,25 +325,19 @@ class WorkerSide:
                 self._pages[layer][rows.run].load(arena, rows, block_ids)
         end()
 
-    def _run_now(self, meta: StepMetadata, plan: LayerCopies) -> None:
-        for layer in plan:
-            self._load_layer(meta, layer, [plan])
+    def _plans(self, step: WorkerStep) -> list[LayerCopies]:
+        if step.plans is None:
+            saves = step.meta.saves
+            step.plans = [plan_saves(self._layout, self._rank, save.copy) for save in saves]
+        return step.plans
 
-    def _plan_saves(self, meta: StepMetadata) -> None:
-        if self._saves.saves is not meta.saves:
-            plans = [plan_saves(self._layout, self._rank, save.copy) for save in meta.saves]
-            self._saves = _StepSaves(meta.saves, plans)
-
-    def _finish_saves(self, meta: StepMetadata) -> None:
+    def _copy_the_rest(self, step: WorkerStep) -> None:
         started = time.perf_counter()
         self._device_().after_forward_so_far()
-        for copies in self._saves.plans:
+        for copies in self._plans(step):
             for layer, layer_copies in copies.items():
-                if layer not in self._saves.copied:
-                    self._save_layer(meta, layer, layer_copies)
-        for save in meta.saves:
-            self._report.saved.update(save.save_ids)
-        self._saves = _StepSaves([], [])
+                if layer not in step.copied:
+                    self._save_layer(step.meta, layer, layer_copies)
         self._save_s += time.perf_counter() - started
         self._recorder.observe("heterocache_save_seconds", self._save_s)
         self._save_s = 0.0
@@ -319,11 +348,3 @@ class WorkerSide:
         arena = self._arena_view(meta)
         for rows, block_ids in copies:
             self._pages[layer][rows.run].save(arena, rows, block_ids)
-
-
-def _total_bytes(layout: ArtifactLayout, loads: list[Load]) -> int:
-    return sum(_copy_bytes(layout, load.copy) for load in loads)
-
-
-def _copy_bytes(layout: ArtifactLayout, copy: PageCopy) -> int:
-    return sum(layout.rank_bytes(a.state_type, a.start, a.end) for a in copy.artifacts)

@@ -182,8 +182,8 @@ def assert_nothing_is_held(llm: Any) -> None:
     for kind in tiers.dram.geometry.stride_bytes:
         in_dram = [a for a in artifacts if a.state_type is kind and a.dram]
         assert tiers.dram.used(kind) == len(in_dram)
-    assert (side._trackers, side._loading, side._replays._running) == ({}, {}, {})
-    assert (side._admitted, side._predictions._open) == ([], {})
+    assert (side._trackers, side._admissions.loading, side._replays._running) == ({}, {}, {})
+    assert (side._admissions.admitted, side._predictions._open) == ([], {})
     assert not side._early
     queue = side._queue
     assert (queue._waiting, queue._prefilling, queue._decoding) == ({}, {}, set())

@@ -294,7 +294,7 @@ def test_what_is_left_alone_is_reported_and_leaves_first() -> None:
     }
     engine.run(FakeRequest("new", tokens(320, seed=2)))  # needs two slots more than are free
     for prompt, chunks in ((tokens(128, seed=1), 2), (tokens(192), 1)):
-        chain = RequestChain(engine.side._hasher)
+        chain = RequestChain(engine.side.root.hasher)
         chain.extend(prompt)
         assert len(engine.store.match(chain.chunks())) == chunks
     engine.side.close()

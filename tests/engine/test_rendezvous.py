@@ -10,9 +10,17 @@ from pathlib import Path
 import pytest
 
 from hetero_connector.engine import rendezvous
-from hetero_connector.engine.rendezvous import WorkerGeometry, announce, gather
+from hetero_connector.engine.rendezvous import (
+    WorkerGeometry,
+    announce,
+    find_arena,
+    forget_arena,
+    gather,
+    leave_arena,
+)
 from hetero_connector.errors import StoreError, UnsupportedModelError
 from hetero_connector.spec import ModelSpec
+from hetero_connector.store.arena import ArenaHandle
 from tests.engine.fakes import HYBRID
 
 
@@ -71,3 +79,28 @@ def test_ranks_that_compute_differently_are_refused() -> None:
     announce("engine", replace(geometry(1), rounding={"machine": "H100", "threads": ""}))
     with pytest.raises(UnsupportedModelError, match="differently: machine 'H200' and 'H100'"):
         gather("engine", 2)
+
+
+def test_workers_find_their_own_engines_arena(
+    own_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = ArenaHandle("/proc/5/fd/6", 4096)
+    leave_arena("engine.1", arena)
+    assert find_arena("engine.1") == arena
+    assert find_arena("engine") is None
+    parent = os.getpid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: parent + 1)
+        assert find_arena("engine.1") is None, "not a worker of that process"
+        patch.setattr(os, "getppid", lambda: parent)
+        assert find_arena("engine.1") == arena
+    forget_arena("engine.1")
+    assert find_arena("engine.1") is None
+
+
+def test_an_arena_that_a_killed_engine_named_is_cleared_away(own_directory: Path) -> None:
+    leave_arena("engine", ArenaHandle("/proc/5/fd/6", 4096))
+    (path,) = own_directory.rglob("*.arena")
+    killed = path.rename(path.with_name("engine.999999999.arena"))
+    leave_arena("other", ArenaHandle("/proc/5/fd/6", 4096))
+    assert not killed.exists()

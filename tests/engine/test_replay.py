@@ -179,15 +179,16 @@ def test_power_without_a_mask_of_what_is_compressed(
 def test_power_with_the_mask_after_the_forward(llm: Any, reference: Completion, case: Case) -> None:
     """Only the step that admits a request runs its load hook before the forward by itself."""
     side, scheduler = scheduler_side(llm), scheduler_of(llm)
-    order = side._replay
+    order = side._admissions.order
 
-    def late(request_id: str, num_tokens: int, output: Any, meta: Any) -> None:
+    def late(output: Any, trackers: Any, meta: Any) -> None:
         before = output.has_sync_kv_loads
-        order(request_id, num_tokens, output, meta)
-        output.has_sync_kv_loads = before
-        scheduler.max_num_scheduled_tokens = 512
+        order(output, trackers, meta)
+        if meta.protected:
+            output.has_sync_kv_loads = before
+            scheduler.max_num_scheduled_tokens = 512
 
-    with steps_of(llm, 32), patch.object(side, "_replay", late):
+    with steps_of(llm, 32), patch.object(side._admissions, "order", late):
         wrong = generate(llm, PROMPT, max_tokens=8)
     assert wrong.num_cached_tokens == case.resume
     assert error(wrong, reference) > CLEAR

@@ -52,7 +52,7 @@ def engine() -> Iterator[Engine]:
     engine = new_engine()
     yield engine
     assert in_use(engine) == []
-    assert (engine.side._replays._running, engine.side._loading) == ({}, {})
+    assert (engine.side._replays._running, engine.side._admissions.loading) == ({}, {})
     assert not engine.side.has_work
     engine.store.check_integrity()
     engine.side.close()

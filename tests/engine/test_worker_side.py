@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +16,18 @@ from hetero_connector.engine.messages import (
     ArtifactSpan,
     Blocks,
     Load,
+    LostLoad,
     PageCopy,
     Save,
     StepMetadata,
+    WorkerReport,
 )
+from hetero_connector.engine.pages import HostPages
 from hetero_connector.engine.worker_side import WorkerSide
-from hetero_connector.errors import StoreError
-from hetero_connector.metrics import Recorder
+from hetero_connector.errors import LoadLostError, StoreError
+from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.spec import ModelSpec, StateType
-from hetero_connector.store.arena import Arena
+from hetero_connector.store.arena import Arena, ArenaHandle
 from tests.engine.fakes import DENSE, layer
 
 KV = StateType.DENSE_KV
@@ -38,13 +43,18 @@ STORED, FRESH, OLD = 7, 99, 50
 class Worker:
     """A worker side whose second thread is busy: a load is late wherever it may be."""
 
-    def __init__(self, layerwise: str = "on", *, microbatches: bool = False) -> None:
+    def __init__(
+        self, layerwise: str = "on", *, microbatches: bool = False, model: ModelSpec = MODEL
+    ) -> None:
         self.arena = Arena.create(4 * SIZE, shared=False)
+        self.recorder = Recorder()
+        layout = ArtifactLayout(model, CHUNK)
         self.side = WorkerSide(
-            LAYOUT, 0, NUM_BLOCKS, layerwise, Recorder(), microbatches=microbatches
+            layout, 0, NUM_BLOCKS, layerwise, self.recorder, microbatches=microbatches
         )
         self.caches = {
-            name: torch.full((NUM_BLOCKS, BLOCK, 16), OLD, dtype=torch.uint8) for name in LAYERS
+            x.layer: torch.full((NUM_BLOCKS, BLOCK, 16), OLD, dtype=torch.uint8)
+            for x in model.layers
         }
         self.side.register(self.caches)
         self.side._pipeline._executor.submit = _never  # type: ignore[method-assign]
@@ -175,12 +185,167 @@ def test_with_microbatches_everything_is_loaded_before_the_forward() -> None:
     worker.close()
 
 
+# What goes wrong
+
+
+def broken_copies(monkeypatch: pytest.MonkeyPatch, call: str, times: int = 1) -> None:
+    """The next copies of pages raise, then they work again."""
+    real, left = getattr(HostPages, call), iter(range(times))
+
+    def copy(*arguments: Any) -> None:
+        if next(left, None) is not None:
+            raise OSError("broken")
+        real(*arguments)
+
+    monkeypatch.setattr(HostPages, call, copy)
+
+
+def report(worker: Worker) -> WorkerReport:
+    told = worker.side.take_report()
+    assert told is not None
+    return told
+
+
+def counted(worker: Worker) -> dict[str, float]:
+    payload = worker.recorder.drain()
+    counters: dict[str, float] = payload[COUNTERS] if payload else {}
+    return {name: value for name, value in counters.items() if "hook_errors" in name}
+
+
+def test_a_save_that_goes_wrong_is_told_and_the_next_one_is_made(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken_copies(monkeypatch, "save", times=2)
+    worker.step(StepMetadata(saves=[save(1, [1, 2, 3, 4])]))
+    worker.step(StepMetadata(early_saves=[save(2, [1, 2, 3, 4])]))
+    told = report(worker)
+    assert (dict(told.saved), dict(told.unsaved)) == ({}, {1: 1, 2: 1})
+    assert counted(worker) == {"heterocache_hook_errors{hook=save}": 2}
+    worker.step(StepMetadata(saves=[save(3, [1, 2, 3, 4])]))
+    told = report(worker)
+    assert (dict(told.saved), dict(told.unsaved)) == ({3: 1}, {})
+
+
+@pytest.mark.parametrize("hooks_called", [True, False], ids=["beside", "before the forward"])
+def test_of_a_load_that_goes_wrong_vllm_is_told_and_nothing_is_loaded_or_saved_any_more(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, hooks_called: bool
+) -> None:
+    """Its pages hold nothing: nor may what is computed from them be kept."""
+    broken_copies(monkeypatch, "load")
+    blocks = [3, 4, 5, 6]
+    meta = StepMetadata(loads=[load(64, blocks)], saves=[save(1, [7, 8, 9, 10])])
+    meta.arena = worker.arena.handle
+    worker.side.begin_step(meta)
+    worker.side.start_loads(meta, hooks_called=hooks_called)
+    for name in LAYERS:
+        worker.side.layer_wanted(name)
+        worker.side.layer_written(meta, name)
+    worker.side.end_step(meta)
+    assert worker.side.outcome.take_invalid_blocks() == set(blocks)
+    told = report(worker)
+    assert (told.broken, dict(told.loaded), dict(told.unsaved)) == (True, {"r": 1}, {1: 1})
+    worker.step(StepMetadata(loads=[load(64, blocks)], early_saves=[save(2, [1, 2, 3, 4])]))
+    assert worker.side.outcome.take_invalid_blocks() == set(blocks)
+    told = report(worker)
+    assert (dict(told.loaded), dict(told.unsaved)) == ({"r": 1}, {2: 1})
+
+
+def test_a_load_between_steps_that_goes_wrong_has_failed(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken_copies(monkeypatch, "load")
+    worker.step(StepMetadata(loads=[replace(load(64, [3, 4, 5, 6]), parked=True)]))
+    assert worker.side.outcome.take_transfers() == ({"r"}, {"r"})
+    assert worker.side.outcome.take_invalid_blocks() == set()
+
+
+def test_vllm_cannot_be_told_of_a_lost_load_of_several_groups_so_the_engine_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes block ids of one group only; the other way would be a wrong answer."""
+    worker = Worker(model=ModelSpec((*MODEL.layers, layer("swa", 1)), alignment=BLOCK))
+    broken_copies(monkeypatch, "load")
+    with pytest.raises(LoadLostError, match="'r'"):
+        worker.step(StepMetadata(loads=[load(64, [3, 4, 5, 6])]))
+    worker.close()
+
+
+def test_an_arena_that_cannot_be_mapped_is_a_miss(worker: Worker) -> None:
+    gone = ArenaHandle("/proc/1/fd/999999", 1 << 20)
+    meta = StepMetadata(gone, loads=[load(64, [3, 4])], early_saves=[save(1, [1, 2, 3, 4])])
+    worker.side.begin_step(meta)
+    worker.side.start_loads(meta)
+    worker.side.end_step(meta)
+    assert worker.side.outcome.take_invalid_blocks() == {3, 4}
+    told = report(worker)
+    assert (told.broken, dict(told.saved), dict(told.unsaved)) == (True, {}, {1: 1})
+
+
+def test_an_arena_that_cannot_be_had_at_start_is_an_error(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh = Worker()
+    with pytest.raises(StoreError, match="cannot map"):
+        fresh.side.attach(ArenaHandle("/proc/1/fd/999999", 1 << 20))
+
+    def refused(*_: object) -> None:
+        raise StoreError("cudaHostRegister failed")
+
+    monkeypatch.setattr(HostDevice, "pin", refused)
+    users = worker.arena._users
+    with pytest.raises(StoreError, match="cudaHostRegister"):
+        fresh.side.attach(worker.arena.handle)
+    assert worker.arena._users == users, "what cannot be pinned is not kept mapped"
+    fresh.close()
+
+
+def test_hooks_called_twice_report_once(worker: Worker) -> None:
+    meta = StepMetadata(
+        arena=worker.arena.handle,
+        loads=[load(64, [3, 4, 5, 6])],
+        saves=[save(1, [7, 8, 9, 10])],
+        early_saves=[save(2, [1, 2, 3, 4])],
+    )
+    for call in (worker.side.begin_step, worker.side.start_loads, worker.side.end_step):
+        for _ in range(2):
+            call(meta)
+    told = report(worker)
+    assert (dict(told.saved), dict(told.loaded)) == ({1: 1, 2: 1}, {"r": 1})
+
+
+def test_a_step_that_is_never_ended_saves_nothing_and_the_next_one_goes_on(
+    worker: Worker,
+) -> None:
+    worker.begin(StepMetadata(saves=[save(1, [7, 8, 9, 10])], loads=[load(64, [3, 4, 5, 6])]))
+    worker.step(StepMetadata(saves=[save(2, [7, 8, 9, 10])]))
+    told = report(worker)
+    assert (dict(told.saved), dict(told.unsaved)) == ({2: 1}, {1: 1})
+    assert values(worker.caches["draft"][[3, 4, 5, 6]]) == {STORED}
+
+
+def test_loads_that_no_hook_starts_are_lost(worker: Worker) -> None:
+    meta = StepMetadata(arena=worker.arena.handle, loads=[load(64, [3, 4, 5, 6])])
+    worker.side.begin_step(meta)
+    worker.side.end_step(meta)
+    assert worker.side.outcome.take_invalid_blocks() == {3, 4, 5, 6}
+    assert dict(report(worker).loaded) == {"r": 1}
+
+
+def test_what_the_scheduler_side_lost_is_told_and_loads_go_on(worker: Worker) -> None:
+    worker.step(StepMetadata(lost=[LostLoad("r", [0, 5, 6], parked=False)]))
+    assert worker.side.outcome.take_invalid_blocks() == {5, 6}
+    worker.step(StepMetadata(loads=[load(64, [3, 4, 5, 6])]))
+    assert not report(worker).broken
+    assert worker.side.outcome.take_invalid_blocks() == set()
+
+
 def test_a_worker_that_ends_lets_go_of_the_arena() -> None:
     """Else an engine in this process would keep its whole DRAM tier after its end."""
     arena = Arena.create(1 << 20, shared=False)
     worker = WorkerSide(ArtifactLayout(DENSE, 64), 0, 8, "auto", Recorder())
     worker._device = HostDevice()
-    assert worker._arena_view(StepMetadata(arena=arena.handle)).nbytes == 1 << 20
+    worker.attach(arena.handle)
+    worker.attach(arena.handle)  # once is enough
     arena.close()
     assert arena.view.nbytes == 1 << 20, "the worker has it"
     worker.close()

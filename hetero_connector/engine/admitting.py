@@ -1,0 +1,166 @@
+"""From admission to the end of the load: what vLLM counts as computed is loaded, or told as lost.
+
+vLLM takes the tokens that it was promised for computed the moment it admits a request. So whatever
+goes wrong between there and the worker's order is told to it: nothing may be answered from pages
+that were not loaded.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.engine.block_tables import BlockTable, table_of
+from hetero_connector.engine.hook_errors import HookErrors
+from hetero_connector.engine.messages import LostLoad, StepMetadata
+from hetero_connector.engine.replaying import Replays
+from hetero_connector.engine.requests import PendingRestore, RequestTracker
+from hetero_connector.engine.restore_counts import RestoreCounter
+from hetero_connector.engine.restoring import Restorer
+from hetero_connector.engine.saving import Saver
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+_ALL_PAGES = 1 << 40
+
+
+class Admissions:
+    """The admitted restores of one engine."""
+
+    def __init__(
+        self,
+        layout: ArtifactLayout,
+        restorer: Restorer,
+        replays: Replays,
+        saver: Saver,
+        counter: RestoreCounter,
+        errors: HookErrors,
+        tables: Callable[[str], BlockTable],
+        *,
+        parked: bool,
+    ) -> None:
+        """`tables`: block tables by request; `parked`: loads run between steps."""
+        self._block_tokens = layout.model.layers[0].block_tokens
+        self._restorer = restorer
+        self._replays = replays
+        self._saver = saver
+        self._counter = counter
+        self._errors = errors
+        self._tables = tables
+        self._parked = parked
+        self.admitted: list[RequestTracker] = []
+        """Since the last step."""
+        self.loading: defaultdict[str, list[PendingRestore]] = defaultdict(list)
+        """Restores with reports to come, oldest first. A second one of a request is there if it
+        was preempted and admitted again before the first was reported."""
+        self.lost: list[LostLoad] = []
+        """For the next step to tell."""
+
+    def admit(self, tracker: RequestTracker, tokens: int, manager: KVCacheManager) -> None:
+        """vLLM has allocated the request's blocks and counts on `tokens` of ours.
+
+        It may have cut what it was told of.
+        """
+        if not tokens:
+            self._restorer.forget(tracker)
+        elif self._restorer.admit(tracker, tokens):
+            tracker.attempts = None
+            self.admitted.append(tracker)
+        else:
+            problem = f"vLLM admitted {tokens} tokens, of which no boundary is here"
+            self._lose(tracker, "admission", ValueError(problem))
+        try:
+            self._replays.admitted(tracker, manager)
+        except Exception as error:  # windows that are not exact may have been published
+            self._lose(tracker, "replay", error)
+
+    def order(
+        self, output: SchedulerOutput, trackers: Mapping[str, RequestTracker], meta: StepMetadata
+    ) -> None:
+        """Order this step's loads, and have the worker tell what is lost."""
+        for request_id in output.preempted_req_ids or ():
+            self.end_replay(request_id)
+        new = {x.req_id: x.block_ids for x in output.scheduled_new_reqs} if self.admitted else {}
+        admitted, self.admitted = self.admitted, []
+        for tracker in admitted:
+            try:
+                self._load(tracker, new.get(tracker.request.request_id), meta)
+            except Exception as error:
+                self._lose(tracker, "load", error)
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            if request_id in self._replays:
+                try:
+                    self._replay(trackers[request_id], num_tokens, meta)
+                except Exception as error:
+                    self._lose(trackers[request_id], "replay", error)
+                # vLLM sets it for the step that admits a request; without it the load hook,
+                # which loads and masks, comes after the forward.
+                output.has_sync_kv_loads = True
+        meta.lost, self.lost = self.lost, []
+
+    def loaded(self, request_id: str, ranks: int) -> None:
+        """`ranks` more ranks have ended a load of the request."""
+        if request_id in self.loading:  # else it was told twice
+            self.loading[request_id][0].ranks_left -= ranks
+            self._release_if_loaded(request_id)
+
+    def end_replay(self, request_id: str) -> None:
+        """Nothing more is to be replayed of the request, if anything was."""
+        if self._replays.end(request_id):
+            self._release_if_loaded(request_id)
+
+    def forget(self, tracker: RequestTracker) -> None:
+        """The request has ended."""
+        request_id = tracker.request.request_id
+        self.end_replay(request_id)
+        self._restorer.forget(tracker)
+        if tracker in self.admitted:
+            self.admitted.remove(tracker)
+        self.lost = [x for x in self.lost if x.request_id != request_id]
+
+    def _lose(self, tracker: RequestTracker, hook: str, error: Exception) -> None:
+        """Have vLLM told that it counts tokens of the request that will not be loaded."""
+        self._errors.count(hook, error)
+        self.forget(tracker)
+        tracker.outdated = True
+        request_id = tracker.request.request_id
+        first = tracker.local_tokens // self._block_tokens
+        blocks = self._tables(request_id)(0, range(first, _ALL_PAGES))
+        self.lost.append(LostLoad(request_id, blocks, self._parked))
+
+    def _load(
+        self, tracker: RequestTracker, told: Sequence[list[int]] | None, meta: StepMetadata
+    ) -> None:
+        """`told`: the block ids vLLM sends along, if the request is new in this step."""
+        pending = tracker.restore
+        assert pending is not None
+        request_id = tracker.request.request_id
+        if pending.plan.replay_tokens:
+            self._replays.begin(request_id, pending)
+        else:
+            # Eight thousand block objects of a long prompt would be looked at once more.
+            table = self._tables(request_id) if told is None else table_of(told)
+            meta.loads.append(self._restorer.load(tracker, table, self._parked))
+        self.loading[request_id].append(pending)
+        tracker.restore = None
+        self._saver.restored(pending.plan)
+
+    def _replay(self, tracker: RequestTracker, num_tokens: int, meta: StepMetadata) -> None:
+        request_id = tracker.request.request_id
+        if self._replays.step(tracker, num_tokens, self._tables(request_id), meta):
+            self.end_replay(request_id)
+
+    def _release_if_loaded(self, request_id: str) -> None:
+        loading = self.loading[request_id]
+        replayed = len(loading) == 1 and request_id in self._replays
+        if replayed or loading[0].ranks_left > 0:
+            return
+        pending = loading.pop(0)
+        if not loading:
+            del self.loading[request_id]
+        self._counter.count(pending)
+        pending.handle.release()

@@ -1,0 +1,101 @@
+"""What restores are counted as: tokens by tier, and bytes by state type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.artifacts.record import StoredChunk, Tier
+from hetero_connector.engine.requests import PendingRestore
+from hetero_connector.metrics import Recorder
+from hetero_connector.planner.restore_plan import RestorePlan
+from hetero_connector.spec import StateType
+
+
+class RestoreCounter:
+    """Counts restores once their loads have ended."""
+
+    def __init__(self, layout: ArtifactLayout, recorder: Recorder) -> None:
+        self._layout = layout
+        self._recorder = recorder
+
+    def count(self, pending: PendingRestore) -> None:
+        """Count a restore whose loads have ended, while it is held."""
+        local = pending.local_tokens
+        plan = _beyond(pending)
+        for tier, tokens in _tokens_by_tier(plan, local).items():
+            self._recorder.add("heterocache_hit_tokens", tokens, tier=tier)
+        self._recorder.add("heterocache_hits")
+        if plan.replay_tokens:
+            self._recorder.add("heterocache_replayed_tokens", plan.replay_tokens)
+        count = self._count_run if _in_dram(plan) else self._count_tiers
+        for state_type in plan.prefix_types:
+            count(plan.chunks, state_type, local, Tier.DRAM)
+        for state_type in plan.boundary_types:
+            count(plan.chunks[-1:], state_type, local, Tier.DRAM)
+
+    def _count_tiers(
+        self, chunks: Sequence[StoredChunk], state_type: StateType, local_tokens: int, _: Tier
+    ) -> None:
+        """Count run by run: successive chunks whose artifact lay in one tier."""
+        for tier, run in groupby(chunks, key=lambda stored: stored.tiers[state_type]):
+            self._count_run(list(run), state_type, local_tokens, tier)
+
+    def _count_run(
+        self, run: Sequence[StoredChunk], state_type: StateType, local_tokens: int, tier: Tier
+    ) -> None:
+        first, last = run[0].chunk, run[-1].chunk
+        # All but the last of a chain are full chunks, of one size.
+        size = (len(run) - 1) * self._layout.artifact_bytes(state_type, first.start, first.end)
+        size += self._layout.artifact_bytes(state_type, last.start, last.end)
+        tokens = last.end - max(first.start, local_tokens)
+        labels = {"tier": tier.value, "state_type": state_type.value}
+        self._recorder.add("heterocache_restored_tokens", tokens, **labels)
+        self._recorder.add("heterocache_restored_bytes", size, **labels)
+
+
+def tokens_by_tier(pending: PendingRestore) -> dict[str, int]:
+    """Tokens of an admitted restore by tier."""
+    return _tokens_by_tier(_beyond(pending), pending.local_tokens)
+
+
+def _beyond(pending: PendingRestore) -> RestorePlan:
+    """The plan as far as it was admitted, without chunks that the engine came to hold by itself."""
+    plan, local_tokens = pending.plan, pending.local_tokens
+    if pending.cut is not None:
+        chunks = [x for x in plan.chunks if x.chunk.start < pending.cut]
+        plan = replace(plan, boundary=pending.cut, chunks=chunks, boundary_types=())
+    if plan.chunks[0].chunk.end > local_tokens:
+        return plan
+    return replace(plan, chunks=[s for s in plan.chunks if s.chunk.end > local_tokens])
+
+
+def _in_dram(plan: RestorePlan) -> bool:
+    return all(set(tiers.values()) == {Tier.DRAM} for tiers in plan.held)
+
+
+def _tokens_by_tier(plan: RestorePlan, local_tokens: int) -> dict[str, int]:
+    """Restored tokens by the tier that their chunk waited for: DRAM if all that is loaded of it is
+    there, else where the first of its state types that is not there is.
+
+    Tokens to be replayed are computed, so they are not among them.
+    """
+    total = plan.resume_tokens - local_tokens
+    if _in_dram(plan):
+        return {Tier.DRAM.value: total}
+    tokens: dict[str, int] = {}
+    for stored in plan.chunks:
+        needed = plan.prefix_types
+        if stored is plan.chunks[-1]:
+            needed += plan.boundary_types
+        slow = [stored.tiers[t] for t in needed if stored.tiers[t] is not Tier.DRAM]
+        if slow:
+            chunk = stored.chunk
+            covered = min(chunk.end, plan.resume_tokens) - max(chunk.start, local_tokens)
+            if covered <= 0:
+                continue
+            tokens[slow[0].value] = tokens.get(slow[0].value, 0) + covered
+    in_dram = total - sum(tokens.values())
+    return ({Tier.DRAM.value: in_dram} if in_dram else {}) | tokens

@@ -1,0 +1,170 @@
+"""What vLLM counts as computed is loaded for just those tokens, or told as lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hetero_connector.engine.messages import LostLoad, StepMetadata, WorkerReport
+from hetero_connector.planner.window_replay import WindowReplay
+from hetero_connector.spec import ModelSpec, StateType
+from tests.engine.fakes import DENSE, HYBRID, FakeRequest, layer, scheduled
+from tests.engine.stepped import Engine, in_use, tokens
+
+KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
+Engines = Any
+
+
+@pytest.fixture
+def engine_of() -> Iterator[Engines]:
+    """Engines that hold 192 tokens, in chunks of 64 with a checkpoint at each."""
+    engines: list[Engine] = []
+
+    def make(model: ModelSpec, **options: Any) -> Engine:
+        engines.append(engine := Engine(model, **options))
+        engine.run(FakeRequest("a", tokens(200)))
+        engine.recorder.drain()
+        return engine
+
+    yield make
+    for engine in engines:
+        assert in_use(engine) == []
+        assert (engine.side._admissions.loading, engine.side._admissions.admitted) == ({}, [])
+        assert not engine.side.has_work
+        engine.store.check_integrity()
+        engine.side.close()
+
+
+def admitted(engine: Engine, request: FakeRequest, answered: int, num_tokens: int) -> StepMetadata:
+    """vLLM is told of `answered` tokens, admits `num_tokens` of them and computes the rest."""
+    assert engine.ask(request) == answered
+    engine.requests[request.request_id] = request
+    engine.grow_table(request)
+    engine.side.allocated(request, num_tokens)  # type: ignore[arg-type]
+    request.num_computed_tokens = num_tokens
+    return engine.step(**{request.request_id: request.num_tokens - num_tokens})
+
+
+def end(engine: Engine, request: FakeRequest) -> StepMetadata:
+    engine.finish(request)
+    return engine.step()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 100, 191])
+def test_fewer_tokens_than_were_answered_are_loaded_alone(
+    engine_of: Engines, num_tokens: int
+) -> None:
+    engine, request = engine_of(DENSE), FakeRequest("b", tokens(200))
+    (load,) = admitted(engine, request, 192, num_tokens).loads
+    pages = -(-num_tokens // 16)
+    assert load.blocks[KV, 0].ids == engine.tables.ids["b"][0][:pages]
+    assert load.resume_tokens == num_tokens
+    ends = [artifact.end for artifact in load.copy.artifacts]
+    assert ends == [64, 128, 192][: -(-num_tokens // 64)], "chunks lie as they were stored"
+    assert engine.counters()["heterocache_hit_tokens{tier=dram}"] == num_tokens
+    end(engine, request)
+
+
+def test_boundary_state_is_loaded_of_the_boundary_that_was_admitted(engine_of: Engines) -> None:
+    engine, request = engine_of(HYBRID), FakeRequest("b", tokens(200))
+    (load,) = admitted(engine, request, 192, 128).loads
+    assert [(x.state_type, x.end) for x in load.copy.artifacts] == [
+        (KV, 64), (KV, 128), (SWA, 128),
+    ]  # fmt: skip
+    end(engine, request)
+
+
+def test_tokens_without_their_boundary_state_are_told_as_lost_and_never_saved(
+    engine_of: Engines,
+) -> None:
+    engine, request = engine_of(HYBRID), FakeRequest("b", [*tokens(192), *tokens(100, seed=4)])
+    meta = admitted(engine, request, 192, 96)
+    assert (meta.loads, meta.saves) == ([], [])
+    assert meta.lost == [LostLoad("b", engine.tables.ids["b"][0], parked=False)]
+    counted = engine.counters()
+    assert counted["heterocache_hook_errors{hook=admission}"] == 1
+    assert "heterocache_hits{}" not in counted
+    assert end(engine, request).early_saves == []
+
+
+def test_a_replay_that_begins_earlier_is_as_exact(engine_of: Engines) -> None:
+    windows = [layer(f"swa.{i}", 1, SWA, window=32) for i in range(3)]
+    model = ModelSpec((layer("full", 0), *windows), alignment=16)
+    engine = Engine(model, window_replay=WindowReplay.of(model))
+    engine.side._restorer._planner.replay_when_missing = True
+    engine.run(FakeRequest("a", tokens(400)))
+    with engine.store._state.lock:
+        for artifact in list(engine.store._tiers.index.artifacts()):
+            if artifact.state_type is SWA:
+                engine.store._tiers.forget(artifact)
+    request = FakeRequest("b", tokens(420))
+    meta = admitted(engine, request, 304, 256)
+    (load,) = meta.loads
+    table = engine.tables.ids["b"][0]
+    assert load.blocks[KV, 0].ids == table[: 400 // 16]
+    assert set(meta.protected[0]) == set(table[256 // 16 : 400 // 16])
+    end(engine, request)
+    engine.side.close()
+
+
+def test_a_load_that_cannot_be_ordered_is_told_as_lost(
+    engine_of: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, request = engine_of(DENSE), FakeRequest("b", tokens(250))
+
+    def broken(*_: object) -> None:
+        raise KeyError("broken")
+
+    monkeypatch.setattr(engine.side._restorer, "_spans", broken)
+    meta = admitted(engine, request, 192, 192)
+    assert (meta.loads, meta.saves) == ([], [])
+    assert meta.lost == [LostLoad("b", engine.tables.ids["b"][0], parked=False)]
+    assert engine.counters()["heterocache_hook_errors{hook=load}"] == 1
+    end(engine, request)
+
+
+def test_once_a_worker_is_broken_nothing_is_restored_or_saved(engine_of: Engines) -> None:
+    engine = engine_of(DENSE)
+    engine.side.reported(WorkerReport(broken=True))
+    request = FakeRequest("b", [*tokens(192), *tokens(100, seed=4)])
+    assert engine.admit(request) == 0
+    meta = engine.step(b=292)
+    assert (meta.loads, meta.saves) == ([], [])
+    assert end(engine, request).early_saves == []
+
+
+def test_a_save_of_which_a_rank_copied_nothing_is_not_sealed(engine_of: Engines) -> None:
+    engine, request = engine_of(DENSE), FakeRequest("b", tokens(64, seed=4))
+    engine.admit(request)
+    meta = engine.side.step(scheduled(b=64))
+    (save,) = meta.saves
+    report = WorkerReport()
+    report.unsaved.update(save.save_ids)
+    engine.side.reported(report)
+    assert not engine.side.has_work
+    assert engine.ask(FakeRequest("c", tokens(65, seed=4))) == 0
+    request.num_computed_tokens = 64
+    end(engine, request)
+
+
+@pytest.mark.parametrize("call", ["missing", "begin_save"])
+def test_an_error_between_two_reservations_reserves_nothing(
+    engine_of: Engines, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    engine = engine_of(DENSE)
+    real, calls = getattr(engine.store, call), iter(range(100))
+
+    def broken(*arguments: Any) -> Any:
+        if next(calls) == 1:
+            raise ValueError("broken")
+        return real(*arguments)
+
+    monkeypatch.setattr(engine.store, call, broken)
+    request = FakeRequest("b", tokens(200, seed=4))
+    engine.admit(request)
+    assert engine.step(b=200).saves == []
+    assert in_use(engine) == []
+    assert engine.counters()["heterocache_hook_errors{hook=save}"] == 1
+    end(engine, request)
