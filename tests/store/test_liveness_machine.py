@@ -5,19 +5,17 @@ sealed is summed, shown to the fleet and on SSD, or was counted as given up; eve
 and every slot has an owner. Where what hung never ends, the same but for writing.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from unittest.mock import patch
 
 from filling import SIZES, Clock, begin, ids_of
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 from test_fleet_machine import THEIRS, FleetMachine
-from test_store_machine import DEPTH, TRUNKS, StoreMachine
+from test_store_machine import DEPTH, TRUNKS, StoreMachine, chains
 
 from hetero_connector.artifacts.nodes import Artifact
-from hetero_connector.metrics import COUNTERS
 from hetero_connector.store import sharing
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Restore, Save
@@ -44,11 +42,6 @@ class Faults(StoreMachine):
         self.time = Clock()
         return self.time
 
-    def open(self) -> ArtifactStore:
-        store = super().open()
-        self.refused: Counter[str] = Counter()
-        return store
-
     @rule(count=st.integers(1, 4))
     def transfers_hang(self, count: int) -> None:
         self.disk.files.hang_next(count)
@@ -69,10 +62,47 @@ class Faults(StoreMachine):
     def the_journal_fails(self, count: int) -> None:
         self.beside.fail_next(count)
 
-    @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 11.0, 61.0]))
-    def time_passes(self, seconds: float) -> None:
+    @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 11.0, 61.0]), asked=st.booleans())
+    def time_passes(self, seconds: float, asked: bool) -> None:
         self.time.passes(seconds)
+        if asked:  # before the I/O thread has noticed
+            assert all(restore.done in (True, False) for restore in self.restores)
         self.round()
+
+    @rule(names=st.lists(chains, min_size=1, max_size=3), rounds=st.integers(0, 4))
+    def seal(self, names: list[str], rounds: int) -> None:
+        for name in names:
+            self.save_next(name, now=True)
+        self.io_round(rounds)
+
+    @rule(name=chains, calls=st.integers(-1, 2), patience_s=st.sampled_from([1.0, 61.0]))
+    def a_write_never_ends(self, name: str, calls: int, patience_s: float) -> None:
+        """Nor does the call of the journal before it, or the one behind it."""
+        if calls < 0:
+            self.disk.files.hang_next()
+        else:
+            self.beside.hang_after(calls)
+        self.seal([name], 3)
+        self.time_passes(patience_s, asked=False)
+
+    @rule(names=st.lists(chains, min_size=1, max_size=3), patience_s=st.sampled_from([1.0, 11.0]))
+    def reads_never_end(self, names: list[str], patience_s: float) -> None:
+        for name in names:
+            self.store.leave_to_ssd()
+            self.disk.files.hang_next()
+            self.restore(name, 1)
+            self.io_round(1)
+        self.time_passes(patience_s, asked=True)
+
+    @invariant()
+    def nothing_is_queued_in_vain(self) -> None:
+        state = self.store._state
+        assert all(load.waiting for load in (*state.loads, *state.peer_loads))
+        queued = [spill.artifact for spill in (*state.spills, *state.unsummed)]
+        queued += [*state.unjudged._until_s, *state.used]
+        assert not [artifact for artifact in queued if artifact.forgotten]
+        limit = len(list(self.store._tiers.index.artifacts()))
+        assert max(len(state.spills), len(state.unsummed), len(state.used)) <= limit
 
     @rule()
     def what_hangs_goes_on(self) -> None:
@@ -129,7 +159,7 @@ class Faults(StoreMachine):
             self.round()
             if not self.waits():
                 break
-        assert not self.waits()
+        assert not self.waits(), self.waits()
         self.check_slots()
 
     def waits(self) -> list[str]:
@@ -166,11 +196,10 @@ class Faults(StoreMachine):
 
     def given_up(self) -> float:
         """Artifacts that are not on SSD, and were counted as that."""
-        for key, value in (self.bench.recorder.drain() or {}).get(COUNTERS, {}).items():
-            self.counted[key.partition("{")[0]] += value
-            if key.startswith(("heterocache_failures", "heterocache_evictions")) and "ssd" in key:
-                self.refused[key] += value
-        return sum(self.refused.values())
+        self.count()
+        causes = ("heterocache_failures", "heterocache_evictions")
+        counted = self.counted_by_key.items()
+        return sum(n for key, n in counted if key.startswith(causes) and "ssd" in key)
 
     def hanging(self, direction: Direction) -> int:
         active = self.disk.files._active

@@ -70,10 +70,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.sealed: set[ChunkRange] = set()
         self.used_within = 0.0
         self.counted: Counter[str]
+        self.counted_by_key: Counter[str]
         self.store = self.open()
 
     def open(self) -> ArtifactStore:
-        self.counted = Counter()
+        self.counted, self.counted_by_key = Counter(), Counter()
         with patch.object(IoThread, "start"):
             return self.bench.open(
                 dram_chunks=4,
@@ -250,10 +251,15 @@ class StoreMachine(RuleBasedStateMachine):
     def consistent(self) -> None:
         self.store.check_integrity()
 
-    @invariant()
-    def what_was_prefetched_is_used_wasted_or_waits(self) -> None:
+    def count(self) -> None:
+        """Add up what was counted since the last time, by metric."""
         for key, value in (self.bench.recorder.drain() or {}).get(COUNTERS, {}).items():
             self.counted[key.partition("{")[0]] += value
+            self.counted_by_key[key] += value
+
+    @invariant()
+    def what_was_prefetched_is_used_wasted_or_waits(self) -> None:
+        self.count()
         came, used, wasted = (
             self.counted[f"heterocache_prefetch{x}_bytes"] for x in ("ed", "_used", "_wasted")
         )
