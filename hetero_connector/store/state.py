@@ -28,6 +28,8 @@ from hetero_connector.store.tiers import Tiers
 from hetero_connector.store.unjudged import Unjudged
 
 GAUGE_INTERVAL_S = 1.0
+_MAX_BACK = 4096
+"""Sessions that came back and that the I/O thread has not seen; others are not told apart."""
 
 
 class StoreState:
@@ -207,7 +209,8 @@ class StoreState:
             return
         with self.lock:
             self.returns.cancel(session)
-            self.back.add(session)
+            if len(self.back) < _MAX_BACK:
+                self.back.add(session)
 
     def reads(
         self,

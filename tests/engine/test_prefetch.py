@@ -77,7 +77,7 @@ class Serving:
     def in_dram(self, prompt: list[int]) -> bool:
         """Whether all prefix state of the prompt's full chunks is there."""
         side = scheduler_side(self.llm)
-        chain = RequestChain(side._hasher)
+        chain = RequestChain(side.root.hasher)
         chain.extend(prompt)
         stored = self.store.match(chain.chunks())
         assert len(stored) == len(prompt) // side._layout.chunk_tokens

@@ -271,7 +271,7 @@ class FleetLivenessMachine(Faults, FleetMachine):
     """The fleet may never answer for what nobody else owns."""
 
     def __init__(self) -> None:
-        self.silent = False
+        self.silent = True
         super().__init__()
 
     @rule()
