@@ -8,10 +8,11 @@ and every slot has an owner. Where what hung never ends, the same but for writin
 from collections.abc import Callable
 from unittest.mock import patch
 
+import pytest
 from filling import SIZES, Clock, begin, ids_of
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
 from test_fleet_machine import THEIRS, FleetMachine
 from test_store_machine import DEPTH, TRUNKS, StoreMachine, chains
 
@@ -295,14 +296,12 @@ class FleetLivenessMachine(Faults, FleetMachine):
             super().judge(key)
 
 
-for machine, examples in (
-    (LivenessMachine, 40),
-    (VerifiedLivenessMachine, 15),
-    (FleetLivenessMachine, 40),
-):
-    machine.TestCase.settings = settings(
-        max_examples=examples, stateful_step_count=40, deadline=None
+@pytest.mark.parametrize(
+    ("machine", "examples"),
+    [(LivenessMachine, 40), (VerifiedLivenessMachine, 15), (FleetLivenessMachine, 40)],
+)
+def test_after_any_faults_everything_comes_to_its_end(machine: type[Faults], examples: int) -> None:
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        machine,
+        settings=settings(max_examples=examples, stateful_step_count=40, deadline=None),
     )
-TestLivenessMachine = LivenessMachine.TestCase
-TestVerifiedLivenessMachine = VerifiedLivenessMachine.TestCase
-TestFleetLivenessMachine = FleetLivenessMachine.TestCase
