@@ -156,11 +156,11 @@ class PrefixIndex:
             return None
         if above is not None and above.chunk.end == start:  # as a rule: no objects of its own
             parent, start = above.chunk.key, above.chunk.end
-        chunk = ChunkRange(key, parent, start, end)
-        if not self.could_hold(chunk):
+        is_new = node is None or node.parent is not above
+        chunk = ChunkRange(key, parent, start, end) if node is None or is_new else node.chunk
+        if (chunk.start, chunk.end) != (start, end) or not self.could_hold(chunk):
             return None
-        if above is None:
-            self.presume_parent(chunk)
+        self.presume_parent(chunk)
         artifact = self.add(chunk, ref.state_type, size_bytes)
         artifact.sealed, artifact.ssd = True, ref
         assert artifact.node.parent is not None

@@ -202,9 +202,7 @@ class Journal:
         """As `load`, without an object for each row."""
         check = row_check(self.meta)
         with sqlite_errors(self.path):
-            cursor = self._connection.execute(
-                f"SELECT {_COLUMNS} FROM artifacts ORDER BY start, end"
-            )
+            cursor = self._connection.execute(f"SELECT {_COLUMNS} FROM artifacts ORDER BY start")
             for values in cursor:
                 checked = check(values)
                 if checked is not None:
