@@ -262,7 +262,7 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         return HeteroPromMetrics(*args, **kwargs)
 
     def _release(self) -> None:
-        """Without stopping: every hook is a miss from now."""
+        """Close the store under an engine that nobody uses: every later hook is a miss."""
         side, self._scheduler = self._scheduler, None
         if side is not None:
             side.close()

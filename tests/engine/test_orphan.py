@@ -9,10 +9,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
+from hetero_connector.connector import HeteroConnector
 from hetero_connector.engine import orphan
+from hetero_connector.engine.messages import StepMetadata
 
 _PARENT = """
 import multiprocessing, os, signal, sys, threading
@@ -84,3 +88,22 @@ def test_a_process_without_a_parent_is_not_watched() -> None:
     assert multiprocessing.parent_process() is None
     assert orphan.watch(lambda: None) is None
     assert "heterocache-orphan" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_once_released_every_hook_is_a_miss() -> None:
+    connector = HeteroConnector.__new__(HeteroConnector)
+    side = Mock()
+    connector._scheduler, connector._worker = side, None
+    connector._release()
+    side.close.assert_called_once()
+    request = SimpleNamespace(request_id="r", kv_transfer_params=None)
+    connector.on_new_request(request)  # type: ignore[arg-type]
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)  # type: ignore[arg-type]
+    connector.update_state_after_alloc(request, Mock(), 0)  # type: ignore[arg-type]
+    assert connector.build_connector_meta(Mock()) == StepMetadata()
+    connector.update_connector_output(Mock(kv_connector_worker_meta=None))
+    assert connector.request_finished_all_groups(request, ([],)) == (False, None)  # type: ignore[arg-type]
+    assert not connector.has_pending_push_work()
+    connector._release()
+    connector.shutdown()
+    assert len(side.mock_calls) == 1
