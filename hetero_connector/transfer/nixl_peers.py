@@ -19,7 +19,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from hetero_connector.errors import PeerError, StoreClosedError
+from hetero_connector.errors import PeerError, StoreClosedError, StoreError
 from hetero_connector.transfer.agent_metadata import AgentMetadata
 from hetero_connector.transfer.listening import listening_addresses, only_this_host
 from hetero_connector.transfer.peer_base import PeerExtent, check_destination, check_source
@@ -31,6 +31,9 @@ logger = logging.getLogger("vllm.heterocache")
 _START_S = 60.0
 _KILL_S = 5.0
 _POLL_S = 1e-3
+_MAX_TIMES_ASKED = 30
+"""Calls of `tend`, seconds apart, after which a process that does not answer is ended. Counted, not
+timed: a machine that was suspended has asked once."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 """Before another process is started in place of one that ended."""
 
@@ -135,12 +138,19 @@ class NixlPeers:
         if child.ended and self._clock() >= self._start_at_s:
             self._start_at_s = float("inf")
             self._started_s = self._clock()
-            self._child = PeerChild(self._regions, self._interface)
+            try:
+                self._child = PeerChild(self._regions, self._interface)
+            except (StoreError, OSError) as e:  # no process or descriptor to be had: later
+                logger.warning("peers are not read yet: %s", e)
         elif not child.metadata and self._clock() - self._started_s > _START_S:
             child.give_up("it did not start")
         elif child.metadata and child.metadata != self.metadata:
             self.metadata = child.metadata
             logger.info("peers are read again, and can read this engine's DRAM tier")
+        elif child.metadata and not child.ended:
+            child.ask()
+            if child.times_asked > _MAX_TIMES_ASKED:
+                child.give_up("it did not answer any more")
         return False
 
     def close(self, timeout_s: float = 10.0) -> bool:

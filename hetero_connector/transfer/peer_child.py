@@ -77,6 +77,8 @@ class PeerChild:
         """Those that have not ended."""
         self.ended = False
         """Whether it is gone, for certain."""
+        self.times_asked = 0
+        """Whether it lives, since it last answered."""
         self._problem = ""
         self._numbers = 0
         self._connected: set[str] = set()
@@ -128,13 +130,13 @@ class PeerChild:
         if self.ended or not self.metadata:
             read.end(TransferError(errno.ECONNREFUSED, "peers are not read at the moment"))
             return read
-        connection = remote.digest
+        self._numbers += 1
+        number, connection = self._numbers, remote.digest
+        self.reads[number] = read  # before anything is sent: that may find the process ended
         if connection not in self._connected:
             self._connected.add(connection)
             self._send(Frame(Kind.CONNECT, 0, remote.encode()))
-        self._numbers += 1
-        self.reads[self._numbers] = read
-        self._send(Frame(Kind.READ, self._numbers, read_payload(connection, extents)))
+        self._send(Frame(Kind.READ, number, read_payload(connection, extents)))
         return read
 
     def disconnect(self, remote: AgentMetadata) -> None:
@@ -170,6 +172,12 @@ class PeerChild:
         self._end()
         return True
 
+    def ask(self) -> None:
+        """Whether it still does something. One question at a time is on its way."""
+        self.times_asked += 1
+        if self.times_asked == 1:
+            self._send(Frame(Kind.ASK, 0, b""))
+
     def give_up(self, problem: str) -> None:
         """Have it end, without waiting for it."""
         self._problem = self._problem or problem
@@ -182,6 +190,8 @@ class PeerChild:
             if read is None:
                 raise ValueError(f"it ended a read that is not under way: {frame.read}")
             read.end(failure)
+        elif frame.kind is Kind.ALIVE:
+            self.times_asked = 0
         elif frame.kind is Kind.READY:
             self.agent = AgentMetadata.decode(frame.payload).agent
             self.metadata = frame.payload

@@ -31,7 +31,7 @@ _FIELDS = 5
 
 
 class Kind(IntEnum):
-    """Of a frame; the first three are the engine's, the others the peer process's."""
+    """Of a frame: the engine's, then the peer process's."""
 
     CONNECT = 1
     """Payload: a peer's `AgentMetadata`."""
@@ -39,12 +39,15 @@ class Kind(IntEnum):
     """Payload: a connection's name, and extents; see `read_payload`."""
     DISCONNECT = 3
     """Payload: a connection's name, the digest of the metadata it was made with."""
+    ASK = 7
+    """Whether the process still does something; it answers ALIVE."""
     READY = 4
     """Payload: our own `AgentMetadata`."""
     FAILED = 5
     """The process cannot start. Payload: why."""
     ENDED = 6
     """A read. Payload: empty, or `error_payload`."""
+    ALIVE = 8
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,8 @@ class PeerServer:
                 self._connect(AgentMetadata.decode(frame.payload))
             elif frame.kind is Kind.READ:
                 self._read(frame)
+            elif frame.kind is Kind.ASK:
+                self._engine.sendall(Frame(Kind.ALIVE, 0, b"").encode())
             else:
                 self._retired.add(frame.payload.decode())
         return bool(data)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -212,6 +213,45 @@ def test_when_it_is_killed_reads_end_and_it_is_started_again_after_longer_and_lo
     assert peers.close()
 
 
+def test_one_that_hangs_is_ended_and_with_it_what_was_under_way() -> None:
+    peers, other = (NixlPeers([create_shared("test", SIZE)]) for _ in range(2))
+    peers.connect("other", other.metadata)
+    for _ in range(100):
+        assert not peers.tend(), "one that answers is left alone"
+        time.sleep(0.002)
+    os.kill(peers.process_id, signal.SIGSTOP)
+    read = peers.submit("other", [PeerExtent(0, 0, 0, 0, 8)])
+    asked = 0
+    while not peers.tend():
+        asked += 1
+        assert asked < 1_000
+        time.sleep(0.002)
+    assert asked >= 30
+    assert read.poll() is TransferState.FAILED
+    assert peers.close()
+    assert other.close()
+
+
+def test_when_no_process_can_be_started_it_is_tried_again_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 100.0
+    peers = NixlPeers([create_shared("test", SIZE)], clock=lambda: now_s)
+    os.kill(peers.process_id, signal.SIGKILL)
+    until(peers.tend)
+    with monkeypatch.context() as none_left:
+        none_left.setattr(subprocess, "Popen", Mock(side_effect=BlockingIOError("no process")))
+        now_s += 1.0
+        assert not peers.tend()
+        assert peers.tend(), "as if it had ended at once"
+    now_s += 1.0
+    before = peers.metadata
+    assert not peers.tend()
+    now_s += 1.0
+    until(lambda: not peers.tend() and peers.metadata != before)
+    assert peers.close()
+
+
 @pytest.mark.parametrize("said", ["garbage", "not under way", "silence", "exits"])
 def test_a_process_that_says_what_makes_no_sense_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
@@ -226,7 +266,7 @@ def test_a_process_that_says_what_makes_no_sense_is_ended(
         "engine.sendall(Frame(Kind.READY, 0, told).encode())\n"
         f"said = {said!r}\n"
         "engine.recv(1)\n"
-        "if said == 'garbage': engine.sendall(os.urandom(4096))\n"
+        "if said == 'garbage': engine.sendall(bytes([255]) * 4096)\n"
         "if said == 'not under way': engine.sendall(Frame(Kind.ENDED, 99, b'').encode())\n"
         "if said != 'exits': time.sleep(60)\n"
     )
