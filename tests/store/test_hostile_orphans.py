@@ -6,7 +6,7 @@ import os
 import shutil
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,22 +155,31 @@ def test_sqlite_gives_up_what_takes_too_long(
     assert misses(survivor, left) <= LOST
 
 
-def hangs_at(monkeypatch: pytest.MonkeyPatch, storages: set[Path]) -> Callable[[], None]:
-    """Reads from these wait until what is returned is called."""
-    released, read = threading.Event(), OrphanDirectory.read
+class Hang:
+    """Reads from these storages wait until `end` is called."""
 
-    def slowly(self: OrphanDirectory, *args: object) -> Failure | None:
-        if self._path in storages:
-            released.wait(20)
-        return read(self, *args)  # type: ignore[arg-type]
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, storages: set[Path]) -> None:
+        self.waiting = list[Path]()
+        """The storage of each read that waits, or has waited."""
+        self._ended, read = threading.Event(), OrphanDirectory.read
 
-    monkeypatch.setattr(OrphanDirectory, "read", slowly)
-    return released.set
+        def slowly(directory: OrphanDirectory, *args: object) -> Failure | None:
+            if directory._path in storages:
+                self.waiting.append(directory._path)
+                self._ended.wait(60)
+            return read(directory, *args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(OrphanDirectory, "read", slowly)
+
+    def end(self) -> None:
+        self._ended.set()
 
 
-def give_up(survivor: Survivor, copies: Copies) -> set[Failure]:
+def give_up(survivor: Survivor, copies: Copies, hang: Hang) -> set[Failure]:
+    """Restore from a storage, and let the deadline pass once its read waits."""
+    before = len(hang.waiting)
     restore = survivor.begin(copies)
-    until(lambda: survivor.store._io_thread._adopter.active or restore.done)  # type: ignore[union-attr]
+    until(lambda: len(hang.waiting) > before or restore.done)
     survivor.clock.passes(PEER_DEADLINE_S)
     wait(restore)
     failures = set(restore.failed.values())
@@ -183,13 +192,13 @@ def test_a_storage_that_hangs_leaves_others_alone(
 ) -> None:
     copies = leave(tmp_path / "fleet" / "second")
     dead = tmp_path / "fleet" / "dead"
-    release = hangs_at(monkeypatch, {model_directory(dead, FINGERPRINT)})
-    assert give_up(survivor, left) == {Failure.DEADLINE}
+    hang = Hang(monkeypatch, {model_directory(dead, FINGERPRINT)})
+    assert give_up(survivor, left, hang) == {Failure.DEADLINE}
     restore = survivor.adopt(copies)
     assert not restore.failed
     assert intact(survivor.store, restore)
     restore.release()
-    release()
+    hang.end()
 
 
 def test_so_many_storages_may_hang_and_no_more(
@@ -199,13 +208,12 @@ def test_so_many_storages_may_hang_and_no_more(
     monkeypatch.setattr("hetero_connector.store.adopting._MAX_LATE", 2)
     roots = [tmp_path / "fleet" / str(number) for number in range(3)]
     copies = [leave(root) for root in roots]
-    release = hangs_at(monkeypatch, {model_directory(root, FINGERPRINT) for root in roots})
-    assert give_up(survivor, copies[0]) == {Failure.DEADLINE}
-    survivor.store.reset()
-    assert give_up(survivor, copies[1]) == {Failure.DEADLINE}
-    survivor.store.reset()
-    assert give_up(survivor, copies[2]) == {Failure.UNREACHABLE}
-    release()
+    hang = Hang(monkeypatch, {model_directory(root, FINGERPRINT) for root in roots})
+    for left in copies[:2]:
+        assert give_up(survivor, left, hang) == {Failure.DEADLINE}
+        survivor.store.reset()
+    assert give_up(survivor, copies[2], hang) == {Failure.UNREACHABLE}
+    hang.end()
     pool = survivor.store._state.tiers.dram
     until(lambda: sum(pool.used(kind) for kind in pool.geometry.stride_bytes) == 0)
     assert not survivor.adopt(copies[2]).failed
