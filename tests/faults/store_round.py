@@ -210,6 +210,9 @@ class StoreRound:
             self._judge()
         self._say("the faults end")
         self._points.clear()
+        self._heal()
+        if self._disk.is_off:  # its own thread may have come to the moment just now
+            self._reboot()
         self._settle()
         self._serves_again()
         self._restart()
