@@ -22,6 +22,8 @@ Known = tuple[Claim, Token]
 """What is here, and the token under which it is ours."""
 _EVERY_S = 1.0
 """Between two looks at what nobody has said is lost."""
+_CLAIMED_IN_S = 0.02
+"""By then what a look has found to be claimed may be."""
 _PAUSE_S = 0.5
 """After a look that failed."""
 _DEADLINE_S = 5.0
@@ -86,8 +88,10 @@ class RecordAudit:
         is_urgent = self._are_replicas_due or self._is_all_due
         due_s = self._not_before_s if is_urgent else max(self._not_before_s, self._slowly_at_s)
         # Where the worker is alone all is claimed anew before long.
-        if not self._thread.takes_claims or self._thread.num_claims >= CLAIMS_PER_CALL:
+        if not self._thread.takes_claims:
             return _EVERY_S
+        if self._thread.num_claims >= CLAIMS_PER_CALL:
+            return _CLAIMED_IN_S
         if now_s < due_s:
             return due_s - now_s
         self._slowly_at_s = now_s + _EVERY_S
