@@ -70,6 +70,10 @@ class Faults(StoreMachine):
             assert all(restore.done in (True, False) for restore in self.restores)
         self.round()
 
+    @rule()
+    def leave_dram(self) -> None:
+        self.store.leave_to_ssd()
+
     @rule(names=st.lists(chains, min_size=1, max_size=3), rounds=st.integers(0, 4))
     def seal(self, names: list[str], rounds: int) -> None:
         for name in names:
@@ -290,6 +294,15 @@ class FleetLivenessMachine(Faults, FleetMachine):
     @rule(silent=st.booleans())
     def the_fleet_answers(self, silent: bool) -> None:
         self.silent = silent
+
+    @rule(unanswered=chains, answered=chains)
+    def a_write_never_ends_while_others_wait_for_the_fleet(
+        self, unanswered: str, answered: str
+    ) -> None:
+        self.silent = True
+        self.seal([unanswered], 0)
+        self.silent = False
+        self.a_write_never_ends(answered, -1, 61.0)
 
     def judge(self, key: bytes) -> None:
         if not self.silent or key in THEIRS:
