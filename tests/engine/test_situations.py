@@ -112,19 +112,22 @@ def test_abort_while_the_load_is_under_way(llm: Any, model: str, reference: Comp
     held: set[str] = set()
     worker = worker_connector()._worker
     assert worker is not None
-    take = worker.take_finished_recving
+    outcome = worker.outcome
+    take = outcome.take_transfers
 
-    def hold() -> set[str]:
-        held.update(take())
-        return set()
+    def hold() -> tuple[set[str], set[str]]:
+        finished, failed = take()
+        assert not failed
+        held.update(finished)
+        return set(), set()
 
-    with patch.object(worker, "take_finished_recving", hold):
+    with patch.object(outcome, "take_transfers", hold):
         request_id = add(llm, PROMPT)
         step(llm)
         llm.llm_engine.abort_request([request_id])
         step(llm)
     if held:  # a parked load: vLLM waits for its end before it frees the pages
-        worker._finished_recving |= held
+        outcome._finished_recving |= held
         other = generate(llm, prompt_tokens(50, seed=42))
         assert other.num_cached_tokens == 0
     forget_local(llm)
