@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from hetero_connector.connector import HeteroConnector
 from hetero_connector.engine import orphan
@@ -94,6 +95,7 @@ def test_once_released_every_hook_is_a_miss() -> None:
     connector = HeteroConnector.__new__(HeteroConnector)
     side = Mock()
     connector._scheduler, connector._worker = side, None
+    connector._role = KVConnectorRole.WORKER  # no geometry was left for workers to find
     connector._release()
     side.close.assert_called_once()
     request = SimpleNamespace(request_id="r", kv_transfer_params=None)

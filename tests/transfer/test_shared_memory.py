@@ -20,6 +20,7 @@ from hetero_connector.transfer.shared_memory import (
 )
 
 SIZE = 16 << 20
+HUGE = 2 << 20
 MADV_COLLAPSE = 25
 
 
@@ -86,12 +87,13 @@ def gives_huge_pages() -> bool:
 
 
 def test_a_shared_arena_has_huge_pages_where_the_kernel_gives_them() -> None:
+    """Where it found a place that huge pages fit: in a process of many mappings it may not."""
+    found = []
     for _ in range(5):
         arena = Arena.create(SIZE)
         assert not arena.view.any()
-        has_huge = huge_bytes(arena.address) > 0
+        if arena.address % HUGE == 0:
+            found.append(huge_bytes(arena.address) > 0)
         arena.close()
-        if has_huge:
-            assert collapses()
-            return
-    assert not (collapses() and gives_huge_pages())
+    assert collapses() or not any(found)
+    assert any(found) or not (found and collapses() and gives_huge_pages())
