@@ -22,7 +22,9 @@ _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MADV_COLLAPSE = 25  # Linux 6.1
 _COLLAPSE_SINCE = (6, 1)
-_ATTEMPTS = 4
+_ATTEMPTS = 8
+_GAP = 64 << 20
+"""Address space, not memory: nothing touches it."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +60,20 @@ def create_shared(name: str, size_bytes: int) -> SharedMemory:
 
 
 def map_aligned(fd: int, size_bytes: int) -> mmap.mmap:
-    """A mapping of a memfd that starts where a huge page may, if the kernel has such a place."""
-    spacers = []
-    for _ in range(_ATTEMPTS):
-        mapping = mmap.mmap(fd, size_bytes)
-        beyond = np.frombuffer(mapping, np.uint8).ctypes.data % _HUGE
-        if not beyond or size_bytes < _HUGE:
+    """Map a memfd where a huge page may start, if the kernel has such a place."""
+    others = []
+    mapping = mmap.mmap(fd, size_bytes)
+    for attempt in range(_ATTEMPTS):
+        at = np.frombuffer(mapping, np.uint8).ctypes.data
+        if at % _HUGE == 0 or size_bytes < _HUGE:
             break
-        # The kernel puts the next one below the last: let something else take what is beyond.
-        mapping.close()
-        spacers.append(mmap.mmap(-1, beyond, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-    else:
+        # The kernel puts the next mapping below the last one: another, too large for any gap above,
+        # takes what lies between, so that the next one starts on a boundary.
+        between = (at - size_bytes) % _HUGE + (_GAP << attempt)
+        others += [mapping, mmap.mmap(-1, between, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)]
         mapping = mmap.mmap(fd, size_bytes)
-    for spacer in spacers:
-        spacer.close()
+    for other in others:
+        other.close()
     return mapping
 
 
