@@ -1,4 +1,4 @@
-"""What a big tier costs its engine: to open it, in memory, in pauses, and in evictions.
+"""Measure what a big tier costs its engine: opening it, memory, pauses and evictions.
 
 Seconds are the thread's own on a processor: nothing here waits for another thread or a device, and
 others may use the machine.
@@ -50,7 +50,7 @@ class BigTier:
     rows: int
     open_s: float
     memory_bytes: int
-    """What the process grew by."""
+    """Return the bytes that the process grew by."""
     full_collection_s: float
     """Right after it was opened."""
     longest_collection_s: float

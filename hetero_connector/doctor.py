@@ -210,7 +210,7 @@ def ssd(ssd_dir: Path) -> Iterator[Finding]:
 
 
 def index_memory(ssd_dir: Path) -> Iterator[Finding]:
-    """What the index of each model's tier takes once it is full, against the free memory."""
+    """Compare the memory that each model's index takes in a full tier with what is free."""
     try:
         found = find_models(ssd_dir)
     except StoreError:
@@ -282,7 +282,7 @@ def peer_network(devices: Path = _RDMA) -> Finding:
 
 
 def fleet_directory(url: str) -> Finding:
-    """Whether a Redis can be a fleet's directory: it answers, and does not forget by itself."""
+    """Check that a Redis can be a fleet's directory: it answers, and evicts nothing."""
     from ownership.open_directory import open_directory
 
     name, shown = "directory", url.partition("://")[0] + "://" + url.split("@")[-1]

@@ -129,7 +129,7 @@ class DirectoryThread:
         return len(self._claims)
 
     def take_dropped(self) -> bool:
-        """Whether claims were dropped since the last call, for too many waited."""
+        """Return whether claims were dropped since the last call, for too many waited."""
         has_dropped, self._has_dropped = self._has_dropped, False
         return has_dropped
 
@@ -231,7 +231,7 @@ class DirectoryThread:
                 self._errands_at_s = min(self._errands_at_s, self._clock() + due_in_s)
 
     def _is_owed(self) -> bool:
-        """Whether claims or a sweep have waited for long enough, whatever calls wait."""
+        """Return whether claims or a sweep have waited for long enough, whatever calls wait."""
         if not self._is_joined():
             return False
         now_s = self._clock()

@@ -57,7 +57,7 @@ class RecordAudit:
         self._replicas_left: Iterator[Sequence[Known]] = iter(())
         self._all_left: Iterator[Sequence[Known]] = iter(())
         self._are_replicas_due = self._is_all_due = False
-        """Whether those must not wait."""
+        """True if those must not wait."""
         self._looking: Future[None] | None = None
         self._slowly_at_s = self._not_before_s = clock()
 
@@ -120,7 +120,7 @@ class RecordAudit:
     def _is_right(
         self, holding: Holding, claim: Claim, token: Token, epoch: Epoch, view: ChainView
     ) -> bool:
-        """Whether the record says what is known here."""
+        """Return whether the record says what is known here."""
         if holding.owner == epoch:
             return (holding.token, holding.copy) == (token, claim.copy)
         if claim.artifact not in self._replicas or view.standing(holding.owner) is Standing.ENDED:

@@ -1,4 +1,4 @@
-"""What a fleet's member asks of its store."""
+"""Define what a fleet's member asks of its store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SharedStore(ReadStore, Protocol):
         ...
 
     def may_adopt_from(self, storage: str) -> bool:
-        """Whether what a dead worker left there may be read here."""
+        """Return whether what a dead worker left there may be read here."""
         ...
 
     def serve_under(self, epoch: int) -> None:
@@ -51,7 +51,7 @@ class SharedStore(ReadStore, Protocol):
         ...
 
     def exports_lost(self) -> bool:
-        """Whether changes were lost since the last call, for nobody took them."""
+        """Return whether changes were lost since the last call, for nobody took them."""
         ...
 
     def inventory(self) -> Iterator[list[ExportChange]]:

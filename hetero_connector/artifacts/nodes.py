@@ -23,7 +23,7 @@ ONE = {kind: 1 << _COUNT_BITS * kind.position for kind in StateType}
 """To be added to counts by state type, which are all in one integer: `held_in_dram`."""
 _ALL = (1 << _COUNT_BITS) - 1
 ANY = {kind: _ALL << _COUNT_BITS * kind.position for kind in StateType}
-"""What of such an integer counts the type: `counts & ANY[kind]` is 0 if there is none."""
+"""Mask the bits that count a type: `counts & ANY[kind]` is 0 if there is none."""
 
 
 _CHUNK_BYTES = 700

@@ -1,4 +1,4 @@
-"""Which lengths the short chunks after a chunk have: an index's answer to `tails`."""
+"""Keep the lengths of the short chunks after a chunk: an index's answer to `tails`."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _BURST = 50.0
 
 
 class AskingAgain:
-    """Whether a question may be asked again now. Of one engine."""
+    """Limit how often one engine asks a question again."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -24,7 +24,7 @@ class AskingAgain:
         self._counted_s = clock()
 
     def may_ask(self, asked_s: float, times: int) -> bool:
-        """Of a request that has asked `times` times, last at `asked_s`. True counts."""
+        """Return whether it may ask again after `times`, last at `asked_s`; count the question."""
         now_s = self._clock()
         if now_s < asked_s + _PAUSE_S * 2.0 ** max(0, times - _AT_ONCE):
             return False

@@ -150,7 +150,7 @@ def _draft(speculative: Any) -> dict[str, Any]:
 
 
 def _lora(lora: Any) -> dict[str, Any]:
-    """What changes an adapter's part of the results, also of requests without one."""
+    """Return the LoRA settings that change results, also of requests without an adapter."""
     return {
         "lora_dtype": lora.lora_dtype,
         "lora_rank": lora.max_lora_rank,

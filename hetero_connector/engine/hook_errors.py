@@ -1,4 +1,4 @@
-"""What goes wrong of ours inside a hook of vLLM is a miss; it does not end the engine.
+"""Turn an error of ours inside a hook of vLLM into a miss; it does not end the engine.
 
 An exception that leaves a hook ends the engine for every request. The cache is not worth that: its
 work of the step is dropped, the error is counted, and logged once with its traceback, since it is a

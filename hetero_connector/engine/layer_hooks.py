@@ -1,4 +1,4 @@
-"""Which layers call vLLM's layer hooks, so that their loads may run while the forward does.
+"""Learn which layers call vLLM's layer hooks: their loads may run while the forward does.
 
 A layer that is not asked for in time would read its pages too early, or not at all. So only those
 layers count that asked in every step in which any layer did: recurrent layers and auxiliary caches

@@ -36,7 +36,7 @@ class LayerPipeline:
 
     @property
     def active(self) -> bool:
-        """Whether layers of this step have not been copied yet."""
+        """Return whether layers of this step have not been copied yet."""
         return bool(self._jobs or self._running)
 
     def ensure(self, layer: str) -> None:

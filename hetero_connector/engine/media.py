@@ -1,4 +1,4 @@
-"""Which content a request's multi-modal items have, whatever they are called.
+"""Name a request's multi-modal items by their content, whatever they are called.
 
 vLLM names an item by a hash of its content, by what the client calls it, or by a counter, and
 the names look alike: a client may give any 64 hexadecimal digits. vLLM can afford that, because
@@ -34,7 +34,7 @@ _MOST_NAMES = 1 << 16
 
 
 class MediaIds(Enum):
-    """What multi-modal items are known by."""
+    """Keep the names and contents of multi-modal items."""
 
     CONTENT = "what the model reads of them"
     NAMES = "vLLM's names, which may be the clients'"
@@ -97,7 +97,7 @@ class BelievedNames:
     def __init__(self) -> None:
         self._contents: OrderedDict[str, bytes | None] = OrderedDict()
         self.any_doubted = False
-        """Whether a name has been doubted since the start."""
+        """True if a name has been doubted since the start."""
 
     def believe(self, name: str, digest: bytes) -> bool:
         """Return whether the name has stood for this content only."""
@@ -110,7 +110,7 @@ class BelievedNames:
         self._put(name, None)
 
     def is_doubted(self, name: str) -> bool:
-        """Whether the name stood for several contents."""
+        """Return whether the name stood for several contents."""
         return self._contents.get(name, b"") is None
 
     def _put(self, name: str, digest: bytes | None) -> None:

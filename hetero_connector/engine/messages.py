@@ -99,7 +99,7 @@ class LostLoad(NamedTuple):
 
     request_id: str
     block_ids: list[int]
-    """Of the first KV cache group: blocks that hold nothing."""
+    """Blocks of the first KV cache group that hold nothing."""
     parked: bool
 
 

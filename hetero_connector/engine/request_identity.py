@@ -1,4 +1,4 @@
-"""What besides its tokens names a request's state: adapter, media, embeddings, salt.
+"""Name a request's state by more than its tokens: adapter, media, embeddings, salt.
 
 An adapter's files and an item's tensors are read on threads of their own. Until they are known
 vLLM is told to ask again; what cannot be known in time is not cached.
@@ -142,7 +142,7 @@ class RequestIdentifier:
         self.media_thread.close()
 
     def doubts(self, request: Request) -> bool:
-        """Whether another item's embeddings may have been used for one of the request's."""
+        """Return whether another item's embeddings may have been used for one of the request's."""
         return self._names.any_doubted and any(
             self._names.is_doubted(feature.identifier) for feature in request.mm_features
         )
@@ -267,7 +267,7 @@ class _Adapters:
         """None: it has stood for different content."""
 
     def knows(self, lora: LoRARequest) -> bool:
-        """Whether its files have been read before."""
+        """Return whether its files have been read before."""
         return lora.lora_int_id in self._by_id
 
     def changed(self, lora: LoRARequest, digest: bytes) -> IdentityError | None:
@@ -291,7 +291,7 @@ def _kind(request: Request) -> str:
 
 
 def cacheable(request: Request) -> bool:
-    """Whether this request's state may be stored and restored at all.
+    """Return whether this request's state may be stored and restored at all.
 
     Pooling reads hidden states of every token, and a streaming session rewrites its own
     past: neither resumes from a prefix.

@@ -1,4 +1,4 @@
-"""What restores are counted as: tokens by tier, and bytes by state type."""
+"""Count restores: tokens by tier, and bytes by state type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decides how an engine's results round, besides model and shapes.
+"""Describe what decides how an engine's results round, besides model and shapes.
 
 Two engines that differ in any of it compute state that differs in the last digits, so neither
 uses the other's. What names a place (a host, a port, a directory) is left out: two hosts of a kind

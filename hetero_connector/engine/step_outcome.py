@@ -1,4 +1,4 @@
-"""What became of a worker's loads and saves, and whom it is told: the scheduler side, and vLLM.
+"""Collect what became of a worker's loads and saves, for the scheduler side and for vLLM.
 
 A save that goes wrong is a miss. A load that goes wrong leaves pages empty that vLLM counts as
 computed: vLLM is told, by the means it has, and the worker loads and saves nothing any more.

@@ -14,7 +14,7 @@ class Breaker:
 
     @property
     def on_trial(self) -> bool:
-        """Whether the next failure is one too many."""
+        """Return whether the next failure is one too many."""
         return self.failures == MAX_FAILURES - 1
 
     def succeeded(self) -> None:

@@ -138,7 +138,7 @@ def holder(path: Path) -> str:
 
 
 def _is_left_over(path: Path) -> bool:
-    """Whether this host had the lock and no process of it has: the kernel knows of none."""
+    """Return whether this host had the lock and no process of it has: the kernel knows of none."""
     try:
         content, found = path.read_bytes()[:_MAX_BYTES], os.stat(path)
         who = json.loads(content.partition(b"\n")[0])

@@ -66,7 +66,7 @@ class ExportFeed:
             self._changed()
 
     def take_loss(self) -> bool:
-        """Whether changes were lost since the last call. Needs no lock."""
+        """Return whether changes were lost since the last call. Needs no lock."""
         has_lost, self._has_lost = self._has_lost, False
         return has_lost
 

@@ -1,4 +1,4 @@
-"""Which artifacts that were served from DRAM are checked, after they were served.
+"""Choose which artifacts are checked after they were served from DRAM.
 
 A check before would have the request wait for the I/O thread, which costs more than the copy. So
 a wrong byte is found after it was served once, perhaps more often, but is not served for ever.

@@ -1,4 +1,4 @@
-"""What restores keep in place while workers copy from it.
+"""Keep artifacts in place while workers copy from them.
 
 A long prompt has thousands of artifacts. To pin each one, and to unpin it, would cost the
 scheduler's thread about a millisecond between two steps; so a restore holds its chunks as a

@@ -66,7 +66,7 @@ class JournalRows:
 
     @property
     def busy(self) -> bool:
-        """Whether a call has not ended: no other may begin."""
+        """Return whether a call has not ended: no other may begin."""
         return self._call is not None
 
     @property

@@ -1,4 +1,4 @@
-"""What is left to the I/O thread: loads, writes of what is sealed, journal rows to forget."""
+"""Define the I/O thread's work: loads, writes of sealed artifacts, journal rows to forget."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Load:
     copy: PeerCopy | None = None
     """Where another engine has it, or left it; None: it is read from our own SSD."""
     counts: bool = False
-    """Whether it is among `StoreState.reading_bytes`."""
+    """True if it is among `StoreState.reading_bytes`."""
     late: bool = False
-    """Whether its read was given up, and has not ended."""
+    """True if its read was given up, and has not ended."""
 
     @property
     def adopts(self) -> bool:
-        """Whether it is read from what a dead engine left on an SSD."""
+        """Return whether it is read from what a dead engine left on an SSD."""
         return self.copy is not None and bool(self.copy.storage)
 
     @property

@@ -1,4 +1,4 @@
-"""Which artifacts are written to SSD, and into which slots. Runs on the I/O thread."""
+"""Choose which artifacts are written to SSD, and their slots. Runs on the I/O thread."""
 
 from __future__ import annotations
 

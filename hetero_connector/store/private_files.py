@@ -37,7 +37,7 @@ def make_private(directory: Path, is_ours: Callable[[str], object]) -> int | Non
 
 
 def others_can_replace(directory: Path) -> bool:
-    """Whether other users may rename or remove what lies in `directory`."""
+    """Return whether other users may rename or remove what lies in `directory`."""
     mode = directory.stat().st_mode
     return bool(mode & (stat.S_IWGRP | stat.S_IWOTH)) and not mode & stat.S_ISVTX
 

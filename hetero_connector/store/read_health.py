@@ -1,4 +1,4 @@
-"""Whether the SSD tier is being read: pauses where reads fail or do not end. On the I/O thread.
+"""Pause reading from the SSD tier where reads fail or do not end. Runs on the I/O thread.
 
 A read that does not end keeps its DRAM slots until it does. So reading also pauses while too many
 of them are under way; it goes on when one has ended.
@@ -27,7 +27,7 @@ class ReadHealth:
 
     @property
     def on_trial(self) -> bool:
-        """Whether the next failure pauses reading: then little is begun at once."""
+        """Return whether the next failure pauses reading: then little is begun at once."""
         return self._breaker.on_trial
 
     def succeeded(self) -> None:

@@ -50,7 +50,7 @@ class _Batch:
     reads: Sequence[HeldRead]
     started_s: float
     is_retry: bool = False
-    """Whether a batch failed that it was in: that has been counted."""
+    """True if a batch failed that it was in: that has been counted."""
 
     @property
     def size_bytes(self) -> int:
@@ -81,7 +81,7 @@ class Reader:
 
     @property
     def active(self) -> bool:
-        """Whether a transfer is under way that somebody may wait for."""
+        """Return whether a transfer is under way that somebody may wait for."""
         return bool(self._active)
 
     def step(self) -> bool:
@@ -248,7 +248,7 @@ class Reader:
             self._settle_read(read, failure, is_lost)
 
     def _has_its_size(self, artifact: Artifact) -> bool:
-        """Whether its journal row said as many bytes as such an artifact has.
+        """Return whether its journal row said as many bytes as such an artifact has.
 
         A checksum says nothing of bytes behind the size that it was made for.
         """

@@ -45,7 +45,7 @@ class Sharing:
         return self._port.card
 
     def may_adopt_from(self, storage: str) -> bool:
-        """Whether what an ended engine left there may be read here."""
+        """Return whether what an ended engine left there may be read here."""
         return storage != self.storage and may_adopt_from(self._state.config.adopt_from, storage)
 
     def serve_under(self, epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""What a peer must see of the slots besides their bytes: who serves them, and the generations.
+"""Show peers more of the slots than their bytes: who serves them, and their generations.
 
     offset              bytes
     0                   8       `serving_word` of the epoch under which this engine serves, and of

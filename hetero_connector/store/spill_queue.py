@@ -26,7 +26,7 @@ class SpillQueue:
 
     @property
     def waits_too_long(self) -> bool:
-        """Whether the next write has waited for reads for long enough."""
+        """Return whether the next write has waited for reads for long enough."""
         state = self._state
         with state.lock:
             return bool(state.spills) and state.spills.first.due_s + _PATIENCE_S <= state.clock()

@@ -39,9 +39,9 @@ class _Batch:
     writes: list[Write]
     started_s: float
     is_written: bool = False
-    """Whether the device is done with its DRAM slots."""
+    """True if the device is done with its DRAM slots."""
     is_late: bool = False
-    """Whether it was given up: its artifacts are as if it had not begun."""
+    """True if it was given up: its artifacts are as if it had not begun."""
 
 
 class Spiller:
@@ -64,7 +64,7 @@ class Spiller:
         self._admitted: list[Artifact] = []
         """Waits for the journal to forget what made way for it."""
         self._prepared = False
-        """Whether the journal has been told of these."""
+        """True if the journal has been told of these."""
         self._batch: _Batch | None = None
         self._late: _Batch | None = None
         """Given up, and not ended: until it has, nothing is written."""
@@ -75,7 +75,7 @@ class Spiller:
 
     @property
     def active(self) -> bool:
-        """Whether something is under way that will soon have ended."""
+        """Return whether something is under way that will soon have ended."""
         begun = self._batch is not None or self._admitted or self._rows.busy
         return bool(begun) and self._what_hangs() is None
 

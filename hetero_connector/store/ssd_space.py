@@ -52,7 +52,7 @@ def model_directory(root: Path, fingerprint: bytes) -> Path:
 
 
 def is_own_name(name: str) -> bool:
-    """Whether a file of this name in a model's directory is ours."""
+    """Return whether a file of this name in a model's directory is ours."""
     return _OURS.fullmatch(name) is not None
 
 

@@ -97,14 +97,14 @@ class StoreState:
         self.reads_peers = False
         """Whether peer loads will be served."""
         self.io_alive = True
-        """Whether the I/O thread has not ended."""
+        """True if the I/O thread has not ended."""
         self.step_began_s = math.inf
         """When the I/O thread's present step began; infinite between steps."""
         self.ssd_writable = config.ssd_dir is not None
         self.write_again_s = math.inf
         """When a pause of writing ends; infinite without one, and where nobody can say."""
         self.ssd_readable = True
-        """Whether reads from SSD are begun."""
+        """True if reads from SSD are begun."""
         self.read_pace = ReadPace(config.load_deadline_s)
         """Of the SSD."""
         self.late_bytes = 0
@@ -139,7 +139,7 @@ class StoreState:
 
     @property
     def is_congested(self) -> bool:
-        """Whether what is queued for the SSD is all that it can read by the deadline."""
+        """Return whether what is queued for the SSD is all that it can read by the deadline."""
         return self.reading_bytes[Tier.SSD] > self.read_pace.most_bytes
 
     @property
@@ -149,12 +149,12 @@ class StoreState:
 
     @property
     def drained(self) -> bool:
-        """Whether everything sealed is written that will be."""
+        """Return whether everything sealed is written that will be."""
         return self.ssd_writable and not (self.spills or self.spilling or self.unjudged)
 
     @property
     def may_write(self) -> bool:
-        """Whether the SSD is written to, or will be tried again at once."""
+        """Return whether the SSD is written to, or will be tried again at once."""
         return self.io_alive and (self.ssd_writable or self.write_again_s <= self.clock())
 
     @property

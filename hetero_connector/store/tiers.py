@@ -225,7 +225,7 @@ class Tiers:
                 self._freed(artifact)
 
     def held(self, artifact: Artifact) -> bool:
-        """Whether a restore needs the artifact where it is. O(1), amortised over the holds.
+        """Return whether a restore needs the artifact where it is. O(1), amortised over the holds.
 
         If so it is offered again when the last hold of it ends.
         """

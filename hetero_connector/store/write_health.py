@@ -1,4 +1,4 @@
-"""Whether the SSD tier is being written to: pauses after failures and while something hangs.
+"""Pause writing to the SSD tier after failures, and while something hangs.
 
 Runs on the I/O thread. Reading goes on in every case.
 """
@@ -29,7 +29,7 @@ class WriteHealth:
         self._path = path
         self._breaker = Breaker()
         self._is_told = False
-        """Whether the log has a line of this pause: one for all attempts until one succeeds."""
+        """True if the log has a line of this pause: one for all attempts until one succeeds."""
         self._stalled = False
         self._given_up = False
 

@@ -1,4 +1,4 @@
-"""Where a process can be connected to over TCP, as the kernel tells it."""
+"""List where a process can be connected to over TCP, as the kernel tells it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def listening_addresses(process_id: int, proc: Path = _PROC) -> list[str]:
 
 
 def only_this_host(addresses: Iterable[str]) -> bool:
-    """Whether nobody on another host can reach any of them."""
+    """Return whether nobody on another host can reach any of them."""
     hosts = (address.rpartition(":")[0].strip("[]") for address in addresses)
     return all(ipaddress.ip_address(host).is_loopback for host in hosts)
 

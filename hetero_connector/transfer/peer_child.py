@@ -76,9 +76,9 @@ class PeerChild:
         self.reads: dict[int, PeerTransfer] = {}
         """Those that have not ended."""
         self.ended = False
-        """Whether it is gone, for certain."""
+        """True if it is gone, for certain."""
         self.times_asked = 0
-        """Whether it lives, since it last answered."""
+        """True if it lives, since it last answered."""
         self._problem = ""
         self._numbers = 0
         self._connected: set[str] = set()
@@ -173,7 +173,7 @@ class PeerChild:
         return True
 
     def ask(self) -> None:
-        """Whether it still does something. One question at a time is on its way."""
+        """Return whether it still does something. One question at a time is on its way."""
         self.times_asked += 1
         if self.times_asked == 1:
             self._send(Frame(Kind.ASK, 0, b""))

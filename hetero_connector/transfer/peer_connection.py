@@ -42,7 +42,7 @@ class PeerRead:
 
     @property
     def terminal(self) -> bool:
-        """Whether its memory is not touched any more."""
+        """Return whether its memory is not touched any more."""
         return self._over
 
     @property

@@ -1,4 +1,4 @@
-"""What an engine and its peer process say to each other, over a stream of bytes.
+"""Encode the messages of an engine and its peer process, over a stream of bytes.
 
     offset  bytes  little-endian
     0       1      kind
@@ -40,7 +40,7 @@ class Kind(IntEnum):
     DISCONNECT = 3
     """Payload: a connection's name, the digest of the metadata it was made with."""
     ASK = 7
-    """Whether the process still does something; it answers ALIVE."""
+    """True if the process still does something; it answers ALIVE."""
     READY = 4
     """Payload: our own `AgentMetadata`."""
     FAILED = 5

@@ -55,7 +55,7 @@ class CampaignResult:
 
     @property
     def is_clean(self) -> bool:
-        """Whether no round found anything."""
+        """Return whether no round found anything."""
         return not self.failed
 
     def report(self) -> str:

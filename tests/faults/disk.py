@@ -81,7 +81,7 @@ class Disk:
         self.cut_at: tuple[int, Cut] | None = None
         """Stop the machine just before the operation of this number."""
         self.may_block: Callable[[], bool] = lambda: True
-        """Whether the calling thread may hang inside an operation."""
+        """True if the calling thread may hang inside an operation."""
         self.landing: list[Callable[[random.Random], None]] = []
         """Called at a cut: what was under way lands, wholly or not at all."""
         self.hanging = 0
@@ -111,7 +111,7 @@ class Disk:
         self._root = root
 
     def owns(self, path: str) -> bool:
-        """Whether a file lies on it."""
+        """Return whether a file lies on it."""
         return self._root is not None and Path(path).is_relative_to(self._root)
 
     def fate(self, operation: str, blocks: bool = True) -> Fate:

@@ -105,7 +105,7 @@ class Verdict:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is to be said against the store."""
+        """Return whether nothing is to be said against the store."""
         return not (self.wrong_answers or self.engine_deaths or self.stuck)
 
 

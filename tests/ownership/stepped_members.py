@@ -78,7 +78,7 @@ class Member:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is left to be told."""
+        """Return whether nothing is left to be told."""
         ledger = self.worker._ledger
         assert ledger is not None
         waiting = (self.thread._claims, ledger._releases, ledger._unlisted)

@@ -259,7 +259,7 @@ class Beside:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a call hangs."""
+        """Return whether a call hangs."""
         return bool(self._held)
 
     def resume(self) -> None:

@@ -47,7 +47,7 @@ def test_samples_that_nobody_takes_are_few_and_the_newest() -> None:
 
 
 def hit(store: ArtifactStore, chunks: list[ChunkRange]) -> bool:
-    """Whether a restore of it from DRAM was right."""
+    """Return whether a restore of it from DRAM was right."""
     restore = begin(store, ids_of(chunks))
     assert restore.done
     was_right = intact(store, restore)

@@ -54,7 +54,7 @@ def test_large_mappings_start_where_a_huge_page_may() -> None:
 
 
 def collapses() -> bool:
-    """Whether this kernel backs shared memory with huge pages when asked outright."""
+    """Return whether this kernel backs shared memory with huge pages when asked outright."""
     denied = "[deny]" in Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
     return collapses_shared(os.uname().release) and not denied
 
@@ -77,7 +77,7 @@ def huge_bytes(address: int) -> int:
 
 
 def gives_huge_pages() -> bool:
-    """Whether the kernel has some to give now: it has none where memory is in pieces."""
+    """Return whether the kernel has some to give now: it has none where memory is in pieces."""
     memory = create_shared("probe", 2 * SIZE)
     with mmap.mmap(memory.fd, 2 * SIZE) as mapping:
         try:

@@ -25,7 +25,7 @@ def bench() -> Iterator[RedisBench]:
 
 
 def is_served(bench: RedisBench, name: str) -> int:
-    """Whether a worker can join, own and be read; its epoch."""
+    """Return whether a worker can join, own and be read; its epoch."""
     directory = bench.open()
     lease = join(directory, name)
     assert lease.epoch < LAST_NUMBER

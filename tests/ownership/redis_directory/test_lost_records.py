@@ -50,7 +50,7 @@ class Fleet:
         )
 
     def is_own(self, changes: Sequence[ExportChange]) -> Callable[[], bool]:
-        """Whether ann's latest epoch owns them."""
+        """Return whether ann's latest epoch owns them."""
 
         def is_own() -> bool:
             try:
@@ -63,7 +63,7 @@ class Fleet:
         return is_own
 
     def is_free(self, number: int) -> Callable[[], bool]:
-        """Whether nobody owns it."""
+        """Return whether nobody owns it."""
 
         def is_free() -> bool:
             held = holding(self.bob, number)
