@@ -173,10 +173,10 @@ class Ledger:
             artifact = claim.artifact
             if grant.outcome is Outcome.OWNED:
                 owned[artifact] = grant.token
-                self._is_no_replica(artifact)
+                self._drop_replica(artifact)
             elif grant.outcome is Outcome.HELD:
                 held.append(artifact)
-                self._is_no_replica(artifact)
+                self._drop_replica(artifact)
                 self._replicas[artifact] = claim
                 self._owners[artifact] = grant.owner
                 self._num_replicas[grant.owner] += 1
@@ -188,7 +188,7 @@ class Ledger:
         for outcome, count in outcomes.items():
             self._recorder.add("heterocache_directory_claims", count, outcome=outcome.value)
         for artifact in self._store.judged(owned, held):
-            self._has_left(artifact, Token(owned.get(artifact, NO_TOKEN)))
+            self._on_left(artifact, Token(owned.get(artifact, NO_TOKEN)))
         self._refused.update(refused)
         for artifact in (*owned, *held, *self._store.gone(refused)):
             self._refused.pop(artifact, None)
@@ -200,14 +200,14 @@ class Ledger:
         A claim whose answer was lost leaves such records.
         """
         for artifact in self._store.judged(own, ()):
-            self._has_left(artifact, own[artifact])
+            self._on_left(artifact, own[artifact])
 
     def _take_exports(self) -> None:
         latest = {change.id: change for change in self._store.take_exports()}
         claims = []
         for artifact, change in latest.items():
             if change.copy is None:
-                self._has_left(artifact, Token(change.token))
+                self._on_left(artifact, Token(change.token))
             else:
                 claim = _claim(change)
                 if artifact in self._releases:
@@ -222,15 +222,15 @@ class Ledger:
         if latest:
             self._count_replicas()
 
-    def _has_left(self, artifact: ArtifactId, token: Token) -> None:
-        was_replica = self._is_no_replica(artifact)
+    def _on_left(self, artifact: ArtifactId, token: Token) -> None:
+        was_replica = self._drop_replica(artifact)
         self._held_back.pop(artifact, None)
         self._refused.pop(artifact, None)
         if was_replica or token:
             self._releases[artifact] = token
 
-    def _is_no_replica(self, artifact: ArtifactId) -> bool:
-        """Whether it was one."""
+    def _drop_replica(self, artifact: ArtifactId) -> bool:
+        """Forget that it is a replica; return whether it was one."""
         self._unlisted.pop(artifact, None)
         claim = self._replicas.pop(artifact, None)
         if claim is not None:

@@ -77,7 +77,7 @@ class Readers:
     def reads(self, reader: Hashable, node: Node, until_s: float, tenant: bytes = b"") -> None:
         """It reads the chain up to this chunk, until then by the clock; no other any more."""
         before = self._readings.pop(reader, None)
-        self._has_changed(reader)
+        self._note_change(reader)
         reading = self._readings[reader] = _Reading(node, until_s)
         for read in _chain(node):
             read.readers += 1
@@ -97,7 +97,7 @@ class Readers:
         if reading is None:
             return 0
         self._shares.remove(reader)
-        self._has_changed(reader)
+        self._note_change(reader)
         return self._end(reading)
 
     def ends(self, reader: Hashable) -> tuple[ChunkKey, ...]:
@@ -152,13 +152,13 @@ class Readers:
     def clear(self) -> None:
         """The index was cleared: nobody reads anything."""
         for reader in list(self._readings):
-            self._has_changed(reader)
+            self._note_change(reader)
         self._readings.clear()
         self._shares.clear()
         self._ends.clear()
         self.look_s = math.inf
 
-    def _has_changed(self, reader: Hashable) -> None:
+    def _note_change(self, reader: Hashable) -> None:
         if not isinstance(reader, _Elsewhere):
             self.changed[reader] = None
             if len(self.changed) > 2 * self._capacity:  # nobody asks: there is no fleet
