@@ -58,7 +58,7 @@ _CAUSES = (
     (RecordError, "record"),
 )
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("vllm.heterocache")
 
 
 @dataclass(frozen=True)

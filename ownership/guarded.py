@@ -11,7 +11,7 @@ from hetero_connector.metrics import Recorder
 PAUSE_S = 0.25
 """After a part has failed."""
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("vllm.heterocache")
 
 
 class Guard:

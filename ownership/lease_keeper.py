@@ -15,7 +15,7 @@ from ownership.identifiers import LAST_NUMBER, Epoch
 _RETRIES_PER_LEASE = 10
 _LONGEST_RETRY_S = 1.0
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("vllm.heterocache")
 
 
 class LeaseKeeper:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from examples.agent_session import AgentSession
@@ -52,7 +53,8 @@ class Outcome:
     """In all DRAM tiers."""
     replica_bytes: float = 0.0
     """Of these, what another server owns."""
-    failures: float = 0.0
+    failures: Counter[str] = field(default_factory=Counter)
+    """Transfers and checks that failed, by cause."""
 
     @property
     def distinct_bytes(self) -> float:
@@ -87,7 +89,7 @@ class Outcome:
             if turn.distance > tolerance:
                 found.append(f"turn {number}: logprobs differ by {turn.distance:.2g}")
         if self.failures:
-            found.append(f"{self.failures:.0f} transfers or checks failed")
+            found.append(f"transfers or checks failed: {dict(self.failures)}")
         return [f"{self.model}: {problem}" for problem in found]
 
 
@@ -115,7 +117,8 @@ def play(
     )
     for turn in outcome.turns if alone else ():
         _play_alone(fleet.prefillers[0], turn)
-    outcome.failures = sum(value(server, "failures") for server in fleet.servers)
+    for server in fleet.servers:
+        outcome.failures.update(_failures(server))
     return outcome
 
 
@@ -140,6 +143,14 @@ def _play_alone(server: Server, turn: Turn) -> None:
     salt = "alone"
     turn.alone_ttft_s = server.complete(turn.prompt, 1, 0, cache_salt=salt).ttft_s
     turn.hit = server.complete(turn.prompt, REPLY_TOKENS, VOCABULARY, cache_salt=salt)
+
+
+def _failures(server: Server) -> Counter[str]:
+    server.complete([1, 2, 3], max_tokens=1)  # metrics come out with a step of the engine
+    found: Counter[str] = Counter()
+    for labels, count in server.series("heterocache_failures_total"):
+        found[f"{labels['tier']}: {labels['cause']}"] += int(count)
+    return +found
 
 
 def _held(fleet: Fleet) -> tuple[float, float]:

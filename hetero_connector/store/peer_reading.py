@@ -256,7 +256,7 @@ class PeerReader:
             return True
         self._active.remove(batch)
         if batch.transfer.error is not None:
-            logger.info("peer %d: %s", batch.holder, batch.transfer.error)
+            logger.warning("peer %d cannot be read: %s", batch.holder, batch.transfer.error)
             self._avoid(batch.holder)
             self._settle_all(batch.reads, Failure.IO_ERROR)
             return True

@@ -38,7 +38,7 @@ DEFAULT_DEADLINE_S = 1.0
 CLAIMS_PER_SCRIPT = 256
 """A script keeps every other client waiting: this many claims take a few milliseconds."""
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("vllm.heterocache")
 
 
 class RedisDirectory:

@@ -34,6 +34,12 @@ def server_of(model: str, folder: Path, name: str, directory: str, **extra: Any)
     )
 
 
+def warnings(*servers: Server) -> str:
+    """Return the warnings and errors that servers have logged, for a test that fails."""
+    lines = [line for server in servers for line in server.log_path.read_text().splitlines()]
+    return "\n".join(line for line in lines if " WARNING " in line or " ERROR " in line)
+
+
 def until(what: str, is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not is_so():

@@ -605,13 +605,11 @@ def _is_not(thread: threading.Thread) -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the logs to themselves: their errors are what a round is for."""
-    loggers = [logging.getLogger(name) for name in ("vllm.heterocache", "ownership")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
+    """Keep the log quiet: its errors are what a round is for."""
+    logger = logging.getLogger("vllm.heterocache")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logger.setLevel(level)
