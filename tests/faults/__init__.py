@@ -5,7 +5,8 @@
     slabs        the store's slab files on such a disk
     journals     SQLite on such a disk
     oracle       which bytes may be served
-    store_round  one seeded life of a store: work, faults, kills, and at last the end of all faults
+    life         a seeded life of a store: faults, kills, and at last the end of all faults
+    store_round  a life in which the store is used by its own calls
     failpoints   moments of an artifact's life at which a round may stop the machine
     fleet_round  one seeded life of three stores that share a directory
     kill_round   processes that are killed with -9, and what the next finds

@@ -19,7 +19,8 @@ from datetime import UTC, datetime
 
 from tests.faults.fleet_round import FleetRound
 from tests.faults.kill_round import KillRound
-from tests.faults.store_round import StoreRound, Verdict
+from tests.faults.life import Verdict
+from tests.faults.store_round import StoreRound
 
 PATIENCE_S = 120.0
 """A round that has not ended by then hangs: it takes seconds."""

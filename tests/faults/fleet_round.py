@@ -32,9 +32,9 @@ from ownership.fleet_worker import FleetWorker
 from ownership.memory_directory import MemoryDirectory
 from tests.faults.disk import CALM, Cut, Disk
 from tests.faults.journals import connector
+from tests.faults.life import MEMORY, WEATHERS, Verdict, quiet
 from tests.faults.oracle import contents
 from tests.faults.slabs import FaultyFiles, faulty_files
-from tests.faults.store_round import MEMORY, WEATHERS, Verdict, quiet
 from tests.store.filling import CHUNK, CHUNK_BYTES, FINGERPRINT, SIZES, chain
 
 DEPTH = 3

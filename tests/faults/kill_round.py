@@ -27,8 +27,8 @@ from hetero_connector.store.base import StoreConfig
 from hetero_connector.store.ssd_directory import SsdDirectory
 from hetero_connector.transfer.pread_files import PreadFiles
 from tests.faults.failpoints import MOMENTS, Failpoints
+from tests.faults.life import MEMORY, Verdict, quiet
 from tests.faults.oracle import contents
-from tests.faults.store_round import MEMORY, Verdict, quiet
 from tests.store.filling import CHUNK, CHUNK_BYTES, FINGERPRINT, SIZES, begin, chain, ids_of, wait
 
 DEPTH = 4
