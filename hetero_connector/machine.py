@@ -77,15 +77,14 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
 
 
 def _cgroup_directories(root: Path) -> list[tuple[Path, str, str, str]]:
-    """The v2 cgroup and its parents, or the v1 memory cgroup, with their files' names."""
-    if (root / "cgroup.controllers").exists():
-        names = ("memory.max", "memory.current", "inactive_file")
-        own = root / _own_cgroup("0::")
-        return [(d, *names) for d in (own, *own.parents) if d == root or root in d.parents]
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    base = root / "memory"
-    own = base / _own_cgroup("memory")
-    return [(d, *names) for d in {own, base}]
+    """The memory cgroup and its parents, v2 or v1, with their files' names."""
+    names = ("memory.max", "memory.current", "inactive_file")
+    base, controller = root, "0::"
+    if not (root / "cgroup.controllers").exists():
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        base, controller = root / "memory", "memory"
+    own = base / _own_cgroup(controller)
+    return [(d, *names) for d in (own, *own.parents) if d == base or base in d.parents]
 
 
 def _own_cgroup(controller: str) -> str:

@@ -50,6 +50,17 @@ def test_a_v2_parents_limit_counts_too(tmp_path: Path, monkeypatch: pytest.Monke
     assert machine.memory(write(tmp_path, files)) == machine.Memory(4 * GIB, 3 * GIB)
 
 
+def test_a_v1_parents_limit_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_own_cgroup", lambda controller: "job/step")
+    files = {
+        "memory/job/memory.limit_in_bytes": 4 * GIB,
+        "memory/job/memory.usage_in_bytes": 1 * GIB,
+        "memory/job/step/memory.limit_in_bytes": 2**63 - 4096,
+        "memory/job/step/memory.usage_in_bytes": 1 * GIB,
+    }
+    assert machine.memory(write(tmp_path, files)) == machine.Memory(4 * GIB, 3 * GIB)
+
+
 def test_a_v1_limit_counts_and_no_limit_does_not(tmp_path: Path) -> None:
     limited = {
         "memory/memory.limit_in_bytes": 2 * GIB,

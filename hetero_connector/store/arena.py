@@ -16,12 +16,11 @@ import mmap
 import os
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 
+from hetero_connector import machine
 from hetero_connector.errors import ConfigError, StoreError
 from hetero_connector.transfer.shared_memory import (
     SharedMemory,
@@ -34,7 +33,6 @@ _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: reserve and map pages now, report failure as an errno
 _POPULATE_STEP = 1 << 30
-_UNLIMITED = 1 << 60  # cgroup v1 spells "no limit" as a huge number
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ class Arena:
         """
         if size_bytes <= 0:
             raise ConfigError("dram_gib", f"an arena of {size_bytes} bytes holds nothing")
-        available = available_memory_bytes()
+        available = machine.memory().available_bytes
         if size_bytes > available:
             raise _too_big(size_bytes, available)
         try:
@@ -155,25 +153,6 @@ _PRIVATE = "private:"
 _private_numbers = itertools.count()
 _registry: dict[ArenaHandle, Arena] = {}
 _registry_lock = threading.Lock()
-
-
-def available_memory_bytes() -> int:
-    """Memory this process may still take: free memory or what its control group leaves."""
-    limits = [int(psutil.virtual_memory().available)]
-    for limit_file, used_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        try:
-            limit, used = int(Path(limit_file).read_text()), int(Path(used_file).read_text())
-        except (OSError, ValueError):  # no such control group, or "max"
-            continue
-        if limit < _UNLIMITED:
-            limits.append(max(0, limit - used))
-    return min(limits)
 
 
 def _too_big(asked: int, available: int) -> ConfigError:

@@ -5,9 +5,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hetero_connector import machine
 from hetero_connector.errors import ConfigError, StoreError
 from hetero_connector.store import arena as arena_module
-from hetero_connector.store.arena import Arena, ArenaHandle, available_memory_bytes
+from hetero_connector.store.arena import Arena, ArenaHandle
 
 SIZE = 1 << 20
 
@@ -67,7 +68,7 @@ def test_pages_are_reserved_at_once() -> None:
 
 
 def test_too_much_memory_is_refused_before_it_is_taken() -> None:
-    asked = available_memory_bytes() + (64 << 30)
+    asked = machine.memory().available_bytes + (64 << 30)
     with pytest.raises(ConfigError, match=r"dram_gib.*GiB are available") as e:
         Arena.create(asked)
     assert e.value.key == "dram_gib"
