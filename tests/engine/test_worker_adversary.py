@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import NamedTuple
 
@@ -28,45 +29,23 @@ from hetero_connector.engine.messages import (
 )
 from hetero_connector.engine.worker_side import WorkerSide
 from hetero_connector.metrics import Recorder
-from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
 from hetero_connector.store.arena import Arena
 from tests.engine.adversarial_device import AdversarialDevice
-
-KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
-CHUNK, MAX_TOKENS, NUM_BLOCKS, WINDOW = 32, 160, 64, 20
-TOKEN_BYTES, BLOCK_BYTES = 4, 64
-SLOT_BYTES, SLOTS = 2048, 32
-NEVER_ASKS, LEFT_OUT = "aux", "draft"
-STALE = 0xDD
-
-
-def spec(name: str, group: int, block: int, window: int | None = None) -> LayerSpec:
-    return LayerSpec(
-        layer=name,
-        group=group,
-        state_type=SWA if window else KV,
-        tokens_per_state=1,
-        block_tokens=block,
-        page_bytes=block * TOKEN_BYTES,
-        page_stride_bytes=BLOCK_BYTES,
-        dtype="uint8",
-        restore_rule=RestoreRule.WINDOW if window else RestoreRule.EVERY_TOKEN,
-        window=window,
-        boundary_tokens=window - 1 if window else 0,
-    )
-
-
-MODEL = ModelSpec(
-    (
-        spec("full", 0, 16),
-        spec("swa", 1, 8, WINDOW),
-        spec(NEVER_ASKS, 0, 16),
-        spec("late", 0, 16),
-        spec(LEFT_OUT, 0, 16),
-    ),
-    alignment=16,
-    exact_handoffs=True,
+from tests.engine.small_pages import (
+    CHUNK,
+    KV,
+    LEFT_OUT,
+    MAX_TOKENS,
+    MODEL,
+    NEVER_ASKS,
+    NUM_BLOCKS,
+    SWA,
+    TOKEN_BYTES,
+    page_caches,
 )
+
+SLOT_BYTES, SLOTS = 2048, 32
+STALE = 0xDD
 LAYOUT = ArtifactLayout(MODEL, CHUNK)
 SPECS = {x.layer: x for x in MODEL.layers}
 _VALUES = np.random.default_rng(5).integers(
@@ -112,13 +91,7 @@ class World:
         self.side = WorkerSide(
             LAYOUT, 0, NUM_BLOCKS, layerwise, Recorder(), microbatches=told_of_microbatches
         )
-        # Layers of two groups share memory, as in vLLM: a freed block becomes one of the other.
-        shared = torch.zeros((NUM_BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
-        self.caches = {}
-        for name, x in SPECS.items():
-            raw = shared if name in ("full", "swa") else torch.zeros_like(shared)
-            shape = (NUM_BLOCKS, x.block_tokens, TOKEN_BYTES)
-            self.caches[name] = raw.as_strided(shape, (BLOCK_BYTES, TOKEN_BYTES, 1))
+        self.caches = page_caches()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(worker_side, "device_of", lambda _: self.device)
             self.side.register(self.caches)
@@ -183,7 +156,7 @@ class World:
                 for _ in range(asks * self.rng.randint(1, 2)):
                     self.side.layer_wanted(layer)
                 for share in batch:
-                    self.device.forward(lambda x=layer, s=share: self._check([x], s))
+                    self.device.forward(partial(self._check, [layer], share))
                 if asks:
                     self.side.layer_written(meta, layer)
         if calls_hooks and self.rng.random() < 0.1:

@@ -17,6 +17,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
+from tests.faults.engine_round import EngineRound
 from tests.faults.fleet_round import FleetRound
 from tests.faults.kill_round import KillRound
 from tests.faults.life import Verdict
@@ -26,6 +27,8 @@ PATIENCE_S = 120.0
 """A round that has not ended by then hangs: it takes seconds."""
 THREADED_ONE_IN = 8
 """Rounds with the store's own I/O thread, which are slower and not the same each time."""
+ENGINE_ONE_IN = 3
+"""Rounds in which both sides of the connector use the store."""
 FLEET_ONE_IN = 40
 """Rounds of three stores with a directory, which take seconds."""
 KILL_ONE_IN = 50
@@ -101,12 +104,14 @@ def run_campaign(rounds: int, seed: int, budget_s: float | None = None) -> Campa
     return result
 
 
-def round_of(seed: int) -> StoreRound | FleetRound | KillRound:
+def round_of(seed: int) -> StoreRound | EngineRound | FleetRound | KillRound:
     """The round that a seed stands for."""
     if seed % FLEET_ONE_IN == 0:
         return FleetRound(seed)
     if seed % KILL_ONE_IN == 0:
         return KillRound(seed)
+    if seed % ENGINE_ONE_IN == 0:
+        return EngineRound(seed)
     return StoreRound(seed, threaded=seed % THREADED_ONE_IN == 0)
 
 

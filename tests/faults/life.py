@@ -478,7 +478,8 @@ class Life(ABC):
             self.verdict.wrong_answers.append(what)
 
     def _died(self, why: str) -> None:
-        self.verdict.engine_deaths.append(why)
+        if why not in self.verdict.engine_deaths:
+            self.verdict.engine_deaths.append(why)
 
     def _say(self, what: str) -> None:
         self.verdict.story.append(what)
@@ -501,7 +502,7 @@ def _is_not(thread: threading.Thread) -> bool:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep the log quiet: its errors are what a round is for."""
-    logger = logging.getLogger("vllm.heterocache")
+    logger = logging.getLogger("vllm")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
     try:

@@ -5,30 +5,40 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
+from collections.abc import Callable
 from unittest.mock import Mock, patch
 
 import pytest
 
+from hetero_connector.engine import requests
+from hetero_connector.engine.restoring import Restorer
 from hetero_connector.store import reading
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.peer_reading import PeerReader
 from hetero_connector.store.reading import Reader
 from ownership.record_audit import RecordAudit
+from tests.engine.adversarial_device import AdversarialDevice
 from tests.faults import campaign, fleet_round
 from tests.faults.campaign import run_campaign, seed_of_the_day
 from tests.faults.disk import Cut, Fate
+from tests.faults.engine_round import EngineRound
 from tests.faults.failpoints import MOMENTS
 from tests.faults.fleet_round import FleetRound
 from tests.faults.kill_round import KillRound
+from tests.faults.life import Life
 from tests.faults.store_round import StoreRound
 
 ROUNDS = 100
 
 
-def found() -> set[str]:
+def store_round(seed: int) -> StoreRound:
+    return StoreRound(seed, threaded=False)
+
+
+def found(round_of: Callable[[int], Life] = store_round) -> set[str]:
     """The kinds of findings of the first round that has any."""
     for seed in range(1, ROUNDS):
-        verdict = StoreRound(seed, threaded=False).run()
+        verdict = round_of(seed).run()
         if not verdict.is_good:
             return {
                 kind
@@ -56,9 +66,10 @@ def test_a_round_that_does_not_end_is_a_hang() -> None:
     assert (result.rounds, result.hangs, result.failed) == (1, 1, [1])
 
 
-def test_a_round_by_hand_is_the_same_each_time() -> None:
+@pytest.mark.parametrize("round_of", [store_round, EngineRound])
+def test_a_round_by_hand_is_the_same_each_time(round_of: Callable[[int], Life]) -> None:
     for seed in range(1, 6):
-        first, again = (StoreRound(seed, threaded=False).run() for _ in range(2))
+        first, again = (round_of(seed).run() for _ in range(2))
         assert first == again
 
 
@@ -80,6 +91,26 @@ def test_reads_that_are_never_begun_are_found() -> None:
 def test_an_error_that_reaches_the_scheduler_is_found() -> None:
     with patch.object(ArtifactStore, "begin_restore", side_effect=RuntimeError("a bug")):
         assert "engine_deaths" in found()
+
+
+def test_state_of_another_tenant_in_a_page_is_found() -> None:
+    with patch.object(requests, "extra_keys", lambda *_: lambda first, last: b""):
+        assert "wrong_answers" in found(EngineRound)
+
+
+def test_pages_that_are_reported_before_they_are_copied_are_found() -> None:
+    with patch.object(AdversarialDevice, "finish", lambda _: None):
+        assert "wrong_answers" in found(EngineRound)
+
+
+def test_an_error_of_ours_in_a_hook_is_found() -> None:
+    with patch.object(Restorer, "_begin", side_effect=RuntimeError("a bug")):
+        assert "engine_deaths" in found(EngineRound)
+
+
+def test_a_request_that_is_asked_about_for_ever_is_found() -> None:
+    with patch.object(Restorer, "tokens", lambda *_: None):
+        assert "stuck" in found(EngineRound)
 
 
 @pytest.mark.slow
