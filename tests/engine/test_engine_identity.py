@@ -303,6 +303,17 @@ def test_what_is_compiled_and_fused_is_part_of_it(
     assert identity(config).digest != before
 
 
+@pytest.mark.parametrize("option", ["pipeline", "decode_context", "prefill_context"])
+def test_ranks_that_hold_parts_of_tokens_or_layers_are_refused(
+    config: Any, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    monkeypatch.setattr(config.parallel_config, f"{option}_parallel_size", 2)
+    with pytest.raises(
+        UnsupportedModelError, match=f"set --{option}-parallel-size 1".replace("_", "-")
+    ):
+        check_supported(config)
+
+
 def test_hisparse_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check_supported(config)
     monkeypatch.setattr(config.attention_config, "hisparse_config", object())

@@ -111,6 +111,7 @@ def test_a_process_that_begins_with_a_few_tokens(tmp_path: Path) -> None:
         assert len(server.complete(PROMPT[:4], max_tokens=2).tokens) == 2
 
 
+@pytest.mark.slow
 def test_pipeline_parallel_is_refused_at_start(tmp_path: Path) -> None:
     arguments = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
     model = write_checkpoint("dense", CHECKPOINTS)
