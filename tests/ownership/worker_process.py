@@ -18,6 +18,7 @@ from itertools import takewhile
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +37,11 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig, Wanted
 from hetero_connector.store.peers import PeerAccess
+from ownership import joining
+from ownership.directory import Directory, Outcome
 from ownership.fleet_worker import FleetWorker
-from ownership.joining import open_worker
+from ownership.lease_clock import lease_clock
+from tests.ownership.history import Event, Granted, Served
 
 CHUNK = 256
 SIZES = {StateType.DENSE_KV: 300_001, StateType.WINDOW_SWA: 50_000}
@@ -96,13 +100,43 @@ class State:
     counters: Mapping[str, float]
 
 
+Timed = tuple[float, Event]
+"""An event and the moment, by the leases' clock, before which it did not happen."""
+
+
+class _Heard:
+    """A directory whose grants are noted."""
+
+    def __init__(self, directory: Directory, events: list[Timed]) -> None:
+        self._directory = directory
+        self._events = events
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._directory, name)
+        if name not in ("claim_owner", "promote"):
+            return call
+
+        def noted(epoch: int, claims: Sequence[Any]) -> Any:
+            asked_s = lease_clock()
+            grants = call(epoch, claims)
+            for claim, grant in zip(claims, grants, strict=True):
+                if grant.outcome is Outcome.OWNED:
+                    artifact = claim if name == "promote" else claim.artifact
+                    self._events.append((asked_s, Granted(artifact, grant.owner, grant.token)))
+            return grants
+
+        return noted
+
+
 class _Worker:
     """Runs in the process."""
 
     def __init__(self, url: str, name: str, root: Path, chunks: int) -> None:
+        self._name = name
         self._recorder = Recorder()
         self._counters: Counter[str] = Counter()
-        self._fleet: FleetWorker = open_worker(url, name, LEASE_S, 100 * LOOKUP_S, self._recorder)
+        self._events: list[Timed] = []
+        self._fleet = self._join(url)
         self._store = ArtifactStore.open(
             SIZES,
             StoreConfig(
@@ -122,6 +156,15 @@ class _Worker:
         )
         assert self._store.sharing is not None
         self._fleet.start(self._store.sharing)
+
+    def _join(self, url: str) -> FleetWorker:
+        opened = joining.open_directory
+
+        def heard(*args: Any, **kwargs: Any) -> Any:
+            return _Heard(opened(*args, **kwargs), self._events)
+
+        with patch.object(joining, "open_directory", heard):
+            return joining.open_worker(url, self._name, LEASE_S, 100 * LOOKUP_S, self._recorder)
 
     def turn(self, chunks: Sequence[ChunkRange]) -> Turn:
         """Restore what can be had, check it, compute the rest."""
@@ -149,6 +192,10 @@ class _Worker:
         lease = self._fleet._keeper.lease
         epoch = lease.epoch if lease is not None and lease.is_valid else 0
         return State(epoch, tokens, replicas, dict(self._counters))
+
+    def history(self) -> list[Timed]:
+        """What it was granted, found and used."""
+        return list(self._events)
 
     def forget_dram(self) -> None:
         """Keep what is on SSD."""
@@ -181,6 +228,10 @@ class _Worker:
                 break
             found.append(StoredChunk(chunk, dict.fromkeys(SIZES, Tier.PEER)))
             copies |= {ArtifactId(chunk.key, t): best[0] for t, best in held.items()}
+        for artifact, copy in copies.items():
+            if not copy.storage:
+                granted = Granted(artifact, copy.holder, copy.token)
+                self._events.append((copy.asked_s, granted))
         return found, copies
 
     def _restore(
@@ -194,6 +245,10 @@ class _Worker:
             data = self._store.arena.view[at : at + SIZES[artifact.state_type]]
             if not np.array_equal(data, right(artifact)):
                 turn.wrong.append(artifact)
+            copy = copies.get(artifact)
+            if copy is not None and not copy.storage:
+                served = Served(artifact, copy.holder, copy.token, copy.asked_s, self._name)
+                self._events.append((lease_clock(), served))
         turn.failures.update(cause.value for cause in restore.failed.values())
         failed = bool(restore.failed)
         restore.release()
@@ -211,7 +266,8 @@ class _Worker:
                 self._store.complete_save(save)
 
 
-def _serve(pipe: Connection, url: str, name: str, root: Path, chunks: int) -> None:
+def serve(pipe: Connection, url: str, name: str, root: Path, chunks: int) -> None:
+    """Do as the test says, until it says `close`."""
     worker = _Worker(url, name, root, chunks)
     pipe.send(None)
     while True:
@@ -244,10 +300,14 @@ class WorkerProcess:
     def launch(self) -> WorkerProcess:
         """Start it; `ready` waits."""
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, *self._arguments), daemon=True)
-        self._process.start()
+        self._process = self._start(theirs, self._arguments)
         theirs.close()
         return self
+
+    def _start(self, theirs: Connection, arguments: tuple[str, str, Path, int]) -> Any:
+        process = context.Process(target=serve, args=(theirs, *arguments), daemon=True)
+        process.start()
+        return process
 
     def ready(self) -> WorkerProcess:
         self.answer()
@@ -283,9 +343,12 @@ class WorkerProcess:
         """kill -9."""
         if self._process is not None:
             self._process.kill()
-            self._process.join()
+            self._wait(self._process)
             self._pipe.close()
             self._process = None
+
+    def _wait(self, process: Any) -> None:
+        process.join()
 
     def stop(self) -> None:
         """SIGSTOP."""

@@ -1,0 +1,165 @@
+"""The network fails between a fleet's hosts, or to its Redis, in one way or both, and heals.
+
+Namespaces need root (`tests/network.py`). Where the test is not, these situations are left out by
+name; `test_fleet_processes.py` on one host and `test_lossy_fleet.py` in steps remain.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from hetero_connector.artifacts.record import ArtifactId
+from tests.network import Network, why_not_apart
+from tests.ownership.fleet_apart import REDIS, FleetApart, fleet_apart
+from tests.ownership.fleet_of_processes import processes
+from tests.ownership.worker_process import (
+    LEASE_S,
+    LOAD_DEADLINE_S,
+    SIZES,
+    Turn,
+    WorkerProcess,
+    prompt,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+CHUNKS = 4
+CHAIN, OTHER, LATER = (prompt(name, CHUNKS) for name in ("a", "b", "c"))
+SLACK_S = 5.0
+"""Two processes a core: who is ready is not run at once."""
+TRIES = 20
+"""What was lost on a wire is sent again later and later."""
+OWNER, READER = "ann", "bob"
+
+
+def part_peers(network: Network) -> None:
+    network.part(OWNER, READER)
+
+
+def part_redis(network: Network) -> None:
+    network.part(OWNER, REDIS)
+    network.part(READER, REDIS)
+
+
+def part_owner(network: Network) -> None:
+    """Its peers reach it, so they must know by themselves when it is not the owner any more."""
+    network.part(OWNER, REDIS)
+
+
+def part_reader(network: Network) -> None:
+    network.part(READER, REDIS)
+
+
+def deafen_owner(network: Network) -> None:
+    """What it asks is done, and it does not hear of it."""
+    network.cut((REDIS, OWNER), (READER, OWNER))
+
+
+def silence_owner(network: Network) -> None:
+    network.cut((OWNER, REDIS), (OWNER, READER))
+
+
+def deafen_reader(network: Network) -> None:
+    network.cut((REDIS, READER), (OWNER, READER))
+
+
+def silence_reader(network: Network) -> None:
+    network.cut((READER, REDIS), (READER, OWNER))
+
+
+def slow(network: Network) -> None:
+    network.disturb(delay_s=0.03)
+
+
+def lossy(network: Network) -> None:
+    network.disturb(delay_s=0.002, loss=0.03)
+
+
+FAULTS = {
+    fault.__name__.replace("_", " "): fault
+    for fault in (
+        *(part_peers, part_redis, part_owner, part_reader),
+        *(deafen_owner, silence_owner, deafen_reader, silence_reader),
+        *(slow, lossy),
+    )
+}
+
+
+def situations() -> list[str]:
+    why = why_not_apart()
+    if why:
+        print(f"{', '.join(FAULTS)}: left out, {why}")
+        return ["one host"]
+    return list(FAULTS)
+
+
+def ask(worker: WorkerProcess, *chains: list) -> list[Turn]:
+    """One turn each; none takes longer than what is given to a load."""
+    turns = [worker.turn(chain) for chain in chains]
+    for turn in turns:
+        assert turn.seconds < LOAD_DEADLINE_S, f"a turn of {worker.name} waits too long"
+    return turns
+
+
+def from_peers(worker: WorkerProcess) -> float:
+    found = worker.state().counters.items()
+    return sum(n for key, n in found if key.startswith("heterocache_read_bytes{") and "peer" in key)
+
+
+def artifacts(chain: list) -> set[ArtifactId]:
+    return {ArtifactId(chunk.key, kind) for chunk in chain for kind in SIZES}
+
+
+@pytest.mark.parametrize("situation", situations())
+def test_whatever_the_network_does_no_byte_is_wrong_and_all_agree_once_it_is_whole(
+    tmp_path: Path, situation: str
+) -> None:
+    if situation == "one host":
+        with processes(tmp_path, OWNER, READER) as near:
+            assert ask(near.workers[0], CHAIN)[0].restored == 0
+            near.agree([CHAIN])
+            assert ask(near.workers[1], CHAIN)[0].restored == CHUNKS
+        return
+    with fleet_apart(tmp_path, OWNER, READER) as fleet:
+        owner, reader = fleet.workers
+        ask(owner, CHAIN)
+        fleet.agree([CHAIN])
+        before = fleet.holdings([CHAIN])
+        FAULTS[situation](fleet.network)
+        (early,) = ask(reader, CHAIN[: CHUNKS // 2])
+        if situation not in ("slow", "lossy", "part owner"):
+            assert early.restored == 0, "the fault is none: the test shows nothing"
+        assert ask(owner, CHAIN)[0].restored == CHUNKS, "its own cache needs nobody"
+        fleet.watch(1.5 * LEASE_S)
+        ask(reader, CHAIN, OTHER)
+        ask(owner, OTHER, LATER)
+        fleet.watch(0.5 * LEASE_S)
+        ask(reader, LATER)
+
+        fleet.network.heal()
+        took_s = fleet.agree([CHAIN, OTHER, LATER])
+        print(f"{situation}: agreed after {took_s:.2f} s")
+        assert took_s <= 2 * LEASE_S + SLACK_S
+        after = fleet.holdings([CHAIN, OTHER, LATER])
+        assert set(after) == artifacts(CHAIN) | artifacts(OTHER) | artifacts(LATER)
+        if situation == "part peers":
+            assert all(after[a].owner == before[a].owner for a in before), "its lease went on"
+        check_peers_are_read_again(fleet)
+        assert fleet.what_must_not_have_happened() == []
+
+
+def check_peers_are_read_again(fleet: FleetApart) -> None:
+    for writer, reader in itertools.permutations(fleet.workers, 2):
+        before = from_peers(reader)
+        for number in range(TRIES):
+            fresh = prompt(f"healed {writer.name} {number}", CHUNKS, shared=0)
+            ask(writer, fresh)
+            fleet.agree([fresh])
+            ask(reader, fresh)
+            if from_peers(reader) > before:
+                break
+        else:
+            raise AssertionError(f"{reader.name} reads nothing from {writer.name} any more")
