@@ -18,6 +18,7 @@ from ownership.directory import Directory, Lease, Outcome
 from ownership.embedded_redis import EmbeddedRedis
 from ownership.redis_directory import RedisDirectory
 from tests.ownership.fleet_bench import KV, artifact, claim, claim_of, join
+from tests.ownership.ledgers import Worked, change, holding
 
 DEADLINE_S = 10.0
 PASSWORD = "hush"
@@ -88,6 +89,46 @@ class TestSentinel:
         assert found[0].token == token  # type: ignore[attr-defined]
         assert claim(directory, before, artifact())[0].token == token
         directory.close()
+
+    def test_a_failover_to_a_replica_that_lagged_loses_nothing_for_good(
+        self, servers: tuple[EmbeddedRedis, EmbeddedRedis, EmbeddedRedis]
+    ) -> None:
+        primary, replica, sentinel = servers
+        url = (
+            f"redis+sentinel://:{PASSWORD}@127.0.0.1:{sentinel.port}/fleet"
+            f"?sentinel_password={sentinel.password}"
+        )
+        ann = Worked(RedisDirectory(url, deadline_s=0.15), lease_s=2.0)
+        bob = RedisDirectory(url, deadline_s=DEADLINE_S)
+
+        def owns(number: int) -> bool:
+            """Return whether the directory says that it is of ann's latest epoch."""
+            try:
+                held = holding(bob, number)
+            except DirectoryUnavailableError:
+                return False
+            return held is not None and held.owner == ann.store.epochs[-1]
+
+        early, late = range(1, 40), range(100, 140)
+        ann.tell(*map(change, early))
+        wait_for("ann owns what she has", lambda: all(map(owns, early)))
+        copied = redis.Redis.from_url(replica.url)
+        wait_for("that is replicated", lambda: copied.exists("{heterocache:default}:chunks"))
+        copied.config_set("masterauth", "another")
+        redis.Redis.from_url(primary.url).client_kill_filter(_type="replica")
+        wait_for(
+            "the replica hears nothing more",
+            lambda: copied.info("replication")["master_link_status"] == "down",
+        )
+        ann.drop(1)
+        ann.tell(*map(change, late))
+        wait_for("ann owns more", lambda: all(map(owns, late)) and not owns(1))
+        primary.kill()
+        wait_for("what was not replicated is told again", lambda: all(map(owns, late)))
+        wait_for("what was released stays so", lambda: not owns(1) and owns(2))
+        assert copied.info("replication")["role"] == "master", "else nothing was lost"
+        ann.worker.close()
+        bob.close()
 
     def test_a_service_nobody_watches_is_unavailable(
         self, servers: tuple[EmbeddedRedis, EmbeddedRedis, EmbeddedRedis]
