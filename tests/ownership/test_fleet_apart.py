@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_connector.artifacts.record import ArtifactId
+from hetero_connector.artifacts.record import ArtifactId, ChunkRange
 from tests.network import Network, why_not_apart
 from tests.ownership.fleet_apart import REDIS, FleetApart, fleet_apart
 from tests.ownership.fleet_of_processes import processes
@@ -96,7 +96,7 @@ def situations() -> list[str]:
     return list(FAULTS)
 
 
-def ask(worker: WorkerProcess, *chains: list) -> list[Turn]:
+def ask(worker: WorkerProcess, *chains: list[ChunkRange]) -> list[Turn]:
     """One turn each; none takes longer than what is given to a load."""
     turns = [worker.turn(chain) for chain in chains]
     for turn in turns:
@@ -109,7 +109,7 @@ def from_peers(worker: WorkerProcess) -> float:
     return sum(n for key, n in found if key.startswith("heterocache_read_bytes{") and "peer" in key)
 
 
-def artifacts(chain: list) -> set[ArtifactId]:
+def artifacts(chain: list[ChunkRange]) -> set[ArtifactId]:
     return {ArtifactId(chunk.key, kind) for chunk in chain for kind in SIZES}
 
 

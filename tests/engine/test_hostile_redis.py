@@ -1,0 +1,190 @@
+"""Two stock servers whose directory is written by a stranger: garbage, and lies that can be read.
+
+Each kind is what `tests/ownership/redis_directory` shows of the records alone, met once by engines:
+no answer changes, nothing comes out of a hook, and once the stranger is gone they share again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import redis
+
+from examples.disaggregated_prefill.fleet import value
+from examples.serving import Server
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey
+from ownership.directory import Claim, Copy, Holding, Worker
+from ownership.embedded_redis import EmbeddedRedis
+from ownership.redis_directory import RedisDirectory
+from ownership.redis_directory.scripts import fleet_key
+from tests.engine.fleets import MAX_TOKENS, computed, same, server_of, until
+from tests.engine.harness import prompt_tokens
+from tests.ownership.redis_directory.test_hostile_fleet import MUTATIONS
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1_200)]
+
+NAMES = ("ann", "bob")
+HASHES = ("chunks", "runs", "epochs", "names", "peers")
+RECORDS = ("chunks", "runs")
+HUGE = 4 << 20
+SLOT = 4096
+TRIES = 20
+
+
+class Stranger:
+    """Whoever has the password of the fleet's Redis."""
+
+    def __init__(self, server: EmbeddedRedis) -> None:
+        self.raw = redis.Redis.from_url(server.url)
+        self.directory = RedisDirectory(server.url, deadline_s=10.0)
+        self._rng = random.Random(25)
+
+    def overwrite(self, *names: str, by: Callable[[bytes], bytes]) -> None:
+        """Every field of these hashes."""
+        for name in names:
+            key = fleet_key("default", name)
+            for field, found in self.raw.hgetall(key).items():
+                self.raw.hset(key, field, by(found))
+
+    def mutate(self, kind: Callable[[bytes, random.Random], bytes], *names: str) -> None:
+        self.overwrite(*names, by=lambda found: kind(found, self._rng))
+
+    def replace_keys(self) -> None:
+        """Keys of another type than the directory's."""
+        for name in RECORDS:
+            self.raw.delete(fleet_key("default", name))
+            self.raw.set(fleet_key("default", name), b"of another kind")
+
+    def holdings(self) -> dict[ArtifactId, Holding]:
+        keys = [ChunkKey(bytes(key)) for key in self.raw.hkeys(fleet_key("default", "chunks"))]
+        return {
+            ArtifactId(key, kind): holding
+            for key in keys
+            for kind, holding in self.directory.lookup([key]).chunks[0].items()
+        }
+
+    def workers(self) -> dict[str, Worker]:
+        """Those that live, by name."""
+        return {worker.name: worker for worker in self.directory.workers().values()}
+
+    def lie(self, change: Callable[[Copy], Copy]) -> None:
+        """Say something else of every copy, as its owner."""
+        for artifact, holding in self.holdings().items():
+            self.directory.claim_owner(holding.owner, [Claim(artifact, change(holding.copy))])
+
+    def shuffle(self) -> None:
+        """Say of each copy that it lies where another one does."""
+        found = self.holdings()
+        for kind in {artifact.state_type for artifact in found}:
+            of_kind = [artifact for artifact in found if artifact.state_type is kind]
+            others = [*of_kind[1:], of_kind[0]]
+            for artifact, other in zip(of_kind, others, strict=True):
+                claim = Claim(artifact, found[other].copy)
+                self.directory.claim_owner(found[artifact].owner, [claim])
+
+    def impersonate(self) -> None:
+        """Own everything under another epoch, with a card that is another's."""
+        found = self.holdings()
+        card = self.workers()["ann"].peer
+        epoch = self.directory.register(Worker("eve", card), 600.0).epoch
+        self.raw.delete(*(fleet_key("default", name) for name in RECORDS))
+        for artifact, holding in found.items():
+            self.directory.claim_owner(epoch, [Claim(artifact, holding.copy)])
+
+    def leave(self) -> None:
+        """Take everything along: the engines have to begin anew."""
+        self.raw.flushall()
+
+    def close(self) -> None:
+        self.raw.close()
+        self.directory.close()
+
+
+GARBAGE: dict[str, Callable[[Stranger], None]] = {
+    **{
+        f"{kind.__name__} {' '.join(names)}": lambda x, k=kind, n=names: x.mutate(k, *n)  # type: ignore[misc]
+        for kind in MUTATIONS
+        for names in (RECORDS, HASHES)
+    },
+    "huge": lambda x: x.overwrite(*RECORDS, by=lambda found: found + b"\xdd" * HUGE),
+    "of another kind": Stranger.replace_keys,
+}
+"""What cannot be read, or perhaps."""
+LIES: dict[str, Callable[[Stranger], None]] = {
+    "another slot": lambda x: x.lie(lambda c: c._replace(dram_offset=c.dram_offset + SLOT)),
+    "no slot there is": lambda x: x.lie(lambda c: c._replace(dram_offset=1 << 50)),
+    "another checksum": lambda x: x.lie(lambda c: c._replace(checksum=bytes(16))),
+    "another generation": lambda x: x.lie(lambda c: c._replace(generation=c.generation + 1)),
+    "another size": lambda x: x.lie(lambda c: c._replace(size_bytes=c.size_bytes + SLOT)),
+    "another artifact": Stranger.shuffle,
+    "another epoch": Stranger.impersonate,
+}
+"""What can be read, and is not so."""
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[tuple[Server, Server, Stranger]]:
+    with EmbeddedRedis() as server, ExitStack() as undo:
+        ann, bob = (server_of("gemma3", tmp_path, name, server.url) for name in NAMES)
+        for one in (ann, bob):
+            undo.callback(one.kill)
+            one.launch()
+        for one in (ann, bob):
+            one.start()
+        stranger = Stranger(server)
+        undo.callback(stranger.close)
+        yield ann, bob, stranger
+
+
+def from_peers(server: Server) -> float:
+    return value(server, "hit_tokens", tier="peer")
+
+
+def test_no_answer_changes_whatever_is_written_into_the_directory(
+    fleet: tuple[Server, Server, Stranger],
+) -> None:
+    ann, bob, _ = fleet
+    seeds = itertools.count(800)
+    for name, deed in GARBAGE.items():
+        met(name, deed, fleet, next(seeds))
+    for name, deed in LIES.items():
+        # Its owner looks at its records each second: a lie may be gone before it is heard.
+        attempts = (met(name, deed, fleet, next(seeds)) for _ in range(TRIES))
+        assert any(attempts), f"{name}: not counted"
+    for server in (ann, bob):
+        until("it has joined", lambda s=server: value(s, "directory_joined") == 1)  # type: ignore[misc]
+        assert value(server, "hook_errors") == 0
+    for _ in range(TRIES):  # a peer that failed is left alone for a second
+        prompt = prompt_tokens(1_100, next(seeds))
+        taken = from_peers(bob)
+        answer = computed(ann, prompt)
+        same(bob.complete(prompt, MAX_TOKENS), answer)
+        if from_peers(bob) > taken:
+            return
+    raise AssertionError("nothing is shared any more, though the stranger is gone")
+
+
+def met(
+    name: str, deed: Callable[[Stranger], None], fleet: tuple[Server, Server, Stranger], seed: int
+) -> bool:
+    """Let the stranger write once ann has stored a prompt that bob is then asked for.
+
+    Return whether bob has counted a failure at a peer.
+    """
+    ann, bob, stranger = fleet
+    until(f"they have joined: {name}", lambda: set(stranger.workers()) == set(NAMES))
+    before = set(stranger.holdings())
+    prompt = prompt_tokens(1_100, seed)
+    answer = computed(ann, prompt)
+    until(f"it is known: {name}", lambda: bool(set(stranger.holdings()) - before))
+    failures = value(bob, "failures", tier="peer")
+    deed(stranger)
+    for server in (bob, ann):
+        same(server.complete(prompt, MAX_TOKENS), answer)
+    stranger.leave()
+    return value(bob, "failures", tier="peer") > failures

@@ -1,0 +1,171 @@
+"""One of two tensor-parallel ranks is stopped, or killed, while the engine restores and saves.
+
+Every artifact has parts of both ranks: one that goes on alone must neither make the other's part
+count as saved, nor leave a load half done.
+"""
+
+from __future__ import annotations
+
+import http.client
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from examples.checkpoints import write_checkpoint
+from examples.disaggregated_prefill.fleet import value
+from examples.serving import Reply, Server, kv_transfer_config
+from hetero_connector.verification import verify_model
+from tests.engine.fleets import MAX_TOKENS, same, until
+from tests.engine.harness import CHECKPOINTS, prompt_tokens
+from tests.engine.process_group import assert_gone
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+
+DEADLINE_S = 2.0
+STOPPED_S = 2.5 * DEADLINE_S
+"""Longer than a load, a lookup and a read may take together."""
+PROMPTS = [prompt_tokens(900 + 100 * i, seed=900 + i) for i in range(3)]
+ROUNDS = 4
+
+
+def server_at(folder: Path) -> Server:
+    given = {
+        "dram_gib": 0.02,
+        "ssd_dir": str(folder / "ssd"),
+        "ssd_gib": 0.2,
+        "planner": "always_load",
+        "load_deadline_s": DEADLINE_S,
+    }
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    model = write_checkpoint("dense", CHECKPOINTS)
+    return Server(model, folder / "server.log", kv_transfer_config(given), ranks)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with server_at(folder) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def answers(server: Server) -> list[Reply]:
+    """Each from the engine's own prefix cache."""
+    return [own_answer(server, prompt) for prompt in PROMPTS]
+
+
+def own_answer(server: Server, prompt: Sequence[int]) -> Reply:
+    server.complete(prompt, max_tokens=1)
+    return server.complete(prompt, MAX_TOKENS)
+
+
+def ranks_of(server: Server) -> list[psutil.Process]:
+    assert server._process is not None
+    children = psutil.Process(server._process.pid).children(recursive=True)
+    found = [child for child in children if "VLLM::Worker" in child.name()]
+    assert len(found) == 2, [child.name() for child in children]
+    return found
+
+
+def restored(server: Server, prompt: Sequence[int], answer: Reply) -> float:
+    """Have it answer from what is stored; how many tokens it took from there."""
+    before = value(server, "hit_tokens")
+    server.reset_prefix_cache()
+    same(server.complete(prompt, MAX_TOKENS), answer)
+    return value(server, "hit_tokens") - before
+
+
+class Asked(threading.Thread):
+    """One request under way."""
+
+    def __init__(self, server: Server, prompt: Sequence[int]) -> None:
+        super().__init__(daemon=True)
+        self._ask = (server, prompt)
+        self.reply: Reply | None = None
+
+    def run(self) -> None:
+        server, prompt = self._ask
+        # The connection may break with the server; whatever that looks like is no answer.
+        with suppress(OSError, RuntimeError, ValueError, http.client.HTTPException):
+            self.reply = server.complete(prompt, MAX_TOKENS)
+
+    def answered(self) -> Reply:
+        self.join(120)
+        assert self.reply is not None, "it hangs, or failed"
+        return self.reply
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_stopped_for_longer_than_the_deadlines_changes_no_answer(
+    server: Server, answers: list[Reply], rank: int
+) -> None:
+    rng = random.Random(rank)
+    fresh = [prompt_tokens(800, seed=950 + ROUNDS * rank + i) for i in range(ROUNDS)]
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        until("it is stored", lambda p=prompt, a=answer: restored(server, p, a) > 0)  # type: ignore[misc]
+    saved: list[Reply] = []
+    held = 0
+    for prompt in fresh:
+        server.reset_prefix_cache()
+        asked = [Asked(server, p) for p in (*PROMPTS, prompt)]
+        for thread in asked:
+            thread.start()
+        time.sleep(rng.random() * 0.3)
+        stopped = ranks_of(server)[rank]
+        stopped.send_signal(signal.SIGSTOP)
+        time.sleep(STOPPED_S)
+        held += sum(thread.reply is None for thread in asked)
+        stopped.send_signal(signal.SIGCONT)
+        for thread, answer in zip(asked, answers, strict=False):
+            same(thread.answered(), answer)
+        saved.append(asked[-1].answered())
+    assert held > 0, "nothing was under way when it was stopped: the test shows nothing"
+    for prompt, reply in zip(fresh, saved, strict=True):
+        own = own_answer(server, prompt)
+        same(reply, own)
+        until(
+            "what was saved meanwhile is used", lambda p=prompt, a=own: restored(server, p, a) > 0
+        )  # type: ignore[misc]
+    assert value(server, "hook_errors") == 0
+    assert value(server, "io_alive") == 1
+
+
+def test_a_killed_rank_ends_the_engine_and_the_next_one_has_its_directory(
+    folder: Path, server: Server, answers: list[Reply]
+) -> None:
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        same(server.complete(prompt, MAX_TOKENS), answer)
+    time.sleep(1.0)  # something is on SSD
+    asked = [Asked(server, prompt) for prompt in PROMPTS]
+    server.reset_prefix_cache()
+    for thread in asked:
+        thread.start()
+    time.sleep(0.05)
+    assert server._process is not None
+    group = server._process.pid
+    ranks_of(server)[1].kill()
+    server._process.wait(60)
+    for thread in asked:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert_gone(group)
+    (ssd,) = (path for path in (folder / "ssd").iterdir() if path.is_dir())
+    report = verify_model(ssd)  # raises where the lock is held
+    assert not report.bad
+    assert report.artifacts > 0
+    with server_at(folder) as next_one:
+        taken = 0.0
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            taken += restored(next_one, prompt, answer)
+        assert taken > 0, "nothing came from what the killed one had stored"
