@@ -151,7 +151,11 @@ def main() -> None:
     parent = int(sys.argv[1])
     confine(parent)
     leave_torch_out()
-    with socket.socket(fileno=int(sys.argv[2])) as engine:
+    with socket.socket(fileno=int(sys.argv[2])) as inherited:
+        # An engine with many clients has descriptors above 1,023, which `select` does not take.
+        # Here hardly any is in use, and a copy has the lowest that is free.
+        connection = inherited.dup()
+    with connection as engine:
         described = [
             (int(fd), int(size)) for fd, _, size in (a.partition(":") for a in sys.argv[3:])
         ]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -194,6 +196,20 @@ def wait(peers: NixlPeers) -> TransferState:
     read = peers.submit("other", [PeerExtent(0, 0, 0, 0, 8)])
     until(lambda: read.poll() is not TransferState.PENDING)
     return read.poll()
+
+
+def test_an_engine_with_thousands_of_open_files_reads_from_its_peers() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with ExitStack() as held:
+        for _ in range(1_100):
+            held.enter_context(open(os.devnull))
+        peers, other = (NixlPeers([create_shared("test", SIZE)]) for _ in range(2))
+        peers.connect("other", other.metadata)
+        assert wait(peers) is TransferState.DONE
+        assert peers.close()
+        assert other.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_when_it_is_killed_reads_end_and_it_is_started_again_after_longer_and_longer() -> None:
