@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -24,17 +25,21 @@ from hetero_connector.errors import DirectoryUnavailableError, HeteroCacheError
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Restore, Save, StoreConfig, Wanted
+from hetero_connector.store.base import Failure, Restore, Save, StoreConfig, Wanted
+from hetero_connector.store.loads import Load
 from hetero_connector.store.peers import PeerAccess
+from hetero_connector.store.state import StoreState
 from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
-from ownership.directory import Directory
+from ownership.directory import Claim, Directory, Grant
 from ownership.fleet_worker import FleetWorker
+from ownership.identifiers import Epoch
 from ownership.memory_directory import MemoryDirectory
 from tests.faults.disk import CALM, Cut, Disk
 from tests.faults.journals import connector
 from tests.faults.life import MEMORY, WEATHERS, Verdict, quiet
 from tests.faults.oracle import contents
 from tests.faults.slabs import FaultyFiles, faulty_files
+from tests.ownership.history import Cleared, Ended, Event, Served, faults, granted
 from tests.store.filling import CHUNK, CHUNK_BYTES, FINGERPRINT, SIZES, chain
 
 DEPTH = 3
@@ -44,15 +49,43 @@ CALL_S = 0.02
 LISTING_S = 0.3
 SETTLING_S = 30.0
 """Many leases: in that time all must be in order again, however busy the machine is."""
+MOST_FAULTS = 5
+"""Of its history a round reports so many."""
 _NAMES = "abcd"
 
 
 class ForgetfulDirectory(MemoryDirectory):
-    """A directory that loses records while the epochs of its workers live on."""
+    """A directory that loses records while the epochs of its workers live on.
+
+    What it grants, and whose epoch ends, is noted in `history`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.history: list[Event] = []
         self._run = 0
+        self._seen: set[Epoch] = set()
+
+    def claim_owner(self, epoch: Epoch, claims: Sequence[Claim]) -> list[Grant]:
+        """See `OwnershipDirectory`."""
+        with self._lock:
+            grants = super().claim_owner(epoch, claims)
+            self.history += granted([claim.artifact for claim in claims], grants)
+            return grants
+
+    def promote(self, epoch: Epoch, artifacts: Sequence[ArtifactId]) -> list[Grant]:
+        """See `OwnershipDirectory`."""
+        with self._lock:
+            grants = super().promote(epoch, artifacts)
+            self.history += granted(artifacts, grants)
+            return grants
+
+    def note_ends(self) -> None:
+        """Whose epoch has ended since the last call."""
+        with self._lock:
+            live = set(self.workers())
+            self.history += [Ended(epoch, time.monotonic()) for epoch in self._seen - live]
+            self._seen = live
 
     def renew_lease(self, epoch: Any) -> str:
         """Tell the run, too, as a server that has forgotten something would."""
@@ -240,8 +273,11 @@ class Member:
 
     def reset(self) -> None:
         """Forget everything, for this engine alone."""
-        before = self.store.generation.tag
-        if self.store.reset() and not self.disk.is_off:
+        before, lease = self.store.generation.tag, self.worker._keeper.lease
+        is_kept = self.store.reset()
+        if lease is not None:
+            self.fleet.directory.history.append(Cleared(time.monotonic(), lease.epoch))
+        if is_kept and not self.disk.is_off:
             self.banned.add(before)
 
     def stop(self, how: Cut) -> None:
@@ -308,6 +344,8 @@ class FleetRound:
         self.network = MemoryNetwork()
         self.directory = ForgetfulDirectory()
         self.members: list[Member] = []
+        self._unheard: list[tuple[int, int]] = []
+        """Resets of the fleet that some member has not heard of: place in the history, number."""
 
     def run(self) -> Verdict:
         """Play the round."""
@@ -315,6 +353,7 @@ class FleetRound:
         with ExitStack() as undo:
             undo.callback(partial(shutil.rmtree, top, ignore_errors=True))
             undo.enter_context(patch("hetero_connector.store.artifact_store._KEEP_S", 0.05))
+            undo.enter_context(patch.object(StoreState, "settle_fetched", self._noting_reads()))
             undo.enter_context(quiet())
             try:
                 for name in ("ann", "bob", "cleo"):
@@ -328,6 +367,8 @@ class FleetRound:
                 for member in self.members:
                     member.stop(Cut.KILL)
                     self.verdict.injected += member.disk.injected
+        for fault in islice(faults(self.directory.history), MOST_FAULTS):
+            self.wrong(fault)
         return self.verdict
 
     def wrong(self, what: str) -> None:
@@ -364,6 +405,7 @@ class FleetRound:
             self.verdict.story.append(f"{member.name} {action.__name__.strip('_')}")
             action(member)
             member.store.check_integrity()
+            self._note()
             if member.disk.is_off:
                 self._reboot(member, Cut.KILL)
         self._mend()
@@ -392,7 +434,33 @@ class FleetRound:
 
     def _reset_fleet(self, member: Member) -> None:
         """Raise the fleet's number; each follows within a lease."""
-        self.directory.reset_generation()
+        with self.directory._lock:
+            place = len(self.directory.history)
+            self.directory.history.append(Cleared(float("inf")))
+            self._unheard.append((place, self.directory.reset_generation()))
+
+    def _note(self) -> None:
+        """Note for the history whose epoch has ended, and which resets all have heard of."""
+        self.directory.note_ends()
+        heard = min(member.store.generation.fleet for member in self.members)
+        for place, number in self._unheard:
+            if number <= heard:
+                self.directory.history[place] = Cleared(time.monotonic())
+        self._unheard = [(place, number) for place, number in self._unheard if number > heard]
+
+    def _noting_reads(self) -> Callable[..., bool]:
+        """Stand for `StoreState.settle_fetched`: what a peer has sent is served from now on."""
+        settle, history = StoreState.settle_fetched, self.directory.history
+
+        def settle_fetched(state: StoreState, load: Load, failure: Failure | None) -> bool:
+            is_here = settle(state, load, failure)
+            copy = load.copy
+            if is_here and copy is not None and not load.adopts:
+                served = Served(load.artifact.id, copy.holder, copy.token, copy.asked_s, id(state))
+                history.append(served)
+            return is_here
+
+        return settle_fetched
 
     def _change_disk(self, member: Member) -> None:
         name = self.rng.choice(("calm", "errors", "full", "short", "lying", "hanging"))

@@ -16,6 +16,7 @@ from hetero_connector.store import reading
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.peer_reading import PeerReader
 from hetero_connector.store.reading import Reader
+from ownership.memory_directory import MemoryDirectory
 from ownership.record_audit import RecordAudit
 from tests.engine.adversarial_device import AdversarialDevice
 from tests.faults import campaign, fleet_round
@@ -126,6 +127,12 @@ def test_records_that_nobody_claims_again_are_found() -> None:
 def test_a_fleet_that_reads_what_lies_anywhere_is_found() -> None:
     with patch.object(PeerReader, "_verify", lambda *_: None):
         assert any(FleetRound(seed).run().wrong_answers for seed in range(1, 30))
+
+
+@pytest.mark.slow
+def test_a_token_that_is_given_to_two_owners_is_found() -> None:
+    with patch.object(MemoryDirectory, "_next_token", lambda directory: directory._sequence):
+        assert any("the token was" in what for what in FleetRound(1).run().wrong_answers)
 
 
 def test_every_failpoint_and_every_fault_is_met() -> None:

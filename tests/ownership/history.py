@@ -6,8 +6,10 @@ were used, in the order in which it happened; `faults` says what is wrong with t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+from ownership.directory import Grant, Outcome
 
 Artifact = Hashable
 NOBODY = 0
@@ -43,12 +45,21 @@ class Served:
 
 @dataclass(frozen=True)
 class Cleared:
-    """A reset: nothing that was granted before may be served to whoever asks from now on."""
+    """A reset: nothing that was granted before may be served to whoever asks after `at_s`."""
 
     at_s: float
+    epoch: int | None = None
+    """Whose own it was; None: the whole fleet's."""
 
 
 Event = Granted | Ended | Served | Cleared
+
+
+def granted(artifacts: Sequence[Artifact], grants: Sequence[Grant]) -> Iterator[Granted]:
+    """What the directory's answer to claims or promotions gives away."""
+    for artifact, grant in zip(artifacts, grants, strict=True):
+        if grant.outcome is Outcome.OWNED:
+            yield Granted(artifact, grant.owner, grant.token)
 
 
 def faults(history: Iterable[Event]) -> Iterator[str]:
@@ -56,7 +67,7 @@ def faults(history: Iterable[Event]) -> Iterator[str]:
     owner_of: dict[int, tuple[Artifact, int]] = {}
     ended_s: dict[int, float] = {}
     read: dict[tuple[Hashable, Artifact], int] = {}
-    cleared_s, before_clear = float("-inf"), set[int]()
+    clears: list[tuple[float, set[int]]] = []
     for event in history:
         match event:
             case Granted(artifact, epoch, token):
@@ -73,8 +84,10 @@ def faults(history: Iterable[Event]) -> Iterator[str]:
                     yield f"{event}: nobody was granted that token of it"
                 if token < read.get((reader, artifact), token):
                     yield f"{event}: the reader has seen a greater token"
-                if asked_s > cleared_s and token in before_clear:
-                    yield f"{event}: it was granted before the reset at {cleared_s}"
+                for cleared_s, tokens in clears:
+                    if asked_s > cleared_s and token in tokens:
+                        yield f"{event}: it was granted before the reset at {cleared_s}"
                 read[reader, artifact] = token
-            case Cleared(at_s):
-                cleared_s, before_clear = at_s, set(owner_of)
+            case Cleared(at_s, whose):
+                tokens = {token for token, (_, epoch) in owner_of.items() if whose in (None, epoch)}
+                clears.append((at_s, tokens))

@@ -10,12 +10,12 @@ import redis
 
 from hetero_connector.errors import DirectoryUnavailableError
 from hetero_connector.metrics import Recorder
-from ownership.directory import ChainView, Directory, Grant, Outcome, Standing
+from ownership.directory import ChainView, Directory, Standing
 from ownership.fleet_worker import FleetWorker
 from ownership.identifiers import NOBODY, Epoch
 from ownership.redis_directory.scripts import fleet_key
 from tests.ownership.fleet_bench import LEASE_S, LIMITS
-from tests.ownership.history import Ended, Event, Granted, faults
+from tests.ownership.history import Ended, Event, faults, granted
 from tests.ownership.ledgers import KV, ListedStore, change
 from tests.ownership.redis_bench import RedisBench, shared_server
 
@@ -111,10 +111,7 @@ class SteppedFleet:
         """The directory has done this."""
         if name in ("claim_owner", "promote"):
             claims = args[1] if name == "promote" else [claim.artifact for claim in args[1]]
-            grants: list[Grant] = answer
-            for artifact, grant in zip(claims, grants, strict=True):
-                if grant.outcome is Outcome.OWNED:
-                    self.history.append(Granted(artifact, grant.owner, grant.token))
+            self.history += granted(claims, answer)
 
     def run_s(self, seconds: float) -> None:
         """Let time pass, and each worker take its turns."""

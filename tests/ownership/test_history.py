@@ -18,6 +18,11 @@ SOUND: list[Event] = [
     Cleared(at_s=4.0),
     Granted("a", 2, 12),
     Served("a", 2, 12, asked_s=5.0),
+    Granted("c", 4, 30),
+    Served("c", 4, 30, asked_s=6.0),
+    Cleared(at_s=7.0, epoch=4),
+    Served("a", 2, 12, asked_s=8.0),
+    Served("c", 4, 30, asked_s=6.5),
 ]
 
 
@@ -36,6 +41,7 @@ def test_a_sound_history_has_no_faults() -> None:
         (Served("b", 2, 12, asked_s=6.0), "nobody was granted"),
         (Served("a", 2, 11, asked_s=3.5), "a greater token"),
         (Served("a", 2, 11, asked_s=6.0, reader="new"), "before the reset"),
+        (Served("c", 4, 30, asked_s=8.0), "before the reset"),
     ],
 )
 def test_each_fault_is_found(event: Event, says: str) -> None:
