@@ -12,7 +12,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,6 +149,14 @@ def scheduler_side(llm: Any) -> SchedulerSide:
     )
 
 
+def until(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
+    """Wait for what another thread does."""
+    end_s = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end_s, "it never happened"
+        time.sleep(0.01)
+
+
 def settle(llm: Any) -> None:
     """Step until every ordered save is sealed, as the busy loop of an engine core does."""
     side = scheduler_side(llm)
@@ -175,7 +184,7 @@ def assert_nothing_is_held(llm: Any) -> None:
     assert store.flush(60.0)  # what is being written is pinned
     store.check_integrity()
     tiers = store._tiers
-    assert tiers.in_use() == []
+    until(lambda: not tiers.in_use())  # a sampled hit is pinned while it is checked
     assert len(tiers._holds) == 0
     artifacts = list(tiers.index.artifacts())
     assert all(artifact.sealed for artifact in artifacts)
@@ -217,8 +226,11 @@ def sealed(llm: Any) -> list[Artifact]:
 
 @contextmanager
 def wiped(llm: Any, state_type: StateType) -> Iterator[None]:
-    """The stored bytes of one state type are zero in DRAM, and nobody knows."""
+    """The stored bytes of one state type are zero in DRAM, and no sampled hit reveals it."""
     store = scheduler_side(llm)._store
+    samples = store._state.samples
+    assert store.flush(30.0)  # what was summed has a sum of the right bytes
+    until(lambda: not samples and not store._tiers.in_use())
     spans = [
         store.arena.view[a.dram_offset :][: a.size_bytes]
         for a in sealed(llm)
@@ -228,7 +240,8 @@ def wiped(llm: Any, state_type: StateType) -> Iterator[None]:
     assert any(span.any() for span in spans)
     for span in spans:
         span[:] = 0
-    yield
+    with patch.object(samples, "hit"):
+        yield
     for span, before in zip(spans, kept, strict=True):
         span[:] = before
 
@@ -238,7 +251,7 @@ def leave_on_ssd_only(llm: Any) -> None:
     settle(llm)
     store = scheduler_side(llm)._store
     assert store.flush(30.0)
-    assert not store._tiers.in_use()
+    until(lambda: not store._tiers.in_use())  # a sampled hit is pinned while it is checked
     assert all(artifact.ssd is not None for artifact in sealed(llm))
     store.leave_to_ssd()
 
