@@ -41,7 +41,9 @@ while True:  # more than fits: slots are evicted and written again, too
 
 
 @pytest.mark.parametrize("theirs", [0, 1], ids=["alone", "continuing others' chains"])
-@pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "rounds", [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
 def test_killed_while_spilling(tmp_path: Path, rounds: int, theirs: int) -> None:
     rng = random.Random(7)
     root = tmp_path / "ssd"
