@@ -7,6 +7,7 @@ name; `test_fleet_processes.py` on one host and `test_lossy_fleet.py` in steps r
 from __future__ import annotations
 
 import itertools
+import random
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,11 @@ CHUNKS = 4
 CHAIN, OTHER, LATER = (prompt(name, CHUNKS) for name in ("a", "b", "c"))
 SLACK_S = 5.0
 """Two processes a core: who is ready is not run at once."""
+ROUNDS = 12
 TRIES = 20
 """What was lost on a wire is sent again later and later."""
 OWNER, READER = "ann", "bob"
+AT_RANDOM = "cut at random again and again"
 
 
 def part_peers(network: Network) -> None:
@@ -91,9 +94,9 @@ FAULTS = {
 def situations() -> list[str]:
     why = why_not_apart()
     if why:
-        print(f"{', '.join(FAULTS)}: left out, {why}")
+        print(f"{', '.join([*FAULTS, AT_RANDOM])}: left out, {why}")
         return ["one host"]
-    return list(FAULTS)
+    return [*FAULTS, AT_RANDOM]
 
 
 def ask(worker: WorkerProcess, *chains: list[ChunkRange]) -> list[Turn]:
@@ -117,6 +120,9 @@ def artifacts(chain: list[ChunkRange]) -> set[ArtifactId]:
 def test_whatever_the_network_does_no_byte_is_wrong_and_all_agree_once_it_is_whole(
     tmp_path: Path, situation: str
 ) -> None:
+    if situation == AT_RANDOM:
+        cut_at_random(tmp_path)
+        return
     if situation == "one host":
         with processes(tmp_path, OWNER, READER) as near:
             assert ask(near.workers[0], CHAIN)[0].restored == 0
@@ -147,6 +153,33 @@ def test_whatever_the_network_does_no_byte_is_wrong_and_all_agree_once_it_is_who
         assert set(after) == artifacts(CHAIN) | artifacts(OTHER) | artifacts(LATER)
         if situation == "part peers":
             assert all(after[a].owner == before[a].owner for a in before), "its lease went on"
+        check_peers_are_read_again(fleet)
+        assert fleet.what_must_not_have_happened() == []
+
+
+def cut_at_random(tmp_path: Path) -> None:
+    """States of the network, one after the other, while all three workers have turns."""
+    rng = random.Random(25)
+    chains = [prompt(f"random {number}", CHUNKS) for number in range(4)]
+    with fleet_apart(tmp_path, OWNER, READER, "cay") as fleet:
+        wires = list(itertools.permutations(fleet.network.spaces, 2))
+        for _ in range(ROUNDS):
+            fleet.network.disturb(delay_s=rng.choice([0.0, 0.01]), loss=rng.choice([0.0, 0.02]))
+            fleet.network.cut(*rng.sample(wires, rng.randint(1, len(wires) - 1)))
+            for worker in fleet.workers:
+                worker.ask("turn", rng.choice(chains))
+            fleet.watch(rng.choice([0.1, 0.5, 1.3]) * LEASE_S)
+            if rng.random() < 0.3:
+                fleet.network.heal()
+                fleet.watch(0.3 * LEASE_S)
+            for worker in fleet.workers:
+                turn = worker.answer()
+                assert turn.wrong == []
+                assert turn.seconds < LOAD_DEADLINE_S
+        fleet.network.heal()
+        took_s = fleet.agree(chains)
+        print(f"agreed after {took_s:.2f} s")
+        assert took_s <= 2 * LEASE_S + SLACK_S
         check_peers_are_read_again(fleet)
         assert fleet.what_must_not_have_happened() == []
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -52,7 +54,7 @@ class MemoryGroup:
 
 @contextmanager
 def memory_group() -> Iterator[MemoryGroup]:
-    """Make one, and remove it; its processes must have ended. OSError if this cannot be done."""
+    """Make one; in the end kill what is left in it. OSError if this cannot be done."""
     top = _V1 if _V1.is_dir() else _V2
     if top == _V2:
         (top / "cgroup.subtree_control").write_text("+memory")
@@ -63,6 +65,11 @@ def memory_group() -> Iterator[MemoryGroup]:
         _ = group.kills
         yield group
     finally:
+        while left := (folder / "cgroup.procs").read_text().split():
+            for process_id in left:
+                with suppress(ProcessLookupError):
+                    os.kill(int(process_id), signal.SIGKILL)
+            time.sleep(0.01)
         folder.rmdir()
 
 
