@@ -269,7 +269,9 @@ def test_killed_around_resets(tmp_path: Path, rounds: int) -> None:
         said += child.stdout.readlines()
         child.wait()
         child.stdout.close()
-        for what, number in (line.split() for line in said):
+        lines = [line.split() for line in said]
+        assert all(len(line) == 2 for line in lines), said
+        for what, number in lines:
             allowed = max(allowed, int(number))
             if what == "reset":
                 forbidden = int(number)
