@@ -24,11 +24,20 @@ class ChainRoot:
     """Owned by the scheduler side, used on its thread."""
 
     def __init__(
-        self, hasher: ChainHasher, store: Store, changed: Callable[[ChainHasher], None]
+        self,
+        hasher: ChainHasher,
+        store: Store,
+        changed: Callable[[ChainHasher], None],
+        has_old_requests: Callable[[], bool],
     ) -> None:
-        """`hasher`: of the model, under any root. `changed`: called with the one to use instead."""
+        """`hasher`: of the model, under any root. `changed`: called with the one to use instead.
+
+        `has_old_requests`: True while a request has state from before: vLLM publishes it with the
+        pages that the request fills later.
+        """
         self._store = store
         self._changed = changed
+        self._has_old_requests = has_old_requests
         self._generation = store.generation
         self._weights = Weights()
         self._manager: KVCacheManager | None = None
@@ -78,7 +87,7 @@ class ChainRoot:
     def follow_fleet(self) -> None:
         """Adopt a reset of the fleet, if another thread has heard of one."""
         if self._has_old_pages:
-            self._has_old_pages = self._holds_prefixes()
+            self._has_old_pages = self._holds_prefixes() or self._has_old_requests()
         latest = self._store.generation
         if latest is self._generation:
             return
@@ -100,8 +109,8 @@ class ChainRoot:
     def _change(self) -> None:
         self._generation = self._store.catch_up()
         self.hasher = self.hasher.under(self._generation.tag, self._weights.tag)
-        self._has_old_pages = self._holds_prefixes()
         self._changed(self.hasher)
+        self._has_old_pages = self._holds_prefixes() or self._has_old_requests()
 
     def _holds_prefixes(self) -> bool:
         manager = self._manager

@@ -80,7 +80,7 @@ class SchedulerSide:
         """What it has learned of the engine's costs."""
         self.store = self._store = store
         self._layout = layout
-        self.root = ChainRoot(hasher, store, self._begin_anew)
+        self.root = ChainRoot(hasher, store, self._begin_anew, self._has_old_requests)
         """What the chains of requests are rooted in."""
         self._recorder = recorder
         self._tp_size = layout.model.tp_size
@@ -264,6 +264,9 @@ class SchedulerSide:
             self._saver.forget(tracker)
             tracker.begin_anew(hasher)
         self._queue.reset(self._trackers.values())
+
+    def _has_old_requests(self) -> bool:
+        return any(tracker.outdated for tracker in self._trackers.values())
 
     def _yield_if_idle(self, output: SchedulerOutput) -> None:
         """Let the I/O thread have the interpreter when a step has nothing else to run.

@@ -94,10 +94,35 @@ def test_pages_that_vllm_kept_from_before_are_not_stored(engine: Engine, change:
     fresh = FakeRequest("fresh", tokens(PROMPT, 1))
     engine.admit(fresh)
     assert engine.step(fresh=PROMPT).saves
+    engine.finish(hit)  # until then vLLM may publish what it computes on top of them
+    engine.step()
     engine.tables.prefixes.clear()
     again = FakeRequest("again", tokens(PROMPT, 2))
     engine.admit(again, local=CHUNK)
     assert engine.step(again=PROMPT - CHUNK).saves
+
+
+@pytest.mark.parametrize("forgotten_first", [False, True])
+def test_pages_that_a_request_from_before_fills_later_are_not_stored(
+    engine: Engine, forgotten_first: bool
+) -> None:
+    """At the change vLLM has none of them in its prefix cache, or has lost them since."""
+    before = FakeRequest("before", tokens(PROMPT))
+    engine.admit(before)
+    engine.step(before=9)
+    engine.tables.prefixes = {b"a page": 1} if forgotten_first else {}
+    engine.side.reset()
+    engine.tables.prefixes = {}
+    engine.step(before=CHUNK - 9)
+    engine.tables.prefixes = {b"the page it has filled": 1}
+    engine.finish(before)
+    engine.step()
+    later = FakeRequest("later", tokens(PROMPT))
+    engine.admit(later, local=CHUNK)
+    assert engine.step(later=PROMPT - CHUNK).saves == []
+    engine.finish(later)
+    engine.step()
+    assert run(engine) == 0
 
 
 def test_a_fleets_reset_comes_between_steps_not_into_one(engine: Engine) -> None:
