@@ -14,10 +14,13 @@ from unittest.mock import patch
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.engine import scheduler_side
+from hetero_connector.errors import LoadLostError
 from hetero_connector.spec import ModelSpec
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
+from hetero_connector.transfer.base import Direction
 from tests.engine.small_pages import CHUNK, MAX_TOKENS, MODEL, SWA
+from tests.faults.disk import Cut
 from tests.faults.journals import connector
 from tests.faults.life import Action, Life, Verdict
 from tests.faults.slabs import FaultyFiles
@@ -62,6 +65,7 @@ class EngineRound(Life):
             (self._forget_prefixes, 3),
             (self._reset, 2),
             (self._change_weights, 1),
+            (self._device_fails, 1),
         ]
 
     def _open(self, config: StoreConfig) -> ArtifactStore:
@@ -108,10 +112,23 @@ class EngineRound(Life):
 
     def _one_step(self, preempts: bool = False) -> None:
         self._pass(STEP_S)
-        self._engine.step(self._clock(), preempts)
+        if self._disk.is_off:
+            return
+        try:
+            self._engine.step(self._clock(), preempts)
+        except LoadLostError:  # the one error of ours that may end an engine
+            if not self._engine.device.has_failed:
+                raise
+            self._say("the engine ends: a load was lost")
+            self._disk.cut(Cut.KILL)
 
     def _preempt(self) -> None:
         self._one_step(preempts=True)
+
+    def _device_fails(self) -> None:
+        """A copy fails: a save is lost, or the engine, which cannot tell vLLM of a lost load."""
+        if self._layout.model is MODEL:
+            self._engine.device.fails_next = True
 
     def _abort(self) -> None:
         requests = [*self._engine.running, *self._engine.waiting]
@@ -139,6 +156,7 @@ class EngineRound(Life):
     # --- judgement ------------------------------------------------------------------------------
 
     def _end_work(self) -> None:
+        self._engine.device.fails_next = False
         for _ in range(MOST_STEPS):
             if not self._engine.is_busy:
                 return
@@ -167,7 +185,8 @@ class EngineRound(Life):
             return
         for name in [name for name in self._counted if "hook_errors" in name]:
             del self._counted[name]
-            self._died(name)
+            if not (engine.device.has_failed and name.endswith("{hook=save}")):
+                self._died(name)
         for request in engine.waiting:
             if request.asked_late > MOST_LATE:
                 self.verdict.stuck.append(f"{request.request_id} is told to ask again for ever")
@@ -176,7 +195,7 @@ class EngineRound(Life):
     def _unsettled(self) -> list[str]:
         side = self._engine.side
         with self._store._state.lock:
-            held = len(self._store._tiers.in_use())
+            held = len(self._store._tiers.in_use()) - self._never_ending(Direction.READ)
         queues = {
             "requests": len(side._trackers),
             "loads of requests": len(side._admissions.loading) + len(side._admissions.admitted),
@@ -184,7 +203,7 @@ class EngineRound(Life):
             "artifacts in use": held,
             "workers' reports": int(side.has_work),
         }
-        return [*(f"{n} {what}" for what, n in queues.items() if n), *super()._unsettled()]
+        return [*(f"{n} {what}" for what, n in queues.items() if n > 0), *super()._unsettled()]
 
 
 def _text(name: int, length: int) -> list[int]:

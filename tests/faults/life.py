@@ -292,8 +292,11 @@ class Life(ABC):
     def _close_files(self) -> None:
         """As the kernel does for a process that has ended."""
         assert self._store._io_thread is not None
-        directory = self._store._io_thread._ssd.directory  # type: ignore[union-attr]
-        directory.close()
+        ssd = self._store._io_thread._ssd
+        assert ssd is not None
+        ssd.directory.close()
+        assert isinstance(ssd.transfer, FaultyFiles)
+        ssd.transfer.end_process()
 
     def _swap_disk(self) -> None:
         """Go on from the image, on a disk without faults."""

@@ -145,9 +145,18 @@ class FaultyFiles:
             for transfer in list(self.active):
                 transfer.poll()
         if not self.active:
-            while self._fds:
-                os.close(self._fds.pop())
+            self._close_fds()
         return not self.active
+
+    def end_process(self) -> None:
+        """Close the files, as the kernel does for a process that has ended."""
+        self._closed = True
+        self.active.clear()
+        self._close_fds()
+
+    def _close_fds(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
 
     def _land(self, rng: random.Random) -> None:
         """At a cut a write under way may be on the disk already."""

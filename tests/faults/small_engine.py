@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -93,6 +94,22 @@ class Request(FakeRequest):
     """How often it was told so although everything's deadline had passed."""
 
 
+class FailingDevice(AdversarialDevice):
+    """A device of which copies fail on demand."""
+
+    def __init__(self, early: Callable[[], bool]) -> None:
+        super().__init__(early)
+        self.fails_next = False
+        self.has_failed = False
+
+    def copy(self, run: Callable[[], None]) -> None:
+        """Issue a copy, or fail."""
+        if self.fails_next:
+            self.fails_next, self.has_failed = False, True
+            raise RuntimeError("the device fails")
+        super().copy(run)
+
+
 class Share(NamedTuple):
     """What a step computes of a request."""
 
@@ -139,9 +156,12 @@ class SmallEngine:
         self._full_graphs = rng.random() < 0.2
         self._frees_first = rng.random() < 0.5
         self._caches = page_caches(layout.model)
-        self._device = AdversarialDevice(lambda: rng.random() < 0.5)
+        self.device = FailingDevice(lambda: rng.random() < 0.5)
         self._tables = FakeBlockTables()
         self._free = list(range(1, NUM_BLOCKS))
+        self._zeroes = rng.random() < 0.3
+        self._to_zero: list[int] = []
+        """Blocks that are new in this step, if vLLM clears such before its first call."""
         self._users = Counter[int]()
         """Requests and entries of the prefix cache that use a block."""
         self._cached: list[Cached] = []
@@ -157,7 +177,7 @@ class SmallEngine:
         with (
             patch.object(connector_module, "open_scheduler_side", lambda *_: self.side),
             patch.object(connector_module, "open_worker_side", lambda *_: worker),
-            patch.object(worker_side, "device_of", lambda _: self._device),
+            patch.object(worker_side, "device_of", lambda _: self.device),
         ):
             self.scheduler = HeteroConnector(config, KVConnectorRole.SCHEDULER, none)
             self.worker = HeteroConnector(config, KVConnectorRole.WORKER, none)
@@ -270,6 +290,7 @@ class SmallEngine:
             self._hear(*self._reports.pop(0))
 
     def _schedule(self, now_s: float, preempts: bool) -> tuple[list[Share], Any]:
+        self._to_zero = []
         rng, shares, preempted = self.rng, list[Share](), set[str]()
         if preempts and self.running:
             preempted.add(self._preempt())
@@ -301,6 +322,7 @@ class SmallEngine:
         output: Any = scheduled(**counts)
         output.preempted_req_ids = preempted or None
         output.scheduled_new_reqs = new
+        output.new_block_ids_to_zero = self._to_zero or None
         return shares, output
 
     def _admit(self, request: Request, now_s: float) -> Share | None:
@@ -347,6 +369,7 @@ class SmallEngine:
         context: Any = SimpleNamespace(
             attn_metadata={"layer": object()}, slot_mapping={}, cudagraph_runtime_mode=graphs
         )
+        self.device.forward(partial(self._zero, output.new_block_ids_to_zero or ()))
         worker.handle_preemptions(meta)
         worker.bind_connector_metadata(meta)
         assert isinstance(meta, StepMetadata)
@@ -366,11 +389,11 @@ class SmallEngine:
         )
         worker.clear_connector_metadata()
         if self.rng.random() < 0.5:  # the scheduler has the step's tokens before it goes on
-            self._device.synchronize()
+            self.device.synchronize()
         return told
 
     def _hear(self, told: KVConnectorOutput, shares: list[Share]) -> None:
-        assert not told.invalid_block_ids, "no load fails on this device"
+        assert not told.invalid_block_ids, "a lost load ends this engine"
         self.scheduler.update_connector_output(told)
         for request, _, stop, life in shares:
             if request.lives != life or stop < request.num_tokens:
@@ -388,15 +411,19 @@ class SmallEngine:
         for number, layer in enumerate(self._layers):
             asks = calls_hooks and layer.layer != NEVER_ASKS
             for share in shares:
-                self._device.forward(self._write(number, layer, share))
+                self.device.forward(self._write(number, layer, share))
             if asks:
                 self.worker.wait_for_layer_load(layer.layer)
             for share in shares:
-                self._device.forward(self._read(number, layer, share))
+                self.device.forward(self._read(number, layer, share))
             if asks:
                 cache: Any = self._caches[layer.layer]
                 none: Any = None
                 self.worker.save_kv_layer(layer.layer, cache, none)
+
+    def _zero(self, blocks: Sequence[int]) -> None:
+        for cache in self._caches.values():
+            cache[list(blocks)] = 0
 
     def _write(self, number: int, layer: LayerSpec, share: Share) -> Callable[[], None]:
         rows = self._rows(layer, share.request, range(share.first, share.stop))
@@ -531,6 +558,8 @@ class SmallEngine:
             return None
         block = self._free.pop(0)
         self._users[block] = 1
+        if self._zeroes:
+            self._to_zero.append(block)
         return block
 
     def _use(self, tables: Sequence[list[int]]) -> None:

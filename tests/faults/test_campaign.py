@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -72,6 +73,21 @@ def test_a_round_by_hand_is_the_same_each_time(round_of: Callable[[int], Life]) 
     for seed in range(1, 6):
         first, again = (round_of(seed).run() for _ in range(2))
         assert first == again
+
+
+@pytest.mark.parametrize("round_of", [store_round, EngineRound])
+def test_a_round_leaves_no_file_open(round_of: Callable[[int], Life]) -> None:
+    for seed in range(1, 6):
+        round_of(seed).run()
+    left = [link for fd in os.listdir("/proc/self/fd") if "fault-round" in (link := _file(fd))]
+    assert left == []
+
+
+def _file(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:  # that of the listing itself
+        return ""
 
 
 def test_bytes_that_nobody_checks_are_found() -> None:
