@@ -251,7 +251,9 @@ while True:
 """
 
 
-@pytest.mark.parametrize("rounds", [4, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "rounds", [4, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
 def test_killed_around_resets(tmp_path: Path, rounds: int) -> None:
     rng = random.Random(11)
     root, forbidden, allowed, found = tmp_path / "ssd", -1, -1, 0
