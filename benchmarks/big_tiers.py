@@ -50,7 +50,7 @@ class BigTier:
     rows: int
     open_s: float
     memory_bytes: int
-    """Return the bytes that the process grew by."""
+    """The process grew by so much."""
     full_collection_s: float
     """Right after it was opened."""
     longest_collection_s: float

@@ -87,7 +87,7 @@ class Network:
 
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """What this thread starts and connects meanwhile is on that host."""
+        """Put this thread on that host: what it starts and connects meanwhile is there."""
         outside = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         try:
             space = os.open(f"/run/netns/{self.spaces[name]}", os.O_RDONLY)

@@ -34,7 +34,7 @@ _MOST_NAMES = 1 << 16
 
 
 class MediaIds(Enum):
-    """Keep the names and contents of multi-modal items."""
+    """Say how multi-modal items are told apart in a chunk's key."""
 
     CONTENT = "what the model reads of them"
     NAMES = "vLLM's names, which may be the clients'"

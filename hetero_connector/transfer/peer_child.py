@@ -78,7 +78,7 @@ class PeerChild:
         self.ended = False
         """True if it is gone, for certain."""
         self.times_asked = 0
-        """True if it lives, since it last answered."""
+        """How often it was asked whether it lives, since it last answered."""
         self._problem = ""
         self._numbers = 0
         self._connected: set[str] = set()
@@ -173,7 +173,7 @@ class PeerChild:
         return True
 
     def ask(self) -> None:
-        """Return whether it still does something. One question at a time is on its way."""
+        """Ask whether it still does something. One question at a time is on its way."""
         self.times_asked += 1
         if self.times_asked == 1:
             self._send(Frame(Kind.ASK, 0, b""))

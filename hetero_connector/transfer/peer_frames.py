@@ -40,7 +40,7 @@ class Kind(IntEnum):
     DISCONNECT = 3
     """Payload: a connection's name, the digest of the metadata it was made with."""
     ASK = 7
-    """True if the process still does something; it answers ALIVE."""
+    """Asks whether the process still does something; it answers ALIVE."""
     READY = 4
     """Payload: our own `AgentMetadata`."""
     FAILED = 5

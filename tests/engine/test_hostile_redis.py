@@ -69,7 +69,7 @@ class Stranger:
         }
 
     def workers(self) -> dict[str, Worker]:
-        """Those that live, by name."""
+        """Return the workers that live, by name."""
         return {worker.name: worker for worker in self.directory.workers().values()}
 
     def lie(self, change: Callable[[Copy], Copy]) -> None:
@@ -114,7 +114,7 @@ GARBAGE: dict[str, Callable[[Stranger], None]] = {
     "huge": lambda x: x.overwrite(*RECORDS, by=lambda found: found + b"\xdd" * HUGE),
     "of another kind": Stranger.replace_keys,
 }
-"""What cannot be read, or perhaps."""
+"""Changes after which records cannot be read, as a rule."""
 LIES: dict[str, Callable[[Stranger], None]] = {
     "another slot": lambda x: x.lie(lambda c: c._replace(dram_offset=c.dram_offset + SLOT)),
     "no slot there is": lambda x: x.lie(lambda c: c._replace(dram_offset=1 << 50)),
@@ -124,7 +124,7 @@ LIES: dict[str, Callable[[Stranger], None]] = {
     "another artifact": Stranger.shuffle,
     "another epoch": Stranger.impersonate,
 }
-"""What can be read, and is not so."""
+"""Changes after which records can be read, and are wrong."""
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ class EngineRound(Life):
         self._engine.change_weights(self._version)
 
     def _weights(self) -> tuple[int, str]:
-        """What the state of a prefix depends on besides its tokens and its tenant."""
+        """Return what the state of a prefix depends on, besides its tokens and its tenant."""
         return self._oracle.weights, self._version
 
     # --- judgement ------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ LISTING_S = 0.3
 SETTLING_S = 30.0
 """Many leases: in that time all must be in order again, however busy the machine is."""
 MOST_FAULTS = 5
-"""Of its history a round reports so many."""
+"""A round reports so many faults of its history."""
 _NAMES = "abcd"
 
 

@@ -45,10 +45,10 @@ TRIES = 5
 ACTIONS = 100
 _BACKGROUND = "hetero_connector.store.journal_rows.in_background"
 _SPEED = 200.0
-"""Of the clock of a store with a thread of its own."""
+"""The clock of a store with a thread of its own runs so much faster than the machine's."""
 _NAMES = "abcdef"
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-"""Where a sync takes no time: what is durable is for the faulty disk to say."""
+"""A sync takes no time there; the faulty disk decides what is durable."""
 
 WEATHERS: Mapping[str, Weather] = {
     "calm": CALM,
@@ -92,7 +92,7 @@ WEATHERS: Mapping[str, Weather] = {
 
 @dataclass
 class Verdict:
-    """What a round found."""
+    """Collects what a round found."""
 
     seed: int
     wrong_answers: list[str] = field(default_factory=list)
@@ -458,7 +458,7 @@ class Life(ABC):
         )
 
     def _gave_up(self) -> bool:
-        """Whether something did not end in time, for which writing may have been given up."""
+        """Return whether something did not end in time: writing may have been given up for it."""
         ends = (Fate.NEVER_ENDS, Fate.HANGS)
         return any(fault.endswith(ends) for fault in self._disk.faults)
 

@@ -70,7 +70,7 @@ class PrefixStates:
         self._rows = bytearray()
 
     def of(self, tokens: Sequence[int]) -> States:
-        """Of a prompt that only ever grows."""
+        """Return the states of a prompt, which only ever grows."""
         size = self._shape[1] * TOKEN_BYTES
         for token in tokens[len(self._digests) - 1 :]:
             digest = hashlib.blake2b(self._digests[-1] + token.to_bytes(2)).digest()
@@ -111,7 +111,7 @@ class FailingDevice(AdversarialDevice):
 
 
 class Share(NamedTuple):
-    """What a step computes of a request."""
+    """The tokens of a request that a step computes."""
 
     request: Request
     first: int
@@ -462,7 +462,7 @@ class SmallEngine:
         return torch.from_numpy(blocks), torch.from_numpy(at % layer.block_tokens)
 
     def _states(self, request: Request) -> States:
-        """What the weights of now make of the request's tokens."""
+        """Return the states that the present weights make of the request's tokens."""
         weights = self._weights()
         key = request.request_id, weights
         if key not in self._known:
@@ -573,7 +573,7 @@ class SmallEngine:
                 self._free.insert(0 if self._frees_first else len(self._free), block)
 
     def _tell_of_prefixes(self) -> None:
-        """Of vLLM's prefix cache the connector counts the entries."""
+        """Show the connector the entries of the prefix cache: it counts them."""
         entries = enumerate(self._prefixes())
         self._tables.prefixes = {number.to_bytes(2): 1 for number, _ in entries}
 

@@ -61,7 +61,7 @@ class WorkerApart(WorkerProcess):
 
 
 class FleetApart(ProcessFleet):
-    """What is asked of the directory here is asked on its own host: no fault is in between."""
+    """A fleet over a network. The test itself asks Redis on Redis' own host, past all faults."""
 
     def __init__(self, network: Network, redis: EmbeddedRedis, workers: list[WorkerProcess]):
         super().__init__(redis, workers)

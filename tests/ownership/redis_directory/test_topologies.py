@@ -31,6 +31,14 @@ def wait_for(what: str, is_so: object, timeout_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+def by_sentinel(sentinel: EmbeddedRedis) -> str:
+    """Return the address of the fleet whose servers this Sentinel knows."""
+    return (
+        f"redis+sentinel://:{PASSWORD}@127.0.0.1:{sentinel.port}/fleet"
+        f"?sentinel_password={sentinel.password}"
+    )
+
+
 class TestSentinel:
     @pytest.fixture
     def servers(self) -> Iterator[tuple[EmbeddedRedis, EmbeddedRedis, EmbeddedRedis]]:
@@ -66,10 +74,7 @@ class TestSentinel:
         self, servers: tuple[EmbeddedRedis, EmbeddedRedis, EmbeddedRedis]
     ) -> None:
         primary, replica, sentinel = servers
-        url = (
-            f"redis+sentinel://:{PASSWORD}@127.0.0.1:{sentinel.port}/fleet"
-            f"?sentinel_password={sentinel.password}"
-        )
+        url = by_sentinel(sentinel)
         directory = RedisDirectory(url, deadline_s=DEADLINE_S)
         before = join(directory, "ann", lease_s=600.0)
         token = claim(directory, before, artifact())[0].token
@@ -94,10 +99,7 @@ class TestSentinel:
         self, servers: tuple[EmbeddedRedis, EmbeddedRedis, EmbeddedRedis]
     ) -> None:
         primary, replica, sentinel = servers
-        url = (
-            f"redis+sentinel://:{PASSWORD}@127.0.0.1:{sentinel.port}/fleet"
-            f"?sentinel_password={sentinel.password}"
-        )
+        url = by_sentinel(sentinel)
         ann = Worked(RedisDirectory(url, deadline_s=0.15), lease_s=2.0)
         bob = RedisDirectory(url, deadline_s=DEADLINE_S)
 
