@@ -13,6 +13,8 @@ _BATCH_BYTES = 16 << 20
 """In flight at once: what a restore that comes in between may have to wait for."""
 _SUMMED_BYTES = 4 << 20
 """Summed at once beside reads: half a millisecond in which none is polled."""
+_DRAM_SHARE = 4
+"""A batch takes a quarter of the DRAM slots at most: a write that never ends keeps them."""
 _RETRY_S = 1.0
 _PATIENCE_S = 1.0
 """How long a write that is due waits for reads."""
@@ -23,6 +25,7 @@ class SpillQueue:
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
+        self._most_chunks = max(1, state.tiers.dram.geometry.count // _DRAM_SHARE)
 
     @property
     def waits_too_long(self) -> bool:
@@ -61,14 +64,15 @@ class SpillQueue:
 
     def take_due(self) -> list[Artifact]:
         """The next batch from the queue, pinned; parents first. All of it has checksums."""
-        state, size_bytes = self._state, 0
+        state, size_bytes, chunks = self._state, 0, 0
         taken: dict[Artifact, None] = {}
         chunk = None
         with state.lock:
             now = self._now_s
             while state.spills and state.spills.first.due_s <= now:
                 artifact = state.spills.first.artifact
-                if size_bytes >= _BATCH_BYTES and artifact.node is not chunk:
+                is_full = size_bytes >= _BATCH_BYTES or chunks >= self._most_chunks
+                if is_full and artifact.node is not chunk:
                     break
                 if artifact in state.unsummed:
                     break
@@ -78,6 +82,7 @@ class SpillQueue:
                 artifact.pins += 1
                 size_bytes += artifact.size_bytes
                 taken[artifact] = None
+                chunks += artifact.node is not chunk
                 chunk = artifact.node
             state.spilling += len(taken)
             if not taken:

@@ -136,6 +136,21 @@ def test_a_read_that_never_ends_stops_no_write_and_no_checksum(
     assert driven.free_slots == 8 - driven.store._tiers.dram.used(DENSE)
 
 
+def test_a_write_that_never_ends_keeps_a_quarter_of_the_dram_at_most(driven: Driven) -> None:
+    for chunk in CHUNKS:  # all of the tier is due in one round
+        put(driven.store, [chunk])
+    driven.disk.files.hang_next()
+    driven.rounds(2)
+    driven.clock.passes(61.0)
+    driven.rounds()
+    assert not driven.state.ssd_writable
+    put(driven.store, chain("b", 6))
+    restore = driven.restore(chain("b", 6))
+    assert restore.done
+    assert not restore.failed
+    restore.release()
+
+
 def test_what_a_late_read_brings_at_last_is_kept_and_until_then_nobody_waits_for_it(
     driven: Driven,
 ) -> None:
