@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from benchmarks.accounts import Account
 from hetero_connector.planner.cost_profile import CostProfile
-from hetero_connector.planner.request_overhead import HandOver
+from hetero_connector.planner.request_overhead import HandoffCost
 from ownership.simulator.traces.session import Trace
 
 
@@ -34,7 +34,7 @@ def in_company(profile: CostProfile, played: Sequence[Played]) -> CostProfile:
     assert delays is not None
     step_s = max(0.0, delays.step_s + decoding_late(played))
     return replace(
-        profile, handover=handing_over(played), interference=delays._replace(step_s=step_s)
+        profile, handoff=handing_over(played), interference=delays._replace(step_s=step_s)
     )
 
 
@@ -55,7 +55,7 @@ def _decoding_s(account: Account, session: int) -> float:
     return account.session_s[session] - first_s
 
 
-def handing_over(played: Sequence[Played]) -> HandOver:
+def handing_over(played: Sequence[Played]) -> HandoffCost:
     """From first tokens: what they took, and what they would if handing over were free."""
     samples: list[tuple[int, float]] = []
     for trace, real, free in played:
@@ -64,4 +64,4 @@ def handing_over(played: Sequence[Played]) -> HandOver:
             (sessions[session].requests[index].input_tokens, s - free.ttft_s[session, index])
             for (session, index), s in real.ttft_s.items()
         ]
-    return HandOver.fitted(samples)
+    return HandoffCost.fitted(samples)

@@ -30,7 +30,7 @@ from benchmarks.engine_process import EngineProcess, prompt_tokens
 from benchmarks.measure import table
 from benchmarks.planned_engine import PlannedEngine
 from hetero_connector.artifacts.record import StoredChunk, Tier
-from hetero_connector.planner.decision import Decision, EngineLoad
+from hetero_connector.planner.decision import EngineLoad, RestoreDecision
 from hetero_connector.planner.restore_planner import Mode, RestorePlanner
 
 MODELS = ("dense-bench", "gemma3")
@@ -127,7 +127,7 @@ class _Heard:
 
     def __init__(self, planner: RestorePlanner) -> None:
         self.planner = planner
-        self.first: Decision | None = None
+        self.first: RestoreDecision | None = None
 
     @property
     def mode(self) -> Mode:
@@ -146,7 +146,7 @@ class _Heard:
         load: EngineLoad,
         *,
         may_replay: bool = True,
-    ) -> Decision:
+    ) -> RestoreDecision:
         """As `RestorePlanner.plan`."""
         decision = self.planner.plan(
             stored, local_tokens, limit_tokens, prompt_tokens, load, may_replay=may_replay

@@ -136,7 +136,7 @@ def compare(
     free = timed_by(facts, profile, other)
     others = [Played(other, took[DECODE], free) for took in (played[0], played[2])]
     profile = in_company(profile, others)
-    print(f"{profile.overhead}\n{profile.handover}", file=sys.stderr)
+    print(f"{profile.overhead}\n{profile.handoff}", file=sys.stderr)
     times = timed_by(facts, profile, trace)
     twin[DECODE] = replace(twin[DECODE], ttft_s=times.ttft_s, session_s=times.session_s)
     return played[1], twin

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.engine_process import Engine, prompt_tokens
 from hetero_connector.artifacts.record import StoredChunk
-from hetero_connector.planner.decision import Decision, EngineLoad
+from hetero_connector.planner.decision import EngineLoad, RestoreDecision
 from hetero_connector.planner.restore_planner import Mode
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.ssd import best_transfer
@@ -38,7 +38,7 @@ class AnyPlanner(Protocol):
         load: EngineLoad,
         *,
         may_replay: bool = True,
-    ) -> Decision:
+    ) -> RestoreDecision:
         """As `RestorePlanner.plan`."""
         ...
 
@@ -140,7 +140,7 @@ class _Cut:
         load: EngineLoad,
         *,
         may_replay: bool = True,
-    ) -> Decision:
+    ) -> RestoreDecision:
         """As `RestorePlanner.plan`."""
         limit = min(limit_tokens, self._limit)
         mode, self._planner.mode = self._planner.mode, "always_load"

@@ -29,7 +29,7 @@ from hetero_connector.engine.restoring import Restorer
 from hetero_connector.engine.saving import Saver
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.checkpoint_policy import CheckpointPolicy
-from hetero_connector.planner.decision import Decision, EngineLoad
+from hetero_connector.planner.decision import EngineLoad, RestoreDecision
 from hetero_connector.planner.restore_planner import RestorePlanner
 from hetero_connector.spec import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
@@ -181,13 +181,13 @@ def _table(pages: Sequence[_Pages]) -> BlockTable:
 class _Decisions(Predictions):
     """Keeps the latest decision."""
 
-    latest: Decision | None = None
+    latest: RestoreDecision | None = None
     deepest: int = 0
 
     def decided(
         self,
         request_id: str,
-        decision: Decision,
+        decision: RestoreDecision,
         stored: Sequence[StoredChunk],
         local_tokens: int,
         num_tokens: int,
@@ -334,7 +334,9 @@ class ReplayedEngine:
         for save_id in order.save_ids:
             self._saver.reported(save_id, self._layout.model.tp_size)
 
-    def _recompute_s(self, decision: Decision | None, stored: int, prompt_tokens: int) -> float:
+    def _recompute_s(
+        self, decision: RestoreDecision | None, stored: int, prompt_tokens: int
+    ) -> float:
         if decision is None:
             return 0.0
         rest = self._planner.plan((), stored, stored, prompt_tokens, EngineLoad())

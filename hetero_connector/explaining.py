@@ -25,7 +25,7 @@ from hetero_connector.errors import StoreError
 from hetero_connector.planner.compute_model import ComputeRegression
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.cost_profile import CostProfile
-from hetero_connector.planner.decision import Decision, EngineLoad
+from hetero_connector.planner.decision import EngineLoad, RestoreDecision
 from hetero_connector.planner.engine_settings import EngineSettings
 from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.planner.profile_subject import ProfileSubject
@@ -44,7 +44,7 @@ _Told = TypeVar("_Told")
 class Explained:
     """A decision, and on what assumptions."""
 
-    decision: Decision
+    decision: RestoreDecision
     settings: EngineSettings
     settings_from: str
     costs_from: str
@@ -151,7 +151,7 @@ def tokenizer(directory: Path) -> Any:
         raise StoreError(f"no tokenizer of {name!r}: {error}; pass token ids instead") from error
 
 
-def as_json(decision: Decision) -> dict[str, Any]:
+def as_json(decision: RestoreDecision) -> dict[str, Any]:
     """For `--json`."""
     plan = decision.plan
     return {

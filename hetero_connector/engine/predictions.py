@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hetero_connector.artifacts.record import StoredChunk
 from hetero_connector.metrics import Recorder
-from hetero_connector.planner.decision import Action, Decision
+from hetero_connector.planner.decision import RestoreAction, RestoreDecision
 from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.store.base import Store
 
@@ -24,7 +24,7 @@ class Prediction(NamedTuple):
     """Of them in pages already."""
     stored: Sequence[StoredChunk]
     """What might have been restored."""
-    decision: Decision
+    decision: RestoreDecision
 
     @property
     def choice(self) -> str:
@@ -39,7 +39,7 @@ class Prediction(NamedTuple):
     @property
     def left(self) -> Sequence[StoredChunk]:
         """What would have led further and is of little use."""
-        if Action.DROP_LOW_UTILITY_ARTIFACT not in self.decision.actions:
+        if RestoreAction.DROP_LOW_UTILITY_ARTIFACT not in self.decision.actions:
             return ()
         plan = self.decision.plan
         taken = plan.boundary if plan else self.local_tokens
@@ -66,7 +66,7 @@ class Predictions:
     def decided(
         self,
         request_id: str,
-        decision: Decision,
+        decision: RestoreDecision,
         stored: Sequence[StoredChunk],
         local_tokens: int,
         num_tokens: int,

@@ -84,7 +84,7 @@ class ChunkGrid:
         return -(-reach // self.layout.chunk_tokens), period // self.layout.chunk_tokens
 
 
-class Holdings(NamedTuple):
+class ChunkTiers(NamedTuple):
     """What the chunks hold where: few distinct mappings, and which chunk has which."""
 
     distinct: Sequence[Mapping[StateType, Tier]]
@@ -95,7 +95,7 @@ class Holdings(NamedTuple):
     """[chunks] index into `distinct`."""
 
     @classmethod
-    def of(cls, chunks: Sequence[StoredChunk]) -> Holdings:
+    def of(cls, chunks: Sequence[StoredChunk]) -> ChunkTiers:
         """`chunks`, at least one; their numbers are all of one index."""
         numbers = left = bytes([stored.number for stored in chunks])
         if UNNUMBERED in numbers:
@@ -110,7 +110,7 @@ class Holdings(NamedTuple):
         return cls(tiers, firsts, np.frombuffer(codes, np.uint8).astype(np.int64))
 
     @classmethod
-    def _by_identity(cls, chunks: Sequence[StoredChunk]) -> Holdings:
+    def _by_identity(cls, chunks: Sequence[StoredChunk]) -> ChunkTiers:
         """Of chunks of which some have no number."""
         known: dict[int, int] = {}
         codes: list[int] = []
@@ -122,20 +122,20 @@ class Holdings(NamedTuple):
             codes.append(code)
         return cls([chunks[i].tiers for i in firsts], firsts, np.array(codes, np.int64))
 
-    def up_to(self, count: int) -> Holdings:
+    def up_to(self, count: int) -> ChunkTiers:
         """Of the first `count` chunks."""
         known = bisect_left(self.firsts, count)
-        return Holdings(self.distinct[:known], self.firsts[:known], self.codes[:count])
+        return ChunkTiers(self.distinct[:known], self.firsts[:known], self.codes[:count])
 
     def distinct_up_to(self, count: int) -> Sequence[Mapping[StateType, Tier]]:
         """`distinct` of the first `count` chunks."""
         return self.distinct[: bisect_left(self.firsts, count)]
 
 
-class Span:
+class PricedChunks:
     """Chunks on the grid that are priced together, and what they hold where."""
 
-    def __init__(self, grid: ChunkGrid, chunks: Sequence[StoredChunk], held: Holdings) -> None:
+    def __init__(self, grid: ChunkGrid, chunks: Sequence[StoredChunk], held: ChunkTiers) -> None:
         """`chunks`: successive ones, all of which hold the prefix types; the last may be short."""
         first, last = chunks[0].chunk, chunks[-1].chunk
         index = first.start // grid.layout.chunk_tokens

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_connector.planner.least_squares import RelativeErrors, RobustLeastSquares
-from hetero_connector.planner.pace import Pace
+from hetero_connector.planner.pace import SpeedFactor
 
 Tokens = TypeVar("Tokens", float, NDArray[np.float64])
 """A number of tokens, or `[n] float64` of them."""
@@ -58,7 +58,7 @@ class ComputeRegression:
     def __init__(self, profile: ComputeCoefficients | None = None) -> None:
         """`profile`: coefficients measured earlier, to start from."""
         self._fit = RobustLeastSquares(SLOW_ENGINE, profile)
-        self._pace = Pace()
+        self._pace = SpeedFactor()
         self.coefficients = self._at_present()
         """The fit so far, at the present pace."""
         self.errors = RelativeErrors()

@@ -12,16 +12,16 @@ from hetero_connector.planner.interference_model import (
     InterferenceRegression,
 )
 from hetero_connector.planner.load_model import LoadModel
-from hetero_connector.planner.noticing import Noticing
 from hetero_connector.planner.request_overhead import (
-    NO_HANDOVER,
+    NO_HANDOFF,
     NO_OVERHEAD,
-    HandOver,
+    HandoffCost,
     RequestOverhead,
 )
+from hetero_connector.planner.staging_delay import StagingDelay
 
 
-class Terms(NamedTuple):
+class CostTerms(NamedTuple):
     """Predicted seconds of one way to serve a request. They add up."""
 
     queue_s: float
@@ -76,9 +76,9 @@ class CostModel:
     scheduler asks, by `delays`."""
     overhead: RequestOverhead = NO_OVERHEAD
     """Of each request, beside its steps. The planner does without; a simulator charges it."""
-    handover: HandOver = NO_HANDOVER
+    handoff: HandoffCost = NO_HANDOFF
     """The same of prompts that come from an engine which prefilled them."""
-    noticing: Noticing = field(default_factory=Noticing)
+    staging_delay: StagingDelay = field(default_factory=StagingDelay)
     """What a staged request waits beside decodes."""
 
     def delays(self) -> InterferenceCoefficients:
@@ -91,7 +91,7 @@ class CostModel:
         """A request waited so long for its staging, beside so many that decoded."""
         if decodes:
             step_s = self.delays().decode_step_s(decodes, 0.0)
-            self.noticing.observe(staged_s, step_s, waited_s)
+            self.staging_delay.observe(staged_s, step_s, waited_s)
 
     def num_steps(self, tokens: int) -> int:
         """Steps in which the engine computes so many tokens."""

@@ -21,9 +21,9 @@ from hetero_connector.planner.least_squares import RelativeErrors
 from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.planner.profile_subject import ProfileSubject
 from hetero_connector.planner.request_overhead import (
-    NO_HANDOVER,
+    NO_HANDOFF,
     NO_OVERHEAD,
-    HandOver,
+    HandoffCost,
     RequestOverhead,
 )
 from hetero_connector.spec.state_types import StateType
@@ -33,7 +33,7 @@ PROFILE_FORMAT = 2
 
 _KEY = "planner_profile"
 _Kind = TypeVar("_Kind", Tier, StateType)
-_Coefficients = TypeVar("_Coefficients", InterferenceCoefficients, RequestOverhead, HandOver)
+_Coefficients = TypeVar("_Coefficients", InterferenceCoefficients, RequestOverhead, HandoffCost)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class CostProfile:
     """None: not measured."""
     overhead_error: FitError | None = None
     """Of the whole time to first token, steps and overhead together."""
-    handover: HandOver | None = None
+    handoff: HandoffCost | None = None
     """None: not measured. One engine alone cannot."""
 
     @classmethod
@@ -88,7 +88,7 @@ class CostProfile:
             costs.interference.coefficients if costs.interference.measured else None,
             FitError.of(costs.interference.errors),
             costs.overhead if any(costs.overhead) else None,
-            handover=costs.handover if any(costs.handover) else None,
+            handoff=costs.handoff if any(costs.handoff) else None,
         )
 
     def fits(self) -> Iterator[tuple[str, FitError]]:
@@ -116,7 +116,7 @@ class CostProfile:
             step_tokens,
             InterferenceRegression(self.interference, self.compute),
             self.overhead or NO_OVERHEAD,
-            self.handover or NO_HANDOVER,
+            self.handoff or NO_HANDOFF,
         )
 
     def write(self, path: Path) -> None:
@@ -149,8 +149,8 @@ class CostProfile:
         if self.overhead is not None:
             fit = _error_json(self.overhead_error)
             document["request"] = self.overhead._asdict() | {"fit": fit}
-        if self.handover is not None:
-            document["handover"] = self.handover._asdict() | {"fit": None}
+        if self.handoff is not None:
+            document["handoff"] = self.handoff._asdict() | {"fit": None}
         return document
 
     @classmethod
@@ -194,7 +194,10 @@ class CostProfile:
             raise _BadProfileError("compute: every coefficient is 0, computing cannot be free")
         delays, delays_error = _read_optional(top, "interference", InterferenceCoefficients)
         overhead, overhead_error = _read_optional(top, "request", RequestOverhead)
-        handover, _ = _read_optional(top, "handover", HandOver)
+        handoff, _ = _read_optional(top, "handoff", HandoffCost)
+        if "handover" in top:  # its name in profiles of earlier releases
+            earlier = top.section("handover")
+            handoff = HandoffCost(earlier.number("handover_s"), earlier.number("handover_token_s"))
         sections = {
             _member(Tier, name): _Section(f"load.{name}", value)
             for name, value in _Section("load", top.get("load")).items()
@@ -211,7 +214,7 @@ class CostProfile:
             delays_error,
             overhead,
             overhead_error,
-            handover,
+            handoff,
         )
 
 

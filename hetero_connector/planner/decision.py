@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.cost_model import Terms
+from hetero_connector.planner.cost_model import CostTerms
 from hetero_connector.planner.restore_plan import RestorePlan
 
 
-class Action(StrEnum):
+class RestoreAction(StrEnum):
     """What a decision makes happen."""
 
     LOAD_COMPRESSED_KV = "LOAD_COMPRESSED_KV"
@@ -57,7 +57,7 @@ class EngineLoad:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class RestoreCandidate:
     """One way to serve the request. Slow to make: for people."""
 
     boundary: int
@@ -66,24 +66,24 @@ class Candidate:
     """The engine computes from here: the boundary, or earlier by what is replayed."""
     load_bytes: Mapping[Tier, int]
     """Bytes loaded, by the tier they are in."""
-    terms: Terms
+    terms: CostTerms
     in_time: bool = True
     """False where staging is predicted to outlast the deadline: not taken."""
     chosen: bool = False
 
 
 @dataclass(frozen=True)
-class Decision:
+class RestoreDecision:
     """What to restore and what that is predicted to take."""
 
     plan: RestorePlan | None
     """None: restore nothing."""
-    predicted: Terms
-    nothing: Terms
+    predicted: CostTerms
+    nothing: CostTerms
     """Of computing everything past the local tokens."""
     _declined: Callable[[], tuple[Tier, ...]] = field(repr=False, compare=False)
-    _actions: Callable[[], Iterable[Action]] = field(repr=False, compare=False)
-    _candidates: Callable[[], Iterable[Candidate]] = field(repr=False, compare=False)
+    _actions: Callable[[], Iterable[RestoreAction]] = field(repr=False, compare=False)
+    _candidates: Callable[[], Iterable[RestoreCandidate]] = field(repr=False, compare=False)
 
     @property
     def declined(self) -> tuple[Tier, ...]:
@@ -95,7 +95,7 @@ class Decision:
         return self._declined()
 
     @property
-    def actions(self) -> tuple[Action, ...]:
+    def actions(self) -> tuple[RestoreAction, ...]:
         """What it makes happen, in order."""
         return tuple(self._actions())
 
@@ -110,7 +110,7 @@ class Decision:
             chosen.load_s + chosen.compute_s + chosen.stall_s
         )
 
-    def candidates(self) -> tuple[Candidate, ...]:
+    def candidates(self) -> tuple[RestoreCandidate, ...]:
         """Everything that was weighed, shallowest first, nothing at all before the rest.
 
         By the costs of the moment of decision. Takes milliseconds: for people.

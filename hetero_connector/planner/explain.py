@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.decision import Candidate, Decision
+from hetero_connector.planner.decision import RestoreCandidate, RestoreDecision
 
 _HEADER = (
     "", "boundary", "resume", "load MB", "queue ms", "load ms", "compute ms", "stall ms",
@@ -15,7 +15,7 @@ _NEAR = 3
 """Candidates kept on either side of the choice when the table is shortened."""
 
 
-def explain(decision: Decision, max_rows: int | None = None) -> str:
+def explain(decision: RestoreDecision, max_rows: int | None = None) -> str:
     """The decision in words and a table, one candidate a line, for a terminal.
 
     `max_rows`: at most about so many candidates, those around the choice and spread evenly
@@ -30,7 +30,7 @@ def explain(decision: Decision, max_rows: int | None = None) -> str:
     return "\n".join([*lines, "", *_summary(decision)])
 
 
-def _summary(decision: Decision) -> list[str]:
+def _summary(decision: RestoreDecision) -> list[str]:
     plan, predicted = decision.plan, decision.predicted
     if plan is None:
         choice = "restore nothing"
@@ -46,7 +46,7 @@ def _summary(decision: Decision) -> list[str]:
     ]
 
 
-def _row(candidate: Candidate) -> tuple[str, ...]:
+def _row(candidate: RestoreCandidate) -> tuple[str, ...]:
     terms = candidate.terms
     return (
         "*" if candidate.chosen else "",
@@ -67,7 +67,7 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f}"
 
 
-def _shown(candidates: Sequence[Candidate], max_rows: int | None) -> list[int]:
+def _shown(candidates: Sequence[RestoreCandidate], max_rows: int | None) -> list[int]:
     """Indices of the candidates to print, in order."""
     count = len(candidates)
     if max_rows is None or count <= max_rows:

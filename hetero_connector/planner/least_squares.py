@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hetero_connector.planner.surprises import Sample, Surprises
+from hetero_connector.planner.changes import ChangeDetector, Sample
 
 _FORGETTING = 0.995
 """Weight that a size class's older samples keep at each new one: about 200 count."""
@@ -84,7 +84,7 @@ class RobustLeastSquares:
         self,
         default: Sequence[float],
         known: Sequence[float | None] | None = None,
-        surprises: Surprises | None = None,
+        changes: ChangeDetector | None = None,
     ) -> None:
         """`default`: seconds per unit of each feature, above 0, until samples say otherwise.
 
@@ -92,7 +92,7 @@ class RobustLeastSquares:
         much as a few samples. What was found to be 0 then may have been too small to see, and
         is open again.
 
-        `surprises`: for what may change by leaps. Several in a row are a change, and what was
+        `changes`: for what may change by leaps. Several in a row are a change, and what was
         learned before it is all but given up.
         """
         size = len(default)
@@ -106,7 +106,7 @@ class RobustLeastSquares:
         )
         self._evidence: dict[int, list[float]] = {}
         self._deviation = 0.5
-        self._surprises = surprises
+        self._changes = changes
         self.errors = RelativeErrors()
         self._solve()
 
@@ -134,8 +134,8 @@ class RobustLeastSquares:
         predicted_s = self.predict(features)
         self.errors.add(predicted_s, seconds)
         sample = Sample(features, seconds, size_class)
-        if self._surprises and self.samples > _GATHERED_SAMPLES:
-            changed = self._surprises.judge(sample, predicted_s, _HUBER * self._deviation)
+        if self._changes and self.samples > _GATHERED_SAMPLES:
+            changed = self._changes.update(sample, predicted_s, _HUBER * self._deviation)
             if changed:
                 self._begin_again(changed)
                 return

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_connector.artifacts.record import Tier
+from hetero_connector.planner.changes import ChangeDetector
 from hetero_connector.planner.least_squares import RelativeErrors, RobustLeastSquares
-from hetero_connector.planner.surprises import Surprises
 from hetero_connector.spec.state_types import StateType
 
 _LEAST_S_PER_BYTE = 1e-30
@@ -144,7 +144,7 @@ class _TierFit:
             per_byte = (profile.seconds_per_byte.get(t) for t in state_types)
             known = [profile.latency_s, profile.beside_s]
             known.extend(0.0 if s == _LEAST_S_PER_BYTE else s for s in per_byte)
-        self.fit = RobustLeastSquares(default, known, Surprises())
+        self.fit = RobustLeastSquares(default, known, ChangeDetector())
         self._moved = dict.fromkeys(state_types, 0.0)
         self._unseen_s_per_byte = profile.ahead_s_per_byte if profile else s_per_byte
         self.rates = self._rates()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.boundaries import ChunkGrid, Floats, Span
+from hetero_connector.planner.boundaries import ChunkGrid, Floats, PricedChunks
 from hetero_connector.planner.load_model import TierRates
 from hetero_connector.spec.state_types import StateType
 
@@ -66,7 +66,7 @@ class _Staging(NamedTuple):
     """[chunks] of the prefix types up to each."""
 
 
-class Moved(NamedTuple):
+class LoadSeconds(NamedTuple):
     """[chunks] seconds of moving what is needed to resume at the end of each."""
 
     to_pages_s: Floats
@@ -75,10 +75,12 @@ class Moved(NamedTuple):
     """From other tiers, side by side; None where everything is in DRAM."""
 
 
-class Moving:
+class LoadTimes:
     """One span's chunks. What all ways have in common is worked out once."""
 
-    def __init__(self, grid: ChunkGrid, span: Span, dram: TierTable, overhead_s: float) -> None:
+    def __init__(
+        self, grid: ChunkGrid, span: PricedChunks, dram: TierTable, overhead_s: float
+    ) -> None:
         """`overhead_s`: of a load from DRAM to pages."""
         self.span = span
         self._model, self._dram = grid.model, dram
@@ -99,13 +101,13 @@ class Moving:
             chunk_s[-1] = table.seconds(tail, types)
         self._staging.append(_Staging(table, overhead_s, chunk_s.cumsum()))
 
-    def prefixes(self) -> Moved:
+    def prefixes(self) -> LoadSeconds:
         """Of the prefix types only."""
-        return Moved(
+        return LoadSeconds(
             self._to_pages_s, _staged_s([(x.prefixes_s, x.overhead_s) for x in self._staging])
         )
 
-    def checkpoints(self) -> Moved:
+    def checkpoints(self) -> LoadSeconds:
         """Of the prefix types, and the boundary types at the boundary."""
         types, span = self._model.boundary_types, self.span
         if not types:
@@ -119,7 +121,7 @@ class Moving:
             to_pages_s[-1] = self._dram.seconds(span.tail_bytes, types) if whole else math.inf
         to_pages_s += self._to_pages_s
         staged = [(self._with_checkpoints_s(x), x.overhead_s) for x in self._staging]
-        return Moved(to_pages_s, _staged_s(staged))
+        return LoadSeconds(to_pages_s, _staged_s(staged))
 
     def _with_checkpoints_s(self, staging: _Staging) -> Floats:
         table, span = staging.table, self.span

@@ -21,7 +21,7 @@ _FARTHEST = 2.0
 """Logarithm of the greatest ratio taken seriously: about 7."""
 
 
-class Pace:
+class SpeedFactor:
     """One factor on all predictions. A single outlier does not move it; two in a row do."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@
 Staging brings artifacts from SSD or PEER to DRAM while the request waits, so the queue hides it;
 tiers are read side by side. The engine finds out that it has ended between two steps. With
 decodes running staging begins with one of their steps, so it takes that step at least, and half a
-step longer than it moves bytes on average (`noticing`: and what was learned beyond). Requests
+step longer than it moves bytes on average (`staging_delay`: and what was learned beyond). Requests
 that waited before it for loads of their own are computed first; without a load to wait for it
 overtakes them. What is in DRAM then goes to pages. Layer by layer that is hidden by the first
 step's compute, except for the first layer, which nothing runs ahead of: max(load, first step) +
@@ -20,11 +20,11 @@ from typing import NamedTuple
 import numpy as np
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.boundaries import ChunkGrid, Floats, Span, tiers_of
+from hetero_connector.planner.boundaries import ChunkGrid, Floats, PricedChunks, tiers_of
 from hetero_connector.planner.compute_model import Tokens
-from hetero_connector.planner.cost_model import CostModel, Terms
+from hetero_connector.planner.cost_model import CostModel, CostTerms
 from hetero_connector.planner.decision import EngineLoad
-from hetero_connector.planner.moving import Moving, TierTable
+from hetero_connector.planner.moving import LoadTimes, TierTable
 
 _GIB = 1 << 30
 _TIERS = (Tier.DRAM, Tier.SSD, Tier.PEER)
@@ -74,21 +74,24 @@ class Pricing:
             self._behind_s = costs.queue_s(load.queued_tokens + load.waiting_tokens)
         # Loading between steps is waiting, too, even for what is in DRAM.
         self._least_wait_s = self._queue_s if load.layerwise else self._behind_s
-        self._half_step_s = self._noticing_s = 0.0
+        self._half_step_s = self._staging_delay_s = 0.0
         if load.running_decodes:
             step_s = costs.delays().decode_step_s(load.running_decodes, 0.0)
-            self._half_step_s, self._noticing_s = step_s / 2, costs.noticing.delay_s(step_s)
+            self._half_step_s, self._staging_delay_s = (
+                step_s / 2,
+                costs.staging_delay.delay_s(step_s),
+            )
         self._stall = costs.weights.stall * load.running_decodes
         # A parked load runs beside the steps of others; layer by layer it may hold them up.
         self._load_stall = self._stall if load.layerwise else 0.0
         self._hbm = costs.weights.hbm_s_per_gib_s * grid.page_bytes_per_token * prompt_tokens / _GIB
         self._num_layers = len(grid.model.stored_layers)
 
-    def nothing(self, local_tokens: int) -> Terms:
+    def nothing(self, local_tokens: int) -> CostTerms:
         """Of computing everything past the local tokens."""
         compute_s = self._compute_s(local_tokens)
         hbm_s = self._hbm * compute_s
-        return Terms(self._queue_s, 0.0, compute_s, self._stall * compute_s, hbm_s)
+        return CostTerms(self._queue_s, 0.0, compute_s, self._stall * compute_s, hbm_s)
 
     def least_s(self, resume: float) -> float:
         """What no restore that resumes there or earlier can cost less than: computing the rest.
@@ -100,21 +103,21 @@ class Pricing:
         total_s = self._least_wait_s + compute_s * (1.0 + self._hbm + self._stall)
         return total_s * (1.0 - 1e-9)
 
-    def moving(self, span: Span) -> Moving:
+    def moving(self, span: PricedChunks) -> LoadTimes:
         """What all ways to restore these chunks share."""
         dram = self._dram_table
-        moving = Moving(self._grid, span, dram, self._overhead_s(dram))
+        moving = LoadTimes(self._grid, span, dram, self._overhead_s(dram))
         tiers = tiers_of(span.held.distinct)
         for table in self._slow_tables:
             if table.tier in tiers:
                 moving.stage(table, self._overhead_s(table))
         return moving
 
-    def checkpoints(self, moving: Moving) -> Prices:
+    def checkpoints(self, moving: LoadTimes) -> Prices:
         """Of restoring up to the end of each chunk, by what is stored there."""
         return self._prices(moving.span.ends, *moving.checkpoints())
 
-    def replays(self, moving: Moving, replay_tokens: int, local_tokens: int) -> Prices:
+    def replays(self, moving: LoadTimes, replay_tokens: int, local_tokens: int) -> Prices:
         """The same with boundary state rebuilt: so many tokens are computed again.
 
         Not possible from the local tokens or before, where nothing would be saved by what is
@@ -131,8 +134,8 @@ class Pricing:
 
     def _prices(self, resume: Floats, to_pages_s: Floats, staged_s: Floats | None) -> Prices:
         if staged_s is not None and self._half_step_s:
-            noticed_s = np.maximum(staged_s, self._half_step_s) + self._noticing_s
-            staged_s = noticed_s * (staged_s > 0.0)
+            delayed_s = np.maximum(staged_s, self._half_step_s) + self._staging_delay_s
+            staged_s = delayed_s * (staged_s > 0.0)
         waited_s = self._waited(staged_s)
         compute_s = self._compute(resume)
         exposed_s = to_pages_s
@@ -146,11 +149,11 @@ class Pricing:
             total_s += compute_s * self._stall
         return Prices(resume, staged_s, waited_s, exposed_s, compute_s, total_s)
 
-    def terms(self, prices: Prices, index: int) -> Terms:
+    def terms(self, prices: Prices, index: int) -> CostTerms:
         """One boundary's."""
         exposed_s, compute_s = float(prices.exposed_s[index]), float(prices.compute_s[index])
         waited_s = float(prices.waited_s[index if prices.staged_s is not None else 0])
-        return Terms(
+        return CostTerms(
             self._queue_s,
             waited_s - self._queue_s + exposed_s,
             compute_s,

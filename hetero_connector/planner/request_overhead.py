@@ -75,27 +75,27 @@ NO_OVERHEAD = RequestOverhead()
 """Where nothing was measured."""
 
 
-class HandOver(NamedTuple):
+class HandoffCost(NamedTuple):
     """Seconds that a prompt takes from the engine that prefills it to the one that decodes it,
     h0 + h1 n, beside both engines' own and the bytes': answering, whoever sends it on, and until
     the directory knows of it. All at least 0."""
 
-    handover_s: float = 0.0
+    handoff_s: float = 0.0
     """h0: seconds per request."""
-    handover_token_s: float = 0.0
+    handoff_token_s: float = 0.0
     """h1: seconds per prompt token."""
 
     @classmethod
-    def fitted(cls, samples: Sequence[tuple[int, float]]) -> HandOver:
+    def fitted(cls, samples: Sequence[tuple[int, float]]) -> HandoffCost:
         """Of prompts of several lengths: tokens, and seconds more than all else says."""
         return cls(*_line([tokens for tokens, _ in samples], [s for _, s in samples]))
 
     def delay_s(self, prompt_tokens: int) -> float:
         """Seconds between the two engines."""
-        return self.handover_s + prompt_tokens * self.handover_token_s
+        return self.handoff_s + prompt_tokens * self.handoff_token_s
 
 
-NO_HANDOVER = HandOver()
+NO_HANDOFF = HandoffCost()
 """Prompts are there at once."""
 
 

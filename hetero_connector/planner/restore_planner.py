@@ -10,11 +10,11 @@ from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import StoredChunk, Tier
 from hetero_connector.planner.boundaries import ChunkGrid
 from hetero_connector.planner.cost_model import CostModel
-from hetero_connector.planner.decision import Action, Decision, EngineLoad
+from hetero_connector.planner.decision import EngineLoad, RestoreAction, RestoreDecision
 from hetero_connector.planner.moving import TierTable
 from hetero_connector.planner.pricing import Pricing
 from hetero_connector.planner.restore_plan import RestorePlan, plan_restore
-from hetero_connector.planner.weighing import Weighing
+from hetero_connector.planner.weighing import CandidateSet
 from hetero_connector.planner.window_replay import plan_replay
 from hetero_connector.spec.model_spec import ModelSpec
 
@@ -64,7 +64,7 @@ class RestorePlanner:
         load: EngineLoad,
         *,
         may_replay: bool = True,
-    ) -> Decision:
+    ) -> RestoreDecision:
         """What to restore of `stored`, one unbroken chain from the first chunk.
 
         The engine holds the state of the first `local_tokens`; a boundary may be at most
@@ -74,7 +74,7 @@ class RestorePlanner:
         """
         replay_tokens = self._replay_tokens if may_replay else 0
         pricing = Pricing(self._grid, self.costs, self._tables, prompt_tokens, load)
-        weighing = Weighing(
+        weighing = CandidateSet(
             self._grid,
             pricing,
             stored,
@@ -91,7 +91,7 @@ class RestorePlanner:
             plan, terms = weighing.of(deepest)
         else:
             plan, terms = None, weighing.nothing
-        return Decision(
+        return RestoreDecision(
             plan,
             terms,
             weighing.nothing,
@@ -118,22 +118,22 @@ class RestorePlanner:
 
 
 def _actions(
-    weighing: Weighing,
+    weighing: CandidateSet,
     plan: RestorePlan | None,
     by_cost: bool,
     local_tokens: int,
     prompt_tokens: int,
-) -> Iterator[Action]:
+) -> Iterator[RestoreAction]:
     if plan is not None:
         if plan.prefix_types:
-            yield Action.LOAD_COMPRESSED_KV
+            yield RestoreAction.LOAD_COMPRESSED_KV
         if plan.boundary_types:
-            yield Action.LOAD_SWA_CHECKPOINT
+            yield RestoreAction.LOAD_SWA_CHECKPOINT
         if plan.replay_tokens:
-            yield Action.RECOMPUTE_SWA
+            yield RestoreAction.RECOMPUTE_SWA
         if weighing.stages(plan):
-            yield Action.PREFETCH_ARTIFACT
+            yield RestoreAction.PREFETCH_ARTIFACT
     if prompt_tokens > (plan.boundary if plan else local_tokens):
-        yield Action.RECOMPUTE_TAIL
+        yield RestoreAction.RECOMPUTE_TAIL
     if by_cost and weighing.leads_further(plan):
-        yield Action.DROP_LOW_UTILITY_ARTIFACT
+        yield RestoreAction.DROP_LOW_UTILITY_ARTIFACT

@@ -11,15 +11,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_connector.artifacts.record import StoredChunk, Tier
-from hetero_connector.planner.boundaries import ChunkGrid, Codes, Floats, Holdings, Span, tiers_of
-from hetero_connector.planner.cost_model import Terms
-from hetero_connector.planner.decision import Candidate
+from hetero_connector.planner.boundaries import (
+    ChunkGrid,
+    ChunkTiers,
+    Codes,
+    Floats,
+    PricedChunks,
+    tiers_of,
+)
+from hetero_connector.planner.cost_model import CostTerms
+from hetero_connector.planner.decision import RestoreCandidate
 from hetero_connector.planner.pricing import Prices, Pricing
 from hetero_connector.planner.restore_plan import RestorePlan
 from hetero_connector.spec.state_types import StateType
 
 
-class Weighing:
+class CandidateSet:
     """One request's boundaries, with and without replay, beside restoring nothing."""
 
     def __init__(
@@ -38,16 +45,16 @@ class Weighing:
         self._local_tokens, self._replay_tokens = local_tokens, replay_tokens
         self._deadline_s = deadline_s
         self.nothing = pricing.nothing(local_tokens)
-        self._ways: dict[int, _Way] = {}
+        self._ways: dict[int, Strategy] = {}
         """By replayed tokens, priced when they are first asked for."""
         self._chunks = _between(stored, local_tokens, limit_tokens)
         if self._chunks:
-            self._held = Holdings.of(self._chunks)
+            self._held = ChunkTiers.of(self._chunks)
             self._cut()
         if self._chunks:
-            self._moving = pricing.moving(Span(grid, self._chunks, self._held))
+            self._moving = pricing.moving(PricedChunks(grid, self._chunks, self._held))
 
-    def cheapest(self) -> tuple[RestorePlan | None, Terms]:
+    def cheapest(self) -> tuple[RestorePlan | None, CostTerms]:
         """The best way; loading wins a tie, and the deeper of two."""
         nothing_s = self.nothing.total_s
         if not self._chunks:
@@ -62,7 +69,7 @@ class Weighing:
             return None, self.nothing
         return self._plan(way, way.best), self._pricing.terms(way.prices, way.best)
 
-    def of(self, plan: RestorePlan | None) -> tuple[RestorePlan | None, Terms]:
+    def of(self, plan: RestorePlan | None) -> tuple[RestorePlan | None, CostTerms]:
         """A plan made elsewhere, and its terms."""
         if plan is None:
             return None, self.nothing
@@ -101,10 +108,10 @@ class Weighing:
                 further |= self._tiers_of(way, indices)
         return tuple(sorted(further - loaded))
 
-    def candidates(self, plan: RestorePlan | None) -> Iterator[Candidate]:
+    def candidates(self, plan: RestorePlan | None) -> Iterator[RestoreCandidate]:
         """Nothing at all, then every boundary, `plan`'s marked as chosen."""
         local = self._local_tokens
-        yield Candidate(local, local, {}, self.nothing, chosen=plan is None)
+        yield RestoreCandidate(local, local, {}, self.nothing, chosen=plan is None)
         for way in self._all_ways():
             taken = len(plan.chunks) - 1 if plan and plan.replay_tokens == way.replay_tokens else -1
             prefix_bytes: dict[Tier, int] = {}
@@ -117,7 +124,7 @@ class Weighing:
                 if not way.replay_tokens:
                     needed = self._model.boundary_types_at(stored.chunk.end)
                     self._add_bytes(load_bytes, stored, needed)
-                yield Candidate(
+                yield RestoreCandidate(
                     stored.chunk.end,
                     stored.chunk.end - way.replay_tokens,
                     load_bytes,
@@ -126,19 +133,19 @@ class Weighing:
                     chosen=index == taken,
                 )
 
-    def _all_ways(self) -> Iterator[_Way]:
+    def _all_ways(self) -> Iterator[Strategy]:
         if self._chunks:
             yield self._way(0)
             if self._replay_tokens:
                 yield self._way(self._replay_tokens)
 
-    def _way(self, replay_tokens: int) -> _Way:
+    def _way(self, replay_tokens: int) -> Strategy:
         way = self._ways.get(replay_tokens)
         if way is None:
             way = self._ways[replay_tokens] = self._priced(replay_tokens)
         return way
 
-    def _priced(self, replay_tokens: int) -> _Way:
+    def _priced(self, replay_tokens: int) -> Strategy:
         if replay_tokens:
             prices = self._pricing.replays(self._moving, replay_tokens, self._local_tokens)
         else:
@@ -148,9 +155,9 @@ class Weighing:
         if staged_s is not None and staged_s[best] > self._deadline_s:
             total_s = np.where(staged_s <= self._deadline_s, total_s, math.inf)
             best = _last_least(total_s)
-        return _Way(prices, self._deadline_s, replay_tokens, best, float(total_s[best]))
+        return Strategy(prices, self._deadline_s, replay_tokens, best, float(total_s[best]))
 
-    def _tiers_of(self, way: _Way, indices: Codes) -> set[Tier]:
+    def _tiers_of(self, way: Strategy, indices: Codes) -> set[Tier]:
         """Where what is loaded for the boundaries at these chunks lies. An inner chunk's
         boundary state is not among it."""
         held = self._held.distinct_up_to(int(indices[-1]) + 1)
@@ -168,7 +175,7 @@ class Weighing:
                 self._chunks, self._held = self._chunks[:first], held.up_to(first)
                 break
 
-    def _plan(self, way: _Way, index: int) -> RestorePlan:
+    def _plan(self, way: Strategy, index: int) -> RestorePlan:
         chunks = self._chunks[: index + 1]
         boundary = chunks[-1].chunk.end
         return RestorePlan(
@@ -189,7 +196,7 @@ class Weighing:
             total[tier] = total.get(tier, 0) + size
 
 
-class _Way(NamedTuple):
+class Strategy(NamedTuple):
     """Every boundary, restored in one way."""
 
     prices: Prices
@@ -221,7 +228,7 @@ def _last_least(total_s: Floats) -> int:
     return len(total_s) - 1 - int(total_s[::-1].argmin())
 
 
-def _price(way: _Way) -> tuple[float, int]:
+def _price(way: Strategy) -> tuple[float, int]:
     return way.best_s, -way.best
 
 

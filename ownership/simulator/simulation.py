@@ -309,7 +309,7 @@ class FleetSimulation:
             request.hand_over()
             request.expected_tokens = self.shape.chunk_tokens
             decoder = self._decoders.pop(request)
-            delay_s = decoder.spec.costs.handover.delay_s(request.prompt_tokens)
+            delay_s = decoder.spec.costs.handoff.delay_s(request.prompt_tokens)
             if delay_s:
                 at_s = self.loop.now_s + delay_s
                 self.loop.at(at_s, self._fetch, request, worker, decoder)

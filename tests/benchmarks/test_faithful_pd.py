@@ -7,7 +7,7 @@ import pytest
 from benchmarks.accounts import Account
 from benchmarks.company import Played, decoding_late, handing_over
 from benchmarks.faithful_pd import one_by_one
-from hetero_connector.planner.request_overhead import HandOver
+from hetero_connector.planner.request_overhead import HandoffCost
 from ownership.simulator.traces.session import Session
 from tests.ownership.simulator.small_fleets import prompt, trace_of
 
@@ -38,7 +38,7 @@ def test_handing_over_is_what_first_tokens_were_late_by() -> None:
     free_s = {(0, 0): 0.1, (0, 1): 0.2, (1, 0): 0.3}
     taken_s = {(0, 0): 0.1 + 0.0756, (0, 1): 0.2 + 0.1524, (1, 0): 0.3 + 0.1012}
     real, free = (Account({}, {}, first_s, ()) for first_s in (taken_s, free_s))
-    assert handing_over([Played(trace, real, free)]) == pytest.approx(HandOver(0.05, 1e-4))
+    assert handing_over([Played(trace, real, free)]) == pytest.approx(HandoffCost(0.05, 1e-4))
 
 
 def test_decoding_is_late_by_what_answers_took_behind_their_first_tokens() -> None:

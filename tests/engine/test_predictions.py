@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hetero_connector.metrics import TIMINGS
-from hetero_connector.planner.decision import Decision
+from hetero_connector.planner.decision import RestoreDecision
 from tests.engine.fakes import DENSE, FakeRequest
 from tests.engine.stepped import Engine, tokens
 
@@ -20,12 +20,12 @@ class Watched:
         self.engine.run(FakeRequest("a", tokens(200)))
         self.engine.recorder.drain()
         self.now_s = 100.0
-        self.made: list[Decision] = []
+        self.made: list[RestoreDecision] = []
         predictions = self.engine.side._predictions
         predictions._clock = lambda: self.now_s
         decided = predictions.decided
 
-        def keep(request_id: str, decision: Decision, *rest: Any) -> None:
+        def keep(request_id: str, decision: RestoreDecision, *rest: Any) -> None:
             self.made.append(decision)
             decided(request_id, decision, *rest)
 

@@ -166,21 +166,21 @@ def test_a_decision_of_which_nothing_came_is_told_as_computing(
 
 def test_what_a_staged_request_waited_beside_decodes_is_learned_once(tmp_path: Path) -> None:
     engine = on_ssd(tmp_path)
-    noticing = engine.side.costs.noticing
+    staging_delay = engine.side.costs.staging_delay
     engine.admit(FakeRequest("decoding", tokens(50, seed=3)))
     engine.step(decoding=50)
     request = FakeRequest("staged", tokens(400))
     with patch.object(Reader, "step", return_value=False):  # nothing is read before it has asked
         assert engine.ask(request) is None
-    assert noticing.delay_s(1.0) == 0.5
+    assert staging_delay.delay_s(1.0) == 0.5
     restore = engine.side._trackers["staged"].restore
     assert restore is not None
     while not restore.handle.done:
         time.sleep(1e-3)
     time.sleep(0.2)  # longer than any step is thought to be
     assert engine.ask(request) == 384
-    learned = noticing.delay_s(1.0)
+    learned = staging_delay.delay_s(1.0)
     assert learned > 0.5
     assert engine.ask(request) == 384, "there were no pages"
-    assert noticing.delay_s(1.0) == learned
+    assert staging_delay.delay_s(1.0) == learned
     engine.side.close()

@@ -16,7 +16,7 @@ from hetero_connector.artifacts.record import (
     Tier,
 )
 from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
-from hetero_connector.planner.cost_model import CostModel, CostWeights, Terms
+from hetero_connector.planner.cost_model import CostModel, CostTerms, CostWeights
 from hetero_connector.planner.decision import EngineLoad
 from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
@@ -101,7 +101,7 @@ class SlowPlanner:
 
     def terms(
         self, chunks: Sequence[StoredChunk], start_tokens: int, replay_tokens: int = 0
-    ) -> Terms:
+    ) -> CostTerms:
         """Of loading `chunks`, the last with its boundary state unless that is replayed.
 
         `start_tokens`: where computing starts when `chunks` is empty.
@@ -143,7 +143,7 @@ class SlowPlanner:
             if x.restore_rule is RestoreRule.EVERY_TOKEN
         )
         gib = page_bytes * self.prompt_tokens / 2**30
-        return Terms(
+        return CostTerms(
             queue_s,
             waited_s - queue_s + exposed_s,
             compute_s,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import StoredChunk, Tier, distinct_tiers
-from hetero_connector.planner.boundaries import ChunkGrid, Holdings
+from hetero_connector.planner.boundaries import ChunkGrid, ChunkTiers
 from hetero_connector.spec.presets import PRESETS
 from tests.planner.chains import HYBRID, KV, LLAMA4, SWA, chain_of, in_tier, layout_of
 
@@ -59,7 +59,7 @@ def test_every_chunk_has_the_mapping_its_code_says(
     mappings: list[dict[object, Tier]], shared: bool
 ) -> None:
     chunks = chain_of(mappings, shared=shared)  # type: ignore[arg-type]
-    held = Holdings.of(chunks)
+    held = ChunkTiers.of(chunks)
     assert [held.distinct[code] for code in held.codes] == mappings
     assert [mappings[first] for first in held.firsts] == held.distinct
     for count in range(1, len(chunks) + 1):
@@ -74,7 +74,7 @@ def test_chunks_without_a_number_among_numbered_ones_are_told_apart() -> None:
     """A request that saw a read fail plans over chunks of its own making."""
     chunks = chain_of([MIXTURES[0], MIXTURES[1], MIXTURES[0]])
     chunks[1] = StoredChunk(chunks[1].chunk, MIXTURES[2])
-    held = Holdings.of(chunks)
+    held = ChunkTiers.of(chunks)
     assert [held.distinct[code] for code in held.codes] == [
         MIXTURES[0], MIXTURES[2], MIXTURES[0],
     ]  # fmt: skip

@@ -18,7 +18,7 @@ from hetero_connector.planner.cost_profile import CostProfile, FitError
 from hetero_connector.planner.interference_model import InterferenceCoefficients, StepMix
 from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.planner.profile_subject import ProfileSubject
-from hetero_connector.planner.request_overhead import NO_OVERHEAD, HandOver, RequestOverhead
+from hetero_connector.planner.request_overhead import NO_OVERHEAD, HandoffCost, RequestOverhead
 from hetero_connector.spec import StateType
 
 KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
@@ -69,7 +69,7 @@ def profiles(draw: st.DrawFn) -> CostProfile:
         None,
         overhead := draw(overheads),
         draw(errors) if overhead else None,
-        draw(st.none() | st.builds(HandOver, numbers, numbers)),
+        draw(st.none() | st.builds(HandoffCost, numbers, numbers)),
     )
 
 
@@ -85,7 +85,7 @@ def learned() -> CostModel:
         costs.load.observe(Tier.SSD, {KV: n * 10_000}, 2e-3 + n * 1e-5)
         costs.interference.observe(StepMix(n, n * n, n, n * n), 2e-3 + n * 3e-5)
     costs.overhead = RequestOverhead(1e-3, 1e-7, 2e-3, 0.0)
-    costs.handover = HandOver(5e-2, 1e-6)
+    costs.handoff = HandoffCost(5e-2, 1e-6)
     return costs
 
 
@@ -104,10 +104,17 @@ def test_what_was_learned_is_written_and_started_from(tmp_path: Path) -> None:
     assert profile.interference_error is not None
     assert profile.interference_error.samples == 30
     assert again.delays() == pytest.approx(costs.delays())
-    assert (again.overhead, again.handover) == (costs.overhead, costs.handover)
+    assert (again.overhead, again.handoff) == (costs.overhead, costs.handoff)
     expected = costs.load.predict(Tier.SSD, sizes, 10**6)
     assert again.load.predict(Tier.SSD, sizes, 10**6) == pytest.approx(expected)
     assert (again.weights.stall, again.step_tokens) == (0.5, 2048)
+
+
+def test_a_handoffs_cost_is_read_under_its_earlier_name_too() -> None:
+    costs = {"handover_s": 5e-2, "handover_token_s": 1e-6}
+    assert CostProfile.from_json(good() | {"handover": costs | {"fit": None}}).handoff == (
+        HandoffCost(5e-2, 1e-6)
+    )
 
 
 def test_nothing_learned_is_written_without_errors() -> None:

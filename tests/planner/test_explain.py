@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.decision import Decision, EngineLoad
+from hetero_connector.planner.decision import EngineLoad, RestoreDecision
 from hetero_connector.planner.explain import explain
 from hetero_connector.planner.restore_planner import RestorePlanner
 from tests.planner.chains import CHUNK, DENSE, KV, chain_of, costs_of, in_tier, layout_of, rates
@@ -11,7 +11,7 @@ from tests.planner.chains import CHUNK, DENSE, KV, chain_of, costs_of, in_tier, 
 LOAD = {Tier.DRAM: rates(0.0, 1e-9), Tier.SSD: rates(1e-3, 1e-3)}
 
 
-def decide(in_dram: int, on_ssd: int, mode: str = "cost", **options: float) -> Decision:
+def decide(in_dram: int, on_ssd: int, mode: str = "cost", **options: float) -> RestoreDecision:
     tiers = [in_tier(Tier.DRAM, KV)] * in_dram + [in_tier(Tier.SSD, KV)] * on_ssd
     chain = chain_of(tiers)
     planner = RestorePlanner(DENSE, layout_of(DENSE), costs_of(DENSE, load=LOAD), mode, **options)  # type: ignore[arg-type]

@@ -7,11 +7,11 @@ import random
 import pytest
 
 from hetero_connector.planner.compute_model import ComputeRegression
-from hetero_connector.planner.pace import Pace
+from hetero_connector.planner.pace import SpeedFactor
 
 
 def test_as_a_rule_it_is_1() -> None:
-    pace = Pace()
+    pace = SpeedFactor()
     for _ in range(100):
         pace.follow(1.0, 0)
     assert pace.factor == 1.0
@@ -19,21 +19,21 @@ def test_as_a_rule_it_is_1() -> None:
 
 @pytest.mark.parametrize("ratio", [0.5, 1.5, 3.0])
 def test_what_lasts_is_followed_within_a_few_samples(ratio: float) -> None:
-    pace = Pace()
+    pace = SpeedFactor()
     for _ in range(8):
         pace.follow(ratio, 0)
     assert pace.factor == pytest.approx(ratio, rel=0.25)
 
 
 def test_it_is_back_as_soon_as_the_machine_is() -> None:
-    pace = Pace()
+    pace = SpeedFactor()
     for ratio in (2.0,) * 10 + (1.0,) * 4:
         pace.follow(ratio, 0)
     assert pace.factor == pytest.approx(1.0, abs=0.1)
 
 
 def test_one_outlier_does_not_count() -> None:
-    pace = Pace()
+    pace = SpeedFactor()
     for ratio in (1.0, 1.0, 50.0, 1.0):
         pace.follow(ratio, 0)
         assert pace.factor == pytest.approx(1.0, abs=0.01)
@@ -42,7 +42,7 @@ def test_one_outlier_does_not_count() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_is_not_followed(seed: int) -> None:
     rng = random.Random(seed)
-    pace = Pace()
+    pace = SpeedFactor()
     factors = []
     for _ in range(500):
         pace.follow(1.0 + 0.1 * rng.gauss(0, 1), 0)
@@ -54,7 +54,7 @@ def test_noise_is_not_followed(seed: int) -> None:
 
 def test_what_is_usual_for_a_size_says_nothing_of_another() -> None:
     """Short steps that always take twice what the coefficients say do not slow the long ones."""
-    pace = Pace()
+    pace = SpeedFactor()
     for _ in range(400):
         pace.follow(2.0, 1)
     pace.follow(1.0, 5)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.cost_model import CostModel, CostWeights, Terms
-from hetero_connector.planner.decision import Candidate, EngineLoad
+from hetero_connector.planner.cost_model import CostModel, CostTerms, CostWeights
+from hetero_connector.planner.decision import EngineLoad, RestoreCandidate
 from hetero_connector.planner.restore_planner import RestorePlanner
 from hetero_connector.spec import ModelSpec
 from tests.planner.chains import (
@@ -34,7 +34,7 @@ def candidates(
     model: ModelSpec = DENSE,
     prompt_tokens: int = 1000,
     local_tokens: int = 0,
-) -> list[Candidate]:
+) -> list[RestoreCandidate]:
     """Nothing, then every boundary of a chain whose chunks are in these tiers."""
     chain = chain_of([in_tier(tier, *model.state_types) for tier in tiers])
     planner = RestorePlanner(model, layout_of(model), costs)
@@ -42,8 +42,8 @@ def candidates(
     return list(planner.plan(chain, local_tokens, limit, prompt_tokens, load).candidates())
 
 
-def approx(*terms: float) -> Terms:
-    return Terms(*(pytest.approx(x) for x in terms))
+def approx(*terms: float) -> CostTerms:
+    return CostTerms(*(pytest.approx(x) for x in terms))
 
 
 def test_nothing_is_the_prefill_of_all_tokens() -> None:
@@ -171,7 +171,7 @@ def test_kv_pages_are_paid_by_gib_and_second() -> None:
 
 
 def test_the_total_and_the_time_to_first_token_are_sums() -> None:
-    terms = Terms(1.0, 2.0, 4.0, 8.0, 16.0)
+    terms = CostTerms(1.0, 2.0, 4.0, 8.0, 16.0)
     assert terms.total_s == 31.0
     assert terms.ttft_s == 7.0
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hetero_connector.planner.request_overhead import (
     NO_OVERHEAD,
-    HandOver,
+    HandoffCost,
     OverheadSample,
     RequestOverhead,
 )
@@ -52,10 +52,10 @@ def test_in_the_engines_own_process_all_of_it_holds_the_engine_up() -> None:
     assert here.total_s(10) == pytest.approx(overhead.total_s(10))
 
 
-def test_a_hand_over_is_a_line_through_most_prompts() -> None:
-    handover = HandOver(0.05, 2e-5)
-    samples = [(tokens, handover.delay_s(tokens)) for tokens in (64, 96, 500, 900, 1_900)]
+def test_the_cost_of_a_handoff_is_a_line_through_most_prompts() -> None:
+    handoff = HandoffCost(0.05, 2e-5)
+    samples = [(tokens, handoff.delay_s(tokens)) for tokens in (64, 96, 500, 900, 1_900)]
     held_up = [(tokens, seconds + (tokens == 500)) for tokens, seconds in samples]
-    assert HandOver.fitted(samples) == pytest.approx(handover)
-    assert HandOver.fitted(held_up) == pytest.approx(handover)
-    assert HandOver.fitted([]) == HandOver(0.0, 0.0)
+    assert HandoffCost.fitted(samples) == pytest.approx(handoff)
+    assert HandoffCost.fitted(held_up) == pytest.approx(handoff)
+    assert HandoffCost.fitted([]) == HandoffCost(0.0, 0.0)

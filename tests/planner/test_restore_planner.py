@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from hetero_connector.artifacts.record import StoredChunk, Tier
 from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
-from hetero_connector.planner.cost_model import CostModel, CostWeights, Terms
-from hetero_connector.planner.decision import Action, Decision, EngineLoad
+from hetero_connector.planner.cost_model import CostModel, CostTerms, CostWeights
+from hetero_connector.planner.decision import EngineLoad, RestoreAction, RestoreDecision
 from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.planner.pricing import Prices, Pricing
 from hetero_connector.planner.restore_plan import plan_restore
@@ -102,12 +102,12 @@ class Case:
     costs: CostModel
     load: EngineLoad
 
-    def decide(self, mode: str = "cost", **options: float) -> Decision:
+    def decide(self, mode: str = "cost", **options: float) -> RestoreDecision:
         planner = RestorePlanner(self.model, layout_of(self.model), self.costs, mode, **options)
         limit = self.prompt_tokens - 1
         return planner.plan(self.stored, self.local_tokens, limit, self.prompt_tokens, self.load)
 
-    def every_way(self, replay_tokens: int) -> dict[tuple[int, int], Terms]:
+    def every_way(self, replay_tokens: int) -> dict[tuple[int, int], CostTerms]:
         """(boundary, replayed tokens) -> terms, asked of the slow planner one by one."""
         slow = SlowPlanner(layout_of(self.model), self.costs, self.load, self.prompt_tokens)
         ways = {(self.local_tokens, 0): slow.terms([], self.local_tokens)}
@@ -193,7 +193,7 @@ def test_never_load_computes_everything(case: Case) -> None:
     assert decision.plan is None
     assert decision.predicted == decision.nothing
     assert decision.reuse_benefit_s == 0.0
-    assert decision.actions == (Action.RECOMPUTE_TAIL,)
+    assert decision.actions == (RestoreAction.RECOMPUTE_TAIL,)
 
 
 @given(cases(), st.floats(1.0, 100.0))
@@ -239,10 +239,10 @@ def test_only_the_first_chunks_are_loaded_where_the_rest_is_slow() -> None:
     assert decision.plan is not None
     assert decision.plan.boundary == 3 * CHUNK
     assert decision.actions == (
-        Action.LOAD_COMPRESSED_KV,
-        Action.LOAD_SWA_CHECKPOINT,
-        Action.RECOMPUTE_TAIL,
-        Action.DROP_LOW_UTILITY_ARTIFACT,
+        RestoreAction.LOAD_COMPRESSED_KV,
+        RestoreAction.LOAD_SWA_CHECKPOINT,
+        RestoreAction.RECOMPUTE_TAIL,
+        RestoreAction.DROP_LOW_UTILITY_ARTIFACT,
     )
     assert decision.declined == (Tier.SSD,)
 
@@ -250,16 +250,19 @@ def test_only_the_first_chunks_are_loaded_where_the_rest_is_slow() -> None:
 def test_what_is_on_ssd_is_prefetched_where_that_pays() -> None:
     case = case_of(full_chain(*[Tier.SSD] * 3, model=DENSE), costs_of(DENSE, load=FAST), DENSE)
     assert case.decide().actions == (
-        Action.LOAD_COMPRESSED_KV,
-        Action.PREFETCH_ARTIFACT,
-        Action.RECOMPUTE_TAIL,
+        RestoreAction.LOAD_COMPRESSED_KV,
+        RestoreAction.PREFETCH_ARTIFACT,
+        RestoreAction.RECOMPUTE_TAIL,
     )
 
 
 def test_nothing_is_loaded_where_computing_is_cheaper() -> None:
     decision = case_of(full_chain(*[Tier.SSD] * 3), costs_of(HYBRID, load=SLOW)).decide()
     assert decision.plan is None
-    assert decision.actions == (Action.RECOMPUTE_TAIL, Action.DROP_LOW_UTILITY_ARTIFACT)
+    assert decision.actions == (
+        RestoreAction.RECOMPUTE_TAIL,
+        RestoreAction.DROP_LOW_UTILITY_ARTIFACT,
+    )
     assert decision.reuse_benefit_s == 0.0
     assert decision.declined == (Tier.SSD,)
 
@@ -367,9 +370,9 @@ def test_replay_restores_where_no_checkpoint_is_near() -> None:
     assert (plan.boundary, plan.resume_tokens) == (6 * CHUNK, 6 * CHUNK - 80)
     assert plan.boundary_types == ()
     assert decision.actions == (
-        Action.LOAD_COMPRESSED_KV,
-        Action.RECOMPUTE_SWA,
-        Action.RECOMPUTE_TAIL,
+        RestoreAction.LOAD_COMPRESSED_KV,
+        RestoreAction.RECOMPUTE_SWA,
+        RestoreAction.RECOMPUTE_TAIL,
     )
 
 
@@ -427,7 +430,7 @@ def test_where_a_local_chunk_begins_none_of_its_state_is_missed() -> None:
         plan = decision.plan
         assert plan is not None
         assert (plan.boundary, plan.boundary_types) == (192, ())
-        assert Action.LOAD_SWA_CHECKPOINT not in decision.actions
+        assert RestoreAction.LOAD_SWA_CHECKPOINT not in decision.actions
     assert [c.boundary for c in case.decide().candidates()] == [0, 192]
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetero_connector.planner.request_overhead import HandOver
+from hetero_connector.planner.request_overhead import HandoffCost
 from ownership.scheduling.fleet import Role
 from ownership.simulator.fleet_file import Failure, FleetSpec
 from ownership.simulator.traces.session import Session
@@ -14,26 +14,26 @@ from tests.ownership.simulator.checked_runs import figures
 from tests.ownership.simulator.small_fleets import COMPUTE, costs, fleet, prompt, trace_of
 
 TRACE = trace_of(Session("a", (prompt(0, 8_192, output=20),), 0.0))
-COST = HandOver(0.3, 1e-5)
+COST = HandoffCost(0.3, 1e-5)
 PREFILL_S = COMPUTE.step_s + 8_192 * COMPUTE.token_s + COMPUTE.attention_s * 8_192**2 / 2
 
 
-def apart(cost: HandOver, *failures: Failure) -> FleetSpec:
+def apart(cost: HandoffCost, *failures: Failure) -> FleetSpec:
     cost_model = costs(bytes_per_s=100e9)
-    cost_model.handover = cost
+    cost_model.handoff = cost
     roles = (Role.PREFILL, Role.DECODE, Role.DECODE)
     return replace(fleet(3, roles=roles, cost_model=cost_model), failures=failures)
 
 
 def test_a_first_token_is_later_by_it() -> None:
-    free, dear = (figures(TRACE, apart(cost), "static_pd") for cost in (HandOver(), COST))
+    free, dear = (figures(TRACE, apart(cost), "static_pd") for cost in (HandoffCost(), COST))
     assert dear.ttft_p50_s == pytest.approx(free.ttft_p50_s + 0.3 + 8_192e-5)
     moving_s = pytest.approx(free.restore_network_mean_s)
     assert dear.restore_network_mean_s == moving_s, "nothing moves meanwhile"
 
 
 def test_who_decodes_what_it_prefilled_pays_nothing() -> None:
-    free, dear = (figures(TRACE, apart(cost), "colocated") for cost in (HandOver(), COST))
+    free, dear = (figures(TRACE, apart(cost), "colocated") for cost in (HandoffCost(), COST))
     assert dear == free
 
 

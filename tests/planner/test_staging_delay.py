@@ -7,38 +7,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_connector.planner.cost_model import CostModel
-from hetero_connector.planner.noticing import Noticing
+from hetero_connector.planner.staging_delay import StagingDelay
 from tests.planner.chains import DENSE, costs_of
 
 STEP_S = 0.010
 
 
 def test_half_a_step_before_anything_is_seen() -> None:
-    assert Noticing().delay_s(STEP_S) == STEP_S / 2
+    assert StagingDelay().delay_s(STEP_S) == STEP_S / 2
 
 
 def test_waits_that_are_longer_by_the_same_are_believed() -> None:
-    noticing = Noticing()
+    staging_delay = StagingDelay()
     for _ in range(3):
-        noticing.observe(0.002, STEP_S, 0.012)  # by 2 ms longer than a step
-        noticing.observe(0.021, STEP_S, 0.028)  # than 26 ms
-    assert noticing.delay_s(STEP_S) == pytest.approx(0.007)
-    assert noticing.delay_s(2 * STEP_S) == pytest.approx(0.014)
+        staging_delay.observe(0.002, STEP_S, 0.012)  # by 2 ms longer than a step
+        staging_delay.observe(0.021, STEP_S, 0.028)  # than 26 ms
+    assert staging_delay.delay_s(STEP_S) == pytest.approx(0.007)
+    assert staging_delay.delay_s(2 * STEP_S) == pytest.approx(0.014)
 
 
 def test_one_that_the_engine_had_no_room_for_changes_nothing() -> None:
-    noticing = Noticing()
+    staging_delay = StagingDelay()
     for waited_s in (0.010, 0.010, 3.0):
-        noticing.observe(0.002, STEP_S, waited_s)
-    assert noticing.delay_s(STEP_S) == pytest.approx(0.005)
+        staging_delay.observe(0.002, STEP_S, waited_s)
+    assert staging_delay.delay_s(STEP_S) == pytest.approx(0.005)
 
 
 @given(st.lists(st.tuples(*[st.floats(0.0, 1e3)] * 3), max_size=50))
 def test_it_is_between_half_a_step_and_a_whole_one(seen: list[tuple[float, float, float]]) -> None:
-    noticing = Noticing()
+    staging_delay = StagingDelay()
     for staged_s, step_s, waited_s in seen:
-        noticing.observe(staged_s, step_s, waited_s)
-    assert 0.5 * STEP_S <= noticing.delay_s(STEP_S) <= STEP_S
+        staging_delay.observe(staged_s, step_s, waited_s)
+    assert 0.5 * STEP_S <= staging_delay.delay_s(STEP_S) <= STEP_S
 
 
 def test_only_waits_beside_decodes_are_learned_from() -> None:
@@ -46,7 +46,7 @@ def test_only_waits_beside_decodes_are_learned_from() -> None:
     step_s = costs.delays().decode_step_s(4, 0.0)
     costs.learn_wait(0, 0.001, 2 * step_s)
     costs.learn_wait(4, 0.0, 2 * step_s)
-    assert costs.noticing.delay_s(step_s) == step_s / 2
+    assert costs.staging_delay.delay_s(step_s) == step_s / 2
     costs.learn_wait(4, 0.001, 1.25 * step_s)
     costs.learn_wait(4, 0.001, 1.25 * step_s)
-    assert costs.noticing.delay_s(step_s) == pytest.approx(0.75 * step_s)
+    assert costs.staging_delay.delay_s(step_s) == pytest.approx(0.75 * step_s)

@@ -23,7 +23,7 @@ class Sample(NamedTuple):
     size_class: int
 
 
-class Surprises:
+class ChangeDetector:
     """The samples of each size since the last that was as predicted. Not thread-safe.
 
     Sizes are told apart because a change need not show in all: a slower disk takes as long as
@@ -34,7 +34,7 @@ class Surprises:
         self._in_a_row: dict[tuple[int, bool], list[Sample]] = {}
         """By size class, and whether they took longer than predicted."""
 
-    def judge(self, sample: Sample, predicted_s: float, bound: float) -> Sequence[Sample]:
+    def update(self, sample: Sample, predicted_s: float, bound: float) -> Sequence[Sample]:
         """The samples that make a change, this one last; none while there is none.
 
         `bound`: part of the seconds by which samples are often off.

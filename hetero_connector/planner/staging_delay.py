@@ -16,7 +16,7 @@ _MOST_STEPS = 0.5
 """Of longer waits the engine was full, or something else came between."""
 
 
-class Noticing:
+class StagingDelay:
     """Seconds from the beginning of a staging to the step that admits its request."""
 
     def __init__(self) -> None:
