@@ -1,6 +1,6 @@
 """What servers' company costs `benchmarks.faithful_pd`: learned from sessions that were played.
 
-First tokens come later than both engines' steps say by what handing over takes: HTTP three times,
+First tokens come later than both engines' steps say by the time of the handoff: HTTP three times,
 the proxy, the prefiller's answer, and the directory until the decoder finds what it claims. Later
 tokens come later because two servers, a proxy and a client share the cores that calibration had
 for itself; an engine that has nothing to do looks for work for a second before it rests.
@@ -29,12 +29,12 @@ class Played(NamedTuple):
 
 
 def in_company(profile: CostProfile, played: Sequence[Played]) -> CostProfile:
-    """The profile with what hand-overs and decodes took more than it says."""
+    """The profile with what handoffs and decodes took more than it says."""
     delays = profile.interference
     assert delays is not None
     step_s = max(0.0, delays.step_s + decoding_late(played))
     return replace(
-        profile, handoff=handing_over(played), interference=delays._replace(step_s=step_s)
+        profile, handoff=handoff_cost(played), interference=delays._replace(step_s=step_s)
     )
 
 
@@ -55,8 +55,8 @@ def _decoding_s(account: Account, session: int) -> float:
     return account.session_s[session] - first_s
 
 
-def handing_over(played: Sequence[Played]) -> HandoffCost:
-    """From first tokens: what they took, and what they would if handing over were free."""
+def handoff_cost(played: Sequence[Played]) -> HandoffCost:
+    """From first tokens: what they took, and what they would if the handoff were free."""
     samples: list[tuple[int, float]] = []
     for trace, real, free in played:
         sessions = list(trace)

@@ -8,7 +8,7 @@ evicted. The simulator plays them under `static_pd`, by a clock of steps. Tokens
 bytes moved by flow and state type are compared server by server.
 
 Times are compared with a second simulation, whose steps take what `heterocache calibrate` has
-measured here just before, and whose hand-overs and decodes what those of other sessions took,
+measured here just before, and whose handoffs and decodes what those of other sessions took,
 played before and after (`company`). Compared are first tokens as the client sees them, and of each
 session all answers together, for thinking is left out.
 """

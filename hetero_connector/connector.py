@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from hetero_connector.config import HeteroConfig
 from hetero_connector.engine import orphan, rendezvous
 from hetero_connector.engine.engine_identity import engine_version
-from hetero_connector.engine.handing_over import handed_over
+from hetero_connector.engine.handoff import handoff_answer
 from hetero_connector.engine.hook_errors import HookErrors, is_a_miss
 from hetero_connector.engine.layer_hooks import called_in
 from hetero_connector.engine.messages import StepMetadata, WorkerReport
@@ -68,7 +68,7 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache, not a hand-off: a dropped save is a future miss."""
+        """A cache, not a handoff: a dropped save is a future miss."""
         return False
 
     @classmethod
@@ -215,7 +215,7 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Save the last boundary; never holds blocks."""
         tokens = self._scheduler.finished(request, block_ids) if self._scheduler else 0
-        return False, handed_over(request, tokens)
+        return False, handoff_answer(request, tokens)
 
     @is_a_miss(lambda: False)
     def has_pending_push_work(self) -> bool:

@@ -2,7 +2,7 @@
 
 A prefill is the same request with one token to answer and `do_remote_decode`. What it computed the
 decoder reads from its DRAM: `do_remote_prefill` tells the decoder to look for it, and the
-prefiller's answer where to resume. Nothing else is handed over, so a prefill that fails costs
+prefiller's answer where to resume. Nothing else is handed off, so a prefill that fails costs
 time only: the decoder then computes the prompt itself.
 
     python -m examples.disaggregated_prefill.proxy --prefill URL ... --decode URL ...
@@ -113,7 +113,7 @@ class Proxy:
     async def _prefill(
         self, request: web.Request, body: Mapping[str, Any]
     ) -> Mapping[str, Any] | None:
-        """What the prefiller that computed the prompt hands over; None if none has."""
+        """The answer of the prefiller that computed the prompt; None if there is none."""
         short = {name: value for name, value in body.items() if name not in _OF_THE_ANSWER}
         short |= {"max_tokens": 1, "stream": False}
         short["kv_transfer_params"] = {"do_remote_decode": True}
@@ -142,7 +142,7 @@ class Proxy:
             if answer.status != 200:
                 logger.warning("the prefiller %s answered %d", server, answer.status)
                 return None
-            return _handed_over(content)
+            return _handoff_of(content)
         return None
 
     async def _relay(
@@ -185,7 +185,7 @@ def _encoded(body: Mapping[str, Any] | None) -> io.BytesIO | None:
     return None if body is None else io.BytesIO(json.dumps(body).encode())
 
 
-def _handed_over(content: bytes) -> Mapping[str, Any]:
+def _handoff_of(content: bytes) -> Mapping[str, Any]:
     """The `kv_transfer_params` of a prefiller's answer."""
     try:
         params = json.loads(content).get("kv_transfer_params")

@@ -80,7 +80,7 @@ class Outcome:
                 found.append(f"turn {number}: the decoder restored nothing from its peer")
             if turn.hit is None:
                 continue
-            # More where a hand-off ends off the grid of the engine's own prefix cache.
+            # More where a handoff ends off the grid of the engine's own prefix cache.
             if (turn.reply.cached_tokens or 0) < (turn.hit.cached_tokens or 0):
                 found.append(
                     f"turn {number}: {turn.reply.cached_tokens} cached tokens, fewer than the "

@@ -32,6 +32,6 @@ def current_table(manager: KVCacheManager, request_id: str) -> BlockTable:
 
 
 def offers(output: SchedulerOutput, request_id: str) -> Iterable[tuple[int, int, int]]:
-    """Recurrent states that vLLM hands over: (group, block id, boundary in tokens)."""
+    """Recurrent states that vLLM passes on: (group, block id, boundary in tokens)."""
     state = output.kv_connector_block_state
     return state.boundary_state_offloads.get(request_id, ()) if state is not None else ()

@@ -6,7 +6,7 @@ beginning, what they hold of that closes the gap. What it says is believed until
 admitted or gives up; what could not be read is excluded by the restorer like anything else that
 failed.
 
-A request may say that another engine has just computed its prompt (`handing_over`). The last
+A request may say that another engine has just computed its prompt (`handoff`). The last
 chunks may then still be on their way into the directory: it is asked again for a moment, but not
 for what that engine says it has not kept.
 """
@@ -28,7 +28,7 @@ from hetero_connector.artifacts.record import (
 )
 from hetero_connector.engine.asking_again import AskingAgain
 from hetero_connector.engine.fleet import Fleet, Lookup
-from hetero_connector.engine.handing_over import handoff_tokens, was_prefilled
+from hetero_connector.engine.handoff import handoff_tokens, was_prefilled
 from hetero_connector.engine.requests import RequestTracker
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec import StateType

@@ -89,7 +89,7 @@ class RequestTracker:
     windows_from: int = 0
     """The first boundary whose windows are exact; those before it must not be saved."""
     handoff_tokens: int = 0
-    """Up to where it is kept for the engine that it is handed over to; 0: nothing is."""
+    """Up to where it is kept for the engine that it is handed off to; 0: nothing is."""
     outdated: bool = False
     """The store was reset, or the weights changed, since it was admitted: its pages must not be
     saved."""
@@ -100,7 +100,7 @@ class RequestTracker:
         return cls(request, RequestChain(hasher, extra_keys(request, identity)))
 
     def begin_anew(self, hasher: ChainHasher) -> None:
-        """Nothing from before counts any more: pages it has are neither saved nor handed over."""
+        """Nothing from before counts any more: pages it has are neither saved nor handed off."""
         self.chain = self.chain.under(hasher)
         self.outdated = True
         self.handoff_tokens = 0

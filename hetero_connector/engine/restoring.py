@@ -22,7 +22,7 @@ from hetero_connector.artifacts.record import (
 )
 from hetero_connector.artifacts.tails import longest_tail
 from hetero_connector.engine.block_tables import BlockTable
-from hetero_connector.engine.handing_over import handoff_tokens
+from hetero_connector.engine.handoff import handoff_tokens
 from hetero_connector.engine.messages import ArtifactSpan, Blocks, Load
 from hetero_connector.engine.peer_matching import PeerMatcher
 from hetero_connector.engine.predictions import Predictions
@@ -221,7 +221,7 @@ class Restorer:
         start = last.end if last else 0
         remote = self._peers.tail(tracker, start, limit)
         remote_tokens = remote[0].chunk.end - start if remote else 0
-        # Beside others' hand-overs the store may not name this one's length.
+        # Beside others' handoffs the store may not name this one's length.
         said = (handoff_tokens(tracker.request, limit) or 0) - start
         said = said if 0 < said < self._layout.chunk_tokens else 0
         own = longest_tail(self._store, tracker.chain, last, limit, remote_tokens, said)

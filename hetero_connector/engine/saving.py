@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ChunkRange, Tier
 from hetero_connector.engine.block_tables import BlockTable, table_of
-from hetero_connector.engine.handing_over import is_prefill
+from hetero_connector.engine.handoff import is_prefill
 from hetero_connector.engine.messages import ArtifactCopy, Blocks, PageCopy, Save
 from hetero_connector.engine.requests import RequestTracker
 from hetero_connector.engine.reservations import Reservations
@@ -36,7 +36,7 @@ from hetero_connector.spec import StateType
 from hetero_connector.store.base import Store
 
 Offer = tuple[int, int, int]
-"""vLLM's hand-off of a recurrent state: (KV cache group, block id, boundary in tokens)."""
+"""A recurrent state that vLLM passes on: (KV cache group, block id, boundary in tokens)."""
 
 
 @dataclass
@@ -140,13 +140,13 @@ class Saver:
             chunk = tracker.chain.ending_at(end)
             self._collect(collected, chunk, self._plain_types, table)
             self._kept.add(chunk.key)
-        self._hand_over(collected, tracker, known, table)
+        self._save_handoff(collected, tracker, known, table)
         if tracker.reuse is not None:
             added = max(0, known // self._layout.chunk_tokens - tracker.reuse.matched)
             self._policy.observe(replace(tracker.reuse, new=added))
         return [collected.message(table, {})] if collected.artifacts else []
 
-    def _hand_over(
+    def _save_handoff(
         self, collected: _Collected, tracker: RequestTracker, known: int, table: BlockTable
     ) -> None:
         """Keep where another engine resumes this prompt: before its last token, or just before."""

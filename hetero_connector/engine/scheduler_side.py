@@ -219,7 +219,7 @@ class SchedulerSide:
     def finished(self, request: Request, block_ids: tuple[list[int], ...]) -> int:
         """`request_finished_all_groups`: order the tail's save; the blocks may be freed now.
 
-        Returns up to where an engine that it is handed over to will find it; 0: nothing of it.
+        Returns up to where an engine that it is handed off to will find it; 0: nothing of it.
         """
         self.identifier.forget(request.request_id)
         tracker = self._trackers.pop(request.request_id, None)

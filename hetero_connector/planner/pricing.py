@@ -121,7 +121,7 @@ class Pricing:
         """The same with boundary state rebuilt: so many tokens are computed again.
 
         Not possible from the local tokens or before, where nothing would be saved by what is
-        loaded, nor to a hand-off's end, which is off the grid on which a replay starts and ends.
+        loaded, nor to a handoff's end, which is off the grid on which a replay starts and ends.
         """
         ends = moving.span.ends
         resume = ends - replay_tokens

@@ -77,7 +77,7 @@ def plan_replay(
             del chunks[count:]
             break
     if chunks and _end(chunks[-1]) % model.alignment:
-        del chunks[-1]  # a hand-off's end: a replay starts and ends on the grid
+        del chunks[-1]  # a handoff's end: a replay starts and ends on the grid
     if not chunks or _end(chunks[-1]) - replay_tokens <= local_tokens:
         return None
     return RestorePlan(

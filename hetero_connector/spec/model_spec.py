@@ -139,7 +139,7 @@ class ModelSpec:
 
     @cached_property
     def handoff_step(self) -> int:
-        """Tokens: a prompt that is handed over may be resumed at multiples of this.
+        """Tokens: a prompt that is handed off may be resumed at multiples of this.
 
         The engine's grid (`alignment`) binds its own prefix cache only. At a multiple of the
         boundary states' blocks and of their compression blocks they take as many pages as on
@@ -154,7 +154,7 @@ class ModelSpec:
         return self.alignment if self.alignment % step else step
 
     def handoff_end(self, prompt_tokens: int) -> int:
-        """Where a prompt is resumed that was handed over: before its last token, or just before."""
+        """Where a prompt is resumed that was handed off: before its last token, or just before."""
         last = prompt_tokens - 1
         return last - last % self.handoff_step
 

@@ -21,7 +21,7 @@ class Action(StrEnum):
     COLOCATED_PREFILL = "colocated_prefill"
     """Computed where it decodes, from what that worker has itself; nobody has more."""
     REMOTE_PREFILL = "remote_prefill"
-    """Computed at one worker and handed over to the one that decodes."""
+    """Computed at one worker and handed off to the one that decodes."""
     DECODE_CONTINUATION = "decode_continuation"
     """The session goes on decoding at its owner."""
     ARTIFACT_FETCH = "artifact_fetch"

@@ -87,7 +87,7 @@ class PrefillPricing:
         """The row that reads from a source. ValueError if it was not among the sources."""
         return self._depths + self.sources.index(source)
 
-    def hand_over_s(self) -> Floats:
+    def handoff_s(self) -> Floats:
         """[prefill, decode] or [1, decode] seconds of reading what another has just computed."""
         return self._network(self._tokens - 1.0 - self.resident, None)
 

@@ -82,7 +82,7 @@ class StepPricing:
     def remote_total_s(self) -> Floats:
         """[prefill, decode] of prefilling at one and decoding at another; one at both: infinite."""
         prefills = self.prefills
-        there_s = prefills.hand_over_s() + (self.local_ready_s + self._closed_s)[:, None]
+        there_s = prefills.handoff_s() + (self.local_ready_s + self._closed_s)[:, None]
         total_s: Floats = np.maximum(there_s, prefills.queue_s, out=there_s)
         total_s += prefills.active_s[-1] + prefills.price_s[-1] + self._decoding_s
         total_s += self._local_price_s[:, None]
@@ -90,14 +90,14 @@ class StepPricing:
         return total_s
 
     def terms(self, way: Way) -> Terms:
-        """Of one way, which may be any: fetch at the prefill worker, then hand over."""
+        """Of one way, which may be any: fetch at the prefill worker, then hand off."""
         prefills, at = self.prefills, way.prefill
         row = int(self.local_row[at]) if way.source is None else prefills.row_of(way.source)
         first = prefills.parts(row, at)
         if way.decode == at:
             return self._terms(way, [first])
         joined = prefills.parts(-1, way.decode)
-        read_s = prefills.hand_over_s()
+        read_s = prefills.handoff_s()
         network_s = read_s.item(at if len(read_s) > 1 else 0, way.decode)
         ready_s = first.queue_s + first.network_s + first.restore_s + first.compute_s
         # What is queued where it decodes is worked off meanwhile.

@@ -32,7 +32,7 @@ class LiveSession:
     waiting_for_tools: dict[int, str] = field(default_factory=dict)
     """By request to come: the worker whose state waits for it."""
     shorts: dict[int, ShortChunk] = field(default_factory=dict)
-    """By request that was handed over."""
+    """By request that was handed off."""
 
     @classmethod
     def of(cls, number: int, session: Session, started_s: float) -> LiveSession:

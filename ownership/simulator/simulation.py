@@ -130,7 +130,7 @@ class FleetSimulation:
             tally.owned_turns += 1
             tally.owner_hits += prefiller.name == live.owner
             tally.moved_sessions += decoder.name != live.owner
-        self._hand_over(live, decoder.name)
+        self._move_session(live, decoder.name)
         if prefiller is not decoder:
             if self._has_shorts:
                 self._name_short(live, request)
@@ -169,7 +169,7 @@ class FleetSimulation:
         )
 
     def _name_short(self, live: LiveSession, request: LiveRequest) -> None:
-        """Say at which short chunk it will be handed over."""
+        """Say at which short chunk it will be handed off."""
         if request.index in live.shorts:
             return  # it is sent again
         self._named += 2  # none follows another
@@ -208,7 +208,7 @@ class FleetSimulation:
         worker = self.workers[failure.worker]
         for live in self.sessions.live.values():
             if live.owner == worker.name:
-                self._hand_over(live, None)
+                self._move_session(live, None)
             for index, name in list(live.waiting_for_tools.items()):
                 if name == worker.name:
                     del live.waiting_for_tools[index]
@@ -270,7 +270,7 @@ class FleetSimulation:
         source, as far as the request can resume.
         """
         ssd_s, limit = 0.0, (request.prompt_tokens - 1) // self.shape.chunk_tokens
-        short = request.short if request.handed_over else None
+        short = request.short if request.handed_off else None
         chain = request.chain
         if short is not None:
             chain, limit = short.behind(chain), short.before + 1
@@ -306,7 +306,7 @@ class FleetSimulation:
     def _served(self, worker: Worker, request: LiveRequest) -> None:
         self._changed.add(worker.name)
         if request.decodes_elsewhere:
-            request.hand_over()
+            request.hand_off()
             request.expected_tokens = self.shape.chunk_tokens
             decoder = self._decoders.pop(request)
             delay_s = decoder.spec.costs.handoff.delay_s(request.prompt_tokens)
@@ -330,8 +330,8 @@ class FleetSimulation:
         if self._told is not None:
             self._told()
 
-    def _hand_over(self, live: LiveSession, owner: str | None) -> None:
-        """The session decodes there from now on; None: nowhere, it has ended."""
+    def _move_session(self, live: LiveSession, owner: str | None) -> None:
+        """Move the session to the worker that decodes it; None: the session has ended."""
         if live.owner == owner:
             return
         if live.owner is not None:
@@ -343,7 +343,7 @@ class FleetSimulation:
         live.owner = owner
 
     def _close(self, live: LiveSession) -> None:
-        self._hand_over(live, None)
+        self._move_session(live, None)
         task_s = self.loop.now_s - live.started_s
         self.tally.task_s.append(task_s)
         self.tally.task_wait_s.append(max(0.0, task_s - live.instant_s))

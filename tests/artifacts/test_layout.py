@@ -89,7 +89,7 @@ def test_a_preset_s_chunk_is_its_bytes_per_token(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["deepseek-v4-flash", "deepseek-v4-pro"])
 def test_off_the_grid_the_open_blocks_rows_are_kept_too(name: str) -> None:
-    """At 128 n the ratio-128 block has ended, so that a hand-off there is as large as on the grid;
+    """At 128 n the ratio-128 block has ended, so that a handoff there is as large as on the grid;
     at 128 n + 45 it holds 45 rows, the ratio-4 block one beside the block before it."""
     model = PRESETS[name]()
     assert (model.alignment, model.handoff_step) == (256, 128)
@@ -118,7 +118,7 @@ def preset_layout(name: str, exact: bool) -> ArtifactLayout:
 
 @pytest.mark.parametrize("name", PRESETS)
 @given(boundary=st.integers(1, 2000))
-def test_no_handed_over_artifact_is_larger_than_its_slot(name: str, boundary: int) -> None:
+def test_no_handed_off_artifact_is_larger_than_its_slot(name: str, boundary: int) -> None:
     for exact in (False, True):
         layout = preset_layout(name, exact)
         end = boundary * layout.model.handoff_step
@@ -137,7 +137,7 @@ def test_nor_where_windows_are_no_whole_blocks(window: int, block: int) -> None:
     assert max(sizes) == layout.max_bytes[SWA]
 
 
-def test_where_a_prompt_may_be_handed_over() -> None:
+def test_where_a_prompt_may_be_handed_off() -> None:
     dense = replace(MODEL, layers=(FULL,))
     assert (dense.handoff_step, MODEL.handoff_step) == (1, 16)
     assert replace(MODEL, alignment=48).handoff_step == 48  # no local chunk ends there

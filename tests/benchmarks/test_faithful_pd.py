@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.accounts import Account
-from benchmarks.company import Played, decoding_late, handing_over
+from benchmarks.company import Played, decoding_late, handoff_cost
 from benchmarks.faithful_pd import one_by_one
 from hetero_connector.planner.request_overhead import HandoffCost
 from ownership.simulator.traces.session import Session
@@ -32,13 +32,13 @@ def test_a_request_that_comes_while_another_is_served_is_refused() -> None:
         list(one_by_one(trace, 0.1))
 
 
-def test_handing_over_is_what_first_tokens_were_late_by() -> None:
+def test_the_cost_of_a_handoff_is_the_delay_of_first_tokens() -> None:
     turns = (prompt(0, 256), prompt(0, 1_024, **follows(0, 2.0)))
     trace = trace_of(Session("a", turns, 0.0), Session("b", (prompt(9, 512),), 9.0))
     free_s = {(0, 0): 0.1, (0, 1): 0.2, (1, 0): 0.3}
     taken_s = {(0, 0): 0.1 + 0.0756, (0, 1): 0.2 + 0.1524, (1, 0): 0.3 + 0.1012}
     real, free = (Account({}, {}, first_s, ()) for first_s in (taken_s, free_s))
-    assert handing_over([Played(trace, real, free)]) == pytest.approx(HandoffCost(0.05, 1e-4))
+    assert handoff_cost([Played(trace, real, free)]) == pytest.approx(HandoffCost(0.05, 1e-4))
 
 
 def test_decoding_is_late_by_what_answers_took_behind_their_first_tokens() -> None:

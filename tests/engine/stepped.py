@@ -130,7 +130,7 @@ class Engine:
         return restored
 
     def finish(self, request: FakeRequest) -> int:
-        """Returns where an engine it is handed over to may resume."""
+        """Returns where an engine it is handed off to may resume."""
         return self.side.finished(request, self.tables.ids[request.request_id])  # type: ignore[arg-type]
 
     def counters(self) -> dict[str, float]:

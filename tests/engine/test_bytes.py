@@ -117,7 +117,7 @@ def test_a_prompt_costs_its_tokens_and_its_checkpoints(llm: Any, model: str) -> 
     for kind, size in PER_CHECKPOINT[model].items():
         checkpoints = -(-last // layout.chunk_tokens)
         if kind is StateType.RECURRENT:
-            checkpoints = 1  # by default the engine hands over a prompt's last one
+            checkpoints = 1  # by default the engine passes on a prompt's last one
         expected[kind] = size * checkpoints
     assert stored_bytes(llm, Tier.DRAM) == expected
     # The SSD holds the same bytes; what a restore moves is the last checkpoint alone.

@@ -141,7 +141,7 @@ def test_a_fleets_reset_comes_between_steps_not_into_one(engine: Engine) -> None
     assert engine.step(first=CHUNK).saves == []
 
 
-def test_a_handed_over_request_names_nothing_while_nobody_could_find_it(engine: Engine) -> None:
+def test_a_handed_off_request_names_nothing_while_nobody_could_find_it(engine: Engine) -> None:
     assert engine.side.root.is_shared
     engine.side.root.weights_changed(None)
     assert not engine.side.root.is_shared

@@ -54,7 +54,7 @@ class Engine:
     def start(self) -> None:
         arguments: dict[str, Any] = {"max_num_batched_tokens": 512}
         if self.model == "qwen3_next":
-            # Its alignment is 640 tokens; by default the engine hands over the recurrent
+            # Its alignment is 640 tokens; by default the engine passes on the recurrent
             # state of a prompt's last boundary only.
             arguments = {"max_num_batched_tokens": 768, "prefix_cache_retention_interval": 640}
         self.llm = make_llm(

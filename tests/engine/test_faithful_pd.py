@@ -14,5 +14,5 @@ from benchmarks.faithful_pd import DECODE, PREFILL, compare
 def test_a_fleet_apart_and_its_twin_agree(model: str) -> None:
     real, twin = compare(model, sessions=3)
     assert real[PREFILL].hit_tokens.keys() >= {"hbm", "peer"}, "nothing was read from the decoder"
-    assert real[DECODE].hit_tokens.keys() >= {"hbm", "peer"}, "nothing was handed over"
+    assert real[DECODE].hit_tokens.keys() >= {"hbm", "peer"}, "nothing was handed off"
     assert twin == real

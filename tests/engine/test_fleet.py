@@ -79,7 +79,7 @@ def test_prefill_and_decode_apart_answer_as_a_single_server_does(apart: Fleet) -
     resumed = [1047, 1559, 2071] if ann.model.name == "dense" else [1024, 1536, 2048]
     assert [turn.reply.cached_tokens for turn in outcome.turns] == resumed
     # Turn by turn the decoder reads what the prefiller has added, and nothing twice but the
-    # short chunk in which a hand-over ends.
+    # short chunk in which a handoff ends.
     first, *others = (turn.from_peer for turn in outcome.turns)
     assert first == resumed[0]
     assert all(256 <= tokens <= 512 + resumed[0] % 256 for tokens in others)
@@ -94,7 +94,7 @@ def test_prefill_and_decode_apart_answer_as_a_single_server_does(apart: Fleet) -
 
 
 @pytest.mark.parametrize("apart", MODELS, indirect=True)
-def test_what_a_proxy_of_vllm_sends_hands_over_too(apart: Fleet) -> None:
+def test_the_parameters_of_vllms_own_proxy_make_a_handoff_too(apart: Fleet) -> None:
     (ann,), bob = apart.prefillers, apart.decoder
     prompt = prompt_tokens(600, seed=200)
     before = value(bob, "hit_tokens", tier="peer")

@@ -13,7 +13,7 @@ import pytest
 
 from hetero_connector.artifacts.tail_lengths import MAX_TAILS
 from hetero_connector.engine import peer_matching, sessions
-from hetero_connector.engine.handing_over import handed_over, handoff_tokens
+from hetero_connector.engine.handoff import handoff_answer, handoff_tokens
 from hetero_connector.store.peer_card import PeerCard
 from ownership.directory import Claim
 from ownership.fleet_worker import FleetWorker
@@ -282,7 +282,7 @@ def test_a_remote_prefill_tells_its_proxy_what_to_tell_the_decoder(
 ) -> None:
     request = FakeRequest("a", PROMPT, kv_transfer_params=params)
     for kept in (0, 7):
-        assert handed_over(request, kept) == (handed and handed | {"prefilled_tokens": kept})
+        assert handoff_answer(request, kept) == (handed and handed | {"prefilled_tokens": kept})
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_a_decoder_believes_of_a_prefill_only_what_can_be(said: object, tokens: 
 
 
 @pytest.mark.parametrize("length", [3 * CHUNK + 40, 3 * CHUNK + 16, 3 * CHUNK + 1, 40, 2])
-def test_what_was_handed_over_off_the_grid_is_found_and_waited_for(
+def test_a_handoff_off_the_grid_is_found_and_waited_for(
     length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_matching, "_PREFILLS_PER_LOAD", LOAD_DEADLINE_S / WAIT_S)
@@ -327,7 +327,7 @@ def prefill(engine: Engine, name: str, prompt: list[int], **given: Any) -> dict[
     request = FakeRequest(name, prompt, kv_transfer_params=asked, **given)
     engine.admit(request)
     engine.step(**{name: len(prompt)})
-    said = handed_over(request, engine.finish(request))  # type: ignore[arg-type]
+    said = handoff_answer(request, engine.finish(request))  # type: ignore[arg-type]
     engine.step()
     assert said is not None
     return said
@@ -362,7 +362,7 @@ def test_a_prefill_that_the_fleet_does_not_hear_of_says_so(
 
 
 @pytest.mark.usefixtures("patient")
-def test_hand_overs_side_by_side_all_arrive_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handoffs_side_by_side_all_arrive_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short prompts end in the same first chunk, each at another token."""
     prompts = [tokens(length, seed=length) for length in range(20, 62)]
     assert len(prompts) > MAX_TAILS

@@ -408,7 +408,7 @@ def test_a_preempted_request_keeps_its_undecided_boundary(engine_of: Engines) ->
 
 
 def offered(boundaries: Sequence[int], **num_tokens: int) -> SimpleNamespace:
-    """A step in which vLLM hands over recurrent states at these boundaries."""
+    """A step in which vLLM passes on recurrent states at these boundaries."""
     output = scheduled(**num_tokens)
     offers = {name: [(1, 7, boundary) for boundary in boundaries] for name in num_tokens}
     output.kv_connector_block_state = SimpleNamespace(boundary_state_offloads=offers)
@@ -433,7 +433,7 @@ def test_recurrent_state_is_kept_where_the_policy_says_and_at_the_prompt_s_last_
     assert checkpoints(engine, KV) == [64, 128, 192, 256]
 
 
-HAND_OVER = {"do_remote_decode": True}
+HANDOFF = {"do_remote_decode": True}
 EXACT = replace(HYBRID, exact_handoffs=True)
 
 
@@ -456,7 +456,7 @@ def test_a_remote_prefill_is_kept_up_to_where_its_decoder_may_resume(
     engine_of: Engines, model: ModelSpec, length: int, end: int, step: int
 ) -> None:
     engine = engine_of(Zero(), model)
-    request = FakeRequest("a", tokens(length), kv_transfer_params=HAND_OVER)
+    request = FakeRequest("a", tokens(length), kv_transfer_params=HANDOFF)
     engine.admit(request)
     for start in range(0, length, step):
         engine.step(a=min(step, length - start))
@@ -466,11 +466,11 @@ def test_a_remote_prefill_is_kept_up_to_where_its_decoder_may_resume(
     assert engine.run(FakeRequest("c", [*tokens(length)[:-1], 300])) == end
 
 
-def test_a_prefill_that_decoded_on_is_handed_over_if_its_windows_are_there(
+def test_a_prefill_that_decoded_on_is_handed_off_if_its_windows_are_there(
     engine_of: Engines,
 ) -> None:
     engine = engine_of(Zero(), EXACT)
-    request = FakeRequest("a", tokens(150), kv_transfer_params=HAND_OVER)
+    request = FakeRequest("a", tokens(150), kv_transfer_params=HANDOFF)
     engine.admit(request)
     engine.step(a=150)
     decode(engine, request, 60)
@@ -483,7 +483,7 @@ def test_a_prefill_that_decoded_on_is_handed_over_if_its_windows_are_there(
 @pytest.mark.parametrize(("slots", "kept"), [(1, 64), (2, 128), (3, 144), (4, 149)])
 def test_a_prefill_says_how_much_of_it_found_room(slots: int, kept: int) -> None:
     engine = Engine(DENSE, dram_bytes=slots * 4096)
-    request = FakeRequest("a", tokens(150), kv_transfer_params=HAND_OVER)
+    request = FakeRequest("a", tokens(150), kv_transfer_params=HANDOFF)
     engine.admit(request)
     engine.step(a=150)
     assert engine.finish(request) == kept
@@ -500,7 +500,7 @@ def test_a_prefill_does_not_promise_what_was_evicted_before_it_ended(
     engine = Engine(DENSE, dram_bytes=4 * 4096)
     if matched:
         engine.run(FakeRequest("before", tokens(256)))
-    request = FakeRequest("a", tokens(length), kv_transfer_params=HAND_OVER)
+    request = FakeRequest("a", tokens(length), kv_transfer_params=HANDOFF)
     restored = engine.admit(request)
     engine.step(a=length - restored)
     engine.run(FakeRequest("b", tokens(128, seed=1)))
@@ -510,12 +510,12 @@ def test_a_prefill_does_not_promise_what_was_evicted_before_it_ended(
     engine.side.close()
 
 
-def test_a_local_chunk_that_has_just_begun_is_handed_over_without_its_state(
+def test_a_local_chunk_that_has_just_begun_is_handed_off_without_its_state(
     engine_of: Engines,
 ) -> None:
     """Chunks of 128 tokens: of the boundary at 256 only prefix-proportional state is kept."""
     engine = engine_of(Zero(), LOCAL)
-    request = FakeRequest("a", tokens(257), kv_transfer_params=HAND_OVER)
+    request = FakeRequest("a", tokens(257), kv_transfer_params=HANDOFF)
     engine.admit(request)
     engine.step(a=257)
     assert engine.finish(request) == 256

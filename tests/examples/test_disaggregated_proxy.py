@@ -164,9 +164,7 @@ def test_a_prefill_with_one_token_then_the_whole_to_the_decoder(path: str) -> No
         (b"{", {}),
     ],
 )
-def test_what_the_prefiller_hands_over_goes_to_the_decoder(
-    said: bytes, handed: dict[str, Any]
-) -> None:
+def test_the_prefillers_answer_goes_to_the_decoder(said: bytes, handed: dict[str, Any]) -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         return web.Response(body=said)
 

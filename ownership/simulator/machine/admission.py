@@ -178,7 +178,7 @@ class Admission:
             hits.peer = min(max(0, fetched), gained)
             hits.ssd = min(staged, gained - hits.peer)
             hits.dram = gained - hits.peer - hits.ssd
-        if request.handed_over and not request.generated:
+        if request.handed_off and not request.generated:
             request.decoder_hits = hits
         elif not request.generated:
             request.hits = hits

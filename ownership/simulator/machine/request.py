@@ -15,7 +15,7 @@ from ownership.simulator.traces.block_runs import BlockRuns
 @dataclass(slots=True, eq=False)
 class Hits:
     """Prompt tokens that were not computed, by where their state came from. Of a remote prefill
-    where it was prefilled: what is handed over then was computed for it."""
+    where it was prefilled: what is handed off then was computed for it."""
 
     hbm: int = 0
     dram: int = 0
@@ -46,14 +46,14 @@ class LiveRequest:
     answered_chain: BlockRuns | None = None
     """The full chunks of the prompt with its answer behind it, where they are known and kept."""
     short: ShortChunk | None = None
-    """Where it is resumed if it is handed over, unless that is where a full chunk ends."""
+    """Where it is resumed if it is handed off, unless that is where a full chunk ends."""
     shorts: Sequence[ShortChunk] = ()
     """All that its prompt begins with, this one among them."""
     was_decided: bool = False
     """Where it runs; once more if a worker dies."""
     decodes_elsewhere: bool = False
-    """It is only prefilled here, and handed over."""
-    handed_over: bool = False
+    """It is only prefilled here, and handed off."""
+    handed_off: bool = False
     """It was prefilled elsewhere."""
     expected_tokens: int = 0
     """What was thought to be left to compute when it was queued."""
@@ -114,9 +114,9 @@ class LiveRequest:
     first_token_s: float = -1.0
     preemptions: int = 0
 
-    def hand_over(self) -> None:
+    def hand_off(self) -> None:
         """It was prefilled: from now on it is its decoder's, where nothing was read for it yet."""
-        self.decodes_elsewhere, self.handed_over = False, True
+        self.decodes_elsewhere, self.handed_off = False, True
         self.was_staged, self.staged_stretches = False, ()
         self.peer_checkpoint = False
         self.staged_chunks = self.own_chunks = self.peer_chunks = 0
@@ -125,7 +125,7 @@ class LiveRequest:
         """Its worker died: nothing of it is left but what was told."""
         self.computed = self.total = self.generated = self.step_tokens = 0
         self.pinned = self.restore = self.reuse = None
-        self.was_staged = self.decodes_elsewhere = self.handed_over = False
+        self.was_staged = self.decodes_elsewhere = self.handed_off = False
         self.peer_checkpoint = False
         self.staged_stretches = ()
         self.staged_chunks = self.own_chunks = self.peer_chunks = 0

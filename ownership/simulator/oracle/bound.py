@@ -102,7 +102,7 @@ class _Known:
     kept: BlockRuns
     """The same with its answer, where that is kept."""
     begun_tokens: int = 0
-    """Leading tokens that may be found of a prompt that was handed over and kept."""
+    """Leading tokens that may be found of a prompt that was handed off and kept."""
     reused: int = 0
     """Leading chunks that others may have computed."""
     reused_ever: int = 0

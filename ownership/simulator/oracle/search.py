@@ -93,7 +93,7 @@ class ScriptedSpec(PolicySpec):
 
 
 def _ways(workers: int) -> Iterator[Way]:
-    """All there are: a fetch and a hand-over together too."""
+    """All there are: a fetch and a handoff together too."""
     for at in range(workers):
         yield Way(at, at)
     for decode, prefill in permutations(range(workers), 2):

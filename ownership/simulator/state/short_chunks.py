@@ -1,4 +1,4 @@
-"""Short chunks: the last, unfinished chunk of a prompt that one worker hands over to another."""
+"""Short chunks: the last, unfinished chunk of a prompt that one worker hands off to another."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ShortChunk(NamedTuple):
 def short_chunk(
     shape: StateShape, chain: BlockRuns, prompt_tokens: int, name: int
 ) -> ShortChunk | None:
-    """What ends where a prompt is resumed that is handed over; None: a full chunk does.
+    """What ends where a prompt is resumed that is handed off; None: a full chunk does.
 
     `name`: for it, where the trace has none for a prompt's unfinished block.
     """

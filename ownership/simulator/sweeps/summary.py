@@ -59,7 +59,7 @@ def rows(results: Iterable[Mapping[str, Any]]) -> list[Row]:
 
     Where the oracle is among them there is a figure `<name>_over_oracle` for each of `BOUNDED`:
     over that of the same seed, if it keeps answers as the policy does. Not where requests were
-    refused: the bound is of all. Nor where prompts are handed over at their last token: whoever
+    refused: the bound is of all. Nor where prompts are handed off at their last token: whoever
     sends such a prompt again may find more of it than the bound allows.
     """
     grouped: dict[tuple[_Setting, str], list[Mapping[str, Any]]] = {}

@@ -58,7 +58,7 @@ def test_a_transfer_slower_than_the_prefill_it_spares_is_left() -> None:
 
 
 def test_an_objective_that_cannot_be_met_refuses() -> None:
-    """TTFT: p1 0.15, hand-over of 999 bytes 0.0999, the last token 0.001: 0.2509 s."""
+    """TTFT: p1 0.15, handoff of 999 bytes 0.0999, the last token 0.001: 0.2509 s."""
     step, view = Step(1_000, held(900, 0)), fleet(queued=50)
     decision = decide(step, view, ttft_objective_s=0.25)
     assert decision.refusal is not None

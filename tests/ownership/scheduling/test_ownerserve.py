@@ -174,7 +174,7 @@ def test_a_short_match_elsewhere_is_computed_again() -> None:
 def test_a_long_prompt_is_prefilled_where_that_is_fast() -> None:
     """b computes ten times as fast as a, and decodes slowly: 10,000 tokens take it 1 s.
 
-    Handed over: 1 + 9,999 bytes 0.9999 + the last token 0.001 + decoding 0.1 = 2.1.
+    Handed off: 1 + 9,999 bytes 0.9999 + the last token 0.001 + decoding 0.1 = 2.1.
     Alone a takes 10.1 s, b 1 + 100 x 1.
     """
     slow, fast = (InterferenceCoefficients(s, 0.0, 0.0, 0.0, 0.0, 0.0) for s in (1.0, 0.001))

@@ -125,7 +125,7 @@ def test_by_hand() -> None:
 
 
 def test_a_way_with_everything_by_hand() -> None:
-    """a fetches 900 of 1,000 tokens from b, computes 100, hands over to c: as Conductor does.
+    """a fetches 900 of 1,000 tokens from b, computes 100, hands off to c: as Conductor does.
 
     network: 0.09 + 999 bytes 0.0999; compute: 0.1 + 0.001 for the last token.
     """
@@ -208,8 +208,8 @@ def test_a_prompt_that_fits_no_pages_is_not_saved_by_a_prefix_in_them() -> None:
     fleet = fleet_of(worker("a", hbm_bytes=1_000), worker("b", hbm_bytes=9_000))
     pricing = StepPricing(Step(1_200, {"a": HeldPrefix(600, 600, 600)}), fleet, FREE)
     assert pricing.local_total_s.tolist() == [math.inf, pytest.approx(1.2)]
-    handed_over = pricing.terms(Way(1, 0))
-    assert (handed_over.queue_s, handed_over.total_s) == (math.inf, math.inf)
+    handoff = pricing.terms(Way(1, 0))
+    assert (handoff.queue_s, handoff.total_s) == (math.inf, math.inf)
 
 
 def test_a_slow_link_and_a_busy_source_by_hand() -> None:

@@ -103,8 +103,10 @@ def test_of_a_write_only_what_was_down_is_there_when_it_is_back(share: float) ->
     assert figures(trace, spec).ssd_hit_tokens == 256 * int(32 * share)
 
 
-def _handing_over(*failures: Failure, bytes_per_s: float = 1e8) -> tuple[FleetSpec, float, float]:
-    """Prefill and decode apart; seconds of a hand-over, and of computing what it leaves."""
+def _fleet_with_handoffs(
+    *failures: Failure, bytes_per_s: float = 1e8
+) -> tuple[FleetSpec, float, float]:
+    """Prefill and decode apart; seconds of a handoff, and of computing what it leaves."""
     spec = fleet(3, roles=APART, cost_model=costs(bytes_per_s=bytes_per_s))
     step_s, token_s, pair_s = COMPUTE
     rest_s = step_s + 256 * token_s + pair_s * 256 * (8_192 - 128)
@@ -115,7 +117,7 @@ def _handing_over(*failures: Failure, bytes_per_s: float = 1e8) -> tuple[FleetSp
 def test_nobody_waits_for_a_transfer_to_a_worker_that_died() -> None:
     """It is sent again at once, and its prefill's pages are still there."""
     trace = trace_of(Session("a", (LONG,), 0.0))
-    spec, transfer_s, rest_s = _handing_over(Failure("w1", 1.0, 100.0))
+    spec, transfer_s, rest_s = _fleet_with_handoffs(Failure("w1", 1.0, 100.0))
     found = figures(trace, spec, "static_pd")
     # Copying to pages is slow, too: the reader rather computes it.
     assert found.ttft_p50_s == pytest.approx(1.0 + rest_s + transfer_s + LONG_S)
@@ -125,19 +127,19 @@ def test_nobody_waits_for_a_transfer_to_a_worker_that_died() -> None:
 
 def test_nobody_waits_for_a_transfer_from_a_worker_that_died() -> None:
     trace = trace_of(Session("a", (LONG,), 0.0))
-    spec, _, _ = _handing_over(Failure("w0", 1.0, 100.0))
+    spec, _, _ = _fleet_with_handoffs(Failure("w0", 1.0, 100.0))
     found = figures(trace, spec, "static_pd")
     assert found.ttft_p50_s == pytest.approx(1.0 + LONG_S), "computed where it was sent to"
     assert (found.resent, found.network_bytes) == (0, 0)
 
 
 def test_a_transfer_that_was_cut_off_holds_up_no_other() -> None:
-    """Two hand-overs leave one worker: the second goes on when the first one's reader has died."""
+    """Two handoffs leave one worker: the second goes on when the first one's reader has died."""
     other = Session("b", (prompt(900, 8_192, output=1),), 0.0)
     trace = trace_of(Session("a", (LONG,), 0.0), other)
-    spec, transfer_s, _ = _handing_over(Failure("w1", 1.0, 100.0))
+    spec, transfer_s, _ = _fleet_with_handoffs(Failure("w1", 1.0, 100.0))
     found = figures(trace, spec, "static_pd")
-    calm, _, _ = _handing_over()
+    calm, _, _ = _fleet_with_handoffs()
     assert found.span_s == pytest.approx(figures(trace, calm, "static_pd").span_s, rel=0.2)
     assert found.span_s < 3 * transfer_s
 
@@ -147,7 +149,7 @@ def test_replicas_are_not_on_their_readers_ssd(failures: tuple[Failure, ...]) ->
     """Nor what it computed of what its owner has."""
     second = replace(prompt(0, 10_240, output=1), parent=0, think_s=20.0)
     trace = trace_of(Session("a", (LONG, second), 0.0))
-    spec, *_ = _handing_over(*failures, bytes_per_s=100e9)
+    spec, *_ = _fleet_with_handoffs(*failures, bytes_per_s=100e9)
     run = run_of(trace, spec, "static_pd")
     assert run.workers["w1"].memory.ssd.used_bytes == 0
     assert run.workers["w0"].memory.ssd.used_bytes == 40 * CHUNK_BYTES
@@ -158,7 +160,7 @@ def test_what_continues_a_replica_is_on_its_owners_ssd() -> None:
     asked = replace(LONG, output_tokens=513)
     second = replace(prompt(0, 8_192 + 1_024, output=1), parent=0, think_s=20.0)
     trace = trace_of(Session("a", (asked, second), 0.0))
-    spec, *_ = _handing_over(bytes_per_s=100e9)
+    spec, *_ = _fleet_with_handoffs(bytes_per_s=100e9)
     run = run_of(trace, spec, "static_pd+answers=kept")
     ssd = run.workers["w1"].memory.ssd
     assert ssd.used_bytes == 2 * CHUNK_BYTES

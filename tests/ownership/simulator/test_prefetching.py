@@ -85,7 +85,7 @@ def test_everything_is_served_and_nothing_is_left_behind(
     requests = [request for session in trace for request in session.requests]
     prompts = sum(request.input_tokens // size for request in requests)
     most_bytes = StateShape.of(spec.model, size).moved_bytes(2 * prompts, 2 * len(requests))
-    # A turn ends at two workers where it is handed over.
+    # A turn ends at two workers where it is handed off.
     assert found.prefetched_bytes <= most_bytes, "a turn's state is staged once"
     dying = replace(spec, failures=(Failure("w1", dies_s, 5.0),))
     run = run_of(trace, dying, f"{policy}{options}+prefetch=on")

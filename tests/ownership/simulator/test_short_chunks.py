@@ -1,4 +1,4 @@
-"""Prompts handed over at their last token: where that short chunk goes, and who finds it."""
+"""Prompts handed off at their last token: where that short chunk goes, and who finds it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def apart(model: str = DENSE, bytes_per_s: float = 100e9) -> FleetSpec:
     return fleet(2, model, roles=(Role.PREFILL, Role.DECODE), cost_model=fast)
 
 
-def test_a_dense_prompt_is_handed_over_at_its_last_token() -> None:
+def test_a_dense_prompt_is_handed_off_at_its_last_token() -> None:
     trace = trace_of(Session("a", (prompt(0, 8_192, output=20),), 0.0))
     run = run_of(trace, apart(), POLICY)
     prefill, decode = run.workers.values()
@@ -51,7 +51,7 @@ def test_a_dense_prompt_is_handed_over_at_its_last_token() -> None:
     assert state_bytes_of(run, [decode])["fetched"] == {"dense_kv": exact}
 
 
-def test_with_windows_it_is_handed_over_on_their_grid_with_a_checkpoint() -> None:
+def test_with_windows_it_is_handed_off_on_their_grid_with_a_checkpoint() -> None:
     trace = trace_of(Session("a", (prompt(0, 8_192, output=20),), 0.0))
     run = run_of(trace, apart(HYBRID), POLICY)
     fetched = run.workers["w1"].flows.fetched
@@ -109,7 +109,7 @@ def test_what_computing_it_took_is_saved() -> None:
     tight=st.booleans(),
     dies_s=st.floats(0.0, 60.0),
 )
-def test_no_policy_that_hands_over_so_beats_the_oracle(
+def test_no_policy_with_such_handoffs_beats_the_oracle(
     seed: int, model: str, scheduling: str, options: str, tight: bool, dies_s: float
 ) -> None:
     trace = agents(5, rate=0.5, seed=seed)

@@ -87,7 +87,7 @@ def test_a_policy_is_told_over_the_oracle_of_its_kind() -> None:
     assert name not in alone[1].figures
 
 
-def test_hand_overs_at_the_last_token_are_not_told_over_the_oracle() -> None:
+def test_handoffs_at_the_last_token_are_not_told_over_the_oracle() -> None:
     found = [result("oracle", 0, 2.0), result("static_pd+handoffs=tokens", 0, 3.0)]
     assert f"{BOUNDED[0]}_over_oracle" not in rows(found)[1].figures
 

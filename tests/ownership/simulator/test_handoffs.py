@@ -1,4 +1,4 @@
-"""What a hand-over costs beside both engines' steps and the bytes that it moves."""
+"""What a handoff costs beside both engines' steps and the bytes that it moves."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_who_decodes_what_it_prefilled_pays_nothing() -> None:
 
 @pytest.mark.parametrize(("dead", "resent"), [("w0", 0), ("w1", 1)])
 def test_a_worker_that_dies_meanwhile_is_done_without(dead: str, resent: int) -> None:
-    """The decoder computes what nobody hands over; another takes what it was to decode."""
+    """A failed prefill is computed by the decoder; a failed decoder is replaced by another."""
     spec = apart(COST, Failure(dead, PREFILL_S + 0.1, 100.0))
     found = figures(TRACE, spec, "static_pd")
     assert (found.requests, found.resent) == (1, resent)

@@ -2,7 +2,7 @@
 
 vLLM's own prefix cache knows the grid only, so the reference of a resume off the grid is the
 engine without restores whose steps are cut there: with `STEP` tokens a step the last token of a
-prompt of k STEP + 1 is computed by itself, as it is after a hand-off.
+prompt of k STEP + 1 is computed by itself, as it is after a handoff.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ pytestmark = pytest.mark.engine
 STEP = 437
 CLEAR = 0.02
 """A logprob difference no rounding makes."""
-HAND_OVER = {"extra_args": {"kv_transfer_params": {"do_remote_decode": True}}}
+HANDOFF = {"extra_args": {"kv_transfer_params": {"do_remote_decode": True}}}
 ANSWER = 120
-"""Tokens: enough to fold every row of a block of 128 that was open at the hand-off."""
+"""Tokens: enough to fold every row of a block of 128 that was open at the handoff."""
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +54,10 @@ def cold(llm: Any, prompt: Sequence[int]) -> Completion:
         return generate(llm, prompt, ANSWER)
 
 
-def hand_over(llm: Any, prompt: Sequence[int]) -> None:
+def hand_off(llm: Any, prompt: Sequence[int]) -> None:
     """Compute the prompt, as a prefiller does, and leave nothing of it in the engine's cache."""
     forget(llm)
-    generate(llm, prompt, 1, **HAND_OVER)
+    generate(llm, prompt, 1, **HANDOFF)
     forget_local(llm)
 
 
@@ -84,7 +84,7 @@ def without_rows(llm: Any, boundary: int, window: int) -> Iterator[None]:
 def test_off_the_grid_it_resumes_at_the_last_token_and_exactly(llm: Any, steps: int) -> None:
     prompt = prompt_tokens(steps * STEP + 1, seed=steps)
     reference = cold(llm, prompt)
-    hand_over(llm, prompt)
+    hand_off(llm, prompt)
     restored = generate(llm, prompt, ANSWER)
     assert restored.num_cached_tokens == steps * STEP
     assert restored.tokens == reference.tokens
@@ -97,7 +97,7 @@ def test_power_both_compressors_rows_are_needed_there(llm: Any, window: int) -> 
     prompt = prompt_tokens(STEP + 1, seed=1)
     reference = cold(llm, prompt)
     assert delta(reference, cold(llm, flipped(prompt, 3))) > CLEAR
-    hand_over(llm, prompt)
+    hand_off(llm, prompt)
     with without_rows(llm, STEP, window):
         broken = generate(llm, prompt, ANSWER)
     assert broken.num_cached_tokens == STEP
@@ -110,7 +110,7 @@ def test_what_was_resumed_off_the_grid_is_stored_as_if_it_had_not_been(llm: Any)
     with no_restores(llm):
         generate(llm, turn[:513])
         reference = generate(llm, turn, 8)  # the engine's own hit
-    hand_over(llm, turn[: STEP + 1])
+    hand_off(llm, turn[: STEP + 1])
     assert generate(llm, turn[:600]).num_cached_tokens == STEP
     forget_local(llm)
     restored = generate(llm, turn, 8)
