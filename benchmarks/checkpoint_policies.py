@@ -31,8 +31,8 @@ from benchmarks import pareto, plots, policy_engine, session_day
 from benchmarks.agent_sessions import Session, recorded, synthetic
 from benchmarks.measure import machine_line, rounded, save, table
 from benchmarks.policy_replay import PolicyRun, replay
-from hetero_connector.planner.checkpoint_policy import NEVER
-from hetero_connector.planner.cost_profile import CostProfile
+from hetero_connector.planner.checkpoints import NEVER
+from hetero_connector.planner.profile import CostProfile
 
 MODELS = ("gemma-3-27b", "deepseek-v4-flash")
 FIXED = ("full", "periodic:4", "periodic:16", "periodic:64", "zero")

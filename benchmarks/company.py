@@ -14,7 +14,7 @@ from statistics import median
 from typing import NamedTuple
 
 from benchmarks.accounts import Account
-from hetero_connector.planner.cost_profile import CostProfile
+from hetero_connector.planner.profile import CostProfile
 from hetero_connector.planner.request_overhead import HandoffCost
 from ownership.simulator.traces.session import Trace
 

@@ -31,7 +31,7 @@ from benchmarks.measure import table
 from benchmarks.planned_engine import PlannedEngine
 from hetero_connector.artifacts.record import StoredChunk, Tier
 from hetero_connector.planner.decision import EngineLoad, RestoreDecision
-from hetero_connector.planner.restore_planner import Mode, RestorePlanner
+from hetero_connector.planner.planner import Mode, RestorePlanner
 
 MODELS = ("dense-bench", "gemma3")
 LEARNING = 50

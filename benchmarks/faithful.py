@@ -30,7 +30,7 @@ from benchmarks.measure import machine_line, rounded, save, table
 from examples.checkpoints import write_checkpoint
 from examples.serving import ENGINE_ENVIRONMENT, engine_arguments
 from hetero_connector.planner.cost_model import CostModel
-from hetero_connector.planner.cost_profile import CostProfile
+from hetero_connector.planner.profile import CostProfile
 from ownership.simulator.traces.session import Trace
 from ownership.simulator.traces.starts import PoissonStarts
 from ownership.simulator.traces.synthetic import synthetic

@@ -49,7 +49,7 @@ from benchmarks.step_costs import steps_alone_cost
 from examples.disaggregated_prefill.fleet import Fleet, fleet_of, value
 from examples.serving import Server, engine_arguments, stop_servers_on_sigterm
 from hetero_connector.planner.cost_model import CostModel
-from hetero_connector.planner.cost_profile import CostProfile
+from hetero_connector.planner.profile import CostProfile
 from ownership.scheduling.fleet import Role
 from ownership.simulator.traces.session import Request, Trace
 from ownership.simulator.traces.starts import PoissonStarts

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.engine_process import Engine, prompt_tokens
 from hetero_connector.artifacts.record import StoredChunk
 from hetero_connector.planner.decision import EngineLoad, RestoreDecision
-from hetero_connector.planner.restore_planner import Mode
+from hetero_connector.planner.planner import Mode
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.ssd import best_transfer
 from hetero_connector.store.ssd_directory import SsdDirectory

@@ -28,9 +28,9 @@ from hetero_connector.engine.restore_counts import RestoreCounter
 from hetero_connector.engine.restoring import Restorer
 from hetero_connector.engine.saving import Saver
 from hetero_connector.metrics import Recorder
-from hetero_connector.planner.checkpoint_policy import CheckpointPolicy
+from hetero_connector.planner.checkpoints import CheckpointPolicy
 from hetero_connector.planner.decision import EngineLoad, RestoreDecision
-from hetero_connector.planner.restore_planner import RestorePlanner
+from hetero_connector.planner.planner import RestorePlanner
 from hetero_connector.spec import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import ReadTiming, Restore, Save, Wanted

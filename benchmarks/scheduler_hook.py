@@ -27,11 +27,11 @@ from benchmarks.measure import Samples, machine_line, rounded, save, table, time
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.metrics import Recorder
-from hetero_connector.planner.checkpoint_policy import Full
+from hetero_connector.planner.checkpoints import Full
 from hetero_connector.planner.compute_model import ComputeRegression
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.load_model import LoadModel
-from hetero_connector.planner.restore_planner import RestorePlanner
+from hetero_connector.planner.planner import RestorePlanner
 from hetero_connector.spec import ModelSpec
 from hetero_connector.spec.presets import PRESETS
 from hetero_connector.store.artifact_store import ArtifactStore

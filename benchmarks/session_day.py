@@ -26,8 +26,8 @@ from benchmarks.replayed_engine import ReplayedEngine, SmallStore
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.metrics import COUNTERS, Recorder, split_key
-from hetero_connector.planner.checkpoint_policy import Rates, Sizes, policy_named
-from hetero_connector.planner.restore_planner import RestorePlanner
+from hetero_connector.planner.checkpoints import Rates, Sizes, policy_named
+from hetero_connector.planner.planner import RestorePlanner
 from hetero_connector.spec.presets import PRESETS
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig

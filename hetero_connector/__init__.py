@@ -14,7 +14,7 @@ from hetero_connector.spec import LayerSpec, ModelSpec, StateType
 
 if TYPE_CHECKING:
     from hetero_connector.connector import HeteroConnector
-    from hetero_connector.planner.restore_planner import RestorePlanner
+    from hetero_connector.planner.planner import RestorePlanner
     from hetero_connector.store.artifact_store import ArtifactStore
 
 __all__ = [
@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
 
         return ArtifactStore
     if name == "RestorePlanner":
-        from hetero_connector.planner.restore_planner import RestorePlanner
+        from hetero_connector.planner.planner import RestorePlanner
 
         return RestorePlanner
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

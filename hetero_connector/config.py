@@ -177,7 +177,7 @@ class HeteroConfig:
     """None: `ModelSpec.default_chunk_tokens()`."""
     layerwise: Literal["auto", "on", "off"] = "auto"
     checkpoints: str = "adaptive"
-    """`planner.checkpoint_policy.policy_named` takes it."""
+    """`planner.checkpoints.policy_named` takes it."""
     planner: Literal["cost", "always_load", "never_load"] = "cost"
     planner_profile: Path | None = None
     load_deadline_s: float = 10.0

@@ -14,11 +14,10 @@ from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.compute_model import ComputeCoefficients
-from hetero_connector.planner.cost_profile import CostProfile
-from hetero_connector.planner.engine_settings import EngineSettings
 from hetero_connector.planner.load_model import TierRates
-from hetero_connector.planner.profile_subject import ProfileSubject
-from hetero_connector.planner.window_replay import WindowReplay
+from hetero_connector.planner.plan import WindowReplay
+from hetero_connector.planner.planner import EngineSettings
+from hetero_connector.planner.profile import CostProfile, ProfileSubject
 from hetero_connector.spec import Family, ModelSpec
 from hetero_connector.store.generation_file import GENERATION_NAME, GenerationFile
 from hetero_connector.store.journal_format import JournalRow

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hetero_connector"
 SOURCES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "ownership").rglob("*.py")])
-MAX_LINES = 350
+MAX_LINES = 500
 
 ONLY_IN = {
     "vllm": (

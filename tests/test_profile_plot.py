@@ -13,9 +13,8 @@ from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine import calibration
 from hetero_connector.engine.calibration import Calibration, Sample
 from hetero_connector.planner.compute_model import ComputeCoefficients
-from hetero_connector.planner.cost_profile import CostProfile, FitError
 from hetero_connector.planner.load_model import TierRates
-from hetero_connector.planner.profile_subject import ProfileSubject
+from hetero_connector.planner.profile import CostProfile, FitError, ProfileSubject
 from hetero_connector.profile_plot import plot
 from hetero_connector.spec import StateType
 

@@ -22,7 +22,7 @@ from hetero_connector.artifacts.tensor_parallel import whole_model
 from hetero_connector.engine.rendezvous import WorkerGeometry
 from hetero_connector.engine.rounding import SHARED
 from hetero_connector.errors import UnsupportedModelError
-from hetero_connector.planner.profile_subject import ProfileSubject
+from hetero_connector.planner.profile import ProfileSubject
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -16,7 +16,7 @@ from hetero_connector.engine.block_tables import BlockTable
 from hetero_connector.engine.messages import StepMetadata
 from hetero_connector.engine.requests import PendingRestore, RequestTracker
 from hetero_connector.engine.restoring import Restorer
-from hetero_connector.planner.window_replay import WindowReplay
+from hetero_connector.planner.plan import WindowReplay
 from hetero_connector.spec import Family, LayerSpec, ModelSpec, StateType
 
 if TYPE_CHECKING:

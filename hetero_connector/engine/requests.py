@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.engine.request_identity import RequestIdentity, extra_keys
-from hetero_connector.planner.checkpoint_policy import Reuse
-from hetero_connector.planner.restore_plan import RestorePlan
+from hetero_connector.planner.checkpoints import Reuse
+from hetero_connector.planner.plan import RestorePlan
 from hetero_connector.store.base import Restore
 
 if TYPE_CHECKING:

@@ -25,13 +25,13 @@ from hetero_connector.engine.handoff import is_prefill
 from hetero_connector.engine.messages import ArtifactCopy, Blocks, PageCopy, Save
 from hetero_connector.engine.requests import RequestTracker
 from hetero_connector.engine.reservations import Reservations
-from hetero_connector.planner.checkpoint_policy import (
+from hetero_connector.planner.checkpoints import (
     Boundary,
     CheckpointPolicy,
     KeptBoundaries,
     Reuse,
 )
-from hetero_connector.planner.restore_plan import RestorePlan
+from hetero_connector.planner.plan import RestorePlan
 from hetero_connector.spec import StateType
 from hetero_connector.store.base import Store
 

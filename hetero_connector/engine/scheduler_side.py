@@ -35,11 +35,11 @@ from hetero_connector.engine.saving import Saver
 from hetero_connector.engine.sessions import Mode as PrefetchMode
 from hetero_connector.engine.sessions import Sessions
 from hetero_connector.metrics import Recorder
-from hetero_connector.planner.checkpoint_policy import CheckpointPolicy
+from hetero_connector.planner.checkpoints import CheckpointPolicy
 from hetero_connector.planner.decision import EngineLoad
-from hetero_connector.planner.restore_planner import RestorePlanner
-from hetero_connector.planner.think_times import ThinkTimes
-from hetero_connector.planner.window_replay import WindowReplay
+from hetero_connector.planner.plan import WindowReplay
+from hetero_connector.planner.planner import RestorePlanner
+from hetero_connector.planner.sessions import ThinkTimes
 from hetero_connector.spec import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 

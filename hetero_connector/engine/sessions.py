@@ -20,9 +20,8 @@ from hetero_connector.artifacts.canonical import encode
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ChunkKey, Tier
 from hetero_connector.engine.requests import RequestTracker
-from hetero_connector.planner.conversations import Conversations
 from hetero_connector.planner.cost_model import CostModel
-from hetero_connector.planner.think_times import ThinkTimes
+from hetero_connector.planner.sessions import Conversations, ThinkTimes
 from hetero_connector.store.base import Store
 from hetero_connector.store.prefetch_schedule import ExpectedReturn, staging_start_s
 

@@ -30,7 +30,7 @@ from hetero_connector.engine.scheduler_side import SchedulerSide
 from hetero_connector.engine.worker_side import WorkerSide
 from hetero_connector.errors import ConfigError
 from hetero_connector.metrics import Recorder
-from hetero_connector.planner.checkpoint_policy import (
+from hetero_connector.planner.checkpoints import (
     CheckpointPolicy,
     Full,
     Rates,
@@ -39,13 +39,11 @@ from hetero_connector.planner.checkpoint_policy import (
 )
 from hetero_connector.planner.compute_model import ComputeRegression
 from hetero_connector.planner.cost_model import CostModel
-from hetero_connector.planner.cost_profile import CostProfile
-from hetero_connector.planner.engine_settings import EngineSettings
 from hetero_connector.planner.load_model import LoadModel
-from hetero_connector.planner.profile_subject import ProfileSubject
-from hetero_connector.planner.restore_planner import RestorePlanner
-from hetero_connector.planner.think_times import ThinkTimes
-from hetero_connector.planner.window_replay import WindowReplay
+from hetero_connector.planner.plan import WindowReplay
+from hetero_connector.planner.planner import EngineSettings, RestorePlanner
+from hetero_connector.planner.profile import CostProfile, ProfileSubject
+from hetero_connector.planner.sessions import ThinkTimes
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig

@@ -1,13 +1,23 @@
-"""What a restore costs, in seconds: the terms and the models behind them."""
+"""What a restore costs, in seconds: the terms and the models behind them.
+
+How long a request whose load is staged waits while others decode.
+
+Staging begins with one of their steps and is looked for between two of them. The step in which it
+begins is longer than a decode step is on its own (the request is planned in it, and the read shares
+the interpreter and the cores), and what an engine does between steps is in the time of none: how
+much that is, is learned.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 from typing import NamedTuple
 
-from hetero_connector.planner.compute_model import ComputeRegression
-from hetero_connector.planner.interference_model import (
+from hetero_connector.planner.compute_model import (
+    ComputeRegression,
     InterferenceCoefficients,
     InterferenceRegression,
 )
@@ -18,7 +28,6 @@ from hetero_connector.planner.request_overhead import (
     HandoffCost,
     RequestOverhead,
 )
-from hetero_connector.planner.staging_delay import StagingDelay
 
 
 class CostTerms(NamedTuple):
@@ -59,6 +68,33 @@ class CostWeights:
         for weight in (self.stall, self.hbm_s_per_gib_s):
             if not 0.0 <= weight < math.inf:
                 raise ValueError(f"weights are finite and at least 0: {self}")
+
+
+_REMEMBERED = 31
+_MOST_STEPS = 0.5
+"""Of longer waits the engine was full, or something else came between."""
+
+
+class StagingDelay:
+    """Seconds from the beginning of a staging to the step that admits its request."""
+
+    def __init__(self) -> None:
+        self._extra_steps = deque([0.0], _REMEMBERED)
+        self._extra = 0.0
+
+    def delay_s(self, step_s: float) -> float:
+        """What the wait is longer than the staging, on average, where decodes take steps of
+        `step_s`. It is never less than half a step and this."""
+        return step_s * (0.5 + self._extra)
+
+    def observe(self, staged_s: float, step_s: float, waited_s: float) -> None:
+        """A request waited `waited_s` for a staging of `staged_s`, beside nothing but decodes."""
+        if staged_s <= 0.0 or step_s <= 0.0:
+            return
+        expected_s = max(staged_s, step_s / 2) + step_s / 2
+        extra = (waited_s - expected_s) / step_s
+        self._extra_steps.append(min(max(extra, -_MOST_STEPS), _MOST_STEPS))
+        self._extra = max(0.0, median(self._extra_steps))
 
 
 @dataclass

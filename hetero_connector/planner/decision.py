@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.cost_model import CostTerms
-from hetero_connector.planner.restore_plan import RestorePlan
+from hetero_connector.planner.plan import RestorePlan
 
 
 class RestoreAction(StrEnum):

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.changes import ChangeDetector
-from hetero_connector.planner.least_squares import RelativeErrors, RobustLeastSquares
+from hetero_connector.planner.cost_fit import ChangeDetector, RelativeErrors, RobustLeastSquares
 from hetero_connector.spec.state_types import StateType
 
 _LEAST_S_PER_BYTE = 1e-30

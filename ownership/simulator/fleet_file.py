@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from hetero_connector.errors import ConfigError, SimulationError
 from hetero_connector.planner.cost_model import CostModel
-from hetero_connector.planner.cost_profile import CostProfile
+from hetero_connector.planner.profile import CostProfile
 from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.presets import PRESETS
 from ownership.scheduling.fleet import Link, Role

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from hetero_connector.errors import SimulationError
-from hetero_connector.planner.restore_planner import Mode
+from hetero_connector.planner.planner import Mode
 from ownership.scheduling.admission import Admitting, TtftObjective
 from ownership.scheduling.ownerserve import OwnerServe
 from ownership.scheduling.policy import SchedulingPolicy

@@ -14,12 +14,12 @@ from hetero_connector.engine.fleet import Fleet
 from hetero_connector.engine.messages import StepMetadata, WorkerReport
 from hetero_connector.engine.scheduler_side import SchedulerSide
 from hetero_connector.metrics import COUNTERS, Recorder
-from hetero_connector.planner.checkpoint_policy import CheckpointPolicy, Full
+from hetero_connector.planner.checkpoints import CheckpointPolicy, Full
 from hetero_connector.planner.compute_model import ComputeRegression
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.load_model import LoadModel
-from hetero_connector.planner.restore_planner import Mode, RestorePlanner
-from hetero_connector.planner.window_replay import WindowReplay
+from hetero_connector.planner.plan import WindowReplay
+from hetero_connector.planner.planner import Mode, RestorePlanner
 from hetero_connector.spec import ModelSpec
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hetero_connector.engine.messages import LostLoad, StepMetadata, WorkerReport
-from hetero_connector.planner.window_replay import WindowReplay
+from hetero_connector.planner.plan import WindowReplay
 from hetero_connector.spec import ModelSpec, StateType
 from tests.engine.fakes import DENSE, HYBRID, FakeRequest, layer, scheduled
 from tests.engine.stepped import Engine, in_use, tokens

@@ -17,7 +17,7 @@ from examples.checkpoints import write_checkpoint
 from examples.serving import ENGINE_ENVIRONMENT, engine_arguments
 from hetero_connector import cli
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.cost_profile import CostProfile
+from hetero_connector.planner.profile import CostProfile
 from tests.engine.harness import engine, generate, prompt_tokens, scheduler_side
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ import pytest
 
 from hetero_connector.artifacts.chain import RequestChain
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.think_times import ThinkTimes
+from hetero_connector.planner.sessions import ThinkTimes
 from tests.engine.harness import (
     Completion,
     delta,

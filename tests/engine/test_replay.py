@@ -21,7 +21,7 @@ from hetero_connector import explaining
 from hetero_connector.engine import replaying, slot_masks
 from hetero_connector.engine.pages import HostPages
 from hetero_connector.inspection import find_models
-from hetero_connector.planner.window_replay import WindowReplay
+from hetero_connector.planner.plan import WindowReplay
 from hetero_connector.spec import StateType
 from tests.engine.by_hand import add, step, worker_connector
 from tests.engine.harness import (

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_connector.engine.messages import StepMetadata
-from hetero_connector.planner.window_replay import WindowReplay
+from hetero_connector.planner.plan import WindowReplay
 from hetero_connector.spec import Family, ModelSpec, StateType
 from tests.engine.fakes import FakeRequest, layer, scheduled
 from tests.engine.stepped import Engine, in_use, tokens

@@ -10,7 +10,7 @@ import pytest
 
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine.messages import StepMetadata
-from hetero_connector.planner.checkpoint_policy import (
+from hetero_connector.planner.checkpoints import (
     Adaptive,
     Boundary,
     CheckpointPolicy,
@@ -21,7 +21,7 @@ from hetero_connector.planner.checkpoint_policy import (
     Sizes,
     Zero,
 )
-from hetero_connector.planner.restore_plan import RestorePlan
+from hetero_connector.planner.plan import RestorePlan
 from hetero_connector.spec import ModelSpec, RestoreRule, StateType
 from tests.engine.fakes import DENSE, HYBRID, FakeRequest, layer, scheduled
 from tests.engine.stepped import CHUNK, Engine, in_use, tokens

@@ -16,11 +16,11 @@ from hetero_connector.engine import sessions
 from hetero_connector.engine.scheduler_side import SchedulerSide
 from hetero_connector.engine.sessions import Mode, SessionHint
 from hetero_connector.metrics import Recorder
-from hetero_connector.planner.checkpoint_policy import Full
+from hetero_connector.planner.checkpoints import Full
 from hetero_connector.planner.compute_model import ComputeRegression
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.load_model import LoadModel
-from hetero_connector.planner.restore_planner import RestorePlanner
+from hetero_connector.planner.planner import RestorePlanner
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
 from hetero_connector.store.fair_shares import FairShares

@@ -21,7 +21,7 @@ from hetero_connector.engine.start import (
 )
 from hetero_connector.errors import ConfigError
 from hetero_connector.machine import GIB
-from hetero_connector.planner.checkpoint_policy import (
+from hetero_connector.planner.checkpoints import (
     NEVER,
     Adaptive,
     Full,
@@ -31,9 +31,8 @@ from hetero_connector.planner.checkpoint_policy import (
 )
 from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
 from hetero_connector.planner.cost_model import CostModel
-from hetero_connector.planner.cost_profile import CostProfile
 from hetero_connector.planner.load_model import LoadModel
-from hetero_connector.planner.profile_subject import ProfileSubject
+from hetero_connector.planner.profile import CostProfile, ProfileSubject
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.store.base import StoreConfig
 from tests.engine.fakes import HYBRID, layer

@@ -33,11 +33,11 @@ from hetero_connector.engine.messages import StepMetadata
 from hetero_connector.engine.scheduler_side import SchedulerSide
 from hetero_connector.engine.worker_side import WorkerSide
 from hetero_connector.metrics import COUNTERS, Recorder
-from hetero_connector.planner.checkpoint_policy import Full
+from hetero_connector.planner.checkpoints import Full
 from hetero_connector.planner.compute_model import ComputeRegression
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.load_model import LoadModel
-from hetero_connector.planner.restore_planner import RestorePlanner
+from hetero_connector.planner.planner import RestorePlanner
 from hetero_connector.spec import LayerSpec
 from hetero_connector.store.artifact_store import ArtifactStore
 from tests.engine.adversarial_device import AdversarialDevice

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ChunkKey, ChunkRange, StoredChunk, Tier
-from hetero_connector.planner.checkpoint_policy import (
+from hetero_connector.planner.checkpoints import (
     NEVER,
     PERIODS,
     Adaptive,
@@ -32,7 +32,7 @@ from hetero_connector.planner.checkpoint_policy import (
 from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.load_model import LoadModel
-from hetero_connector.planner.restore_plan import plan_restore
+from hetero_connector.planner.plan import plan_restore
 from hetero_connector.spec import StateType
 from hetero_connector.spec.presets import PRESETS
 from tests.planner.stored_chunks import HYBRID

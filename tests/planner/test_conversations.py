@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
-from hetero_connector.planner.conversations import Conversations
+from hetero_connector.planner.sessions import Conversations
 
 CHUNK, GRAIN = 16, 4
 HASHER = ChainHasher(b"f", CHUNK)

@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.errors import ConfigError
-from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
+from hetero_connector.planner.compute_model import (
+    ComputeCoefficients,
+    ComputeRegression,
+    InterferenceCoefficients,
+    StepMix,
+)
 from hetero_connector.planner.cost_model import CostModel, CostWeights
-from hetero_connector.planner.cost_profile import CostProfile, FitError
-from hetero_connector.planner.interference_model import InterferenceCoefficients, StepMix
 from hetero_connector.planner.load_model import LoadModel, TierRates
-from hetero_connector.planner.profile_subject import ProfileSubject
+from hetero_connector.planner.profile import CostProfile, FitError, ProfileSubject
 from hetero_connector.planner.request_overhead import NO_OVERHEAD, HandoffCost, RequestOverhead
 from hetero_connector.spec import StateType
 

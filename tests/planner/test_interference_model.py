@@ -6,11 +6,12 @@ import random
 
 import pytest
 
-from hetero_connector.planner.compute_model import ComputeCoefficients, attention_work
-from hetero_connector.planner.interference_model import (
+from hetero_connector.planner.compute_model import (
+    ComputeCoefficients,
     InterferenceCoefficients,
     InterferenceRegression,
     StepMix,
+    attention_work,
 )
 
 TRUE = InterferenceCoefficients(8e-3, 5e-5, 2e-8, 1.5e-3, 4e-5, 3e-10)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_connector.planner.least_squares import RelativeErrors, RobustLeastSquares
+from hetero_connector.planner.cost_fit import RelativeErrors, RobustLeastSquares
 
 PRIOR = (5e-3, 1e-4)
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from hetero_connector.planner.compute_model import ComputeRegression
-from hetero_connector.planner.pace import SpeedFactor
+from hetero_connector.planner.cost_fit import SpeedFactor
 
 
 def test_as_a_rule_it_is_1() -> None:

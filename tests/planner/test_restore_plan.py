@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_connector.planner.restore_plan import plan_restore
+from hetero_connector.planner.plan import plan_restore
 from tests.planner.stored_chunks import CHUNK, DENSE, HYBRID, KV, SWA, stored
 
 

@@ -15,9 +15,9 @@ from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeR
 from hetero_connector.planner.cost_model import CostModel, CostTerms, CostWeights
 from hetero_connector.planner.decision import EngineLoad, RestoreAction, RestoreDecision
 from hetero_connector.planner.load_model import LoadModel, TierRates
+from hetero_connector.planner.plan import plan_restore
+from hetero_connector.planner.planner import RestorePlanner
 from hetero_connector.planner.pricing import Prices, Pricing
-from hetero_connector.planner.restore_plan import plan_restore
-from hetero_connector.planner.restore_planner import RestorePlanner
 from hetero_connector.spec import ModelSpec, StateType
 from tests.planner.chains import (
     CHUNK,

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_connector.planner.cost_model import CostModel
-from hetero_connector.planner.staging_delay import StagingDelay
+from hetero_connector.planner.cost_model import CostModel, StagingDelay
 from tests.planner.chains import DENSE, costs_of
 
 STEP_S = 0.010

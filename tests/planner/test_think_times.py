@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_connector.planner.think_times import EARLY, LATE, ThinkTimes
+from hetero_connector.planner.sessions import EARLY, LATE, ThinkTimes
 
 
 def played(rng: random.Random, sessions: int, turns: int, sigma: float) -> tuple[ThinkTimes, float]:

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from hetero_connector.artifacts.record import StoredChunk, Tier
 from hetero_connector.planner.decision import EngineLoad
-from hetero_connector.planner.restore_plan import RestorePlan
-from hetero_connector.planner.restore_planner import Mode, RestorePlanner
-from hetero_connector.planner.window_replay import WindowReplay, plan_replay
+from hetero_connector.planner.plan import RestorePlan, WindowReplay, plan_replay
+from hetero_connector.planner.planner import Mode, RestorePlanner
 from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
 from tests.planner.chains import chain_of, costs_of, in_tier, layout_of
 from tests.planner.stored_chunks import CHUNK, HYBRID, KV, SWA, stored

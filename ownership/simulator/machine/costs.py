@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
-from hetero_connector.planner.cost_model import CostModel
-from hetero_connector.planner.interference_model import (
+from hetero_connector.planner.compute_model import (
+    ComputeCoefficients,
+    ComputeRegression,
     InterferenceCoefficients,
     InterferenceRegression,
 )
+from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.spec.model_spec import ModelSpec
 from ownership.simulator.machine.hardware import SUSTAINED, Hardware, Sustained

@@ -14,7 +14,7 @@ from statistics import fmean
 from hetero_connector.artifacts.nodes import Artifact, Node
 from hetero_connector.artifacts.record import ROOT, ChunkRange, SlotRef, Tier
 from hetero_connector.planner.cost_model import CostModel
-from hetero_connector.planner.think_times import ThinkTimes
+from hetero_connector.planner.sessions import ThinkTimes
 from hetero_connector.store.moments import Moments
 from hetero_connector.store.prefetch_schedule import (
     ExpectedReturn,

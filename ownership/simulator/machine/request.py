@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hetero_connector.planner.checkpoint_policy import Reuse
+from hetero_connector.planner.checkpoints import Reuse
 from ownership.simulator.state.restoring import Restore
 from ownership.simulator.state.runs import Run
 from ownership.simulator.state.short_chunks import ShortChunk

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.checkpoint_policy import CheckpointPolicy, Rates, Sizes, policy_named
+from hetero_connector.planner.checkpoints import CheckpointPolicy, Rates, Sizes, policy_named
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.decision import EngineLoad
-from hetero_connector.planner.restore_planner import Mode
+from hetero_connector.planner.planner import Mode
 from hetero_connector.store.admission import Admission as SsdAdmission
 from hetero_connector.store.seconds_saved import SecondsSaved
 from hetero_connector.store.write_budget import WriteBudget

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from hetero_connector.artifacts.record import ChunkKey
-from hetero_connector.planner.checkpoint_policy import (
+from hetero_connector.planner.checkpoints import (
     Boundary,
     CheckpointPolicy,
     KeptBoundaries,

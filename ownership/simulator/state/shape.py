@@ -9,7 +9,7 @@ from functools import cached_property
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.planner.boundaries import ChunkGrid
-from hetero_connector.planner.checkpoint_policy import Sizes
+from hetero_connector.planner.checkpoints import Sizes
 from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.state_types import Family, RestoreRule, StateType
 from ownership.scheduling.footprint import StateFootprint

@@ -5,12 +5,13 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
-from hetero_connector.planner.cost_model import CostModel
-from hetero_connector.planner.interference_model import (
+from hetero_connector.planner.compute_model import (
+    ComputeCoefficients,
+    ComputeRegression,
     InterferenceCoefficients,
     InterferenceRegression,
 )
+from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.spec import StateType
 from ownership.scheduling import (

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_connector.errors import NoWorkerError
-from hetero_connector.planner.interference_model import InterferenceCoefficients
+from hetero_connector.planner.compute_model import InterferenceCoefficients
 from ownership.scheduling import (
     Action,
     Decision,

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_connector.artifacts.record import Tier
+from hetero_connector.planner.compute_model import InterferenceCoefficients
 from hetero_connector.planner.decision import EngineLoad
-from hetero_connector.planner.interference_model import InterferenceCoefficients
-from hetero_connector.planner.restore_planner import RestorePlanner
+from hetero_connector.planner.planner import RestorePlanner
 from ownership.scheduling import (
     FleetView,
     HeldPrefix,

@@ -7,9 +7,8 @@ import pytest
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.errors import SimulationError
 from hetero_connector.planner.compute_model import ComputeCoefficients
-from hetero_connector.planner.cost_profile import CostProfile
 from hetero_connector.planner.load_model import TierRates
-from hetero_connector.planner.profile_subject import ProfileSubject
+from hetero_connector.planner.profile import CostProfile, ProfileSubject
 from hetero_connector.spec.presets import PRESETS
 from ownership.scheduling.fleet import Link, Role
 from ownership.simulator.fleet_file import read_fleet

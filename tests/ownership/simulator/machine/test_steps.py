@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_connector.planner.interference_model import InterferenceCoefficients
+from hetero_connector.planner.compute_model import InterferenceCoefficients
 from ownership.simulator.machine.channel import Channel, start_between
 from ownership.simulator.machine.steps import StepTimes
 from tests.ownership.simulator.small_fleets import AT_ONCE, DECODE, FREE, costs

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hetero_connector.planner.checkpoint_policy import (
+from hetero_connector.planner.checkpoints import (
     Adaptive,
     Full,
     Periodic,

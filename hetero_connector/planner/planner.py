@@ -1,21 +1,23 @@
-"""Choosing what to restore: load, compute, or both, by predicted cost."""
+"""Choosing what to restore: load, compute, or both, by predicted cost.
+
+What of an engine's settings its planner goes by; a journal keeps it, for `explain`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Literal, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import StoredChunk, Tier
 from hetero_connector.planner.boundaries import ChunkGrid
+from hetero_connector.planner.candidates import CandidateSet
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.decision import EngineLoad, RestoreAction, RestoreDecision
-from hetero_connector.planner.moving import TierTable
-from hetero_connector.planner.pricing import Pricing
-from hetero_connector.planner.restore_plan import RestorePlan, plan_restore
-from hetero_connector.planner.weighing import CandidateSet
-from hetero_connector.planner.window_replay import plan_replay
+from hetero_connector.planner.plan import RestorePlan, plan_replay, plan_restore
+from hetero_connector.planner.pricing import Pricing, TierTable
 from hetero_connector.spec.model_spec import ModelSpec
 
 Mode = Literal["cost", "always_load", "never_load"]
@@ -137,3 +139,37 @@ def _actions(
         yield RestoreAction.RECOMPUTE_TAIL
     if by_cost and weighing.leads_further(plan):
         yield RestoreAction.DROP_LOW_UTILITY_ARTIFACT
+
+
+ENGINE_SETTINGS = "engine_settings"
+"""Key of a journal's description. Journals of earlier releases lack it."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The defaults stand for an engine that did not say."""
+
+    planner: Mode = "cost"
+    step_tokens: int = 0
+    """`CostModel.step_tokens`."""
+    layerwise: bool = True
+    """`EngineLoad.layerwise`."""
+    load_deadline_s: float = 10.0
+
+    @classmethod
+    def of(cls, description: Mapping[str, Any]) -> EngineSettings | None:
+        """What a description says; None if nothing. Raises TypeError where it makes no sense."""
+        told = description.get(ENGINE_SETTINGS)
+        return None if told is None else cls(**told)
+
+    def described(self) -> dict[str, Any]:
+        """For a description."""
+        return {ENGINE_SETTINGS: asdict(self)}
+
+    def __str__(self) -> str:
+        steps = f"steps of {self.step_tokens} tokens" if self.step_tokens else "one step"
+        loads = "layer by layer" if self.layerwise else "between steps"
+        return (
+            f"planner={self.planner}, {steps}, loads {loads}, "
+            f"load_deadline_s={self.load_deadline_s:g}"
+        )

@@ -21,8 +21,8 @@ from hetero_connector.planner.boundaries import (
 )
 from hetero_connector.planner.cost_model import CostTerms
 from hetero_connector.planner.decision import RestoreCandidate
+from hetero_connector.planner.plan import RestorePlan
 from hetero_connector.planner.pricing import Prices, Pricing
-from hetero_connector.planner.restore_plan import RestorePlan
 from hetero_connector.spec.state_types import StateType
 
 

@@ -7,6 +7,21 @@ prefills have taught (covariance wind-up); coefficients held at or above zero; a
 that fades towards the default.
 
 The solver is plain Python: three to seven unknowns are too few for numpy to pay.
+
+Tells a change from outliers: outliers come alone, a change stays.
+
+A regression that gives outliers little weight takes hundreds of samples to believe that a disk
+is five times slower now. Those that surprise it are therefore kept until the next of their size
+does not; a few in a row that all err to one side are the new state of things.
+
+How fast the machine is now, against how fast it usually is.
+
+Clocks throttle, neighbours come and go: everything takes half as long again for some
+seconds, short steps and long ones alike. Samples of all sizes tell that one factor within a
+few of them; coefficients, which they have to be told apart by, need dozens.
+
+What is noise and what is drift shows in whether it lasts. The factor is the best guess of a
+first-order autoregressive process: the last level, as far as levels have been repeating.
 """
 
 from __future__ import annotations
@@ -15,8 +30,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-from hetero_connector.planner.changes import ChangeDetector, Sample
+from typing import NamedTuple
 
 _FORGETTING = 0.995
 """Weight that a size class's older samples keep at each new one: about 200 count."""
@@ -246,3 +260,89 @@ def _backward(factor: list[list[float]], right: list[float]) -> list[float]:
         for j in range(i):
             solved[j] -= factor[i][j] * solved[i]
     return solved
+
+
+_LEAST = 0.25
+"""Part of the seconds by which a sample has to be off. Forgetting follows smaller changes."""
+_IN_A_ROW = 3
+
+
+class Sample(NamedTuple):
+    """What a regression learns from."""
+
+    features: Sequence[float]
+    seconds: float
+    size_class: int
+
+
+class ChangeDetector:
+    """The samples of each size since the last that was as predicted. Not thread-safe.
+
+    Sizes are told apart because a change need not show in all: a slower disk takes as long as
+    before over what is small, and such loads between the large ones are no proof against it.
+    """
+
+    def __init__(self) -> None:
+        self._in_a_row: dict[tuple[int, bool], list[Sample]] = {}
+        """By size class, and whether they took longer than predicted."""
+
+    def update(self, sample: Sample, predicted_s: float, bound: float) -> Sequence[Sample]:
+        """The samples that make a change, this one last; none while there is none.
+
+        `bound`: part of the seconds by which samples are often off.
+        """
+        longer = sample.seconds > predicted_s
+        self._in_a_row.pop((sample.size_class, not longer), None)
+        shorter_s, longer_s = sorted((sample.seconds, predicted_s))
+        if longer_s - shorter_s <= max(bound, _LEAST) * longer_s:
+            self._in_a_row.pop((sample.size_class, longer), None)
+            return ()
+        in_a_row = self._in_a_row.setdefault((sample.size_class, longer), [])
+        in_a_row.append(sample)
+        if len(in_a_row) < _IN_A_ROW:
+            return ()
+        self._in_a_row.clear()
+        return in_a_row
+
+
+_FADING = 0.9
+"""Weight that older samples keep in the autocorrelation: about 10 count."""
+_UNCERTAIN = 0.01
+"""Variance of a level that is taken for noise until samples show more."""
+_USUAL_GAIN = 0.01
+_FARTHEST = 2.0
+"""Logarithm of the greatest ratio taken seriously: about 7."""
+
+
+class SpeedFactor:
+    """One factor on all predictions. A single outlier does not move it; two in a row do."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        """Seconds now for each second as a rule."""
+        self._log = 0.0
+        self._before = 0.0
+        self._covariance, self._variance = 0.0, _UNCERTAIN
+        self._usual: dict[int, float] = {}
+
+    def follow(self, ratio: float, size_class: int) -> None:
+        """A sample took `ratio`, above 0, times what it should as a rule.
+
+        Each size class counts by how far it is off its own usual ratio: what the
+        coefficients get wrong about short steps says nothing about long ones.
+        """
+        off = min(_FARTHEST, max(-_FARTHEST, math.log(ratio)))
+        usual = self._usual.get(size_class, 0.0)
+        level = off - usual
+        self._usual[size_class] = usual + _USUAL_GAIN * level
+        repeats = self._repeats(level)
+        # The middle of the present factor and the last two: what is alone does not count.
+        middle = sorted((self._log, self._before, level))[1]
+        self._log, self._before = repeats * middle, level
+        self.factor = math.exp(self._log)
+
+    def _repeats(self, level: float) -> float:
+        """Autocorrelation of the levels, in [0, 1]: how much of one is found in the next."""
+        self._covariance = _FADING * self._covariance + (1 - _FADING) * level * self._before
+        self._variance = _FADING * self._variance + (1 - _FADING) * level * level
+        return min(1.0, max(0.0, self._covariance / self._variance))

@@ -1,7 +1,11 @@
-"""A cost model on disk: what `heterocache calibrate` measured, as JSON."""
+"""A cost model on disk: what `heterocache calibrate` measured, as JSON.
+
+What a cost profile was measured on: its figures hold for no other model or machine.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,15 +15,15 @@ from typing import Any, TypeVar
 
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.errors import ConfigError
-from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
-from hetero_connector.planner.cost_model import CostModel, CostWeights
-from hetero_connector.planner.interference_model import (
+from hetero_connector.planner.compute_model import (
+    ComputeCoefficients,
+    ComputeRegression,
     InterferenceCoefficients,
     InterferenceRegression,
 )
-from hetero_connector.planner.least_squares import RelativeErrors
+from hetero_connector.planner.cost_fit import RelativeErrors
+from hetero_connector.planner.cost_model import CostModel, CostWeights
 from hetero_connector.planner.load_model import LoadModel, TierRates
-from hetero_connector.planner.profile_subject import ProfileSubject
 from hetero_connector.planner.request_overhead import (
     NO_HANDOFF,
     NO_OVERHEAD,
@@ -315,3 +319,48 @@ def _error_json(error: FitError | None) -> dict[str, Any] | None:
     if error is None:
         return None
     return {"samples": error.samples, "median": error.median, "p95": error.p95}
+
+
+@dataclass(frozen=True)
+class ProfileSubject:
+    """What decides how long steps and loads take, a model's weights apart.
+
+    A tuned model costs what its base model costs; where its files lie does not matter.
+    """
+
+    architecture: str
+    """Model class, e.g. `LlamaForCausalLM`."""
+    config: str
+    """Digest of the model's config as the engine runs it."""
+    model_dtype: str
+    quantization: str
+    """"" for none."""
+    kv_cache_dtype: str
+    tp_size: int
+    machine: str
+    """The device and how many there are; "" where nothing is said of it."""
+
+    @classmethod
+    def of(cls, description: Mapping[str, Any], machine: str = "") -> ProfileSubject:
+        """From `Fingerprint.describe`, or what a journal keeps of it. KeyError if it lacks any."""
+        config = json.dumps(description["hf_config"], sort_keys=True).encode()
+        return cls(
+            str(description["architecture"]),
+            hashlib.blake2b(config, digest_size=8).hexdigest(),
+            str(description["model_dtype"]),
+            str(description["quantization"] or ""),
+            str(description["kv_cache_dtype"]),
+            int(description["tp_size"]),
+            machine,
+        )
+
+    def differences(self, other: ProfileSubject) -> list[str]:
+        """What is not the same here, in `other`, in words; machines only if both are known."""
+        mine, theirs = asdict(self), asdict(other)
+        if not (self.machine and other.machine):
+            del mine["machine"]
+        return [
+            f"{name} {value!r} there, {theirs[name]!r} here"
+            for name, value in mine.items()
+            if value != theirs[name]
+        ]
