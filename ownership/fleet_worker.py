@@ -95,8 +95,8 @@ class FleetWorker:
         self._telling: Future[None] | None = None
 
     @property
-    def is_heard(self) -> bool:
-        """Whether peers are going to find what is sealed now, as far as can be told."""
+    def accepts_claims(self) -> bool:
+        """True if the directory takes claims, so that peers will find what is sealed now."""
         ledger = self._ledger
         return ledger is not None and not ledger.is_refused and self._thread.takes_claims
 

@@ -98,8 +98,8 @@ def engine_version() -> str:
     return "unknown"
 
 
-def stand_back_reason(geometry: WorkerGeometry) -> str | None:
-    """Why nothing may be stored for this engine, or None if it may."""
+def unsupported_reason(geometry: WorkerGeometry) -> str | None:
+    """Return why nothing may be stored for this engine; None if it is supported."""
     for backend in geometry.attention_backends:
         if backend in _UNFAITHFUL_BACKENDS:
             return _UNFAITHFUL_BACKENDS[backend]

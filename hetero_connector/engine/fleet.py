@@ -46,8 +46,8 @@ class Fleet(Protocol):
         ...
 
     @property
-    def is_heard(self) -> bool:
-        """Whether peers are going to find what is sealed now, as far as can be told."""
+    def accepts_claims(self) -> bool:
+        """True if the directory takes claims, so that peers will find what is sealed now."""
         ...
 
     def start(self, store: Sharing) -> None:

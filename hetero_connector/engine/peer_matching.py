@@ -187,9 +187,9 @@ class PeerMatcher:
         self._searches.pop(tracker.request.request_id, None)
 
     @property
-    def is_heard(self) -> bool:
-        """Whether peers, if there are any, are going to find what is sealed now."""
-        return self._fleet is None or self._fleet.is_heard
+    def accepts_claims(self) -> bool:
+        """True if peers, where there are any, will find what is sealed now."""
+        return self._fleet is None or self._fleet.accepts_claims
 
     def close(self) -> None:
         """Leave the fleet."""

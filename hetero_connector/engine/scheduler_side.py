@@ -240,7 +240,7 @@ class SchedulerSide:
                 self._errors.count("save", error)
         self._saver.forget(tracker)
         self._sessions.ended(tracker, request.num_computed_tokens)
-        return tracker.handoff_tokens if self.root.is_shared and self._peers.is_heard else 0
+        return tracker.handoff_tokens if self.root.is_shared and self._peers.accepts_claims else 0
 
     def reset(self) -> bool:
         """Forget everything stored, and what requests hold of it; False as `Store.reset`."""

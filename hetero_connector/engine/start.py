@@ -90,7 +90,7 @@ def open_worker_side(
     )
     assert vllm_config.kv_transfer_config is not None
     rendezvous.announce(str(vllm_config.kv_transfer_config.engine_id), geometry)
-    if engine_identity.stand_back_reason(geometry):
+    if engine_identity.unsupported_reason(geometry):
         return None
     layout = ArtifactLayout(model, _chunk_tokens(config, model))
     return WorkerSide(
@@ -113,7 +113,7 @@ def open_scheduler_side(
     engine_id = str(vllm_config.kv_transfer_config.engine_id)
     workers = rendezvous.gather(engine_id, parallel.tensor_parallel_size)
     geometry = workers[0]
-    reason = engine_identity.stand_back_reason(geometry)
+    reason = engine_identity.unsupported_reason(geometry)
     if reason is not None:
         logger.warning("HeteroConnector stores nothing for this model: %s", reason)
         return None

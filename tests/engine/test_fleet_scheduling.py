@@ -357,7 +357,7 @@ def test_a_prefill_that_the_fleet_does_not_hear_of_says_so(
 ) -> None:
     ann = fleet.join("ann")
     assert prefill(ann, "a", PROMPT)["prefilled_tokens"] > 3 * CHUNK
-    monkeypatch.setattr(FleetWorker, "is_heard", False)
+    monkeypatch.setattr(FleetWorker, "accepts_claims", False)
     assert prefill(ann, "b", PROMPT)["prefilled_tokens"] == 0
 
 

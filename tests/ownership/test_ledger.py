@@ -48,21 +48,21 @@ def test_what_is_sealed_is_owned_and_the_store_is_told(
     assert ann.store.epochs == [held.owner], "it serves under the epoch that owns"
 
 
-def test_a_worker_is_heard_once_it_is_registered_while_there_is_room() -> None:
+def test_a_worker_accepts_claims_once_it_is_registered_while_there_is_room() -> None:
     directory = BreakableDirectory(DirectoryLimits(max_artifacts=2))
     ann = Worked(directory)
     try:
-        until(lambda: ann.worker.is_heard)
+        until(lambda: ann.worker.accepts_claims)
         ann.tell(change(1), change(2))
         until(lambda: len(ann.store.tokens) == 2)
-        assert ann.worker.is_heard
+        assert ann.worker.accepts_claims
         ann.tell(change(3))
-        until(lambda: not ann.worker.is_heard)
+        until(lambda: not ann.worker.accepts_claims)
         ann.drop(1)
         ann.drop(2)
         until(lambda: is_free(directory, 1) and is_free(directory, 2))
         ann.tell(change(4))
-        until(lambda: ann.worker.is_heard)
+        until(lambda: ann.worker.accepts_claims)
     finally:
         ann.worker.close()
 
@@ -75,16 +75,16 @@ def test_what_the_directory_had_no_room_for_is_claimed_again_until_it_has() -> N
         until(lambda: bool(ann.store.tokens))
         bob = owned_by_bob(directory, 2)
         ann.tell(change(3))
-        until(lambda: not ann.worker.is_heard)
+        until(lambda: not ann.worker.accepts_claims)
         ann.tell(change(1, 4096))
         until(lambda: (h := holding(directory, 1)) is not None and h.copy.dram_offset == 4096)
-        assert not ann.worker.is_heard, "a claim that is granted makes no room for another"
+        assert not ann.worker.accepts_claims, "a claim that is granted makes no room for another"
         held = holding(directory, 2)
         assert held is not None
         directory.release(bob, {change(2).id: held.token})
         until(lambda: change(3).id in ann.store.tokens)
         assert holding(directory, 3) is not None
-        until(lambda: ann.worker.is_heard)
+        until(lambda: ann.worker.accepts_claims)
     finally:
         ann.worker.close()
 
@@ -95,15 +95,15 @@ def test_a_worker_that_is_alone_or_cannot_keep_up_is_not_heard(
     directory.gone = True
     ann = Worked(directory, lease_s=1.0)
     try:
-        assert not ann.worker.is_heard
+        assert not ann.worker.accepts_claims
         directory.gone = False
-        until(lambda: ann.worker.is_heard)
+        until(lambda: ann.worker.accepts_claims)
         monkeypatch.setattr(ann.worker._thread, "_max_claims", 0)
-        assert not ann.worker.is_heard
+        assert not ann.worker.accepts_claims
         monkeypatch.undo()
-        assert ann.worker.is_heard
+        assert ann.worker.accepts_claims
         directory.gone = True
-        until(lambda: not ann.worker.is_heard)
+        until(lambda: not ann.worker.accepts_claims)
     finally:
         ann.worker.close()
 

@@ -189,7 +189,7 @@ def test_an_old_versions_records_make_room_at_once(monkeypatch: pytest.MonkeyPat
     member.store.put(*map(change, range(30_000, 30_256)))
     member.run_s(LEASE_S)
     assert len(member.store.tokens) == 256
-    assert member.worker.is_heard
+    assert member.worker.accepts_claims
     member.run_s(LEASE_S)
     held = holding(member.directory, 1)
     assert held is None or held.owner != old

@@ -120,7 +120,7 @@ def test_lost_records_are_there_again_without_a_word(fleet: Fleet, what: str) ->
     LOSSES[what](fleet)
     time.sleep(LEASE_S / 2)  # a renewal has seen it
     until(fleet.agrees)
-    until(lambda: fleet.worker.is_heard)
+    until(lambda: fleet.worker.accepts_claims)
     cards = [worker.peer for worker in fleet.bob.workers().values()]
     assert cards == [b"card"]
     epoch = fleet.bob.register(Worker("bob", b"bob's card"), 60.0).epoch
