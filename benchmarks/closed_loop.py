@@ -49,11 +49,9 @@ class WallClock:
         self._begun_s = time.perf_counter()
 
     def now_s(self) -> float:
-        """See `Clock.now_s`."""
         return time.perf_counter() - self._begun_s
 
     def idle(self, due_s: float) -> None:
-        """See `Clock.idle`."""
         time.sleep(_IDLE_S)
 
     waits_for_io = False
@@ -71,15 +69,12 @@ class StepClock:
         self._step_s, self._now_s = step_s, 0.0
 
     def now_s(self) -> float:
-        """See `Clock.now_s`."""
         return self._now_s
 
     def idle(self, due_s: float) -> None:
-        """See `Clock.idle`."""
         self._now_s = max(self._now_s, due_s)
 
     def computed(self) -> None:
-        """See `Clock.computed`."""
         self._now_s += self._step_s
 
 

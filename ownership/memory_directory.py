@@ -61,7 +61,6 @@ class MemoryDirectory:
         self._readers = MemoryReaders(self._limits)
 
     def register(self, worker: Worker, lease_s: float, floor: int = 0) -> Lease:
-        """See `OwnershipDirectory`."""
         check_worker(worker)
         check_lease(lease_s)
         with self._lock:
@@ -71,30 +70,26 @@ class MemoryDirectory:
             return lease
 
     def renew_lease(self, epoch: Epoch) -> str:
-        """See `OwnershipDirectory`. A process forgets all or nothing: one name does."""
+        """One name is enough: a process forgets everything or nothing."""
         with self._lock:
             self._leases.renew(epoch, self._clock())
             return ""
 
     def end_lease(self, epoch: Epoch) -> None:
-        """See `OwnershipDirectory`."""
         with self._lock:
             self._leases.end(epoch, self._clock())
 
     def workers(self) -> Mapping[Epoch, Worker]:
-        """See `OwnershipDirectory`."""
         with self._lock:
             return dict(self._leases.live(self._clock()))
 
     def lookup(self, chain: Sequence[ChunkKey]) -> ChainView:
-        """See `OwnershipDirectory`."""
         with self._lock:
             now_s = self._clock()
             chunks = [dict(self._chunks.get(key, _NOTHING)) for key in chain]
             return ChainView(chunks, self._leases.states(now_s), now_s)
 
     def claim_owner(self, epoch: Epoch, claims: Sequence[Claim]) -> list[Grant]:
-        """See `OwnershipDirectory`."""
         check_claims(claims)
         with self._lock:
             now_s = self._enter(epoch)
@@ -123,7 +118,6 @@ class MemoryDirectory:
         return Grant(Outcome.OWNED, epoch, token)
 
     def release(self, epoch: Epoch, owned: Mapping[ArtifactId, Token]) -> None:
-        """See `OwnershipDirectory`."""
         with self._lock:
             now_s = self._enter(epoch)
             for artifact, token in owned.items():
@@ -143,7 +137,6 @@ class MemoryDirectory:
     def replicate_readonly(
         self, epoch: Epoch, copies: Sequence[Claim], ttl_s: float
     ) -> list[Grant]:
-        """See `OwnershipDirectory`."""
         check_claims(copies)
         check_ttl(ttl_s)
         with self._lock:
@@ -165,7 +158,6 @@ class MemoryDirectory:
         return Grant(outcome, holding.owner, holding.token)
 
     def promote(self, epoch: Epoch, artifacts: Sequence[ArtifactId]) -> list[Grant]:
-        """See `OwnershipDirectory`."""
         with self._lock:
             now_s = self._enter(epoch)
             return [self._promote(epoch, artifact, now_s) for artifact in artifacts]
@@ -184,7 +176,6 @@ class MemoryDirectory:
         return self._take(epoch, Claim(artifact, own.copy), holding)
 
     def add_reader(self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]) -> None:
-        """See `OwnershipDirectory`."""
         check_name("reader", reader)
         with self._lock:
             self._readers.add(epoch, reader, chunks, self._enter(epoch))
@@ -192,35 +183,29 @@ class MemoryDirectory:
     def remove_reader(
         self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]
     ) -> list[ChunkKey]:
-        """See `OwnershipDirectory`."""
         with self._lock:
             now_s = self._enter(epoch)
             return self._readers.remove(epoch, reader, chunks, now_s, self._is_live)
 
     def usage(self, chunks: Sequence[ChunkKey]) -> list[Usage]:
-        """See `OwnershipDirectory`."""
         with self._lock:
             now_s = self._clock()
             return [self._readers.usage(chunk, now_s, self._is_live) for chunk in chunks]
 
     def reset_generation(self) -> int:
-        """See `GenerationDirectory`."""
         with self._lock:
             return self._leases.reset_generation()
 
     def tell_generation(self, epoch: Epoch, adopted: int, floor: int) -> int:
-        """See `GenerationDirectory`."""
         with self._lock:
             self._enter(epoch)
             return self._leases.tell_generation(epoch, adopted, floor)
 
     def generation(self) -> FleetGeneration:
-        """See `GenerationDirectory`."""
         with self._lock:
             return self._leases.generation(self._clock())
 
     def sweep(self, limit: int) -> int:
-        """See `OwnershipDirectory`."""
         with self._lock:
             now_s = self._clock()
             oldest_s = now_s - self._limits.orphan_ttl_s
@@ -245,7 +230,6 @@ class MemoryDirectory:
     def begin_turn(
         self, epoch: Epoch, session_id: str, group: str = "", expected: Token | None = None
     ) -> SessionGrant:
-        """See `SessionDirectory`."""
         check_name("session_id", session_id)
         if group:
             check_name("group", group)
@@ -266,7 +250,6 @@ class MemoryDirectory:
         boundary: ChunkKey,
         boundary_tokens: int,
     ) -> SessionGrant:
-        """See `SessionDirectory`."""
         with self._lock:
             now_s = self._enter(epoch)
             return self._sessions.end_turn(
@@ -274,18 +257,15 @@ class MemoryDirectory:
             )
 
     def sessions(self, session_ids: Sequence[str]) -> list[Session | None]:
-        """See `SessionDirectory`."""
         with self._lock:
             return self._sessions.get(session_ids, self._clock())
 
     def note_group(self, epoch: Epoch, group: str, chain_end: ChunkKey) -> None:
-        """See `SessionDirectory`."""
         check_name("group", group)
         with self._lock:
             self._groups.use(group, chain_end, self._enter(epoch))
 
     def hot_groups(self, limit: int) -> list[HotGroup]:
-        """See `SessionDirectory`."""
         with self._lock:
             return self._groups.hottest(limit, self._clock())
 

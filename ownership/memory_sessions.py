@@ -39,7 +39,6 @@ class MemorySessions:
         now_s: float,
         is_live: IsLive,
     ) -> SessionGrant:
-        """See `SessionDirectory`."""
         self._expire(now_s)
         session, _ = self._sessions.get(session_id, (Session(session_id), now_s))
         owner = session.decode_owner
@@ -60,7 +59,6 @@ class MemorySessions:
         boundary_tokens: int,
         now_s: float,
     ) -> SessionGrant:
-        """See `SessionDirectory`."""
         session, _ = self._sessions.get(session_id, (Session(session_id), now_s))
         if (session.decode_owner, session.token) != (epoch, token):
             return SessionGrant(False, session)
@@ -69,7 +67,6 @@ class MemorySessions:
         return SessionGrant(True, ended)
 
     def get(self, session_ids: Sequence[str], now_s: float) -> list[Session | None]:
-        """See `SessionDirectory.sessions`."""
         oldest_s = now_s - self._limits.session_ttl_s
         found = (self._sessions.get(s) for s in session_ids)
         return [None if x is None or x[1] <= oldest_s else x[0] for x in found]
@@ -111,7 +108,6 @@ class MemoryGroups:
             del self._heat[coldest], self._ends[coldest]
 
     def hottest(self, limit: int, now_s: float) -> list[HotGroup]:
-        """See `SessionDirectory.hot_groups`."""
         half_life_s = self._limits.group_half_life_s
         names = heapq.nlargest(limit, self._heat, key=self._heat.__getitem__)
         return [
@@ -130,7 +126,6 @@ class MemoryReaders:
         """When each chunk was last used, longest ago first."""
 
     def add(self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey], now_s: float) -> None:
-        """See `OwnershipDirectory.add_reader`."""
         for chunk in chunks:
             readers = self._readers.setdefault(chunk, set())
             if len(readers) < self._limits.max_readers:
@@ -145,7 +140,6 @@ class MemoryReaders:
         now_s: float,
         is_live: IsLive,
     ) -> list[ChunkKey]:
-        """See `OwnershipDirectory.remove_reader`."""
         free = []
         for chunk in chunks:
             readers = self._readers.get(chunk, set())
@@ -158,7 +152,6 @@ class MemoryReaders:
         return free
 
     def usage(self, chunk: ChunkKey, now_s: float, is_live: IsLive) -> Usage:
-        """See `OwnershipDirectory.usage`."""
         readers = self._readers.get(chunk, ())
         used_s = self._used_s.get(chunk)
         count = sum(is_live(epoch) for epoch, _ in readers)

@@ -75,12 +75,10 @@ class HostStopwatch:
         self._stretches: list[float] = []
 
     def start(self) -> Callable[[], None]:
-        """See `Stopwatch`."""
         started_s = time.perf_counter()
         return lambda: self._stretches.append(time.perf_counter() - started_s)
 
     def seconds(self) -> float | None:
-        """See `Stopwatch`."""
         return sum(self._stretches)
 
 
@@ -92,7 +90,6 @@ class CudaStopwatch:
         self._stretches: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def start(self) -> Callable[[], None]:
-        """See `Stopwatch`."""
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._record(first)
 
@@ -103,7 +100,6 @@ class CudaStopwatch:
         return stop
 
     def seconds(self) -> float | None:
-        """See `Stopwatch`."""
         if not all(last.query() for _, last in self._stretches):
             return None
         return 1e-3 * sum(float(first.elapsed_time(last)) for first, last in self._stretches)

@@ -108,7 +108,6 @@ class Saver:
             self._kept.add(end.chunk.key)
 
     def all_or_none(self) -> AbstractContextManager[None]:
-        """See `Reservations.all_or_none`."""
         return self._reservations.all_or_none()
 
     def step(

@@ -225,7 +225,6 @@ class WorkerSide:
             self._end(step)
 
     def take_report(self) -> WorkerReport | None:
-        """See `StepOutcome`."""
         return self.outcome.take_report(self._timer)
 
     def close(self) -> None:

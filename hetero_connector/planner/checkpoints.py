@@ -81,7 +81,6 @@ class Periodic:
         self.period = period
 
     def keeps(self, boundary: Boundary) -> bool:
-        """See `CheckpointPolicy.keeps`."""
         return boundary.turn_end or boundary.chunks % self.period == 0
 
     def observe(self, reuse: Reuse) -> None:
@@ -228,14 +227,12 @@ class Adaptive:
         self.period = self._cheapest()
 
     def keeps(self, boundary: Boundary) -> bool:
-        """See `CheckpointPolicy.keeps`."""
         if boundary.turn_end or boundary.chunks % self.period == 0:
             return True
         missed = boundary.missed_chunks
         return bool(missed) and self._lost_s(missed, attended=0.0) > self._checkpoint_s()
 
     def observe(self, reuse: Reuse) -> None:
-        """See `CheckpointPolicy.observe`."""
         self._new_chunks = self._new_chunks * self._decay + reuse.new
         furthest = max(0, reuse.matched - reuse.kept)
         for i, period in enumerate(PERIODS):

@@ -36,11 +36,9 @@ class MemoryTransfer:
 
     @property
     def terminal(self) -> bool:
-        """See `Transfer`."""
         return self._state is not TransferState.PENDING
 
     def poll(self) -> TransferState:
-        """See `Transfer`."""
         if self._state is TransferState.PENDING and not self.hung:
             if self.error is None:
                 self._move()
@@ -83,7 +81,6 @@ class MemoryFiles:
 
     @property
     def in_flight(self) -> int:
-        """See `FileTransfer`."""
         return len(self._active)
 
     def fail_next(self, count: int = 1, code: int = errno.EIO) -> None:
@@ -104,7 +101,6 @@ class MemoryFiles:
             transfer.hung = False
 
     def submit(self, direction: Direction, extents: Sequence[Extent]) -> MemoryTransfer:
-        """See `FileTransfer`."""
         if self._closed:
             raise StoreClosedError("submit after close")
         check_extents(extents, self._declared, len(self.memory))

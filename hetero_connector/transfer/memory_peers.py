@@ -61,11 +61,9 @@ class MemoryRead:
 
     @property
     def terminal(self) -> bool:
-        """See `Transfer`."""
         return self._state is not TransferState.PENDING
 
     def poll(self) -> TransferState:
-        """See `Transfer`."""
         network = self._owner.network
         if not self.terminal and self._source not in network.stopped:
             self._move(network)
@@ -106,17 +104,14 @@ class MemoryPeers:
 
     @property
     def in_flight(self) -> int:
-        """See `PeerTransfers`."""
         return len(self._active)
 
     def connect(self, peer: str, metadata: bytes) -> None:
-        """See `PeerTransfers`."""
         if not self.network.knows(metadata):
             raise PeerError(f"this is not the metadata of a peer: {metadata!r}")
         self._peers[peer] = metadata
 
     def submit(self, peer: str, extents: Sequence[PeerExtent]) -> MemoryRead:
-        """See `PeerTransfers`."""
         if self._closed:
             raise StoreClosedError("submit after close")
         source = self._peers.get(peer)
@@ -131,7 +126,6 @@ class MemoryPeers:
         return read
 
     def disconnect(self, peer: str) -> None:
-        """See `PeerTransfers`."""
         self._peers.pop(peer, None)
 
     def restart(self) -> None:
@@ -143,7 +137,6 @@ class MemoryPeers:
         self._has_ended = True
 
     def tend(self) -> bool:
-        """See `PeerTransfers`."""
         has_ended, self._has_ended = self._has_ended, False
         return has_ended
 

@@ -87,16 +87,13 @@ class NixlTransfer:
 
     @property
     def terminal(self) -> bool:
-        """See `Transfer`."""
         return not self.waiting and not self.posted
 
     @property
     def error(self) -> TransferError | None:
-        """See `Transfer`."""
         return self._failure if self.terminal else None
 
     def poll(self) -> TransferState:
-        """See `Transfer`."""
         if not self.terminal:
             self._owner._drive()
         if not self.terminal:
@@ -152,12 +149,10 @@ class NixlFiles:
 
     @property
     def in_flight(self) -> int:
-        """See `FileTransfer`."""
         unposted = {id(t) for t in self._queued if not t.terminal}
         return len(unposted | {id(p.transfer) for p in self._posts})
 
     def submit(self, direction: Direction, extents: Sequence[Extent]) -> NixlTransfer:
-        """See `FileTransfer`."""
         if self._closed:
             raise StoreClosedError("submit after close")
         check_extents(extents, self._files, len(self._memory))
@@ -171,7 +166,6 @@ class NixlFiles:
         return transfer
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """See `FileTransfer`."""
         self._closed = True
         deadline = time.monotonic() + timeout_s
         while self.in_flight:

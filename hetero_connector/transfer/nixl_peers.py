@@ -73,7 +73,6 @@ class NixlPeers:
             raise
         self._started_s = clock()
         self.metadata = self._child.metadata
-        """See `PeerTransfers`."""
         self._say_who_can_connect()
 
     @property
@@ -83,12 +82,10 @@ class NixlPeers:
 
     @property
     def in_flight(self) -> int:
-        """See `PeerTransfers`."""
         self._child.drive()
         return len(self._child.reads)
 
     def connect(self, peer: str, metadata: bytes) -> None:
-        """See `PeerTransfers`."""
         wanted = AgentMetadata.decode(metadata)
         if wanted.agent == self._child.agent:
             raise PeerError(f"the metadata of {peer} is this engine's own")
@@ -100,7 +97,6 @@ class NixlPeers:
             self._retire(before)
 
     def submit(self, peer: str, extents: Sequence[PeerExtent]) -> PeerTransfer:
-        """See `PeerTransfers`."""
         if self._closed:
             raise StoreClosedError("submit after close")
         remote = self._known.get(peer)
@@ -111,13 +107,11 @@ class NixlPeers:
         return self._child.read(remote, extents)
 
     def disconnect(self, peer: str) -> None:
-        """See `PeerTransfers`."""
         known = self._known.pop(peer, None)
         if known is not None:
             self._retire(known)
 
     def tend(self) -> bool:
-        """See `PeerTransfers`."""
         if self._closed:
             return False
         child = self._child
@@ -154,7 +148,7 @@ class NixlPeers:
         return False
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """See `PeerTransfers`. What does not end in time ends with the process."""
+        """A transfer that does not end in time ends with the process."""
         self._closed = True
         deadline_s = time.monotonic() + timeout_s
         while self.in_flight and time.monotonic() < deadline_s:

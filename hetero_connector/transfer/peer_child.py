@@ -44,16 +44,13 @@ class PeerTransfer:
 
     @property
     def terminal(self) -> bool:
-        """See `Transfer`."""
         return self._over
 
     @property
     def error(self) -> TransferError | None:
-        """See `Transfer`."""
         return self._failure
 
     def poll(self) -> TransferState:
-        """See `Transfer`."""
         if not self._over:
             self._drive()
         if not self._over:

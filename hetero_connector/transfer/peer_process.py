@@ -147,7 +147,6 @@ def leave_torch_out() -> None:
 
 
 def main() -> None:
-    """See the module."""
     parent = int(sys.argv[1])
     confine(parent)
     leave_torch_out()

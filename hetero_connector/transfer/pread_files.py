@@ -38,12 +38,10 @@ class PreadTransfer:
 
     @property
     def terminal(self) -> bool:
-        """See `Transfer`."""
         return self._left == 0
 
     @property
     def error(self) -> TransferError | None:
-        """See `Transfer`."""
         return self._error if self.terminal else None
 
     @property
@@ -52,7 +50,6 @@ class PreadTransfer:
         return self._error is not None
 
     def poll(self) -> TransferState:
-        """See `Transfer`."""
         if not self.terminal:
             return TransferState.PENDING
         return TransferState.DONE if self._error is None else TransferState.FAILED
@@ -95,12 +92,10 @@ class PreadFiles:
 
     @property
     def in_flight(self) -> int:
-        """See `FileTransfer`."""
         self._active = [t for t in self._active if not t.terminal]
         return len(self._active)
 
     def submit(self, direction: Direction, extents: Sequence[Extent]) -> PreadTransfer:
-        """See `FileTransfer`."""
         if self._closed:
             raise StoreClosedError("submit after close")
         check_extents(extents, self._files, self._memory_bytes)
@@ -112,7 +107,6 @@ class PreadFiles:
         return transfer
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """See `FileTransfer`."""
         if not self._closed:
             self._closed = True
             for _ in self._threads:

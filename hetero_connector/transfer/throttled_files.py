@@ -26,16 +26,13 @@ class ThrottledTransfer:
 
     @property
     def terminal(self) -> bool:
-        """See `Transfer`."""
         return self._over
 
     @property
     def error(self) -> TransferError | None:
-        """See `Transfer`."""
         return self._inner.error if self._over else None
 
     def poll(self) -> TransferState:
-        """See `Transfer`."""
         state = self._inner.poll()
         if state is TransferState.PENDING or self._clock() < self._due_s:
             return TransferState.PENDING
@@ -67,18 +64,15 @@ class ThrottledFiles:
 
     @property
     def name(self) -> str:
-        """See `FileTransfer`."""
         return f"{self._inner.name} at {self.read_bandwidth / 1e6:.0f} MB/s"
 
     @property
     def in_flight(self) -> int:
-        """See `FileTransfer`."""
         now_s = self._clock()
         self._due_s = [due_s for due_s in self._due_s if due_s > now_s]
         return max(self._inner.in_flight, len(self._due_s))
 
     def submit(self, direction: Direction, extents: Sequence[Extent]) -> Transfer:
-        """See `FileTransfer`."""
         inner = self._inner.submit(direction, extents)
         if direction is not Direction.READ:
             return inner
@@ -88,5 +82,4 @@ class ThrottledFiles:
         return ThrottledTransfer(inner, self._free_s, self._clock)
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """See `FileTransfer`."""
         return self._inner.close(timeout_s)

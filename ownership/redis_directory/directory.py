@@ -69,7 +69,7 @@ class RedisDirectory:
         """Records that were read and could not be understood."""
 
     def register(self, worker: Worker, lease_s: float, floor: int = 0) -> Lease:
-        """See `OwnershipDirectory`. Raises DirectoryRefusedError for another version's fleet."""
+        """Raise DirectoryRefusedError if the fleet runs another version."""
         check_worker(worker)
         check_lease(lease_s)
         fields = (worker.name, worker.storage, worker.peer, lease_s, floor)
@@ -96,15 +96,12 @@ class RedisDirectory:
         self._has_warned = True
 
     def renew_lease(self, epoch: Epoch) -> str:
-        """See `OwnershipDirectory`."""
         return _text(self._run_as(epoch, "renew_lease"))
 
     def end_lease(self, epoch: Epoch) -> None:
-        """See `OwnershipDirectory`."""
         self._run("end_lease", epoch)
 
     def workers(self) -> Mapping[Epoch, Worker]:
-        """See `OwnershipDirectory`."""
         reply = self._run("workers")
         found = {}
         for at in range(0, len(reply), 4):
@@ -113,7 +110,7 @@ class RedisDirectory:
         return found
 
     def lookup(self, chain: Sequence[ChunkKey]) -> ChainView:
-        """See `OwnershipDirectory`. Decodes what is looked at."""
+        """Decode each record when it is read."""
         keys = b"".join(chain)
         starts = run_starts(keys)
         if self._connection.address.cluster or not starts:
@@ -127,14 +124,13 @@ class RedisDirectory:
         return ChainView(chunks, encoding.worker_states(epochs, now_s), now_s)
 
     def claim_owner(self, epoch: Epoch, claims: Sequence[Claim]) -> list[Grant]:
-        """See `OwnershipDirectory`. Claims that name their `parent` are found fastest."""
+        """`lookup` finds claims that name their `parent` fastest."""
         check_claims(claims)
         most = self._limits.max_artifacts
         calls = [(epoch, most, encoding.pack_claims(part)) for part in _parts(claims)]
         return self._grants(epoch, "claim_owner", calls)
 
     def release(self, epoch: Epoch, owned: Mapping[ArtifactId, Token]) -> None:
-        """See `OwnershipDirectory`."""
         calls = []
         for part in _parts(list(owned.items())):
             flat = [x for (chunk, kind), token in part for x in (chunk, kind.position, token)]
@@ -144,7 +140,6 @@ class RedisDirectory:
     def replicate_readonly(
         self, epoch: Epoch, copies: Sequence[Claim], ttl_s: float
     ) -> list[Grant]:
-        """See `OwnershipDirectory`."""
         check_claims(copies)
         check_ttl(ttl_s)
         most = self._limits.max_replicas
@@ -152,12 +147,10 @@ class RedisDirectory:
         return self._grants(epoch, "replicate_readonly", calls)
 
     def promote(self, epoch: Epoch, artifacts: Sequence[ArtifactId]) -> list[Grant]:
-        """See `OwnershipDirectory`."""
         calls = [(epoch, encoding.pack_artifacts(part)) for part in _parts(artifacts)]
         return self._grants(epoch, "promote", calls)
 
     def add_reader(self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]) -> None:
-        """See `OwnershipDirectory`."""
         check_name("reader", reader)
         most = (self._limits.max_readers, self._limits.max_artifacts)
         self._run_as(epoch, "add_reader", reader, *most, pack(list(chunks)))
@@ -165,12 +158,10 @@ class RedisDirectory:
     def remove_reader(
         self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]
     ) -> list[ChunkKey]:
-        """See `OwnershipDirectory`."""
         free = self._run_as(epoch, "remove_reader", reader, pack(list(chunks)))
         return [chunk for chunk, is_free in zip(chunks, free, strict=True) if is_free]
 
     def usage(self, chunks: Sequence[ChunkKey]) -> list[Usage]:
-        """See `OwnershipDirectory`."""
         reply = self._run("usage", pack(list(chunks)))
         return [
             Usage(readers, float(idle) if idle else None)
@@ -178,29 +169,24 @@ class RedisDirectory:
         ]
 
     def reset_generation(self) -> int:
-        """See `GenerationDirectory`."""
         return encoding.generation(self._run("reset_generation"))
 
     def tell_generation(self, epoch: Epoch, adopted: int, floor: int) -> int:
-        """See `GenerationDirectory`."""
         return encoding.generation(self._run_as(epoch, "tell_generation", adopted, floor))
 
     def generation(self) -> FleetGeneration:
-        """See `GenerationDirectory`."""
         number, *workers = self._run("generation")
         of = encoding.generation
         adopted = zip(workers[::2], workers[1::2], strict=True)
         return FleetGeneration(of(number), {_text(name): of(n) for name, n in adopted})
 
     def sweep(self, limit: int) -> int:
-        """See `OwnershipDirectory`."""
         limits = self._limits
         return int(self._run("sweep", limit, limits.orphan_ttl_s, limits.max_artifacts))
 
     def begin_turn(
         self, epoch: Epoch, session_id: str, group: str = "", expected: Token | None = None
     ) -> SessionGrant:
-        """See `SessionDirectory`."""
         check_name("session_id", session_id)
         if group:
             check_name("group", group)
@@ -218,13 +204,11 @@ class RedisDirectory:
         boundary: ChunkKey,
         boundary_tokens: int,
     ) -> SessionGrant:
-        """See `SessionDirectory`."""
         most = self._limits.max_sessions
         reply = self._run_as(epoch, "end_turn", session_id, token, boundary, boundary_tokens, most)
         return _session_grant(session_id, reply)
 
     def sessions(self, session_ids: Sequence[str]) -> list[Session | None]:
-        """See `SessionDirectory`."""
         reply = self._run("sessions", self._limits.session_ttl_s, *session_ids)
         return [
             self._session(session_id, packed) if packed else None
@@ -232,13 +216,11 @@ class RedisDirectory:
         ]
 
     def note_group(self, epoch: Epoch, group: str, chain_end: ChunkKey) -> None:
-        """See `SessionDirectory`."""
         check_name("group", group)
         limits = (self._limits.group_half_life_s, self._limits.max_groups)
         self._run_as(epoch, "note_group", group, chain_end, *limits)
 
     def hot_groups(self, limit: int) -> list[HotGroup]:
-        """See `SessionDirectory`."""
         if limit <= 0:
             return []
         now, *found = self._run("hot_groups", limit)

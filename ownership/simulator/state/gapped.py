@@ -101,7 +101,7 @@ class GappedChunks(ResidentChunks):
         self._offer(lost[-1])
 
     def check_integrity(self) -> None:
-        """See `ResidentChunks`; and no gap that nothing continues."""
+        """Check also that something continues every gap."""
         super().check_integrity()
         for run in self.runs():
             assert not run.gap or (run.children and not run.checkpoints)
