@@ -25,12 +25,12 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig, Wanted
+from hetero_connector.store.catalog.slots import SlotGeometry
+from hetero_connector.store.catalog.tiers import Tiers
 from hetero_connector.store.garbage import Freezer
-from hetero_connector.store.journal import Journal
-from hetero_connector.store.journal_format import JournalMeta, JournalRow, SlabShape
-from hetero_connector.store.slots import SlotGeometry
-from hetero_connector.store.ssd import adopt_journal
-from hetero_connector.store.tiers import Tiers
+from hetero_connector.store.ssd.journal import Journal
+from hetero_connector.store.ssd.journal_format import JournalMeta, JournalRow, SlabShape
+from hetero_connector.store.ssd.tier import adopt_journal
 
 KINDS = (StateType.DENSE_KV, StateType.WINDOW_SWA)
 SLOT_BYTES = dict.fromkeys(KINDS, 4096)

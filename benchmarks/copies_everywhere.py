@@ -12,7 +12,7 @@ from typing import Any
 
 from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.connector import HeteroConnector
-from hetero_connector.store.sharing import Sharing
+from hetero_connector.store.peers.sharing import Sharing
 
 _ANY_TOKEN = 1
 

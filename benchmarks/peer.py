@@ -47,7 +47,7 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.arena import Arena, ArenaHandle
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig, Wanted
-from hetero_connector.store.peers import KnownPeers, PeerAccess
+from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.transfer.base import TransferState
 from hetero_connector.transfer.nixl_peers import NixlPeers
 from hetero_connector.transfer.peer_base import PeerExtent

@@ -13,8 +13,8 @@ from hetero_connector.artifacts.record import StoredChunk
 from hetero_connector.planner.decision import EngineLoad, RestoreDecision
 from hetero_connector.planner.planner import Mode
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.ssd import best_transfer
-from hetero_connector.store.ssd_directory import SsdDirectory
+from hetero_connector.store.ssd.directory import SsdDirectory
+from hetero_connector.store.ssd.tier import best_transfer
 from hetero_connector.transfer.base import FileTransfer
 from hetero_connector.transfer.throttled_files import ThrottledFiles
 

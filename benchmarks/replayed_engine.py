@@ -34,7 +34,7 @@ from hetero_connector.planner.planner import RestorePlanner
 from hetero_connector.spec import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import ReadTiming, Restore, Save, Wanted
-from hetero_connector.store.prefetch_schedule import ExpectedReturn
+from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
 
 STEP_TOKENS = 8192
 """Tokens of a step of prefill."""

@@ -31,11 +31,11 @@ from hetero_connector.planner.planner import RestorePlanner
 from hetero_connector.spec.presets import PRESETS
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
+from hetero_connector.store.catalog.seconds_saved import SecondsSaved
 from hetero_connector.store.io_thread import IoThread
-from hetero_connector.store.seconds_saved import SecondsSaved
-from hetero_connector.store.ssd import OpenTransfer, best_transfer
-from hetero_connector.store.ssd_directory import SsdDirectory
-from hetero_connector.store.write_budget import DAY_S, WriteBudget
+from hetero_connector.store.ssd.directory import SsdDirectory
+from hetero_connector.store.ssd.tier import OpenTransfer, best_transfer
+from hetero_connector.store.ssd.write_budget import DAY_S, WriteBudget
 from hetero_connector.transfer.base import Direction, Extent, FileTransfer, Transfer
 
 SCALES = {"gemma-3-27b": 5120.0, "deepseek-v4-flash": 192.0}

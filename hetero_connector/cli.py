@@ -15,7 +15,7 @@ from tqdm import tqdm
 from hetero_connector import doctor, explaining, inspection, verification
 from hetero_connector.errors import HeteroCacheError, StoreError
 from hetero_connector.planner.explain import explain
-from hetero_connector.store.journal_format import JournalRow
+from hetero_connector.store.ssd.journal_format import JournalRow
 
 EXIT_OK, EXIT_BAD, EXIT_UNUSABLE = 0, 1, 2
 

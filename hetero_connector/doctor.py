@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero_connector import machine
-from hetero_connector.artifacts.nodes import index_bytes
 from hetero_connector.errors import (
     DirectoryError,
     StoreError,
@@ -24,9 +23,10 @@ from hetero_connector.errors import (
     UnsupportedVersionError,
 )
 from hetero_connector.inspection import find_models
-from hetero_connector.store.journal import Journal
-from hetero_connector.store.private_files import others_can_replace
-from hetero_connector.store.ssd_space import JOURNAL_NAME
+from hetero_connector.store.catalog.nodes import index_bytes
+from hetero_connector.store.ssd.journal import Journal
+from hetero_connector.store.ssd.private_files import others_can_replace
+from hetero_connector.store.ssd.space import JOURNAL_NAME
 from hetero_connector.supported_vllm import SUPPORTED_VLLM, check_version
 from hetero_connector.transfer.base import Direction, Extent, FileTransfer, OpenFile, TransferState
 from hetero_connector.transfer.choose import choose_file_transfer, is_direct, open_scratch

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.generation import FIRST
-from hetero_connector.artifacts.index import PrefixIndex
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import SlotRef, Tier
 from hetero_connector.artifacts.tails import longest_tail
@@ -30,10 +29,11 @@ from hetero_connector.planner.plan import WindowReplay
 from hetero_connector.planner.planner import EngineSettings, RestorePlanner
 from hetero_connector.planner.profile import CostProfile, ProfileSubject
 from hetero_connector.spec import ModelSpec
-from hetero_connector.store.generation_file import GENERATION_NAME, read_generation
-from hetero_connector.store.journal import Journal
-from hetero_connector.store.journal_format import REPLAY_EXACT, WINDOW_REPLAY
-from hetero_connector.store.ssd_space import JOURNAL_NAME
+from hetero_connector.store.catalog.index import PrefixIndex
+from hetero_connector.store.ssd.generation_file import GENERATION_NAME, read_generation
+from hetero_connector.store.ssd.journal import Journal
+from hetero_connector.store.ssd.journal_format import REPLAY_EXACT, WINDOW_REPLAY
+from hetero_connector.store.ssd.space import JOURNAL_NAME
 
 _Told = TypeVar("_Told")
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.errors import StoreError
-from hetero_connector.store.directory_lock import is_locked
-from hetero_connector.store.journal import Journal
-from hetero_connector.store.journal_format import JournalMeta, JournalRow
-from hetero_connector.store.ssd_space import (
+from hetero_connector.store.ssd.directory_lock import is_locked
+from hetero_connector.store.ssd.journal import Journal
+from hetero_connector.store.ssd.journal_format import JournalMeta, JournalRow
+from hetero_connector.store.ssd.space import (
     JOURNAL_NAME,
     LOCK_NAME,
     is_model_directory,

@@ -14,10 +14,10 @@ import numpy as np
 
 from hetero_connector.errors import StoreError, StoreInUseError, TransferError
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.directory_lock import DirectoryLock, holder, is_locked
-from hetero_connector.store.journal import Journal
-from hetero_connector.store.journal_format import JournalMeta, JournalRow
-from hetero_connector.store.ssd_space import JOURNAL_NAME, LOCK_NAME, SLAB_SUFFIX
+from hetero_connector.store.ssd.directory_lock import DirectoryLock, holder, is_locked
+from hetero_connector.store.ssd.journal import Journal
+from hetero_connector.store.ssd.journal_format import JournalMeta, JournalRow
+from hetero_connector.store.ssd.space import JOURNAL_NAME, LOCK_NAME, SLAB_SUFFIX
 from hetero_connector.transfer.base import BLOCK_BYTES
 from hetero_connector.transfer.checksum import checksum
 

@@ -21,7 +21,7 @@ _CAPACITY = 1 << 18
 
 
 class LivePeers:
-    """Implements `hetero_connector.store.peers.Peers`. Thread-safe."""
+    """Implements `hetero_connector.store.peers.ports.Peers`. Thread-safe."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ _BELIEVED_PERIODS = 3.0
 
 
 class ReadStore(Protocol):
-    """The worker's store: `hetero_connector.store.sharing.Sharing`."""
+    """The worker's store: `hetero_connector.store.peers.sharing.Sharing`."""
 
     def take_readers(self) -> Mapping[str, tuple[ChunkKey, ...]]:
         """Readers that came, went on or left since the last call: where their chains end."""

@@ -12,7 +12,7 @@ from ownership.reader_counts import ReadStore
 
 
 class SharedStore(ReadStore, Protocol):
-    """The worker's store: `hetero_connector.store.sharing.Sharing`."""
+    """The worker's store: `hetero_connector.store.peers.sharing.Sharing`."""
 
     @property
     def card(self) -> bytes:

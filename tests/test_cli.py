@@ -22,9 +22,9 @@ from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkR
 from hetero_connector.doctor import Status
 from hetero_connector.errors import StoreError
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.journal import Journal
-from hetero_connector.store.journal_format import JournalRow
-from hetero_connector.store.ssd_directory import SsdDirectory
+from hetero_connector.store.ssd.directory import SsdDirectory
+from hetero_connector.store.ssd.journal import Journal
+from hetero_connector.store.ssd.journal_format import JournalRow
 from hetero_connector.transfer.checksum import checksum
 from ownership.embedded_redis import EmbeddedRedis
 

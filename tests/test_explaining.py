@@ -19,9 +19,9 @@ from hetero_connector.planner.plan import WindowReplay
 from hetero_connector.planner.planner import EngineSettings
 from hetero_connector.planner.profile import CostProfile, ProfileSubject
 from hetero_connector.spec import Family, ModelSpec
-from hetero_connector.store.generation_file import GENERATION_NAME, GenerationFile
-from hetero_connector.store.journal_format import JournalRow
-from hetero_connector.store.ssd_directory import SsdDirectory
+from hetero_connector.store.ssd.directory import SsdDirectory
+from hetero_connector.store.ssd.generation_file import GENERATION_NAME, GenerationFile
+from hetero_connector.store.ssd.journal_format import JournalRow
 from tests.engine.fakes import DENSE, HYBRID
 
 CHUNK = 64

@@ -17,8 +17,8 @@ from hetero_connector.artifacts.record import ChunkKey
 from hetero_connector.config import HeteroConfig
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec import StateType
-from hetero_connector.store.peers import Peers
-from hetero_connector.store.sharing import Sharing
+from hetero_connector.store.peers.ports import Peers
+from hetero_connector.store.peers.sharing import Sharing
 
 _THIS_HOST = (None, "", "localhost", "127.0.0.1", "::1")
 

@@ -23,7 +23,7 @@ from hetero_connector.engine.requests import RequestTracker
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.sessions import Conversations, ThinkTimes
 from hetero_connector.store.base import Store
-from hetero_connector.store.prefetch_schedule import ExpectedReturn, staging_start_s
+from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn, staging_start_s
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

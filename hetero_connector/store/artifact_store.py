@@ -16,23 +16,23 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.arena import Arena
 from hetero_connector.store.base import Failure, ReadTiming, Save, StoreConfig, Wanted
+from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
+from hetero_connector.store.catalog.saving import reserve, taken
+from hetero_connector.store.catalog.seconds_saved import SecondsSaved, default_seconds_saved
+from hetero_connector.store.catalog.slots import SlotGeometry, dram_geometry
+from hetero_connector.store.catalog.state import StoreState
+from hetero_connector.store.catalog.tiers import Tiers
 from hetero_connector.store.garbage import Freezer
-from hetero_connector.store.generation_file import GenerationKeeper
 from hetero_connector.store.io_thread import IoThread
-from hetero_connector.store.journal_connection import Connect, connect
-from hetero_connector.store.peers import PeerAccess, PeerPort
-from hetero_connector.store.prefetch_schedule import ExpectedReturn
-from hetero_connector.store.prefetch_weighing import DEFAULT_COSTS, PrefetchCosts
-from hetero_connector.store.reading import SizeOf
+from hetero_connector.store.peers.ports import PeerAccess, PeerPort
+from hetero_connector.store.peers.sharing import Sharing
+from hetero_connector.store.prefetch.weighing import DEFAULT_COSTS, PrefetchCosts
 from hetero_connector.store.restore import ArtifactRestore
-from hetero_connector.store.saving import reserve, taken
-from hetero_connector.store.seconds_saved import SecondsSaved, default_seconds_saved
-from hetero_connector.store.sharing import Sharing
-from hetero_connector.store.slots import SlotGeometry, dram_geometry
-from hetero_connector.store.ssd import OpenTransfer, best_transfer, load
-from hetero_connector.store.ssd_directory import SsdDirectory
-from hetero_connector.store.state import StoreState
-from hetero_connector.store.tiers import Tiers
+from hetero_connector.store.ssd.directory import SsdDirectory
+from hetero_connector.store.ssd.generation_file import GenerationKeeper
+from hetero_connector.store.ssd.journal_connection import Connect, connect
+from hetero_connector.store.ssd.reader import SizeOf
+from hetero_connector.store.ssd.tier import OpenTransfer, best_transfer, load
 
 logger = logging.getLogger("vllm.heterocache")
 

@@ -19,7 +19,7 @@ from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, Tier
 from hetero_connector.artifacts.record import StoredChunk as StoredChunk
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.prefetch_schedule import ExpectedReturn
+from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
 
 EvictionName = Literal["leaf_lru", "lru", "value"]
 

@@ -12,7 +12,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hetero_connector.artifacts.index import PrefixIndex
+from hetero_connector.store.catalog.index import PrefixIndex
 
 BIG = 16_384
 """Chunks. What is smaller is looked at in a few milliseconds."""

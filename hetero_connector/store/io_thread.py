@@ -19,20 +19,20 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.store.admission import Admission
-from hetero_connector.store.adopting import Adopter
 from hetero_connector.store.base import Failure
-from hetero_connector.store.journal_rows import JournalRows
-from hetero_connector.store.peer_reading import PeerReader
-from hetero_connector.store.peers import PeerPort
-from hetero_connector.store.prefetch_weighing import PrefetchCosts
-from hetero_connector.store.prefetching import Prefetcher
-from hetero_connector.store.reading import Reader, SizeOf
-from hetero_connector.store.spilling import Spiller
-from hetero_connector.store.ssd import Ssd
-from hetero_connector.store.state import StoreState
-from hetero_connector.store.write_budget import WriteBudget
-from hetero_connector.store.write_health import WriteHealth
+from hetero_connector.store.catalog.state import StoreState
+from hetero_connector.store.peers.adopter import Adopter
+from hetero_connector.store.peers.ports import PeerPort
+from hetero_connector.store.peers.reader import PeerReader
+from hetero_connector.store.prefetch.prefetcher import Prefetcher
+from hetero_connector.store.prefetch.weighing import PrefetchCosts
+from hetero_connector.store.ssd.admission import Admission
+from hetero_connector.store.ssd.journal_rows import JournalRows
+from hetero_connector.store.ssd.reader import Reader, SizeOf
+from hetero_connector.store.ssd.tier import Ssd
+from hetero_connector.store.ssd.write_budget import WriteBudget
+from hetero_connector.store.ssd.write_health import WriteHealth
+from hetero_connector.store.ssd.writer import Spiller
 
 logger = logging.getLogger("vllm.heterocache")
 

@@ -8,15 +8,15 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkRange, StoredChunk, Tier
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Failure, Wanted
-from hetero_connector.store.hold import Hold
-from hetero_connector.store.loads import Load
+from hetero_connector.store.catalog.hold import Hold
+from hetero_connector.store.catalog.jobs import Load
+from hetero_connector.store.catalog.nodes import Artifact
+from hetero_connector.store.catalog.state import StoreState
 from hetero_connector.store.staging_timer import StagingTimer
-from hetero_connector.store.state import StoreState
 
 _offsets = attrgetter("offsets")
 _NOWHERE = np.full(len(StateType), -1, np.int64).tobytes()

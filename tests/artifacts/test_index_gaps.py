@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange, Tier
-from hetero_connector.artifacts.standing import Standing
+from hetero_connector.store.catalog.evictability import Standing
+from hetero_connector.store.catalog.nodes import Artifact
 from tests.artifacts.trees import CHUNK, DENSE, WINDOW, A, B, C, Tree, chunk, slot
 
 D = chunk("d", C)

@@ -1,8 +1,8 @@
 import pytest
 
-from hetero_connector.artifacts import tail_lengths
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, Tier
-from hetero_connector.artifacts.standing import Standing
+from hetero_connector.store.catalog import tail_lengths
+from hetero_connector.store.catalog.evictability import Standing
 from tests.artifacts.trees import DENSE, WINDOW, A, B, C, Tree, chunk, slot
 
 

@@ -1,9 +1,9 @@
 """A small tree of chunks, and an index over it."""
 
-from hetero_connector.artifacts.index import PrefixIndex
-from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange, SlotRef, Tier
 from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.catalog.index import PrefixIndex
+from hetero_connector.store.catalog.nodes import Artifact
 
 DENSE, WINDOW = StateType.DENSE_KV, StateType.WINDOW_SWA
 

@@ -23,7 +23,7 @@ from hetero_connector.planner.planner import Mode, RestorePlanner
 from hetero_connector.spec import ModelSpec
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
-from hetero_connector.store.peers import PeerAccess
+from hetero_connector.store.peers.ports import PeerAccess
 from tests.engine.fakes import FakeBlockTables, FakeRequest, scheduled
 
 CHUNK = 64

@@ -13,7 +13,7 @@ from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.errors import DirectoryUnavailableError
 from hetero_connector.metrics import COUNTERS, split_key
 from hetero_connector.spec import ModelSpec
-from hetero_connector.store.peers import PeerAccess
+from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from ownership.directory import ChainView, Holding
 from ownership.fleet_worker import FleetWorker

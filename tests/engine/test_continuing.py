@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from hetero_connector.artifacts.record import ArtifactId, Tier
-from hetero_connector.artifacts.standing import Standing
 from hetero_connector.spec import StateType
+from hetero_connector.store.catalog.evictability import Standing
 from ownership.directory import Holding
 from tests.engine.fakes import DENSE, HYBRID, FakeRequest
 from tests.engine.stepped import CHUNK, Engine, tokens

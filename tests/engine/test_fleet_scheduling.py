@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from hetero_connector.artifacts.tail_lengths import MAX_TAILS
 from hetero_connector.engine import peer_matching, sessions
 from hetero_connector.engine.handoff import handoff_answer, handoff_tokens
-from hetero_connector.store.peer_card import PeerCard
+from hetero_connector.store.catalog.tail_lengths import MAX_TAILS
+from hetero_connector.store.peers.card import PeerCard
 from ownership.directory import Claim
 from ownership.fleet_worker import FleetWorker
 from ownership.memory_directory import MemoryDirectory

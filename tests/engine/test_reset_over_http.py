@@ -12,9 +12,9 @@ import pytest
 from examples.checkpoints import write_checkpoint
 from examples.serving import Server, kv_transfer_config
 from hetero_connector.artifacts.generation import FIRST, Generation
-from hetero_connector.store.generation_file import GENERATION_NAME, read_generation
-from hetero_connector.store.journal import Journal
-from hetero_connector.store.ssd_space import JOURNAL_NAME
+from hetero_connector.store.ssd.generation_file import GENERATION_NAME, read_generation
+from hetero_connector.store.ssd.journal import Journal
+from hetero_connector.store.ssd.space import JOURNAL_NAME
 from tests.engine.harness import CHECKPOINTS, prompt_tokens
 from tests.engine.process_group import assert_gone
 

@@ -16,7 +16,7 @@ from hetero_connector.engine.restoring import without
 from hetero_connector.metrics import COUNTERS, TIMINGS
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Wanted
-from hetero_connector.store.reading import Reader
+from hetero_connector.store.ssd.reader import Reader
 from tests.engine.fakes import DENSE, FakeRequest
 from tests.engine.stepped import LOAD_DEADLINE_S, Engine, tokens
 from tests.planner.chains import KV, SWA, chain_of

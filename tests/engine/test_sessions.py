@@ -23,8 +23,8 @@ from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.planner.planner import RestorePlanner
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
-from hetero_connector.store.fair_shares import FairShares
-from hetero_connector.store.prefetch_schedule import ExpectedReturn
+from hetero_connector.store.catalog.fair_shares import FairShares
+from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
 from tests.engine.fakes import HYBRID, FakeBlockTables, FakeRequest
 
 CHUNK = 64

@@ -16,8 +16,8 @@ from examples.demo import VOCABULARY
 from examples.serving import Reply, Server, kv_transfer_config, logprob_distance
 from hetero_connector import explaining
 from hetero_connector.inspection import find_models
-from hetero_connector.store.journal import Journal
-from hetero_connector.store.ssd_space import JOURNAL_NAME
+from hetero_connector.store.ssd.journal import Journal
+from hetero_connector.store.ssd.space import JOURNAL_NAME
 from tests.engine.harness import CHECKPOINTS, flipped, prompt_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

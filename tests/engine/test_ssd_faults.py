@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from hetero_connector.artifacts.nodes import Artifact
 from hetero_connector.spec import StateType
+from hetero_connector.store.catalog.nodes import Artifact
 from tests.engine.harness import (
     Completion,
     delta,

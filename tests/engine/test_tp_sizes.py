@@ -23,7 +23,7 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.spec import Family
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Restore, StoreConfig, Wanted
-from hetero_connector.store.peers import KnownPeers, PeerAccess
+from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from tests.artifacts.whole_pages import LAYERS, TP_SIZES, model_of
 from tests.engine.ranks import CHUNK, NUM_BLOCKS, Ranks, whole_pages
 

@@ -26,9 +26,9 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Restore, Save, StoreConfig, Wanted
-from hetero_connector.store.loads import Load
-from hetero_connector.store.peers import PeerAccess
-from hetero_connector.store.state import StoreState
+from hetero_connector.store.catalog.jobs import Load
+from hetero_connector.store.catalog.state import StoreState
+from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from ownership.directory import Claim, Directory, Grant
 from ownership.fleet_worker import FleetWorker

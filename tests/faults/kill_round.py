@@ -24,7 +24,7 @@ from hetero_connector.artifacts.record import ArtifactId, ChunkRange
 from hetero_connector.metrics import Recorder
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
-from hetero_connector.store.ssd_directory import SsdDirectory
+from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.transfer.pread_files import PreadFiles
 from tests.faults.failpoints import MOMENTS, Failpoints
 from tests.faults.life import MEMORY, Verdict, quiet

@@ -28,10 +28,10 @@ from hetero_connector.errors import HeteroCacheError
 from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.background import in_background
 from hetero_connector.store.base import StoreConfig
-from hetero_connector.store.generation_file import GenerationKeeper
 from hetero_connector.store.io_thread import IoThread
+from hetero_connector.store.ssd.background import in_background
+from hetero_connector.store.ssd.generation_file import GenerationKeeper
 from hetero_connector.transfer.base import Direction
 from tests.faults.disk import CALM, Cut, Disk, Fate, Weather
 from tests.faults.failpoints import MOMENTS, Failpoints
@@ -43,7 +43,7 @@ SETTLING_STEPS = 400
 """Steps of a second, by the store's clock, in which everything must be in order again."""
 TRIES = 5
 ACTIONS = 100
-_BACKGROUND = "hetero_connector.store.journal_rows.in_background"
+_BACKGROUND = "hetero_connector.store.ssd.journal_rows.in_background"
 _SPEED = 200.0
 """The clock of a store with a thread of its own runs so much faster than the machine's."""
 _NAMES = "abcdef"

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero_connector.errors import StoreClosedError, TransferError
-from hetero_connector.store.ssd_directory import SsdDirectory
+from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.transfer.base import (
     Direction,
     Extent,

@@ -7,8 +7,8 @@ from functools import partial
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Restore, Save, StoreConfig
-from hetero_connector.store.prefetch_schedule import ExpectedReturn
-from hetero_connector.store.prefetch_weighing import PrefetchCosts
+from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
+from hetero_connector.store.prefetch.weighing import PrefetchCosts
 from tests.faults.journals import connector
 from tests.faults.life import SETTLING_STEPS, Action, Life
 from tests.faults.slabs import FaultyFiles

@@ -14,10 +14,10 @@ import pytest
 
 from hetero_connector.engine import requests
 from hetero_connector.engine.restoring import Restorer
-from hetero_connector.store import reading
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.peer_reading import PeerReader
-from hetero_connector.store.reading import Reader
+from hetero_connector.store.peers.reader import PeerReader
+from hetero_connector.store.ssd import reader as reading
+from hetero_connector.store.ssd.reader import Reader
 from ownership.memory_directory import MemoryDirectory
 from ownership.record_audit import RecordAudit
 from tests.engine.adversarial_device import AdversarialDevice

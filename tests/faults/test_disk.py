@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.ssd_directory import SsdDirectory
+from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.transfer.base import Direction, Extent, TransferState
 from tests.faults.disk import Cut, Disk, Fate, Weather
 from tests.faults.journals import connector

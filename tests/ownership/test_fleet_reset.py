@@ -19,7 +19,7 @@ from hetero_connector.errors import DirectoryUnavailableError
 from hetero_connector.metrics import Recorder
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Wanted
-from hetero_connector.store.peers import PeerAccess
+from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from ownership.directory import Directory, Worker
 from ownership.fleet_reset import reset_fleet

@@ -36,7 +36,7 @@ from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig, Wanted
-from hetero_connector.store.peers import PeerAccess
+from hetero_connector.store.peers.ports import PeerAccess
 from ownership import joining
 from ownership.directory import Directory, Outcome
 from ownership.fleet_worker import FleetWorker

@@ -18,12 +18,12 @@ from hetero_connector.metrics import COUNTERS, GAUGES, Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Restore, Save, StoreConfig, Wanted
-from hetero_connector.store.journal_connection import Connect, connect
-from hetero_connector.store.peers import PeerAccess
-from hetero_connector.store.prefetch_weighing import DEFAULT_COSTS, PrefetchCosts
-from hetero_connector.store.reading import SizeOf
-from hetero_connector.store.seconds_saved import SecondsSaved, default_seconds_saved
-from hetero_connector.store.ssd_directory import SsdDirectory
+from hetero_connector.store.catalog.seconds_saved import SecondsSaved, default_seconds_saved
+from hetero_connector.store.peers.ports import PeerAccess
+from hetero_connector.store.prefetch.weighing import DEFAULT_COSTS, PrefetchCosts
+from hetero_connector.store.ssd.directory import SsdDirectory
+from hetero_connector.store.ssd.journal_connection import Connect, connect
+from hetero_connector.store.ssd.reader import SizeOf
 from hetero_connector.transfer.base import Direction, Extent
 from hetero_connector.transfer.memory_files import MemoryFiles, MemoryTransfer
 

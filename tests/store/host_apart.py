@@ -17,7 +17,7 @@ from peer_engine import BIG, CHUNKS, Writer, open_store, right
 from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier
 from hetero_connector.store.base import Wanted
-from hetero_connector.store.peers import KnownPeers
+from hetero_connector.store.peers.ports import KnownPeers
 
 EPOCH = 7
 DEADLINE_S = 3.0

@@ -17,7 +17,7 @@ from hetero_connector.artifacts.record import ArtifactId, ChunkRange
 from hetero_connector.metrics import Recorder
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
-from hetero_connector.store.peers import KnownPeers, PeerAccess
+from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 
 BIG = {DENSE: (1 << 20) + 5, WINDOW: 200_000}
 CHUNKS = chain("shared", 3)
@@ -26,7 +26,7 @@ _SLOTS = (1 << 20) + 4_096 + 204_800
 Told = tuple[bytes, dict[ArtifactId, PeerCopy]]
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["hetero_connector.store.peers", "nixl"])
+context.set_forkserver_preload(["hetero_connector.store.peers.ports", "nixl"])
 
 
 def open_store(peers: KnownPeers, chunks: int = 8, **config: object) -> ArtifactStore:

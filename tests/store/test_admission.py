@@ -10,16 +10,16 @@ from unittest.mock import patch
 import pytest
 from filling import CHUNK_BYTES, DENSE, SIZES, WINDOW, Bench, Disk, begin, chain, ids_of, put, until
 
-from hetero_connector.artifacts.nodes import Artifact, Node
 from hetero_connector.artifacts.record import ChunkRange
 from hetero_connector.metrics import COUNTERS, GAUGES
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.admission import Admission, expected_reuse
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure
+from hetero_connector.store.catalog.nodes import Artifact, Node
+from hetero_connector.store.catalog.seconds_saved import SecondsSaved, default_prefill_seconds
 from hetero_connector.store.io_thread import IoThread
-from hetero_connector.store.seconds_saved import SecondsSaved, default_prefill_seconds
-from hetero_connector.store.write_budget import DAY_S, WriteBudget
+from hetero_connector.store.ssd.admission import Admission, expected_reuse
+from hetero_connector.store.ssd.write_budget import DAY_S, WriteBudget
 
 BUCKETS_A_DAY = 8
 

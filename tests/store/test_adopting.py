@@ -24,12 +24,14 @@ from filling import (
 
 from hetero_connector.artifacts.record import ArtifactId, Tier
 from hetero_connector.errors import StoreInUseError
-from hetero_connector.store import adopting, journal, ssd_directory
 from hetero_connector.store.base import Failure
-from hetero_connector.store.directory_lock import DirectoryLock, shared
-from hetero_connector.store.journal_format import CorruptJournalError
-from hetero_connector.store.orphans import OrphanDirectory, open_orphans
-from hetero_connector.store.ssd_space import model_directory
+from hetero_connector.store.peers import adopter as adopting
+from hetero_connector.store.peers.orphaned_storage import OrphanDirectory, open_orphans
+from hetero_connector.store.ssd import directory as ssd_directory
+from hetero_connector.store.ssd import journal
+from hetero_connector.store.ssd.directory_lock import DirectoryLock, shared
+from hetero_connector.store.ssd.journal_format import CorruptJournalError
+from hetero_connector.store.ssd.space import model_directory
 
 
 @pytest.fixture

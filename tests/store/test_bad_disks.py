@@ -12,12 +12,13 @@ from unittest.mock import patch
 import pytest
 
 from hetero_connector.errors import StoreError
-from hetero_connector.store import io_thread, journal_rows, write_health
-from hetero_connector.store.directory_lock import DirectoryLock
+from hetero_connector.store import io_thread
 from hetero_connector.store.io_thread import IoThread
-from hetero_connector.store.journal import Journal
-from hetero_connector.store.reading import HeldRead, Reader
-from hetero_connector.store.ssd_directory import SsdDirectory
+from hetero_connector.store.ssd import journal_rows, write_health
+from hetero_connector.store.ssd.directory import SsdDirectory
+from hetero_connector.store.ssd.directory_lock import DirectoryLock
+from hetero_connector.store.ssd.journal import Journal
+from hetero_connector.store.ssd.reader import HeldRead, Reader
 from tests.store.filling import SIZES, Bench, Disk, begin, chain, ids_of, put, stored, until, wait
 
 CHUNKS = chain("a", 4)

@@ -10,16 +10,16 @@ from pathlib import Path
 
 from filling import CHUNK, DENSE, FINGERPRINT, SLOTS, WINDOW
 
-from hetero_connector.artifacts.nodes import Artifact, Node, index_bytes
 from hetero_connector.artifacts.record import ROOT, Tier
 from hetero_connector.metrics import Recorder
-from hetero_connector.store.directory_lock import is_locked
-from hetero_connector.store.journal_connection import connect
-from hetero_connector.store.journal_format import RowValues, as_row
-from hetero_connector.store.slots import SlotGeometry
-from hetero_connector.store.ssd import adopt_rows
-from hetero_connector.store.ssd_directory import SsdDirectory
-from hetero_connector.store.tiers import Tiers
+from hetero_connector.store.catalog.nodes import Artifact, Node, index_bytes
+from hetero_connector.store.catalog.slots import SlotGeometry
+from hetero_connector.store.catalog.tiers import Tiers
+from hetero_connector.store.ssd.directory import SsdDirectory
+from hetero_connector.store.ssd.directory_lock import is_locked
+from hetero_connector.store.ssd.journal_connection import connect
+from hetero_connector.store.ssd.journal_format import RowValues, as_row
+from hetero_connector.store.ssd.tier import adopt_rows
 
 CHAINS, DEPTH = 32, 64
 CHUNKS = CHAINS * DEPTH

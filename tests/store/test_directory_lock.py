@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from hetero_connector.errors import StoreInUseError
-from hetero_connector.store.directory_lock import DirectoryLock, holder, shared
-from hetero_connector.store.ssd_space import JOURNAL_NAME, make_room
+from hetero_connector.store.ssd.directory_lock import DirectoryLock, holder, shared
+from hetero_connector.store.ssd.space import JOURNAL_NAME, make_room
 
 
 def test_who_shares_shares_the_lock_that_is_there(
@@ -91,7 +91,7 @@ def test_without_the_kernels_word_the_files_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On another host, or where /proc shows no locks."""
-    monkeypatch.setattr("hetero_connector.store.directory_lock._LOCKS", tmp_path / "none")
+    monkeypatch.setattr("hetero_connector.store.ssd.directory_lock._LOCKS", tmp_path / "none")
     held = DirectoryLock.acquire(tmp_path / "lock")
     with pytest.raises(StoreInUseError, match=f"process {os.getpid()} on "):
         DirectoryLock.acquire(tmp_path / "lock")

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_connector.artifacts.nodes import Artifact, Node
 from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange
-from hetero_connector.artifacts.standing import Standing
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store import eviction
 from hetero_connector.store.base import EvictionName
-from hetero_connector.store.eviction import EvictionPolicy, LeafLru, Lru, Value, make_policy
-from hetero_connector.store.seconds_saved import (
+from hetero_connector.store.catalog import eviction
+from hetero_connector.store.catalog.evictability import Standing
+from hetero_connector.store.catalog.eviction import EvictionPolicy, LeafLru, Lru, Value, make_policy
+from hetero_connector.store.catalog.nodes import Artifact, Node
+from hetero_connector.store.catalog.seconds_saved import (
     SecondsSaved,
     default_prefill_seconds,
     default_seconds_saved,

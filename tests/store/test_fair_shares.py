@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_connector.store.fair_shares import FairShares
+from hetero_connector.store.catalog.fair_shares import FairShares
 
 
 @given(

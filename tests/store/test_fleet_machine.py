@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 from test_store_machine import DEPTH, TRUNKS, StoreMachine, chains
 
-from hetero_connector.artifacts.nodes import Artifact, Node
 from hetero_connector.artifacts.record import ArtifactId, Tier
-from hetero_connector.artifacts.standing import Standing
-from hetero_connector.store.peers import KnownPeers, PeerAccess
+from hetero_connector.store.catalog.evictability import Standing
+from hetero_connector.store.catalog.nodes import Artifact, Node
+from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 THEIRS = {chunk.key for chunk in (*TRUNKS["b"][:2], TRUNKS["c"][1])}

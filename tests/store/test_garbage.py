@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from filling import CHUNK
 
-from hetero_connector.artifacts.index import PrefixIndex
 from hetero_connector.store import garbage
+from hetero_connector.store.catalog.index import PrefixIndex
 from hetero_connector.store.garbage import BIG, Freezer, frozen_load
 
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from hetero_connector.artifacts.generation import FIRST, Generation
-from hetero_connector.store.generation_file import (
+from hetero_connector.store.ssd.generation_file import (
     GenerationFile,
     GenerationKeeper,
     read_generation,

@@ -9,14 +9,14 @@ from filling import CHUNK, CHUNK_BYTES, DENSE, SLOTS, WINDOW, chain, put
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_connector.artifacts.nodes import Artifact, Node
 from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange, StoredChunk
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store import hold as hold_module
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig, Wanted
-from hetero_connector.store.hold import Hold, Holds
+from hetero_connector.store.catalog import hold as hold_module
+from hetero_connector.store.catalog.hold import Hold, Holds
+from hetero_connector.store.catalog.nodes import Artifact, Node
 
 KINDS = (DENSE, WINDOW)
 KEYS = [ChunkKey(bytes([n + 1]) * 16) for n in range(6)]

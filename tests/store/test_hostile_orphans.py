@@ -14,10 +14,10 @@ import pytest
 from adoption import CHUNKS, PEER_DEADLINE_S, Copies, Survivor, leave
 from filling import FINGERPRINT, intact, put, stored, until, wait
 
-from hetero_connector.store import orphans
 from hetero_connector.store.base import Failure
-from hetero_connector.store.orphans import OrphanDirectory, may_adopt_from
-from hetero_connector.store.ssd_space import model_directory
+from hetero_connector.store.peers import orphaned_storage as orphans
+from hetero_connector.store.peers.orphaned_storage import OrphanDirectory, may_adopt_from
+from hetero_connector.store.ssd.space import model_directory
 
 LOST = {Failure.IO_ERROR, Failure.UNREACHABLE, Failure.GONE}
 
@@ -205,7 +205,7 @@ def test_so_many_storages_may_hang_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     survivor = Survivor(tmp_path / "fleet" / "alive", dram_chunks=16)
-    monkeypatch.setattr("hetero_connector.store.adopting._MAX_LATE", 2)
+    monkeypatch.setattr("hetero_connector.store.peers.adopter._MAX_LATE", 2)
     roots = [tmp_path / "fleet" / str(number) for number in range(3)]
     copies = [leave(root) for root in roots]
     hang = Hang(monkeypatch, {model_directory(root, FINGERPRINT) for root in roots})

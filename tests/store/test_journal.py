@@ -18,9 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkRange
 from hetero_connector.errors import FormatError, StoreError
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.journal import Journal
-from hetero_connector.store.journal_connection import connect
-from hetero_connector.store.journal_format import (
+from hetero_connector.store.ssd.journal import Journal
+from hetero_connector.store.ssd.journal_connection import connect
+from hetero_connector.store.ssd.journal_format import (
     CorruptJournalError,
     JournalMeta,
     JournalRow,

@@ -16,11 +16,11 @@ from hypothesis.stateful import invariant, precondition, rule, run_state_machine
 from test_fleet_machine import THEIRS, FleetMachine
 from test_store_machine import DEPTH, TRUNKS, StoreMachine, chains
 
-from hetero_connector.artifacts.nodes import Artifact
-from hetero_connector.store import sharing
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Restore, Save
-from hetero_connector.store.saving import ReservedSave
+from hetero_connector.store.catalog.nodes import Artifact
+from hetero_connector.store.catalog.saving import ReservedSave
+from hetero_connector.store.peers import sharing
 from hetero_connector.transfer.base import Direction
 
 SETTLING_STEPS = 150

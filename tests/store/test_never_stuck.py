@@ -14,12 +14,14 @@ import pytest
 from hetero_connector.artifacts.record import ChunkRange
 from hetero_connector.errors import StoreError
 from hetero_connector.metrics import GAUGES
-from hetero_connector.store import journal_rows, read_health, reading, spilling
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Restore
 from hetero_connector.store.io_thread import IoThread
-from hetero_connector.store.journal import Journal
-from hetero_connector.store.peers import KnownPeers, PeerAccess
+from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from hetero_connector.store.ssd import journal_rows, read_health
+from hetero_connector.store.ssd import reader as reading
+from hetero_connector.store.ssd import writer as spilling
+from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.transfer.memory_files import MemoryFiles
 from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from tests.store.filling import (

@@ -27,10 +27,10 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, StoreConfig, Wanted
+from hetero_connector.store.catalog.jobs import Load
 from hetero_connector.store.io_thread import IoThread
-from hetero_connector.store.loads import Load
-from hetero_connector.store.peer_reading import ARENA, PeerReader
-from hetero_connector.store.peers import KnownPeers, PeerAccess
+from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from hetero_connector.store.peers.reader import ARENA, PeerReader
 from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers, MemoryRead
 from hetero_connector.transfer.peer_base import PeerExtent
 

@@ -16,7 +16,7 @@ from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Restore, Wanted
-from hetero_connector.store.peers import KnownPeers
+from hetero_connector.store.peers.ports import KnownPeers
 
 CONTENTS = {
     ArtifactId(chunk.key, kind): data for chunk in CHUNKS for kind, data in right(chunk).items()

@@ -14,7 +14,7 @@ from test_peer_processes import check_bytes, fetch
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure
-from hetero_connector.store.peers import KnownPeers
+from hetero_connector.store.peers.ports import KnownPeers
 
 ROUNDS = 120
 MINE = chain("mine", 2)

@@ -34,10 +34,10 @@ from hetero_connector.errors import PeerError, StoreError
 from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Restore, StoreConfig, Wanted
-from hetero_connector.store.peer_card import PeerCard
-from hetero_connector.store.peers import KnownPeers, PeerAccess
-from hetero_connector.store.slot_table import SlotTable, table_bytes
-from hetero_connector.store.slots import SlotGeometry
+from hetero_connector.store.catalog.slots import SlotGeometry
+from hetero_connector.store.peers.card import PeerCard
+from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from hetero_connector.store.peers.slot_table import SlotTable, table_bytes
 from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from hetero_connector.transfer.peer_base import PeerExtent
 from hetero_connector.transfer.shared_memory import SharedMemory

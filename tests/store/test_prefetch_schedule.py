@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_connector.artifacts.record import ROOT
-from hetero_connector.store.prefetch_schedule import ExpectedReturn, PrefetchSchedule
+from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn, PrefetchSchedule
 
 SESSIONS = st.integers(0, 6)
 TIMES_S = st.integers(0, 20).map(float)

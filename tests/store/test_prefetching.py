@@ -25,12 +25,12 @@ from filling import (
 
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, Tier
 from hetero_connector.metrics import COUNTERS
-from hetero_connector.store import prefetching
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Restore
+from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
 from hetero_connector.store.io_thread import IoThread
-from hetero_connector.store.prefetch_schedule import ExpectedReturn
-from hetero_connector.store.prefetch_weighing import PrefetchCosts
+from hetero_connector.store.prefetch import prefetcher as prefetching
+from hetero_connector.store.prefetch.weighing import PrefetchCosts
 
 A, B = chain("a", 4), chain("b", 4)
 CHAIN_BYTES = 4 * SIZES[DENSE] + SIZES[WINDOW]

@@ -11,11 +11,11 @@ from filling import SIZES, Bench, Disk, begin, chain, ids_of, put, stored, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_connector.artifacts.nodes import Node
 from hetero_connector.artifacts.record import ROOT, ChunkRange
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.fair_shares import FairShares
-from hetero_connector.store.readers import Readers
+from hetero_connector.store.catalog.chain_users import Readers
+from hetero_connector.store.catalog.fair_shares import FairShares
+from hetero_connector.store.catalog.nodes import Node
 
 TRUNK, OTHER, NEW = chain("trunk", 2), chain("other", 2), chain("new", 2)
 LEFT = chain("left", 1, TRUNK[-1])

@@ -10,7 +10,7 @@ from filling import CHUNK, CHUNK_BYTES, FINGERPRINT, SIZES, begin, chain, ids_of
 from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
-from hetero_connector.store.peers import KnownPeers, PeerAccess
+from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 TTL_S = 60.0

@@ -26,8 +26,8 @@ from hetero_connector.artifacts.generation import Generation
 from hetero_connector.errors import StoreError
 from hetero_connector.store import artifact_store
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.generation_file import GenerationFile
-from hetero_connector.store.journal import Journal
+from hetero_connector.store.ssd.generation_file import GenerationFile
+from hetero_connector.store.ssd.journal import Journal
 from tests.store.filling import Bench, Disk, begin, chain, ids_of, intact, put, stored, until, wait
 
 CHUNKS = chain("a", 4)

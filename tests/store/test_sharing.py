@@ -22,11 +22,11 @@ from filling import (
 from hetero_connector.artifacts.exported import ExportChange
 from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.metrics import Recorder
-from hetero_connector.store import unjudged
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
-from hetero_connector.store.peers import KnownPeers, PeerAccess
-from hetero_connector.store.sharing import Sharing
+from hetero_connector.store.catalog import pending_claims as unjudged
+from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from hetero_connector.store.peers.sharing import Sharing
 from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 CHUNKS = chain("a", 3)

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hetero_connector.artifacts.record import SlotRef, Tier
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.slots import SlotGeometry, SlotPool
+from hetero_connector.store.catalog.slots import SlotGeometry, SlotPool
 
 A, B = StateType.DENSE_KV, StateType.WINDOW_SWA
 

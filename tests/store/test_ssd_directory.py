@@ -25,11 +25,12 @@ from hetero_connector.errors import (
     TransferError,
 )
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store import ssd_directory, ssd_space
-from hetero_connector.store.directory_lock import DirectoryLock, is_locked
-from hetero_connector.store.journal_format import JournalRow
-from hetero_connector.store.ssd_directory import SsdDirectory, slots_that_fit
-from hetero_connector.store.ssd_space import make_room
+from hetero_connector.store.ssd import directory as ssd_directory
+from hetero_connector.store.ssd import space as ssd_space
+from hetero_connector.store.ssd.directory import SsdDirectory, slots_that_fit
+from hetero_connector.store.ssd.directory_lock import DirectoryLock, is_locked
+from hetero_connector.store.ssd.journal_format import JournalRow
+from hetero_connector.store.ssd.space import make_room
 
 KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
 SLOTS = {KV: 64 << 10, SWA: 8 << 10}

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from filling import Bench, chain, ids_of, put
-from hetero_connector.store.peers import KnownPeers, PeerAccess
+from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 theirs, network = int(sys.argv[4]), MemoryNetwork()
 peers = PeerAccess(KnownPeers(), lambda regions: MemoryPeers(network, regions))

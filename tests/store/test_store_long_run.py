@@ -15,12 +15,12 @@ from hetero_connector.errors import StoreError
 from hetero_connector.metrics import Recorder
 from hetero_connector.store import io_thread
 from hetero_connector.store.base import StoreConfig
-from hetero_connector.store.slots import SlotGeometry
-from hetero_connector.store.ssd_directory import SsdDirectory
-from hetero_connector.store.ssd_space import model_directories
-from hetero_connector.store.state import StoreState
-from hetero_connector.store.tiers import Tiers
-from hetero_connector.store.write_health import WriteHealth
+from hetero_connector.store.catalog.slots import SlotGeometry
+from hetero_connector.store.catalog.state import StoreState
+from hetero_connector.store.catalog.tiers import Tiers
+from hetero_connector.store.ssd.directory import SsdDirectory
+from hetero_connector.store.ssd.space import model_directories
+from hetero_connector.store.ssd.write_health import WriteHealth
 
 
 @pytest.fixture

@@ -26,16 +26,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hetero_connector.artifacts.nodes import Node
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange, Tier
 from hetero_connector.metrics import COUNTERS
-from hetero_connector.store import journal_rows
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import EvictionName, Failure, Restore, Save
+from hetero_connector.store.catalog.nodes import Node
+from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
 from hetero_connector.store.io_thread import IoThread
-from hetero_connector.store.peers import PeerAccess
-from hetero_connector.store.prefetch_schedule import ExpectedReturn
-from hetero_connector.store.prefetch_weighing import PrefetchCosts
+from hetero_connector.store.peers.ports import PeerAccess
+from hetero_connector.store.prefetch.weighing import PrefetchCosts
+from hetero_connector.store.ssd import journal_rows
 
 DEPTH = 4
 TRUNKS = {name: chain(name, DEPTH) for name in "abc"}

@@ -31,8 +31,8 @@ from hetero_connector.artifacts.record import ArtifactId, Tier
 from hetero_connector.errors import StoreError, StoreInUseError
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure
-from hetero_connector.store.journal import Journal
-from hetero_connector.store.ssd_directory import SsdDirectory
+from hetero_connector.store.ssd.directory import SsdDirectory
+from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.transfer.base import Direction, Extent
 from hetero_connector.transfer.memory_files import MemoryFiles, MemoryTransfer
 from hetero_connector.transfer.pread_files import PreadFiles

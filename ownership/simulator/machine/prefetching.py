@@ -11,18 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from hetero_connector.artifacts.nodes import Artifact, Node
 from hetero_connector.artifacts.record import ROOT, ChunkRange, SlotRef, Tier
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.sessions import ThinkTimes
-from hetero_connector.store.moments import Moments
-from hetero_connector.store.prefetch_schedule import (
+from hetero_connector.store.catalog.nodes import Artifact, Node
+from hetero_connector.store.catalog.prefetch_schedule import (
     ExpectedReturn,
     PrefetchSchedule,
     staging_start_s,
 )
-from hetero_connector.store.prefetch_weighing import BATCH_BYTES, PrefetchCosts, Weighing
-from hetero_connector.store.seconds_saved import SecondsSaved
+from hetero_connector.store.catalog.seconds_saved import SecondsSaved
+from hetero_connector.store.catalog.tick_times import Moments
+from hetero_connector.store.prefetch.weighing import BATCH_BYTES, PrefetchCosts, Weighing
 from ownership.simulator.clock import EventLoop
 from ownership.simulator.machine.channel import Channel
 from ownership.simulator.state.memory import WorkerMemory

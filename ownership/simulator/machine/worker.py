@@ -11,9 +11,9 @@ from hetero_connector.planner.checkpoints import CheckpointPolicy, Rates, Sizes,
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.decision import EngineLoad
 from hetero_connector.planner.planner import Mode
-from hetero_connector.store.admission import Admission as SsdAdmission
-from hetero_connector.store.seconds_saved import SecondsSaved
-from hetero_connector.store.write_budget import WriteBudget
+from hetero_connector.store.catalog.seconds_saved import SecondsSaved
+from hetero_connector.store.ssd.admission import Admission as SsdAdmission
+from hetero_connector.store.ssd.write_budget import WriteBudget
 from ownership.scheduling.fleet import Role, WorkerLoad, WorkerView
 from ownership.simulator.clock import EventLoop
 from ownership.simulator.machine.admission import Admission

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.seconds_saved import SecondsSaved, default_seconds_saved
+from hetero_connector.store.catalog.seconds_saved import SecondsSaved, default_seconds_saved
 from ownership.simulator.state.memory import Eviction, emptied_by
 from ownership.simulator.state.resident import ResidentChunks
 from ownership.simulator.state.runs import ChunkSizes

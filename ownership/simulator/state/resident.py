@@ -12,7 +12,7 @@ from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.eviction import EvictionPolicy
+from hetero_connector.store.catalog.eviction import EvictionPolicy
 from ownership.simulator.state.runs import NOTHING, ChunkSizes, Found, Run, Tail, standing
 from ownership.simulator.traces.block_runs import BlockRuns
 

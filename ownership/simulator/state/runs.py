@@ -6,10 +6,10 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from hetero_connector.artifacts.nodes import Artifact, Node
 from hetero_connector.artifacts.record import ROOT, ChunkRange
-from hetero_connector.artifacts.standing import Standing
 from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.catalog.evictability import Standing
+from hetero_connector.store.catalog.nodes import Artifact, Node
 from ownership.simulator.traces.block_runs import BlockRuns
 
 _NOWHERE = ChunkRange(ROOT, ROOT, 0, 0)

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from hetero_connector.spec.presets import PRESETS
-from hetero_connector.store.moments import Moments
-from hetero_connector.store.seconds_saved import SecondsSaved
+from hetero_connector.store.catalog.seconds_saved import SecondsSaved
+from hetero_connector.store.catalog.tick_times import Moments
 from ownership.simulator.clock import EventLoop
 from ownership.simulator.machine.channel import Channel
 from ownership.simulator.machine.prefetching import Prefetching

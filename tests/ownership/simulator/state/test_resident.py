@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.eviction import LeafLru, Lru, Value
-from hetero_connector.store.seconds_saved import default_seconds_saved
+from hetero_connector.store.catalog.eviction import LeafLru, Lru, Value
+from hetero_connector.store.catalog.seconds_saved import default_seconds_saved
 from ownership.simulator.state.resident import ResidentChunks
 from ownership.simulator.state.runs import ChunkSizes, Run
 from tests.ownership.simulator.state.few_chunks import SIZES, names, prompts

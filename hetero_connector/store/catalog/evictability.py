@@ -1,0 +1,63 @@
+"""What may leave a tier (`standing`):
+
+- Never: an artifact that is pinned or not sealed.
+- From DRAM, while a copy is on SSD: any; those with no child in DRAM first.
+- From SSD, while a copy is in DRAM: those with no child on SSD; those with no child at
+  all first. So what is on SSD stays reachable without DRAM, as a restart needs it.
+- The last copy of an artifact: only if no child chunk holds the same state type, and
+  only if its chunk either keeps another artifact or has no children.
+- The last copy, in DRAM, of what nothing in DRAM alone rests on: any; those with no child in DRAM
+  first. Of our own that is so only where its owner was another once: see `store.admission`.
+
+So within a chain the deepest chunk of each state type goes first, and every stored chunk stays
+reachable from the root through stored chunks, but for *gaps*: chunks of which nothing is here and
+something below is, which ages like anything else.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.store.catalog.nodes import ANY, Artifact
+
+
+class Standing(Enum):
+    """Whether an artifact may leave a tier."""
+
+    LEAF = "leaf"
+    """Nothing deeper in the tier needs it: evict this kind first."""
+    BACKED = "backed"
+    """A deeper chunk rests on it, but another tier keeps a copy of it or of what is deeper."""
+    HELD = "held"
+    """Must stay for now; `PrefixIndex` offers it again when that may have changed."""
+
+
+def standing(artifact: Artifact, tier: Tier) -> Standing:
+    """Whether the artifact may leave `tier` now."""
+    if artifact.pins or artifact.forgotten or not artifact.sealed:
+        return Standing.HELD
+    if artifact.slot(tier) is None:
+        return Standing.HELD
+    node, kind = artifact.node, artifact.state_type
+    if tier is Tier.DRAM and (artifact.ssd is not None or may_leave_a_gap(artifact)):
+        return Standing.BACKED if node.held_in_dram & ANY[kind] else Standing.LEAF
+    if tier is Tier.SSD and artifact.dram is not None:
+        if node.held_on_ssd & ANY[kind]:
+            return Standing.HELD
+        return Standing.BACKED if node.held & ANY[kind] else Standing.LEAF
+    if node.held & ANY[kind] or (node.num_children and len(node.artifacts) == 1):
+        return Standing.HELD
+    return Standing.LEAF
+
+
+def may_leave_a_gap(artifact: Artifact) -> bool:
+    """Whether it may leave DRAM although no other copy is here: nothing in DRAM alone rests on it.
+
+    The last of our own artifacts of a chunk stays while a child holds another type there.
+    """
+    node, counted = artifact.node, ANY[artifact.state_type]
+    if node.held == node.held_on_ssd:
+        return True
+    held = node.held & counted
+    return held == node.held_on_ssd & counted and (artifact.replica or held > 0)

@@ -1,0 +1,262 @@
+"""Which artifact leaves a tier next.
+
+To add a policy: implement `EvictionPolicy`, name it in `make_policy` and in
+`base.EvictionName`, and add it to `POLICIES` in tests/store/test_eviction_contract.py.
+Every policy is deterministic: the same calls give the same victims.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Callable
+from itertools import count
+from math import log2
+from typing import Protocol
+
+from hetero_connector.store.base import EvictionName
+from hetero_connector.store.catalog.evictability import Standing
+from hetero_connector.store.catalog.nodes import Artifact
+from hetero_connector.store.catalog.seconds_saved import SecondsSaved
+
+
+class EvictionPolicy(Protocol):
+    """Orders the artifacts of one state type in one tier. The caller holds the store's lock."""
+
+    def offer(self, artifact: Artifact) -> None:
+        """The artifact may have become evictable. Cheap; offering twice changes nothing."""
+        ...
+
+    def pop(self, standing: Callable[[Artifact], Standing]) -> Artifact | None:
+        """The next victim, or None if all are held. A held artifact is offered again later.
+
+        The caller evicts the victim: the policy no longer knows it.
+        """
+        ...
+
+    def soon(self, count: int) -> list[Artifact]:
+        """About the next `count`, as far as that is known without a look at each: some may be
+        held. O(count)."""
+        ...
+
+    def clear(self) -> None:
+        """Forget every artifact."""
+        ...
+
+
+def make_policy(
+    name: EvictionName, seconds_saved: SecondsSaved, now: Callable[[], int]
+) -> EvictionPolicy:
+    """The policy of that name. `now`: the logical clock that `Artifact.last_used` is of."""
+    match name:
+        case "leaf_lru":
+            return LeafLru()
+        case "lru":
+            return Lru()
+        case "value":
+            return Value(seconds_saved.in_prefills, now)
+
+
+Rank = tuple[float, int]
+"""The lowest leaves first. May change only when the artifact is used, and then only grow."""
+_SWEEP_FROM = 64
+_MAX_MOMENTS = 4096
+
+
+class LazyHeap:
+    """Artifacts by rank. An entry's place is checked when it is popped.
+
+    So using an artifact costs nothing here, and every entry popped in vain was paid for by
+    one `push` or one use: O(log n) amortised. What the index has forgotten meanwhile is let
+    go of whenever the heap has doubled, for a tier that is never short of slots pops nothing.
+    """
+
+    def __init__(self, rank: Callable[[Artifact], Rank]) -> None:
+        self._rank = rank
+        self._entries: list[tuple[float, int, int, int, Artifact]] = []
+        """(*rank, order of arrival, recency that the rank is of, artifact)"""
+        self._members: set[Artifact] = set()
+        self._order = count()
+        self._kept = 0
+        """Entries after the last `keep`."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def push(self, artifact: Artifact) -> None:
+        """Add it, unless it is there."""
+        if artifact not in self._members:
+            if len(self._entries) > 2 * self._kept + _SWEEP_FROM:
+                self.keep(lambda other: not other.forgotten)
+            self._members.add(artifact)
+            heapq.heappush(self._entries, self._entry(artifact))
+
+    def pop(self) -> Artifact | None:
+        """Remove the lowest; entries used since they were placed move to their new place."""
+        while self._entries:
+            *_, ranked_at, artifact = self._entries[0]
+            if artifact.last_used == ranked_at:
+                heapq.heappop(self._entries)
+                self._members.discard(artifact)
+                return artifact
+            heapq.heapreplace(self._entries, self._entry(artifact))
+        return None
+
+    def low(self, count: int) -> list[Artifact]:
+        """So many of the lowest, about: those nearest to the heap's top."""
+        return [entry[-1] for entry in self._entries[:count]]
+
+    def keep(self, wanted: Callable[[Artifact], bool]) -> None:
+        """Remove all others. O(n)."""
+        self._entries = [entry for entry in self._entries if wanted(entry[-1])]
+        heapq.heapify(self._entries)
+        self._members = {entry[-1] for entry in self._entries}
+        self._kept = len(self._entries)
+
+    def clear(self) -> None:
+        """Remove all."""
+        self._entries.clear()
+        self._members.clear()
+        self._kept = 0
+
+    def _entry(self, artifact: Artifact) -> tuple[float, int, int, int, Artifact]:
+        return (*self._rank(artifact), next(self._order), artifact.last_used, artifact)
+
+
+def recency(artifact: Artifact) -> Rank:
+    """The least recently used first; of equally recent ones the deepest."""
+    return (artifact.last_used, -artifact.node.chunk.end)
+
+
+class Lru:
+    """The least recently used of all that may leave, whatever rests on it."""
+
+    def __init__(self) -> None:
+        self._heap = LazyHeap(recency)
+
+    def offer(self, artifact: Artifact) -> None:
+        """See `EvictionPolicy.offer`. O(log n)."""
+        self._heap.push(artifact)
+
+    def pop(self, standing: Callable[[Artifact], Standing]) -> Artifact | None:
+        """See `EvictionPolicy.pop`."""
+        while (artifact := self._heap.pop()) is not None:
+            if standing(artifact) is not Standing.HELD:
+                return artifact
+        return None
+
+    def soon(self, count: int) -> list[Artifact]:
+        """See `EvictionPolicy.soon`."""
+        return self._heap.low(count)
+
+    def clear(self) -> None:
+        """Forget every artifact."""
+        self._heap.clear()
+
+
+class LeafFirst:
+    """Leaves before artifacts that deeper ones rest on; within each, by rank."""
+
+    def __init__(self, rank: Callable[[Artifact], Rank]) -> None:
+        self._leaves = LazyHeap(rank)
+        self._backed = LazyHeap(rank)
+        self._swept = 0
+        """Entries that the last sweep of `_backed` kept."""
+
+    def offer(self, artifact: Artifact) -> None:
+        """See `EvictionPolicy.offer`. O(log n)."""
+        self._leaves.push(artifact)
+
+    def pop(self, standing: Callable[[Artifact], Standing]) -> Artifact | None:
+        """See `EvictionPolicy.pop`."""
+        while (artifact := self._leaves.pop()) is not None:
+            found = standing(artifact)
+            if found is Standing.LEAF:
+                return artifact
+            if found is Standing.BACKED:
+                self._backed.push(artifact)
+                self._sweep(standing)
+        while (artifact := self._backed.pop()) is not None:
+            if standing(artifact) is not Standing.HELD:
+                return artifact
+        return None
+
+    def soon(self, count: int) -> list[Artifact]:
+        """See `EvictionPolicy.soon`."""
+        return self._leaves.low(count)
+
+    def clear(self) -> None:
+        """Forget every artifact."""
+        self._leaves.clear()
+        self._backed.clear()
+
+    def _sweep(self, standing: Callable[[Artifact], Standing]) -> None:
+        """Drop what left the tier some other way, whenever the heap has doubled."""
+        if len(self._backed) > 2 * self._swept + _SWEEP_FROM:
+            self._backed.keep(lambda artifact: standing(artifact) is not Standing.HELD)
+            self._swept = len(self._backed)
+
+
+class LeafLru(LeafFirst):
+    """Leaves first, the least recently used of them."""
+
+    def __init__(self) -> None:
+        super().__init__(recency)
+
+
+class Value(LeafFirst):
+    """Leaves first, those with the least seconds saved per byte and use, aged.
+
+    Greedy-Dual-Size-Frequency (Cherkasova, "Improving WWW Proxies Performance with
+    Greedy-Dual-Size-Frequency Caching Policy", HP Labs 1998): an artifact ranks by
+    clock + (1 + log2(1 + uses)) * worth / bytes, with the clock as it was at its last use; the
+    clock rises to the rank of each victim, so that what was precious once and is not used any
+    more is overtaken. Worth is seconds saved, in a unit that stays what it is while the engine's
+    speed is being learned (`SecondsSaved.in_prefills`): ranks are kept, and the clock is one.
+
+    Uses count by their logarithm, where the paper's count each: all turns of a session use its
+    beginning, and when it has ended nobody does. With each counted it stayed for as many rounds
+    of the clock. All artifacts of a policy fill slots of one size: seconds per slot order them as
+    seconds per byte do, and a short tail gets no bonus for the room it wastes.
+
+    Leaves first, because a chunk is worth what rests on it, too.
+    """
+
+    def __init__(self, worth: Callable[[Artifact], float], now: Callable[[], int]) -> None:
+        """`worth`: of having an artifact, at least 0, the same whenever it is asked.
+
+        `now`: the logical clock that `Artifact.last_used` is of.
+        """
+        super().__init__(self._value)
+        self._worth = worth
+        self._now = now
+        self._moments: list[int] = []
+        """When the clock rose, ascending."""
+        self._clocks: list[float] = []
+        """What it rose to, in the unit of worth."""
+
+    def pop(self, standing: Callable[[Artifact], Standing]) -> Artifact | None:
+        """See `EvictionPolicy.pop`."""
+        victim = super().pop(standing)
+        if victim is not None:
+            self._raise_clock(self._value(victim)[0])
+        return victim
+
+    def _value(self, artifact: Artifact) -> Rank:
+        risen = bisect_left(self._moments, artifact.last_used)
+        clock = self._clocks[risen - 1] if risen else 0.0
+        expected = (1.0 + log2(1.0 + artifact.uses)) * self._worth(artifact)
+        return (clock + expected, -artifact.node.chunk.end)
+
+    def _raise_clock(self, to: float) -> None:
+        if self._clocks and to <= self._clocks[-1]:
+            return
+        now = self._now()
+        if self._moments and self._moments[-1] == now:
+            self._clocks[-1] = to
+            return
+        self._moments.append(now)
+        self._clocks.append(to)
+        if len(self._moments) > _MAX_MOMENTS:
+            # Every second one goes: what was used in between counts as a little older.
+            del self._moments[1::2], self._clocks[1::2]

@@ -1,0 +1,78 @@
+"""What this engine holds, told as it changes: for whoever publishes it to the fleet."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable
+
+from hetero_connector.artifacts.exported import ExportChange, ExportedCopy
+from hetero_connector.store.catalog.nodes import Artifact
+
+_MAX_CHANGES = 1 << 16
+
+
+def as_it_stands(artifact: Artifact) -> ExportChange | None:
+    """Where it is; None before its checksum is known. Needs the store's lock."""
+    if artifact.checksum is None or not (artifact.dram or artifact.ssd):
+        return None
+    copy = ExportedCopy(
+        artifact.dram_offset,
+        0 if artifact.dram is None else artifact.dram.generation,
+        artifact.size_bytes,
+        artifact.checksum,
+        artifact.replica,
+        artifact.ssd is not None,
+    )
+    return ExportChange(artifact.node.chunk, artifact.state_type, copy, artifact.token)
+
+
+class ExportFeed:
+    """Changes in the order they happened. Written under the store's lock.
+
+    Bounded: if nobody takes them the oldest are lost, and `take_loss` says so.
+    """
+
+    def __init__(self, changed: Callable[[], None] | None = None) -> None:
+        """`changed`: called when there is something to take again; must return at once."""
+        self._changes: deque[ExportChange] = deque(maxlen=_MAX_CHANGES)
+        self._changed = changed
+        self._has_lost = False
+
+    def here(self, artifact: Artifact) -> None:
+        """It has come, moved or lost one of its places. Told once its checksum is known."""
+        change = as_it_stands(artifact)
+        if change is not None:
+            self._append(change)
+
+    def gone(self, artifact: Artifact) -> None:
+        """It leaves the store."""
+        if artifact.checksum is not None:
+            node = artifact.node
+            self._append(ExportChange(node.chunk, artifact.state_type, None, artifact.token))
+
+    def take(self) -> list[ExportChange]:
+        """Everything since the last call, oldest first. Needs no lock."""
+        taken: list[ExportChange] = []
+        # Until it is empty: only then does the next change call `changed` again.
+        with contextlib.suppress(IndexError):
+            while True:
+                taken.append(self._changes.popleft())
+        return taken
+
+    def wake(self) -> None:
+        """Have the fleet look at this store soon."""
+        if self._changed is not None:
+            self._changed()
+
+    def take_loss(self) -> bool:
+        """Return whether changes were lost since the last call. Needs no lock."""
+        has_lost, self._has_lost = self._has_lost, False
+        return has_lost
+
+    def _append(self, change: ExportChange) -> None:
+        if len(self._changes) == self._changes.maxlen:
+            self._has_lost = True
+        self._changes.append(change)
+        if len(self._changes) == 1:
+            self.wake()

@@ -1,0 +1,350 @@
+"""The prefix index: a radix over chunks, and what is stored of each.
+
+A node is one chunk; its edges are whole chunks, so walking a chain is one dictionary
+look-up a chunk. Not thread-safe: the store's lock guards it, except `match` and
+`tails`, which read single attributes and may run beside a writer.
+
+Chunks of which nothing is here and something below is are *gaps*: see `standing`. What is below one
+is reached again when a peer's copy closes it, or when it has been computed anew. Of a gap that a
+restart left only the last chunk is known, by its name: it is *adrift*, held below the root until
+whoever adds it says what it continues.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
+
+from hetero_connector.artifacts.record import (
+    ROOT,
+    ArtifactId,
+    ChunkKey,
+    ChunkRange,
+    SharedTiers,
+    SlotRef,
+    StoredChunk,
+    Tier,
+)
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.catalog.evictability import Standing, may_leave_a_gap, standing
+from hetero_connector.store.catalog.nodes import ANY, ONE, Artifact, Node, check_node
+from hetero_connector.store.catalog.tail_lengths import TailLengths
+
+_OFFSETS = struct.Struct(f"={len(StateType)}q")
+_NOTHING: Mapping[StateType, Tier] = {}
+_NOWHERE = _OFFSETS.pack(*[-1] * len(StateType))
+_key = attrgetter("key")
+
+
+class PrefixIndex:
+    """Chunks and artifacts by key. `offer` hears of artifacts that may have become evictable."""
+
+    def __init__(self, chunk_tokens: int, offer: Callable[[Artifact], None]) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._offer = offer
+        self.root = Node(ChunkRange(ROOT, ROOT, 0, 0), None)
+        self.nodes: dict[ChunkKey, Node] = {ROOT: self.root}
+        self.gaps = 0
+        """Chunks of which nothing is here, held for what is below."""
+        self.num_added = 0
+        """Chunks that were ever added."""
+        self._tails = TailLengths()
+        self._tiers = SharedTiers()
+
+    def match(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
+        """Longest prefix of `chain` of which every chunk has something sealed."""
+        nodes = self.nodes
+        found = []
+        for chunk in chain:
+            node = nodes.get(chunk.key)
+            stored = None if node is None else node.stored
+            if stored is None:
+                break
+            found.append(stored)
+        return found
+
+    def holdings(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
+        """As `match`, and while there are gaps on to the last chunk that has something sealed.
+
+        Chunks in between that have nothing hold nothing.
+        """
+        nodes, chunks = self.nodes, iter(chain)
+        found = []
+        for chunk in chunks:
+            node = nodes.get(chunk.key)
+            stored = None if node is None else node.stored
+            if stored is None:
+                rest = [chunk, *chunks] if self.gaps else []
+                # Somebody else's gap, as a rule: an object for each of hundreds costs more.
+                if not nodes.keys().isdisjoint(map(_key, rest)):
+                    found += self._behind_gaps(rest)
+                break
+            found.append(stored)
+        return found
+
+    def tails(self, parent: ChunkKey) -> tuple[int, ...]:
+        """Lengths of visible short chunks under `parent`: the newest `MAX_TAILS`."""
+        return self._tails.of(parent)
+
+    def find(self, artifact_id: ArtifactId) -> Artifact | None:
+        """The artifact, sealed or being saved."""
+        node = self.nodes.get(artifact_id.chunk)
+        return None if node is None else node.artifacts.get(artifact_id.state_type)
+
+    def artifacts(self) -> Iterator[Artifact]:
+        """Every artifact, in no particular order."""
+        for node in self.nodes.values():
+            yield from node.artifacts.values()
+
+    def add(self, chunk: ChunkRange, state_type: StateType, size_bytes: int) -> Artifact:
+        """A new, unsealed artifact. `KeyError` if the parent chunk is unknown."""
+        node = self.nodes.get(chunk.key)
+        if node is None:
+            node = self._new(chunk, self.nodes[chunk.parent])
+        else:
+            if self._is_adrift(node):
+                self._moor(node, chunk, self.nodes[chunk.parent])
+            self.gaps -= not node.artifacts
+        assert state_type not in node.artifacts, "an artifact is saved once"
+        artifact = node.artifacts[state_type] = Artifact(node, state_type, size_bytes)
+        assert node.parent is not None
+        node.parent.held += ONE[state_type]
+        return artifact
+
+    def could_hold(self, chunk: ChunkRange) -> bool:
+        """Whether what is known of the chunk and of the one before it agrees with `chunk`.
+
+        If so it may be added after `presume_parent`.
+        """
+        node, before = self.nodes.get(chunk.key), self.nodes.get(chunk.parent)
+        if node is not None and not self._is_adrift(node):
+            return node.chunk == chunk
+        if node is not None and (node.chunk.start, node.chunk.end) != (chunk.start, chunk.end):
+            return False
+        if before is not None:
+            return before.chunk.end == chunk.start
+        on_grid = chunk.start > 0 and not chunk.start % self._chunk_tokens
+        return on_grid and chunk.key != chunk.parent
+
+    def has_place_for(self, chunk: ChunkRange) -> bool:
+        """Whether it may be added: what it continues is here, and what is known agrees with it."""
+        return chunk.parent in self.nodes and self.could_hold(chunk)
+
+    def presume_parent(self, chunk: ChunkRange) -> None:
+        """Let `chunk` be added although the one before it, a full one, is known by name alone.
+
+        Add something of `chunk` at once.
+        """
+        if chunk.parent not in self.nodes:
+            start = chunk.start - self._chunk_tokens
+            assert start >= 0, chunk
+            self._new(ChunkRange(chunk.parent, ROOT, start, chunk.start), self.root)
+            self.gaps += 1
+
+    def adopt(
+        self, key: ChunkKey, parent: ChunkKey, start: int, end: int, size_bytes: int, ref: SlotRef
+    ) -> Artifact | None:
+        """Add a sealed artifact that a journal lists; None if it contradicts what is here.
+
+        What it continues may be missing, see `presume_parent`. Call `show_adopted` once after the
+        last: until then `match` does not see it, and it is not offered.
+        """
+        node, above = self.nodes.get(key), self.nodes.get(parent)
+        if node is not None and ref.state_type in node.artifacts:
+            return None
+        if above is not None and above.chunk.end == start:  # as a rule: no objects of its own
+            parent, start = above.chunk.key, above.chunk.end
+        is_new = node is None or node.parent is not above
+        chunk = ChunkRange(key, parent, start, end) if node is None or is_new else node.chunk
+        if (chunk.start, chunk.end) != (start, end) or not self.could_hold(chunk):
+            return None
+        self.presume_parent(chunk)
+        artifact = self.add(chunk, ref.state_type, size_bytes)
+        artifact.sealed, artifact.ssd = True, ref
+        assert artifact.node.parent is not None
+        artifact.node.parent.held_on_ssd += ONE[ref.state_type]
+        return artifact
+
+    def show_adopted(self) -> None:
+        """Let `match` see what was adopted. O(chunks)."""
+        for node in self.nodes.values():
+            if node.artifacts:
+                self._refresh(node)
+
+    def seal(self, artifact: Artifact) -> None:
+        """Make it visible to `match`, and evictable once unpinned."""
+        artifact.sealed = True
+        self._refresh(artifact.node)
+        # Another artifact of the chunk may have been kept only for being the last one.
+        for sibling in artifact.node.artifacts.values():
+            self._offer(sibling)
+
+    def attach(self, artifact: Artifact, ref: SlotRef, offset: int = -1) -> None:
+        """Note that the bytes are (or, unsealed, will be) in slot `ref`."""
+        assert artifact.slot(ref.tier) is None, artifact
+        assert not artifact.forgotten, artifact
+        if ref.tier is Tier.DRAM:
+            artifact.dram, artifact.dram_offset = ref, offset
+        else:
+            artifact.ssd = ref
+        parent = artifact.node.parent
+        assert parent is not None
+        parent.count_held(ref.tier, ONE[artifact.state_type])
+        if ref.tier is Tier.SSD:
+            self._offer_above_ssd(parent)
+        if artifact.sealed:
+            self._refresh(artifact.node)
+            self._offer(artifact)
+
+    def detach(self, artifact: Artifact, tier: Tier) -> SlotRef:
+        """Drop one copy; the artifact itself stays (see `remove`)."""
+        ref = artifact.slot(tier)
+        assert ref is not None
+        if tier is Tier.DRAM:
+            artifact.dram, artifact.dram_offset = None, -1
+        else:
+            artifact.ssd = None
+        self._uncount(artifact, tier)
+        if artifact.sealed and not artifact.forgotten:
+            self._refresh(artifact.node)
+        return ref
+
+    def remove(self, artifact: Artifact) -> None:
+        """Forget it. Its slots stay noted on it, for the store to give back."""
+        node = artifact.node
+        assert not artifact.forgotten
+        artifact.forgotten = True
+        del node.artifacts[artifact.state_type]
+        self.gaps += not node.artifacts
+        self._uncount(artifact, None)
+        for tier in (Tier.DRAM, Tier.SSD):
+            if artifact.slot(tier) is not None:
+                self._uncount(artifact, tier)
+        self._refresh(node)
+        self._prune(node)
+
+    def clear(self) -> list[Artifact]:
+        """Forget everything; returns the artifacts, their slots still noted on them."""
+        for node in self.nodes.values():
+            if node.stored is not None:
+                node.stored.stale = True
+        gone = list(self.artifacts())
+        for artifact in gone:
+            artifact.forgotten = True
+            artifact.node.artifacts.clear()  # else these two would be a cycle
+        self.root = Node(self.root.chunk, None)
+        self.nodes = {ROOT: self.root}
+        self._tails = TailLengths()
+        self.gaps = 0
+        return gone
+
+    def standing(self, artifact: Artifact, tier: Tier) -> Standing:
+        """Whether the artifact may leave `tier` now."""
+        return standing(artifact, tier)
+
+    def _uncount(self, artifact: Artifact, tier: Tier | None) -> None:
+        """The parent has one child less that holds the type in `tier` (None: at all)."""
+        parent, kind = artifact.node.parent, artifact.state_type
+        assert parent is not None
+        if tier is None:
+            parent.held -= ONE[kind]
+        else:
+            parent.count_held(tier, -ONE[kind])
+        freed = parent.artifacts.get(kind)
+        counts = parent.held if tier is None else parent.held_in(tier)
+        if freed is not None and not counts & ANY[kind]:
+            self._offer(freed)
+        self._offer_above_ssd(parent)
+
+    def _offer_above_ssd(self, node: Node) -> None:
+        """Offer what has no other copy and on which nothing in DRAM alone rests by now."""
+        for artifact in node.artifacts.values():
+            if artifact.ssd is None and may_leave_a_gap(artifact):
+                self._offer(artifact)
+
+    def _behind_gaps(self, chunks: Iterable[ChunkRange]) -> list[StoredChunk]:
+        """Up to the last that has something sealed; of others that they hold nothing."""
+        told: list[StoredChunk] = []
+        last = 0
+        for chunk in chunks:
+            node = self.nodes.get(chunk.key)
+            stored = None if node is None else node.stored
+            told.append(StoredChunk(chunk, _NOTHING) if stored is None else stored)
+            last = last if stored is None else len(told)
+        return told[:last]
+
+    def _new(self, chunk: ChunkRange, parent: Node) -> Node:
+        node = self.nodes[chunk.key] = Node(chunk, parent)
+        parent.num_children += 1
+        self.num_added += 1
+        return node
+
+    def _is_adrift(self, node: Node) -> bool:
+        """Whether it is not known what the chunk continues."""
+        return node.parent is self.root and node.chunk.start > 0
+
+    def _moor(self, node: Node, chunk: ChunkRange, parent: Node) -> None:
+        """`chunk` is what an adrift node stands for, and continues `parent`."""
+        self.root.num_children -= 1
+        parent.num_children += 1
+        node.chunk, node.parent = chunk, parent
+        above: Node | None = parent
+        while above is not None and above is not self.root:  # which their readers count already
+            above.readers += node.readers
+            above = above.parent
+
+    def _refresh(self, node: Node) -> None:
+        """Recompute what `match` answers for this chunk. A new object: old answers stay true."""
+        tiers: dict[StateType, Tier] = {}
+        offsets = [-1] * len(StateType)
+        for kind, artifact in node.artifacts.items():
+            if artifact.sealed:
+                tiers[kind] = Tier.SSD if artifact.dram is None else Tier.DRAM
+                offsets[kind.position] = artifact.dram_offset
+        was_visible = node.stored is not None
+        if node.stored is not None:
+            node.stored.stale = True
+        node.stored = None
+        if tiers:
+            shared, number = self._tiers.share(tiers)
+            packed = _OFFSETS.pack(*offsets) if max(offsets) >= 0 else _NOWHERE
+            node.stored = StoredChunk(node.chunk, shared, packed, stale=False, number=number)
+        length = node.chunk.end - node.chunk.start
+        if was_visible != bool(tiers) and length < self._chunk_tokens:
+            self._tails.count(node.chunk.parent, length, 1 if tiers else -1)
+
+    def _prune(self, node: Node) -> None:
+        """Remove the node, and parents left behind, once nothing hangs on them."""
+        while node.parent is not None and not node.artifacts and not node.num_children:
+            parent = node.parent
+            del self.nodes[node.key]
+            parent.num_children -= 1
+            self.gaps -= 1
+            if not parent.num_children:
+                for artifact in parent.artifacts.values():
+                    self._offer(artifact)
+            node = parent
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if any redundant field disagrees with the tree."""
+        children: defaultdict[ChunkKey, list[Node]] = defaultdict(list)
+        for key, node in self.nodes.items():
+            assert node.key == key
+            if node.parent is not None:
+                assert self.nodes.get(node.parent.key) is node.parent, "a node is unreachable"
+                children[node.parent.key].append(node)
+        for node in self.nodes.values():
+            below, end = children[node.key], node.chunk.end
+            check_node(node, below)
+            assert all(x.chunk.start == end or self._is_adrift(x) for x in below)
+            assert not any(self._is_adrift(x) and x.artifacts for x in below)
+            assert node is self.root or node.artifacts or below, "an empty leaf"
+            stored = node.stored
+            if stored is not None:
+                assert self._tiers.share(stored.tiers) == (stored.tiers, stored.number)
+        visible = (x.chunk for x in self.nodes.values() if x.stored is not None)
+        lengths = ((x.parent, x.end - x.start) for x in visible)
+        self._tails.check(x for x in lengths if x[1] < self._chunk_tokens)
+        assert self.gaps == sum(not x.artifacts for x in self.nodes.values()) - 1, "but the root"

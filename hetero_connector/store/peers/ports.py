@@ -1,0 +1,116 @@
+"""What the store needs to know of a fleet to read from its peers.
+
+The store asks on its I/O thread, between transfers: answers come from memory, at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.record import ArtifactId
+from hetero_connector.errors import StoreError
+from hetero_connector.store.arena import Arena
+from hetero_connector.store.catalog.exports import ExportFeed
+from hetero_connector.store.catalog.slots import SlotGeometry
+from hetero_connector.store.peers.card import PeerCard
+from hetero_connector.store.peers.slot_table import SlotTable
+from hetero_connector.transfer.nixl_peers import NixlPeers
+from hetero_connector.transfer.peer_base import PeerTransfers
+from hetero_connector.transfer.shared_memory import SharedMemory
+
+logger = logging.getLogger("vllm.heterocache")
+
+
+class Peers(Protocol):
+    """The workers of the fleet, and whether their copies may be used."""
+
+    def card(self, holder: int) -> bytes | None:
+        """What the worker of this epoch published (`PeerCard`); None unless its lease lasts."""
+        ...
+
+    def admits(self, artifact: ArtifactId, copy: PeerCopy) -> bool:
+        """Whether a copy may become visible now: its holder was not taken over meanwhile."""
+        ...
+
+    def may_adopt(self, artifact: ArtifactId, copy: PeerCopy) -> bool:
+        """Whether what a dead holder left may become visible now: nobody was seen to have it."""
+        ...
+
+
+class KnownPeers:
+    """Implements `Peers` by what it is told: for tests and the simulator."""
+
+    def __init__(self) -> None:
+        self.cards: dict[int, bytes] = {}
+        """By epoch; take one out and its lease has ended."""
+        self.fenced: set[ArtifactId] = set()
+        """Artifacts that somebody else took over."""
+
+    def card(self, holder: int) -> bytes | None:
+        """See `Peers`."""
+        return self.cards.get(holder)
+
+    def admits(self, artifact: ArtifactId, copy: PeerCopy) -> bool:
+        """See `Peers`."""
+        return copy.holder in self.cards and artifact not in self.fenced
+
+    def may_adopt(self, artifact: ArtifactId, copy: PeerCopy) -> bool:
+        """See `Peers`."""
+        return copy.holder not in self.cards and artifact not in self.fenced
+
+
+@dataclass(frozen=True)
+class PeerAccess:
+    """How a store reads from its peers, and lets them read from it."""
+
+    peers: Peers
+    open_transfers: Callable[[Sequence[SharedMemory]], PeerTransfers] = NixlPeers
+    """Exports the regions given; StoreError if peers cannot be had on this machine."""
+    changed: Callable[[], None] | None = None
+    """Called when `Sharing.take_exports` has something to take again, or `Sharing.card` is another;
+    returns at once."""
+
+
+@dataclass(frozen=True)
+class PeerPort:
+    """The DRAM tier as peers see it, and the way to theirs."""
+
+    peers: Peers
+    table: SlotTable
+    transfers: PeerTransfers
+    feed: ExportFeed
+    geometry: SlotGeometry
+    card_changed: Callable[[], None] | None
+
+    @property
+    def card(self) -> bytes:
+        """For the directory: a `PeerCard`. Another one when `transfers` were started again."""
+        return PeerCard(self.geometry, self.transfers.metadata).encode()
+
+    @classmethod
+    def open(
+        cls, access: PeerAccess | None, arena: Arena, geometry: SlotGeometry
+    ) -> PeerPort | None:
+        """Export the arena; None, with one line in the log, if that cannot be done here."""
+        if access is None:
+            return None
+        table = SlotTable(geometry)
+        try:
+            transfers = access.open_transfers([arena.shared, table.shared])
+        except StoreError as e:
+            logger.warning("no peer tier: %s", e)
+            table.close()
+            return None
+        logger.info("the DRAM tier can be read by peers through %s", transfers.name)
+        feed = ExportFeed(access.changed)
+        return cls(access.peers, table, transfers, feed, geometry, access.changed)
+
+    def close(self, timeout_s: float) -> bool:
+        """False if a transfer may still write into the arena: it must then stay mapped."""
+        is_done = self.transfers.close(timeout_s)
+        self.table.close()
+        return is_done

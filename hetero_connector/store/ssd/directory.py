@@ -1,0 +1,345 @@
+"""The SSD tier's files for one model, and whose they are.
+
+    ssd_dir/.lock                       held for a moment while a directory is opened
+    ssd_dir/<fingerprint, 16 hex>/lock  held by the engine that uses it
+                                 /journal.sqlite
+                                 /generation       which resets it has seen
+                                 /<state type>.slab
+
+A slab is preallocated: its slots never move and a write to it never runs out of disk. Only the
+engine's user can open any of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hetero_connector.artifacts.generation import FIRST
+from hetero_connector.errors import ConfigError, StoreError, StoreTakenError, TransferError
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.ssd.directory_lock import DirectoryLock
+from hetero_connector.store.ssd.generation_file import (
+    GENERATION_NAME,
+    GenerationFile,
+    GenerationKeeper,
+)
+from hetero_connector.store.ssd.journal import Journal
+from hetero_connector.store.ssd.journal_connection import Connect, connect
+from hetero_connector.store.ssd.journal_format import JournalMeta, SlabShape
+from hetero_connector.store.ssd.private_files import (
+    PRIVATE_DIRECTORY_MODE,
+    PRIVATE_FLAGS,
+    PRIVATE_MODE,
+    make_private,
+    others_can_replace,
+)
+from hetero_connector.store.ssd.space import (
+    GIB,
+    JOURNAL_NAME,
+    LOCK_NAME,
+    OPENING_LOCK_NAME,
+    SLAB_SUFFIX,
+    is_own_name,
+    make_room,
+    model_directory,
+    no_space,
+    room_beside_live,
+)
+from hetero_connector.transfer.base import BLOCK_BYTES, OpenFile
+
+logger = logging.getLogger("vllm.heterocache")
+
+_ROW_BYTES = 512
+"""Journal bytes a slot may cost: a row in two b-trees, at SQLite's usual fill."""
+_WAL_BYTES = 8 << 20
+_OPEN_WAIT_S = 30.0
+_READERS_WAIT_S = 30.0
+"""Peers that read what an engine left here let go of it after an artifact."""
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
+_NO_ACCESS |= {errno.ENOENT, errno.ELOOP}
+
+
+class SsdDirectory:
+    """An open, locked directory: its slab files, journal and warnings. Built by `open`."""
+
+    def __init__(
+        self, path: Path, lock: DirectoryLock, slabs: Mapping[StateType, SlabShape]
+    ) -> None:
+        self.path = path
+        self.slot_bytes = {t: s.slot_bytes for t, s in slabs.items()}
+        self.state_types = tuple(slabs)
+        self.slots_per_type = min(s.slots for s in slabs.values())
+        self.direct = True
+        """Whether the slabs are open with O_DIRECT."""
+        self.warnings: list[str] = []
+        """What was found wrong and mended at opening; also logged."""
+        self.journal: Journal
+        self.generations: GenerationKeeper
+        """The resets that the state here has seen."""
+        self._slabs = dict(slabs)
+        self._lock = lock
+        self._fds: dict[StateType, int] = {}
+        self._created: list[Path] = []
+        self._slots_found: dict[StateType, int] = {}
+        """How many the slab files had when they were opened."""
+        self._warned_of_intruder = False
+
+    @classmethod
+    def open(
+        cls,
+        root: Path,
+        fingerprint: bytes,
+        slot_bytes: Mapping[StateType, int],
+        ssd_bytes: int,
+        description: Mapping[str, Any] | None = None,
+        connect: Connect = connect,
+    ) -> SsdDirectory:
+        """Open or create a model's directory in `root`, all of which stays within `ssd_bytes`.
+
+        `slot_bytes`: a slot's size by state type, 4 KiB multiples. Every state type gets the
+        same number of slots, as many as fit beside the running engines of other models;
+        state of models not in use makes way. Rows whose slots are no more (a lower
+        `ssd_bytes`, a truncated slab) are forgotten. Raises
+        ConfigError (`ssd_dir`, `ssd_gib`), StoreInUseError, FormatError, StoreError.
+        """
+        slots_that_fit(slot_bytes, ssd_bytes)  # before anything is created
+        path = model_directory(root, fingerprint)
+        try:
+            root.mkdir(PRIVATE_DIRECTORY_MODE, parents=True, exist_ok=True)
+            opening = DirectoryLock.acquire(root / OPENING_LOCK_NAME, wait_s=_OPEN_WAIT_S)
+            try:
+                room = room_beside_live(root, path, ssd_bytes)
+                slots = slots_that_fit(slot_bytes, room)
+                slabs = {t: SlabShape(slots, size) for t, size in slot_bytes.items()}
+                meta = JournalMeta(fingerprint, slabs, description or {}, created=time.time())
+                path.mkdir(PRIVATE_DIRECTORY_MODE, exist_ok=True)
+                widest = make_private(path, is_own_name)
+                lock = DirectoryLock.acquire(path / LOCK_NAME, readers_wait_s=_READERS_WAIT_S)
+                directory = cls(path, lock, slabs)
+                try:
+                    if widest is not None:
+                        directory._warn(
+                            f"other users could open files of {path} (mode {widest:o}): now only "
+                            "this one can"
+                        )
+                    if others_can_replace(root):
+                        directory._warn(
+                            f"other users can write to {root}, and so put directories of theirs in "
+                            "place of this engine's; take that right from them"
+                        )
+                    directory._open_files(root, meta, room, connect)
+                except BaseException:
+                    directory._abandon()
+                    raise
+            finally:
+                opening.release()
+            try:
+                directory._check_journal(meta, connect)
+            except BaseException:
+                directory._abandon()
+                raise
+        except (ConfigError, StoreError):
+            raise
+        except OSError as e:
+            raise _explain(e, root) from e
+        return directory
+
+    @property
+    def files(self) -> tuple[OpenFile, ...]:
+        """The slab files, in the order of `state_types`."""
+        return tuple(OpenFile(self._fds[t], s.slots * s.slot_bytes) for t, s in self._slabs.items())
+
+    def file_of(self, state_type: StateType) -> int:
+        """Index into `files` of a state type's slab."""
+        return self.state_types.index(state_type)
+
+    def sync(self) -> None:
+        """Wait until every slab byte written so far survives a power cut. TransferError if not."""
+        for state_type, fd in self._fds.items():
+            try:
+                os.fdatasync(fd)
+            except OSError as e:
+                raise TransferError(e.errno, f"fdatasync of {state_type.value}: {e}") from e
+
+    def why_lost(self) -> str | None:
+        """Why the next engine would not find the files where they were; None: it would."""
+        try:
+            linked = all(os.fstat(fd).st_nlink > 0 for fd in self._fds.values())
+            os.stat(self.path / JOURNAL_NAME)
+            self.check_owner()
+        except FileNotFoundError:
+            linked = False
+        except StoreTakenError as e:
+            return str(e)
+        except OSError as e:
+            return f"its files cannot be reached any more ({e})"
+        return None if linked else "its files were deleted under this engine"
+
+    def check_owner(self) -> None:
+        """Before anything is written: StoreTakenError if another engine opened the directory, too.
+
+        Where locks do not reach nothing keeps it out; the last one to come has it. OSError if
+        that cannot be seen.
+        """
+        who = self._lock.taken_by()
+        if who is not None:
+            raise StoreTakenError(
+                f"{who} has opened it, too: locks do not work on this file system; give each "
+                "engine an ssd_dir of its own, or one on a local disk"
+            )
+        if not self._warned_of_intruder and (who := self._lock.intruder()) is not None:
+            self._warned_of_intruder = True
+            self._warn(
+                f"{who} was still using {self.path} when this engine opened it: locks do not work "
+                "on this file system. It has stopped writing; give each engine an ssd_dir of its "
+                "own, or one on a local disk"
+            )
+
+    def close(self) -> None:
+        """Close the journal and the slabs, let go of the lock. Idempotent."""
+        if hasattr(self, "journal"):
+            self.journal.close()
+        if hasattr(self, "generations"):
+            self.generations.close()
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+        self._lock.release()
+
+    def _abandon(self) -> None:
+        """Close after a failed opening: what it created is removed again, while it is locked."""
+        for path in self._created:
+            path.unlink(missing_ok=True)
+        self.close()
+
+    def _open_files(self, root: Path, meta: JournalMeta, room_bytes: int, connect: Connect) -> None:
+        """Do what other engines must not do meanwhile: they wait, whatever the journal's size."""
+        # The journal first: if it belongs to something else, nothing has been touched yet.
+        is_new = not (self.path / JOURNAL_NAME).exists()
+        needed = sum(s.slots * s.slot_bytes for s in self._slabs.values())
+        if is_new:
+            make_room(root, self.path, needed, room_bytes)
+            self._open_generation(is_new=True)
+        self._open_journal(meta, connect, check=False)
+        if not is_new:
+            make_room(root, self.path, needed, room_bytes)
+            self._open_generation(is_new=False)
+        for state_type in self._slabs:
+            self._open_slab(root, state_type)
+        if not self.direct:
+            self._warn(f"{self.path} has no O_DIRECT: the page cache will hold the slabs, too")
+        _sync_directory(self.path)
+        _sync_directory(root)  # in which the directory itself is an entry
+
+    def _check_journal(self, meta: JournalMeta, connect: Connect) -> None:
+        """Read the journal for damage, and forget what it lists of slots that are no more."""
+        self.journal.close()
+        self._open_journal(meta, connect, check=True)
+        # A kill between the slabs' opening and this leaves rows that fail their checksums.
+        lost = self.journal.forget_slots_from(self._slots_found)
+        if lost:
+            self._warn(f"slab files of {self.path} are missing or short: {lost} artifacts lost")
+        if self.journal.meta.slabs != self._slabs:
+            self.journal.resize({t: s.slots for t, s in self._slabs.items()})
+        self.journal.check_owner = self.check_owner
+
+    def _open_journal(self, meta: JournalMeta, connect: Connect, *, check: bool) -> None:
+        self.journal = Journal.open(self.path / JOURNAL_NAME, meta, connect, check)
+        if self.journal.moved_aside:
+            self._warn(
+                f"the journal of {self.path} was damaged; it is now "
+                f"{self.journal.moved_aside.name} and everything it listed is forgotten"
+            )
+
+    @property
+    def is_outdated(self) -> bool:
+        """True if the journal lists what was stored before the last reset."""
+        noted = self.journal.generation()
+        return (FIRST.tag if noted is None else noted) != self.generations.latest.tag
+
+    def _open_generation(self, *, is_new: bool) -> None:
+        path = self.path / GENERATION_NAME
+        is_there = path.exists()
+        self.generations = GenerationKeeper(GenerationFile.open(path, is_new=is_new))
+        if not is_there:
+            self._created.append(path)
+
+    def _slab_path(self, state_type: StateType) -> Path:
+        return self.path / f"{state_type.value}{SLAB_SUFFIX}"
+
+    def _open_slab(self, root: Path, state_type: StateType) -> None:
+        path, slab = self._slab_path(state_type), self._slabs[state_type]
+        size, is_new = slab.slots * slab.slot_bytes, not path.exists()
+        flags = os.O_RDWR | os.O_CREAT | PRIVATE_FLAGS
+        try:
+            fd = os.open(path, flags | os.O_DIRECT, PRIVATE_MODE)
+        except OSError as e:
+            if e.errno != errno.EINVAL:
+                raise
+            self.direct = False
+            fd = os.open(path, flags, PRIVATE_MODE)
+        self._fds[state_type] = fd
+        if is_new:
+            self._created.append(path)
+        before = os.fstat(fd).st_size
+        self._slots_found[state_type] = before // slab.slot_bytes
+        try:
+            if before > size:
+                os.ftruncate(fd, size)
+            os.posix_fallocate(fd, 0, size)
+        except OSError as e:
+            if e.errno not in _NO_SPACE:
+                raise
+            os.ftruncate(fd, min(before, size))
+            raise no_space(root, size - before) from e
+
+    def _warn(self, message: str) -> None:
+        self.warnings.append(message)
+        logger.warning(message)
+
+
+def slots_that_fit(slot_bytes: Mapping[StateType, int], ssd_bytes: int) -> int:
+    """Slots each state type gets so that slabs and journal stay within `ssd_bytes`.
+
+    Raises ConfigError (`ssd_gib`) if there is not room for one, ValueError for sizes that
+    are not multiples of 4 KiB.
+    """
+    if not slot_bytes or any(size <= 0 or size % BLOCK_BYTES for size in slot_bytes.values()):
+        raise ValueError(f"slot sizes must be multiples of {BLOCK_BYTES} bytes: {slot_bytes}")
+    room = ssd_bytes - min(_WAL_BYTES, ssd_bytes // 16)
+    slots = room // sum(size + _ROW_BYTES for size in slot_bytes.values())
+    if slots < 1:
+        smallest = sum(slot_bytes.values()) * 17 // 16 + _ROW_BYTES * len(slot_bytes)
+        raise ConfigError(
+            "ssd_gib",
+            f"{ssd_bytes / GIB:.3g} does not hold one artifact of each state type of this "
+            f"model; at least {smallest / GIB:.3g}, or leave ssd_dir out",
+        )
+    return slots
+
+
+def _explain(error: OSError, root: Path) -> ConfigError | StoreError:
+    if error.errno in _NO_SPACE:
+        return no_space(root, 0)
+    if error.errno in _NO_ACCESS:
+        return ConfigError(
+            "ssd_dir", f"{root} cannot be written ({error}); choose a directory that can be"
+        )
+    return StoreError(f"{root} cannot be used as ssd_dir: {error}")
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # Some filesystems cannot sync a directory; they order their metadata themselves.
+        with contextlib.suppress(OSError):
+            os.fsync(fd)
+    finally:
+        os.close(fd)

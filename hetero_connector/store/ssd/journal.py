@@ -1,0 +1,332 @@
+"""The journal of one model's SSD directory: which slot holds which artifact.
+
+A SQLite file in WAL mode with synchronous=NORMAL: a committed transaction survives a
+killed process, and a power cut may lose the last ones but never tears the file. That is
+enough because of the order in which the store writes: slab bytes are down (`fdatasync`)
+before their row is committed, and a row is deleted, committed, before its slot is
+overwritten. So after a kill no row names a slot of other bytes; after a power cut some may, whose
+deletion was lost. Such a row fails its checksum, which costs a miss like a lost row.
+
+Threads: any one at a time (the store's I/O thread, or the opener before it starts).
+Every method raises StoreError, never a bare sqlite3 error.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from hetero_connector.artifacts.record import ArtifactId
+from hetero_connector.errors import FormatError, StoreError
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.ssd.journal_connection import (
+    SUFFIXES,
+    Connect,
+    connect,
+    move_aside,
+    open_connection,
+    sqlite_errors,
+)
+from hetero_connector.store.ssd.journal_format import (
+    CorruptJournalError,
+    JournalMeta,
+    JournalRow,
+    RowValues,
+    SlabShape,
+    as_row,
+    layout_of,
+    parse_meta,
+    parse_row,
+    row_check,
+)
+
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE artifacts (
+    chunk BLOB NOT NULL,
+    parent BLOB NOT NULL,
+    start INTEGER NOT NULL,
+    end INTEGER NOT NULL,
+    state_type TEXT NOT NULL,
+    slot INTEGER NOT NULL,
+    generation INTEGER NOT NULL,
+    size_bytes INTEGER NOT NULL,
+    checksum BLOB NOT NULL,
+    last_access REAL NOT NULL,
+    reuse_count INTEGER NOT NULL,
+    PRIMARY KEY (chunk, state_type),
+    UNIQUE (state_type, slot)
+) WITHOUT ROWID;
+"""
+_COLUMNS = (
+    "chunk, parent, start, end, state_type, slot, generation, size_bytes, checksum, "
+    "last_access, reuse_count"
+)
+_NOTE = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
+_GENERATION = "generation"
+
+
+class Journal:
+    """Rows of the artifacts on SSD. Built by `Journal.open` or `Journal.open_existing`."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection, meta: JournalMeta) -> None:
+        self.path = path
+        self.meta = meta
+        self.moved_aside: Path | None = None
+        """Where a corrupt journal went that was found here; everything in it is forgotten."""
+        self.check_owner: Callable[[], object] | None = None
+        """Called before each transaction; raises StoreTakenError once another engine is here."""
+        self._connection = connection
+
+    @classmethod
+    def open(
+        cls, path: Path, meta: JournalMeta, connect: Connect = connect, check: bool = True
+    ) -> Journal:
+        """Open the journal, or create it with `meta` if there is none.
+
+        A damaged file is moved aside (`moved_aside`) and an empty journal takes its place.
+        The slots per state type are left as found (see `resize`); a description that
+        `meta` has takes the place of the last one. `check`: read all of it, else damage may go
+        unseen. Raises FormatError if it belongs to another format version, model or slot size,
+        StoreError if it cannot be opened or created.
+        """
+        moved = None
+        if path.exists():
+            try:
+                journal = cls.open_existing(path, check=check, connect=connect)
+                try:
+                    journal._require(meta)
+                    journal._describe(meta)
+                except StoreError:
+                    journal.close()
+                    raise
+                return journal
+            except CorruptJournalError:
+                moved = move_aside(path)
+        journal = cls._create(path, meta, connect)
+        journal.moved_aside = moved
+        return journal
+
+    @classmethod
+    def open_existing(
+        cls,
+        path: Path,
+        read_only: bool = False,
+        check: bool = True,
+        connect: Connect = connect,
+    ) -> Journal:
+        """Open a journal as it is, whatever model it belongs to.
+
+        `check`: read all of it first; else damage may go unseen, and who asks must judge what it
+        finds. Raises CorruptJournalError if it is damaged, FormatError for another format version,
+        StoreError if it cannot be read.
+        """
+        # Only a WAL that somebody may be writing needs the shared-memory file, which cannot
+        # be made in a read-only directory.
+        settled = not path.with_name(f"{path.name}-wal").exists()
+        read_mode = "ro&immutable=1" if settled else "ro"
+        connection = open_connection(path, read_mode if read_only else "rw", connect)
+        try:
+            with sqlite_errors(path):
+                if check:
+                    _check(path, connection)
+                table = dict(connection.execute("SELECT key, value FROM meta").fetchall())
+                connection.execute(f"SELECT {_COLUMNS} FROM artifacts LIMIT 1")
+            return cls(path, connection, parse_meta(path, table))
+        except BaseException:
+            connection.close()
+            raise
+
+    @classmethod
+    def _create(cls, path: Path, meta: JournalMeta, connect: Connect) -> Journal:
+        for suffix in SUFFIXES[1:]:  # of a journal somebody deleted: not this one's
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+        connection = open_connection(path, "rwc", connect)
+        try:
+            with sqlite_errors(path):
+                connection.execute("PRAGMA journal_mode=WAL")
+                # One transaction, so that a crash leaves either no tables or all.
+                connection.executescript(f"BEGIN;{_SCHEMA}")
+                connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.as_table().items())
+                connection.execute("COMMIT")
+        except BaseException:
+            connection.close()
+            raise
+        return cls(path, connection, meta)
+
+    def _require(self, wanted: JournalMeta) -> None:
+        if self.meta.fingerprint != wanted.fingerprint:
+            raise FormatError(
+                f"{self.path} holds state of another model (fingerprint "
+                f"{self.meta.fingerprint.hex()}, this one is {wanted.fingerprint.hex()}); "
+                "use another ssd_dir, or delete this directory"
+            )
+        if self.meta.slot_bytes != wanted.slot_bytes:
+            raise FormatError(
+                f"{self.path} describes other slots ({layout_of(self.meta)}) than these settings "
+                f"ask for ({layout_of(wanted)}); use the former chunk_tokens, another ssd_dir, "
+                "or delete this directory"
+            )
+
+    def _describe(self, wanted: JournalMeta) -> None:
+        meta = replace(self.meta, description=wanted.description)
+        told = meta.as_table()["description"]
+        if not wanted.description or told == self.meta.as_table()["description"]:
+            return
+        with self._transaction() as connection:
+            connection.execute("UPDATE meta SET value = ? WHERE key = 'description'", (told,))
+        self.meta = meta
+
+    def resize(self, slots: Mapping[StateType, int]) -> None:
+        """Set the slots per state type; rows of slots that are no more are deleted."""
+        slabs = {t: SlabShape(slots[t], s.slot_bytes) for t, s in self.meta.slabs.items()}
+        meta = replace(self.meta, slabs=slabs)
+        with self._transaction() as connection:
+            connection.executemany(
+                "DELETE FROM artifacts WHERE state_type = ? AND slot >= ?",
+                ((t.value, count) for t, count in slots.items()),
+            )
+            connection.execute(
+                "UPDATE meta SET value = ? WHERE key = 'slabs'", (meta.as_table()["slabs"],)
+            )
+        self.meta = meta
+
+    def load(self) -> Iterator[JournalRow]:
+        """Every row, parents before children. Rows that make no sense are left out."""
+        return map(as_row, self.load_values())
+
+    def load_values(self) -> Iterator[RowValues]:
+        """As `load`, without an object for each row."""
+        check = row_check(self.meta)
+        with sqlite_errors(self.path):
+            cursor = self._connection.execute(f"SELECT {_COLUMNS} FROM artifacts ORDER BY start")
+            for values in cursor:
+                checked = check(values)
+                if checked is not None:
+                    yield checked
+
+    def forget_slots_from(self, first: Mapping[StateType, int]) -> int:
+        """Delete the rows of these slots and all after them; return how many there were."""
+        with self._transaction() as connection:
+            deleted = connection.executemany(
+                "DELETE FROM artifacts WHERE state_type = ? AND slot >= ?",
+                ((t.value, slot) for t, slot in first.items()),
+            )
+            return deleted.rowcount
+
+    def count(self) -> int:
+        """How many rows there are, those that make no sense included."""
+        with sqlite_errors(self.path):
+            return int(self._connection.execute("SELECT count(*) FROM artifacts").fetchone()[0])
+
+    def find(self, artifact: ArtifactId) -> JournalRow | None:
+        """The row of an artifact; None without one, or if it makes no sense."""
+        with sqlite_errors(self.path):
+            values = self._connection.execute(
+                f"SELECT {_COLUMNS} FROM artifacts WHERE chunk = ? AND state_type = ?",
+                (bytes(artifact.chunk), artifact.state_type.value),
+            ).fetchone()
+        return None if values is None else parse_row(values, self.meta)
+
+    def malformed(self) -> list[tuple[bytes, str]]:
+        """Keys (chunk, state type) of the rows that `load` leaves out."""
+        with sqlite_errors(self.path):
+            cursor = self._connection.execute(f"SELECT {_COLUMNS} FROM artifacts")
+            return [(v[0], v[4]) for v in cursor if parse_row(v, self.meta) is None]
+
+    def record(self, rows: Iterable[JournalRow]) -> None:
+        """Add rows, in one transaction. Their bytes must be down.
+
+        A row of the same artifact, or of the same slot, is replaced.
+        """
+        marks = ", ".join("?" * 11)
+        with self._transaction() as connection:
+            connection.executemany(
+                f"INSERT OR REPLACE INTO artifacts ({_COLUMNS}) VALUES ({marks})",
+                (
+                    (
+                        bytes(r.chunk.key),
+                        bytes(r.chunk.parent),
+                        r.chunk.start,
+                        r.chunk.end,
+                        r.state_type.value,
+                        r.slot,
+                        r.generation,
+                        r.size_bytes,
+                        r.checksum,
+                        r.last_access,
+                        r.reuse_count,
+                    )
+                    for r in rows
+                ),
+            )
+
+    def forget(self, ids: Iterable[ArtifactId]) -> None:
+        """Delete rows, in one transaction; unknown ids are ignored. Then slots may be reused."""
+        self.forget_keys((bytes(i.chunk), i.state_type.value) for i in ids)
+
+    def forget_keys(self, keys: Iterable[tuple[bytes, str]]) -> None:
+        """`forget` by raw (chunk, state type), as `malformed` returns them."""
+        with self._transaction() as connection:
+            connection.executemany("DELETE FROM artifacts WHERE chunk = ? AND state_type = ?", keys)
+
+    def touch(self, used: Iterable[tuple[ArtifactId, float, int]]) -> None:
+        """Set (last access, reuse count) of a batch of rows; unknown ids are ignored."""
+        with self._transaction() as connection:
+            connection.executemany(
+                "UPDATE artifacts SET last_access = ?, reuse_count = ? "
+                "WHERE chunk = ? AND state_type = ?",
+                ((when, count, bytes(i.chunk), i.state_type.value) for i, when, count in used),
+            )
+
+    def note(self, key: str, value: str) -> None:
+        """Keep a text beside the rows, in place of the last one of this key."""
+        with self._transaction() as connection:
+            connection.execute(_NOTE, (key, value))
+
+    def noted(self, key: str) -> str | None:
+        """What `note` kept."""
+        with sqlite_errors(self.path):
+            cursor = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,))
+            found = cursor.fetchone()
+        return None if found is None else str(found[0])
+
+    def generation(self) -> bytes | None:
+        """The generation (`Generation.tag`) that every row is of; None: no row was written yet."""
+        noted = self.noted(_GENERATION)
+        return None if noted is None else bytes.fromhex(noted)
+
+    def clear(self, generation: bytes) -> None:
+        """Delete every row: those to come are of `generation`. What was noted stays."""
+        with self._transaction() as connection:
+            connection.execute("DELETE FROM artifacts")
+            connection.execute(_NOTE, (_GENERATION, generation.hex()))
+
+    def close(self) -> None:
+        """Idempotent."""
+        with sqlite_errors(self.path):
+            self._connection.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with sqlite_errors(self.path):
+            if self.check_owner is not None:
+                self.check_owner()
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                # SQLite has already rolled back by itself after some errors (full disk).
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+
+def _check(path: Path, connection: sqlite3.Connection) -> None:
+    found = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if found[0] != "ok":
+        raise CorruptJournalError(f"journal {path} is damaged: {found[0]}")

@@ -1,0 +1,177 @@
+"""The journal's values: rows, the meta table, and how both are read back with suspicion."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, SlotRef
+from hetero_connector.errors import FormatError, StoreError
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.catalog.nodes import Artifact
+
+FORMAT_VERSION = 1
+WINDOW_REPLAY = "window_replay"
+"""Key of a description: `REPLAY_EXACT` where the engine rebuilds windows by a replay, else why it
+does not. Journals of earlier releases lack it."""
+REPLAY_EXACT = "exact"
+
+
+class CorruptJournalError(StoreError):
+    """The journal is not a readable SQLite file, or not a journal."""
+
+
+@dataclass(frozen=True, slots=True)
+class JournalRow:
+    """An artifact that is on SSD."""
+
+    chunk: ChunkRange
+    state_type: StateType
+    slot: int
+    generation: int
+    size_bytes: int
+    """Useful bytes, from the slot's first byte on."""
+    checksum: bytes
+    last_access: float
+    """Unix time, seconds."""
+    reuse_count: int = 0
+
+    @property
+    def id(self) -> ArtifactId:
+        """The artifact's name."""
+        return ArtifactId(self.chunk.key, self.state_type)
+
+    @classmethod
+    def of(cls, artifact: Artifact, ref: SlotRef, now: float) -> JournalRow:
+        """An artifact whose bytes lie in that slot of the slab; `now`: Unix time, seconds."""
+        assert artifact.checksum is not None
+        return cls(
+            artifact.node.chunk,
+            artifact.state_type,
+            ref.slot,
+            ref.generation,
+            artifact.size_bytes,
+            artifact.checksum,
+            now,
+            artifact.uses,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SlabShape:
+    """How a state type's slab file is cut."""
+
+    slots: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True)
+class JournalMeta:
+    """Whose state the directory holds and how it is laid out."""
+
+    fingerprint: bytes
+    slabs: Mapping[StateType, SlabShape]
+    description: Mapping[str, Any] = field(default_factory=dict)
+    """For people and the tools: model name, dtype, chunk size, geometry. JSON values."""
+    created: float = 0.0
+    """Unix time, seconds."""
+
+    @property
+    def slot_bytes(self) -> dict[StateType, int]:
+        """Bytes of one slot by state type."""
+        return {t: s.slot_bytes for t, s in self.slabs.items()}
+
+    def as_table(self) -> dict[str, str]:
+        """The rows of the meta table."""
+        slabs = {t.value: [s.slots, s.slot_bytes] for t, s in self.slabs.items()}
+        return {
+            "format_version": str(FORMAT_VERSION),
+            "fingerprint": self.fingerprint.hex(),
+            "slabs": json.dumps(slabs, sort_keys=True),
+            "description": json.dumps(dict(self.description), sort_keys=True, default=str),
+            "created": str(self.created),
+        }
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, str]) -> JournalMeta:
+        """Inverse of `as_table`. Raises KeyError or ValueError if it is not one."""
+        slabs = {
+            StateType(name): SlabShape(int(slots), int(slot_bytes))
+            for name, (slots, slot_bytes) in json.loads(table["slabs"]).items()
+        }
+        fingerprint = bytes.fromhex(table["fingerprint"])
+        created = float(table["created"])
+        return cls(fingerprint, slabs, json.loads(table["description"]), created)
+
+
+def parse_meta(path: Path, table: Mapping[str, str]) -> JournalMeta:
+    """Raises FormatError for another version, CorruptJournalError for anything unreadable."""
+    version = table.get("format_version")
+    if version is None:
+        raise CorruptJournalError(f"journal {path} names no format version")
+    if version != str(FORMAT_VERSION):
+        raise FormatError(
+            f"{path} has format version {version}, this release writes {FORMAT_VERSION}; "
+            "use another ssd_dir, or delete this directory"
+        )
+    try:
+        return JournalMeta.from_table(table)
+    except (KeyError, ValueError, TypeError) as e:
+        raise CorruptJournalError(f"journal {path} has an unreadable meta table: {e!r}") from e
+
+
+RowValues = tuple[bytes, bytes, int, int, StateType, int, int, int, bytes, float, int]
+"""A `JournalRow`'s values in the order of its columns: a million of them are read at start."""
+
+
+def row_check(meta: JournalMeta) -> Callable[[tuple[Any, ...]], RowValues | None]:
+    """Return the function that returns a row's values, or None if it makes no sense in `meta`."""
+    shapes = {t.value: (t, shape.slots, shape.slot_bytes) for t, shape in meta.slabs.items()}
+
+    def check(values: tuple[Any, ...]) -> RowValues | None:
+        chunk, parent, start, end, name, slot, generation, size, digest, when, reuse = values
+        shape = shapes.get(name)
+        if shape is None:
+            return None
+        kind, slots, slot_bytes = shape
+        if (
+            type(chunk) is type(parent) is type(digest) is bytes
+            and len(chunk) == len(parent) == len(digest) == 16
+            and type(start) is type(end) is type(slot) is int
+            and type(generation) is type(size) is type(reuse) is int
+            and 0 <= slot < slots
+            and 0 < size <= slot_bytes
+            and 0 <= start < end
+            and generation >= 0
+            and reuse >= 0
+            and type(when) in (float, int)
+            and isfinite(when)
+        ):
+            return chunk, parent, start, end, kind, slot, generation, size, digest, when, reuse
+        return None
+
+    return check
+
+
+def parse_row(values: tuple[Any, ...], meta: JournalMeta) -> JournalRow | None:
+    """The row, or None if it makes no sense in this layout."""
+    checked = row_check(meta)(values)
+    return None if checked is None else as_row(checked)
+
+
+def as_row(values: RowValues) -> JournalRow:
+    """The row of a row's values."""
+    chunk, parent, start, end, kind, slot, generation, size, digest, when, reuse = values
+    where = ChunkRange(ChunkKey(chunk), ChunkKey(parent), start, end)
+    return JournalRow(where, kind, slot, generation, size, digest, float(when), reuse)
+
+
+def layout_of(meta: JournalMeta) -> str:
+    """For error messages."""
+    return ", ".join(
+        f"{t.value} {s.slots} slots of {s.slot_bytes} bytes" for t, s in meta.slabs.items()
+    )

@@ -1,0 +1,176 @@
+"""Room on the SSD: what lies in an ssd_dir, whose it is, and making space in it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetero_connector.errors import ConfigError, StoreInUseError
+from hetero_connector.store.ssd.directory_lock import DirectoryLock, holder, is_locked
+
+logger = logging.getLogger("vllm.heterocache")
+
+JOURNAL_NAME = "journal.sqlite"
+LOCK_NAME = "lock"
+OPENING_LOCK_NAME = ".lock"
+"""Of an ssd_dir itself, held while an engine opens a directory in it."""
+SLAB_SUFFIX = ".slab"
+GIB = 1 << 30
+_READERS_WAIT_S = 2.0
+"""Peers that read what an engine left let go of it after an artifact, as one is starting now."""
+_FULL = 7 / 8
+"""An engine takes nearly all of its ssd_gib; what is left beside it is not worth a tier."""
+_MODEL_DIRECTORY = re.compile(r"[0-9a-f]{16}")
+_OURS = re.compile(
+    r"lock|generation(\.new)?|journal\.sqlite(-wal|-shm)?|journal\.corrupt-.*|[a-z_]+\.slab"
+)
+
+
+@dataclass(frozen=True)
+class ModelDirectory:
+    """A model's directory inside an ssd_dir."""
+
+    path: Path
+    disk_bytes: int
+    last_used: float
+    """Unix time, seconds."""
+
+    @property
+    def lock_path(self) -> Path:
+        """Its lock file."""
+        return self.path / LOCK_NAME
+
+
+def model_directory(root: Path, fingerprint: bytes) -> Path:
+    """Where a model's state lies in `root`: named by the fingerprint's first 16 hex digits."""
+    return root / fingerprint.hex()[:16]
+
+
+def is_own_name(name: str) -> bool:
+    """Return whether a file of this name in a model's directory is ours."""
+    return _OURS.fullmatch(name) is not None
+
+
+def is_model_directory(path: Path) -> bool:
+    """Whether `path` looks like one that this package made."""
+    return path.is_dir() and (path / JOURNAL_NAME).exists()
+
+
+def model_directories(root: Path) -> Iterator[ModelDirectory]:
+    """Every model's directory in `root`, unfinished ones included, in no order."""
+    for path in root.iterdir():
+        if not (_MODEL_DIRECTORY.fullmatch(path.name) and path.is_dir()):
+            continue
+        try:
+            sizes = [_disk_bytes(entry) for entry in os.scandir(path)]
+            used = _modified(path / LOCK_NAME) or path.stat().st_mtime
+        except FileNotFoundError:
+            continue  # its engine, or another one starting, removed it meanwhile
+        yield ModelDirectory(path, sum(sizes), used)
+
+
+def _disk_bytes(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat(follow_symlinks=False).st_blocks * 512
+    except FileNotFoundError:  # an engine that stops removes its journal's WAL
+        return 0
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def room_beside_live(root: Path, own: Path, limit_bytes: int) -> int:
+    """How much of `limit_bytes` the running engines of other models leave to `own`.
+
+    Raises ConfigError if that is nothing. Call with `root` locked.
+    """
+    live = [d for d in model_directories(root) if d.path != own and is_locked(d.lock_path)]
+    live_bytes = sum(d.disk_bytes for d in live)
+    if live and live_bytes >= limit_bytes * _FULL:
+        users = ", ".join(holder(d.lock_path) for d in live)
+        raise ConfigError(
+            "ssd_gib",
+            f"{root} may hold {_gib(limit_bytes)} GiB and {_gib(live_bytes)} of them are in use "
+            f"by {users}; give this engine another ssd_dir, or an ssd_gib for both together",
+        )
+    return limit_bytes - live_bytes
+
+
+def make_room(root: Path, own: Path, needed_bytes: int, room_bytes: int) -> None:
+    """Let `own` grow to `needed_bytes` while it and unused models stay within `room_bytes`.
+
+    Directories of models that no engine uses are removed for it, least recently used
+    first, and only if needed. Raises ConfigError if the filesystem has too little space
+    even then. Call with `root` locked.
+    """
+    directories = list(model_directories(root))
+    present = next((d.disk_bytes for d in directories if d.path == own), 0)
+    unused = [d for d in directories if d.path != own and not is_locked(d.lock_path)]
+    unused_bytes = sum(d.disk_bytes for d in unused)
+    for victim in sorted(unused, key=lambda d: d.last_used):
+        fits = unused_bytes + needed_bytes <= room_bytes
+        if fits and free_bytes(root) + present >= needed_bytes:
+            return
+        if _remove(victim):
+            unused_bytes -= victim.disk_bytes
+    if free_bytes(root) + present < needed_bytes:
+        raise no_space(root, needed_bytes - present)
+
+
+def free_bytes(root: Path) -> int:
+    """Bytes an ordinary user may still write on the filesystem of `root`."""
+    stat = os.statvfs(root)
+    return stat.f_bavail * stat.f_frsize
+
+
+def no_space(root: Path, asked_bytes: int) -> ConfigError:
+    """The error for a filesystem that is too full."""
+    return ConfigError(
+        "ssd_gib",
+        f"asks for {_gib(asked_bytes)} GiB more in {root}, where {_gib(free_bytes(root))} GiB are "
+        "free; lower ssd_gib, free space, or choose another ssd_dir",
+    )
+
+
+def _remove(victim: ModelDirectory) -> bool:
+    """Delete an unused model's directory; False if an engine uses it or it cannot be deleted."""
+    try:
+        lock = DirectoryLock.acquire(victim.lock_path, readers_wait_s=_READERS_WAIT_S)
+    except StoreInUseError:
+        return False
+    try:
+        logger.warning(
+            "removing %s (%s GiB, of a model not in use) to stay within ssd_gib",
+            victim.path,
+            _gib(victim.disk_bytes),
+        )
+
+        # The journal first: interrupted, this leaves slabs that nothing refers to, and no rows
+        # without the generation that they are judged by.
+        def order(name: str) -> tuple[bool, bool, str]:
+            return name == LOCK_NAME, name != JOURNAL_NAME, name
+
+        for name in sorted(os.listdir(victim.path), key=order):
+            if is_own_name(name):
+                (victim.path / name).unlink()
+        victim.path.rmdir()
+    except OSError as e:
+        if e.errno != errno.ENOTEMPTY:  # somebody's own files: they stay, ours are gone
+            logger.warning("cannot remove %s: %s", victim.path, e)
+            return False
+    finally:
+        lock.release()
+    return True
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.3g}"

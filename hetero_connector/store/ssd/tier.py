@@ -1,0 +1,102 @@
+"""Opening the SSD tier: its directory, its way to move bytes, and what its journal remembers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey, SlotRef, Tier
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.catalog.nodes import Artifact
+from hetero_connector.store.catalog.tiers import Tiers
+from hetero_connector.store.garbage import frozen_load
+from hetero_connector.store.ssd.directory import SsdDirectory
+from hetero_connector.store.ssd.journal_format import RowValues
+from hetero_connector.transfer.base import FileTransfer
+from hetero_connector.transfer.choose import choose_file_transfer
+
+logger = logging.getLogger("vllm.heterocache")
+
+OpenTransfer = Callable[[npt.NDArray[np.uint8], SsdDirectory], FileTransfer]
+"""Makes the transfer between the arena's bytes and the directory's slab files."""
+
+
+@dataclass(frozen=True)
+class Ssd:
+    """What the I/O thread needs to read and write slots. Only that thread uses it."""
+
+    directory: SsdDirectory
+    transfer: FileTransfer
+
+    def file_of(self, state_type: StateType) -> int:
+        """Which of the transfer's files is the slab of `state_type`."""
+        return self.directory.file_of(state_type)
+
+
+def best_transfer(memory: npt.NDArray[np.uint8], directory: SsdDirectory) -> FileTransfer:
+    """NIXL where it works on this directory, else preadv; says which in the log."""
+    chosen = choose_file_transfer(memory, directory.files, directory.path)
+    logger.info("SSD tier %s uses %s: %s", directory.path, chosen.transfer.name, chosen.reason)
+    return chosen.transfer
+
+
+def load(directory: SsdDirectory, tiers: Tiers, transfer: FileTransfer) -> Ssd:
+    """Let the tiers know what the directory holds; `transfer` moves it.
+
+    Rows from before a reset are not even looked at: all of them go, once the I/O thread has begun.
+    """
+    if directory.is_outdated:
+        logger.info("SSD tier %s: what was stored before a reset goes", directory.path)
+        tiers.journal_stale = True
+    else:
+        adopt_journal(directory, tiers)
+    return Ssd(directory, transfer)
+
+
+def adopt_journal(directory: SsdDirectory, tiers: Tiers) -> None:
+    """Put every row of the journal into the index.
+
+    What a row continues may be missing: another engine's, which is not written here, or lost.
+    Rows that contradict another are deleted from the journal, and so are checkpoints of which
+    nothing else is left.
+    """
+    journal = directory.journal
+    with frozen_load(journal.count()):
+        dropped = adopt_rows(journal.load_values(), tiers)
+    if dropped:
+        logger.info("SSD tier %s: %d impossible artifacts dropped", directory.path, len(dropped))
+        journal.forget(dropped)
+
+
+def adopt_rows(rows: Iterable[RowValues], tiers: Tiers) -> list[ArtifactId]:
+    """Put rows, parents first, into an empty SSD tier; return those that contradict another one.
+
+    That is what names a chunk or a slot that the other knows otherwise. No fleet hears of any of
+    it: whoever joins one tells all that is here.
+    """
+    pool, index = tiers.ssd, tiers.index
+    assert pool is not None
+    refused: list[ArtifactId] = []
+    adopted: list[Artifact] = []
+    used_at: list[float] = []
+    for key, parent, start, end, kind, slot, generation, size, digest, when, uses in rows:
+        ref = SlotRef(Tier.SSD, kind, slot, generation)
+        artifact = None
+        if pool.adopt(ref):
+            artifact = index.adopt(ChunkKey(key), ChunkKey(parent), start, end, size, ref)
+            if artifact is None:
+                pool.give_back(ref)
+        if artifact is None:
+            refused.append(ArtifactId(ChunkKey(key), kind))
+            continue
+        artifact.checksum, artifact.uses = digest, uses
+        adopted.append(artifact)
+        used_at.append(when)
+    for at in np.argsort(used_at, kind="stable").tolist():
+        adopted[at].last_used = tiers.tick()
+    tiers.adopted(adopted)
+    return refused
