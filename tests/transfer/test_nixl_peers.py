@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from owners import SIZES, Owner, contents, owners
 
 from hetero_connector.errors import PeerError, StoreClosedError, StoreError, TransferError
 from hetero_connector.transfer.agent_metadata import AgentMetadata
@@ -26,6 +25,7 @@ from hetero_connector.transfer.base import Transfer, TransferState
 from hetero_connector.transfer.nixl_peers import NixlPeers
 from hetero_connector.transfer.peer_base import PeerExtent
 from hetero_connector.transfer.shared_memory import SharedMemory, create_shared
+from tests.transfer.owners import SIZES, Owner, contents, owners
 
 MIB = 1 << 20
 WHOLE = [PeerExtent(0, 0, 0, 0, SIZES[0])]
