@@ -23,14 +23,14 @@ from functools import partial
 import redis
 
 from benchmarks.measure import machine_line, rounded, save, table, timed
+from examples.embedded_redis import EmbeddedRedis
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey
 from hetero_connector.spec import StateType
 from hetero_connector.spec.presets import PRESETS
 from hetero_connector.spec.state_types import Family
 from ownership.directory import Claim, Copy, Grant, Worker
-from ownership.embedded_redis import EmbeddedRedis
-from ownership.identifiers import Epoch
-from ownership.redis_directory import RedisDirectory
+from ownership.directory.identifiers import Epoch
+from ownership.directory.redis import RedisDirectory
 
 TOKENS = 1_048_576
 STEP_TOKENS = 8_192

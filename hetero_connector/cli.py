@@ -232,8 +232,8 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _reset(args: argparse.Namespace) -> int:
-    from ownership.fleet_reset import reset_fleet
-    from ownership.open_directory import open_directory
+    from ownership.directory.fleet_reset import reset_fleet
+    from ownership.directory.opening import open_directory
 
     try:
         directory = open_directory(args.directory)

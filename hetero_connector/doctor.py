@@ -283,7 +283,7 @@ def peer_network(devices: Path = _RDMA) -> Finding:
 
 def fleet_directory(url: str) -> Finding:
     """Check that a Redis can be a fleet's directory: it answers, and evicts nothing."""
-    from ownership.open_directory import open_directory
+    from ownership.directory.opening import open_directory
 
     name, shown = "directory", url.partition("://")[0] + "://" + url.split("@")[-1]
     try:

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.embedded_redis import EmbeddedRedis
 from hetero_connector import cli, doctor, machine
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkRange
 from hetero_connector.doctor import Status
@@ -26,7 +27,6 @@ from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.journal_format import JournalRow
 from hetero_connector.transfer.checksum import checksum
-from ownership.embedded_redis import EmbeddedRedis
 
 KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
 SLOTS = {KV: 64 << 10, SWA: 8 << 10}

@@ -20,7 +20,7 @@ ONLY_IN = {
         "hetero_connector/connector.py",
     ),
     "nixl": ("hetero_connector/transfer/",),
-    "redis": ("ownership/redis_directory/",),
+    "redis": ("ownership/directory/redis/",),
     "msgspec": ("ownership/simulator/",),  # of the extra `sim`
     "torch": ("hetero_connector/engine/", "hetero_connector/connector.py"),
 }
@@ -98,7 +98,7 @@ def test_scheduling_is_pure() -> None:
     """A router and a simulator run the same policies: no clock, no I/O, neither of the two."""
     rooms = ("errors", "spec", "artifacts", "planner")
     ours = [f"hetero_connector.{room}" for room in rooms]
-    ours += [f"ownership.{room}" for room in ("scheduling", "directory", "identifiers")]
+    ours += ["ownership.scheduling", "ownership.directory"]
     plain = {"__future__", "collections", "dataclasses", "enum", "functools", "math", "typing"}
     plain |= {"numpy", "random"}  # random: its generators are passed in
     for path in (ROOT / "ownership/scheduling").rglob("*.py"):

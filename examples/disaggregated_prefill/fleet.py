@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from examples.checkpoints import write_checkpoint
+from examples.embedded_redis import EmbeddedRedis
 from examples.serving import Server, kv_transfer_config
-from ownership.embedded_redis import EmbeddedRedis
 
 CHUNK = 256
 """Tokens per stored chunk, and a boundary at which all small models can resume."""

@@ -85,7 +85,7 @@ def join(config: HeteroConfig, engine_id: str, recorder: Recorder) -> Fleet | No
     """
     if not config.directory:
         return None
-    from ownership.joining import open_worker
+    from ownership.member.joining import open_worker
 
     name = config.worker_name or f"{socket.gethostname()}-{engine_id}"
     return open_worker(config.directory, name, config.lease_s, config.load_deadline_s, recorder)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.state_types import StateType
 from ownership.directory import ChainView
-from ownership.identifiers import Epoch
+from ownership.directory.identifiers import Epoch
 from ownership.scheduling.step import HeldPrefix
 
 

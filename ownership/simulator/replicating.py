@@ -12,7 +12,7 @@ from functools import partial
 
 from hetero_connector.artifacts.record import ChunkKey
 from ownership.directory import DirectoryLimits
-from ownership.memory_sessions import MemoryGroups
+from ownership.directory.memory_sessions import MemoryGroups
 from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.replication import HotPrefix, ReplicaPolicy
 from ownership.scheduling.step import HeldPrefix, Step

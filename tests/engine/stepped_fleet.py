@@ -16,8 +16,8 @@ from hetero_connector.spec import ModelSpec
 from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from ownership.directory import ChainView, Holding
-from ownership.fleet_worker import FleetWorker
-from ownership.memory_directory import MemoryDirectory
+from ownership.directory.memory import MemoryDirectory
+from ownership.member.fleet_worker import FleetWorker
 from tests.engine.stepped import CHUNK, Engine
 
 LEASE_S = 2.0

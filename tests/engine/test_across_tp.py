@@ -18,10 +18,10 @@ import pytest
 
 from examples.checkpoints import write_checkpoint
 from examples.disaggregated_prefill.fleet import value
+from examples.embedded_redis import EmbeddedRedis
 from examples.serving import Reply, Server, kv_transfer_config, logprob_distance
 from hetero_connector.artifacts.tensor_parallel import whole_model
 from hetero_connector.spec import LayerSpec, StateType
-from ownership.embedded_redis import EmbeddedRedis
 from tests.engine.fleets import asks, computed, until
 from tests.engine.harness import (
     CHECKPOINTS,

@@ -15,8 +15,8 @@ import pytest
 
 from examples.disaggregated_prefill.fleet import Fleet, fleet_of, value
 from examples.disaggregated_prefill.session import play
+from examples.embedded_redis import EmbeddedRedis
 from examples.serving import Server
-from ownership.embedded_redis import EmbeddedRedis
 from tests.engine.fleets import (
     LEASE_S,
     MAX_TOKENS,

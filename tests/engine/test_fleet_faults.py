@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from examples.disaggregated_prefill.fleet import value
+from examples.embedded_redis import EmbeddedRedis
 from examples.serving import Reply, Server
 from hetero_connector.verification import verify_model
-from ownership.embedded_redis import EmbeddedRedis
 from tests.engine.fleets import LEASE_S, MAX_TOKENS, computed, same, server_of, until
 from tests.engine.harness import prompt_tokens
 

@@ -16,8 +16,8 @@ from hetero_connector.engine.handoff import handoff_answer, handoff_tokens
 from hetero_connector.store.catalog.tail_lengths import MAX_TAILS
 from hetero_connector.store.peers.card import PeerCard
 from ownership.directory import Claim
-from ownership.fleet_worker import FleetWorker
-from ownership.memory_directory import MemoryDirectory
+from ownership.directory.memory import MemoryDirectory
+from ownership.member.fleet_worker import FleetWorker
 from tests.engine.fakes import DENSE, HYBRID, FakeRequest
 from tests.engine.stepped import CHUNK, LOAD_DEADLINE_S, Engine, tokens
 from tests.engine.stepped_fleet import WAIT_S, Fleet, chunk_bytes, joined, until

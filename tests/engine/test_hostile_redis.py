@@ -1,6 +1,6 @@
 """Two stock servers whose directory is written by a stranger: garbage, and lies that can be read.
 
-Each kind is what `tests/ownership/redis_directory` shows of the records alone, met once by engines:
+Each kind is what `tests/ownership/directory/redis` shows of the records alone, met once by engines:
 no answer changes, nothing comes out of a hook, and once the stranger is gone they share again.
 """
 
@@ -16,15 +16,15 @@ import pytest
 import redis
 
 from examples.disaggregated_prefill.fleet import value
+from examples.embedded_redis import EmbeddedRedis
 from examples.serving import Server
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from ownership.directory import Claim, Copy, Holding, Worker
-from ownership.embedded_redis import EmbeddedRedis
-from ownership.redis_directory import RedisDirectory
-from ownership.redis_directory.scripts import fleet_key
+from ownership.directory.redis import RedisDirectory
+from ownership.directory.redis.scripts import fleet_key
 from tests.engine.fleets import MAX_TOKENS, computed, same, server_of, until
 from tests.engine.harness import prompt_tokens
-from tests.ownership.redis_directory.test_hostile_fleet import MUTATIONS
+from tests.ownership.directory.redis.test_hostile_fleet import MUTATIONS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1_200)]
 

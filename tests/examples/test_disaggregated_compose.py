@@ -18,8 +18,8 @@ from examples.disaggregated_prefill import proxy
 from examples.serving import kv_transfer_config
 from hetero_connector.config import HeteroConfig
 from hetero_connector.supported_vllm import check_version
-from ownership.open_directory import open_directory
-from ownership.redis_directory.address import RedisAddress
+from ownership.directory.opening import open_directory
+from ownership.directory.redis.address import RedisAddress
 
 ROOT = Path(proxy.__file__).parents[2]
 COMPOSE = Path(proxy.__file__).parent / "docker-compose.yml"

@@ -31,9 +31,9 @@ from hetero_connector.store.catalog.state import StoreState
 from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from ownership.directory import Claim, Directory, Grant
-from ownership.fleet_worker import FleetWorker
-from ownership.identifiers import Epoch
-from ownership.memory_directory import MemoryDirectory
+from ownership.directory.identifiers import Epoch
+from ownership.directory.memory import MemoryDirectory
+from ownership.member.fleet_worker import FleetWorker
 from tests.faults.disk import CALM, Cut, Disk
 from tests.faults.journals import connector
 from tests.faults.life import MEMORY, WEATHERS, Verdict, quiet

@@ -18,8 +18,8 @@ from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.peers.reader import PeerReader
 from hetero_connector.store.ssd import reader as reading
 from hetero_connector.store.ssd.reader import Reader
-from ownership.memory_directory import MemoryDirectory
-from ownership.record_audit import RecordAudit
+from ownership.directory.memory import MemoryDirectory
+from ownership.member.record_audit import RecordAudit
 from tests.engine.adversarial_device import AdversarialDevice
 from tests.faults import campaign, fleet_round
 from tests.faults.campaign import run_campaign, seed_of_the_day

@@ -12,11 +12,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from examples.embedded_redis import EmbeddedRedis
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange
 from ownership.directory import Holding
-from ownership.embedded_redis import EmbeddedRedis
-from ownership.lease_clock import lease_clock
-from ownership.redis_directory import RedisDirectory
+from ownership.directory.redis import RedisDirectory
+from ownership.member.lease_clock import lease_clock
 from tests.network import Network
 from tests.ownership.fleet_of_processes import ProcessFleet, until
 from tests.ownership.history import Ended, faults

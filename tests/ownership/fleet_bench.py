@@ -12,7 +12,7 @@ from typing import Protocol
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.spec.state_types import StateType
 from ownership.directory import Claim, Copy, Directory, DirectoryLimits, Grant, Lease, Worker
-from ownership.memory_directory import MemoryDirectory
+from ownership.directory.memory import MemoryDirectory
 from tests.ownership.redis_bench import RedisBench
 
 LEASE_S = 10.0

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from examples.embedded_redis import EmbeddedRedis
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange
 from hetero_connector.errors import DirectoryError
 from hetero_connector.verification import verify_model
 from ownership.directory import Holding, Standing
-from ownership.embedded_redis import EmbeddedRedis
-from ownership.redis_directory import RedisDirectory
+from ownership.directory.redis import RedisDirectory
 from tests.ownership.worker_process import SIZES, WorkerProcess
 
 WAIT_S = 60.0

@@ -8,9 +8,9 @@ from functools import cache
 
 import redis
 
+from examples.embedded_redis import EmbeddedRedis
 from ownership.directory import Directory, DirectoryLimits
-from ownership.embedded_redis import EmbeddedRedis
-from ownership.redis_directory import RedisDirectory
+from ownership.directory.redis import RedisDirectory
 
 CLOCK_KEY = "test-clock"
 SIMULATED_TIME = f"local function server_s() return tonumber(redis.call('GET', '{CLOCK_KEY}')) end"

@@ -11,12 +11,12 @@ import redis
 from hetero_connector.errors import DirectoryUnavailableError
 from hetero_connector.metrics import Recorder
 from ownership.directory import ChainView, Directory, Standing
-from ownership.fleet_worker import FleetWorker
-from ownership.identifiers import NOBODY, Epoch
-from ownership.redis_directory.scripts import fleet_key
+from ownership.directory.identifiers import NOBODY, Epoch
+from ownership.directory.redis.scripts import fleet_key
+from ownership.member.fleet_worker import FleetWorker
 from tests.ownership.fleet_bench import LEASE_S, LIMITS
 from tests.ownership.history import Ended, Event, faults, granted
-from tests.ownership.ledgers import KV, ListedStore, change
+from tests.ownership.member.ledgers import KV, ListedStore, change
 from tests.ownership.redis_bench import RedisBench, shared_server
 
 NAMES = ("ann", "bob")

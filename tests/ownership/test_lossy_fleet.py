@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hetero_connector.artifacts.peer_copy import PeerCopy
 from tests.ownership.fleet_bench import LEASE_S
 from tests.ownership.history import Served
-from tests.ownership.ledgers import KV, change
+from tests.ownership.member.ledgers import KV, change
 from tests.ownership.stepped_members import CHAIN, IDS, NAMES, NUMBERS, Member, SteppedFleet
 
 HASHES = ("fleet", "epochs", "names", "peers", "chunks", "runs")

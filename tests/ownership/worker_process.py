@@ -37,10 +37,10 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig, Wanted
 from hetero_connector.store.peers.ports import PeerAccess
-from ownership import joining
 from ownership.directory import Directory, Outcome
-from ownership.fleet_worker import FleetWorker
-from ownership.lease_clock import lease_clock
+from ownership.member import joining
+from ownership.member.fleet_worker import FleetWorker
+from ownership.member.lease_clock import lease_clock
 from tests.ownership.history import Event, Granted, Served
 
 CHUNK = 256
@@ -57,7 +57,9 @@ TURN_S = 3 * LOAD_DEADLINE_S
 _ATTEMPTS = 4
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["ownership.joining", "hetero_connector.store.artifact_store"])
+context.set_forkserver_preload(
+    ["ownership.member.joining", "hetero_connector.store.artifact_store"]
+)
 
 
 def prompt(name: str, chunks: int, shared: int = 2) -> list[ChunkRange]:

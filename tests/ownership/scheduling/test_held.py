@@ -7,8 +7,8 @@ import pytest
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.spec import StateType
 from ownership.directory import Claim, Copy, Directory, Worker
-from ownership.identifiers import Epoch
-from ownership.memory_directory import MemoryDirectory
+from ownership.directory.identifiers import Epoch
+from ownership.directory.memory import MemoryDirectory
 from ownership.scheduling import HeldPrefix
 from ownership.scheduling.held import held_prefixes
 from tests.planner.chains import DENSE, HYBRID, KV, LLAMA4, LOCAL, SWA

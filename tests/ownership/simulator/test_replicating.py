@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ownership.memory_sessions import MemoryGroups
+from ownership.directory.memory_sessions import MemoryGroups
 from ownership.scheduling.fleet import Role
 from ownership.scheduling.registry import POLICIES
 from ownership.simulator.fleet_file import Failure

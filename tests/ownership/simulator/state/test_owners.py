@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.spec.state_types import StateType
 from ownership.directory import CHECKSUM_BYTES, Claim, Copy, Worker
-from ownership.identifiers import Epoch, Token
-from ownership.memory_directory import MemoryDirectory
+from ownership.directory.identifiers import Epoch, Token
+from ownership.directory.memory import MemoryDirectory
 from ownership.simulator.state.owners import Owners, Stretch, covers
 from ownership.simulator.traces.block_runs import BlockRuns
 from tests.ownership.simulator.state.few_chunks import names, prompts

@@ -1,0 +1,61 @@
+"""The directory: the record of who owns each artifact of a fleet, in one process or in Redis.
+
+Read `contract` first: it is the protocol. `sessions` and `generations` are its two other parts,
+`identifiers` the numbers that order a fleet, `validation` what every directory refuses.
+`MemoryDirectory` (`memory`, with `lease_table` and `memory_sessions`) is the reference and serves
+one process; `redis` serves a fleet and is the only package that imports Redis. `opening` makes
+one of them from a URL, `fleet_reset` resets a fleet and waits for its engines.
+
+May import `hetero_connector`'s values (`artifacts`, `spec`) and errors; knows no member, policy or
+engine. To add a directory, implement `Directory` and list it in `BENCHES` of
+`tests/ownership/fleet_bench.py`: the contract's tests then run on it.
+"""
+
+from ownership.directory.contract import (
+    CHECKSUM_BYTES,
+    ChainView,
+    ChunkHoldings,
+    Claim,
+    Copy,
+    Directory,
+    DirectoryLimits,
+    Grant,
+    Holding,
+    Lease,
+    Outcome,
+    OwnershipDirectory,
+    ReadableCopy,
+    Replica,
+    Standing,
+    Usage,
+    Worker,
+    WorkerState,
+)
+from ownership.directory.identifiers import NO_TOKEN, NOBODY, Epoch, Token
+from ownership.directory.memory import MemoryDirectory
+
+__all__ = [
+    "CHECKSUM_BYTES",
+    "NOBODY",
+    "NO_TOKEN",
+    "ChainView",
+    "ChunkHoldings",
+    "Claim",
+    "Copy",
+    "Directory",
+    "DirectoryLimits",
+    "Epoch",
+    "Grant",
+    "Holding",
+    "Lease",
+    "MemoryDirectory",
+    "Outcome",
+    "OwnershipDirectory",
+    "ReadableCopy",
+    "Replica",
+    "Standing",
+    "Token",
+    "Usage",
+    "Worker",
+    "WorkerState",
+]

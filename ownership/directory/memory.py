@@ -1,0 +1,330 @@
+"""The embedded directory: one process, no network, lost when the process ends.
+
+The default of a single engine, and the reference that every other directory is tested against.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey
+from hetero_connector.spec.state_types import StateType
+from ownership.directory.contract import (
+    ChainView,
+    ChunkHoldings,
+    Claim,
+    DirectoryLimits,
+    Grant,
+    Holding,
+    Lease,
+    Outcome,
+    Replica,
+    Standing,
+    Usage,
+    Worker,
+)
+from ownership.directory.generations import FleetGeneration
+from ownership.directory.identifiers import NO_TOKEN, NOBODY, Epoch, Token
+from ownership.directory.lease_table import ForwardClock, LeaseTable
+from ownership.directory.memory_sessions import MemoryGroups, MemoryReaders, MemorySessions
+from ownership.directory.sessions import HotGroup, Session, SessionGrant
+from ownership.directory.validation import (
+    check_claims,
+    check_lease,
+    check_name,
+    check_ttl,
+    check_worker,
+)
+
+_ABSENT = Grant(Outcome.ABSENT, NOBODY, NO_TOKEN)
+_FULL = Grant(Outcome.FULL, NOBODY, NO_TOKEN)
+_NOTHING: ChunkHoldings = {}
+
+
+class MemoryDirectory:
+    """A `Directory` in this process's memory. One lock, never held while waiting."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        limits: DirectoryLimits | None = None,
+    ) -> None:
+        """`clock`: seconds; it may jump, see `lease_table.ForwardClock`."""
+        self._clock = ForwardClock(clock)
+        self._limits = limits or DirectoryLimits()
+        self._lock = threading.RLock()
+        self._sequence = 0
+        """The last epoch or token handed out: one counter for all, so a token is never reused
+        for an artifact whose record was forgotten in between."""
+        self._leases = LeaseTable(self._limits.max_workers)
+        self._chunks: OrderedDict[ChunkKey, dict[StateType, Holding]] = OrderedDict()
+        self._num_artifacts = 0
+        self._sessions = MemorySessions(self._limits, self._next_token)
+        self._groups = MemoryGroups(self._limits)
+        self._readers = MemoryReaders(self._limits)
+
+    def register(self, worker: Worker, lease_s: float, floor: int = 0) -> Lease:
+        check_worker(worker)
+        check_lease(lease_s)
+        with self._lock:
+            self._sequence = max(self._sequence, floor) + 1
+            lease = Lease(worker.name, Epoch(self._sequence), lease_s)
+            self._leases.add(worker, lease, self._clock())
+            return lease
+
+    def renew_lease(self, epoch: Epoch) -> str:
+        """One name is enough: a process forgets everything or nothing."""
+        with self._lock:
+            self._leases.renew(epoch, self._clock())
+            return ""
+
+    def end_lease(self, epoch: Epoch) -> None:
+        with self._lock:
+            self._leases.end(epoch, self._clock())
+
+    def workers(self) -> Mapping[Epoch, Worker]:
+        with self._lock:
+            return dict(self._leases.live(self._clock()))
+
+    def lookup(self, chain: Sequence[ChunkKey]) -> ChainView:
+        with self._lock:
+            now_s = self._clock()
+            chunks = [dict(self._chunks.get(key, _NOTHING)) for key in chain]
+            return ChainView(chunks, self._leases.states(now_s), now_s)
+
+    def claim_owner(self, epoch: Epoch, claims: Sequence[Claim]) -> list[Grant]:
+        check_claims(claims)
+        with self._lock:
+            now_s = self._enter(epoch)
+            return [self._claim(epoch, claim, now_s) for claim in claims]
+
+    def _claim(self, epoch: Epoch, claim: Claim, now_s: float) -> Grant:
+        key, state_type = claim.artifact
+        holding = self._chunks.get(key, _NOTHING).get(state_type)
+        if holding is None:
+            if self._num_artifacts >= self._limits.max_artifacts:
+                return _FULL
+            self._num_artifacts += 1
+            made = Holding(epoch, self._next_token(), claim.copy)
+            self._chunks.setdefault(key, {})[state_type] = made
+            return Grant(Outcome.OWNED, epoch, made.token)
+        if self._is_held(holding, epoch, now_s):
+            return Grant(Outcome.HELD, holding.owner, holding.token)
+        return self._take(epoch, claim, holding)
+
+    def _take(self, epoch: Epoch, claim: Claim, holding: Holding) -> Grant:
+        """Make `epoch` the owner, under a new token unless it is already."""
+        token = holding.token if holding.owner == epoch else self._next_token()
+        others = tuple(r for r in holding.replicas if r.holder != epoch)
+        key, state_type = claim.artifact
+        self._chunks[key][state_type] = Holding(epoch, token, claim.copy, others)
+        return Grant(Outcome.OWNED, epoch, token)
+
+    def release(self, epoch: Epoch, owned: Mapping[ArtifactId, Token]) -> None:
+        with self._lock:
+            now_s = self._enter(epoch)
+            for artifact, token in owned.items():
+                self._release(epoch, artifact, token, now_s)
+
+    def _release(self, epoch: Epoch, artifact: ArtifactId, token: Token, now_s: float) -> None:
+        holding = self._chunks.get(artifact.chunk, _NOTHING).get(artifact.state_type)
+        if holding is None:
+            return
+        owner, replicas = holding.owner, holding.replicas
+        if token == NO_TOKEN:
+            replicas = tuple(r for r in replicas if r.holder != epoch)
+        elif (owner, holding.token) == (epoch, token):
+            owner = NOBODY
+        self._put(artifact, holding._replace(owner=owner, replicas=replicas), now_s)
+
+    def replicate_readonly(
+        self, epoch: Epoch, copies: Sequence[Claim], ttl_s: float
+    ) -> list[Grant]:
+        check_claims(copies)
+        check_ttl(ttl_s)
+        with self._lock:
+            now_s = self._enter(epoch)
+            return [self._replicate(epoch, claim, ttl_s, now_s) for claim in copies]
+
+    def _replicate(self, epoch: Epoch, claim: Claim, ttl_s: float, now_s: float) -> Grant:
+        key, state_type = claim.artifact
+        holding = self._chunks.get(key, _NOTHING).get(state_type)
+        if holding is None:
+            return _ABSENT
+        if holding.owner == epoch:
+            return Grant(Outcome.OWNED, epoch, holding.token)
+        others = tuple(r for r in self._listed(holding, now_s) if r.holder != epoch)
+        full = len(others) >= self._limits.max_replicas
+        listed = others if full else (*others, Replica(epoch, claim.copy, now_s + ttl_s))
+        self._put(claim.artifact, holding._replace(replicas=listed), now_s)
+        outcome = Outcome.FULL if full else Outcome.REPLICA
+        return Grant(outcome, holding.owner, holding.token)
+
+    def promote(self, epoch: Epoch, artifacts: Sequence[ArtifactId]) -> list[Grant]:
+        with self._lock:
+            now_s = self._enter(epoch)
+            return [self._promote(epoch, artifact, now_s) for artifact in artifacts]
+
+    def _promote(self, epoch: Epoch, artifact: ArtifactId, now_s: float) -> Grant:
+        holding = self._chunks.get(artifact.chunk, _NOTHING).get(artifact.state_type)
+        if holding is None:
+            return _ABSENT
+        if holding.owner == epoch:
+            return Grant(Outcome.OWNED, epoch, holding.token)
+        if self._is_held(holding, epoch, now_s):
+            return Grant(Outcome.HELD, holding.owner, holding.token)
+        own = next((r for r in self._listed(holding, now_s) if r.holder == epoch), None)
+        if own is None:
+            return Grant(Outcome.ABSENT, holding.owner, holding.token)
+        return self._take(epoch, Claim(artifact, own.copy), holding)
+
+    def add_reader(self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]) -> None:
+        check_name("reader", reader)
+        with self._lock:
+            self._readers.add(epoch, reader, chunks, self._enter(epoch))
+
+    def remove_reader(
+        self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]
+    ) -> list[ChunkKey]:
+        with self._lock:
+            now_s = self._enter(epoch)
+            return self._readers.remove(epoch, reader, chunks, now_s, self._is_live)
+
+    def usage(self, chunks: Sequence[ChunkKey]) -> list[Usage]:
+        with self._lock:
+            now_s = self._clock()
+            return [self._readers.usage(chunk, now_s, self._is_live) for chunk in chunks]
+
+    def reset_generation(self) -> int:
+        with self._lock:
+            return self._leases.reset_generation()
+
+    def tell_generation(self, epoch: Epoch, adopted: int, floor: int) -> int:
+        with self._lock:
+            self._enter(epoch)
+            return self._leases.tell_generation(epoch, adopted, floor)
+
+    def generation(self) -> FleetGeneration:
+        with self._lock:
+            return self._leases.generation(self._clock())
+
+    def sweep(self, limit: int) -> int:
+        with self._lock:
+            now_s = self._clock()
+            oldest_s = now_s - self._limits.orphan_ttl_s
+            before = self._num_artifacts
+            is_full = before >= self._limits.max_artifacts  # then orphans' room is needed
+            oldest_orphan_s = now_s if is_full else oldest_s
+            for _ in range(min(limit, len(self._chunks))):
+                key = next(iter(self._chunks))
+                self._chunks.move_to_end(key)
+                self._sweep_chunk(key, now_s, oldest_orphan_s)
+            self._leases.forget_before(oldest_s)
+            self._readers.sweep(oldest_s, self._is_live)
+            return before - self._num_artifacts
+
+    def _sweep_chunk(self, key: ChunkKey, now_s: float, oldest_s: float) -> None:
+        for state_type, holding in list(self._chunks[key].items()):
+            listed = self._listed(holding, now_s)
+            if not listed and self._leases.ended_before(holding.owner, oldest_s):
+                holding = holding._replace(owner=NOBODY)
+            self._put(ArtifactId(key, state_type), holding._replace(replicas=listed), now_s)
+
+    def begin_turn(
+        self, epoch: Epoch, session_id: str, group: str = "", expected: Token | None = None
+    ) -> SessionGrant:
+        check_name("session_id", session_id)
+        if group:
+            check_name("group", group)
+        with self._lock:
+            now_s = self._enter(epoch)
+            grant = self._sessions.begin_turn(
+                epoch, session_id, group, expected, now_s, self._is_live
+            )
+            if grant.granted and grant.session.group:
+                self._groups.use(grant.session.group, None, now_s)
+            return grant
+
+    def end_turn(
+        self,
+        epoch: Epoch,
+        session_id: str,
+        token: Token,
+        boundary: ChunkKey,
+        boundary_tokens: int,
+    ) -> SessionGrant:
+        with self._lock:
+            now_s = self._enter(epoch)
+            return self._sessions.end_turn(
+                epoch, session_id, token, boundary, boundary_tokens, now_s
+            )
+
+    def sessions(self, session_ids: Sequence[str]) -> list[Session | None]:
+        with self._lock:
+            return self._sessions.get(session_ids, self._clock())
+
+    def note_group(self, epoch: Epoch, group: str, chain_end: ChunkKey) -> None:
+        check_name("group", group)
+        with self._lock:
+            self._groups.use(group, chain_end, self._enter(epoch))
+
+    def hot_groups(self, limit: int) -> list[HotGroup]:
+        with self._lock:
+            return self._groups.hottest(limit, self._clock())
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if any redundant field disagrees with the records."""
+        with self._lock:
+            assert all(self._chunks.values()), "a chunk without records"
+            assert self._num_artifacts == sum(map(len, self._chunks.values()))
+            for holdings in self._chunks.values():
+                for holding in holdings.values():
+                    holders = [r.holder for r in holding.replicas]
+                    assert len(set(holders)) == len(holders)
+                    assert holding.owner not in holders
+                    assert holding.token <= self._sequence
+
+    def _enter(self, epoch: Epoch) -> float:
+        """Now. Raises StaleEpochError unless the epoch may change things."""
+        now_s = self._clock()
+        self._leases.require_live(epoch, now_s)
+        return now_s
+
+    def _next_token(self) -> Token:
+        self._sequence += 1
+        return Token(self._sequence)
+
+    def _is_live(self, epoch: Epoch) -> bool:
+        return self._leases.standing(epoch, self._clock()) is Standing.LIVE
+
+    def _is_held(self, holding: Holding, epoch: Epoch, now_s: float) -> bool:
+        """Whether another epoch's ownership lasts."""
+        owner = holding.owner
+        if owner in (NOBODY, epoch):
+            return False
+        return self._leases.standing(owner, now_s) is not Standing.ENDED
+
+    def _listed(self, holding: Holding, now_s: float) -> tuple[Replica, ...]:
+        """Replicas that have not run out."""
+        return tuple(
+            r
+            for r in holding.replicas
+            if r.expires_s > now_s and self._leases.standing(r.holder, now_s) is not Standing.ENDED
+        )
+
+    def _put(self, artifact: ArtifactId, holding: Holding, now_s: float) -> None:
+        """Keep the record, or forget it when it names neither owner nor replica."""
+        holdings = self._chunks[artifact.chunk]
+        if holding.owner != NOBODY or self._listed(holding, now_s):
+            holdings[artifact.state_type] = holding
+            return
+        del holdings[artifact.state_type]
+        self._num_artifacts -= 1
+        if not holdings:
+            del self._chunks[artifact.chunk]

@@ -1,0 +1,83 @@
+"""The chunks of a looked-up chain, decoded when they are asked for.
+
+A chain of a million tokens is thousands of records; whoever asks wants the owner's name for a
+few. What cannot be decoded is nothing known, and counted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from typing import overload
+
+from hetero_connector.errors import RecordError
+from ownership.directory.contract import ChunkHoldings
+from ownership.directory.redis.encoding import chunk_holdings, run_entries
+
+_NOTHING: ChunkHoldings = {}
+
+
+class ChainChunks(Sequence[ChunkHoldings]):
+    """What is known of each chunk of a chain. Not thread-safe."""
+
+    def __init__(
+        self,
+        length: int,
+        spans: Sequence[int],
+        runs: Sequence[bytes],
+        fetched: Mapping[int, bytes | None],
+        bad_record: Callable[[RecordError], None],
+    ) -> None:
+        """`spans`, `runs`: as `lookup.lua` answers; `fetched`: runs by where they begin.
+
+        `bad_record` is told of what is unreadable.
+        """
+        self._length = length
+        self._spans = spans
+        self._starts = spans[::4]
+        self._runs = runs
+        self._fetched = fetched
+        self._bad_record = bad_record
+        self._entries: dict[int, list[bytes]] = {}
+        """Of the run of each span."""
+        self._decoded: dict[int, ChunkHoldings] = {}
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> ChunkHoldings: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ChunkHoldings]: ...
+    def __getitem__(self, index: int | slice) -> ChunkHoldings | list[ChunkHoldings]:
+        """Holdings of one chunk, or of several."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._length))]
+        at = index + self._length if index < 0 else index
+        if not 0 <= at < self._length:
+            raise IndexError(f"chunk {index} of a chain of {self._length}")
+        found = self._decoded.get(at)
+        if found is None:
+            found = self._decoded[at] = self._decode(at)
+        return found
+
+    def _decode(self, index: int) -> ChunkHoldings:
+        nearest = bisect_right(self._starts, index) - 1
+        if nearest < 0:
+            return _NOTHING
+        first, position, count, _ = self._spans[4 * nearest : 4 * nearest + 4]
+        if index >= first + count:
+            return _NOTHING
+        try:
+            return chunk_holdings(self._entries_of(nearest)[position + index - first])
+        except (RecordError, IndexError) as error:
+            self._bad_record(error if isinstance(error, RecordError) else RecordError(str(error)))
+            return _NOTHING
+
+    def _entries_of(self, span: int) -> list[bytes]:
+        entries = self._entries.get(span)
+        if entries is None:
+            first, position, _, run = self._spans[4 * span : 4 * span + 4]
+            packed = self._fetched.get(first - position) if run < 0 else self._runs[run]
+            entries = self._entries[span] = run_entries(packed or b"")
+        return entries

@@ -1,0 +1,243 @@
+"""Talking to Redis: the only file that imports `redis`.
+
+Every wait on a socket is bounded by the deadline, nothing is retried behind the caller's back,
+and errors say what to change. What cannot be reached is asked again later, by a circuit breaker.
+"""
+
+from __future__ import annotations
+
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode, RedisCluster
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    ClusterDownError,
+    MasterDownError,
+    MovedError,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
+from redis.retry import Retry
+from redis.sentinel import Sentinel
+
+from hetero_connector.errors import (
+    DirectoryError,
+    DirectoryRefusedError,
+    DirectoryUnavailableError,
+)
+from ownership.directory.breaker import CircuitBreaker
+from ownership.directory.redis.address import RedisAddress
+from ownership.directory.redis.scripts import Script, fleet_key
+
+Argument = str | bytes | int | float
+_REFUSED = (AuthenticationError, AuthorizationError, NoPermissionError)
+_LATER = (ReadOnlyError, OutOfMemoryError, MasterDownError, TryAgainError, ClusterDownError)
+_LATER_CODES = ("BUSY", "NOREPLICAS", "MISCONF", "UNKILLABLE")
+"""Answers of a server that can do what is asked at another time."""
+
+
+class RedisConnection:
+    """Runs scripts on a fleet's Redis. Thread-safe; connects when first used."""
+
+    def __init__(
+        self,
+        address: RedisAddress,
+        deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`deadline_s`: of one call, for connecting and for the answer half of it each."""
+        self.address = address
+        self._deadline_s = deadline_s
+        self._breaker = CircuitBreaker(clock)
+        self._lock = threading.Lock()
+        self._client: Any = None
+
+    def run(self, script: Script, *arguments: Argument) -> Any:
+        """The script's reply, in one round trip. Raises as `run_each`."""
+        return self._guarded(lambda client: self._run(client, script, arguments))
+
+    def run_each(self, script: Script, calls: Sequence[Sequence[Argument]]) -> list[Any]:
+        """Replies of several runs, sent together: one round trip but on a Cluster.
+
+        Raises DirectoryUnavailableError, DirectoryRefusedError for what will not work until
+        somebody changes it, and ScriptError for an error that the script itself answered.
+        """
+        if len(calls) == 1 or self.address.cluster:
+            return [self.run(script, *arguments) for arguments in calls]
+        replies: list[Any] = self._guarded(lambda x: self._run_each(x, script, calls))
+        return replies
+
+    def run_and_fetch(
+        self, script: Script, arguments: Sequence[Argument], name: str, fields: Sequence[bytes]
+    ) -> tuple[Any, list[bytes | None]]:
+        """The script's reply, and fields of the fleet's hash `name` at the same moment.
+
+        One transaction in one round trip; not on a Cluster, whose client cannot. Raises as
+        `run_each`.
+        """
+        answers: tuple[Any, list[bytes | None]] = self._guarded(
+            lambda client: self._run_and_fetch(client, script, arguments, name, fields)
+        )
+        return answers
+
+    def close(self) -> None:
+        """Close the connections. Idempotent; a later call connects anew."""
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _guarded(self, call: Callable[[Any], Any]) -> Any:
+        pause_s = self._breaker.admit()
+        if pause_s:
+            raise DirectoryUnavailableError(
+                f"{self.address} did not answer; it is asked again in {pause_s:.1f} s"
+            )
+        try:
+            answer = call(self._connected())
+        except (RedisError, RedisClusterException, OSError, ValueError) as error:
+            raise self._translated(error) from error
+        self._breaker.succeeded()
+        return answer
+
+    def _run(self, client: Any, script: Script, arguments: Sequence[Argument]) -> Any:
+        keys = [fleet_key(self.address.fleet, name) for name in script.keys]
+        try:
+            return client.evalsha(script.sha, len(keys), *keys, *arguments)
+        except NoScriptError:  # a server that is new to us, or was restarted: it learns it now
+            return client.eval(script.body, len(keys), *keys, *arguments)
+
+    def _run_each(
+        self, client: Any, script: Script, calls: Sequence[Sequence[Argument]]
+    ) -> list[Any]:
+        keys = [fleet_key(self.address.fleet, name) for name in script.keys]
+        pipeline = client.pipeline(transaction=False)
+        for arguments in calls:
+            pipeline.evalsha(script.sha, len(keys), *keys, *arguments)
+        answers = list(pipeline.execute(raise_on_error=False))
+        for index, answer in enumerate(answers):
+            if isinstance(answer, NoScriptError):
+                answers[index] = self._run(client, script, calls[index])
+            elif isinstance(answer, Exception):
+                raise answer
+        return answers
+
+    def _run_and_fetch(
+        self,
+        client: Any,
+        script: Script,
+        arguments: Sequence[Argument],
+        name: str,
+        fields: Sequence[bytes],
+    ) -> tuple[Any, Any]:
+        keys = [fleet_key(self.address.fleet, key) for key in script.keys]
+        for command, code in (("EVALSHA", script.sha), ("EVAL", script.body)):
+            pipeline = client.pipeline(transaction=True)
+            pipeline.execute_command(command, code, len(keys), *keys, *arguments)
+            pipeline.hmget(fleet_key(self.address.fleet, name), fields)
+            reply, values = pipeline.execute(raise_on_error=False)
+            if not isinstance(reply, NoScriptError):
+                break
+        for answer in (reply, values):
+            if isinstance(answer, Exception):
+                raise answer
+        return reply, values
+
+    def _connected(self) -> Any:
+        with self._lock:
+            if self._client is None:
+                self._client = _connect(self.address, self._deadline_s / 2)
+            return self._client
+
+    def _translated(self, error: Exception) -> DirectoryError:
+        """What to raise for it; notes whether the server answered at all."""
+        refusal = _refusal(error, self.address)
+        if refusal is not None:
+            self._breaker.failed()
+            return DirectoryRefusedError(refusal)
+        is_answer = isinstance(error, ResponseError) and not isinstance(error, _LATER)
+        if is_answer and not str(error).startswith(_LATER_CODES):
+            self._breaker.succeeded()
+            return ScriptError(str(error))
+        self._breaker.failed()
+        return DirectoryUnavailableError(f"{self.address}: {error}")
+
+
+class ScriptError(DirectoryError):
+    """A script answered with an error: `code`, then what it says."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.code, _, self.detail = message.partition(" ")
+
+
+def _connect(address: RedisAddress, timeout_s: float) -> Any:
+    options: dict[str, Any] = {
+        "username": address.username,
+        "password": address.password,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+        "socket_read_size": 1 << 18,  # a long chain's answer is a megabyte
+    }
+    if address.tls:
+        tls = {"ssl_ca_certs": address.tls_ca, "ssl_certfile": address.tls_cert}
+        options |= {"ssl": True, **tls, "ssl_keyfile": address.tls_key}
+    if address.cluster:
+        nodes = [ClusterNode(host, port) for host, port in address.nodes]
+        return RedisCluster(startup_nodes=nodes, **options)
+    options["db"] = address.db
+    if address.sentinel_service:
+        share_s = timeout_s / len(address.nodes)  # they are asked one after the other
+        own: dict[str, Any] = {"username": None, "password": address.sentinel_password, "db": 0}
+        own |= {"socket_timeout": share_s, "socket_connect_timeout": share_s}
+        sentinel = Sentinel(address.nodes, sentinel_kwargs=options | own, **options)
+        return sentinel.master_for(address.sentinel_service)
+    host, port = address.nodes[0]
+    return redis.Redis(host=host, port=port, **options)
+
+
+def _refusal(error: Exception, address: RedisAddress) -> str | None:
+    """What to change where asking again would not help; None where it may."""
+    for cause in _causes(error):
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return (
+                f"{address}: the server's certificate is not valid: {cause.verify_message}; name "
+                "the right authority with tls_ca=FILE and the host as the certificate does"
+            )
+        if isinstance(cause, ssl.SSLError):
+            return (
+                f"{address}: no TLS connection: {cause.reason or cause}; does the server speak TLS "
+                "on that port (else redis://), and want a client's certificate (tls_cert, tls_key)?"
+            )
+    if isinstance(error, NoPermissionError):
+        return f"{address}: the user may not run scripts on this fleet's keys: {error}"
+    if isinstance(error, _REFUSED) or "NOAUTH" in str(error) or "WRONGPASS" in str(error):
+        return f"{address}: wrong user or password: {error}"
+    if isinstance(error, RedisClusterException) and "Cluster mode is not enabled" in str(error):
+        return f"{address}: the server is no Cluster: use redis:// instead of redis+cluster://"
+    if isinstance(error, MovedError) and not address.cluster:
+        return f"{address}: the server is part of a Cluster: use redis+cluster://"
+    if isinstance(error, ResponseError) and "unknown command" in str(error).lower():
+        return f"{address}: the server does not run Lua scripts: {error}"
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,318 @@
+"""`RedisDirectory`: the directory of a fleet, in Redis."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey
+from hetero_connector.errors import (
+    DirectoryError,
+    DirectoryRefusedError,
+    RecordError,
+    StaleEpochError,
+)
+from ownership.directory.contract import (
+    ChainView,
+    Claim,
+    DirectoryLimits,
+    Grant,
+    Lease,
+    Usage,
+    Worker,
+)
+from ownership.directory.generations import FleetGeneration
+from ownership.directory.identifiers import Epoch, Token
+from ownership.directory.redis import encoding
+from ownership.directory.redis.address import RedisAddress
+from ownership.directory.redis.chain_chunks import ChainChunks
+from ownership.directory.redis.connection import Argument, RedisConnection, ScriptError
+from ownership.directory.redis.encoding import pack
+from ownership.directory.redis.scripts import SERVER_TIME, run_starts, script_named
+from ownership.directory.sessions import HotGroup, Session, SessionGrant, heat
+from ownership.directory.validation import (
+    check_claims,
+    check_lease,
+    check_name,
+    check_ttl,
+    check_worker,
+)
+
+DEFAULT_DEADLINE_S = 1.0
+CLAIMS_PER_SCRIPT = 256
+"""A script keeps every other client waiting: this many claims take a few milliseconds."""
+
+_log = logging.getLogger("vllm.heterocache")
+
+
+class RedisDirectory:
+    """A `Directory` in Redis 7 or later, or Valkey. Thread-safe.
+
+    Every method but `close` is a Lua script, so it happens as a whole or not at all; many claims
+    are cut into several. Raises DirectoryUnavailableError within the deadline where Redis does
+    not answer, and at once while a pause after a failure lasts.
+    """
+
+    def __init__(
+        self,
+        address: RedisAddress | str,
+        limits: DirectoryLimits | None = None,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        server_time: str = SERVER_TIME,
+    ) -> None:
+        """`deadline_s`: of one call. `server_time`: for tests, see `scripts.script_named`.
+
+        Connects when first used. Raises ValueError for a bad URL.
+        """
+        parsed = RedisAddress.parse(address) if isinstance(address, str) else address
+        self._connection = RedisConnection(parsed, deadline_s)
+        self._limits = limits or DirectoryLimits()
+        self._server_time = server_time
+        self._has_warned = False
+        self.num_bad_records = 0
+        """Records that were read and could not be understood."""
+
+    def register(self, worker: Worker, lease_s: float, floor: int = 0) -> Lease:
+        """Raise DirectoryRefusedError if the fleet runs another version."""
+        check_worker(worker)
+        check_lease(lease_s)
+        fields = (worker.name, worker.storage, worker.peer, lease_s, floor)
+        most = self._limits.max_workers
+        epoch, memory = self._run("register", encoding.FORMAT_VERSION, *fields, most)
+        self._warn()
+        return Lease(worker.name, Epoch(epoch), lease_s, _text(memory))
+
+    def evicts(self) -> str:
+        """How the server makes room by forgetting a fleet's keys; "" if it does not, or cannot be
+        asked."""
+        maxmemory, policy = map(_text, self._run("memory_policy"))
+        is_ours = policy.startswith("allkeys-")  # a fleet's keys have no time to live
+        return policy if is_ours and maxmemory not in ("", "0") else ""
+
+    def _warn(self) -> None:
+        """Once, of what makes a fleet forget."""
+        if not self._has_warned and (policy := self.evicts()):
+            _log.warning(
+                "%s: maxmemory-policy %s lets Redis forget the fleet's records when its memory is "
+                "full, again and again: set it to noeviction",
+                self._connection.address, policy,
+            )  # fmt: skip
+        self._has_warned = True
+
+    def renew_lease(self, epoch: Epoch) -> str:
+        return _text(self._run_as(epoch, "renew_lease"))
+
+    def end_lease(self, epoch: Epoch) -> None:
+        self._run("end_lease", epoch)
+
+    def workers(self) -> Mapping[Epoch, Worker]:
+        reply = self._run("workers")
+        found = {}
+        for at in range(0, len(reply), 4):
+            epoch, name, storage, peer = reply[at : at + 4]
+            found[Epoch(int(epoch))] = Worker(_text(name), peer, _text(storage))
+        return found
+
+    def lookup(self, chain: Sequence[ChunkKey]) -> ChainView:
+        """Decode each record when it is read."""
+        keys = b"".join(chain)
+        starts = run_starts(keys)
+        if self._connection.address.cluster or not starts:
+            (now, epochs, spans, runs), fetched = self._run("lookup", keys, ""), {}
+        else:
+            names = [chain[i] for i in starts]
+            reply, values = self._run_and_fetch("lookup", (keys, "1"), "runs", names)
+            (now, epochs, spans, runs), fetched = reply, dict(zip(starts, values, strict=True))
+        now_s = float(now)
+        chunks = ChainChunks(len(chain), spans, runs, fetched, self._bad_record)
+        return ChainView(chunks, encoding.worker_states(epochs, now_s), now_s)
+
+    def claim_owner(self, epoch: Epoch, claims: Sequence[Claim]) -> list[Grant]:
+        """`lookup` finds claims that name their `parent` fastest."""
+        check_claims(claims)
+        most = self._limits.max_artifacts
+        calls = [(epoch, most, encoding.pack_claims(part)) for part in _parts(claims)]
+        return self._grants(epoch, "claim_owner", calls)
+
+    def release(self, epoch: Epoch, owned: Mapping[ArtifactId, Token]) -> None:
+        calls = []
+        for part in _parts(list(owned.items())):
+            flat = [x for (chunk, kind), token in part for x in (chunk, kind.position, token)]
+            calls.append((epoch, pack(flat)))
+        self._run_each_as(epoch, "release", calls)
+
+    def replicate_readonly(
+        self, epoch: Epoch, copies: Sequence[Claim], ttl_s: float
+    ) -> list[Grant]:
+        check_claims(copies)
+        check_ttl(ttl_s)
+        most = self._limits.max_replicas
+        calls = [(epoch, ttl_s, most, encoding.pack_copies(part)) for part in _parts(copies)]
+        return self._grants(epoch, "replicate_readonly", calls)
+
+    def promote(self, epoch: Epoch, artifacts: Sequence[ArtifactId]) -> list[Grant]:
+        calls = [(epoch, encoding.pack_artifacts(part)) for part in _parts(artifacts)]
+        return self._grants(epoch, "promote", calls)
+
+    def add_reader(self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]) -> None:
+        check_name("reader", reader)
+        most = (self._limits.max_readers, self._limits.max_artifacts)
+        self._run_as(epoch, "add_reader", reader, *most, pack(list(chunks)))
+
+    def remove_reader(
+        self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]
+    ) -> list[ChunkKey]:
+        free = self._run_as(epoch, "remove_reader", reader, pack(list(chunks)))
+        return [chunk for chunk, is_free in zip(chunks, free, strict=True) if is_free]
+
+    def usage(self, chunks: Sequence[ChunkKey]) -> list[Usage]:
+        reply = self._run("usage", pack(list(chunks)))
+        return [
+            Usage(readers, float(idle) if idle else None)
+            for readers, idle in zip(reply[::2], reply[1::2], strict=True)
+        ]
+
+    def reset_generation(self) -> int:
+        return encoding.generation(self._run("reset_generation"))
+
+    def tell_generation(self, epoch: Epoch, adopted: int, floor: int) -> int:
+        return encoding.generation(self._run_as(epoch, "tell_generation", adopted, floor))
+
+    def generation(self) -> FleetGeneration:
+        number, *workers = self._run("generation")
+        of = encoding.generation
+        adopted = zip(workers[::2], workers[1::2], strict=True)
+        return FleetGeneration(of(number), {_text(name): of(n) for name, n in adopted})
+
+    def sweep(self, limit: int) -> int:
+        limits = self._limits
+        return int(self._run("sweep", limit, limits.orphan_ttl_s, limits.max_artifacts))
+
+    def begin_turn(
+        self, epoch: Epoch, session_id: str, group: str = "", expected: Token | None = None
+    ) -> SessionGrant:
+        check_name("session_id", session_id)
+        if group:
+            check_name("group", group)
+        most = (self._limits.max_sessions, self._limits.session_ttl_s)
+        groups = (self._limits.group_half_life_s, self._limits.max_groups)
+        given = "" if expected is None else expected
+        reply = self._run_as(epoch, "begin_turn", session_id, group, given, *most, *groups)
+        return _session_grant(session_id, reply)
+
+    def end_turn(
+        self,
+        epoch: Epoch,
+        session_id: str,
+        token: Token,
+        boundary: ChunkKey,
+        boundary_tokens: int,
+    ) -> SessionGrant:
+        most = self._limits.max_sessions
+        reply = self._run_as(epoch, "end_turn", session_id, token, boundary, boundary_tokens, most)
+        return _session_grant(session_id, reply)
+
+    def sessions(self, session_ids: Sequence[str]) -> list[Session | None]:
+        reply = self._run("sessions", self._limits.session_ttl_s, *session_ids)
+        return [
+            self._session(session_id, packed) if packed else None
+            for session_id, packed in zip(session_ids, reply, strict=True)
+        ]
+
+    def note_group(self, epoch: Epoch, group: str, chain_end: ChunkKey) -> None:
+        check_name("group", group)
+        limits = (self._limits.group_half_life_s, self._limits.max_groups)
+        self._run_as(epoch, "note_group", group, chain_end, *limits)
+
+    def hot_groups(self, limit: int) -> list[HotGroup]:
+        if limit <= 0:
+            return []
+        now, *found = self._run("hot_groups", limit)
+        half_life_s = self._limits.group_half_life_s
+        return [
+            HotGroup(
+                _text(name), heat(float(score), float(now), half_life_s), encoding.chain_ends(ends)
+            )
+            for name, score, ends in zip(found[::3], found[1::3], found[2::3], strict=True)
+        ]
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._connection.close()
+
+    def _grants(
+        self, epoch: Epoch, script: str, calls: Sequence[Sequence[Argument]]
+    ) -> list[Grant]:
+        replies = self._run_each_as(epoch, script, calls)
+        return [grant for reply in replies for grant in encoding.grants(reply)]
+
+    def _session(self, session_id: str, packed: bytes) -> Session | None:
+        try:
+            return encoding.session(session_id, packed)
+        except RecordError as error:
+            self._bad_record(error)
+            return None
+
+    def _bad_record(self, error: RecordError) -> None:
+        if not self.num_bad_records:
+            _log.warning("%s: a record that cannot be read: %s", self._connection.address, error)
+        self.num_bad_records += 1
+
+    def _run_as(self, epoch: Epoch, script: str, *arguments: Argument) -> Any:
+        return self._run_each_as(epoch, script, [(epoch, *arguments)])[0]
+
+    def _run_each_as(
+        self, epoch: Epoch, script: str, calls: Sequence[Sequence[Argument]]
+    ) -> list[Any]:
+        """Raises StaleEpochError, also where there is nothing to do."""
+        try:
+            return self._connection.run_each(self._named(script), calls)
+        except ScriptError as error:
+            if error.code == "STALE_EPOCH":
+                raise StaleEpochError(epoch, error.detail) from error
+            raise self._explained(error) from error
+
+    def _run(self, script: str, *arguments: Argument) -> Any:
+        try:
+            return self._connection.run(self._named(script), *arguments)
+        except ScriptError as error:
+            raise self._explained(error) from error
+
+    def _run_and_fetch(
+        self, script: str, arguments: Sequence[Argument], name: str, fields: Sequence[bytes]
+    ) -> tuple[Any, list[bytes | None]]:
+        try:
+            return self._connection.run_and_fetch(self._named(script), arguments, name, fields)
+        except ScriptError as error:
+            raise self._explained(error) from error
+
+    def _named(self, script: str) -> Any:
+        return script_named(script, self._server_time)
+
+    def _explained(self, error: ScriptError) -> DirectoryError:
+        address = self._connection.address
+        if error.code == "FORMAT":
+            return DirectoryRefusedError(
+                f"{address}: fleet {address.fleet!r} is of directory format {error.detail}, this "
+                f"version writes {encoding.FORMAT_VERSION}: upgrade all its workers together, or "
+                "name another fleet with ?fleet=NAME"
+            )
+        if error.code == "WORKERS":
+            return DirectoryError(f"fleet {address.fleet!r} has max_workers live: {error.detail}")
+        return RecordError(f"{address}: what is stored there is not a directory's: {error}")
+
+
+def _parts(items: Sequence[Any]) -> list[Sequence[Any]]:
+    """At least one, so that a call about nothing still finds a stale epoch."""
+    starts = range(0, max(len(items), 1), CLAIMS_PER_SCRIPT)
+    return [items[at : at + CLAIMS_PER_SCRIPT] for at in starts]
+
+
+def _session_grant(session_id: str, reply: Sequence[Any]) -> SessionGrant:
+    granted, packed = reply
+    return SessionGrant(bool(granted), encoding.session(session_id, packed))
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")

@@ -1,0 +1,198 @@
+"""Records as bytes: what the scripts store and answer, checked when read.
+
+msgpack without a separate type for bytes, which is what Redis' Lua speaks. Other programs can write
+into the database, so a record is not trusted: one that does not have the form that `lua/lib`
+describes raises RecordError, whatever its sizes claim to be.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+
+from hetero_connector.artifacts.chain import KEY_BYTES
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey
+from hetero_connector.errors import RecordError
+from hetero_connector.spec.state_types import StateType
+from ownership.directory.contract import (
+    Claim,
+    Copy,
+    Grant,
+    Holding,
+    Outcome,
+    Replica,
+    Standing,
+    WorkerState,
+)
+from ownership.directory.identifiers import Epoch, Token
+from ownership.directory.sessions import Session
+
+FORMAT_VERSION = 1
+"""Of everything in a fleet's keys. Another version's fleet is refused at registration."""
+
+_RUN = bytes([FORMAT_VERSION])
+"""First byte of a run, see lua/lib/runs.lua."""
+_OUTCOMES = (Outcome.OWNED, Outcome.HELD, Outcome.REPLICA, Outcome.ABSENT, Outcome.FULL)
+_STATE_TYPES = tuple(StateType)
+_COPY = struct.Struct("<Q16sqQ?")
+"""size_bytes, checksum, dram_offset, generation, on_ssd: a fixed shape is read fastest."""
+_MAX_INTEGER = 2**53
+"""Lua's numbers are doubles."""
+
+
+def pack(value: object) -> bytes:
+    """msgpack for Redis' Lua."""
+    return msgpack.packb(value, use_bin_type=False)  # type: ignore[no-any-return]
+
+
+def pack_claims(claims: Sequence[Claim]) -> bytes:
+    """`claim_owner.lua`'s argument."""
+    flat: list[object] = []
+    for claim in claims:
+        chunk, state_type = claim.artifact
+        flat += (chunk, claim.parent, state_type.position, pack_copy(claim.copy))
+    return pack(flat)
+
+
+def pack_copies(copies: Sequence[Claim]) -> bytes:
+    """`replicate_readonly.lua`'s argument."""
+    flat: list[object] = []
+    for claim in copies:
+        chunk, state_type = claim.artifact
+        flat += (chunk, state_type.position, pack_copy(claim.copy))
+    return pack(flat)
+
+
+def pack_artifacts(artifacts: Sequence[ArtifactId]) -> bytes:
+    """`promote.lua`'s argument."""
+    return pack([part for a in artifacts for part in (a.chunk, a.state_type.position)])
+
+
+def pack_copy(copy: Copy) -> bytes:
+    """A copy; the scripts do not look into it."""
+    return _COPY.pack(*copy)
+
+
+def grants(reply: Sequence[int]) -> list[Grant]:
+    """The answers of `claim_owner`, `replicate_readonly` and `promote`."""
+    return [
+        Grant(_OUTCOMES[outcome], Epoch(owner), Token(token))
+        for outcome, owner, token in zip(reply[::3], reply[1::3], reply[2::3], strict=True)
+    ]
+
+
+def worker_states(fields: Sequence[bytes], now_s: float) -> dict[Epoch, WorkerState]:
+    """The epochs of `lookup.lua`'s answer. One that cannot be read has ended."""
+    states = {}
+    for epoch, packed in zip(fields[::2], fields[1::2], strict=True):
+        try:
+            name, storage, _, deadline_s, retired = _array(packed, 5)
+            ended = deadline_s <= now_s
+            standing = Standing.RETIRED if retired else Standing.LIVE
+            states[Epoch(int(epoch))] = WorkerState(
+                name.decode(), storage.decode(), Standing.ENDED if ended else standing
+            )
+        except (RecordError, AttributeError, TypeError, ValueError):
+            continue
+    return states
+
+
+def run_entries(run: bytes) -> list[bytes]:
+    """The entry of each chunk of a run as it is stored. Raises RecordError."""
+    if run[:1] != _RUN:
+        raise RecordError(f"not a run of format {FORMAT_VERSION}: {run[:8]!r}")
+    entries = _array(run[1:])
+    if not all(isinstance(entry, bytes) for entry in entries):
+        raise RecordError("a run's entries are not bytes")
+    return entries
+
+
+def chunk_holdings(entry: bytes) -> dict[StateType, Holding]:
+    """What a chunk's entry says. Raises RecordError."""
+    if not entry:
+        return {}
+    holdings = {}
+    for packed in _array(entry):
+        try:
+            position, owner, token, copy, *replicas = packed
+            state_type = _STATE_TYPES[_whole(position)]
+            held_as = tuple(map(_replica, replicas)) if replicas else ()
+            holdings[state_type] = Holding(
+                Epoch(_whole(owner)), Token(_whole(token)), _copy(copy), held_as
+            )
+        except (IndexError, TypeError, ValueError) as error:
+            raise RecordError(f"not a holding: {packed!r:.80}: {error}") from error
+    return holdings
+
+
+def session(session_id: str, packed: bytes) -> Session:
+    """A session as it is stored. Raises RecordError."""
+    token, owner, boundary, tokens, group, think_s, turn_ended_s, _ = _array(packed, 8)
+    try:
+        return Session(
+            session_id,
+            Token(_whole(token)),
+            Epoch(_whole(owner)),
+            _chunk_key(boundary),
+            _whole(tokens),
+            group.decode(),
+            tuple(float(x) for x in think_s),
+            None if turn_ended_s is False else float(turn_ended_s),
+        )
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RecordError(f"not a session: {packed[:80]!r}: {error}") from error
+
+
+def chain_ends(packed: bytes) -> tuple[ChunkKey, ...]:
+    """Chunk keys, one after the other. Raises RecordError."""
+    if len(packed) % KEY_BYTES:
+        raise RecordError(f"{len(packed)} bytes are no chunk keys")
+    return tuple(ChunkKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES))
+
+
+def _copy(packed: object) -> Copy:
+    if type(packed) is not bytes or len(packed) != _COPY.size:
+        raise ValueError(f"a copy has {_COPY.size} bytes")
+    copy = Copy._make(_COPY.unpack(packed))
+    if copy.size_bytes == 0 or copy.dram_offset < -1:
+        raise ValueError(f"an impossible copy: {copy}")
+    return copy
+
+
+def _replica(packed: Sequence[Any]) -> Replica:
+    holder, copy, expires_s = packed
+    return Replica(Epoch(_whole(holder)), _copy(copy), float(expires_s))
+
+
+def generation(text: bytes) -> int:
+    """A generation as scripts answer it. Raises RecordError."""
+    try:
+        return _whole(int(text))
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"not a generation: {text!r:.80}") from error
+
+
+def _chunk_key(value: object) -> ChunkKey:
+    if not isinstance(value, bytes) or len(value) != KEY_BYTES:
+        raise ValueError(f"not a chunk key: {value!r:.80}")
+    return ChunkKey(value)
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int or not 0 <= value <= _MAX_INTEGER:
+        raise ValueError(f"not a whole number from 0 to 2**53: {value!r:.80}")
+    return value
+
+
+def _array(packed: bytes, size: int | None = None) -> list[Any]:
+    """The array that `packed` is, of that size. Raises RecordError."""
+    try:
+        value = msgpack.unpackb(packed, raw=True)
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise RecordError(f"not msgpack: {packed[:40]!r}: {error}") from error
+    if not isinstance(value, list) or (size is not None and len(value) != size):
+        raise RecordError(f"not an array of {size or 'any number of'}: {packed[:40]!r}")
+    return value

@@ -1,0 +1,47 @@
+"""From an engine's configuration to its part in a fleet."""
+
+from __future__ import annotations
+
+from hetero_connector.errors import ConfigError
+from hetero_connector.metrics import Recorder
+from ownership.directory import Directory
+from ownership.directory.memory import MemoryDirectory
+from ownership.directory.opening import DEFAULT_DEADLINE_S, MEMORY_URL, open_directory
+from ownership.member.fencing import HORIZON_S
+from ownership.member.fleet_worker import FleetWorker
+
+_CALLS_PER_LEASE = 10
+_LOOKUPS_PER_LOAD = 100
+"""Share of a restore's deadline that asking the directory may take: 0.1 s by default."""
+
+_LISTING_LEASES = 30
+"""How long a replica is listed for; its holder's end ends it, too."""
+
+_in_this_process = MemoryDirectory()
+"""What `memory://` means: shared by the engines of one process."""
+
+
+def open_worker(
+    directory: str, name: str, lease_s: float, load_deadline_s: float, recorder: Recorder
+) -> FleetWorker:
+    """Joins when it is started. Raises ConfigError naming the key."""
+    call_s = min(DEFAULT_DEADLINE_S, lease_s / _CALLS_PER_LEASE)
+    return FleetWorker(
+        _open(directory, call_s),
+        name,
+        lease_s,
+        recorder,
+        call_s=call_s,
+        lookup_s=load_deadline_s / _LOOKUPS_PER_LOAD,
+        listing_ttl_s=_LISTING_LEASES * lease_s,
+        horizon_s=max(HORIZON_S, 2 * load_deadline_s),
+    )
+
+
+def _open(directory: str, call_s: float) -> Directory:
+    if directory == MEMORY_URL:
+        return _in_this_process
+    try:
+        return open_directory(directory, deadline_s=call_s)
+    except ValueError as error:
+        raise ConfigError("directory", str(error)) from error

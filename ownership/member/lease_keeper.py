@@ -1,0 +1,170 @@
+"""Keeping a worker registered: the heartbeat, and a new epoch when the old one has ended."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from hetero_connector.errors import DirectoryError, DirectoryRefusedError, StaleEpochError
+from hetero_connector.metrics import Recorder
+from ownership.directory import OwnershipDirectory, Worker
+from ownership.directory.identifiers import LAST_NUMBER, Epoch
+from ownership.member.held_lease import HeldLease
+
+_RETRIES_PER_LEASE = 10
+_LONGEST_RETRY_S = 1.0
+
+_log = logging.getLogger("vllm.heterocache")
+
+
+class LeaseKeeper:
+    """One worker's registration. `keep` is called by one thread; the rest by any.
+
+    Nothing here raises because the directory is gone: the lease runs out, `lease` says so, and
+    the worker is alone with its own cache until it is registered again.
+    """
+
+    def __init__(
+        self,
+        directory: OwnershipDirectory,
+        worker: Callable[[], Worker],
+        lease_s: float,
+        recorder: Recorder,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`worker`: what to register; another answer than before and it is registered anew.
+        `clock`: monotonic seconds.
+        """
+        self._directory = directory
+        self._worker = worker
+        self._lease_s = lease_s
+        self._recorder = recorder
+        self._clock = clock
+        self._lease: HeldLease | None = None
+        self._registered: Worker | None = None
+        self._is_stale = False
+        self._to_end: Epoch | None = None
+        self._memory = ""
+        """What the directory called its memory last."""
+        self._has_lost_records = False
+        self._floor = 0
+        self._retry_at_s = clock()
+        self._last_cause = ""
+
+    @property
+    def lease(self) -> HeldLease | None:
+        """The latest registration, valid or not; None before the first."""
+        return self._lease
+
+    def saw(self, order: int) -> None:
+        """An epoch or token was seen: those of a next registration will be greater.
+
+        Numbers that no directory hands out are not believed.
+        """
+        if order < LAST_NUMBER:
+            self._floor = max(self._floor, order)
+
+    def take_loss(self) -> bool:
+        """Whether the directory may have lost records since the last call, under a living epoch."""
+        has_lost, self._has_lost_records = self._has_lost_records, False
+        return has_lost
+
+    def lost(self, epoch: Epoch) -> None:
+        """The directory does not know `epoch` any more; `keep` registers again."""
+        lease = self._lease
+        if lease is not None and lease.epoch == epoch:
+            lease.lost()
+            self._is_stale = True
+
+    def start_over(self) -> None:
+        """The directory cannot be told what has become of this epoch: `keep` ends it, and registers
+        again."""
+        if self._lease is not None and not self._is_stale:
+            self._lease.lost()
+            self._is_stale = True
+            self._to_end = self._lease.epoch
+
+    def keep(self) -> Epoch | None:
+        """Register or renew, if that is due. The epoch if it is a new one, else None."""
+        if self._clock() < self._retry_at_s:
+            return None
+        lease = self._lease
+        try:
+            if self._to_end is not None:
+                self._directory.end_lease(self._to_end)
+                self._to_end = None
+            elif lease is None or self._is_stale or self._worker() != self._registered:
+                return self._register()
+            elif lease.renew_in_s == 0.0:
+                self._renew(lease)
+        except DirectoryError as error:
+            self._failed(error)
+        return None
+
+    def wait_s(self) -> float:
+        """Seconds until `keep` has something to do."""
+        retry_in_s = max(0.0, self._retry_at_s - self._clock())
+        lease = self._lease
+        if lease is None or self._is_stale:
+            return retry_in_s
+        return max(retry_in_s, lease.renew_in_s)
+
+    def leave(self) -> None:
+        """The worker stops serving: what it owned is free at once, if the directory hears it."""
+        lease = self._lease
+        if lease is None:
+            return
+        lease.lost()
+        self._recorder.set("heterocache_directory_joined", 0.0)
+        try:
+            self._directory.end_lease(lease.epoch)
+        except DirectoryError as error:
+            _log.info("the lease runs out by itself: %s", error)
+
+    def _register(self) -> Epoch:
+        asked_s, worker = self._clock(), self._worker()
+        lease = self._directory.register(worker, self._lease_s, self._floor)
+        self._registered = worker
+        self.saw(lease.epoch)
+        self._lease = HeldLease(lease, asked_s, self._clock)
+        self._is_stale = self._has_lost_records = False
+        self._memory = lease.memory
+        self._succeeded()
+        _log.info("worker %r is registered as epoch %d", lease.worker, lease.epoch)
+        return lease.epoch
+
+    def _renew(self, lease: HeldLease) -> None:
+        asked_s = self._clock()
+        try:
+            memory = self._directory.renew_lease(lease.epoch)
+        except StaleEpochError as error:
+            self.lost(lease.epoch)  # the directory lost its memory, or we were silent too long
+            self._recorder.set("heterocache_directory_joined", 0.0)
+            _log.warning("%s", error)
+            return
+        lease.renewed(asked_s)
+        if memory != self._memory:
+            self._memory = memory
+            self._has_lost_records = True
+            self._recorder.add("heterocache_directory_failures", cause="lost_records")
+            _log.warning("the directory may have lost records: all that is here is claimed again")
+        self._succeeded()
+
+    def _succeeded(self) -> None:
+        if self._last_cause:
+            _log.info("the directory is back")
+        self._last_cause = ""
+        self._recorder.set("heterocache_directory_joined", 1.0)
+
+    def _failed(self, error: DirectoryError) -> None:
+        """Try again soon; say so once, until the reason is another."""
+        pause_s = min(_LONGEST_RETRY_S, self._lease_s / _RETRIES_PER_LEASE)
+        self._retry_at_s = self._clock() + pause_s
+        cause = type(error).__name__
+        if cause != self._last_cause:
+            level = logging.ERROR if isinstance(error, DirectoryRefusedError) else logging.WARNING
+            _log.log(level, "local cache only for now: %s", error)
+        self._last_cause = cause
+        if self._lease is None or not self._lease.is_valid:
+            self._recorder.set("heterocache_directory_joined", 0.0)

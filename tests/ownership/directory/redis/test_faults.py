@@ -1,0 +1,270 @@
+"""Redis killed, restarted empty, paused, unreachable, full: an error in time, and back again."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from examples.embedded_redis import EmbeddedRedis
+from hetero_connector.errors import (
+    DirectoryError,
+    DirectoryUnavailableError,
+    RecordError,
+    StaleEpochError,
+)
+from ownership.directory import Lease, Outcome
+from ownership.directory.redis import RedisDirectory
+from tests.ownership.fleet_bench import KV, artifact, chain, claim, claim_of, join
+
+DEADLINE_S = 0.5
+SLACK_S = 5.0
+"""A busy machine wakes a thread late; a hang is minutes."""
+
+
+@pytest.fixture
+def directory(server: EmbeddedRedis) -> Iterator[RedisDirectory]:
+    opened = RedisDirectory(server.url, deadline_s=DEADLINE_S)
+    yield opened
+    opened.close()
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    started = time.monotonic()
+    with pytest.raises(DirectoryUnavailableError):
+        call()
+    return time.monotonic() - started
+
+
+def until_back(call: Callable[[], Any], timeout_s: float = 30.0) -> Any:
+    """What the call answers once the directory is reachable again, all by itself."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return call()
+        except DirectoryUnavailableError:
+            if time.monotonic() > deadline:
+                raise
+
+
+class TestKilled:
+    def test_a_call_fails_and_later_ones_work_again(
+        self, server: EmbeddedRedis, directory: RedisDirectory
+    ) -> None:
+        join(directory, "ann")
+        server.kill()
+        assert seconds_of(lambda: directory.lookup(chain("a", 3))) < DEADLINE_S + SLACK_S
+        server.start()
+        assert until_back(lambda: directory.lookup(chain("a", 3))).chunks[0] == {}
+
+    def test_while_it_is_gone_calls_fail_at_once(
+        self, server: EmbeddedRedis, directory: RedisDirectory
+    ) -> None:
+        server.kill()
+        started = time.monotonic()
+        failed = 0
+        for _ in range(200):
+            with pytest.raises(DirectoryUnavailableError):
+                directory.lookup(chain("a", 3))
+            failed += 1
+        assert failed == 200
+        assert time.monotonic() - started < DEADLINE_S + SLACK_S
+
+    def test_restarted_empty_it_knows_no_epoch_and_counts_on(
+        self, server: EmbeddedRedis, directory: RedisDirectory
+    ) -> None:
+        before = join(directory, "ann")
+        token = claim(directory, before, artifact())[0].token
+        server.kill()
+        server.start()
+        with pytest.raises(StaleEpochError):
+            until_back(lambda: directory.renew_lease(before.epoch))
+        with pytest.raises(StaleEpochError):
+            claim(directory, before, artifact())
+        after = join(directory, "ann")
+        granted = claim(directory, after, artifact())[0]
+        assert granted.outcome is Outcome.OWNED
+        assert before.epoch < token < after.epoch < granted.token
+
+    def test_what_was_handed_out_last_is_not_handed_out_again_by_one_that_lacks_it(
+        self, server: EmbeddedRedis, directory: RedisDirectory
+    ) -> None:
+        """A replica that is promoted, or a snapshot, may be a moment behind."""
+        client = redis.Redis.from_url(server.url)
+        ann = join(directory, "ann")
+        claim(directory, ann, artifact("a"))
+        kept = {key: client.dump(key) for key in client.scan_iter()}
+        bob = join(directory, "bob")
+        token = claim(directory, bob, artifact("b"))[0].token
+        client.flushall()
+        for key, value in kept.items():
+            client.restore(key, 0, value)
+        client.close()
+        eve = join(directory, "eve")
+        granted = claim(directory, ann, artifact("b"))[0]
+        assert granted.outcome is Outcome.OWNED
+        assert bob.epoch < token < eve.epoch < granted.token
+        with pytest.raises(StaleEpochError):
+            directory.renew_lease(bob.epoch)
+
+    def test_in_the_middle_of_many_calls_none_hangs_and_none_is_wrong(
+        self, server: EmbeddedRedis, directory: RedisDirectory
+    ) -> None:
+        """Claims run in three threads while the server is killed and restarted five times."""
+        stop = threading.Event()
+        longest_s: list[float] = []
+        wrong: list[BaseException] = []
+
+        def work(name: str) -> None:
+            lease: Lease | None = None
+            slowest_s, number = 0.0, 0
+            while not stop.is_set():
+                started = time.monotonic()
+                try:
+                    if lease is None:
+                        lease = join(directory, name, lease_s=3_600.0)
+                    number += 1
+                    what = artifact(f"{name}/{number}")
+                    granted = directory.claim_owner(lease.epoch, [claim_of(what)])[0]
+                    assert granted.owner == lease.epoch
+                    assert granted.token > lease.epoch
+                    found = directory.lookup([what.chunk]).chunks[0]
+                    assert not found or found[KV].token == granted.token
+                except StaleEpochError:
+                    lease = None
+                except DirectoryUnavailableError:
+                    pass
+                except BaseException as error:
+                    wrong.append(error)
+                    return
+                slowest_s = max(slowest_s, time.monotonic() - started)
+            longest_s.append(slowest_s)
+
+        threads = [threading.Thread(target=work, args=(f"w{i}",)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(5):
+            until_back(lambda: directory.lookup(chain("a", 1)))
+            server.kill()
+            server.start()
+        until_back(lambda: directory.lookup(chain("a", 1)))
+        stop.set()
+        for thread in threads:
+            thread.join(timeout=30.0)
+        assert wrong == []
+        assert len(longest_s) == 3
+        assert max(longest_s) < 3 * DEADLINE_S + SLACK_S  # three calls a turn
+
+
+class TestSlow:
+    def test_a_paused_server_costs_a_deadline_and_no_answer_is_mixed_up(
+        self, server: EmbeddedRedis, directory: RedisDirectory
+    ) -> None:
+        lease = join(directory, "ann", lease_s=600.0)
+        claim(directory, lease, artifact("a"))
+        server.pause()
+        paused_s = time.monotonic()
+        took_s = seconds_of(lambda: directory.lookup(chain("a", 1)))
+        assert took_s < DEADLINE_S + SLACK_S
+        while time.monotonic() - paused_s < 2.0:
+            with pytest.raises(DirectoryUnavailableError):
+                directory.usage(chain("b", 2))
+        server.resume()
+        view = until_back(lambda: directory.lookup(chain("a", 1)))
+        assert view.chunks[0][KV].owner == lease.epoch
+        assert until_back(lambda: directory.lookup(chain("b", 2))).chunks[1] == {}
+
+    def test_a_claim_whose_answer_was_lost_may_be_repeated(
+        self, server: EmbeddedRedis, directory: RedisDirectory
+    ) -> None:
+        lease = join(directory, "ann", lease_s=600.0)
+        claim(directory, lease, artifact("warm"))
+        server.pause()
+        seconds_of(lambda: claim(directory, lease, artifact("a")))
+        server.resume()
+        first = until_back(lambda: directory.lookup(chain("a", 1))).chunks[0]
+        again = claim(directory, lease, artifact("a"))[0]
+        assert again.outcome is Outcome.OWNED
+        assert not first or first[KV].token == again.token
+
+
+class TestUnreachable:
+    def test_nothing_listens(self) -> None:
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))
+            url = f"redis://127.0.0.1:{closed.getsockname()[1]}"
+        directory = RedisDirectory(url, deadline_s=DEADLINE_S)
+        assert seconds_of(lambda: join(directory, "ann")) < DEADLINE_S + SLACK_S
+
+    def test_something_listens_and_never_answers(self) -> None:
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            silent.listen(0)
+            url = f"redis://:x@127.0.0.1:{silent.getsockname()[1]}"
+            directory = RedisDirectory(url, deadline_s=DEADLINE_S)
+            assert seconds_of(lambda: join(directory, "ann")) < DEADLINE_S + SLACK_S
+
+    def test_what_answers_is_no_redis(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as other:
+
+            def greet() -> None:
+                connection, _ = other.accept()
+                with connection:
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                    connection.recv(1 << 16)
+
+            thread = threading.Thread(target=greet)
+            thread.start()
+            directory = RedisDirectory(
+                f"redis://127.0.0.1:{other.getsockname()[1]}", deadline_s=DEADLINE_S
+            )
+            with pytest.raises(DirectoryError):
+                join(directory, "ann")
+            directory.close()
+            thread.join(timeout=10.0)
+            assert not thread.is_alive()
+
+
+class TestServerTroubles:
+    def test_scripts_that_were_flushed_are_sent_again(
+        self, server: EmbeddedRedis, directory: RedisDirectory
+    ) -> None:
+        lease = join(directory, "ann", lease_s=600.0)
+        client = redis.Redis.from_url(server.url)
+        for count in (1, 600):  # one script, and several sent together
+            client.script_flush()
+            claims = [claim_of(artifact(f"{count}/{i}")) for i in range(count)]
+            grants = directory.claim_owner(lease.epoch, claims)
+            assert {grant.outcome for grant in grants} == {Outcome.OWNED}
+
+    def test_a_full_server_is_unavailable_until_there_is_room(
+        self, server: EmbeddedRedis, directory: RedisDirectory
+    ) -> None:
+        lease = join(directory, "ann", lease_s=600.0)
+        client = redis.Redis.from_url(server.url)
+        client.config_set("maxmemory", 1)
+        with pytest.raises(DirectoryUnavailableError):
+            claim(directory, lease, artifact())
+        client.config_set("maxmemory", 0)
+        granted = until_back(lambda: claim(directory, lease, artifact()))
+        assert granted[0].outcome is Outcome.OWNED
+
+    def test_a_replica_that_lost_its_primary_is_unavailable(self) -> None:
+        with EmbeddedRedis(["replicaof 127.0.0.1 1"]) as replica:
+            directory = RedisDirectory(replica.url, deadline_s=DEADLINE_S)
+            with pytest.raises(DirectoryUnavailableError):
+                join(directory, "ann")
+
+    def test_a_key_of_another_kind_is_an_error_that_says_so(
+        self, server: EmbeddedRedis, directory: RedisDirectory
+    ) -> None:
+        lease = join(directory, "ann")
+        client = redis.Redis.from_url(server.url)
+        client.set("{heterocache:default}:chunks", "not a hash")
+        with pytest.raises(RecordError, match="WRONGTYPE"):
+            claim(directory, lease, artifact())

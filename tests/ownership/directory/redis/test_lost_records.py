@@ -1,0 +1,197 @@
+"""Records are lost under living epochs: directory and stores agree again within two leases."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import redis
+
+from examples.embedded_redis import EmbeddedRedis
+from hetero_connector.artifacts.exported import ExportChange
+from hetero_connector.errors import DirectoryUnavailableError
+from ownership.directory import Claim, Copy, Outcome, Worker
+from ownership.directory.identifiers import NOBODY
+from ownership.directory.redis import RedisDirectory
+from ownership.directory.redis.scripts import fleet_key
+from ownership.member.fleet_worker import FleetWorker
+from tests.ownership.member.ledgers import KV, Worked, change, holding, until
+
+LEASE_S = 2.0
+NUMBERS = range(1, 601)
+IDS = [change(number).id for number in NUMBERS]
+
+
+class Fleet:
+    """Ann has everything, on a Redis that can lose it; bob only looks."""
+
+    def __init__(self, server: EmbeddedRedis, url: str = "") -> None:
+        self.server = server
+        self.raw = redis.Redis.from_url(server.url)
+        self.bob = RedisDirectory(url or server.url, deadline_s=5.0)
+        self.ann = Worked(RedisDirectory(url or server.url, deadline_s=0.15), lease_s=LEASE_S)
+        self.ann.tell(*map(change, NUMBERS))
+        until(self.agrees)
+
+    @property
+    def worker(self) -> FleetWorker:
+        return self.ann.worker
+
+    def agrees(self) -> bool:
+        """Whether the directory says of each artifact that it is ann's, as ann's store does."""
+        view = self.bob.lookup([what.chunk for what in IDS])
+        found = [chunk.get(KV) for chunk in view.chunks]
+        epoch = self.ann.store.epochs[-1] if self.ann.store.epochs else 0
+        return bool(epoch) and all(
+            held is not None
+            and (held.owner, held.token) == (epoch, self.ann.store.tokens.get(what))
+            for what, held in zip(IDS, found, strict=True)
+        )
+
+    def is_own(self, changes: Sequence[ExportChange]) -> Callable[[], bool]:
+        """Return whether ann's latest epoch owns them."""
+
+        def is_own() -> bool:
+            try:
+                view = self.bob.lookup([made.id.chunk for made in changes])
+            except DirectoryUnavailableError:
+                return False
+            owners = {chunk[KV].owner if KV in chunk else NOBODY for chunk in view.chunks}
+            return owners == {self.ann.store.epochs[-1]}
+
+        return is_own
+
+    def is_free(self, number: int) -> Callable[[], bool]:
+        """Return whether nobody owns it."""
+
+        def is_free() -> bool:
+            held = holding(self.bob, number)
+            return held is None or held.owner == NOBODY
+
+        return is_free
+
+    def close(self) -> None:
+        self.ann.worker.close()
+        self.bob.close()
+        self.raw.close()
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    with EmbeddedRedis() as server:
+        made = Fleet(server)
+        yield made
+        made.close()
+
+
+def some(fleet: Fleet) -> None:
+    """A few chunks, as if somebody had deleted them."""
+    heads = fleet.raw.hkeys(fleet_key("default", "runs"))
+    fleet.raw.hdel(fleet_key("default", "runs"), *heads[:1])
+    fleet.raw.hdel(fleet_key("default", "chunks"), *(what.chunk for what in IDS[100:110]))
+
+
+def evicted(*names: str) -> Callable[[Fleet], None]:
+    """Whole keys, as Redis evicts them."""
+
+    def lose(fleet: Fleet) -> None:
+        for name in names:
+            fleet.raw.delete(fleet_key("default", name))
+
+    return lose
+
+
+LOSSES = {
+    "some": some,
+    "runs": evicted("runs"),
+    "chunks and runs": evicted("chunks", "runs"),
+    "the fleet's own": evicted("fleet"),
+    "epochs": evicted("epochs"),
+    "names": evicted("names"),
+    "cards": evicted("peers"),
+    "all but epochs": evicted("chunks", "runs", "fleet", "names", "peers"),
+    "everything": lambda fleet: fleet.raw.flushall(),
+}
+
+
+@pytest.mark.parametrize("what", LOSSES)
+def test_lost_records_are_there_again_without_a_word(fleet: Fleet, what: str) -> None:
+    LOSSES[what](fleet)
+    time.sleep(LEASE_S / 2)  # a renewal has seen it
+    until(fleet.agrees)
+    until(lambda: fleet.worker.accepts_claims)
+    cards = [worker.peer for worker in fleet.bob.workers().values()]
+    assert cards == [b"card"]
+    epoch = fleet.bob.register(Worker("bob", b"bob's card"), 60.0).epoch
+    grants = fleet.bob.claim_owner(epoch, [Claim(i, Copy(64, bytes(16), 0, 1)) for i in IDS])
+    assert {grant.outcome for grant in grants} == {Outcome.HELD}, "it has one owner"
+
+
+def test_what_is_counted_shrinks_with_what_was_lost(fleet: Fleet) -> None:
+    """Else a directory that lost its records again and again would be full of nothing."""
+    key, records = fleet_key("default", "fleet"), ("chunks", "runs")
+    for _ in range(4):
+        fleet.raw.delete(*(fleet_key("default", name) for name in records))
+        until(fleet.agrees)
+        # In proportion: what is claimed before a renewal has seen the loss is rounded.
+        until(lambda: abs(int(fleet.raw.hget(key, "artifacts")) - len(IDS)) <= len(IDS) // 20)
+
+
+def test_an_older_snapshot_brings_nothing_back_that_is_gone(fleet: Fleet) -> None:
+    """Also a release is lost: what was let go must not be found as owned for ever."""
+    keys = {key: fleet.raw.dump(key) for key in fleet.raw.keys("*")}
+    fleet.ann.drop(1)
+    fleet.ann.tell(change(1_000))
+    until(fleet.is_free(1))
+    until(lambda: change(1_000).id in fleet.ann.store.tokens)
+    back = fleet.raw.pipeline(transaction=True).flushall()
+    for key, value in keys.items():
+        back.restore(key, 0, value)
+    back.hset(fleet_key("default", "fleet"), "memory", "another")  # as another server says
+    back.execute()
+    until(fleet.is_own([change(1_000)]))
+    until(fleet.is_free(1))
+
+
+class Follower:
+    """A replica of the fleet's Redis that stops listening, and is then promoted in its place."""
+
+    def __init__(self, primary: EmbeddedRedis) -> None:
+        self.primary = primary
+        self.server = EmbeddedRedis(
+            [f"replicaof 127.0.0.1 {primary.port}", f"masterauth {primary.password}"],
+            password=primary.password,
+        ).start()
+        self.raw = redis.Redis.from_url(self.server.url)
+        until(lambda: self.raw.info("replication")["master_link_status"] == "up")
+
+    def lags(self) -> None:
+        """From now on nothing is replicated."""
+        self.raw.execute_command("REPLICAOF", "NO", "ONE")
+
+    def takes_over(self) -> EmbeddedRedis:
+        """Under the primary's address: what it has not heard of is lost."""
+        self.primary.kill()
+        snapshot = {key: self.raw.dump(key) for key in self.raw.keys("*")}
+        self.server.stop()
+        self.primary.start()
+        raw = redis.Redis.from_url(self.primary.url)
+        for key, value in snapshot.items():
+            raw.restore(key, 0, value, replace=True)
+        raw.close()
+        return self.primary
+
+
+def test_a_replica_that_lagged_behind_learns_what_it_has_not_heard(fleet: Fleet) -> None:
+    follower = Follower(fleet.server)
+    until(lambda: follower.raw.exists(fleet_key("default", "epochs")) == 1)
+    time.sleep(0.1)
+    follower.lags()
+    fleet.ann.drop(1)
+    later = [change(number) for number in range(2_000, 2_300)]
+    fleet.ann.tell(*later)
+    until(lambda: all(made.id in fleet.ann.store.tokens for made in later))
+    follower.takes_over()
+    until(fleet.is_own(later))
+    until(fleet.is_free(1))

@@ -1,0 +1,170 @@
+"""How chunks are kept together: whatever is claimed and let go, nothing gets lost or doubled."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import msgpack
+import pytest
+import redis
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey
+from ownership.directory import ChunkHoldings, Claim, Directory, DirectoryLimits, Holding
+from ownership.directory.memory import MemoryDirectory
+from ownership.directory.redis.encoding import run_entries
+from ownership.directory.redis.scripts import fleet_key, run_starts
+from tests.ownership.fleet_bench import KV, WINDOW, chain, copy_of, join
+from tests.ownership.redis_bench import RedisBench, shared_server
+
+LIMITS = DirectoryLimits()
+TRUNK = chain("trunk", 300)
+BRANCHES = [[*TRUNK[:at], *chain(f"branch {at}", 12)] for at in (0, 1, 63, 64, 65, 200)]
+CHAINS = [TRUNK, *BRANCHES]
+
+
+class Fleet:
+    """The same calls to both directories, which must answer alike."""
+
+    def __init__(self) -> None:
+        self.bench = RedisBench(LIMITS)
+        self.both: tuple[Directory, Directory] = (self.bench.open(), MemoryDirectory())
+        self.epochs = [join(directory, "ann", lease_s=1_000.0).epoch for directory in self.both]
+
+    def claim(self, keys: list[ChunkKey], first: int, with_parents: bool, window: bool) -> None:
+        claims = []
+        for index in range(first, len(keys)):
+            parent = keys[index - 1] if with_parents and index else ROOT
+            kinds = (KV, WINDOW) if window else (KV,)
+            for kind in kinds:
+                artifact = ArtifactId(keys[index], kind)
+                claims.append(Claim(artifact, copy_of(artifact), parent))
+        for directory, epoch in zip(self.both, self.epochs, strict=True):
+            directory.claim_owner(epoch, claims)
+
+    def release(self, keys: list[ChunkKey], window_too: bool) -> None:
+        kinds = (KV, WINDOW) if window_too else (KV,)
+        for directory, epoch in zip(self.both, self.epochs, strict=True):
+            view = directory.lookup(keys)
+            owned = {
+                ArtifactId(key, kind): found[kind].token
+                for key, found in zip(keys, view.chunks, strict=True)
+                for kind in kinds
+                if kind in found
+            }
+            directory.release(epoch, owned)
+
+    def check(self) -> None:
+        remote, local = self.both
+        for keys in CHAINS:
+            assert list(map(shape, remote.lookup(keys).chunks)) == list(
+                map(shape, local.lookup(keys).chunks)
+            )
+        check_stored(self.bench)
+
+    def close(self) -> None:
+        self.bench.close()
+
+
+def shape(holdings: ChunkHoldings) -> dict[str, object]:
+    """All but epochs and tokens, which two directories number differently."""
+
+    def of(holding: Holding) -> tuple[object, ...]:
+        return holding.copy, holding.replicas, holding.owner != 0
+
+    return {str(kind): of(holding) for kind, holding in holdings.items()}
+
+
+def check_stored(bench: RedisBench) -> None:
+    """Every field of the hash leads to a run that holds it, once; the count is right."""
+    database = redis.Redis.from_url(shared_server().url)
+    index = database.hgetall(fleet_key(bench.fleet, "chunks"))
+    runs = database.hgetall(fleet_key(bench.fleet, "runs"))
+    seen: dict[bytes, bytes] = {}
+    num_artifacts = 0
+    for head, value in runs.items():
+        keys = [index[head][at : at + 16] for at in range(0, len(index[head]), 16)]
+        entries = run_entries(value)
+        assert keys[0] == head
+        assert run_starts(index[head]) == [0]
+        assert len(keys) == len(entries) <= 256
+        assert all(entries[1:]), "an empty entry that is not the first"
+        assert any(entries), "a run of nothing"
+        assert not seen.keys() & set(keys), "a chunk in two runs"
+        seen |= dict.fromkeys(keys, head)
+        num_artifacts += sum(len(msgpack.unpackb(entry, raw=True)) for entry in entries if entry)
+    pointers = {key: value for key, value in index.items() if key not in runs}
+    assert pointers == {key: b"\2" + head for key, head in seen.items() if key != head}
+    counted = database.hget(fleet_key(bench.fleet, "fleet"), "artifacts") or 0
+    assert int(counted) == num_artifacts
+    database.close()
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    made = Fleet()
+    yield made
+    made.close()
+
+
+def num_runs(bench: RedisBench) -> int:
+    database = redis.Redis.from_url(shared_server().url)
+    count = database.hlen(fleet_key(bench.fleet, "runs"))
+    database.close()
+    return int(count)
+
+
+def test_a_chain_claimed_chunk_by_chunk_is_kept_in_few_runs(fleet: Fleet) -> None:
+    for index in range(len(TRUNK)):
+        fleet.claim(TRUNK[: index + 1], index, True, False)
+    fleet.check()
+    starts = [*run_starts(b"".join(TRUNK)), len(TRUNK)]
+    lengths = [end - start for start, end in itertools.pairwise(starts)]
+    assert max(lengths) > 256, "a run that is too long is not tried"
+    assert num_runs(fleet.bench) == sum(-(-length // 256) for length in lengths)
+
+
+def test_without_parents_every_chunk_is_found_too(fleet: Fleet) -> None:
+    fleet.claim(TRUNK, 0, False, True)
+    fleet.check()
+    assert num_runs(fleet.bench) == len(TRUNK)
+
+
+def test_a_chain_that_leaves_another_in_the_middle_of_a_run(fleet: Fleet) -> None:
+    fleet.claim(TRUNK, 0, True, False)
+    for branch in BRANCHES:
+        fleet.claim(branch, 0, True, True)
+    fleet.check()
+
+
+def test_the_first_chunk_of_a_run_may_go_and_come_back(fleet: Fleet) -> None:
+    fleet.claim(TRUNK, 0, True, False)
+    fleet.release(TRUNK[:1], False)
+    fleet.check()
+    fleet.release(TRUNK[5:8], False)
+    fleet.check()
+    fleet.claim(TRUNK, 0, True, False)
+    fleet.check()
+    fleet.release(TRUNK, False)
+    fleet.check()
+    assert num_runs(fleet.bench) == 0
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_claims_and_releases(data: st.DataObject) -> None:
+    fleet = Fleet()
+    try:
+        for _ in range(data.draw(st.integers(1, 8))):
+            keys = data.draw(st.sampled_from(CHAINS))
+            first = data.draw(st.integers(0, len(keys) - 1))
+            last = data.draw(st.integers(first + 1, len(keys)))
+            if data.draw(st.booleans()):
+                fleet.claim(keys[:last], first, data.draw(st.booleans()), data.draw(st.booleans()))
+            else:
+                fleet.release(keys[first:last], data.draw(st.booleans()))
+        fleet.check()
+    finally:
+        fleet.close()

@@ -1,0 +1,226 @@
+"""Sentinel and Cluster, with real servers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import redis
+
+from examples.embedded_redis import EmbeddedRedis
+from hetero_connector.errors import (
+    DirectoryRefusedError,
+    DirectoryUnavailableError,
+    StaleEpochError,
+)
+from ownership.directory import Directory, Lease, Outcome
+from ownership.directory.redis import RedisDirectory
+from tests.ownership.fleet_bench import KV, artifact, claim, claim_of, join
+from tests.ownership.member.ledgers import Worked, change, holding
+
+DEADLINE_S = 10.0
+PASSWORD = "hush"
+
+
+def wait_for(what: str, is_so: object, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():  # type: ignore[operator]
+        assert time.monotonic() < deadline, f"still not so: {what}"
+        time.sleep(0.05)
+
+
+def by_sentinel(sentinel: EmbeddedRedis) -> str:
+    """Return the address of the fleet whose servers this Sentinel knows."""
+    return (
+        f"redis+sentinel://:{PASSWORD}@127.0.0.1:{sentinel.port}/fleet"
+        f"?sentinel_password={sentinel.password}"
+    )
+
+
+class TestSentinel:
+    @pytest.fixture
+    def servers(self) -> Iterator[tuple[EmbeddedRedis, EmbeddedRedis, EmbeddedRedis]]:
+        """A primary, its replica, and a Sentinel that fails over by itself."""
+        with ExitStack() as stack:
+            shared = [f"masterauth {PASSWORD}", "repl-diskless-sync-delay 0"]
+            primary = stack.enter_context(EmbeddedRedis(shared, password=PASSWORD))
+            follow = [f"replicaof 127.0.0.1 {primary.port}"]
+            replica = stack.enter_context(EmbeddedRedis([*shared, *follow], password=PASSWORD))
+            client = redis.Redis.from_url(replica.url)
+            wait_for(
+                "the replica follows",
+                lambda: client.info("replication")["master_link_status"] == "up",
+            )
+            sentinel = EmbeddedRedis(
+                [
+                    f"sentinel monitor fleet 127.0.0.1 {primary.port} 1",
+                    f"sentinel auth-pass fleet {PASSWORD}",
+                    "sentinel down-after-milliseconds fleet 500",
+                    "sentinel failover-timeout fleet 3000",
+                ],
+                arguments=["--sentinel"],
+            )
+            stack.enter_context(sentinel)
+            sentinels = redis.Redis.from_url(sentinel.url)
+            wait_for(
+                "the Sentinel knows the replica",
+                lambda: sentinels.execute_command("SENTINEL", "REPLICAS", "fleet"),
+            )
+            yield primary, replica, sentinel
+
+    def test_a_failover_is_followed(
+        self, servers: tuple[EmbeddedRedis, EmbeddedRedis, EmbeddedRedis]
+    ) -> None:
+        primary, replica, sentinel = servers
+        url = by_sentinel(sentinel)
+        directory = RedisDirectory(url, deadline_s=DEADLINE_S)
+        before = join(directory, "ann", lease_s=600.0)
+        token = claim(directory, before, artifact())[0].token
+        copied = redis.Redis.from_url(replica.url)
+        wait_for("the claim is replicated", lambda: copied.exists("{heterocache:default}:chunks"))
+        primary.kill()
+        found: list[object] = []
+
+        def is_back() -> bool:
+            try:
+                found[:] = [directory.lookup([artifact().chunk]).chunks[0][KV]]
+            except DirectoryUnavailableError:
+                return False
+            return True
+
+        wait_for("the replica has taken over", is_back)
+        assert found[0].token == token  # type: ignore[attr-defined]
+        assert claim(directory, before, artifact())[0].token == token
+        directory.close()
+
+    def test_a_failover_to_a_replica_that_lagged_loses_nothing_for_good(
+        self, servers: tuple[EmbeddedRedis, EmbeddedRedis, EmbeddedRedis]
+    ) -> None:
+        primary, replica, sentinel = servers
+        url = by_sentinel(sentinel)
+        ann = Worked(RedisDirectory(url, deadline_s=0.15), lease_s=2.0)
+        bob = RedisDirectory(url, deadline_s=DEADLINE_S)
+
+        def owns(number: int) -> bool:
+            """Return whether the directory says that it is of ann's latest epoch."""
+            try:
+                held = holding(bob, number)
+            except DirectoryUnavailableError:
+                return False
+            return held is not None and held.owner == ann.store.epochs[-1]
+
+        early, late = range(1, 40), range(100, 140)
+        ann.tell(*map(change, early))
+        wait_for("ann owns what she has", lambda: all(map(owns, early)))
+        copied = redis.Redis.from_url(replica.url)
+        wait_for("that is replicated", lambda: copied.exists("{heterocache:default}:chunks"))
+        copied.config_set("masterauth", "another")
+        redis.Redis.from_url(primary.url).client_kill_filter(_type="replica")
+        wait_for(
+            "the replica hears nothing more",
+            lambda: copied.info("replication")["master_link_status"] == "down",
+        )
+        ann.drop(1)
+        ann.tell(*map(change, late))
+        wait_for("ann owns more", lambda: all(map(owns, late)) and not owns(1))
+        primary.kill()
+        wait_for("what was not replicated is told again", lambda: all(map(owns, late)))
+        wait_for("what was released stays so", lambda: not owns(1) and owns(2))
+        assert copied.info("replication")["role"] == "master", "else nothing was lost"
+        ann.worker.close()
+        bob.close()
+
+    def test_a_service_nobody_watches_is_unavailable(
+        self, servers: tuple[EmbeddedRedis, EmbeddedRedis, EmbeddedRedis]
+    ) -> None:
+        sentinel = servers[2]
+        hosts = f"127.0.0.1:{sentinel.port}"
+        directory = RedisDirectory(
+            f"redis+sentinel://{hosts}/other?sentinel_password={sentinel.password}",
+            deadline_s=DEADLINE_S,
+        )
+        with pytest.raises(DirectoryUnavailableError, match="other"):
+            join(directory, "ann")
+
+
+class TestCluster:
+    @pytest.fixture(scope="class")
+    def nodes(self) -> Iterator[list[EmbeddedRedis]]:
+        """Two nodes that share the slots."""
+        with ExitStack() as stack:
+            options = ["cluster-enabled yes", "cluster-node-timeout 2000"]
+            started = [
+                stack.enter_context(EmbeddedRedis(options, password=PASSWORD)) for _ in range(2)
+            ]
+            clients = [redis.Redis.from_url(node.url) for node in started]
+            clients[0].execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 8191)
+            clients[1].execute_command("CLUSTER", "ADDSLOTSRANGE", 8192, 16383)
+            clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", started[1].port)
+            for client in clients:
+                wait_for(
+                    "the Cluster is up",
+                    lambda c=client: b"cluster_state:ok" in c.execute_command("CLUSTER", "INFO"),
+                )
+            yield started
+
+    @pytest.fixture(params=["a", "b", "c", "d"])
+    def directory(
+        self, nodes: list[EmbeddedRedis], request: pytest.FixtureRequest
+    ) -> Iterator[Directory]:
+        """Fleets in different slots, so on either node."""
+        hosts = f"127.0.0.1:{nodes[0].port}"
+        url = f"redis+cluster://:{PASSWORD}@{hosts}?fleet={request.param}"
+        opened = RedisDirectory(url, deadline_s=DEADLINE_S)
+        yield opened
+        opened.close()
+
+    def test_every_script_runs_in_one_slot(self, directory: Directory) -> None:
+        ann, bob = (join(directory, name, lease_s=600.0) for name in ("ann", "bob"))
+        what = [artifact(index=i) for i in range(300)]  # more than one script's
+        claims = [claim_of(a) for a in what]
+        assert {g.outcome for g in directory.claim_owner(ann.epoch, claims)} == {Outcome.OWNED}
+        assert {g.outcome for g in directory.claim_owner(bob.epoch, claims)} == {Outcome.HELD}
+        replicas = directory.replicate_readonly(bob.epoch, claims, 60.0)
+        assert {g.outcome for g in replicas} == {Outcome.REPLICA}
+        directory.end_lease(ann.epoch)
+        assert {g.outcome for g in directory.promote(bob.epoch, what)} == {Outcome.OWNED}
+        view = directory.lookup([a.chunk for a in what])
+        assert {c[KV].owner for c in view.chunks} == {bob.epoch}
+        use_everything_else(directory, bob)
+        with pytest.raises(StaleEpochError):
+            directory.renew_lease(ann.epoch)
+
+    def test_a_cluster_needs_its_own_scheme_and_the_reverse(
+        self, nodes: list[EmbeddedRedis], server: EmbeddedRedis
+    ) -> None:
+        told = []
+        for fleet in ("a", "b", "c", "d"):
+            url = f"redis://:{PASSWORD}@127.0.0.1:{nodes[0].port}?fleet={fleet}"
+            try:
+                join(RedisDirectory(url, deadline_s=DEADLINE_S), "ann")
+            except DirectoryRefusedError as error:
+                told.append(str(error))
+        assert told
+        assert all("use redis+cluster://" in message for message in told)
+        url = f"redis+cluster://:{server.password}@127.0.0.1:{server.port}"
+        with pytest.raises(DirectoryRefusedError, match="use redis://"):
+            join(RedisDirectory(url, deadline_s=DEADLINE_S), "ann")
+
+
+def use_everything_else(directory: Directory, lease: Lease) -> None:
+    chunk = artifact().chunk
+    directory.renew_lease(lease.epoch)
+    directory.add_reader(lease.epoch, "r", [chunk])
+    assert directory.usage([chunk])[0].num_readers == 1
+    assert directory.remove_reader(lease.epoch, "r", [chunk]) == [chunk]
+    grant = directory.begin_turn(lease.epoch, "s", "g")
+    assert directory.end_turn(lease.epoch, "s", grant.session.token, chunk, 256).granted
+    assert directory.sessions(["s"])[0] is not None
+    directory.note_group(lease.epoch, "g", chunk)
+    assert directory.hot_groups(1)[0].chain_ends == (chunk,)
+    assert lease.epoch in directory.workers()
+    token = directory.lookup([chunk]).chunks[0][KV].token
+    directory.release(lease.epoch, {artifact(): token})
+    assert directory.sweep(1_000) == 0

@@ -1,0 +1,42 @@
+from ownership.directory.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, CircuitBreaker
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_failure_refuses_calls_for_a_pause_and_a_success_ends_it() -> None:
+    clock = Clock()
+    breaker = CircuitBreaker(clock)
+    assert breaker.admit() == 0.0
+    breaker.failed()
+    assert breaker.admit() == FIRST_PAUSE_S
+    clock.now_s += FIRST_PAUSE_S
+    assert breaker.admit() == 0.0
+    breaker.succeeded()
+    assert breaker.admit() == 0.0
+    assert not breaker.is_open
+
+
+def test_only_one_call_tries_at_the_end_of_a_pause() -> None:
+    clock = Clock()
+    breaker = CircuitBreaker(clock)
+    breaker.failed()
+    clock.now_s += FIRST_PAUSE_S
+    assert breaker.admit() == 0.0
+    assert breaker.admit() > 0.0
+
+
+def test_pauses_double_up_to_the_longest() -> None:
+    clock = Clock()
+    breaker = CircuitBreaker(clock)
+    pauses = []
+    for _ in range(8):
+        breaker.failed()
+        pauses.append(breaker.admit())
+        clock.now_s += pauses[-1]
+    assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
+    assert pauses[-1] == LONGEST_PAUSE_S

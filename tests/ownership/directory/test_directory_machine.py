@@ -1,0 +1,377 @@
+"""A fleet in a simulated world: crashes, pauses, partitions, late messages, clock jumps.
+
+Two workers call the directory over a network that loses requests, loses answers and delivers
+requests long after their caller has given up. Whatever happens: never two owners of one
+artifact in one epoch of time, tokens only grow, a stale epoch changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hetero_connector.artifacts.record import ArtifactId
+from hetero_connector.errors import StaleEpochError
+from ownership.directory import (
+    NO_TOKEN,
+    NOBODY,
+    ChainView,
+    Directory,
+    Epoch,
+    Outcome,
+    Standing,
+    Token,
+    Worker,
+)
+from ownership.member.fencing import Fence
+from ownership.member.held_lease import HeldLease
+from tests.ownership.fleet_bench import (
+    BENCHES,
+    KV,
+    LEASE_S,
+    LIMITS,
+    DirectoryBench,
+    artifact,
+    claim_of,
+)
+
+NAMES = ("ann", "bob")
+ARTIFACTS = [artifact("machine", 0), artifact("machine", 1)]
+CHAIN = [a.chunk for a in ARTIFACTS]
+SESSION = "s"
+workers = st.sampled_from(NAMES)
+artifacts = st.sampled_from([ARTIFACTS[0]] * 4 + [ARTIFACTS[1]])
+
+fates = st.sampled_from(["answered"] * 3 + ["unanswered", "late", "late", "lost"])
+"""Of a call: its request or its answer may be lost, or it may arrive when nobody waits."""
+delays = st.sampled_from([0.0, 0.0, 0.5, LEASE_S])
+"""A pause or a slow network between asking and being answered."""
+
+
+@dataclass
+class Actor:
+    """A worker: what it believes, and the one call it waits for."""
+
+    name: str
+    held: HeldLease | None = None
+    owned: dict[ArtifactId, Token] = field(default_factory=dict)
+    releasing: dict[ArtifactId, Token] = field(default_factory=dict)
+    turn: Token = NO_TOKEN
+    greatest: int = 0
+    """The greatest number it has seen, which survives its crash."""
+
+    def forget(self) -> None:
+        self.held = None
+        self.owned.clear()
+        self.releasing.clear()
+        self.turn = NO_TOKEN
+
+    @property
+    def is_valid(self) -> bool:
+        return self.held is not None and self.held.is_valid
+
+
+Request = Callable[[Directory], Any]
+
+
+class FleetMachine(RuleBasedStateMachine):
+    """Real time is `now_s`; the directory's clock is the bench's and may jump."""
+
+    bench_name: ClassVar[str] = "memory"
+    jumps_ahead: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bench: DirectoryBench = BENCHES[self.bench_name](replace(LIMITS, max_workers=1_000))
+        self.directory = self.bench.open()
+        self.now_s = 0.0
+        self.actors = {name: Actor(name) for name in NAMES}
+        self.late: list[tuple[Epoch | None, Request]] = []
+        self.tokens: dict[ArtifactId, tuple[Token, Epoch]] = {}
+        """The last token seen at the directory for each artifact, and whose it was."""
+        self.session = (NO_TOKEN, NOBODY)
+        self.dead: set[Epoch] = set()
+        """Epochs that were once seen not to be live."""
+        self.fence = Fence(lambda: self.now_s, horizon_s=60.0)
+        self.answers: list[tuple[float, ChainView]] = []
+        self.used: dict[ArtifactId, Token] = {}
+
+    def teardown(self) -> None:
+        self.directory.close()
+        self.bench.close()
+
+    # The world
+
+    @rule(seconds=st.sampled_from([LEASE_S / 4, LEASE_S / 2, LEASE_S, 1.2 * LEASE_S]))
+    def time_passes(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.bench.advance(seconds)
+
+    @rule(seconds=st.floats(0.1, 100 * LEASE_S))
+    def directory_clock_is_set_back(self, seconds: float) -> None:
+        self.bench.advance(-seconds)
+
+    @precondition(lambda self: self.jumps_ahead)
+    @rule(seconds=st.floats(0.1, 3 * LEASE_S))
+    def directory_clock_jumps_ahead(self, seconds: float) -> None:
+        self.bench.advance(seconds)
+
+    @rule(name=workers)
+    def crash(self, name: str) -> None:
+        self.actors[name].forget()
+
+    @precondition(lambda self: self.late)
+    @rule(latest=st.booleans())
+    def late_request_arrives(self, latest: bool) -> None:
+        epoch, request = self.late.pop(-1 if latest else 0)
+        self.execute(epoch, request)
+
+    @rule()
+    def sweep(self) -> None:
+        self.directory.sweep(100)
+
+    # Calls
+
+    def execute(self, epoch: Epoch | None, request: Request) -> Any:
+        """At the directory. A stale epoch is refused, and has changed nothing."""
+        before = self.snapshot()
+        try:
+            answer = request(self.directory)
+        except StaleEpochError as stale:
+            assert self.snapshot() == before, "a stale epoch changed something"
+            assert epoch not in self.directory.workers()
+            return stale
+        assert epoch is None or epoch not in self.dead, "an ended epoch lived again"
+        return answer
+
+    def snapshot(self) -> object:
+        view = self.directory.lookup(CHAIN)
+        return (
+            [dict(c) for c in view.chunks],
+            self.directory.workers(),
+            self.directory.sessions([SESSION]),
+            [u.num_readers for u in self.directory.usage(CHAIN)],
+        )
+
+    def call(self, actor: Actor, epoch: Epoch | None, fate: str, request: Request) -> Any:
+        """The answer; None if there is none. A call is over before the next one begins."""
+        if fate == "late":
+            self.late.append((epoch, request))
+        elif fate != "lost":
+            answer = self.execute(epoch, request)
+            if isinstance(answer, StaleEpochError):
+                actor.forget()
+            elif fate == "answered":
+                return answer
+        return None
+
+    @initialize()
+    def all_register(self) -> None:
+        for name in NAMES:
+            self.register(name, "answered", 0.0)
+
+    @rule(name=workers, fate=fates, delay_s=delays)
+    def register(self, name: str, fate: str, delay_s: float) -> None:
+        actor = self.actors[name]
+        actor.forget()
+        asked_s, floor = self.now_s, actor.greatest
+        lease = self.call(actor, None, fate, lambda d: d.register(Worker(name), LEASE_S, floor))
+        self.time_passes(delay_s)
+        if lease is not None:
+            assert lease.epoch > floor
+            actor.greatest = lease.epoch
+            actor.held = HeldLease(lease, asked_s, lambda: self.now_s)
+
+    @rule(name=workers, fate=fates, delay_s=delays)
+    def renew(self, name: str, fate: str, delay_s: float) -> None:
+        actor = self.actors[name]
+        if (held := actor.held) is None:
+            return
+        asked_s, epoch = self.now_s, held.epoch
+
+        def request(directory: Directory) -> bool:
+            directory.renew_lease(epoch)
+            return True
+
+        if self.call(actor, epoch, fate, request):
+            held.renewed(asked_s)
+        self.time_passes(delay_s)
+
+    @rule(name=workers, fate=fates)
+    def leave(self, name: str, fate: str) -> None:
+        actor = self.actors[name]
+        if actor.held is None:
+            return
+        epoch = actor.held.epoch
+        actor.forget()
+        self.call(actor, None, fate, lambda d: d.end_lease(epoch))
+
+    @rule(name=workers, what=artifacts, fate=fates, delay_s=delays, promote=st.booleans())
+    def claim(self, name: str, what: ArtifactId, fate: str, delay_s: float, promote: bool) -> None:
+        actor = self.actors[name]
+        if not actor.is_valid:
+            self.register(name, "answered", 0.0)
+        if actor.held is None or what in actor.releasing:
+            return
+        epoch = actor.held.epoch
+
+        def request(directory: Directory) -> Any:
+            if promote:
+                return directory.promote(epoch, [what])
+            return directory.claim_owner(epoch, [claim_of(what)])
+
+        grants = self.call(actor, epoch, fate, request)
+        self.time_passes(delay_s)
+        if grants and grants[0].outcome is Outcome.OWNED:
+            assert grants[0].owner == epoch
+            actor.owned[what] = grants[0].token
+            actor.greatest = max(actor.greatest, grants[0].token)
+
+    @rule(name=workers, what=artifacts, fate=fates)
+    def release(self, name: str, what: ArtifactId, fate: str) -> None:
+        """What was not answered is asked again before claiming again."""
+        actor = self.actors[name]
+        token = actor.owned.pop(what, None) or actor.releasing.get(what)
+        if actor.held is None or token is None:
+            return
+        actor.releasing[what] = token
+        epoch = actor.held.epoch
+
+        def request(directory: Directory) -> bool:
+            directory.release(epoch, {what: token})
+            return True
+
+        if self.call(actor, epoch, fate, request):
+            del actor.releasing[what]
+
+    @rule(name=workers, what=artifacts, fate=fates)
+    def replicate(self, name: str, what: ArtifactId, fate: str) -> None:
+        actor = self.actors[name]
+        if actor.held is not None:
+            epoch = actor.held.epoch
+            self.call(
+                actor, epoch, fate, lambda d: d.replicate_readonly(epoch, [claim_of(what)], 15.0)
+            )
+
+    # A reader
+
+    @rule()
+    def reader_asks(self) -> None:
+        self.answers.append((self.now_s, self.directory.lookup(CHAIN)))
+
+    @precondition(lambda self: self.answers)
+    @rule(which=st.integers(0, 99), index=st.integers(0, 1))
+    def reader_uses_an_answer(self, which: int, index: int) -> None:
+        asked_s, view = self.answers[which % len(self.answers)]
+        for holder, token, copy in view.copies(index, KV):
+            assert copy == claim_of(ARTIFACTS[index]).copy
+            if self.fence.admits(ARTIFACTS[index], holder, token, asked_s):
+                assert token >= self.used.get(ARTIFACTS[index], NO_TOKEN)
+                self.used[ARTIFACTS[index]] = token
+
+    # What must always hold
+
+    @invariant()
+    def tokens_only_grow_and_each_has_one_owner(self) -> None:
+        view = self.directory.lookup(CHAIN)
+        for what, chunk in zip(ARTIFACTS, view.chunks, strict=True):
+            holding = chunk.get(what.state_type)
+            if holding is None or holding.owner == NOBODY:
+                continue
+            token, owner = self.tokens.get(what, (NO_TOKEN, NOBODY))
+            assert holding.token >= token
+            assert holding.token > token or holding.owner == owner
+            self.tokens[what] = (holding.token, holding.owner)
+
+    @invariant()
+    def ended_epochs_stay_ended(self) -> None:
+        live = set(self.directory.workers())
+        assert not live & self.dead
+        view = self.directory.lookup(CHAIN)
+        self.dead |= set(view.workers) - live
+        for epoch in live:
+            assert view.standing(epoch) is Standing.LIVE
+
+    @invariant()
+    def whoever_acts_as_owner_is_the_owner(self) -> None:
+        """So there are never two. Only a clock that jumps ahead can make a worker too sure."""
+        if self.jumps_ahead:
+            return
+        view = self.directory.lookup(CHAIN)
+        for actor in self.actors.values():
+            for what, token in actor.owned.items():
+                if actor.held is not None and actor.is_valid:
+                    holding = view.chunks[CHAIN.index(what.chunk)][what.state_type]
+                    assert (holding.owner, holding.token) == (actor.held.epoch, token)
+                    assert view.standing(holding.owner) is not Standing.ENDED
+
+
+class SessionMachine(FleetMachine):
+    """Sessions and readers of chains too."""
+
+    @rule(name=workers, fate=fates, add=st.booleans())
+    def reader_comes_or_goes(self, name: str, fate: str, add: bool) -> None:
+        actor = self.actors[name]
+        if actor.held is not None:
+            epoch = actor.held.epoch
+            self.call(
+                actor,
+                epoch,
+                fate,
+                lambda d: (d.add_reader if add else d.remove_reader)(epoch, "r", CHAIN[:1]),
+            )
+
+    @rule(name=workers, fate=fates, knows=st.booleans())
+    def begin_turn(self, name: str, fate: str, knows: bool) -> None:
+        actor = self.actors[name]
+        if actor.held is None:
+            return
+        epoch, expected = actor.held.epoch, self.session[0] if knows else None
+        grant = self.call(
+            actor, epoch, fate, lambda d: d.begin_turn(epoch, SESSION, expected=expected)
+        )
+        if grant is not None and grant.granted:
+            actor.turn = grant.session.token
+
+    @rule(name=workers, fate=fates, tokens=st.integers(1, 1_000))
+    def end_turn(self, name: str, fate: str, tokens: int) -> None:
+        actor = self.actors[name]
+        if actor.held is None or actor.turn == NO_TOKEN:
+            return
+        epoch, token = actor.held.epoch, actor.turn
+        [before] = self.directory.sessions([SESSION])
+        grant = self.call(
+            actor, epoch, fate, lambda d: d.end_turn(epoch, SESSION, token, CHAIN[1], tokens)
+        )
+        if grant is not None:
+            is_current = before is not None and before.token == token
+            assert grant.granted == (is_current and before.decode_owner == epoch)
+
+    @invariant()
+    def a_sessions_tokens_grow_with_its_owners(self) -> None:
+        [session] = self.directory.sessions([SESSION])
+        if session is not None:
+            token, owner = self.session
+            assert session.token >= token
+            assert session.token > token or session.decode_owner == owner
+            self.session = (session.token, session.decode_owner)
+
+
+class JumpingMachine(FleetMachine):
+    """The directory's clock jumps ahead too: what does not rest on clocks must still hold."""
+
+    jumps_ahead = True
+
+
+for machine, examples in ((FleetMachine, 400), (SessionMachine, 100), (JumpingMachine, 100)):
+    machine.TestCase.settings = settings(
+        max_examples=examples, stateful_step_count=40, deadline=None
+    )
+TestFleetMachine = FleetMachine.TestCase
+TestSessionMachine = SessionMachine.TestCase
+TestJumpingMachine = JumpingMachine.TestCase

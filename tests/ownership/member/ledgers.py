@@ -1,0 +1,201 @@
+"""Ledgers at work: a store that is only a list, and a directory that can be broken."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from hetero_connector.artifacts.exported import ExportChange, ExportedCopy
+from hetero_connector.artifacts.generation import FIRST, Generation
+from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkRange
+from hetero_connector.errors import DirectoryUnavailableError
+from hetero_connector.metrics import GAUGES, Recorder
+from hetero_connector.spec.state_types import StateType
+from ownership.directory import (
+    Claim,
+    Copy,
+    Directory,
+    DirectoryLimits,
+    Grant,
+    Holding,
+    Lease,
+    Worker,
+)
+from ownership.directory.identifiers import NOBODY, Epoch, Token
+from ownership.directory.memory import MemoryDirectory
+from ownership.member.fleet_worker import FleetWorker
+
+KV = StateType.DENSE_KV
+
+WAIT_S = 20.0
+
+TTL_S = 0.3
+
+
+def change(number: int, offset: int | None = 0) -> ExportChange:
+    """An artifact that lies at `offset`, or (None) is gone."""
+    key = ChunkKey(number.to_bytes(16, "big"))
+    copy = None if offset is None else ExportedCopy(offset, 1, 64, bytes(16), False)
+    return ExportChange(ChunkRange(key, ROOT, 0, 64), KV, copy)
+
+
+class ListedStore:
+    """A `SharedStore` whose artifacts are set by hand."""
+
+    card = b"card"
+    storage = ""
+
+    def __init__(self) -> None:
+        self.here: dict[ArtifactId, ExportChange] = {}
+        self.tokens: dict[ArtifactId, int] = {}
+        self.replicas: set[ArtifactId] = set()
+        self.epochs: list[int] = []
+        self.readers: dict[str, tuple[ChunkKey, ...]] = {}
+        self.soon: list[ChunkKey] = []
+        self.elsewhere: dict[ChunkKey, bool] = {}
+        self.has_lost = False
+        self._changes: list[ExportChange] = []
+        self.generation = FIRST
+
+    @property
+    def adopted(self) -> int:
+        return self.generation.adopted
+
+    def hear_generation(self, number: int, asked_in: Generation) -> None:
+        if asked_in is self.generation:
+            self.generation = asked_in.told(number)
+
+    def put(self, *changes: ExportChange) -> None:
+        for made in changes:
+            self.here[made.id] = made
+            self._changes.append(made)
+
+    def drop(self, number: int) -> None:
+        gone = change(number, None)
+        del self.here[gone.id]
+        token = self.tokens.pop(gone.id, 0)
+        self._changes.append(ExportChange(gone.chunk, KV, None, token))
+
+    def may_adopt_from(self, storage: str) -> bool:
+        return storage != self.storage
+
+    def serve_under(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def take_exports(self) -> list[ExportChange]:
+        taken, self._changes = self._changes, []
+        return taken
+
+    def exports_lost(self) -> bool:
+        has_lost, self.has_lost = self.has_lost, False
+        return has_lost
+
+    def inventory(self) -> Iterator[list[ExportChange]]:
+        yield [replace(made, token=self.tokens.get(a, 0)) for a, made in self.here.items()]
+
+    def take_readers(self) -> dict[str, tuple[ChunkKey, ...]]:
+        taken, self.readers = self.readers, {}
+        return taken
+
+    def soon_to_leave(self, count: int) -> list[ChunkKey]:
+        return self.soon[:count]
+
+    def read_elsewhere(self, is_read: Mapping[ChunkKey, bool], for_s: float) -> None:
+        self.elsewhere.update(is_read)
+
+    def judged(
+        self, owned: Mapping[ArtifactId, int], held: Iterable[ArtifactId]
+    ) -> list[ArtifactId]:
+        gone = [a for a in (*owned, *held) if a not in self.here]
+        for artifact, token in owned.items():
+            self.tokens[artifact] = token
+            self.replicas.discard(artifact)
+        self.replicas.update(held)
+        return gone
+
+    def gone(self, artifacts: Iterable[ArtifactId]) -> list[ArtifactId]:
+        return [a for a in artifacts if a not in self.here]
+
+
+class BreakableDirectory(MemoryDirectory):
+    """Unavailable on demand."""
+
+    def __init__(self, limits: DirectoryLimits | None = None) -> None:
+        super().__init__(limits=limits)
+        self.gone = False
+        self.claimed: set[ArtifactId] = set()
+        self.calls: list[str] = []
+        """Answered ones that change artifacts."""
+
+    def register(self, worker: Worker, lease_s: float, floor: int = 0) -> Lease:
+        self._check()
+        return super().register(worker, lease_s, floor)
+
+    def renew_lease(self, epoch: Epoch) -> str:
+        self._check()
+        return super().renew_lease(epoch)
+
+    def claim_owner(self, epoch: Epoch, claims: Sequence[Claim]) -> list[Grant]:
+        self._check()
+        self.calls.append("claim")
+        self.claimed.update(claim.artifact for claim in claims)
+        return super().claim_owner(epoch, claims)
+
+    def release(self, epoch: Epoch, owned: Mapping[ArtifactId, Token]) -> None:
+        self._check()
+        self.calls.append("release")
+        super().release(epoch, owned)
+
+    def _check(self) -> None:
+        if self.gone:
+            raise DirectoryUnavailableError("it is gone")
+
+
+class Worked:
+    """A worker over a listed store."""
+
+    def __init__(self, directory: MemoryDirectory, lease_s: float = 5.0) -> None:
+        self.store = ListedStore()
+        self.recorder = Recorder()
+        self.worker = FleetWorker(
+            directory, "ann", lease_s, self.recorder, call_s=0.1, listing_ttl_s=TTL_S
+        )
+        self.worker.start(self.store)
+
+    def tell(self, *changes: ExportChange) -> None:
+        self.store.put(*changes)
+        self.worker.wake()
+
+    def replicas(self, **gauges: float) -> bool:
+        """Whether the gauges were set to these values since the last call."""
+        set_now = (self.recorder.drain() or {}).get(GAUGES, {})
+        return set_now.items() >= {f"heterocache_{k}{{}}": v for k, v in gauges.items()}.items()
+
+    def drop(self, number: int) -> None:
+        self.store.drop(number)
+        self.worker.wake()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(2e-3)
+
+
+def holding(directory: Directory, number: int) -> Holding | None:
+    artifact = change(number).id
+    return directory.lookup([artifact.chunk]).chunks[0].get(KV)
+
+
+def is_free(directory: MemoryDirectory, number: int) -> bool:
+    held = holding(directory, number)
+    return held is None or held.owner == NOBODY
+
+
+def owned_by_bob(directory: Directory, *numbers: int, lease_s: float = 60.0) -> Epoch:
+    epoch = directory.register(Worker("bob", b"bob's card"), lease_s).epoch
+    copy = Copy(64, bytes(16), 0, 1)
+    directory.claim_owner(epoch, [Claim(change(number).id, copy) for number in numbers])
+    return epoch

@@ -1,0 +1,78 @@
+"""What a lookup counts and notes, its answers given by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+from hetero_connector.artifacts.record import ArtifactId
+from hetero_connector.metrics import Recorder
+from ownership.directory import Claim, Copy, Worker
+from ownership.directory.breaker import FIRST_PAUSE_S
+from ownership.directory.identifiers import Epoch, Token
+from ownership.directory.memory import MemoryDirectory
+from ownership.member.chain_lookup import DEADLINE_S, ChainLookups
+from tests.ownership.member.ledgers import change
+
+ARTIFACT = change(1).id
+OWN = Epoch(1_000)
+
+
+class Asked:
+    """A `DirectoryThread` that answers when told to, and the `LivePeers` that hear of it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.directory = MemoryDirectory()
+        self.seen: dict[ArtifactId, Token] = {}
+        self._waiting: list[tuple[Callable[[Any, Epoch], Any], Future[Any]]] = []
+        keeper: Any = SimpleNamespace(lease=SimpleNamespace(is_valid=True, epoch=OWN))
+        stand_in: Any = self
+        self.lookups = ChainLookups(stand_in, keeper, stand_in, Recorder(), clock=self._clock)
+
+    def ask(self, job: Callable[[Any, Epoch], Any], deadline_s: float) -> Future[Any]:
+        future = Future[Any]()
+        self._waiting.append((job, future))
+        return future
+
+    def answer(self) -> None:
+        for job, future in self._waiting:
+            future.set_result(job(self.directory, OWN))
+        self._waiting.clear()
+
+    def saw(self, artifact: ArtifactId, token: Token) -> None:
+        self.seen[artifact] = token
+
+    def knows(self, epoch: Epoch) -> bool:
+        return True
+
+    def refresh(self, workers: Mapping[Epoch, Worker], asked_s: float) -> None:
+        """Nothing is new."""
+
+    def _clock(self) -> float:
+        return self.now_s
+
+
+def test_an_answer_that_comes_too_late_is_one_failure() -> None:
+    asked = Asked()
+    lookup = asked.lookups.find([ARTIFACT.chunk])
+    assert not lookup.done
+    asked.now_s = 2 * DEADLINE_S
+    assert lookup.done
+    assert asked.lookups._breaker._pause_s == FIRST_PAUSE_S
+    asked.answer()
+    assert asked.lookups._breaker._pause_s == FIRST_PAUSE_S
+    assert lookup.found == ()
+
+
+def test_a_takeover_is_noted_whether_it_can_be_read_or_not() -> None:
+    asked = Asked()
+    bob = asked.directory.register(Worker("bob", b"card"), 60.0).epoch
+    on_ssd = Copy(64, bytes(16), -1, 1, True)
+    (grant,) = asked.directory.claim_owner(bob, [Claim(ARTIFACT, on_ssd)])
+    lookup = asked.lookups.find([ARTIFACT.chunk])
+    asked.answer()
+    assert lookup.found == [{}], "nothing can be read"
+    assert asked.seen == {ARTIFACT: grant.token}

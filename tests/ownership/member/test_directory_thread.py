@@ -1,0 +1,231 @@
+"""The directory beside an engine: on a real Redis that goes away and comes back empty."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+
+import pytest
+
+from examples.embedded_redis import EmbeddedRedis
+from hetero_connector.artifacts.record import ChunkKey
+from hetero_connector.errors import DirectoryUnavailableError, StaleEpochError
+from hetero_connector.metrics import COUNTERS, Recorder
+from ownership.directory import Claim, Directory, Grant, Outcome, Worker
+from ownership.directory.identifiers import Epoch
+from ownership.directory.memory import MemoryDirectory
+from ownership.directory.redis import RedisDirectory
+from ownership.member.directory_thread import DirectoryThread
+from ownership.member.lease_keeper import LeaseKeeper
+from tests.ownership.fleet_bench import KV, artifact, chain, claim_of
+
+LEASE_S = 2.0
+WAIT_S = 30.0
+STORED = [claim_of(artifact("stored", index)) for index in range(600)]
+STORED_CHAIN = [claim.artifact.chunk for claim in STORED]
+
+
+class Member:
+    """A worker of a fleet: its thread, what it has stored, what it was granted."""
+
+    def __init__(self, directory: Directory, **limits: float) -> None:
+        self.recorder = Recorder()
+        self.stored: list[Claim] = []
+        self.granted: list[tuple[Epoch, Claim, Grant]] = []
+        self.keeper = LeaseKeeper(directory, lambda: Worker("ann"), LEASE_S, self.recorder)
+        self.thread = DirectoryThread(
+            directory, self.keeper, self.inventory, self.note, self.recorder, **limits
+        )
+
+    def inventory(self) -> Iterator[Sequence[Claim]]:
+        for first in range(0, len(self.stored), 256):
+            yield self.stored[first : first + 256]
+
+    def note(self, epoch: Epoch, claims: Sequence[Claim], grants: Sequence[Grant]) -> None:
+        self.granted += [(epoch, c, g) for c, g in zip(claims, grants, strict=True)]
+
+    def epoch(self) -> Epoch:
+        lease = self.keeper.lease
+        return Epoch(0) if lease is None or not lease.is_valid else lease.epoch
+
+    def owned(self) -> set[ChunkKey]:
+        """Chunks it was told it owns in its present epoch."""
+        now = self.epoch()
+        return {claim.artifact.chunk for epoch, claim, _ in list(self.granted) if epoch == now}
+
+    def counted(self, name: str) -> float:
+        payload = self.recorder.drain() or {COUNTERS: {}}
+        return sum(v for k, v in payload[COUNTERS].items() if k.startswith(name))
+
+
+def wait_until(what: str, is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < deadline, f"still not so: {what}"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as started:
+        yield started
+
+
+@pytest.fixture
+def member(server: EmbeddedRedis) -> Iterator[Member]:
+    made = Member(RedisDirectory(server.url, deadline_s=0.5))
+    made.thread.start()
+    yield made
+    made.thread.close()
+
+
+@pytest.fixture
+def other(server: EmbeddedRedis) -> Iterator[RedisDirectory]:
+    """Somebody else's view of the same directory."""
+    opened = RedisDirectory(server.url, deadline_s=5.0)
+    yield opened
+    opened.close()
+
+
+def owners(directory: RedisDirectory) -> set[Epoch]:
+    """Who owns what the member has stored; 0 for nobody."""
+    try:
+        view = directory.lookup(STORED_CHAIN)
+    except DirectoryUnavailableError:
+        return {Epoch(0)}
+    return {found[KV].owner if KV in found else Epoch(0) for found in view.chunks}
+
+
+def test_what_is_published_is_owned_and_told(member: Member, other: RedisDirectory) -> None:
+    assert member.thread.publish(STORED) == len(STORED)
+    wait_until("all is owned", lambda: owners(other) == {member.epoch()} != {0})
+    wait_until("all is told", lambda: member.owned() == set(STORED_CHAIN))
+    assert {grant.outcome for _, _, grant in member.granted} == {Outcome.OWNED}
+    found = member.thread.lookup(STORED_CHAIN, 5.0).result(WAIT_S)
+    assert found.chunks[0][KV].owner == member.epoch()
+
+
+def test_a_redis_that_comes_back_empty_gets_everything_again(
+    server: EmbeddedRedis, member: Member, other: RedisDirectory
+) -> None:
+    member.stored = STORED
+    member.thread.publish(STORED)
+    wait_until("all is owned", lambda: owners(other) == {member.epoch()} != {0})
+    wait_until("all is told", lambda: member.owned() == set(STORED_CHAIN))
+    before, tokens = member.epoch(), [grant.token for _, _, grant in member.granted]
+    server.kill()
+    wait_until("the worker is alone", lambda: member.epoch() == 0)
+    with pytest.raises(DirectoryUnavailableError):
+        member.thread.lookup(STORED_CHAIN, 1.0).result(WAIT_S)
+    server.start()
+    wait_until("all is owned again", lambda: owners(other) == {member.epoch()} != {0})
+    wait_until("all is told again", lambda: member.owned() == set(STORED_CHAIN))
+    after = member.epoch()
+    assert after > before
+    assert min(g.token for epoch, _, g in member.granted if epoch == after) > max(tokens)
+    assert member.counted("heterocache_directory_failures") > 0
+
+
+def test_what_is_sealed_while_redis_is_gone_is_claimed_when_it_is_back(
+    server: EmbeddedRedis, member: Member, other: RedisDirectory
+) -> None:
+    wait_until("it is registered", lambda: member.epoch() != 0)
+    server.kill()
+    member.thread.publish(STORED)
+    server.start()
+    wait_until("all is owned", lambda: owners(other) == {member.epoch()} != {0})
+
+
+def test_no_call_waits_for_a_paused_redis(server: EmbeddedRedis, member: Member) -> None:
+    wait_until("it is registered", lambda: member.epoch() != 0)
+    server.pause()
+    started = time.monotonic()
+    calls: list[Future[object]] = []
+    for _ in range(50):
+        calls.append(member.thread.lookup(chain("a", 4), 0.5))  # type: ignore[arg-type]
+        member.thread.publish(STORED[:1])
+    assert time.monotonic() - started < 5.0, "asking waited: fifty deadlines are 25 s"
+    for call in calls:
+        with pytest.raises(DirectoryUnavailableError):
+            call.result(WAIT_S)
+    server.resume()
+
+    def answers() -> bool:
+        call = member.thread.lookup(chain("a", 4), 5.0)
+        return call.exception(WAIT_S) is None and call.result().chunks[0] == {}
+
+    wait_until("calls are answered again", answers)
+
+
+def test_a_stale_epoch_is_replaced_at_once(member: Member, other: RedisDirectory) -> None:
+    wait_until("it is registered", lambda: member.epoch() != 0)
+    before = member.epoch()
+    other.end_lease(before)
+    noted = member.thread.call(lambda d, epoch: d.note_group(epoch, "g", STORED_CHAIN[0]), 5.0)
+    with pytest.raises(StaleEpochError):
+        noted.result(WAIT_S)
+    wait_until("it is registered again", lambda: member.epoch() > before)
+
+
+class TestBounds:
+    """On an embedded directory: what waits is bounded, and told."""
+
+    def test_too_many_calls_and_claims_are_refused(self) -> None:
+        member = Member(MemoryDirectory(), max_calls=2, max_claims=3)
+        calls = [member.thread.lookup([], 5.0) for _ in range(3)]
+        assert member.thread.publish(STORED[:5]) == 3
+        assert member.thread.publish(STORED[:5]) == 0
+        with pytest.raises(DirectoryUnavailableError, match="2 calls wait"):
+            calls[2].result(0)
+        assert not calls[0].done()
+        assert member.counted("heterocache_directory_claims_dropped") == 7
+
+    def test_closing_fails_what_waits_and_ends_the_lease(self) -> None:
+        directory = MemoryDirectory()
+        member = Member(directory)
+        member.thread.start()
+        wait_until("it is registered", lambda: member.epoch() != 0)
+        busy, done = threading.Event(), threading.Event()
+
+        def job(_: Directory, epoch: Epoch) -> bool:
+            busy.set()
+            return done.wait(WAIT_S)
+
+        running = member.thread.call(job, 5.0)
+        assert busy.wait(WAIT_S)
+        waiting = member.thread.lookup([], 5.0)
+        closer = threading.Thread(target=member.thread.close)
+        closer.start()
+        wait_until("it is closing", lambda: member.thread._is_closing)
+        done.set()
+        closer.join(WAIT_S)
+        assert running.result(WAIT_S)
+        with pytest.raises(DirectoryUnavailableError, match="closed"):
+            waiting.result(WAIT_S)
+        with pytest.raises(DirectoryUnavailableError, match="closed"):
+            member.thread.lookup([], 5.0).result(0)
+        assert directory.workers() == {}
+
+    def test_a_call_whose_turn_comes_late_is_not_made(self) -> None:
+        member = Member(MemoryDirectory())
+        made: list[int] = []
+        late = member.thread.call(lambda _, epoch: made.append(1), 0.0)
+        member.thread.start()
+        with pytest.raises(DirectoryUnavailableError, match="deadline"):
+            late.result(WAIT_S)
+        assert made == []
+        member.thread.close()
+
+    def test_a_callback_that_raises_does_not_end_the_heartbeat(self) -> None:
+        member = Member(MemoryDirectory())
+        member.note = lambda *_: 1 / 0  # type: ignore[assignment, method-assign]
+        member.thread._granted = member.note
+        member.thread.start()
+        member.thread.publish(STORED[:1])
+        wait_until("it is counted", lambda: member.counted("heterocache_directory_failures") > 0)
+        assert member.thread.call(lambda _, epoch: epoch, 5.0).result(WAIT_S) > 0
+        with pytest.raises(ZeroDivisionError):
+            member.thread.call(lambda _, epoch: 1 // 0, 5.0).result(WAIT_S)
+        member.thread.close()

@@ -1,0 +1,102 @@
+"""A worker stops before its lease ends at the directory, whatever messages and clocks do."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_connector.errors import StaleEpochError
+from ownership.directory import Epoch, Lease, Worker
+from ownership.directory.memory import MemoryDirectory
+from ownership.member.held_lease import MARGIN, HeldLease
+
+LEASE_S = 10.0
+
+
+class Clock:
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(100.0)
+
+
+def test_valid_from_when_it_was_asked_for_less_the_margin(clock: Clock) -> None:
+    held = HeldLease(Lease("w", Epoch(1), LEASE_S), clock.now_s, clock)
+    assert held.epoch == 1
+    clock.now_s = 100.0 + LEASE_S * (1 - MARGIN) - 0.01
+    assert held.is_valid
+    clock.now_s += 0.02
+    assert not held.is_valid
+
+
+def test_a_renewal_counts_from_when_it_was_asked_and_never_backwards(clock: Clock) -> None:
+    held = HeldLease(Lease("w", Epoch(1), LEASE_S), clock.now_s, clock)
+    held.renewed(108.0)
+    held.renewed(104.0)
+    clock.now_s = 116.9
+    assert held.is_valid
+    clock.now_s = 117.1
+    assert not held.is_valid
+
+
+def test_a_lost_lease_is_not_found_again(clock: Clock) -> None:
+    held = HeldLease(Lease("w", Epoch(1), LEASE_S), clock.now_s, clock)
+    held.lost()
+    held.renewed(clock.now_s)
+    assert not held.is_valid
+
+
+def test_a_renewal_is_due_three_times_a_lease(clock: Clock) -> None:
+    held = HeldLease(Lease("w", Epoch(1), 9.0), clock.now_s, clock)
+    assert held.renew_in_s == pytest.approx(3.0)
+    clock.now_s += 5.0
+    assert held.renew_in_s == 0.0
+    held.renewed(clock.now_s)
+    assert held.renew_in_s == pytest.approx(3.0)
+
+
+delays = st.floats(0.0, 3.0)
+STEPS = st.lists(st.tuples(delays, delays, delays, st.booleans()), max_size=12)
+
+
+@given(steps=STEPS, rate=st.floats(1 - MARGIN / 2, 1 + MARGIN / 2), probe=st.floats(0, 30))
+def test_it_has_stopped_before_the_directory_lets_go(
+    steps: list[tuple[float, float, float, bool]], rate: float, probe: float
+) -> None:
+    """Renewals with any delay there and back, answers that get lost, clocks of other rates."""
+    real = Clock()
+    directory = MemoryDirectory(real)
+
+    def own() -> float:
+        return real.now_s * rate
+
+    def compare() -> None:
+        if held.is_valid:
+            assert held.epoch in directory.workers()
+
+    asked_s = own()
+    real.now_s += 1.0
+    held = HeldLease(directory.register(Worker("w"), LEASE_S), asked_s, own)
+    for wait_s, there_s, back_s, answered in steps:
+        real.now_s += wait_s
+        compare()
+        asked_s = own()
+        real.now_s += there_s
+        compare()
+        try:
+            directory.renew_lease(held.epoch)
+        except StaleEpochError:
+            held.lost()
+            break
+        real.now_s += back_s
+        compare()
+        if answered:
+            held.renewed(asked_s)
+        compare()
+    real.now_s += probe
+    compare()

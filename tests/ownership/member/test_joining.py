@@ -1,0 +1,37 @@
+"""A worker as an engine opens it: what of its configuration the fleet sees."""
+
+from __future__ import annotations
+
+import time
+
+from examples.embedded_redis import EmbeddedRedis
+from hetero_connector.metrics import Recorder
+from ownership.directory.identifiers import NO_TOKEN
+from ownership.directory.redis import RedisDirectory
+from ownership.member.joining import open_worker
+from tests.ownership.member.ledgers import ListedStore, change, holding, owned_by_bob, until
+
+LEASE_S = 1.0
+SLACK_S = 5.0
+"""The machine may be busy; by listings of a minute it would take 20 s."""
+
+
+def test_what_a_living_owner_lets_go_is_owned_again_within_two_leases() -> None:
+    with EmbeddedRedis() as redis:
+        directory, store = RedisDirectory(redis.url, deadline_s=10.0), ListedStore()
+        bob = owned_by_bob(directory, 1)
+        worker = open_worker(redis.url, "ann", LEASE_S, 10.0, Recorder())
+        worker.start(store)
+        try:
+            store.put(change(1))
+            worker.wake()
+            until(lambda: change(1).id in store.replicas)
+            held = holding(directory, 1)
+            assert held is not None
+            released_s = time.monotonic()
+            directory.release(bob, {change(1).id: held.token})
+            until(lambda: store.tokens.get(change(1).id, NO_TOKEN) > held.token)
+            assert time.monotonic() - released_s <= 2 * LEASE_S + SLACK_S
+        finally:
+            worker.close()
+            directory.close()

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from hetero_connector.errors import (
+    DirectoryError,
+    DirectoryRefusedError,
+    DirectoryUnavailableError,
+)
+from hetero_connector.metrics import GAUGES, Recorder
+from ownership.directory import Lease, Worker
+from ownership.directory.identifiers import Epoch
+from ownership.directory.memory import MemoryDirectory
+from ownership.member.lease_clock import lease_clock
+from ownership.member.lease_keeper import LeaseKeeper
+
+LEASE_S = 9.0
+
+
+class ShakyDirectory(MemoryDirectory):
+    """Fails as it is told to; counts what it was asked."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        super().__init__(lambda: fleet.now_s)
+        self.error: DirectoryError | None = None
+        self.asked: list[str] = []
+
+    def register(self, worker: Worker, lease_s: float, floor: int = 0) -> Lease:
+        self._ask("register")
+        return super().register(worker, lease_s, floor)
+
+    def renew_lease(self, epoch: Epoch) -> str:
+        self._ask("renew")
+        return super().renew_lease(epoch)
+
+    def end_lease(self, epoch: Epoch) -> None:
+        self._ask("end")
+        super().end_lease(epoch)
+
+    def _ask(self, what: str) -> None:
+        self.asked.append(what)
+        if self.error is not None:
+            raise self.error
+
+
+class Fleet:
+    """A directory, one worker's keeper and the time."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.recorder = Recorder()
+        self.directory = ShakyDirectory(self)
+        self.worker = Worker("ann")
+        self.keeper = self.new_keeper()
+
+    def new_keeper(self) -> LeaseKeeper:
+        return LeaseKeeper(
+            self.directory, lambda: self.worker, LEASE_S, self.recorder, lambda: self.now_s
+        )
+
+    def pass_s(self, seconds: float) -> list[Epoch]:
+        """Let time go by, keeping whenever that is due; new epochs."""
+        end_s, found = self.now_s + seconds, []
+        while self.now_s < end_s:
+            epoch = self.keeper.keep()
+            found += [] if epoch is None else [epoch]
+            self.now_s = min(end_s, self.now_s + max(0.01, self.keeper.wait_s()))
+        return found
+
+    def joined(self) -> float | None:
+        payload = self.recorder.drain() or {GAUGES: {}}
+        return payload[GAUGES].get("heterocache_directory_joined{}")
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet()
+
+
+def count(asked: Sequence[str], what: str) -> int:
+    return sum(x == what for x in asked)
+
+
+def test_it_registers_and_renews_three_times_a_lease(fleet: Fleet) -> None:
+    assert len(fleet.pass_s(10 * LEASE_S)) == 1
+    assert count(fleet.directory.asked, "register") == 1
+    assert 28 <= count(fleet.directory.asked, "renew") <= 30
+    assert fleet.keeper.lease is not None
+    assert fleet.keeper.lease.is_valid
+    assert fleet.joined() == 1.0
+
+
+def test_a_directory_that_is_gone_is_asked_now_and_then_and_the_lease_runs_out(
+    fleet: Fleet,
+) -> None:
+    fleet.pass_s(LEASE_S)
+    fleet.directory.asked.clear()
+    fleet.directory.error = DirectoryUnavailableError("gone")
+    fleet.pass_s(2 * LEASE_S)
+    lease = fleet.keeper.lease
+    assert lease is not None
+    assert not lease.is_valid
+    assert 10 <= len(fleet.directory.asked) <= 30
+    assert fleet.joined() == 0.0
+
+
+def test_back_after_the_lease_it_has_a_greater_epoch(fleet: Fleet) -> None:
+    (first,) = fleet.pass_s(LEASE_S)
+    fleet.directory.error = DirectoryUnavailableError("gone")
+    fleet.pass_s(2 * LEASE_S)
+    fleet.directory.error = None
+    (second,) = fleet.pass_s(LEASE_S)
+    assert second > first
+    assert fleet.joined() == 1.0
+
+
+def test_back_within_the_lease_it_keeps_its_epoch(fleet: Fleet) -> None:
+    fleet.pass_s(LEASE_S)
+    fleet.directory.error = DirectoryUnavailableError("gone")
+    fleet.pass_s(LEASE_S / 2)
+    fleet.directory.error = None
+    assert fleet.pass_s(LEASE_S) == []
+    assert fleet.joined() == 1.0
+
+
+def test_a_directory_that_lost_its_memory_is_given_the_greatest_number_seen(fleet: Fleet) -> None:
+    fleet.pass_s(LEASE_S)
+    fleet.keeper.saw(5_000)
+    empty = ShakyDirectory(fleet)
+    fleet.keeper._directory = empty
+    (epoch,) = fleet.pass_s(LEASE_S)
+    assert epoch > 5_000
+
+
+def test_told_that_its_epoch_is_stale_it_registers_at_once(fleet: Fleet) -> None:
+    (first,) = fleet.pass_s(1.0)
+    fleet.keeper.lost(first)
+    assert fleet.keeper.wait_s() == 0.0
+    second = fleet.keeper.keep()
+    assert second is not None
+    assert second > first
+    fleet.keeper.lost(first)  # a late message about the old epoch
+    assert fleet.keeper.lease is not None
+    assert fleet.keeper.lease.is_valid
+
+
+def test_a_refusal_is_logged_once(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    fleet.directory.error = DirectoryRefusedError("wrong password")
+    fleet.pass_s(LEASE_S)
+    told = [x for x in caplog.records if "wrong password" in x.getMessage()]
+    assert [x.levelname for x in told] == ["ERROR"]
+    assert fleet.keeper.lease is None
+
+
+def test_leaving_frees_what_it_owned_even_if_nobody_hears(fleet: Fleet) -> None:
+    fleet.pass_s(1.0)
+    fleet.directory.error = DirectoryUnavailableError("gone")
+    fleet.keeper.leave()
+    assert fleet.keeper.lease is not None
+    assert not fleet.keeper.lease.is_valid
+    assert fleet.joined() == 0.0
+    assert len(fleet.directory.workers()) == 1
+    fleet.directory.error = None
+    fleet.keeper.leave()
+    assert fleet.directory.workers() == {}
+
+
+def test_whoever_starts_over_ends_its_epoch_first(fleet: Fleet) -> None:
+    before = fleet.keeper.keep()
+    fleet.keeper.start_over()
+    assert not fleet.keeper.lease.is_valid  # type: ignore[union-attr]
+    fleet.keeper.keep()
+    assert fleet.directory.workers() == {}
+    after = fleet.keeper.keep()
+    assert before is not None
+    assert after is not None
+    assert after > before
+    fleet.keeper.start_over()
+    fleet.directory.error = DirectoryUnavailableError("gone")
+    fleet.keeper.keep()
+    fleet.directory.error = None
+    fleet.now_s += LEASE_S / 3
+    fleet.keeper.keep()
+    assert fleet.directory.workers() == {}, "it is told once the directory is back"
+
+
+def test_numbers_that_no_directory_hands_out_are_no_floor(fleet: Fleet) -> None:
+    fleet.keeper.saw(2**60)
+    assert fleet.keeper.keep() == 1
+
+
+def test_a_lease_runs_while_the_machine_is_suspended() -> None:
+    before_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    now_s = lease_clock()
+    assert before_s <= now_s <= time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def test_a_worker_that_is_reached_otherwise_than_before_is_registered_anew() -> None:
+    """The process through which peers read it was started again."""
+    fleet = Fleet()
+    first = fleet.keeper.keep()
+    assert first is not None
+    assert fleet.keeper.keep() is None
+    fleet.worker = Worker("ann", b"another card")
+    second = fleet.keeper.keep()
+    assert second is not None
+    assert second > first
+    assert {w.peer for w in fleet.directory.workers().values()} == {b"another card"}
+    assert fleet.keeper.keep() is None

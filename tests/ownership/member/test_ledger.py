@@ -1,0 +1,284 @@
+"""What the fleet is told of a worker's artifacts: a real directory, a store made of a list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ownership.directory import (
+    Claim,
+    Copy,
+    DirectoryLimits,
+    Worker,
+)
+from ownership.directory.identifiers import NO_TOKEN, NOBODY, Epoch
+from tests.ownership.member.ledgers import (
+    KV,
+    BreakableDirectory,
+    Worked,
+    change,
+    holding,
+    is_free,
+    owned_by_bob,
+    until,
+)
+
+
+@pytest.fixture
+def directory() -> BreakableDirectory:
+    return BreakableDirectory()
+
+
+@pytest.fixture
+def ann(directory: BreakableDirectory) -> Iterator[Worked]:
+    made = Worked(directory)
+    yield made
+    made.worker.close()
+
+
+def test_what_is_sealed_is_owned_and_the_store_is_told(
+    directory: BreakableDirectory, ann: Worked
+) -> None:
+    ann.tell(change(1), change(2))
+    until(lambda: len(ann.store.tokens) == 2)
+    held = holding(directory, 1)
+    assert held is not None
+    assert held.token == ann.store.tokens[change(1).id]
+    assert ann.store.epochs == [held.owner], "it serves under the epoch that owns"
+
+
+def test_a_worker_accepts_claims_once_it_is_registered_while_there_is_room() -> None:
+    directory = BreakableDirectory(DirectoryLimits(max_artifacts=2))
+    ann = Worked(directory)
+    try:
+        until(lambda: ann.worker.accepts_claims)
+        ann.tell(change(1), change(2))
+        until(lambda: len(ann.store.tokens) == 2)
+        assert ann.worker.accepts_claims
+        ann.tell(change(3))
+        until(lambda: not ann.worker.accepts_claims)
+        ann.drop(1)
+        ann.drop(2)
+        until(lambda: is_free(directory, 1) and is_free(directory, 2))
+        ann.tell(change(4))
+        until(lambda: ann.worker.accepts_claims)
+    finally:
+        ann.worker.close()
+
+
+def test_what_the_directory_had_no_room_for_is_claimed_again_until_it_has() -> None:
+    directory = BreakableDirectory(DirectoryLimits(max_artifacts=2))
+    ann = Worked(directory)
+    try:
+        ann.tell(change(1))
+        until(lambda: bool(ann.store.tokens))
+        bob = owned_by_bob(directory, 2)
+        ann.tell(change(3))
+        until(lambda: not ann.worker.accepts_claims)
+        ann.tell(change(1, 4096))
+        until(lambda: (h := holding(directory, 1)) is not None and h.copy.dram_offset == 4096)
+        assert not ann.worker.accepts_claims, "a claim that is granted makes no room for another"
+        held = holding(directory, 2)
+        assert held is not None
+        directory.release(bob, {change(2).id: held.token})
+        until(lambda: change(3).id in ann.store.tokens)
+        assert holding(directory, 3) is not None
+        until(lambda: ann.worker.accepts_claims)
+    finally:
+        ann.worker.close()
+
+
+def test_a_worker_that_is_alone_or_cannot_keep_up_is_not_heard(
+    directory: BreakableDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.gone = True
+    ann = Worked(directory, lease_s=1.0)
+    try:
+        assert not ann.worker.accepts_claims
+        directory.gone = False
+        until(lambda: ann.worker.accepts_claims)
+        monkeypatch.setattr(ann.worker._thread, "_max_claims", 0)
+        assert not ann.worker.accepts_claims
+        monkeypatch.undo()
+        assert ann.worker.accepts_claims
+        directory.gone = True
+        until(lambda: not ann.worker.accepts_claims)
+    finally:
+        ann.worker.close()
+
+
+def test_what_moves_is_claimed_with_its_new_place(
+    directory: BreakableDirectory, ann: Worked
+) -> None:
+    ann.tell(change(1))
+    until(lambda: bool(ann.store.tokens))
+    token = ann.store.tokens[change(1).id]
+    ann.tell(change(1, 4096))
+    until(lambda: (h := holding(directory, 1)) is not None and h.copy.dram_offset == 4096)
+    assert holding(directory, 1).token == token  # type: ignore[union-attr]
+
+
+def test_what_leaves_is_released_also_if_it_comes_back_at_once(
+    directory: BreakableDirectory, ann: Worked
+) -> None:
+    ann.tell(change(1), change(2))
+    until(lambda: len(ann.store.tokens) == 2)
+    ann.drop(1)
+    until(lambda: is_free(directory, 1))
+    ann.store.drop(2)
+    ann.tell(change(2, 8192))
+    until(lambda: (h := holding(directory, 2)) is not None and h.copy.dram_offset == 8192)
+    assert holding(directory, 2).owner != NOBODY  # type: ignore[union-attr]
+
+
+def test_what_left_before_its_claim_was_answered_is_released(
+    directory: BreakableDirectory, ann: Worked
+) -> None:
+    until(lambda: ann.store.epochs != [])
+    directory.gone = True
+    ann.tell(change(1))
+    until(lambda: not ann.store._changes)
+    ann.drop(1)
+    directory.gone = False
+    until(lambda: change(1).id in directory.claimed)
+    until(lambda: is_free(directory, 1))
+
+
+def test_a_release_that_failed_is_told_again(directory: BreakableDirectory, ann: Worked) -> None:
+    ann.tell(change(1))
+    until(lambda: bool(ann.store.tokens))
+    directory.gone = True
+    ann.drop(1)
+    until(lambda: not ann.store._changes)
+    assert holding(directory, 1).owner != NOBODY  # type: ignore[union-attr]
+    directory.gone = False
+    until(lambda: is_free(directory, 1))
+
+
+def test_what_another_owns_is_a_replica_whose_listing_is_renewed(
+    directory: BreakableDirectory, ann: Worked
+) -> None:
+    owner = owned_by_bob(directory, 1)
+    ann.tell(change(1))
+    until(lambda: change(1).id in ann.store.replicas)
+    until(lambda: bool(holding(directory, 1).replicas))  # type: ignore[union-attr]
+    first = holding(directory, 1).replicas[0].expires_s  # type: ignore[union-attr]
+    until(lambda: holding(directory, 1).replicas[0].expires_s > first)  # type: ignore[union-attr]
+    assert holding(directory, 1).owner == owner  # type: ignore[union-attr]
+    ann.drop(1)
+    until(lambda: not holding(directory, 1).replicas)  # type: ignore[union-attr]
+
+
+def test_replicas_are_counted_with_their_bytes(directory: BreakableDirectory, ann: Worked) -> None:
+    owner = owned_by_bob(directory, 1, 2)
+    ann.tell(change(1), change(2), change(3))
+    until(lambda: ann.replicas(replicas=2, replica_bytes=128))
+    ann.drop(2)
+    until(lambda: ann.replicas(replicas=1, replica_bytes=64))
+    held = holding(directory, 1)
+    assert held is not None
+    directory.release(owner, {change(1).id: held.token})  # ours, when it is claimed again
+    until(lambda: ann.replicas(replicas=0, replica_bytes=0))
+
+
+@pytest.mark.parametrize("how", ["lets go", "dies"])
+def test_a_replica_is_ours_once_its_owner_lets_go_or_dies(
+    directory: BreakableDirectory, ann: Worked, how: str
+) -> None:
+    owner = owned_by_bob(directory, 1, lease_s=0.5 if how == "dies" else 60.0)
+    ann.tell(change(1))
+    until(lambda: change(1).id in ann.store.replicas)
+    if how == "lets go":
+        held = holding(directory, 1)
+        assert held is not None
+        directory.release(owner, {change(1).id: held.token})
+    until(lambda: change(1).id in ann.store.tokens)
+    assert ann.store.replicas == set()
+    assert ann.store.tokens[change(1).id] > NO_TOKEN
+
+
+def test_when_an_owner_dies_its_replicas_are_claimed_before_their_time(
+    directory: BreakableDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.ownership.member.ledgers.TTL_S", 3_600.0)
+    ann = Worked(directory, lease_s=0.6)
+    try:
+        owned_by_bob(directory, 1, lease_s=1.0)
+        ann.tell(change(1))
+        until(lambda: change(1).id in ann.store.replicas)
+        until(lambda: change(1).id in ann.store.tokens)
+    finally:
+        ann.worker.close()
+
+
+class Glimpsed(BreakableDirectory):
+    """Whoever asks who lives does so when bob has not come yet, or is gone again."""
+
+    def workers(self) -> dict[Epoch, Worker]:
+        return {e: worker for e, worker in super().workers().items() if worker.name != "bob"}
+
+
+def test_of_an_owner_that_came_and_went_unseen_replicas_are_claimed_before_their_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tests.ownership.member.ledgers.TTL_S", 3_600.0)
+    directory = Glimpsed()
+    ann = Worked(directory, lease_s=0.6)
+    try:
+        owned_by_bob(directory, 1, lease_s=1.0)
+        ann.tell(change(1))
+        until(lambda: change(1).id in ann.store.replicas)
+        until(lambda: change(1).id in ann.store.tokens)
+    finally:
+        ann.worker.close()
+
+
+def test_serving_ends_before_the_lease_and_everything_is_claimed_anew(
+    directory: BreakableDirectory,
+) -> None:
+    ann = Worked(directory, lease_s=1.0)
+    try:
+        ann.tell(change(1))
+        until(lambda: bool(ann.store.tokens))
+        first = ann.store.tokens[change(1).id]
+        directory.gone = True
+        until(lambda: ann.store.epochs[-1] == NOBODY)
+        states = directory.lookup([change(1).id.chunk])
+        assert states.copies(0, KV), "it stopped while nobody could have taken over"
+        until(lambda: not directory.workers())
+        directory.gone = False
+        until(lambda: ann.store.tokens[change(1).id] > first)
+        assert ann.store.epochs[-1] > ann.store.epochs[0]
+    finally:
+        ann.worker.close()
+    assert ann.store.epochs[-1] == NOBODY
+
+
+def test_what_comes_back_is_not_claimed_before_its_release_is_answered(
+    directory: BreakableDirectory, ann: Worked
+) -> None:
+    ann.tell(change(1))
+    until(lambda: bool(ann.store.tokens))
+    directory.gone = True
+    ann.drop(1)
+    until(lambda: not ann.store._changes)
+    directory.claimed.clear()
+    ann.tell(change(1, 4096))
+    until(lambda: not ann.store._changes)
+    directory.gone = False
+    until(lambda: change(1).id in directory.claimed)
+    assert directory.calls[-2:] == ["release", "claim"]
+
+
+def test_a_record_of_ours_that_nothing_stands_behind_is_released(
+    directory: BreakableDirectory, ann: Worked
+) -> None:
+    until(lambda: ann.store.epochs != [])
+    lost = change(7)
+    own = Epoch(ann.store.epochs[-1])
+    directory.claim_owner(own, [Claim(lost.id, Copy(64, bytes(16), 0, 1))])  # its answer was lost
+    lookup = ann.worker.find([lost.id.chunk])
+    until(lambda: lookup.done)
+    assert list(lookup.found) == [{}]
+    until(lambda: is_free(directory, 7))

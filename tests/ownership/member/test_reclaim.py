@@ -1,0 +1,204 @@
+"""What is claimed again: replicas, at once when an owner ends, and what found no room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from hetero_connector.artifacts.record import ArtifactId
+from hetero_connector.metrics import Recorder
+from ownership.directory import Claim, Copy, Grant, Outcome, Worker
+from ownership.directory.identifiers import NO_TOKEN, NOBODY, Epoch, Token
+from ownership.directory.memory import MemoryDirectory
+from ownership.member.directory_thread import Job
+from ownership.member.ledger import Ledger
+from ownership.member.live_peers import LivePeers
+from tests.ownership.member.ledgers import ListedStore, change
+
+BOB, EVE = Epoch(2), Epoch(3)
+FULL = Grant(Outcome.FULL, NOBODY, NO_TOKEN)
+OWNED = Grant(Outcome.OWNED, Epoch(1), Token(9))
+
+
+class Published:
+    """In place of a `DirectoryThread`; its directory has forgotten everything."""
+
+    takes_claims = True
+    num_claims = 0
+
+    def __init__(self) -> None:
+        self.claims: list[Claim] = []
+
+    @property
+    def artifacts(self) -> list[ArtifactId]:
+        return [claim.artifact for claim in self.claims]
+
+    def publish(self, claims: Sequence[Claim]) -> int:
+        self.claims += claims
+        return len(claims)
+
+    def take_dropped(self) -> bool:
+        return False
+
+    def call(self, job: Job[None], _: float) -> Future[None]:
+        """Done at once; what changes the directory is never answered."""
+        future = Future[None]()
+        if "_look" in job.__name__:
+            future.set_result(job(MemoryDirectory(), Epoch(1)))
+        return future
+
+
+def answered(ledger: Ledger, grant: Grant, *numbers: int) -> None:
+    claims = [Claim(change(number).id, Copy(64, bytes(16), 0, 1)) for number in numbers]
+    ledger.granted(Epoch(1), claims, [grant] * len(claims))
+
+
+def held_by(ledger: Ledger, owner: Epoch, *numbers: int) -> None:
+    answered(ledger, Grant(Outcome.HELD, owner, Token(9)), *numbers)
+
+
+def test_all_replicas_are_claimed_at_once() -> None:
+    """Who owned each last is not known: it may have changed hands since it was claimed."""
+    store, published = ListedStore(), Published()
+    store.put(*map(change, range(1, 4)))
+    now_s = [0.0]
+    ledger = Ledger(store, published, Recorder(), clock=lambda: now_s[0])  # type: ignore[arg-type]
+    ledger.keep()
+    held_by(ledger, BOB, 1, 2)
+    held_by(ledger, EVE, 3)
+    published.claims.clear()
+    now_s[0] = 0.5
+    ledger.keep()
+    assert published.artifacts == []
+    ledger.reclaim()
+    ledger.keep()
+    assert set(published.artifacts) == {change(n).id for n in (1, 2, 3)}
+
+
+def test_owners_are_those_of_replicas_that_are_still_here() -> None:
+    store, published = ListedStore(), Published()
+    store.put(*map(change, range(1, 4)))
+    ledger = Ledger(store, published, Recorder(), clock=lambda: 0.0)  # type: ignore[arg-type]
+    held_by(ledger, BOB, 1, 2)
+    held_by(ledger, EVE, 3)
+    assert ledger.owners == {BOB, EVE}
+    held_by(ledger, EVE, 1)
+    assert ledger.owners == {BOB, EVE}
+    held_by(ledger, EVE, 2)
+    assert ledger.owners == {EVE}
+    for _ in ledger.inventory():
+        pass
+    assert ledger.owners == set()
+
+
+class Refused:
+    """A ledger whose directory had no room for these."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.store, self.published = ListedStore(), Published()
+        self.ledger = Ledger(self.store, self.published, Recorder(), clock=lambda: 0.0)  # type: ignore[arg-type]
+        self.store.put(*map(change, numbers))
+        self.ledger.keep()
+        answered(self.ledger, FULL, *numbers)
+
+    def reclaimed(self) -> list[Claim]:
+        """All that is claimed when replicas are."""
+        self.published.claims.clear()
+        self.ledger.reclaim()
+        self.ledger.keep()
+        return self.published.claims
+
+
+def numbers_of(claims: Sequence[Claim]) -> list[int]:
+    return sorted(int.from_bytes(claim.artifact.chunk, "big") for claim in claims)
+
+
+def test_what_found_the_directory_full_is_claimed_with_the_replicas() -> None:
+    made = Refused(1, 2, 3)
+    made.store.put(change(4))
+    held_by(made.ledger, BOB, 4)
+    made.ledger.keep()
+    assert made.ledger.is_refused, "another claim that was answered changes nothing"
+    assert numbers_of(made.reclaimed()) == [1, 2, 3, 4]
+    answered(made.ledger, FULL, 1)
+    assert numbers_of(made.reclaimed()) == [1, 2, 3, 4]
+
+
+def test_what_found_room_or_an_owner_at_last_is_not_refused_any_more() -> None:
+    made = Refused(1, 2)
+    answered(made.ledger, OWNED, 1)
+    assert made.ledger.is_refused
+    held_by(made.ledger, BOB, 2)
+    assert not made.ledger.is_refused
+    assert numbers_of(made.reclaimed()) == [2], "a replica"
+
+
+def test_what_leaves_is_not_refused_any_more_also_before_it_was_answered() -> None:
+    made = Refused(1)
+    made.store.drop(1)
+    made.ledger.keep()
+    assert not made.ledger.is_refused
+    answered(made.ledger, FULL, 1)
+    assert not made.ledger.is_refused
+    assert made.reclaimed() == []
+
+
+def test_a_new_epoch_has_been_refused_nothing() -> None:
+    made = Refused(1)
+    assert len(list(made.ledger.inventory())) == 1
+    assert not made.ledger.is_refused
+
+
+def test_what_was_refused_and_has_moved_is_claimed_where_it_is() -> None:
+    made = Refused(1)
+    made.store.put(change(1, 4096))
+    assert [claim.copy.dram_offset for claim in made.reclaimed()] == [4096, 4096]
+
+
+def test_a_replica_that_has_moved_is_not_claimed_where_it_was_after_that() -> None:
+    store, published = ListedStore(), Published()
+    store.put(change(1))
+    ledger = Ledger(store, published, Recorder())  # type: ignore[arg-type]
+    ledger.keep()
+    held_by(ledger, BOB, 1)
+    published.claims.clear()
+    store.put(change(1, 4096))
+    ledger.reclaim()
+    ledger.keep()
+    assert [claim.copy.dram_offset for claim in published.claims] == [4096, 4096]
+
+
+def test_a_worker_that_is_alone_does_not_queue_its_replicas_again_and_again() -> None:
+    store, published = ListedStore(), Published()
+    ledger = Ledger(store, published, Recorder())  # type: ignore[arg-type]
+    store.put(change(1))
+    ledger.keep()
+    held_by(ledger, BOB, 1)
+    published.claims.clear()
+    published.takes_claims = False
+    ledger.reclaim()
+    ledger.keep()
+    assert published.claims == []
+
+
+def test_what_is_released_under_a_new_epoch_is_told_though_claims_of_it_begin_later() -> None:
+    store, published = ListedStore(), Published()
+    store.put(*map(change, range(300)))
+    ledger = Ledger(store, published, Recorder())  # type: ignore[arg-type]
+    ledger.keep()
+    batches = ledger.inventory()
+    answered(ledger, OWNED, 1)
+    store.drop(1)
+    ledger.keep()
+    assert [len(batch) for batch in batches] == [256, 43]
+    assert ledger._releases == {change(1).id: OWNED.token}
+
+
+def test_each_end_is_told_once() -> None:
+    peers = LivePeers(10.0, lambda: 0.0)
+    peers.refresh({BOB: Worker("bob", b"card"), EVE: Worker("eve", b"card")}, 0.0)
+    assert peers.take_ended() == set()
+    peers.refresh({BOB: Worker("bob", b"card")}, 1.0)
+    peers.refresh({}, 2.0)
+    assert peers.take_ended() == {BOB, EVE}
+    assert peers.take_ended() == set()

@@ -1,0 +1,134 @@
+"""A worker stops serving before its lease ends, however its calls of the directory hang."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from hetero_connector.errors import DirectoryUnavailableError
+from hetero_connector.metrics import Recorder
+from ownership.directory import Claim, Directory, Grant, Worker
+from ownership.directory.identifiers import NOBODY, Epoch
+from ownership.directory.memory import MemoryDirectory
+from ownership.member.directory_thread import DirectoryThread
+from ownership.member.fleet_worker import FleetWorker
+from ownership.member.held_lease import MARGIN
+from tests.ownership.member.ledgers import ListedStore, change, until
+
+LEASE_S, CALL_S = 10.0, 1.0
+STEP_S = 0.05
+
+
+class Clock:
+    """What the worker and the directory are timed by, and when its lease ends."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.lease_ends_s = 0.0
+        self.store = ListedStore()
+        self.served_too_long_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def goes_on(self, seconds: float) -> None:
+        """While the store serves under the lease."""
+        self.now_s += seconds
+        if self.store.epochs and self.store.epochs[-1] != NOBODY:
+            over_s = self.now_s - self.lease_ends_s
+            self.served_too_long_s = max(self.served_too_long_s, over_s)
+
+
+class HangingDirectory(MemoryDirectory):
+    """Each call takes as long as it may; a lease is not renewed."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self.clock = clock
+
+    def register(self, worker: Worker, lease_s: float, floor: int = 0) -> Any:
+        if self.clock.lease_ends_s:
+            raise DirectoryUnavailableError("gone")
+        self.clock.lease_ends_s = self.clock.now_s + lease_s * (1.0 - MARGIN)
+        return super().register(worker, lease_s, floor)
+
+    def renew_lease(self, epoch: Epoch) -> str:
+        self.clock.goes_on(CALL_S)
+        raise DirectoryUnavailableError("late")
+
+    def workers(self) -> Mapping[Epoch, Worker]:
+        self.clock.goes_on(CALL_S)
+        return super().workers()
+
+    def claim_owner(self, epoch: Epoch, claims: Sequence[Claim]) -> list[Grant]:
+        self.clock.goes_on(CALL_S)
+        return super().claim_owner(epoch, claims)
+
+    def sweep(self, limit: int) -> int:
+        self.clock.goes_on(CALL_S)
+        return super().sweep(limit)
+
+
+def two_calls(directory: Directory, _: Epoch) -> None:
+    directory.workers()
+    directory.workers()
+
+
+def served_too_long_s(at_s: float, what: str) -> float:
+    """How far beyond its lease a worker serves that is kept busy from `at_s` on."""
+    clock = Clock()
+    worker = FleetWorker(
+        HangingDirectory(clock), "ann", LEASE_S, Recorder(), call_s=CALL_S, clock=clock
+    )
+    thread = worker._thread
+    worker.start(clock.store)
+    begins_s, is_busy = clock.now_s + at_s, False
+    while clock.now_s < begins_s + LEASE_S:
+        if not is_busy and clock.now_s >= begins_s:
+            is_busy = True
+            if what == "a job":
+                thread.call(two_calls, LEASE_S)
+            else:
+                thread._sweeper.due_s = clock.now_s
+                clock.store.put(change(1))
+                worker.wake()
+        if thread._idle_s() == 0.0:
+            thread._turn()
+        else:
+            clock.goes_on(STEP_S)
+    assert clock.store.epochs[0] != NOBODY
+    assert clock.store.epochs[-1] == NOBODY
+    return clock.served_too_long_s
+
+
+@pytest.mark.parametrize("what", ["a job", "claims and a sweep"])
+def test_nobody_is_served_when_somebody_else_may_have_taken_over(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DirectoryThread, "start", lambda _: None)
+    starts = [STEP_S * n for n in range(round(LEASE_S / STEP_S))]
+    assert max(served_too_long_s(at_s, what) for at_s in starts) <= 0.0
+
+
+def test_whoever_leaves_stops_serving_before_its_lease_is_ended() -> None:
+    store, served = ListedStore(), list[int]()
+
+    class Watched(MemoryDirectory):
+        def end_lease(self, epoch: Epoch) -> None:
+            served.append(store.epochs[-1])
+            super().end_lease(epoch)
+
+    worker = FleetWorker(Watched(), "ann", LEASE_S, Recorder())
+    worker.start(store)
+    until(lambda: bool(store.epochs))
+    assert store.epochs[-1] != NOBODY
+    worker.close()
+    assert served == [NOBODY]
+
+
+def test_a_lease_that_its_calls_leave_no_time_to_serve_in_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"longer than 5\.29 s, got 5\.2 s"):
+        FleetWorker(MemoryDirectory(), "ann", 5.2, Recorder(), call_s=1.0)
+    FleetWorker(MemoryDirectory(), "ann", 5.3, Recorder(), call_s=1.0)

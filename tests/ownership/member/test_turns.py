@@ -1,0 +1,223 @@
+"""The turns of the directory's thread, by hand: bugs, fairness, what is told again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from hetero_connector.metrics import COUNTERS, Recorder
+from ownership.directory import Claim, DirectoryLimits, Grant, Lease, Outcome, Worker
+from ownership.directory.identifiers import Epoch
+from ownership.directory.memory import MemoryDirectory
+from ownership.member.directory_thread import CLAIMS_PER_CALL, DirectoryThread
+from ownership.member.fleet_worker import FleetWorker
+from ownership.member.lease_keeper import LeaseKeeper
+from tests.ownership.fleet_bench import artifact, chain, claim_of
+from tests.ownership.member.ledgers import ListedStore, change, holding
+
+LEASE_S = 10.0
+TURN_S = 1e-3
+
+
+class Buggy(MemoryDirectory):
+    """Fails as no directory may."""
+
+    def __init__(self, clock: Callable[[], float], limits: DirectoryLimits | None = None) -> None:
+        super().__init__(clock, limits)
+        self.broken: set[str] = set()
+        self.calls: list[str] = []
+
+    def _check(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.broken:
+            raise TypeError(f"a bug in {name}")
+
+    def register(self, worker: Worker, lease_s: float, floor: int = 0) -> Lease:
+        self._check("register")
+        return super().register(worker, lease_s, floor)
+
+    def claim_owner(self, epoch: Epoch, claims: Sequence[Claim]) -> list[Grant]:
+        self._check("claim")
+        return super().claim_owner(epoch, claims)
+
+    def sweep(self, limit: int) -> int:
+        self._check("sweep")
+        return super().sweep(limit)
+
+
+class Stepped:
+    """A thread whose turns are called here; a turn takes a millisecond."""
+
+    def __init__(self, **options: Any) -> None:
+        self.now_s = 100.0
+        self.recorder = Recorder()
+        self.directory = Buggy(self.clock)
+        self.keeper = LeaseKeeper(
+            self.directory, lambda: Worker("ann", b"card"), LEASE_S, self.recorder, self.clock
+        )
+        self.granted: list[Grant] = []
+        self.thread = DirectoryThread(
+            self.directory,
+            self.keeper,
+            lambda: iter(()),
+            lambda _, __, grants: self.granted.extend(grants),
+            self.recorder,
+            clock=self.clock,
+            **options,
+        )
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def run_s(self, seconds: float) -> int:
+        """Turns as the thread takes them in that time; how many."""
+        until_s, turns = self.now_s + seconds, 0
+        while self.now_s < until_s:
+            idle_s = self.thread._idle_s()
+            self.now_s += max(TURN_S, min(idle_s, until_s - self.now_s))
+            if idle_s < seconds:
+                self.thread._turn()
+                turns += 1
+        return turns
+
+
+def test_a_bug_in_registering_is_tried_now_and_then_and_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = Stepped()
+    made.directory.broken = {"register"}
+    with caplog.at_level(logging.ERROR):
+        assert made.run_s(60.0) <= 300, "a core is not kept busy"
+    assert len([r for r in caplog.records if "a bug in register" in (r.exc_text or "")]) == 1
+    made.directory.broken.clear()
+    made.run_s(1.0)
+    assert made.keeper.lease is not None
+    assert made.keeper.lease.is_valid
+
+
+@pytest.mark.parametrize("part", ["claim", "sweep"])
+def test_a_bug_in_one_part_leaves_the_lease_and_calls_alone(part: str) -> None:
+    made = Stepped(sweep_every_s=5.0)
+    made.run_s(1.0)
+    epoch = made.keeper.lease.epoch  # type: ignore[union-attr]
+    made.directory.broken = {part}
+    made.thread.publish([claim_of(artifact())])
+    assert made.run_s(3 * LEASE_S) <= 600
+    assert made.keeper.lease.epoch == epoch  # type: ignore[union-attr]
+    asked = made.thread.lookup(chain("a", 1), 1.0)
+    made.run_s(1.0)
+    assert asked.done()
+    payload = made.recorder.drain() or {}
+    assert payload[COUNTERS]["heterocache_directory_failures{cause=internal}"] > 0
+
+
+def test_steady_lookups_do_not_starve_claims_nor_sweeps() -> None:
+    made = Stepped(sweep_every_s=5.0)
+    made.run_s(1.0)
+    made.directory.calls.clear()
+    made.thread.publish([claim_of(artifact("many", i)) for i in range(4 * CLAIMS_PER_CALL)])
+    asked = []
+    for _ in range(10_000):
+        asked.append(made.thread.lookup(chain("a", 1), 1.0))
+        made.now_s += TURN_S
+        made.thread._turn()
+    assert len(made.granted) == 4 * CLAIMS_PER_CALL
+    assert made.directory.calls.count("sweep") >= 1
+    assert sum(lookup.done() for lookup in asked) >= 9_950, "calls come first"
+
+
+class Member:
+    """A worker over a listed store, its turns by hand."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, limits: DirectoryLimits | None = None
+    ) -> None:
+        monkeypatch.setattr(DirectoryThread, "start", lambda _: None)
+        self.now_s = 100.0
+        self.directory = Buggy(self.clock, limits)
+        self.store = ListedStore()
+        self.worker = FleetWorker(
+            self.directory, "ann", LEASE_S, Recorder(), call_s=0.1, clock=self.clock
+        )
+        self.worker.start(self.store)
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def run_s(self, seconds: float) -> None:
+        until_s, thread = self.now_s + seconds, self.worker._thread
+        while self.now_s < until_s:
+            self.now_s += max(TURN_S, min(thread._idle_s(), until_s - self.now_s))
+            thread._turn()
+
+
+@pytest.fixture
+def member(monkeypatch: pytest.MonkeyPatch) -> Member:
+    return Member(monkeypatch)
+
+
+def test_claims_dropped_for_too_many_waited_are_told_within_two_leases(
+    member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member.run_s(1.0)
+    monkeypatch.setattr(member.worker._thread, "_max_claims", 300)
+    member.store.put(*map(change, range(1, 6_001)))
+    member.run_s(2 * LEASE_S)
+    assert len(member.store.tokens) == 6_000
+
+
+def test_claims_that_a_bug_swallowed_are_told_again(member: Member) -> None:
+    member.run_s(1.0)
+    member.directory.broken = {"claim"}
+    member.store.put(*map(change, range(1, 501)))
+    member.run_s(1.0)
+    member.directory.broken.clear()
+    member.run_s(2 * LEASE_S)
+    assert len(member.store.tokens) == 500
+
+
+def test_an_old_versions_records_make_room_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody claims another model's chunks again: a full directory does not wait for their time."""
+    member = Member(monkeypatch, DirectoryLimits(max_artifacts=20_000))
+    old = member.directory.register(Worker("old", b"card"), LEASE_S).epoch
+    claims = [claim_of(artifact("old", 0))._replace(artifact=change(n).id) for n in range(20_000)]
+    assert {g.outcome for g in member.directory.claim_owner(old, claims)} == {Outcome.OWNED}
+    member.directory.end_lease(old)
+    member.store.put(*map(change, range(30_000, 30_256)))
+    member.run_s(LEASE_S)
+    assert len(member.store.tokens) == 256
+    assert member.worker.accepts_claims
+    member.run_s(LEASE_S)
+    held = holding(member.directory, 1)
+    assert held is None or held.owner != old
+
+
+def test_a_directory_full_of_living_records_is_not_swept_all_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    member = Member(monkeypatch, DirectoryLimits(max_artifacts=10))
+    member.store.put(*map(change, range(20)))
+    member.run_s(2 * LEASE_S)
+    member.directory.calls.clear()
+    member.run_s(600.0)
+    assert member.directory.calls.count("sweep") <= 12
+
+
+def test_changes_that_were_lost_end_the_epoch(member: Member) -> None:
+    """What has left unheard would be known as ours, and held, for ever."""
+    member.store.put(change(1), change(2))
+    member.run_s(1.0)
+    before = member.store.epochs[-1]
+    del member.store.here[change(2).id]
+    member.store.put(change(3))
+    member.store.take_exports()
+    member.store.has_lost = True
+    member.run_s(2.0)
+    epoch = member.store.epochs[-1]
+    assert epoch > before
+    owners = [holding(member.directory, number).owner for number in (1, 2, 3)]  # type: ignore[union-attr]
+    assert owners == [epoch, before, epoch]
+    assert before not in member.directory.workers()
