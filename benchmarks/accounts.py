@@ -22,7 +22,7 @@ Flows = Mapping[str, Mapping[str, int]]
 
 _FLOWS = {
     "sealed": ("heterocache_saved_bytes", None),
-    "written": ("heterocache_spilled_bytes", None),
+    "written": ("heterocache_ssd_written_bytes", None),
     "staged": ("heterocache_read_bytes", "ssd"),
     "fetched": ("heterocache_read_bytes", "peer"),
     "loaded": ("heterocache_restored_bytes", None),

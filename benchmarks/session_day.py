@@ -331,7 +331,7 @@ def _row(day: DayResult) -> list[object]:
         "none" if budget is None else f"{budget * gb:.0f}",
         f"{day.limits.ssd_bytes * gb:.0f}",
         f"{day.written_bytes * gb:.0f}",
-        f"{day.counters['heterocache_spills_refused']:.0f}",
+        f"{day.counters['heterocache_ssd_writes_refused']:.0f}",
         f"{day.counters['heterocache_evictions{ssd}']:.0f}",
         f"{day.hit_share('dram'):.1%}",
         f"{day.hit_share('ssd'):.1%}",

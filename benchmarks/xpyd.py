@@ -83,7 +83,7 @@ def measure(model: str, prefillers: int, mode: str, turns: int) -> dict[str, flo
 
 
 def written_bytes(fleet: Fleet) -> float:
-    return sum(value(server, "spilled_bytes") for server in fleet.servers)
+    return sum(value(server, "ssd_written_bytes") for server in fleet.servers)
 
 
 def headline(figures: dict[str, dict[str, dict[str, float]]]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class EarlySaves:
         for save in saves:
             if any(overwritten.intersection(blocks.ids) for blocks in save.copy.blocks.values()):
                 self._saver.abandon(save)
-                self._recorder.add("heterocache_saves_dropped", cause="overwritten")
+                self._recorder.add("heterocache_saves_abandoned", cause="overwritten")
             else:
                 kept.append(save)
         return kept

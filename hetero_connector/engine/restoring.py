@@ -232,7 +232,7 @@ class Restorer:
         tracker.attempts.failed.update(self._peers.without_copy(tracker, pending.handle.failed))
         tracker.attempts.count += 1
         pending.handle.release()
-        self._recorder.add("heterocache_restores_shortened")
+        self._recorder.add("heterocache_restores_replanned")
 
     def _learn_wait(self, tracker: RequestTracker, pending: PendingRestore) -> None:
         attempts = tracker.attempts

@@ -203,7 +203,7 @@ class IoThread:
             self._peer_reader.forget_ended()
         if self._budget is not None:
             self._state.recorder.set(
-                "heterocache_ssd_written_today_bytes", self._budget.spent_today_bytes
+                "heterocache_ssd_written_24h_bytes", self._budget.spent_today_bytes
             )
         self._rows.touch(self._health.give_up)
 

@@ -321,7 +321,7 @@ class DirectoryThread:
     def _count_dropped(self, count: int) -> None:
         if count > 0:
             self._has_dropped = True
-            self._recorder.add("heterocache_directory_claims_dropped", count)
+            self._recorder.add("heterocache_directory_claims_discarded", count)
 
     def _sweep(self) -> None:
         try:

@@ -40,9 +40,9 @@ def test_without_a_budget_all_is_written_once_and_found_after_the_restart(
     unlimited: DayResult,
 ) -> None:
     assert unlimited.counters["heterocache_evictions{ssd}"] == 0
-    assert unlimited.counters["heterocache_spills_refused"] == 0
+    assert unlimited.counters["heterocache_ssd_writes_refused"] == 0
     saved = unlimited.counters["heterocache_saved_bytes"]
-    assert 0.99 * saved < unlimited.counters["heterocache_spilled_bytes"] <= saved
+    assert 0.99 * saved < unlimited.counters["heterocache_ssd_written_bytes"] <= saved
     assert unlimited.written_bytes > saved
     assert unlimited.hit_share("ssd") > 0, "by a session that was under way"
     assert unlimited.hit_share("dram") > 0.5
@@ -56,7 +56,7 @@ def test_the_day_s_writes_stay_within_the_budget_and_a_restart_gives_nothing_bac
     limits = Limits(1 << 30, budget, dram_chunks=_DRAM_CHUNKS)
     result = day(tmp_path, model, limits)
     assert 0.5 * budget < result.worst_day_bytes <= budget
-    assert result.counters["heterocache_spills_refused"] > 0
+    assert result.counters["heterocache_ssd_writes_refused"] > 0
     before, after = result.budget_left
     a_minute = budget * 60 / DAY_S  # the budget comes back by the wall clock
     assert after < before + a_minute, "closing may have spent some, opening gave nothing"

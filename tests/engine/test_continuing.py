@@ -118,7 +118,7 @@ def test_a_gap_that_nobody_can_close_is_a_miss_until_it_is_computed_again(
     continuing(fleet, tmp_path, "bob").side.close()
     ann.side.close()
     bob = join(fleet, tmp_path, "bob")
-    written = fleet.count(bob, "heterocache_spilled_bytes")
+    written = fleet.count(bob, "heterocache_ssd_written_bytes")
     assert bob.run(FakeRequest("second", PROMPT)) == 0
     fleet.settle(bob)
     assert bob.store.flush(WAIT_S)
@@ -126,7 +126,7 @@ def test_a_gap_that_nobody_can_close_is_a_miss_until_it_is_computed_again(
     assert all(a.ssd is not None for a in artifacts), "all of it is its own by now"
     anew = {a.node.chunk.end for a in artifacts if a.dram is not None}
     assert anew == {CHUNK, 2 * CHUNK, 3 * CHUNK, 4 * CHUNK}, "what was there is not saved again"
-    assert fleet.count(bob, "heterocache_spilled_bytes") > written
+    assert fleet.count(bob, "heterocache_ssd_written_bytes") > written
     bob.side.close()
     bob = join(fleet, tmp_path, "bob")
     assert bob.run(FakeRequest("third", PROMPT)) == RESTORED

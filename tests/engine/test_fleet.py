@@ -172,7 +172,7 @@ def test_a_killed_server_finds_on_its_ssd_what_continues_anothers_chain(
             assert from_ann == 1024
             assert from_ssd >= 512
             assert reply.cached_tokens == from_ann + from_ssd >= 1792
-            assert value(bob, "restores_shortened") == 0
+            assert value(bob, "restores_replanned") == 0
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The recorder's payload on vLLM's /metrics."""
+"""Recorded metrics arrive on vLLM's /metrics."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_whatever_is_recorded_is_exported_with_the_same_labels(
 ) -> None:
     assert name in METRICS
     if labels != ("*",):
-        assert tuple(sorted(METRICS[name][1])) == labels
+        assert tuple(sorted(METRICS[name].labels)) == labels
 
 
 def test_whatever_is_exported_is_recorded() -> None:

@@ -235,7 +235,7 @@ def test_early_saves_whose_pages_are_overwritten_are_dropped(dense: Engine) -> N
     meta = dense.side.step(output)  # type: ignore[arg-type]
     assert meta.early_saves == []
     assert not dense.side.has_work
-    assert dense.counters()["heterocache_saves_dropped{cause=overwritten}"] == 1
+    assert dense.counters()["heterocache_saves_abandoned{cause=overwritten}"] == 1
     assert dense.admit(FakeRequest("b", tokens(150))) == 64
 
 

@@ -450,7 +450,7 @@ class Life(ABC):
     def _refused(self) -> float:
         """Artifacts that were counted as not, or no more, on SSD."""
         self._count()
-        causes = ("heterocache_failures", "heterocache_evictions", "heterocache_spills_refused")
+        causes = ("heterocache_failures", "heterocache_evictions", "heterocache_ssd_writes_refused")
         return sum(
             value
             for name, value in self._counted.items()

@@ -110,7 +110,7 @@ def test_without_a_budget_everything_is_written(opened: list[Written], tmp_path:
     chunks = chain("a", 8)
     w.put(chunks)
     assert w.on_ssd(chunks) == 8
-    assert w.bench.counts("heterocache_spills_refused") == {}
+    assert w.bench.counts("heterocache_ssd_writes_refused") == {}
 
 
 def test_everything_is_written_while_the_bucket_is_half_full(
@@ -130,7 +130,7 @@ def test_of_equals_the_last_half_of_the_bucket_takes_none(
     for c in firsts:
         w.put([c])
     assert [w.on_ssd([c]) for c in firsts] == [1] * 5 + [0] * 7
-    assert w.bench.counts("heterocache_spills_refused") == {
+    assert w.bench.counts("heterocache_ssd_writes_refused") == {
         f"state_type={kind.value}": 7 for kind in SIZES
     }
     assert len(w.store.match(firsts[-1:])) == 1, "in DRAM, as before"
@@ -346,8 +346,8 @@ def test_two_days_of_sessions_stay_within_capacity_and_budget(
     assert w.on_ssd(came_back) > len(came_back) / 2
     assert w.on_ssd(nobody) < len(nobody) / 50
     payload = w.bench.recorder.drain() or {}
-    today = payload[GAUGES]["heterocache_ssd_written_today_bytes{}"]
+    today = payload[GAUGES]["heterocache_ssd_written_24h_bytes{}"]
     assert 0 < today <= a_day * CHUNK_BYTES
-    refused = payload[COUNTERS]["heterocache_spills_refused{state_type=dense_kv}"]
-    spilled = payload[COUNTERS]["heterocache_spilled_bytes{state_type=dense_kv}"] / SIZES[DENSE]
+    refused = payload[COUNTERS]["heterocache_ssd_writes_refused{state_type=dense_kv}"]
+    spilled = payload[COUNTERS]["heterocache_ssd_written_bytes{state_type=dense_kv}"] / SIZES[DENSE]
     assert refused > 3 * spilled, "it was not enough by far"

@@ -515,5 +515,5 @@ def test_when_what_moves_the_bytes_ends_it_is_counted_and_its_next_life_is_told(
     until(lambda: bool(told))
     assert store.sharing.card == told[-1]
     assert told[-1] != before
-    assert bench.counts("heterocache_peer_process_ends") == {"": 1.0}
+    assert bench.counts("heterocache_peer_process_exits") == {"": 1.0}
     store.close()

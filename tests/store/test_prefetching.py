@@ -408,7 +408,7 @@ def test_who_does_not_come_is_counted_and_leaves_first(stage: Stage) -> None:
     put(stage.store, chain("c", 2))
     assert stage.tiers(A) == [Tier.DRAM, Tier.DRAM, Tier.SSD, Tier.SSD]
     assert stage.tiers(B) == [Tier.DRAM] * 4
-    dropped = stage.counts()["heterocache_dropped_bytes{state_type=dense_kv,tier=dram}"]
+    dropped = stage.counts()["heterocache_evicted_first_bytes{state_type=dense_kv,tier=dram}"]
     assert dropped == 2 * SIZES[DENSE]
 
 
@@ -500,7 +500,7 @@ def test_what_the_planner_left_alone_leaves_the_ssd_first(tmp_path: Path) -> Non
         stage.on_ssd_only(B[:2])
         assert len(stage.store.match(A)) == 4, "though it is older"
         assert len(stage.store.match(c)) == 10
-        assert stage.counts()["heterocache_dropped_bytes{state_type=dense_kv,tier=ssd}"] == (
+        assert stage.counts()["heterocache_evicted_first_bytes{state_type=dense_kv,tier=ssd}"] == (
             2 * SIZES[DENSE]
         )
     finally:

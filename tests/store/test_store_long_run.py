@@ -60,7 +60,7 @@ def test_a_slow_sync_does_not_hold_up_a_restore(bench: Bench) -> None:
         restore = wait(begin(store, ids_of(chain("a", 2))), timeout_s=10)
         assert not restore.failed
         assert intact(store, restore)
-        assert bench.counts("heterocache_spilled_bytes") == {}, "not known before it is synced"
+        assert bench.counts("heterocache_ssd_written_bytes") == {}, "not known before it is synced"
         go.set()
         assert store.flush(20)
     restore.release()

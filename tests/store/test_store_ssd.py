@@ -59,7 +59,7 @@ def test_saved_restarted_restored(tmp_path: Path, disk: Disk, real_files: bool) 
     store = bench.open()
     put(store, CHUNKS)
     assert store.flush(20)
-    spilled = bench.counts("heterocache_spilled_bytes")
+    spilled = bench.counts("heterocache_ssd_written_bytes")
     assert spilled == {"state_type=dense_kv": 54_000, "state_type=window_swa": 18_000}
     assert store.match(CHUNKS)[0].tiers == {DENSE: Tier.DRAM, WINDOW: Tier.DRAM}
     store = restarted(bench, store)
@@ -82,7 +82,7 @@ def test_saved_restarted_restored(tmp_path: Path, disk: Disk, real_files: bool) 
 def test_the_spill_starts_by_itself(bench: Bench) -> None:
     store = bench.open(spill_delay_s=0.01)
     put(store, CHUNKS)
-    until(lambda: "state_type=dense_kv" in bench.counts("heterocache_spilled_bytes"))
+    until(lambda: "state_type=dense_kv" in bench.counts("heterocache_ssd_written_bytes"))
     store.close()
 
 
@@ -406,7 +406,7 @@ def test_a_journal_that_cannot_forget_keeps_the_slots(bench: Bench) -> None:
         until(lambda: "cause=io_error,tier=ssd" in bench.counts("heterocache_failures"))
         put(store, chain("b", 2))
         assert not store.flush(0.1), "nothing is written while old rows are still there"
-        assert bench.counts("heterocache_spilled_bytes") == {}
+        assert bench.counts("heterocache_ssd_written_bytes") == {}
     assert store.flush(20)
     put(store, chain("c", 2))
     assert store.flush(20)
@@ -590,11 +590,11 @@ def test_a_save_under_way_is_not_spilled(bench: Bench) -> None:
     save = store.begin_save(CHUNKS[0], SIZES)
     assert save is not None
     assert store.flush(20)
-    assert bench.counts("heterocache_spilled_bytes") == {}
+    assert bench.counts("heterocache_ssd_written_bytes") == {}
     fill(store, save)
     store.complete_save(save)
     assert store.flush(20)
-    assert bench.counts("heterocache_spilled_bytes") == {
+    assert bench.counts("heterocache_ssd_written_bytes") == {
         "state_type=dense_kv": SIZES[DENSE],
         "state_type=window_swa": SIZES[WINDOW],
     }

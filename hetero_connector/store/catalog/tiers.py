@@ -299,7 +299,7 @@ class Tiers:
         victim = self.demoted.pop(tier, state_type, standing)
         if victim is not None:
             self._recorder.add(
-                "heterocache_dropped_bytes",
+                "heterocache_evicted_first_bytes",
                 victim.size_bytes,
                 tier=tier.value,
                 state_type=state_type.value,

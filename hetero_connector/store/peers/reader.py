@@ -139,7 +139,7 @@ class PeerReader:
             return
         self._tend_at_s = now_s + _TEND_S
         if self._transfers.tend():
-            self._state.recorder.add("heterocache_peer_process_ends")
+            self._state.recorder.add("heterocache_peer_process_exits")
         if self._transfers.metadata != self._published:
             self._published = self._transfers.metadata
             if self._port.card_changed is not None:

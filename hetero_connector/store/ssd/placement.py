@@ -91,7 +91,7 @@ class Placement:
                     state.offer(artifact)
                     continue
                 state.recorder.add(
-                    "heterocache_spills_refused", state_type=artifact.state_type.value
+                    "heterocache_ssd_writes_refused", state_type=artifact.state_type.value
                 )
         self._queue.let_go(list(set(artifacts).difference(admitted)))
         return admitted

@@ -268,7 +268,7 @@ class Spiller:
                     tiers.attach(artifact, write.target)
                     state.spills.discard(artifact)
                     state.recorder.add(
-                        "heterocache_spilled_bytes",
+                        "heterocache_ssd_written_bytes",
                         artifact.size_bytes,
                         state_type=artifact.state_type.value,
                     )

@@ -180,7 +180,7 @@ class TestBounds:
         with pytest.raises(DirectoryUnavailableError, match="2 calls wait"):
             calls[2].result(0)
         assert not calls[0].done()
-        assert member.counted("heterocache_directory_claims_dropped") == 7
+        assert member.counted("heterocache_directory_claims_discarded") == 7
 
     def test_closing_fails_what_waits_and_ends_the_lease(self) -> None:
         directory = MemoryDirectory()
