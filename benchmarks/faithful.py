@@ -135,7 +135,7 @@ def calibrated(
 ) -> CostProfile:
     """What `heterocache calibrate` says of this machine."""
     path = folder / "profile.json"
-    command = [sys.executable, "-m", "hetero_connector.cli", "calibrate"]
+    command = [sys.executable, "-m", "hetero_connector.tools.cli", "calibrate"]
     command += [str(write_checkpoint(model, CHECKPOINTS)), "--out", str(path)]
     command += ["--dram-gib", "0.25", "--engine-args", json.dumps(dict(arguments))]
     command += ["--connector-args", json.dumps(dict(connector))]

@@ -68,9 +68,15 @@ def test_dependencies_point_down(path: Path) -> None:
             assert parts[1] in BELOW[room], f"{room} imports {name}"
 
 
+def test_nothing_imports_the_command_line() -> None:
+    for path in SOURCES:
+        if not relative(path).startswith("hetero_connector/tools/"):
+            assert not any(n.startswith("hetero_connector.tools") for n in imports(path)), path
+
+
 JOINS = (
-    "hetero_connector/cli.py",
-    "hetero_connector/doctor.py",
+    "hetero_connector/tools/cli.py",
+    "hetero_connector/tools/doctor.py",
     "hetero_connector/engine/fleet.py",
 )
 """The command line is one for both; an engine joins a fleet where its configuration says so."""

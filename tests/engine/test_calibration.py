@@ -15,16 +15,16 @@ import pytest
 
 from examples.checkpoints import write_checkpoint
 from examples.serving import ENGINE_ENVIRONMENT, engine_arguments
-from hetero_connector import cli
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.profile import CostProfile
+from hetero_connector.tools import cli
 from tests.engine.harness import engine, generate, prompt_tokens, scheduler_side
 
 ROOT = Path(__file__).parents[2]
 
 
 def calibrated(model: Path, out: Path, **arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hetero_connector.cli", "calibrate", str(model)]
+    command = [sys.executable, "-m", "hetero_connector.tools.cli", "calibrate", str(model)]
     command += ["--out", str(out), "--engine-args", json.dumps(arguments)]
     serving = {
         "chunk_tokens": 64,

@@ -20,7 +20,7 @@ import pytest
 from examples.disaggregated_prefill.fleet import value
 from examples.embedded_redis import EmbeddedRedis
 from examples.serving import Reply, Server
-from hetero_connector.verification import verify_model
+from hetero_connector.tools.verification import verify_model
 from tests.engine.fleets import LEASE_S, MAX_TOKENS, computed, same, server_of, until
 from tests.engine.harness import prompt_tokens
 

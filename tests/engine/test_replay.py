@@ -17,12 +17,12 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from hetero_connector import explaining
 from hetero_connector.engine import replaying, slot_masks
 from hetero_connector.engine.pages import HostPages
-from hetero_connector.inspection import find_models
 from hetero_connector.planner.plan import WindowReplay
 from hetero_connector.spec import StateType
+from hetero_connector.tools import explanation
+from hetero_connector.tools.inspection import find_models
 from tests.engine.by_hand import add, step, worker_connector
 from tests.engine.harness import (
     Completion,
@@ -263,7 +263,7 @@ def test_explain_offers_what_this_engine_would_replay(
     leave_on_ssd_only(llm)
     config = llm.llm_engine.vllm_config.kv_transfer_config.kv_connector_extra_config
     (directory,) = find_models(Path(config["ssd_dir"]))
-    explained = explaining.decide(directory, PROMPT, None, in_dram=False)
+    explained = explanation.decide(directory, PROMPT, None, in_dram=False)
     offered = explained.decision.candidates()
     assert (case.boundary(), case.resume) in [(c.boundary, c.resume_tokens) for c in offered]
 

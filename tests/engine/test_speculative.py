@@ -14,10 +14,10 @@ import pytest
 from examples.checkpoints import write_checkpoint
 from examples.demo import VOCABULARY
 from examples.serving import Reply, Server, kv_transfer_config, logprob_distance
-from hetero_connector import explaining
-from hetero_connector.inspection import find_models
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.space import JOURNAL_NAME
+from hetero_connector.tools import explanation
+from hetero_connector.tools.inspection import find_models
 from tests.engine.harness import CHECKPOINTS, flipped, prompt_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -82,5 +82,5 @@ def test_restores_are_exact_and_replays_refused(tmp_path: Path) -> None:
     assert "speculative" in journal.meta.description["window_replay"]
     journal.close()
     shorter = PROMPT[:600] + prompt_tokens(100, seed=98)
-    offered = explaining.decide(directory, shorter, None, in_dram=False).decision.candidates()
+    offered = explanation.decide(directory, shorter, None, in_dram=False).decision.candidates()
     assert [c.boundary for c in offered] == [0]  # not 512, which a replay could reach

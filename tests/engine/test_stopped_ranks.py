@@ -21,7 +21,7 @@ import pytest
 from examples.checkpoints import write_checkpoint
 from examples.disaggregated_prefill.fleet import value
 from examples.serving import Reply, Server, kv_transfer_config
-from hetero_connector.verification import verify_model
+from hetero_connector.tools.verification import verify_model
 from tests.engine.fleets import MAX_TOKENS, same, until
 from tests.engine.harness import CHECKPOINTS, prompt_tokens
 from tests.engine.process_group import assert_gone

@@ -10,7 +10,7 @@ from pathlib import Path
 from examples.embedded_redis import EmbeddedRedis
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange
 from hetero_connector.errors import DirectoryError
-from hetero_connector.verification import verify_model
+from hetero_connector.tools.verification import verify_model
 from ownership.directory import Holding, Standing
 from ownership.directory.redis import RedisDirectory
 from tests.ownership.worker_process import SIZES, WorkerProcess

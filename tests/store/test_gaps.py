@@ -25,14 +25,14 @@ from filling import (
 )
 
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange, Tier
-from hetero_connector.inspection import inspect_model
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.store.ssd import write_queue as spill_queue
 from hetero_connector.store.ssd.space import model_directory
+from hetero_connector.tools.inspection import inspect_model
+from hetero_connector.tools.verification import verify_model
 from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
-from hetero_connector.verification import verify_model
 
 EPOCH = 9
 THEIRS = chain("preamble", 3)

@@ -31,7 +31,7 @@ from hetero_connector.store.arena import Arena
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Wanted
 from hetero_connector.store.peers.ports import KnownPeers
-from hetero_connector.verification import verify_model
+from hetero_connector.tools.verification import verify_model
 
 MIB = 1 << 20
 EPOCH, OTHERS = 7, 8

@@ -14,12 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.generation import FIRST
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange, StoredChunk
-from hetero_connector.cli import main
 from hetero_connector.errors import DirectoryUnavailableError
 from hetero_connector.metrics import Recorder
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Wanted
 from hetero_connector.store.peers.ports import PeerAccess
+from hetero_connector.tools.cli import main
 from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from ownership.directory import Directory, Worker
 from ownership.directory.fleet_reset import reset_fleet

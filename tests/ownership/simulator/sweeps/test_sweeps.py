@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hetero_connector.cli import EXIT_OK, EXIT_UNUSABLE, main
 from hetero_connector.errors import SimulationError
+from hetero_connector.tools.cli import EXIT_OK, EXIT_UNUSABLE, main
 from ownership.simulator.sweeps import running
 from ownership.simulator.sweeps.points import Point, parse_sweep, points
 from ownership.simulator.sweeps.running import Inputs, ResultFile

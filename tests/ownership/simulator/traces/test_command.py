@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_connector import cli
+from hetero_connector.tools import cli
 
 from .trace_files import write_lines
 
@@ -87,7 +87,7 @@ def test_without_the_extra_it_says_what_to_install(
 ) -> None:
     arguments = ["trace", "stats", str(trace), "--plot", str(tmp_path / "p.png")]
     program = (
-        f"import sys; sys.modules[{missing!r}] = None; from hetero_connector import cli;"
+        f"import sys; sys.modules[{missing!r}] = None; from hetero_connector.tools import cli;"
         f"sys.exit(cli.main({arguments}))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from matplotlib import image
 
-from hetero_connector import cli
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine import calibration
 from hetero_connector.engine.calibration import Calibration, Sample
 from hetero_connector.planner.compute_model import ComputeCoefficients
 from hetero_connector.planner.load_model import TierRates
 from hetero_connector.planner.profile import CostProfile, FitError, ProfileSubject
-from hetero_connector.profile_plot import plot
 from hetero_connector.spec import StateType
+from hetero_connector.tools import cli
+from hetero_connector.tools.profile_plot import plot
 
 BLUE, ORANGE = (0x1F, 0x77, 0xB4), (0xFF, 0x7F, 0x0E)
 """matplotlib's first two colours: prompts computed whole, and continued."""

@@ -22,12 +22,12 @@ from hetero_connector.errors import (
     TransferError,
     UnsupportedVersionError,
 )
-from hetero_connector.inspection import find_models
 from hetero_connector.store.catalog.nodes import index_bytes
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.private_files import others_can_replace
 from hetero_connector.store.ssd.space import JOURNAL_NAME
 from hetero_connector.supported_vllm import SUPPORTED_VLLM, check_version
+from hetero_connector.tools.inspection import find_models
 from hetero_connector.transfer.base import Direction, Extent, FileTransfer, OpenFile, TransferState
 from hetero_connector.transfer.choose import choose_file_transfer, is_direct, open_scratch
 from hetero_connector.transfer.nixl_backends import working_backends

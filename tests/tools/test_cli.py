@@ -18,14 +18,15 @@ import numpy as np
 import pytest
 
 from examples.embedded_redis import EmbeddedRedis
-from hetero_connector import cli, doctor, machine
+from hetero_connector import machine
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkRange
-from hetero_connector.doctor import Status
 from hetero_connector.errors import StoreError
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.journal_format import JournalRow
+from hetero_connector.tools import cli, doctor
+from hetero_connector.tools.doctor import Status
 from hetero_connector.transfer.checksum import checksum
 
 KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
@@ -312,11 +313,11 @@ def test_verify_does_not_disturb_a_running_engine(store: Path, run: Run, more: l
 
 
 def test_the_command_works_as_a_process_and_survives_a_closed_pipe(store: Path) -> None:
-    command = [sys.executable, "-m", "hetero_connector.cli"]
+    command = [sys.executable, "-m", "hetero_connector.tools.cli"]
     done = subprocess.run([*command, "inspect", store], capture_output=True, text=True, check=True)
     assert "tiny-llama" in done.stdout
     piped = subprocess.run(
-        f"{sys.executable} -m hetero_connector.cli inspect {store} | true",
+        f"{sys.executable} -m hetero_connector.tools.cli inspect {store} | true",
         shell=True,
         capture_output=True,
         text=True,

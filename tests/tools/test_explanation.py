@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from hetero_connector import cli
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
@@ -22,6 +21,7 @@ from hetero_connector.spec import Family, ModelSpec
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.generation_file import GENERATION_NAME, GenerationFile
 from hetero_connector.store.ssd.journal_format import JournalRow
+from hetero_connector.tools import cli
 from tests.engine.fakes import DENSE, HYBRID
 
 CHUNK = 64

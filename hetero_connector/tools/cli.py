@@ -12,10 +12,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hetero_connector import doctor, explaining, inspection, verification
 from hetero_connector.errors import HeteroCacheError, StoreError
 from hetero_connector.planner.explain import explain
 from hetero_connector.store.ssd.journal_format import JournalRow
+from hetero_connector.tools import doctor, explanation, inspection, verification
 
 EXIT_OK, EXIT_BAD, EXIT_UNUSABLE = 0, 1, 2
 
@@ -191,7 +191,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     if args.out.is_dir() or not args.out.parent.is_dir():  # said before minutes of measuring
         return _complain(f"--out {args.out} is not a file in a directory that exists")
     from hetero_connector.engine.calibration import calibrate  # starts vLLM
-    from hetero_connector.profile_plot import plot
+    from hetero_connector.tools.profile_plot import plot
 
     try:
         if args.ssd_dir is not None:
@@ -219,8 +219,8 @@ def _calibrate(args: argparse.Namespace) -> int:
 def _explain(args: argparse.Namespace) -> int:
     try:
         directory = _one_model(args.dir)
-        tokens = explaining.read_tokens(args.prompt, lambda: explaining.tokenizer(directory))
-        found = explaining.decide(directory, tokens, args.profile, in_dram=args.in_dram)
+        tokens = explanation.read_tokens(args.prompt, lambda: explanation.tokenizer(directory))
+        found = explanation.decide(directory, tokens, args.profile, in_dram=args.in_dram)
     except (HeteroCacheError, ValueError) as e:
         return _complain(e)
     if args.json:
