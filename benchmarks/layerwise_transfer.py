@@ -115,7 +115,7 @@ class _TypeCopies:
         import torch
 
         from hetero_connector.engine.messages import ArtifactCopy
-        from hetero_connector.engine.pages import HostPages
+        from hetero_connector.engine.worker.pages import HostPages
 
         self._layout, self._type = layout, state_type
         size = layout.chunk_tokens
@@ -155,7 +155,7 @@ class _TypeCopies:
         return PageCopy(self._artifacts, blocks)
 
     def plan(self, copy: Any) -> Any:
-        from hetero_connector.engine.copy_plan import plan_loads
+        from hetero_connector.engine.worker.copy_plan import plan_loads
 
         return plan_loads(self._layout, 0, copy)
 

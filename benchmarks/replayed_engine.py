@@ -19,14 +19,14 @@ from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, StoredChunk, Tier
-from hetero_connector.engine.block_tables import BlockTable
 from hetero_connector.engine.messages import Save as SaveOrder
-from hetero_connector.engine.peer_matching import PeerMatcher
-from hetero_connector.engine.predictions import Predictions
-from hetero_connector.engine.requests import RequestTracker
-from hetero_connector.engine.restore_counts import RestoreCounter
-from hetero_connector.engine.restoring import Restorer
-from hetero_connector.engine.saving import Saver
+from hetero_connector.engine.scheduler.block_tables import BlockTable
+from hetero_connector.engine.scheduler.peer_matcher import PeerMatcher
+from hetero_connector.engine.scheduler.predictions import Predictions
+from hetero_connector.engine.scheduler.requests import RequestTracker
+from hetero_connector.engine.scheduler.restore_counter import RestoreCounter
+from hetero_connector.engine.scheduler.restorer import Restorer
+from hetero_connector.engine.scheduler.saver import Saver
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.checkpoints import CheckpointPolicy
 from hetero_connector.planner.decision import EngineLoad, RestoreDecision

@@ -202,7 +202,7 @@ def _crowd(side: Any) -> Any:
 def _scheduler_side(
     layout: ArtifactLayout, hasher: ChainHasher, store: ArtifactStore, recorder: Recorder
 ) -> Any:
-    from hetero_connector.engine.scheduler_side import SchedulerSide
+    from hetero_connector.engine.scheduler.scheduler_side import SchedulerSide
 
     costs = CostModel(ComputeRegression(), LoadModel(layout.model.state_types))
     side = SchedulerSide(

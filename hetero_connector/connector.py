@@ -14,14 +14,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from hetero_connector.config import HeteroConfig
-from hetero_connector.engine import orphan, rendezvous
-from hetero_connector.engine.engine_identity import engine_version
-from hetero_connector.engine.handoff import handoff_answer
 from hetero_connector.engine.hook_errors import HookErrors, is_a_miss
-from hetero_connector.engine.layer_hooks import called_in
 from hetero_connector.engine.messages import StepMetadata, WorkerReport
 from hetero_connector.engine.prometheus import HeteroPromMetrics, HeteroStats
-from hetero_connector.engine.start import open_scheduler_side, open_worker_side
+from hetero_connector.engine.scheduler.handoff import handoff_answer
+from hetero_connector.engine.startup import parent_watch as orphan
+from hetero_connector.engine.startup import rendezvous
+from hetero_connector.engine.startup.engine_identity import engine_version
+from hetero_connector.engine.startup.start import open_scheduler_side, open_worker_side
+from hetero_connector.engine.worker.layer_hooks import called_in
 from hetero_connector.metrics import Recorder
 from hetero_connector.supported_vllm import check_version
 

@@ -151,7 +151,7 @@ class _Engine:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        from hetero_connector.engine.engine_identity import profile_subject
+        from hetero_connector.engine.startup.engine_identity import profile_subject
 
         # Statistics tell the first token's time from the last's.
         arguments = {"enable_prefix_caching": True, **engine_arguments, "disable_log_stats": False}

@@ -2,7 +2,7 @@
 
 Owns the state types, `LayerSpec` and `ModelSpec`, and presets computed from a
 `config.json` alone. Imports nothing of the package but `errors`. To add a state type,
-extend `StateType`, give it a `Family`, and map it in `engine/geometry.py`.
+extend `StateType`, give it a `Family`, and map it in `engine/startup/geometry.py`.
 """
 
 from hetero_connector.spec.model_spec import LayerSpec, ModelSpec

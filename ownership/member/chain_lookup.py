@@ -32,7 +32,7 @@ ChunkCopies = Mapping[StateType, Sequence[PeerCopy]]
 
 
 class ChainLookup:
-    """One question under way. Implements `hetero_connector.engine.fleet.Lookup`."""
+    """One question under way. Implements `hetero_connector.engine.scheduler.fleet.Lookup`."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from ownership.member.shared_store import SharedStore
 
 
 class FleetWorker:
-    """Implements `hetero_connector.engine.fleet.Fleet` over any `Directory`.
+    """Implements `hetero_connector.engine.scheduler.fleet.Fleet` over any `Directory`.
 
     Everything that talks to the directory happens on a thread of its own. While the directory
     is gone the engine is alone with its own cache; it joins again by itself.

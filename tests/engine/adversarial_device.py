@@ -14,8 +14,8 @@ from itertools import count
 
 import torch
 
-from hetero_connector.engine.devices import HostDevice
-from hetero_connector.engine.pages import ArenaRows, ByteArray, HostPages, IndexArray
+from hetero_connector.engine.worker.devices import HostDevice
+from hetero_connector.engine.worker.pages import ArenaRows, ByteArray, HostPages, IndexArray
 from hetero_connector.spec import LayerSpec
 
 Run = Callable[[], None]
@@ -37,7 +37,7 @@ class _Work:
 
 
 class AdversarialDevice(HostDevice):
-    """Host memory with the ordering of a device. See `hetero_connector.engine.devices.Device`."""
+    """Host memory that orders copies like a device: see `worker.devices.Device`."""
 
     overlaps_by_thread = False
 

@@ -26,7 +26,7 @@ def _adversarial_device(request: pytest.FixtureRequest) -> Iterator[None]:
     if not request.config.getoption("--adversarial-device"):
         yield
         return
-    from hetero_connector.engine import worker_side
+    from hetero_connector.engine.worker import worker_side
     from tests.engine.adversarial_device import AdversarialDevice
 
     rng = Random(16)

@@ -27,7 +27,7 @@ from prometheus_client import REGISTRY
 from examples.checkpoints import write_checkpoint
 from examples.cpu_kernels import why_not
 from examples.serving import engine_arguments, kv_transfer_config
-from hetero_connector.engine.scheduler_side import SchedulerSide
+from hetero_connector.engine.scheduler.scheduler_side import SchedulerSide
 from hetero_connector.spec import Family, StateType
 from hetero_connector.store.catalog.nodes import Artifact
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.engine.copy_plan import plan_loads, plan_saves
 from hetero_connector.engine.messages import ArtifactCopy, Blocks, PageCopy
-from hetero_connector.engine.pages import DevicePages, HostPages, Pages, page_view, run_views
+from hetero_connector.engine.worker.copy_plan import plan_loads, plan_saves
+from hetero_connector.engine.worker.pages import DevicePages, HostPages, Pages, page_view, run_views
 from hetero_connector.spec import LayerSpec
 from tests.artifacts.whole_pages import Bytes, Layer, model_of
 

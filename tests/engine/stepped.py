@@ -10,9 +10,9 @@ from vllm.v1.request import RequestStatus
 
 from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.engine.fleet import Fleet
 from hetero_connector.engine.messages import StepMetadata, WorkerReport
-from hetero_connector.engine.scheduler_side import SchedulerSide
+from hetero_connector.engine.scheduler.fleet import Fleet
+from hetero_connector.engine.scheduler.scheduler_side import SchedulerSide
 from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.planner.checkpoints import CheckpointPolicy, Full
 from hetero_connector.planner.compute_model import ComputeRegression

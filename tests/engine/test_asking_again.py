@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetero_connector.engine.asking_again import AskingAgain
+from hetero_connector.engine.scheduler.asking_again import AskingAgain
 
 STEP_S = 1e-3
 WAITED_S = 0.5

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 
-from hetero_connector.engine import slot_masks
+from hetero_connector.engine.worker import slot_masks
 from tests.engine.async_engine import async_engine, drain
 from tests.engine.by_hand import add, step
 from tests.engine.harness import (

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.engine.copy_plan import plan_loads, plan_saves
 from hetero_connector.engine.messages import ArtifactCopy, Blocks, PageCopy
-from hetero_connector.engine.pages import DevicePages, HostPages, Pages, page_view
+from hetero_connector.engine.worker.copy_plan import plan_loads, plan_saves
+from hetero_connector.engine.worker.pages import DevicePages, HostPages, Pages, page_view
 from hetero_connector.errors import UnsupportedModelError
 from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hetero_connector.engine.early_saves import EarlySaves
 from hetero_connector.engine.messages import Blocks, PageCopy, Save
+from hetero_connector.engine.scheduler.early_saves import EarlySaves
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
 from tests.engine.fakes import layer, scheduled

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from hetero_connector.engine.early_saves import EarlySaves
 from hetero_connector.engine.messages import Save
+from hetero_connector.engine.scheduler.early_saves import EarlySaves
 from hetero_connector.spec import StateType
 from tests.engine.by_hand import add, step
 from tests.engine.harness import (

@@ -20,10 +20,10 @@ from examples.checkpoints import write_checkpoint
 from examples.serving import engine_arguments
 from hetero_connector import machine
 from hetero_connector.artifacts.identity import Fingerprint
-from hetero_connector.engine import rounding as rounding_module
-from hetero_connector.engine.engine_identity import check_supported, fingerprint
-from hetero_connector.engine.rendezvous import WorkerGeometry
-from hetero_connector.engine.rounding import SHARED, rounding
+from hetero_connector.engine.startup import rounding as rounding_module
+from hetero_connector.engine.startup.engine_identity import check_supported, fingerprint
+from hetero_connector.engine.startup.rendezvous import WorkerGeometry
+from hetero_connector.engine.startup.rounding import SHARED, rounding
 from hetero_connector.errors import UnsupportedModelError
 from tests.engine.fakes import HYBRID
 from tests.engine.harness import CHECKPOINTS

@@ -21,7 +21,7 @@ from unittest.mock import patch
 import pytest
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.engine.scheduler_side import SchedulerSide
+from hetero_connector.engine.scheduler.scheduler_side import SchedulerSide
 from hetero_connector.planner.checkpoints import KeptBoundaries, Rates, Sizes, policy_named
 from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
 from hetero_connector.planner.load_model import LoadModel, TierRates

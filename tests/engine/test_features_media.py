@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hetero_connector.engine import request_identity
-from hetero_connector.engine.request_identity import RequestIdentity
+from hetero_connector.engine.scheduler import request_identifier as request_identity
+from hetero_connector.engine.scheduler.request_identifier import RequestIdentity
 from tests.engine.harness import (
     Completion,
     assert_nothing_is_held,

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from hetero_connector.engine import peer_matching, sessions
-from hetero_connector.engine.handoff import handoff_answer, handoff_tokens
+from hetero_connector.engine.scheduler import peer_matcher as peer_matching
+from hetero_connector.engine.scheduler import sessions
+from hetero_connector.engine.scheduler.handoff import handoff_answer, handoff_tokens
 from hetero_connector.store.catalog.tail_lengths import MAX_TAILS
 from hetero_connector.store.peers.card import PeerCard
 from ownership.directory import Claim

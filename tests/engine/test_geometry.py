@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.v1 import kv_cache_interface as kvi
 
-from hetero_connector.engine.geometry import model_spec
+from hetero_connector.engine.startup.geometry import model_spec
 from hetero_connector.errors import UnsupportedModelError
 from hetero_connector.spec import LayerSpec, RestoreRule, StateType
 

@@ -10,7 +10,7 @@ import torch
 from vllm.v1 import kv_cache_interface as kvi
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from hetero_connector.engine.heads import Cut, DeltaNetHeads, ModelHeads
+from hetero_connector.engine.startup.heads import Cut, DeltaNetHeads, ModelHeads
 
 UNKNOWN = ModelHeads()
 

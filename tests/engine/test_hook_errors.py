@@ -19,7 +19,7 @@ from vllm.v1.request import RequestStatus
 from hetero_connector import connector as connector_module
 from hetero_connector.connector import HeteroConnector
 from hetero_connector.engine.messages import StepMetadata
-from hetero_connector.engine.worker_side import WorkerSide
+from hetero_connector.engine.worker.worker_side import WorkerSide
 from hetero_connector.errors import LoadLostError
 from hetero_connector.metrics import COUNTERS
 from hetero_connector.spec import ModelSpec
@@ -178,9 +178,9 @@ def test_an_error_on_the_scheduler_side_is_a_miss(
     assert [record.exc_info[1] for record in logged if record.exc_info] == [BOOM], "once"
 
 
-SIDE = "hetero_connector.engine.scheduler_side.SchedulerSide"
-IDENTIFIER = "hetero_connector.engine.request_identity.RequestIdentifier.begin"
-WORKER = "hetero_connector.engine.worker_side.WorkerSide"
+SIDE = "hetero_connector.engine.scheduler.scheduler_side.SchedulerSide"
+IDENTIFIER = "hetero_connector.engine.scheduler.request_identifier.RequestIdentifier.begin"
+WORKER = "hetero_connector.engine.worker.worker_side.WorkerSide"
 
 
 def _boom(*_: object, **__: object) -> None:
@@ -235,7 +235,7 @@ def test_a_lost_load_alone_leaves_a_hook(monkeypatch: pytest.MonkeyPatch) -> Non
         both.scheduler.update_state_after_alloc(request, None, restored)  # type: ignore[arg-type]
         request.num_computed_tokens = restored
         if hybrid:
-            monkeypatch.setattr("hetero_connector.engine.pages.HostPages.load", _boom)
+            monkeypatch.setattr("hetero_connector.engine.worker.pages.HostPages.load", _boom)
             with pytest.raises(LoadLostError, match="'b'"):
                 both.step(b=8)
         else:

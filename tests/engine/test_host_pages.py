@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_connector.engine.pages import ArenaRows, HostPages
+from hetero_connector.engine.worker.pages import ArenaRows, HostPages
 
 NUM_BLOCKS, ROWS, PAGES = 40, 3, 4
 ORDERS = {

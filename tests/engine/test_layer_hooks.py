@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm.config import CUDAGraphMode
 
-from hetero_connector.engine.layer_hooks import LayerHooks, called_in
+from hetero_connector.engine.worker.layer_hooks import LayerHooks, called_in
 
 
 def ran(hooks: LayerHooks, layers: Iterable[str]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hetero_connector.engine.layer_pipeline import LayerPipeline
+from hetero_connector.engine.worker.layer_pipeline import LayerPipeline
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
-from hetero_connector.engine import media
-from hetero_connector.engine.media import (
+from hetero_connector.engine.scheduler import media
+from hetero_connector.engine.scheduler.media import (
     BelievedNames,
     DigestCache,
     MediaItem,

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hetero_connector.engine import start
+from hetero_connector.engine.startup import start
 from hetero_connector.spec import StateType
 from tests.engine.harness import (
     delta,

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from hetero_connector.engine.geometry import model_spec
-from hetero_connector.engine.heads import ModelHeads
+from hetero_connector.engine.startup.geometry import model_spec
+from hetero_connector.engine.startup.heads import ModelHeads
 from hetero_connector.spec import ModelSpec
 from hetero_connector.spec.from_config import model_spec_from_config
 from tests.engine.harness import CHECKPOINTS, MODELS, engine

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hetero_connector.engine import rendezvous
-from hetero_connector.engine.rendezvous import (
+from hetero_connector.engine.startup import rendezvous
+from hetero_connector.engine.startup.rendezvous import (
     WorkerGeometry,
     announce,
     find_arena,

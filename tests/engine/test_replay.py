@@ -17,8 +17,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from hetero_connector.engine import replaying, slot_masks
-from hetero_connector.engine.pages import HostPages
+from hetero_connector.engine.scheduler import replays as replaying
+from hetero_connector.engine.worker import slot_masks
+from hetero_connector.engine.worker.pages import HostPages
 from hetero_connector.planner.plan import WindowReplay
 from hetero_connector.spec import StateType
 from hetero_connector.tools import explanation

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetero_connector.engine.replay_support import BACKENDS, refusal
+from hetero_connector.engine.startup.replay_support import BACKENDS, refusal
 from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
 from tests.engine.fakes import DENSE, HYBRID, layer
 

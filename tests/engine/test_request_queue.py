@@ -11,9 +11,9 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from hetero_connector.artifacts.chain import ChainHasher
-from hetero_connector.engine.request_identity import PLAIN
-from hetero_connector.engine.request_queue import Ahead, RequestQueue
-from hetero_connector.engine.requests import RequestTracker
+from hetero_connector.engine.scheduler.request_identifier import PLAIN
+from hetero_connector.engine.scheduler.request_queue import Ahead, RequestQueue
+from hetero_connector.engine.scheduler.requests import RequestTracker
 from tests.engine.fakes import FakeRequest
 
 HASHER = ChainHasher(b"f" * 32, 64)

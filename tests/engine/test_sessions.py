@@ -12,9 +12,9 @@ import pytest
 
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.engine import sessions
-from hetero_connector.engine.scheduler_side import SchedulerSide
-from hetero_connector.engine.sessions import Mode, SessionHint
+from hetero_connector.engine.scheduler import sessions
+from hetero_connector.engine.scheduler.scheduler_side import SchedulerSide
+from hetero_connector.engine.scheduler.sessions import Mode, SessionHint
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.checkpoints import Full
 from hetero_connector.planner.compute_model import ComputeRegression

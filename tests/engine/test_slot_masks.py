@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_connector.engine.slot_masks import protect
+from hetero_connector.engine.worker.slot_masks import protect
 from hetero_connector.spec import StateType
 from tests.engine.fakes import layer
 

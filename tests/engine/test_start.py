@@ -12,7 +12,7 @@ import pytest
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.config import HeteroConfig
-from hetero_connector.engine.start import (
+from hetero_connector.engine.startup.start import (
     _checkpoint_policy,
     _planner,
     _store_config,

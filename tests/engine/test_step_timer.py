@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from hetero_connector.engine.devices import HostDevice, HostStopwatch
 from hetero_connector.engine.messages import StepTiming, WorkerReport
-from hetero_connector.engine.step_timer import StepTimer
+from hetero_connector.engine.worker.devices import HostDevice, HostStopwatch
+from hetero_connector.engine.worker.step_timer import StepTimer
 
 
 class LateStopwatch:

@@ -17,7 +17,7 @@ from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange, StoredChunk, Tier
 from hetero_connector.artifacts.tensor_parallel import whole_model
 from hetero_connector.engine.messages import ArtifactCopy
-from hetero_connector.engine.pages import check_cut_by_heads, run_views
+from hetero_connector.engine.worker.pages import check_cut_by_heads, run_views
 from hetero_connector.errors import ConfigError, UnsupportedModelError
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec import Family

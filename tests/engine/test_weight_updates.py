@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hetero_connector.engine import weight_updates
+from hetero_connector.engine.scheduler import weight_updates
 from hetero_connector.errors import UnsupportedVersionError
 from tests.engine.by_hand import add, step
 from tests.engine.harness import (

@@ -15,9 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.engine import worker_side
-from hetero_connector.engine.copy_plan import plan_loads
-from hetero_connector.engine.layer_hooks import LayerHooks
 from hetero_connector.engine.messages import (
     ArtifactCopy,
     ArtifactSpan,
@@ -27,7 +24,10 @@ from hetero_connector.engine.messages import (
     Save,
     StepMetadata,
 )
-from hetero_connector.engine.worker_side import WorkerSide
+from hetero_connector.engine.worker import worker_side
+from hetero_connector.engine.worker.copy_plan import plan_loads
+from hetero_connector.engine.worker.layer_hooks import LayerHooks
+from hetero_connector.engine.worker.worker_side import WorkerSide
 from hetero_connector.metrics import Recorder
 from hetero_connector.store.arena import Arena
 from tests.engine.adversarial_device import AdversarialDevice

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.engine.devices import HostDevice
 from hetero_connector.engine.messages import (
     ArtifactCopy,
     ArtifactSpan,
@@ -22,8 +21,9 @@ from hetero_connector.engine.messages import (
     StepMetadata,
     WorkerReport,
 )
-from hetero_connector.engine.pages import HostPages
-from hetero_connector.engine.worker_side import WorkerSide
+from hetero_connector.engine.worker.devices import HostDevice
+from hetero_connector.engine.worker.pages import HostPages
+from hetero_connector.engine.worker.worker_side import WorkerSide
 from hetero_connector.errors import LoadLostError, StoreError
 from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.spec import ModelSpec, StateType

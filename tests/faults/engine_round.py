@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.engine import scheduler_side
+from hetero_connector.engine.scheduler import scheduler_side
 from hetero_connector.errors import LoadLostError
 from hetero_connector.spec import ModelSpec
 from hetero_connector.store.artifact_store import ArtifactStore

@@ -28,10 +28,10 @@ from hetero_connector import connector as connector_module
 from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.connector import HeteroConnector
-from hetero_connector.engine import worker_side
 from hetero_connector.engine.messages import StepMetadata
-from hetero_connector.engine.scheduler_side import SchedulerSide
-from hetero_connector.engine.worker_side import WorkerSide
+from hetero_connector.engine.scheduler.scheduler_side import SchedulerSide
+from hetero_connector.engine.worker import worker_side
+from hetero_connector.engine.worker.worker_side import WorkerSide
 from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.planner.checkpoints import Full
 from hetero_connector.planner.compute_model import ComputeRegression

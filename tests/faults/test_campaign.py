@@ -12,8 +12,8 @@ from unittest.mock import Mock, patch
 
 import pytest
 
-from hetero_connector.engine import requests
-from hetero_connector.engine.restoring import Restorer
+from hetero_connector.engine.scheduler import requests
+from hetero_connector.engine.scheduler.restorer import Restorer
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.peers.reader import PeerReader
 from hetero_connector.store.ssd import reader as reading

@@ -19,8 +19,8 @@ from hetero_connector.artifacts.identity import (
     weights_digest,
 )
 from hetero_connector.artifacts.tensor_parallel import whole_model
-from hetero_connector.engine.rendezvous import WorkerGeometry
-from hetero_connector.engine.rounding import SHARED
+from hetero_connector.engine.startup.rendezvous import WorkerGeometry
+from hetero_connector.engine.startup.rounding import SHARED
 from hetero_connector.errors import UnsupportedModelError
 from hetero_connector.planner.profile import ProfileSubject
 

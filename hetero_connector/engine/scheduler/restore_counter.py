@@ -8,7 +8,7 @@ from itertools import groupby
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import StoredChunk, Tier
-from hetero_connector.engine.requests import PendingRestore
+from hetero_connector.engine.scheduler.requests import PendingRestore
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.plan import RestorePlan
 from hetero_connector.spec import StateType

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1 import kv_cache_interface as kvi
 
-from hetero_connector.engine.heads import ModelHeads
+from hetero_connector.engine.startup.heads import ModelHeads
 from hetero_connector.errors import UnsupportedModelError
 from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
 
@@ -176,5 +176,5 @@ def _unsupported(name: str, spec: KVCacheSpec) -> UnsupportedModelError:
         f"layer {name!r} keeps its state as {type(spec).__name__}, which HeteroConnector cannot "
         "store and restore exactly. Serve this model without the connector (drop "
         "--kv-transfer-config), or report the model so that the kind can be added to "
-        "hetero_connector/engine/geometry.py"
+        "hetero_connector/engine/startup/geometry.py"
     )

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from hetero_connector.engine import background
-from hetero_connector.engine.background import BackgroundThread
+from hetero_connector.engine.scheduler import background_thread as background
+from hetero_connector.engine.scheduler.background_thread import BackgroundThread
 
 
 def test_jobs_run_in_order_and_bring_results_or_errors() -> None:

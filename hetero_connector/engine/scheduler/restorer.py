@@ -21,12 +21,12 @@ from hetero_connector.artifacts.record import (
     up_to_gap,
 )
 from hetero_connector.artifacts.tails import longest_tail
-from hetero_connector.engine.block_tables import BlockTable
-from hetero_connector.engine.handoff import handoff_tokens
 from hetero_connector.engine.messages import ArtifactSpan, Blocks, Load
-from hetero_connector.engine.peer_matching import PeerMatcher
-from hetero_connector.engine.predictions import Predictions
-from hetero_connector.engine.requests import (
+from hetero_connector.engine.scheduler.block_tables import BlockTable
+from hetero_connector.engine.scheduler.handoff import handoff_tokens
+from hetero_connector.engine.scheduler.peer_matcher import PeerMatcher
+from hetero_connector.engine.scheduler.predictions import Predictions
+from hetero_connector.engine.scheduler.requests import (
     Attempts,
     PendingRestore,
     RequestTracker,

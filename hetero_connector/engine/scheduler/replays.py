@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hetero_connector.engine.block_tables import BlockTable
 from hetero_connector.engine.messages import StepMetadata
-from hetero_connector.engine.requests import PendingRestore, RequestTracker
-from hetero_connector.engine.restoring import Restorer
+from hetero_connector.engine.scheduler.block_tables import BlockTable
+from hetero_connector.engine.scheduler.requests import PendingRestore, RequestTracker
+from hetero_connector.engine.scheduler.restorer import Restorer
 from hetero_connector.planner.plan import WindowReplay
 from hetero_connector.spec import Family, LayerSpec, ModelSpec, StateType
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine.messages import Load, StepMetadata, WorkerReport
-from hetero_connector.engine.requests import RequestTracker
+from hetero_connector.engine.scheduler.requests import RequestTracker
 from hetero_connector.planner.compute_model import StepMix, attention_work
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.spec import StateType

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from hetero_connector.engine.pages import ByteArray, DevicePages, HostPages, Pages
+from hetero_connector.engine.worker.pages import ByteArray, DevicePages, HostPages, Pages
 from hetero_connector.errors import StoreError
 from hetero_connector.spec import LayerSpec
 

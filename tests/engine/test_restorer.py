@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier, distinct_tiers
-from hetero_connector.engine.restoring import without
+from hetero_connector.engine.scheduler.restorer import without
 from hetero_connector.metrics import COUNTERS, TIMINGS
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Wanted

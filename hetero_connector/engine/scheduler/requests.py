@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.record import ArtifactId
-from hetero_connector.engine.request_identity import RequestIdentity, extra_keys
+from hetero_connector.engine.scheduler.request_identifier import RequestIdentity, extra_keys
 from hetero_connector.planner.checkpoints import Reuse
 from hetero_connector.planner.plan import RestorePlan
 from hetero_connector.store.base import Restore

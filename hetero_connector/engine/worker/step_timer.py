@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hetero_connector.engine.devices import Device, Stopwatch
 from hetero_connector.engine.messages import StepTiming
+from hetero_connector.engine.worker.devices import Device, Stopwatch
 
 
 class StepTimer:

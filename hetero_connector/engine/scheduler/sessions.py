@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from hetero_connector.artifacts.canonical import encode
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ChunkKey, Tier
-from hetero_connector.engine.requests import RequestTracker
+from hetero_connector.engine.scheduler.requests import RequestTracker
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.sessions import Conversations, ThinkTimes
 from hetero_connector.store.base import Store

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, replace
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ChunkRange, Tier
-from hetero_connector.engine.block_tables import BlockTable, table_of
-from hetero_connector.engine.handoff import is_prefill
 from hetero_connector.engine.messages import ArtifactCopy, Blocks, PageCopy, Save
-from hetero_connector.engine.requests import RequestTracker
-from hetero_connector.engine.reservations import Reservations
+from hetero_connector.engine.scheduler.block_tables import BlockTable, table_of
+from hetero_connector.engine.scheduler.handoff import is_prefill
+from hetero_connector.engine.scheduler.requests import RequestTracker
+from hetero_connector.engine.scheduler.reservations import Reservations
 from hetero_connector.planner.checkpoints import (
     Boundary,
     CheckpointPolicy,

@@ -14,7 +14,7 @@ import numpy as np
 
 from hetero_connector.artifacts.layout import ArtifactLayout, Segment
 from hetero_connector.engine.messages import ArtifactCopy, Blocks, Load, PageCopy
-from hetero_connector.engine.pages import ArenaRows, IndexArray
+from hetero_connector.engine.worker.pages import ArenaRows, IndexArray
 from hetero_connector.spec import StateType
 
 LayerCopies = dict[str, list[tuple[ArenaRows, IndexArray]]]

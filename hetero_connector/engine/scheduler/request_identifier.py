@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_connector.artifacts.canonical import encode
 from hetero_connector.artifacts.identity import locate_model, lora_digest
-from hetero_connector.engine.background import BackgroundThread
-from hetero_connector.engine.media import (
+from hetero_connector.engine.scheduler.background_thread import BackgroundThread
+from hetero_connector.engine.scheduler.media import (
     BelievedNames,
     DigestCache,
     MediaIds,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from hetero_connector.engine.messages import Save
-from hetero_connector.engine.saving import Saver
+from hetero_connector.engine.scheduler.saver import Saver
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec import ModelSpec, RestoreRule
 

@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.engine.block_tables import BlockTable, table_of
 from hetero_connector.engine.hook_errors import HookErrors
 from hetero_connector.engine.messages import LostLoad, StepMetadata
-from hetero_connector.engine.replaying import Replays
-from hetero_connector.engine.requests import PendingRestore, RequestTracker
-from hetero_connector.engine.restore_counts import RestoreCounter
-from hetero_connector.engine.restoring import Restorer
-from hetero_connector.engine.saving import Saver
+from hetero_connector.engine.scheduler.block_tables import BlockTable, table_of
+from hetero_connector.engine.scheduler.replays import Replays
+from hetero_connector.engine.scheduler.requests import PendingRestore, RequestTracker
+from hetero_connector.engine.scheduler.restore_counter import RestoreCounter
+from hetero_connector.engine.scheduler.restorer import Restorer
+from hetero_connector.engine.scheduler.saver import Saver
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager

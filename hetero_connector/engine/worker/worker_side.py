@@ -17,23 +17,23 @@ import numpy as np
 import torch
 
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.engine import slot_masks
-from hetero_connector.engine.copy_plan import (
+from hetero_connector.engine.messages import (
+    Load,
+    StepMetadata,
+    WorkerReport,
+)
+from hetero_connector.engine.worker import slot_masks
+from hetero_connector.engine.worker.copy_plan import (
     LayerCopies,
     plan_layerwise,
     plan_loads,
     plan_saves,
     size_bytes,
 )
-from hetero_connector.engine.devices import Device, device_of
-from hetero_connector.engine.layer_hooks import LayerHooks
-from hetero_connector.engine.layer_pipeline import Job, LayerPipeline
-from hetero_connector.engine.messages import (
-    Load,
-    StepMetadata,
-    WorkerReport,
-)
-from hetero_connector.engine.pages import (
+from hetero_connector.engine.worker.devices import Device, device_of
+from hetero_connector.engine.worker.layer_hooks import LayerHooks
+from hetero_connector.engine.worker.layer_pipeline import Job, LayerPipeline
+from hetero_connector.engine.worker.pages import (
     ArenaRows,
     ByteArray,
     IndexArray,
@@ -42,8 +42,8 @@ from hetero_connector.engine.pages import (
     page_view,
     run_views,
 )
-from hetero_connector.engine.step_outcome import StepOutcome, WorkerStep
-from hetero_connector.engine.step_timer import StepTimer
+from hetero_connector.engine.worker.step_outcome import StepOutcome, WorkerStep
+from hetero_connector.engine.worker.step_timer import StepTimer
 from hetero_connector.errors import StoreError
 from hetero_connector.metrics import Recorder
 from hetero_connector.store.arena import Arena, ArenaHandle

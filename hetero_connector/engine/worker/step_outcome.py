@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from hetero_connector.engine.copy_plan import LayerCopies
 from hetero_connector.engine.hook_errors import HookErrors
 from hetero_connector.engine.messages import Load, LostLoad, Save, StepMetadata, WorkerReport
-from hetero_connector.engine.step_timer import StepTimer
+from hetero_connector.engine.worker.copy_plan import LayerCopies
+from hetero_connector.engine.worker.step_timer import StepTimer
 from hetero_connector.errors import LoadLostError, StoreError
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec import ModelSpec

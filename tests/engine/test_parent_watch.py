@@ -16,12 +16,12 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from hetero_connector.connector import HeteroConnector
-from hetero_connector.engine import orphan
 from hetero_connector.engine.messages import StepMetadata
+from hetero_connector.engine.startup import parent_watch as orphan
 
 _PARENT = """
 import multiprocessing, os, signal, sys, threading
-from hetero_connector.engine import orphan
+from hetero_connector.engine.startup import parent_watch as orphan
 
 def child(hangs):
     ended = threading.Event()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from hetero_connector.engine.requests import RequestTracker
+from hetero_connector.engine.scheduler.requests import RequestTracker
 
 
 class Ahead(NamedTuple):

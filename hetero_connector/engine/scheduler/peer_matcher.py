@@ -26,10 +26,10 @@ from hetero_connector.artifacts.record import (
     Tier,
     up_to_gap,
 )
-from hetero_connector.engine.asking_again import AskingAgain
-from hetero_connector.engine.fleet import Fleet, Lookup
-from hetero_connector.engine.handoff import handoff_tokens, was_prefilled
-from hetero_connector.engine.requests import RequestTracker
+from hetero_connector.engine.scheduler.asking_again import AskingAgain
+from hetero_connector.engine.scheduler.fleet import Fleet, Lookup
+from hetero_connector.engine.scheduler.handoff import handoff_tokens, was_prefilled
+from hetero_connector.engine.scheduler.requests import RequestTracker
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec import StateType
 from hetero_connector.store.base import Failure, Store

@@ -19,16 +19,16 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.config import HeteroConfig
 from hetero_connector.connector import HeteroConnector
-from hetero_connector.engine import request_identity
-from hetero_connector.engine.background import BackgroundThread
-from hetero_connector.engine.media import MediaIds, content_digest, media_ids
-from hetero_connector.engine.request_identity import (
+from hetero_connector.engine.scheduler import request_identifier as request_identity
+from hetero_connector.engine.scheduler.background_thread import BackgroundThread
+from hetero_connector.engine.scheduler.media import MediaIds, content_digest, media_ids
+from hetero_connector.engine.scheduler.request_identifier import (
     PLAIN,
     RequestIdentifier,
     RequestIdentity,
     Unidentified,
 )
-from hetero_connector.engine.requests import RequestTracker
+from hetero_connector.engine.scheduler.requests import RequestTracker
 from hetero_connector.metrics import Recorder
 from tests.engine.fakes import FakeRequest
 from tests.engine.test_media import item

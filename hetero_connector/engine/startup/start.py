@@ -13,21 +13,16 @@ from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.artifacts.tensor_parallel import refusal
 from hetero_connector.config import HeteroConfig
-from hetero_connector.engine import (
-    engine_identity,
-    fleet,
-    rendezvous,
-    replay_support,
-    weight_updates,
-)
-from hetero_connector.engine.geometry import UNKNOWN_HEADS, model_spec
-from hetero_connector.engine.heads import ModelHeads
-from hetero_connector.engine.media import media_ids
-from hetero_connector.engine.rendezvous import WorkerGeometry
-from hetero_connector.engine.request_identity import RequestIdentifier
-from hetero_connector.engine.rounding import rounding
-from hetero_connector.engine.scheduler_side import SchedulerSide
-from hetero_connector.engine.worker_side import WorkerSide
+from hetero_connector.engine.scheduler import fleet, weight_updates
+from hetero_connector.engine.scheduler.media import media_ids
+from hetero_connector.engine.scheduler.request_identifier import RequestIdentifier
+from hetero_connector.engine.scheduler.scheduler_side import SchedulerSide
+from hetero_connector.engine.startup import engine_identity, rendezvous, replay_support
+from hetero_connector.engine.startup.geometry import UNKNOWN_HEADS, model_spec
+from hetero_connector.engine.startup.heads import ModelHeads
+from hetero_connector.engine.startup.rendezvous import WorkerGeometry
+from hetero_connector.engine.startup.rounding import rounding
+from hetero_connector.engine.worker.worker_side import WorkerSide
 from hetero_connector.errors import ConfigError
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.checkpoints import (

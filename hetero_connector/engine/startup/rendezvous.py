@@ -40,7 +40,7 @@ class WorkerGeometry:
     pid: int
     """Process the worker runs in."""
     rounding: Mapping[str, str] = field(default_factory=dict)
-    """`engine.rounding.rounding`, asked on its device."""
+    """`engine.startup.rounding.rounding`, asked on its device."""
     replay_refusal: str | None = None
     """Why this engine's windows cannot be rebuilt by a replay; None if they can."""
 

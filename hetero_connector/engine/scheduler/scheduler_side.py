@@ -15,25 +15,25 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.engine.admitting import Admissions
-from hetero_connector.engine.block_tables import BlockTable, current_table, offers
-from hetero_connector.engine.chain_root import ChainRoot
-from hetero_connector.engine.cost_learning import CostLearner
-from hetero_connector.engine.early_saves import EarlySaves
-from hetero_connector.engine.fleet import Fleet
 from hetero_connector.engine.hook_errors import HookErrors
 from hetero_connector.engine.messages import StepMetadata, WorkerReport
-from hetero_connector.engine.peer_matching import PeerMatcher
-from hetero_connector.engine.predictions import Predictions
-from hetero_connector.engine.replaying import Replays, can_hide
-from hetero_connector.engine.request_identity import RequestIdentifier, Unidentified
-from hetero_connector.engine.request_queue import RequestQueue
-from hetero_connector.engine.requests import RequestTracker
-from hetero_connector.engine.restore_counts import RestoreCounter, tokens_by_tier
-from hetero_connector.engine.restoring import Restorer
-from hetero_connector.engine.saving import Saver
-from hetero_connector.engine.sessions import Mode as PrefetchMode
-from hetero_connector.engine.sessions import Sessions
+from hetero_connector.engine.scheduler.admissions import Admissions
+from hetero_connector.engine.scheduler.block_tables import BlockTable, current_table, offers
+from hetero_connector.engine.scheduler.chain_root import ChainRoot
+from hetero_connector.engine.scheduler.cost_learner import CostLearner
+from hetero_connector.engine.scheduler.early_saves import EarlySaves
+from hetero_connector.engine.scheduler.fleet import Fleet
+from hetero_connector.engine.scheduler.peer_matcher import PeerMatcher
+from hetero_connector.engine.scheduler.predictions import Predictions
+from hetero_connector.engine.scheduler.replays import Replays, can_hide
+from hetero_connector.engine.scheduler.request_identifier import RequestIdentifier, Unidentified
+from hetero_connector.engine.scheduler.request_queue import RequestQueue
+from hetero_connector.engine.scheduler.requests import RequestTracker
+from hetero_connector.engine.scheduler.restore_counter import RestoreCounter, tokens_by_tier
+from hetero_connector.engine.scheduler.restorer import Restorer
+from hetero_connector.engine.scheduler.saver import Saver
+from hetero_connector.engine.scheduler.sessions import Mode as PrefetchMode
+from hetero_connector.engine.scheduler.sessions import Sessions
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.checkpoints import CheckpointPolicy
 from hetero_connector.planner.decision import EngineLoad

@@ -10,7 +10,6 @@ from vllm.v1.request import RequestStatus
 
 from hetero_connector.artifacts.chain import RequestChain
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.engine.cost_learning import CostLearner
 from hetero_connector.engine.messages import (
     ArtifactSpan,
     Load,
@@ -18,6 +17,7 @@ from hetero_connector.engine.messages import (
     StepTiming,
     WorkerReport,
 )
+from hetero_connector.engine.scheduler.cost_learner import CostLearner
 from hetero_connector.metrics import COUNTERS, TIMINGS
 from hetero_connector.planner.compute_model import attention_work
 from hetero_connector.spec import ModelSpec, RestoreRule, StateType

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hetero_connector.artifacts.chain import ChainHasher
-from hetero_connector.engine.weight_updates import Weights
+from hetero_connector.engine.scheduler.weight_updates import Weights
 from hetero_connector.store.base import Store
 
 if TYPE_CHECKING:
