@@ -39,7 +39,7 @@ class DirectoryLimits:
     """Artifacts with a record; further claims are answered `FULL`."""
     max_replicas: int = 8
     """Live replicas of one artifact; further ones are answered `FULL`."""
-    max_readers: int = 1_024
+    max_users: int = 1_024
     """Readers of one chunk; further ones are not counted."""
     max_workers: int = 4_096
     """Epochs remembered; of ended ones the oldest are forgotten first."""
@@ -81,7 +81,7 @@ class Lease:
     """Names the memory that the directory's records were in, see `renew_lease`."""
 
 
-class Standing(StrEnum):
+class EpochStatus(StrEnum):
     """What an epoch may do."""
 
     LIVE = "live"
@@ -98,7 +98,7 @@ class WorkerState(NamedTuple):
 
     name: str
     storage: str
-    standing: Standing
+    status: EpochStatus
 
 
 class Copy(NamedTuple):
@@ -129,12 +129,12 @@ class Claim(NamedTuple):
     so that `lookup` is fast. Says nothing about ownership."""
 
 
-class Outcome(StrEnum):
+class GrantOutcome(StrEnum):
     """What became of one artifact's claim, promotion or replica."""
 
     OWNED = "owned"
     """The caller is the owner, newly or as before."""
-    HELD = "held"
+    FOREIGN = "foreign"
     """Another epoch owns it and its lease lasts."""
     REPLICA = "replica"
     """The caller's replica is listed."""
@@ -147,9 +147,9 @@ class Outcome(StrEnum):
 class Grant(NamedTuple):
     """The answer to one claim, promotion or replica."""
 
-    outcome: Outcome
+    outcome: GrantOutcome
     owner: Epoch
-    """Who owns it after the call; `NOBODY` if no one."""
+    """Who owns it after the call; `NO_EPOCH` if no one."""
     token: Token
     """The owner's, `NO_TOKEN` if there is none."""
 
@@ -163,11 +163,11 @@ class Replica(NamedTuple):
     """Directory time after which it is not listed any more."""
 
 
-class Holding(NamedTuple):
+class ArtifactRecord(NamedTuple):
     """What the directory knows of one artifact."""
 
     owner: Epoch
-    """`NOBODY` after a release; then replicas may be left."""
+    """`NO_EPOCH` after a release; then replicas may be left."""
     token: Token
     """Of the last owner."""
     copy: Copy
@@ -183,45 +183,45 @@ class ReadableCopy(NamedTuple):
     copy: Copy
 
 
-ChunkHoldings = Mapping[StateType, Holding]
+ChunkRecords = Mapping[StateType, ArtifactRecord]
 
 
 @dataclass(frozen=True)
 class ChainView:
     """What the directory knows of a chain at one moment."""
 
-    chunks: Sequence[ChunkHoldings]
+    chunks: Sequence[ChunkRecords]
     """For each chunk asked for; empty where nothing is known. May decode when indexed."""
     workers: Mapping[Epoch, WorkerState]
     """Those the records name, at least; an epoch that is missing has ended."""
     now_s: float
     """Directory time of the answer."""
 
-    def standing(self, epoch: Epoch) -> Standing:
+    def status(self, epoch: Epoch) -> EpochStatus:
         """What `epoch` may do."""
         state = self.workers.get(epoch)
-        return Standing.ENDED if state is None else state.standing
+        return EpochStatus.ENDED if state is None else state.status
 
     def copies(self, index: int, state_type: StateType) -> list[ReadableCopy]:
         """Copies of one artifact that may be read, the owner's first."""
-        holding = self.chunks[index].get(state_type)
-        if holding is None:
+        record = self.chunks[index].get(state_type)
+        if record is None:
             return []
-        found = [(holding.owner, holding.copy)]
-        found += [(r.holder, r.copy) for r in holding.replicas if r.expires_s > self.now_s]
+        found = [(record.owner, record.copy)]
+        found += [(r.holder, r.copy) for r in record.replicas if r.expires_s > self.now_s]
         return [
-            ReadableCopy(holder, holding.token, copy)
+            ReadableCopy(holder, record.token, copy)
             for holder, copy in found
-            if self.standing(holder) is Standing.LIVE
+            if self.status(holder) is EpochStatus.LIVE
         ]
 
     def adoptable(self, index: int, state_type: StateType) -> str:
         """The shared storage on which an ended owner left the artifact; "" if none."""
-        holding = self.chunks[index].get(state_type)
-        if holding is None or not holding.copy.on_ssd:
+        record = self.chunks[index].get(state_type)
+        if record is None or not record.copy.on_ssd:
             return ""
-        state = self.workers.get(holding.owner)
-        if state is None or state.standing is not Standing.ENDED:
+        state = self.workers.get(record.owner)
+        if state is None or state.status is not EpochStatus.ENDED:
             return ""
         return state.storage
 
@@ -229,7 +229,7 @@ class ChainView:
 class Usage(NamedTuple):
     """Who reads a chunk, and when it was last used."""
 
-    num_readers: int
+    num_users: int
     """Readers whose worker's lease lasts. None left: the chain may be evicted from its end."""
     idle_s: float | None
     """Directory seconds since a reader came or went; None if that is not known."""
@@ -298,23 +298,15 @@ class OwnershipDirectory(Protocol):
         """
         ...
 
-    def promote(self, epoch: Epoch, artifacts: Sequence[ArtifactId]) -> list[Grant]:
-        """Own what the caller has a listed replica of, where the owner has ended or let go.
-
-        `OWNED` with a new token, or as before; `HELD` while the owner's lease lasts, `ABSENT`
-        without a live replica of the caller's. Raises StaleEpochError.
-        """
-        ...
-
-    def add_reader(self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]) -> None:
+    def add_chain_user(self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]) -> None:
         """`reader` (a session or request, at most 256 bytes) uses chains up to these chunks.
 
         Name the deepest chunk of each owner only: eviction eats leaves. Counted until
-        `remove_reader` or the epoch's end. Raises StaleEpochError.
+        `remove_chain_user` or the epoch's end. Raises StaleEpochError.
         """
         ...
 
-    def remove_reader(
+    def remove_chain_user(
         self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]
     ) -> list[ChunkKey]:
         """The reader is done; returns those chunks that nobody reads any more."""

@@ -41,7 +41,7 @@ def reset_fleet(
     until_s = clock() + wait_s
     while True:
         try:
-            reset = _standing(directory, number)
+            reset = _adoption(directory, number)
             if reset.is_complete or clock() >= until_s:
                 return reset
         except DirectoryUnavailableError:
@@ -50,7 +50,7 @@ def reset_fleet(
         sleep(_POLL_S)
 
 
-def _standing(directory: Directory, number: int) -> FleetReset:
+def _adoption(directory: Directory, number: int) -> FleetReset:
     """A greater number was adopted after ours: what was before ours is gone all the same."""
     engines = sorted(directory.generation().adopted.items())
     return FleetReset(

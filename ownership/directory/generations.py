@@ -27,11 +27,11 @@ class GenerationDirectory(Protocol):
     def reset_generation(self) -> int:
         """Begin a new generation; its number is greater than any before, whatever was lost.
 
-        Workers adopt it as they `tell_generation`.
+        Workers adopt it as they `report_generation`.
         """
         ...
 
-    def tell_generation(self, epoch: Epoch, adopted: int, floor: int) -> int:
+    def report_generation(self, epoch: Epoch, adopted: int, floor: int) -> int:
         """Say which generation the worker shares state in (0: none); returns the fleet's.
 
         `floor`: the greatest that the worker has ever heard of. A directory that has none any more

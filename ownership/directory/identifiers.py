@@ -12,7 +12,7 @@ Token = NewType("Token", int)
 
 Comparable only between owners of the same thing. The same epoch keeps its token."""
 
-NOBODY = Epoch(0)
+NO_EPOCH = Epoch(0)
 """Owner of what has no owner."""
 
 NO_TOKEN = Token(0)

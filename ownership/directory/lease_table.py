@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hetero_connector.errors import DirectoryError, StaleEpochError
-from ownership.directory.contract import Lease, Standing, Worker, WorkerState
+from ownership.directory.contract import EpochStatus, Lease, Worker, WorkerState
 from ownership.directory.generations import FleetGeneration
 from ownership.directory.identifiers import Epoch
 
@@ -77,20 +77,20 @@ class LeaseTable:
         if entry is not None:
             entry.deadline_s = min(entry.deadline_s, now_s)
 
-    def standing(self, epoch: Epoch, now_s: float) -> Standing:
+    def status(self, epoch: Epoch, now_s: float) -> EpochStatus:
         """What the epoch may do."""
         entry = self._entries.get(epoch)
         if entry is None or entry.deadline_s <= now_s:
-            return Standing.ENDED
-        return Standing.RETIRED if entry.retired else Standing.LIVE
+            return EpochStatus.ENDED
+        return EpochStatus.RETIRED if entry.retired else EpochStatus.LIVE
 
     def require_live(self, epoch: Epoch, now_s: float) -> None:
         """Raises StaleEpochError, saying why, unless the epoch is live."""
-        standing = self.standing(epoch, now_s)
-        if standing is Standing.RETIRED:
+        status = self.status(epoch, now_s)
+        if status is EpochStatus.RETIRED:
             name = self._entries[epoch].worker.name
             raise StaleEpochError(epoch, f"worker {name!r} has registered again")
-        if standing is Standing.ENDED:
+        if status is EpochStatus.ENDED:
             raise StaleEpochError(epoch)
 
     def ended_before(self, epoch: Epoch, moment_s: float) -> bool:
@@ -101,14 +101,14 @@ class LeaseTable:
     def states(self, now_s: float) -> dict[Epoch, WorkerState]:
         """Every known epoch."""
         return {
-            epoch: WorkerState(e.worker.name, e.worker.storage, self.standing(epoch, now_s))
+            epoch: WorkerState(e.worker.name, e.worker.storage, self.status(epoch, now_s))
             for epoch, e in self._entries.items()
         }
 
     def live(self, now_s: float) -> Iterator[tuple[Epoch, Worker]]:
         """Live epochs and their workers."""
         for epoch, entry in self._entries.items():
-            if self.standing(epoch, now_s) is Standing.LIVE:
+            if self.status(epoch, now_s) is EpochStatus.LIVE:
                 yield epoch, entry.worker
 
     def reset_generation(self) -> int:
@@ -117,7 +117,7 @@ class LeaseTable:
         self._generation = max(self._generation + 1, int(time.time() * 1e6))
         return self._generation
 
-    def tell_generation(self, epoch: Epoch, adopted: int, floor: int) -> int:
+    def report_generation(self, epoch: Epoch, adopted: int, floor: int) -> int:
         """Note what a live epoch has adopted; returns the fleet's generation."""
         self._entries[epoch].adopted = adopted
         if self._generation < floor:
@@ -135,7 +135,7 @@ class LeaseTable:
             self._forget(epoch)
 
     def _make_room(self, now_s: float) -> None:
-        ended = [e for e in self._entries if self.standing(e, now_s) is Standing.ENDED]
+        ended = [e for e in self._entries if self.status(e, now_s) is EpochStatus.ENDED]
         if not ended:
             raise DirectoryError(
                 f"{self._max_workers} workers are registered already: raise max_workers, or "

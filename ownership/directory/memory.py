@@ -13,23 +13,23 @@ from collections.abc import Callable, Mapping, Sequence
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.spec.state_types import StateType
 from ownership.directory.contract import (
+    ArtifactRecord,
     ChainView,
-    ChunkHoldings,
+    ChunkRecords,
     Claim,
     DirectoryLimits,
+    EpochStatus,
     Grant,
-    Holding,
+    GrantOutcome,
     Lease,
-    Outcome,
     Replica,
-    Standing,
     Usage,
     Worker,
 )
 from ownership.directory.generations import FleetGeneration
-from ownership.directory.identifiers import NO_TOKEN, NOBODY, Epoch, Token
+from ownership.directory.identifiers import NO_EPOCH, NO_TOKEN, Epoch, Token
 from ownership.directory.lease_table import ForwardClock, LeaseTable
-from ownership.directory.memory_sessions import MemoryGroups, MemoryReaders, MemorySessions
+from ownership.directory.memory_sessions import MemoryChainUsers, MemoryGroups, MemorySessions
 from ownership.directory.sessions import HotGroup, Session, SessionGrant
 from ownership.directory.validation import (
     check_claims,
@@ -39,9 +39,9 @@ from ownership.directory.validation import (
     check_worker,
 )
 
-_ABSENT = Grant(Outcome.ABSENT, NOBODY, NO_TOKEN)
-_FULL = Grant(Outcome.FULL, NOBODY, NO_TOKEN)
-_NOTHING: ChunkHoldings = {}
+_ABSENT = Grant(GrantOutcome.ABSENT, NO_EPOCH, NO_TOKEN)
+_FULL = Grant(GrantOutcome.FULL, NO_EPOCH, NO_TOKEN)
+_NOTHING: ChunkRecords = {}
 
 
 class MemoryDirectory:
@@ -60,11 +60,11 @@ class MemoryDirectory:
         """The last epoch or token handed out: one counter for all, so a token is never reused
         for an artifact whose record was forgotten in between."""
         self._leases = LeaseTable(self._limits.max_workers)
-        self._chunks: OrderedDict[ChunkKey, dict[StateType, Holding]] = OrderedDict()
+        self._chunks: OrderedDict[ChunkKey, dict[StateType, ArtifactRecord]] = OrderedDict()
         self._num_artifacts = 0
         self._sessions = MemorySessions(self._limits, self._next_token)
         self._groups = MemoryGroups(self._limits)
-        self._readers = MemoryReaders(self._limits)
+        self._readers = MemoryChainUsers(self._limits)
 
     def register(self, worker: Worker, lease_s: float, floor: int = 0) -> Lease:
         check_worker(worker)
@@ -103,25 +103,25 @@ class MemoryDirectory:
 
     def _claim(self, epoch: Epoch, claim: Claim, now_s: float) -> Grant:
         key, state_type = claim.artifact
-        holding = self._chunks.get(key, _NOTHING).get(state_type)
-        if holding is None:
+        record = self._chunks.get(key, _NOTHING).get(state_type)
+        if record is None:
             if self._num_artifacts >= self._limits.max_artifacts:
                 return _FULL
             self._num_artifacts += 1
-            made = Holding(epoch, self._next_token(), claim.copy)
+            made = ArtifactRecord(epoch, self._next_token(), claim.copy)
             self._chunks.setdefault(key, {})[state_type] = made
-            return Grant(Outcome.OWNED, epoch, made.token)
-        if self._is_held(holding, epoch, now_s):
-            return Grant(Outcome.HELD, holding.owner, holding.token)
-        return self._take(epoch, claim, holding)
+            return Grant(GrantOutcome.OWNED, epoch, made.token)
+        if self._is_held(record, epoch, now_s):
+            return Grant(GrantOutcome.FOREIGN, record.owner, record.token)
+        return self._take(epoch, claim, record)
 
-    def _take(self, epoch: Epoch, claim: Claim, holding: Holding) -> Grant:
+    def _take(self, epoch: Epoch, claim: Claim, record: ArtifactRecord) -> Grant:
         """Make `epoch` the owner, under a new token unless it is already."""
-        token = holding.token if holding.owner == epoch else self._next_token()
-        others = tuple(r for r in holding.replicas if r.holder != epoch)
+        token = record.token if record.owner == epoch else self._next_token()
+        others = tuple(r for r in record.replicas if r.holder != epoch)
         key, state_type = claim.artifact
-        self._chunks[key][state_type] = Holding(epoch, token, claim.copy, others)
-        return Grant(Outcome.OWNED, epoch, token)
+        self._chunks[key][state_type] = ArtifactRecord(epoch, token, claim.copy, others)
+        return Grant(GrantOutcome.OWNED, epoch, token)
 
     def release(self, epoch: Epoch, owned: Mapping[ArtifactId, Token]) -> None:
         with self._lock:
@@ -130,15 +130,15 @@ class MemoryDirectory:
                 self._release(epoch, artifact, token, now_s)
 
     def _release(self, epoch: Epoch, artifact: ArtifactId, token: Token, now_s: float) -> None:
-        holding = self._chunks.get(artifact.chunk, _NOTHING).get(artifact.state_type)
-        if holding is None:
+        record = self._chunks.get(artifact.chunk, _NOTHING).get(artifact.state_type)
+        if record is None:
             return
-        owner, replicas = holding.owner, holding.replicas
+        owner, replicas = record.owner, record.replicas
         if token == NO_TOKEN:
             replicas = tuple(r for r in replicas if r.holder != epoch)
-        elif (owner, holding.token) == (epoch, token):
-            owner = NOBODY
-        self._put(artifact, holding._replace(owner=owner, replicas=replicas), now_s)
+        elif (owner, record.token) == (epoch, token):
+            owner = NO_EPOCH
+        self._put(artifact, record._replace(owner=owner, replicas=replicas), now_s)
 
     def replicate_readonly(
         self, epoch: Epoch, copies: Sequence[Claim], ttl_s: float
@@ -151,42 +151,24 @@ class MemoryDirectory:
 
     def _replicate(self, epoch: Epoch, claim: Claim, ttl_s: float, now_s: float) -> Grant:
         key, state_type = claim.artifact
-        holding = self._chunks.get(key, _NOTHING).get(state_type)
-        if holding is None:
+        record = self._chunks.get(key, _NOTHING).get(state_type)
+        if record is None:
             return _ABSENT
-        if holding.owner == epoch:
-            return Grant(Outcome.OWNED, epoch, holding.token)
-        others = tuple(r for r in self._listed(holding, now_s) if r.holder != epoch)
+        if record.owner == epoch:
+            return Grant(GrantOutcome.OWNED, epoch, record.token)
+        others = tuple(r for r in self._listed(record, now_s) if r.holder != epoch)
         full = len(others) >= self._limits.max_replicas
         listed = others if full else (*others, Replica(epoch, claim.copy, now_s + ttl_s))
-        self._put(claim.artifact, holding._replace(replicas=listed), now_s)
-        outcome = Outcome.FULL if full else Outcome.REPLICA
-        return Grant(outcome, holding.owner, holding.token)
+        self._put(claim.artifact, record._replace(replicas=listed), now_s)
+        outcome = GrantOutcome.FULL if full else GrantOutcome.REPLICA
+        return Grant(outcome, record.owner, record.token)
 
-    def promote(self, epoch: Epoch, artifacts: Sequence[ArtifactId]) -> list[Grant]:
-        with self._lock:
-            now_s = self._enter(epoch)
-            return [self._promote(epoch, artifact, now_s) for artifact in artifacts]
-
-    def _promote(self, epoch: Epoch, artifact: ArtifactId, now_s: float) -> Grant:
-        holding = self._chunks.get(artifact.chunk, _NOTHING).get(artifact.state_type)
-        if holding is None:
-            return _ABSENT
-        if holding.owner == epoch:
-            return Grant(Outcome.OWNED, epoch, holding.token)
-        if self._is_held(holding, epoch, now_s):
-            return Grant(Outcome.HELD, holding.owner, holding.token)
-        own = next((r for r in self._listed(holding, now_s) if r.holder == epoch), None)
-        if own is None:
-            return Grant(Outcome.ABSENT, holding.owner, holding.token)
-        return self._take(epoch, Claim(artifact, own.copy), holding)
-
-    def add_reader(self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]) -> None:
+    def add_chain_user(self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]) -> None:
         check_name("reader", reader)
         with self._lock:
             self._readers.add(epoch, reader, chunks, self._enter(epoch))
 
-    def remove_reader(
+    def remove_chain_user(
         self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]
     ) -> list[ChunkKey]:
         with self._lock:
@@ -202,10 +184,10 @@ class MemoryDirectory:
         with self._lock:
             return self._leases.reset_generation()
 
-    def tell_generation(self, epoch: Epoch, adopted: int, floor: int) -> int:
+    def report_generation(self, epoch: Epoch, adopted: int, floor: int) -> int:
         with self._lock:
             self._enter(epoch)
-            return self._leases.tell_generation(epoch, adopted, floor)
+            return self._leases.report_generation(epoch, adopted, floor)
 
     def generation(self) -> FleetGeneration:
         with self._lock:
@@ -227,11 +209,11 @@ class MemoryDirectory:
             return before - self._num_artifacts
 
     def _sweep_chunk(self, key: ChunkKey, now_s: float, oldest_s: float) -> None:
-        for state_type, holding in list(self._chunks[key].items()):
-            listed = self._listed(holding, now_s)
-            if not listed and self._leases.ended_before(holding.owner, oldest_s):
-                holding = holding._replace(owner=NOBODY)
-            self._put(ArtifactId(key, state_type), holding._replace(replicas=listed), now_s)
+        for state_type, record in list(self._chunks[key].items()):
+            listed = self._listed(record, now_s)
+            if not listed and self._leases.ended_before(record.owner, oldest_s):
+                record = record._replace(owner=NO_EPOCH)
+            self._put(ArtifactId(key, state_type), record._replace(replicas=listed), now_s)
 
     def begin_turn(
         self, epoch: Epoch, session_id: str, group: str = "", expected: Token | None = None
@@ -283,12 +265,12 @@ class MemoryDirectory:
         with self._lock:
             assert all(self._chunks.values()), "a chunk without records"
             assert self._num_artifacts == sum(map(len, self._chunks.values()))
-            for holdings in self._chunks.values():
-                for holding in holdings.values():
-                    holders = [r.holder for r in holding.replicas]
+            for records in self._chunks.values():
+                for record in records.values():
+                    holders = [r.holder for r in record.replicas]
                     assert len(set(holders)) == len(holders)
-                    assert holding.owner not in holders
-                    assert holding.token <= self._sequence
+                    assert record.owner not in holders
+                    assert record.token <= self._sequence
 
     def _enter(self, epoch: Epoch) -> float:
         """Now. Raises StaleEpochError unless the epoch may change things."""
@@ -301,30 +283,30 @@ class MemoryDirectory:
         return Token(self._sequence)
 
     def _is_live(self, epoch: Epoch) -> bool:
-        return self._leases.standing(epoch, self._clock()) is Standing.LIVE
+        return self._leases.status(epoch, self._clock()) is EpochStatus.LIVE
 
-    def _is_held(self, holding: Holding, epoch: Epoch, now_s: float) -> bool:
+    def _is_held(self, record: ArtifactRecord, epoch: Epoch, now_s: float) -> bool:
         """Whether another epoch's ownership lasts."""
-        owner = holding.owner
-        if owner in (NOBODY, epoch):
+        owner = record.owner
+        if owner in (NO_EPOCH, epoch):
             return False
-        return self._leases.standing(owner, now_s) is not Standing.ENDED
+        return self._leases.status(owner, now_s) is not EpochStatus.ENDED
 
-    def _listed(self, holding: Holding, now_s: float) -> tuple[Replica, ...]:
+    def _listed(self, record: ArtifactRecord, now_s: float) -> tuple[Replica, ...]:
         """Replicas that have not run out."""
         return tuple(
             r
-            for r in holding.replicas
-            if r.expires_s > now_s and self._leases.standing(r.holder, now_s) is not Standing.ENDED
+            for r in record.replicas
+            if r.expires_s > now_s and self._leases.status(r.holder, now_s) is not EpochStatus.ENDED
         )
 
-    def _put(self, artifact: ArtifactId, holding: Holding, now_s: float) -> None:
+    def _put(self, artifact: ArtifactId, record: ArtifactRecord, now_s: float) -> None:
         """Keep the record, or forget it when it names neither owner nor replica."""
-        holdings = self._chunks[artifact.chunk]
-        if holding.owner != NOBODY or self._listed(holding, now_s):
-            holdings[artifact.state_type] = holding
+        records = self._chunks[artifact.chunk]
+        if record.owner != NO_EPOCH or self._listed(record, now_s):
+            records[artifact.state_type] = record
             return
-        del holdings[artifact.state_type]
+        del records[artifact.state_type]
         self._num_artifacts -= 1
-        if not holdings:
+        if not records:
             del self._chunks[artifact.chunk]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from hetero_connector.artifacts.record import ChunkKey
 from ownership.directory.contract import DirectoryLimits, Usage
-from ownership.directory.identifiers import NOBODY, Epoch, Token
+from ownership.directory.identifiers import NO_EPOCH, Epoch, Token
 from ownership.directory.sessions import (
     MAX_CHAIN_ENDS,
     HotGroup,
@@ -42,7 +42,7 @@ class MemorySessions:
         self._expire(now_s)
         session, _ = self._sessions.get(session_id, (Session(session_id), now_s))
         owner = session.decode_owner
-        taken = owner not in (NOBODY, epoch) and is_live(owner)
+        taken = owner not in (NO_EPOCH, epoch) and is_live(owner)
         if taken and expected != session.token:
             return SessionGrant(False, session)
         token = session.token if owner == epoch else self._next_token()
@@ -116,7 +116,7 @@ class MemoryGroups:
         ]
 
 
-class MemoryReaders:
+class MemoryChainUsers:
     """Who reads which chunk. The caller holds the lock."""
 
     def __init__(self, limits: DirectoryLimits) -> None:
@@ -128,7 +128,7 @@ class MemoryReaders:
     def add(self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey], now_s: float) -> None:
         for chunk in chunks:
             readers = self._readers.setdefault(chunk, set())
-            if len(readers) < self._limits.max_readers:
+            if len(readers) < self._limits.max_users:
                 readers.add((epoch, reader))
             self._use(chunk, now_s)
 

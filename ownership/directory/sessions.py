@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from hetero_connector.artifacts.record import ROOT, ChunkKey
-from ownership.directory.identifiers import NO_TOKEN, NOBODY, Epoch, Token
+from ownership.directory.identifiers import NO_EPOCH, NO_TOKEN, Epoch, Token
 
 MAX_THINK_TIMES = 16
 """Think times kept of a session."""
@@ -31,7 +31,7 @@ class Session:
     session_id: str
     token: Token = NO_TOKEN
     """Grows whenever another epoch takes the session over."""
-    decode_owner: Epoch = NOBODY
+    decode_owner: Epoch = NO_EPOCH
     """Where it decodes, or last did."""
     boundary: ChunkKey = ROOT
     """The chunk at whose end the next turn can resume; `ROOT` before the first turn's end."""

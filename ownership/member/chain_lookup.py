@@ -169,11 +169,11 @@ class ChainLookups:
         ours: dict[ArtifactId, Token] = {}
         for index, key in enumerate(chain):
             copies: dict[StateType, list[PeerCopy]] = {}
-            for state_type, holding in view.chunks[index].items():
-                if holding.owner == own:
-                    ours[ArtifactId(key, state_type)] = holding.token
+            for state_type, record in view.chunks[index].items():
+                if record.owner == own:
+                    ours[ArtifactId(key, state_type)] = record.token
                 else:
-                    self._peers.saw(ArtifactId(key, state_type), holding.token)
+                    self._peers.saw(ArtifactId(key, state_type), record.token)
                 for holder, token, copy in view.copies(index, state_type):
                     if holder == own or copy.dram_offset < 0:
                         continue
@@ -182,8 +182,8 @@ class ChainLookups:
                     copies.setdefault(state_type, []).append(listed)
                 storage = view.adoptable(index, state_type)
                 if storage and self._may_adopt_from(storage):
-                    dead.add(holding.owner)
-                    left = _copy(holding.copy, holding.owner, holding.token, asked_s, storage)
+                    dead.add(record.owner)
+                    left = _copy(record.copy, record.owner, record.token, asked_s, storage)
                     copies.setdefault(state_type, []).append(left)
             found.append(copies)
         if ours:

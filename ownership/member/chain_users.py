@@ -21,7 +21,7 @@ from typing import Protocol
 
 from hetero_connector.artifacts.record import ChunkKey
 from ownership.directory import Directory
-from ownership.directory.identifiers import NOBODY, Epoch
+from ownership.directory.identifiers import NO_EPOCH, Epoch
 from ownership.member.directory_thread import DirectoryThread
 
 _NAME = "sessions"
@@ -51,7 +51,7 @@ class ReadStore(Protocol):
         ...
 
 
-class ReaderCounts:
+class ChainUserExchange:
     """The readers of one worker, and others' readers of what it owns."""
 
     def __init__(
@@ -73,7 +73,7 @@ class ReaderCounts:
         """What the directory may think is read here, under `_epoch`."""
         self._untold: dict[ChunkKey, None] = {}
         """Read and not told yet, or told and not read any more."""
-        self._epoch = NOBODY
+        self._epoch = NO_EPOCH
         self._has_to_ask = False
         self._job: Future[None] | None = None
         self._period_at_s = clock()
@@ -81,7 +81,7 @@ class ReaderCounts:
 
     def records_lost(self) -> None:
         """What was told is told again, in the next period."""
-        self._epoch = NOBODY
+        self._epoch = NO_EPOCH
 
     def keep(self) -> float:
         """Tell and ask, in each period; seconds until there is something to do again."""
@@ -146,7 +146,7 @@ class ReaderCounts:
 
     def _ask(self, directory: Directory, chunks: list[ChunkKey]) -> None:
         is_read = {
-            chunk: usage.num_readers > self._is_told(chunk)
+            chunk: usage.num_users > self._is_told(chunk)
             for chunk, usage in zip(chunks, directory.usage(chunks), strict=True)
         }
         self._store.read_elsewhere(is_read, _BELIEVED_PERIODS * self._period_s)
@@ -160,10 +160,10 @@ class ReaderCounts:
         chunks = list(islice(self._untold, _CHUNKS_PER_CALL))
         if came := [chunk for chunk in chunks if chunk in self._counts]:
             self._told.update(came)
-            directory.add_reader(epoch, _NAME, came)
+            directory.add_chain_user(epoch, _NAME, came)
             self._settled(came)
         if left := [chunk for chunk in chunks if chunk not in self._counts]:
-            unread = directory.remove_reader(epoch, _NAME, left)
+            unread = directory.remove_chain_user(epoch, _NAME, left)
             self._told.difference_update(left)
             self._settled(left)
             self._store.read_elsewhere(dict.fromkeys(unread, False), 0.0)

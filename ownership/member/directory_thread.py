@@ -27,7 +27,7 @@ from hetero_connector.errors import (
     StaleEpochError,
 )
 from hetero_connector.metrics import Recorder
-from ownership.directory import ChainView, Claim, Directory, Grant, Outcome
+from ownership.directory import ChainView, Claim, Directory, Grant, GrantOutcome
 from ownership.directory.identifiers import Epoch
 from ownership.member.lease_keeper import LeaseKeeper
 from ownership.member.sweeping import Sweeper
@@ -295,7 +295,7 @@ class DirectoryThread:
             self._claimed_s = self._clock()
         for grant in grants:
             self._keeper.saw(grant.token)
-        if any(grant.outcome is Outcome.FULL for grant in grants):
+        if any(grant.outcome is GrantOutcome.FULL for grant in grants):
             self._sweeper.found_full()
         self._granted(lease.epoch, claims, grants)
 

@@ -9,10 +9,10 @@ from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.metrics import Recorder
 from ownership.directory import Claim, Directory, Grant, Worker
-from ownership.directory.identifiers import NOBODY, Epoch, Token
+from ownership.directory.identifiers import NO_EPOCH, Epoch, Token
 from ownership.directory.validation import MAX_STORAGE_BYTES
 from ownership.member.chain_lookup import DEADLINE_S, ChainLookup, ChainLookups
-from ownership.member.chain_users import ReaderCounts
+from ownership.member.chain_users import ChainUserExchange
 from ownership.member.directory_thread import CALLS_PER_TURN, DirectoryThread
 from ownership.member.fencing import HORIZON_S
 from ownership.member.held_lease import MARGIN, RENEWALS_PER_LEASE
@@ -86,8 +86,8 @@ class FleetWorker:
         )
         self._store: SharedStore | None = None
         self._ledger: Ledger | None = None
-        self._readers: ReaderCounts | None = None
-        self._serving = NOBODY
+        self._readers: ChainUserExchange | None = None
+        self._serving = NO_EPOCH
         self._refresh_at_s = clock()
         self._refreshing: Future[None] | None = None
         self._tell_at_s = clock()
@@ -112,7 +112,7 @@ class FleetWorker:
             lease_s=self._lease_s,
         )
         period_s = self._lease_s / RENEWALS_PER_LEASE
-        self._readers = ReaderCounts(store, self._thread, period_s, self._clock)
+        self._readers = ChainUserExchange(store, self._thread, period_s, self._clock)
         self._thread.start()
 
     def wake(self) -> None:
@@ -179,7 +179,7 @@ class FleetWorker:
         assert self._store is not None
         lease = self._keeper.lease
         left_s = 0.0 if lease is None else lease.left_s - self._stop_early_s
-        serving = NOBODY if lease is None or left_s <= 0.0 else lease.epoch
+        serving = NO_EPOCH if lease is None or left_s <= 0.0 else lease.epoch
         if serving != self._serving:
             self._store.serve_under(serving)
             self._serving = serving
@@ -187,7 +187,7 @@ class FleetWorker:
 
     def _stop_serving(self) -> None:
         assert self._store is not None
-        self._store.serve_under(NOBODY)
+        self._store.serve_under(NO_EPOCH)
 
     def _refresh(self) -> float:
         """Ask who lives, now and then; seconds until then."""
@@ -225,5 +225,5 @@ class FleetWorker:
         """Adopt the fleet's latest reset, and say so the next time: all within a lease."""
         assert self._store is not None
         asked_in = self._store.generation
-        number = directory.tell_generation(epoch, self._store.adopted, asked_in.fleet)
+        number = directory.report_generation(epoch, self._store.adopted, asked_in.fleet)
         self._store.hear_generation(number, asked_in)

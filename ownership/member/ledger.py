@@ -27,7 +27,7 @@ from ownership.directory import (
     Copy,
     Directory,
     Grant,
-    Outcome,
+    GrantOutcome,
 )
 from ownership.directory.identifiers import NO_TOKEN, Epoch, Token
 from ownership.member.directory_thread import CLAIMS_PER_CALL, DirectoryThread
@@ -171,10 +171,10 @@ class Ledger:
         refused: dict[ArtifactId, Claim] = {}
         for claim, grant in zip(claims, grants, strict=True):
             artifact = claim.artifact
-            if grant.outcome is Outcome.OWNED:
+            if grant.outcome is GrantOutcome.OWNED:
                 owned[artifact] = grant.token
                 self._drop_replica(artifact)
-            elif grant.outcome is Outcome.HELD:
+            elif grant.outcome is GrantOutcome.FOREIGN:
                 held.append(artifact)
                 self._drop_replica(artifact)
                 self._replicas[artifact] = claim
@@ -182,7 +182,7 @@ class Ledger:
                 self._num_replicas[grant.owner] += 1
                 self._replica_bytes += claim.copy.size_bytes
                 self._unlisted[artifact] = None
-            elif grant.outcome is Outcome.FULL:
+            elif grant.outcome is GrantOutcome.FULL:
                 refused[artifact] = claim
         outcomes = Counter(grant.outcome for grant in grants)
         for outcome, count in outcomes.items():
@@ -278,7 +278,7 @@ class Ledger:
             let_go = [
                 claim
                 for claim, grant in zip(copies, grants, strict=True)
-                if grant.outcome is Outcome.ABSENT
+                if grant.outcome is GrantOutcome.ABSENT
             ]
             if let_go:  # its owner has released it meanwhile
                 self._thread.publish(let_go)

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from itertools import islice
 
 from hetero_connector.artifacts.record import ArtifactId
-from ownership.directory import ChainView, Claim, Directory, Holding, Standing
+from ownership.directory import ArtifactRecord, ChainView, Claim, Directory, EpochStatus
 from ownership.directory.identifiers import NO_TOKEN, Epoch, Token
 from ownership.member.directory_thread import CLAIMS_PER_CALL, DirectoryThread
 
@@ -111,22 +111,22 @@ class RecordAudit:
         index_of = {chunk: index for index, chunk in enumerate(chunks)}
         wrong = []
         for claim, token in known:
-            holdings = view.chunks[index_of[claim.artifact.chunk]]
-            holding = holdings.get(claim.artifact.state_type)
-            if holding is None or not self._is_right(holding, claim, token, epoch, view):
+            records = view.chunks[index_of[claim.artifact.chunk]]
+            record = records.get(claim.artifact.state_type)
+            if record is None or not self._is_right(record, claim, token, epoch, view):
                 wrong.append(claim)
         self._thread.publish(wrong)
 
     def _is_right(
-        self, holding: Holding, claim: Claim, token: Token, epoch: Epoch, view: ChainView
+        self, record: ArtifactRecord, claim: Claim, token: Token, epoch: Epoch, view: ChainView
     ) -> bool:
         """Return whether the record says what is known here."""
-        if holding.owner == epoch:
-            return (holding.token, holding.copy) == (token, claim.copy)
-        if claim.artifact not in self._replicas or view.standing(holding.owner) is Standing.ENDED:
+        if record.owner == epoch:
+            return (record.token, record.copy) == (token, claim.copy)
+        if claim.artifact not in self._replicas or view.status(record.owner) is EpochStatus.ENDED:
             return False
         until_s = view.now_s + self._ttl_s / 2
-        mine = (r for r in holding.replicas if (r.holder, r.copy) == (epoch, claim.copy))
+        mine = (r for r in record.replicas if (r.holder, r.copy) == (epoch, claim.copy))
         if not any(replica.expires_s > until_s for replica in mine):
             self._relist(claim.artifact)
         return True

@@ -15,7 +15,7 @@ from hetero_connector.metrics import COUNTERS, split_key
 from hetero_connector.spec import ModelSpec
 from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
-from ownership.directory import ChainView, Holding
+from ownership.directory import ArtifactRecord, ChainView
 from ownership.directory.memory import MemoryDirectory
 from ownership.member.fleet_worker import FleetWorker
 from tests.engine.stepped import CHUNK, Engine
@@ -90,7 +90,7 @@ class Fleet:
         found = ((split_key(key), number) for key, number in counted.items())
         return sum(n for (who, has), n in found if who == name and labels.items() <= has.items())
 
-    def holdings(self, engine: Engine) -> dict[ArtifactId, Holding]:
+    def records(self, engine: Engine) -> dict[ArtifactId, ArtifactRecord]:
         """What the directory says of everything that an engine stores."""
         stored = list(engine.store._tiers.index.artifacts())
         keys = [a.node.key for a in stored]
@@ -103,7 +103,7 @@ class Fleet:
 
         def judged() -> bool:
             stored = list(engine.store._tiers.index.artifacts())
-            known = self.holdings(engine)
+            known = self.records(engine)
             return len(known) == len(stored) and all(a.token or a.replica for a in stored)
 
         until(judged)

@@ -14,7 +14,7 @@ import pytest
 from hetero_connector.artifacts.record import ArtifactId, Tier
 from hetero_connector.spec import StateType
 from hetero_connector.store.catalog.evictability import Standing
-from ownership.directory import Holding
+from ownership.directory import ArtifactRecord
 from tests.engine.fakes import DENSE, HYBRID, FakeRequest
 from tests.engine.stepped import CHUNK, Engine, tokens
 from tests.engine.stepped_fleet import WAIT_S, Fleet, chunk_bytes, joined, until
@@ -202,10 +202,10 @@ def test_a_dead_engines_continuation_is_adopted_with_its_beginning_from_a_third(
     assert hits(fleet, cay) == {Tier.PEER: 4 * CHUNK, Tier.SSD: RESTORED - 4 * CHUNK}
 
 
-def _owned(fleet: Fleet, engine: Engine) -> list[Holding]:
+def _owned(fleet: Fleet, engine: Engine) -> list[ArtifactRecord]:
     """What the directory says of what an engine owns."""
     ours = {a.id for a in engine.store._tiers.index.artifacts() if a.token}
-    return [held for artifact, held in fleet.holdings(engine).items() if artifact in ours]
+    return [held for artifact, held in fleet.records(engine).items() if artifact in ours]
 
 
 def test_what_a_peer_added_behind_our_own_is_found_across_the_gap(

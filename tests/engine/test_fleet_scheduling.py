@@ -47,12 +47,12 @@ def test_what_was_read_is_a_replica_listed_for_others_and_no_second_owner(fleet:
     ann, bob = fleet.join("ann"), fleet.join("bob")
     ann.run(FakeRequest("a", PROMPT))
     fleet.settle(ann)
-    owners = {holding.owner for holding in fleet.holdings(ann).values()}
+    owners = {record.owner for record in fleet.records(ann).values()}
     assert len(owners) == 1
     bob.run(FakeRequest("b", PROMPT))
     fleet.settle(bob)
-    until(lambda: all(h.replicas for h in fleet.holdings(bob).values()))
-    assert {holding.owner for holding in fleet.holdings(bob).values()} == owners
+    until(lambda: all(h.replicas for h in fleet.records(bob).values()))
+    assert {record.owner for record in fleet.records(bob).values()} == owners
     assert all(a.replica for a in bob.store._tiers.index.artifacts())
 
 
@@ -70,14 +70,14 @@ def test_what_both_computed_is_written_to_ssd_by_its_owner_alone(
         assert engine.store.flush(WAIT_S)
     assert all(a.ssd is not None for a in ann.store._tiers.index.artifacts())
     assert all(a.ssd is None for a in bob.store._tiers.index.artifacts())
-    until(lambda: all(h.copy.on_ssd for h in fleet.holdings(ann).values()))
+    until(lambda: all(h.copy.on_ssd for h in fleet.records(ann).values()))
 
 
 def test_what_the_owner_has_evicted_nobody_asks_it_for(fleet: Fleet) -> None:
     ann, bob = fleet.join("ann"), fleet.join("bob")
     ann.run(FakeRequest("a", PROMPT))
     fleet.settle(ann)
-    known = fleet.holdings(ann)
+    known = fleet.records(ann)
     ann.side.reset()
     chain = [artifact.chunk for artifact in known]
 
@@ -112,18 +112,18 @@ def test_what_a_dead_owner_left_on_ssd_is_adopted_under_a_new_token(
     ann, bob, cay = fleet.join("ann", **ssd("a")), fleet.join("bob", **ssd("b")), fleet.join("cay")
     ann.run(FakeRequest("a", PROMPT))
     fleet.settle(ann)
-    until(lambda: all(held.copy.on_ssd for held in fleet.holdings(ann).values()))
-    tokens_before = {a: held.token for a, held in fleet.holdings(ann).items()}
+    until(lambda: all(held.copy.on_ssd for held in fleet.records(ann).values()))
+    tokens_before = {a: held.token for a, held in fleet.records(ann).items()}
     ann.side.close()
     assert bob.run(FakeRequest("b", PROMPT)) == 3 * CHUNK + 32
     assert fleet.count(bob, "heterocache_adopted_bytes") > 0
     assert fleet.count(bob, "heterocache_hit_tokens", tier="ssd") == 3 * CHUNK + 32
     assert fleet.count(bob, "heterocache_hit_tokens", tier="peer") == 0
     fleet.settle(bob)
-    adopted = {a: held for a, held in fleet.holdings(bob).items() if a in tokens_before}
+    adopted = {a: held for a, held in fleet.records(bob).items() if a in tokens_before}
     assert adopted
     assert all(held.token > tokens_before[a] for a, held in adopted.items())
-    until(lambda: all(held.copy.on_ssd for held in fleet.holdings(bob).values()))
+    until(lambda: all(held.copy.on_ssd for held in fleet.records(bob).values()))
     # Whose it is now: read from there, not adopted once more.
     assert cay.run(FakeRequest("c", PROMPT)) == 3 * CHUNK + 32
     assert fleet.count(cay, "heterocache_adopted_bytes") == 0
@@ -173,7 +173,7 @@ def test_what_a_dead_owner_cannot_give_is_read_from_a_replica(fleet: Fleet) -> N
     fleet.settle(ann)
     bob.run(FakeRequest("b", PROMPT))
     fleet.settle(bob)
-    until(lambda: all(h.replicas for h in fleet.holdings(bob).values()))
+    until(lambda: all(h.replicas for h in fleet.records(bob).values()))
     cay = fleet.join("cay")
     assert ann.store.sharing is not None
     fleet.network.kill(PeerCard.decode(ann.store.sharing.card).agent)
@@ -231,9 +231,9 @@ def test_a_record_of_another_size_than_the_artifacts_is_a_counted_miss(fleet: Fl
     fleet.settle(ann)
     claims = [
         Claim(artifact, held.copy._replace(size_bytes=held.copy.size_bytes - 1))
-        for artifact, held in fleet.holdings(ann).items()
+        for artifact, held in fleet.records(ann).items()
     ]
-    owner = next(iter(fleet.holdings(ann).values())).owner
+    owner = next(iter(fleet.records(ann).values())).owner
     fleet.directory.claim_owner(owner, claims)
     assert bob.run(FakeRequest("b", PROMPT)) == 0
     assert fleet.count(bob, "heterocache_failures", tier="peer", cause="bad_record") == len(claims)

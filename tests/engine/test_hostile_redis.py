@@ -19,7 +19,7 @@ from examples.disaggregated_prefill.fleet import value
 from examples.embedded_redis import EmbeddedRedis
 from examples.serving import Server
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
-from ownership.directory import Claim, Copy, Holding, Worker
+from ownership.directory import ArtifactRecord, Claim, Copy, Worker
 from ownership.directory.redis import RedisDirectory
 from ownership.directory.redis.scripts import fleet_key
 from tests.engine.fleets import MAX_TOKENS, computed, same, server_of, until
@@ -60,12 +60,12 @@ class Stranger:
             self.raw.delete(fleet_key("default", name))
             self.raw.set(fleet_key("default", name), b"of another kind")
 
-    def holdings(self) -> dict[ArtifactId, Holding]:
+    def records(self) -> dict[ArtifactId, ArtifactRecord]:
         keys = [ChunkKey(bytes(key)) for key in self.raw.hkeys(fleet_key("default", "chunks"))]
         return {
-            ArtifactId(key, kind): holding
+            ArtifactId(key, kind): record
             for key in keys
-            for kind, holding in self.directory.lookup([key]).chunks[0].items()
+            for kind, record in self.directory.lookup([key]).chunks[0].items()
         }
 
     def workers(self) -> dict[str, Worker]:
@@ -74,12 +74,12 @@ class Stranger:
 
     def lie(self, change: Callable[[Copy], Copy]) -> None:
         """Say something else of every copy, as its owner."""
-        for artifact, holding in self.holdings().items():
-            self.directory.claim_owner(holding.owner, [Claim(artifact, change(holding.copy))])
+        for artifact, record in self.records().items():
+            self.directory.claim_owner(record.owner, [Claim(artifact, change(record.copy))])
 
     def shuffle(self) -> None:
         """Say of each copy that it lies where another one does."""
-        found = self.holdings()
+        found = self.records()
         for kind in {artifact.state_type for artifact in found}:
             of_kind = [artifact for artifact in found if artifact.state_type is kind]
             others = [*of_kind[1:], of_kind[0]]
@@ -89,12 +89,12 @@ class Stranger:
 
     def impersonate(self) -> None:
         """Own everything under another epoch, with a card that is another's."""
-        found = self.holdings()
+        found = self.records()
         card = self.workers()["ann"].peer
         epoch = self.directory.register(Worker("eve", card), 600.0).epoch
         self.raw.delete(*(fleet_key("default", name) for name in RECORDS))
-        for artifact, holding in found.items():
-            self.directory.claim_owner(epoch, [Claim(artifact, holding.copy)])
+        for artifact, record in found.items():
+            self.directory.claim_owner(epoch, [Claim(artifact, record.copy)])
 
     def leave(self) -> None:
         """Take everything along: the engines have to begin anew."""
@@ -178,10 +178,10 @@ def met(
     """
     ann, bob, stranger = fleet
     until(f"they have joined: {name}", lambda: set(stranger.workers()) == set(NAMES))
-    before = set(stranger.holdings())
+    before = set(stranger.records())
     prompt = prompt_tokens(1_100, seed)
     answer = computed(ann, prompt)
-    until(f"it is known: {name}", lambda: bool(set(stranger.holdings()) - before))
+    until(f"it is known: {name}", lambda: bool(set(stranger.records()) - before))
     failures = value(bob, "failures", tier="peer")
     deed(stranger)
     for server in (bob, ann):

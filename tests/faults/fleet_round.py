@@ -73,13 +73,6 @@ class ForgetfulDirectory(MemoryDirectory):
             self.history += granted([claim.artifact for claim in claims], grants)
             return grants
 
-    def promote(self, epoch: Epoch, artifacts: Sequence[ArtifactId]) -> list[Grant]:
-        """See `OwnershipDirectory`."""
-        with self._lock:
-            grants = super().promote(epoch, artifacts)
-            self.history += granted(artifacts, grants)
-            return grants
-
     def note_ends(self) -> None:
         """Whose epoch has ended since the last call."""
         with self._lock:
@@ -325,9 +318,9 @@ class Member:
             return [*found, f"{self.name} has no lease"]
         view = MemoryDirectory.lookup(self.fleet.directory, [a.node.key for a in artifacts])
         for artifact, chunk in zip(artifacts, view.chunks, strict=True):
-            holding = chunk.get(artifact.state_type)
-            is_owner = holding is not None and holding.owner == lease.epoch
-            if holding is None:
+            record = chunk.get(artifact.state_type)
+            is_owner = record is not None and record.owner == lease.epoch
+            if record is None:
                 found.append(f"{self.name}: an artifact that the directory does not list")
             elif is_owner == artifact.replica:
                 found.append(f"{self.name}: the directory names another owner than the store")

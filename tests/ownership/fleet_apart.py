@@ -14,7 +14,7 @@ from typing import Any
 
 from examples.embedded_redis import EmbeddedRedis
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange
-from ownership.directory import Holding
+from ownership.directory import ArtifactRecord
 from ownership.directory.redis import RedisDirectory
 from ownership.member.lease_clock import lease_clock
 from tests.network import Network
@@ -69,10 +69,10 @@ class FleetApart(ProcessFleet):
         self._live: set[int] = set()
         self._ends: list[Timed] = []
 
-    def holdings(self, chains: list[list[ChunkRange]]) -> dict[ArtifactId, Holding]:
+    def records(self, chains: list[list[ChunkRange]]) -> dict[ArtifactId, ArtifactRecord]:
         """See `ProcessFleet`."""
         with self.network.inside(REDIS):
-            return super().holdings(chains)
+            return super().records(chains)
 
     def note_ends(self) -> None:
         """Note whose epoch has ended since the last call."""

@@ -11,7 +11,7 @@ from examples.embedded_redis import EmbeddedRedis
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange
 from hetero_connector.errors import DirectoryError
 from hetero_connector.tools.verification import verify_model
-from ownership.directory import Holding, Standing
+from ownership.directory import ArtifactRecord, EpochStatus
 from ownership.directory.redis import RedisDirectory
 from tests.ownership.worker_process import SIZES, WorkerProcess
 
@@ -32,18 +32,18 @@ class ProcessFleet:
     def alive(self) -> list[WorkerProcess]:
         return [worker for worker in self.workers if worker.alive]
 
-    def holdings(self, chains: list[list[ChunkRange]]) -> dict[ArtifactId, Holding]:
+    def records(self, chains: list[list[ChunkRange]]) -> dict[ArtifactId, ArtifactRecord]:
         """What the directory says, whoever's lease has ended left out; tokens never shrink."""
         directory, found = RedisDirectory(self.redis.url, deadline_s=10.0), {}
         for chain in chains:
             view = directory.lookup([chunk.key for chunk in chain])
             for index, chunk in enumerate(chain):
-                for kind, holding in view.chunks[index].items():
+                for kind, record in view.chunks[index].items():
                     artifact = ArtifactId(chunk.key, kind)
-                    assert holding.token >= self._tokens.get(artifact, 0), "a token went back"
-                    self._tokens[artifact] = holding.token
-                    if view.standing(holding.owner) is not Standing.ENDED:
-                        found[artifact] = holding
+                    assert record.token >= self._tokens.get(artifact, 0), "a token went back"
+                    self._tokens[artifact] = record.token
+                    if view.status(record.owner) is not EpochStatus.ENDED:
+                        found[artifact] = record
         directory.close()
         return found
 
@@ -51,7 +51,7 @@ class ProcessFleet:
         """What the directory and the stores say differently of these chains; "" if nothing."""
         states = {worker.name: worker.state() for worker in self.alive}
         try:
-            known = self.holdings(chains)
+            known = self.records(chains)
         except DirectoryError as error:
             return str(error)
         by_epoch = {state.epoch: name for name, state in states.items() if state.epoch}
@@ -59,11 +59,11 @@ class ProcessFleet:
             return "somebody is not registered"
         wanted = {ArtifactId(c.key, kind) for chain in chains for c in chain for kind in KINDS}
         for artifact in wanted:
-            holding = known.get(artifact)
-            owner = by_epoch.get(holding.owner, "") if holding is not None else ""
-            if holding is not None and holding.owner and not owner:
-                return f"{artifact} is owned under the epoch {holding.owner} of nobody"
-            if owner and states[owner].tokens.get(artifact) != holding.token:  # type: ignore[union-attr]
+            record = known.get(artifact)
+            owner = by_epoch.get(record.owner, "") if record is not None else ""
+            if record is not None and record.owner and not owner:
+                return f"{artifact} is owned under the epoch {record.owner} of nobody"
+            if owner and states[owner].tokens.get(artifact) != record.token:  # type: ignore[union-attr]
                 return f"{artifact} should be {owner}'s"
             for name, state in states.items():
                 if artifact in state.tokens and name != owner:

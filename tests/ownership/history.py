@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ownership.directory import Grant, Outcome
+from ownership.directory import Grant, GrantOutcome
 
 Artifact = Hashable
-NOBODY = 0
+NO_EPOCH = 0
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ Event = Granted | Ended | Served | Cleared
 def granted(artifacts: Sequence[Artifact], grants: Sequence[Grant]) -> Iterator[Granted]:
     """What the directory's answer to claims or promotions gives away."""
     for artifact, grant in zip(artifacts, grants, strict=True):
-        if grant.outcome is Outcome.OWNED:
+        if grant.outcome is GrantOutcome.OWNED:
             yield Granted(artifact, grant.owner, grant.token)
 
 

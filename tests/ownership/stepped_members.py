@@ -10,8 +10,8 @@ import redis
 
 from hetero_connector.errors import DirectoryUnavailableError
 from hetero_connector.metrics import Recorder
-from ownership.directory import ChainView, Directory, Standing
-from ownership.directory.identifiers import NOBODY, Epoch
+from ownership.directory import ChainView, Directory, EpochStatus
+from ownership.directory.identifiers import NO_EPOCH, Epoch
 from ownership.directory.redis.scripts import fleet_key
 from ownership.member.fleet_worker import FleetWorker
 from tests.ownership.fleet_bench import LEASE_S, LIMITS
@@ -74,7 +74,7 @@ class Member:
     @property
     def epoch(self) -> Epoch:
         lease = self.worker._keeper.lease
-        return NOBODY if lease is None or not lease.is_valid else lease.epoch
+        return NO_EPOCH if lease is None or not lease.is_valid else lease.epoch
 
     @property
     def is_idle(self) -> bool:
@@ -109,9 +109,8 @@ class SteppedFleet:
 
     def heard(self, name: str, args: Sequence[Any], answer: Any) -> None:
         """The directory has done this."""
-        if name in ("claim_owner", "promote"):
-            claims = args[1] if name == "promote" else [claim.artifact for claim in args[1]]
-            self.history += granted(claims, answer)
+        if name == "claim_owner":
+            self.history += granted([claim.artifact for claim in args[1]], answer)
 
     def run_s(self, seconds: float) -> None:
         """Let time pass, and each worker take its turns."""
@@ -149,7 +148,7 @@ class SteppedFleet:
             member.worker.wake()
         self.run_s(self.wait_leases * LEASE_S)
         for member in self.members.values():
-            assert member.epoch != NOBODY
+            assert member.epoch != NO_EPOCH
             assert member.is_idle, f"{member.name} has something left to tell"
         view = self.looks.lookup(CHAIN)
         for index, what in enumerate(IDS):
@@ -157,16 +156,16 @@ class SteppedFleet:
 
     def _agree(self, what: Any, view: ChainView, index: int, listings: bool) -> None:
         holders = {m.epoch: m for m in self.members.values() if what in m.store.here}
-        holding = view.chunks[index].get(KV)
+        record = view.chunks[index].get(KV)
         if not holders:
-            assert holding is None or view.standing(holding.owner) is Standing.ENDED
-            assert holding is None or not listings or not view.copies(index, KV)
+            assert record is None or view.status(record.owner) is EpochStatus.ENDED
+            assert record is None or not listings or not view.copies(index, KV)
             return
-        assert holding is not None, "it is here, and not known"
-        assert holding.owner in holders, "it is owned by one who has it"
-        owner = holders.pop(holding.owner)
-        assert owner.store.tokens[what] == holding.token
-        assert holding.copy.dram_offset == owner.store.here[what].copy.dram_offset  # type: ignore[union-attr]
+        assert record is not None, "it is here, and not known"
+        assert record.owner in holders, "it is owned by one who has it"
+        owner = holders.pop(record.owner)
+        assert owner.store.tokens[what] == record.token
+        assert record.copy.dram_offset == owner.store.here[what].copy.dram_offset  # type: ignore[union-attr]
         listed = {copy.holder for copy in view.copies(index, KV)[1:]}
         assert listed == holders.keys() or (not listings and listed >= holders.keys())
         assert all(what in m.store.replicas for m in holders.values())

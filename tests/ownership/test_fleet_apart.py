@@ -133,7 +133,7 @@ def test_whatever_the_network_does_no_byte_is_wrong_and_all_agree_once_it_is_who
         owner, reader = fleet.workers
         ask(owner, CHAIN)
         fleet.agree([CHAIN])
-        before = fleet.holdings([CHAIN])
+        before = fleet.records([CHAIN])
         FAULTS[situation](fleet.network)
         (early,) = ask(reader, CHAIN[: CHUNKS // 2])
         if situation not in ("slow", "lossy", "part owner"):
@@ -149,7 +149,7 @@ def test_whatever_the_network_does_no_byte_is_wrong_and_all_agree_once_it_is_who
         took_s = fleet.agree([CHAIN, OTHER, LATER])
         print(f"{situation}: agreed after {took_s:.2f} s")
         assert took_s <= 2 * LEASE_S + SLACK_S
-        after = fleet.holdings([CHAIN, OTHER, LATER])
+        after = fleet.records([CHAIN, OTHER, LATER])
         assert set(after) == artifacts(CHAIN) | artifacts(OTHER) | artifacts(LATER)
         if situation == "part peers":
             assert all(after[a].owner == before[a].owner for a in before), "its lease went on"

@@ -23,7 +23,7 @@ def own(fleet: ProcessFleet, worker: WorkerProcess) -> None:
     assert worker.turn(CHAIN).restored == 0
     fleet.agree([CHAIN])
     assert worker.do("flush")
-    until("the fleet knows", lambda: all(h.copy.on_ssd for h in fleet.holdings([CHAIN]).values()))
+    until("the fleet knows", lambda: all(h.copy.on_ssd for h in fleet.records([CHAIN]).values()))
     tokens = worker.state().tokens
     assert len(tokens) == CHUNKS * len(SIZES)
     assert all(tokens.values())
@@ -46,13 +46,13 @@ def test_an_owner_killed_after_a_read_leaves_its_replica_an_owner(tmp_path: Path
     with processes(tmp_path, "ann", "bob") as fleet:
         ann, bob = fleet.workers
         own(fleet, ann)
-        before = fleet.holdings([CHAIN])
+        before = fleet.records([CHAIN])
         assert bob.turn(CHAIN).restored == CHUNKS
         until("it is a replica", lambda: len(bob.state().replicas) == CHUNKS * len(SIZES))
         ann.kill()
         until("bob owns it", lambda: all(bob.state().tokens.get(a) for a in before))
         fleet.agree([CHAIN])
-        after = fleet.holdings([CHAIN])
+        after = fleet.records([CHAIN])
         assert all(after[a].token > before[a].token for a in before)
         assert count(bob, "adopted_bytes") == 0, "it had the bytes"
         assert verified(ann) == CHUNKS * len(SIZES)
@@ -64,7 +64,7 @@ def test_an_owner_killed_before_a_read_is_computed_then_adopted_from_its_ssd(
     with processes(tmp_path, "ann", "bob") as fleet:
         ann, bob = fleet.workers
         own(fleet, ann)
-        before = fleet.holdings([CHAIN])
+        before = fleet.records([CHAIN])
         ann.kill()
         early = bob.turn(CHAIN[:2])
         assert early.restored == 0, "its lease lasts: nobody takes over"
@@ -72,7 +72,7 @@ def test_an_owner_killed_before_a_read_is_computed_then_adopted_from_its_ssd(
         assert bob.turn(CHAIN).restored == CHUNKS
         assert count(bob, "adopted_bytes") == (CHUNKS - 2) * sum(SIZES.values())
         fleet.agree([CHAIN])
-        after = fleet.holdings([CHAIN])
+        after = fleet.records([CHAIN])
         assert set(after) == set(before)
         assert all(after[a].token > before[a].token for a in before)
         assert verified(ann) == CHUNKS * len(SIZES), "its directory was only read"
@@ -104,7 +104,7 @@ def test_a_killed_worker_finds_its_continuation_behind_what_another_owns(tmp_pat
 
 def epochs(fleet: ProcessFleet) -> set[int]:
     """Of whom the directory still takes for an owner."""
-    return {int(holding.owner) for holding in fleet.holdings([CHAIN]).values()}
+    return {int(record.owner) for record in fleet.records([CHAIN]).values()}
 
 
 def test_an_owner_stopped_for_longer_than_its_lease_changes_nothing_afterwards(
@@ -113,7 +113,7 @@ def test_an_owner_stopped_for_longer_than_its_lease_changes_nothing_afterwards(
     with processes(tmp_path, "ann", "bob") as fleet:
         ann, bob = fleet.workers
         own(fleet, ann)
-        before = fleet.holdings([CHAIN])
+        before = fleet.records([CHAIN])
         ann.ask("turn", OTHER)  # under way when it is stopped
         ann.stop()
         until("its lease has ended", lambda: not epochs(fleet), timeout_s=10 * LEASE_S)
@@ -122,12 +122,12 @@ def test_an_owner_stopped_for_longer_than_its_lease_changes_nothing_afterwards(
         assert turn.failures["unreachable"] > 0
         fleet.workers.remove(ann)  # who does not answer
         fleet.agree([CHAIN])
-        taken = fleet.holdings([CHAIN])
+        taken = fleet.records([CHAIN])
         ann.resume()
         assert ann.answer().wrong == []
         fleet.workers.append(ann)
         fleet.agree([CHAIN, OTHER])
-        after = fleet.holdings([CHAIN])
+        after = fleet.records([CHAIN])
         assert {a: (h.owner, h.token) for a, h in after.items()} == {
             a: (h.owner, h.token) for a, h in taken.items()
         }

@@ -37,7 +37,7 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig, Wanted
 from hetero_connector.store.peers.ports import PeerAccess
-from ownership.directory import Directory, Outcome
+from ownership.directory import Directory, GrantOutcome
 from ownership.member import joining
 from ownership.member.fleet_worker import FleetWorker
 from ownership.member.lease_clock import lease_clock
@@ -115,16 +115,16 @@ class _Heard:
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._directory, name)
-        if name not in ("claim_owner", "promote"):
+        if name != "claim_owner":
             return call
 
         def noted(epoch: int, claims: Sequence[Any]) -> Any:
             asked_s = lease_clock()
             grants = call(epoch, claims)
             for claim, grant in zip(claims, grants, strict=True):
-                if grant.outcome is Outcome.OWNED:
-                    artifact = claim if name == "promote" else claim.artifact
-                    self._events.append((asked_s, Granted(artifact, grant.owner, grant.token)))
+                if grant.outcome is GrantOutcome.OWNED:
+                    granted = Granted(claim.artifact, grant.owner, grant.token)
+                    self._events.append((asked_s, granted))
             return grants
 
         return noted

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import overload
 
 from hetero_connector.errors import RecordError
-from ownership.directory.contract import ChunkHoldings
-from ownership.directory.redis.encoding import chunk_holdings, run_entries
+from ownership.directory.contract import ChunkRecords
+from ownership.directory.redis.encoding import chunk_records, run_entries
 
-_NOTHING: ChunkHoldings = {}
+_NOTHING: ChunkRecords = {}
 
 
-class ChainChunks(Sequence[ChunkHoldings]):
+class ChainChunks(Sequence[ChunkRecords]):
     """What is known of each chunk of a chain. Not thread-safe."""
 
     def __init__(
@@ -40,16 +40,16 @@ class ChainChunks(Sequence[ChunkHoldings]):
         self._bad_record = bad_record
         self._entries: dict[int, list[bytes]] = {}
         """Of the run of each span."""
-        self._decoded: dict[int, ChunkHoldings] = {}
+        self._decoded: dict[int, ChunkRecords] = {}
 
     def __len__(self) -> int:
         return self._length
 
     @overload
-    def __getitem__(self, index: int) -> ChunkHoldings: ...
+    def __getitem__(self, index: int) -> ChunkRecords: ...
     @overload
-    def __getitem__(self, index: slice) -> list[ChunkHoldings]: ...
-    def __getitem__(self, index: int | slice) -> ChunkHoldings | list[ChunkHoldings]:
+    def __getitem__(self, index: slice) -> list[ChunkRecords]: ...
+    def __getitem__(self, index: int | slice) -> ChunkRecords | list[ChunkRecords]:
         """Holdings of one chunk, or of several."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(self._length))]
@@ -61,7 +61,7 @@ class ChainChunks(Sequence[ChunkHoldings]):
             found = self._decoded[at] = self._decode(at)
         return found
 
-    def _decode(self, index: int) -> ChunkHoldings:
+    def _decode(self, index: int) -> ChunkRecords:
         nearest = bisect_right(self._starts, index) - 1
         if nearest < 0:
             return _NOTHING
@@ -69,7 +69,7 @@ class ChainChunks(Sequence[ChunkHoldings]):
         if index >= first + count:
             return _NOTHING
         try:
-            return chunk_holdings(self._entries_of(nearest)[position + index - first])
+            return chunk_records(self._entries_of(nearest)[position + index - first])
         except (RecordError, IndexError) as error:
             self._bad_record(error if isinstance(error, RecordError) else RecordError(str(error)))
             return _NOTHING

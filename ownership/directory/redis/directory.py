@@ -151,19 +151,15 @@ class RedisDirectory:
         calls = [(epoch, ttl_s, most, encoding.pack_copies(part)) for part in _parts(copies)]
         return self._grants(epoch, "replicate_readonly", calls)
 
-    def promote(self, epoch: Epoch, artifacts: Sequence[ArtifactId]) -> list[Grant]:
-        calls = [(epoch, encoding.pack_artifacts(part)) for part in _parts(artifacts)]
-        return self._grants(epoch, "promote", calls)
-
-    def add_reader(self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]) -> None:
+    def add_chain_user(self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]) -> None:
         check_name("reader", reader)
-        most = (self._limits.max_readers, self._limits.max_artifacts)
-        self._run_as(epoch, "add_reader", reader, *most, pack(list(chunks)))
+        most = (self._limits.max_users, self._limits.max_artifacts)
+        self._run_as(epoch, "add_chain_user", reader, *most, pack(list(chunks)))
 
-    def remove_reader(
+    def remove_chain_user(
         self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]
     ) -> list[ChunkKey]:
-        free = self._run_as(epoch, "remove_reader", reader, pack(list(chunks)))
+        free = self._run_as(epoch, "remove_chain_user", reader, pack(list(chunks)))
         return [chunk for chunk, is_free in zip(chunks, free, strict=True) if is_free]
 
     def usage(self, chunks: Sequence[ChunkKey]) -> list[Usage]:
@@ -176,8 +172,8 @@ class RedisDirectory:
     def reset_generation(self) -> int:
         return encoding.generation(self._run("reset_generation"))
 
-    def tell_generation(self, epoch: Epoch, adopted: int, floor: int) -> int:
-        return encoding.generation(self._run_as(epoch, "tell_generation", adopted, floor))
+    def report_generation(self, epoch: Epoch, adopted: int, floor: int) -> int:
+        return encoding.generation(self._run_as(epoch, "report_generation", adopted, floor))
 
     def generation(self) -> FleetGeneration:
         number, *workers = self._run("generation")

@@ -14,17 +14,17 @@ from typing import Any
 import msgpack
 
 from hetero_connector.artifacts.chain import KEY_BYTES
-from hetero_connector.artifacts.record import ArtifactId, ChunkKey
+from hetero_connector.artifacts.record import ChunkKey
 from hetero_connector.errors import RecordError
 from hetero_connector.spec.state_types import StateType
 from ownership.directory.contract import (
+    ArtifactRecord,
     Claim,
     Copy,
+    EpochStatus,
     Grant,
-    Holding,
-    Outcome,
+    GrantOutcome,
     Replica,
-    Standing,
     WorkerState,
 )
 from ownership.directory.identifiers import Epoch, Token
@@ -35,7 +35,13 @@ FORMAT_VERSION = 1
 
 _RUN = bytes([FORMAT_VERSION])
 """First byte of a run, see lua/lib/runs.lua."""
-_OUTCOMES = (Outcome.OWNED, Outcome.HELD, Outcome.REPLICA, Outcome.ABSENT, Outcome.FULL)
+_OUTCOMES = (
+    GrantOutcome.OWNED,
+    GrantOutcome.FOREIGN,
+    GrantOutcome.REPLICA,
+    GrantOutcome.ABSENT,
+    GrantOutcome.FULL,
+)
 _STATE_TYPES = tuple(StateType)
 _COPY = struct.Struct("<Q16sqQ?")
 """size_bytes, checksum, dram_offset, generation, on_ssd: a fixed shape is read fastest."""
@@ -66,18 +72,13 @@ def pack_copies(copies: Sequence[Claim]) -> bytes:
     return pack(flat)
 
 
-def pack_artifacts(artifacts: Sequence[ArtifactId]) -> bytes:
-    """`promote.lua`'s argument."""
-    return pack([part for a in artifacts for part in (a.chunk, a.state_type.position)])
-
-
 def pack_copy(copy: Copy) -> bytes:
     """A copy; the scripts do not look into it."""
     return _COPY.pack(*copy)
 
 
 def grants(reply: Sequence[int]) -> list[Grant]:
-    """The answers of `claim_owner`, `replicate_readonly` and `promote`."""
+    """The answers of `claim_owner` and `replicate_readonly`."""
     return [
         Grant(_OUTCOMES[outcome], Epoch(owner), Token(token))
         for outcome, owner, token in zip(reply[::3], reply[1::3], reply[2::3], strict=True)
@@ -91,9 +92,9 @@ def worker_states(fields: Sequence[bytes], now_s: float) -> dict[Epoch, WorkerSt
         try:
             name, storage, _, deadline_s, retired = _array(packed, 5)
             ended = deadline_s <= now_s
-            standing = Standing.RETIRED if retired else Standing.LIVE
+            status = EpochStatus.RETIRED if retired else EpochStatus.LIVE
             states[Epoch(int(epoch))] = WorkerState(
-                name.decode(), storage.decode(), Standing.ENDED if ended else standing
+                name.decode(), storage.decode(), EpochStatus.ENDED if ended else status
             )
         except (RecordError, AttributeError, TypeError, ValueError):
             continue
@@ -110,22 +111,22 @@ def run_entries(run: bytes) -> list[bytes]:
     return entries
 
 
-def chunk_holdings(entry: bytes) -> dict[StateType, Holding]:
+def chunk_records(entry: bytes) -> dict[StateType, ArtifactRecord]:
     """What a chunk's entry says. Raises RecordError."""
     if not entry:
         return {}
-    holdings = {}
+    records = {}
     for packed in _array(entry):
         try:
             position, owner, token, copy, *replicas = packed
             state_type = _STATE_TYPES[_whole(position)]
             held_as = tuple(map(_replica, replicas)) if replicas else ()
-            holdings[state_type] = Holding(
+            records[state_type] = ArtifactRecord(
                 Epoch(_whole(owner)), Token(_whole(token)), _copy(copy), held_as
             )
         except (IndexError, TypeError, ValueError) as error:
-            raise RecordError(f"not a holding: {packed!r:.80}: {error}") from error
-    return holdings
+            raise RecordError(f"not a record: {packed!r:.80}: {error}") from error
+    return records
 
 
 def session(session_id: str, packed: bytes) -> Session:

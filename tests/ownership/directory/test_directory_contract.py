@@ -7,16 +7,16 @@ import pytest
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey
 from hetero_connector.errors import DirectoryError, StaleEpochError
 from ownership.directory import (
+    NO_EPOCH,
     NO_TOKEN,
-    NOBODY,
     Claim,
     Copy,
     Directory,
     Epoch,
+    EpochStatus,
     Grant,
+    GrantOutcome,
     Lease,
-    Outcome,
-    Standing,
     Token,
     Usage,
     Worker,
@@ -39,12 +39,12 @@ A, B = artifact("a"), artifact("b")
 
 
 def owned(lease: Lease, token: Token) -> Grant:
-    return Grant(Outcome.OWNED, lease.epoch, token)
+    return Grant(GrantOutcome.OWNED, lease.epoch, token)
 
 
 def owner_of(directory: Directory, what: ArtifactId) -> Epoch:
     found = directory.lookup([what.chunk]).chunks[0].get(what.state_type)
-    return NOBODY if found is None else found.owner
+    return NO_EPOCH if found is None else found.owner
 
 
 def everything(directory: Directory) -> object:
@@ -68,27 +68,27 @@ class TestGenerations:
     ) -> None:
         assert directory.generation().adopted == {"ann": 0, "bob": 0}
         number = directory.reset_generation()
-        assert directory.tell_generation(ann.epoch, 0, 0) == number
-        assert directory.tell_generation(ann.epoch, number, number) == number
+        assert directory.report_generation(ann.epoch, 0, 0) == number
+        assert directory.report_generation(ann.epoch, number, number) == number
         assert directory.generation().adopted == {"ann": number, "bob": 0}
 
     def test_only_the_living_are_waited_for(
         self, directory: Directory, bench: DirectoryBench, ann: Lease
     ) -> None:
-        directory.tell_generation(ann.epoch, 3, 3)
+        directory.report_generation(ann.epoch, 3, 3)
         again = join(directory, "ann")
         assert directory.generation().adopted == {"ann": 0}
         with pytest.raises(StaleEpochError):
-            directory.tell_generation(ann.epoch, 3, 3)
-        directory.tell_generation(again.epoch, 3, 3)
+            directory.report_generation(ann.epoch, 3, 3)
+        directory.report_generation(again.epoch, 3, 3)
         bench.advance(LEASE_S + 0.1)
         assert directory.generation().adopted == {}
 
     def test_a_directory_that_lost_its_memory_is_told_the_number(
         self, directory: Directory, ann: Lease, bob: Lease
     ) -> None:
-        assert directory.tell_generation(ann.epoch, 5, 5) == 5
-        assert directory.tell_generation(bob.epoch, 0, 3) == 5
+        assert directory.report_generation(ann.epoch, 5, 5) == 5
+        assert directory.report_generation(bob.epoch, 0, 3) == 5
         assert directory.reset_generation() > 5
 
     def test_one_that_was_reset_since_it_lost_its_memory_begins_another(
@@ -97,14 +97,14 @@ class TestGenerations:
         """An engine that has a greater number has not seen that reset."""
         number = directory.reset_generation()
         floor = number + 10
-        after = directory.tell_generation(ann.epoch, floor, floor)
+        after = directory.report_generation(ann.epoch, floor, floor)
         assert after > floor
-        assert directory.tell_generation(bob.epoch, number, number) == after
-        assert directory.tell_generation(ann.epoch, after, after) == after
+        assert directory.report_generation(bob.epoch, number, number) == after
+        assert directory.report_generation(ann.epoch, after, after) == after
 
     def test_numbers_as_large_as_clocks_are_exact(self, directory: Directory, ann: Lease) -> None:
         large = 2**52 - 10
-        assert directory.tell_generation(ann.epoch, large, large) == large
+        assert directory.report_generation(ann.epoch, large, large) == large
         assert directory.generation().adopted == {"ann": large}
         assert directory.reset_generation() == large + 1
 
@@ -113,7 +113,7 @@ class TestGenerations:
     ) -> None:
         for _ in range(3 * LIMITS.max_workers):
             lease = join(directory, "ann", lease_s=1.0)
-            directory.tell_generation(lease.epoch, 1, 1)
+            directory.report_generation(lease.epoch, 1, 1)
             bench.advance(1.1)
         join(directory, "ann")
         assert directory.generation().adopted == {"ann": 0}
@@ -123,7 +123,7 @@ class TestLeases:
     def test_epochs_grow_for_a_worker_and_are_shared_by_none(self, directory: Directory) -> None:
         epochs = [join(directory, name).epoch for name in "abacba"]
         assert epochs == sorted(set(epochs))
-        assert epochs[0] > NOBODY
+        assert epochs[0] > NO_EPOCH
 
     def test_a_floor_is_overtaken_by_epochs_and_tokens(self, directory: Directory) -> None:
         floor = join(directory, "ann").epoch + 1_000_000
@@ -171,10 +171,10 @@ class TestLeases:
         with pytest.raises(StaleEpochError):
             directory.renew_lease(ann.epoch)
         cid = join(directory, "cid")
-        assert claim(directory, cid, B)[0].outcome is Outcome.HELD
+        assert claim(directory, cid, B)[0].outcome is GrantOutcome.FOREIGN
         bench.advance(LEASE_S + 0.1)
         dan = join(directory, "dan")
-        assert claim(directory, dan, B)[0].outcome is Outcome.OWNED
+        assert claim(directory, dan, B)[0].outcome is GrantOutcome.OWNED
 
     def test_registered_again_the_earlier_epoch_may_change_nothing(
         self, directory: Directory, ann: Lease
@@ -193,10 +193,10 @@ class TestLeases:
         token = claim(directory, ann, A)[0].token
         bench.advance(LEASE_S / 2)
         again = join(directory, "ann")
-        assert claim(directory, again, A) == [Grant(Outcome.HELD, ann.epoch, token)]
-        assert directory.lookup([A.chunk]).standing(ann.epoch) is Standing.RETIRED
+        assert claim(directory, again, A) == [Grant(GrantOutcome.FOREIGN, ann.epoch, token)]
+        assert directory.lookup([A.chunk]).status(ann.epoch) is EpochStatus.RETIRED
         bench.advance(LEASE_S / 2 + 0.1)
-        assert claim(directory, again, A)[0].outcome is Outcome.OWNED
+        assert claim(directory, again, A)[0].outcome is GrantOutcome.OWNED
 
     def test_an_ended_lease_frees_at_once(
         self, directory: Directory, ann: Lease, bob: Lease
@@ -207,9 +207,9 @@ class TestLeases:
         directory.end_lease(Epoch(ann.epoch + 1_000_000))
         with pytest.raises(StaleEpochError):
             directory.renew_lease(ann.epoch)
-        assert claim(directory, bob, A)[0].outcome is Outcome.OWNED
+        assert claim(directory, bob, A)[0].outcome is GrantOutcome.OWNED
 
-    @pytest.mark.parametrize("epoch", [NOBODY, -1, 10**15])
+    @pytest.mark.parametrize("epoch", [NO_EPOCH, -1, 10**15])
     def test_an_epoch_that_never_was_is_stale(self, directory: Directory, epoch: int) -> None:
         with pytest.raises(StaleEpochError, match=str(epoch)):
             directory.renew_lease(Epoch(epoch))
@@ -258,16 +258,15 @@ class TestStaleEpochs:
             lambda d, e: d.claim_owner(e, []),
             lambda d, e: d.release(e, {A: Token(2), B: NO_TOKEN}),
             lambda d, e: d.replicate_readonly(e, [claim_of(B)], 5.0),
-            lambda d, e: d.promote(e, [A, B]),
-            lambda d, e: d.add_reader(e, "r", [A.chunk]),
-            lambda d, e: d.remove_reader(e, "r", [A.chunk]),
+            lambda d, e: d.add_chain_user(e, "r", [A.chunk]),
+            lambda d, e: d.remove_chain_user(e, "r", [A.chunk]),
             lambda d, e: d.begin_turn(e, "s", "g"),
             lambda d, e: d.end_turn(e, "s", Token(3), A.chunk, 5),
             lambda d, e: d.note_group(e, "g", A.chunk),
         ],
         ids=[
-            "renew", "claim", "claim nothing", "release", "replicate", "promote", "add_reader",
-            "remove_reader", "begin_turn", "end_turn", "note_group",
+            "renew", "claim", "claim nothing", "release", "replicate", "add_chain_user",
+            "remove_chain_user", "begin_turn", "end_turn", "note_group",
         ],
     )  # fmt: skip
     def test_changes_nothing(
@@ -281,7 +280,7 @@ class TestStaleEpochs:
         bob = join(directory, "bob", lease_s=10 * LEASE_S)
         claim(directory, ann, A)
         claim(directory, bob, B)
-        directory.add_reader(bob.epoch, "r", [A.chunk])
+        directory.add_chain_user(bob.epoch, "r", [A.chunk])
         directory.begin_turn(bob.epoch, "s", "g")
         epoch = ann.epoch
         if how == "ended":
@@ -292,10 +291,10 @@ class TestStaleEpochs:
             join(directory, "ann")
         else:
             epoch = Epoch(epoch + 1_000_000)
-        before = everything(directory), directory.usage([A.chunk])[0].num_readers
+        before = everything(directory), directory.usage([A.chunk])[0].num_users
         with pytest.raises(StaleEpochError):
             change(directory, epoch)
-        assert (everything(directory), directory.usage([A.chunk])[0].num_readers) == before
+        assert (everything(directory), directory.usage([A.chunk])[0].num_users) == before
 
 
 class TestOwnership:
@@ -306,7 +305,7 @@ class TestOwnership:
         assert first == owned(ann, first.token)
         assert first.token > NO_TOKEN
         assert claim(directory, ann, A) == [first]
-        assert claim(directory, bob, A) == [Grant(Outcome.HELD, ann.epoch, first.token)]
+        assert claim(directory, bob, A) == [Grant(GrantOutcome.FOREIGN, ann.epoch, first.token)]
 
     def test_each_item_of_a_batch_is_decided_by_itself(
         self, directory: Directory, ann: Lease, bob: Lease
@@ -315,7 +314,12 @@ class TestOwnership:
         [a] = claim(directory, ann, A)
         grants = claim(directory, bob, A, window, B, B)
         outcomes = [g.outcome for g in grants]
-        assert outcomes == [Outcome.HELD, Outcome.OWNED, Outcome.OWNED, Outcome.OWNED]
+        assert outcomes == [
+            GrantOutcome.FOREIGN,
+            GrantOutcome.OWNED,
+            GrantOutcome.OWNED,
+            GrantOutcome.OWNED,
+        ]
         assert grants[2] == grants[3]
         view = directory.lookup([A.chunk, B.chunk])
         assert {s: h.owner for s, h in view.chunks[0].items()} == {
@@ -338,7 +342,7 @@ class TestOwnership:
         assert [h.token for h in found.values()] == tokens
         assert view.copies(7, KV) == [(ann.epoch, tokens[1], wanted[7])]
         assert view.copies(7, WINDOW) == view.copies(8, KV) == []
-        assert view.workers[ann.epoch] == ("ann", "", Standing.LIVE)
+        assert view.workers[ann.epoch] == ("ann", "", EpochStatus.LIVE)
 
     def test_an_empty_lookup(self, directory: Directory) -> None:
         assert len(directory.lookup([]).chunks) == 0
@@ -417,7 +421,7 @@ class TestOwnership:
             directory.claim_owner(ann.epoch, [claim_of(B), Claim(A, copy)])
         with pytest.raises(ValueError, match="checksum"):
             directory.replicate_readonly(ann.epoch, [Claim(A, copy)], 5.0)
-        assert owner_of(directory, B) == NOBODY
+        assert owner_of(directory, B) == NO_EPOCH
 
     @pytest.mark.parametrize("size", [0, 15, 17])
     def test_a_key_that_is_none_is_refused(
@@ -444,7 +448,7 @@ class TestOwnership:
             what = ArtifactId(key, KV)
             made = Claim(what, copy_of(what), parents.get(key, ROOT))
             [grant] = directory.claim_owner(lease.epoch, [made])
-            assert grant.outcome is Outcome.OWNED
+            assert grant.outcome is GrantOutcome.OWNED
         for path in (trunk, [*trunk[:6], *branch], branch, trunk[::-1]):
             found = [c[KV] for c in directory.lookup(path).chunks]
             assert [h.owner for h in found] == [owners[key].epoch for key in path]
@@ -460,18 +464,18 @@ class TestOwnership:
     ) -> None:
         many = [ArtifactId(key, KV) for key in chain("many", LIMITS.max_artifacts)]
         grants = claim(directory, ann, *many, A)
-        assert {g.outcome for g in grants[:-1]} == {Outcome.OWNED}
-        assert grants[-1] == Grant(Outcome.FULL, NOBODY, NO_TOKEN)
+        assert {g.outcome for g in grants[:-1]} == {GrantOutcome.OWNED}
+        assert grants[-1] == Grant(GrantOutcome.FULL, NO_EPOCH, NO_TOKEN)
         assert claim(directory, ann, *many) == grants[:-1]
         directory.release(ann.epoch, {many[3]: grants[3].token})
-        assert claim(directory, bob, A)[0].outcome is Outcome.OWNED
-        assert claim(directory, ann, many[3])[0].outcome is Outcome.FULL
+        assert claim(directory, bob, A)[0].outcome is GrantOutcome.OWNED
+        assert claim(directory, ann, many[3])[0].outcome is GrantOutcome.FULL
 
     def test_two_clients_see_the_same(self, bench: DirectoryBench) -> None:
         one, two = bench.open(), bench.open()
         ann, bob = join(one, "ann"), join(two, "bob")
         claim(one, ann, A)
-        assert claim(two, bob, A)[0].outcome is Outcome.HELD
+        assert claim(two, bob, A)[0].outcome is GrantOutcome.FOREIGN
         assert set(one.workers()) == set(two.workers()) == {ann.epoch, bob.epoch}
         two.close()
         two.close()
@@ -481,7 +485,7 @@ class TestOwnership:
 
 def replicate(
     directory: Directory, lease: Lease, *what: ArtifactId, ttl_s: float = 5.0
-) -> list[Outcome]:
+) -> list[GrantOutcome]:
     copies = [claim_of(a, 512) for a in what]
     return [g.outcome for g in directory.replicate_readonly(lease.epoch, copies, ttl_s)]
 
@@ -492,7 +496,7 @@ class TestReplicas:
     ) -> None:
         [grant] = claim(directory, ann, A)
         [listed] = directory.replicate_readonly(bob.epoch, [claim_of(A, 512)], 5.0)
-        assert listed == Grant(Outcome.REPLICA, ann.epoch, grant.token)
+        assert listed == Grant(GrantOutcome.REPLICA, ann.epoch, grant.token)
         copies = directory.lookup([A.chunk]).copies(0, KV)
         assert copies == [
             (ann.epoch, grant.token, copy_of(A)),
@@ -515,9 +519,9 @@ class TestReplicas:
         self, directory: Directory, ann: Lease
     ) -> None:
         claim(directory, ann, A)
-        assert replicate(directory, ann, A, B) == [Outcome.OWNED, Outcome.ABSENT]
+        assert replicate(directory, ann, A, B) == [GrantOutcome.OWNED, GrantOutcome.ABSENT]
         assert len(directory.lookup([A.chunk]).copies(0, KV)) == 1
-        assert owner_of(directory, B) == NOBODY
+        assert owner_of(directory, B) == NO_EPOCH
 
     def test_as_many_as_may_be(
         self, directory: Directory, bench: DirectoryBench, ann: Lease
@@ -525,10 +529,10 @@ class TestReplicas:
         claim(directory, ann, A)
         others = [join(directory, f"w{i}") for i in range(LIMITS.max_replicas + 1)]
         outcomes = [replicate(directory, x, A) for x in others]
-        assert outcomes == [[Outcome.REPLICA]] * LIMITS.max_replicas + [[Outcome.FULL]]
-        assert replicate(directory, others[0], A) == [Outcome.REPLICA]
+        assert outcomes == [[GrantOutcome.REPLICA]] * LIMITS.max_replicas + [[GrantOutcome.FULL]]
+        assert replicate(directory, others[0], A) == [GrantOutcome.REPLICA]
         bench.advance(5.1)
-        assert replicate(directory, others[-1], A) == [Outcome.REPLICA]
+        assert replicate(directory, others[-1], A) == [GrantOutcome.REPLICA]
 
     def test_dropped_by_its_holder_only(self, directory: Directory, ann: Lease, bob: Lease) -> None:
         claim(directory, ann, A)
@@ -538,16 +542,15 @@ class TestReplicas:
         directory.release(bob.epoch, {A: NO_TOKEN})
         assert len(directory.lookup([A.chunk]).copies(0, KV)) == 1
 
-    def test_not_promoted_while_the_owner_lives(
+    def test_its_holder_is_not_the_owner_while_the_owner_lives(
         self, directory: Directory, ann: Lease, bob: Lease
     ) -> None:
         [grant] = claim(directory, ann, A)
         replicate(directory, bob, A)
-        assert directory.promote(bob.epoch, [A]) == [Grant(Outcome.HELD, ann.epoch, grant.token)]
-        assert directory.promote(ann.epoch, [A]) == [grant]
+        assert claim(directory, bob, A) == [Grant(GrantOutcome.FOREIGN, ann.epoch, grant.token)]
 
     @pytest.mark.parametrize("how", ["ended", "released"])
-    def test_promoted_when_the_owner_has_ended_or_let_go(
+    def test_its_holder_takes_over_when_the_owner_has_ended_or_released(
         self, directory: Directory, how: str, ann: Lease, bob: Lease
     ) -> None:
         cid = join(directory, "cid")
@@ -558,27 +561,15 @@ class TestReplicas:
             directory.end_lease(ann.epoch)
         else:
             directory.release(ann.epoch, {A: grant.token})
-        [taken, absent] = directory.promote(bob.epoch, [A, B])
+        [taken] = claim(directory, bob, A)
         assert taken == owned(bob, taken.token)
         assert taken.token > grant.token
-        assert absent == Grant(Outcome.ABSENT, NOBODY, NO_TOKEN)
-        assert directory.promote(bob.epoch, [A]) == [taken]
-        assert directory.promote(cid.epoch, [A]) == [Grant(Outcome.HELD, bob.epoch, taken.token)]
+        assert claim(directory, bob, A) == [taken]
+        assert claim(directory, cid, A) == [Grant(GrantOutcome.FOREIGN, bob.epoch, taken.token)]
         assert directory.lookup([A.chunk]).copies(0, KV) == [
-            (bob.epoch, taken.token, copy_of(A, 512)),
+            (bob.epoch, taken.token, copy_of(A)),
             (cid.epoch, taken.token, copy_of(A, 512)),
         ]
-
-    def test_without_a_live_replica_nothing_is_promoted(
-        self, directory: Directory, bench: DirectoryBench
-    ) -> None:
-        ann = join(directory, "ann")
-        bob = join(directory, "bob", lease_s=10 * LEASE_S)
-        [grant] = claim(directory, ann, A, B)[:1]
-        replicate(directory, bob, A)
-        bench.advance(LEASE_S + 0.1)
-        assert [g.outcome for g in directory.promote(bob.epoch, [A, B])] == [Outcome.ABSENT] * 2
-        assert claim(directory, bob, A)[0].token > grant.token
 
     def test_a_claim_takes_the_place_of_the_claimants_replica(
         self, directory: Directory, ann: Lease, bob: Lease
@@ -617,11 +608,11 @@ class TestSweep:
         assert directory.sweep(1_000) == 0
         bench.advance(0.2)
         assert sum(directory.sweep(100) for _ in range(10)) == 21
-        assert owner_of(directory, A) == NOBODY
+        assert owner_of(directory, A) == NO_EPOCH
         assert owner_of(directory, B) == bob.epoch
         room = [ArtifactId(key, KV) for key in chain("room", LIMITS.max_artifacts)]
         outcomes = [g.outcome for g in claim(directory, bob, *room)]
-        assert outcomes == [Outcome.OWNED] * (LIMITS.max_artifacts - 1) + [Outcome.FULL]
+        assert outcomes == [GrantOutcome.OWNED] * (LIMITS.max_artifacts - 1) + [GrantOutcome.FULL]
 
     def test_an_orphan_with_a_live_replica_stays(
         self, directory: Directory, bench: DirectoryBench
@@ -631,51 +622,51 @@ class TestSweep:
         replicate(directory, bob, A, ttl_s=500.0)
         bench.advance(LEASE_S + LIMITS.orphan_ttl_s + 0.1)
         assert directory.sweep(1_000) == 0
-        [taken] = directory.promote(bob.epoch, [A])
-        assert taken.outcome is Outcome.OWNED
+        [taken] = claim(directory, bob, A)
+        assert taken.outcome is GrantOutcome.OWNED
 
 
-class TestReaders:
-    def test_the_last_reader_to_go_makes_a_chain_evictable(
+class TestChainUsers:
+    def test_the_last_user_to_leave_makes_a_chain_evictable(
         self, directory: Directory, ann: Lease, bob: Lease
     ) -> None:
-        directory.add_reader(ann.epoch, "s1", [A.chunk, B.chunk])
-        directory.add_reader(ann.epoch, "s1", [A.chunk])
-        directory.add_reader(bob.epoch, "s1", [A.chunk])
-        assert [u.num_readers for u in directory.usage([A.chunk, B.chunk])] == [2, 1]
-        assert directory.remove_reader(ann.epoch, "s1", [A.chunk, B.chunk]) == [B.chunk]
-        assert directory.remove_reader(ann.epoch, "s1", [A.chunk]) == []
-        assert directory.remove_reader(bob.epoch, "s1", [A.chunk]) == [A.chunk]
-        assert directory.remove_reader(bob.epoch, "s1", [A.chunk]) == [A.chunk]
+        directory.add_chain_user(ann.epoch, "s1", [A.chunk, B.chunk])
+        directory.add_chain_user(ann.epoch, "s1", [A.chunk])
+        directory.add_chain_user(bob.epoch, "s1", [A.chunk])
+        assert [u.num_users for u in directory.usage([A.chunk, B.chunk])] == [2, 1]
+        assert directory.remove_chain_user(ann.epoch, "s1", [A.chunk, B.chunk]) == [B.chunk]
+        assert directory.remove_chain_user(ann.epoch, "s1", [A.chunk]) == []
+        assert directory.remove_chain_user(bob.epoch, "s1", [A.chunk]) == [A.chunk]
+        assert directory.remove_chain_user(bob.epoch, "s1", [A.chunk]) == [A.chunk]
 
     def test_a_dead_workers_readers_do_not_count(
         self, directory: Directory, bench: DirectoryBench
     ) -> None:
         ann, bob = join(directory, "ann"), join(directory, "bob", lease_s=1_000.0)
-        directory.add_reader(ann.epoch, "s1", [A.chunk])
-        directory.add_reader(bob.epoch, "s2", [A.chunk])
+        directory.add_chain_user(ann.epoch, "s1", [A.chunk])
+        directory.add_chain_user(bob.epoch, "s2", [A.chunk])
         bench.advance(LEASE_S + 0.1)
-        assert directory.usage([A.chunk])[0].num_readers == 1
-        assert directory.remove_reader(bob.epoch, "s2", [A.chunk]) == [A.chunk]
+        assert directory.usage([A.chunk])[0].num_users == 1
+        assert directory.remove_chain_user(bob.epoch, "s2", [A.chunk]) == [A.chunk]
 
     def test_when_a_chunk_was_last_used(
         self, directory: Directory, bench: DirectoryBench, ann: Lease
     ) -> None:
         assert directory.usage([A.chunk]) == [Usage(0, None)]
-        directory.add_reader(ann.epoch, "s", [A.chunk])
+        directory.add_chain_user(ann.epoch, "s", [A.chunk])
         bench.advance(3.0)
         [usage] = directory.usage([A.chunk])
-        assert usage.num_readers == 1
+        assert usage.num_users == 1
         assert usage.idle_s == pytest.approx(3.0, abs=0.5)
 
     def test_more_readers_than_may_be_are_not_counted(
         self, directory: Directory, ann: Lease
     ) -> None:
-        for index in range(LIMITS.max_readers + 2):
-            directory.add_reader(ann.epoch, f"s{index}", [A.chunk])
-        assert directory.usage([A.chunk])[0].num_readers == LIMITS.max_readers
+        for index in range(LIMITS.max_users + 2):
+            directory.add_chain_user(ann.epoch, f"s{index}", [A.chunk])
+        assert directory.usage([A.chunk])[0].num_users == LIMITS.max_users
 
     @pytest.mark.parametrize("reader", ["", "x" * 257])
     def test_a_bad_name_is_refused(self, directory: Directory, ann: Lease, reader: str) -> None:
         with pytest.raises(ValueError, match="reader"):
-            directory.add_reader(ann.epoch, reader, [A.chunk])
+            directory.add_chain_user(ann.epoch, reader, [A.chunk])

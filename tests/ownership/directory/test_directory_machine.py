@@ -18,13 +18,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.errors import StaleEpochError
 from ownership.directory import (
+    NO_EPOCH,
     NO_TOKEN,
-    NOBODY,
     ChainView,
     Directory,
     Epoch,
-    Outcome,
-    Standing,
+    EpochStatus,
+    GrantOutcome,
     Token,
     Worker,
 )
@@ -94,7 +94,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.late: list[tuple[Epoch | None, Request]] = []
         self.tokens: dict[ArtifactId, tuple[Token, Epoch]] = {}
         """The last token seen at the directory for each artifact, and whose it was."""
-        self.session = (NO_TOKEN, NOBODY)
+        self.session = (NO_TOKEN, NO_EPOCH)
         self.dead: set[Epoch] = set()
         """Epochs that were once seen not to be live."""
         self.fence = Fence(lambda: self.now_s, horizon_s=60.0)
@@ -155,7 +155,7 @@ class FleetMachine(RuleBasedStateMachine):
             [dict(c) for c in view.chunks],
             self.directory.workers(),
             self.directory.sessions([SESSION]),
-            [u.num_readers for u in self.directory.usage(CHAIN)],
+            [u.num_users for u in self.directory.usage(CHAIN)],
         )
 
     def call(self, actor: Actor, epoch: Epoch | None, fate: str, request: Request) -> Any:
@@ -211,8 +211,8 @@ class FleetMachine(RuleBasedStateMachine):
         actor.forget()
         self.call(actor, None, fate, lambda d: d.end_lease(epoch))
 
-    @rule(name=workers, what=artifacts, fate=fates, delay_s=delays, promote=st.booleans())
-    def claim(self, name: str, what: ArtifactId, fate: str, delay_s: float, promote: bool) -> None:
+    @rule(name=workers, what=artifacts, fate=fates, delay_s=delays)
+    def claim(self, name: str, what: ArtifactId, fate: str, delay_s: float) -> None:
         actor = self.actors[name]
         if not actor.is_valid:
             self.register(name, "answered", 0.0)
@@ -221,13 +221,11 @@ class FleetMachine(RuleBasedStateMachine):
         epoch = actor.held.epoch
 
         def request(directory: Directory) -> Any:
-            if promote:
-                return directory.promote(epoch, [what])
             return directory.claim_owner(epoch, [claim_of(what)])
 
         grants = self.call(actor, epoch, fate, request)
         self.time_passes(delay_s)
-        if grants and grants[0].outcome is Outcome.OWNED:
+        if grants and grants[0].outcome is GrantOutcome.OWNED:
             assert grants[0].owner == epoch
             actor.owned[what] = grants[0].token
             actor.greatest = max(actor.greatest, grants[0].token)
@@ -280,13 +278,13 @@ class FleetMachine(RuleBasedStateMachine):
     def tokens_only_grow_and_each_has_one_owner(self) -> None:
         view = self.directory.lookup(CHAIN)
         for what, chunk in zip(ARTIFACTS, view.chunks, strict=True):
-            holding = chunk.get(what.state_type)
-            if holding is None or holding.owner == NOBODY:
+            record = chunk.get(what.state_type)
+            if record is None or record.owner == NO_EPOCH:
                 continue
-            token, owner = self.tokens.get(what, (NO_TOKEN, NOBODY))
-            assert holding.token >= token
-            assert holding.token > token or holding.owner == owner
-            self.tokens[what] = (holding.token, holding.owner)
+            token, owner = self.tokens.get(what, (NO_TOKEN, NO_EPOCH))
+            assert record.token >= token
+            assert record.token > token or record.owner == owner
+            self.tokens[what] = (record.token, record.owner)
 
     @invariant()
     def ended_epochs_stay_ended(self) -> None:
@@ -295,7 +293,7 @@ class FleetMachine(RuleBasedStateMachine):
         view = self.directory.lookup(CHAIN)
         self.dead |= set(view.workers) - live
         for epoch in live:
-            assert view.standing(epoch) is Standing.LIVE
+            assert view.status(epoch) is EpochStatus.LIVE
 
     @invariant()
     def whoever_acts_as_owner_is_the_owner(self) -> None:
@@ -306,9 +304,9 @@ class FleetMachine(RuleBasedStateMachine):
         for actor in self.actors.values():
             for what, token in actor.owned.items():
                 if actor.held is not None and actor.is_valid:
-                    holding = view.chunks[CHAIN.index(what.chunk)][what.state_type]
-                    assert (holding.owner, holding.token) == (actor.held.epoch, token)
-                    assert view.standing(holding.owner) is not Standing.ENDED
+                    record = view.chunks[CHAIN.index(what.chunk)][what.state_type]
+                    assert (record.owner, record.token) == (actor.held.epoch, token)
+                    assert view.status(record.owner) is not EpochStatus.ENDED
 
 
 class SessionMachine(FleetMachine):
@@ -323,7 +321,7 @@ class SessionMachine(FleetMachine):
                 actor,
                 epoch,
                 fate,
-                lambda d: (d.add_reader if add else d.remove_reader)(epoch, "r", CHAIN[:1]),
+                lambda d: (d.add_chain_user if add else d.remove_chain_user)(epoch, "r", CHAIN[:1]),
             )
 
     @rule(name=workers, fate=fates, knows=st.booleans())

@@ -204,7 +204,7 @@ def test_a_directory_that_is_slow_for_a_moment_is_asked_again() -> None:
             if answers and answers.pop(0) is not None:
                 raise DirectoryUnavailableError("late")
             number = directory.generation().number
-            directory.tell_generation(lease.epoch, number, number)
+            directory.report_generation(lease.epoch, number, number)
             return directory.generation()
 
     assert reset_fleet(Slow(), 20.0, sleep=lambda _: None).is_complete
@@ -272,7 +272,7 @@ class Resets(RuleBasedStateMachine):
     @rule(name=st.sampled_from("abc"))
     def ask(self, name: str) -> None:
         of = self.generations[name]
-        number = self.directory.tell_generation(self.epochs[name], of.adopted, of.fleet)
+        number = self.directory.report_generation(self.epochs[name], of.adopted, of.fleet)
         self.asked[name] = (of, number)
 
     @rule(name=st.sampled_from("abc"))

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from hetero_connector.errors import StaleEpochError
-from ownership.directory import NO_TOKEN, NOBODY, Epoch, Outcome, Token, Worker
+from ownership.directory import NO_EPOCH, NO_TOKEN, Epoch, GrantOutcome, Token, Worker
 from ownership.directory.memory import MemoryDirectory
 from tests.ownership.directory.lease_model import (
     HELD,
@@ -46,7 +46,7 @@ class Twin:
                 self.directory.release(epoch, {what: Token(self.real[call.token])})
             else:
                 [grant] = self.directory.claim_owner(epoch, [claim_of(what)])
-                return HELD if grant.outcome is Outcome.HELD else grant.token
+                return HELD if grant.outcome is GrantOutcome.FOREIGN else grant.token
         except StaleEpochError:
             return STALE
         return 0
@@ -67,8 +67,8 @@ class Twin:
     def same_owners(self, state: State) -> None:
         for index, (epoch, token) in enumerate(state.owners):
             what = artifact("twin", index)
-            holding = self.directory.lookup([what.chunk]).chunks[0].get(what.state_type)
-            found = (NOBODY, NO_TOKEN) if holding is None else (holding.owner, holding.token)
+            record = self.directory.lookup([what.chunk]).chunks[0].get(what.state_type)
+            found = (NO_EPOCH, NO_TOKEN) if record is None else (record.owner, record.token)
             assert found == (self.real[epoch], self.real[token])
 
 

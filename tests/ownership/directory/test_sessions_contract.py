@@ -3,7 +3,7 @@
 import pytest
 
 from hetero_connector.artifacts.record import ROOT
-from ownership.directory import NO_TOKEN, NOBODY, Directory, Lease, Token
+from ownership.directory import NO_EPOCH, NO_TOKEN, Directory, Lease, Token
 from ownership.directory.sessions import MAX_CHAIN_ENDS, MAX_THINK_TIMES, Session
 from tests.ownership.fleet_bench import LEASE_S, LIMITS, DirectoryBench, artifact, chain, join
 
@@ -92,7 +92,7 @@ class TestSessions:
     def test_an_unknown_session_has_no_turn_to_end(self, directory: Directory, ann: Lease) -> None:
         assert directory.end_turn(ann.epoch, "s", NO_TOKEN, END, 1) == (False, Session("s"))
         assert directory.sessions(["s"]) == [None]
-        assert Session("s").decode_owner == NOBODY
+        assert Session("s").decode_owner == NO_EPOCH
 
     def test_a_clock_set_back_gives_no_negative_think_time(
         self, directory: Directory, bench: DirectoryBench, ann: Lease

@@ -13,16 +13,16 @@ from hetero_connector.errors import DirectoryUnavailableError
 from hetero_connector.metrics import GAUGES, Recorder
 from hetero_connector.spec.state_types import StateType
 from ownership.directory import (
+    ArtifactRecord,
     Claim,
     Copy,
     Directory,
     DirectoryLimits,
     Grant,
-    Holding,
     Lease,
     Worker,
 )
-from ownership.directory.identifiers import NOBODY, Epoch, Token
+from ownership.directory.identifiers import NO_EPOCH, Epoch, Token
 from ownership.directory.memory import MemoryDirectory
 from ownership.member.fleet_worker import FleetWorker
 
@@ -184,14 +184,14 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(2e-3)
 
 
-def holding(directory: Directory, number: int) -> Holding | None:
+def record_of(directory: Directory, number: int) -> ArtifactRecord | None:
     artifact = change(number).id
     return directory.lookup([artifact.chunk]).chunks[0].get(KV)
 
 
 def is_free(directory: MemoryDirectory, number: int) -> bool:
-    held = holding(directory, number)
-    return held is None or held.owner == NOBODY
+    held = record_of(directory, number)
+    return held is None or held.owner == NO_EPOCH
 
 
 def owned_by_bob(directory: Directory, *numbers: int, lease_s: float = 60.0) -> Epoch:

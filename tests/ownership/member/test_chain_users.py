@@ -29,7 +29,7 @@ def ann(directory: BreakableDirectory) -> Iterator[Worked]:
 
 
 def readers(directory: MemoryDirectory, *chunks: ChunkKey) -> list[int]:
-    return [usage.num_readers for usage in directory.usage(chunks)]
+    return [usage.num_users for usage in directory.usage(chunks)]
 
 
 def test_who_reads_here_is_told_and_who_left_is_too(
@@ -47,10 +47,10 @@ def test_who_reads_elsewhere_is_asked_of_what_would_leave_next(
     directory: BreakableDirectory, ann: Worked
 ) -> None:
     bob = directory.register(Worker("bob", b"card"), 60.0).epoch
-    directory.add_reader(bob, "u", [A])
+    directory.add_chain_user(bob, "u", [A])
     ann.store.soon = [A, B]
     until(lambda: ann.store.elsewhere == {A: True, B: False})
-    directory.remove_reader(bob, "u", [A])
+    directory.remove_chain_user(bob, "u", [A])
     until(lambda: ann.store.elsewhere == {A: False, B: False})
 
 
@@ -69,7 +69,7 @@ def test_what_only_this_engine_reads_is_not_read_elsewhere(
     ann.store.readers = {"s": (A, B)}
     until(lambda: readers(directory, A, B) == [1, 1])
     bob = directory.register(Worker("bob", b"card"), 60.0).epoch
-    directory.add_reader(bob, "u", [B])
+    directory.add_chain_user(bob, "u", [B])
     ann.store.soon = [A, B]
     until(lambda: ann.store.elsewhere == {A: False, B: True})
 

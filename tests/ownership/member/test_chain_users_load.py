@@ -14,7 +14,7 @@ from ownership import reader_counts
 from ownership.directory import Usage, Worker
 from ownership.directory.identifiers import Epoch
 from ownership.directory.memory import MemoryDirectory
-from ownership.member.chain_users import ReaderCounts
+from ownership.member.chain_users import ChainUserExchange
 from ownership.member.directory_thread import Job
 from tests.ownership.fleet_bench import chain
 from tests.ownership.member.ledgers import ListedStore
@@ -30,15 +30,15 @@ class CountingDirectory(MemoryDirectory):
         self.calls = 0
         self.loses_answers = False
 
-    def add_reader(self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]) -> None:
-        super().add_reader(epoch, reader, chunks)
+    def add_chain_user(self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]) -> None:
+        super().add_chain_user(epoch, reader, chunks)
         self._answer()
 
-    def remove_reader(
+    def remove_chain_user(
         self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]
     ) -> list[ChunkKey]:
         self._answer()
-        return super().remove_reader(epoch, reader, chunks)
+        return super().remove_chain_user(epoch, reader, chunks)
 
     def usage(self, chunks: Sequence[ChunkKey]) -> list[Usage]:
         self._answer()
@@ -60,7 +60,7 @@ class Turns:
         self.epoch = self.directory.register(Worker("ann", b"card"), 86_400.0).epoch
         self.calls_of_turns: list[int] = []
         self._job: tuple[Job[None], Future[None]] | None = None
-        self.counts = ReaderCounts(self.store, self, PERIOD_S, lambda: self.now_s)  # type: ignore[arg-type]
+        self.counts = ChainUserExchange(self.store, self, PERIOD_S, lambda: self.now_s)  # type: ignore[arg-type]
 
     def call(self, job: Job[None], deadline_s: float) -> Future[None]:
         assert self._job is None
@@ -87,7 +87,7 @@ class Turns:
         self.now_s += wait_s
 
     def read(self, *chunks: ChunkKey) -> list[int]:
-        return [u.num_readers for u in MemoryDirectory.usage(self.directory, chunks)]
+        return [u.num_users for u in MemoryDirectory.usage(self.directory, chunks)]
 
 
 @pytest.fixture

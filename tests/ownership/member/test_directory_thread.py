@@ -13,7 +13,7 @@ from examples.embedded_redis import EmbeddedRedis
 from hetero_connector.artifacts.record import ChunkKey
 from hetero_connector.errors import DirectoryUnavailableError, StaleEpochError
 from hetero_connector.metrics import COUNTERS, Recorder
-from ownership.directory import Claim, Directory, Grant, Outcome, Worker
+from ownership.directory import Claim, Directory, Grant, GrantOutcome, Worker
 from ownership.directory.identifiers import Epoch
 from ownership.directory.memory import MemoryDirectory
 from ownership.directory.redis import RedisDirectory
@@ -102,7 +102,7 @@ def test_what_is_published_is_owned_and_told(member: Member, other: RedisDirecto
     assert member.thread.publish(STORED) == len(STORED)
     wait_until("all is owned", lambda: owners(other) == {member.epoch()} != {0})
     wait_until("all is told", lambda: member.owned() == set(STORED_CHAIN))
-    assert {grant.outcome for _, _, grant in member.granted} == {Outcome.OWNED}
+    assert {grant.outcome for _, _, grant in member.granted} == {GrantOutcome.OWNED}
     found = member.thread.lookup(STORED_CHAIN, 5.0).result(WAIT_S)
     assert found.chunks[0][KV].owner == member.epoch()
 

@@ -9,7 +9,7 @@ from hetero_connector.metrics import Recorder
 from ownership.directory.identifiers import NO_TOKEN
 from ownership.directory.redis import RedisDirectory
 from ownership.member.joining import open_worker
-from tests.ownership.member.ledgers import ListedStore, change, holding, owned_by_bob, until
+from tests.ownership.member.ledgers import ListedStore, change, owned_by_bob, record_of, until
 
 LEASE_S = 1.0
 SLACK_S = 5.0
@@ -26,7 +26,7 @@ def test_what_a_living_owner_lets_go_is_owned_again_within_two_leases() -> None:
             store.put(change(1))
             worker.wake()
             until(lambda: change(1).id in store.replicas)
-            held = holding(directory, 1)
+            held = record_of(directory, 1)
             assert held is not None
             released_s = time.monotonic()
             directory.release(bob, {change(1).id: held.token})

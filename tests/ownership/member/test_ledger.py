@@ -12,15 +12,15 @@ from ownership.directory import (
     DirectoryLimits,
     Worker,
 )
-from ownership.directory.identifiers import NO_TOKEN, NOBODY, Epoch
+from ownership.directory.identifiers import NO_EPOCH, NO_TOKEN, Epoch
 from tests.ownership.member.ledgers import (
     KV,
     BreakableDirectory,
     Worked,
     change,
-    holding,
     is_free,
     owned_by_bob,
+    record_of,
     until,
 )
 
@@ -42,7 +42,7 @@ def test_what_is_sealed_is_owned_and_the_store_is_told(
 ) -> None:
     ann.tell(change(1), change(2))
     until(lambda: len(ann.store.tokens) == 2)
-    held = holding(directory, 1)
+    held = record_of(directory, 1)
     assert held is not None
     assert held.token == ann.store.tokens[change(1).id]
     assert ann.store.epochs == [held.owner], "it serves under the epoch that owns"
@@ -77,13 +77,13 @@ def test_what_the_directory_had_no_room_for_is_claimed_again_until_it_has() -> N
         ann.tell(change(3))
         until(lambda: not ann.worker.accepts_claims)
         ann.tell(change(1, 4096))
-        until(lambda: (h := holding(directory, 1)) is not None and h.copy.dram_offset == 4096)
+        until(lambda: (h := record_of(directory, 1)) is not None and h.copy.dram_offset == 4096)
         assert not ann.worker.accepts_claims, "a claim that is granted makes no room for another"
-        held = holding(directory, 2)
+        held = record_of(directory, 2)
         assert held is not None
         directory.release(bob, {change(2).id: held.token})
         until(lambda: change(3).id in ann.store.tokens)
-        assert holding(directory, 3) is not None
+        assert record_of(directory, 3) is not None
         until(lambda: ann.worker.accepts_claims)
     finally:
         ann.worker.close()
@@ -115,8 +115,8 @@ def test_what_moves_is_claimed_with_its_new_place(
     until(lambda: bool(ann.store.tokens))
     token = ann.store.tokens[change(1).id]
     ann.tell(change(1, 4096))
-    until(lambda: (h := holding(directory, 1)) is not None and h.copy.dram_offset == 4096)
-    assert holding(directory, 1).token == token  # type: ignore[union-attr]
+    until(lambda: (h := record_of(directory, 1)) is not None and h.copy.dram_offset == 4096)
+    assert record_of(directory, 1).token == token  # type: ignore[union-attr]
 
 
 def test_what_leaves_is_released_also_if_it_comes_back_at_once(
@@ -128,8 +128,8 @@ def test_what_leaves_is_released_also_if_it_comes_back_at_once(
     until(lambda: is_free(directory, 1))
     ann.store.drop(2)
     ann.tell(change(2, 8192))
-    until(lambda: (h := holding(directory, 2)) is not None and h.copy.dram_offset == 8192)
-    assert holding(directory, 2).owner != NOBODY  # type: ignore[union-attr]
+    until(lambda: (h := record_of(directory, 2)) is not None and h.copy.dram_offset == 8192)
+    assert record_of(directory, 2).owner != NO_EPOCH  # type: ignore[union-attr]
 
 
 def test_what_left_before_its_claim_was_answered_is_released(
@@ -151,7 +151,7 @@ def test_a_release_that_failed_is_told_again(directory: BreakableDirectory, ann:
     directory.gone = True
     ann.drop(1)
     until(lambda: not ann.store._changes)
-    assert holding(directory, 1).owner != NOBODY  # type: ignore[union-attr]
+    assert record_of(directory, 1).owner != NO_EPOCH  # type: ignore[union-attr]
     directory.gone = False
     until(lambda: is_free(directory, 1))
 
@@ -162,12 +162,12 @@ def test_what_another_owns_is_a_replica_whose_listing_is_renewed(
     owner = owned_by_bob(directory, 1)
     ann.tell(change(1))
     until(lambda: change(1).id in ann.store.replicas)
-    until(lambda: bool(holding(directory, 1).replicas))  # type: ignore[union-attr]
-    first = holding(directory, 1).replicas[0].expires_s  # type: ignore[union-attr]
-    until(lambda: holding(directory, 1).replicas[0].expires_s > first)  # type: ignore[union-attr]
-    assert holding(directory, 1).owner == owner  # type: ignore[union-attr]
+    until(lambda: bool(record_of(directory, 1).replicas))  # type: ignore[union-attr]
+    first = record_of(directory, 1).replicas[0].expires_s  # type: ignore[union-attr]
+    until(lambda: record_of(directory, 1).replicas[0].expires_s > first)  # type: ignore[union-attr]
+    assert record_of(directory, 1).owner == owner  # type: ignore[union-attr]
     ann.drop(1)
-    until(lambda: not holding(directory, 1).replicas)  # type: ignore[union-attr]
+    until(lambda: not record_of(directory, 1).replicas)  # type: ignore[union-attr]
 
 
 def test_replicas_are_counted_with_their_bytes(directory: BreakableDirectory, ann: Worked) -> None:
@@ -176,7 +176,7 @@ def test_replicas_are_counted_with_their_bytes(directory: BreakableDirectory, an
     until(lambda: ann.replicas(replicas=2, replica_bytes=128))
     ann.drop(2)
     until(lambda: ann.replicas(replicas=1, replica_bytes=64))
-    held = holding(directory, 1)
+    held = record_of(directory, 1)
     assert held is not None
     directory.release(owner, {change(1).id: held.token})  # ours, when it is claimed again
     until(lambda: ann.replicas(replicas=0, replica_bytes=0))
@@ -190,7 +190,7 @@ def test_a_replica_is_ours_once_its_owner_lets_go_or_dies(
     ann.tell(change(1))
     until(lambda: change(1).id in ann.store.replicas)
     if how == "lets go":
-        held = holding(directory, 1)
+        held = record_of(directory, 1)
         assert held is not None
         directory.release(owner, {change(1).id: held.token})
     until(lambda: change(1).id in ann.store.tokens)
@@ -243,7 +243,7 @@ def test_serving_ends_before_the_lease_and_everything_is_claimed_anew(
         until(lambda: bool(ann.store.tokens))
         first = ann.store.tokens[change(1).id]
         directory.gone = True
-        until(lambda: ann.store.epochs[-1] == NOBODY)
+        until(lambda: ann.store.epochs[-1] == NO_EPOCH)
         states = directory.lookup([change(1).id.chunk])
         assert states.copies(0, KV), "it stopped while nobody could have taken over"
         until(lambda: not directory.workers())
@@ -252,7 +252,7 @@ def test_serving_ends_before_the_lease_and_everything_is_claimed_anew(
         assert ann.store.epochs[-1] > ann.store.epochs[0]
     finally:
         ann.worker.close()
-    assert ann.store.epochs[-1] == NOBODY
+    assert ann.store.epochs[-1] == NO_EPOCH
 
 
 def test_what_comes_back_is_not_claimed_before_its_release_is_answered(

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 
 from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.metrics import Recorder
-from ownership.directory import Claim, Copy, Grant, Outcome, Worker
-from ownership.directory.identifiers import NO_TOKEN, NOBODY, Epoch, Token
+from ownership.directory import Claim, Copy, Grant, GrantOutcome, Worker
+from ownership.directory.identifiers import NO_EPOCH, NO_TOKEN, Epoch, Token
 from ownership.directory.memory import MemoryDirectory
 from ownership.member.directory_thread import Job
 from ownership.member.ledger import Ledger
@@ -16,8 +16,8 @@ from ownership.member.live_peers import LivePeers
 from tests.ownership.member.ledgers import ListedStore, change
 
 BOB, EVE = Epoch(2), Epoch(3)
-FULL = Grant(Outcome.FULL, NOBODY, NO_TOKEN)
-OWNED = Grant(Outcome.OWNED, Epoch(1), Token(9))
+FULL = Grant(GrantOutcome.FULL, NO_EPOCH, NO_TOKEN)
+OWNED = Grant(GrantOutcome.OWNED, Epoch(1), Token(9))
 
 
 class Published:
@@ -54,7 +54,7 @@ def answered(ledger: Ledger, grant: Grant, *numbers: int) -> None:
 
 
 def held_by(ledger: Ledger, owner: Epoch, *numbers: int) -> None:
-    answered(ledger, Grant(Outcome.HELD, owner, Token(9)), *numbers)
+    answered(ledger, Grant(GrantOutcome.FOREIGN, owner, Token(9)), *numbers)
 
 
 def test_all_replicas_are_claimed_at_once() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hetero_connector.errors import DirectoryUnavailableError
 from hetero_connector.metrics import Recorder
 from ownership.directory import Claim, Directory, Grant, Worker
-from ownership.directory.identifiers import NOBODY, Epoch
+from ownership.directory.identifiers import NO_EPOCH, Epoch
 from ownership.directory.memory import MemoryDirectory
 from ownership.member.directory_thread import DirectoryThread
 from ownership.member.fleet_worker import FleetWorker
@@ -36,7 +36,7 @@ class Clock:
     def goes_on(self, seconds: float) -> None:
         """While the store serves under the lease."""
         self.now_s += seconds
-        if self.store.epochs and self.store.epochs[-1] != NOBODY:
+        if self.store.epochs and self.store.epochs[-1] != NO_EPOCH:
             over_s = self.now_s - self.lease_ends_s
             self.served_too_long_s = max(self.served_too_long_s, over_s)
 
@@ -98,8 +98,8 @@ def served_too_long_s(at_s: float, what: str) -> float:
             thread._turn()
         else:
             clock.goes_on(STEP_S)
-    assert clock.store.epochs[0] != NOBODY
-    assert clock.store.epochs[-1] == NOBODY
+    assert clock.store.epochs[0] != NO_EPOCH
+    assert clock.store.epochs[-1] == NO_EPOCH
     return clock.served_too_long_s
 
 
@@ -123,9 +123,9 @@ def test_whoever_leaves_stops_serving_before_its_lease_is_ended() -> None:
     worker = FleetWorker(Watched(), "ann", LEASE_S, Recorder())
     worker.start(store)
     until(lambda: bool(store.epochs))
-    assert store.epochs[-1] != NOBODY
+    assert store.epochs[-1] != NO_EPOCH
     worker.close()
-    assert served == [NOBODY]
+    assert served == [NO_EPOCH]
 
 
 def test_a_lease_that_its_calls_leave_no_time_to_serve_in_is_refused() -> None:

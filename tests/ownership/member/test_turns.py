@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from hetero_connector.metrics import COUNTERS, Recorder
-from ownership.directory import Claim, DirectoryLimits, Grant, Lease, Outcome, Worker
+from ownership.directory import Claim, DirectoryLimits, Grant, GrantOutcome, Lease, Worker
 from ownership.directory.identifiers import Epoch
 from ownership.directory.memory import MemoryDirectory
 from ownership.member.directory_thread import CLAIMS_PER_CALL, DirectoryThread
 from ownership.member.fleet_worker import FleetWorker
 from ownership.member.lease_keeper import LeaseKeeper
 from tests.ownership.fleet_bench import artifact, chain, claim_of
-from tests.ownership.member.ledgers import ListedStore, change, holding
+from tests.ownership.member.ledgers import ListedStore, change, record_of
 
 LEASE_S = 10.0
 TURN_S = 1e-3
@@ -184,14 +184,14 @@ def test_an_old_versions_records_make_room_at_once(monkeypatch: pytest.MonkeyPat
     member = Member(monkeypatch, DirectoryLimits(max_artifacts=20_000))
     old = member.directory.register(Worker("old", b"card"), LEASE_S).epoch
     claims = [claim_of(artifact("old", 0))._replace(artifact=change(n).id) for n in range(20_000)]
-    assert {g.outcome for g in member.directory.claim_owner(old, claims)} == {Outcome.OWNED}
+    assert {g.outcome for g in member.directory.claim_owner(old, claims)} == {GrantOutcome.OWNED}
     member.directory.end_lease(old)
     member.store.put(*map(change, range(30_000, 30_256)))
     member.run_s(LEASE_S)
     assert len(member.store.tokens) == 256
     assert member.worker.accepts_claims
     member.run_s(LEASE_S)
-    held = holding(member.directory, 1)
+    held = record_of(member.directory, 1)
     assert held is None or held.owner != old
 
 
@@ -218,6 +218,6 @@ def test_changes_that_were_lost_end_the_epoch(member: Member) -> None:
     member.run_s(2.0)
     epoch = member.store.epochs[-1]
     assert epoch > before
-    owners = [holding(member.directory, number).owner for number in (1, 2, 3)]  # type: ignore[union-attr]
+    owners = [record_of(member.directory, number).owner for number in (1, 2, 3)]  # type: ignore[union-attr]
     assert owners == [epoch, before, epoch]
     assert before not in member.directory.workers()

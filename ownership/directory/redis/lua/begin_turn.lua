@@ -17,7 +17,7 @@ end
 expire_sessions(now_s - session_ttl_s)
 local session = session_of(id)
 local owner = session[S_OWNER]
-local is_taken = owner ~= NOBODY and owner ~= epoch and standing(owner, now_s) == LIVE
+local is_taken = owner ~= NO_EPOCH and owner ~= epoch and status_of(owner, now_s) == LIVE
 if is_taken and expected ~= session[S_TOKEN] then
   return { 0, cmsgpack.pack(session) }
 end

@@ -7,7 +7,7 @@
 local now_s = tick_s()
 local answer = { string.format('%.0f', generation()) }
 for _, epoch in ipairs(known_epochs()) do
-  if standing(epoch, now_s) == LIVE then
+  if status_of(epoch, now_s) == LIVE then
     table.insert(answer, entry_of(epoch)[NAME])
     table.insert(answer, field_of(number_in(redis.call('HGET', adopted, field_of(epoch))) or 0))
   end

@@ -2,7 +2,7 @@
 -- KEYS: fleet epochs chunks runs readers used names peers
 -- ARGV: about how many records to look at, orphan_ttl_s, most artifacts
 -- Returns: how many artifacts' records went.
--- USES: clock epochs runs holdings readers
+-- USES: clock epochs runs records chain_users
 
 local limit, orphan_ttl_s, max_artifacts = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local now_s = tick_s()
@@ -23,15 +23,15 @@ local function is_gone(replica)
 end
 
 local function sweep_chunk(place)
-  for at = #place.holdings, 1, -1 do
-    local holding = place.holdings[at]
-    local replicas = #holding
-    drop_replicas(holding, is_gone)
-    local is_orphan = #holding == COPY and ended_before(holding[OWNER], oldest_orphan_s)
+  for at = #place.records, 1, -1 do
+    local record = place.records[at]
+    local replicas = #record
+    drop_replicas(record, is_gone)
+    local is_orphan = #record == COPY and ended_before(record[OWNER], oldest_orphan_s)
     if is_orphan then
-      holding[OWNER] = NOBODY
+      record[OWNER] = NO_EPOCH
     end
-    if is_orphan or #holding ~= replicas then
+    if is_orphan or #record ~= replicas then
       settle(place, at, now_s)
     end
   end
@@ -50,11 +50,11 @@ for index = 1, #scanned, 2 do
   end
 end
 local num_forgotten = -num_added
-write_holdings()
+write_records()
 
 scanned = scan(readers, 'reader_cursor')
 for index = 1, #scanned, 2 do
-  keep_readers(scanned[index], live_readers(readers_of(scanned[index]), now_s))
+  keep_users(scanned[index], live_users(users_of(scanned[index]), now_s))
 end
 for _, chunk in ipairs(redis.call('ZRANGEBYSCORE', used, '-inf', exact(oldest_s), 'LIMIT', 0, limit)) do
   if redis.call('HEXISTS', readers, chunk) == 0 then

@@ -7,7 +7,7 @@
 local now_s = tick_s()
 local live = {}
 for _, epoch in ipairs(known_epochs()) do
-  if standing(epoch, now_s) == LIVE then
+  if status_of(epoch, now_s) == LIVE then
     local entry, field = entry_of(epoch), field_of(epoch)
     table.insert(live, field)
     table.insert(live, entry[NAME])

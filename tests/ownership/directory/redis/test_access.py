@@ -13,7 +13,7 @@ import trustme
 
 from examples.embedded_redis import EmbeddedRedis
 from hetero_connector.errors import DirectoryRefusedError, DirectoryUnavailableError
-from ownership.directory import Outcome
+from ownership.directory import GrantOutcome
 from ownership.directory.redis import RedisDirectory
 from ownership.directory.redis.scripts import fleet_key
 from tests.ownership.fleet_bench import KV, artifact, claim, join
@@ -51,7 +51,7 @@ class TestPasswords:
         url = f"redis://ann:hush@127.0.0.1:{shared_server().port}"
         directory = RedisDirectory(f"{url}?fleet={fleet}", deadline_s=DEADLINE_S)
         lease = join(directory, "ann")
-        assert claim(directory, lease, artifact())[0].outcome is Outcome.OWNED
+        assert claim(directory, lease, artifact())[0].outcome is GrantOutcome.OWNED
         assert "may not run scripts on this fleet's keys" in refused(f"{url}?fleet=others")
         assert "wrong user or password" in refused(url.replace("hush", "loud"))
         admin.acl_deluser("ann")
@@ -98,7 +98,7 @@ class TestTls:
         url = f"{tls_url(proxy)}?tls_ca={ca_file}&fleet={new_fleet()}"
         directory = RedisDirectory(url, deadline_s=DEADLINE_S)
         lease = join(directory, "ann")
-        assert claim(directory, lease, artifact())[0].outcome is Outcome.OWNED
+        assert claim(directory, lease, artifact())[0].outcome is GrantOutcome.OWNED
         directory.close()
 
     def test_a_certificate_of_an_unknown_authority(self, proxy: TlsProxy) -> None:

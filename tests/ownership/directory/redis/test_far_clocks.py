@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from ownership.directory import Outcome, Standing, Worker
+from ownership.directory import EpochStatus, GrantOutcome, Worker
 from ownership.directory.identifiers import LAST_NUMBER
 from ownership.directory.redis.scripts import fleet_key
 from tests.ownership.fleet_bench import KV, LEASE_S, LIMITS, artifact, claim, join
@@ -30,11 +30,11 @@ def is_served(bench: RedisBench, name: str) -> int:
     lease = join(directory, name)
     assert lease.epoch < LAST_NUMBER
     [grant] = claim(directory, lease, WHAT)
-    assert grant.outcome is Outcome.OWNED
+    assert grant.outcome is GrantOutcome.OWNED
     assert grant.token < LAST_NUMBER
     view = directory.lookup([WHAT.chunk])
     assert view.chunks[0][KV].token == grant.token
-    assert view.standing(lease.epoch) is Standing.LIVE
+    assert view.status(lease.epoch) is EpochStatus.LIVE
     directory.end_lease(lease.epoch)
     return lease.epoch
 

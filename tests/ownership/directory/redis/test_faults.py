@@ -18,7 +18,7 @@ from hetero_connector.errors import (
     RecordError,
     StaleEpochError,
 )
-from ownership.directory import Lease, Outcome
+from ownership.directory import GrantOutcome, Lease
 from ownership.directory.redis import RedisDirectory
 from tests.ownership.fleet_bench import KV, artifact, chain, claim, claim_of, join
 
@@ -88,7 +88,7 @@ class TestKilled:
             claim(directory, before, artifact())
         after = join(directory, "ann")
         granted = claim(directory, after, artifact())[0]
-        assert granted.outcome is Outcome.OWNED
+        assert granted.outcome is GrantOutcome.OWNED
         assert before.epoch < token < after.epoch < granted.token
 
     def test_what_was_handed_out_last_is_not_handed_out_again_by_one_that_lacks_it(
@@ -107,7 +107,7 @@ class TestKilled:
         client.close()
         eve = join(directory, "eve")
         granted = claim(directory, ann, artifact("b"))[0]
-        assert granted.outcome is Outcome.OWNED
+        assert granted.outcome is GrantOutcome.OWNED
         assert bob.epoch < token < eve.epoch < granted.token
         with pytest.raises(StaleEpochError):
             directory.renew_lease(bob.epoch)
@@ -189,7 +189,7 @@ class TestSlow:
         server.resume()
         first = until_back(lambda: directory.lookup(chain("a", 1))).chunks[0]
         again = claim(directory, lease, artifact("a"))[0]
-        assert again.outcome is Outcome.OWNED
+        assert again.outcome is GrantOutcome.OWNED
         assert not first or first[KV].token == again.token
 
 
@@ -240,7 +240,7 @@ class TestServerTroubles:
             client.script_flush()
             claims = [claim_of(artifact(f"{count}/{i}")) for i in range(count)]
             grants = directory.claim_owner(lease.epoch, claims)
-            assert {grant.outcome for grant in grants} == {Outcome.OWNED}
+            assert {grant.outcome for grant in grants} == {GrantOutcome.OWNED}
 
     def test_a_full_server_is_unavailable_until_there_is_room(
         self, server: EmbeddedRedis, directory: RedisDirectory
@@ -252,7 +252,7 @@ class TestServerTroubles:
             claim(directory, lease, artifact())
         client.config_set("maxmemory", 0)
         granted = until_back(lambda: claim(directory, lease, artifact()))
-        assert granted[0].outcome is Outcome.OWNED
+        assert granted[0].outcome is GrantOutcome.OWNED
 
     def test_a_replica_that_lost_its_primary_is_unavailable(self) -> None:
         with EmbeddedRedis(["replicaof 127.0.0.1 1"]) as replica:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hetero_connector.errors import RecordError, StaleEpochError
 from hetero_connector.spec.state_types import StateType
-from ownership.directory import Lease, Outcome, Standing
+from ownership.directory import EpochStatus, GrantOutcome, Lease
 from ownership.directory.redis import RedisDirectory, encoding
 from ownership.directory.redis.scripts import fleet_key
 from tests.ownership.fleet_bench import KV, artifact, chain, claim, claim_of, copy_of, join
@@ -54,7 +54,7 @@ def run_of(*entries: bytes) -> bytes:
     return b"\1" + bytes(msgpack.packb(list(entries), use_bin_type=False))
 
 
-def holding(*fields: object) -> bytes:
+def record_of(*fields: object) -> bytes:
     return bytes(msgpack.packb([list(fields)], use_bin_type=False))
 
 
@@ -100,26 +100,26 @@ def test_any_value_for_a_chunk_is_read_as_nothing_and_healed_by_a_claim(
     for at, grant in enumerate(grants):
         # A readable run of another chunk that says it holds this one is believed.
         is_disputed = any(CHAIN[at] in value for i, value in enumerate(index) if i != at)
-        if grant.outcome is Outcome.OWNED and not is_disputed:
+        if grant.outcome is GrantOutcome.OWNED and not is_disputed:
             assert found[at][KV].owner == hostile.lease.epoch
 
 
 @pytest.mark.parametrize(
     "entry",
     [
-        holding(0, 5, 6),
-        holding(99, 5, 6, COPY),
-        holding(-1, 5, 6, COPY),
-        holding(True, 5, 6, COPY),
-        holding(0, -5, 6, COPY),
-        holding(0, 2**60, 6, COPY),
-        holding(0, 5, b"6", COPY),
-        holding(0, 5, 6, COPY + b"x"),
-        holding(0, 5, 6, [1, 2]),
-        holding(0, 5, 6, struct.pack("<Q16sqQ?", 0, bytes(16), 0, 0, False)),
-        holding(0, 5, 6, struct.pack("<Q16sqQ?", 9, bytes(16), -2, 0, False)),
-        holding(0, 5, 6, COPY, [1, COPY]),
-        holding(0, 5, 6, COPY, 7),
+        record_of(0, 5, 6),
+        record_of(99, 5, 6, COPY),
+        record_of(-1, 5, 6, COPY),
+        record_of(True, 5, 6, COPY),
+        record_of(0, -5, 6, COPY),
+        record_of(0, 2**60, 6, COPY),
+        record_of(0, 5, b"6", COPY),
+        record_of(0, 5, 6, COPY + b"x"),
+        record_of(0, 5, 6, [1, 2]),
+        record_of(0, 5, 6, struct.pack("<Q16sqQ?", 0, bytes(16), 0, 0, False)),
+        record_of(0, 5, 6, struct.pack("<Q16sqQ?", 9, bytes(16), -2, 0, False)),
+        record_of(0, 5, 6, COPY, [1, COPY]),
+        record_of(0, 5, 6, COPY, 7),
         b"\xdd\xff\xff\xff\xff",  # an array of four billion
         b"\xc6\xff\xff\xff\xff",  # four billion bytes
         b"\x91" * 2_000,
@@ -133,7 +133,7 @@ def test_a_bad_entry_is_a_counted_miss(hostile: Hostile, entry: bytes) -> None:
     assert hostile.directory.lookup(CHAIN).chunks[0] == {}
     assert hostile.directory.num_bad_records == before + 1
     with pytest.raises(RecordError):
-        encoding.chunk_holdings(entry)
+        encoding.chunk_records(entry)
 
 
 def test_an_unreadable_epoch_has_ended(hostile: Hostile) -> None:
@@ -142,7 +142,7 @@ def test_an_unreadable_epoch_has_ended(hostile: Hostile) -> None:
     claim(hostile.directory, bob, what)
     hostile.write("epochs", b"%d" % bob.epoch, b"\xc1")
     view = hostile.directory.lookup([what.chunk])
-    assert view.standing(bob.epoch) is Standing.ENDED
+    assert view.status(bob.epoch) is EpochStatus.ENDED
     assert view.copies(0, KV) == []
     with pytest.raises(StaleEpochError):  # so its worker registers again
         hostile.directory.renew_lease(bob.epoch)
@@ -167,7 +167,7 @@ def test_an_unreadable_session_is_not_known(hostile: Hostile) -> None:
 def test_no_bytes_break_the_decoders(packed: bytes) -> None:
     for decode in (
         encoding.run_entries,
-        encoding.chunk_holdings,
+        encoding.chunk_records,
         encoding.chain_ends,
         lambda raw: encoding.session("s", raw),
     ):
@@ -193,7 +193,7 @@ def test_no_value_for_the_generation_is_believed_that_none_may_be(
     directory, epoch = hostile.directory, hostile.lease.epoch
     hostile.write("fleet", b"generation", value)
     with suppress(RecordError):
-        assert 0 <= directory.tell_generation(epoch, 7, 7) <= 2**53
+        assert 0 <= directory.report_generation(epoch, 7, 7) <= 2**53
     hostile.write("adopted", b"%d" % epoch, adopted)
     with suppress(RecordError):
         assert all(0 <= n <= 2**53 for n in directory.generation().adopted.values())

@@ -11,12 +11,12 @@ import redis
 from examples.embedded_redis import EmbeddedRedis
 from hetero_connector.artifacts.exported import ExportChange
 from hetero_connector.errors import DirectoryUnavailableError
-from ownership.directory import Claim, Copy, Outcome, Worker
-from ownership.directory.identifiers import NOBODY
+from ownership.directory import Claim, Copy, GrantOutcome, Worker
+from ownership.directory.identifiers import NO_EPOCH
 from ownership.directory.redis import RedisDirectory
 from ownership.directory.redis.scripts import fleet_key
 from ownership.member.fleet_worker import FleetWorker
-from tests.ownership.member.ledgers import KV, Worked, change, holding, until
+from tests.ownership.member.ledgers import KV, Worked, change, record_of, until
 
 LEASE_S = 2.0
 NUMBERS = range(1, 601)
@@ -57,7 +57,7 @@ class Fleet:
                 view = self.bob.lookup([made.id.chunk for made in changes])
             except DirectoryUnavailableError:
                 return False
-            owners = {chunk[KV].owner if KV in chunk else NOBODY for chunk in view.chunks}
+            owners = {chunk[KV].owner if KV in chunk else NO_EPOCH for chunk in view.chunks}
             return owners == {self.ann.store.epochs[-1]}
 
         return is_own
@@ -66,8 +66,8 @@ class Fleet:
         """Return whether nobody owns it."""
 
         def is_free() -> bool:
-            held = holding(self.bob, number)
-            return held is None or held.owner == NOBODY
+            held = record_of(self.bob, number)
+            return held is None or held.owner == NO_EPOCH
 
         return is_free
 
@@ -125,7 +125,7 @@ def test_lost_records_are_there_again_without_a_word(fleet: Fleet, what: str) ->
     assert cards == [b"card"]
     epoch = fleet.bob.register(Worker("bob", b"bob's card"), 60.0).epoch
     grants = fleet.bob.claim_owner(epoch, [Claim(i, Copy(64, bytes(16), 0, 1)) for i in IDS])
-    assert {grant.outcome for grant in grants} == {Outcome.HELD}, "it has one owner"
+    assert {grant.outcome for grant in grants} == {GrantOutcome.FOREIGN}, "it has one owner"
 
 
 def test_what_is_counted_shrinks_with_what_was_lost(fleet: Fleet) -> None:

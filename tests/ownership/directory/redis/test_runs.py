@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey
-from ownership.directory import ChunkHoldings, Claim, Directory, DirectoryLimits, Holding
+from ownership.directory import ArtifactRecord, ChunkRecords, Claim, Directory, DirectoryLimits
 from ownership.directory.memory import MemoryDirectory
 from ownership.directory.redis.encoding import run_entries
 from ownership.directory.redis.scripts import fleet_key, run_starts
@@ -68,13 +68,13 @@ class Fleet:
         self.bench.close()
 
 
-def shape(holdings: ChunkHoldings) -> dict[str, object]:
+def shape(records: ChunkRecords) -> dict[str, object]:
     """All but epochs and tokens, which two directories number differently."""
 
-    def of(holding: Holding) -> tuple[object, ...]:
-        return holding.copy, holding.replicas, holding.owner != 0
+    def of(record: ArtifactRecord) -> tuple[object, ...]:
+        return record.copy, record.replicas, record.owner != 0
 
-    return {str(kind): of(holding) for kind, holding in holdings.items()}
+    return {str(kind): of(record) for kind, record in records.items()}
 
 
 def check_stored(bench: RedisBench) -> None:

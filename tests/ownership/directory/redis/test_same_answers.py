@@ -49,8 +49,8 @@ class Side:
                 {str(kind): self.told(found[kind]) for kind in sorted(found)}
                 for found in answer.chunks
             ]
-            standing = [str(answer.standing(epoch)) for epoch in self.epochs]
-            return chunks, standing, answer.now_s
+            status = [str(answer.status(epoch)) for epoch in self.epochs]
+            return chunks, status, answer.now_s
         if isinstance(answer, Session):
             answer = tuple(getattr(answer, name) for name in answer.__slots__)
         if isinstance(answer, HotGroup):
@@ -141,17 +141,13 @@ class SameAnswers(RuleBasedStateMachine):
         copies = [Claim(a, copy_of(a, 8_192)) for a in what]
         self.both(lambda s: s.directory.replicate_readonly(s.epoch(who), copies, ttl_s))
 
-    @rule(who=st.integers(0, 9), what=ARTIFACTS)
-    def promote(self, who: int, what: list[ArtifactId]) -> None:
-        self.both(lambda side: side.directory.promote(side.epoch(who), what))
+    @rule(who=st.integers(0, 9), reader=NAMES, chunks=KEYS)
+    def add_chain_user(self, who: int, reader: str, chunks: list[ChunkKey]) -> None:
+        self.both(lambda side: side.directory.add_chain_user(side.epoch(who), reader, chunks))
 
     @rule(who=st.integers(0, 9), reader=NAMES, chunks=KEYS)
-    def add_reader(self, who: int, reader: str, chunks: list[ChunkKey]) -> None:
-        self.both(lambda side: side.directory.add_reader(side.epoch(who), reader, chunks))
-
-    @rule(who=st.integers(0, 9), reader=NAMES, chunks=KEYS)
-    def remove_reader(self, who: int, reader: str, chunks: list[ChunkKey]) -> None:
-        self.both(lambda side: side.directory.remove_reader(side.epoch(who), reader, chunks))
+    def remove_chain_user(self, who: int, reader: str, chunks: list[ChunkKey]) -> None:
+        self.both(lambda side: side.directory.remove_chain_user(side.epoch(who), reader, chunks))
 
     @rule(who=st.integers(0, 9), session=NAMES, group=st.sampled_from(["", "g", "h"]))
     def begin_turn(self, who: int, session: str, group: str) -> None:
@@ -183,9 +179,9 @@ class SameAnswers(RuleBasedStateMachine):
         self.both(lambda side: side.directory.sweep(1_000))
 
     @rule(who=st.integers(0, 9), adopted=st.integers(0, 3), floor=st.integers(0, 3))
-    def tell_generation(self, who: int, adopted: int, floor: int) -> None:
+    def report_generation(self, who: int, adopted: int, floor: int) -> None:
         def ask(side: Side) -> int:
-            return side.directory.tell_generation(side.epoch(who), adopted, floor)
+            return side.directory.report_generation(side.epoch(who), adopted, floor)
 
         self.both(ask)
 

@@ -15,10 +15,10 @@ from hetero_connector.errors import (
     DirectoryUnavailableError,
     StaleEpochError,
 )
-from ownership.directory import Directory, Lease, Outcome
+from ownership.directory import Directory, GrantOutcome, Lease
 from ownership.directory.redis import RedisDirectory
 from tests.ownership.fleet_bench import KV, artifact, claim, claim_of, join
-from tests.ownership.member.ledgers import Worked, change, holding
+from tests.ownership.member.ledgers import Worked, change, record_of
 
 DEADLINE_S = 10.0
 PASSWORD = "hush"
@@ -106,7 +106,7 @@ class TestSentinel:
         def owns(number: int) -> bool:
             """Return whether the directory says that it is of ann's latest epoch."""
             try:
-                held = holding(bob, number)
+                held = record_of(bob, number)
             except DirectoryUnavailableError:
                 return False
             return held is not None and held.owner == ann.store.epochs[-1]
@@ -180,12 +180,14 @@ class TestCluster:
         ann, bob = (join(directory, name, lease_s=600.0) for name in ("ann", "bob"))
         what = [artifact(index=i) for i in range(300)]  # more than one script's
         claims = [claim_of(a) for a in what]
-        assert {g.outcome for g in directory.claim_owner(ann.epoch, claims)} == {Outcome.OWNED}
-        assert {g.outcome for g in directory.claim_owner(bob.epoch, claims)} == {Outcome.HELD}
+        assert {g.outcome for g in directory.claim_owner(ann.epoch, claims)} == {GrantOutcome.OWNED}
+        assert {g.outcome for g in directory.claim_owner(bob.epoch, claims)} == {
+            GrantOutcome.FOREIGN
+        }
         replicas = directory.replicate_readonly(bob.epoch, claims, 60.0)
-        assert {g.outcome for g in replicas} == {Outcome.REPLICA}
+        assert {g.outcome for g in replicas} == {GrantOutcome.REPLICA}
         directory.end_lease(ann.epoch)
-        assert {g.outcome for g in directory.promote(bob.epoch, what)} == {Outcome.OWNED}
+        assert {g.outcome for g in directory.claim_owner(bob.epoch, claims)} == {GrantOutcome.OWNED}
         view = directory.lookup([a.chunk for a in what])
         assert {c[KV].owner for c in view.chunks} == {bob.epoch}
         use_everything_else(directory, bob)
@@ -212,9 +214,9 @@ class TestCluster:
 def use_everything_else(directory: Directory, lease: Lease) -> None:
     chunk = artifact().chunk
     directory.renew_lease(lease.epoch)
-    directory.add_reader(lease.epoch, "r", [chunk])
-    assert directory.usage([chunk])[0].num_readers == 1
-    assert directory.remove_reader(lease.epoch, "r", [chunk]) == [chunk]
+    directory.add_chain_user(lease.epoch, "r", [chunk])
+    assert directory.usage([chunk])[0].num_users == 1
+    assert directory.remove_chain_user(lease.epoch, "r", [chunk]) == [chunk]
     grant = directory.begin_turn(lease.epoch, "s", "g")
     assert directory.end_turn(lease.epoch, "s", grant.session.token, chunk, 256).granted
     assert directory.sessions(["s"])[0] is not None

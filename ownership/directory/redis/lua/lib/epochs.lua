@@ -9,7 +9,7 @@
 
 local NAME, STORAGE, LEASE_S, DEADLINE_S, IS_RETIRED = 1, 2, 3, 4, 5
 local LIVE, RETIRED, ENDED = 0, 1, 2
-local NOBODY = 0
+local NO_EPOCH = 0
 local LAST_NUMBER = 2 ^ 52
 local MOST_LEASE_S = 1e7
 
@@ -62,7 +62,7 @@ local function keep_entry(epoch, entry)
   redis.call('HSET', epochs, field_of(epoch), cmsgpack.pack(entry))
 end
 
-local function standing(epoch, now_s)
+local function status_of(epoch, now_s)
   local entry = entry_of(epoch)
   -- A deadline farther off than a lease is none of ours.
   if not entry or entry[DEADLINE_S] <= now_s or entry[DEADLINE_S] > now_s + entry[LEASE_S] + 1 then
@@ -79,7 +79,7 @@ end
 
 -- Why the epoch may change nothing, as the error to answer; nil when it may.
 local function refusal(epoch, now_s)
-  local stands = standing(epoch, now_s)
+  local stands = status_of(epoch, now_s)
   if stands == RETIRED then
     return redis.error_reply('STALE_EPOCH its worker has registered again')
   elseif stands == ENDED then

@@ -1,6 +1,6 @@
 -- Answers to claims, promotions and replicas: [outcome, owner, token, ...].
 
-local OWNED, HELD, REPLICA, ABSENT, FULL = 0, 1, 2, 3, 4
+local OWNED, FOREIGN, REPLICA, ABSENT, FULL = 0, 1, 2, 3, 4
 local NO_TOKEN = 0
 
 local answers = {}

@@ -6,7 +6,7 @@
 --   the keys of a run's chunks, one after the other    under its first chunk
 --   '\2' | first chunk of the run that holds it         a pointer
 -- runs: hash, first chunk -> '\1' | msgpack [entry of each chunk]. The first byte is the format.
--- The entry of a chunk is msgpack, see holdings.lua; only a run's first chunk may have none ('').
+-- The entry of a chunk is msgpack, see records.lua; only a run's first chunk may have none ('').
 --
 -- A chunk begins a run if its key says so (`begins_run`), so that a reader knows most runs' names
 -- from the chain alone, and can fetch them past this interpreter, which hashes every string it

@@ -20,7 +20,7 @@ local function session_of(id)
     and (not found[S_TURN_ENDED_S] or type(found[S_TURN_ENDED_S]) == 'number') then
     return found
   end
-  return { 0, NOBODY, NO_BOUNDARY, 0, '', {}, false, 0 }
+  return { 0, NO_EPOCH, NO_BOUNDARY, 0, '', {}, false, 0 }
 end
 
 local function forget_session(id)

@@ -1,7 +1,7 @@
 -- What is known of each artifact. Needs: fleet, epochs, chunks, runs.
 --
--- The entry of a chunk: msgpack [holding, ...], one for each state type that is known;
--- a holding: [state type, owner, token, copy, replica...]; a replica: [holder, copy, expires_s].
+-- The entry of a chunk: msgpack [record, ...], one for each state type that is known;
+-- a record: [state type, owner, token, copy, replica...]; a replica: [holder, copy, expires_s].
 -- `copy` is opaque here, see `encoding.pack_copy`.
 
 local TYPE, OWNER, TOKEN, COPY, FIRST_REPLICA = 1, 2, 3, 4, 5
@@ -19,7 +19,7 @@ local function is_replica(value)
     and type(value[REPLICA_COPY]) == 'string' and type(value[EXPIRES_S]) == 'number'
 end
 
-local function is_holding(value)
+local function is_record(value)
   if type(value) ~= 'table' or not is_whole(value[TYPE]) or not is_whole(value[OWNER])
     or not is_whole(value[TOKEN]) or type(value[COPY]) ~= 'string' then
     return false
@@ -32,23 +32,23 @@ local function is_holding(value)
   return true
 end
 
--- The holdings of an entry; of one that cannot be read none, so that it is overwritten.
-local function holdings_from(entry)
+-- The records of an entry; of one that cannot be read none, so that it is overwritten.
+local function records_from(entry)
   local read, found = pcall(cmsgpack.unpack, entry)
   if entry == '' or not read or type(found) ~= 'table' then
     return {}
   end
-  local holdings = {}
+  local records = {}
   for index = 1, #found do
-    if not is_holding(found[index]) then
+    if not is_record(found[index]) then
       return {}
     end
-    holdings[index] = found[index]
+    records[index] = found[index]
   end
-  return holdings
+  return records
 end
 
--- The place of a chunk in this call: run, position and holdings, made if `parent` is given.
+-- The place of a chunk in this call: run, position and records, made if `parent` is given.
 local function place_of(chunk, parent)
   local place = decoded[chunk]
   if place then
@@ -61,33 +61,33 @@ local function place_of(chunk, parent)
     end
     run, position = add_chunk(chunk, parent)
   end
-  place = { run = run, holdings = holdings_from(run.entries[position]) }
+  place = { run = run, records = records_from(run.entries[position]) }
   decoded[chunk] = place
   return place
 end
 
-local function holding_in(place, state_type)
-  for index, holding in ipairs(place.holdings) do
-    if holding[TYPE] == state_type then
-      return holding, index
+local function record_in(place, state_type)
+  for index, record in ipairs(place.records) do
+    if record[TYPE] == state_type then
+      return record, index
     end
   end
   return nil
 end
 
-local function add_holding(place, holding)
-  table.insert(place.holdings, holding)
+local function add_record(place, record)
+  table.insert(place.records, record)
   num_added = num_added + 1
   place.changed = true
 end
 
 local function is_listed(replica, now_s)
-  return replica[EXPIRES_S] > now_s and standing(replica[HOLDER], now_s) ~= ENDED
+  return replica[EXPIRES_S] > now_s and status_of(replica[HOLDER], now_s) ~= ENDED
 end
 
-local function has_listed(holding, now_s)
-  for index = FIRST_REPLICA, #holding do
-    if is_listed(holding[index], now_s) then
+local function has_listed(record, now_s)
+  for index = FIRST_REPLICA, #record do
+    if is_listed(record[index], now_s) then
       return true
     end
   end
@@ -95,61 +95,61 @@ local function has_listed(holding, now_s)
 end
 
 -- Drop the replicas for which `drop` says so.
-local function drop_replicas(holding, drop)
-  for index = #holding, FIRST_REPLICA, -1 do
-    if drop(holding[index]) then
-      table.remove(holding, index)
+local function drop_replicas(record, drop)
+  for index = #record, FIRST_REPLICA, -1 do
+    if drop(record[index]) then
+      table.remove(record, index)
     end
   end
 end
 
-local function replica_of(holding, epoch)
-  for index = FIRST_REPLICA, #holding do
-    if holding[index][HOLDER] == epoch then
-      return holding[index]
+local function replica_of(record, epoch)
+  for index = FIRST_REPLICA, #record do
+    if record[index][HOLDER] == epoch then
+      return record[index]
     end
   end
   return nil
 end
 
--- Keep a holding as it has become, or forget it when it names neither owner nor live replica.
+-- Keep a record as it has become, or forget it when it names neither owner nor live replica.
 local function settle(place, index, now_s)
   place.changed = true
-  local holding = place.holdings[index]
-  if holding[OWNER] == NOBODY and not has_listed(holding, now_s) then
-    table.remove(place.holdings, index)
+  local record = place.records[index]
+  if record[OWNER] == NO_EPOCH and not has_listed(record, now_s) then
+    table.remove(place.records, index)
     num_added = num_added - 1
   end
 end
 
 -- Whether an epoch other than `epoch` owns it for as long as its lease lasts.
-local function is_held(holding, epoch, now_s)
-  local owner = holding[OWNER]
-  return owner ~= NOBODY and owner ~= epoch and standing(owner, now_s) ~= ENDED
+local function is_foreign(record, epoch, now_s)
+  local owner = record[OWNER]
+  return owner ~= NO_EPOCH and owner ~= epoch and status_of(owner, now_s) ~= ENDED
 end
 
 -- Make `epoch` the owner, under a new token unless it is already. What is so already costs no
 -- write: owners claim again all they have, in case it was lost.
-local function take(place, holding, epoch, copy)
-  if holding[OWNER] == epoch and holding[COPY] == copy and not replica_of(holding, epoch) then
+local function take(place, record, epoch, copy)
+  if record[OWNER] == epoch and record[COPY] == copy and not replica_of(record, epoch) then
     return
-  elseif holding[OWNER] ~= epoch then
-    holding[OWNER], holding[TOKEN] = epoch, next_in_sequence()
+  elseif record[OWNER] ~= epoch then
+    record[OWNER], record[TOKEN] = epoch, next_in_sequence()
   end
-  holding[COPY] = copy
-  drop_replicas(holding, function(replica) return replica[HOLDER] == epoch end)
+  record[COPY] = copy
+  drop_replicas(record, function(replica) return replica[HOLDER] == epoch end)
   place.changed = true
 end
 
 -- Write what has changed; call it last.
-local function write_holdings()
+local function write_records()
   for chunk, place in pairs(decoded) do
     if place.changed then
       local position = position_in(place.run.keys, chunk)
-      if #place.holdings == 0 then
+      if #place.records == 0 then
         remove_chunk(place.run, position)
       else
-        set_entry(place.run, position, cmsgpack.pack(place.holdings))
+        set_entry(place.run, position, cmsgpack.pack(place.records))
       end
     end
   end

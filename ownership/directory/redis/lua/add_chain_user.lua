@@ -1,11 +1,11 @@
--- A session or request uses chains up to these chunks. `OwnershipDirectory.add_reader`.
+-- A session or request uses chains up to these chunks. `OwnershipDirectory.add_chain_user`.
 -- KEYS: fleet epochs readers used
 -- ARGV: epoch, reader, most readers of a chunk, most chunks remembered, msgpack [chunk, ...]
 -- Returns: nothing. Errors: STALE_EPOCH.
--- USES: clock epochs readers
+-- USES: clock epochs chain_users
 
 local epoch, reader = tonumber(ARGV[1]), ARGV[2]
-local max_readers, max_used = tonumber(ARGV[3]), tonumber(ARGV[4])
+local max_users, max_used = tonumber(ARGV[3]), tonumber(ARGV[4])
 local now_s = tick_s()
 local refused = refusal(epoch, now_s)
 if refused then
@@ -13,11 +13,11 @@ if refused then
 end
 
 for _, chunk in ipairs(cmsgpack.unpack(ARGV[5])) do
-  local found = readers_of(chunk)
-  if #found / 2 < max_readers and not position_of(found, epoch, reader) then
+  local found = users_of(chunk)
+  if #found / 2 < max_users and not position_of(found, epoch, reader) then
     table.insert(found, epoch)
     table.insert(found, reader)
-    keep_readers(chunk, found)
+    keep_users(chunk, found)
   end
   redis.call('ZADD', used, exact(now_s), chunk)
 end

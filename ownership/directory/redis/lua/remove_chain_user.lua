@@ -1,8 +1,8 @@
--- A reader is done. `OwnershipDirectory.remove_reader`.
+-- A reader is done. `OwnershipDirectory.remove_chain_user`.
 -- KEYS: fleet epochs readers used
 -- ARGV: epoch, reader, msgpack [chunk, ...]
 -- Returns: [1 where nobody reads the chunk any more, else 0, ...]. Errors: STALE_EPOCH.
--- USES: clock epochs readers
+-- USES: clock epochs chain_users
 
 local epoch, reader = tonumber(ARGV[1]), ARGV[2]
 local now_s = tick_s()
@@ -13,15 +13,15 @@ end
 
 local free = {}
 for index, chunk in ipairs(cmsgpack.unpack(ARGV[3])) do
-  local found = readers_of(chunk)
+  local found = users_of(chunk)
   local position = position_of(found, epoch, reader)
   if position then
     table.remove(found, position)
     table.remove(found, position)
     redis.call('ZADD', used, exact(now_s), chunk)
   end
-  found = live_readers(found, now_s)
-  keep_readers(chunk, found)
+  found = live_users(found, now_s)
+  keep_users(chunk, found)
   free[index] = #found == 0 and 1 or 0
 end
 return free

@@ -4,7 +4,7 @@
 -- directory time of its last use.
 
 -- Those that can be read.
-local function readers_of(chunk)
+local function users_of(chunk)
   local is_read, found = pcall(cmsgpack.unpack, redis.call('HGET', readers, chunk) or '')
   local known = {}
   for index = 1, is_read and type(found) == 'table' and #found or 0, 2 do
@@ -16,7 +16,7 @@ local function readers_of(chunk)
   return known
 end
 
-local function keep_readers(chunk, found)
+local function keep_users(chunk, found)
   if #found == 0 then
     redis.call('HDEL', readers, chunk)
   else
@@ -34,10 +34,10 @@ local function position_of(found, epoch, reader)
 end
 
 -- Only those whose worker's lease lasts.
-local function live_readers(found, now_s)
+local function live_users(found, now_s)
   local live = {}
   for index = 1, #found, 2 do
-    if standing(found[index], now_s) == LIVE then
+    if status_of(found[index], now_s) == LIVE then
       table.insert(live, found[index])
       table.insert(live, found[index + 1])
     end
