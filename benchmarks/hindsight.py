@@ -24,7 +24,7 @@ from benchmarks.measure import rounded, save, table
 from benchmarks.simulated_fleets import fleet_for, read
 from benchmarks.simulated_studies import STUDIES
 from ownership.scheduling.ownerserve import OwnerServe
-from ownership.scheduling.step_pricing import Way
+from ownership.scheduling.step_pricing import Route
 from ownership.scheduling.weights import PlacementWeights
 from ownership.simulator.oracle.hindsight import Hindsight, Outcome
 from ownership.simulator.oracle.result import oracle_result
@@ -77,7 +77,7 @@ def measured(case: Case, recorded: Trace) -> dict[str, Any]:
     }
     found = search.improved(begun, ownerserve, case.tries, Random(case.seed))
     best = found.best
-    elsewhere = sum(best.placed[turn] != way for turn, way in begun.placed.items())
+    elsewhere = sum(best.placed[turn] != route for turn, route in begun.placed.items())
     figures = {
         "requests": len(begun.placed),
         "bound_s": bound["task_wait_mean_s"],
@@ -97,15 +97,15 @@ def measured(case: Case, recorded: Trace) -> dict[str, Any]:
 
 
 def _told(outcome: Outcome) -> dict[str, float]:
-    ways = Counter(map(_kind, outcome.placed.values()))
-    kinds = {kind: ways[kind] / len(outcome.placed) for kind in ("local", "fetch", "remote")}
+    routes = Counter(map(_kind, outcome.placed.values()))
+    kinds = {kind: routes[kind] / len(outcome.placed) for kind in ("local", "fetch", "remote")}
     return {"ttft_s": outcome.ttft_s, "late_share": outcome.late_share, **kinds}
 
 
-def _kind(way: Way) -> str:
-    if way.prefill != way.decode:
+def _kind(route: Route) -> str:
+    if route.prefill != route.decode:
         return "remote"
-    return "local" if way.source is None else "fetch"
+    return "local" if route.source is None else "fetch"
 
 
 def all_measured(cases: Sequence[Case], traces: Mapping[str, Trace]) -> Iterator[dict[str, Any]]:

@@ -28,7 +28,6 @@ from hetero_connector.spec.presets import PRESETS
 from ownership.scheduling import (
     POLICIES,
     FleetView,
-    HeldPrefix,
     Link,
     Placement,
     SchedulingPolicy,
@@ -36,6 +35,7 @@ from ownership.scheduling import (
     Step,
     StepClass,
     WorkerLoad,
+    WorkerPrefix,
     WorkerView,
     scheduling_policy,
 )
@@ -84,8 +84,10 @@ def steps(fleet: FleetView) -> dict[StepClass, Step]:
     owner = fleet.names[0]
     known = _TOKENS - 10_000
     spread = fleet.names[:_HOLDERS]
-    held = {x: HeldPrefix(known // (i + 2), known // (i + 1), known) for i, x in enumerate(spread)}
-    cold = {x: HeldPrefix(0, 0, known) for x in spread}
+    held = {
+        x: WorkerPrefix(known // (i + 2), known // (i + 1), known) for i, x in enumerate(spread)
+    }
+    cold = {x: WorkerPrefix(0, 0, known) for x in spread}
     made = {
         StepClass.NEW_LONG_PREFIX: Step(_TOKENS, held, output_tokens=300.0),
         StepClass.INCREMENTAL_TURN: Step(known + 700, held, "s", owner, known, 300.0),

@@ -8,31 +8,37 @@ out (`decision`, printed by `explain`), and the policies: `ownerserve` takes the
 policies of their own. `held` turns a directory's answer into figures. May import
 `hetero_connector`'s planner, artifacts and spec, and the directory's types; never an engine,
 redis or the simulator. A new policy goes into `registry.POLICIES`; a new term of the price into
-`Terms` and the pricing.
+`PlacementTerms` and the pricing.
 """
 
-from ownership.scheduling.decision import Action, Candidate, Decision, Placement, Refusal
+from ownership.scheduling.decision import (
+    Placement,
+    PlacementAction,
+    PlacementCandidate,
+    PlacementDecision,
+    Refusal,
+)
 from ownership.scheduling.fleet import FleetView, Link, Role, WorkerLoad, WorkerView
 from ownership.scheduling.footprint import StateFootprint
 from ownership.scheduling.ownerserve import OwnerServe
 from ownership.scheduling.policy import SchedulingPolicy
 from ownership.scheduling.registry import DEFAULT_POLICY, POLICIES, scheduling_policy
-from ownership.scheduling.step import ClassThresholds, HeldPrefix, Step, StepClass, classify
-from ownership.scheduling.terms import Terms
+from ownership.scheduling.step import ClassThresholds, Step, StepClass, WorkerPrefix, classify
+from ownership.scheduling.terms import PlacementTerms
 from ownership.scheduling.weights import PlacementWeights
 
 __all__ = [
     "DEFAULT_POLICY",
     "POLICIES",
-    "Action",
-    "Candidate",
     "ClassThresholds",
-    "Decision",
     "FleetView",
-    "HeldPrefix",
     "Link",
     "OwnerServe",
     "Placement",
+    "PlacementAction",
+    "PlacementCandidate",
+    "PlacementDecision",
+    "PlacementTerms",
     "PlacementWeights",
     "Refusal",
     "Role",
@@ -40,8 +46,8 @@ __all__ = [
     "StateFootprint",
     "Step",
     "StepClass",
-    "Terms",
     "WorkerLoad",
+    "WorkerPrefix",
     "WorkerView",
     "classify",
     "scheduling_policy",

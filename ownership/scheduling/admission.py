@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from ownership.scheduling.decision import Decision, Refusal
+from ownership.scheduling.decision import PlacementDecision, Refusal
 from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.policy import SchedulingPolicy
 from ownership.scheduling.step import Step, StepClass
@@ -16,7 +16,7 @@ from ownership.scheduling.step import Step, StepClass
 class AdmissionPolicy(Protocol):
     """Looks at a decision and may refuse it."""
 
-    def refusal(self, decision: Decision) -> Refusal | None:
+    def refusal(self, decision: PlacementDecision) -> Refusal | None:
         """Why the step is turned away; None: it is admitted."""
         ...
 
@@ -25,7 +25,7 @@ class AdmissionPolicy(Protocol):
 class AdmitAll:
     """Everything that fits."""
 
-    def refusal(self, decision: Decision) -> Refusal | None:
+    def refusal(self, decision: PlacementDecision) -> Refusal | None:
         """Only what the decision refuses itself."""
         return decision.refusal
 
@@ -46,7 +46,7 @@ class TtftObjective:
             if not objective_s > 0.0:
                 raise ValueError(f"an objective is above 0 s, got {objective_s}")
 
-    def refusal(self, decision: Decision) -> Refusal | None:
+    def refusal(self, decision: PlacementDecision) -> Refusal | None:
         """Set where the predicted TTFT is over the objective."""
         objective_s = self.by_class.get(decision.step_class, self.objective_s)
         if decision.refusal is not None or objective_s == math.inf:
@@ -59,7 +59,7 @@ class TtftObjective:
 
 
 @dataclass(frozen=True)
-class Admitting:
+class GatedPolicy:
     """A policy with an admission policy before it."""
 
     policy: SchedulingPolicy
@@ -70,7 +70,7 @@ class Admitting:
         """The policy's."""
         return self.policy.name
 
-    def decide(self, step: Step, fleet: FleetView) -> Decision:
+    def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
         """Where the step runs, or why it does not."""
         decision = self.policy.decide(step, fleet)
         return replace(decision, refusal=self.admission.refusal(decision))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ownership.scheduling.decision import Decision, decision_of
+from ownership.scheduling.decision import PlacementDecision, decision_of
 from ownership.scheduling.fleet import FleetView
-from ownership.scheduling.policy import open_workers
-from ownership.scheduling.step import ClassThresholds, HeldPrefix, Step, classify
-from ownership.scheduling.step_pricing import StepPricing, Way
+from ownership.scheduling.policy import accepting_workers
+from ownership.scheduling.step import ClassThresholds, Step, WorkerPrefix, classify
+from ownership.scheduling.step_pricing import Route, StepPricing
 from ownership.scheduling.weights import PlacementWeights
 
-_NOTHING = HeldPrefix()
+_NOTHING = WorkerPrefix()
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,15 @@ class Baseline:
     weights: PlacementWeights = field(default_factory=PlacementWeights)
     thresholds: ClassThresholds = field(default_factory=ClassThresholds)
 
-    def start(self, step: Step, fleet: FleetView, sources: Sequence[int] = ()) -> StepPricing:
+    def pricing(self, step: Step, fleet: FleetView, sources: Sequence[int] = ()) -> StepPricing:
         """The figures of this moment. `sources`: workers that a prefill may read from."""
         return StepPricing(step, fleet, self.weights, sources)
 
-    def chosen(self, step: Step, fleet: FleetView, pricing: StepPricing, way: Way) -> Decision:
-        """A decision for `way`."""
-        return decision_of(step, classify(step, self.thresholds), fleet, pricing, way)
+    def decision(
+        self, step: Step, fleet: FleetView, pricing: StepPricing, route: Route
+    ) -> PlacementDecision:
+        """A decision for `route`."""
+        return decision_of(step, classify(step, self.thresholds), fleet, pricing, route)
 
 
 @dataclass(frozen=True)
@@ -43,17 +45,17 @@ class Colocated(Baseline):
     """False: every step goes to the least loaded worker."""
     name: str = "colocated"
 
-    def decide(self, step: Step, fleet: FleetView) -> Decision:
+    def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
         """Where the step runs."""
-        pricing = self.start(step, fleet)
-        found = open_workers(pricing, range(len(fleet)))
+        pricing = self.pricing(step, fleet)
+        found = accepting_workers(pricing, range(len(fleet)))
         owner = fleet.index.get(step.owner or "")
         if self.sticky and owner in found:
             at = owner
         else:
             load = 4.0 * pricing.table.waiting + pricing.table.running
             at = min(found, key=load.__getitem__)
-        return self.chosen(step, fleet, pricing, Way(at, at))
+        return self.decision(step, fleet, pricing, Route(at, at))
 
 
 @dataclass(frozen=True)
@@ -66,16 +68,16 @@ class StaticPd(Baseline):
 
     name: str = "static_pd"
 
-    def decide(self, step: Step, fleet: FleetView) -> Decision:
+    def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
         """Where the step runs."""
-        pricing = self.start(step, fleet)
-        prefillers = open_workers(pricing, fleet.prefill_pool)
-        decoders = open_workers(pricing, fleet.decode_pool)
+        pricing = self.pricing(step, fleet)
+        prefillers = accepting_workers(pricing, fleet.prefill_pool)
+        decoders = accepting_workers(pricing, fleet.decode_pool)
         decode = fleet.index.get(step.owner or "")
         if decode is None or decode not in decoders:
             decode = min(decoders, key=pricing.table.running.__getitem__)
         prefill = min(prefillers, key=pricing.table.queued_tokens.__getitem__)
-        return self.chosen(step, fleet, pricing, Way(decode, prefill))
+        return self.decision(step, fleet, pricing, Route(decode, prefill))
 
 
 @dataclass
@@ -89,14 +91,14 @@ class RoundRobinPd:
     name: str = "round_robin_pd"
     _turn: int = field(default=0, init=False)
 
-    def decide(self, step: Step, fleet: FleetView) -> Decision:
+    def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
         """Where the step runs."""
-        pricing = self.base.start(step, fleet)
-        prefillers = open_workers(pricing, fleet.prefill_pool)
-        decoders = open_workers(pricing, fleet.decode_pool)
+        pricing = self.base.pricing(step, fleet)
+        prefillers = accepting_workers(pricing, fleet.prefill_pool)
+        decoders = accepting_workers(pricing, fleet.decode_pool)
         turn, self._turn = self._turn, self._turn + 1
-        way = Way(decoders[turn % len(decoders)], prefillers[turn % len(prefillers)])
-        return self.base.chosen(step, fleet, pricing, way)
+        route = Route(decoders[turn % len(decoders)], prefillers[turn % len(prefillers)])
+        return self.base.decision(step, fleet, pricing, route)
 
 
 @dataclass(frozen=True)
@@ -116,13 +118,13 @@ class PrefixAware(Baseline):
     """Unbalanced: most - least > `balance_abs` and most > `balance_rel` x least."""
     name: str = "prefix_aware"
 
-    def decide(self, step: Step, fleet: FleetView) -> Decision:
+    def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
         """Where the step runs."""
-        pricing = self.start(step, fleet)
-        found = open_workers(pricing, range(len(fleet)))
+        pricing = self.pricing(step, fleet)
+        found = accepting_workers(pricing, range(len(fleet)))
         table = pricing.table
         load = (table.waiting + table.running).tolist()
-        matched = {i: step.held.get(fleet.names[i], _NOTHING).local_tokens for i in found}
+        matched = {i: step.prefixes.get(fleet.names[i], _NOTHING).local_tokens for i in found}
         at = min(found, key=load.__getitem__)
         most, least = max(load[i] for i in found), load[at]
         unbalanced = most - least > self.balance_abs and most > self.balance_rel * least
@@ -130,4 +132,4 @@ class PrefixAware(Baseline):
         if not unbalanced and longest > self.cache_threshold * step.prompt_tokens:
             holders = [i for i in found if matched[i] == longest]
             at = min(holders, key=load.__getitem__)
-        return self.chosen(step, fleet, pricing, Way(at, at))
+        return self.decision(step, fleet, pricing, Route(at, at))

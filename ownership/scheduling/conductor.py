@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from ownership.scheduling.admission import TtftObjective
 from ownership.scheduling.baselines import Baseline
-from ownership.scheduling.decision import Decision, Refusal, decision_of
+from ownership.scheduling.decision import PlacementDecision, Refusal, decision_of
 from ownership.scheduling.fleet import FleetView
-from ownership.scheduling.policy import holders, open_workers
-from ownership.scheduling.step import HeldPrefix, Step, classify
-from ownership.scheduling.step_pricing import StepPricing, Way
+from ownership.scheduling.policy import accepting_workers, holders
+from ownership.scheduling.step import Step, WorkerPrefix, classify
+from ownership.scheduling.step_pricing import Route, StepPricing
 
-_NOTHING = HeldPrefix()
+_NOTHING = WorkerPrefix()
 
 
 @dataclass(frozen=True)
@@ -40,42 +40,42 @@ class Conductor:
         if not self.threshold >= 1.0:
             raise ValueError(f"threshold is a ratio of at least 1, got {self.threshold}")
 
-    def decide(self, step: Step, fleet: FleetView) -> Decision:
+    def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
         """Where the step runs."""
-        pricing = self.base.start(step, fleet, holders(step, fleet)[:1])
-        prefillers = open_workers(pricing, fleet.prefill_pool)
+        pricing = self.base.pricing(step, fleet, holders(step, fleet)[:1])
+        prefillers = accepting_workers(pricing, fleet.prefill_pool)
         prefill, source = self._prefill(step, fleet, pricing, prefillers)
         decode, tbt_s = self._decode(step, fleet, pricing)
         step_class = classify(step, self.base.thresholds)
-        way = Way(decode, prefill, source)
-        decision = decision_of(step, step_class, fleet, pricing, way)
+        route = Route(decode, prefill, source)
+        decision = decision_of(step, step_class, fleet, pricing, route)
         refusal = TtftObjective(self.ttft_objective_s).refusal(decision)
         if refusal is None and tbt_s > self.tbt_objective_s:
             reason = f"a decode step would take {tbt_s:.3g} s, more than {self.tbt_objective_s:g}"
             refusal = Refusal(reason, decision.predicted.ttft_s)
-        return decision_of(step, step_class, fleet, pricing, way, refusal)
+        return decision_of(step, step_class, fleet, pricing, route, refusal)
 
     def _prefill(
         self, step: Step, fleet: FleetView, pricing: StepPricing, found: Sequence[int]
     ) -> tuple[int, int | None]:
         """The worker and the one it reads from."""
         local_s = pricing.local_ready_s
-        own = {i: step.held.get(fleet.names[i], _NOTHING).local_tokens for i in found}
-        ways: list[tuple[float, int, int | None]]
-        ways = [(local_s.item(i), i, None) for i in found]
+        own = {i: step.prefixes.get(fleet.names[i], _NOTHING).local_tokens for i in found}
+        routes: list[tuple[float, int, int | None]]
+        routes = [(local_s.item(i), i, None) for i in found]
         for source in pricing.sources:
             best = pricing.prefills.readable[source]
             fetched_s = pricing.fetched_ready_s
-            ways += [
+            routes += [
                 (fetched_s.item(0, i), i, source)
                 for i in found
                 if best > self.threshold * own[i] and fetched_s.item(0, i) < local_s.item(i)
             ]
-        return min(ways, key=lambda way: way[0])[1:]
+        return min(routes, key=lambda route: route[0])[1:]
 
     def _decode(self, step: Step, fleet: FleetView, pricing: StepPricing) -> tuple[int, float]:
         """The decode worker, and how long its steps will take."""
-        found = open_workers(pricing, fleet.decode_pool)
+        found = accepting_workers(pricing, fleet.decode_pool)
         table = pricing.table
         context = table.context_tokens + step.prompt_tokens
         step_s = table.decode_step_s + (table.running + 1.0) * table.decode_s

@@ -8,14 +8,14 @@ from enum import StrEnum
 from functools import cached_property
 
 from ownership.scheduling.fleet import FleetView
-from ownership.scheduling.step import HeldPrefix, Step, StepClass
-from ownership.scheduling.step_pricing import StepPricing, Way
-from ownership.scheduling.terms import Terms
+from ownership.scheduling.step import Step, StepClass, WorkerPrefix
+from ownership.scheduling.step_pricing import Route, StepPricing
+from ownership.scheduling.terms import PlacementTerms
 
-_NOTHING = HeldPrefix()
+_NOTHING = WorkerPrefix()
 
 
-class Action(StrEnum):
+class PlacementAction(StrEnum):
     """What a placement makes happen."""
 
     COLOCATED_PREFILL = "colocated_prefill"
@@ -36,7 +36,7 @@ class Action(StrEnum):
 class Placement:
     """Where a step runs. There is one worker that decodes: the session's owner from now on."""
 
-    action: Action
+    action: PlacementAction
     decode_worker: str
     prefill_worker: str
     """The same, unless it is a remote prefill."""
@@ -46,13 +46,13 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """One way to serve the step."""
+class PlacementCandidate:
+    """One route to serve the step."""
 
     placement: Placement
     resume_tokens: int
     """Where the prefill worker is expected to compute from."""
-    terms: Terms
+    terms: PlacementTerms
     chosen: bool = False
 
 
@@ -66,14 +66,14 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Decision:
+class PlacementDecision:
     """Where a step goes. What it is made of is worked out when asked for, by the figures then."""
 
     step: Step
     step_class: StepClass
-    way: Way
+    route: Route
     names: tuple[str, ...]
-    """Of the workers that `way` means."""
+    """Of the workers that `route` means."""
     pricing: StepPricing = field(repr=False, compare=False)
     remote: bool = False
     """Whether remote prefills were considered."""
@@ -83,45 +83,45 @@ class Decision:
     @cached_property
     def placement(self) -> Placement:
         """Where the step runs."""
-        return self._placement(self.way)
+        return self._placement(self.route)
 
     @cached_property
-    def predicted(self) -> Terms:
+    def predicted(self) -> PlacementTerms:
         """What that is predicted to cost."""
-        return self.pricing.terms(self.way)
+        return self.pricing.terms(self.route)
 
-    def candidates(self) -> Iterator[Candidate]:
+    def candidates(self) -> Iterator[PlacementCandidate]:
         """Everything that was considered, and the choice if it is none of that. For people."""
         shown = False
-        for way in self.pricing.ways(self.remote):
-            shown |= way == self.way
-            yield self._candidate(way)
+        for route in self.pricing.routes(self.remote):
+            shown |= route == self.route
+            yield self._candidate(route)
         if not shown:
-            yield self._candidate(self.way)
+            yield self._candidate(self.route)
 
-    def _candidate(self, way: Way) -> Candidate:
-        resume_tokens = self.pricing.resume_tokens(way)
-        terms = self.pricing.terms(way)
-        return Candidate(self._placement(way), resume_tokens, terms, way == self.way)
+    def _candidate(self, route: Route) -> PlacementCandidate:
+        resume_tokens = self.pricing.resume_tokens(route)
+        terms = self.pricing.terms(route)
+        return PlacementCandidate(self._placement(route), resume_tokens, terms, route == self.route)
 
-    def _placement(self, way: Way) -> Placement:
+    def _placement(self, route: Route) -> Placement:
         name = self.names.__getitem__
-        source = None if way.source is None else name(way.source)
-        return Placement(self._action(way), name(way.decode), name(way.prefill), source)
+        source = None if route.source is None else name(route.source)
+        return Placement(self._action(route), name(route.decode), name(route.prefill), source)
 
-    def _action(self, way: Way) -> Action:
+    def _action(self, route: Route) -> PlacementAction:
         step, owner = self.step, self.step.owner
-        if way.prefill != way.decode:
-            return Action.REMOTE_PREFILL
-        if way.source is not None:
-            moves = self.names[way.source] == owner and not step.forked
-            return Action.STATE_MIGRATION if moves else Action.ARTIFACT_FETCH
-        if self.step_class is StepClass.DECODE_CONTINUATION and self.names[way.decode] == owner:
-            return Action.DECODE_CONTINUATION
-        own = step.held.get(self.names[way.decode], _NOTHING).local_tokens
-        if any(prefix.dram_tokens > own for prefix in step.held.values()):
-            return Action.TAIL_RECOMPUTE
-        return Action.COLOCATED_PREFILL
+        if route.prefill != route.decode:
+            return PlacementAction.REMOTE_PREFILL
+        if route.source is not None:
+            moves = self.names[route.source] == owner and not step.forked
+            return PlacementAction.STATE_MIGRATION if moves else PlacementAction.ARTIFACT_FETCH
+        if self.step_class is StepClass.DECODE_CONTINUATION and self.names[route.decode] == owner:
+            return PlacementAction.DECODE_CONTINUATION
+        own = step.prefixes.get(self.names[route.decode], _NOTHING).local_tokens
+        if any(prefix.dram_tokens > own for prefix in step.prefixes.values()):
+            return PlacementAction.TAIL_RECOMPUTE
+        return PlacementAction.COLOCATED_PREFILL
 
 
 def decision_of(
@@ -129,8 +129,8 @@ def decision_of(
     step_class: StepClass,
     fleet: FleetView,
     pricing: StepPricing,
-    way: Way,
+    route: Route,
     refusal: Refusal | None = None,
-) -> Decision:
+) -> PlacementDecision:
     """A policy's choice that did not come from comparing prices."""
-    return Decision(step, step_class, way, fleet.names, pricing, refusal=refusal)
+    return PlacementDecision(step, step_class, route, fleet.names, pricing, refusal=refusal)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ownership.scheduling.baselines import Baseline
-from ownership.scheduling.decision import Decision
+from ownership.scheduling.decision import PlacementDecision
 from ownership.scheduling.fleet import FleetView, Floats
-from ownership.scheduling.policy import open_workers
+from ownership.scheduling.policy import accepting_workers
 from ownership.scheduling.step import Step
-from ownership.scheduling.step_pricing import StepPricing, Way
+from ownership.scheduling.step_pricing import Route, StepPricing
 
 
 @dataclass
@@ -38,19 +38,19 @@ class DynamoKv:
         if not 0.0 <= self.temperature < np.inf:
             raise ValueError(f"temperature is at least 0 and finite, got {self.temperature}")
 
-    def decide(self, step: Step, fleet: FleetView) -> Decision:
+    def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
         """Where the step runs."""
-        pricing = self.base.start(step, fleet)
-        found = open_workers(pricing, range(len(fleet)))
+        pricing = self.base.pricing(step, fleet)
+        found = accepting_workers(pricing, range(len(fleet)))
         logits = self.logits(step, fleet, pricing)[found]
         at = found[self._drawn(logits) if self.temperature else int(logits.argmax())]
-        return self.base.chosen(step, fleet, pricing, Way(at, at))
+        return self.base.decision(step, fleet, pricing, Route(at, at))
 
     def logits(self, step: Step, fleet: FleetView, pricing: StepPricing) -> Floats:
         """[workers] the higher the better."""
         table = pricing.table
         overlap = np.zeros(len(fleet))
-        for name, prefix in step.held.items():
+        for name, prefix in step.prefixes.items():
             if name in fleet.index:
                 overlap[fleet.index[name]] = prefix.local_tokens / step.prompt_tokens
         usage = table.hbm_used / table.hbm_bytes

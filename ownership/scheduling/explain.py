@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hetero_connector.planner.explain import aligned
-from ownership.scheduling.decision import Candidate, Decision
+from ownership.scheduling.decision import PlacementCandidate, PlacementDecision
 
 _HEADER = (
     "", "action", "decode at", "prefill at", "reads from", "resume", "queue ms", "compute ms",
@@ -12,7 +12,7 @@ _HEADER = (
 )  # fmt: skip
 
 
-def explain(decision: Decision, max_rows: int | None = None) -> str:
+def explain(decision: PlacementDecision, max_rows: int | None = None) -> str:
     """The decision in words and a table, the cheapest first, for a terminal.
 
     `max_rows`: at most so many candidates, the choice among them. None: all.
@@ -27,7 +27,7 @@ def explain(decision: Decision, max_rows: int | None = None) -> str:
     return "\n".join([*lines, "", *_summary(decision)])
 
 
-def _summary(decision: Decision) -> list[str]:
+def _summary(decision: PlacementDecision) -> list[str]:
     placement, terms = decision.placement, decision.predicted
     where = f"decode at {placement.decode_worker}"
     if placement.prefill_worker != placement.decode_worker:
@@ -42,7 +42,7 @@ def _summary(decision: Decision) -> list[str]:
     return lines + ([f"refused: {decision.refusal.reason}"] if decision.refusal else [])
 
 
-def _row(candidate: Candidate) -> tuple[str, ...]:
+def _row(candidate: PlacementCandidate) -> tuple[str, ...]:
     placement, terms = candidate.placement, candidate.terms
     return (
         "*" if candidate.chosen else "",

@@ -90,7 +90,7 @@ class Link(NamedTuple):
     """The slower of this and the reader's own pace counts."""
 
 
-class Table(NamedTuple):
+class WorkerTable(NamedTuple):
     """The fleet's figures at one moment: each `[workers] float64`, by name."""
 
     queued_tokens: Floats
@@ -154,7 +154,7 @@ class FleetView:
         self.roles = tuple(worker.role for worker in ordered)
         self.prefill_pool = _pool(self.roles, Role.PREFILL)
         self.decode_pool = _pool(self.roles, Role.DECODE)
-        self._table: Floats = np.zeros((len(Table._fields), len(ordered)))
+        self._table: Floats = np.zeros((len(WorkerTable._fields), len(ordered)))
         for worker in ordered:
             self.update(worker)
         self.links = self._links(links) if links else None
@@ -182,9 +182,9 @@ class FleetView:
         """Only what changes by the moment. Raises KeyError for a worker not of this fleet."""
         self._table[:_NUM_LOADS, self.index[name]] = load
 
-    def table(self) -> Table:
+    def table(self) -> WorkerTable:
         """A copy of this moment: what is decided by it can be explained later."""
-        return Table(*self._table.copy())
+        return WorkerTable(*self._table.copy())
 
     def _links(self, links: Mapping[tuple[str, str], Link]) -> Floats:
         table = np.zeros((2, len(self), len(self)))

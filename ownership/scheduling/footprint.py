@@ -23,7 +23,7 @@ class TierPace(NamedTuple):
     checkpoint_s: float
     """Of the boundary states at the end of a load."""
     ahead_s_per_byte: float
-    """Per byte that is under way already."""
+    """Per byte that is under route already."""
 
 
 @dataclass(frozen=True)

@@ -8,22 +8,26 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hetero_connector.errors import NoWorkerError
-from ownership.scheduling.decision import Action, Decision, Refusal
+from ownership.scheduling.decision import PlacementAction, PlacementDecision, Refusal
 from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.policy import holders
 from ownership.scheduling.step import ClassThresholds, Step, StepClass, classify
-from ownership.scheduling.step_pricing import StepPricing, Way
+from ownership.scheduling.step_pricing import Route, StepPricing
 from ownership.scheduling.weights import PlacementWeights
 
-MOVES: Mapping[StepClass, frozenset[Action]] = {
-    StepClass.NEW_LONG_PREFIX: frozenset({Action.REMOTE_PREFILL, Action.ARTIFACT_FETCH}),
-    StepClass.INCREMENTAL_TURN: frozenset({Action.ARTIFACT_FETCH, Action.STATE_MIGRATION}),
-    StepClass.LONG_TOOL_OUTPUT: frozenset(
-        {Action.REMOTE_PREFILL, Action.ARTIFACT_FETCH, Action.STATE_MIGRATION}
-    ),
-    StepClass.DECODE_CONTINUATION: frozenset({Action.STATE_MIGRATION}),
-    StepClass.FORKED_ROLLOUT: frozenset({Action.REMOTE_PREFILL, Action.ARTIFACT_FETCH}),
-    StepClass.COLD_RESUME: frozenset({Action.REMOTE_PREFILL, Action.ARTIFACT_FETCH}),
+_REMOTE = PlacementAction.REMOTE_PREFILL
+_FETCH = PlacementAction.ARTIFACT_FETCH
+_MIGRATE = PlacementAction.STATE_MIGRATION
+
+Moves = Mapping[StepClass, frozenset[PlacementAction]]
+
+MOVES: Moves = {
+    StepClass.NEW_LONG_PREFIX: frozenset({_REMOTE, _FETCH}),
+    StepClass.INCREMENTAL_TURN: frozenset({_FETCH, _MIGRATE}),
+    StepClass.LONG_TOOL_OUTPUT: frozenset({_REMOTE, _FETCH, _MIGRATE}),
+    StepClass.DECODE_CONTINUATION: frozenset({_MIGRATE}),
+    StepClass.FORKED_ROLLOUT: frozenset({_REMOTE, _FETCH}),
+    StepClass.COLD_RESUME: frozenset({_REMOTE, _FETCH}),
 }
 """What may go over the network for each class. Serving from what a worker has itself is always
 possible, on every worker: at the owner that is "stay", anywhere it is "never transfer".
@@ -43,51 +47,53 @@ class OwnerServe:
     weights: PlacementWeights = field(default_factory=PlacementWeights)
     """lambda, mu and kappa."""
     thresholds: ClassThresholds = field(default_factory=ClassThresholds)
-    moves: Mapping[StepClass, frozenset[Action]] = field(default_factory=lambda: MOVES)
+    moves: Moves = field(default_factory=lambda: MOVES)
     max_sources: int = 4
     """Workers to read from that are priced: those that hold most."""
     name: str = "ownerserve"
 
-    def decide(self, step: Step, fleet: FleetView) -> Decision:
+    def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
         """Where the step runs."""
         step_class = classify(step, self.thresholds)
         moves = self.moves[step_class]
         owner = None if step.owner is None else fleet.index.get(step.owner)
         sources = self._sources(step, fleet, moves)
         pricing = StepPricing(step, fleet, self.weights, sources)
-        remote = Action.REMOTE_PREFILL in moves and len(fleet) > 1
-        way, total_s = _cheapest(pricing, owner, remote)
+        remote = _REMOTE in moves and len(fleet) > 1
+        route, total_s = _cheapest(pricing, owner, remote)
         refusal = None
         if total_s == np.inf:
             if not pricing.table.accepting.any():
                 raise NoWorkerError
             refusal = Refusal("the prompt's pages fit no worker", np.inf)
-        return Decision(step, step_class, way, fleet.names, pricing, remote, refusal)
+        return PlacementDecision(step, step_class, route, fleet.names, pricing, remote, refusal)
 
-    def _sources(self, step: Step, fleet: FleetView, moves: frozenset[Action]) -> list[int]:
+    def _sources(
+        self, step: Step, fleet: FleetView, moves: frozenset[PlacementAction]
+    ) -> list[int]:
         """Workers to read from: the owner moves its session, from others a copy is fetched."""
-        fetch = Action.ARTIFACT_FETCH in moves
-        migrate = fetch if step.forked else Action.STATE_MIGRATION in moves
+        fetch = _FETCH in moves
+        migrate = fetch if step.forked else _MIGRATE in moves
         found = holders(step, fleet)
         allowed = [i for i in found if (migrate if fleet.names[i] == step.owner else fetch)]
         return allowed[: self.max_sources]
 
 
-def _cheapest(pricing: StepPricing, owner: int | None, remote: bool) -> tuple[Way, float]:
-    """The best way and its cost; of equals the one that moves least."""
+def _cheapest(pricing: StepPricing, owner: int | None, remote: bool) -> tuple[Route, float]:
+    """The best route and its cost; of equals the one that moves least."""
     local_s = pricing.local_total_s
     at = int(local_s.argmin())
     if owner is not None and local_s[owner] == local_s[at]:
         at = owner
-    best, best_s = Way(at, at), float(local_s[at])
+    best, best_s = Route(at, at), float(local_s[at])
     if pricing.sources:
         fetched_s = pricing.fetched_total_s
         source, at = divmod(int(fetched_s.argmin()), fetched_s.shape[1])
         if fetched_s[source, at] < best_s:
-            best, best_s = Way(at, at, pricing.sources[source]), float(fetched_s[source, at])
+            best, best_s = Route(at, at, pricing.sources[source]), float(fetched_s[source, at])
     if remote:
         remote_s = pricing.remote_total_s
         prefill, decode = divmod(int(remote_s.argmin()), remote_s.shape[1])
         if remote_s[prefill, decode] < best_s:
-            best, best_s = Way(decode, prefill), float(remote_s[prefill, decode])
+            best, best_s = Route(decode, prefill), float(remote_s[prefill, decode])
     return best, best_s

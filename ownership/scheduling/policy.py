@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from hetero_connector.errors import NoWorkerError
-from ownership.scheduling.decision import Decision
+from ownership.scheduling.decision import PlacementDecision
 from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.step import Step
 from ownership.scheduling.step_pricing import StepPricing
@@ -25,7 +25,7 @@ class SchedulingPolicy(Protocol):
         """As a configuration names it."""
         ...
 
-    def decide(self, step: Step, fleet: FleetView) -> Decision:
+    def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
         """Where the step runs."""
         ...
 
@@ -34,13 +34,13 @@ def holders(step: Step, fleet: FleetView) -> list[int]:
     """Workers that others can read some of the prompt from, those with most first."""
     found = [
         (-prefix.dram_tokens, fleet.index[name])
-        for name, prefix in step.held.items()
+        for name, prefix in step.prefixes.items()
         if prefix.dram_tokens > 0 and name in fleet.index
     ]
     return [worker for _, worker in sorted(found)]
 
 
-def open_workers(pricing: StepPricing, pool: Sequence[int]) -> list[int]:
+def accepting_workers(pricing: StepPricing, pool: Sequence[int]) -> list[int]:
     """Those of the pool that accept requests; of the whole fleet where none of the pool does.
 
     Raises NoWorkerError where no worker does.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ownership.scheduling.fleet import FleetView, Floats, Table
+from ownership.scheduling.fleet import FleetView, Floats, WorkerTable
 from ownership.scheduling.step import Step
 from ownership.scheduling.weights import PlacementWeights
 
@@ -22,16 +22,16 @@ _DEPTHS = 3
 """Where a worker can resume from what it has itself: HBM, DRAM, SSD."""
 
 
-class Parts(NamedTuple):
+class PrefillTerms(NamedTuple):
     """Seconds of one worker's part in serving a step. None hides another."""
 
     queue_s: float
     network_s: float
     restore_s: float
     compute_s: float
-    late_s: float
+    delay_s: float
     """By which its running decodes are late, all together."""
-    held_s: float
+    pages_s: float
     """For which the prompt's pages are held."""
     copy_s: float
     """Price of what is then held twice."""
@@ -40,7 +40,7 @@ class Parts(NamedTuple):
 class PrefillPricing:
     """One step's prefill over the fleet, by the figures of this moment.
 
-    Rows are ways to get the prompt's state onto a worker: resuming from its own HBM, DRAM or
+    Rows are routes to get the prompt's state onto a worker: resuming from its own HBM, DRAM or
     SSD (`local_rows`), from a source's DRAM (`source_rows`, in the order of `sources`), and,
     last, joining with what another worker has just computed. Columns are workers.
     """
@@ -49,7 +49,7 @@ class PrefillPricing:
         self,
         step: Step,
         fleet: FleetView,
-        table: Table,
+        table: WorkerTable,
         weights: PlacementWeights,
         sources: Sequence[int] = (),
     ) -> None:
@@ -67,7 +67,7 @@ class PrefillPricing:
         """[workers] how many tokens each has in HBM or DRAM."""
         needed = page_bytes * (self._tokens + step.output_tokens)
         self.queue_s = self._queued() + self._page_wait(needed)
-        self._depths = _DEPTHS if step.held else 1
+        self._depths = _DEPTHS if step.prefixes else 1
         self.resume = self._resume()
         """[rows, workers] where the engine computes from, in tokens."""
         self._copy_s = self._copies(weights.copy)
@@ -97,7 +97,7 @@ class PrefillPricing:
         saved_s: Floats = self._compute_s[0] - (self._compute_s[row] + self._network_s[row])
         return saved_s
 
-    def parts(self, row: int, worker: int) -> Parts:
+    def parts(self, row: int, worker: int) -> PrefillTerms:
         """One row's of one worker."""
         queue_s, network_s, ssd_s, exposed_s, compute_s = (
             x.item(worker)
@@ -106,12 +106,12 @@ class PrefillPricing:
                 self._compute_s[row],
             )
         )  # fmt: skip
-        return Parts(
+        return PrefillTerms(
             queue_s,
             max(network_s - queue_s, 0.0),
             max(ssd_s - max(queue_s, network_s), 0.0) + exposed_s,
             compute_s,
-            self._late_s[row].item(worker),
+            self._delay_s[row].item(worker),
             exposed_s + compute_s,
             self._copy_s[0 if row >= 0 else 1].item(worker),
         )
@@ -129,12 +129,12 @@ class PrefillPricing:
         full_s = table.step_s + size * (table.token_s + 0.5 * size * table.attention_s)
         first_s = np.minimum(resume * (size * table.attention_s) + full_s, self._compute_s)
         self._exposed_s = dram_s * self._per_layer - np.minimum(dram_s, first_s)
-        self._late_s = self._polynomial(rest, table.delay_token_s, table.delay_attention_s)
-        self._late_s += steps * table.mixed_s
-        self._late_s *= table.running
+        self._delay_s = self._polynomial(rest, table.delay_token_s, table.delay_attention_s)
+        self._delay_s += steps * table.mixed_s
+        self._delay_s *= table.running
         self.active_s: Floats = self._exposed_s + self._compute_s
         """From the first page filled to the last token computed."""
-        self.price_s: Floats = self.hbm * self.active_s + self._stall * self._late_s
+        self.price_s: Floats = self.hbm * self.active_s + self._stall * self._delay_s
         """What others pay."""
         self.price_s[:-1] += self._copy_s[0]
         self.price_s[-1] += self._copy_s[1]
@@ -205,7 +205,7 @@ class PrefillPricing:
     def _held(self, step: Step, fleet: FleetView) -> Floats:
         """[3, workers] tokens in HBM, DRAM, DRAM and SSD; the last token is always computed."""
         held = np.zeros((3, len(fleet)))
-        for name, prefix in step.held.items():
+        for name, prefix in step.prefixes.items():
             worker = fleet.index.get(name)
             if worker is not None:
                 held[:, worker] = prefix

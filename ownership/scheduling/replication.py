@@ -15,7 +15,7 @@ import numpy as np
 
 from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.prefill_pricing import PrefillPricing
-from ownership.scheduling.step import HeldPrefix, Step
+from ownership.scheduling.step import Step, WorkerPrefix
 from ownership.scheduling.weights import PlacementWeights
 
 
@@ -26,7 +26,7 @@ class HotPrefix(NamedTuple):
     heat: float
     """Uses lately, as `sessions.HotGroup` counts them."""
     tokens: int
-    held: Mapping[str, HeldPrefix]
+    prefixes: Mapping[str, WorkerPrefix]
 
 
 class ReplicaOrder(NamedTuple):
@@ -78,14 +78,14 @@ class HotSpotReplicas:
 
     def _orders(self, prefix: HotPrefix, fleet: FleetView) -> Iterator[ReplicaOrder]:
         table, index = fleet.table(), fleet.index
-        held = {name: x for name, x in prefix.held.items() if name in index}
+        held = {name: x for name, x in prefix.prefixes.items() if name in index}
         holders = sorted(name for name, x in held.items() if x.dram_tokens >= prefix.tokens)
         wanted = min(self.max_copies, math.ceil(prefix.heat / self.heat_per_copy))
         if not holders or wanted <= len(holders):
             return
         source = min(holders, key=lambda name: table.outgoing_bytes[index[name]])
         # One token more than the prefix: the last one of a prompt is always computed.
-        step = Step(prefix.tokens + 1, held={**held, source: HeldPrefix(0, prefix.tokens)})
+        step = Step(prefix.tokens + 1, prefixes={**held, source: WorkerPrefix(0, prefix.tokens)})
         pricing = PrefillPricing(
             step, fleet, table, PlacementWeights(0.0, 0.0, 0.0), [index[source]]
         )

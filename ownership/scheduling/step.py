@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 
-class HeldPrefix(NamedTuple):
+class WorkerPrefix(NamedTuple):
     """How much of a prompt one worker could resume from, in tokens from its start.
 
     Each is a boundary at which everything needed is there: prefix-proportional state up to it,
@@ -50,7 +50,7 @@ class Step:
     """One request and what is known about it."""
 
     prompt_tokens: int
-    held: Mapping[str, HeldPrefix] = field(default_factory=dict)
+    prefixes: Mapping[str, WorkerPrefix] = field(default_factory=dict)
     """What workers hold of the prompt, by name. Those that hold nothing may be left out."""
     session_id: str = ""
     """"" if it belongs to no session."""
@@ -80,7 +80,7 @@ class Step:
     def resident_tokens(self) -> int:
         """The longest prefix in any one worker's HBM or DRAM."""
         longest = 0
-        for held in self.held.values():
+        for held in self.prefixes.values():
             longest = max(longest, held.hbm_tokens, held.dram_tokens)
         return longest
 

@@ -1,7 +1,7 @@
-"""Every way to serve one step, priced and compared.
+"""Every route to serve one step, priced and compared.
 
-A way has a worker that prefills, perhaps another that it reads state from first, and one that
-decodes. Prefilling where it decodes there is one way per worker, or one per source and worker;
+A route has a worker that prefills, perhaps another that it reads state from first, and one that
+decodes. Prefilling where it decodes there is one route per worker, or one per source and worker;
 elsewhere one per pair. Prices are made when asked for, from figures copied at the start.
 """
 
@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ownership.scheduling.fleet import FleetView, Floats
-from ownership.scheduling.prefill_pricing import Parts, PrefillPricing
+from ownership.scheduling.prefill_pricing import PrefillPricing, PrefillTerms
 from ownership.scheduling.step import Step
-from ownership.scheduling.terms import Terms
+from ownership.scheduling.terms import PlacementTerms
 from ownership.scheduling.weights import PlacementWeights
 
 
-class Way(NamedTuple):
+class Route(NamedTuple):
     """Workers by index."""
 
     decode: int
@@ -31,7 +31,7 @@ class Way(NamedTuple):
 
 
 class StepPricing:
-    """One step's ways over the fleet, by the figures of the moment it was made."""
+    """One step's routes over the fleet, by the figures of the moment it was made."""
 
     def __init__(
         self, step: Step, fleet: FleetView, weights: PlacementWeights, sources: Sequence[int] = ()
@@ -89,54 +89,54 @@ class StepPricing:
         total_s.flat[:: len(total_s) + 1] = np.inf
         return total_s
 
-    def terms(self, way: Way) -> Terms:
-        """Of one way, which may be any: fetch at the prefill worker, then hand off."""
-        prefills, at = self.prefills, way.prefill
-        row = int(self.local_row[at]) if way.source is None else prefills.row_of(way.source)
+    def terms(self, route: Route) -> PlacementTerms:
+        """Of one route, which may be any: fetch at the prefill worker, then hand off."""
+        prefills, at = self.prefills, route.prefill
+        row = int(self.local_row[at]) if route.source is None else prefills.row_of(route.source)
         first = prefills.parts(row, at)
-        if way.decode == at:
-            return self._terms(way, [first])
-        joined = prefills.parts(-1, way.decode)
+        if route.decode == at:
+            return self._terms(route, [first])
+        joined = prefills.parts(-1, route.decode)
         read_s = prefills.handoff_s()
-        network_s = read_s.item(at if len(read_s) > 1 else 0, way.decode)
+        network_s = read_s.item(at if len(read_s) > 1 else 0, route.decode)
         ready_s = first.queue_s + first.network_s + first.restore_s + first.compute_s
         # What is queued where it decodes is worked off meanwhile.
         there_s = ready_s + network_s
         still_s = max(joined.queue_s - there_s, 0.0) if there_s < np.inf else 0.0
-        return self._terms(way, [first, joined._replace(queue_s=still_s, network_s=network_s)])
+        return self._terms(route, [first, joined._replace(queue_s=still_s, network_s=network_s)])
 
-    def resume_tokens(self, way: Way) -> int:
+    def resume_tokens(self, route: Route) -> int:
         """Where the prefill worker computes from."""
-        at, prefills = way.prefill, self.prefills
-        row = int(self.local_row[at]) if way.source is None else prefills.row_of(way.source)
+        at, prefills = route.prefill, self.prefills
+        row = int(self.local_row[at]) if route.source is None else prefills.row_of(route.source)
         return int(prefills.resume[row, at])
 
-    def ways(self, remote: bool) -> Iterator[Way]:
+    def routes(self, remote: bool) -> Iterator[Route]:
         """All that are possible, the cheap to explain first."""
         accepting = np.flatnonzero(self.table.accepting).tolist()
         for worker in accepting:
-            yield Way(worker, worker)
+            yield Route(worker, worker)
         for source in self.sources:
             lacking = self.prefills.readable[source] > self.prefills.resident
-            yield from (Way(i, i, source) for i in accepting if lacking[i])
+            yield from (Route(i, i, source) for i in accepting if lacking[i])
         if remote:
             for prefill in accepting:
-                yield from (Way(i, prefill) for i in accepting if i != prefill)
+                yield from (Route(i, prefill) for i in accepting if i != prefill)
 
-    def _terms(self, way: Way, parts: Sequence[Parts]) -> Terms:
+    def _terms(self, route: Route, parts: Sequence[PrefillTerms]) -> PlacementTerms:
         """The parts' sum, and the decoding."""
-        queue_s, network_s, restore_s, compute_s, late_s, held_s, copy_s = map(
+        queue_s, network_s, restore_s, compute_s, delay_s, pages_s, copy_s = map(
             sum, zip(*parts, strict=True)
         )
-        decode_s, others_s = (x.item(way.decode) for x in self._decode_terms)
-        return Terms(
+        decode_s, others_s = (x.item(route.decode) for x in self._decode_terms)
+        return PlacementTerms(
             queue_s,
             compute_s,
             network_s,
             restore_s,
             decode_s,
-            self.prefills.hbm * (held_s + decode_s),
-            self._weights.stall * (late_s + others_s),
+            self.prefills.hbm * (pages_s + decode_s),
+            self._weights.stall * (delay_s + others_s),
             copy_s,
         )
 
@@ -165,8 +165,8 @@ class StepPricing:
     @cached_property
     def _decoding_s(self) -> Floats:
         """[workers] price of decoding there; infinite for those that take no requests."""
-        decode_s, late_s = self._decode_terms
-        total_s: Floats = (1.0 + self.prefills.hbm) * decode_s + self._weights.stall * late_s
+        decode_s, delay_s = self._decode_terms
+        total_s: Floats = (1.0 + self.prefills.hbm) * decode_s + self._weights.stall * delay_s
         return total_s + self._closed_s
 
     @cached_property

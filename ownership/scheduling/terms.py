@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Terms(NamedTuple):
-    """Seconds of one way to serve a step. They add up:
+class PlacementTerms(NamedTuple):
+    """Seconds of one route to serve a step. They add up:
 
     C = T_queue + T_compute + T_network + T_restore + lambda M_HBM + mu I_decode + kappa M_copies
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from hetero_connector.errors import SimulationError
 from hetero_connector.planner.planner import Mode
-from ownership.scheduling.admission import Admitting, TtftObjective
+from ownership.scheduling.admission import GatedPolicy, TtftObjective
 from ownership.scheduling.ownerserve import OwnerServe
 from ownership.scheduling.policy import SchedulingPolicy
 from ownership.scheduling.registry import POLICIES, scheduling_policy
@@ -52,7 +52,7 @@ class PolicySpec:
             policy = replace(policy, weights=replace(policy.weights, copy=self.copies))
         if self.ttft_objective_s is None:
             return policy
-        return Admitting(policy, TtftObjective(self.ttft_objective_s))
+        return GatedPolicy(policy, TtftObjective(self.ttft_objective_s))
 
     def limited(self, workers: Sequence[WorkerSpec]) -> list[WorkerSpec]:
         """The workers with only the tiers that the policy uses.

@@ -15,7 +15,7 @@ from ownership.directory import DirectoryLimits
 from ownership.directory.memory_sessions import MemoryGroups
 from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.replication import HotPrefix, ReplicaPolicy
-from ownership.scheduling.step import HeldPrefix, Step
+from ownership.scheduling.step import Step, WorkerPrefix
 from ownership.simulator.machine.peer_reads import PeerReads
 from ownership.simulator.machine.worker import Worker
 from ownership.simulator.traces.block_runs import BlockRuns
@@ -45,7 +45,7 @@ class Replicating:
 
     def begins(self, step: Step, chain: BlockRuns, chunk_tokens: int, now_s: float) -> None:
         """A session or a fork begins: count a use of what it shares with others."""
-        shared = max((held.dram_tokens for held in step.held.values()), default=0)
+        shared = max((held.dram_tokens for held in step.prefixes.values()), default=0)
         if not shared:
             return
         prefix = chain.head(shared // chunk_tokens)
@@ -77,7 +77,7 @@ class Replicating:
                 busy |= {order.source, order.target}
         return busy
 
-    def _held(self, chain: BlockRuns) -> dict[str, HeldPrefix]:
+    def _held(self, chain: BlockRuns) -> dict[str, WorkerPrefix]:
         up = (worker for worker in self._workers.values() if worker.up)
         found = ((worker.name, worker.memory.held(chain)) for worker in up)
         return {name: held for name, held in found if held is not None}

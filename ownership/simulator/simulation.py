@@ -116,7 +116,7 @@ class FleetSimulation:
         request.was_decided = True
         begun = self._timer()
         decision = self._policy.decide(step, self._view)
-        way = decision.way
+        way = decision.route
         tally.decision_s.append(self._timer() - begun)
         decoder = self.workers[decision.names[way.decode]]
         prefiller = self.workers[decision.names[way.prefill]]
@@ -137,7 +137,7 @@ class FleetSimulation:
             request.decodes_elsewhere = True
             self._decoders[request] = decoder
         request.shorts = self._known_shorts(live, request)
-        resident = step.held.get(prefiller.name)
+        resident = step.prefixes.get(prefiller.name)
         held = resident.local_tokens if resident else 0
         request.expected_tokens = max(1, request.prompt_tokens - held)
         if way.source is not None:

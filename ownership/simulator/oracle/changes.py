@@ -12,7 +12,7 @@ from itertools import accumulate
 from random import Random
 from typing import NamedTuple
 
-from ownership.scheduling.step_pricing import Way
+from ownership.scheduling.step_pricing import Route
 
 _NEAR = 12
 """Requests before and after one that it is exchanged with."""
@@ -43,13 +43,13 @@ class Changes:
     """Of one schedule on at least two workers."""
 
     def __init__(
-        self, placed: Mapping[Turn, Way], served: Sequence[Served], workers: int, rng: Random
+        self, placed: Mapping[Turn, Route], served: Sequence[Served], workers: int, rng: Random
     ) -> None:
         """`served`: in the order in which they came."""
         self._placed, self._served, self._workers, self._rng = placed, served, workers, rng
         self._waited_s = list(accumulate(one.waited_s for one in served))
 
-    def draw(self) -> tuple[str, dict[Turn, Way]]:
+    def draw(self) -> tuple[str, dict[Turn, Route]]:
         """A kind of change, and what is placed elsewhere by it."""
         at = self._drawn()
         kind = self._rng.choices(
@@ -80,54 +80,54 @@ class Changes:
         """The request itself, or one that was where it was prefilled or decoded meanwhile."""
         if self._rng.random() < 0.5:
             return at
-        one, way = self._served[at], self._placed[self._served[at].turn]
+        one, route = self._served[at], self._placed[self._served[at].turn]
         first = max(0, at - _MEANWHILE)
         others = [
             first + i
             for i, other in enumerate(self._served[first : at + _MEANWHILE])
             if other.answered_s > one.arrived_s
             and other.arrived_s < one.answered_s
-            and self._placed[other.turn].prefill in (way.prefill, way.decode)
+            and self._placed[other.turn].prefill in (route.prefill, route.decode)
         ]
         return self._rng.choice(others or [at])
 
     def _near(self, at: int) -> range:
         return range(max(0, at - _NEAR), min(len(self._served), at + _NEAR + 1))
 
-    def _few(self, requests: Sequence[int]) -> dict[Turn, Way]:
+    def _few(self, requests: Sequence[int]) -> dict[Turn, Route]:
         turns = [self._served[i].turn for i in requests]
         return {turn: self._elsewhere(self._placed[turn]) for turn in turns}
 
-    def _elsewhere(self, way: Way) -> Way:
-        """Another way, most often without the network."""
+    def _elsewhere(self, route: Route) -> Route:
+        """Another route, most often without the network."""
         rng, all_workers = self._rng, range(self._workers)
         other, second = rng.sample(all_workers, 2)
-        if other == way.decode:
+        if other == route.decode:
             other, second = second, other
         kind = rng.choices(("local", "remote", "prefill", "fetch", "source"), (11, 3, 3, 2, 1))[0]
         match kind:
             case "remote":
-                return Way(other, second)
+                return Route(other, second)
             case "prefill":
-                return Way(way.decode, other)
+                return Route(route.decode, other)
             case "fetch":
-                return Way(other, other, second)
+                return Route(other, other, second)
             case "source":
-                return Way(way.decode, way.decode, other)
-        return Way(other, other)
+                return Route(route.decode, route.decode, other)
+        return Route(other, other)
 
-    def _exchange(self, at: int) -> dict[Turn, Way]:
-        """The ways of two requests that came at about the same time."""
+    def _exchange(self, at: int) -> dict[Turn, Route]:
+        """The routes of two requests that came at about the same time."""
         turn = self._served[at].turn
-        way = self._placed[turn]
+        route = self._placed[turn]
         others = [self._served[i].turn for i in self._near(at)]
-        others = [other for other in others if self._placed[other] != way]
+        others = [other for other in others if self._placed[other] != route]
         if not others:
             return self._few([at])
         other = self._rng.choice(others)
-        return {turn: self._placed[other], other: way}
+        return {turn: self._placed[other], other: route}
 
-    def _window(self, begun_s: float) -> dict[Turn, Way]:
+    def _window(self, begun_s: float) -> dict[Turn, Route]:
         """Two workers, for all that came within a while."""
         until_s = begun_s + self._rng.choice(_WINDOWS_S)
         workers = list(range(self._workers))
@@ -136,17 +136,17 @@ class Changes:
         turns = [x.turn for x in self._served if begun_s <= x.arrived_s <= until_s]
         return {turn: _renamed(self._placed[turn], workers) for turn in turns}
 
-    def _session(self, turn: Turn) -> dict[Turn, Way]:
+    def _session(self, turn: Turn) -> dict[Turn, Route]:
         """A session, from one of its turns on: it takes its state along."""
-        way = self._elsewhere(self._placed[turn])
+        route = self._elsewhere(self._placed[turn])
         source = self._placed[turn].decode
-        changed = {turn: way._replace(source=None if source == way.prefill else source)}
+        changed = {turn: route._replace(source=None if source == route.prefill else source)}
         for other in self._served:
             if other.turn.session_id == turn.session_id and other.turn.number > turn.number:
-                changed[other.turn] = Way(way.decode, way.decode)
+                changed[other.turn] = Route(route.decode, route.decode)
         return changed
 
 
-def _renamed(way: Way, workers: Sequence[int]) -> Way:
-    source = None if way.source is None else workers[way.source]
-    return Way(workers[way.decode], workers[way.prefill], source)
+def _renamed(route: Route, workers: Sequence[int]) -> Route:
+    source = None if route.source is None else workers[route.source]
+    return Route(workers[route.decode], workers[route.prefill], source)

@@ -16,11 +16,11 @@ from random import Random
 from typing import NamedTuple
 
 from ownership.scheduling.baselines import Baseline
-from ownership.scheduling.decision import Decision
+from ownership.scheduling.decision import PlacementDecision
 from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.policy import SchedulingPolicy
 from ownership.scheduling.step import Step
-from ownership.scheduling.step_pricing import Way
+from ownership.scheduling.step_pricing import Route
 from ownership.simulator.fleet_file import FleetSpec
 from ownership.simulator.machine.request import LiveRequest
 from ownership.simulator.machine.steps import StepTimes
@@ -31,7 +31,7 @@ from ownership.simulator.simulation import FleetSimulation
 from ownership.simulator.state.shape import StateShape
 from ownership.simulator.traces.session import Trace
 
-Placements = Mapping[Turn, Way]
+Placements = Mapping[Turn, Route]
 
 
 class Outcome(NamedTuple):
@@ -123,22 +123,22 @@ class Following:
     policy: SchedulingPolicy
     base: Baseline = field(default_factory=Baseline)
     name: str = "hindsight"
-    placed: dict[Turn, Way] = field(default_factory=dict)
+    placed: dict[Turn, Route] = field(default_factory=dict)
     """What it has decided."""
     _turns: Counter[str] = field(default_factory=Counter)
 
-    def decide(self, step: Step, fleet: FleetView) -> Decision:
+    def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
         """Where the step runs."""
         turn = Turn(step.session_id, self._turns[step.session_id])
         self._turns[step.session_id] += 1
-        way = self.told.get(turn)
-        if way is None:
+        route = self.told.get(turn)
+        if route is None:
             decision = self.policy.decide(step, fleet)
         else:
-            sources = () if way.source is None else (way.source,)
-            pricing = self.base.start(step, fleet, sources)
-            decision = self.base.chosen(step, fleet, pricing, way)
-        self.placed[turn] = decision.way
+            sources = () if route.source is None else (route.source,)
+            pricing = self.base.pricing(step, fleet, sources)
+            decision = self.base.decision(step, fleet, pricing, route)
+        self.placed[turn] = decision.route
         return decision
 
 

@@ -1,7 +1,7 @@
 """The best of all placements of a few requests, found by trying every one.
 
-A policy's part in a simulation is a way (where to prefill, where to decode, whom to read from) for
-each request in the order in which they come. Every sequence of ways is simulated, so no policy
+A policy gives each request, in the order in which they come, a route: the worker that prefills, the
+one that decodes, and perhaps one to read from. Every sequence of routes is simulated, so no policy
 that refuses nothing ends better than the best of them: exact, and exponential.
 """
 
@@ -14,11 +14,11 @@ from random import Random
 from typing import NamedTuple
 
 from ownership.scheduling.baselines import Baseline
-from ownership.scheduling.decision import Decision
+from ownership.scheduling.decision import PlacementDecision
 from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.policy import SchedulingPolicy
 from ownership.scheduling.step import Step
-from ownership.scheduling.step_pricing import Way
+from ownership.scheduling.step_pricing import Route
 from ownership.simulator.fleet_file import FleetSpec
 from ownership.simulator.policies import PolicySpec
 from ownership.simulator.simulation import FleetSimulation
@@ -32,7 +32,7 @@ class BestPlacement(NamedTuple):
     """What the search found."""
 
     cost: float
-    ways: tuple[Way, ...]
+    routes: tuple[Route, ...]
     tried: int
 
 
@@ -42,7 +42,7 @@ def best_placement(
     chunk_tokens: int,
     cost: Callable[[FleetSimulation], float],
 ) -> BestPlacement:
-    """The ways of least `cost` of a simulation that has run; of equal ones the first.
+    """The routes of least `cost` of a simulation that has run; of equal ones the first.
 
     Raises ValueError where there are too many to try, or where workers die: a request that is sent
     again is placed once more.
@@ -50,53 +50,53 @@ def best_placement(
     if fleet.failures:
         raise ValueError(f"{len(fleet.failures)} failures: only fleets without them are searched")
     requests = sum(len(session.requests) for session in trace)
-    ways = list(_ways(len(fleet.workers)))
-    tried = len(ways) ** requests
+    routes = list(_routes(len(fleet.workers)))
+    tried = len(routes) ** requests
     if tried > _MOST_RUNS:
         raise ValueError(f"{requests} requests on {len(fleet.workers)} workers: {tried} placements")
     shape = StateShape.of(fleet.model, chunk_tokens)
 
-    def cost_of(script: Sequence[Way]) -> float:
-        policy = ScriptedSpec("search", "search", ways=tuple(script))
+    def cost_of(script: Sequence[Route]) -> float:
+        policy = ScriptedSpec("search", "search", routes=tuple(script))
         run = FleetSimulation(fleet, policy, shape, iter(trace), trace.block_tokens, 0)
         run.run()
         return cost(run)
 
-    best = min(product(ways, repeat=requests), key=cost_of)
+    best = min(product(routes, repeat=requests), key=cost_of)
     return BestPlacement(cost_of(best), best, tried)
 
 
 @dataclass
 class Scripted:
-    """Places the n-th step as the script's n-th way says."""
+    """Places the n-th step as the script's n-th route says."""
 
-    ways: Iterator[Way]
+    routes: Iterator[Route]
     base: Baseline = field(default_factory=Baseline)
     name: str = "search"
 
-    def decide(self, step: Step, fleet: FleetView) -> Decision:
+    def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
         """Where the step runs."""
-        way = next(self.ways)
-        sources = () if way.source is None else (way.source,)
-        return self.base.chosen(step, fleet, self.base.start(step, fleet, sources), way)
+        route = next(self.routes)
+        sources = () if route.source is None else (route.source,)
+        return self.base.decision(step, fleet, self.base.pricing(step, fleet, sources), route)
 
 
 @dataclass(frozen=True)
 class ScriptedSpec(PolicySpec):
     """A policy that follows a script, everything else by default."""
 
-    ways: tuple[Way, ...] = ()
+    routes: tuple[Route, ...] = ()
 
     def scheduler(self, rng: Random) -> SchedulingPolicy:
         """A new scheduling policy."""
-        return Scripted(iter(self.ways))
+        return Scripted(iter(self.routes))
 
 
-def _ways(workers: int) -> Iterator[Way]:
+def _routes(workers: int) -> Iterator[Route]:
     """All there are: a fetch and a handoff together too."""
     for at in range(workers):
-        yield Way(at, at)
+        yield Route(at, at)
     for decode, prefill in permutations(range(workers), 2):
-        yield Way(decode, prefill)
+        yield Route(decode, prefill)
     for prefill, source in permutations(range(workers), 2):
-        yield from (Way(decode, prefill, source) for decode in range(workers))
+        yield from (Route(decode, prefill, source) for decode in range(workers))

@@ -12,7 +12,7 @@ from hetero_connector.store.base import EvictionName
 from hetero_connector.store.catalog.eviction import LeafLru, make_policy
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved
 from hetero_connector.store.ssd.admission import Admission
-from ownership.scheduling.step import HeldPrefix
+from ownership.scheduling.step import WorkerPrefix
 from ownership.simulator.state.gapped import Added, GappedChunks, lacking
 from ownership.simulator.state.owners import Owners, Stretch, append, covers
 from ownership.simulator.state.resident import ResidentChunks
@@ -122,7 +122,7 @@ class WorkerMemory:
         """The logical clock's moment."""
         return self._tick
 
-    def held(self, chain: BlockRuns) -> HeldPrefix | None:
+    def held(self, chain: BlockRuns) -> WorkerPrefix | None:
         """Where a prompt could resume, by tier, as a scheduler is told; None: nowhere. `chain`: up
         to the last boundary at which it could at all."""
         found = (self.hbm.find(chain), *self.stored(chain))
@@ -132,7 +132,7 @@ class WorkerMemory:
         if self.shape.has_checkpoints:
             hbm, dram, ssd = [x.deepest_checkpoint(x.chunks) for x in found]
         size = self.shape.chunk_tokens
-        return HeldPrefix(hbm * size, dram * size, max(dram, ssd) * size)
+        return WorkerPrefix(hbm * size, dram * size, max(dram, ssd) * size)
 
     def stored(self, chain: BlockRuns) -> tuple[Found, Found]:
         """What a restore finds in DRAM and on SSD."""

@@ -16,13 +16,13 @@ from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.spec import StateType
 from ownership.scheduling import (
     FleetView,
-    HeldPrefix,
     Link,
     PlacementWeights,
     Role,
     StateFootprint,
     Step,
     WorkerLoad,
+    WorkerPrefix,
     WorkerView,
 )
 
@@ -91,7 +91,7 @@ loads = st.builds(
     counts,
     st.sampled_from([True, True, True, False]),
 )
-held_prefixes = st.builds(HeldPrefix, counts, counts, counts)
+worker_prefixes = st.builds(WorkerPrefix, counts, counts, counts)
 
 
 # A strategy that is made in a composite is made anew for every worker of every example, which took
@@ -141,7 +141,7 @@ link_tables = st.none() | st.dictionaries(
 )
 
 
-prefixes = st.dictionaries(st.sampled_from(NAMES), held_prefixes)
+prefixes = st.dictionaries(st.sampled_from(NAMES), worker_prefixes)
 owners = st.none() | st.sampled_from(NAMES)
 
 

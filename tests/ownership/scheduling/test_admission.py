@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ownership.scheduling import OwnerServe, Step, StepClass
-from ownership.scheduling.admission import AdmitAll, Admitting, TtftObjective
+from ownership.scheduling.admission import AdmitAll, GatedPolicy, TtftObjective
 from tests.ownership.scheduling.fleets import FREE, fleet_of, worker
 
 POLICY = OwnerServe(FREE)
@@ -13,7 +13,7 @@ POLICY = OwnerServe(FREE)
 
 def refused(tokens: int, objective: TtftObjective) -> bool:
     """1 ms a token."""
-    policy = Admitting(POLICY, objective)
+    policy = GatedPolicy(POLICY, objective)
     assert policy.name == "ownerserve"
     return policy.decide(Step(tokens), fleet_of(worker("a"))).refusal is not None
 
@@ -32,7 +32,7 @@ def test_a_class_may_have_its_own() -> None:
 
 
 def test_a_refusal_says_by_how_much() -> None:
-    decision = Admitting(POLICY, TtftObjective(0.5)).decide(Step(1_000), fleet_of(worker("a")))
+    decision = GatedPolicy(POLICY, TtftObjective(0.5)).decide(Step(1_000), fleet_of(worker("a")))
     assert decision.refusal is not None
     assert decision.refusal.reason == "first token after 1 s, the objective is 0.5 s"
     assert decision.placement.decode_worker == "a"
@@ -41,7 +41,7 @@ def test_a_refusal_says_by_how_much() -> None:
 def test_what_fits_nowhere_is_never_admitted() -> None:
     small = fleet_of(worker("a", hbm_bytes=10))
     for admission in (AdmitAll(), TtftObjective(1e9)):
-        assert Admitting(POLICY, admission).decide(Step(100), small).refusal is not None
+        assert GatedPolicy(POLICY, admission).decide(Step(100), small).refusal is not None
 
 
 def test_an_objective_is_above_0() -> None:

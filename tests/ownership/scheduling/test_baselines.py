@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hetero_connector.errors import NoWorkerError
 from ownership.scheduling import (
     POLICIES,
-    Action,
     FleetView,
-    HeldPrefix,
+    PlacementAction,
     Role,
     Step,
     WorkerLoad,
+    WorkerPrefix,
     WorkerView,
     scheduling_policy,
 )
@@ -106,7 +106,7 @@ def test_static_pd_by_hand() -> None:
     """p2 has fewer tokens queued, d2 fewer decodes; a session's decoder is kept."""
     fleet = pools()
     decision = StaticPd().decide(Step(10), fleet)
-    assert decision.placement.action is Action.REMOTE_PREFILL
+    assert decision.placement.action is PlacementAction.REMOTE_PREFILL
     assert where(StaticPd(), Step(10), fleet) == ("p2", "d2")
     assert where(StaticPd(), Step(10, owner="d1"), fleet) == ("p2", "d1")
     assert where(StaticPd(), Step(10, owner="p1"), fleet) == ("p2", "d2")
@@ -123,17 +123,17 @@ def test_prefix_aware_by_hand() -> None:
     """400 of 1,000 tokens match at b, over 0.3: b, though a is idle. 300 do not decide."""
     fleet = fleet_of(worker("a"), worker("b", WorkerLoad(running_requests=64)))
     policy = PrefixAware()
-    assert where(policy, Step(1_000, {"b": HeldPrefix(400)}), fleet) == ("b", "b")
-    assert where(policy, Step(1_000, {"b": HeldPrefix(300)}), fleet) == ("a", "a")
+    assert where(policy, Step(1_000, {"b": WorkerPrefix(400)}), fleet) == ("b", "b")
+    assert where(policy, Step(1_000, {"b": WorkerPrefix(300)}), fleet) == ("a", "a")
 
 
 def test_prefix_aware_gives_up_the_prefix_when_loads_differ_by_hand() -> None:
     """65 - 0 > 64 and 65 > 1.5 x 0: unbalanced, so the least loaded."""
     fleet = fleet_of(worker("a"), worker("b", WorkerLoad(running_requests=65)))
-    assert where(PrefixAware(), Step(1_000, {"b": HeldPrefix(900)}), fleet) == ("a", "a")
+    assert where(PrefixAware(), Step(1_000, {"b": WorkerPrefix(900)}), fleet) == ("a", "a")
 
 
 def test_prefix_aware_takes_the_least_loaded_of_several_owners() -> None:
     fleet = fleet_of(worker("a", WorkerLoad(running_requests=2)), worker("b"), worker("c"))
-    held = {"a": HeldPrefix(900), "b": HeldPrefix(0, 900)}
+    held = {"a": WorkerPrefix(900), "b": WorkerPrefix(0, 900)}
     assert where(PrefixAware(), Step(1_000, held), fleet) == ("b", "b")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ownership.scheduling import Decision, FleetView, HeldPrefix, Role, Step, WorkerLoad
+from ownership.scheduling import FleetView, PlacementDecision, Role, Step, WorkerLoad, WorkerPrefix
 from ownership.scheduling.conductor import Conductor
 from tests.ownership.scheduling.fleets import costs_of, fleet_of, worker
 
@@ -14,8 +14,8 @@ DECODERS = (
 )
 
 
-def held(p1: int, p2: int) -> dict[str, HeldPrefix]:
-    return {"p1": HeldPrefix(0, p1, p1), "p2": HeldPrefix(0, p2, p2)}
+def held(p1: int, p2: int) -> dict[str, WorkerPrefix]:
+    return {"p1": WorkerPrefix(0, p1, p1), "p2": WorkerPrefix(0, p2, p2)}
 
 
 def fleet(queued: int, peer_s: float = 1e-4) -> FleetView:
@@ -26,7 +26,7 @@ def fleet(queued: int, peer_s: float = 1e-4) -> FleetView:
     )
 
 
-def decide(step: Step, view: FleetView, **options: float) -> Decision:
+def decide(step: Step, view: FleetView, **options: float) -> PlacementDecision:
     return Conductor(**options).decide(step, view)
 
 

@@ -8,11 +8,11 @@ from collections import Counter
 
 import pytest
 
-from ownership.scheduling import FleetView, HeldPrefix, Step, WorkerLoad
+from ownership.scheduling import FleetView, Step, WorkerLoad, WorkerPrefix
 from ownership.scheduling.dynamo_kv import DynamoKv
 from tests.ownership.scheduling.fleets import fleet_of, worker
 
-STEP = Step(1_000, {"a": HeldPrefix(800), "b": HeldPrefix(0, 500)})
+STEP = Step(1_000, {"a": WorkerPrefix(800), "b": WorkerPrefix(0, 500)})
 
 
 def fleet() -> FleetView:
@@ -26,7 +26,7 @@ def fleet() -> FleetView:
 
 def test_logits_by_hand() -> None:
     policy, view = DynamoKv(random.Random(1)), fleet()
-    logits = policy.logits(STEP, view, policy.base.start(STEP, view))
+    logits = policy.logits(STEP, view, policy.base.pricing(STEP, view))
     assert logits.tolist() == pytest.approx([-0.3, 0.25, 0.0])
     assert policy.decide(STEP, view).placement.decode_worker == "b"
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ownership.scheduling import HeldPrefix, OwnerServe, Step, WorkerLoad
-from ownership.scheduling.admission import Admitting, TtftObjective
+from ownership.scheduling import OwnerServe, Step, WorkerLoad, WorkerPrefix
+from ownership.scheduling.admission import GatedPolicy, TtftObjective
 from ownership.scheduling.baselines import StaticPd
 from ownership.scheduling.explain import explain
 from tests.ownership.scheduling.fleets import FREE, fleet_of, worker
 
-STEP = Step(1_000, {"a": HeldPrefix(0, 900, 900)}, "s", "a", 900)
+STEP = Step(1_000, {"a": WorkerPrefix(0, 900, 900)}, "s", "a", 900)
 FLEET = fleet_of(worker("a", WorkerLoad(queued_tokens=1_000)), worker("b"))
 
 
@@ -34,7 +34,7 @@ def test_the_choice_is_shown_however_few_lines_there_are() -> None:
 
 
 def test_a_refusal_is_told() -> None:
-    policy = Admitting(OwnerServe(FREE), TtftObjective(0.1))
+    policy = GatedPolicy(OwnerServe(FREE), TtftObjective(0.1))
     assert explain(policy.decide(STEP, FLEET)).splitlines()[-1] == (
         "refused: first token after 0.19 s, the objective is 0.1 s"
     )

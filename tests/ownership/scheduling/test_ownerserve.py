@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from hetero_connector.errors import NoWorkerError
 from hetero_connector.planner.compute_model import InterferenceCoefficients
 from ownership.scheduling import (
-    Action,
-    Decision,
     FleetView,
-    HeldPrefix,
     OwnerServe,
+    PlacementDecision,
     PlacementWeights,
     Step,
     StepClass,
     WorkerLoad,
+    WorkerPrefix,
     WorkerView,
 )
+from ownership.scheduling import PlacementAction as Action
 from tests.ownership.scheduling.fleets import (
     BYTE_A_TOKEN,
     FREE,
@@ -37,7 +37,7 @@ POLICY = OwnerServe()
 CHEAP = OwnerServe(FREE)
 
 
-def decide(found: list[WorkerView], step: Step) -> Decision:
+def decide(found: list[WorkerView], step: Step) -> PlacementDecision:
     return POLICY.decide(step, FleetView(BYTE_A_TOKEN, found))
 
 
@@ -69,7 +69,7 @@ def test_the_order_in_which_workers_are_told_does_not_matter(
 ) -> None:
     shuffled = list(found)
     rng.shuffle(shuffled)
-    held = list(step.held.items())
+    held = list(step.prefixes.items())
     rng.shuffle(held)
     other = Step(
         step.prompt_tokens, dict(held), step.session_id, step.owner, step.boundary_tokens,
@@ -108,7 +108,7 @@ def test_one_worker_owns_the_session_and_it_accepts(found: list[WorkerView], ste
 
 
 def test_a_session_stays_when_all_is_equal() -> None:
-    held = {"a": HeldPrefix(0, 90, 90), "b": HeldPrefix(0, 90, 90)}
+    held = {"a": WorkerPrefix(0, 90, 90), "b": WorkerPrefix(0, 90, 90)}
     decision = CHEAP.decide(Step(120, held, "s", "b", 90), fleet_of(worker("a"), worker("b")))
     assert decision.placement.decode_worker == "b"
     assert decision.placement.action is Action.COLOCATED_PREFILL
@@ -122,8 +122,8 @@ def test_of_equal_workers_the_first_by_name_is_taken() -> None:
 BUSY = WorkerLoad(queued_tokens=1_000)
 
 
-def held_by_a(tokens: int) -> dict[str, HeldPrefix]:
-    return {"a": HeldPrefix(tokens, tokens, tokens)}
+def held_by_a(tokens: int) -> dict[str, WorkerPrefix]:
+    return {"a": WorkerPrefix(tokens, tokens, tokens)}
 
 
 FORK = Step(1_000, held_by_a(900), "s", "a", 900, forked=True)

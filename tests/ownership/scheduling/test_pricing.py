@@ -14,15 +14,15 @@ from hetero_connector.planner.decision import EngineLoad
 from hetero_connector.planner.planner import RestorePlanner
 from ownership.scheduling import (
     FleetView,
-    HeldPrefix,
     Link,
     PlacementWeights,
     StateFootprint,
     Step,
     WorkerLoad,
+    WorkerPrefix,
     WorkerView,
 )
-from ownership.scheduling.step_pricing import StepPricing, Way
+from ownership.scheduling.step_pricing import Route, StepPricing
 from tests.ownership.scheduling.fleets import (
     BYTE_A_TOKEN,
     FREE,
@@ -59,18 +59,18 @@ def test_an_array_says_what_its_terms_add_up_to(
     pricing = StepPricing(step, fleet, WEIGHTS, sources)
     told = {}
     for i in sources:
-        told[Way(i, i)] = pricing.local_total_s[i]
+        told[Route(i, i)] = pricing.local_total_s[i]
         for j in sources:
-            told[Way(j, j, i)] = pricing.fetched_total_s[i, j]
+            told[Route(j, j, i)] = pricing.fetched_total_s[i, j]
             if i != j:
-                told[Way(j, i)] = pricing.remote_total_s[i, j]
-    possible = set(pricing.ways(remote=True))
-    for way, total_s in told.items():
-        if way in possible:
-            assert pricing.terms(way).total_s == pytest.approx(total_s), way
-            assert min(pricing.terms(way)) >= -1e-12
+                told[Route(j, i)] = pricing.remote_total_s[i, j]
+    possible = set(pricing.routes(remote=True))
+    for route, total_s in told.items():
+        if route in possible:
+            assert pricing.terms(route).total_s == pytest.approx(total_s), route
+            assert min(pricing.terms(route)) >= -1e-12
         else:
-            assert total_s == math.inf, way
+            assert total_s == math.inf, route
 
 
 @pytest.mark.parametrize("model", [DENSE, HYBRID])
@@ -87,16 +87,16 @@ def test_a_worker_is_priced_as_its_own_planner_prices_the_request(model, tier, q
     planned = planner.plan(chain, 0, prompt - 1, prompt, EngineLoad(queued_tokens=queued))
     assert planned.plan is not None
     assert planned.plan.boundary == 8 * CHUNK
-    held = HeldPrefix(0, 8 * CHUNK if tier is Tier.DRAM else 0, 8 * CHUNK)
+    held = WorkerPrefix(0, 8 * CHUNK if tier is Tier.DRAM else 0, 8 * CHUNK)
     view = WorkerView("a", costs, 1 << 30, load=WorkerLoad(queued_tokens=queued))
     fleet = FleetView(StateFootprint.of(layout), [view])
-    terms = StepPricing(Step(prompt, {"a": held}), fleet, WEIGHTS).terms(Way(0, 0))
+    terms = StepPricing(Step(prompt, {"a": held}), fleet, WEIGHTS).terms(Route(0, 0))
     expected = planned.predicted
     assert terms.queue_s == pytest.approx(expected.queue_s)
     assert terms.restore_s == pytest.approx(expected.load_s)
     assert terms.compute_s == pytest.approx(expected.compute_s)
     assert terms.hbm_s == pytest.approx(expected.hbm_s)
-    nothing = StepPricing(Step(prompt), fleet, WEIGHTS).terms(Way(0, 0))
+    nothing = StepPricing(Step(prompt), fleet, WEIGHTS).terms(Route(0, 0))
     assert nothing.total_s == pytest.approx(planned.nothing.total_s)
 
 
@@ -104,9 +104,9 @@ def test_a_slow_disk_is_left_alone() -> None:
     """Held: 100 of 200 tokens in DRAM, 190 with SSD. From SSD 90 bytes at 10 ms are 900 ms, so
     it computes 100 tokens, 100 ms."""
     fleet = fleet_of(worker("a", costs=costs_of(ssd_s=1e-2)))
-    pricing = StepPricing(Step(200, {"a": HeldPrefix(0, 100, 190)}), fleet, FREE)
-    assert pricing.terms(Way(0, 0)).total_s == pytest.approx(0.1)
-    assert pricing.resume_tokens(Way(0, 0)) == 100
+    pricing = StepPricing(Step(200, {"a": WorkerPrefix(0, 100, 190)}), fleet, FREE)
+    assert pricing.terms(Route(0, 0)).total_s == pytest.approx(0.1)
+    assert pricing.resume_tokens(Route(0, 0)) == 100
 
 
 def test_by_hand() -> None:
@@ -118,10 +118,10 @@ def test_by_hand() -> None:
     worked off meanwhile, and its last token takes 0.001.
     """
     fleet = fleet_of(worker("a", WorkerLoad(queued_tokens=50)), worker("b"))
-    pricing = StepPricing(Step(1_000, {"b": HeldPrefix(0, 900, 900)}), fleet, FREE, [1])
-    assert pricing.terms(Way(0, 0)) == pytest.approx((0.05, 1.0, 0, 0, 0, 0, 0, 0))
-    assert pricing.terms(Way(0, 0, 1)) == pytest.approx((0.05, 0.1, 0.04, 0, 0, 0, 0, 0))
-    assert pricing.terms(Way(0, 1)) == pytest.approx((0, 0.101, 0.0999, 0, 0, 0, 0, 0), abs=1e-9)
+    pricing = StepPricing(Step(1_000, {"b": WorkerPrefix(0, 900, 900)}), fleet, FREE, [1])
+    assert pricing.terms(Route(0, 0)) == pytest.approx((0.05, 1.0, 0, 0, 0, 0, 0, 0))
+    assert pricing.terms(Route(0, 0, 1)) == pytest.approx((0.05, 0.1, 0.04, 0, 0, 0, 0, 0))
+    assert pricing.terms(Route(0, 1)) == pytest.approx((0, 0.101, 0.0999, 0, 0, 0, 0, 0), abs=1e-9)
 
 
 def test_a_way_with_everything_by_hand() -> None:
@@ -130,8 +130,8 @@ def test_a_way_with_everything_by_hand() -> None:
     network: 0.09 + 999 bytes 0.0999; compute: 0.1 + 0.001 for the last token.
     """
     fleet = fleet_of(worker("a"), worker("b"), worker("c"))
-    pricing = StepPricing(Step(1_000, {"b": HeldPrefix(0, 900, 900)}), fleet, FREE, [1])
-    terms = pricing.terms(Way(2, 0, 1))
+    pricing = StepPricing(Step(1_000, {"b": WorkerPrefix(0, 900, 900)}), fleet, FREE, [1])
+    terms = pricing.terms(Route(2, 0, 1))
     assert terms == pytest.approx((0, 0.101, 0.1899, 0, 0, 0, 0, 0), abs=1e-9)
     assert terms.ttft_s == pytest.approx(0.2909)
 
@@ -146,7 +146,7 @@ def test_decodes_that_are_held_up_by_hand() -> None:
     busy = WorkerLoad(running_requests=4)
     fleet = fleet_of(worker("a", busy, costs_of(step_tokens=5, interference=delays)))
     step = Step(10, output_tokens=20.0)
-    terms = StepPricing(step, fleet, PlacementWeights(0.5, 0.0, 0.0)).terms(Way(0, 0))
+    terms = StepPricing(step, fleet, PlacementWeights(0.5, 0.0, 0.0)).terms(Route(0, 0))
     assert terms.interference_s == pytest.approx(0.6 + 0.8)
     assert terms.decode_s == pytest.approx(20 * 0.3)
 
@@ -158,11 +158,11 @@ def test_copies_by_hand() -> None:
     b and decoded at a it is all but the last token.
     """
     fleet = fleet_of(worker("a"), worker("b"), worker("c"))
-    held = {"b": HeldPrefix(0, 900, 900), "c": HeldPrefix(0, 0, 400)}
+    held = {"b": WorkerPrefix(0, 900, 900), "c": WorkerPrefix(0, 0, 400)}
     weights = PlacementWeights(0.0, 0.0, 0.5)
     pricing = StepPricing(Step(1_000, held), fleet, weights, [1])
-    ways = (Way(0, 0), Way(0, 0, 1), Way(1, 1), Way(2, 2), Way(0, 1))
-    assert [pricing.terms(way).copy_s for way in ways] == pytest.approx(
+    routes = (Route(0, 0), Route(0, 0, 1), Route(1, 1), Route(2, 2), Route(0, 1))
+    assert [pricing.terms(route).copy_s for route in routes] == pytest.approx(
         [0.45, 0.45, 0.0, 0.25, 0.4995]
     )
 
@@ -179,7 +179,7 @@ def test_a_new_session_is_placed_beside_those_that_will_be_back() -> None:
     load = WorkerLoad(running_requests=1, sessions=5)
     fleet = fleet_of(worker("a", load, costs_of(interference=delays)))
     new, known = (
-        StepPricing(Step(10, owner=owner, output_tokens=10.0), fleet, FREE).terms(Way(0, 0))
+        StepPricing(Step(10, owner=owner, output_tokens=10.0), fleet, FREE).terms(Route(0, 0))
         for owner in (None, "a")
     )
     assert known.decode_s == pytest.approx(10 * (0.2 + 0.02 * 2))
@@ -189,7 +189,7 @@ def test_a_new_session_is_placed_beside_those_that_will_be_back() -> None:
 def test_pages_that_are_held_by_hand() -> None:
     """1,000 bytes of pages for the 1 s of computing: lambda x GiB x s."""
     terms = StepPricing(Step(1_000), fleet_of(worker("a")), PlacementWeights(0.0, 7.0, 0.0)).terms(
-        Way(0, 0)
+        Route(0, 0)
     )
     assert terms.hbm_s == pytest.approx(7.0 * 1_000 / 2**30)
 
@@ -198,17 +198,17 @@ def test_a_full_worker_lets_a_request_wait_by_hand() -> None:
     """Pages of 1,000 bytes, 800 used, 300 needed: 100 short. 800 bytes leave in 4 s: 0.5 s."""
     full = WorkerLoad(hbm_used_bytes=800, residence_s=4.0)
     fleet = fleet_of(worker("a", full, hbm_bytes=1_000))
-    assert StepPricing(Step(300), fleet, FREE).terms(Way(0, 0)).queue_s == pytest.approx(0.5)
-    cached = Step(300, {"a": HeldPrefix(150, 150, 150)})  # what is free has it already
-    assert StepPricing(cached, fleet, FREE).terms(Way(0, 0)).queue_s == pytest.approx(0.5)
-    assert StepPricing(Step(1_001), fleet, FREE).terms(Way(0, 0)).total_s == math.inf
+    assert StepPricing(Step(300), fleet, FREE).terms(Route(0, 0)).queue_s == pytest.approx(0.5)
+    cached = Step(300, {"a": WorkerPrefix(150, 150, 150)})  # what is free has it already
+    assert StepPricing(cached, fleet, FREE).terms(Route(0, 0)).queue_s == pytest.approx(0.5)
+    assert StepPricing(Step(1_001), fleet, FREE).terms(Route(0, 0)).total_s == math.inf
 
 
 def test_a_prompt_that_fits_no_pages_is_not_saved_by_a_prefix_in_them() -> None:
     fleet = fleet_of(worker("a", hbm_bytes=1_000), worker("b", hbm_bytes=9_000))
-    pricing = StepPricing(Step(1_200, {"a": HeldPrefix(600, 600, 600)}), fleet, FREE)
+    pricing = StepPricing(Step(1_200, {"a": WorkerPrefix(600, 600, 600)}), fleet, FREE)
     assert pricing.local_total_s.tolist() == [math.inf, pytest.approx(1.2)]
-    handoff = pricing.terms(Way(1, 0))
+    handoff = pricing.terms(Route(1, 0))
     assert (handoff.queue_s, handoff.total_s) == (math.inf, math.inf)
 
 
@@ -216,5 +216,5 @@ def test_a_slow_link_and_a_busy_source_by_hand() -> None:
     """900 bytes: over the link 0.5 + 0.9 s, and 100 bytes that others read before them 0.1."""
     sending = worker("b", WorkerLoad(outgoing_bytes=100))
     fleet = fleet_of(worker("a"), sending, links={("b", "a"): Link(0.5, 1e-3)})
-    pricing = StepPricing(Step(1_000, {"b": HeldPrefix(0, 900, 900)}), fleet, FREE, [1])
-    assert pricing.terms(Way(0, 0, 1)).network_s == pytest.approx(1.5)
+    pricing = StepPricing(Step(1_000, {"b": WorkerPrefix(0, 900, 900)}), fleet, FREE, [1])
+    assert pricing.terms(Route(0, 0, 1)).network_s == pytest.approx(1.5)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ownership.scheduling import FleetView, HeldPrefix, WorkerLoad
+from ownership.scheduling import FleetView, WorkerLoad, WorkerPrefix
 from ownership.scheduling.replication import HotPrefix, HotSpotReplicas, NoReplicas
 from tests.ownership.scheduling.fleets import costs_of, fleet_of, worker
 
-ALL = HeldPrefix(0, 1_000, 1_000)
+ALL = WorkerPrefix(0, 1_000, 1_000)
 
 
 def fleet(peer_s: float = 1e-4) -> FleetView:
@@ -21,7 +21,7 @@ def fleet(peer_s: float = 1e-4) -> FleetView:
     )
 
 
-def targets(heat: float, held: dict[str, HeldPrefix], view: FleetView) -> list[str]:
+def targets(heat: float, held: dict[str, WorkerPrefix], view: FleetView) -> list[str]:
     orders = HotSpotReplicas(32.0, 3).orders([HotPrefix("repo", heat, 1_000, held)], view)
     return [order.target for order in orders]
 
@@ -37,7 +37,7 @@ def test_a_copy_for_every_so_many_uses(heat: float, expected: list[str]) -> None
 
 def test_copies_that_are_there_count() -> None:
     assert targets(65.0, {"a": ALL, "c": ALL}, fleet()) == ["b"]
-    assert targets(65.0, {"a": ALL, "c": HeldPrefix(0, 500)}, fleet()) == ["c", "b"]
+    assert targets(65.0, {"a": ALL, "c": WorkerPrefix(0, 500)}, fleet()) == ["c", "b"]
 
 
 def test_the_holder_with_least_to_send_is_read() -> None:

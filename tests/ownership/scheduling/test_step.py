@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from ownership.scheduling import ClassThresholds, HeldPrefix, Step, StepClass, classify
+from ownership.scheduling import ClassThresholds, Step, StepClass, WorkerPrefix, classify
 
 T = ClassThresholds()
 
 
 def step(tokens: int, known: int = 0, resident: int | None = None, **more: bool) -> Step:
     resident = known if resident is None else resident
-    held = {"a": HeldPrefix(dram_tokens=resident)} if resident else {}
+    held = {"a": WorkerPrefix(dram_tokens=resident)} if resident else {}
     return Step(tokens, held, "s", "a" if known else None, known, **more)
 
 
@@ -42,7 +42,7 @@ def test_classes(given: Step, expected: StepClass) -> None:
 
 
 def test_what_lies_on_a_disk_is_cold() -> None:
-    on_ssd = Step(50_700, {"a": HeldPrefix(ssd_tokens=50_000)}, "s", "a", 50_000)
+    on_ssd = Step(50_700, {"a": WorkerPrefix(ssd_tokens=50_000)}, "s", "a", 50_000)
     assert classify(on_ssd, T) is StepClass.COLD_RESUME
 
 

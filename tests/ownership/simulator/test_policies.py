@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from hetero_connector.errors import SimulationError
-from ownership.scheduling.admission import Admitting
+from ownership.scheduling.admission import GatedPolicy
 from ownership.scheduling.ownerserve import OwnerServe
 from ownership.simulator.machine.worker import CachePolicy
 from ownership.simulator.policies import parse_policy
@@ -31,7 +31,7 @@ def test_options_follow_the_name() -> None:
     assert parse_policy("colocated+ssd_writes=1.5").cache.ssd_bytes_per_day == 3 << 29
     assert parse_policy("colocated+prefetch=on").cache.prefetch
     assert parse_policy("colocated+ssd_writes=all").cache.ssd_bytes_per_day is None
-    assert isinstance(spec.scheduler(random.Random(0)), Admitting)
+    assert isinstance(spec.scheduler(random.Random(0)), GatedPolicy)
     cheaper = parse_policy("ownerserve+copies=1").scheduler(random.Random(0))
     assert isinstance(cheaper, OwnerServe)
     assert cheaper.weights == replace(OwnerServe().weights, copy=1.0)

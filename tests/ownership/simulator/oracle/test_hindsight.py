@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from ownership.scheduling.ownerserve import OwnerServe
-from ownership.scheduling.step_pricing import Way
+from ownership.scheduling.step_pricing import Route
 from ownership.simulator.fleet_file import Failure
 from ownership.simulator.oracle.changes import Changes, Served, Turn
 from ownership.simulator.oracle.hindsight import Hindsight
@@ -22,7 +22,7 @@ from tests.ownership.simulator.oracle.few_requests import few_requests
 from tests.ownership.simulator.small_fleets import agents, fleet, prompt, trace_of
 
 OWNERSERVE = OwnerServe()
-AT_0 = Way(0, 0)
+AT_0 = Route(0, 0)
 
 
 def two_at_once() -> Trace:
@@ -33,7 +33,7 @@ def test_two_prompts_queued_at_one_worker_are_taken_apart() -> None:
     case = Hindsight(two_at_once(), fleet(2), 256)
     queued = case.outcome({Turn("a", 0): AT_0, Turn("b", 0): AT_0}, OWNERSERVE)
     found = case.improved(queued, OWNERSERVE, 20, Random(0))
-    assert {way.decode for way in found.best.placed.values()} == {0, 1}
+    assert {route.decode for route in found.best.placed.values()} == {0, 1}
     exact = best_placement(two_at_once(), fleet(2), 256, lambda run: mean(run.tally.task_wait_s))
     assert found.best.wait_s == pytest.approx(exact.cost)
     assert found.best.wait_s < queued.wait_s
@@ -61,7 +61,7 @@ def test_what_a_policy_placed_is_followed_to_the_same_figures() -> None:
     again = case.outcome(begun.placed, OWNERSERVE)
     assert (again.wait_s, again.served) == (begun.wait_s, begun.served)
     turn = begun.served[0].turn
-    other = Way(1 - begun.placed[turn].decode, 1 - begun.placed[turn].decode)
+    other = Route(1 - begun.placed[turn].decode, 1 - begun.placed[turn].decode)
     assert case.outcome({turn: other}, OWNERSERVE).placed[turn] == other
 
 
@@ -78,10 +78,10 @@ def test_a_fleet_with_failures_is_not_searched() -> None:
         Hindsight(two_at_once(), dying, 256)
 
 
-def schedule(workers: int = 3) -> tuple[dict[Turn, Way], list[Served]]:
+def schedule(workers: int = 3) -> tuple[dict[Turn, Route], list[Served]]:
     """A session of three turns at worker 0, others beside it; the fourth alone waited."""
     turns = [Turn("s", n) for n in range(3)] + [Turn(str(n), 0) for n in range(9)]
-    placed = {turn: Way(n % workers, n % workers) for n, turn in enumerate(turns)}
+    placed = {turn: Route(n % workers, n % workers) for n, turn in enumerate(turns)}
     placed |= {Turn("s", n): AT_0 for n in range(3)}
     waited_s = [1.0 if n == 0 else 0.0 for n in range(len(turns))]
     served = [Served(t, float(n), n + 2.5, waited_s[n]) for n, t in enumerate(turns)]
@@ -97,11 +97,11 @@ def test_changes_are_of_every_kind_and_change_what_was_near_a_request_that_waite
     beside = {Turn("s", 0), Turn("s", 1), Turn("s", 2)}
     assert {turn for kind, new in drawn if kind == "one" for turn in new} == beside
     for kind, new in drawn:
-        for turn, way in new.items():
-            assert way.source not in (way.prefill,), kind
-            assert {way.decode, way.prefill} <= {0, 1, 2}
+        for turn, route in new.items():
+            assert route.source not in (route.prefill,), kind
+            assert {route.decode, route.prefill} <= {0, 1, 2}
             if kind in ("one", "few"):
-                assert way != placed[turn]
+                assert route != placed[turn]
 
 
 def test_a_session_moves_with_its_later_turns_and_its_state() -> None:
@@ -111,5 +111,5 @@ def test_a_session_moves_with_its_later_turns_and_its_state() -> None:
     for new in moved:
         assert set(new) == {Turn("s", 0), Turn("s", 1), Turn("s", 2)}
         first, later = new[Turn("s", 0)], new[Turn("s", 2)]
-        assert later == Way(first.decode, first.decode)
+        assert later == Route(first.decode, first.decode)
         assert first.source == (None if first.prefill == 0 else 0)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from ownership.scheduling.fleet import Role
 from ownership.scheduling.registry import POLICIES
-from ownership.scheduling.step_pricing import Way
+from ownership.scheduling.step_pricing import Route
 from ownership.simulator.fleet_file import Failure
 from ownership.simulator.oracle.bound import bound
 from ownership.simulator.oracle.search import best_placement
@@ -49,7 +49,7 @@ def test_no_policy_beats_the_best_placement_and_that_not_the_bound(trace: Trace)
 def test_two_prompts_at_once_are_best_computed_apart() -> None:
     pair = [Session(n, (prompt(i, 8_192),), 0.0) for n, i in (("a", 0), ("b", 900))]
     found = best_placement(trace_of(*pair), SPEC, 256, mean_ttft_s)
-    assert found.ways == (Way(0, 0), Way(1, 1))
+    assert found.routes == (Route(0, 0), Route(1, 1))
     alone = bound(trace_of(*pair), SPEC, 256)
     assert found.cost == pytest.approx(mean(alone.ttft_s))
 

@@ -9,8 +9,8 @@ from hetero_connector.spec import StateType
 from ownership.directory import Claim, Copy, Directory, Worker
 from ownership.directory.identifiers import Epoch
 from ownership.directory.memory import MemoryDirectory
-from ownership.scheduling import HeldPrefix
-from ownership.scheduling.held import held_prefixes
+from ownership.scheduling import WorkerPrefix
+from ownership.scheduling.prefixes import worker_prefixes
 from tests.planner.chains import DENSE, HYBRID, KV, LLAMA4, LOCAL, SWA
 
 CHAIN = [ChunkKey(bytes([i + 1] * 16)) for i in range(4)]
@@ -44,20 +44,20 @@ def claim(
 @pytest.mark.parametrize(
     ("chunks", "expected"),
     [
-        ("dddd", HeldPrefix(0, 224, 224)),
-        ("ddss", HeldPrefix(0, 128, 224)),
-        ("dsdd", HeldPrefix(0, 64, 224)),
-        ("d.dd", HeldPrefix(0, 64, 64)),
-        ("ssss", HeldPrefix(0, 0, 224)),
+        ("dddd", WorkerPrefix(0, 224, 224)),
+        ("ddss", WorkerPrefix(0, 128, 224)),
+        ("dsdd", WorkerPrefix(0, 64, 224)),
+        ("d.dd", WorkerPrefix(0, 64, 64)),
+        ("ssss", WorkerPrefix(0, 0, 224)),
         (".ddd", None),
         ("", None),
     ],
 )
 def test_a_prefix_is_unbroken(
-    directory: Directory, chunks: str, expected: HeldPrefix | None
+    directory: Directory, chunks: str, expected: WorkerPrefix | None
 ) -> None:
     claim(directory, register(directory, "a"), chunks)
-    found = held_prefixes(directory.lookup(CHAIN), DENSE, ENDS)
+    found = worker_prefixes(directory.lookup(CHAIN), DENSE, ENDS)
     assert found == ({} if expected is None else {"a": expected})
 
 
@@ -65,18 +65,18 @@ def test_a_prefix_is_unbroken(
     ("checkpoints", "expected"),
     [
         ("....", None),
-        (".d..", HeldPrefix(0, 128, 128)),
-        ("dsd.", HeldPrefix(0, 192, 192)),
-        ("d..s", HeldPrefix(0, 64, 224)),
+        (".d..", WorkerPrefix(0, 128, 128)),
+        ("dsd.", WorkerPrefix(0, 192, 192)),
+        ("d..s", WorkerPrefix(0, 64, 224)),
     ],
 )
 def test_a_request_resumes_only_at_a_checkpoint(
-    directory: Directory, checkpoints: str, expected: HeldPrefix | None
+    directory: Directory, checkpoints: str, expected: WorkerPrefix | None
 ) -> None:
     epoch = register(directory, "a")
     claim(directory, epoch, "dddd")
     claim(directory, epoch, checkpoints, SWA)
-    found = held_prefixes(directory.lookup(CHAIN), HYBRID, ENDS)
+    found = worker_prefixes(directory.lookup(CHAIN), HYBRID, ENDS)
     assert found == ({} if expected is None else {"a": expected})
 
 
@@ -86,8 +86,8 @@ def test_where_a_local_chunk_begins_a_request_resumes_without_its_state(
     epoch = register(directory, "a")
     claim(directory, epoch, "dddd")
     claim(directory, epoch, "s", LOCAL)
-    found = held_prefixes(directory.lookup(CHAIN), LLAMA4, ENDS)
-    assert found == {"a": HeldPrefix(0, 192, 192)}, "chunks of 192 tokens"
+    found = worker_prefixes(directory.lookup(CHAIN), LLAMA4, ENDS)
+    assert found == {"a": WorkerPrefix(0, 192, 192)}, "chunks of 192 tokens"
 
 
 def test_replicas_count_and_ended_workers_do_not(directory: Directory) -> None:
@@ -95,14 +95,14 @@ def test_replicas_count_and_ended_workers_do_not(directory: Directory) -> None:
     claims = claim(directory, owner, "dddd")
     directory.replicate_readonly(reader, claims[:2], 30.0)
     view = directory.lookup(CHAIN)
-    assert held_prefixes(view, DENSE, ENDS) == {
-        "a": HeldPrefix(0, 224, 224),
-        "b": HeldPrefix(0, 128, 128),
+    assert worker_prefixes(view, DENSE, ENDS) == {
+        "a": WorkerPrefix(0, 224, 224),
+        "b": WorkerPrefix(0, 128, 128),
     }
     directory.end_lease(owner)
-    assert held_prefixes(directory.lookup(CHAIN), DENSE, ENDS) == {"b": HeldPrefix(0, 128, 128)}
+    assert worker_prefixes(directory.lookup(CHAIN), DENSE, ENDS) == {"b": WorkerPrefix(0, 128, 128)}
 
 
 def test_ends_are_told_for_every_chunk(directory: Directory) -> None:
     with pytest.raises(ValueError, match="4 chunks need as many ends, got 1"):
-        held_prefixes(directory.lookup(CHAIN), DENSE, [64])
+        worker_prefixes(directory.lookup(CHAIN), DENSE, [64])

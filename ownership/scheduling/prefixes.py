@@ -9,10 +9,12 @@ from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.state_types import StateType
 from ownership.directory import ChainView
 from ownership.directory.identifiers import Epoch
-from ownership.scheduling.step import HeldPrefix
+from ownership.scheduling.step import WorkerPrefix
 
 
-def held_prefixes(view: ChainView, model: ModelSpec, ends: Sequence[int]) -> dict[str, HeldPrefix]:
+def worker_prefixes(
+    view: ChainView, model: ModelSpec, ends: Sequence[int]
+) -> dict[str, WorkerPrefix]:
     """How far each live worker could resume, by name; those that hold nothing are left out.
 
     `ends`: where the view's chunks end, in tokens. The directory does not know what is in an
@@ -31,7 +33,7 @@ def held_prefixes(view: ChainView, model: ModelSpec, ends: Sequence[int]) -> dic
         if not any(reach.goes_on for reach in reaches.values()):
             break
     return {
-        view.workers[epoch].name: HeldPrefix(0, reach.dram_tokens, reach.local_tokens)
+        view.workers[epoch].name: WorkerPrefix(0, reach.dram_tokens, reach.local_tokens)
         for epoch, reach in reaches.items()
         if reach.local_tokens
     }
