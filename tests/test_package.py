@@ -21,7 +21,6 @@ ONLY_IN = {
     ),
     "nixl": ("hetero_connector/transfer/",),
     "redis": ("ownership/directory/redis/",),
-    "msgspec": ("ownership/simulator/",),  # of the extra `sim`
     "torch": ("hetero_connector/engine/", "hetero_connector/connector.py"),
 }
 BELOW = {

@@ -1,20 +1,24 @@
-"""Seconds the engine computes: T(new, context) = c0 + c1 n + c2 n (context + n / 2) a step.
+"""Seconds that the engine computes, fitted to its own steps as they come.
 
-c0 is what every step costs, c1 n the work that grows with the new tokens (projections, MLP),
-c2 the attention of n new tokens over the context and over each other: their i-th sees
-context + i states, n (context + n / 2) together. It is the prefill-time regression of
-KV-centric schedulers (Mooncake, Qin et al. 2024; DistServe, Zhong et al. 2024, appendix A).
-The last term adds up exactly over the steps of a chunked prefill; only c0 is paid per step.
+`ComputeRegression` predicts steps that prefill. For n new tokens over a context:
 
-Seconds of an engine's step by what is in it: what a prefill does to the decodes beside it.
+    T(new, context) = c0 + c1 n + c2 n (context + n / 2)
+
+c0 is the cost of any step, c1 n the work that grows with the new tokens (projections, MLP), c2 the
+attention of n new tokens over the context and over each other: the i-th sees context + i states,
+n (context + n / 2) together. It is the prefill-time regression of KV-centric schedulers (Mooncake,
+Qin et al. 2024; DistServe, Zhong et al. 2024, appendix A). The last term adds up exactly over the
+steps of a chunked prefill; only c0 is paid per step.
+
+`InterferenceRegression` predicts steps that also decode:
 
     T(step) = d0 + d1 B + d2 K + m [n > 0] + p1 n + p2 w
 
 for B decodes over K context tokens together, and a prefill of n tokens and `attention_work` w.
 A decode in the batch waits for the whole step, so a prefill delays it by m [n > 0] + p1 n + p2 w
 in each step that it shares: the interference that DistServe (Zhong et al., OSDI 2024, section 2.3)
-and Sarathi-Serve (Agrawal et al., OSDI 2024, section 3) measure. m is what any prefill costs a
-batch of decodes, such as the full CUDA graph that it can no longer use.
+and Sarathi-Serve (Agrawal et al., OSDI 2024, section 3) measure. m is the fixed cost of any prefill
+in a batch of decodes, such as the full CUDA graph that the batch can no longer use.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ def attention_work(new_tokens: Tokens, context_tokens: Tokens) -> Tokens:
 
 
 class ComputeCoefficients(NamedTuple):
-    """The polynomial. All at least 0."""
+    """Coefficients of T(new, context). All at least 0."""
 
     step_s: float
     """c0: seconds per step."""
@@ -47,35 +51,33 @@ class ComputeCoefficients(NamedTuple):
     """c2: seconds per token squared of `attention_work`."""
 
     def prompt_s(self, new_tokens: int, context_tokens: int, num_steps: int = 1) -> float:
-        """Seconds of a prompt's last `new_tokens`, computed in so many steps."""
+        """Seconds of a prompt's last `new_tokens`, computed in `num_steps`."""
         work = attention_work(float(new_tokens), float(context_tokens))
         return num_steps * self.step_s + new_tokens * self.token_s + work * self.attention_s
 
 
 SLOW_ENGINE = ComputeCoefficients(5e-3, 1e-4, 1e-9)
-"""In force before the first step is seen: 10,000 tokens a second, attention as costly at a
-context of 100,000. Rather slow, so that a restore is tried and loading can be learned."""
-
-
-_PACED_FROM = 16
-"""Steps before which a surprise is the coefficients' fault."""
+"""In force before the first step: 10,000 tokens a second, attention as costly at a context of
+100,000. Pessimistic, so that a restore is tried and loading can be learned."""
+_TRUSTED_SAMPLES = 16
+"""Steps before which an error is taken for an error of the coefficients, not of the speed."""
 
 
 class ComputeRegression:
-    """The polynomial, fitted to the engine's own steps as they come. Not thread-safe."""
+    """Learns T(new, context). Not thread-safe."""
 
     def __init__(self, profile: ComputeCoefficients | None = None) -> None:
         """`profile`: coefficients measured earlier, to start from."""
         self._fit = RobustLeastSquares(SLOW_ENGINE, profile)
-        self._pace = SpeedFactor()
-        self.coefficients = self._at_present()
-        """The fit so far, at the present pace."""
+        self._speed = SpeedFactor()
+        self.coefficients = self._present_coefficients()
+        """The present fit, at the machine's present speed."""
         self.errors = RelativeErrors()
         """Errors of steps, each predicted before it was learned from."""
 
     @property
-    def as_a_rule(self) -> ComputeCoefficients:
-        """The fit so far, whatever the present pace: what stands for longer than seconds."""
+    def usual_coefficients(self) -> ComputeCoefficients:
+        """The present fit at the machine's usual speed, for use beyond the next seconds."""
         return ComputeCoefficients(*self._fit.coefficients)
 
     @property
@@ -84,11 +86,11 @@ class ComputeRegression:
         return self._fit.samples
 
     def observe(self, new_tokens: float, context_tokens: float, seconds: float) -> None:
-        """Learn from a step that computed one request; see `observe_work` for a mixed one."""
+        """Learn from a step that computed one request."""
         self.observe_work(new_tokens, attention_work(new_tokens, context_tokens), seconds)
 
     def observe_work(self, new_tokens: float, work: float, seconds: float) -> None:
-        """Learn from a step: its new tokens and `attention_work`, each summed over requests.
+        """Learn from a step; its new tokens and `attention_work` are summed over its requests.
 
         Without effect unless tokens and seconds are above 0 and finite.
         """
@@ -97,30 +99,30 @@ class ComputeRegression:
             row = (1.0, new_tokens, work)
             fitted_s = self._fit.predict(row)
             if 0.0 < seconds < math.inf:
-                self.errors.add(self._pace.factor * fitted_s, seconds)
-                if self.samples >= _PACED_FROM and fitted_s > 0.0:
-                    self._pace.follow(seconds / fitted_s, size_class)
+                self.errors.add(self._speed.value * fitted_s, seconds)
+                if self.samples >= _TRUSTED_SAMPLES and fitted_s > 0.0:
+                    self._speed.update(seconds / fitted_s, size_class)
             self._fit.observe(row, seconds, size_class)
-            self.coefficients = self._at_present()
+            self.coefficients = self._present_coefficients()
 
     def predict(self, new_tokens: Tokens, context_tokens: Tokens) -> Tokens:
-        """Seconds of one step of `new_tokens` (above 0) over `context_tokens`; at least 0.
+        """Seconds, at least 0, of one step of `new_tokens`, above 0, over `context_tokens`.
 
-        Takes numbers or arrays of them.
+        Both may be arrays of one shape.
         """
         step_s, token_s, attention_s = self.coefficients
         return (
             step_s + token_s * new_tokens + attention_s * attention_work(new_tokens, context_tokens)
         )
 
-    def _at_present(self) -> ComputeCoefficients:
-        factor = self._pace.factor
+    def _present_coefficients(self) -> ComputeCoefficients:
+        factor = self._speed.value
         step_s, token_s, attention_s = self._fit.coefficients
         return ComputeCoefficients(factor * step_s, factor * token_s, factor * attention_s)
 
 
 class StepMix(NamedTuple):
-    """What one step of the engine computes."""
+    """The work of one engine step."""
 
     prefill_tokens: float
     prefill_work: float
@@ -132,7 +134,7 @@ class StepMix(NamedTuple):
 
 
 class InterferenceCoefficients(NamedTuple):
-    """The sum's coefficients. All at least 0."""
+    """Coefficients of T(step). All at least 0."""
 
     step_s: float
     """d0: seconds of a step."""
@@ -149,12 +151,12 @@ class InterferenceCoefficients(NamedTuple):
 
     @classmethod
     def of_compute(cls, compute: ComputeCoefficients) -> InterferenceCoefficients:
-        """Before anything is measured: a decode costs what a prefilled token costs."""
+        """Guess, before anything is measured, that a decode costs what a prefilled token costs."""
         step_s, token_s, attention_s = compute
         return cls(step_s, token_s, attention_s, 0.0, token_s, attention_s)
 
     def delay_s(self, tokens: float, work: float, steps: float) -> float:
-        """Seconds by which one running decode is late after a prefill of `steps` steps."""
+        """Seconds by which a prefill of `steps` steps delays one running decode."""
         return steps * self.mixed_s + tokens * self.token_s + work * self.attention_s
 
     def decode_step_s(self, decodes: float, context_tokens: float) -> float:
@@ -163,25 +165,25 @@ class InterferenceCoefficients(NamedTuple):
 
 
 _LEAST = InterferenceCoefficients(1e-4, 1e-6, 1e-10, 1e-4, 1e-7, 1e-12)
-"""Where a guess says nothing: small, yet large enough for a fit to see what is there."""
+"""Used where a guess is 0: small, yet large enough for a fit to start from."""
 
 
 class InterferenceRegression:
-    """The coefficients, fitted to the engine's own steps as they come. Not thread-safe."""
+    """Learns T(step). Not thread-safe."""
 
     def __init__(
         self,
         profile: InterferenceCoefficients | None = None,
         compute: ComputeCoefficients = SLOW_ENGINE,
     ) -> None:
-        """`profile`: measured earlier, to start from; else a guess from `compute`."""
+        """`profile`: coefficients measured earlier, to start from; else guessed from `compute`."""
         guess = InterferenceCoefficients.of_compute(compute)
         self._known = profile is not None
         self._fit = RobustLeastSquares(list(map(max, guess, _LEAST)), profile)
 
     @property
     def coefficients(self) -> InterferenceCoefficients:
-        """The fit so far."""
+        """The present fit."""
         return InterferenceCoefficients(*self._fit.coefficients)
 
     @property
@@ -191,7 +193,7 @@ class InterferenceRegression:
 
     @property
     def measured(self) -> bool:
-        """Whether the coefficients come from any step, of this engine or of a profile's."""
+        """True if the coefficients come from steps, of this engine or of a profile's."""
         return self._known or self.samples > 0
 
     @property
@@ -204,7 +206,8 @@ class InterferenceRegression:
         return self._fit.predict(_features(mix))
 
     def observe(self, mix: StepMix, seconds: float) -> None:
-        """Learn from one step. Without effect unless it computed anything in finite time."""
+        """Learn from one step. Without effect on a step that computed nothing, and unless
+        `seconds` is finite and above 0."""
         if mix.prefill_tokens > 0 or mix.decodes > 0:
             self._fit.observe(_features(mix), seconds, _size_class(mix))
 
@@ -215,6 +218,6 @@ def _features(mix: StepMix) -> tuple[float, ...]:
 
 
 def _size_class(mix: StepMix) -> int:
-    """Many decode-only steps must not wash out what few prefills have taught."""
+    # Many decode-only steps must not wash out what few prefills have taught.
     prefill = int(mix.prefill_tokens).bit_length() // 3  # 0, 1-3, 4-31, 32-255, ...
     return 16 * prefill + int(mix.decodes).bit_length() // 2

@@ -1,27 +1,17 @@
-"""Seconds as a non-negative combination of features, learned one sample at a time.
+"""Learns coefficients of seconds online, one sample at a time.
 
-Recursive least squares in its information form: the normal equations are kept instead of
-their inverse, which makes three things plain arithmetic that the covariance form cannot do.
-A sum over size classes of samples, so that a million decode steps do not wash out what few
-prefills have taught (covariance wind-up); coefficients held at or above zero; and evidence
-that fades towards the default.
-
+`RobustLeastSquares` fits seconds as a non-negative combination of features. It is recursive least
+squares in information form: it keeps the normal equations instead of their inverse, which makes
+three things plain arithmetic that the covariance form cannot do. Evidence is a sum over size
+classes of samples, so that a million decode steps do not wash out what few prefills have taught
+(covariance wind-up). Coefficients are held at or above zero. Evidence fades towards the default.
 The solver is plain Python: three to seven unknowns are too few for numpy to pay.
 
-Tells a change from outliers: outliers come alone, a change stays.
+Two helpers handle what a slowly forgetting fit cannot follow. `ChangeDetector` separates lasting
+changes from outliers, for tiers whose speed changes suddenly. `SpeedFactor` follows the whole
+machine's speed over seconds, for computing.
 
-A regression that gives outliers little weight takes hundreds of samples to believe that a disk
-is five times slower now. Those that surprise it are therefore kept until the next of their size
-does not; a few in a row that all err to one side are the new state of things.
-
-How fast the machine is now, against how fast it usually is.
-
-Clocks throttle, neighbours come and go: everything takes half as long again for some
-seconds, short steps and long ones alike. Samples of all sizes tell that one factor within a
-few of them; coefficients, which they have to be told apart by, need dozens.
-
-What is noise and what is drift shows in whether it lasts. The factor is the best guess of a
-first-order autoregressive process: the last level, as far as levels have been repeating.
+`RelativeErrors` keeps score of predictions.
 """
 
 from __future__ import annotations
@@ -38,34 +28,36 @@ _HUBER = 2.0
 """Residuals beyond this many running mean deviations lose weight (P. J. Huber, Robust
 Estimation of a Location Parameter, 1964)."""
 _GUESSED = 1e-8
-"""Samples that a built-in default weighs: it may be a thousand times off."""
+"""Weight of a built-in default, in samples: it may be a thousand times off."""
 _KNOWN = 10.0
-"""Samples that a measured profile weighs."""
+"""Weight of a measured profile, in samples."""
 _GATHERED_SAMPLES = 8
-"""Before them a surprise is no news."""
+"""Changes are detected after so many samples."""
 _SETTLED_SAMPLES = 64
 _SOLVE_EVERY = 8
-"""Samples per solution once the first are in: one moves little, and solving costs most."""
+"""Samples per solution after `_SETTLED_SAMPLES`: one sample changes little, and solving is the
+expensive part."""
 _DEVIATION_GAIN = 0.05
 _LEAST_DEVIATION = 0.01
 _KEEP_AT_CHANGE = 1e-6
-"""Of what was learned before a change: it still says what the new samples leave open."""
+"""Weight left at a change to everything learned before it. Not 0: it still decides what the new
+samples leave open."""
 
 
 @dataclass
 class RelativeErrors:
-    """|predicted - observed| / observed of the last samples, each predicted before it was seen."""
+    """|predicted - observed| / observed of the last samples, each predicted before learning."""
 
     window: int = 256
     count: int = 0
-    """Samples seen since the start; the statistics are over the last `window`."""
+    """All samples so far; the statistics are over the last `window`."""
     _last: deque[float] = field(init=False)
 
     def __post_init__(self) -> None:
         self._last = deque(maxlen=self.window)
 
     def add(self, predicted_s: float, observed_s: float) -> None:
-        """`observed_s` is above 0."""
+        """Count one prediction. `observed_s` is above 0."""
         self._last.append(abs(predicted_s - observed_s) / observed_s)
         self.count += 1
 
@@ -80,7 +72,7 @@ class RelativeErrors:
         return self.quantile(0.95)
 
     def quantile(self, share: float) -> float:
-        """The error that `share` of the samples do not exceed; `share` in (0, 1]."""
+        """The error that `share` of the samples, in (0, 1], do not exceed."""
         if not self._last:
             return math.inf
         ordered = sorted(self._last)
@@ -88,10 +80,10 @@ class RelativeErrors:
 
 
 class RobustLeastSquares:
-    """seconds = sum of coefficient x feature, every coefficient >= 0. Not thread-safe.
+    """Fits seconds = sum of coefficient x feature, every coefficient >= 0. Not thread-safe.
 
-    Residuals count relative to the seconds predicted, so a step of 2 ms teaches as much as
-    a prefill of 2 s.
+    Residuals are relative to the predicted seconds, so a step of 2 ms teaches as much as a
+    prefill of 2 s.
     """
 
     def __init__(
@@ -100,14 +92,14 @@ class RobustLeastSquares:
         known: Sequence[float | None] | None = None,
         changes: ChangeDetector | None = None,
     ) -> None:
-        """`default`: seconds per unit of each feature, above 0, until samples say otherwise.
+        """`default`: seconds per unit of each feature, above 0, in force until the first samples.
 
-        `known`: the same as measured earlier, at least 0, or None for what was not; weighs as
-        much as a few samples. What was found to be 0 then may have been too small to see, and
-        is open again.
+        `known`: coefficients measured earlier, at least 0, None where not measured. They weigh
+        as much as a few samples. A coefficient measured as 0 may have been too small to see, so
+        it is learned anew.
 
-        `changes`: for what may change by leaps. Several in a row are a change, and what was
-        learned before it is all but given up.
+        `changes`: pass a detector where the truth may change suddenly. At a change almost all
+        earlier evidence is dropped.
         """
         size = len(default)
         earlier = known or [None] * size
@@ -126,7 +118,7 @@ class RobustLeastSquares:
 
     @property
     def samples(self) -> int:
-        """Samples seen since the start."""
+        """Samples learned so far."""
         return self.errors.count
 
     @property
@@ -135,11 +127,11 @@ class RobustLeastSquares:
         return self._coefficients
 
     def predict(self, features: Sequence[float]) -> float:
-        """Seconds; never below 0 for features that are not."""
+        """Seconds; at least 0 if no feature is negative."""
         return sum(c * x for c, x in zip(self._coefficients, features, strict=True))
 
     def observe(self, features: Sequence[float], seconds: float, size_class: int) -> None:
-        """Learn one sample. Samples of other size classes are not forgotten for it.
+        """Learn one sample; only earlier samples of its own size class lose weight.
 
         Without effect unless `seconds` is finite and above 0.
         """
@@ -151,63 +143,62 @@ class RobustLeastSquares:
         if self._changes and self.samples > _GATHERED_SAMPLES:
             changed = self._changes.update(sample, predicted_s, _HUBER * self._deviation)
             if changed:
-                self._begin_again(changed)
+                self._restart(changed)
                 return
-        self._add(sample, predicted_s, doubted=True)
+        self._add(sample, predicted_s, may_be_outlier=True)
         if self.samples <= _SETTLED_SAMPLES or self.samples % _SOLVE_EVERY == 0:
             self._solve()
 
-    def _begin_again(self, changed: Sequence[Sample]) -> None:
-        """Learn from these as if little had been seen before."""
+    def _restart(self, changed: Sequence[Sample]) -> None:
+        """Learn the samples of a change almost from nothing."""
         self.fade(_KEEP_AT_CHANGE)
         for sample in changed:
-            self._add(sample, self.predict(sample.features), doubted=False)
+            self._add(sample, self.predict(sample.features), may_be_outlier=False)
             self._solve()
 
-    def _add(self, sample: Sample, predicted_s: float, *, doubted: bool) -> None:
-        """Add to the evidence; `doubted`: less of it where it is an outlier."""
+    def _add(self, sample: Sample, predicted_s: float, *, may_be_outlier: bool) -> None:
+        """Add a sample to the evidence of its size class."""
         unit_s = max(predicted_s, sample.seconds / 2)  # a prediction near 0 would weigh too much
         row = [x * s / unit_s for x, s in zip(sample.features, self._scale, strict=True)]
-        weight = self._weight(abs(sample.seconds - predicted_s) / unit_s, row) if doubted else 1.0
+        weight = 1.0
+        if may_be_outlier:
+            weight = self._weight(abs(sample.seconds - predicted_s) / unit_s, row)
         target = weight * sample.seconds / unit_s
-        news = [weight * row[i] * row[j] for i, j in self._pairs] + [x * target for x in row]
+        added = [weight * row[i] * row[j] for i, j in self._pairs] + [x * target for x in row]
         old = self._evidence.get(sample.size_class)
         if old is not None:
-            news = [_FORGETTING * a + b for a, b in zip(old, news, strict=True)]
-        self._evidence[sample.size_class] = news
+            added = [_FORGETTING * a + b for a, b in zip(old, added, strict=True)]
+        self._evidence[sample.size_class] = added
 
     def fade(self, keep: float) -> None:
-        """Keep this share of what was learned, now and earlier, in [0, 1].
-
-        The rest goes back to the default.
-        """
+        """Keep this share, in [0, 1], of all evidence; the coefficients approach the default."""
         self._known = [keep * x for x in self._known]
         for size_class, evidence in self._evidence.items():
             self._evidence[size_class] = [keep * x for x in evidence]
         self._solve()
 
     def _as_evidence(self, weights: Sequence[float], coefficients: Sequence[float]) -> list[float]:
-        """What samples of one feature each would leave, so many of these coefficients."""
+        """The evidence that `weights` samples of one feature each would leave."""
         evidence = [weights[i] if i == j else 0.0 for i, j in self._pairs]
-        told = zip(weights, coefficients, self._scale, strict=True)
-        return evidence + [w * c / s for w, c, s in told]
+        columns = zip(weights, coefficients, self._scale, strict=True)
+        return evidence + [w * c / s for w, c, s in columns]
 
     def _weight(self, residual: float, row: Sequence[float]) -> float:
-        """1, or less for an outlier; a row unlike those seen is allowed to surprise."""
+        """Return 1, or less for an outlier. A row unlike earlier ones may deviate more."""
         spread = math.sqrt(1.0 + self._leverage(row))
         bound = _HUBER * self._deviation
         deviation = residual / spread
-        moved = _DEVIATION_GAIN * (min(deviation, 1.5 * bound) - self._deviation)
-        self._deviation = max(_LEAST_DEVIATION, self._deviation + moved)
+        step = _DEVIATION_GAIN * (min(deviation, 1.5 * bound) - self._deviation)
+        self._deviation = max(_LEAST_DEVIATION, self._deviation + step)
         return 1.0 if deviation <= bound else bound / deviation
 
     def _leverage(self, row: Sequence[float]) -> float:
-        """row' A^-1 row over the coefficients that are not held at 0."""
+        """Compute row' A^-1 row over the coefficients that are not held at 0."""
         solved = _forward(self._factor, [row[i] for i in self._free])
         return sum(x * x for x in solved)
 
     def _solve(self) -> None:
-        """Coefficients from the evidence; those that would be negative are held at 0."""
+        """Compute the coefficients; one that would be negative is held at 0."""
         parts = (self._guess, self._known, *self._evidence.values())
         total = [sum(column) for column in zip(*parts, strict=True)]
         size = len(self._scale)
@@ -229,14 +220,14 @@ class RobustLeastSquares:
 
 
 def _cholesky(lower: list[list[float]]) -> list[list[float]]:
-    """L with L L' = A, from the rows of A's lower triangle. A is positive definite."""
+    """Return L with L L' = A, from the rows of the lower triangle of a positive definite A."""
     factor: list[list[float]] = []
     for i, row in enumerate(lower):
         done: list[float] = []
         for j in range(i):
             inner = sum(a * b for a, b in zip(done, factor[j], strict=False))
             done.append((row[j] - inner) / factor[j][j])
-        # Rounding may eat a pivot when columns are all but alike.
+        # Rounding may cancel a pivot when columns are nearly equal.
         pivot = max(row[i] - sum(a * a for a in done), 1e-12 * row[i])
         done.append(math.sqrt(pivot))
         factor.append(done)
@@ -244,7 +235,7 @@ def _cholesky(lower: list[list[float]]) -> list[list[float]]:
 
 
 def _forward(factor: list[list[float]], right: Sequence[float]) -> list[float]:
-    """x with L x = right."""
+    """Solve L x = right."""
     solved: list[float] = []
     for row, value in zip(factor, right, strict=True):
         inner = sum(a * b for a, b in zip(row, solved, strict=False))
@@ -253,7 +244,7 @@ def _forward(factor: list[list[float]], right: Sequence[float]) -> list[float]:
 
 
 def _backward(factor: list[list[float]], right: list[float]) -> list[float]:
-    """x with L' x = right."""
+    """Solve L' x = right."""
     solved = list(right)
     for i in reversed(range(len(solved))):
         solved[i] /= factor[i][i]
@@ -262,13 +253,13 @@ def _backward(factor: list[list[float]], right: list[float]) -> list[float]:
     return solved
 
 
-_LEAST = 0.25
-"""Part of the seconds by which a sample has to be off. Forgetting follows smaller changes."""
+_LEAST_CHANGE = 0.25
+"""Smallest change, as a share of the seconds. Slow forgetting follows smaller ones."""
 _IN_A_ROW = 3
 
 
 class Sample(NamedTuple):
-    """What a regression learns from."""
+    """One observation: features and the seconds they took."""
 
     features: Sequence[float]
     seconds: float
@@ -276,25 +267,28 @@ class Sample(NamedTuple):
 
 
 class ChangeDetector:
-    """The samples of each size since the last that was as predicted. Not thread-safe.
+    """Separates a lasting change from outliers: outliers come alone. Not thread-safe.
 
-    Sizes are told apart because a change need not show in all: a slower disk takes as long as
-    before over what is small, and such loads between the large ones are no proof against it.
+    A robust regression gives outliers little weight, so it would take hundreds of samples to
+    believe that a disk is five times slower. Samples that are far off are therefore kept until
+    the next sample of their size class is as predicted; `_IN_A_ROW` that are off to the same
+    side are a change. Size classes are separate because a change need not show in all of them:
+    a slower disk serves small loads as fast as before, and those prove nothing about large ones.
     """
 
     def __init__(self) -> None:
         self._in_a_row: dict[tuple[int, bool], list[Sample]] = {}
-        """By size class, and whether they took longer than predicted."""
+        """By size class, and whether the samples took longer than predicted."""
 
     def update(self, sample: Sample, predicted_s: float, bound: float) -> Sequence[Sample]:
-        """The samples that make a change, this one last; none while there is none.
+        """Return the samples that make a change, this one last; empty if there is no change.
 
-        `bound`: part of the seconds by which samples are often off.
+        `bound`: the usual deviation, as a share of the seconds.
         """
         longer = sample.seconds > predicted_s
         self._in_a_row.pop((sample.size_class, not longer), None)
         shorter_s, longer_s = sorted((sample.seconds, predicted_s))
-        if longer_s - shorter_s <= max(bound, _LEAST) * longer_s:
+        if longer_s - shorter_s <= max(bound, _LEAST_CHANGE) * longer_s:
             self._in_a_row.pop((sample.size_class, longer), None)
             return ()
         in_a_row = self._in_a_row.setdefault((sample.size_class, longer), [])
@@ -307,42 +301,52 @@ class ChangeDetector:
 
 _FADING = 0.9
 """Weight that older samples keep in the autocorrelation: about 10 count."""
-_UNCERTAIN = 0.01
-"""Variance of a level that is taken for noise until samples show more."""
+_PRIOR_VARIANCE = 0.01
+"""Variance of a level before the first sample, all of it taken for noise."""
 _USUAL_GAIN = 0.01
-_FARTHEST = 2.0
-"""Logarithm of the greatest ratio taken seriously: about 7."""
+_MAX_LOG = 2.0
+"""Logarithm of the greatest ratio that counts: about 7."""
 
 
 class SpeedFactor:
-    """One factor on all predictions. A single outlier does not move it; two in a row do."""
+    """How slow the machine is now against how slow it usually is, as one factor.
+
+    Clocks throttle, other processes come and go: everything takes half as long again for some
+    seconds, short steps and long ones alike. Samples of all sizes show that one factor within a
+    few of them; separate coefficients would need dozens.
+
+    Drift lasts and noise does not, so the factor is the best guess of a first-order
+    autoregressive process: the last level times the autocorrelation of levels. A single outlier
+    does not move it, two in a row do.
+    """
 
     def __init__(self) -> None:
-        self.factor = 1.0
-        """Seconds now for each second as a rule."""
+        self.value = 1.0
+        """Present seconds for each usual second."""
         self._log = 0.0
-        self._before = 0.0
-        self._covariance, self._variance = 0.0, _UNCERTAIN
+        self._last_level = 0.0
+        self._covariance, self._variance = 0.0, _PRIOR_VARIANCE
         self._usual: dict[int, float] = {}
+        """Usual logarithm of the ratio, by size class."""
 
-    def follow(self, ratio: float, size_class: int) -> None:
-        """A sample took `ratio`, above 0, times what it should as a rule.
+    def update(self, ratio: float, size_class: int) -> None:
+        """Learn that a sample took `ratio`, above 0, times its fitted seconds.
 
-        Each size class counts by how far it is off its own usual ratio: what the
-        coefficients get wrong about short steps says nothing about long ones.
+        Each size class counts by its difference from its own usual ratio: an error of the
+        coefficients in short steps says nothing about long ones.
         """
-        off = min(_FARTHEST, max(-_FARTHEST, math.log(ratio)))
+        log_ratio = min(_MAX_LOG, max(-_MAX_LOG, math.log(ratio)))
         usual = self._usual.get(size_class, 0.0)
-        level = off - usual
+        level = log_ratio - usual
         self._usual[size_class] = usual + _USUAL_GAIN * level
-        repeats = self._repeats(level)
-        # The middle of the present factor and the last two: what is alone does not count.
-        middle = sorted((self._log, self._before, level))[1]
-        self._log, self._before = repeats * middle, level
-        self.factor = math.exp(self._log)
+        autocorrelation = self._update_autocorrelation(level)
+        # The median of the present factor and the last two levels ignores a single outlier.
+        median = sorted((self._log, self._last_level, level))[1]
+        self._log, self._last_level = autocorrelation * median, level
+        self.value = math.exp(self._log)
 
-    def _repeats(self, level: float) -> float:
-        """Autocorrelation of the levels, in [0, 1]: how much of one is found in the next."""
-        self._covariance = _FADING * self._covariance + (1 - _FADING) * level * self._before
+    def _update_autocorrelation(self, level: float) -> float:
+        """Add a level and return the share of a level, in [0, 1], that the next one repeats."""
+        self._covariance = _FADING * self._covariance + (1 - _FADING) * level * self._last_level
         self._variance = _FADING * self._variance + (1 - _FADING) * level * level
         return min(1.0, max(0.0, self._covariance / self._variance))

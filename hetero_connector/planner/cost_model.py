@@ -1,12 +1,4 @@
-"""What a restore costs, in seconds: the terms and the models behind them.
-
-How long a request whose load is staged waits while others decode.
-
-Staging begins with one of their steps and is looked for between two of them. The step in which it
-begins is longer than a decode step is on its own (the request is planned in it, and the read shares
-the interpreter and the cores), and what an engine does between steps is in the time of none: how
-much that is, is learned.
-"""
+"""The cost of serving a request, in seconds: its terms, and the models that predict them."""
 
 from __future__ import annotations
 
@@ -31,38 +23,38 @@ from hetero_connector.planner.request_overhead import (
 
 
 class CostTerms(NamedTuple):
-    """Predicted seconds of one way to serve a request. They add up."""
+    """Predicted seconds of one way to serve a request. The terms add up."""
 
     queue_s: float
     """Until the tokens scheduled ahead are computed."""
     load_s: float
-    """What loading adds: what neither the queue nor the first step's compute hides."""
+    """Loading, as far as neither the queue nor the first step's compute hides it."""
     compute_s: float
     """Computing what is not restored."""
     stall_s: float
-    """Price of holding up running decodes."""
+    """The price of delaying running decodes."""
     hbm_s: float
-    """Price of the KV pages held meanwhile."""
+    """The price of the KV pages that the request occupies meanwhile."""
 
     @property
     def ttft_s(self) -> float:
-        """Seconds to the first token: without the prices that others pay."""
+        """Seconds to the first token: without the prices of what others lose."""
         return self.queue_s + self.load_s + self.compute_s
 
     @property
     def total_s(self) -> float:
-        """What the planner compares."""
+        """The sum, which the planner compares."""
         return sum(self)
 
 
 @dataclass(frozen=True)
 class CostWeights:
-    """What a second of others' time and of KV memory is worth."""
+    """The price of other requests' time and of KV memory."""
 
     stall: float = 0.01
-    """Seconds of cost for each second that one running decode is held up."""
+    """Seconds of cost for each second that one running decode is delayed."""
     hbm_s_per_gib_s: float = 0.001
-    """lambda: seconds of cost for each GiB of KV pages held for a second."""
+    """lambda: seconds of cost for each GiB of KV pages occupied for a second."""
 
     def __post_init__(self) -> None:
         for weight in (self.stall, self.hbm_s_per_gib_s):
@@ -70,73 +62,81 @@ class CostWeights:
                 raise ValueError(f"weights are finite and at least 0: {self}")
 
 
-_REMEMBERED = 31
-_MOST_STEPS = 0.5
-"""Of longer waits the engine was full, or something else came between."""
+_REMEMBERED_WAITS = 31
+_MAX_EXTRA_STEPS = 0.5
+"""A longer wait has another cause: a full engine, for example."""
 
 
 class StagingDelay:
-    """Seconds from the beginning of a staging to the step that admits its request."""
+    """Extra wait of a staged request while the engine decodes, in decode steps.
+
+    Staging begins in one of the engine's steps, and its end is noticed between two steps. So a
+    request waits for its staging, for half a step at least, and then for another half step on
+    average. The step in which staging begins is longer than other decode steps (the request is
+    planned in it, and the read shares cores and the interpreter), and the time between steps is
+    part of no step: that extra is learned.
+    """
 
     def __init__(self) -> None:
-        self._extra_steps = deque([0.0], _REMEMBERED)
-        self._extra = 0.0
+        self._observed = deque([0.0], _REMEMBERED_WAITS)
+        self._extra_steps = 0.0
 
     def delay_s(self, step_s: float) -> float:
-        """What the wait is longer than the staging, on average, where decodes take steps of
-        `step_s`. It is never less than half a step and this."""
-        return step_s * (0.5 + self._extra)
+        """Average seconds from the end of a staging to the step that admits its request.
+
+        `step_s`: seconds of a decode step. A staging shorter than half a step counts as that.
+        """
+        return step_s * (0.5 + self._extra_steps)
 
     def observe(self, staged_s: float, step_s: float, waited_s: float) -> None:
-        """A request waited `waited_s` for a staging of `staged_s`, beside nothing but decodes."""
+        """Learn that a request waited `waited_s` for a staging of `staged_s` while the engine
+        only decoded, in steps of `step_s`."""
         if staged_s <= 0.0 or step_s <= 0.0:
             return
         expected_s = max(staged_s, step_s / 2) + step_s / 2
         extra = (waited_s - expected_s) / step_s
-        self._extra_steps.append(min(max(extra, -_MOST_STEPS), _MOST_STEPS))
-        self._extra = max(0.0, median(self._extra_steps))
+        self._observed.append(min(max(extra, -_MAX_EXTRA_STEPS), _MAX_EXTRA_STEPS))
+        self._extra_steps = max(0.0, median(self._observed))
 
 
 @dataclass
 class CostModel:
-    """Compute, load and interference, learned as they happen, and the weights of the rest."""
+    """The models of compute, load and interference, which learn, and the weights of the rest."""
 
     compute: ComputeRegression
     load: LoadModel
     weights: CostWeights = field(default_factory=CostWeights)
     step_tokens: int = 0
-    """Tokens the engine computes in one step at most (vLLM's `max_num_batched_tokens`);
-    0: everything in one step."""
+    """Most tokens the engine computes in one step (vLLM's `max_num_batched_tokens`); 0: no
+    limit, so everything in one step."""
     interference: InterferenceRegression = field(default_factory=InterferenceRegression)
-    """What a prefill does to the decodes beside it. The planner does without; a fleet's
-    scheduler asks, by `delays`."""
+    """Delays of decodes by prefills. Not used by the planner; a fleet's scheduler asks `delays`."""
     overhead: RequestOverhead = NO_OVERHEAD
-    """Of each request, beside its steps. The planner does without; a simulator charges it."""
+    """The cost of a request besides its steps. Not used by the planner; a simulator adds it."""
     handoff: HandoffCost = NO_HANDOFF
-    """The same of prompts that come from an engine which prefilled them."""
+    """The additional cost of a prompt that another engine prefilled. For a simulator, too."""
     staging_delay: StagingDelay = field(default_factory=StagingDelay)
-    """What a staged request waits beside decodes."""
 
     def delays(self) -> InterferenceCoefficients:
-        """What is known of interference; guessed from `compute` before anything is measured."""
+        """Return the interference coefficients, guessed from `compute` until one is measured."""
         if self.interference.measured:
             return self.interference.coefficients
         return InterferenceCoefficients.of_compute(self.compute.coefficients)
 
     def learn_wait(self, decodes: int, staged_s: float, waited_s: float) -> None:
-        """A request waited so long for its staging, beside so many that decoded."""
+        """Learn that a request waited `waited_s` for its staging while `decodes` ran."""
         if decodes:
             step_s = self.delays().decode_step_s(decodes, 0.0)
             self.staging_delay.observe(staged_s, step_s, waited_s)
 
     def num_steps(self, tokens: int) -> int:
-        """Steps in which the engine computes so many tokens."""
+        """The number of steps in which the engine computes `tokens`."""
         return math.ceil(tokens / self.step_tokens) if self.step_tokens else int(tokens > 0)
 
     def queue_s(self, queued_tokens: int) -> float:
-        """Seconds until the tokens scheduled ahead are computed.
+        """Seconds until the queued tokens are computed.
 
-        Their attention is left out: nothing is known of their contexts.
+        Their attention is left out: their contexts are not known.
         """
         step_s, token_s, _ = self.compute.coefficients
         return self.num_steps(queued_tokens) * step_s + queued_tokens * token_s

@@ -1,10 +1,12 @@
 """Seconds a load takes: per tier a latency and, for each state type, bytes over bandwidth.
 
-Bandwidth is kept by state type because small artifacts move more slowly than large ones.
-Bytes that the tier is already moving go first, at the pace of what it usually moves.
-Loads of several types are observed as a whole; the fit tells the types apart. Beside an engine
-that computes they take longer: it shares cores and the interpreter. A tier may change its speed by
-leaps (neighbours, throttling, another path): a few loads show that.
+    T(load) = latency + [engine computes] l + (bytes in flight) r + sum over types (bytes x s_t)
+
+Bandwidth is kept by state type because small artifacts move more slowly than large ones. Loads
+of several types are observed as a whole; the fit separates the types. Bytes that the tier is
+already moving go first, at the average rate r of the mix it usually moves. While the engine
+computes, loads take l longer: they share cores and the interpreter. A tier's speed may change
+suddenly (other load, throttling, another path); a few loads are enough to notice.
 """
 
 from __future__ import annotations
@@ -18,48 +20,49 @@ from hetero_connector.planner.cost_fit import ChangeDetector, RelativeErrors, Ro
 from hetero_connector.spec.state_types import StateType
 
 _LEAST_S_PER_BYTE = 1e-30
-"""Too little to ever show in a sum, but not 0: a load of bytes is told from one of none."""
+"""Too little to show in any sum, but not 0: a load of bytes must differ from a load of none."""
 _KEEP_OF_MIX = 0.99
+"""Weight that the earlier mix of state types keeps with each load."""
 
 
 @dataclass(frozen=True)
 class TierRates:
-    """How fast one tier is. Loads from SSD and PEER go to DRAM, those from DRAM to pages."""
+    """The speed of one tier. Loads from SSD and PEER go to DRAM, loads from DRAM go to pages."""
 
     latency_s: float
     """Seconds before the first byte, once per load."""
     seconds_per_byte: Mapping[StateType, float]
     ahead_s_per_byte: float
-    """Seconds per byte that is already under way."""
-    beside_s: float = 0.0
-    """Seconds more, once per load, while the engine computes."""
+    """Seconds per byte of earlier loads that are still in flight."""
+    while_computing_s: float = 0.0
+    """Additional seconds, once per load, while the engine computes."""
 
-    def overhead_s(self, in_flight_bytes: float, *, beside: bool) -> float:
-        """Seconds of a load beyond those of its own bytes; `beside`: the engine computes."""
+    def overhead_s(self, in_flight_bytes: float, *, while_computing: bool) -> float:
+        """Seconds of a load besides those of its own bytes."""
         waiting_s = self.latency_s + in_flight_bytes * self.ahead_s_per_byte
-        return waiting_s + self.beside_s if beside else waiting_s
+        return waiting_s + self.while_computing_s if while_computing else waiting_s
 
     def seconds(
         self,
         bytes_by_type: Mapping[StateType, float],
         in_flight_bytes: float,
         *,
-        beside: bool = False,
+        while_computing: bool = False,
     ) -> float:
-        """Seconds of a load; 0 for one of no bytes. `beside`: the engine computes meanwhile."""
+        """Seconds of a load; 0 for a load of no bytes."""
         if not any(bytes_by_type.values()):
             return 0.0
         moving_s = sum(n * self.seconds_per_byte[t] for t, n in bytes_by_type.items())
-        return self.overhead_s(in_flight_bytes, beside=beside) + moving_s
+        return self.overhead_s(in_flight_bytes, while_computing=while_computing) + moving_s
 
 
 class LoadModel:
-    """What loads from each tier take, learned from real ones. Not thread-safe."""
+    """Predicts loads from each tier, learning from real ones. Not thread-safe."""
 
     def __init__(
         self, state_types: Sequence[StateType], profile: Mapping[Tier, TierRates] | None = None
     ) -> None:
-        """`state_types`: the model's. `profile`: rates measured earlier, to start from."""
+        """`state_types`: those of the model. `profile`: rates measured earlier, to start from."""
         self._types = tuple(state_types)
         self._tiers = {
             tier: _TierFit(self._types, (profile or {}).get(tier), *default)
@@ -67,7 +70,7 @@ class LoadModel:
         }
 
     def rates(self, tier: Tier) -> TierRates:
-        """The fit so far; the same object until the next `observe` or `fade`."""
+        """The present fit; the same object until the next `observe` or `fade`."""
         return self._tiers[tier].rates
 
     def errors(self, tier: Tier) -> RelativeErrors:
@@ -81,20 +84,23 @@ class LoadModel:
         seconds: float,
         in_flight_bytes: float = 0,
         *,
-        beside: bool = False,
+        while_computing: bool = False,
         at_least: bool = False,
     ) -> None:
-        """Learn from a load that took `seconds`, begun behind `in_flight_bytes` of others.
+        """Learn from a load that took `seconds`, queued behind `in_flight_bytes` of others.
 
-        `beside`: the engine computed meanwhile. `at_least`: it did not end well and would have
-        taken longer, which is news only where less is predicted. Without effect unless bytes and
-        seconds are above 0. KeyError for a state type that the model does not store.
+        `while_computing`: the engine computed meanwhile. `at_least`: the load failed after
+        `seconds` and would have taken longer; it is ignored unless less is predicted. Without
+        effect unless bytes and seconds are above 0. Raises KeyError for a state type that the
+        model does not store.
         """
-        predicted_s = self.predict(tier, bytes_by_type, in_flight_bytes, beside=beside)
+        predicted_s = self.predict(
+            tier, bytes_by_type, in_flight_bytes, while_computing=while_computing
+        )
         if at_least and predicted_s >= seconds:
             return
         if any(bytes_by_type.values()) and 0.0 < seconds < math.inf:
-            self._tiers[tier].observe(bytes_by_type, seconds, in_flight_bytes, beside)
+            self._tiers[tier].observe(bytes_by_type, seconds, in_flight_bytes, while_computing)
 
     def predict(
         self,
@@ -102,27 +108,29 @@ class LoadModel:
         bytes_by_type: Mapping[StateType, float],
         in_flight_bytes: float = 0,
         *,
-        beside: bool = False,
+        while_computing: bool = False,
     ) -> float:
-        """Seconds of a load; 0 for one of no bytes. `beside`: the engine computes meanwhile."""
-        return self.rates(tier).seconds(bytes_by_type, in_flight_bytes, beside=beside)
+        """Seconds of a load; 0 for a load of no bytes."""
+        return self.rates(tier).seconds(
+            bytes_by_type, in_flight_bytes, while_computing=while_computing
+        )
 
     def artifact_seconds(self, tier: Tier, state_type: StateType, size_bytes: int) -> float:
-        """What an artifact among others adds to a load. May be asked on any thread."""
+        """Seconds that one more artifact adds to a load. Safe to call on any thread."""
         return size_bytes * self.rates(tier).seconds_per_byte[state_type]
 
     def fade(self, tier: Tier, keep: float = 0.9) -> None:
-        """Trust what was learned of the tier a little less.
+        """Trust what was learned about the tier a little less.
 
-        Call it when a load was turned down for its cost: a disk that was slow once is
-        never tried again otherwise, and never found to have recovered.
+        Call it when a load was declined for its cost. Otherwise a disk that was slow once is
+        never tried again, and its recovery never noticed.
         """
         self._tiers[tier].fade(keep)
 
 
 _FAST_TIERS = {Tier.DRAM: (2e-4, 1 / 10e9), Tier.SSD: (1e-3, 1 / 3e9), Tier.PEER: (2e-3, 1 / 3e9)}
-"""(latency in s, seconds per byte) before the first load is seen: 10 and 3 GB/s. Rather
-fast, so that a load is tried and its speed can be learned."""
+"""(latency in s, seconds per byte) before the first load: 10 and 3 GB/s. Optimistic, so that a
+load is tried and its speed can be learned."""
 
 
 class _TierFit:
@@ -137,11 +145,11 @@ class _TierFit:
     ) -> None:
         self._types = state_types
         default = [latency_s, latency_s] + [s_per_byte] * len(state_types)
-        # Beside an engine that computes a load takes no longer until one is seen to.
+        # Until a load shows otherwise, it takes no longer while the engine computes.
         known: list[float | None] = [None, 0.0, *(None for _ in state_types)]
         if profile:
             per_byte = (profile.seconds_per_byte.get(t) for t in state_types)
-            known = [profile.latency_s, profile.beside_s]
+            known = [profile.latency_s, profile.while_computing_s]
             known.extend(0.0 if s == _LEAST_S_PER_BYTE else s for s in per_byte)
         self.fit = RobustLeastSquares(default, known, ChangeDetector())
         self._moved = dict.fromkeys(state_types, 0.0)
@@ -153,16 +161,17 @@ class _TierFit:
         bytes_by_type: Mapping[StateType, float],
         seconds: float,
         in_flight_bytes: float,
-        beside: bool,
+        while_computing: bool,
     ) -> None:
         size_class = int(sum(bytes_by_type.values()) + in_flight_bytes).bit_length() // 4
         moved = {t: _KEEP_OF_MIX * n for t, n in self._moved.items()}
         for state_type, size in bytes_by_type.items():
             moved[state_type] += size
         self._moved = moved
+        # Bytes in flight count as bytes of the usual mix of types.
         share = in_flight_bytes / sum(moved.values())
         row = [bytes_by_type.get(t, 0) + share * moved[t] for t in self._types]
-        self.fit.observe([1.0, float(beside), *row], seconds, size_class)
+        self.fit.observe([1.0, float(while_computing), *row], seconds, size_class)
         self.rates = self._rates()
 
     def fade(self, keep: float) -> None:
@@ -170,10 +179,10 @@ class _TierFit:
         self.rates = self._rates()
 
     def _rates(self) -> TierRates:
-        latency_s, beside_s, *per_byte = self.fit.coefficients
+        latency_s, while_computing_s, *per_byte = self.fit.coefficients
         seconds = {t: max(s, _LEAST_S_PER_BYTE) for t, s in zip(self._types, per_byte, strict=True)}
         total = sum(self._moved.values())
         ahead = self._unseen_s_per_byte
         if total:
             ahead = sum(seconds[t] * n for t, n in self._moved.items()) / total
-        return TierRates(latency_s, seconds, ahead, beside_s)
+        return TierRates(latency_s, seconds, ahead, while_computing_s)

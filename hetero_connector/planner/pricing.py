@@ -336,4 +336,4 @@ class Pricing:
     def _overhead_s(self, table: TierTable) -> float:
         """Latency, what is under way already, and what the engine takes of the tier's pace."""
         in_flight_bytes = self._load.in_flight_bytes.get(table.tier, 0)
-        return table.rates.overhead_s(in_flight_bytes, beside=self._load.is_computing)
+        return table.rates.overhead_s(in_flight_bytes, while_computing=self._load.is_computing)

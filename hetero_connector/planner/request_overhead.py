@@ -1,14 +1,14 @@
-"""Seconds that a request costs an engine beside the steps that compute it.
+"""Seconds that a request costs an engine besides the steps that compute it.
 
     front end: f0 + f1 n        scheduling: s0 + s1 n        for a prompt of n tokens
 
-The *front end* takes a request in, names its blocks by their hashes and gives its answer out. A
-server does that in threads and processes of its own: the request waits for it, the engine does
-not. *Scheduling* is what the engine's own loop does once a request: look it up in the caches, plan
-its restore, give out its pages. Whatever else runs there waits with it.
+The *front end* receives a request, hashes its blocks and sends its answer. A server does that in
+threads and processes of its own: the request waits for it, the engine does not. *Scheduling* is
+the work of the engine's own loop for each request: look it up in the caches, plan its restore,
+allocate its pages. All other requests wait for that, too.
 
-Both are the same for every way to serve a request, so the planner, which compares ways, does
-without them; a simulator does not.
+Both are the same for every way to serve a request, so the planner, which compares them, does not
+need them; a simulator does.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import NamedTuple
 
 
 class OverheadSample(NamedTuple):
-    """One prompt's seconds to its first token, on an engine with nothing else to do."""
+    """The seconds of one prompt to its first token, on an otherwise idle engine."""
 
     prompt_tokens: int
     frontend_s: float
-    """Before the engine's loop had it, and after."""
+    """Seconds outside the engine's loop, before and after."""
     scheduling_s: float
-    """In the loop, less what its steps were predicted to take: may be below 0."""
+    """Seconds in the loop, minus those predicted for its steps: may be below 0."""
 
 
 class RequestOverhead(NamedTuple):
-    """The two sums' coefficients. All at least 0."""
+    """Coefficients of both sums. All at least 0."""
 
     frontend_s: float = 0.0
     """f0: seconds per request."""
@@ -43,7 +43,7 @@ class RequestOverhead(NamedTuple):
 
     @classmethod
     def fitted(cls, samples: Sequence[OverheadSample]) -> RequestOverhead:
-        """Of prompts of several lengths; none at all: no overhead."""
+        """Fit prompts of several lengths. Without samples there is no overhead."""
         tokens = [x.prompt_tokens for x in samples]
         return cls(
             *_line(tokens, [x.frontend_s for x in samples]),
@@ -51,20 +51,20 @@ class RequestOverhead(NamedTuple):
         )
 
     def delay_s(self, prompt_tokens: int) -> float:
-        """Seconds of the front end, beside the engine."""
+        """Seconds of the front end, in which the engine serves others."""
         return self.frontend_s + prompt_tokens * self.frontend_token_s
 
     def blocking_s(self, prompt_tokens: int) -> float:
-        """Seconds of the engine's own loop."""
+        """Seconds of the engine's loop, in which all requests wait."""
         return self.scheduling_s + prompt_tokens * self.scheduling_token_s
 
     def total_s(self, prompt_tokens: int) -> float:
-        """Seconds of both, by which the first token is later."""
+        """Seconds of both, which delay the first token."""
         return self.delay_s(prompt_tokens) + self.blocking_s(prompt_tokens)
 
     def in_process(self) -> RequestOverhead:
-        """The same for a front end on the engine's own thread, as `vllm.LLM` has it with
-        `VLLM_ENABLE_V1_MULTIPROCESSING=0`: the engine waits for all of it."""
+        """The overhead of an engine whose front end runs on the engine's own thread: all of it
+        blocks. `vllm.LLM` with `VLLM_ENABLE_V1_MULTIPROCESSING=0` is such an engine."""
         return RequestOverhead(
             scheduling_s=self.frontend_s + self.scheduling_s,
             scheduling_token_s=self.frontend_token_s + self.scheduling_token_s,
@@ -72,13 +72,16 @@ class RequestOverhead(NamedTuple):
 
 
 NO_OVERHEAD = RequestOverhead()
-"""Where nothing was measured."""
+"""The overhead before it is measured."""
 
 
 class HandoffCost(NamedTuple):
-    """Seconds that a prompt takes from the engine that prefills it to the one that decodes it,
-    h0 + h1 n, beside both engines' own and the bytes': answering, whoever sends it on, and until
-    the directory knows of it. All at least 0."""
+    """Coefficients of h0 + h1 n, the seconds of a handoff of n tokens. All at least 0.
+
+    Handoff begins when the prefill ends and includes the answer, the router, and the time until
+    the directory has the prompt's artifacts. Both engines' own seconds and the transfer of bytes
+    are not part of it.
+    """
 
     handoff_s: float = 0.0
     """h0: seconds per request."""
@@ -87,22 +90,24 @@ class HandoffCost(NamedTuple):
 
     @classmethod
     def fitted(cls, samples: Sequence[tuple[int, float]]) -> HandoffCost:
-        """Of prompts of several lengths: tokens, and seconds more than all else says."""
+        """Fit (tokens, seconds not otherwise explained) of prompts of several lengths."""
         return cls(*_line([tokens for tokens, _ in samples], [s for _, s in samples]))
 
     def delay_s(self, prompt_tokens: int) -> float:
-        """Seconds between the two engines."""
+        """Seconds from one engine to the other."""
         return self.handoff_s + prompt_tokens * self.handoff_token_s
 
 
 NO_HANDOFF = HandoffCost()
-"""Prompts are there at once."""
+"""Handoffs take no time."""
 
 
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Intercept and slope by medians, so that a few samples which a busy machine held up do not
-    show (P. K. Sen, Estimates of the Regression Coefficient Based on Kendall's Tau, 1968); both at
-    least 0."""
+    """Fit the intercept and slope, both at least 0, of a line.
+
+    Medians ignore the few samples that a busy machine delayed (P. K. Sen, Estimates of the
+    Regression Coefficient Based on Kendall's Tau, 1968).
+    """
     pairs = combinations(zip(x, y, strict=True), 2)
     slopes = [(d - b) / (c - a) for (a, b), (c, d) in pairs if a != c]
     slope = max(0.0, median(slopes)) if slopes else 0.0

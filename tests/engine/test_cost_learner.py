@@ -207,7 +207,9 @@ def test_reads_beside_steps_that_compute_are_told_from_those_of_an_idle_engine(
         step(engine, a=1)
     load = engine.costs.load
     assert load.predict(Tier.SSD, {KV: 1 << 20}) == pytest.approx(0.125, rel=0.1)
-    assert load.predict(Tier.SSD, {KV: 1 << 20}, beside=True) == pytest.approx(0.25, rel=0.1)
+    assert load.predict(Tier.SSD, {KV: 1 << 20}, while_computing=True) == pytest.approx(
+        0.25, rel=0.1
+    )
 
 
 def test_reads_that_were_given_up_are_lower_bounds(engine: Engine) -> None:

@@ -67,11 +67,11 @@ def in_tier(tier: Tier, *types: StateType) -> dict[StateType, Tier]:
 
 
 def rates(
-    latency_s: float, s_per_byte: float, beside_s: float = 0.0, **by_type: float
+    latency_s: float, s_per_byte: float, while_computing_s: float = 0.0, **by_type: float
 ) -> TierRates:
     """One pace for all types, but for those named by their value."""
     per_byte = {t: by_type.get(t.value, s_per_byte) for t in StateType}
-    return TierRates(latency_s, per_byte, s_per_byte, beside_s)
+    return TierRates(latency_s, per_byte, s_per_byte, while_computing_s)
 
 
 def costs_of(
@@ -154,7 +154,7 @@ class SlowPlanner:
     def _seconds(self, tier: Tier, sizes: Mapping[StateType, float]) -> float:
         ahead_bytes = self.load.in_flight_bytes.get(tier, 0)
         beside = self.load.running_decodes + self.load.queued_tokens > 0
-        return self.costs.load.predict(tier, sizes, ahead_bytes, beside=beside)
+        return self.costs.load.predict(tier, sizes, ahead_bytes, while_computing=beside)
 
     def _compute(self, resume: int) -> tuple[float, float]:
         """(all steps, the first step), step by step."""

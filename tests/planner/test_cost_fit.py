@@ -143,43 +143,43 @@ def test_error_statistics_are_of_the_last_samples() -> None:
     assert errors.quantile(1.0) == pytest.approx(0.19)
 
 
-def test_as_a_rule_it_is_1() -> None:
-    pace = SpeedFactor()
+def test_usual_coefficients_it_is_1() -> None:
+    speed = SpeedFactor()
     for _ in range(100):
-        pace.follow(1.0, 0)
-    assert pace.factor == 1.0
+        speed.update(1.0, 0)
+    assert speed.value == 1.0
 
 
 @pytest.mark.parametrize("ratio", [0.5, 1.5, 3.0])
 def test_what_lasts_is_followed_within_a_few_samples(ratio: float) -> None:
-    pace = SpeedFactor()
+    speed = SpeedFactor()
     for _ in range(8):
-        pace.follow(ratio, 0)
-    assert pace.factor == pytest.approx(ratio, rel=0.25)
+        speed.update(ratio, 0)
+    assert speed.value == pytest.approx(ratio, rel=0.25)
 
 
 def test_it_is_back_as_soon_as_the_machine_is() -> None:
-    pace = SpeedFactor()
+    speed = SpeedFactor()
     for ratio in (2.0,) * 10 + (1.0,) * 4:
-        pace.follow(ratio, 0)
-    assert pace.factor == pytest.approx(1.0, abs=0.1)
+        speed.update(ratio, 0)
+    assert speed.value == pytest.approx(1.0, abs=0.1)
 
 
 def test_one_outlier_does_not_count() -> None:
-    pace = SpeedFactor()
+    speed = SpeedFactor()
     for ratio in (1.0, 1.0, 50.0, 1.0):
-        pace.follow(ratio, 0)
-        assert pace.factor == pytest.approx(1.0, abs=0.01)
+        speed.update(ratio, 0)
+        assert speed.value == pytest.approx(1.0, abs=0.01)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_is_not_followed(seed: int) -> None:
     rng = random.Random(seed)
-    pace = SpeedFactor()
+    speed = SpeedFactor()
     factors = []
     for _ in range(500):
-        pace.follow(1.0 + 0.1 * rng.gauss(0, 1), 0)
-        factors.append(pace.factor)
+        speed.update(1.0 + 0.1 * rng.gauss(0, 1), 0)
+        factors.append(speed.value)
     strayed = sorted(abs(factor - 1.0) for factor in factors)
     assert strayed[250] < 0.02
     assert strayed[475] < 0.06
@@ -187,12 +187,12 @@ def test_noise_is_not_followed(seed: int) -> None:
 
 def test_what_is_usual_for_a_size_says_nothing_of_another() -> None:
     """Short steps that always take twice what the coefficients say do not slow the long ones."""
-    pace = SpeedFactor()
+    speed = SpeedFactor()
     for _ in range(400):
-        pace.follow(2.0, 1)
-    pace.follow(1.0, 5)
-    pace.follow(1.0, 5)
-    assert pace.factor == pytest.approx(1.0, abs=0.05)
+        speed.update(2.0, 1)
+    speed.update(1.0, 5)
+    speed.update(1.0, 5)
+    assert speed.value == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize("seed", range(5))

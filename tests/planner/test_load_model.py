@@ -187,16 +187,20 @@ def test_what_was_no_load_teaches_nothing() -> None:
 
 
 def test_what_a_computing_engine_costs_a_load_is_told_apart() -> None:
-    """By turns beside it and not, of three sizes: neither washes the other out."""
+    """By turns while it computes and while it does not, of three sizes."""
     model = LoadModel([KV])
     for turn in range(60):
         beside, size = turn % 2 == 1, (1 << 20) << (turn % 3)
-        model.observe(Tier.SSD, {KV: size}, 2e-3 + 3e-3 * beside + 1e-8 * size, beside=beside)
+        model.observe(
+            Tier.SSD, {KV: size}, 2e-3 + 3e-3 * beside + 1e-8 * size, while_computing=beside
+        )
     rates = model.rates(Tier.SSD)
     assert rates.latency_s == pytest.approx(2e-3, rel=0.1)
-    assert rates.beside_s == pytest.approx(3e-3, rel=0.1)
-    alone_s, beside_s = (model.predict(Tier.SSD, {KV: 1 << 20}, beside=b) for b in (False, True))
-    assert beside_s - alone_s == pytest.approx(3e-3, rel=0.1)
+    assert rates.while_computing_s == pytest.approx(3e-3, rel=0.1)
+    alone_s, while_computing_s = (
+        model.predict(Tier.SSD, {KV: 1 << 20}, while_computing=b) for b in (False, True)
+    )
+    assert while_computing_s - alone_s == pytest.approx(3e-3, rel=0.1)
 
 
 def test_after_eighty_idle_loads_few_beside_an_engine_teach_what_it_costs() -> None:
@@ -204,6 +208,8 @@ def test_after_eighty_idle_loads_few_beside_an_engine_teach_what_it_costs() -> N
     for _ in range(80):
         model.observe(Tier.SSD, {KV: size}, 5e-3)
     for _ in range(6):
-        model.observe(Tier.SSD, {KV: size}, 8.5e-3, beside=True)
-    assert model.predict(Tier.SSD, {KV: size}, beside=True) == pytest.approx(8.5e-3, rel=0.1)
+        model.observe(Tier.SSD, {KV: size}, 8.5e-3, while_computing=True)
+    assert model.predict(Tier.SSD, {KV: size}, while_computing=True) == pytest.approx(
+        8.5e-3, rel=0.1
+    )
     assert model.predict(Tier.SSD, {KV: size}) == pytest.approx(5e-3, rel=0.05)

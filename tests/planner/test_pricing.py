@@ -180,11 +180,11 @@ def test_the_total_and_the_time_to_first_token_are_sums() -> None:
 def test_loads_take_longer_beside_an_engine_that_computes(busy: EngineLoad) -> None:
     quick, slow = (
         candidates(costs_of(DENSE, load={Tier.SSD: tier, **DRAM}), [Tier.SSD], load)[-1].terms
-        for tier in (rates(0.5, 1e-6), rates(0.5, 1e-6, beside_s=0.25))
+        for tier in (rates(0.5, 1e-6), rates(0.5, 1e-6, while_computing_s=0.25))
         for load in (busy,)
     )
     assert slow.load_s - quick.load_s == pytest.approx(0.25)
-    idle = costs_of(DENSE, load={Tier.SSD: rates(0.5, 1e-6, beside_s=0.25), **DRAM})
+    idle = costs_of(DENSE, load={Tier.SSD: rates(0.5, 1e-6, while_computing_s=0.25), **DRAM})
     assert candidates(idle, [Tier.SSD], EngineLoad())[-1].terms.load_s < slow.load_s - 0.2
 
 

@@ -124,7 +124,7 @@ class CostLearner:
                 read.bytes_by_type,
                 read.seconds,
                 read.ahead_bytes,
-                beside=self._computing,
+                while_computing=self._computing,
                 at_least=not read.whole,
             )
 
