@@ -30,8 +30,9 @@ from benchmarks.engine_process import EngineProcess, prompt_tokens
 from benchmarks.measure import table
 from benchmarks.planned_engine import PlannedEngine
 from hetero_connector.artifacts.record import StoredChunk, Tier
-from hetero_connector.planner.decision import EngineLoad, RestoreDecision
+from hetero_connector.planner.decision import RestoreDecision
 from hetero_connector.planner.planner import Mode, RestorePlanner
+from hetero_connector.planner.pricing import EngineLoad
 
 MODELS = ("dense-bench", "gemma3")
 LEARNING = 50

@@ -10,8 +10,9 @@ import numpy as np
 
 from benchmarks.engine_process import Engine, prompt_tokens
 from hetero_connector.artifacts.record import StoredChunk
-from hetero_connector.planner.decision import EngineLoad, RestoreDecision
+from hetero_connector.planner.decision import RestoreDecision
 from hetero_connector.planner.planner import Mode
+from hetero_connector.planner.pricing import EngineLoad
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.tier import best_transfer

@@ -26,9 +26,9 @@ from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ChunkKey, ChunkRange, SharedTiers, StoredChunk, Tier
 from hetero_connector.planner.compute_model import ComputeRegression
 from hetero_connector.planner.cost_model import CostModel
-from hetero_connector.planner.decision import EngineLoad
 from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.planner.planner import RestorePlanner
+from hetero_connector.planner.pricing import EngineLoad
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.spec.presets import PRESETS
 

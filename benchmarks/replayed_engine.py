@@ -29,8 +29,9 @@ from hetero_connector.engine.scheduler.restorer import Restorer
 from hetero_connector.engine.scheduler.saver import Saver
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.checkpoints import CheckpointPolicy
-from hetero_connector.planner.decision import EngineLoad, RestoreDecision
+from hetero_connector.planner.decision import RestoreDecision
 from hetero_connector.planner.planner import RestorePlanner
+from hetero_connector.planner.pricing import EngineLoad
 from hetero_connector.spec import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import ReadTiming, Restore, Save, Wanted

@@ -1,118 +1,99 @@
-"""What the planner decided for a request, and what it decided against."""
+"""The planner's decision for one request, and the candidates it was taken from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 from hetero_connector.artifacts.record import Tier
+from hetero_connector.planner.candidates import CandidateSet, RestoreCandidate
 from hetero_connector.planner.cost_model import CostTerms
 from hetero_connector.planner.plan import RestorePlan
 
 
 class RestoreAction(StrEnum):
-    """What a decision makes happen."""
+    """One consequence of a decision."""
 
     LOAD_COMPRESSED_KV = "LOAD_COMPRESSED_KV"
     """Prefix-proportional state is loaded."""
     LOAD_SWA_CHECKPOINT = "LOAD_SWA_CHECKPOINT"
     """Boundary state is loaded: windows, tails, recurrent state."""
     RECOMPUTE_TAIL = "RECOMPUTE_TAIL"
-    """Tokens after the boundary are computed: all of them where nothing is loaded."""
+    """Tokens after the boundary are computed; all tokens if nothing is loaded."""
     RECOMPUTE_SWA = "RECOMPUTE_SWA"
-    """Windows are rebuilt by recomputing tokens before the boundary."""
+    """Windows are rebuilt by computing tokens before the boundary again."""
     PREFETCH_ARTIFACT = "PREFETCH_ARTIFACT"
-    """Artifacts are brought from SSD to DRAM, and the request is admitted once they are there."""
+    """Artifacts are staged in DRAM, and the request is admitted when they are there."""
     DROP_LOW_UTILITY_ARTIFACT = "DROP_LOW_UTILITY_ARTIFACT"
-    """Artifacts that would lead further are left alone, for computing is cheaper, and leave
-    their tier before all others when it needs room."""
-
-
-@dataclass(frozen=True)
-class EngineLoad:
-    """What the engine is busy with when a request is planned."""
-
-    queued_tokens: int = 0
-    """Prompt tokens of running requests, not yet computed: scheduled ahead in any case."""
-    running_decodes: int = 0
-    """Requests that are being decoded."""
-    in_flight_bytes: Mapping[Tier, int] = field(default_factory=dict)
-    """Bytes that earlier restores are still reading, by the tier they come from."""
-    layerwise: bool = True
-    """DRAM to pages runs layer by layer beside the forward pass; else it is parked, before it."""
-    waiting_tokens: int = 0
-    """Prompt tokens that requests before this one will compute once their own loads have ended:
-    before this one's if it waits for a load too, after them if it does not."""
-
-    @property
-    def is_computing(self) -> bool:
-        """Whether the engine has other work while this request loads."""
-        return bool(self.running_decodes or self.queued_tokens)
-
-    @property
-    def only_decodes(self) -> int:
-        """Requests that are being decoded, if nothing else is computed."""
-        return 0 if self.queued_tokens else self.running_decodes
-
-
-@dataclass(frozen=True)
-class RestoreCandidate:
-    """One way to serve the request. Slow to make: for people."""
-
-    boundary: int
-    """State of the tokens before it is restored; the local tokens where nothing is loaded."""
-    resume_tokens: int
-    """The engine computes from here: the boundary, or earlier by what is replayed."""
-    load_bytes: Mapping[Tier, int]
-    """Bytes loaded, by the tier they are in."""
-    terms: CostTerms
-    in_time: bool = True
-    """False where staging is predicted to outlast the deadline: not taken."""
-    chosen: bool = False
+    """Deeper artifacts are not loaded, because computing is cheaper; they are evicted first."""
 
 
 @dataclass(frozen=True)
 class RestoreDecision:
-    """What to restore and what that is predicted to take."""
+    """The plan for one request, and its predicted cost.
+
+    `declined`, `actions` and `candidates` are computed when they are first asked for, from prices
+    of the moment of decision, so that they need not delay the first token.
+    """
 
     plan: RestorePlan | None
     """None: restore nothing."""
     predicted: CostTerms
-    nothing: CostTerms
-    """Of computing everything past the local tokens."""
-    _declined: Callable[[], tuple[Tier, ...]] = field(repr=False, compare=False)
-    _actions: Callable[[], Iterable[RestoreAction]] = field(repr=False, compare=False)
-    _candidates: Callable[[], Iterable[RestoreCandidate]] = field(repr=False, compare=False)
+    considered: CandidateSet = field(repr=False, compare=False)
+    by_cost: bool = True
+    """False if the planner's mode, not the cost, decided."""
 
     @property
-    def declined(self) -> tuple[Tier, ...]:
-        """Tiers of which nothing is loaded although with it the request would resume later.
-
-        Nothing is learned of them this time: `LoadModel.fade` lets one that was slow once be
-        tried again. Looked for when it is asked, for that need not be before the first token.
-        """
-        return self._declined()
-
-    @property
-    def actions(self) -> tuple[RestoreAction, ...]:
-        """What it makes happen, in order."""
-        return tuple(self._actions())
+    def nothing(self) -> CostTerms:
+        """The cost of computing everything after the local tokens."""
+        return self.considered.nothing
 
     @property
     def reuse_benefit_s(self) -> float:
-        """C_prefill - C_load - C_recompute - C_stall, in seconds; 0 where nothing is loaded.
+        """C_prefill - C_load - C_recompute - C_stall, in seconds; 0 if nothing is loaded.
 
-        C_prefill is computing everything past the local tokens, with the stall of that.
+        C_prefill is the cost of computing everything after the local tokens, stall included.
         """
         prefill, chosen = self.nothing, self.predicted
         return (prefill.compute_s + prefill.stall_s) - (
             chosen.load_s + chosen.compute_s + chosen.stall_s
         )
 
-    def candidates(self) -> tuple[RestoreCandidate, ...]:
-        """Everything that was weighed, shallowest first, nothing at all before the rest.
+    @cached_property
+    def declined(self) -> tuple[Tier, ...]:
+        """Tiers from which nothing is loaded for its cost, although the request would resume later.
 
-        By the costs of the moment of decision. Takes milliseconds: for people.
+        Nothing is learned about them this time, so `LoadModel.fade` lets a tier that was slow
+        once be tried again.
         """
-        return tuple(self._candidates())
+        return self.considered.declined_tiers(self.plan) if self.by_cost else ()
+
+    @cached_property
+    def actions(self) -> tuple[RestoreAction, ...]:
+        """The consequences, in order."""
+        return tuple(self._actions())
+
+    def candidates(self) -> tuple[RestoreCandidate, ...]:
+        """Every candidate, restoring nothing first, then by boundary.
+
+        Takes milliseconds: for people.
+        """
+        return tuple(self.considered.candidates(self.plan))
+
+    def _actions(self) -> Iterator[RestoreAction]:
+        plan, considered = self.plan, self.considered
+        if plan is not None:
+            if plan.prefix_types:
+                yield RestoreAction.LOAD_COMPRESSED_KV
+            if plan.boundary_types:
+                yield RestoreAction.LOAD_SWA_CHECKPOINT
+            if plan.replay_tokens:
+                yield RestoreAction.RECOMPUTE_SWA
+            if considered.needs_staging(plan):
+                yield RestoreAction.PREFETCH_ARTIFACT
+        if considered.prompt_tokens > (plan.boundary if plan else considered.local_tokens):
+            yield RestoreAction.RECOMPUTE_TAIL
+        if self.by_cost and considered.has_deeper(plan):
+            yield RestoreAction.DROP_LOW_UTILITY_ARTIFACT

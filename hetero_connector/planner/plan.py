@@ -1,12 +1,7 @@
-"""From what the store holds to what a request should load.
+"""The restore plan of one request, and the rules that need no costs.
 
-Rebuilding windows by computing the last tokens before a boundary once more.
-
-Where a boundary has no checkpoint but all prefix-proportional state before it, a request may
-resume some tokens earlier: those are computed again, against the stored prefix-proportional
-state, only for the windows they leave behind. Their first windows are wrong, because what
-lies before them is missing; each window layer passes the error on by its window less one
-token, so after the sum over all layers nothing of it is left.
+`plan_restore` finds the deepest boundary with a checkpoint, `plan_replay` the deepest boundary
+whose windows can be rebuilt. The planner adds costs to choose among all of them.
 """
 
 from __future__ import annotations
@@ -24,25 +19,25 @@ from hetero_connector.spec.state_types import StateType
 class RestorePlan:
     """Load state up to `boundary` tokens and compute from `resume_tokens` on.
 
-    Load `prefix_types` of every chunk in `chunks` and `boundary_types` of the last one, which are
-    those that the boundary needs (`ModelSpec.boundary_types_at`).
-    Nothing is spelled out by artifact: a long prompt has thousands, between two steps.
+    Load `prefix_types` of every chunk in `chunks`, and `boundary_types` of the last one: those
+    that the boundary needs (`ModelSpec.boundary_types_at`). Artifacts are not listed one by one,
+    because a long prompt has thousands and plans are made between two steps.
     """
 
     boundary: int
     chunks: Sequence[StoredChunk]
-    """Those that reach past the local tokens, in order; the last ends at `boundary`."""
+    """The chunks that reach past the local tokens, in order; the last ends at `boundary`."""
     prefix_types: tuple[StateType, ...]
     boundary_types: tuple[StateType, ...]
-    held: Sequence[Mapping[StateType, Tier]]
-    """What the chunks hold where, each combination once (`distinct_tiers`)."""
+    tiers: Sequence[Mapping[StateType, Tier]]
+    """The tiers of the chunks' state, each combination once (`distinct_tiers`)."""
     replay_tokens: int = 0
-    """Above 0 `boundary_types` is empty: the engine rebuilds boundary state by computing so
-    many tokens before the boundary again, whose loaded state it must not write to."""
+    """Above 0, `boundary_types` is empty: the engine rebuilds boundary state by computing so many
+    tokens before the boundary again. It must not write to the state loaded for them."""
 
     @property
     def resume_tokens(self) -> int:
-        """The engine computes from here."""
+        """The first token that the engine computes."""
         return self.boundary - self.replay_tokens
 
 
@@ -52,29 +47,28 @@ def plan_restore(
     local_tokens: int,
     limit_tokens: int,
 ) -> RestorePlan | None:
-    """The deepest boundary in (`local_tokens`, `limit_tokens`] that can be restored exactly.
+    """Return the deepest boundary in (`local_tokens`, `limit_tokens`] that can be restored exactly.
 
-    `stored` is one unbroken chain from the first chunk. The engine already holds the
-    state of the first `local_tokens` tokens. Prefix-proportional state must be there
-    for every chunk that reaches past them; boundary state only at the boundary.
-    None when nothing beyond the local tokens can be restored.
+    `stored` is one unbroken chain from the first chunk. The engine already has the state of the
+    first `local_tokens` tokens. Prefix-proportional state must be stored for every chunk that
+    reaches past them; boundary state only at the boundary. None if there is no such boundary.
     """
     first = bisect_right(stored, local_tokens, key=_end)
     chunks = stored[first : bisect_right(stored, limit_tokens, key=_end)]
-    held = distinct_tiers(chunks)
+    tiers = distinct_tiers(chunks)
     num_types = len(model.state_types)
-    if any(len(tiers) < num_types for tiers in held):  # else no need to look closer
+    if any(len(mapping) < num_types for mapping in tiers):  # else every chunk has everything
         chunks = chunks[: _restorable(model, chunks)]
-        held = distinct_tiers(chunks)
+        tiers = distinct_tiers(chunks)
     if not chunks:
         return None
     boundary = _end(chunks[-1])
     needed = model.boundary_types_at(boundary)
-    return RestorePlan(boundary, chunks, model.prefix_types, needed, held)
+    return RestorePlan(boundary, chunks, model.prefix_types, needed, tiers)
 
 
 def _restorable(model: ModelSpec, chunks: Sequence[StoredChunk]) -> int:
-    """How many of `chunks` lead to the deepest boundary that is complete."""
+    """The number of chunks up to the deepest complete boundary."""
     best = 0
     for count, stored in enumerate(chunks, 1):
         if any(t not in stored.tiers for t in model.prefix_types):
@@ -86,11 +80,16 @@ def _restorable(model: ModelSpec, chunks: Sequence[StoredChunk]) -> int:
 
 @dataclass(frozen=True)
 class WindowReplay:
-    """How far an error in the windows reaches in one model, in tokens.
+    """The reach of an error in the windows of one model, in tokens.
 
-    The k-th window layer's state is exact from the replay's start plus the sum of
-    `window - 1` over the window layers below it: its input at a token is the output of the
-    layer below, which reads that layer's window of the token.
+    Where a boundary has no checkpoint but all prefix-proportional state before it is stored, a
+    request may resume some tokens earlier. Those are computed again, against the stored
+    prefix-proportional state, only for the windows they leave behind. Their first windows are
+    wrong, because the tokens before them are missing. Each window layer passes the error on by its
+    window less one token: the input of a layer at a token is the output of the layer below, which
+    reads that layer's window of the token. So the k-th window layer is exact from the start of the
+    replay plus the sum of `window - 1` over the window layers below it, and after the sum over all
+    layers nothing of the error is left.
     """
 
     reach_tokens: int
@@ -102,23 +101,23 @@ class WindowReplay:
 
     @classmethod
     def of(cls, model: ModelSpec) -> WindowReplay:
-        """For a model that has window layers."""
+        """`model` has window layers."""
         reaches = [x.boundary_tokens for x in model.layers_of(StateType.WINDOW_SWA)]
         return cls(sum(reaches), min(reaches), model.alignment)
 
     @property
     def tokens(self) -> int:
-        """Tokens before a boundary to compute again, so that its windows are exact."""
+        """Tokens to compute again before a boundary, so that its windows are exact."""
         return -(-self.reach_tokens // self.alignment) * self.alignment
 
-    def checkpoints_from(self, start: int) -> int:
+    def first_exact_boundary(self, start: int) -> int:
         """The first boundary whose windows are exact in a replay that began at `start`."""
         return start + self.reach_tokens
 
-    def pages_from(self, start: int) -> int:
-        """The first token from which on every layer's window state is exact.
+    def first_exact_token(self, start: int) -> int:
+        """The first token from which on the window state of every layer is exact.
 
-        Earlier than `checkpoints_from`: a boundary's windows are state of earlier tokens.
+        Earlier than `first_exact_boundary`: a boundary's windows are state of earlier tokens.
         """
         return start + self.reach_tokens - self.narrowest_tokens
 
@@ -130,10 +129,10 @@ def plan_replay(
     local_tokens: int,
     limit_tokens: int,
 ) -> RestorePlan | None:
-    """The deepest boundary that can be reached by a replay; arguments as in `plan_restore`.
+    """Return the deepest boundary that a replay can reach; arguments as in `plan_restore`.
 
-    None where it would have to begin within what the engine holds: that saves nothing, the
-    engine computes those tokens as it is.
+    None if the replay would begin within the local tokens: that would save nothing, because the
+    engine computes those tokens anyway.
     """
     first = bisect_right(stored, local_tokens, key=_end)
     chunks = list(stored[first : bisect_right(stored, limit_tokens, key=_end)])
@@ -150,7 +149,7 @@ def plan_replay(
         chunks=chunks,
         prefix_types=model.prefix_types,
         boundary_types=(),
-        held=distinct_tiers(chunks),
+        tiers=distinct_tiers(chunks),
         replay_tokens=replay_tokens,
     )
 

@@ -1,26 +1,25 @@
-"""Seconds of moving what is stored: from other tiers to DRAM, then all of it from DRAM to pages.
-
-Every way to restore moves the prefix types of all chunks up to where it ends. The boundary types
-of the last are moved with them, or rebuilt.
-
-The price of every boundary of one request, as arrays.
+"""The price of every boundary of one request, as arrays.
 
     T = queue + max(staging - queue, waiting, 0) + exposed + compute, then stall and HBM
 
-Staging brings artifacts from SSD or PEER to DRAM while the request waits, so the queue hides it;
-tiers are read side by side. The engine finds out that it has ended between two steps. With
-decodes running staging begins with one of their steps, so it takes that step at least, and half a
-step longer than it moves bytes on average (`staging_delay`: and what was learned beyond). Requests
-that waited before it for loads of their own are computed first; without a load to wait for it
-overtakes them. What is in DRAM then goes to pages. Layer by layer that is hidden by the first
-step's compute, except for the first layer, which nothing runs ahead of: max(load, first step) +
-load / layers instead of their sum. Parked it comes before compute.
+*Staging* brings artifacts from SSD or PEER to DRAM while the request waits, so the queue hides it;
+the tiers are read in parallel. The engine notices its end between two steps. While decodes run,
+staging begins in one of their steps, so it takes half of such a step at least, and the request
+waits for a while longer (`StagingDelay`). Requests that waited earlier for loads of their own are
+computed first; a request without a load to wait for overtakes them.
+
+What is in DRAM then goes to pages. Layer by layer, compute of the first step hides that, except
+for the first layer, which has nothing to overlap with: max(load, first step) + load / layers
+instead of their sum. A parked load comes before compute. The part not hidden is *exposed*.
+
+`LoadTimes` works out the seconds of loads, `Pricing` the whole sum.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -29,78 +28,110 @@ from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.boundaries import ChunkGrid, Floats, PricedChunks, tiers_of
 from hetero_connector.planner.compute_model import Tokens
 from hetero_connector.planner.cost_model import CostModel, CostTerms
-from hetero_connector.planner.decision import EngineLoad
 from hetero_connector.planner.load_model import TierRates
 from hetero_connector.spec.state_types import StateType
 
-Held = Mapping[StateType, Tier]
+_GIB = 1 << 30
+_TIERS = (Tier.DRAM, Tier.SSD, Tier.PEER)
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """The engine's other work when a request is planned."""
+
+    queued_tokens: int = 0
+    """Prompt tokens of running requests, not yet computed: they are scheduled first."""
+    running_decodes: int = 0
+    """Requests that are being decoded."""
+    in_flight_bytes: Mapping[Tier, int] = field(default_factory=dict)
+    """Bytes that earlier restores are still reading, by source tier."""
+    layerwise: bool = True
+    """True: loads from DRAM to pages run layer by layer during the forward pass. False: the
+    request is parked and loaded before it."""
+    waiting_tokens: int = 0
+    """Prompt tokens of earlier requests that wait for their own loads. They are computed before
+    this request if it waits for a load too, else after it."""
+
+    @property
+    def is_computing(self) -> bool:
+        """True if the engine has other work while this request loads."""
+        return bool(self.running_decodes or self.queued_tokens)
+
+    @property
+    def only_decodes(self) -> int:
+        """Requests that are being decoded, or 0 if anything else is computed too."""
+        return 0 if self.queued_tokens else self.running_decodes
 
 
 class TierTable:
-    """Seconds of moving a model's artifacts from one tier, at rates that stand."""
+    """Seconds of loading a model's artifacts from one tier, at fixed rates."""
 
     def __init__(self, grid: ChunkGrid, tier: Tier, rates: TierRates) -> None:
         self.tier, self.rates = tier, rates
         per_byte = rates.seconds_per_byte
         self._prefix_s = {t: n * per_byte[t] for t, n in grid.prefix_bytes.items()}
         self.chunk_s = sum(self._prefix_s.values())
-        """Of all prefix types of one full chunk."""
+        """Seconds of all prefix types of one full chunk."""
         self._s_per_byte = [(t, per_byte[t]) for t in grid.model.boundary_types]
         self._boundary_bytes = grid.boundary_bytes
 
     def checkpoints_s(self) -> Floats:
-        """[columns] of all boundary types."""
+        """[columns] seconds of all boundary types."""
         seconds: Floats = np.array([s for _, s in self._s_per_byte]).dot(self._boundary_bytes)
         return seconds
 
-    def held_prefixes_s(self, distinct: Sequence[Held]) -> Floats:
-        """[distinct] of the prefix types of one full chunk that this tier has."""
+    def prefixes_here_s(self, distinct: Sequence[Mapping[StateType, Tier]]) -> Floats:
+        """[distinct] seconds of the prefix types of one full chunk that are in this tier."""
         tier, by_type = self.tier, self._prefix_s.items()
-        seconds = [sum([s for t, s in by_type if held[t] is tier]) for held in distinct]
+        seconds = [sum([s for t, s in by_type if tiers[t] is tier]) for tiers in distinct]
         return np.array(seconds, np.float64)
 
-    def held_checkpoints_s(self, distinct: Sequence[Held]) -> Floats:
-        """[distinct, columns] of the boundary types that this tier has."""
+    def checkpoints_here_s(self, distinct: Sequence[Mapping[StateType, Tier]]) -> Floats:
+        """[distinct, columns] seconds of the boundary types that are in this tier."""
         tier, by_type = self.tier, self._s_per_byte
-        per_byte = [[s if held.get(t) is tier else 0.0 for t, s in by_type] for held in distinct]
+        per_byte = [[s if tiers.get(t) is tier else 0.0 for t, s in by_type] for tiers in distinct]
         seconds: Floats = np.array(per_byte, np.float64).dot(self._boundary_bytes)
         return seconds
 
     def seconds(self, bytes_by_type: Mapping[StateType, int], types: Iterable[StateType]) -> float:
-        """Of moving those types of one chunk; the latency is not in it."""
+        """Seconds of these types of one chunk, without the latency."""
         per_byte = self.rates.seconds_per_byte
         return sum([bytes_by_type[t] * per_byte[t] for t in types])
 
 
+class LoadSeconds(NamedTuple):
+    """Seconds of loading what is needed to resume at the end of each chunk."""
+
+    to_pages_s: Floats
+    """[chunks] from DRAM to pages; infinite where the boundary lacks state."""
+    to_dram_s: Floats | None
+    """[chunks] from other tiers to DRAM, in parallel; None if everything is in DRAM."""
+
+
 class _Staging(NamedTuple):
-    """From one tier to DRAM."""
+    """Loads from one tier to DRAM."""
 
     table: TierTable
     overhead_s: float
-    """Of any bytes at all."""
+    """Seconds of a load besides those of its bytes."""
     prefixes_s: Floats
-    """[chunks] of the prefix types up to each."""
-
-
-class LoadSeconds(NamedTuple):
-    """[chunks] seconds of moving what is needed to resume at the end of each."""
-
-    to_pages_s: Floats
-    """From DRAM; infinite where state is missing that the boundary needs."""
-    to_dram_s: Floats | None
-    """From other tiers, side by side; None where everything is in DRAM."""
+    """[chunks] seconds of the prefix types up to each chunk."""
 
 
 class LoadTimes:
-    """One span's chunks. What all ways have in common is worked out once."""
+    """The load times of successive chunks.
+
+    Every strategy loads the prefix types of all chunks up to the boundary, so these are worked
+    out once. The boundary types of the last chunk are loaded too, or rebuilt.
+    """
 
     def __init__(
-        self, grid: ChunkGrid, span: PricedChunks, dram: TierTable, overhead_s: float
+        self, grid: ChunkGrid, chunks: PricedChunks, dram: TierTable, overhead_s: float
     ) -> None:
-        """`overhead_s`: of a load from DRAM to pages."""
-        self.span = span
+        """`overhead_s`: seconds of a load from DRAM to pages besides those of its bytes."""
+        self.chunks = chunks
         self._model, self._dram = grid.model, dram
-        count, tail = len(span.ends), span.tail_bytes
+        count, tail = len(chunks.ends), chunks.tail_bytes
         self._to_pages_s = grid.ordinals(count) * dram.chunk_s
         if tail:
             full_s = (count - 1) * dram.chunk_s
@@ -108,79 +139,75 @@ class LoadTimes:
         self._to_pages_s += overhead_s
         self._staging: list[_Staging] = []
 
-    def stage(self, table: TierTable, overhead_s: float) -> None:
-        """Some of it is in another tier. `overhead_s`: of a load of any bytes from there."""
-        held, tail = self.span.held, self.span.tail_bytes
-        chunk_s = table.held_prefixes_s(held.distinct).take(held.codes)
+    def add_tier(self, table: TierTable, overhead_s: float) -> None:
+        """Count the loads from a tier other than DRAM. `overhead_s`: as in the constructor."""
+        tiers, tail = self.chunks.tiers, self.chunks.tail_bytes
+        chunk_s = table.prefixes_here_s(tiers.distinct).take(tiers.codes)
         if tail:
-            types = self.span.tail_types(table.tier, self._model.prefix_types)
+            types = self.chunks.tail_types(table.tier, self._model.prefix_types)
             chunk_s[-1] = table.seconds(tail, types)
         self._staging.append(_Staging(table, overhead_s, chunk_s.cumsum()))
 
     def prefixes(self) -> LoadSeconds:
-        """Of the prefix types only."""
+        """Load times of the prefix types alone."""
         return LoadSeconds(
-            self._to_pages_s, _staged_s([(x.prefixes_s, x.overhead_s) for x in self._staging])
+            self._to_pages_s, _slowest_s([(x.prefixes_s, x.overhead_s) for x in self._staging])
         )
 
-    def checkpoints(self) -> LoadSeconds:
-        """Of the prefix types, and the boundary types at the boundary."""
-        types, span = self._model.boundary_types, self.span
+    def with_checkpoints(self) -> LoadSeconds:
+        """Load times of the prefix types, and of the boundary types at the boundary."""
+        types, chunks = self._model.boundary_types, self.chunks
         if not types:
             return self.prefixes()
-        by_cell_s, cells = self._dram.checkpoints_s(), span.columns
-        if (lacking := span.lacking()) is not None:
-            by_cell_s, cells = np.where(lacking, math.inf, by_cell_s), span.cells
+        by_cell_s, cells = self._dram.checkpoints_s(), chunks.columns
+        if (incomplete := chunks.incomplete()) is not None:
+            by_cell_s, cells = np.where(incomplete, math.inf, by_cell_s), chunks.cells
         to_pages_s = by_cell_s.take(cells)
-        if span.tail_bytes:  # the grid has it longer
-            whole = self._model.is_whole(span.tail_tiers.keys(), int(span.ends[-1]))
-            to_pages_s[-1] = self._dram.seconds(span.tail_bytes, types) if whole else math.inf
+        if chunks.tail_bytes:  # the grid has the tail as a full chunk
+            is_whole = self._model.is_whole(chunks.tail_tiers.keys(), int(chunks.ends[-1]))
+            to_pages_s[-1] = self._dram.seconds(chunks.tail_bytes, types) if is_whole else math.inf
         to_pages_s += self._to_pages_s
         staged = [(self._with_checkpoints_s(x), x.overhead_s) for x in self._staging]
-        return LoadSeconds(to_pages_s, _staged_s(staged))
+        return LoadSeconds(to_pages_s, _slowest_s(staged))
 
     def _with_checkpoints_s(self, staging: _Staging) -> Floats:
-        table, span = staging.table, self.span
-        moved_s: Floats = table.held_checkpoints_s(span.held.distinct).take(span.cells)
-        if span.tail_bytes:
-            types = span.tail_types(table.tier, self._model.boundary_types)
-            moved_s[-1] = table.seconds(span.tail_bytes, types)
-        moved_s += staging.prefixes_s
-        return moved_s
+        table, chunks = staging.table, self.chunks
+        load_s: Floats = table.checkpoints_here_s(chunks.tiers.distinct).take(chunks.cells)
+        if chunks.tail_bytes:
+            types = chunks.tail_types(table.tier, self._model.boundary_types)
+            load_s[-1] = table.seconds(chunks.tail_bytes, types)
+        load_s += staging.prefixes_s
+        return load_s
 
 
-def _staged_s(tiers: Iterable[tuple[Floats, float]]) -> Floats | None:
-    """The slowest of the tiers' seconds, each with its overhead where anything is moved."""
-    staged_s: Floats | None = None
-    for moved_s, overhead_s in tiers:
-        tier_s: Floats = moved_s + (moved_s > 0.0) * overhead_s
-        staged_s = tier_s if staged_s is None else np.maximum(staged_s, tier_s)
-    return staged_s
-
-
-_GIB = 1 << 30
-_TIERS = (Tier.DRAM, Tier.SSD, Tier.PEER)
+def _slowest_s(tiers: Iterable[tuple[Floats, float]]) -> Floats | None:
+    """The slowest tier's seconds at each chunk, with its overhead where it loads anything."""
+    slowest_s: Floats | None = None
+    for load_s, overhead_s in tiers:
+        tier_s: Floats = load_s + (load_s > 0.0) * overhead_s
+        slowest_s = tier_s if slowest_s is None else np.maximum(slowest_s, tier_s)
+    return slowest_s
 
 
 class Prices(NamedTuple):
-    """Seconds by term, over the chunks at whose end the request may resume."""
+    """[chunks] seconds by term, of resuming at the end of each chunk."""
 
     resume: Floats
-    """Where the engine computes from, in tokens."""
+    """The first token that the engine computes."""
     staged_s: Floats | None
-    """Until everything is in DRAM; None where it is there already."""
+    """Seconds until everything is in DRAM; None if it is there already."""
     waited_s: Floats
-    """Until the request is admitted. One for all where nothing is staged."""
+    """Seconds until the request is admitted; [1] if nothing is staged."""
     exposed_s: Floats
-    """From DRAM to pages, as far as compute does not hide it; infinite where the request cannot
-    resume at all."""
+    """Seconds from DRAM to pages that compute does not hide; infinite where the request cannot
+    resume."""
     compute_s: Floats
     total_s: Floats
     """All terms together."""
 
 
 class Pricing:
-    """Prices for one request, by the costs and the engine's load at this moment."""
+    """Prices the boundaries of one request, by the present costs and load of the engine."""
 
     def __init__(
         self,
@@ -190,74 +217,73 @@ class Pricing:
         prompt_tokens: int,
         load: EngineLoad,
     ) -> None:
-        """`tables`: kept between requests; renewed here where the rates have changed."""
+        """`tables`: a cache that the caller keeps between requests; updated here."""
         for tier in _TIERS:
             rates = costs.load.rates(tier)
             if tier not in tables or tables[tier].rates is not rates:
                 tables[tier] = TierTable(grid, tier, rates)
         self._dram_table, *self._slow_tables = (tables[tier] for tier in _TIERS)
         self._grid, self._load = grid, load
-        self._prompt_tokens = prompt_tokens
+        self.prompt_tokens = prompt_tokens
         self._step_tokens = costs.step_tokens or max(1, prompt_tokens)
         self._coefficients = costs.compute.coefficients
         self._queue_s = costs.queue_s(load.queued_tokens)
         self._behind_s = self._queue_s
+        """Seconds until a request that waits for a load is admitted at the earliest."""
         if load.waiting_tokens:
             self._behind_s = costs.queue_s(load.queued_tokens + load.waiting_tokens)
-        # Loading between steps is waiting, too, even for what is in DRAM.
+        # A request that is parked for its load waits even if everything is in DRAM.
         self._least_wait_s = self._queue_s if load.layerwise else self._behind_s
         self._half_step_s = self._staging_delay_s = 0.0
         if load.running_decodes:
             step_s = costs.delays().decode_step_s(load.running_decodes, 0.0)
-            self._half_step_s, self._staging_delay_s = (
-                step_s / 2,
-                costs.staging_delay.delay_s(step_s),
-            )
+            self._half_step_s = step_s / 2
+            self._staging_delay_s = costs.staging_delay.delay_s(step_s)
         self._stall = costs.weights.stall * load.running_decodes
-        # A parked load runs beside the steps of others; layer by layer it may hold them up.
+        # A parked load runs during the steps of others; a layer-wise load may delay them.
         self._load_stall = self._stall if load.layerwise else 0.0
         self._hbm = costs.weights.hbm_s_per_gib_s * grid.page_bytes_per_token * prompt_tokens / _GIB
         self._num_layers = len(grid.model.stored_layers)
 
     def nothing(self, local_tokens: int) -> CostTerms:
-        """Of computing everything past the local tokens."""
-        compute_s = self._compute_s(local_tokens)
+        """The cost of restoring nothing: computing everything after the local tokens."""
+        compute_s = self._prompt_s(local_tokens)
         hbm_s = self._hbm * compute_s
         return CostTerms(self._queue_s, 0.0, compute_s, self._stall * compute_s, hbm_s)
 
-    def least_s(self, resume: float) -> float:
-        """What no restore that resumes there or earlier can cost less than: computing the rest.
+    def lower_bound_s(self, resume: float) -> float:
+        """The least cost of any restore that resumes at `resume` or earlier: computing the rest.
 
-        The more is left, the longer `_compute_s` is. Less what rounding may do, so that equals
-        are compared by their prices.
+        The earlier it resumes, the more there is to compute. The bound allows for rounding, so
+        that equals are compared by their prices.
         """
-        compute_s = self._compute_s(resume)
+        compute_s = self._prompt_s(resume)
         total_s = self._least_wait_s + compute_s * (1.0 + self._hbm + self._stall)
         return total_s * (1.0 - 1e-9)
 
-    def moving(self, span: PricedChunks) -> LoadTimes:
-        """What all ways to restore these chunks share."""
+    def load_times(self, chunks: PricedChunks) -> LoadTimes:
+        """The load times of these chunks, which all strategies share."""
         dram = self._dram_table
-        moving = LoadTimes(self._grid, span, dram, self._overhead_s(dram))
-        tiers = tiers_of(span.held.distinct)
+        times = LoadTimes(self._grid, chunks, dram, self._overhead_s(dram))
+        tiers = tiers_of(chunks.tiers.distinct)
         for table in self._slow_tables:
             if table.tier in tiers:
-                moving.stage(table, self._overhead_s(table))
-        return moving
+                times.add_tier(table, self._overhead_s(table))
+        return times
 
-    def checkpoints(self, moving: LoadTimes) -> Prices:
-        """Of restoring up to the end of each chunk, by what is stored there."""
-        return self._prices(moving.span.ends, *moving.checkpoints())
+    def with_checkpoints(self, times: LoadTimes) -> Prices:
+        """Prices of restoring up to the end of each chunk by the checkpoint stored there."""
+        return self._prices(times.chunks.ends, *times.with_checkpoints())
 
-    def replays(self, moving: LoadTimes, replay_tokens: int, local_tokens: int) -> Prices:
-        """The same with boundary state rebuilt: so many tokens are computed again.
+    def with_replay(self, times: LoadTimes, replay_tokens: int, local_tokens: int) -> Prices:
+        """Prices of restoring up to the end of each chunk by a replay of so many tokens.
 
-        Not possible from the local tokens or before, where nothing would be saved by what is
-        loaded, nor to a handoff's end, which is off the grid on which a replay starts and ends.
+        Impossible where the replay would begin within the local tokens, which would save nothing,
+        and up to a handoff's end, which is off the grid on which a replay starts and ends.
         """
-        ends = moving.span.ends
+        ends = times.chunks.ends
         resume = ends - replay_tokens
-        to_pages_s, staged_s = moving.prefixes()
+        to_pages_s, staged_s = times.prefixes()
         to_pages_s = to_pages_s.copy()
         to_pages_s[: resume.searchsorted(local_tokens, side="right")] = math.inf
         if ends[-1] % self._grid.model.alignment:
@@ -266,14 +292,14 @@ class Pricing:
 
     def _prices(self, resume: Floats, to_pages_s: Floats, staged_s: Floats | None) -> Prices:
         if staged_s is not None and self._half_step_s:
-            delayed_s = np.maximum(staged_s, self._half_step_s) + self._staging_delay_s
-            staged_s = delayed_s * (staged_s > 0.0)
-        waited_s = self._waited(staged_s)
-        compute_s = self._compute(resume)
+            noticed_s = np.maximum(staged_s, self._half_step_s) + self._staging_delay_s
+            staged_s = noticed_s * (staged_s > 0.0)
+        waited_s = self._waited_s(staged_s)
+        compute_s = self._computed_s(resume)
         exposed_s = to_pages_s
         if self._load.layerwise:
             exposed_s = to_pages_s * (1.0 + 1.0 / self._num_layers)
-            exposed_s -= np.minimum(to_pages_s, self._first_step(resume, compute_s))
+            exposed_s -= np.minimum(to_pages_s, self._first_step_s(resume, compute_s))
         total_s = exposed_s + compute_s
         total_s *= 1.0 + self._hbm + self._load_stall
         total_s += waited_s
@@ -282,7 +308,7 @@ class Pricing:
         return Prices(resume, staged_s, waited_s, exposed_s, compute_s, total_s)
 
     def terms(self, prices: Prices, index: int) -> CostTerms:
-        """One boundary's."""
+        """The cost of resuming at the end of one chunk."""
         exposed_s, compute_s = float(prices.exposed_s[index]), float(prices.compute_s[index])
         waited_s = float(prices.waited_s[index if prices.staged_s is not None else 0])
         return CostTerms(
@@ -293,8 +319,8 @@ class Pricing:
             self._hbm * (exposed_s + compute_s),
         )
 
-    def _waited(self, staged_s: Floats | None) -> Floats:
-        """Seconds until a request that loads is admitted."""
+    def _waited_s(self, staged_s: Floats | None) -> Floats:
+        """Seconds until the request is admitted."""
         if staged_s is None:
             return np.array([self._least_wait_s])
         waited_s: Floats = np.maximum(staged_s, self._least_wait_s)
@@ -302,38 +328,37 @@ class Pricing:
             waited_s = np.maximum(waited_s, self._behind_s * (staged_s > 0.0))
         return waited_s
 
-    def _compute_s(self, resume: float) -> float:
-        """Seconds of the prompt's tokens from `resume` on, in as many steps as it takes."""
-        rest = self._prompt_tokens - resume
-        return self._work(resume, rest) + self._coefficients.step_s * math.ceil(
+    def _prompt_s(self, resume: float) -> float:
+        """Seconds of computing the prompt from `resume` on, in as many steps as it takes."""
+        rest = self.prompt_tokens - resume
+        return self._work_s(resume, rest) + self._coefficients.step_s * math.ceil(
             rest / self._step_tokens
         )
 
-    def _compute(self, resume: Floats) -> Floats:
-        """The same of each."""
-        rest = self._prompt_tokens - resume
-        work_s = self._work(resume, rest)
+    def _computed_s(self, resume: Floats) -> Floats:
+        """`_prompt_s` of each."""
+        rest = self.prompt_tokens - resume
+        work_s = self._work_s(resume, rest)
         rest /= self._step_tokens
         steps: Floats = np.ceil(rest, out=rest)
         steps *= self._coefficients.step_s
         steps += work_s
         return steps
 
-    def _work(self, resume: Tokens, rest: Tokens) -> Tokens:
-        """Seconds of `rest` tokens behind `resume`, whatever the steps."""
+    def _work_s(self, resume: Tokens, rest: Tokens) -> Tokens:
+        """Seconds of `rest` tokens after `resume`, without the cost of steps."""
         _, token_s, attention_s = self._coefficients
         # attention_work of the rest over `resume` is rest (prompt + resume) / 2
-        fixed_s = token_s + attention_s / 2 * self._prompt_tokens
+        fixed_s = token_s + attention_s / 2 * self.prompt_tokens
         return rest * (fixed_s + attention_s / 2 * resume)
 
-    def _first_step(self, resume: Floats, compute_s: Floats) -> Floats:
-        """Seconds of the step that admits the request: a full one, or all that is left."""
+    def _first_step_s(self, resume: Floats, compute_s: Floats) -> Floats:
+        """Seconds of the step that admits the request: a full step, or all that is left."""
         step_s, token_s, attention_s = self._coefficients
         size = self._step_tokens
         full_s = step_s + size * (token_s + attention_s / 2 * size)
         return np.minimum(resume * (size * attention_s) + full_s, compute_s)
 
     def _overhead_s(self, table: TierTable) -> float:
-        """Latency, what is under way already, and what the engine takes of the tier's pace."""
         in_flight_bytes = self._load.in_flight_bytes.get(table.tier, 0)
         return table.rates.overhead_s(in_flight_bytes, while_computing=self._load.is_computing)

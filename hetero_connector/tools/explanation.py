@@ -23,10 +23,11 @@ from hetero_connector.artifacts.tails import longest_tail
 from hetero_connector.errors import StoreError
 from hetero_connector.planner.compute_model import ComputeRegression
 from hetero_connector.planner.cost_model import CostModel
-from hetero_connector.planner.decision import EngineLoad, RestoreDecision
+from hetero_connector.planner.decision import RestoreDecision
 from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.planner.plan import WindowReplay
 from hetero_connector.planner.planner import EngineSettings, RestorePlanner
+from hetero_connector.planner.pricing import EngineLoad
 from hetero_connector.planner.profile import CostProfile, ProfileSubject
 from hetero_connector.spec import ModelSpec
 from hetero_connector.store.catalog.index import PrefixIndex

@@ -17,8 +17,8 @@ from hetero_connector.artifacts.record import (
 )
 from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
 from hetero_connector.planner.cost_model import CostModel, CostTerms, CostWeights
-from hetero_connector.planner.decision import EngineLoad
 from hetero_connector.planner.load_model import LoadModel, TierRates
+from hetero_connector.planner.pricing import EngineLoad
 from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
 
 KV, SWA, LOCAL = StateType.DENSE_KV, StateType.WINDOW_SWA, StateType.CHUNKED_LOCAL

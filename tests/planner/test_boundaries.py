@@ -59,13 +59,13 @@ def test_every_chunk_has_the_mapping_its_code_says(
     mappings: list[dict[object, Tier]], shared: bool
 ) -> None:
     chunks = chain_of(mappings, shared=shared)  # type: ignore[arg-type]
-    held = ChunkTiers.of(chunks)
-    assert [held.distinct[code] for code in held.codes] == mappings
-    assert [mappings[first] for first in held.firsts] == held.distinct
+    tiers = ChunkTiers.of(chunks)
+    assert [tiers.distinct[code] for code in tiers.codes] == mappings
+    assert [mappings[first] for first in tiers.firsts] == tiers.distinct
     for count in range(1, len(chunks) + 1):
-        part = held.up_to(count)
+        part = tiers.up_to(count)
         assert [part.distinct[code] for code in part.codes] == mappings[:count]
-        assert held.distinct_up_to(count) == part.distinct
+        assert tiers.distinct_up_to(count) == part.distinct
         if shared:
             assert part.distinct == distinct_tiers(chunks[:count])
 
@@ -74,7 +74,7 @@ def test_chunks_without_a_number_among_numbered_ones_are_told_apart() -> None:
     """A request that saw a read fail plans over chunks of its own making."""
     chunks = chain_of([MIXTURES[0], MIXTURES[1], MIXTURES[0]])
     chunks[1] = StoredChunk(chunks[1].chunk, MIXTURES[2])
-    held = ChunkTiers.of(chunks)
-    assert [held.distinct[code] for code in held.codes] == [
+    tiers = ChunkTiers.of(chunks)
+    assert [tiers.distinct[code] for code in tiers.codes] == [
         MIXTURES[0], MIXTURES[2], MIXTURES[0],
     ]  # fmt: skip

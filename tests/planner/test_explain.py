@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.decision import EngineLoad, RestoreDecision
+from hetero_connector.planner.decision import RestoreDecision
 from hetero_connector.planner.explain import explain
 from hetero_connector.planner.planner import RestorePlanner
+from hetero_connector.planner.pricing import EngineLoad
 from tests.planner.chains import CHUNK, DENSE, KV, chain_of, costs_of, in_tier, layout_of, rates
 
 LOAD = {Tier.DRAM: rates(0.0, 1e-9), Tier.SSD: rates(1e-3, 1e-3)}

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_connector.artifacts.record import StoredChunk, Tier
-from hetero_connector.planner.decision import EngineLoad
 from hetero_connector.planner.plan import RestorePlan, WindowReplay, plan_replay, plan_restore
 from hetero_connector.planner.planner import Mode, RestorePlanner
+from hetero_connector.planner.pricing import EngineLoad
 from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
 from tests.planner.chains import chain_of, costs_of, in_tier, layout_of
 from tests.planner.stored_chunks import CHUNK, DENSE, HYBRID, KV, SWA, stored
@@ -142,10 +142,10 @@ def test_the_reach_is_what_the_layers_pass_on(windows: list[int], start: int) ->
             for states, window in zip(layers, windows, strict=True)
         )
 
-    first = replay.checkpoints_from(start)
+    first = replay.first_exact_boundary(start)
     assert all(exact_at(boundary) for boundary in range(first, end))
     assert not exact_at(first - 1)  # and not one token less
-    assert all(all(states[replay.pages_from(start) :]) for states in layers)
+    assert all(all(states[replay.first_exact_token(start) :]) for states in layers)
 
 
 @given(st.integers(1, 300), st.sampled_from([16, 64, 256]))

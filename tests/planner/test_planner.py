@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hetero_connector.artifacts.record import StoredChunk, Tier
 from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
 from hetero_connector.planner.cost_model import CostModel, CostTerms, CostWeights
-from hetero_connector.planner.decision import EngineLoad, RestoreAction, RestoreDecision
+from hetero_connector.planner.decision import RestoreAction, RestoreDecision
 from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.planner.plan import plan_restore
 from hetero_connector.planner.planner import RestorePlanner
-from hetero_connector.planner.pricing import Prices, Pricing
+from hetero_connector.planner.pricing import EngineLoad, Prices, Pricing
 from hetero_connector.spec import ModelSpec, StateType
 from tests.planner.chains import (
     CHUNK,
@@ -182,9 +182,9 @@ def test_a_plan_of_the_same_boundary_is_the_plan_of_plan_restore(case: Case) -> 
     if plan is not None:
         expected = plan_restore(case.model, case.stored, case.local_tokens, plan.boundary)
         assert expected is not None
-        assert dataclasses.replace(plan, held=expected.held) == expected
-        assert all(tiers in expected.held for tiers in plan.held)
-        assert all(tiers in plan.held for tiers in expected.held)
+        assert dataclasses.replace(plan, tiers=expected.tiers) == expected
+        assert all(tiers in expected.tiers for tiers in plan.tiers)
+        assert all(tiers in plan.tiers for tiers in expected.tiers)
 
 
 @given(cases())
@@ -380,13 +380,13 @@ def test_a_replay_is_priced_only_where_computing_alone_does_not_rule_it_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     priced = []
-    replays = Pricing.replays
+    replays = Pricing.with_replay
 
     def noted(*arguments: Any) -> Prices:
         priced.append(arguments)
         return replays(*arguments)
 
-    monkeypatch.setattr(Pricing, "replays", noted)
+    monkeypatch.setattr(Pricing, "with_replay", noted)
     whole, bare = in_tier(Tier.DRAM, KV, SWA), in_tier(Tier.DRAM, KV)
     near, far = chain_of([whole] * 6), chain_of([whole] * 2 + [bare] * 4)
     decisions = [

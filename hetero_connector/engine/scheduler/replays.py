@@ -82,7 +82,7 @@ class Replays:
         if pending is None or not pending.plan.replay_tokens:
             return
         assert self._rule is not None
-        tracker.windows_from = self._rule.checkpoints_from(pending.plan.resume_tokens)
+        tracker.windows_from = self._rule.first_exact_boundary(pending.plan.resume_tokens)
         request_id = tracker.request.request_id
         hide_inexact_windows(manager, request_id, self._model, self._rule, pending)
 
@@ -129,7 +129,7 @@ def hide_inexact_windows(
     request with it. Its count of published blocks is raised too, so that the next chunks of
     this prefill do not publish the rest.
     """
-    exact_from = replay.pages_from(pending.plan.resume_tokens)
+    exact_from = replay.first_exact_token(pending.plan.resume_tokens)
     boundary_layers = [x for x in model.layers if x.state_type.family is Family.BOUNDARY]
     for layer in {x.group: x for x in boundary_layers}.values():
         blocks_of_type = manager.coordinator.single_type_managers[layer.group]

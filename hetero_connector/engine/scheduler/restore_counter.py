@@ -73,7 +73,7 @@ def _beyond(pending: PendingRestore) -> RestorePlan:
 
 
 def _in_dram(plan: RestorePlan) -> bool:
-    return all(set(tiers.values()) == {Tier.DRAM} for tiers in plan.held)
+    return all(set(tiers.values()) == {Tier.DRAM} for tiers in plan.tiers)
 
 
 def _tokens_by_tier(plan: RestorePlan, local_tokens: int) -> dict[str, int]:

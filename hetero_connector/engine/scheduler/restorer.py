@@ -33,9 +33,9 @@ from hetero_connector.engine.scheduler.requests import (
     replayable,
 )
 from hetero_connector.metrics import Recorder
-from hetero_connector.planner.decision import EngineLoad
 from hetero_connector.planner.plan import RestorePlan
 from hetero_connector.planner.planner import RestorePlanner
+from hetero_connector.planner.pricing import EngineLoad
 from hetero_connector.spec import StateType
 from hetero_connector.store.base import Store, StoredChunk, Wanted
 

@@ -36,9 +36,9 @@ from hetero_connector.engine.scheduler.sessions import Mode as PrefetchMode
 from hetero_connector.engine.scheduler.sessions import Sessions
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.checkpoints import CheckpointPolicy
-from hetero_connector.planner.decision import EngineLoad
 from hetero_connector.planner.plan import WindowReplay
 from hetero_connector.planner.planner import RestorePlanner
+from hetero_connector.planner.pricing import EngineLoad
 from hetero_connector.planner.sessions import ThinkTimes
 from hetero_connector.spec import StateType
 from hetero_connector.store.artifact_store import ArtifactStore

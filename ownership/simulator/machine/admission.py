@@ -7,7 +7,7 @@ from enum import Enum
 
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.cost_model import CostModel
-from hetero_connector.planner.decision import EngineLoad
+from hetero_connector.planner.pricing import EngineLoad
 from ownership.simulator.machine.channel import Channel, Flow
 from ownership.simulator.machine.decode_pages import DecodePages
 from ownership.simulator.machine.request import Hits, LiveRequest

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.checkpoints import CheckpointPolicy, Rates, Sizes, policy_named
 from hetero_connector.planner.cost_model import CostModel
-from hetero_connector.planner.decision import EngineLoad
 from hetero_connector.planner.planner import Mode
+from hetero_connector.planner.pricing import EngineLoad
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved
 from hetero_connector.store.ssd.admission import Admission as SsdAdmission
 from hetero_connector.store.ssd.write_budget import WriteBudget

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from hetero_connector.artifacts.record import ROOT, ChunkRange, SharedTiers, StoredChunk, Tier
 from hetero_connector.planner.cost_model import CostModel
-from hetero_connector.planner.decision import EngineLoad
 from hetero_connector.planner.plan import WindowReplay
 from hetero_connector.planner.planner import Mode, RestorePlanner
+from hetero_connector.planner.pricing import EngineLoad
 from hetero_connector.spec.state_types import StateType
 from ownership.simulator.state.runs import NOTHING, Found
 from ownership.simulator.state.shape import StateShape

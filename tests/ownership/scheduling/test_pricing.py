@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.compute_model import InterferenceCoefficients
-from hetero_connector.planner.decision import EngineLoad
 from hetero_connector.planner.planner import RestorePlanner
+from hetero_connector.planner.pricing import EngineLoad
 from ownership.scheduling import (
     FleetView,
     Link,
