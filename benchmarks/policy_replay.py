@@ -19,7 +19,7 @@ from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.metrics import Recorder
-from hetero_connector.planner.checkpoints import Rates, Sizes, policy_named
+from hetero_connector.planner.checkpoints import CheckpointRates, CheckpointSizes, policy_named
 from hetero_connector.planner.compute_model import ComputeRegression
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.load_model import LoadModel
@@ -42,8 +42,8 @@ class PolicyRun:
 
     model: str
     policy: str
-    sizes: Sizes
-    rates: Rates
+    sizes: CheckpointSizes
+    rates: CheckpointRates
     chunk_bytes: int = 0
     checkpoint_bytes: int = 0
     new_tokens: int = 0
@@ -120,8 +120,12 @@ class _Contender:
     def __init__(self, model: str, policy: str, profile: CostProfile | None) -> None:
         layout = ArtifactLayout(PRESETS[model](), CHUNK_TOKENS)
         costs = costs_of(layout, profile)
-        self._checkpoints = policy_named(policy, Sizes.of(layout), lambda: Rates.learned(costs))
-        self._run = PolicyRun(model, policy, Sizes.of(layout), Rates.learned(costs))
+        self._checkpoints = policy_named(
+            policy, CheckpointSizes.of(layout), lambda: CheckpointRates.learned(costs)
+        )
+        self._run = PolicyRun(
+            model, policy, CheckpointSizes.of(layout), CheckpointRates.learned(costs)
+        )
         recorder = Recorder()
         store = ArtifactStore.open(
             dict.fromkeys(layout.model.state_types, _SLOT_BYTES),

@@ -26,7 +26,7 @@ from benchmarks.replayed_engine import ReplayedEngine, SmallStore
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.metrics import COUNTERS, Recorder, split_key
-from hetero_connector.planner.checkpoints import Rates, Sizes, policy_named
+from hetero_connector.planner.checkpoints import CheckpointRates, CheckpointSizes, policy_named
 from hetero_connector.planner.planner import RestorePlanner
 from hetero_connector.spec.presets import PRESETS
 from hetero_connector.store.artifact_store import ArtifactStore
@@ -148,7 +148,7 @@ class SessionDay:
         self._open_transfer = open_transfer
         self._costs = costs_of(layout, None)
         self._checkpoints = policy_named(
-            checkpoints, Sizes.of(layout), lambda: Rates.learned(self._costs)
+            checkpoints, CheckpointSizes.of(layout), lambda: CheckpointRates.learned(self._costs)
         )
         self._hasher = ChainHasher(FINGERPRINT, layout.chunk_tokens)
         self._now_s = 0.0

@@ -1,9 +1,9 @@
-"""Which chunk boundaries get a checkpoint: `Full`, `Periodic`, `Zero`, `Adaptive`.
+"""Policies that decide which chunk boundaries get a checkpoint.
 
-A checkpoint costs bytes written to SSD; a boundary without one costs a request that
-leaves the chain there the tokens back to the last boundary that has one. Every policy
-keeps a turn's end, where the next turn of the session resumes; they differ in what they
-keep on the way. Prefix-proportional state is stored in any case.
+A checkpoint costs bytes written to SSD. A boundary without one costs a request that leaves the
+chain there: it computes the tokens since the last boundary that has one. Every policy keeps a
+turn's end, where the next turn of the session resumes; they differ in the boundaries before it.
+Prefix-proportional state is stored in any case.
 """
 
 from __future__ import annotations
@@ -18,57 +18,57 @@ from hetero_connector.planner.compute_model import attention_work
 from hetero_connector.planner.cost_model import CostModel
 
 NEVER = 1 << 30
-"""A period in chunks that no prompt reaches: only turns' ends."""
+"""A period in chunks that no prompt reaches: only turns' ends are kept."""
 PERIODS = (1, 2, 4, 8, 16, 32, 64, NEVER)
 """Periods `Adaptive` chooses from, in chunks. Powers of two nest, so the checkpoints of a longer
-period stay useful under a shorter one; the best of them costs at most 6% more than the best
-period of all (a/p + bp at a factor of sqrt(2) from its minimum)."""
+period stay useful under a shorter one. The best of them costs at most 6% more than the best of
+all periods (a/p + bp at a factor of sqrt(2) from its minimum)."""
 _LONGEST = PERIODS[-2]
 _PRIOR_NEW_CHUNKS = 32
 _STEP_TOKENS = 2048
-"""Of an engine that computes everything in one step."""
+"""Assumed step size of an engine without a limit."""
 _WRITES_PER_READ = 3.0
-"""Seconds of writing a byte for one of reading it: consumer NVMe that reads 3 GB/s sustains 1 GB/s
+"""Seconds to write a byte per second to read it: consumer NVMe that reads 3 GB/s sustains 1 GB/s
 of writes once its cache is full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A chunk boundary that a request passes, whose state the engine holds at that moment."""
+    """A chunk boundary that a request passes, while the engine has its state."""
 
     chunks: int
-    """Full chunks before it, at least 1."""
+    """The number of full chunks before it, at least 1."""
     turn_end: bool = False
-    """The last chunk boundary of a prompt, or the end of a request."""
+    """True for the last chunk boundary of a prompt, and the end of a request."""
     missed_chunks: int = 0
-    """Where the request left what is stored: the chunks it had to compute anew, though they
-    were stored, because this boundary had no checkpoint. 0 at any other boundary."""
+    """At the boundary where the request left the stored chain: the stored chunks that it had to
+    compute again because this boundary had no checkpoint. 0 at any other boundary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """What one request found of its chain in the store, in full chunks."""
+    """The part of one request's chain that was stored, in full chunks."""
 
     matched: int
-    """Leading chunks that were stored: it left the stored chain, or its end, there."""
+    """Leading chunks that were stored: the request left the chain there, or the chain ends."""
     kept: int = 0
     """The deepest boundary at or before `matched` where it could resume under any policy: a
-    turn's end, a boundary others had left at, or the engine's own hit. 0: none."""
+    turn's end, a boundary where others had left, or the engine's own hit. 0: none."""
     local: int = 0
-    """Chunks the engine's own prefix cache held; at most `kept`, or beyond `matched`."""
+    """Chunks in the engine's own prefix cache; at most `kept`, or beyond `matched`."""
     new: int = 0
     """Chunks it added to the store, decoded ones included."""
 
 
 class CheckpointPolicy(Protocol):
-    """Decides, and learns from what requests reuse. One per model; not thread-safe."""
+    """Decides which boundaries to keep, and learns from reuse. One per model; not thread-safe."""
 
-    def keeps(self, boundary: Boundary) -> bool:
-        """Whether the boundary gets a checkpoint. True at every turn's end. A pure query."""
+    def should_keep(self, boundary: Boundary) -> bool:
+        """True if the boundary gets a checkpoint; always true at a turn's end. Changes nothing."""
         ...
 
     def observe(self, reuse: Reuse) -> None:
-        """Told once for every request. O(1), in time and memory."""
+        """Learn from one request; called once for each. O(1) in time and memory."""
         ...
 
 
@@ -80,7 +80,7 @@ class Periodic:
             raise ValueError(f"a period is at least 1 chunk, got {period}")
         self.period = period
 
-    def keeps(self, boundary: Boundary) -> bool:
+    def should_keep(self, boundary: Boundary) -> bool:
         return boundary.turn_end or boundary.chunks % self.period == 0
 
     def observe(self, reuse: Reuse) -> None:
@@ -102,8 +102,8 @@ class Zero(Periodic):
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What a chunk and a checkpoint of one model take, all ranks together."""
+class CheckpointSizes:
+    """Sizes of one model's chunks and checkpoints, summed over all ranks."""
 
     chunk_tokens: int
     chunk_bytes: int
@@ -112,8 +112,8 @@ class Sizes:
     """Boundary state at one boundary, at most."""
 
     @classmethod
-    def of(cls, layout: ArtifactLayout) -> Sizes:
-        """Of a model at its chunk size."""
+    def of(cls, layout: ArtifactLayout) -> CheckpointSizes:
+        """Take them from a model's layout."""
         sizes, model = layout.max_bytes, layout.model
         return cls(
             layout.chunk_tokens,
@@ -123,8 +123,8 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Rates:
-    """What the machine takes for each part; the defaults stand for one GPU and one NVMe."""
+class CheckpointRates:
+    """The machine's seconds for each part; the defaults stand for one GPU and one NVMe drive."""
 
     write_s_per_byte: float = 1e-9
     """Seconds per byte written to SSD."""
@@ -136,11 +136,11 @@ class Rates:
     """Seconds per token squared of `attention_work`."""
 
     @classmethod
-    def learned(cls, costs: CostModel, *, has_ssd: bool = True) -> Rates:
-        """What a cost model has learned, or was told by a profile.
+    def learned(cls, costs: CostModel, *, has_ssd: bool = True) -> CheckpointRates:
+        """Take them from a cost model.
 
-        Writes are not timed: they count by the reads. Without an SSD a checkpoint costs no more
-        than a copy.
+        Writes are not timed, so they are estimated from reads. Without an SSD a checkpoint costs
+        no more than a copy.
         """
         load_s = costs.load.rates(Tier.SSD if has_ssd else Tier.DRAM).ahead_s_per_byte
         step_s, token_s, attention_s = costs.compute.coefficients
@@ -153,11 +153,11 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Weights:
-    """What a second of each part counts (no unit); alpha, beta and gamma of `Adaptive`.
+class CheckpointWeights:
+    """Weights of the parts (no unit): alpha, beta and gamma of `Adaptive`.
 
-    With 1 everywhere a second of SSD writing counts like a second a request waits, because
-    writes hold up the reads of restores.
+    With 1 everywhere, a second of SSD writing counts like a second that a request waits, because
+    writes delay the reads of restores.
     """
 
     write: float = 1.0
@@ -166,52 +166,52 @@ class Weights:
 
 
 class Adaptive:
-    """Every `period` chunks, with the period that costs least for the reuse seen.
+    """A checkpoint every `period` chunks, with the period that costs least for past reuse.
 
-    For each p of `PERIODS` it keeps the cost the observed requests would have had:
+    For each p of `PERIODS` it tracks the cost that the observed requests would have had:
 
         J(p) = alpha w B N / p                      seconds of SSD writing
              + beta  l sum_i (B [r_i > local_i] - C d_i(p))   seconds of loading, + constant
              + gamma sum_i T(d_i(p), r_i)           seconds of recomputing
-        d_i(p) = min(m_i mod p, m_i - kept_i)       chunks request i recomputes
-        r_i    = m_i - d_i(p)                       boundary it resumes at
-        T(d,r) = t c d + a c^2 d (r + d / 2)        attention over what it resumes with, too
+        d_i(p) = min(m_i mod p, m_i - kept_i)       chunks that request i recomputes
+        r_i    = m_i - d_i(p)                       boundary where it resumes
+        T(d,r) = t c d + a c^2 d (r + d / 2)        including attention over what it resumes with
 
-    with N new chunks, m_i the chunks request i matched, kept_i the turn's end (or other
-    boundary kept anyway) behind that, B and C the bytes of a checkpoint and of a chunk, c its
-    tokens; w, l, t and a are `Rates`. Old requests count less and less, by 1 - 1/`memory_requests`
-    with each new one.
+    N is the number of new chunks, m_i the chunks that request i matched, kept_i the turn's end
+    (or other boundary kept anyway) before that, B and C the bytes of a checkpoint and of a chunk,
+    c the tokens of a chunk; w, l, t and a are `CheckpointRates`. Each new request reduces the
+    weight of earlier ones by a factor of 1 - 1/`memory_requests`.
 
-    Where requests leave long chains anywhere, d_i(p) is (p - 1)/2 on average. With nu new
-    chunks a request and k = gamma T(1, r) - beta l C seconds lost a chunk, J'(p) = 0 at
+    If requests leave long chains at random places, d_i(p) is (p - 1)/2 on average. With nu new
+    chunks per request and k = gamma T(1, r) - beta l C seconds lost per chunk, J'(p) = 0 at
 
         p* = sqrt(2 alpha w B nu / k)
 
-    the law of checkpoint intervals (Young, CACM 17(9), 1974). It holds for that one histogram:
-    requests that resume at turns' ends (d_i = 0 whatever p), or a common prefix of one length,
-    make other curves, some falling without end. Hence the search over `PERIODS`; among equals
-    the longest. With k <= 0, loading slower than computing, the answer is `NEVER`.
+    the law of checkpoint intervals (Young, CACM 17(9), 1974). That holds for this one histogram.
+    Requests that resume at turns' ends (d_i = 0 for every p), or a common prefix of one length,
+    make other curves, some of them falling without end. Hence the search over `PERIODS`; of equals
+    the longest is taken. If k <= 0, loading is slower than computing, and the answer is `NEVER`.
 
-    A boundary where a request left the store, missing a checkpoint, is kept beside the period
-    if one more request leaving there would pay for the write: gamma t c d - beta l C d >
-    alpha w B. The context is left out: it makes boundaries deep in a prompt dear, where a second
-    request is the least likely. So a common prefix costs a recompute once (as in Marconi, Pan et
-    al., 2024).
+    A boundary where a request left the store and missed a checkpoint is kept in addition to the
+    period if one more request that leaves there would pay for the write: gamma t c d - beta l C d
+    > alpha w B. The context is left out: it would favour boundaries deep in a prompt, where a
+    second request is least likely. So a common prefix is recomputed only once (as in Marconi, Pan
+    et al., 2024).
     """
 
     def __init__(
         self,
-        sizes: Sizes,
+        sizes: CheckpointSizes,
         *,
-        weights: Weights = Weights(),
-        rates: Callable[[], Rates] = Rates,
+        weights: CheckpointWeights = CheckpointWeights(),
+        rates: Callable[[], CheckpointRates] = CheckpointRates,
         memory_requests: int = 256,
         prior_requests: float = 1.0,
     ) -> None:
-        """`rates` is asked at every observation, so it may be what an engine has measured.
+        """`rates` is called at every observation, so it may return what an engine has measured.
 
-        `prior_requests` imagined requests stand for what has not been seen yet: each leaves a
-        chain of 64 chunks anywhere and adds 32 chunks.
+        `prior_requests` imagined requests are the prior: each leaves a chain of 64 chunks at a
+        random place and adds 32 chunks.
         """
         self._sizes = sizes
         self._weights = weights
@@ -221,12 +221,12 @@ class Adaptive:
         self._recomputed = [prior_requests * (min(p, _LONGEST) - 1) / 2 for p in PERIODS]
         """Chunks that requests would have recomputed, by period."""
         self._attended = [n * _LONGEST / 2 for n in self._recomputed]
-        """Chunks squared that these would have attended to."""
+        """`attention_work` of those, in chunks squared."""
         self._loads = [prior_requests * (p < _LONGEST) for p in PERIODS]
         """Requests that would have loaded a checkpoint, by period."""
         self.period = self._cheapest()
 
-    def keeps(self, boundary: Boundary) -> bool:
+    def should_keep(self, boundary: Boundary) -> bool:
         if boundary.turn_end or boundary.chunks % self.period == 0:
             return True
         missed = boundary.missed_chunks
@@ -246,7 +246,7 @@ class Adaptive:
         self.period = self._cheapest()
 
     def costs_s(self) -> dict[int, float]:
-        """J by period, in weighted seconds over the requests remembered; see the class."""
+        """J by period, in weighted seconds."""
         checkpoint_s = self._checkpoint_s()
         load_s = self._weights.restore * self._rates().load_s_per_byte
         load_s *= self._sizes.checkpoint_bytes
@@ -266,7 +266,7 @@ class Adaptive:
         return self._weights.write * self._rates().write_s_per_byte * self._sizes.checkpoint_bytes
 
     def _lost_s(self, chunks: float, attended: float) -> float:
-        """Weighted seconds lost where so many chunks are recomputed instead of loaded.
+        """Weighted seconds lost by recomputing `chunks` instead of loading them.
 
         `attended`: their `attention_work`, in chunks squared.
         """
@@ -278,23 +278,23 @@ class Adaptive:
 
 
 class KeptBoundaries:
-    """The newest boundaries kept whatever the period: what `Reuse.kept` is found with."""
+    """The newest boundaries that are kept for any period: `Reuse.kept` is looked up here."""
 
     def __init__(self, capacity: int = 4096) -> None:
         self._capacity = capacity
         self._keys: dict[ChunkKey, None] = {}
 
     def add(self, key: ChunkKey) -> None:
-        """The chunk that ends at the boundary; the oldest is forgotten beyond the capacity."""
+        """Add the boundary at a chunk's end. Beyond the capacity the oldest is dropped."""
         self._keys.pop(key, None)
         self._keys[key] = None
         if len(self._keys) > self._capacity:
             del self._keys[next(iter(self._keys))]
 
     def steps_to(self, keys: Iterable[ChunkKey]) -> int | None:
-        """How many of `keys`, a chain from its end backwards, come before a kept boundary.
+        """Count the `keys`, a chain from its end backwards, up to the first kept boundary.
 
-        Looks no further than the longest period, beyond which it makes no difference.
+        None if there is none within the longest period; beyond it makes no difference.
         """
         for steps, key in zip(range(_LONGEST), keys, strict=False):
             if key in self._keys:
@@ -302,8 +302,10 @@ class KeptBoundaries:
         return None
 
 
-def policy_named(name: str, sizes: Sizes, rates: Callable[[], Rates] = Rates) -> CheckpointPolicy:
-    """The policy a configuration names: `adaptive`, `full`, `zero` or `periodic:N`."""
+def policy_named(
+    name: str, sizes: CheckpointSizes, rates: Callable[[], CheckpointRates] = CheckpointRates
+) -> CheckpointPolicy:
+    """Make the policy that a configuration names: `adaptive`, `full`, `zero` or `periodic:N`."""
     kind, _, period = name.partition(":")
     if kind == "periodic":
         return Periodic(int(period))

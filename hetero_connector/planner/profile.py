@@ -38,6 +38,7 @@ PROFILE_FORMAT = 2
 """Version of the file's meaning."""
 
 _KEY = "planner_profile"
+_Kind = TypeVar("_Kind", "_Header", "_File")
 _Coefficients = TypeVar(
     "_Coefficients", ComputeCoefficients, InterferenceCoefficients, RequestOverhead, HandoffCost
 )
@@ -205,10 +206,10 @@ class CostProfile:
     @classmethod
     def from_json(cls, content: bytes) -> CostProfile:
         """Read a file's content. Raises ValueError that names the place of what is wrong."""
-        version = msgspec.json.decode(content, type=_Header).format
+        version = _decode(content, _Header).format
         if version != PROFILE_FORMAT:
             raise ValueError(f"format {version}, this version reads {PROFILE_FORMAT}")
-        file = msgspec.json.decode(content, type=_File)
+        file = _decode(content, _File)
         compute = file.compute.coefficients(ComputeCoefficients)
         if not any(compute):
             raise ValueError("compute: every coefficient is 0, computing cannot be free")
@@ -238,7 +239,7 @@ class CostProfile:
             profile = cls.from_json(path.read_bytes())
         except OSError as error:
             raise ConfigError(_KEY, f"cannot read {path}: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ConfigError(_KEY, f"{path}: {error}; {again}") from error
         differences = profile.subject.differences(subject) if subject else []
         if differences:
@@ -309,7 +310,7 @@ class _Handoff(_Section, rename={"handoff_s": "handover_s", "handoff_token_s": "
 
 
 class _File(msgspec.Struct, omit_defaults=True, rename={"handoff": "handover"}):
-    """The whole file. Profiles from before a section was measured lack it."""
+    """The whole file. Profiles of earlier releases may lack the optional sections."""
 
     format: int
     model: str
@@ -319,3 +320,12 @@ class _File(msgspec.Struct, omit_defaults=True, rename={"handoff": "handover"}):
     interference: _Interference | None = None
     request: _Request | None = None
     handoff: _Handoff | None = None
+
+
+def _decode(content: bytes, kind: type[_Kind]) -> _Kind:
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"it is not JSON: {error}") from error

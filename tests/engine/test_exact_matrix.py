@@ -22,7 +22,12 @@ import pytest
 
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine.scheduler.scheduler_side import SchedulerSide
-from hetero_connector.planner.checkpoints import KeptBoundaries, Rates, Sizes, policy_named
+from hetero_connector.planner.checkpoints import (
+    CheckpointRates,
+    CheckpointSizes,
+    KeptBoundaries,
+    policy_named,
+)
 from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
 from hetero_connector.planner.load_model import LoadModel, TierRates
 from tests.engine.harness import (
@@ -103,9 +108,9 @@ class Engine:
         Under these rates `adaptive` keeps every eighth boundary, and one where a request
         was seen to leave.
         """
-        sizes, rate = Sizes.of(self.side._layout), 1e-4
+        sizes, rate = CheckpointSizes.of(self.side._layout), 1e-4
         write = 0.9 * rate * self.chunk / max(1, sizes.checkpoint_bytes)
-        rates = Rates(write, 1e-12, rate)
+        rates = CheckpointRates(write, 1e-12, rate)
         self.side._saver._policy = policy_named(name, sizes, lambda: rates)
         self.side._saver._kept = KeptBoundaries()
 

@@ -14,11 +14,11 @@ from hetero_connector.planner.checkpoints import (
     Adaptive,
     Boundary,
     CheckpointPolicy,
+    CheckpointRates,
+    CheckpointSizes,
     Full,
     Periodic,
-    Rates,
     Reuse,
-    Sizes,
     Zero,
 )
 from hetero_connector.planner.plan import RestorePlan
@@ -58,7 +58,7 @@ class Recording:
         self.asked: list[Boundary] = []
         self.told: list[Reuse] = []
 
-    def keeps(self, boundary: Boundary) -> bool:
+    def should_keep(self, boundary: Boundary) -> bool:
         self.asked.append(boundary)
         at_will = boundary.chunks in self.chunks
         return at_will or boundary.turn_end or boundary.missed_chunks > 0
@@ -213,7 +213,11 @@ def test_chunks_it_did_not_have_to_compute_are_not_missed(engine_of: Engines) ->
 
 def test_adaptive_learns_where_prompts_share_their_beginning(engine_of: Engines) -> None:
     engine = engine_of(
-        Adaptive(Sizes(CHUNK, 1, 1), rates=lambda: Rates(1.0, 0.0, 0.1 / CHUNK), prior_requests=0)
+        Adaptive(
+            CheckpointSizes(CHUNK, 1, 1),
+            rates=lambda: CheckpointRates(1.0, 0.0, 0.1 / CHUNK),
+            prior_requests=0,
+        )
     )
     common = tokens(700)
     restored = [
@@ -221,7 +225,11 @@ def test_adaptive_learns_where_prompts_share_their_beginning(engine_of: Engines)
     ]
     assert restored == [0, 0, 0, 0], "ten chunks of 0.1 s do not pay for a write of 1 s"
     engine = engine_of(
-        Adaptive(Sizes(CHUNK, 1, 1), rates=lambda: Rates(1.0, 0.0, 0.11 / CHUNK), prior_requests=0)
+        Adaptive(
+            CheckpointSizes(CHUNK, 1, 1),
+            rates=lambda: CheckpointRates(1.0, 0.0, 0.11 / CHUNK),
+            prior_requests=0,
+        )
     )
     restored = [
         engine.run(FakeRequest(str(seed), [*common, *tokens(200, seed)])) for seed in (1, 2, 3, 4)

@@ -24,8 +24,8 @@ from hetero_connector.machine import GIB
 from hetero_connector.planner.checkpoints import (
     NEVER,
     Adaptive,
+    CheckpointRates,
     Full,
-    Rates,
     Reuse,
     Zero,
 )
@@ -165,9 +165,9 @@ def test_the_adaptive_policy_goes_by_the_speeds_the_planner_has_learned(tmp_path
 
 
 def test_without_an_ssd_a_checkpoint_costs_a_copy() -> None:
-    dram, ssd = (Rates.learned(costs(), has_ssd=has_ssd) for has_ssd in (False, True))
+    dram, ssd = (CheckpointRates.learned(costs(), has_ssd=has_ssd) for has_ssd in (False, True))
     assert dram.write_s_per_byte == dram.load_s_per_byte < ssd.load_s_per_byte
-    assert ssd.write_s_per_byte == pytest.approx(Rates.write_s_per_byte)
+    assert ssd.write_s_per_byte == pytest.approx(CheckpointRates.write_s_per_byte)
     assert dram.recompute_s_per_token == pytest.approx(5e-3 / 512 + 1e-4)
 
 

@@ -19,13 +19,13 @@ from hetero_connector.planner.checkpoints import (
     Adaptive,
     Boundary,
     CheckpointPolicy,
+    CheckpointRates,
+    CheckpointSizes,
+    CheckpointWeights,
     Full,
     KeptBoundaries,
     Periodic,
-    Rates,
     Reuse,
-    Sizes,
-    Weights,
     Zero,
     policy_named,
 )
@@ -38,14 +38,14 @@ from hetero_connector.spec.presets import PRESETS
 from tests.planner.stored_chunks import HYBRID
 
 CHUNK = 256
-SIZES = Sizes(chunk_tokens=CHUNK, chunk_bytes=1 << 20, checkpoint_bytes=5 << 20)
-PLAIN = Sizes(chunk_tokens=CHUNK, chunk_bytes=0, checkpoint_bytes=1_000_000)
+SIZES = CheckpointSizes(chunk_tokens=CHUNK, chunk_bytes=1 << 20, checkpoint_bytes=5 << 20)
+PLAIN = CheckpointSizes(chunk_tokens=CHUNK, chunk_bytes=0, checkpoint_bytes=1_000_000)
 WRITE_S, CHUNK_S = 10e-3, 5e-3
 
 
-def plain_rates() -> Rates:
+def plain_rates() -> CheckpointRates:
     """10 ms to write a checkpoint of `PLAIN`, 5 ms to recompute a chunk, loads for nothing."""
-    return Rates(WRITE_S / PLAIN.checkpoint_bytes, 0.0, CHUNK_S / CHUNK)
+    return CheckpointRates(WRITE_S / PLAIN.checkpoint_bytes, 0.0, CHUNK_S / CHUNK)
 
 
 def plain(prior_requests: float = 0.0, alpha: float = 1.0) -> Adaptive:
@@ -53,7 +53,7 @@ def plain(prior_requests: float = 0.0, alpha: float = 1.0) -> Adaptive:
     return Adaptive(
         PLAIN,
         rates=plain_rates,
-        weights=Weights(write=alpha),
+        weights=CheckpointWeights(write=alpha),
         memory_requests=1 << 60,
         prior_requests=prior_requests,
     )
@@ -65,7 +65,7 @@ POLICIES: dict[str, Callable[[], CheckpointPolicy]] = {
     "periodic:7": lambda: Periodic(7),
     "zero": Zero,
     "adaptive": lambda: Adaptive(SIZES),
-    "adaptive, costly writes": lambda: Adaptive(SIZES, weights=Weights(write=1e3)),
+    "adaptive, costly writes": lambda: Adaptive(SIZES, weights=CheckpointWeights(write=1e3)),
 }
 
 
@@ -84,7 +84,9 @@ BOUNDARIES = st.builds(Boundary, st.integers(1, 4096), st.booleans(), st.integer
 
 def kept(policy: CheckpointPolicy, chunks: int) -> list[int]:
     """Boundaries of a prompt of `chunks` chunks that get a checkpoint."""
-    return [n for n in range(1, chunks + 1) if policy.keeps(Boundary(n, turn_end=n == chunks))]
+    return [
+        n for n in range(1, chunks + 1) if policy.should_keep(Boundary(n, turn_end=n == chunks))
+    ]
 
 
 every_policy = pytest.mark.parametrize("new_policy", POLICIES.values(), ids=POLICIES)
@@ -101,7 +103,7 @@ def test_a_turn_s_end_is_always_kept(
     policy = new_policy()
     for reuse in history:
         policy.observe(reuse)
-        assert policy.keeps(Boundary(chunks, turn_end=True))
+        assert policy.should_keep(Boundary(chunks, turn_end=True))
 
 
 @every_policy
@@ -116,10 +118,10 @@ def test_the_same_history_gives_the_same_answers_and_asking_changes_none(
         silent.observe(reuse)
         asked.observe(reuse)
         for boundary in boundaries:
-            asked.keeps(boundary)
-    answers = [asked.keeps(b) for b in boundaries]
-    assert answers == [silent.keeps(b) for b in boundaries]
-    assert answers == [asked.keeps(b) for b in reversed(boundaries)][::-1]
+            asked.should_keep(boundary)
+    answers = [asked.should_keep(b) for b in boundaries]
+    assert answers == [silent.should_keep(b) for b in boundaries]
+    assert answers == [asked.should_keep(b) for b in reversed(boundaries)][::-1]
 
 
 @every_policy
@@ -152,8 +154,8 @@ def test_where_the_fixed_ones_write() -> None:
 
 def test_the_fixed_ones_take_no_note_of_where_requests_leave() -> None:
     left = Boundary(5, missed_chunks=100)
-    assert not Zero().keeps(left)
-    assert not Periodic(2).keeps(left)
+    assert not Zero().should_keep(left)
+    assert not Periodic(2).should_keep(left)
 
 
 def test_a_period_below_one_chunk_is_refused() -> None:
@@ -162,7 +164,7 @@ def test_a_period_below_one_chunk_is_refused() -> None:
 
 
 def test_policies_by_the_names_of_the_configuration() -> None:
-    adaptive = policy_named("adaptive", SIZES, lambda: Rates(load_s_per_byte=1.0))
+    adaptive = policy_named("adaptive", SIZES, lambda: CheckpointRates(load_s_per_byte=1.0))
     assert isinstance(adaptive, Adaptive)
     assert adaptive.period == NEVER
     assert kept(policy_named("full", SIZES), 3) == [1, 2, 3]
@@ -201,13 +203,15 @@ def test_the_cost_of_every_period_worked_by_hand() -> None:
 
 def test_a_chunk_deep_in_a_prompt_is_dearer_to_compute_again() -> None:
     """Attention over 100 chunks of 256 tokens costs as much as everything else."""
-    rates = Rates(WRITE_S / PLAIN.checkpoint_bytes, 0.0, CHUNK_S / CHUNK, CHUNK_S / CHUNK / 25_600)
+    rates = CheckpointRates(
+        WRITE_S / PLAIN.checkpoint_bytes, 0.0, CHUNK_S / CHUNK, CHUNK_S / CHUNK / 25_600
+    )
     adaptive = Adaptive(PLAIN, rates=lambda: rates, prior_requests=0.0)
     adaptive.observe(Reuse(matched=101, new=10))  # 101 mod 4 = 1 chunk after 100
     assert adaptive.costs_s()[4] == pytest.approx(WRITE_S * 10 / 4 + 2.005 * CHUNK_S)
     shallow, deep = (Boundary(n, missed_chunks=1) for n in (33, 133))
-    assert not adaptive.keeps(shallow)
-    assert not adaptive.keeps(deep), "but nobody else may come there"
+    assert not adaptive.should_keep(shallow)
+    assert not adaptive.should_keep(deep), "but nobody else may come there"
 
 
 def test_rates_follow_what_is_known_of_the_ssd_and_of_long_contexts() -> None:
@@ -215,20 +219,24 @@ def test_rates_follow_what_is_known_of_the_ssd_and_of_long_contexts() -> None:
     for size in (10**7, 10**8) * 50:
         slow.observe(Tier.SSD, {StateType.DENSE_KV: size}, size / 0.1e9)
     coefficients = ComputeCoefficients(1e-3, 2e-4, 3e-9)
-    known = Rates.learned(CostModel(ComputeRegression(coefficients), slow, step_tokens=100))
+    known = CheckpointRates.learned(
+        CostModel(ComputeRegression(coefficients), slow, step_tokens=100)
+    )
     assert known.load_s_per_byte == pytest.approx(1e-8, rel=0.1)
     assert known.write_s_per_byte == pytest.approx(3 * known.load_s_per_byte)
     assert known.recompute_s_per_token == pytest.approx(1e-3 / 100 + 2e-4)
     assert known.attention_s == pytest.approx(3e-9)
     fresh = CostModel(ComputeRegression(), LoadModel([StateType.DENSE_KV]))
-    assert Rates.learned(fresh).write_s_per_byte == pytest.approx(Rates.write_s_per_byte)
+    assert CheckpointRates.learned(fresh).write_s_per_byte == pytest.approx(
+        CheckpointRates.write_s_per_byte
+    )
 
 
 def test_loads_count_too() -> None:
     """A chunk takes 1 ms to load and a checkpoint 2 ms, and 5 ms to recompute."""
-    sizes = Sizes(CHUNK, chunk_bytes=1_000_000, checkpoint_bytes=2_000_000)
+    sizes = CheckpointSizes(CHUNK, chunk_bytes=1_000_000, checkpoint_bytes=2_000_000)
     policy = Adaptive(
-        sizes, rates=lambda: Rates(0.0, 1e-9, CHUNK_S / CHUNK), prior_requests=0.0,
+        sizes, rates=lambda: CheckpointRates(0.0, 1e-9, CHUNK_S / CHUNK), prior_requests=0.0,
         memory_requests=1 << 60,
     )  # fmt: skip
     policy.observe(Reuse(matched=7, new=1))
@@ -272,12 +280,12 @@ def test_it_follows_when_the_reuse_changes() -> None:
 
 
 def test_where_loading_is_slower_than_computing_nothing_is_kept_on_the_way() -> None:
-    slow = Rates(load_s_per_byte=1e-6)
+    slow = CheckpointRates(load_s_per_byte=1e-6)
     policy = Adaptive(SIZES, rates=lambda: slow)
     for matched in range(100, 300):
         policy.observe(Reuse(matched, new=1))
     assert policy.period == NEVER
-    assert not policy.keeps(Boundary(100, missed_chunks=50))
+    assert not policy.should_keep(Boundary(100, missed_chunks=50))
 
 
 def test_what_the_engine_holds_itself_needs_no_checkpoint() -> None:
@@ -291,13 +299,13 @@ def test_where_a_request_left_is_kept_once_another_would_pay_for_it() -> None:
     """Writing takes 10 ms: worth three missed chunks of 5 ms, not two."""
     policy = plain()
     assert policy.period == NEVER
-    assert not policy.keeps(Boundary(5, missed_chunks=2))
-    assert policy.keeps(Boundary(5, missed_chunks=3))
+    assert not policy.should_keep(Boundary(5, missed_chunks=2))
+    assert policy.should_keep(Boundary(5, missed_chunks=3))
 
 
 def test_the_first_period_is_of_the_order_of_two_thousand_tokens() -> None:
     model = PRESETS["deepseek-v4-flash"]()
-    policy = Adaptive(Sizes.of(ArtifactLayout(model, CHUNK)))
+    policy = Adaptive(CheckpointSizes.of(ArtifactLayout(model, CHUNK)))
     assert 4 * CHUNK <= policy.period * CHUNK <= 8 * CHUNK
 
 
@@ -368,7 +376,7 @@ class Sessions:
     """
 
     policy: CheckpointPolicy
-    sizes: Sizes
+    sizes: CheckpointSizes
     branching: float
     """Share of turns that leave the session somewhere before its end."""
     stored: set[int] = field(default_factory=set)
@@ -377,7 +385,7 @@ class Sessions:
     missed: int = 0
 
     def play(self, num_turns: int, seed: int) -> float:
-        """Seconds of writing checkpoints and of recomputing, at the default `Rates`."""
+        """Seconds of writing checkpoints and of recomputing, at the default `CheckpointRates`."""
         rng = random.Random(seed)
         new = count()
         prompts = [[next(new) for _ in range(rng.randrange(2, 40))] for _ in range(5)]
@@ -392,8 +400,10 @@ class Sessions:
             sessions[at] = chunks + [next(new) for _ in range(rng.randrange(1, 8))]
             self.serve(sessions[at])
         written = len(self.checkpoints) * self.sizes.checkpoint_bytes
-        recompute_s = self.missed * self.sizes.chunk_tokens * Rates().recompute_s_per_token
-        return written * Rates().write_s_per_byte + recompute_s
+        recompute_s = (
+            self.missed * self.sizes.chunk_tokens * CheckpointRates().recompute_s_per_token
+        )
+        return written * CheckpointRates().write_s_per_byte + recompute_s
 
     def serve(self, chunks: Sequence[int]) -> None:
         names = list(accumulate(chunks, lambda parent, chunk: hash((parent, chunk))))
@@ -406,7 +416,7 @@ class Sessions:
         for n in range(resumed + 1, len(names) + 1):
             missed = matched - resumed if n == matched else 0
             boundary = Boundary(n, n == len(names), missed)
-            if self.policy.keeps(boundary):
+            if self.policy.should_keep(boundary):
                 self.checkpoints.add(names[n - 1])
                 if boundary.turn_end or missed:
                     self.kept.add(key(names[n - 1] % 2**64))
@@ -418,7 +428,7 @@ class Sessions:
 @pytest.mark.parametrize("model", ["deepseek-v4-flash", "gemma-3-27b", "gpt-oss-120b"])
 def test_adaptive_costs_no_more_than_the_best_fixed_policy(model: str, branching: float) -> None:
     """Within 3%, learning included; the fixed ones differ by a factor of two and more."""
-    sizes = Sizes.of(ArtifactLayout(PRESETS[model](), CHUNK))
+    sizes = CheckpointSizes.of(ArtifactLayout(PRESETS[model](), CHUNK))
     fixed = {p: Sessions(Periodic(p), sizes, branching).play(800, seed=5) for p in PERIODS}
     adaptive = Sessions(Adaptive(sizes), sizes, branching).play(800, seed=5)
     assert max(fixed.values()) > 2 * min(fixed.values())

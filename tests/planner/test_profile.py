@@ -160,7 +160,7 @@ def damaged(*path: str, value: Any = None, remove: bool = False) -> str:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "truncated"),
+        ("", "it is not JSON"),
         ("[1, 2]", "Expected `object`"),
         ("[" * 100_000, "Expected `object`"),
         (damaged("format", value=1), "format 1, this version reads 2"),
@@ -175,7 +175,7 @@ def damaged(*path: str, value: Any = None, remove: bool = False) -> str:
         (damaged("compute", "token_s", value=-1e-9), ">= 0.0 - at `$.compute.token_s`"),
         (damaged("compute", "token_s", value="1"), "got `str` - at `$.compute.token_s`"),
         (damaged("compute", "token_s", value=True), "got `bool` - at `$.compute.token_s`"),
-        (damaged("compute", "token_s", value=float("nan")), "malformed"),
+        (damaged("compute", "token_s", value=float("nan")), "it is not JSON"),
         (damaged("compute", "token_s", value=10**400), "out of range"),
         ("9" * 5_000, "out of range"),
         (damaged("compute", "fit", value=[]), "`$.compute.fit`"),
@@ -245,7 +245,7 @@ def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         CostProfile.read(tmp_path / "none.json")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="binary: "):
+    with pytest.raises(ConfigError, match="it is not JSON"):
         CostProfile.read(tmp_path / "binary")
 
 

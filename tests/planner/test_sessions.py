@@ -17,9 +17,9 @@ def played(rng: random.Random, sessions: int, turns: int, sigma: float) -> tuple
     for session in range(sessions):
         pace, now_s = rng.gauss(math.log(20), 1.0), 1e6 * session
         for turn in range(turns):
-            times.began(session, now_s)
+            times.on_turn_start(session, now_s)
             now_s += 1.0
-            expected = times.ended(session, now_s)
+            expected = times.on_turn_end(session, now_s)
             now_s += math.exp(rng.gauss(pace, sigma))
             if turn and turn < turns - 1 and session > sessions // 4:
                 assert expected is not None
@@ -39,38 +39,38 @@ def test_a_regular_session_is_predicted_closely_and_a_new_one_by_all_others() ->
     rng = random.Random(2)
     now_s = 0.0
     for _ in range(200):
-        times.began("mixed", now_s)
-        times.ended("mixed", now_s)
+        times.on_turn_start("mixed", now_s)
+        times.on_turn_end("mixed", now_s)
         now_s += math.exp(rng.gauss(3.0, 1.5))
     now_s = 1e9
     for _ in range(30):
-        times.began("regular", now_s)
-        expected = times.ended("regular", now_s)
+        times.on_turn_start("regular", now_s)
+        expected = times.on_turn_end("regular", now_s)
         now_s += 7.0
     assert expected is not None
     ended_s = now_s - 7.0
     assert 4.0 < expected.earliest_s - ended_s < 7.0 < expected.latest_s - ended_s < 13.0
-    new = times.ended("new", now_s)
+    new = times.on_turn_end("new", now_s)
     assert new is not None
     assert new.latest_s - new.earliest_s > 5 * (expected.latest_s - expected.earliest_s)
 
 
 def test_nothing_is_predicted_before_anything_is_known_but_a_hint_is_taken() -> None:
     times = ThinkTimes()
-    times.began("a", 0.0)
-    assert times.ended("a", 1.0) is None
-    times.began("b", 0.0)
-    hinted = times.ended("b", 100.0, hint_s=10.0)
+    times.on_turn_start("a", 0.0)
+    assert times.on_turn_end("a", 1.0) is None
+    times.on_turn_start("b", 0.0)
+    hinted = times.on_turn_end("b", 100.0, hint_s=10.0)
     assert hinted is not None
     assert 105.0 < hinted.earliest_s < 110.0 < hinted.latest_s < 116.0
-    assert times.ended("c", 0.0, hint_s=0.0) is not None, "at once"
+    assert times.on_turn_end("c", 0.0, hint_s=0.0) is not None, "at once"
 
 
 def test_hints_that_are_off_are_corrected() -> None:
     times, now_s = ThinkTimes(), 0.0
     for _ in range(100):
-        times.began("a", now_s)
-        expected = times.ended("a", now_s, hint_s=10.0)
+        times.on_turn_start("a", now_s)
+        expected = times.on_turn_end("a", now_s, hint_s=10.0)
         now_s += 30.0  # each time three times as long
     assert expected is not None
     assert expected.earliest_s <= now_s <= expected.latest_s
@@ -81,12 +81,12 @@ def test_sessions_that_do_not_come_back_make_others_less_likely() -> None:
     faithful, fickle = ThinkTimes(), ThinkTimes()
     for i in range(300):
         for times, back in ((faithful, True), (fickle, i % 3 == 0)):
-            times.began(i, 1000.0 * i)
-            times.ended(i, 1000.0 * i)
+            times.on_turn_start(i, 1000.0 * i)
+            times.on_turn_end(i, 1000.0 * i)
             if back:
-                times.began(i, 1000.0 * i + 10)
-                times.ended(i, 1000.0 * i + 10)
-    one, other = faithful.ended("new", 1e6), fickle.ended("new", 1e6)
+                times.on_turn_start(i, 1000.0 * i + 10)
+                times.on_turn_end(i, 1000.0 * i + 10)
+    one, other = faithful.on_turn_end("new", 1e6), fickle.on_turn_end("new", 1e6)
     assert one is not None
     assert other is not None
     assert other.probability < 0.8 * one.probability
@@ -97,16 +97,16 @@ def test_a_session_that_takes_long_does_not_hide_those_that_are_lost(hint_s: flo
     """One turn that runs for hours, or one that says it will be back next year."""
     times = ThinkTimes()
     for i in range(10):
-        times.began("faithful", 10.0 * i)
-        times.ended("faithful", 10.0 * i)
-    before = times.ended("faithful", 100.0)
-    times.began("long", 101.0)
+        times.on_turn_start("faithful", 10.0 * i)
+        times.on_turn_end("faithful", 10.0 * i)
+    before = times.on_turn_end("faithful", 100.0)
+    times.on_turn_start("long", 101.0)
     if hint_s is not None:
-        times.ended("long", 101.0, hint_s)
+        times.on_turn_end("long", 101.0, hint_s)
     for i in range(300):
-        times.began(i, 1000.0 * i)
-        times.ended(i, 1000.0 * i)
-    after = times.ended("new", 1e6)
+        times.on_turn_start(i, 1000.0 * i)
+        times.on_turn_end(i, 1000.0 * i)
+    after = times.on_turn_end("new", 1e6)
     assert before is not None
     assert after is not None
     assert after.probability < 0.2 * before.probability
@@ -114,20 +114,20 @@ def test_a_session_that_takes_long_does_not_hide_those_that_are_lost(hint_s: flo
 
 def test_turns_side_by_side_are_one() -> None:
     times = ThinkTimes()
-    times.began("a", 0.0)
-    times.began("a", 1.0)
-    assert times.ended("a", 2.0, hint_s=5.0) is None, "another is still running"
-    assert times.ended("a", 3.0, hint_s=5.0) is not None
-    assert times.ended("a", 4.0, hint_s=5.0) is not None, "one that never began does no harm"
+    times.on_turn_start("a", 0.0)
+    times.on_turn_start("a", 1.0)
+    assert times.on_turn_end("a", 2.0, hint_s=5.0) is None, "another is still running"
+    assert times.on_turn_end("a", 3.0, hint_s=5.0) is not None
+    assert times.on_turn_end("a", 4.0, hint_s=5.0) is not None, "one that never began does no harm"
 
 
 def test_memory_is_bounded() -> None:
     times = ThinkTimes(max_sessions=10)
     for i in range(1000):
-        times.began(i, float(i))
-        times.ended(f"unheard of {i}", float(i))
-        times.began("again", float(i))
-        times.ended("again", float(i), hint_s=1e8)
+        times.on_turn_start(i, float(i))
+        times.on_turn_end(f"unheard of {i}", float(i))
+        times.on_turn_start("again", float(i))
+        times.on_turn_end("again", float(i), hint_s=1e8)
     assert len(times) <= 10
     assert len(times._due) <= 100
 
@@ -144,22 +144,22 @@ def test_whatever_comes_the_answers_make_sense(
     times, now_s = ThinkTimes(max_sessions=3), 0.0
     for session, gap_s, hint_s in turns:
         now_s += gap_s
-        times.began(session, now_s)
-        expected = times.ended(session, now_s, hint_s)
+        times.on_turn_start(session, now_s)
+        expected = times.on_turn_end(session, now_s, hint_s)
         if expected is not None:
             assert now_s <= expected.earliest_s < expected.latest_s < math.inf
             assert 0.0 < expected.probability <= 1.0
-    chance = times.returns_within(idle_s, within_s)
+    chance = times.return_probability(idle_s, within_s)
     assert 0.0 <= chance <= 1.0
-    assert times.returns_within(idle_s, 2 * within_s) >= chance
+    assert times.return_probability(idle_s, 2 * within_s) >= chance
 
 
 def test_the_longer_idle_the_less_likely_back_soon() -> None:
     times = ThinkTimes()
     for i in range(100):
-        times.began("a", 60.0 * i)
-        times.ended("a", 60.0 * i + 40)  # 20 s
-    soon, later = times.returns_within(15.0, 10.0), times.returns_within(300.0, 10.0)
+        times.on_turn_start("a", 60.0 * i)
+        times.on_turn_end("a", 60.0 * i + 40)  # 20 s
+    soon, later = times.return_probability(15.0, 10.0), times.return_probability(300.0, 10.0)
     assert soon > 0.5 > 0.05 > later
 
 
@@ -167,8 +167,8 @@ def test_the_longer_idle_the_less_likely_back_soon() -> None:
 def test_a_hint_however_wild_gives_times_that_can_be_told(hint_s: float) -> None:
     known = ThinkTimes()
     for turn in range(20):
-        known.began("wild", 10.0 * turn)
-        expected = known.ended("wild", 10.0 * turn + 1, hint_s)
+        known.on_turn_start("wild", 10.0 * turn)
+        expected = known.on_turn_end("wild", 10.0 * turn + 1, hint_s)
         assert expected is not None
         assert 10.0 * turn < expected.earliest_s <= expected.latest_s < 1e10
 
@@ -187,8 +187,8 @@ class Talk:
         chain = RequestChain(HASHER)
         chain.extend(prompt)
         full = len(prompt) // CHUNK if matched is None else matched
-        conversation = self.conversations.of(chain, len(prompt), full)
-        self.conversations.note(chain, len(prompt), conversation)
+        conversation = self.conversations.take(chain, len(prompt), full)
+        self.conversations.record(chain, len(prompt), conversation)
         return conversation
 
 

@@ -236,7 +236,7 @@ class Saver:
         turn_end = chunks in (prompt // size, (prompt - 1) // size)
         left_here = tracker.reuse is not None and chunks == tracker.reuse.matched
         missed = tracker.missed_chunks if left_here else 0
-        if not self._policy.keeps(Boundary(chunks, turn_end, missed)):
+        if not self._policy.should_keep(Boundary(chunks, turn_end, missed)):
             return False
         if turn_end or missed:
             self._kept.add(tracker.chain.ending_at(chunks * size).key)

@@ -103,10 +103,10 @@ class Sessions:
         if session_id is not None:
             tracker.session = _digest(encode([request.cache_salt, session_id]))
         else:
-            tracker.session = self._conversations.of(
+            tracker.session = self._conversations.take(
                 tracker.chain, request.num_prompt_tokens, tracker.matched_chunks
             )
-        self._think_times.began(tracker.session, self._clock())
+        self._think_times.on_turn_start(tracker.session, self._clock())
         if self._mode != "off":
             self._store.came_back(tracker.session)
 
@@ -116,9 +116,9 @@ class Sessions:
         if session is None:
             return
         if isinstance(session, int):
-            self._conversations.note(tracker.chain, tracker.request.num_prompt_tokens, session)
+            self._conversations.record(tracker.chain, tracker.request.num_prompt_tokens, session)
         hint_s = self._hint(tracker.request).expected_back_s
-        expected = self._think_times.ended(session, self._clock(), hint_s)
+        expected = self._think_times.on_turn_end(session, self._clock(), hint_s)
         known = min(tracker.chain.num_tokens, computed)
         leaves = self._leaves(tracker, known)
         if leaves:

@@ -27,9 +27,9 @@ from hetero_connector.errors import ConfigError
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.checkpoints import (
     CheckpointPolicy,
+    CheckpointRates,
+    CheckpointSizes,
     Full,
-    Rates,
-    Sizes,
     policy_named,
 )
 from hetero_connector.planner.compute_model import ComputeRegression
@@ -138,7 +138,7 @@ def open_scheduler_side(
             lambda artifact: planner.costs.load.artifact_seconds(
                 Tier.SSD, artifact.state_type, artifact.size_bytes
             ),
-            think_times.returns_within,
+            think_times.return_probability,
         ),
         peers=None if joined is None else _peer_access(joined, config),
         size_of=layout.artifact_bytes,
@@ -227,7 +227,9 @@ def _checkpoint_policy(
         return Full()
     has_ssd = config.ssd_dir is not None
     return policy_named(
-        config.checkpoints, Sizes.of(layout), lambda: Rates.learned(costs, has_ssd=has_ssd)
+        config.checkpoints,
+        CheckpointSizes.of(layout),
+        lambda: CheckpointRates.learned(costs, has_ssd=has_ssd),
     )
 
 

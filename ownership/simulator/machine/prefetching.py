@@ -71,7 +71,7 @@ class Prefetching:
         self._think_times, self._schedule = ThinkTimes(), PrefetchSchedule()
         self._moments = Moments(loop.now_s)
         chunk_s = shape.chunk_tokens * self._pace.token_s
-        prices = PrefetchCosts(lambda _: chunk_s, self._think_times.returns_within)
+        prices = PrefetchCosts(lambda _: chunk_s, self._think_times.return_probability)
         self._weighing = Weighing(prices, seconds_saved)
         self._chains: dict[int, BlockRuns] = {}
         """Of the sessions that are expected."""
@@ -81,7 +81,7 @@ class Prefetching:
 
     def began(self, session: int) -> None:
         """A turn has arrived: what is still on SSD its own restore reads."""
-        self._think_times.began(session, self._loop.now_s)
+        self._think_times.on_turn_start(session, self._loop.now_s)
         self._schedule.cancel(session)
         self._chains.pop(session, None)
         if self._job is not None and self._job.expected.session == session:
@@ -93,7 +93,7 @@ class Prefetching:
         if self._memory.now > self._noted:
             self._noted = self._memory.now
             self._moments.note(self._noted, now_s)
-        expected = self._think_times.ended(session, now_s)
+        expected = self._think_times.on_turn_end(session, now_s)
         if expected is None or not chunks:
             return
         start_s = staging_start_s(expected.earliest_s, self._stage_s(chunks, checkpoints=1))

@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.checkpoints import CheckpointPolicy, Rates, Sizes, policy_named
+from hetero_connector.planner.checkpoints import (
+    CheckpointPolicy,
+    CheckpointRates,
+    CheckpointSizes,
+    policy_named,
+)
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.planner import Mode
 from hetero_connector.planner.pricing import EngineLoad
@@ -322,8 +327,8 @@ class Worker:
         return self._loop.now_s
 
     def _checkpoint_policy(self, name: str, costs: CostModel) -> CheckpointPolicy:
-        rates = Rates.learned(costs, has_ssd=self.spec.capacity.ssd > 0)
-        return policy_named(name, Sizes.of(self.shape.layout), lambda: rates)
+        rates = CheckpointRates.learned(costs, has_ssd=self.spec.capacity.ssd > 0)
+        return policy_named(name, CheckpointSizes.of(self.shape.layout), lambda: rates)
 
 
 def _with_short(

@@ -33,14 +33,14 @@ class Sealer:
         """
         full = prompt_tokens // chunk_tokens
         turn_ends = {full, (prompt_tokens - 1) // chunk_tokens} - {0}
-        keeps, boundaries = self._policy.keeps, []
+        should_keep, boundaries = self._policy.should_keep, []
         if fetched and fetched == resumed:
             self._kept.add(_key(chain, fetched))
         reuse = self._reuse(chain, stored, local)
         for chunks in range(resumed + 1, full + 1):
             missed = stored - resumed if chunks == stored else 0
             turn_end = chunks in turn_ends
-            if keeps(Boundary(chunks, turn_end, missed)):
+            if should_keep(Boundary(chunks, turn_end, missed)):
                 boundaries.append(chunks)
                 if turn_end or missed:
                     self._kept.add(_key(chain, chunks))
@@ -58,7 +58,7 @@ class Sealer:
             return []
         self._kept.add(_key(chain, chunks))
         decoded = range(prompt_chunks + 1, chunks)
-        return [n for n in decoded if self._policy.keeps(Boundary(n, False, 0))] + [chunks]
+        return [n for n in decoded if self._policy.should_keep(Boundary(n, False, 0))] + [chunks]
 
     def _reuse(self, chain: BlockRuns, matched: int, local: int) -> Reuse:
         steps = self._kept.steps_to(_keys_backwards(chain, matched))

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.planner.boundaries import ChunkGrid
-from hetero_connector.planner.checkpoints import Sizes
+from hetero_connector.planner.checkpoints import CheckpointSizes
 from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.state_types import Family, RestoreRule, StateType
 from ownership.scheduling.footprint import StateFootprint
@@ -40,7 +40,7 @@ class StateShape:
     def of(cls, model: ModelSpec, chunk_tokens: int) -> StateShape:
         """Raises ValueError where chunks are no multiple of the model's alignment."""
         layout = ArtifactLayout(model, chunk_tokens)
-        grid, sizes = ChunkGrid(layout), Sizes.of(layout)
+        grid, sizes = ChunkGrid(layout), CheckpointSizes.of(layout)
         page_bytes = math.ceil(grid.page_bytes_per_token)
         boundary_bytes = {t: layout.max_bytes[t] for t in model.boundary_types}
         return cls(

@@ -2,18 +2,18 @@ from __future__ import annotations
 
 from hetero_connector.planner.checkpoints import (
     Adaptive,
+    CheckpointRates,
+    CheckpointSizes,
     Full,
     Periodic,
-    Rates,
     Reuse,
-    Sizes,
     Zero,
 )
 from ownership.simulator.state.sealing import Sealer
 from ownership.simulator.traces.block_runs import BlockRuns
 
 CHAIN = BlockRuns(((100, 8), (7, 3)))
-SIZES = Sizes(256, 1_000, 10)
+SIZES = CheckpointSizes(256, 1_000, 10)
 
 
 def asked(sealer: Sealer, prompt_tokens: int, stored: int, resumed: int) -> tuple[list[int], Reuse]:
@@ -37,7 +37,7 @@ def test_what_was_computed_is_asked_for_boundary_by_boundary() -> None:
 
 
 def test_where_a_checkpoint_was_missed_one_is_kept() -> None:
-    rates = Rates(write_s_per_byte=1e-9, load_s_per_byte=0.0, recompute_s_per_token=1e-4)
+    rates = CheckpointRates(write_s_per_byte=1e-9, load_s_per_byte=0.0, recompute_s_per_token=1e-4)
 
     def sealer() -> Sealer:
         return Sealer(Adaptive(SIZES, rates=lambda: rates, prior_requests=0))
