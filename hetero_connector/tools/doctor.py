@@ -292,7 +292,7 @@ def fleet_directory(url: str) -> Finding:
         return Finding(name, Status.FAIL, str(e), "see `directory` in the README")
     try:
         num_workers = len(directory.workers())
-        policy = getattr(directory, "evicts", str)()
+        policy = directory.eviction_policy()
     except DirectoryError as e:
         return Finding(name, Status.FAIL, f"{e}", "engines would have their local cache only")
     finally:

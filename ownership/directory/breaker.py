@@ -1,4 +1,4 @@
-"""When to try again what does not answer: a circuit breaker."""
+"""A circuit breaker: it limits how often a server that does not answer is asked."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ LONGEST_PAUSE_S = 5.0
 
 
 class CircuitBreaker:
-    """After a failure calls are refused at once, for a pause that doubles with each failure.
+    """Refuse calls for a pause after each failure; the pause doubles with each failure.
 
-    When a pause is over one call is let through; its success closes the circuit. So a server
-    that is gone costs one deadline a pause, not one a call. Thread-safe.
+    After a pause one call is allowed, and its success closes the circuit. So a server that does
+    not answer costs one deadline per pause, not one per call. Thread-safe.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -26,27 +26,28 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the last call failed."""
+        """True if the last call failed."""
         return self._pause_s > 0.0
 
     def admit(self) -> float:
-        """0.0: go ahead. Otherwise seconds until it is worth asking again."""
+        """Return 0.0 if a call may be made now, else the seconds until the next attempt.
+
+        After a pause only one caller gets 0.0; the others wait for the result of its call.
+        """
         with self._lock:
             if not self.is_open:
                 return 0.0
             now_s = self._clock()
             if now_s < self._refuse_until_s:
                 return self._refuse_until_s - now_s
-            self._refuse_until_s = now_s + self._pause_s  # the others wait for this call's end
+            self._refuse_until_s = now_s + self._pause_s
             return 0.0
 
-    def succeeded(self) -> None:
-        """A call was answered."""
+    def on_success(self) -> None:
         with self._lock:
             self._pause_s = 0.0
 
-    def failed(self) -> None:
-        """A call was not answered."""
+    def on_failure(self) -> None:
         with self._lock:
             self._pause_s = min(max(FIRST_PAUSE_S, 2 * self._pause_s), LONGEST_PAUSE_S)
             self._refuse_until_s = self._clock() + self._pause_s

@@ -1,18 +1,20 @@
 """The directory's contract: who owns each artifact of a fleet, and how to read it.
 
-A worker registers and gets an *epoch*, kept alive by one lease: its heartbeat. Ownership
-records name the epoch, so a renewal costs the same for one artifact and for a million. An
-owner is authoritative while its lease lasts; when it has ended anyone who has the bytes may
-take over, and gets a greater *fencing token* than anyone before.
+A worker registers and gets an *epoch*, which one *lease* keeps alive. Ownership records name the
+epoch, so renewing the lease costs the same for one artifact and for a million. An owner is
+authoritative while its lease lasts. After that any worker that has the bytes may take over, and
+gets a greater *fencing token* than every owner before it.
 
-Every method that changes something takes the caller's epoch and raises `StaleEpochError`,
-having changed nothing, once that epoch may change nothing any more. An epoch that has ended
-never lives again. Every method may be repeated when its answer was lost: the second call
-finds what the first has done. Methods take many items, and are one round trip.
+Rules for every method:
 
-Time is the directory's own clock. A worker trusts only its own monotonic clock, by
-`held_lease.HeldLease`; `docs/directory.md` has the assumptions. Thread-safe. A remote
-directory raises `DirectoryUnavailableError` no later than its deadline.
+- A method that changes something takes the caller's epoch. It raises StaleEpochError, and changes
+  nothing, once that epoch may not act any more. An epoch that has ended never lives again.
+- A call whose answer was lost may be repeated: the second call finds what the first has done.
+- A method takes many items and is one round trip.
+- Time is the directory's own clock. A worker trusts only its own monotonic clock
+  (`member.held_lease`); `docs/directory.md` has the assumptions.
+- Methods are thread-safe. A remote directory raises DirectoryUnavailableError no later than its
+  deadline.
 """
 
 from __future__ import annotations
@@ -33,68 +35,68 @@ CHECKSUM_BYTES = 16
 
 @dataclass(frozen=True)
 class DirectoryLimits:
-    """What a directory holds at most, and how long it keeps what nobody renews."""
+    """Bounds of a directory, and how long it keeps records that are not renewed."""
 
     max_artifacts: int = 4_000_000
     """Artifacts with a record; further claims are answered `FULL`."""
     max_replicas: int = 8
     """Live replicas of one artifact; further ones are answered `FULL`."""
     max_users: int = 1_024
-    """Readers of one chunk; further ones are not counted."""
+    """Users of one chunk; further ones are not counted."""
     max_workers: int = 4_096
-    """Epochs remembered; of ended ones the oldest are forgotten first."""
+    """Epochs remembered. The oldest ended ones are forgotten first."""
     max_sessions: int = 100_000
-    """The session not used for longest is forgotten first."""
+    """The least recently used session is forgotten first."""
     max_groups: int = 10_000
     """The coldest group is forgotten first."""
     orphan_ttl_s: float = 3_600.0
-    """How long the records of an ended owner are kept for whoever may take over; not at all where
-    the directory is full."""
+    """Seconds for which the records of an ended owner are kept for a successor. A full directory
+    does not keep them."""
     session_ttl_s: float = 86_400.0
-    """A session not used for this long is forgotten."""
+    """A session that is not used for this long is forgotten."""
     group_half_life_s: float = 600.0
     """A use of a group counts half after this long."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What a worker tells the fleet about itself. Never changes within an epoch."""
+    """A worker as it describes itself to the fleet. It never changes within an epoch."""
 
     name: str
-    """Unique in the fleet: registering a name again retires its earlier epoch. At most 256
-    bytes of UTF-8, not empty."""
+    """Unique in the fleet: registering a name again retires its earlier epoch. 1 to 256 bytes of
+    UTF-8."""
     peer: bytes = b""
-    """How to read from it (transfer agent's metadata and regions), opaque here. At most 1 MiB."""
+    """How to read from it (the transfer agent's metadata and regions), opaque here. At most
+    1 MiB."""
     storage: str = ""
-    """Names its SSD directory where others can open it too; "" if they cannot. At most 1,024
-    bytes."""
+    """Its SSD directory, if other workers can open it; else "". At most 1,024 bytes."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """A registration. Live until `lease_s` after the last renewal that the directory saw."""
+    """A registration. It is live until `lease_s` after the last renewal the directory saw."""
 
     worker: str
     epoch: Epoch
     lease_s: float
     memory: str = field(default="", compare=False)
-    """Names the memory that the directory's records were in, see `renew_lease`."""
+    """Name of the memory that holds the directory's records, see `renew_lease`."""
 
 
 class EpochStatus(StrEnum):
-    """What an epoch may do."""
+    """May an epoch act."""
 
     LIVE = "live"
-    """Owns what the records say; may claim."""
+    """It owns what the records say, and may claim."""
     RETIRED = "retired"
-    """Its worker registered again: it may change nothing and is not read from, but what it
-    owned stays its own until its lease would have ended, for it may not know yet."""
+    """Its worker has registered again. It may change nothing and is not read from. It may not know
+    that yet, so its artifacts stay its own until its lease would have ended."""
     ENDED = "ended"
-    """Whoever has the bytes may take over."""
+    """Any worker that has the bytes may take over."""
 
 
 class WorkerState(NamedTuple):
-    """A worker of an epoch that records name."""
+    """The worker of an epoch that records name."""
 
     name: str
     storage: str
@@ -102,21 +104,20 @@ class WorkerState(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """One worker's copy of an artifact: what bytes, and where.
+    """One worker's copy of an artifact.
 
-    The checksum belongs to the copy: bytes that two workers computed may differ in the
-    last digit.
+    The checksum belongs to the copy: bytes that two workers computed may differ in the last digit.
     """
 
     size_bytes: int
     checksum: bytes
     """xxh3-128 seeded with the artifact's id, `CHECKSUM_BYTES` long."""
     dram_offset: int = -1
-    """Byte offset in the worker's DRAM arena; -1 when it is on SSD only."""
+    """Byte offset in the worker's DRAM arena; -1 if the copy is only on SSD."""
     generation: int = 0
-    """Of the DRAM slot: another one means that the slot holds something else by now."""
+    """Generation of the DRAM slot. If the slot has another one by now, it holds something else."""
     on_ssd: bool = False
-    """Whether the worker's SSD directory holds it too."""
+    """True if the worker's SSD directory holds it too."""
 
 
 class Claim(NamedTuple):
@@ -125,12 +126,12 @@ class Claim(NamedTuple):
     artifact: ArtifactId
     copy: Copy
     parent: ChunkKey = ROOT
-    """The chunk before the artifact's, if that is known: records of a chain are kept together,
-    so that `lookup` is fast. Says nothing about ownership."""
+    """The chunk before the artifact's, if known: the records of a chain are then stored together,
+    which makes `lookup` fast. It says nothing about ownership."""
 
 
 class GrantOutcome(StrEnum):
-    """What became of one artifact's claim, promotion or replica."""
+    """The result of claiming or replicating one artifact."""
 
     OWNED = "owned"
     """The caller is the owner, newly or as before."""
@@ -139,44 +140,44 @@ class GrantOutcome(StrEnum):
     REPLICA = "replica"
     """The caller's replica is listed."""
     ABSENT = "absent"
-    """There is no record, or no replica of the caller's that could be promoted."""
+    """There is no record."""
     FULL = "full"
-    """The directory holds as many as it may: unlisted."""
+    """The directory is full: the artifact or replica is not listed."""
 
 
 class Grant(NamedTuple):
-    """The answer to one claim, promotion or replica."""
+    """The answer to one claim or replica."""
 
     outcome: GrantOutcome
     owner: Epoch
-    """Who owns it after the call; `NO_EPOCH` if no one."""
+    """The owner after the call; `NO_EPOCH` if there is none."""
     token: Token
-    """The owner's, `NO_TOKEN` if there is none."""
+    """The owner's token; `NO_TOKEN` if there is no owner."""
 
 
 class Replica(NamedTuple):
-    """A transient copy of an artifact somebody else owns."""
+    """A transient copy at a worker that does not own the artifact."""
 
     holder: Epoch
     copy: Copy
     expires_s: float
-    """Directory time after which it is not listed any more."""
+    """Directory time after which it is no longer listed."""
 
 
 class ArtifactRecord(NamedTuple):
-    """What the directory knows of one artifact."""
+    """The directory's record of one artifact."""
 
     owner: Epoch
-    """`NO_EPOCH` after a release; then replicas may be left."""
+    """`NO_EPOCH` after a release; replicas may remain then."""
     token: Token
-    """Of the last owner."""
+    """The last owner's."""
     copy: Copy
-    """The owner's; without one, what it was."""
+    """The last owner's."""
     replicas: tuple[Replica, ...] = ()
 
 
 class ReadableCopy(NamedTuple):
-    """A copy that may be read now: ask `fencing.Fence` with `token` before using the bytes."""
+    """A copy that may be read now. Ask `member.fencing.Fence` before its bytes are used."""
 
     holder: Epoch
     token: Token
@@ -188,22 +189,22 @@ ChunkRecords = Mapping[StateType, ArtifactRecord]
 
 @dataclass(frozen=True)
 class ChainView:
-    """What the directory knows of a chain at one moment."""
+    """The records of a chain at one moment."""
 
     chunks: Sequence[ChunkRecords]
-    """For each chunk asked for; empty where nothing is known. May decode when indexed."""
+    """For each chunk asked for; empty where there is no record. May decode when indexed."""
     workers: Mapping[Epoch, WorkerState]
-    """Those the records name, at least; an epoch that is missing has ended."""
+    """At least those that the records name. An epoch that is missing has ended."""
     now_s: float
     """Directory time of the answer."""
 
     def status(self, epoch: Epoch) -> EpochStatus:
-        """What `epoch` may do."""
+        """Return whether `epoch` may act."""
         state = self.workers.get(epoch)
         return EpochStatus.ENDED if state is None else state.status
 
     def copies(self, index: int, state_type: StateType) -> list[ReadableCopy]:
-        """Copies of one artifact that may be read, the owner's first."""
+        """Return the copies of one artifact that may be read, the owner's first."""
         record = self.chunks[index].get(state_type)
         if record is None:
             return []
@@ -216,7 +217,7 @@ class ChainView:
         ]
 
     def adoptable(self, index: int, state_type: StateType) -> str:
-        """The shared storage on which an ended owner left the artifact; "" if none."""
+        """Return the shared storage on which an ended owner left the artifact; "" if none."""
         record = self.chunks[index].get(state_type)
         if record is None or not record.copy.on_ssd:
             return ""
@@ -227,101 +228,108 @@ class ChainView:
 
 
 class Usage(NamedTuple):
-    """Who reads a chunk, and when it was last used."""
+    """The users of a chunk, and when it was last used."""
 
     num_users: int
-    """Readers whose worker's lease lasts. None left: the chain may be evicted from its end."""
+    """Users whose worker's lease lasts. With none left, the chain may be evicted from its end."""
     idle_s: float | None
-    """Directory seconds since a reader came or went; None if that is not known."""
+    """Directory seconds since a user came or left; None if unknown."""
 
 
 class OwnershipDirectory(Protocol):
     """Workers, their leases, and the artifacts they own."""
 
     def register(self, worker: Worker, lease_s: float, floor: int = 0) -> Lease:
-        """A new epoch for the worker, live for `lease_s`; its earlier epochs are retired.
+        """Return a new epoch for the worker, live for `lease_s`; its earlier epochs are retired.
 
         `floor`: the greatest epoch or token the worker has ever seen. The new epoch and all
         later tokens are greater, also when the directory has lost its memory. Raises
-        ValueError for a bad name or lease, and DirectoryError when `max_workers` live.
+        ValueError for a bad name or lease, and DirectoryError when `max_workers` are live.
         """
         ...
 
     def renew_lease(self, epoch: Epoch) -> str:
-        """Live for another `lease_s` from now. O(1) in artifacts. Raises StaleEpochError.
+        """Extend the lease to `lease_s` from now; return the name of the directory's memory.
 
-        Returns the name of the memory that the records are in. Once that is another one than at
-        the last call, records may be lost, or be those of a moment ago: claim again what you have,
-        and repeat the releases of the last lease.
+        Costs the same for any number of artifacts. If the name differs from that of the last call,
+        records may be lost or be some moments old: the worker has to claim again what it has, and
+        to repeat the releases of the last lease. Raises StaleEpochError.
         """
         ...
 
     def end_lease(self, epoch: Epoch) -> None:
-        """The worker has stopped serving: what it owned is free at once. Idempotent."""
+        """End the epoch now: the worker has stopped serving, its artifacts are free. Idempotent."""
         ...
 
     def workers(self) -> Mapping[Epoch, Worker]:
-        """All live workers, with what is needed to read from them."""
+        """Return all live workers, with what is needed to read from them."""
         ...
 
     def lookup(self, chain: Sequence[ChunkKey]) -> ChainView:
-        """Everything known about a chain's chunks, in one round trip. Changes nothing."""
+        """Return the records of a chain's chunks, in one round trip. Changes nothing."""
         ...
 
     def claim_owner(self, epoch: Epoch, claims: Sequence[Claim]) -> list[Grant]:
-        """Own each artifact unless another epoch's ownership lasts: compare-and-set.
+        """Become the owner of each artifact unless another epoch owns it: compare-and-set.
 
         The caller has the bytes: computed, restored, or adopted from an ended owner's SSD. A
-        change of owner takes a new token. An artifact that is owned already keeps its token
-        and takes the new copy: so a worker tells that bytes have moved. The same artifact twice
-        in a call: as if in two calls. Raises StaleEpochError.
+        change of owner takes a new token. An artifact that the caller owns already keeps its token
+        and takes the new copy: so a worker reports that bytes have moved. The same artifact twice
+        in one call counts as two calls. Raises StaleEpochError.
         """
         ...
 
     def release(self, epoch: Epoch, owned: Mapping[ArtifactId, Token]) -> None:
-        """Give up ownership, or replicas (token `NO_TOKEN`). Live replicas may be promoted.
+        """Give up ownership, or replicas (token `NO_TOKEN`). A replica's holder may then claim.
 
-        Stop acting as the owner first. What the epoch does not own under that very token stays as
-        it is, so that a late message does not undo a newer claim. When the answer is lost, repeat
-        the call until it is answered before claiming again: the claim would find the old token,
-        and the lost release could still arrive. Raises StaleEpochError.
+        Stop acting as the owner first. An artifact that the epoch does not own under exactly that
+        token stays as it is, so a late message cannot undo a newer claim. If the answer is lost,
+        repeat the call until it is answered before claiming the artifact again: the claim would
+        find the old token, and the lost release could still arrive. Raises StaleEpochError.
         """
         ...
 
     def replicate_readonly(
         self, epoch: Epoch, copies: Sequence[Claim], ttl_s: float
     ) -> list[Grant]:
-        """List transient replicas for `ttl_s`; again: refresh. Raises StaleEpochError.
+        """List transient replicas for `ttl_s`; a repeated call refreshes them.
 
-        `ABSENT` where there is no record, `OWNED` where the caller is the owner (nothing
-        changes), `FULL` where `max_replicas` others are listed.
+        Answers `ABSENT` if there is no record, `OWNED` if the caller is the owner (nothing
+        changes), `FULL` if `max_replicas` others are listed. Raises StaleEpochError.
         """
         ...
 
-    def add_chain_user(self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]) -> None:
-        """`reader` (a session or request, at most 256 bytes) uses chains up to these chunks.
+    def add_chain_user(self, epoch: Epoch, user: str, chunks: Sequence[ChunkKey]) -> None:
+        """Count `user` (a session or request, at most 256 bytes) as using these chains.
 
-        Name the deepest chunk of each owner only: eviction eats leaves. Counted until
-        `remove_chain_user` or the epoch's end. Raises StaleEpochError.
+        Name only the deepest chunk of each owner, because eviction starts at a chain's end. The
+        user counts until `remove_chain_user` or the end of the epoch. Raises StaleEpochError.
         """
         ...
 
     def remove_chain_user(
-        self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]
+        self, epoch: Epoch, user: str, chunks: Sequence[ChunkKey]
     ) -> list[ChunkKey]:
-        """The reader is done; returns those chunks that nobody reads any more."""
+        """Stop counting the user; return those chunks that have no user any more.
+
+        Raises StaleEpochError.
+        """
         ...
 
     def usage(self, chunks: Sequence[ChunkKey]) -> list[Usage]:
-        """Who reads each chunk now. Changes nothing."""
+        """Return the users of each chunk. Changes nothing."""
+        ...
+
+    def eviction_policy(self) -> str:
+        """Return the policy by which its server may delete records; "" if it deletes none."""
         ...
 
     def sweep(self, limit: int) -> int:
-        """Forget what nobody can use any more; looks at about `limit` records.
+        """Forget records without a use; look at about `limit` of them.
 
-        Called now and then by any worker. Records of an owner that ended `orphan_ttl_s` ago and
-        that no live replica backs, expired replicas, readers of ended epochs. Returns how many
-        artifacts' records went.
+        Any worker calls it from time to time. It forgets records of an owner that ended
+        `orphan_ttl_s` ago unless a live replica backs them, expired replicas, and users of ended
+        epochs. Returns the number of artifacts whose records it forgot.
         """
         ...
 
@@ -330,5 +338,5 @@ class Directory(OwnershipDirectory, SessionDirectory, GenerationDirectory, Proto
     """Everything a fleet shares: workers, artifacts, sessions, hot groups, resets."""
 
     def close(self) -> None:
-        """Let go of connections. Leases run out by themselves. Idempotent."""
+        """Close connections. Leases run out by themselves. Idempotent."""
         ...

@@ -1,4 +1,4 @@
-"""One reset for a whole fleet, and waiting until every engine of it has adopted it."""
+"""Reset a whole fleet, and wait until every engine has adopted the reset."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class FleetReset:
-    """A fleet's new generation, and the registered engines by whether they are in it."""
+    """A fleet's new generation, and the engines that have and have not adopted it."""
 
     number: int
     adopted: tuple[str, ...]
@@ -22,7 +22,7 @@ class FleetReset:
 
     @property
     def is_complete(self) -> bool:
-        """True if there are engines and none of them shares state from before."""
+        """True if there are engines, and none of them shares state from before the reset."""
         return bool(self.adopted) and not self.missing
 
 
@@ -34,8 +34,8 @@ def reset_fleet(
 ) -> FleetReset:
     """Begin a new generation, and wait at most `wait_s` until all live engines have adopted it.
 
-    Raises DirectoryError; once the generation has begun only if the directory cannot say before
-    the time is over who has adopted it.
+    Raises DirectoryError if the generation cannot begin, or if the directory does not answer
+    within `wait_s` which engines have adopted it.
     """
     number = directory.reset_generation()
     until_s = clock() + wait_s
@@ -51,7 +51,7 @@ def reset_fleet(
 
 
 def _adoption(directory: Directory, number: int) -> FleetReset:
-    """A greater number was adopted after ours: what was before ours is gone all the same."""
+    # A greater number was adopted after ours: state from before ours is gone in that case, too.
     engines = sorted(directory.generation().adopted.items())
     return FleetReset(
         number,

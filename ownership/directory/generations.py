@@ -1,7 +1,7 @@
 """The directory's contract for resets of a whole fleet: a number that only grows.
 
-What an engine does with it is in `hetero_connector/artifacts/generation.py`: engines that have not
-adopted the number find nothing of those that have, and the reverse.
+`hetero_connector/artifacts/generation.py` says what an engine does with it: engines that have
+adopted the number and engines that have not find nothing of each other.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ class FleetGeneration(NamedTuple):
     number: int
     """The fleet's generation; 0 before any reset."""
     adopted: Mapping[str, int]
-    """By live worker, the generation it shares state in; 0 for one that is by itself."""
+    """For each live worker, the generation in which it shares state; 0 if it shares none."""
 
 
 class GenerationDirectory(Protocol):
-    """The fleet's generation, and who has adopted which."""
+    """The fleet's generation, and the workers that have adopted it."""
 
     def reset_generation(self) -> int:
         """Begin a new generation; its number is greater than any before, whatever was lost.
 
-        Workers adopt it as they `report_generation`.
+        Workers adopt it when they call `report_generation`.
         """
         ...
 
     def report_generation(self, epoch: Epoch, adopted: int, floor: int) -> int:
-        """Say which generation the worker shares state in (0: none); returns the fleet's.
+        """Report the generation in which the worker shares state (0: none); return the fleet's.
 
-        `floor`: the greatest that the worker has ever heard of. A directory that has none any more
-        takes it over. One that has a lesser one has lost its memory and was reset since, or went
-        back: it goes on to a new generation, for nobody knows what that reset was for. Raises
+        `floor`: the greatest generation the worker has ever seen. A directory that has none takes
+        it over. A directory that has a lesser one has lost records, or went back, and was reset
+        since; because the reason for that reset is unknown, it begins a new generation. Raises
         StaleEpochError.
         """
         ...
 
     def generation(self) -> FleetGeneration:
-        """Return the latest reset and who has adopted it. Changes nothing."""
+        """Return the latest reset and the workers that have adopted it. Changes nothing."""
         ...

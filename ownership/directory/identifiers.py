@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import NewType
 
 Epoch = NewType("Epoch", int)
-"""One life of one worker. No two registrations share one; a worker's later one is greater."""
+"""One registration of one worker. No two registrations share one; a worker's later one is
+greater."""
 
 Token = NewType("Token", int)
-"""Fencing token: grows with every change of an artifact's, or a session's, owner.
+"""Fencing token: it grows with every change of the owner of an artifact or a session.
 
-Comparable only between owners of the same thing. The same epoch keeps its token."""
+Tokens are comparable only between owners of the same thing. The same epoch keeps its token."""
 
 NO_EPOCH = Epoch(0)
-"""Owner of what has no owner."""
+"""The owner of an artifact or session that has none."""
 
 NO_TOKEN = Token(0)
 
 LAST_NUMBER = 2**52
-"""No epoch or token is greater: one that is was handed out by no directory."""
+"""No directory hands out a greater epoch or token."""

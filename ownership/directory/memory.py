@@ -1,6 +1,6 @@
-"""The embedded directory: one process, no network, lost when the process ends.
+"""The directory of one process: no network, and lost when the process ends.
 
-The default of a single engine, and the reference that every other directory is tested against.
+It is the default of a single engine, and the reference that other directories are tested against.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ _NOTHING: ChunkRecords = {}
 
 
 class MemoryDirectory:
-    """A `Directory` in this process's memory. One lock, never held while waiting."""
+    """A `Directory` in the memory of this process. Its one lock is never held while waiting."""
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
         limits: DirectoryLimits | None = None,
     ) -> None:
-        """`clock`: seconds; it may jump, see `lease_table.ForwardClock`."""
+        """`clock`: seconds. It may jump, see `lease_table.ForwardClock`."""
         self._clock = ForwardClock(clock)
         self._limits = limits or DirectoryLimits()
         self._lock = threading.RLock()
         self._sequence = 0
-        """The last epoch or token handed out: one counter for all, so a token is never reused
-        for an artifact whose record was forgotten in between."""
+        """The last epoch or token handed out. One counter serves all artifacts, so a token is not
+        reused for an artifact whose record was forgotten in between."""
         self._leases = LeaseTable(self._limits.max_workers)
         self._chunks: OrderedDict[ChunkKey, dict[StateType, ArtifactRecord]] = OrderedDict()
         self._num_artifacts = 0
         self._sessions = MemorySessions(self._limits, self._next_token)
         self._groups = MemoryGroups(self._limits)
-        self._readers = MemoryChainUsers(self._limits)
+        self._chain_users = MemoryChainUsers(self._limits)
 
     def register(self, worker: Worker, lease_s: float, floor: int = 0) -> Lease:
         check_worker(worker)
@@ -76,7 +76,7 @@ class MemoryDirectory:
             return lease
 
     def renew_lease(self, epoch: Epoch) -> str:
-        """One name is enough: a process forgets everything or nothing."""
+        # One name is enough: a process forgets everything or nothing.
         with self._lock:
             self._leases.renew(epoch, self._clock())
             return ""
@@ -111,12 +111,12 @@ class MemoryDirectory:
             made = ArtifactRecord(epoch, self._next_token(), claim.copy)
             self._chunks.setdefault(key, {})[state_type] = made
             return Grant(GrantOutcome.OWNED, epoch, made.token)
-        if self._is_held(record, epoch, now_s):
+        if self._is_foreign(record, epoch, now_s):
             return Grant(GrantOutcome.FOREIGN, record.owner, record.token)
         return self._take(epoch, claim, record)
 
     def _take(self, epoch: Epoch, claim: Claim, record: ArtifactRecord) -> Grant:
-        """Make `epoch` the owner, under a new token unless it is already."""
+        """Make `epoch` the owner, under a new token unless it is the owner already."""
         token = record.token if record.owner == epoch else self._next_token()
         others = tuple(r for r in record.replicas if r.holder != epoch)
         key, state_type = claim.artifact
@@ -157,28 +157,28 @@ class MemoryDirectory:
         if record.owner == epoch:
             return Grant(GrantOutcome.OWNED, epoch, record.token)
         others = tuple(r for r in self._listed(record, now_s) if r.holder != epoch)
-        full = len(others) >= self._limits.max_replicas
-        listed = others if full else (*others, Replica(epoch, claim.copy, now_s + ttl_s))
+        is_full = len(others) >= self._limits.max_replicas
+        listed = others if is_full else (*others, Replica(epoch, claim.copy, now_s + ttl_s))
         self._put(claim.artifact, record._replace(replicas=listed), now_s)
-        outcome = GrantOutcome.FULL if full else GrantOutcome.REPLICA
+        outcome = GrantOutcome.FULL if is_full else GrantOutcome.REPLICA
         return Grant(outcome, record.owner, record.token)
 
-    def add_chain_user(self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]) -> None:
-        check_name("reader", reader)
+    def add_chain_user(self, epoch: Epoch, user: str, chunks: Sequence[ChunkKey]) -> None:
+        check_name("user", user)
         with self._lock:
-            self._readers.add(epoch, reader, chunks, self._enter(epoch))
+            self._chain_users.add(epoch, user, chunks, self._enter(epoch))
 
     def remove_chain_user(
-        self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]
+        self, epoch: Epoch, user: str, chunks: Sequence[ChunkKey]
     ) -> list[ChunkKey]:
         with self._lock:
             now_s = self._enter(epoch)
-            return self._readers.remove(epoch, reader, chunks, now_s, self._is_live)
+            return self._chain_users.remove(epoch, user, chunks, now_s, self._is_live)
 
     def usage(self, chunks: Sequence[ChunkKey]) -> list[Usage]:
         with self._lock:
             now_s = self._clock()
-            return [self._readers.usage(chunk, now_s, self._is_live) for chunk in chunks]
+            return [self._chain_users.usage(chunk, now_s, self._is_live) for chunk in chunks]
 
     def reset_generation(self) -> int:
         with self._lock:
@@ -193,25 +193,28 @@ class MemoryDirectory:
         with self._lock:
             return self._leases.generation(self._clock())
 
+    def eviction_policy(self) -> str:
+        return ""
+
     def sweep(self, limit: int) -> int:
         with self._lock:
             now_s = self._clock()
             oldest_s = now_s - self._limits.orphan_ttl_s
             before = self._num_artifacts
-            is_full = before >= self._limits.max_artifacts  # then orphans' room is needed
+            is_full = before >= self._limits.max_artifacts  # a full directory keeps no orphans
             oldest_orphan_s = now_s if is_full else oldest_s
             for _ in range(min(limit, len(self._chunks))):
                 key = next(iter(self._chunks))
                 self._chunks.move_to_end(key)
                 self._sweep_chunk(key, now_s, oldest_orphan_s)
             self._leases.forget_before(oldest_s)
-            self._readers.sweep(oldest_s, self._is_live)
+            self._chain_users.sweep(oldest_s, self._is_live)
             return before - self._num_artifacts
 
     def _sweep_chunk(self, key: ChunkKey, now_s: float, oldest_s: float) -> None:
         for state_type, record in list(self._chunks[key].items()):
             listed = self._listed(record, now_s)
-            if not listed and self._leases.ended_before(record.owner, oldest_s):
+            if not listed and self._leases.has_ended_before(record.owner, oldest_s):
                 record = record._replace(owner=NO_EPOCH)
             self._put(ArtifactId(key, state_type), record._replace(replicas=listed), now_s)
 
@@ -258,7 +261,7 @@ class MemoryDirectory:
             return self._groups.hottest(limit, self._clock())
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there is no connection."""
 
     def check_integrity(self) -> None:
         """Raise AssertionError if any redundant field disagrees with the records."""
@@ -273,7 +276,7 @@ class MemoryDirectory:
                     assert record.token <= self._sequence
 
     def _enter(self, epoch: Epoch) -> float:
-        """Now. Raises StaleEpochError unless the epoch may change things."""
+        """Return the time. Raises StaleEpochError unless the epoch is live."""
         now_s = self._clock()
         self._leases.require_live(epoch, now_s)
         return now_s
@@ -285,15 +288,15 @@ class MemoryDirectory:
     def _is_live(self, epoch: Epoch) -> bool:
         return self._leases.status(epoch, self._clock()) is EpochStatus.LIVE
 
-    def _is_held(self, record: ArtifactRecord, epoch: Epoch, now_s: float) -> bool:
-        """Whether another epoch's ownership lasts."""
+    def _is_foreign(self, record: ArtifactRecord, epoch: Epoch, now_s: float) -> bool:
+        """Return True if another epoch owns the artifact and its lease lasts."""
         owner = record.owner
         if owner in (NO_EPOCH, epoch):
             return False
         return self._leases.status(owner, now_s) is not EpochStatus.ENDED
 
     def _listed(self, record: ArtifactRecord, now_s: float) -> tuple[Replica, ...]:
-        """Replicas that have not run out."""
+        """Return the replicas that have not expired and whose holder has not ended."""
         return tuple(
             r
             for r in record.replicas
@@ -301,7 +304,7 @@ class MemoryDirectory:
         )
 
     def _put(self, artifact: ArtifactId, record: ArtifactRecord, now_s: float) -> None:
-        """Keep the record, or forget it when it names neither owner nor replica."""
+        """Keep the record, or forget it if it names neither an owner nor a replica."""
         records = self._chunks[artifact.chunk]
         if record.owner != NO_EPOCH or self._listed(record, now_s):
             records[artifact.state_type] = record

@@ -1,4 +1,4 @@
-"""Sessions, hot groups and chain readers of one process."""
+"""Sessions, hot groups and chain users of `MemoryDirectory`. The caller holds its lock."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ownership.directory.sessions import (
     HotGroup,
     Session,
     SessionGrant,
-    heat,
-    heated,
+    heat_at,
+    log_heat_after_use,
 )
 
 IsLive = Callable[[Epoch], bool]
 
 
 class MemorySessions:
-    """What `SessionDirectory` remembers. The caller has checked the epoch and holds the lock."""
+    """The sessions. The caller has checked the epoch."""
 
     def __init__(self, limits: DirectoryLimits, next_token: Callable[[], Token]) -> None:
         self._limits = limits
         self._next_token = next_token
         self._sessions: OrderedDict[str, tuple[Session, float]] = OrderedDict()
-        """Session and when it was last used, least recently used first."""
+        """Each session and when it was last used, least recently used first."""
 
     def begin_turn(
         self,
@@ -42,11 +42,11 @@ class MemorySessions:
         self._expire(now_s)
         session, _ = self._sessions.get(session_id, (Session(session_id), now_s))
         owner = session.decode_owner
-        taken = owner not in (NO_EPOCH, epoch) and is_live(owner)
-        if taken and expected != session.token:
+        is_taken = owner not in (NO_EPOCH, epoch) and is_live(owner)
+        if is_taken and expected != session.token:
             return SessionGrant(False, session)
         token = session.token if owner == epoch else self._next_token()
-        begun = session.begun(epoch, token, group, now_s)
+        begun = session.with_turn_begun(epoch, token, group, now_s)
         self._put(begun, now_s)
         return SessionGrant(True, begun)
 
@@ -62,7 +62,7 @@ class MemorySessions:
         session, _ = self._sessions.get(session_id, (Session(session_id), now_s))
         if (session.decode_owner, session.token) != (epoch, token):
             return SessionGrant(False, session)
-        ended = session.ended(boundary, boundary_tokens, now_s)
+        ended = session.with_turn_ended(boundary, boundary_tokens, now_s)
         self._put(ended, now_s)
         return SessionGrant(True, ended)
 
@@ -87,18 +87,18 @@ class MemorySessions:
 
 
 class MemoryGroups:
-    """Hot groups. The caller holds the lock."""
+    """The hot groups."""
 
     def __init__(self, limits: DirectoryLimits) -> None:
         self._limits = limits
         self._heat: dict[str, float] = {}
-        """log2 of each group's forward-decayed uses, see `sessions.heated`."""
+        """For each group, `sessions.log_heat_after_use`."""
         self._ends: dict[str, tuple[ChunkKey, ...]] = {}
 
     def use(self, group: str, chain_end: ChunkKey | None, now_s: float) -> None:
-        """One use; None: which chain is not known yet."""
+        """Record one use; `chain_end` is None if the chain is not known yet."""
         half_life_s = self._limits.group_half_life_s
-        self._heat[group] = heated(self._heat.get(group), now_s, half_life_s)
+        self._heat[group] = log_heat_after_use(self._heat.get(group), now_s, half_life_s)
         ends = self._ends.get(group, ())
         if chain_end is not None:
             ends = (*(e for e in ends if e != chain_end), chain_end)[-MAX_CHAIN_ENDS:]
@@ -111,58 +111,58 @@ class MemoryGroups:
         half_life_s = self._limits.group_half_life_s
         names = heapq.nlargest(limit, self._heat, key=self._heat.__getitem__)
         return [
-            HotGroup(name, heat(self._heat[name], now_s, half_life_s), self._ends[name])
+            HotGroup(name, heat_at(self._heat[name], now_s, half_life_s), self._ends[name])
             for name in names
         ]
 
 
 class MemoryChainUsers:
-    """Who reads which chunk. The caller holds the lock."""
+    """The users of each chunk."""
 
     def __init__(self, limits: DirectoryLimits) -> None:
         self._limits = limits
-        self._readers: dict[ChunkKey, set[tuple[Epoch, str]]] = {}
+        self._users: dict[ChunkKey, set[tuple[Epoch, str]]] = {}
         self._used_s: dict[ChunkKey, float] = {}
-        """When each chunk was last used, longest ago first."""
+        """When each chunk was last used, least recently used first."""
 
-    def add(self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey], now_s: float) -> None:
+    def add(self, epoch: Epoch, user: str, chunks: Sequence[ChunkKey], now_s: float) -> None:
         for chunk in chunks:
-            readers = self._readers.setdefault(chunk, set())
-            if len(readers) < self._limits.max_users:
-                readers.add((epoch, reader))
+            users = self._users.setdefault(chunk, set())
+            if len(users) < self._limits.max_users:
+                users.add((epoch, user))
             self._use(chunk, now_s)
 
     def remove(
         self,
         epoch: Epoch,
-        reader: str,
+        user: str,
         chunks: Sequence[ChunkKey],
         now_s: float,
         is_live: IsLive,
     ) -> list[ChunkKey]:
-        free = []
+        unused = []
         for chunk in chunks:
-            readers = self._readers.get(chunk, set())
-            if (epoch, reader) in readers:
-                readers.remove((epoch, reader))
+            users = self._users.get(chunk, set())
+            if (epoch, user) in users:
+                users.remove((epoch, user))
                 self._use(chunk, now_s)
             self._prune(chunk, is_live)
-            if chunk not in self._readers:
-                free.append(chunk)
-        return free
+            if chunk not in self._users:
+                unused.append(chunk)
+        return unused
 
     def usage(self, chunk: ChunkKey, now_s: float, is_live: IsLive) -> Usage:
-        readers = self._readers.get(chunk, ())
+        users = self._users.get(chunk, ())
         used_s = self._used_s.get(chunk)
-        count = sum(is_live(epoch) for epoch, _ in readers)
+        count = sum(is_live(epoch) for epoch, _ in users)
         return Usage(count, None if used_s is None else now_s - used_s)
 
     def sweep(self, oldest_s: float, is_live: IsLive) -> None:
-        """Forget readers of ended epochs, and the use of chunks nobody reads since `oldest_s`."""
-        for chunk in list(self._readers):
+        """Forget users of ended epochs, and unused chunks last used at or before `oldest_s`."""
+        for chunk in list(self._users):
             self._prune(chunk, is_live)
         for chunk in [c for c, used_s in self._used_s.items() if used_s <= oldest_s]:
-            if chunk not in self._readers:
+            if chunk not in self._users:
                 del self._used_s[chunk]
 
     def _use(self, chunk: ChunkKey, now_s: float) -> None:
@@ -172,8 +172,8 @@ class MemoryChainUsers:
             del self._used_s[next(iter(self._used_s))]
 
     def _prune(self, chunk: ChunkKey, is_live: IsLive) -> None:
-        readers = {r for r in self._readers.get(chunk, ()) if is_live(r[0])}
-        if readers:
-            self._readers[chunk] = readers
+        users = {r for r in self._users.get(chunk, ()) if is_live(r[0])}
+        if users:
+            self._users[chunk] = users
         else:
-            self._readers.pop(chunk, None)
+            self._users.pop(chunk, None)

@@ -1,4 +1,4 @@
-"""From the URL in the configuration to a directory."""
+"""Open the directory that a URL names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _NEEDED = ("redis", "msgpack")
 def open_directory(
     url: str, limits: DirectoryLimits | None = None, deadline_s: float = DEFAULT_DEADLINE_S
 ) -> Directory:
-    """`memory://`, or a Redis as `redis_directory.address` has it. Connects when first used.
+    """Return the directory of `url`: `memory://`, or a Redis URL as `redis.address` describes it.
 
-    `deadline_s`: of one call. Raises ValueError, saying what to change, for a bad URL and where
-    the packages for Redis are not installed.
+    `deadline_s`: the longest that one call may take. A connection is made by the first call.
+    Raises ValueError, with what to change, for a bad URL or if the packages for Redis are missing.
     """
     if url == MEMORY_URL:
         return MemoryDirectory(limits=limits)

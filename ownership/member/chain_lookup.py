@@ -126,7 +126,7 @@ class ChainLookups:
         """A question's answer did not come in time: it counts once, whoever notices first."""
         if not asked.failed:
             asked.failed = True
-            self._breaker.failed()
+            self._breaker.on_failure()
 
     def _ask(self, chain: Sequence[ChunkKey], asked: _Asked) -> Future[list[ChunkCopies]]:
         asked_s = asked.asked_s
@@ -148,7 +148,7 @@ class ChainLookups:
             outcome = "late"
         else:
             outcome = "found" if any(answer.result()) else "nothing"
-            self._breaker.succeeded()
+            self._breaker.on_success()
         if outcome in ("failed", "late"):
             self._failed(asked)
         self._recorder.observe("heterocache_directory_lookup_seconds", seconds)

@@ -4,8 +4,9 @@
     redis+sentinel://[[user]:password@]host[:26379],host,.../service[/db]     rediss+sentinel://
     redis+cluster://[[user]:password@]host[:6379],host,...                    rediss+cluster://
 
-followed by `?name=value&...`: `fleet` (who shares this directory; default `default`),
-`password_file`, `sentinel_password`, and for TLS `tls_ca`, `tls_cert`, `tls_key` (files).
+followed by `?name=value&...`: `fleet` (the workers of one fleet share a directory; default
+`default`), `password_file`, `sentinel_password`, and for TLS the files `tls_ca`, `tls_cert` and
+`tls_key`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _OPTIONS = ("fleet", "password_file", "sentinel_password", "tls_ca", "tls_cert",
 
 @dataclass(frozen=True)
 class RedisAddress:
-    """Where a fleet's directory is and how to get in. Printing it tells no secret."""
+    """The address of a fleet's directory, with credentials. Printing it reveals no secret."""
 
     nodes: tuple[tuple[str, int], ...]
     """Host and port: the server, the Sentinels, or some nodes of the Cluster."""
@@ -37,7 +38,7 @@ class RedisAddress:
     db: int = 0
     tls: bool = False
     tls_ca: str | None = None
-    """File of the certificate authority; None: the system's."""
+    """File of the certificate authority; None for the system's authorities."""
     tls_cert: str | None = None
     tls_key: str | None = None
     sentinel_service: str = ""
@@ -56,7 +57,7 @@ class RedisAddress:
 
     @classmethod
     def parse(cls, url: str) -> RedisAddress:
-        """Raises ValueError, saying what is wrong without repeating a password."""
+        """Parse a URL. Raises ValueError, with what is wrong but without the password."""
         if not url.startswith(SCHEMES):
             raise ValueError(f"expected a URL that begins with one of {', '.join(SCHEMES)}")
         parts = urlsplit(url)

@@ -1,7 +1,7 @@
-"""The chunks of a looked-up chain, decoded when they are asked for.
+"""The records of a chain that was looked up, decoded when they are asked for.
 
-A chain of a million tokens is thousands of records; whoever asks wants the owner's name for a
-few. What cannot be decoded is nothing known, and counted.
+A chain of a million tokens has thousands of records, of which most callers need a few. A record
+that cannot be decoded counts as absent, and is reported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NOTHING: ChunkRecords = {}
 
 
 class ChainChunks(Sequence[ChunkRecords]):
-    """What is known of each chunk of a chain. Not thread-safe."""
+    """The records of each chunk of a chain. Not thread-safe."""
 
     def __init__(
         self,
@@ -26,20 +26,19 @@ class ChainChunks(Sequence[ChunkRecords]):
         spans: Sequence[int],
         runs: Sequence[bytes],
         fetched: Mapping[int, bytes | None],
-        bad_record: Callable[[RecordError], None],
+        on_bad_record: Callable[[RecordError], None],
     ) -> None:
-        """`spans`, `runs`: as `lookup.lua` answers; `fetched`: runs by where they begin.
-
-        `bad_record` is told of what is unreadable.
+        """`spans`, `runs`: as `lookup.lua` returns them. `fetched`: runs by their first index.
+        `on_bad_record`: called with the error when a record cannot be decoded.
         """
         self._length = length
         self._spans = spans
         self._starts = spans[::4]
         self._runs = runs
         self._fetched = fetched
-        self._bad_record = bad_record
+        self._on_bad_record = on_bad_record
         self._entries: dict[int, list[bytes]] = {}
-        """Of the run of each span."""
+        """The entries of each span's run."""
         self._decoded: dict[int, ChunkRecords] = {}
 
     def __len__(self) -> int:
@@ -50,16 +49,16 @@ class ChainChunks(Sequence[ChunkRecords]):
     @overload
     def __getitem__(self, index: slice) -> list[ChunkRecords]: ...
     def __getitem__(self, index: int | slice) -> ChunkRecords | list[ChunkRecords]:
-        """Holdings of one chunk, or of several."""
+        """Return the records of one chunk, or of several."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(self._length))]
         at = index + self._length if index < 0 else index
         if not 0 <= at < self._length:
             raise IndexError(f"chunk {index} of a chain of {self._length}")
-        found = self._decoded.get(at)
-        if found is None:
-            found = self._decoded[at] = self._decode(at)
-        return found
+        records = self._decoded.get(at)
+        if records is None:
+            records = self._decoded[at] = self._decode(at)
+        return records
 
     def _decode(self, index: int) -> ChunkRecords:
         nearest = bisect_right(self._starts, index) - 1
@@ -70,9 +69,11 @@ class ChainChunks(Sequence[ChunkRecords]):
             return _NOTHING
         try:
             return chunk_records(self._entries_of(nearest)[position + index - first])
-        except (RecordError, IndexError) as error:
-            self._bad_record(error if isinstance(error, RecordError) else RecordError(str(error)))
-            return _NOTHING
+        except RecordError as error:
+            self._on_bad_record(error)
+        except IndexError as error:
+            self._on_bad_record(RecordError(str(error)))
+        return _NOTHING
 
     def _entries_of(self, span: int) -> list[bytes]:
         entries = self._entries.get(span)

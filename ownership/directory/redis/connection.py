@@ -1,7 +1,7 @@
-"""Talking to Redis: the only file that imports `redis`.
+"""Calls to Redis: the only file that imports `redis`.
 
-Every wait on a socket is bounded by the deadline, nothing is retried behind the caller's back,
-and errors say what to change. What cannot be reached is asked again later, by a circuit breaker.
+The deadline bounds every wait on a socket, no call is retried without the caller's knowledge, and
+errors say what to change. A circuit breaker decides when a server that failed is asked again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Argument = str | bytes | int | float
 _REFUSED = (AuthenticationError, AuthorizationError, NoPermissionError)
 _LATER = (ReadOnlyError, OutOfMemoryError, MasterDownError, TryAgainError, ClusterDownError)
 _LATER_CODES = ("BUSY", "NOREPLICAS", "MISCONF", "UNKILLABLE")
-"""Answers of a server that can do what is asked at another time."""
+"""Errors of a server that may succeed at another time."""
 
 
 class RedisConnection:
@@ -58,7 +58,7 @@ class RedisConnection:
         deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`deadline_s`: of one call, for connecting and for the answer half of it each."""
+        """`deadline_s`: longest time of one call; connecting and the answer may take half each."""
         self.address = address
         self._deadline_s = deadline_s
         self._breaker = CircuitBreaker(clock)
@@ -66,58 +66,58 @@ class RedisConnection:
         self._client: Any = None
 
     def run(self, script: Script, *arguments: Argument) -> Any:
-        """The script's reply, in one round trip. Raises as `run_each`."""
-        return self._guarded(lambda client: self._run(client, script, arguments))
+        """Return the script's reply, in one round trip. Raises as `run_each` does."""
+        return self._call(lambda client: self._run(client, script, arguments))
 
     def run_each(self, script: Script, calls: Sequence[Sequence[Argument]]) -> list[Any]:
-        """Replies of several runs, sent together: one round trip but on a Cluster.
+        """Return the replies of several runs, sent together. A Cluster takes a round trip for each.
 
-        Raises DirectoryUnavailableError, DirectoryRefusedError for what will not work until
-        somebody changes it, and ScriptError for an error that the script itself answered.
+        Raises DirectoryUnavailableError; DirectoryRefusedError for what cannot work until the
+        configuration changes; ScriptError for an error that the script itself returned.
         """
         if len(calls) == 1 or self.address.cluster:
             return [self.run(script, *arguments) for arguments in calls]
-        replies: list[Any] = self._guarded(lambda x: self._run_each(x, script, calls))
+        replies: list[Any] = self._call(lambda x: self._run_each(x, script, calls))
         return replies
 
     def run_and_fetch(
         self, script: Script, arguments: Sequence[Argument], name: str, fields: Sequence[bytes]
     ) -> tuple[Any, list[bytes | None]]:
-        """The script's reply, and fields of the fleet's hash `name` at the same moment.
+        """Return the script's reply, and fields of the fleet's hash `name` at the same moment.
 
-        One transaction in one round trip; not on a Cluster, whose client cannot. Raises as
-        `run_each`.
+        One transaction in one round trip. The client of a Cluster cannot do that. Raises as
+        `run_each` does.
         """
-        answers: tuple[Any, list[bytes | None]] = self._guarded(
+        answers: tuple[Any, list[bytes | None]] = self._call(
             lambda client: self._run_and_fetch(client, script, arguments, name, fields)
         )
         return answers
 
     def close(self) -> None:
-        """Close the connections. Idempotent; a later call connects anew."""
+        """Close the connections. Idempotent; a later call connects again."""
         with self._lock:
             client, self._client = self._client, None
         if client is not None:
             client.close()
 
-    def _guarded(self, call: Callable[[Any], Any]) -> Any:
+    def _call(self, call: Callable[[Any], Any]) -> Any:
         pause_s = self._breaker.admit()
         if pause_s:
             raise DirectoryUnavailableError(
                 f"{self.address} did not answer; it is asked again in {pause_s:.1f} s"
             )
         try:
-            answer = call(self._connected())
+            answer = call(self._connect())
         except (RedisError, RedisClusterException, OSError, ValueError) as error:
-            raise self._translated(error) from error
-        self._breaker.succeeded()
+            raise self._translate(error) from error
+        self._breaker.on_success()
         return answer
 
     def _run(self, client: Any, script: Script, arguments: Sequence[Argument]) -> Any:
         keys = [fleet_key(self.address.fleet, name) for name in script.keys]
         try:
             return client.evalsha(script.sha, len(keys), *keys, *arguments)
-        except NoScriptError:  # a server that is new to us, or was restarted: it learns it now
+        except NoScriptError:  # the server does not have it yet, or was restarted
             return client.eval(script.body, len(keys), *keys, *arguments)
 
     def _run_each(
@@ -156,35 +156,35 @@ class RedisConnection:
                 raise answer
         return reply, values
 
-    def _connected(self) -> Any:
+    def _connect(self) -> Any:
         with self._lock:
             if self._client is None:
-                self._client = _connect(self.address, self._deadline_s / 2)
+                self._client = _open_client(self.address, self._deadline_s / 2)
             return self._client
 
-    def _translated(self, error: Exception) -> DirectoryError:
-        """What to raise for it; notes whether the server answered at all."""
+    def _translate(self, error: Exception) -> DirectoryError:
+        """Return the error to raise, and report to the breaker whether the server answered."""
         refusal = _refusal(error, self.address)
         if refusal is not None:
-            self._breaker.failed()
+            self._breaker.on_failure()
             return DirectoryRefusedError(refusal)
         is_answer = isinstance(error, ResponseError) and not isinstance(error, _LATER)
         if is_answer and not str(error).startswith(_LATER_CODES):
-            self._breaker.succeeded()
+            self._breaker.on_success()
             return ScriptError(str(error))
-        self._breaker.failed()
+        self._breaker.on_failure()
         return DirectoryUnavailableError(f"{self.address}: {error}")
 
 
 class ScriptError(DirectoryError):
-    """A script answered with an error: `code`, then what it says."""
+    """An error that a script returned: `code`, then `detail`."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.code, _, self.detail = message.partition(" ")
 
 
-def _connect(address: RedisAddress, timeout_s: float) -> Any:
+def _open_client(address: RedisAddress, timeout_s: float) -> Any:
     options: dict[str, Any] = {
         "username": address.username,
         "password": address.password,
@@ -192,7 +192,7 @@ def _connect(address: RedisAddress, timeout_s: float) -> Any:
         "socket_connect_timeout": timeout_s,
         "retry": Retry(NoBackoff(), 0),
         "protocol": 2,
-        "socket_read_size": 1 << 18,  # a long chain's answer is a megabyte
+        "socket_read_size": 1 << 18,  # the answer for a long chain is a megabyte
     }
     if address.tls:
         tls = {"ssl_ca_certs": address.tls_ca, "ssl_certfile": address.tls_cert}
@@ -202,7 +202,7 @@ def _connect(address: RedisAddress, timeout_s: float) -> Any:
         return RedisCluster(startup_nodes=nodes, **options)
     options["db"] = address.db
     if address.sentinel_service:
-        share_s = timeout_s / len(address.nodes)  # they are asked one after the other
+        share_s = timeout_s / len(address.nodes)  # they are asked one after another
         own: dict[str, Any] = {"username": None, "password": address.sentinel_password, "db": 0}
         own |= {"socket_timeout": share_s, "socket_connect_timeout": share_s}
         sentinel = Sentinel(address.nodes, sentinel_kwargs=options | own, **options)
@@ -212,7 +212,7 @@ def _connect(address: RedisAddress, timeout_s: float) -> Any:
 
 
 def _refusal(error: Exception, address: RedisAddress) -> str | None:
-    """What to change where asking again would not help; None where it may."""
+    """Return what to change if asking again cannot help; None if it may help."""
     for cause in _causes(error):
         if isinstance(cause, ssl.SSLCertVerificationError):
             return (

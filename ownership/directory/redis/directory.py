@@ -1,4 +1,4 @@
-"""`RedisDirectory`: the directory of a fleet, in Redis."""
+"""`RedisDirectory`: the directory of a fleet in Redis."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ownership.directory.redis.chain_chunks import ChainChunks
 from ownership.directory.redis.connection import Argument, RedisConnection, ScriptError
 from ownership.directory.redis.encoding import pack
 from ownership.directory.redis.scripts import SERVER_TIME, run_starts, script_named
-from ownership.directory.sessions import HotGroup, Session, SessionGrant, heat
+from ownership.directory.sessions import HotGroup, Session, SessionGrant, heat_at
 from ownership.directory.validation import (
     check_claims,
     check_lease,
@@ -41,7 +41,7 @@ from ownership.directory.validation import (
 
 DEFAULT_DEADLINE_S = 1.0
 CLAIMS_PER_SCRIPT = 256
-"""A script keeps every other client waiting: this many claims take a few milliseconds."""
+"""A script blocks every other client; this many claims take a few milliseconds."""
 
 _log = logging.getLogger("vllm.heterocache")
 
@@ -49,9 +49,9 @@ _log = logging.getLogger("vllm.heterocache")
 class RedisDirectory:
     """A `Directory` in Redis 7 or later, or Valkey. Thread-safe.
 
-    Every method but `close` is a Lua script, so it happens as a whole or not at all; many claims
-    are cut into several. Raises DirectoryUnavailableError within the deadline where Redis does
-    not answer, and at once while a pause after a failure lasts.
+    Every method except `close` is a Lua script, so it happens as a whole or not at all. Many
+    claims are divided among several runs. If Redis does not answer, a call raises
+    DirectoryUnavailableError within the deadline, and at once during the pause after a failure.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class RedisDirectory:
         deadline_s: float = DEFAULT_DEADLINE_S,
         server_time: str = SERVER_TIME,
     ) -> None:
-        """`deadline_s`: of one call. `server_time`: for tests, see `scripts.script_named`.
+        """`deadline_s`: longest time of one call. `server_time`: see `scripts.script_named`.
 
-        Connects when first used. Raises ValueError for a bad URL.
+        The first call connects. Raises ValueError for a bad URL.
         """
         parsed = RedisAddress.parse(address) if isinstance(address, str) else address
         self._connection = RedisConnection(parsed, deadline_s)
@@ -71,7 +71,7 @@ class RedisDirectory:
         self._server_time = server_time
         self._has_warned = False
         self.num_bad_records = 0
-        """Records that were read and could not be understood."""
+        """Records that could not be decoded."""
 
     def register(self, worker: Worker, lease_s: float, floor: int = 0) -> Lease:
         """Raise DirectoryRefusedError if the fleet runs another version."""
@@ -80,19 +80,20 @@ class RedisDirectory:
         fields = (worker.name, worker.storage, worker.peer, lease_s, floor)
         most = self._limits.max_workers
         epoch, memory = self._run("register", encoding.FORMAT_VERSION, *fields, most)
-        self._warn()
+        self._warn_once()
         return Lease(worker.name, Epoch(epoch), lease_s, _text(memory))
 
-    def evicts(self) -> str:
-        """How the server makes room by forgetting a fleet's keys; "" if it does not, or cannot be
-        asked."""
+    def eviction_policy(self) -> str:
+        """Return the server's eviction policy if it can delete a fleet's keys.
+
+        Returns "" if it cannot, or if the server does not tell.
+        """
         maxmemory, policy = map(_text, self._run("memory_policy"))
         is_ours = policy.startswith("allkeys-")  # a fleet's keys have no time to live
         return policy if is_ours and maxmemory not in ("", "0") else ""
 
-    def _warn(self) -> None:
-        """Once, of what makes a fleet forget."""
-        if not self._has_warned and (policy := self.evicts()):
+    def _warn_once(self) -> None:
+        if not self._has_warned and (policy := self.eviction_policy()):
             _log.warning(
                 "%s: maxmemory-policy %s lets Redis forget the fleet's records when its memory is "
                 "full, again and again: set it to noeviction",
@@ -125,7 +126,7 @@ class RedisDirectory:
             reply, values = self._run_and_fetch("lookup", (keys, "1"), "runs", names)
             (now, epochs, spans, runs), fetched = reply, dict(zip(starts, values, strict=True))
         now_s = float(now)
-        chunks = ChainChunks(len(chain), spans, runs, fetched, self._bad_record)
+        chunks = ChainChunks(len(chain), spans, runs, fetched, self._on_bad_record)
         return ChainView(chunks, encoding.worker_states(epochs, now_s), now_s)
 
     def claim_owner(self, epoch: Epoch, claims: Sequence[Claim]) -> list[Grant]:
@@ -151,22 +152,22 @@ class RedisDirectory:
         calls = [(epoch, ttl_s, most, encoding.pack_copies(part)) for part in _parts(copies)]
         return self._grants(epoch, "replicate_readonly", calls)
 
-    def add_chain_user(self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]) -> None:
-        check_name("reader", reader)
+    def add_chain_user(self, epoch: Epoch, user: str, chunks: Sequence[ChunkKey]) -> None:
+        check_name("user", user)
         most = (self._limits.max_users, self._limits.max_artifacts)
-        self._run_as(epoch, "add_chain_user", reader, *most, pack(list(chunks)))
+        self._run_as(epoch, "add_chain_user", user, *most, pack(list(chunks)))
 
     def remove_chain_user(
-        self, epoch: Epoch, reader: str, chunks: Sequence[ChunkKey]
+        self, epoch: Epoch, user: str, chunks: Sequence[ChunkKey]
     ) -> list[ChunkKey]:
-        free = self._run_as(epoch, "remove_chain_user", reader, pack(list(chunks)))
-        return [chunk for chunk, is_free in zip(chunks, free, strict=True) if is_free]
+        is_unused = self._run_as(epoch, "remove_chain_user", user, pack(list(chunks)))
+        return [chunk for chunk, unused in zip(chunks, is_unused, strict=True) if unused]
 
     def usage(self, chunks: Sequence[ChunkKey]) -> list[Usage]:
         reply = self._run("usage", pack(list(chunks)))
         return [
-            Usage(readers, float(idle) if idle else None)
-            for readers, idle in zip(reply[::2], reply[1::2], strict=True)
+            Usage(num_users, float(idle) if idle else None)
+            for num_users, idle in zip(reply[::2], reply[1::2], strict=True)
         ]
 
     def reset_generation(self) -> int:
@@ -224,14 +225,13 @@ class RedisDirectory:
     def hot_groups(self, limit: int) -> list[HotGroup]:
         if limit <= 0:
             return []
-        now, *found = self._run("hot_groups", limit)
-        half_life_s = self._limits.group_half_life_s
-        return [
-            HotGroup(
-                _text(name), heat(float(score), float(now), half_life_s), encoding.chain_ends(ends)
-            )
-            for name, score, ends in zip(found[::3], found[1::3], found[2::3], strict=True)
-        ]
+        now, *reply = self._run("hot_groups", limit)
+        now_s, half_life_s = float(now), self._limits.group_half_life_s
+        groups = []
+        for name, log_heat, ends in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
+            heat = heat_at(float(log_heat), now_s, half_life_s)
+            groups.append(HotGroup(_text(name), heat, encoding.chain_ends(ends)))
+        return groups
 
     def close(self) -> None:
         """Close the connections."""
@@ -247,12 +247,12 @@ class RedisDirectory:
         try:
             return encoding.session(session_id, packed)
         except RecordError as error:
-            self._bad_record(error)
+            self._on_bad_record(error)
             return None
 
-    def _bad_record(self, error: RecordError) -> None:
+    def _on_bad_record(self, error: RecordError) -> None:
         if not self.num_bad_records:
-            _log.warning("%s: a record that cannot be read: %s", self._connection.address, error)
+            _log.warning("%s: a record that cannot be decoded: %s", self._connection.address, error)
         self.num_bad_records += 1
 
     def _run_as(self, epoch: Epoch, script: str, *arguments: Argument) -> Any:
@@ -261,19 +261,19 @@ class RedisDirectory:
     def _run_each_as(
         self, epoch: Epoch, script: str, calls: Sequence[Sequence[Argument]]
     ) -> list[Any]:
-        """Raises StaleEpochError, also where there is nothing to do."""
+        """Raises StaleEpochError, also if `calls` change nothing."""
         try:
             return self._connection.run_each(self._named(script), calls)
         except ScriptError as error:
             if error.code == "STALE_EPOCH":
                 raise StaleEpochError(epoch, error.detail) from error
-            raise self._explained(error) from error
+            raise self._explain(error) from error
 
     def _run(self, script: str, *arguments: Argument) -> Any:
         try:
             return self._connection.run(self._named(script), *arguments)
         except ScriptError as error:
-            raise self._explained(error) from error
+            raise self._explain(error) from error
 
     def _run_and_fetch(
         self, script: str, arguments: Sequence[Argument], name: str, fields: Sequence[bytes]
@@ -281,12 +281,12 @@ class RedisDirectory:
         try:
             return self._connection.run_and_fetch(self._named(script), arguments, name, fields)
         except ScriptError as error:
-            raise self._explained(error) from error
+            raise self._explain(error) from error
 
     def _named(self, script: str) -> Any:
         return script_named(script, self._server_time)
 
-    def _explained(self, error: ScriptError) -> DirectoryError:
+    def _explain(self, error: ScriptError) -> DirectoryError:
         address = self._connection.address
         if error.code == "FORMAT":
             return DirectoryRefusedError(
@@ -296,11 +296,11 @@ class RedisDirectory:
             )
         if error.code == "WORKERS":
             return DirectoryError(f"fleet {address.fleet!r} has max_workers live: {error.detail}")
-        return RecordError(f"{address}: what is stored there is not a directory's: {error}")
+        return RecordError(f"{address}: the data stored there is not a directory's: {error}")
 
 
 def _parts(items: Sequence[Any]) -> list[Sequence[Any]]:
-    """At least one, so that a call about nothing still finds a stale epoch."""
+    """Return at least one part, so that a call without items still finds a stale epoch."""
     starts = range(0, max(len(items), 1), CLAIMS_PER_SCRIPT)
     return [items[at : at + CLAIMS_PER_SCRIPT] for at in starts]
 

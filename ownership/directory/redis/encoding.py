@@ -1,4 +1,4 @@
-"""Records as bytes: what the scripts store and answer, checked when read.
+"""Encode and decode what the scripts take, store and return.
 
 msgpack without a separate type for bytes, which is what Redis' Lua speaks. Other programs can write
 into the database, so a record is not trusted: one that does not have the form that `lua/lib`
@@ -31,7 +31,7 @@ from ownership.directory.identifiers import Epoch, Token
 from ownership.directory.sessions import Session
 
 FORMAT_VERSION = 1
-"""Of everything in a fleet's keys. Another version's fleet is refused at registration."""
+"""Version of everything in a fleet's keys. Registration refuses a fleet of another version."""
 
 _RUN = bytes([FORMAT_VERSION])
 """First byte of a run, see lua/lib/runs.lua."""
@@ -44,18 +44,18 @@ _OUTCOMES = (
 )
 _STATE_TYPES = tuple(StateType)
 _COPY = struct.Struct("<Q16sqQ?")
-"""size_bytes, checksum, dram_offset, generation, on_ssd: a fixed shape is read fastest."""
+"""size_bytes, checksum, dram_offset, generation, on_ssd. A fixed shape is decoded fastest."""
 _MAX_INTEGER = 2**53
-"""Lua's numbers are doubles."""
+"""Numbers in Lua are doubles."""
 
 
 def pack(value: object) -> bytes:
-    """msgpack for Redis' Lua."""
+    """Encode a value as msgpack for Redis' Lua."""
     return msgpack.packb(value, use_bin_type=False)  # type: ignore[no-any-return]
 
 
 def pack_claims(claims: Sequence[Claim]) -> bytes:
-    """`claim_owner.lua`'s argument."""
+    """Encode the argument of `claim_owner.lua`."""
     flat: list[object] = []
     for claim in claims:
         chunk, state_type = claim.artifact
@@ -64,7 +64,7 @@ def pack_claims(claims: Sequence[Claim]) -> bytes:
 
 
 def pack_copies(copies: Sequence[Claim]) -> bytes:
-    """`replicate_readonly.lua`'s argument."""
+    """Encode the argument of `replicate_readonly.lua`."""
     flat: list[object] = []
     for claim in copies:
         chunk, state_type = claim.artifact
@@ -73,12 +73,12 @@ def pack_copies(copies: Sequence[Claim]) -> bytes:
 
 
 def pack_copy(copy: Copy) -> bytes:
-    """A copy; the scripts do not look into it."""
+    """Encode a copy. The scripts do not decode it."""
     return _COPY.pack(*copy)
 
 
 def grants(reply: Sequence[int]) -> list[Grant]:
-    """The answers of `claim_owner` and `replicate_readonly`."""
+    """Decode the replies of `claim_owner` and `replicate_readonly`."""
     return [
         Grant(_OUTCOMES[outcome], Epoch(owner), Token(token))
         for outcome, owner, token in zip(reply[::3], reply[1::3], reply[2::3], strict=True)
@@ -86,7 +86,7 @@ def grants(reply: Sequence[int]) -> list[Grant]:
 
 
 def worker_states(fields: Sequence[bytes], now_s: float) -> dict[Epoch, WorkerState]:
-    """The epochs of `lookup.lua`'s answer. One that cannot be read has ended."""
+    """Decode the epochs of `lookup.lua`'s reply. One that cannot be decoded counts as ended."""
     states = {}
     for epoch, packed in zip(fields[::2], fields[1::2], strict=True):
         try:
@@ -102,7 +102,7 @@ def worker_states(fields: Sequence[bytes], now_s: float) -> dict[Epoch, WorkerSt
 
 
 def run_entries(run: bytes) -> list[bytes]:
-    """The entry of each chunk of a run as it is stored. Raises RecordError."""
+    """Return the encoded entry of each chunk of a run. Raises RecordError."""
     if run[:1] != _RUN:
         raise RecordError(f"not a run of format {FORMAT_VERSION}: {run[:8]!r}")
     entries = _array(run[1:])
@@ -112,7 +112,7 @@ def run_entries(run: bytes) -> list[bytes]:
 
 
 def chunk_records(entry: bytes) -> dict[StateType, ArtifactRecord]:
-    """What a chunk's entry says. Raises RecordError."""
+    """Decode a chunk's entry. Raises RecordError."""
     if not entry:
         return {}
     records = {}
@@ -120,9 +120,9 @@ def chunk_records(entry: bytes) -> dict[StateType, ArtifactRecord]:
         try:
             position, owner, token, copy, *replicas = packed
             state_type = _STATE_TYPES[_whole(position)]
-            held_as = tuple(map(_replica, replicas)) if replicas else ()
+            listed = tuple(map(_replica, replicas)) if replicas else ()
             records[state_type] = ArtifactRecord(
-                Epoch(_whole(owner)), Token(_whole(token)), _copy(copy), held_as
+                Epoch(_whole(owner)), Token(_whole(token)), _copy(copy), listed
             )
         except (IndexError, TypeError, ValueError) as error:
             raise RecordError(f"not a record: {packed!r:.80}: {error}") from error
@@ -130,7 +130,7 @@ def chunk_records(entry: bytes) -> dict[StateType, ArtifactRecord]:
 
 
 def session(session_id: str, packed: bytes) -> Session:
-    """A session as it is stored. Raises RecordError."""
+    """Decode a session. Raises RecordError."""
     token, owner, boundary, tokens, group, think_s, turn_ended_s, _ = _array(packed, 8)
     try:
         return Session(
@@ -148,7 +148,7 @@ def session(session_id: str, packed: bytes) -> Session:
 
 
 def chain_ends(packed: bytes) -> tuple[ChunkKey, ...]:
-    """Chunk keys, one after the other. Raises RecordError."""
+    """Decode chunk keys that are stored one after another. Raises RecordError."""
     if len(packed) % KEY_BYTES:
         raise RecordError(f"{len(packed)} bytes are no chunk keys")
     return tuple(ChunkKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES))
@@ -169,7 +169,7 @@ def _replica(packed: Sequence[Any]) -> Replica:
 
 
 def generation(text: bytes) -> int:
-    """A generation as scripts answer it. Raises RecordError."""
+    """Decode a generation. Raises RecordError."""
     try:
         return _whole(int(text))
     except (TypeError, ValueError) as error:
@@ -189,7 +189,7 @@ def _whole(value: object) -> int:
 
 
 def _array(packed: bytes, size: int | None = None) -> list[Any]:
-    """The array that `packed` is, of that size. Raises RecordError."""
+    """Decode an array, of `size` items unless it is None. Raises RecordError."""
     try:
         value = msgpack.unpackb(packed, raw=True)
     except (ValueError, msgpack.UnpackException, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""The Lua scripts in `lua`, put together from their headers.
+"""The Lua scripts in `lua`, assembled as their headers say.
 
-A script's comments name its `KEYS` (local variables of those names hold the fleet's keys) and
-the files of `lua/lib` it `USES`; all keys of a fleet carry one hash tag, so they lie in one
-slot of a Redis Cluster.
+A script's header names its `KEYS`, which local variables of those names hold, and the files of
+`lua/lib` that it `USES`. All keys of a fleet carry one hash tag, so they lie in one slot of a Redis
+Cluster.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ _KEYS = re.compile(r"^-- KEYS: (.+)$", re.MULTILINE)
 _USES = re.compile(r"^-- USES: (.+)$", re.MULTILINE)
 _CHUNKS_PER_RUN = 64
 SERVER_TIME = (files("ownership.directory.redis") / "lua" / "lib" / "server_time.lua").read_text()
-"""Where directory time comes from: the Redis server. A test may put its own in this place."""
+"""Lua that reads the directory's clock from the Redis server. Tests pass their own."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """A script as Redis runs it."""
+    """A complete script."""
 
     name: str
     body: str
     sha: str
     keys: tuple[str, ...]
-    """Names of the fleet's keys it takes, in order."""
+    """Names of the fleet's keys that it takes, in order."""
 
 
 @cache
 def script_named(name: str, server_time: str = SERVER_TIME) -> Script:
-    """The script `lua/<name>.lua` with what it uses.
+    """Return the script `lua/<name>.lua` with the libraries it uses.
 
-    `server_time`: Lua that defines `server_s()`, seconds.
+    `server_time`: Lua that defines `server_s()`, which returns seconds.
     """
     folder = files("ownership.directory.redis") / "lua"
     text = (folder / f"{name}.lua").read_text()
@@ -51,15 +51,18 @@ def script_named(name: str, server_time: str = SERVER_TIME) -> Script:
 
 
 def run_starts(chain: bytes) -> list[int]:
-    """Where runs are sure to begin in a chain of 16-byte keys: at its start, if it is not empty,
-    and where the key says so (`begins_run` in `lua/lib/runs.lua`)."""
+    """Return the indices at which runs certainly begin in a chain of 16-byte keys.
+
+    A run begins at the start of a chain that is not empty, and at each key for which `begins_run`
+    (`lua/lib/runs.lua`) holds.
+    """
     first_bytes = np.frombuffer(chain, dtype=np.uint8)[::KEY_BYTES]
     starts: list[int] = np.flatnonzero(first_bytes % _CHUNKS_PER_RUN == 0).tolist()
     return starts if starts[:1] == [0] or not chain else [0, *starts]
 
 
 def fleet_key(fleet: str, name: str) -> str:
-    """The Redis key that holds `name` for a fleet."""
+    """Return the Redis key that holds `name` for a fleet."""
     return f"{{heterocache:{fleet}}}:{name}"
 
 

@@ -12,11 +12,11 @@ def test_a_failure_refuses_calls_for_a_pause_and_a_success_ends_it() -> None:
     clock = Clock()
     breaker = CircuitBreaker(clock)
     assert breaker.admit() == 0.0
-    breaker.failed()
+    breaker.on_failure()
     assert breaker.admit() == FIRST_PAUSE_S
     clock.now_s += FIRST_PAUSE_S
     assert breaker.admit() == 0.0
-    breaker.succeeded()
+    breaker.on_success()
     assert breaker.admit() == 0.0
     assert not breaker.is_open
 
@@ -24,7 +24,7 @@ def test_a_failure_refuses_calls_for_a_pause_and_a_success_ends_it() -> None:
 def test_only_one_call_tries_at_the_end_of_a_pause() -> None:
     clock = Clock()
     breaker = CircuitBreaker(clock)
-    breaker.failed()
+    breaker.on_failure()
     clock.now_s += FIRST_PAUSE_S
     assert breaker.admit() == 0.0
     assert breaker.admit() > 0.0
@@ -35,7 +35,7 @@ def test_pauses_double_up_to_the_longest() -> None:
     breaker = CircuitBreaker(clock)
     pauses = []
     for _ in range(8):
-        breaker.failed()
+        breaker.on_failure()
         pauses.append(breaker.admit())
         clock.now_s += pauses[-1]
     assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]

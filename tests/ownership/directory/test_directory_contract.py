@@ -639,7 +639,7 @@ class TestChainUsers:
         assert directory.remove_chain_user(bob.epoch, "s1", [A.chunk]) == [A.chunk]
         assert directory.remove_chain_user(bob.epoch, "s1", [A.chunk]) == [A.chunk]
 
-    def test_a_dead_workers_readers_do_not_count(
+    def test_users_of_an_ended_worker_do_not_count(
         self, directory: Directory, bench: DirectoryBench
     ) -> None:
         ann, bob = join(directory, "ann"), join(directory, "bob", lease_s=1_000.0)
@@ -649,7 +649,7 @@ class TestChainUsers:
         assert directory.usage([A.chunk])[0].num_users == 1
         assert directory.remove_chain_user(bob.epoch, "s2", [A.chunk]) == [A.chunk]
 
-    def test_when_a_chunk_was_last_used(
+    def test_usage_says_when_a_chunk_was_last_used(
         self, directory: Directory, bench: DirectoryBench, ann: Lease
     ) -> None:
         assert directory.usage([A.chunk]) == [Usage(0, None)]
@@ -659,14 +659,12 @@ class TestChainUsers:
         assert usage.num_users == 1
         assert usage.idle_s == pytest.approx(3.0, abs=0.5)
 
-    def test_more_readers_than_may_be_are_not_counted(
-        self, directory: Directory, ann: Lease
-    ) -> None:
+    def test_users_beyond_the_limit_are_not_counted(self, directory: Directory, ann: Lease) -> None:
         for index in range(LIMITS.max_users + 2):
             directory.add_chain_user(ann.epoch, f"s{index}", [A.chunk])
         assert directory.usage([A.chunk])[0].num_users == LIMITS.max_users
 
-    @pytest.mark.parametrize("reader", ["", "x" * 257])
-    def test_a_bad_name_is_refused(self, directory: Directory, ann: Lease, reader: str) -> None:
-        with pytest.raises(ValueError, match="reader"):
-            directory.add_chain_user(ann.epoch, reader, [A.chunk])
+    @pytest.mark.parametrize("user", ["", "x" * 257])
+    def test_a_bad_name_is_refused(self, directory: Directory, ann: Lease, user: str) -> None:
+        with pytest.raises(ValueError, match="user"):
+            directory.add_chain_user(ann.epoch, user, [A.chunk])

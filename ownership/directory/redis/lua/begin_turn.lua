@@ -1,4 +1,4 @@
--- The session decodes at the epoch from now on. `SessionDirectory.begin_turn`.
+-- Make the epoch the worker that decodes the session. `SessionDirectory.begin_turn`.
 -- KEYS: fleet epochs sessions session_uses groups group_ends
 -- ARGV: epoch, session id, group or '', expected token or '', most sessions, session_ttl_s,
 --       group_half_life_s, most groups

@@ -1,4 +1,4 @@
--- Own artifacts unless another epoch's ownership lasts. `OwnershipDirectory.claim_owner`.
+-- Become the owner of artifacts unless another epoch owns them. `OwnershipDirectory.claim_owner`.
 -- KEYS: fleet epochs chunks runs
 -- ARGV: epoch, most artifacts, msgpack [chunk, parent chunk, state type, copy, ...]
 -- Returns: [outcome, owner, token, ...]; outcomes as in `outcomes.lua`. Errors: STALE_EPOCH.

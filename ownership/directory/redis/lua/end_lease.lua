@@ -1,4 +1,4 @@
--- The epoch ends now. `OwnershipDirectory.end_lease`.
+-- End the epoch now. `OwnershipDirectory.end_lease`.
 -- KEYS: fleet epochs
 -- ARGV: epoch
 -- Returns: nothing.

@@ -1,4 +1,4 @@
--- Note where the session can resume. `SessionDirectory.end_turn`.
+-- Record the boundary at which the session can resume. `SessionDirectory.end_turn`.
 -- KEYS: fleet epochs sessions session_uses
 -- ARGV: epoch, session id, token, boundary (a chunk key), boundary_tokens, most sessions
 -- Returns: [1 if granted, else 0, msgpack session (lib/sessions.lua)]. Errors: STALE_EPOCH.

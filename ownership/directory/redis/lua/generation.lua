@@ -1,7 +1,7 @@
--- The fleet's generation and who has adopted which. `GenerationDirectory.generation`.
+-- Return the fleet's generation, and those that its live workers have adopted. `GenerationDirectory.generation`.
 -- KEYS: fleet epochs adopted
 -- ARGV: none
--- Returns: [the fleet's, worker's name, what it has adopted, ...], numbers as text.
+-- Returns: [the fleet's, worker's name, its adopted generation, ...], numbers as text.
 -- USES: clock epochs generations
 
 local now_s = tick_s()

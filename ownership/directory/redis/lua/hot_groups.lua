@@ -1,6 +1,6 @@
--- The hottest groups, hottest first. `SessionDirectory.hot_groups`.
+-- Return the hottest groups, hottest first. `SessionDirectory.hot_groups`.
 -- KEYS: fleet groups group_ends
--- ARGV: how many
+-- ARGV: number of groups
 -- Returns: [now_s as text, name, log2 of its heat as text, chain ends (16 bytes each), ...].
 -- USES: clock
 

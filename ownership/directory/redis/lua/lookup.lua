@@ -1,14 +1,14 @@
--- Everything known of a chain, in as few pieces as it is stored in. `OwnershipDirectory.lookup`.
+-- Return the records of a chain, in as few pieces as they are stored in. `OwnershipDirectory.lookup`.
 -- KEYS: fleet epochs chunks runs
--- ARGV: the chain's keys, 16 bytes each, one after the other; '1' where the caller fetches, in the
---       same transaction, the runs that begin at the chain's first chunk and at those for which
+-- ARGV: the chain's keys, 16 bytes each, one after another; '1' if the caller fetches, in the same
+--       transaction, the runs that begin at the chain's first chunk and at the chunks for which
 --       `begins_run` holds, else ''
 -- Returns: [now_s as text,
 --           [epoch, msgpack entry (epochs.lua), ...],
 --           [first chunk asked for, its position in the run, number of chunks, run, ...] from 0,
 --           [run as it is stored (runs.lua), ...]].
---          A run is an index into the last list, or -1 for one that the caller fetches: it begins
---          at `first chunk asked for - position`.
+--          A run is an index into the last list, or -1 for one that the caller fetches, which
+--          begins at `first chunk asked for - position`.
 -- USES: clock epochs runs
 
 local chain, is_fetched_apart = ARGV[1], ARGV[2] == '1'
@@ -20,7 +20,8 @@ local function key_at(index)
   return sub(chain, index * KEY + 1, index * KEY + KEY)
 end
 
--- Chunks that the chain from `index` and the keys from `position` (both from 0) have in common.
+-- The number of chunks that the chain from `index` and the keys from `position` (both from 0) have
+-- in common.
 local function common_length(keys, index, position)
   if position == 0 and string.find(chain, keys, index * KEY + 1, true) == index * KEY + 1 then
     return math.floor(#keys / KEY)
@@ -35,8 +36,8 @@ local function common_length(keys, index, position)
   return most
 end
 
--- The first chunk at or after `index` that is stored, and its value. Unknown prompts are the
--- rule, so what is missing is skipped in growing steps.
+-- The first stored chunk at or after `index`, and its value. Most prompts are unknown, so missing
+-- chunks are skipped in growing steps.
 local function next_stored(index)
   if index >= length then
     return nil
@@ -62,8 +63,8 @@ local function next_stored(index)
   return nil
 end
 
--- Where the answer has the run `head`, whose chunk `position` is the chain's `index`; nil if it
--- is not there.
+-- The index of the run `head` in the answer, or -1; nil if the run is missing. Its chunk `position`
+-- is the chain's `index`.
 local function source_of(head, index, position)
   local is_fetched = is_fetched_apart and index >= position
     and (index == position or begins_run(head)) and key_at(index - position) == head

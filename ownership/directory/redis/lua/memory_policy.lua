@@ -1,4 +1,4 @@
--- What the server does when its memory is full. `RedisDirectory.evicts`.
+-- Return what the server does when its memory is full. `RedisDirectory.eviction_policy`.
 -- KEYS: fleet
 -- ARGV: none
 -- Returns: [maxmemory in bytes or empty, maxmemory_policy or empty].

@@ -1,4 +1,4 @@
--- A request about the group used the chain that ends there. `SessionDirectory.note_group`.
+-- Record that a request about the group used a chain. `SessionDirectory.note_group`.
 -- KEYS: fleet epochs groups group_ends
 -- ARGV: epoch, group, chain end (a chunk key), group_half_life_s, most groups
 -- Returns: nothing. Errors: STALE_EPOCH.

@@ -1,8 +1,8 @@
--- A new epoch for a worker; its earlier epoch is retired. `OwnershipDirectory.register`.
+-- Make a new epoch for a worker, and retire its earlier one. `OwnershipDirectory.register`.
 -- KEYS: fleet epochs names peers chunks runs
 -- ARGV: format version, name, storage, peer metadata, lease_s, floor, most workers
--- Returns: [the epoch, memory_name() of memory.lua]. Errors: FORMAT (another version's fleet),
---          WORKERS (too many alive).
+-- Returns: [the epoch, memory_name() of memory.lua]. Errors: FORMAT (a fleet of another version),
+--          WORKERS (too many are live).
 -- USES: clock epochs memory
 
 local format, name, storage, peer = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
@@ -28,7 +28,7 @@ if redis.call('HLEN', epochs) >= max_workers then
   for index = 1, #all, 2 do
     local epoch = number_in(all[index])
     local entry = epoch and entry_of(epoch)
-    if not entry then  -- nobody can use it
+    if not entry then  -- it cannot be decoded
       redis.call('HDEL', epochs, all[index])
       redis.call('HDEL', peers, all[index])
     elseif entry[DEADLINE_S] <= now_s
@@ -39,7 +39,7 @@ if redis.call('HLEN', epochs) >= max_workers then
   if oldest then
     forget(oldest, oldest_entry)
   elseif redis.call('HLEN', epochs) >= max_workers then
-    return redis.error_reply('WORKERS ' .. max_workers .. ' epochs are alive')
+    return redis.error_reply('WORKERS ' .. max_workers .. ' epochs are live')
   end
 end
 

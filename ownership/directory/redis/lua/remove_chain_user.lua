@@ -1,20 +1,20 @@
--- A reader is done. `OwnershipDirectory.remove_chain_user`.
+-- Stop counting a user. `OwnershipDirectory.remove_chain_user`.
 -- KEYS: fleet epochs readers used
--- ARGV: epoch, reader, msgpack [chunk, ...]
--- Returns: [1 where nobody reads the chunk any more, else 0, ...]. Errors: STALE_EPOCH.
+-- ARGV: epoch, user, msgpack [chunk, ...]
+-- Returns: [1 if the chunk has no user any more, else 0, ...]. Errors: STALE_EPOCH.
 -- USES: clock epochs chain_users
 
-local epoch, reader = tonumber(ARGV[1]), ARGV[2]
+local epoch, user = tonumber(ARGV[1]), ARGV[2]
 local now_s = tick_s()
 local refused = refusal(epoch, now_s)
 if refused then
   return refused
 end
 
-local free = {}
+local unused = {}
 for index, chunk in ipairs(cmsgpack.unpack(ARGV[3])) do
   local found = users_of(chunk)
-  local position = position_of(found, epoch, reader)
+  local position = position_of(found, epoch, user)
   if position then
     table.remove(found, position)
     table.remove(found, position)
@@ -22,6 +22,6 @@ for index, chunk in ipairs(cmsgpack.unpack(ARGV[3])) do
   end
   found = live_users(found, now_s)
   keep_users(chunk, found)
-  free[index] = #found == 0 and 1 or 0
+  unused[index] = #found == 0 and 1 or 0
 end
-return free
+return unused

@@ -1,4 +1,4 @@
--- The epoch lives for another lease from now. `OwnershipDirectory.renew_lease`.
+-- Extend the lease from now. `OwnershipDirectory.renew_lease`.
 -- KEYS: fleet epochs names peers chunks runs
 -- ARGV: epoch
 -- Returns: memory_name() of memory.lua. Errors: STALE_EPOCH.
@@ -10,7 +10,7 @@ local refused = refusal(epoch, now_s)
 if refused then
   return refused
 elseif redis.call('HEXISTS', peers, field_of(epoch)) == 0 then
-  return redis.error_reply('STALE_EPOCH what peers need to read from it is lost')
+  return redis.error_reply('STALE_EPOCH its card, which peers need to read from it, is lost')
 end
 local entry = entry_of(epoch)
 entry[DEADLINE_S] = now_s + entry[LEASE_S]

@@ -12,7 +12,7 @@ if refused then
   return refused
 end
 
-local function is_own_or_gone(replica)
+local function is_own_or_expired(replica)
   return replica[HOLDER] == epoch or not is_listed(replica, now_s)
 end
 
@@ -28,7 +28,7 @@ for index = 1, #copies, 3 do
   elseif record[OWNER] == epoch then
     answer(OWNED, epoch, record[TOKEN])
   else
-    drop_replicas(record, is_own_or_gone)
+    drop_replicas(record, is_own_or_expired)
     local is_full = #record - COPY >= max_replicas
     if not is_full then
       table.insert(record, { epoch, copy, now_s + ttl_s })

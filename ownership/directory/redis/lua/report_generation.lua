@@ -1,4 +1,4 @@
--- Which generation a worker shares state in. `GenerationDirectory.report_generation`.
+-- Record the generation in which a worker shares state; return the fleet's. `GenerationDirectory.report_generation`.
 -- KEYS: fleet epochs adopted
 -- ARGV: epoch, adopted, floor
 -- Returns: the fleet's generation, as text. Errors: STALE_EPOCH.

@@ -1,7 +1,7 @@
--- What is known of sessions. `SessionDirectory.sessions`.
+-- Return the records of sessions. `SessionDirectory.sessions`.
 -- KEYS: fleet sessions
 -- ARGV: session_ttl_s, session id, ...
--- Returns: [msgpack session (lib/sessions.lua), or empty where nothing is known, ...].
+-- Returns: [msgpack session (lib/sessions.lua), or empty if it is unknown, ...].
 -- USES: clock
 
 local USED_S = 8

@@ -1,16 +1,16 @@
--- Forget what nobody can use any more. `OwnershipDirectory.sweep`.
+-- Forget records without a use. `OwnershipDirectory.sweep`.
 -- KEYS: fleet epochs chunks runs readers used names peers
 -- ARGV: about how many records to look at, orphan_ttl_s, most artifacts
--- Returns: how many artifacts' records went.
+-- Returns: the number of artifacts whose records were forgotten.
 -- USES: clock epochs runs records chain_users
 
 local limit, orphan_ttl_s, max_artifacts = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local now_s = tick_s()
 local oldest_s = now_s - orphan_ttl_s
--- A full directory needs the room of its orphans.
+-- A full directory keeps no orphans.
 local oldest_orphan_s = num_artifacts() < max_artifacts and oldest_s or now_s
 
--- The next `limit` fields of a hash; where it left off is kept in the fleet's hash.
+-- The next `limit` fields of a hash. The cursor is kept in the fleet's hash.
 local function scan(key, cursor_field)
   local cursor = redis.call('HGET', fleet, cursor_field) or '0'
   local answer = redis.call('HSCAN', key, string.match(cursor, '^%d+$') or '0', 'COUNT', limit)
@@ -18,7 +18,7 @@ local function scan(key, cursor_field)
   return answer[2]
 end
 
-local function is_gone(replica)
+local function is_expired(replica)
   return not is_listed(replica, now_s)
 end
 
@@ -26,8 +26,8 @@ local function sweep_chunk(place)
   for at = #place.records, 1, -1 do
     local record = place.records[at]
     local replicas = #record
-    drop_replicas(record, is_gone)
-    local is_orphan = #record == COPY and ended_before(record[OWNER], oldest_orphan_s)
+    drop_replicas(record, is_expired)
+    local is_orphan = #record == COPY and has_ended_before(record[OWNER], oldest_orphan_s)
     if is_orphan then
       record[OWNER] = NO_EPOCH
     end
@@ -44,7 +44,7 @@ for index = 1, #scanned, 2 do
   for position = 0, run and #run.entries - 1 or -1 do
     local chunk = string.sub(run.keys, position * KEY + 1, position * KEY + KEY)
     local place = place_of(chunk)
-    if place then  -- else the index does not know that the run holds it
+    if place then  -- else the index does not have it
       sweep_chunk(place)
     end
   end
@@ -64,7 +64,7 @@ end
 
 for _, field in ipairs(redis.call('HKEYS', epochs)) do
   local epoch = number_in(field)
-  if not epoch or ended_before(epoch, oldest_s) then
+  if not epoch or has_ended_before(epoch, oldest_s) then
     local entry = epoch and entry_of(epoch)
     redis.call('HDEL', epochs, field)
     redis.call('HDEL', peers, field)

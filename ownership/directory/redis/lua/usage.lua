@@ -1,7 +1,7 @@
--- Who reads each chunk now, and since when nobody has come or gone. `OwnershipDirectory.usage`.
+-- Return the users of each chunk, and the time since one came or left. `OwnershipDirectory.usage`.
 -- KEYS: fleet epochs readers used
 -- ARGV: msgpack [chunk, ...]
--- Returns: [number of readers, idle seconds as text or empty, ...].
+-- Returns: [number of users, idle seconds as text or empty, ...].
 -- USES: clock epochs chain_users
 
 local now_s = tick_s()

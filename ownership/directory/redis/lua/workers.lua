@@ -1,4 +1,4 @@
--- All live workers with what is needed to read from them. `OwnershipDirectory.workers`.
+-- Return all live workers, with what is needed to read from them. `OwnershipDirectory.workers`.
 -- KEYS: fleet epochs peers
 -- ARGV: none
 -- Returns: [epoch, name, storage, peer metadata, ...].

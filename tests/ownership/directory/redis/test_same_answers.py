@@ -141,13 +141,13 @@ class SameAnswers(RuleBasedStateMachine):
         copies = [Claim(a, copy_of(a, 8_192)) for a in what]
         self.both(lambda s: s.directory.replicate_readonly(s.epoch(who), copies, ttl_s))
 
-    @rule(who=st.integers(0, 9), reader=NAMES, chunks=KEYS)
-    def add_chain_user(self, who: int, reader: str, chunks: list[ChunkKey]) -> None:
-        self.both(lambda side: side.directory.add_chain_user(side.epoch(who), reader, chunks))
+    @rule(who=st.integers(0, 9), user=NAMES, chunks=KEYS)
+    def add_chain_user(self, who: int, user: str, chunks: list[ChunkKey]) -> None:
+        self.both(lambda side: side.directory.add_chain_user(side.epoch(who), user, chunks))
 
-    @rule(who=st.integers(0, 9), reader=NAMES, chunks=KEYS)
-    def remove_chain_user(self, who: int, reader: str, chunks: list[ChunkKey]) -> None:
-        self.both(lambda side: side.directory.remove_chain_user(side.epoch(who), reader, chunks))
+    @rule(who=st.integers(0, 9), user=NAMES, chunks=KEYS)
+    def remove_chain_user(self, who: int, user: str, chunks: list[ChunkKey]) -> None:
+        self.both(lambda side: side.directory.remove_chain_user(side.epoch(who), user, chunks))
 
     @rule(who=st.integers(0, 9), session=NAMES, group=st.sampled_from(["", "g", "h"]))
     def begin_turn(self, who: int, session: str, group: str) -> None:

@@ -1,9 +1,9 @@
--- Who reads which chunk. Needs: epochs, readers, used.
+-- The users of each chunk. Needs: epochs, readers, used.
 --
--- readers: hash, chunk -> msgpack [epoch, reader, ...]. used: sorted set, chunk by the
+-- readers: hash, chunk -> msgpack [epoch, user, ...]. used: sorted set, chunk by the
 -- directory time of its last use.
 
--- Those that can be read.
+-- The users that can be decoded.
 local function users_of(chunk)
   local is_read, found = pcall(cmsgpack.unpack, redis.call('HGET', readers, chunk) or '')
   local known = {}
@@ -24,16 +24,16 @@ local function keep_users(chunk, found)
   end
 end
 
-local function position_of(found, epoch, reader)
+local function position_of(found, epoch, user)
   for index = 1, #found, 2 do
-    if found[index] == epoch and found[index + 1] == reader then
+    if found[index] == epoch and found[index + 1] == user then
       return index
     end
   end
   return nil
 end
 
--- Only those whose worker's lease lasts.
+-- The users whose worker's lease lasts.
 local function live_users(found, now_s)
   local live = {}
   for index = 1, #found, 2 do

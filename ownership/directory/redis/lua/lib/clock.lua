@@ -1,13 +1,14 @@
--- Directory time in seconds: this server's clock, made to never go back. Set back, it stands
--- still for a moment and then goes on, so an ended lease stays ended and a running one is not
--- prolonged. What somebody else has written in its place is begun anew. Needs: fleet.
+-- Directory time in seconds: the server's clock, made never to go back. If the clock is set back,
+-- directory time stops for one reading and then goes on: an ended lease stays ended and a running
+-- lease is not prolonged. A value that no script wrote is replaced. Needs: fleet.
 
--- A double as text that reads back as the same double.
+-- A double as text, exactly.
 local function exact(number)
   return string.format('%.17g', number)
 end
 
--- Now. Notes it, in scripts that only read too: what one caller saw end must not live again.
+-- The time. Scripts that only read store it, too: an epoch that one caller saw end must not live
+-- again.
 local MOST_OFF_S = 1e11
 
 local function tick_s()

@@ -1,11 +1,11 @@
--- Epochs and what they may do. Needs: fleet, epochs.
+-- Epochs and their status. Needs: fleet, epochs.
 --
 -- epochs: hash, epoch -> msgpack [name, storage, lease_s, deadline_s, retired].
--- One that cannot be read has ended.
+-- An epoch that cannot be decoded has ended.
 -- fleet.sequence: the last epoch or token handed out, one counter for both. It never falls behind
--- the clock in microseconds: a replica that is promoted, or a snapshot that is read, may lack what
--- was handed out last, and must not hand it out again. Numbers after LAST_NUMBER cannot be: a clock
--- beyond the year 2112 is not followed, and a sequence that somebody else has set is begun anew.
+-- the clock in microseconds: a Redis replica that is promoted, or a snapshot that is read, may lack
+-- the last numbers, and must not hand them out again. No number is greater than LAST_NUMBER: a clock
+-- beyond the year 2112 is ignored, and a greater sequence, which no script wrote, is replaced.
 
 local NAME, STORAGE, LEASE_S, DEADLINE_S, IS_RETIRED = 1, 2, 3, 4, 5
 local LIVE, RETIRED, ENDED = 0, 1, 2
@@ -15,14 +15,14 @@ local MOST_LEASE_S = 1e7
 
 local entries = {}
 
--- What a field says, as a number that may have been handed out; else nil.
+-- A field as a number that may have been handed out; else nil.
 local function number_in(text)
   local number = tonumber(text or nil)
   local is_one = number and number >= 0 and number < LAST_NUMBER and number == math.floor(number)
   return is_one and number or nil
 end
 
--- An epoch as the name of its field: no exponent, whatever its size.
+-- The field of an epoch: its digits, never an exponent.
 local function field_of(epoch)
   return string.format('%.0f', epoch)
 end
@@ -45,7 +45,7 @@ local function entry_of(epoch)
   return entry
 end
 
--- All epochs that can be read, as numbers.
+-- All epochs that can be decoded, as numbers.
 local function known_epochs()
   local known = {}
   for _, field in ipairs(redis.call('HKEYS', epochs)) do
@@ -64,25 +64,25 @@ end
 
 local function status_of(epoch, now_s)
   local entry = entry_of(epoch)
-  -- A deadline farther off than a lease is none of ours.
+  -- No script writes a deadline farther off than a lease.
   if not entry or entry[DEADLINE_S] <= now_s or entry[DEADLINE_S] > now_s + entry[LEASE_S] + 1 then
     return ENDED
   end
   return entry[IS_RETIRED] and RETIRED or LIVE
 end
 
--- Whether the epoch ended at or before `moment_s`; an unknown one did.
-local function ended_before(epoch, moment_s)
+-- True if the epoch ended at or before `moment_s`, or is unknown.
+local function has_ended_before(epoch, moment_s)
   local entry = entry_of(epoch)
   return not entry or entry[DEADLINE_S] <= moment_s or entry[DEADLINE_S] ~= entry[DEADLINE_S]
 end
 
--- Why the epoch may change nothing, as the error to answer; nil when it may.
+-- The error to return if the epoch may change nothing, with the reason; else nil.
 local function refusal(epoch, now_s)
-  local stands = status_of(epoch, now_s)
-  if stands == RETIRED then
+  local status = status_of(epoch, now_s)
+  if status == RETIRED then
     return redis.error_reply('STALE_EPOCH its worker has registered again')
-  elseif stands == ENDED then
+  elseif status == ENDED then
     return redis.error_reply('STALE_EPOCH its lease has ended')
   end
   return nil

@@ -1,18 +1,18 @@
--- Names the memory that the records are kept in: under another name some of them may be lost.
+-- The name of the memory that holds the records: if the name changes, records may be lost.
 -- Needs: fleet, chunks, runs, epochs.lua (for numbers).
 --
--- The name changes with the server process (a restart, a failover to a replica that lagged) and
--- when `chunks` and `runs` have another number of fields than the scripts left in them (evicted,
--- deleted). fleet.memory: names the last such loss. fleet.fields: the number, see runs.lua.
+-- The name changes with the server process (a restart, a failover to a replica that lagged), and
+-- when `chunks` and `runs` have another number of fields than the scripts left in them (fields were
+-- evicted or deleted). fleet.memory: the last such loss. fleet.fields: that number, see runs.lua.
 
-local MOST_TYPES = 64  -- of state, in one chunk: more cannot be
+local MOST_TYPES = 64  -- more state types than a chunk can have
 
 local function run_id()
-  local info = redis.pcall('INFO', 'server')  -- a user may lack the right to ask
+  local info = redis.pcall('INFO', 'server')  -- a Redis user may lack the right to ask
   return type(info) == 'string' and string.match(info, 'run_id:(%w+)') or ''
 end
 
--- The number of artifacts is kept in proportion: nobody can tell which ones went.
+-- The count of artifacts shrinks in proportion, because it is unknown which ones were lost.
 local function note_loss(known, found)
   local artifacts = number_in(redis.call('HGET', fleet, 'artifacts'))
   if artifacts and known and known > 0 then

@@ -1,4 +1,4 @@
--- Answers to claims, promotions and replicas: [outcome, owner, token, ...].
+-- Answers to claims and replicas: [outcome, owner, token, ...].
 
 local OWNED, FOREIGN, REPLICA, ABSENT, FULL = 0, 1, 2, 3, 4
 local NO_TOKEN = 0

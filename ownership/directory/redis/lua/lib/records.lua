@@ -1,6 +1,6 @@
--- What is known of each artifact. Needs: fleet, epochs, chunks, runs.
+-- The record of each artifact. Needs: fleet, epochs, chunks, runs.
 --
--- The entry of a chunk: msgpack [record, ...], one for each state type that is known;
+-- The entry of a chunk: msgpack [record, ...], one for each state type that has one;
 -- a record: [state type, owner, token, copy, replica...]; a replica: [holder, copy, expires_s].
 -- `copy` is opaque here, see `encoding.pack_copy`.
 
@@ -32,7 +32,7 @@ local function is_record(value)
   return true
 end
 
--- The records of an entry; of one that cannot be read none, so that it is overwritten.
+-- The records of an entry. One that cannot be decoded has none, so it is overwritten.
 local function records_from(entry)
   local read, found = pcall(cmsgpack.unpack, entry)
   if entry == '' or not read or type(found) ~= 'table' then
@@ -48,7 +48,7 @@ local function records_from(entry)
   return records
 end
 
--- The place of a chunk in this call: run, position and records, made if `parent` is given.
+-- The place of a chunk during this call: its run and records. It is made if `parent` is given.
 local function place_of(chunk, parent)
   local place = decoded[chunk]
   if place then
@@ -94,7 +94,7 @@ local function has_listed(record, now_s)
   return false
 end
 
--- Drop the replicas for which `drop` says so.
+-- Drop the replicas for which `drop` returns true.
 local function drop_replicas(record, drop)
   for index = #record, FIRST_REPLICA, -1 do
     if drop(record[index]) then
@@ -112,7 +112,7 @@ local function replica_of(record, epoch)
   return nil
 end
 
--- Keep a record as it has become, or forget it when it names neither owner nor live replica.
+-- Keep a changed record, or forget it if it names neither an owner nor a live replica.
 local function settle(place, index, now_s)
   place.changed = true
   local record = place.records[index]
@@ -122,14 +122,14 @@ local function settle(place, index, now_s)
   end
 end
 
--- Whether an epoch other than `epoch` owns it for as long as its lease lasts.
+-- True if another epoch owns it and its lease lasts.
 local function is_foreign(record, epoch, now_s)
   local owner = record[OWNER]
   return owner ~= NO_EPOCH and owner ~= epoch and status_of(owner, now_s) ~= ENDED
 end
 
--- Make `epoch` the owner, under a new token unless it is already. What is so already costs no
--- write: owners claim again all they have, in case it was lost.
+-- Make `epoch` the owner, under a new token unless it is the owner already. A claim that changes
+-- nothing costs no write, because owners repeat all their claims in case records were lost.
 local function take(place, record, epoch, copy)
   if record[OWNER] == epoch and record[COPY] == copy and not replica_of(record, epoch) then
     return
@@ -141,7 +141,7 @@ local function take(place, record, epoch, copy)
   place.changed = true
 end
 
--- Write what has changed; call it last.
+-- Write the changes. Call it last.
 local function write_records()
   for chunk, place in pairs(decoded) do
     if place.changed then

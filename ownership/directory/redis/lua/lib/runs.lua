@@ -1,19 +1,19 @@
--- Chunks of one chain kept together, so that a long chain is read in few pieces. Needs: fleet,
+-- Chunks of one chain stored together, so that a long chain is read in few pieces. Needs: fleet,
 -- chunks, runs.
 --
--- A run is a path of the tree of chains, at most RUN_CHUNKS long, named by its first chunk.
+-- A run is a path in the tree of chains, at most RUN_CHUNKS long, named by its first chunk.
 -- chunks: hash, chunk key (16 bytes) -> one of
---   the keys of a run's chunks, one after the other    under its first chunk
+--   the keys of a run's chunks, one after another      under its first chunk
 --   '\2' | first chunk of the run that holds it         a pointer
 -- runs: hash, first chunk -> '\1' | msgpack [entry of each chunk]. The first byte is the format.
 -- The entry of a chunk is msgpack, see records.lua; only a run's first chunk may have none ('').
 --
--- A chunk begins a run if its key says so (`begins_run`), so that a reader knows most runs' names
--- from the chain alone, and can fetch them past this interpreter, which hashes every string it
--- meets. The others begin where a chain leaves another, or a run is full.
--- What cannot be read counts as absent and is overwritten.
+-- A chunk whose key has a certain form begins a run (`begins_run`). So a caller knows the names of
+-- most runs from the chain alone, and can fetch them without this interpreter, which hashes every
+-- string it meets. Other runs begin where a chain leaves another, or where a run is full.
+-- Data that cannot be decoded counts as absent and is overwritten.
 --
--- fleet.fields: how many fields `chunks` and `runs` have together, see memory.lua.
+-- fleet.fields: the number of fields of `chunks` and `runs` together, see memory.lua.
 
 local ENTRIES, POINTER = '\1', '\2'
 local RUN_CHUNKS = 256
@@ -31,12 +31,12 @@ local function delete_field(key, field)
   num_fields_added = num_fields_added - redis.call('HDEL', key, field)
 end
 
--- True for one chunk in 64; `scripts.begins_run` is the same.
+-- True for one chunk in 64. `scripts.run_starts` computes the same.
 local function begins_run(chunk)
   return string.byte(chunk, 1) % 64 == 0
 end
 
--- The run's name where `value` is a pointer, else nil.
+-- The run's name if `value` is a pointer, else nil.
 local function pointed_to(value)
   return #value == 1 + KEY and string.sub(value, 1, 1) == POINTER and string.sub(value, 2) or nil
 end
@@ -58,7 +58,7 @@ local function run_from(head, keys)
   return { head = head, keys = keys, entries = entries_of_run }
 end
 
--- Where a chunk is among keys, from 1, or nil.
+-- The position of a chunk among keys, from 1, or nil.
 local function position_in(keys, chunk)
   local from = 1
   while true do
@@ -82,7 +82,7 @@ local function load_run(head, keys)
   return run
 end
 
--- The run that holds a chunk and the chunk's position in it, or nil.
+-- The run of a chunk and the chunk's position in it, or nil.
 local function find_chunk(chunk)
   local run = loaded[chunk]
   if not run then
@@ -100,7 +100,7 @@ local function find_chunk(chunk)
   return run, position
 end
 
--- Make room for a new chunk: behind `parent` where that ends a run with space, else in a new one.
+-- Add a chunk: after `parent` if that ends a run that is not full, else in a new run.
 local function add_chunk(chunk, parent)
   local run, position
   if not begins_run(chunk) then
@@ -123,7 +123,7 @@ local function set_entry(run, position, entry)
   changed[run.head] = run
 end
 
--- Forget a chunk; the first of a run leaves its key behind while others follow.
+-- Forget a chunk. The first chunk of a run keeps its key while others follow.
 local function remove_chunk(run, position)
   changed[run.head] = run
   if position == 1 then
@@ -137,7 +137,7 @@ local function remove_chunk(run, position)
   table.remove(run.entries, position)
 end
 
--- Write what has changed; call it last.
+-- Write the changes. Call it last.
 local function write_runs()
   for head, run in pairs(changed) do
     if #run.entries == 1 and run.entries[1] == '' then

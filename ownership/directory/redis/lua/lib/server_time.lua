@@ -1,4 +1,4 @@
--- The server's own clock, seconds since 1970.
+-- The server's clock, seconds since 1970.
 local function server_s()
   local time = redis.call('TIME')
   return tonumber(time[1]) + tonumber(time[2]) / 1000000

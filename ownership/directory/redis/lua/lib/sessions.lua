@@ -1,4 +1,4 @@
--- Sessions and hot groups, by the rules of `ownership/directory/sessions.py`. Needs: fleet, epochs,
+-- Sessions and hot groups, by the rules of `sessions.py`. Needs: fleet, epochs,
 -- sessions, session_uses, groups, group_ends.
 --
 -- sessions: hash, id -> msgpack [token, decode owner, boundary, boundary_tokens, group,
@@ -11,7 +11,7 @@ local S_GROUP, S_THINK_S, S_TURN_ENDED_S, S_USED_S = 5, 6, 7, 8
 local MAX_THINK_TIMES, MAX_CHAIN_ENDS = 16, 8
 local NO_BOUNDARY = string.rep('\0', 16)
 
--- One that cannot be read is not known.
+-- A session that cannot be decoded is unknown.
 local function session_of(id)
   local is_read, found = pcall(cmsgpack.unpack, redis.call('HGET', sessions, id) or '')
   if is_read and type(found) == 'table' and type(found[S_TOKEN]) == 'number'
@@ -54,7 +54,8 @@ local function log2(number)
   return math.log(number) / math.log(2)
 end
 
--- One use of a group; `chain_end` is nil where it is not known yet. See `sessions.heated`.
+-- Record one use of a group; `chain_end` is nil if it is not known yet. See
+-- `sessions.log_heat_after_use`.
 local function use_group(group, chain_end, now_s, half_life_s, max_groups)
   local use = now_s / half_life_s
   local known = tonumber(redis.call('ZSCORE', groups, group) or nil)
