@@ -1,4 +1,4 @@
-"""A decision as a table: every candidate with its cost by term, the choice marked."""
+"""Prints a decision as a table: every candidate with its cost by term, the choice marked."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _HEADER = (
     "hbm ms", "total ms", "",
 )  # fmt: skip
 _NEAR = 3
-"""Candidates kept on either side of the choice when the table is shortened."""
+"""Candidates shown on either side of the choice when the table is shortened."""
 
 
 def explain(decision: RestoreDecision, max_rows: int | None = None) -> str:
-    """The decision in words and a table, one candidate a line, for a terminal.
+    """Return the decision as a table, one candidate a line, and a summary, for a terminal.
 
-    `max_rows`: at most about so many candidates, those around the choice and spread evenly
-    over the rest, with a line that says how many are left out. None: all.
+    `max_rows`: show about so many candidates at most: those around the choice, and others spread
+    evenly, with a line that counts the rest. None: show all.
     """
     candidates = decision.candidates()
     shown = _shown(candidates, max_rows)
@@ -69,7 +69,7 @@ def _ms(seconds: float) -> str:
 
 
 def _shown(candidates: Sequence[RestoreCandidate], max_rows: int | None) -> list[int]:
-    """Indices of the candidates to print, in order."""
+    """The indices of the candidates to print, in order."""
     count = len(candidates)
     if max_rows is None or count <= max_rows:
         return list(range(count))
@@ -80,7 +80,7 @@ def _shown(candidates: Sequence[RestoreCandidate], max_rows: int | None) -> list
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Right-aligned columns, as wide as their widest cell."""
+    """Return the lines of a table: right-aligned columns, a rule under the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

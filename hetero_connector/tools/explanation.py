@@ -1,10 +1,10 @@
-"""`heterocache explain`: what the planner would restore of a prompt, and why.
+"""`heterocache explain`: shows what the planner would restore of a prompt, and why.
 
-Reads one model's journal, so everything is taken to be on SSD; what a running engine holds
-in DRAM besides is not known here (`in_dram` asks what if all of it were there), nor what else it is
-busy with: it is taken to be idle. Whether windows can be rebuilt by a replay, and the settings the
-planner goes by, are what the journal's last engine said of itself. Costs come from a profile, or
-are the built-in ones an engine starts with. What was assumed is part of the answer.
+It reads one model's journal, so all state is assumed to be on SSD (or all in DRAM, with
+`in_dram`), and the engine is assumed to be idle: the DRAM and load of a running engine are not
+known here. The journal's last engine recorded its settings, and whether windows can be rebuilt by
+a replay. Costs come from a profile, or are the defaults that an engine starts with. The answer
+lists these assumptions.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.journal_format import REPLAY_EXACT, WINDOW_REPLAY
 from hetero_connector.store.ssd.space import JOURNAL_NAME
 
-_Told = TypeVar("_Told")
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
-class Explained:
-    """A decision, and on what assumptions."""
+class Explanation:
+    """A decision, and the assumptions it was made on."""
 
     decision: RestoreDecision
     settings: EngineSettings
@@ -49,14 +49,14 @@ class Explained:
     costs_from: str
 
     def assumptions(self) -> str:
-        """In words."""
+        """Return the assumptions as one line of text."""
         return (
             f"assumed: an idle engine; {self.settings} ({self.settings_from}); "
             f"costs: {self.costs_from}"
         )
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the output of `--json`."""
         assumed = asdict(self.settings) | {
             "settings_from": self.settings_from,
             "costs_from": self.costs_from,
@@ -66,11 +66,11 @@ class Explained:
 
 def decide(
     directory: Path, token_ids: list[int], profile: Path | None, *, in_dram: bool
-) -> Explained:
-    """The planner's decision for a request of `token_ids` on an idle engine.
+) -> Explanation:
+    """Let the planner decide for a request of `token_ids` on an idle engine.
 
-    `directory`: one model's. `profile`: a `CostProfile`'s file. Raises StoreError, ConfigError for
-    a profile that is none or another model's, and ValueError for a token id that is none.
+    `directory`: one model's directory. `profile`: the file of a `CostProfile`. Raises StoreError,
+    ConfigError for a bad profile or that of another model, and ValueError for a bad token id.
     """
     journal = Journal.open_existing(directory / JOURNAL_NAME, read_only=True)
     try:
@@ -84,8 +84,8 @@ def decide(
     chain.extend(token_ids)
     stored = index.match(chain.chunks(known - 1))
     stored += longest_tail(index, chain, stored[-1].chunk if stored else None, known - 1)
-    told = _described(directory, EngineSettings.of, description)
-    settings = told or EngineSettings()
+    recorded = _described(directory, EngineSettings.of, description)
+    settings = recorded or EngineSettings()
     types = layout.model.state_types
     if profile is None:
         costs = CostModel(ComputeRegression(), LoadModel(types), step_tokens=settings.step_tokens)
@@ -102,18 +102,18 @@ def decide(
         replay_tokens=_replay_tokens(layout.model, description),
         deadline_s=settings.load_deadline_s,
     )
-    return Explained(
+    return Explanation(
         planner.plan(stored, 0, known - 1, known, EngineLoad(layerwise=settings.layerwise)),
         settings,
-        "as its last engine ran" if told else "defaults: its last engine did not say",
-        f"{profile}" if profile else "built in, --profile names measured ones",
+        "recorded by its last engine" if recorded else "defaults: its last engine recorded none",
+        f"{profile}" if profile else "built-in defaults; name measured ones with --profile",
     )
 
 
 def read_tokens(path: Path, tokenizer_of: Callable[[], Any]) -> list[int]:
-    """Token ids from a file: a JSON list of numbers, else text for the model's tokenizer.
+    """Read token ids from a file: a JSON list of numbers, else text for the model's tokenizer.
 
-    Raises StoreError if the file cannot be read, holds no token, or numbers that are no ids.
+    Raises StoreError if the file cannot be read, has no token, or has numbers that are not ids.
     """
     try:
         text = path.read_text()
@@ -128,7 +128,7 @@ def read_tokens(path: Path, tokenizer_of: Callable[[], Any]) -> list[int]:
 
 
 def _numbers(text: str) -> list[Any] | None:
-    """A JSON list of numbers; None for all else, which is text even where it is JSON."""
+    """Parse a JSON list of numbers; None for anything else, which counts as text."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -138,7 +138,7 @@ def _numbers(text: str) -> list[Any] | None:
 
 
 def tokenizer(directory: Path) -> Any:
-    """The tokenizer of the model whose state the directory holds. Raises StoreError."""
+    """Load the tokenizer of the directory's model. Raises StoreError."""
     journal = Journal.open_existing(directory / JOURNAL_NAME, read_only=True)
     name = str(journal.meta.description.get("model_name", ""))
     journal.close()
@@ -151,7 +151,7 @@ def tokenizer(directory: Path) -> Any:
 
 
 def as_json(decision: RestoreDecision) -> dict[str, Any]:
-    """For `--json`."""
+    """Return a decision for `--json`."""
     plan = decision.plan
     return {
         "boundary": plan.boundary if plan else 0,
@@ -175,10 +175,10 @@ def as_json(decision: RestoreDecision) -> dict[str, Any]:
 
 
 def _generation(directory: Path) -> bytes:
-    """What its last engine rooted chains in: rows from before a reset are not found."""
+    """The root of its last engine's chains: rows from before a reset are not found."""
     try:
         return read_generation(directory / GENERATION_NAME).tag
-    except FileNotFoundError:  # an earlier version's
+    except FileNotFoundError:  # written by an earlier version
         return FIRST.tag
     except OSError as error:
         raise StoreError(f"{directory} cannot be read: {error}") from error
@@ -190,19 +190,19 @@ def _layout(description: Mapping[str, Any]) -> ArtifactLayout:
 
 
 def _described(
-    directory: Path, read: Callable[[Mapping[str, Any]], _Told], description: Mapping[str, Any]
-) -> _Told:
+    directory: Path, read: Callable[[Mapping[str, Any]], _Value], description: Mapping[str, Any]
+) -> _Value:
     try:
         return read(description)
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(
-            f"{directory} does not say what state its model keeps and how its engine runs; it was "
-            "written by an earlier version: let an engine of this one open it"
+            f"{directory} does not describe its model and engine: an earlier version wrote it. "
+            "Start an engine of this version on it once"
         ) from error
 
 
 def _replay_tokens(model: ModelSpec, description: Mapping[str, Any]) -> int:
-    """0 unless the engine that wrote the journal said that a replay is exact there."""
+    """Return 0 unless the journal's engine recorded that a replay is exact there."""
     if description.get(WINDOW_REPLAY) != REPLAY_EXACT:
         return 0
     return WindowReplay.of(model).tokens

@@ -1,4 +1,4 @@
-"""`heterocache inspect`: what an SSD directory holds, read from its journals alone."""
+"""`heterocache inspect`: lists the contents of an SSD directory, read from its journals alone."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class TypeReport:
     tier: str
     artifacts: int
     bytes: int
-    """Useful bytes."""
+    """Useful bytes, without padding."""
     slots: int
     slot_bytes: int
 
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What one model's directory holds."""
+    """The contents of one model's directory."""
 
     path: str
     fingerprint: str
@@ -47,21 +47,21 @@ class ModelReport:
     artifacts: int
     bytes: int
     chains: int
-    """Chunks that no other stored chunk continues."""
+    """Number of chunks that no other stored chunk continues."""
     tokens: int
     """Tokens of distinct stored chunks."""
     oldest: float | None
-    """Least recent access."""
+    """The least recent access."""
     newest: float | None
+    """The most recent access."""
     state_types: tuple[TypeReport, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
         return asdict(self)
 
 
 def find_models(path: Path) -> list[Path]:
-    """The model directories at `path`, which is an ssd_dir or one model's directory.
+    """Find the model directories at `path`, an ssd_dir or one model's directory.
 
     Raises StoreError if it is neither.
     """
@@ -78,8 +78,8 @@ def find_models(path: Path) -> list[Path]:
         raise StoreError(f"{path} cannot be read: {e}") from e
     if not found:
         raise StoreError(
-            f"{path} holds no HeteroCache state (no <fingerprint>/{JOURNAL_NAME} in it); name the "
-            "ssd_dir of an engine that ran with one"
+            f"{path} contains no HeteroCache state (no <fingerprint>/{JOURNAL_NAME}); name the "
+            "ssd_dir of an engine that has run"
         )
     return found
 
@@ -124,7 +124,7 @@ def _report(path: Path, meta: JournalMeta, rows: Sequence[JournalRow], in_use: b
 
 
 def as_text(report: ModelReport) -> str:
-    """A report for people."""
+    """Return the report for people."""
     lines = [
         f"{report.path}{'  (in use)' if report.in_use else ''}",
         f"  fingerprint {report.fingerprint}, created {_when(report.created)}",

@@ -1,4 +1,4 @@
-"""A calibration as a picture: what prompts took against what the fit says of them."""
+"""Plots a calibration: observed against predicted times to first token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def plot(calibration: Calibration, path: Path) -> Path | None:
-    """Write a PNG; None where matplotlib is not installed."""
+    """Write a PNG and return its path; None if matplotlib is not installed."""
     try:
         import matplotlib as mpl
     except ImportError:

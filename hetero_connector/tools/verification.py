@@ -1,4 +1,4 @@
-"""`heterocache verify`: read every artifact on the SSD and check it against its journal row."""
+"""`heterocache verify`: reads every artifact on the SSD and checks it against its journal row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hetero_connector.transfer.base import BLOCK_BYTES
 from hetero_connector.transfer.checksum import checksum
 
 Progress = Callable[[list[JournalRow]], Iterable[JournalRow]]
-"""Passes the rows through, showing how far one is (tqdm)."""
+"""Passes the rows through and shows the progress (tqdm)."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class BadArtifact:
 
 @dataclass
 class VerifyReport:
-    """What was read, and what was wrong with it."""
+    """What was read and the bad artifacts found."""
 
     path: str
     artifacts: int = 0
@@ -47,19 +47,19 @@ class VerifyReport:
 
 
 def verify_model(path: Path, repair: bool = False, progress: Progress = iter) -> VerifyReport:
-    """Check every artifact of one model's directory that no engine uses.
+    """Check every artifact of one model's directory.
 
-    Changes nothing unless `repair`, which deletes the journal rows of bad artifacts.
-    Raises StoreInUseError while an engine uses it, StoreError if it cannot be read.
+    Changes nothing unless `repair`, which deletes the journal rows of bad artifacts. Raises
+    StoreInUseError while an engine uses the directory, StoreError if it cannot be read.
     """
-    with _unused(path, exclusive=repair):
+    with _not_in_use(path, exclusive=repair):
         journal = Journal.open_existing(path / JOURNAL_NAME, read_only=not repair)
         try:
             report = VerifyReport(str(path))
             keys = []
             for chunk, name in journal.malformed():
                 keys.append((chunk, name))
-                report.bad.append(_bad(chunk, name, "its journal row makes no sense"))
+                report.bad.append(_bad(chunk, name, "its journal row is malformed"))
             rows = sorted(journal.load(), key=lambda r: (r.state_type.value, r.slot))
             with _Slabs(path, journal.meta) as slabs:
                 for row in progress(rows):
@@ -84,14 +84,14 @@ def _bad(chunk: object, state_type: object, reason: str) -> BadArtifact:
 
 
 class _Slabs:
-    """The slab files of one directory, opened for reading as rows ask for them."""
+    """The slab files of one directory, each opened for reading when it is first needed."""
 
     def __init__(self, path: Path, meta: JournalMeta) -> None:
         self._path = path
         self._meta = meta
         self._fds: dict[StateType, int | str] = {}
         largest = max((s.slot_bytes for s in meta.slabs.values()), default=BLOCK_BYTES)
-        # Page-aligned, as O_DIRECT asks: the disk is to be checked, not the page cache.
+        # Page-aligned for O_DIRECT, which reads the disk, not the page cache.
         self._buffer = np.frombuffer(mmap.mmap(-1, largest), np.uint8)
 
     def __enter__(self) -> _Slabs:
@@ -103,7 +103,7 @@ class _Slabs:
                 os.close(fd)
 
     def check(self, row: JournalRow) -> str | None:
-        """What is wrong with the artifact, or None."""
+        """Return the problem with the artifact; None if it is intact."""
         fd = self._open(row.state_type)
         if isinstance(fd, str):
             return fd
@@ -145,39 +145,39 @@ def _read(fd: int, into: np.ndarray[tuple[int], np.dtype[np.uint8]], offset: int
             raise TransferError(e.errno, f"its bytes cannot be read: {e.strerror}") from e
         done += got
         if got == 0 or done % BLOCK_BYTES:
-            raise TransferError("its slab file ends before it")
+            raise TransferError("its slab file is too short")
 
 
 @contextmanager
-def _unused(path: Path, exclusive: bool) -> Iterator[None]:
-    """Refuse a directory an engine uses; with `exclusive`, keep engines out meanwhile."""
-    lock = path / LOCK_NAME
+def _not_in_use(path: Path, exclusive: bool) -> Iterator[None]:
+    """Refuse a directory that an engine uses; `exclusive` keeps engines out meanwhile."""
+    path_lock = path / LOCK_NAME
     if exclusive:
         try:
-            held = DirectoryLock.acquire(lock)
+            lock = DirectoryLock.acquire(path_lock)
         except OSError as e:
             raise StoreError(f"{path} cannot be written, so nothing can be repaired: {e}") from e
         try:
             yield
         finally:
-            held.release()
+            lock.release()
         return
-    advice = f"{path} is in use by {holder(lock)}; stop that engine to verify its directory"
-    if is_locked(lock):
+    advice = f"{path} is in use by {holder(path_lock)}; stop that engine to verify its directory"
+    if is_locked(path_lock):
         raise StoreInUseError(advice)
     yield
-    if is_locked(lock):  # one that started meanwhile may have overwritten what was being read
+    if is_locked(path_lock):  # an engine that started meanwhile may have overwritten artifacts
         raise StoreInUseError(advice)
 
 
 def as_text(report: VerifyReport) -> str:
-    """A report for people: one line for the directory, one for each bad artifact."""
+    """Return the report for people: a line for the directory, and one for each bad artifact."""
     lines = [f"{report.path}: {report.artifacts} artifacts, {report.bytes} bytes read"]
     lines += [f"  BAD {bad.state_type} {bad.id}: {bad.reason}" for bad in report.bad]
     if report.repaired:
-        lines.append(f"  forgot {len(report.bad)} bad artifacts: they will be computed again")
+        lines.append(f"  removed {len(report.bad)} bad artifacts; they will be computed again")
     elif report.bad:
-        lines.append("  `--repair` forgets them; an engine would count each as a miss")
+        lines.append("  remove them with `--repair`; an engine treats each as a miss")
     else:
         lines[0] += ", all intact"
     return "\n".join(lines)

@@ -42,8 +42,8 @@ MODEL = {
 SUBJECT = ProfileSubject.of(MODEL, "some machine")
 
 
-def store(root: Path, model: ModelSpec, **said: object) -> Path:
-    """Three full chunks and a tail of 32 tokens of `TOKENS`; `said`: of the engine itself."""
+def store(root: Path, model: ModelSpec, **recorded: object) -> Path:
+    """Three full chunks and a tail of 32 tokens of `TOKENS`; `recorded`: of the description."""
     layout = ArtifactLayout(model, CHUNK)
     description = {
         **MODEL,
@@ -53,7 +53,7 @@ def store(root: Path, model: ModelSpec, **said: object) -> Path:
         "model_name": "no/such-model",
     }
     opened = SsdDirectory.open(
-        root, FINGERPRINT, dict.fromkeys(layout.max_bytes, 4096), 4 << 20, description | said
+        root, FINGERPRINT, dict.fromkeys(layout.max_bytes, 4096), 4 << 20, description | recorded
     )
     chain = RequestChain(ChainHasher(FINGERPRINT, CHUNK))
     chain.extend(TOKENS)
@@ -101,42 +101,42 @@ def test_the_choice_follows_the_costs(
     assert (
         cli.main(["explain", str(directory), str(prompt), "--profile", str(costs), "--json"]) == 0
     )
-    told = json.loads(capsys.readouterr().out)
-    assert told["boundary"] == boundary
-    boundaries = [c["boundary"] for c in told["candidates"]]
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["boundary"] == boundary
+    boundaries = [c["boundary"] for c in shown["candidates"]]
     assert boundaries == [0, 64, 128, 192, 224]
-    (chosen,) = [c for c in told["candidates"] if c["chosen"]]
-    assert chosen["total_s"] == min(c["total_s"] for c in told["candidates"])
+    (chosen,) = [c for c in shown["candidates"] if c["chosen"]]
+    assert chosen["total_s"] == min(c["total_s"] for c in shown["candidates"])
     assert chosen["boundary"] == boundary
 
 
 @pytest.mark.parametrize(
-    ("said", "ways"),
+    ("recorded", "ways"),
     [
         (
             {"window_replay": "exact"},
             [(0, 0), (64, 64), (64, 32), (128, 96), (192, 160), (224, 192)],
         ),
         ({"window_replay": "microbatches have slot mappings"}, [(0, 0), (64, 64)]),
-        ({}, [(0, 0), (64, 64)]),  # written by a release that did not say
+        ({}, [(0, 0), (64, 64)]),  # written by a release that recorded none
     ],
 )
-def test_replays_are_offered_where_the_engine_said_they_are_exact(
+def test_replays_are_offered_where_the_engine_recorded_that_they_are_exact(
     tmp_path: Path,
     prompt: Path,
-    said: dict[str, str],
+    recorded: dict[str, str],
     ways: list[tuple[int, int]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert WindowReplay.of(HYBRID).tokens == 32
-    directory = store(tmp_path / "ssd", HYBRID, **said)
+    directory = store(tmp_path / "ssd", HYBRID, **recorded)
     costs = profile(tmp_path / "profile.json", 1e-3, HYBRID)
     command = ["explain", str(directory), str(prompt), "--profile", str(costs)]
     assert cli.main([*command, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [(c["boundary"], c["resume_tokens"]) for c in told["candidates"]] == ways
-    assert told["boundary"] == ways[-1][0]
-    assert ("RECOMPUTE_SWA" in told["actions"]) == (len(ways) > 2)
+    shown = json.loads(capsys.readouterr().out)
+    assert [(c["boundary"], c["resume_tokens"]) for c in shown["candidates"]] == ways
+    assert shown["boundary"] == ways[-1][0]
+    assert ("RECOMPUTE_SWA" in shown["actions"]) == (len(ways) > 2)
     assert cli.main(command) == 0
     assert ("compute from 192 again" in capsys.readouterr().out) == (len(ways) > 2)
 
@@ -147,38 +147,38 @@ def test_the_planner_is_given_what_the_store_s_engine_ran_with(
     """Each setting shows in the price or the choice; without any the defaults are stated."""
     costs = profile(tmp_path / "profile.json", 1e-3, HYBRID)
 
-    def told(
+    def shown(
         name: str, settings: EngineSettings | None, model: ModelSpec = DENSE
     ) -> tuple[dict[str, Any], str]:
-        said = settings.described() if settings else {}
-        command = ["explain", str(store(tmp_path / name, model, **said)), str(prompt)]
+        recorded = settings.described() if settings else {}
+        command = ["explain", str(store(tmp_path / name, model, **recorded)), str(prompt)]
         command += ["--profile", str(costs)]
         assert cli.main([*command, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert cli.main(command) == 0
         return found, capsys.readouterr().out.splitlines()[-1]
 
-    silent, line = told("silent", None)
+    silent, line = shown("silent", None)
     assert silent["boundary"] == 224
-    assert silent["assumed"]["settings_from"] == "defaults: its last engine did not say"
+    assert silent["assumed"]["settings_from"] == "defaults: its last engine recorded none"
     assert (
         "an idle engine; planner=cost, one step, loads layer by layer, load_deadline_s=10" in line
     )
     assert line.endswith(f"costs: {costs}")
 
-    steps, line = told("steps", EngineSettings(step_tokens=64))
+    steps, line = shown("steps", EngineSettings(step_tokens=64))
     more_steps = 1e-4 * (5 - 1)
     assert compute_s(steps) == pytest.approx(compute_s(silent) + more_steps)
     assert "steps of 64 tokens" in line
-    assert "(as its last engine ran)" in line
+    assert "(recorded by its last engine)" in line
 
-    layerwise, _ = told("layer by layer", EngineSettings(), HYBRID)
-    parked, line = told("parked", EngineSettings(layerwise=False), HYBRID)
+    layerwise, _ = shown("layer by layer", EngineSettings(), HYBRID)
+    parked, line = shown("parked", EngineSettings(layerwise=False), HYBRID)
     assert parked["predicted"]["load_s"] > layerwise["predicted"]["load_s"]
     assert "loads between steps" in line
-    late, _ = told("late", EngineSettings(load_deadline_s=1e-9))
+    late, _ = shown("late", EngineSettings(load_deadline_s=1e-9))
     assert late["boundary"] == 0
-    never, _ = told("never", EngineSettings(planner="never_load"))
+    never, _ = shown("never", EngineSettings(planner="never_load"))
     assert never["boundary"] == 0
 
 
@@ -211,9 +211,9 @@ def test_all_candidates_are_printed_when_asked_for(
         cli.main([*command, "--rows", "7", "--all"])
 
 
-def compute_s(told: dict[str, Any]) -> float:
+def compute_s(shown: dict[str, Any]) -> float:
     """Of restoring nothing."""
-    seconds = told["candidates"][0]["terms"]["compute_s"]
+    seconds = shown["candidates"][0]["terms"]["compute_s"]
     assert isinstance(seconds, float)
     return seconds
 
@@ -255,7 +255,7 @@ def test_a_table_for_people_from_the_ssd_dir_itself(
         ("9" * 5_000, "no tokenizer of 'no/such-model'"),
     ],
 )
-def test_a_wrong_prompt_is_said(
+def test_a_wrong_prompt_is_refused(
     directory: Path, tmp_path: Path, text: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "prompt"
@@ -265,7 +265,7 @@ def test_a_wrong_prompt_is_said(
 
 
 @pytest.mark.parametrize("lost", ["model_spec", "chunk_tokens"])
-def test_a_store_that_does_not_describe_its_model_is_said(
+def test_a_store_that_does_not_describe_its_model_is_refused(
     prompt: Path, tmp_path: Path, lost: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     description = {
@@ -277,7 +277,7 @@ def test_a_store_that_does_not_describe_its_model_is_said(
     opened = SsdDirectory.open(tmp_path / "ssd", FINGERPRINT, slots, 4 << 20, description)
     opened.close()
     assert cli.main(["explain", str(opened.path), str(prompt)]) == 2
-    assert "written by an earlier version" in capsys.readouterr().err
+    assert "an earlier version wrote it" in capsys.readouterr().err
 
 
 def test_several_models_in_a_directory_are_named(
@@ -285,13 +285,13 @@ def test_several_models_in_a_directory_are_named(
 ) -> None:
     other = shutil.copytree(directory, directory.parent / ("6f" * 8))
     assert cli.main(["explain", str(directory.parent), str(prompt)]) == 2
-    told = capsys.readouterr().err
-    assert "several models" in told
-    assert str(directory) in told
-    assert str(other) in told
+    shown = capsys.readouterr().err
+    assert "several models" in shown
+    assert str(directory) in shown
+    assert str(other) in shown
 
 
-def test_a_missing_prompt_or_store_is_said(
+def test_a_missing_prompt_or_store_is_refused(
     directory: Path, prompt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["explain", str(directory), str(tmp_path / "none")]) == 2

@@ -72,7 +72,7 @@ def test_the_summary_tells_how_good_each_fit_is(
 
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("as_json", [False, True])
-def test_a_picture_that_cannot_be_drawn_is_said(
+def test_a_picture_that_cannot_be_drawn_is_reported(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -84,6 +84,6 @@ def test_a_picture_that_cannot_be_drawn_is_said(
     assert cli.main(command) == 0
     error = capsys.readouterr().err
     assert error == (
-        "heterocache: no plot: matplotlib is missing: pip install 'heterocache[sim]'\n"
+        "heterocache: no plot, because matplotlib is missing: pip install 'heterocache[sim]'\n"
     )
     assert out.exists()
