@@ -185,7 +185,7 @@ class _Decisions(Predictions):
     latest: RestoreDecision | None = None
     deepest: int = 0
 
-    def decided(
+    def on_decision(
         self,
         request_id: str,
         decision: RestoreDecision,
@@ -193,7 +193,7 @@ class _Decisions(Predictions):
         local_tokens: int,
         num_tokens: int,
     ) -> None:
-        super().decided(request_id, decision, stored, local_tokens, num_tokens)
+        super().on_decision(request_id, decision, stored, local_tokens, num_tokens)
         self.latest, self.deepest = decision, stored[-1].chunk.end
 
 
@@ -269,10 +269,10 @@ class ReplayedEngine:
         )
         tracker = RequestTracker(request, chain)
         self._decisions.latest, self._decisions.deepest = None, 0
-        while (restored := self._restorer.tokens(tracker, 0)) is None:
+        while (restored := self._restorer.stage(tracker, 0)) is None:
             self._step_io()
         self._loaded(tracker)
-        self._saver.admitted(tracker, restored)
+        self._saver.on_admitted(tracker, restored)
         self._compute(tracker, restored, len(turn.tokens))
         decision, stored = self._decisions.latest, self._decisions.deepest
         self._decisions.forget(request.request_id)
@@ -300,14 +300,14 @@ class ReplayedEngine:
             request.num_tokens = max(request.num_tokens, min(computed + 1, total_tokens))
             held_from = done if computed <= request.num_prompt_tokens else computed - 1
             table = _table(self._pages(held_from))
-            for order in self._saver.step(tracker, computed, table, ()):
+            for order in self._saver.save_step(tracker, computed, table, ()):
                 self._copied(order)
             self._step_io()
             done = computed
         request.num_tokens = total_tokens
         last: Any = self._pages(max(0, total_tokens - 2))
         # The last token sampled is never computed.
-        for order in self._saver.finish(tracker, total_tokens - 1, last):
+        for order in self._saver.save_end(tracker, total_tokens - 1, last):
             self._copied(order)
         self._saver.forget(tracker)
 
@@ -333,7 +333,7 @@ class ReplayedEngine:
 
     def _copied(self, order: SaveOrder) -> None:
         for save_id in order.save_ids:
-            self._saver.reported(save_id, self._layout.model.tp_size)
+            self._saver.on_report(save_id, self._layout.model.tp_size)
 
     def _recompute_s(
         self, decision: RestoreDecision | None, stored: int, prompt_tokens: int

@@ -149,7 +149,7 @@ def _one_request(side: Any, request_id: str, tokens: list[int], samples: Samples
     from hetero_connector.engine.messages import WorkerReport
 
     request = _request(request_id, tokens)
-    tracker = side._track(request)  # what `matched_tokens` does first; here to hash beforehand
+    tracker = side._track(request)  # as `match` does first; here, to hash beforehand
 
     def hash_all() -> None:
         tracker.grow()
@@ -158,16 +158,16 @@ def _one_request(side: Any, request_id: str, tokens: list[int], samples: Samples
 
     samples.add("hash", timed(hash_all))
     found: list[Any] = []
-    samples.add("match", timed(lambda: found.append(side.matched_tokens(request, 0))))
+    samples.add("match", timed(lambda: found.append(side.match(request, 0))))
     if found != [(PROMPT_TOKENS, False)]:
         raise RuntimeError(f"expected the whole prompt from DRAM, got {found}")
-    samples.add("admit", timed(lambda: side.allocated(request, PROMPT_TOKENS)))
+    samples.add("admit", timed(lambda: side.on_allocated(request, PROMPT_TOKENS)))
     request.num_computed_tokens = PROMPT_TOKENS
     block_ids = side._kv_cache_manager.get_block_ids(request_id)  # vLLM's own, for its workers
     output = _output([SimpleNamespace(req_id=request_id, block_ids=block_ids)], {request_id: 1})
-    samples.add("step", timed(lambda: side.step(output)))
+    samples.add("step", timed(lambda: side.order_step(output)))
     report = WorkerReport(loaded=Counter({request_id: 1}))
-    samples.add("release", timed(lambda: side.reported(report)))
+    samples.add("release", timed(lambda: side.on_report(report)))
     side._trackers.pop(request_id)
     side._queue.gone(request_id)
 
@@ -191,11 +191,11 @@ def _crowd(side: Any) -> Any:
 
     for number in range(2 * CROWD):
         request = _request(f"crowd-{number}", [number] * 16)
-        side.matched_tokens(request, 0)
+        side.match(request, 0)
         if number < CROWD:
-            side.allocated(request, 0)
+            side.on_allocated(request, 0)
             request.status, request.num_computed_tokens = RequestStatus.RUNNING, 16
-    side.step(_output([], {}))
+    side.order_step(_output([], {}))
     return side._trackers[request.request_id]
 
 

@@ -1,4 +1,4 @@
-"""`HeteroConnector`: the class vLLM loads. Every method delegates in a line or two."""
+"""`HeteroConnector`: the class that vLLM loads. Every hook delegates to one of the two sides."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hetero_connector.engine.hook_errors import HookErrors, is_a_miss
 from hetero_connector.engine.messages import StepMetadata, WorkerReport
 from hetero_connector.engine.prometheus import HeteroPromMetrics, HeteroStats
 from hetero_connector.engine.scheduler.handoff import handoff_answer
-from hetero_connector.engine.startup import parent_watch as orphan
 from hetero_connector.engine.startup import rendezvous
 from hetero_connector.engine.startup.engine_identity import engine_version
+from hetero_connector.engine.startup.parent_watch import watch_parent
 from hetero_connector.engine.startup.start import open_scheduler_side, open_worker_side
-from hetero_connector.engine.worker.layer_hooks import called_in
+from hetero_connector.engine.worker.layer_hooks import calls_layer_hooks
 from hetero_connector.metrics import Recorder
 from hetero_connector.supported_vllm import check_version
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
-    """Stores a model's KV state as typed artifacts and restores prefixes from them."""
+    """Stores a model's KV state as typed artifacts, and restores prefixes from them."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -60,8 +60,8 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
                 vllm_config, kv_cache_config, self._config, self._recorder
             )
             if self._scheduler:
-                rendezvous.leave_arena(self._engine_id, self._scheduler.store.arena.handle)
-            orphan.watch(self._release)
+                rendezvous.publish_arena(self._engine_id, self._scheduler.store.arena.handle)
+            watch_parent(self._release)
         else:
             self._worker = open_worker_side(
                 vllm_config, kv_cache_config, self._config, self._recorder
@@ -69,28 +69,30 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache, not a handoff: a dropped save is a future miss."""
+        """False: this is a cache, so a save that is not made costs only a later miss."""
         return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layer hooks are Python: full CUDA graphs would skip them.
+        """Return True if layers load one by one: full CUDA graphs would skip the layer hooks.
 
-        Asked in every process that reads the configuration, on machines without our disks too.
+        vLLM calls this in every process that reads the configuration, also on machines without
+        the SSD directory, so only the one key is read.
         """
         return bool(extra_config.get("layerwise", HeteroConfig.layerwise) != "off")
 
     # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Adopt the engine's pages and tell the scheduler side their geometry."""
+        """Take the engine's pages."""
         if self._worker:
             self._worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> None:
-        """Map the arena. vLLM asks every worker once both roles are there, before any request.
+        """Map the arena. vLLM calls this on every worker before the first request.
 
-        Raises `StoreError` if it cannot be had: an engine that could load nothing must not start.
+        Raises StoreError if the arena cannot be mapped: an engine that can load nothing must not
+        start.
         """
         arena = rendezvous.find_arena(self._engine_id) if self._worker else None
         if self._worker and arena:
@@ -98,26 +100,25 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
 
     @is_a_miss(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """First hook of a step: nothing has overwritten freed pages yet."""
+        """Begin the step. This is its first hook: freed pages still hold their state."""
         if self._worker:
             assert isinstance(kv_connector_metadata, StepMetadata)
             self._worker.begin_step(kv_connector_metadata)
 
     @is_a_miss(lambda: None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Start this step's loads."""
         if self._worker:
             step, attention = self._step(), kwargs.get("attn_metadata")
             if step.protected:
                 attention = attention or forward_context.attn_metadata
-                self._worker.start_replays(step, forward_context.slot_mapping, attention)
-            self._worker.start_loads(step, hooks_called=called_in(forward_context))
+                self._worker.protect_replays(step, forward_context.slot_mapping, attention)
+            self._worker.start_loads(step, hooks_called=calls_layer_hooks(forward_context))
 
     @is_a_miss(lambda: None)
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Block until this layer's pages are loaded."""
         if self._worker:
-            self._worker.layer_wanted(layer_name)
+            self._worker.ensure_loaded(layer_name)
 
     @is_a_miss(lambda: None)
     def save_kv_layer(
@@ -127,43 +128,46 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        """Copy this layer's finished pages."""
+        """Copy the pages that the layer has just written."""
         if self._worker:
-            self._worker.layer_written(self._step(), layer_name)
+            self._worker.on_layer_written(self._step(), layer_name)
 
     @is_a_miss(lambda: None)
     def wait_for_save(self) -> None:
-        """Finish this step's copies."""
+        """End the step: finish its copies."""
         if self._worker:
             self._worker.end_step(self._step())
 
     @is_a_miss(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Parked loads that have ended. The bytes were in DRAM: only a defect fails one."""
+        """Return the requests whose parked load has ended, and those whose load failed.
+
+        The bytes were in DRAM already, so only a defect makes a load fail.
+        """
         done, failed = self._worker.outcome.take_transfers() if self._worker else (set(), set())
         return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
 
     @is_a_miss(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of running requests that a defect left without what vLLM counts as loaded."""
+        """Return blocks of running requests that a defect left unloaded."""
         return self._worker.outcome.take_invalid_blocks() if self._worker else set()
 
     @is_a_miss(lambda: None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What this rank finished."""
+        """Return what this rank finished since the last call."""
         return self._worker.take_report() if self._worker else None
 
     # Scheduler side
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        """Block tables."""
+        """Take vLLM's block tables."""
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._scheduler:
             self._scheduler.bind(kv_cache_manager)
 
     @is_a_miss(lambda: None)
     def on_new_request(self, request: Request) -> None:
-        """Find out what names the request's state besides its tokens."""
+        """Start to identify the request's adapter and media."""
         if self._scheduler:
             self._scheduler.identifier.begin(request)
 
@@ -171,67 +175,69 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that can be restored beyond `num_computed_tokens`; None to be asked again."""
+        """Return the tokens that can be restored beyond `num_computed_tokens`.
+
+        None: not known yet, vLLM asks again. True: the load runs between steps.
+        """
         if not self._scheduler:
             return 0, False
-        return self._scheduler.matched_tokens(request, num_computed_tokens)
+        return self._scheduler.match(request, num_computed_tokens)
 
     @is_a_miss(lambda: None)
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """The request was admitted."""
+        """Admit the request: vLLM has allocated its blocks."""
         if self._scheduler:
-            self._scheduler.allocated(request, num_external_tokens)
+            self._scheduler.on_allocated(request, num_external_tokens)
 
     @is_a_miss(dict)
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """Restored tokens by tier."""
+        """Return the restored tokens by tier."""
         return self._scheduler.hit_sources(request) if self._scheduler else {}
 
     @is_a_miss(StepMetadata)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """This step's loads and saves."""
-        return self._scheduler.step(scheduler_output) if self._scheduler else StepMetadata()
+        """Order this step's loads and saves."""
+        return self._scheduler.order_step(scheduler_output) if self._scheduler else StepMetadata()
 
     @is_a_miss(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Seal what all ranks have saved; unpin what all ranks have loaded."""
-        report = connector_output.kv_connector_worker_meta
+        meta = connector_output.kv_connector_worker_meta
         if self._scheduler:
-            told = report if isinstance(report, WorkerReport) else WorkerReport()
-            self._scheduler.reported(told)
+            report = meta if isinstance(meta, WorkerReport) else WorkerReport()
+            self._scheduler.on_report(report)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Without the hybrid manager: one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     @is_a_miss(lambda: (False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Save the last boundary; never holds blocks."""
-        tokens = self._scheduler.finished(request, block_ids) if self._scheduler else 0
+        """Save the request's end. Never delays the release of its blocks."""
+        tokens = self._scheduler.on_finished(request, block_ids) if self._scheduler else 0
         return False, handoff_answer(request, tokens)
 
     @is_a_miss(lambda: False)
     def has_pending_push_work(self) -> bool:
-        """Keep stepping until every ordered save has been reported."""
+        """Return True while the engine must keep stepping so that saves are reported."""
         return self._scheduler is not None and self._scheduler.has_work
 
     @is_a_miss(lambda: False)
     def reset_cache(self) -> bool | None:
-        """Forget everything stored, in every tier; False if a later process might find it again."""
+        """Forget everything stored, in every tier; False if a later process may find it again."""
         return self._scheduler.reset() if self._scheduler else True
 
-    def weights_changed(self, version: str | None) -> None:
-        """See `weight_updates`: vLLM has no such call."""
+    def on_weights_changed(self, version: str | None) -> None:
+        """Store under another name from now on. `weight_updates` calls this, not vLLM."""
         if self._scheduler:
-            self._scheduler.root.weights_changed(version)
+            self._scheduler.root.on_weights_changed(version)
 
     # Both
 
@@ -242,11 +248,11 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
                 side.close()
         self._worker = self._scheduler = None
         if self._role is KVConnectorRole.SCHEDULER:
-            rendezvous.forget_arena(self._engine_id)
+            rendezvous.withdraw_arena(self._engine_id)
 
     @is_a_miss(lambda: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What happened since the last call."""
+        """Return the metrics recorded since the last call."""
         payload = self._recorder.drain()
         return HeteroStats(data=payload) if payload else None
 
@@ -254,16 +260,14 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
-        """Stats from their payload."""
         return HeteroStats(data=data or {})
 
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> HeteroPromMetrics:
-        """Metrics on vLLM's `/metrics`."""
         return HeteroPromMetrics(*args, **kwargs)
 
     def _release(self) -> None:
-        """Close the store under an engine that nobody uses: every later hook is a miss."""
+        """Close the store of an engine whose parent is dead; every later hook is a miss."""
         side, self._scheduler = self._scheduler, None
         if side is not None:
             side.close()

@@ -1,4 +1,4 @@
-"""Every error the package raises on purpose.
+"""The errors that the package raises on purpose.
 
 HeteroCacheError
 ├── ConfigError            a configuration key is wrong; names the key
@@ -11,22 +11,21 @@ HeteroCacheError
 │   ├── StoreTakenError    another engine took the directory while this one used it
 │   ├── FormatError        the directory holds another format version or another geometry
 │   └── StoreClosedError   used after close()
-├── LoadLostError          tokens vLLM counts as computed were not loaded, and it cannot be told
-├── DirectoryError         the ownership directory did not do what was asked
+├── LoadLostError          tokens that vLLM counts as computed were not loaded; ends the engine
+├── DirectoryError         a call to the ownership directory failed
 │   ├── StaleEpochError    the worker's lease has ended: register again, claim again
 │   ├── DirectoryUnavailableError  it cannot be reached or did not answer in time
-│   ├── DirectoryRefusedError  wrong password, certificate or version: asking again is no use
-│   └── RecordError        what it answered is not a record of this version
-├── PeerError              what another engine says of its memory makes no sense
+│   ├── DirectoryRefusedError  wrong password, certificate or version: a retry cannot help
+│   └── RecordError        its answer is not a record of this version
+├── PeerError              another engine's description of its memory is invalid
 ├── NoWorkerError          no worker of the fleet accepts requests
 ├── TransferError          bytes could not be moved; carries the errno where one is known
 ├── TraceError             a recorded trace is not what its format says; names file, line and field
 └── SimulationError        a fleet, a policy or a sweep cannot be simulated; names file and field
 
-An error raised while serving (transfer, checksum, deadline) never reaches the
-engine: it is counted and becomes a cache miss. Errors at start are raised, and
-say what to change. LoadLostError alone ends an engine: the other way would be a
-wrong answer.
+An error while serving (transfer, checksum, deadline) never reaches the engine: it is
+counted and becomes a cache miss. Errors at start are raised, and say what to change.
+Only LoadLostError ends an engine, because the answer would be wrong.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ from typing import Any
 
 
 class HeteroCacheError(Exception):
-    """Base of every error of this package. Comes back from another process as it was."""
+    """Base of every error of this package. Pickling keeps its text and its attributes."""
 
     def __reduce__(self) -> tuple[Callable[..., HeteroCacheError], tuple[Any, ...]]:
-        return _again, (type(self), self.args, vars(self))
+        return _unpickle, (type(self), self.args, vars(self))
 
 
-def _again(
+def _unpickle(
     kind: type[HeteroCacheError], args: tuple[Any, ...], state: dict[str, Any]
 ) -> HeteroCacheError:
-    """An error as it was: its text is made already, so its constructor is not asked."""
+    """Rebuild an error without its constructor, which would format the text again."""
     error = kind.__new__(kind, *args)
     vars(error).update(state)
     return error
 
 
 class ConfigError(HeteroCacheError, ValueError):
-    """A configuration value is wrong: names the key, the value and what is accepted."""
+    """A configuration value is wrong; the text names the key, the value and what is accepted."""
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(f"kv_connector_extra_config[{key!r}]: {problem}")
@@ -60,15 +59,15 @@ class ConfigError(HeteroCacheError, ValueError):
 
 
 class UnsupportedModelError(HeteroCacheError, ValueError):
-    """The model has a layer, or runs under a layout, whose state cannot be stored."""
+    """The model has a layer, or runs with a parallel layout, whose state cannot be stored."""
 
 
 class IdentityError(HeteroCacheError, ValueError):
-    """The model's files cannot be found or read, so its state cannot be told from another's."""
+    """The model's files cannot be found or read, so its state cannot be identified."""
 
 
 class EngineStartError(HeteroCacheError, ValueError):
-    """vLLM starts no engine for this model with these arguments."""
+    """vLLM refuses to start an engine for this model with these arguments."""
 
 
 class UnsupportedVersionError(HeteroCacheError, RuntimeError):
@@ -84,7 +83,7 @@ class StoreInUseError(StoreError):
 
 
 class StoreTakenError(StoreError):
-    """Another engine opened the SSD directory although this one holds its lock."""
+    """Another engine opened the SSD directory although this one has locked it."""
 
 
 class FormatError(StoreError):
@@ -96,22 +95,22 @@ class StoreClosedError(StoreError):
 
 
 class LoadLostError(HeteroCacheError, RuntimeError):
-    """Tokens that vLLM counts as computed were not loaded, and vLLM has no way to be told."""
+    """Tokens that vLLM counts as computed were not loaded, and vLLM cannot take them back."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(
             f"the pages of request {request_id!r} were not loaded, see the error logged before. "
-            "vLLM takes block-level load errors only from models with one KV cache group, so the "
-            "engine ends: it would answer from them. Set planner to 'never_load' and report it"
+            "vLLM accepts block-level load errors only for models with one KV cache group, so the "
+            "engine ends: its answer would be wrong. Set planner to 'never_load' and report this"
         )
 
 
 class DirectoryError(HeteroCacheError, RuntimeError):
-    """The ownership directory did not do what was asked."""
+    """A call to the ownership directory failed."""
 
 
 class StaleEpochError(DirectoryError):
-    """The epoch's lease has ended: nothing was changed. Register again, then claim again."""
+    """The epoch's lease has ended; nothing was changed. Register again, then claim again."""
 
     def __init__(self, epoch: int, why: str = "its lease has ended") -> None:
         super().__init__(f"epoch {epoch} may change nothing: {why}; register the worker again")
@@ -123,11 +122,11 @@ class DirectoryUnavailableError(DirectoryError):
 
 
 class DirectoryRefusedError(DirectoryError):
-    """The directory will not work until somebody changes something; says what."""
+    """The directory cannot work until its configuration is changed; the text says how."""
 
 
 class RecordError(DirectoryError, ValueError):
-    """Bytes from the directory are not a record this version can read. Treated as no record."""
+    """Bytes from the directory are not a record of this version. They count as no record."""
 
 
 class PeerError(HeteroCacheError, ValueError):
@@ -135,18 +134,18 @@ class PeerError(HeteroCacheError, ValueError):
 
 
 class NoWorkerError(HeteroCacheError, RuntimeError):
-    """Every worker of the fleet is draining or gone: start one, or let one accept requests."""
+    """Every worker of the fleet is draining or has left."""
 
     def __init__(self) -> None:
         super().__init__("no worker accepts requests: start one, or let one accept requests again")
 
 
 class TransferError(HeteroCacheError, OSError):
-    """Bytes could not be moved; `errno` is set where the system named one."""
+    """Bytes could not be moved; `errno` is set if the system named one."""
 
 
 class TraceError(HeteroCacheError, ValueError):
-    """A recorded trace is unreadable, or not what its format says: names file, line and field."""
+    """A recorded trace cannot be read or breaks its format; the text names file, line, field."""
 
     def __init__(
         self, source: str, problem: str, *, line: int | None = None, field: str | None = None
@@ -157,7 +156,7 @@ class TraceError(HeteroCacheError, ValueError):
 
 
 class SimulationError(HeteroCacheError, ValueError):
-    """A fleet, policy or sweep makes no sense, or cannot be simulated: names where and what."""
+    """A fleet, policy or sweep cannot be simulated; the text names the file and the field."""
 
     def __init__(
         self, source: str, problem: str, field: str | None = None, *, line: int | None = None

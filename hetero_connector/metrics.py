@@ -1,8 +1,8 @@
-"""What happened, counted: a serialisable bag of counters, gauges and timings.
+"""Counters, gauges and timings that both engine sides and the store record.
 
-Both engine sides and the store write into a `Recorder`; the engine drains it once a
-step and ships the payload through vLLM's connector stats to Prometheus. Labels are
-part of the key, so merging two payloads needs no knowledge of the metrics.
+Each process has a `Recorder`. The engine drains it once a step and sends the payload through vLLM's
+connector stats to Prometheus. Labels are part of a key, so two payloads can be merged without
+knowing the metrics.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_SAMPLES = 1024
 
 
 def metric_key(name: str, labels: dict[str, str]) -> str:
-    """`name{a=1,b=2}` with labels sorted: the key of a time series."""
+    """Return the key of a time series: `name{a=1,b=2}`, labels sorted."""
     return _metric_key(name, tuple(labels.items()))
 
 
@@ -30,7 +30,7 @@ def _metric_key(name: str, labels: tuple[tuple[str, str], ...]) -> str:
 
 
 def split_key(key: str) -> tuple[str, dict[str, str]]:
-    """Inverse of `metric_key`."""
+    """Return the name and labels of a key made by `metric_key`."""
     name, _, inner = key[:-1].partition("{")
     return name, dict(part.split("=", 1) for part in inner.split(",") if part)
 
@@ -48,19 +48,18 @@ class Recorder:
         self._timings: defaultdict[str, list[float]] = defaultdict(list)
 
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
-        """Add to a monotone counter."""
+        """Add to a counter, which only grows."""
         key = metric_key(name, labels)
         with self._lock:
             self._counters[key] += value
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        """Set a gauge."""
         key = metric_key(name, labels)
         with self._lock:
             self._gauges[key] = value
 
     def observe(self, name: str, seconds: float, **labels: str) -> None:
-        """Record one duration; at most 1,024 samples are kept between two drains."""
+        """Record one duration; at most 1,024 samples per key are kept between two drains."""
         key = metric_key(name, labels)
         with self._lock:
             samples = self._timings[key]
@@ -68,7 +67,7 @@ class Recorder:
                 samples.append(seconds)
 
     def drain(self) -> Payload | None:
-        """Everything since the last drain, or None when nothing happened."""
+        """Return everything recorded since the last drain; None if there is nothing."""
         with self._lock:
             if not (self._counters or self._gauges or self._timings):
                 return None
@@ -82,7 +81,7 @@ class Recorder:
 
 
 def merge(into: Payload, other: Payload) -> Payload:
-    """Add `other`'s counters and timings to `into`; its gauges win."""
+    """Add `other` to `into` and return it: counters and timings add up, gauges are replaced."""
     counters = into.setdefault(COUNTERS, {})
     for key, value in other.get(COUNTERS, {}).items():
         counters[key] = counters.get(key, 0.0) + value

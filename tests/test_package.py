@@ -76,7 +76,7 @@ def test_nothing_imports_the_command_line() -> None:
 JOINS = (
     "hetero_connector/tools/cli.py",
     "hetero_connector/tools/doctor.py",
-    "hetero_connector/engine/scheduler/fleet.py",
+    "hetero_connector/engine/startup/start.py",
 )
 """The command line is one for both; an engine joins a fleet where its configuration says so."""
 

@@ -1,8 +1,8 @@
-"""Turn an error of ours inside a hook of vLLM into a miss; it does not end the engine.
+"""Unexpected errors inside vLLM's hooks become cache misses instead of ending the engine.
 
-An exception that leaves a hook ends the engine for every request. The cache is not worth that: its
-work of the step is dropped, the error is counted, and logged once with its traceback, since it is a
-defect all the same. Errors at start are raised. See `docs/architecture.md` for each hook.
+An exception that leaves a hook ends the engine for every request. So the connector drops its work
+of that step and counts the error. It logs the first one with its traceback, since it is a defect.
+Errors at start are raised. See `docs/architecture.md` for each hook.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 class HookErrors:
-    """Counts errors by where they came up."""
+    """Counts unexpected errors by hook and logs the first of each."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -30,7 +30,6 @@ class HookErrors:
         self._lock = threading.Lock()
 
     def count(self, hook: str, error: Exception) -> None:
-        """Count an error; the first one of each hook is logged."""
         self._recorder.add("heterocache_hook_errors", hook=hook)
         with self._lock:
             if hook in self._logged:
@@ -45,9 +44,9 @@ class HookErrors:
 
 
 def is_a_miss(answer: Callable[[], Any]) -> Callable[[_Hook], _Hook]:
-    """Have a hook answer this where it raises. Only a `LoadLostError` leaves it.
+    """Decorate a hook: if it raises, count the error and return `answer()` instead.
 
-    The hook's class keeps its `HookErrors` as `_errors`.
+    Only a `LoadLostError` is raised on. The hook's class has its `HookErrors` as `_errors`.
     """
 
     def decorate(hook: _Hook) -> _Hook:

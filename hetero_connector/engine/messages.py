@@ -1,7 +1,7 @@
-"""What the two sides say to each other, once per engine step.
+"""The messages between the scheduler side and the worker side, one of each per engine step.
 
-Everything here is pickled when workers live in processes of their own, so it is plain
-values: no tensors, no store objects.
+They are pickled when workers run in processes of their own, so they hold plain values: no tensors,
+no store objects.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from hetero_connector.store.arena import ArenaHandle
 
 @dataclass(frozen=True)
 class Blocks:
-    """Part of one request's block table in one KV cache group.
+    """A range of one request's block table, in one KV cache group.
 
-    `ids[i]` is the engine's block of page `first_page + i`; pages outside, and null
+    `ids[i]` is the engine's block for page `first_page + i`. Pages outside the range, and null
     blocks (id 0), must not be touched.
     """
 
@@ -33,21 +33,20 @@ class Blocks:
 
 
 class ArtifactCopy(NamedTuple):
-    """One artifact's place in the arena. A named tuple: a long prompt makes thousands."""
+    """One artifact's place in the arena. It is a named tuple: a long prompt has thousands."""
 
     state_type: StateType
     start: int
     end: int
     offset: int
-    """Arena byte offset of the artifact (rank 0's share first)."""
+    """Byte offset in the arena; rank 0's share comes first."""
 
 
 @dataclass(frozen=True)
 class PageCopy:
-    """Copies of one request between its pages and the arena.
+    """Artifacts of one request and the pages that they are copied to or from.
 
-    `blocks` maps (state type, group) to the pages in question; one entry spans all
-    the artifacts of that state type.
+    `blocks` is by (state type, KV cache group); one entry spans all artifacts of that state type.
     """
 
     artifacts: list[ArtifactCopy]
@@ -55,17 +54,16 @@ class PageCopy:
 
 
 class ArtifactSpan(NamedTuple):
-    """Artifacts of one state type over successive chunks of tokens [start, end)."""
+    """Artifacts of one state type over the successive chunks of tokens [start, end)."""
 
     state_type: StateType
     start: int
     end: int
     chunk_tokens: int
     offsets: Sequence[int]
-    """Arena byte offset of each chunk's artifact; only the last chunk may be shorter."""
+    """Byte offset of each chunk's artifact in the arena; only the last chunk may be shorter."""
 
     def artifacts(self) -> Iterator[ArtifactCopy]:
-        """One by one."""
         for index, offset in enumerate(self.offsets):
             start = self.start + index * self.chunk_tokens
             end = min(start + self.chunk_tokens, self.end)
@@ -74,100 +72,104 @@ class ArtifactSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Load:
-    """Arena -> pages. A parked load is answered between steps, in `finished_recving`."""
+    """Order to copy from the arena to pages.
+
+    A request whose load is `parked` waits between steps until vLLM is told that the load ended.
+    """
 
     request_id: str
     spans: list[ArtifactSpan]
     blocks: dict[tuple[StateType, int], Blocks]
     parked: bool
     resume: int | None = None
-    """The step that loads computes from this token on; None: from the end of the spans."""
+    """First token that the step computes; None: the end of the spans."""
 
     @property
     def resume_tokens(self) -> int:
-        """The first token that the step computes: its page is written by the forward too."""
+        """The first token that the step computes; the forward writes its page, too."""
         return max(x.end for x in self.spans) if self.resume is None else self.resume
 
     @property
     def copy(self) -> PageCopy:
-        """Spelled out, for the worker."""
+        """The artifacts one by one, with their pages."""
         return PageCopy([a for span in self.spans for a in span.artifacts()], self.blocks)
 
 
 class LostLoad(NamedTuple):
-    """A load that will not be made although vLLM counts its tokens as computed."""
+    """A load that cannot be made although vLLM counts its tokens as computed."""
 
     request_id: str
     block_ids: list[int]
-    """Blocks of the first KV cache group that hold nothing."""
+    """Blocks of the first KV cache group that were not loaded."""
     parked: bool
 
 
 @dataclass(frozen=True)
 class Save:
-    """Pages -> arena. `save_ids` name the store's reservations that it completes."""
+    """Order to copy from pages to the arena. `save_ids` are the reservations it fills."""
 
     save_ids: list[int]
     copy: PageCopy
 
 
 class StepTiming(NamedTuple):
-    """How long one rank worked for a step."""
+    """Measured times of one step on one rank."""
 
     step: int
     forward_s: float
-    """Without the stretches in which the forward waited for loads."""
+    """Seconds of the forward pass, without its waits for loads."""
     load_s: float
-    """Copying, however much of it the forward hid; on the host the sum over its threads."""
+    """Seconds of copying, also where the forward hid it; on the host, summed over threads."""
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Scheduler side -> worker side."""
+    """The orders for one step, from the scheduler side to the worker side."""
 
     arena: ArenaHandle | None = None
     loads: list[Load] = field(default_factory=list)
     lost: list[LostLoad] = field(default_factory=list)
-    """For the worker to tell vLLM: only workers can."""
+    """The worker reports these to vLLM: the scheduler side has no way to."""
     saves: list[Save] = field(default_factory=list)
-    """Copied layer by layer as this step's forward fills the pages."""
+    """Copied layer by layer after this step's forward has written the pages."""
     early_saves: list[Save] = field(default_factory=list)
-    """Pages of finished requests, already freed: copied before anything may overwrite them."""
+    """Saves of finished requests. Their pages are freed: they are copied before the forward."""
     cleared: dict[int, list[int]] = field(default_factory=dict)
-    """Blocks by KV cache group to fill with zeros before the forward: a replay's first tokens
-    read them, and what earlier requests left there may be NaN, which masks do not stop."""
+    """Blocks by KV cache group to fill with zeros before the forward. A replay's first tokens
+    read them, and earlier requests may have left NaN there, which attention masks do not stop."""
     protected: dict[int, list[int]] = field(default_factory=dict)
-    """Blocks by KV cache group that this step's forward must not write: they hold loaded state
-    of tokens that it computes once more."""
+    """Blocks by KV cache group that this step's forward must not write: they hold the loaded
+    state of tokens that it computes again."""
     timed_as: int | None = None
-    """The step is to be timed and reported under this number."""
+    """Number under which this step's times are reported; None: the step is not timed."""
 
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Worker side -> scheduler side: how many ranks finished each save and load."""
+    """The results since the last report, from the worker side to the scheduler side.
+
+    Saves and loads are counted by the number of ranks that finished them.
+    """
 
     saved: Counter[int] = field(default_factory=Counter)
     loaded: Counter[str] = field(default_factory=Counter)
     timings: list[StepTiming] = field(default_factory=list)
-    """Of one rank: they all do the same."""
-    ran: int | None = None
-    """The step that this comes with, if it was to be timed: a device may tell its timing later."""
+    """Times measured by one rank: all ranks do the same work."""
+    timed_step: int | None = None
+    """The step of this report, if it is timed. A device may finish its timing later."""
     unsaved: Counter[int] = field(default_factory=Counter)
-    """Saves that are over too, but of which something was not copied."""
+    """Saves that ended without a complete copy."""
     broken: bool = False
-    """A rank could not load: it loads and saves nothing any more."""
+    """True once a load has failed on a rank: it loads and saves nothing from then on."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Add another rank's report."""
+        """Return the sum of this report and another rank's."""
         assert isinstance(other, WorkerReport)
-        timings = self.timings or other.timings
-        ran = other.ran if self.ran is None else self.ran
         return WorkerReport(
             saved=self.saved + other.saved,
             unsaved=self.unsaved + other.unsaved,
             loaded=self.loaded + other.loaded,
             broken=self.broken or other.broken,
-            timings=timings,
-            ran=ran,
+            timings=self.timings or other.timings,
+            timed_step=other.timed_step if self.timed_step is None else self.timed_step,
         )

@@ -80,11 +80,11 @@ class AdversarialDevice(HostDevice):
         """See `Device`."""
         self.finish()
 
-    def after_forward_so_far(self) -> None:
+    def make_copies_wait(self) -> None:
         """See `Device`."""
         self._copies_wait = self._last_forward | self._copies()
 
-    def before_forward_goes_on(self) -> None:
+    def make_forward_wait(self) -> None:
         """See `Device`."""
         self._let_forward_wait(self._copies())
 

@@ -197,7 +197,7 @@ def assert_nothing_is_held(llm: Any) -> None:
     queue = side._queue
     assert (queue._waiting, queue._prefilling, queue._decoding) == ({}, {}, set())
     assert (queue._waiting_tokens, queue._prefilling_tokens) == (0, 0)
-    assert (saver._reservations._reserved, saver.outstanding) == ({}, False)
+    assert (saver._reservations._reserved, saver.awaits_reports) == ({}, False)
 
 
 def forget_checkpoints(llm: Any) -> None:
@@ -215,7 +215,7 @@ def forget_checkpoints(llm: Any) -> None:
 def no_restores(llm: Any) -> Iterator[None]:
     """The connector matches nothing: what is cached is the engine's own hit, the reference."""
     side = scheduler_side(llm)
-    with patch.object(side, "matched_tokens", lambda request, local_tokens: (0, False)):
+    with patch.object(side, "match", lambda request, local_tokens: (0, False)):
         yield
 
 

@@ -85,14 +85,14 @@ class Engine:
             tokens = self.ask(request, local)
         assert tokens is not None
         self.grow_table(request)
-        self.side.allocated(request, tokens)  # type: ignore[arg-type]
+        self.side.on_allocated(request, tokens)  # type: ignore[arg-type]
         request.num_computed_tokens = local + tokens
         request.status = RequestStatus.RUNNING
         return tokens
 
     def ask(self, request: FakeRequest, local: int = 0) -> int | None:
         """Tokens that can be restored, or None to be asked again."""
-        tokens, parked = self.side.matched_tokens(request, local)  # type: ignore[arg-type]
+        tokens, parked = self.side.match(request, local)  # type: ignore[arg-type]
         assert not parked
         return tokens
 
@@ -108,7 +108,7 @@ class Engine:
 
     def step(self, **num_tokens: int) -> StepMetadata:
         """One engine step; the workers report everything done."""
-        meta = self.side.step(scheduled(**num_tokens))  # type: ignore[arg-type]
+        meta = self.side.order_step(scheduled(**num_tokens))  # type: ignore[arg-type]
         for request_id, count in num_tokens.items():
             self.requests[request_id].num_computed_tokens += count
         self.report(meta)
@@ -119,7 +119,7 @@ class Engine:
         for save in [*meta.saves, *meta.early_saves]:
             saved.update(save.save_ids)
         loaded = Counter(load.request_id for load in meta.loads)
-        self.side.reported(WorkerReport(saved, loaded))
+        self.side.on_report(WorkerReport(saved, loaded))
 
     def run(self, request: FakeRequest) -> int:
         """Admit, prefill in one step, finish, and give the early saves their step."""
@@ -131,7 +131,7 @@ class Engine:
 
     def finish(self, request: FakeRequest) -> int:
         """Returns where an engine it is handed off to may resume."""
-        return self.side.finished(request, self.tables.ids[request.request_id])  # type: ignore[arg-type]
+        return self.side.on_finished(request, self.tables.ids[request.request_id])  # type: ignore[arg-type]
 
     def counters(self) -> dict[str, float]:
         payload = self.recorder.drain()

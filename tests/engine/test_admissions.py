@@ -42,7 +42,7 @@ def admitted(engine: Engine, request: FakeRequest, answered: int, num_tokens: in
     assert engine.ask(request) == answered
     engine.requests[request.request_id] = request
     engine.grow_table(request)
-    engine.side.allocated(request, num_tokens)  # type: ignore[arg-type]
+    engine.side.on_allocated(request, num_tokens)  # type: ignore[arg-type]
     request.num_computed_tokens = num_tokens
     return engine.step(**{request.request_id: request.num_tokens - num_tokens})
 
@@ -127,7 +127,7 @@ def test_a_load_that_cannot_be_ordered_is_told_as_lost(
 
 def test_once_a_worker_is_broken_nothing_is_restored_or_saved(engine_of: Engines) -> None:
     engine = engine_of(DENSE)
-    engine.side.reported(WorkerReport(broken=True))
+    engine.side.on_report(WorkerReport(broken=True))
     request = FakeRequest("b", [*tokens(192), *tokens(100, seed=4)])
     assert engine.admit(request) == 0
     meta = engine.step(b=292)
@@ -138,11 +138,11 @@ def test_once_a_worker_is_broken_nothing_is_restored_or_saved(engine_of: Engines
 def test_a_save_of_which_a_rank_copied_nothing_is_not_sealed(engine_of: Engines) -> None:
     engine, request = engine_of(DENSE), FakeRequest("b", tokens(64, seed=4))
     engine.admit(request)
-    meta = engine.side.step(scheduled(b=64))
+    meta = engine.side.order_step(scheduled(b=64))
     (save,) = meta.saves
     report = WorkerReport()
     report.unsaved.update(save.save_ids)
-    engine.side.reported(report)
+    engine.side.on_report(report)
     assert not engine.side.has_work
     assert engine.ask(FakeRequest("c", tokens(65, seed=4))) == 0
     request.num_computed_tokens = 64

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hetero_connector.engine.scheduler import background_thread as background
+from hetero_connector.engine.scheduler import background_thread
 from hetero_connector.engine.scheduler.background_thread import BackgroundThread
 
 
@@ -30,14 +30,14 @@ def test_jobs_run_in_order_and_bring_results_or_errors() -> None:
     assert last.result(10.0) == "done"
     assert seen == [1, 2]
     assert isinstance(failing.exception(), OSError)
-    assert thread.late_s == 0.0
+    assert thread.busy_s == 0.0
     thread.close()
 
 
 def test_a_job_that_never_ends_is_seen_to_be_late_and_fills_the_queue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(background, "_MOST_JOBS", 3)
+    monkeypatch.setattr(background_thread, "_MAX_JOBS", 3)
     now, begun, release = 100.0, threading.Event(), threading.Event()
     thread = BackgroundThread("test", lambda: now)
 
@@ -48,7 +48,7 @@ def test_a_job_that_never_ends_is_seen_to_be_late_and_fills_the_queue(
     hung = thread.submit(hang)
     assert begun.wait(10.0)
     now = 107.0
-    assert thread.late_s == 7.0
+    assert thread.busy_s == 7.0
     waiting = [thread.submit(int) for _ in range(4)]
     assert waiting[3] is None
     assert not any(job.done() for job in waiting if job is not None)
@@ -57,5 +57,5 @@ def test_a_job_that_never_ends_is_seen_to_be_late_and_fills_the_queue(
     assert hung.result(10.0)
     assert waiting[2] is not None
     assert waiting[2].result(10.0) == 0
-    assert thread.late_s == 0.0
+    assert thread.busy_s == 0.0
     thread.close()

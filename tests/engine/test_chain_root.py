@@ -34,23 +34,23 @@ def hear(engine: Engine, fleet: int) -> None:
 
 def test_state_is_found_with_its_own_weights_alone(engine: Engine) -> None:
     run(engine)
-    engine.side.root.weights_changed("v1")
+    engine.side.root.on_weights_changed("v1")
     assert run(engine) == 0
     assert run(engine) > 0
-    engine.side.root.weights_changed("v2")
+    engine.side.root.on_weights_changed("v2")
     assert run(engine) == 0
-    engine.side.root.weights_changed("v1")
+    engine.side.root.on_weights_changed("v1")
     assert run(engine) > 0
 
 
 def test_what_is_computed_during_an_update_is_never_found(engine: Engine) -> None:
-    engine.side.root.weights_changed(None)
+    engine.side.root.on_weights_changed(None)
     assert run(engine) == 0
-    engine.side.root.weights_changed(None)
+    engine.side.root.on_weights_changed(None)
     assert run(engine) == 0, "the first step of an update is not the second"
-    engine.side.root.weights_changed("v1")
+    engine.side.root.on_weights_changed("v1")
     assert run(engine) == 0
-    engine.side.root.weights_changed("default")
+    engine.side.root.on_weights_changed("default")
     assert run(engine) == 0
 
 
@@ -61,21 +61,21 @@ def test_a_request_that_runs_across_a_change_is_not_stored(
     request = FakeRequest("a", tokens(PROMPT))
     engine.admit(request)
     engine.step(a=CHUNK // 2)
-    engine.side.root.weights_changed(version)
+    engine.side.root.on_weights_changed(version)
     assert engine.step(a=PROMPT - CHUNK // 2).saves == []
     engine.finish(request)
     assert engine.step().early_saves == []
     assert run(engine) == 0
-    engine.side.root.weights_changed("default")
+    engine.side.root.on_weights_changed("default")
     assert run(engine) == 0
 
 
 def test_the_same_version_again_changes_nothing(engine: Engine) -> None:
-    engine.side.root.weights_changed("v1")
+    engine.side.root.on_weights_changed("v1")
     run(engine)
     request = FakeRequest("a", tokens(PROMPT, 1))
     engine.admit(request)
-    engine.side.root.weights_changed("v1")
+    engine.side.root.on_weights_changed("v1")
     assert engine.step(a=PROMPT).saves
     assert run(engine) > 0
 
@@ -87,7 +87,7 @@ def test_pages_that_vllm_kept_from_before_are_not_stored(engine: Engine, change:
     if change == "reset":
         engine.side.reset()
     else:
-        engine.side.root.weights_changed("v1")
+        engine.side.root.on_weights_changed("v1")
     hit = FakeRequest("hit", tokens(PROMPT))
     engine.admit(hit, local=CHUNK)
     assert engine.step(hit=PROMPT - CHUNK).saves == []
@@ -143,9 +143,9 @@ def test_a_fleets_reset_comes_between_steps_not_into_one(engine: Engine) -> None
 
 def test_a_handed_off_request_names_nothing_while_nobody_could_find_it(engine: Engine) -> None:
     assert engine.side.root.is_shared
-    engine.side.root.weights_changed(None)
+    engine.side.root.on_weights_changed(None)
     assert not engine.side.root.is_shared
-    engine.side.root.weights_changed("v1")
+    engine.side.root.on_weights_changed("v1")
     assert engine.side.root.is_shared
     engine.side.reset()
     assert not engine.side.root.is_shared
@@ -178,7 +178,7 @@ def test_what_may_be_restored_is_what_an_oracle_says(events: list[tuple[str, obj
         if event == "weights":
             unnamed += what is None
             weights = (weights[0], unnamed) if what is None else (what, 0)
-            engine.side.root.weights_changed(what)  # type: ignore[arg-type]
+            engine.side.root.on_weights_changed(what)  # type: ignore[arg-type]
             continue
         stored.clear()
         if event == "reset":

@@ -36,13 +36,13 @@ def engine() -> Iterator[Engine]:
 
 
 def step(engine: Engine, **num_tokens: int) -> StepMetadata:
-    return engine.side.step(scheduled(**num_tokens))  # type: ignore[arg-type]
+    return engine.side.order_step(scheduled(**num_tokens))  # type: ignore[arg-type]
 
 
 def timed(engine: Engine, meta: StepMetadata, forward_s: float, load_s: float = 0.0) -> None:
     assert meta.timed_as is not None
     report = WorkerReport(timings=[StepTiming(meta.timed_as, forward_s, load_s)])
-    engine.side.reported(report)
+    engine.side.on_report(report)
 
 
 def taught(engine: Engine, token_s: float, byte_s: float) -> None:
@@ -65,7 +65,7 @@ def test_work_is_summed_over_the_requests_of_a_step(engine: Engine) -> None:
         engine.admit(FakeRequest(name, tokens(200)))
     engine.requests["b"].num_computed_tokens = 64
     meta = step(engine, a=128, b=64)
-    (asked,) = engine.side._learner._asked.values()
+    (asked,) = engine.side._learner._timed.values()
     assert asked.new_tokens == 192
     assert asked.work == attention_work(128, 0) + attention_work(64, 64)
     assert meta.timed_as is not None
@@ -78,7 +78,7 @@ def test_a_step_teaches_what_a_prefill_does_to_decodes(engine: Engine) -> None:
     engine.requests["a"].num_computed_tokens = 200
     engine.requests["b"].num_computed_tokens = 64
     meta = step(engine, a=1, b=64)
-    (asked,) = engine.side._learner._asked.values()
+    (asked,) = engine.side._learner._timed.values()
     assert asked.mix == (64, attention_work(64, 64), 1, 200)
     assert asked.work == attention_work(64, 64) + attention_work(1, 200)
     timed(engine, meta, 0.25)
@@ -125,12 +125,12 @@ def test_a_step_that_only_loads_teaches_the_load() -> None:
     load = Load("a", [ArtifactSpan(KV, 0, 192, 64, [0, 4096, 8192])], {}, parked=True)
     for _ in range(20):
         meta = StepMetadata(loads=[load])
-        engine.side._learner.ask(scheduled(), {}, meta)  # type: ignore[arg-type]
+        engine.side._learner.request_timing(scheduled(), {}, meta)  # type: ignore[arg-type]
         timed(engine, meta, 0.001, load_s=0.01)
     assert engine.costs.load.predict(Tier.DRAM, {KV: 3 * size}) == pytest.approx(0.01, rel=0.1)
     assert engine.costs.compute.samples == 0
     nothing = StepMetadata()
-    engine.side._learner.ask(scheduled(), {}, nothing)  # type: ignore[arg-type]
+    engine.side._learner.request_timing(scheduled(), {}, nothing)  # type: ignore[arg-type]
     assert nothing.timed_as is None
     engine.side.close()
 
@@ -143,7 +143,7 @@ def learner(engine: Engine) -> tuple[CostLearner, list[float]]:
 
 def asked(learner: CostLearner, engine: Engine, name: str, num_tokens: int) -> int:
     meta = StepMetadata()
-    learner.ask(scheduled(**{name: num_tokens}), engine.side._trackers, meta)  # type: ignore[arg-type]
+    learner.request_timing(scheduled(**{name: num_tokens}), engine.side._trackers, meta)  # type: ignore[arg-type]
     assert meta.timed_as is not None
     return meta.timed_as
 
@@ -154,8 +154,8 @@ def test_what_a_step_takes_beyond_its_forward_belongs_to_it(engine: Engine) -> N
     for _ in range(40):
         number = asked(learning, engine, "a", 128)
         now[0] += 0.030
-        report = WorkerReport(timings=[StepTiming(number, 0.020, 0.0)], ran=number)
-        learning.learn(report)
+        report = WorkerReport(timings=[StepTiming(number, 0.020, 0.0)], timed_step=number)
+        learning.on_report(report)
         now[0] += 5.0  # idle
     assert engine.costs.compute.predict(128, 0) == pytest.approx(0.030, rel=0.02)
 
@@ -167,7 +167,8 @@ def test_steps_scheduled_ahead_do_not_count_each_other_s_time(engine: Engine) ->
     for _ in range(40):
         ahead = asked(learning, engine, "a", 128)
         now[0] += 0.030
-        learning.learn(WorkerReport(timings=[StepTiming(running, 0.020, 0.0)], ran=running))
+        timings = [StepTiming(running, 0.020, 0.0)]
+        learning.on_report(WorkerReport(timings=timings, timed_step=running))
         running = ahead
     assert engine.costs.compute.predict(128, 0) == pytest.approx(0.030, rel=0.02)
 
@@ -179,10 +180,10 @@ def test_a_timing_that_comes_late_is_held_against_its_own_step(engine: Engine) -
     for _ in range(40):
         number = asked(learning, engine, "a", 128)
         now[0] += 0.030
-        learning.learn(WorkerReport(timings=late, ran=number))
+        learning.on_report(WorkerReport(timings=late, timed_step=number))
         late = [StepTiming(number, 0.020, 0.0)]
         now[0] += 0.5
-        learning.learn(WorkerReport())
+        learning.on_report(WorkerReport())
     assert engine.costs.compute.predict(128, 0) == pytest.approx(0.030, rel=0.02)
 
 
@@ -226,8 +227,8 @@ def test_steps_that_are_never_reported_are_forgotten(engine: Engine) -> None:
     engine.admit(FakeRequest("a", tokens(20_000)))
     for _ in range(200):
         step(engine, a=16)
-    assert len(engine.side._learner._asked) <= 64
-    engine.side.reported(WorkerReport(timings=[StepTiming(1, 9.0, 0.0)]))
+    assert len(engine.side._learner._timed) <= 64
+    engine.side.on_report(WorkerReport(timings=[StepTiming(1, 9.0, 0.0)]))
     assert engine.costs.compute.samples == 0
 
 
@@ -264,7 +265,7 @@ def test_a_tier_that_was_turned_down_is_trusted_less_once_a_request(engine: Engi
     slow_s = engine.costs.load.predict(Tier.DRAM, {KV: 4096})
     request = FakeRequest("b", tokens(200))
     for _ in range(50):
-        assert engine.side.matched_tokens(request, 0)[0] == 0  # type: ignore[arg-type]
+        assert engine.side.match(request, 0)[0] == 0  # type: ignore[arg-type]
     assert engine.costs.load.predict(Tier.DRAM, {KV: 4096}) == slow_s
     assert engine.admit(request) == 0
     request.num_computed_tokens = 200
@@ -334,6 +335,6 @@ def test_requests_that_wait_further_up_the_queue_are_ahead(engine: Engine) -> No
         load = engine.side._engine_load(trackers[name])
         assert (load.queued_tokens, load.waiting_tokens) == (0, waiting)
     engine.grow_table(engine.requests["computes"])
-    engine.side.allocated(engine.requests["computes"], 0)  # type: ignore[arg-type]
+    engine.side.on_allocated(engine.requests["computes"], 0)  # type: ignore[arg-type]
     load = engine.side._engine_load(trackers["new"])
     assert (load.queued_tokens, load.waiting_tokens) == (200, sum(left[1:]))

@@ -50,7 +50,7 @@ def test_a_page_that_becomes_recurrent_is_not_saved_as_attention_state(
         side = scheduler_side(llm)
         recurrent = {x.group for x in side._layout.model.page_groups[StateType.RECURRENT]}
         contested: set[int] = set()
-        begin_save, finished, take = side._store.begin_save, side.finished, EarlySaves.take
+        begin_save, finished, take = side._store.begin_save, side.on_finished, EarlySaves.take
 
         def no_room(chunk: Any, sizes: Any) -> Any:
             return None if StateType.DENSE_KV in sizes else begin_save(chunk, sizes)
@@ -70,7 +70,7 @@ def test_a_page_that_becomes_recurrent_is_not_saved_as_attention_state(
             return take(early, output)
 
         monkeypatch.setattr(EarlySaves, "take", watched)
-        monkeypatch.setattr(side, "finished", room_at_the_end)
+        monkeypatch.setattr(side, "on_finished", room_at_the_end)
         for prompt in growing:
             add(llm, prompt, max_tokens=12)
         step(llm, 2)

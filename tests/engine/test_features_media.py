@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hetero_connector.engine.scheduler import request_identifier as request_identity
+from hetero_connector.engine.scheduler import request_identifier
 from hetero_connector.engine.scheduler.request_identifier import RequestIdentity
 from tests.engine.harness import (
     Completion,
@@ -81,7 +81,7 @@ def test_power_an_image_left_out_of_the_key_is_seen(llm: Any) -> None:
     cat, dog = answer(llm, CAT), answer(llm, DOG)
     assert delta(cat, dog) > VISIBLE
     forget(llm)
-    with patch.object(request_identity, "RequestIdentity", lambda lora, media: RequestIdentity()):
+    with patch.object(request_identifier, "RequestIdentity", lambda lora, media: RequestIdentity()):
         answer(llm, CAT)
         forget_local(llm)
         mixed = answer(llm, DOG)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hetero_connector.engine.scheduler import request_identifier as request_identity
+from hetero_connector.engine.scheduler import request_identifier
 from hetero_connector.engine.scheduler.request_identifier import RequestIdentity
 from tests.engine.harness import (
     Completion,
@@ -97,7 +97,7 @@ def test_power_an_adapter_left_out_of_the_key_is_seen(adapters: Adapters) -> Non
     for one, other in ((0, 1), (0, 2), (1, 2)):
         assert delta(cold[one], cold[other]) > VISIBLE
     forget(adapters.llm)
-    with patch.object(request_identity, "RequestIdentity", lambda lora, media: RequestIdentity()):
+    with patch.object(request_identifier, "RequestIdentity", lambda lora, media: RequestIdentity()):
         adapters.answer(adapters.a)
         forget_local(adapters.llm)
         mixed = adapters.answer(adapters.b)

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from hetero_connector.engine.scheduler import peer_matcher as peer_matching
-from hetero_connector.engine.scheduler import sessions
+from hetero_connector.engine.scheduler import peer_matcher, sessions
 from hetero_connector.engine.scheduler.handoff import handoff_answer, handoff_tokens
 from hetero_connector.store.catalog.tail_lengths import MAX_TAILS
 from hetero_connector.store.peers.card import PeerCard
@@ -132,13 +131,13 @@ def test_what_a_dead_owner_left_on_ssd_is_adopted_under_a_new_token(
 def test_what_a_peers_session_reads_outlives_at_its_owner_what_nobody_reads(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "_READ_S", 0.0)
+    monkeypatch.setattr(sessions, "_PROTECTED_S", 0.0)
     ann, bob = fleet.join("ann", dram_bytes=6 * chunk_bytes(fleet)), fleet.join("bob")
     ann.run(FakeRequest("a", PROMPT))
     fleet.settle(ann)
-    monkeypatch.setattr(sessions, "_READ_S", 3_600.0)
+    monkeypatch.setattr(sessions, "_PROTECTED_S", 3_600.0)
     assert bob.run(FakeRequest("b", PROMPT)) == 3 * CHUNK + 32
-    monkeypatch.setattr(sessions, "_READ_S", 0.0)
+    monkeypatch.setattr(sessions, "_PROTECTED_S", 0.0)
     ann.run(FakeRequest("other", tokens(2 * CHUNK, seed=30)))
     until(lambda: bool(ann.store._state.readers.read_elsewhere()))
     for seed in range(31, 35):
@@ -246,7 +245,7 @@ PREFILLED = {"do_remote_prefill": True}
 def test_what_a_prefill_is_just_sealing_is_waited_for(
     fleet: Fleet, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_matching, "_PREFILLS_PER_LOAD", LOAD_DEADLINE_S / WAIT_S)
+    monkeypatch.setattr(peer_matcher, "_HANDOFF_SHARE", LOAD_DEADLINE_S / WAIT_S)
     ann, bob = fleet.join("ann"), fleet.join("bob")
     prompt = tokens(length)
     request = FakeRequest("b", prompt, kv_transfer_params=PREFILLED)
@@ -260,7 +259,7 @@ def test_what_a_prefill_is_just_sealing_is_waited_for(
 def test_a_prefill_that_left_nothing_is_waited_for_a_moment_only(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_matching, "_PREFILLS_PER_LOAD", LOAD_DEADLINE_S / 0.2)
+    monkeypatch.setattr(peer_matcher, "_HANDOFF_SHARE", LOAD_DEADLINE_S / 0.2)
     bob = fleet.join("bob")
     started_s = time.monotonic()
     assert bob.run(FakeRequest("b", PROMPT, kv_transfer_params=PREFILLED)) == 0
@@ -306,7 +305,7 @@ def test_a_decoder_believes_of_a_prefill_only_what_can_be(said: object, tokens: 
 def test_a_handoff_off_the_grid_is_found_and_waited_for(
     length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_matching, "_PREFILLS_PER_LOAD", LOAD_DEADLINE_S / WAIT_S)
+    monkeypatch.setattr(peer_matcher, "_HANDOFF_SHARE", LOAD_DEADLINE_S / WAIT_S)
     prompt = tokens(length)
     with joined(replace(HYBRID, exact_handoffs=True)) as fleet:
         ann, bob = fleet.join("ann"), fleet.join("bob")
@@ -337,7 +336,7 @@ def prefill(engine: Engine, name: str, prompt: list[int], **given: Any) -> dict[
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a prefill has left is waited for longer than tests do."""
-    monkeypatch.setattr(peer_matching, "_PREFILLS_PER_LOAD", LOAD_DEADLINE_S / (10 * WAIT_S))
+    monkeypatch.setattr(peer_matcher, "_HANDOFF_SHARE", LOAD_DEADLINE_S / (10 * WAIT_S))
 
 
 @pytest.mark.usefixtures("patient")

@@ -116,13 +116,13 @@ SCHEDULER_HOOKS: list[tuple[str, str, Callable[[HeteroConnector], Any], Any]] = 
     ("on_new_request", "identifier.begin", lambda x: x.on_new_request(REQUEST), None),
     (
         "get_num_new_matched_tokens",
-        "matched_tokens",
+        "match",
         lambda x: x.get_num_new_matched_tokens(REQUEST, 0),
         (0, False),
     ),
     (
         "update_state_after_alloc",
-        "allocated",
+        "on_allocated",
         lambda x: x.update_state_after_alloc(REQUEST, None, 0),  # type: ignore[arg-type]
         None,
     ),
@@ -134,25 +134,25 @@ SCHEDULER_HOOKS: list[tuple[str, str, Callable[[HeteroConnector], Any], Any]] = 
     ),
     (
         "build_connector_meta",
-        "step",
+        "order_step",
         lambda x: x.build_connector_meta(scheduled()),  # type: ignore[arg-type]
         StepMetadata(),
     ),
     (
         "update_connector_output",
-        "reported",
+        "on_report",
         lambda x: x.update_connector_output(KVConnectorOutput()),
         None,
     ),
     (
         "request_finished_all_groups",
-        "finished",
+        "on_finished",
         lambda x: x.request_finished_all_groups(REQUEST, ([],)),
         (False, None),
     ),
     (
         "request_finished_all_groups",
-        "finished",
+        "on_finished",
         lambda x: x.request_finished(REQUEST, []),
         (False, None),
     ),
@@ -192,8 +192,8 @@ def _boom(*_: object, **__: object) -> None:
     [
         ("handle_preemptions", "begin_step", lambda x: x.handle_preemptions(StepMetadata())),
         ("start_load_kv", "start_loads", lambda x: x.start_load_kv(CONTEXT)),
-        ("wait_for_layer_load", "layer_wanted", lambda x: x.wait_for_layer_load("full")),
-        ("save_kv_layer", "layer_written", lambda x: x.save_kv_layer("full", None, None)),
+        ("wait_for_layer_load", "ensure_loaded", lambda x: x.wait_for_layer_load("full")),
+        ("save_kv_layer", "on_layer_written", lambda x: x.save_kv_layer("full", None, None)),
         ("wait_for_save", "end_step", lambda x: x.wait_for_save()),
         ("build_connector_worker_meta", "take_report", lambda x: x.build_connector_worker_meta()),
     ],

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from vllm.config import CUDAGraphMode
 
-from hetero_connector.engine.worker.layer_hooks import LayerHooks, called_in
+from hetero_connector.engine.worker.layer_hooks import LayerHooks, calls_layer_hooks
 
 
 def ran(hooks: LayerHooks, layers: Iterable[str]) -> None:
     """A step whose forward asks for these layers."""
     hooks.begin_step()
     for layer in layers:
-        hooks.on_asked(layer)
+        hooks.on_called(layer)
 
 
 def reliable(hooks: LayerHooks) -> set[str]:
@@ -60,4 +60,4 @@ def test_hooks_are_called_by_python_with_attention_metadata(
     metadata: Any, graphs: CUDAGraphMode, called: bool
 ) -> None:
     context: Any = SimpleNamespace(attn_metadata=metadata, cudagraph_runtime_mode=graphs)
-    assert called_in(context) is called
+    assert calls_layer_hooks(context) is called

@@ -17,12 +17,12 @@ from vllm.multimodal.inputs import (
 
 from hetero_connector.engine.scheduler import media
 from hetero_connector.engine.scheduler.media import (
-    BelievedNames,
     DigestCache,
     MediaItem,
     Overlaps,
+    TrustedNames,
     content_digest,
-    placed,
+    media_item,
     tensor_digest,
 )
 from hetero_connector.errors import IdentityError
@@ -71,7 +71,7 @@ def test_where_an_item_lies_and_which_placeholders_it_fills_are_part_of_it() -> 
     def at(offset: int, length: int, mask: list[bool] | None = None, kind: str = "image") -> bytes:
         where = PlaceholderRange(offset, length, None if mask is None else torch.tensor(mask))
         feature = MultiModalFeatureSpec(None, kind, "name", where)
-        found = placed(feature, b"content")
+        found = media_item(feature, b"content")
         assert (found.start, found.end) == (offset, offset + length)
         return found.digest
 
@@ -104,15 +104,15 @@ def test_all_items_that_overlap_a_range_are_found() -> None:
 def test_a_name_is_believed_while_it_stands_for_one_content(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names = BelievedNames()
-    assert all(names.believe(name, b"1") for name in ("a", "b", "a"))
-    assert not names.believe("a", b"2")
-    assert not names.believe("a", b"1")  # vLLM may still have either's embeddings
-    names.doubt("b")
-    assert not names.believe("b", b"1")
+    names = TrustedNames()
+    assert all(names.trust(name, b"1") for name in ("a", "b", "a"))
+    assert not names.trust("a", b"2")
+    assert not names.trust("a", b"1")  # vLLM may still have either's embeddings
+    names.distrust("b")
+    assert not names.trust("b", b"1")
     monkeypatch.setattr(media, "_MOST_NAMES", 3)
     for number in range(10):
-        assert names.believe(str(number), b"1")
+        assert names.trust(str(number), b"1")
     assert len(names._contents) == 3
 
 

@@ -33,7 +33,7 @@ def engine() -> Iterator[Engine]:
 def schedule(engine: Engine, **num_tokens: int) -> StepMetadata:
     """A step whose report is still to come; tokens count as computed at once, as in vLLM."""
     output: Any = scheduled(**num_tokens)
-    meta = engine.side.step(output)
+    meta = engine.side.order_step(output)
     for request_id, count in num_tokens.items():
         engine.requests[request_id].num_computed_tokens += count
     return meta

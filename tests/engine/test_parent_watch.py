@@ -17,17 +17,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from hetero_connector.connector import HeteroConnector
 from hetero_connector.engine.messages import StepMetadata
-from hetero_connector.engine.startup import parent_watch as orphan
+from hetero_connector.engine.startup.parent_watch import watch_parent
 
 _PARENT = """
 import multiprocessing, os, signal, sys, threading
-from hetero_connector.engine.startup import parent_watch as orphan
+from hetero_connector.engine.startup.parent_watch import watch_parent
 
 def child(hangs):
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: (print("asked to end", flush=True), ended.set()))
     released = threading.Event()
-    watched = orphan.watch(lambda: (print("released", flush=True), released.set()), grace_s=0.2)
+    watched = watch_parent(lambda: (print("released", flush=True), released.set()), grace_s=0.2)
     print("watched" if watched else "not watched", flush=True)
     if watched:
         ended.wait(30)
@@ -87,8 +87,8 @@ def test_another_process_lives_on_without_its_parent(script: Path) -> None:
 
 def test_a_process_without_a_parent_is_not_watched() -> None:
     assert multiprocessing.parent_process() is None
-    assert orphan.watch(lambda: None) is None
-    assert "heterocache-orphan" not in {thread.name for thread in threading.enumerate()}
+    assert watch_parent(lambda: None) is None
+    assert "heterocache-parent-watch" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_once_released_every_hook_is_a_miss() -> None:

@@ -23,13 +23,13 @@ class Watched:
         self.made: list[RestoreDecision] = []
         predictions = self.engine.side._predictions
         predictions._clock = lambda: self.now_s
-        decided = predictions.decided
+        decided = predictions.on_decision
 
         def keep(request_id: str, decision: RestoreDecision, *rest: Any) -> None:
             self.made.append(decision)
             decided(request_id, decision, *rest)
 
-        predictions.decided = keep  # type: ignore[method-assign,assignment]
+        predictions.on_decision = keep  # type: ignore[method-assign,assignment]
 
     def admitted(self) -> FakeRequest:
         request = FakeRequest("b", tokens(200))

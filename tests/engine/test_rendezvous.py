@@ -12,11 +12,11 @@ import pytest
 from hetero_connector.engine.startup import rendezvous
 from hetero_connector.engine.startup.rendezvous import (
     WorkerGeometry,
-    announce,
+    collect_geometries,
     find_arena,
-    forget_arena,
-    gather,
-    leave_arena,
+    publish_arena,
+    publish_geometry,
+    withdraw_arena,
 )
 from hetero_connector.errors import StoreError, UnsupportedModelError
 from hetero_connector.spec import ModelSpec
@@ -34,58 +34,58 @@ def geometry(rank: int = 0, model: ModelSpec = HYBRID) -> WorkerGeometry:
     return WorkerGeometry(rank, replace(model, tp_size=2), ("CPU_ATTN",), "cpu", os.getpid())
 
 
-def test_what_was_announced_is_gathered_by_rank_and_removed(own_directory: Path) -> None:
-    announce("engine", geometry(1))
-    announce("engine", geometry(0))
-    assert gather("engine", 2) == [geometry(0), geometry(1)]
+def test_published_geometries_are_collected_by_rank_and_removed(own_directory: Path) -> None:
+    publish_geometry("engine", geometry(1))
+    publish_geometry("engine", geometry(0))
+    assert collect_geometries("engine", 2) == [geometry(0), geometry(1)]
     assert list(own_directory.rglob("*.json")) == []
 
 
-def test_another_engine_s_announcement_is_left_alone() -> None:
-    announce("other", geometry(0))
+def test_another_engine_s_geometry_is_left_alone() -> None:
+    publish_geometry("other", geometry(0))
     with pytest.raises(StoreError, match="only 0 of 1 workers"):
-        gather("engine", 1, patience_s=0)
+        collect_geometries("engine", 1, patience_s=0)
 
 
-def test_another_process_s_announcement_is_left_alone(own_directory: Path) -> None:
-    announce("engine", geometry(0))
+def test_another_process_s_geometry_is_left_alone(own_directory: Path) -> None:
+    publish_geometry("engine", geometry(0))
     (path,) = own_directory.rglob("*.json")
     document = json.loads(path.read_text()) | {"pid": 1, "parent": 1}
     path.write_text(json.dumps(document))
     with pytest.raises(StoreError, match="uni or mp on one node"):
-        gather("engine", 1, patience_s=0)
+        collect_geometries("engine", 1, patience_s=0)
     assert path.exists()
 
 
 def test_unequal_shards_are_refused() -> None:
-    announce("engine", geometry(0))
-    announce("engine", geometry(1, replace(HYBRID, alignment=32)))
+    publish_geometry("engine", geometry(0))
+    publish_geometry("engine", geometry(1, replace(HYBRID, alignment=32)))
     with pytest.raises(UnsupportedModelError, match="ranks 0 and 1"):
-        gather("engine", 2)
+        collect_geometries("engine", 2)
 
 
 def test_a_directory_of_another_user_is_not_trusted(
     own_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    announce("engine", geometry(0))
+    publish_geometry("engine", geometry(0))
     monkeypatch.setattr(rendezvous.os, "getuid", lambda: 12345)
     (own_directory / "heterocache-12345").mkdir()
     with pytest.raises(StoreError, match="another user"):
-        announce("engine", geometry(0))
+        publish_geometry("engine", geometry(0))
 
 
 def test_ranks_that_compute_differently_are_refused() -> None:
-    announce("engine", replace(geometry(0), rounding={"machine": "H200", "threads": ""}))
-    announce("engine", replace(geometry(1), rounding={"machine": "H100", "threads": ""}))
+    publish_geometry("engine", replace(geometry(0), rounding={"machine": "H200", "threads": ""}))
+    publish_geometry("engine", replace(geometry(1), rounding={"machine": "H100", "threads": ""}))
     with pytest.raises(UnsupportedModelError, match="differently: machine 'H200' and 'H100'"):
-        gather("engine", 2)
+        collect_geometries("engine", 2)
 
 
 def test_workers_find_their_own_engines_arena(
     own_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arena = ArenaHandle("/proc/5/fd/6", 4096)
-    leave_arena("engine.1", arena)
+    publish_arena("engine.1", arena)
     assert find_arena("engine.1") == arena
     assert find_arena("engine") is None
     parent = os.getpid()
@@ -94,13 +94,13 @@ def test_workers_find_their_own_engines_arena(
         assert find_arena("engine.1") is None, "not a worker of that process"
         patch.setattr(os, "getppid", lambda: parent)
         assert find_arena("engine.1") == arena
-    forget_arena("engine.1")
+    withdraw_arena("engine.1")
     assert find_arena("engine.1") is None
 
 
 def test_an_arena_that_a_killed_engine_named_is_cleared_away(own_directory: Path) -> None:
-    leave_arena("engine", ArenaHandle("/proc/5/fd/6", 4096))
+    publish_arena("engine", ArenaHandle("/proc/5/fd/6", 4096))
     (path,) = own_directory.rglob("*.arena")
     killed = path.rename(path.with_name("engine.999999999.arena"))
-    leave_arena("other", ArenaHandle("/proc/5/fd/6", 4096))
+    publish_arena("other", ArenaHandle("/proc/5/fd/6", 4096))
     assert not killed.exists()

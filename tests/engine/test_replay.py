@@ -17,7 +17,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from hetero_connector.engine.scheduler import replays as replaying
+from hetero_connector.engine.scheduler import replays
 from hetero_connector.engine.worker import slot_masks
 from hetero_connector.engine.worker.pages import HostPages
 from hetero_connector.planner.plan import WindowReplay
@@ -203,7 +203,7 @@ def test_power_of_the_pool_guard(llm: Any, reference: Completion, case: Case) ->
         right = generate(llm, other, max_tokens=8)
     forget_local(llm)
     forget_checkpoints(llm)
-    with patch.object(replaying, "hide_inexact_windows", lambda *_: None):
+    with patch.object(replays, "hide_inexact_windows", lambda *_: None):
         generate(llm, PROMPT)
     with no_restores(llm):
         wrong = generate(llm, other, max_tokens=8)

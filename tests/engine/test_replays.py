@@ -65,7 +65,7 @@ def request(name: str = "a", num_tokens: int = 450) -> FakeRequest:
 def schedule(engine: Engine, **num_tokens: int) -> tuple[StepMetadata, Any]:
     """A step whose report is still to come, and vLLM's output for it."""
     output: Any = scheduled(**num_tokens)
-    meta = engine.side.step(output)
+    meta = engine.side.order_step(output)
     for name, count in num_tokens.items():
         engine.requests[name].num_computed_tokens += count
     return meta, output
@@ -221,7 +221,7 @@ def test_preempted_in_the_middle_and_admitted_again(engine: Engine) -> None:
     engine.requests["a"].num_computed_tokens = 0
     output: Any = scheduled()
     output.preempted_req_ids = {"a"}
-    second = engine.side.step(output)
+    second = engine.side.order_step(output)
     assert second.loads == []
     engine.report(first)
     assert not in_use(engine)
@@ -235,10 +235,10 @@ def test_preempted_in_the_middle_and_admitted_again(engine: Engine) -> None:
 
 def test_a_local_hit_that_overtakes_the_start_drops_the_replay(engine: Engine) -> None:
     engine.requests["a"] = request()
-    ask = engine.side.matched_tokens
+    ask = engine.side.match
     assert ask(engine.requests["a"], 0) == (RESUME, False)  # type: ignore[arg-type]
     assert ask(engine.requests["a"], RESUME) == (0, False)  # type: ignore[arg-type]
-    engine.side.finished(engine.requests["a"], ([], []))  # type: ignore[arg-type]
+    engine.side.on_finished(engine.requests["a"], ([], []))  # type: ignore[arg-type]
 
 
 def test_prompts_with_images_are_not_replayed(engine: Engine) -> None:
@@ -246,7 +246,7 @@ def test_prompts_with_images_are_not_replayed(engine: Engine) -> None:
     tracker = engine.side._track(odd)  # type: ignore[arg-type]
     assert tracker is not None
     odd.mm_features = [object()]
-    assert engine.side._restorer.tokens(tracker, 0) == 0
+    assert engine.side._restorer.stage(tracker, 0) == 0
     odd.mm_features = []
-    assert engine.side._restorer.tokens(tracker, 0) == RESUME
-    engine.side.finished(odd, ([], []))  # type: ignore[arg-type]
+    assert engine.side._restorer.stage(tracker, 0) == RESUME
+    engine.side.on_finished(odd, ([], []))  # type: ignore[arg-type]

@@ -19,14 +19,14 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.config import HeteroConfig
 from hetero_connector.connector import HeteroConnector
-from hetero_connector.engine.scheduler import request_identifier as request_identity
+from hetero_connector.engine.scheduler import request_identifier
 from hetero_connector.engine.scheduler.background_thread import BackgroundThread
 from hetero_connector.engine.scheduler.media import MediaIds, content_digest, media_ids
 from hetero_connector.engine.scheduler.request_identifier import (
     PLAIN,
     RequestIdentifier,
     RequestIdentity,
-    Unidentified,
+    UnidentifiedReason,
 )
 from hetero_connector.engine.scheduler.requests import RequestTracker
 from hetero_connector.metrics import Recorder
@@ -64,10 +64,12 @@ def identifier(clock: Clock) -> Iterator[RequestIdentifier]:
     made.close()
 
 
-def found(identifier: RequestIdentifier, request: FakeRequest) -> RequestIdentity | Unidentified:
+def found(
+    identifier: RequestIdentifier, request: FakeRequest
+) -> RequestIdentity | UnidentifiedReason:
     """Ask until there is an answer, as vLLM does."""
     deadline = time.monotonic() + 30.0
-    while (known := identifier.identity(request)) is Unidentified.PENDING:
+    while (known := identifier.identify(request)) is UnidentifiedReason.PENDING:
         assert time.monotonic() < deadline
         time.sleep(1e-3)
     return known
@@ -76,7 +78,7 @@ def found(identifier: RequestIdentifier, request: FakeRequest) -> RequestIdentit
 def keys(identifier: RequestIdentifier, request: FakeRequest) -> list[str] | None:
     """Keys of the request's chunks; None if it is not cached."""
     identity = found(identifier, request)
-    if isinstance(identity, Unidentified):
+    if isinstance(identity, UnidentifiedReason):
         return None
     tracker = RequestTracker.of(request, HASHER, identity)
     tracker.grow()
@@ -114,21 +116,21 @@ def disk_that_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[tuple[threading.Event, threading.Event]]:
     """Adapters' files hang. Yields what is set when one is read, and what lets it answer."""
-    answer, begun, read = threading.Event(), threading.Event(), request_identity.read_adapter
+    answer, begun, read = threading.Event(), threading.Event(), request_identifier.read_adapter
 
     def hanging(path: str) -> bytes:
         begun.set()
         assert answer.wait(60.0)
         return read(path)
 
-    monkeypatch.setattr(request_identity, "read_adapter", hanging)
+    monkeypatch.setattr(request_identifier, "read_adapter", hanging)
     yield begun, answer
     answer.set()
 
 
 def test_text_needs_nothing_to_be_known(identifier: RequestIdentifier) -> None:
-    assert identifier.identity(request()) is PLAIN
-    assert (identifier._found, identifier._readings) == ({}, {})
+    assert identifier.identify(request()) is PLAIN
+    assert (identifier._results, identifier._readings) == ({}, {})
     assert identifier.adapter_thread._thread is identifier.media_thread._thread is None
 
 
@@ -165,10 +167,10 @@ def test_a_name_that_stands_for_two_images_is_not_cached_any_more(
     """vLLM's encoder cache goes by the name and may bring either's embeddings."""
     running = request(image(1.0, name="mine"))
     assert keys(identifier, running) is not None
-    assert not identifier.doubts(running)
+    assert not identifier.uses_distrusted_name(running)
     assert keys(identifier, request(image(2.0, name="mine"), image(3.0, name="other"))) is None
-    assert identifier.doubts(running)
-    assert not identifier.doubts(request(image(3.0, name="other")))
+    assert identifier.uses_distrusted_name(running)
+    assert not identifier.uses_distrusted_name(request(image(3.0, name="other")))
     assert keys(identifier, request(image(1.0, name="mine"))) is None
     assert keys(identifier, request(image(3.0, name="other"))) is not None
     (warning,) = {record.message for record in caplog.records}
@@ -290,13 +292,13 @@ def test_a_disk_that_does_not_answer_keeps_nobody_waiting(
         identifier.begin(first)
         assert begun.wait(10.0)
         for _ in range(100):
-            assert identifier.identity(first) is Unidentified.PENDING
+            assert identifier.identify(first) is UnidentifiedReason.PENDING
         clock.now_s = 3.0
-        assert identifier.identity(first) is Unidentified.NEVER
+        assert identifier.identify(first) is UnidentifiedReason.NEVER
         # While the disk hangs nobody else waits for it at all.
-        assert identifier.identity(request(lora=lora)) is Unidentified.NEVER
+        assert identifier.identify(request(lora=lora)) is UnidentifiedReason.NEVER
         answer.set()
-        while identifier.adapter_thread.late_s:
+        while identifier.adapter_thread.busy_s:
             time.sleep(1e-3)
         assert keys(identifier, request(lora=lora)) is not None
 
@@ -310,11 +312,11 @@ def test_an_adapter_is_looked_at_once_for_each_request(
         looked.append(path)
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(request_identity, "read_adapter", missing)
+    monkeypatch.setattr(request_identifier, "read_adapter", missing)
     unknown = request(lora=adapter(Path("/nowhere")))
     identifier.begin(unknown)
     for _ in range(50):
-        assert found(identifier, unknown) is Unidentified.NEVER
+        assert found(identifier, unknown) is UnidentifiedReason.NEVER
     assert looked == ["/nowhere"]
 
 
@@ -326,7 +328,7 @@ def test_an_adapter_that_changes_while_its_request_waits_is_not_cached(
     assert keys(identifier, request(lora=lora)) is not None
     waiting = request(lora=lora)
     identifier.begin(waiting)
-    while identifier._readings[waiting.request_id].unread:
+    while not identifier._readings[waiting.request_id].is_done:
         time.sleep(1e-3)
     write_adapter(tmp_path / "a", b"another")
     clock.now_s = 1.0
@@ -345,8 +347,8 @@ def test_files_are_read_on_threads_of_their_own(
 
         return reading
 
-    monkeypatch.setattr(request_identity, "read_adapter", spied(request_identity.read_adapter))
-    monkeypatch.setattr(request_identity, "content_digest", spied(content_digest))
+    monkeypatch.setattr(request_identifier, "read_adapter", spied(request_identifier.read_adapter))
+    monkeypatch.setattr(request_identifier, "content_digest", spied(content_digest))
     lora = adapter(write_adapter(tmp_path / "a", os.urandom(1000)))
     assert keys(identifier, request(image(1.0, name="a"), lora=lora)) is not None
     assert keys(identifier, request(lora=lora)) is not None
@@ -359,9 +361,9 @@ def test_an_image_that_vllm_cached_is_read_once(
 ) -> None:
     feature = image(1.0, name="a")
     expected = keys(identifier, request(feature))
-    monkeypatch.setattr(request_identity, "content_digest", None)
+    monkeypatch.setattr(request_identifier, "content_digest", None)
     later = request(feature)
-    assert identifier.identity(later) is not Unidentified.PENDING
+    assert identifier.identify(later) is not UnidentifiedReason.PENDING
     assert keys(identifier, later) == expected
 
 
@@ -377,7 +379,7 @@ def test_nothing_is_kept_of_requests_that_have_ended(
         if number % 3:
             found(identifier, one)
         identifier.forget(one.request_id)
-    assert (identifier._found, identifier._readings) == ({}, {})
+    assert (identifier._results, identifier._readings) == ({}, {})
 
 
 @pytest.mark.parametrize(

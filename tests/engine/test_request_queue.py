@@ -12,14 +12,14 @@ from vllm.v1.request import RequestStatus
 
 from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.engine.scheduler.request_identifier import PLAIN
-from hetero_connector.engine.scheduler.request_queue import Ahead, RequestQueue
+from hetero_connector.engine.scheduler.request_queue import RequestQueue, WorkAhead
 from hetero_connector.engine.scheduler.requests import RequestTracker
 from tests.engine.fakes import FakeRequest
 
 HASHER = ChainHasher(b"f" * 32, 64)
 
 
-def walked(new: RequestTracker, trackers: Iterable[RequestTracker]) -> Ahead:
+def walked(new: RequestTracker, trackers: Iterable[RequestTracker]) -> WorkAhead:
     """`trackers`: in the order in which they were first asked about."""
     queued = decodes = waiting = 0
     before_new = True
@@ -33,7 +33,7 @@ def walked(new: RequestTracker, trackers: Iterable[RequestTracker]) -> Ahead:
             before_new = False
         elif before_new:
             waiting += tracker.left_to_compute
-    return Ahead(queued, decodes, waiting)
+    return WorkAhead(queued, decodes, waiting)
 
 
 class Traffic:
@@ -60,7 +60,7 @@ class Traffic:
         )
         tracker = RequestTracker.of(request, HASHER, PLAIN)
         self.trackers[request.request_id] = tracker
-        self.queue.waits(tracker)
+        self.queue.enqueue(tracker)
         self.check()
         self.ask(tracker)
 
@@ -71,12 +71,12 @@ class Traffic:
         resume = self.rng.randint(tracker.local_tokens, tracker.request.num_tokens - 1)
         plan: Any = SimpleNamespace(plan=SimpleNamespace(resume_tokens=resume))
         tracker.restore = self.rng.choice([None, plan])
-        self.queue.waits(tracker)
+        self.queue.enqueue(tracker)
 
     def admit(self, tracker: RequestTracker | None) -> None:
         if tracker is None:
             return
-        self.queue.admitted(tracker)
+        self.queue.on_admitted(tracker)
         request: Any = tracker.request
         request.num_computed_tokens = request.num_tokens - tracker.left_to_compute
         tracker.restore = None
@@ -89,7 +89,7 @@ class Traffic:
             request: Any = tracker.request
             left = request.num_tokens - request.num_computed_tokens
             scheduled[request.request_id] = self.rng.randint(1, max(1, left))
-        self.queue.stepped(self.trackers, scheduled)
+        self.queue.on_step(self.trackers, scheduled)
         for request_id, count in scheduled.items():
             request = self.trackers[request_id].request
             request.num_computed_tokens += count
@@ -102,27 +102,27 @@ class Traffic:
         self.step()  # vLLM tells of it with the step it is building
         request: Any = tracker.request
         request.status, request.num_computed_tokens = RequestStatus.PREEMPTED, 0
-        self.queue.waits(tracker)
+        self.queue.enqueue(tracker)
 
     def end(self, tracker: RequestTracker | None) -> None:
         if tracker is not None:
-            self.queue.gone(tracker.request.request_id)
+            self.queue.remove(tracker.request.request_id)
             del self.trackers[tracker.request.request_id]
 
     def reset(self) -> None:
         for tracker in self.trackers.values():
             tracker.restore = None
-        self.queue.reset(self.trackers.values())
+        self.queue.requeue_waiting(self.trackers.values())
 
     def check(self) -> None:
         for tracker in self.of_status(running=False):
-            assert self.queue.ahead_of(tracker) == walked(tracker, self.trackers.values())
+            assert self.queue.work_ahead_of(tracker) == walked(tracker, self.trackers.values())
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_counts_stay_right_under_whatever_happens(seed: int) -> None:
     traffic = Traffic(seed)
-    seen: set[Ahead] = set()
+    seen: set[WorkAhead] = set()
     for _ in range(300):
         event = traffic.rng.choice(
             [
@@ -141,7 +141,7 @@ def test_the_counts_stay_right_under_whatever_happens(seed: int) -> None:
         )
         event()
         traffic.check()
-        seen |= {traffic.queue.ahead_of(t) for t in traffic.of_status(running=False)}
+        seen |= {traffic.queue.work_ahead_of(t) for t in traffic.of_status(running=False)}
     assert len(seen) > 50  # and not by being empty
     for tracker in list(traffic.trackers.values()):
         traffic.end(tracker)

@@ -273,14 +273,14 @@ def test_a_checkpoint_that_a_peer_sent_counts_as_kept(
     engine = engine_of(policy)
     engine.run(FakeRequest("a", tokens(400)))
     saver = engine.side._saver
-    restored = saver.restored
+    restored = saver.on_restored
 
     def sent(plan: RestorePlan) -> None:
         last = plan.chunks[-1]
         there = replace(last, tiers=dict.fromkeys(last.tiers, tier))
         restored(replace(plan, chunks=[*plan.chunks[:-1], there]))
 
-    monkeypatch.setattr(saver, "restored", sent)
+    monkeypatch.setattr(saver, "on_restored", sent)
     assert engine.run(FakeRequest("b", [*tokens(256), *tokens(100, seed=1)])) == 256
     assert policy.told[-1] == Reuse(matched=4, kept=kept, new=1)
 
@@ -369,7 +369,7 @@ def reported_late(engine: Engine, request: FakeRequest) -> StepMetadata:
     decode(engine, request, 27)
     request.all_token_ids.append(1)
     engine.grow_table(request)
-    meta = engine.side.step(scheduled(a=1))  # type: ignore[arg-type]
+    meta = engine.side.order_step(scheduled(a=1))  # type: ignore[arg-type]
     request.num_computed_tokens += 1
     assert [x.state_type for save in meta.saves for x in save.copy.artifacts] == [KV, SWA]
     return meta
@@ -433,7 +433,7 @@ def test_recurrent_state_is_kept_where_the_policy_says_and_at_the_prompt_s_last_
     engine = engine_of(policy, MAMBA)
     request = FakeRequest("a", tokens(300))
     engine.admit(request)
-    engine.report(engine.side.step(offered([64, 128, 192, 256], a=300)))  # type: ignore[arg-type]
+    engine.report(engine.side.order_step(offered([64, 128, 192, 256], a=300)))  # type: ignore[arg-type]
     request.num_computed_tokens += 300
     engine.finish(request)
     engine.step()

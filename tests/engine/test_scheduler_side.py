@@ -131,7 +131,7 @@ def test_two_requests_at_once_save_a_shared_chunk_once(dense: Engine) -> None:
 def test_what_is_loaded_stays_until_the_load_is_reported(dense: Engine) -> None:
     dense.run(FakeRequest("a", tokens(200)))
     dense.admit(FakeRequest("b", tokens(200)))
-    meta = dense.side.step(scheduled(b=8))  # type: ignore[arg-type]
+    meta = dense.side.order_step(scheduled(b=8))  # type: ignore[arg-type]
     assert len(in_use(dense)) == 3
     dense.report(meta)
     assert not in_use(dense)
@@ -140,16 +140,16 @@ def test_what_is_loaded_stays_until_the_load_is_reported(dense: Engine) -> None:
 def test_a_request_that_is_never_admitted_holds_nothing(dense: Engine) -> None:
     dense.run(FakeRequest("a", tokens(200)))
     request = FakeRequest("b", tokens(200))
-    assert dense.side.matched_tokens(request, 0) == (192, False)  # type: ignore[arg-type]
+    assert dense.side.match(request, 0) == (192, False)  # type: ignore[arg-type]
     assert in_use(dense)
-    dense.side.finished(request, ([], []))  # type: ignore[arg-type]
+    dense.side.on_finished(request, ([], []))  # type: ignore[arg-type]
     assert not in_use(dense)
 
 
 def test_a_local_hit_that_grows_while_waiting_is_not_loaded_over(hybrid: Engine) -> None:
     hybrid.run(FakeRequest("a", tokens(200)))
     request = FakeRequest("b", tokens(200))
-    assert hybrid.side.matched_tokens(request, 0)[0] == 192  # type: ignore[arg-type]
+    assert hybrid.side.match(request, 0)[0] == 192  # type: ignore[arg-type]
     assert hybrid.admit(request, local=80) == 112
     (load,) = hybrid.step(b=8).loads
     assert load.copy.blocks[KV, 0].first_page == 5
@@ -158,7 +158,7 @@ def test_a_local_hit_that_grows_while_waiting_is_not_loaded_over(hybrid: Engine)
 def test_chunks_that_a_growing_local_hit_overtakes_are_not_counted(dense: Engine) -> None:
     dense.run(FakeRequest("a", tokens(200)))
     request = FakeRequest("b", tokens(200))
-    assert dense.side.matched_tokens(request, 0)[0] == 192  # type: ignore[arg-type]
+    assert dense.side.match(request, 0)[0] == 192  # type: ignore[arg-type]
     pending = dense.side._trackers["b"].restore
     assert pending is not None
     first, *rest = pending.plan.chunks
@@ -175,8 +175,8 @@ def test_chunks_that_a_growing_local_hit_overtakes_are_not_counted(dense: Engine
 def test_a_local_hit_that_overtakes_the_plan_drops_it(dense: Engine) -> None:
     dense.run(FakeRequest("a", tokens(200)))
     request = FakeRequest("b", tokens(200))
-    assert dense.side.matched_tokens(request, 0)[0] == 192  # type: ignore[arg-type]
-    assert dense.side.matched_tokens(request, 192)[0] == 0  # type: ignore[arg-type]
+    assert dense.side.match(request, 0)[0] == 192  # type: ignore[arg-type]
+    assert dense.side.match(request, 192)[0] == 0  # type: ignore[arg-type]
     assert not in_use(dense)
 
 
@@ -192,7 +192,7 @@ def test_pooling_and_streaming_requests_are_left_alone(dense: Engine) -> None:
         FakeRequest("c", tokens(200), resumable=True),
         FakeRequest("d", tokens(200), skip_reading_prefix_cache=True),
     ):
-        assert dense.side.matched_tokens(odd, 0) == (0, False)  # type: ignore[arg-type]
+        assert dense.side.match(odd, 0) == (0, False)  # type: ignore[arg-type]
 
 
 def test_an_adapter_that_cannot_be_identified_is_served_but_not_cached(dense: Engine) -> None:
@@ -232,7 +232,7 @@ def test_early_saves_whose_pages_are_overwritten_are_dropped(dense: Engine) -> N
     output = scheduled()
     output.new_block_ids_to_zero = [dense.tables.ids["a"][0][5]]
     assert dense.side.has_work
-    meta = dense.side.step(output)  # type: ignore[arg-type]
+    meta = dense.side.order_step(output)  # type: ignore[arg-type]
     assert meta.early_saves == []
     assert not dense.side.has_work
     assert dense.counters()["heterocache_saves_abandoned{cause=overwritten}"] == 1
@@ -246,7 +246,7 @@ def test_reset_forgets_everything_and_running_requests_save_once_computed_anew(
     dense.admit(request)
     dense.step(a=130)
     dense.side.reset()
-    assert dense.side.matched_tokens(FakeRequest("b", tokens(130)), 0)[0] == 0  # type: ignore[arg-type]
+    assert dense.side.match(FakeRequest("b", tokens(130)), 0)[0] == 0  # type: ignore[arg-type]
     request.all_token_ids.append(1)
     dense.grow_table(request)
     assert dense.step(a=1).saves == []
@@ -276,7 +276,7 @@ def test_a_full_tier_of_pinned_artifacts_saves_nothing_and_goes_on() -> None:
     assert engine.admit(held) == 128
     other = FakeRequest("c", tokens(128, seed=5))
     engine.admit(other)
-    meta = engine.side.step(scheduled(b=1, c=128))  # type: ignore[arg-type]
+    meta = engine.side.order_step(scheduled(b=1, c=128))  # type: ignore[arg-type]
     assert meta.saves == []
     engine.report(meta)
     engine.side.close()

@@ -60,10 +60,10 @@ class Turns:
     def turn(self, request: FakeRequest) -> Any:
         """Match and end it; the session it was taken for."""
         side: Any = self.side
-        side.matched_tokens(request, 0)
+        side.match(request, 0)
         tracker = side._trackers[request.request_id]
         tracker.outdated = True  # nothing is to be saved
-        side.finished(request, ([], []))
+        side.on_finished(request, ([], []))
         return tracker.session
 
     @property
@@ -127,7 +127,7 @@ def test_a_session_that_is_back_is_not_expected_while_it_runs(turns: Turns) -> N
     params = {"expected_back_s": 60}
     session = turns.turn(asking("a", tokens(200), session_id="s", kv_transfer_params=params))
     assert session in turns.expected
-    turns.side.matched_tokens(asking("b", tokens(300), session_id="s"), 0)  # type: ignore[arg-type]
+    turns.side.match(asking("b", tokens(300), session_id="s"), 0)  # type: ignore[arg-type]
     assert session not in turns.expected
 
 
@@ -180,7 +180,7 @@ def test_a_session_that_is_not_back_in_time_reads_no_more(turns: Turns) -> None:
     assert turns.now_s + 5 < reading.until_s < turns.now_s + 60
     turns.turn(asking("b", tokens(200), session_id="s"))
     (reading,) = turns.store._state.readers._readings.values()
-    assert reading.until_s == turns.now_s + sessions._READ_S, "without a hint nothing is known"
+    assert reading.until_s == turns.now_s + sessions._PROTECTED_S, "without a hint nothing is known"
 
 
 def test_what_no_session_can_be_made_of_is_left_alone(turns: Turns) -> None:
@@ -188,7 +188,7 @@ def test_what_no_session_can_be_made_of_is_left_alone(turns: Turns) -> None:
         turns.turn(asking(f"short {number}", tokens(10)))
     assert not turns.expected
     never_matched = asking("n", tokens(200))
-    turns.side.finished(never_matched, ([], []))  # type: ignore[arg-type]
+    turns.side.on_finished(never_matched, ([], []))  # type: ignore[arg-type]
     assert not turns.expected
 
 

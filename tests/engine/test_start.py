@@ -75,7 +75,7 @@ def test_a_chunk_longer_than_any_request_is_pointed_out() -> None:
 def test_a_layer_that_cannot_be_cut_for_other_tp_sizes_is_named() -> None:
     config = HeteroConfig.from_extra_config({"dram_gib": 0.1, "tp_sizes": "any"})
     (warning,) = _warnings(LAYOUT, config, max_model_len=4096)
-    assert "tp_sizes='any' is as 'own'" in warning
+    assert "tp_sizes='any' has the effect of 'own'" in warning
     assert "dense_kv state of full" in warning
     assert not _uses_any_tp(config, HYBRID)
     cut = tuple(replace(x, runs=(x.page_bytes,)) for x in HYBRID.layers)
@@ -88,7 +88,7 @@ def test_a_layer_that_cannot_be_cut_for_other_tp_sizes_is_named() -> None:
 def test_a_write_budget_smaller_than_a_chunk_is_pointed_out() -> None:
     config = HeteroConfig(dram_gib=0.1, ssd_write_gib_per_day=1e-6)
     (warning,) = _warnings(LAYOUT, config, max_model_len=4096)
-    assert "ssd_write_gib_per_day=1e-06 lets 134 bytes be written at once" in warning
+    assert "ssd_write_gib_per_day=1e-06 allows bursts of 134 bytes" in warning
 
 
 def engine_of(engine_id: str, parallel: SimpleNamespace) -> Any:

@@ -64,12 +64,12 @@ def test_a_forward_is_not_timed_while_it_waits_for_loads(monkeypatch: pytest.Mon
     timer, clock = StepTimer(HostDevice()), CountingClock()
     monkeypatch.setattr(time, "perf_counter", clock)
     timer.begin(8)
-    go_on = timer.waiting()
+    go_on = timer.start_wait()
     for _ in range(3):
-        timer.copying()()
+        timer.start_copies()()
     clock.now_s += 100.0
     go_on()
-    timer.waiting()()
+    timer.start_wait()()
     timer.end()
     (timing,) = timer.take()
     assert timing.forward_s == 3.0  # a second before, between and after the two waits
@@ -78,8 +78,8 @@ def test_a_forward_is_not_timed_while_it_waits_for_loads(monkeypatch: pytest.Mon
 
 def test_what_is_not_to_be_timed_is_not() -> None:
     timer = StepTimer(HostDevice())
-    timer.copying()()
-    timer.waiting()()
+    timer.start_copies()()
+    timer.start_wait()()
     timer.end()
     assert timer.take() == []
 
@@ -90,8 +90,8 @@ def test_a_device_that_lags_is_not_waited_for() -> None:
     timer.begin(1)
     timer.end()
     timer.begin(2)
-    timer.copying()()
-    timer.copying()()
+    timer.start_copies()()
+    timer.start_copies()()
     timer.end()
     assert timer.take() == []
     device.done = True
@@ -113,5 +113,5 @@ def test_ranks_reports_keep_one_rank_s_timings() -> None:
     merged = WorkerReport(timings=[timing]).aggregate(WorkerReport(timings=[timing]))
     assert merged.timings == [timing]
     assert WorkerReport().aggregate(WorkerReport(timings=[timing])).timings == [timing]
-    assert WorkerReport().aggregate(WorkerReport(ran=3)).ran == 3
-    assert WorkerReport(ran=3).aggregate(WorkerReport()).ran == 3
+    assert WorkerReport().aggregate(WorkerReport(timed_step=3)).timed_step == 3
+    assert WorkerReport(timed_step=3).aggregate(WorkerReport()).timed_step == 3

@@ -154,14 +154,14 @@ class World:
                 for share in batch:
                     self._write(layer, share)
                 for _ in range(asks * self.rng.randint(1, 2)):
-                    self.side.layer_wanted(layer)
+                    self.side.ensure_loaded(layer)
                 for share in batch:
                     self.device.forward(partial(self._check, [layer], share))
                 if asks:
-                    self.side.layer_written(meta, layer)
+                    self.side.on_layer_written(meta, layer)
         if calls_hooks and self.rng.random() < 0.1:
-            self.side.layer_wanted("of another model")
-            self.side.layer_written(meta, "of another model")
+            self.side.ensure_loaded("of another model")
+            self.side.on_layer_written(meta, "of another model")
 
     def _write(self, layer: str, share: Share) -> None:
         request, first, stop = share
@@ -341,13 +341,13 @@ def test_every_page_that_is_read_and_every_artifact_that_is_sealed_is_right(
 
 
 def _first_hook_only(patch: pytest.MonkeyPatch) -> None:
-    written = WorkerSide.layer_written
+    written = WorkerSide.on_layer_written
 
     def once(side: WorkerSide, meta: StepMetadata, layer: str) -> None:
         if side._step is None or layer not in side._step.copied:
             written(side, meta, layer)
 
-    patch.setattr(WorkerSide, "layer_written", once)
+    patch.setattr(WorkerSide, "on_layer_written", once)
 
 
 def _pages_split_nowhere(patch: pytest.MonkeyPatch) -> None:
@@ -376,8 +376,8 @@ def _without(call: str) -> Callable[[pytest.MonkeyPatch], None]:
             lambda patch: patch.setattr(LayerHooks, "__contains__", lambda *_: True),
             id="a layer that never asks is waited for",
         ),
-        pytest.param(_without("after_forward_so_far"), id="copies overtake the forward"),
-        pytest.param(_without("before_forward_goes_on"), id="the forward overtakes copies"),
+        pytest.param(_without("make_copies_wait"), id="copies overtake the forward"),
+        pytest.param(_without("make_forward_wait"), id="the forward overtakes copies"),
         pytest.param(_without("finish"), id="reports overtake copies"),
     ],
 )

@@ -64,8 +64,8 @@ class Worker:
         """A step that writes nothing."""
         self.begin(meta)
         for name in layers:
-            self.side.layer_wanted(name)
-            self.side.layer_written(meta, name)
+            self.side.ensure_loaded(name)
+            self.side.on_layer_written(meta, name)
         self.side.end_step(meta)
 
     def begin(self, meta: StepMetadata) -> None:
@@ -117,7 +117,7 @@ def test_tokens_computed_in_a_page_that_is_loaded_too_are_kept(
     worker.begin(meta)
     for name in LAYERS:
         worker.caches[name][page, rows:] = FRESH
-        worker.side.layer_wanted(name)
+        worker.side.ensure_loaded(name)
         assert values(worker.caches[name][blocks[: boundary // BLOCK]]) == {STORED}
         assert values(worker.caches[name][page, :rows]) <= {STORED}
         assert values(worker.caches[name][page, rows:]) == {FRESH}
@@ -128,7 +128,7 @@ def test_whole_pages_are_still_loaded_layer_by_layer(worker: Worker) -> None:
     worker.begin(meta := StepMetadata(loads=[load(90, [3, 4, 5, 6, 7, 8])]))
     assert values(worker.caches["draft"][[3, 4, 5, 6, 7]]) == {OLD}
     assert values(worker.caches["draft"][8]) == {STORED}
-    worker.side.layer_wanted("draft")
+    worker.side.ensure_loaded("draft")
     assert values(worker.caches["draft"][[3, 4, 5, 6, 7, 8]]) == {STORED}
     worker.side.end_step(meta)
 
@@ -164,9 +164,9 @@ def test_pages_are_saved_once_the_last_microbatch_has_written_them(told: bool) -
     worker.begin(meta)
     for name in LAYERS:
         for blocks in (first, second):
-            worker.side.layer_wanted(name)
+            worker.side.ensure_loaded(name)
             worker.caches[name][blocks] = FRESH
-            worker.side.layer_written(meta, name)
+            worker.side.on_layer_written(meta, name)
     worker.side.end_step(meta)
     assert set(worker.arena.view[: 2 * SIZE].tolist()) == {FRESH}
     report = worker.side.take_report()
@@ -238,8 +238,8 @@ def test_of_a_load_that_goes_wrong_vllm_is_told_and_nothing_is_loaded_or_saved_a
     worker.side.begin_step(meta)
     worker.side.start_loads(meta, hooks_called=hooks_called)
     for name in LAYERS:
-        worker.side.layer_wanted(name)
-        worker.side.layer_written(meta, name)
+        worker.side.ensure_loaded(name)
+        worker.side.on_layer_written(meta, name)
     worker.side.end_step(meta)
     assert worker.side.outcome.take_invalid_blocks() == set(blocks)
     told = report(worker)

@@ -267,7 +267,7 @@ class SmallEngine:
     def change_weights(self, version: str) -> None:
         """New weights under a name."""
         self._tell_of_prefixes()
-        self.scheduler.weights_changed(version)
+        self.scheduler.on_weights_changed(version)
 
     def forget_prefixes(self, count: int = 1_000) -> None:
         """Evict entries of vLLM's own prefix cache."""

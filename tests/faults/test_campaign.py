@@ -129,7 +129,7 @@ def test_an_error_of_ours_in_a_hook_is_found() -> None:
 
 
 def test_a_request_that_is_asked_about_for_ever_is_found() -> None:
-    with patch.object(Restorer, "tokens", lambda *_: None):
+    with patch.object(Restorer, "stage", lambda *_: None):
         assert "stuck" in found(EngineRound)
 
 

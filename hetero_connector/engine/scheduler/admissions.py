@@ -1,8 +1,7 @@
-"""From admission to the end of the load: what vLLM counts as computed is loaded, or told as lost.
+"""Restores from their admission by vLLM to the end of their load.
 
-vLLM takes the tokens that it was promised for computed the moment it admits a request. So whatever
-goes wrong between there and the worker's order is told to it: nothing may be answered from pages
-that were not loaded.
+vLLM counts the promised tokens as computed when it admits a request. If anything goes wrong after
+that, vLLM must be told that they were not loaded: no answer may come from pages without state.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _ALL_PAGES = 1 << 40
 
 
 class Admissions:
-    """The admitted restores of one engine."""
+    """Orders the loads of admitted restores and releases them when all ranks have loaded."""
 
     def __init__(
         self,
@@ -43,7 +42,7 @@ class Admissions:
         *,
         parked: bool,
     ) -> None:
-        """`tables`: block tables by request; `parked`: loads run between steps."""
+        """`tables` returns a request's block table; `parked`: loads run between steps."""
         self._block_tokens = layout.model.layers[0].block_tokens
         self._restorer = restorer
         self._replays = replays
@@ -53,17 +52,17 @@ class Admissions:
         self._tables = tables
         self._parked = parked
         self.admitted: list[RequestTracker] = []
-        """Since the last step."""
+        """Requests admitted since the last step."""
         self.loading: defaultdict[str, list[PendingRestore]] = defaultdict(list)
-        """Restores with reports to come, oldest first. A second one of a request is there if it
-        was preempted and admitted again before the first was reported."""
+        """Restores that ranks have not reported yet, oldest first. A request has two if it was
+        preempted and admitted again before the first was reported."""
         self.lost: list[LostLoad] = []
-        """For the next step to tell."""
+        """Loads that the next step reports to vLLM as lost."""
 
     def admit(self, tracker: RequestTracker, tokens: int, manager: KVCacheManager) -> None:
-        """vLLM has allocated the request's blocks and counts on `tokens` of ours.
+        """Admit the request: vLLM has allocated its blocks and counts `tokens` as restored.
 
-        It may have cut what it was told of.
+        They may be fewer than the restorer answered.
         """
         if not tokens:
             self._restorer.forget(tracker)
@@ -71,17 +70,17 @@ class Admissions:
             tracker.attempts = None
             self.admitted.append(tracker)
         else:
-            problem = f"vLLM admitted {tokens} tokens, of which no boundary is here"
-            self._lose(tracker, "admission", ValueError(problem))
+            problem = f"vLLM admitted {tokens} tokens, but no stored state ends there"
+            self._report_lost(tracker, "admission", ValueError(problem))
         try:
-            self._replays.admitted(tracker, manager)
-        except Exception as error:  # windows that are not exact may have been published
-            self._lose(tracker, "replay", error)
+            self._replays.on_admitted(tracker, manager)
+        except Exception as error:  # vLLM may have published windows that are not exact
+            self._report_lost(tracker, "replay", error)
 
-    def order(
+    def order_loads(
         self, output: SchedulerOutput, trackers: Mapping[str, RequestTracker], meta: StepMetadata
     ) -> None:
-        """Order this step's loads, and have the worker tell what is lost."""
+        """Order this step's loads, and let the workers report the lost ones to vLLM."""
         for request_id in output.preempted_req_ids or ():
             self.end_replay(request_id)
         new = {x.req_id: x.block_ids for x in output.scheduled_new_reqs} if self.admitted else {}
@@ -90,31 +89,31 @@ class Admissions:
             try:
                 self._load(tracker, new.get(tracker.request.request_id), meta)
             except Exception as error:
-                self._lose(tracker, "load", error)
+                self._report_lost(tracker, "load", error)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             if request_id in self._replays:
                 try:
                     self._replay(trackers[request_id], num_tokens, meta)
                 except Exception as error:
-                    self._lose(trackers[request_id], "replay", error)
-                # vLLM sets it for the step that admits a request; without it the load hook,
-                # which loads and masks, comes after the forward.
+                    self._report_lost(trackers[request_id], "replay", error)
+                # vLLM sets this only for the step that admits a request. Without it vLLM calls
+                # the load hook, which loads and masks, after the forward.
                 output.has_sync_kv_loads = True
         meta.lost, self.lost = self.lost, []
 
-    def loaded(self, request_id: str, ranks: int) -> None:
-        """`ranks` more ranks have ended a load of the request."""
-        if request_id in self.loading:  # else it was told twice
+    def on_loaded(self, request_id: str, ranks: int) -> None:
+        """Count `ranks` more ranks that have ended a load of the request."""
+        if request_id in self.loading:  # else it was reported twice
             self.loading[request_id][0].ranks_left -= ranks
             self._release_if_loaded(request_id)
 
     def end_replay(self, request_id: str) -> None:
-        """Nothing more is to be replayed of the request, if anything was."""
+        """End the request's replay, if it has one."""
         if self._replays.end(request_id):
             self._release_if_loaded(request_id)
 
     def forget(self, tracker: RequestTracker) -> None:
-        """The request has ended."""
+        """Drop a request that has ended."""
         request_id = tracker.request.request_id
         self.end_replay(request_id)
         self._restorer.forget(tracker)
@@ -122,8 +121,8 @@ class Admissions:
             self.admitted.remove(tracker)
         self.lost = [x for x in self.lost if x.request_id != request_id]
 
-    def _lose(self, tracker: RequestTracker, hook: str, error: Exception) -> None:
-        """Have vLLM told that it counts tokens of the request that will not be loaded."""
+    def _report_lost(self, tracker: RequestTracker, hook: str, error: Exception) -> None:
+        """Let the workers report to vLLM that the request's tokens will not be loaded."""
         self._errors.count(hook, error)
         self.forget(tracker)
         tracker.outdated = True
@@ -133,25 +132,25 @@ class Admissions:
         self.lost.append(LostLoad(request_id, blocks, self._parked))
 
     def _load(
-        self, tracker: RequestTracker, told: Sequence[list[int]] | None, meta: StepMetadata
+        self, tracker: RequestTracker, block_ids: Sequence[list[int]] | None, meta: StepMetadata
     ) -> None:
-        """`told`: the block ids vLLM sends along, if the request is new in this step."""
+        """`block_ids`: as vLLM sends them if the request is new in this step, else None."""
         pending = tracker.restore
         assert pending is not None
         request_id = tracker.request.request_id
         if pending.plan.replay_tokens:
             self._replays.begin(request_id, pending)
         else:
-            # Eight thousand block objects of a long prompt would be looked at once more.
-            table = self._tables(request_id) if told is None else table_of(told)
-            meta.loads.append(self._restorer.load(tracker, table, self._parked))
+            # The ids save a walk over the thousands of block objects of a long prompt.
+            table = self._tables(request_id) if block_ids is None else table_of(block_ids)
+            meta.loads.append(self._restorer.build_load(tracker, table, self._parked))
         self.loading[request_id].append(pending)
         tracker.restore = None
-        self._saver.restored(pending.plan)
+        self._saver.on_restored(pending.plan)
 
     def _replay(self, tracker: RequestTracker, num_tokens: int, meta: StepMetadata) -> None:
         request_id = tracker.request.request_id
-        if self._replays.step(tracker, num_tokens, self._tables(request_id), meta):
+        if self._replays.order_step(tracker, num_tokens, self._tables(request_id), meta):
             self.end_replay(request_id)
 
     def _release_if_loaded(self, request_id: str) -> None:

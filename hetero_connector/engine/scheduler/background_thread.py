@@ -1,4 +1,4 @@
-"""A thread that finds out what the scheduler's thread must not wait for."""
+"""A thread for slow work that the scheduler's thread must not wait for."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
-_MOST_JOBS = 1024
+_MAX_JOBS = 1024
 
 
 class BackgroundThread:
-    """Runs jobs one after another. A job that never ends keeps only later jobs from running.
+    """Runs jobs one after another. A job that never ends blocks the jobs after it, nothing else.
 
-    The thread starts with the first job and is a daemon: a process exits whatever it reads.
-    `submit` and `late_s` are called from one thread.
+    The thread starts with the first job. It is a daemon, so a process can exit while a job reads.
+    `submit` and `busy_s` are called from one thread.
     """
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -25,18 +25,18 @@ class BackgroundThread:
         self._clock = clock
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._began_s: float | None = None
-        """When the job that is running began."""
+        self._job_started_s: float | None = None
+        """Start of the running job; None if there is none."""
 
     @property
-    def late_s(self) -> float:
-        """For how long the running job has been running; 0 if none is."""
-        began_s = self._began_s
-        return 0.0 if began_s is None else self._clock() - began_s
+    def busy_s(self) -> float:
+        """Seconds since the start of the running job; 0 if none is running."""
+        started_s = self._job_started_s
+        return 0.0 if started_s is None else self._clock() - started_s
 
     def submit(self, job: Callable[[], _T]) -> Future[_T] | None:
-        """Run `job` when its turn comes; None if too many are waiting."""
-        if self._jobs.qsize() >= _MOST_JOBS:
+        """Queue `job` and return its future; None if too many jobs are queued."""
+        if self._jobs.qsize() >= _MAX_JOBS:
             return None
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -46,17 +46,17 @@ class BackgroundThread:
         return future
 
     def close(self) -> None:
-        """End the thread when it has nothing more to run; it is not waited for."""
+        """End the thread after the queued jobs. Does not wait for them."""
         self._jobs.put(None)
 
     def _run(self) -> None:
         while (entry := self._jobs.get()) is not None:
             future, job = entry
-            self._began_s = self._clock()
+            self._job_started_s = self._clock()
             try:
                 future.set_result(job())
-            except Exception as error:  # whoever asks for the result gets it
+            except Exception as error:  # raised by the future's result
                 future.set_exception(error)
             finally:
-                self._began_s = None
-            del entry, future, job  # nothing is kept alive while it waits
+                self._job_started_s = None
+            del entry, future, job  # so that the thread keeps no object alive while it waits

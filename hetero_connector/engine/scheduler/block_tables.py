@@ -1,4 +1,4 @@
-"""Block tables: which blocks of the engine hold the pages of a request."""
+"""Block tables: the blocks of the engine that hold a request's pages."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 BlockTable = Callable[[int, range], list[int]]
-"""`table(group, pages)`: block ids of these pages of a KV cache group; 0 for a null block."""
+"""`table(group, pages)` returns the block ids of these pages of a KV cache group; 0: null block."""
+
+RecurrentState = tuple[int, int, int]
+"""A recurrent state that vLLM keeps: (KV cache group, block id, boundary in tokens)."""
 
 _block_id = attrgetter("block_id")
 
 
 def table_of(block_ids: Sequence[list[int]]) -> BlockTable:
-    """Over the block ids of each group, as vLLM hands them out."""
+    """Return the table of given block ids, one list for each group."""
     return lambda group, pages: block_ids[group][pages.start : pages.stop]
 
 
 def current_table(manager: KVCacheManager, request_id: str) -> BlockTable:
-    """The request's blocks as they are now, looked up only if a step has something to copy."""
+    """Return a table that asks vLLM for the request's blocks each time it is called."""
 
     def ids(group: int, pages: range) -> list[int]:
         blocks = manager.get_blocks(request_id).blocks[group]
@@ -31,7 +34,7 @@ def current_table(manager: KVCacheManager, request_id: str) -> BlockTable:
     return ids
 
 
-def offers(output: SchedulerOutput, request_id: str) -> Iterable[tuple[int, int, int]]:
-    """Recurrent states that vLLM passes on: (group, block id, boundary in tokens)."""
+def recurrent_states(output: SchedulerOutput, request_id: str) -> Iterable[RecurrentState]:
+    """Return the request's recurrent states that vLLM offers to save in this step."""
     state = output.kv_connector_block_state
     return state.boundary_state_offloads.get(request_id, ()) if state is not None else ()

@@ -1,7 +1,7 @@
-"""The root of this engine's chains: the store's generation and the weights' version.
+"""The root of this engine's chains: the store's generation and the version of the weights.
 
-A reset, the fleet's reset and new weights change the root, so nothing from before is found. Pages
-that vLLM itself kept from before are told apart here, too: the root cannot do that.
+A reset here, a reset of the fleet and new weights change the root, so that nothing stored before is
+found. vLLM's own pages are not under the root: `ChainRoot` also knows when they may be outdated.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ logger = logging.getLogger("vllm.heterocache")
 
 
 class ChainRoot:
-    """Owned by the scheduler side, used on its thread."""
+    """Follows resets and new weights, and names chains accordingly. Used on one thread only."""
 
     def __init__(
         self,
         hasher: ChainHasher,
         store: Store,
-        changed: Callable[[ChainHasher], None],
-        has_old_requests: Callable[[], bool],
+        on_change: Callable[[ChainHasher], None],
+        has_outdated_requests: Callable[[], bool],
     ) -> None:
-        """`hasher`: of the model, under any root. `changed`: called with the one to use instead.
+        """`hasher`: the model's, under any root. `on_change` gets the hasher of each new root.
 
-        `has_old_requests`: True while a request has state from before: vLLM publishes it with the
-        pages that the request fills later.
+        `has_outdated_requests` returns True while a request has state from before a change: vLLM
+        publishes that state together with the pages that the request fills later.
         """
         self._store = store
-        self._changed = changed
-        self._has_old_requests = has_old_requests
+        self._on_change = on_change
+        self._has_outdated_requests = has_outdated_requests
         self._generation = store.generation
         self._weights = Weights()
         self._manager: KVCacheManager | None = None
-        self._has_old_pages = False
+        self._has_outdated_pages = False
         self.hasher = hasher.under(self._generation.tag, self._weights.tag)
-        """Names chains under the root as it is now."""
+        """Names chains under the present root."""
 
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
-        """vLLM's own prefix cache."""
+        """Take vLLM's own prefix cache."""
         self._manager = kv_cache_manager
 
     @property
@@ -55,63 +55,63 @@ class ChainRoot:
         return not (self._generation.private or self._weights.nonce)
 
     def reset(self) -> bool:
-        """Forget everything stored, for good; False as `Store.reset`."""
+        """Forget everything stored. Returns False in the case that `Store.reset` does."""
         kept = self._store.reset()
-        if self._weights.nonce:  # a trainer who shares their memory changed them again
-            self._weights = self._weights.unnamed()
+        if self._weights.nonce:  # a trainer that shares the weights' memory may use this call
+            self._weights = self._weights.with_nonce()
         self._change()
         logger.info(
-            "reset, sleep or pause: everything stored is forgotten, in every tier. What is stored "
-            "from now on is found by no other engine until the fleet is reset"
+            "reset, sleep or pause: everything stored is forgotten, in every tier. Other engines "
+            "do not find what this one stores from now on until the fleet is reset"
         )
         return kept
 
-    def weights_changed(self, version: str | None) -> None:
-        """The weights are `version` now; None: they may have changed, nobody says to which.
+    def on_weights_changed(self, version: str | None) -> None:
+        """Name chains after the weights' new `version`; None: they changed to an unknown one.
 
-        What was stored with others stays where it is: it is found again with those alone.
+        State of other weights stays stored. It is found again when those weights are back.
         """
         before = self._weights
-        self._weights = before.unnamed() if version is None else Weights(version)
+        self._weights = before.with_nonce() if version is None else Weights(version)
         if self._weights == before:
             return
         self._change()
         if version is None:
             logger.info(
-                "a call to the workers may have changed the weights: what is stored is found again "
-                "once they have a version, and only if it was stored under that"
+                "a call to the workers may have changed the weights: stored state is found again "
+                "when the weights have a version, and only if it was stored under that version"
             )
         else:
-            logger.info("the weights are version %r: only its own state is found", version)
+            logger.info("the weights have version %r: only state of this version is found", version)
 
-    def follow_fleet(self) -> None:
-        """Adopt a reset of the fleet, if another thread has heard of one."""
-        if self._has_old_pages:
-            self._has_old_pages = self._holds_prefixes() or self._has_old_requests()
+    def adopt_fleet_reset(self) -> None:
+        """Change the root if the fleet was reset, which another thread notices."""
+        if self._has_outdated_pages:
+            self._has_outdated_pages = self._has_cached_pages() or self._has_outdated_requests()
         latest = self._store.generation
         if latest is self._generation:
             return
         if latest.tag == self._generation.tag:
             self._generation = latest
             return
-        self._weights = self._weights.agreed()
+        self._weights = self._weights.without_nonce()
         self._change()
         logger.info("the fleet was reset: everything stored before is forgotten, in every tier")
 
-    def may_be_old(self, local_tokens: int) -> bool:
-        """Return True if so many tokens of vLLM's own prefix hit may be from before.
+    def may_be_outdated(self, local_tokens: int) -> bool:
+        """True if a hit of `local_tokens` in vLLM's own cache may be from before the last change.
 
-        vLLM's own cache is not reset while requests run, nor where nobody asks for it, and its
-        pages from before cannot be told from newer ones.
+        vLLM does not reset its cache while requests run, nor by itself, and its old pages look
+        like newer ones.
         """
-        return self._has_old_pages and local_tokens > 0
+        return self._has_outdated_pages and local_tokens > 0
 
     def _change(self) -> None:
         self._generation = self._store.catch_up()
         self.hasher = self.hasher.under(self._generation.tag, self._weights.tag)
-        self._changed(self.hasher)
-        self._has_old_pages = self._holds_prefixes() or self._has_old_requests()
+        self._on_change(self.hasher)
+        self._has_outdated_pages = self._has_cached_pages() or self._has_outdated_requests()
 
-    def _holds_prefixes(self) -> bool:
+    def _has_cached_pages(self) -> bool:
         manager = self._manager
         return manager is not None and len(manager.block_pool.cached_block_hash_to_block) > 0

@@ -1,8 +1,8 @@
-"""Feeding the cost model: what the engine's own steps, loads and reads took.
+"""Feed the cost model with the measured times of steps, loads and reads.
 
-The worker times steps that this side asks about; only steps of tracked requests, whose
-tokens and contexts are known, can be learned from, and steps that only load. A step takes longer
-than its forward: what sampling and the engine's own work add is what this side sees beyond it.
+The worker times the steps that this side chooses: steps in which every request is tracked, so that
+their tokens and contexts are known, and steps that only load. A step takes longer than its forward.
+The difference (sampling and the engine's own work) is measured on this side.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 _DECODE_STEPS_PER_SAMPLE = 16
-"""Steps that only decode are much alike: few are timed."""
-_MAX_AWAITED = 64
+"""Steps that only decode are much alike, so few of them are timed."""
+_MAX_UNREPORTED = 64
 _MARGINS = 31
 
 
 @dataclass
-class _Asked:
-    """A step whose timing was asked for."""
+class _TimedStep:
+    """A step that the workers time."""
 
     new_tokens: int
     work: float
@@ -41,12 +41,12 @@ class _Asked:
     mix: StepMix
     load_bytes: Mapping[StateType, int]
     begun_s: float
-    whole_s: float | None = None
-    """From here and back; None until it is back."""
+    total_s: float | None = None
+    """Seconds from its order to its report; None before the report."""
 
 
 class CostLearner:
-    """One per engine, on the scheduler's thread."""
+    """Chooses the steps to time and learns from their reports. Used on the scheduler's thread."""
 
     def __init__(
         self,
@@ -60,24 +60,23 @@ class CostLearner:
         self._store = store
         self._clock = clock
         self._margins_s = deque([0.0], _MARGINS)
-        """What the last steps took beyond their forwards."""
-        self._back_s = clock()
-        """When the last step was back."""
+        """Seconds that the last steps took beyond their forwards."""
+        self._last_report_s = clock()
         self._computing = False
-        """Whether the last step computed anything."""
-        self._asked: dict[int, _Asked] = {}
+        """True if the last step computed anything."""
+        self._timed: dict[int, _TimedStep] = {}
         self._step = 0
 
-    def ask(
+    def request_timing(
         self,
         output: SchedulerOutput,
         trackers: Mapping[str, RequestTracker],
         meta: StepMetadata,
     ) -> None:
-        """Have this step timed, if it can teach something."""
+        """Order this step to be timed, if the cost model can learn from it."""
         self._step += 1
         scheduled = output.num_scheduled_tokens
-        self._learn_reads()  # what has arrived by now did so beside the steps before this one
+        self._learn_reads()  # reads that have ended by now ran while the steps before computed
         self._computing = bool(scheduled)
         decodes_only = output.total_num_scheduled_tokens == len(scheduled) and not meta.loads
         if not (scheduled or meta.loads):
@@ -86,36 +85,36 @@ class CostLearner:
             return
         if any(request_id not in trackers for request_id in scheduled):
             return
-        if meta.protected:  # the steps of a replay may load less than whole artifacts
+        if meta.protected:  # steps of a replay may load only parts of artifacts
             return
         work, mix = _work(scheduled, trackers)
         load_bytes = _bytes_by_type(self._layout, meta.loads)
-        self._asked[self._step] = _Asked(
+        self._timed[self._step] = _TimedStep(
             output.total_num_scheduled_tokens, work, mix, load_bytes, self._clock()
         )
         meta.timed_as = self._step
-        while len(self._asked) > _MAX_AWAITED:  # a step that never ran is never reported
-            del self._asked[next(iter(self._asked))]
+        while len(self._timed) > _MAX_UNREPORTED:  # a step that never ran is never reported
+            del self._timed[next(iter(self._timed))]
 
-    def learn(self, report: WorkerReport) -> None:
-        """Take over what the worker timed, and what the store read meanwhile."""
+    def on_report(self, report: WorkerReport) -> None:
+        """Learn from the timings of a report."""
         now_s = self._clock()
-        if report.ran is not None and (ran := self._asked.get(report.ran)):
-            # A step that was scheduled ahead began when the one before it was back.
-            ran.whole_s = now_s - max(ran.begun_s, self._back_s)
-        self._back_s = now_s
+        if report.timed_step is not None and (step := self._timed.get(report.timed_step)):
+            # With async scheduling a step is ordered before the one before it has been reported.
+            step.total_s = now_s - max(step.begun_s, self._last_report_s)
+        self._last_report_s = now_s
         for timing in report.timings:
-            asked = self._asked.pop(timing.step, None)
-            if asked is None:
+            timed = self._timed.pop(timing.step, None)
+            if timed is None:
                 continue
-            if asked.whole_s is not None and not asked.load_bytes:
-                self._margins_s.append(max(0.0, asked.whole_s - timing.forward_s))
-            self._costs.load.observe(Tier.DRAM, asked.load_bytes, timing.load_s)
-            if not asked.new_tokens:  # a parked load on an engine with nothing else to do
+            if timed.total_s is not None and not timed.load_bytes:
+                self._margins_s.append(max(0.0, timed.total_s - timing.forward_s))
+            self._costs.load.observe(Tier.DRAM, timed.load_bytes, timing.load_s)
+            if not timed.new_tokens:  # a parked load while the engine has nothing to compute
                 continue
             step_s = timing.forward_s + median_low(self._margins_s)
-            self._costs.compute.observe_work(asked.new_tokens, asked.work, step_s)
-            self._costs.interference.observe(asked.mix, step_s)
+            self._costs.compute.observe_work(timed.new_tokens, timed.work, step_s)
+            self._costs.interference.observe(timed.mix, step_s)
 
     def _learn_reads(self) -> None:
         for read in self._store.take_timings():
@@ -132,7 +131,7 @@ class CostLearner:
 def _work(
     scheduled: Mapping[str, int], trackers: Mapping[str, RequestTracker]
 ) -> tuple[float, StepMix]:
-    """`attention_work` of a step, summed over requests, and what it is made of."""
+    """Return the step's `attention_work`, summed over requests, and its parts."""
     decode_work = prefill_work = 0.0
     prefill_tokens = decodes = context_tokens = 0
     for request_id, new_tokens in scheduled.items():
@@ -151,10 +150,11 @@ def _work(
 
 
 def _bytes_by_type(layout: ArtifactLayout, loads: Iterable[Load]) -> dict[StateType, int]:
-    """Useful bytes of all ranks, who copy side by side. All but a span's last are of one size."""
+    """Return the loaded bytes of all ranks, without padding, by state type."""
     sizes: defaultdict[StateType, int] = defaultdict(int)
     for load in loads:
         for span in load.spans:
+            # All chunks of a span but the last have one size.
             kind, chunks = span.state_type, len(span.offsets)
             last = span.start + (chunks - 1) * span.chunk_tokens
             first_end = min(span.start + span.chunk_tokens, span.end)

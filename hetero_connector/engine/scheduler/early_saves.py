@@ -1,9 +1,9 @@
-"""Saves of finished requests, copied first thing in the next step.
+"""Saves of finished requests, which the next step copies before its forward.
 
-vLLM may give their pages to others in that very step, so they are copied before the forward
-writes to a page. See `docs/decisions/0006-last-pages-are-copied-not-held.md`. What vLLM itself
-writes before it calls us it names here: pages to be zeroed, targets of copies, and new pages of
-recurrent state, into which its second model runner copies the state of the page before.
+vLLM may give their pages to other requests in that step. See
+`docs/decisions/0006-last-pages-are-copied-not-held.md`. Before its first hook of a step vLLM itself
+may write pages: it zeroes some, copies some, and its second model runner copies recurrent state to
+the next page. Saves of such pages are abandoned.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 _BY_ATTENTION = (RestoreRule.EVERY_TOKEN, RestoreRule.WINDOW, RestoreRule.CHUNK_START)
-"""State that nothing but the forward writes."""
+"""Rules of state that only the forward writes."""
 
 
 class EarlySaves:
-    """Those that no step has taken along yet."""
+    """The saves that the next step will order."""
 
     def __init__(self, saver: Saver, recorder: Recorder, model: ModelSpec) -> None:
         self._saver = saver
@@ -37,11 +37,10 @@ class EarlySaves:
         return bool(self._waiting)
 
     def add(self, saves: Iterable[Save]) -> None:
-        """For the next step."""
         self._waiting += saves
 
     def take(self, output: SchedulerOutput) -> list[Save]:
-        """Those whose freed pages nobody overwrites before the copy; the others are dropped."""
+        """Take the saves; abandon those whose pages vLLM overwrites before the copy."""
         saves, self._waiting = self._waiting, []
         if not saves:
             return saves
@@ -58,7 +57,7 @@ class EarlySaves:
         return kept
 
     def _written_first(self, output: SchedulerOutput) -> Iterator[int]:
-        """Blocks that vLLM may write before its first call of this step."""
+        """Yield the blocks that vLLM may write before its first hook of this step."""
         yield from output.new_block_ids_to_zero or ()
         yield from (copy.dst_block_id for copy in output.kv_cache_block_copies or ())
         if self._copied_groups:

@@ -1,48 +1,41 @@
-"""What an engine asks of the fleet it shares its cache with.
+"""The port through which an engine uses the fleet that it shares its cache with.
 
-An engine by itself has no fleet and imports nothing of one: `join` alone does, when the key
-`directory` says so.
+The implementation is in `ownership`, which this package must not import: an engine without a fleet
+runs without it. `startup.start` connects the two if the key `directory` is set.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Protocol
-from urllib.parse import urlsplit
 
 from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import ChunkKey
-from hetero_connector.config import HeteroConfig
-from hetero_connector.metrics import Recorder
 from hetero_connector.spec import StateType
 from hetero_connector.store.peers.ports import Peers
 from hetero_connector.store.peers.sharing import Sharing
 
-_THIS_HOST = (None, "", "localhost", "127.0.0.1", "::1")
-
 
 class Lookup(Protocol):
-    """A question to the fleet's directory."""
+    """A lookup in the fleet's directory."""
 
     @property
     def done(self) -> bool:
-        """Whether there is an answer, or none is waited for any more. Never blocks."""
+        """True when the answer is there, or its deadline has passed. Never blocks."""
         ...
 
     @property
     def found(self) -> Sequence[Mapping[StateType, Sequence[PeerCopy]]]:
-        """For each chunk asked for, where peers have it, best first; empty without an answer."""
+        """The copies at peers for each chunk, best first; empty without an answer."""
         ...
 
 
 class Fleet(Protocol):
-    """The engine's part in its fleet. Methods return at once, but `close`."""
+    """This engine's membership of a fleet. All methods except `close` return at once."""
 
     @property
     def peers(self) -> Peers:
-        """For the store, to read from them."""
+        """The peers that the store can read from."""
         ...
 
     @property
@@ -51,41 +44,17 @@ class Fleet(Protocol):
         ...
 
     def start(self, store: Sharing) -> None:
-        """Join, with this store."""
+        """Join the fleet with this store."""
         ...
 
     def wake(self) -> None:
-        """The store has something to tell."""
+        """Report changes of the store soon: there are some."""
         ...
 
     def find(self, chain: Sequence[ChunkKey]) -> Lookup:
-        """Ask what peers hold of these chunks."""
+        """Look up the peers' copies of these chunks."""
         ...
 
     def close(self) -> None:
-        """Leave. Waits a few seconds at most."""
+        """Leave the fleet. Blocks for a few seconds at most."""
         ...
-
-
-def warnings(config: HeteroConfig) -> list[str]:
-    """Who may expect to read from this engine and cannot."""
-    host = urlsplit(config.directory).hostname
-    if host in _THIS_HOST or config.peer_host or "UCX_NET_DEVICES" in os.environ:
-        return []
-    return [
-        f"the directory is on {host}, but peers on other hosts cannot read from this engine: if "
-        "there are any, set peer_host to an address in the fleet's network"
-    ]
-
-
-def join(config: HeteroConfig, engine_id: str, recorder: Recorder) -> Fleet | None:
-    """The fleet that the configuration names; None for an engine by itself.
-
-    Raises ConfigError for a directory that cannot be.
-    """
-    if not config.directory:
-        return None
-    from ownership.member.joining import open_worker
-
-    name = config.worker_name or f"{socket.gethostname()}-{engine_id}"
-    return open_worker(config.directory, name, config.lease_s, config.load_deadline_s, recorder)

@@ -1,9 +1,9 @@
-"""Name a request's multi-modal items by their content, whatever they are called.
+"""Identify a request's multi-modal items by their content, not by their names.
 
-vLLM names an item by a hash of its content, by what the client calls it, or by a counter, and
-the names look alike: a client may give any 64 hexadecimal digits. vLLM can afford that, because
-its caches die with the process. A stored chunk does not, and other tenants' requests find it. So
-an item enters a chunk's key by the tensors that the model reads, digested here.
+vLLM names an item by a hash of its content, by the client's id, or by a counter, and these names
+look alike: a client may choose any 64 hexadecimal digits. That is safe for vLLM, whose caches end
+with the process. But stored chunks remain, and requests of other tenants find them. So a chunk's
+key contains digests of the tensors that the model reads.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _MOST_NAMES = 1 << 16
 
 
 class MediaIds(Enum):
-    """Say how multi-modal items are told apart in a chunk's key."""
+    """How chunk keys identify multi-modal items."""
 
-    CONTENT = "what the model reads of them"
-    NAMES = "vLLM's names, which may be the clients'"
-    NONE = "nothing: requests with items are not cached"
+    CONTENT = "by the tensors that the model reads"
+    NAMES = "by vLLM's names, which may be the clients'"
+    NONE = "not at all: requests with items are not cached"
 
 
 class MediaItem(NamedTuple):
-    """One item's placeholders in the prompt, and the digest of what it holds."""
+    """One item's placeholders in the prompt, and the digest of its content."""
 
     start: int
     end: int
@@ -50,16 +50,16 @@ class MediaItem(NamedTuple):
 
 
 class Overlaps:
-    """All items that overlap a range of tokens, however they nest."""
+    """Finds the items that overlap a range of tokens; items may nest."""
 
     def __init__(self, items: Iterable[MediaItem]) -> None:
         self._items = sorted(items)
         self._starts = [item.start for item in self._items]
         self._furthest = list(accumulate((item.end for item in self._items), max))
-        """By item: where the last of it and of all before it ends."""
+        """For each item, the largest end of it and all items before it."""
 
     def within(self, start: int, end: int) -> list[tuple[int, bytes]]:
-        """(offset from `start`, digest) of each item that overlaps `start` to `end`."""
+        """Return (offset from `start`, digest) of each item that overlaps [start, end)."""
         found = []
         for index in range(bisect_left(self._starts, end) - 1, -1, -1):
             if self._furthest[index] <= start:
@@ -71,50 +71,48 @@ class Overlaps:
 
 
 class DigestCache:
-    """Digests of processed items, by object: vLLM's cache hands out the same one again."""
+    """Digests of processed items, by object: vLLM's cache returns the same object again."""
 
     def __init__(self) -> None:
         self._digests: dict[int, tuple[weakref.ref[Any], bytes]] = {}
 
     def get(self, data: Any) -> bytes | None:
         """Return the digest of this very object, if it is known."""
-        held = self._digests.get(id(data))
-        return held[1] if held is not None and held[0]() is data else None
+        entry = self._digests.get(id(data))
+        return entry[1] if entry is not None and entry[0]() is data else None
 
     def put(self, data: Any, digest: bytes) -> None:
-        """Remember it for as long as the object lives."""
+        """Remember the digest as long as the object lives."""
         key = id(data)
         self._digests[key] = (weakref.ref(data, lambda _: self._digests.pop(key, None)), digest)
 
 
-class BelievedNames:
-    """Names that stood for one content only since the engine started.
+class TrustedNames:
+    """The names that have stood for a single content since the engine started.
 
-    vLLM's encoder cache answers by name: once a name stood for two contents, or for one that
-    nobody read, it may bring either's embeddings.
+    vLLM's encoder cache looks items up by name. After a name has stood for two contents, or for one
+    that was not digested, the cache may return the embeddings of either.
     """
 
     def __init__(self) -> None:
         self._contents: OrderedDict[str, bytes | None] = OrderedDict()
-        self.any_doubted = False
-        """True if a name has been doubted since the start."""
+        self.any_distrusted = False
+        """True once any name was distrusted."""
 
-    def believe(self, name: str, digest: bytes) -> bool:
-        """Return whether the name has stood for this content only."""
+    def trust(self, name: str, digest: bytes) -> bool:
+        """Record the name's content; False, and distrusted, if it stood for another one before."""
         known = self._contents.get(name, digest)
         self._put(name, digest if known == digest else None)
         return known == digest
 
-    def doubt(self, name: str) -> None:
-        """Believe the name no more."""
+    def distrust(self, name: str) -> None:
         self._put(name, None)
 
-    def is_doubted(self, name: str) -> bool:
-        """Return whether the name stood for several contents."""
+    def is_distrusted(self, name: str) -> bool:
         return self._contents.get(name, b"") is None
 
     def _put(self, name: str, digest: bytes | None) -> None:
-        self.any_doubted |= digest is None
+        self.any_distrusted |= digest is None
         self._contents[name] = digest
         self._contents.move_to_end(name)
         if len(self._contents) > _MOST_NAMES:
@@ -122,10 +120,10 @@ class BelievedNames:
 
 
 def media_ids(config: HeteroConfig, vllm_config: VllmConfig) -> MediaIds:
-    """By what multi-modal items are told apart. Warns where they cannot be."""
+    """Return how this engine identifies multi-modal items. Logs a warning if it cannot."""
     model = vllm_config.model_config
     if not model.supports_multimodal_inputs:
-        return MediaIds.CONTENT  # there are none
+        return MediaIds.CONTENT
     media = model.get_multimodal_config()
     has_cache = media.mm_processor_cache_gb > 0
     if not config.trust_client_media_ids:
@@ -134,7 +132,7 @@ def media_ids(config: HeteroConfig, vllm_config: VllmConfig) -> MediaIds:
         logger.warning(
             "HeteroConnector: requests with multi-modal items are not cached: with "
             "--mm-processor-cache-type shm their contents do not reach the engine core. Set lru, "
-            "or trust_client_media_ids if clients may be believed"
+            "or trust_client_media_ids if clients can be trusted"
         )
     elif has_cache or vllm_config.cache_config.enable_prefix_caching:
         return MediaIds.NAMES
@@ -148,9 +146,9 @@ def media_ids(config: HeteroConfig, vllm_config: VllmConfig) -> MediaIds:
 
 
 def content_digest(data: Mapping[str, Any] | None) -> bytes:
-    """Digest all tensors of a processed item (`MultiModalKwargsItem`).
+    """Return the digest of all tensors of a processed item (`MultiModalKwargsItem`).
 
-    Raises IdentityError where the item is not here or holds something else than tensors.
+    Raises IdentityError if the item is not in this process or contains other objects.
     """
     if data is None:
         raise IdentityError("their contents are not in this process")
@@ -161,8 +159,8 @@ def content_digest(data: Mapping[str, Any] | None) -> bytes:
     return state.digest()
 
 
-def placed(feature: MultiModalFeatureSpec, digest: bytes) -> MediaItem:
-    """Return the item where its request has it. Its mask says which placeholders it fills."""
+def media_item(feature: MultiModalFeatureSpec, digest: bytes) -> MediaItem:
+    """Return the item at its place in the prompt, with its mask of placeholders in the digest."""
     position = feature.mm_position
     mask = None if position.is_embed is None else tensor_digest(position.is_embed)
     identity = encode([feature.modality, digest, position.length, mask])
@@ -170,7 +168,7 @@ def placed(feature: MultiModalFeatureSpec, digest: bytes) -> MediaItem:
 
 
 def tensor_digest(tensor: torch.Tensor) -> bytes:
-    """Digest of a tensor on the CPU: its type, shape and elements."""
+    """Return the digest of a CPU tensor: of its type, shape and elements."""
     state = blake3()
     _update(state, tensor)
     return state.digest()
@@ -187,4 +185,4 @@ def _update(state: blake3, value: object) -> None:
     elif value is None or isinstance(value, (bool, int, float, str)):
         state.update(encode(value))
     else:
-        raise IdentityError(f"they hold a {type(value).__name__} that is not read here")
+        raise IdentityError(f"they contain a {type(value).__name__}, which cannot be digested")

@@ -1,14 +1,13 @@
-"""What peers hold of a request's chain, where the engine's own store ends.
+"""Find the chunks that peers store of a request's chain, after the end of the engine's own store.
 
-The directory is asked once a request, for the chunks after the last boundary that the store
-could restore. Where the store holds what continues a chain that others own, and not its
-beginning, what they hold of that closes the gap. What it says is believed until the request is
-admitted or gives up; what could not be read is excluded by the restorer like anything else that
-failed.
+The directory is asked once per request, for the chunks after the last boundary that the own store
+can restore. If the own store has later chunks but lacks some before them, peers may fill the gap.
+The answer is used until the request is admitted or gives up. The restorer excludes copies that
+could not be read, like other failed artifacts.
 
-A request may say that another engine has just computed its prompt (`handoff`). The last
-chunks may then still be on their way into the directory: it is asked again for a moment, but not
-for what that engine says it has not kept.
+A request may say that another engine has just computed its prompt (`handoff`). Its last chunks may
+not be in the directory yet. So the directory is asked again for up to half a second, but not for
+chunks that the other engine says it has not stored.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from hetero_connector.artifacts.record import (
     Tier,
     up_to_gap,
 )
-from hetero_connector.engine.scheduler.asking_again import AskingAgain
 from hetero_connector.engine.scheduler.fleet import Fleet, Lookup
 from hetero_connector.engine.scheduler.handoff import handoff_tokens, was_prefilled
 from hetero_connector.engine.scheduler.requests import RequestTracker
@@ -34,52 +32,85 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.spec import StateType
 from hetero_connector.store.base import Failure, Store
 
-_PREFILLS_PER_LOAD = 20
-"""What a prefill has left is waited for that share of a restore's deadline, half a second by
-default. Sealing, summing and claiming take some 10 ms."""
-_BELIEVED_S = 5.0
-"""A request that waits longer than that to be admitted asks again."""
+_HANDOFF_SHARE = 20
+"""The chunks of a handoff are waited for up to this fraction of a restore's deadline, by default
+half a second. The other engine needs about 10 ms to seal, sum and claim them."""
+_ANSWER_VALID_S = 5.0
+"""A request that is not admitted within this time asks again."""
+
+_RETRY_PAUSE_S = 0.01
+_QUICK_RETRIES = 5
+"""Retries before the pauses double: a claim takes about 10 ms."""
+_RETRIES_PER_S = 200.0
+_RETRY_BURST = 50.0
+
+
+class RetryLimit:
+    """Limits the lookups that one engine repeats for handoffs.
+
+    Any client can say that its prompt was prefilled elsewhere. So the pauses between the retries of
+    one request grow, and all requests together have a limited rate.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._left = _RETRY_BURST
+        self._counted_s = clock()
+
+    def try_acquire(self, asked_s: float, asked: int) -> bool:
+        """Take one retry for a request that asked `asked` times, last at `asked_s`; False: wait."""
+        now_s = self._clock()
+        if now_s < asked_s + _RETRY_PAUSE_S * 2.0 ** max(0, asked - _QUICK_RETRIES):
+            return False
+        self._left = min(_RETRY_BURST, self._left + _RETRIES_PER_S * (now_s - self._counted_s))
+        self._counted_s = now_s
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
 
 
 @dataclass
 class _Search:
-    """One request's question."""
+    """The directory's answer for one request, or the lookup that waits for it."""
 
     asked_s: float
-    awaited_until_s: float
-    """Until then it is asked again for what is missing; past for a request without a prefill."""
+    retry_until_s: float
+    """Missing chunks of a handoff are looked up again until then."""
     start: int
-    """Tokens before the first chunk asked for."""
+    """Tokens before the first chunk looked up."""
     chunks: list[ChunkRange]
-    """Full chunks asked for, in order."""
+    """Full chunks looked up, in order."""
     tails: list[ChunkRange]
-    """Short ones asked for, in any order."""
+    """Short chunks looked up, in any order."""
     lookup: Lookup
-    here: frozenset[int]
-    """Where full chunks end that the own store holds after a gap."""
+    local_ends: frozenset[int]
+    """Ends of the full chunks that the own store has after a gap."""
     handoff: int | None
-    """Up to where the engine that has prefilled it says that it is kept; 0: nothing is, or it is
-    here; None: it does not say."""
-    times: int = 1
-    """How often it was asked."""
+    """Tokens that the prefilling engine says it has stored; 0: none, or all are here; None: it
+    does not say."""
+    asked: int = 1
+    """Number of lookups so far."""
     is_read: bool = False
+    """True once the answer of `lookup` has been taken over."""
     remote: dict[int, StoredChunk] = field(default_factory=dict)
-    """Full chunks at peers, by where they end."""
+    """Full chunks at peers, by their end."""
     remote_tails: dict[int, StoredChunk] = field(default_factory=dict)
+    """Short chunks at peers, by their end."""
     copies: dict[ArtifactId, PeerCopy] = field(default_factory=dict)
-    others: dict[ArtifactId, list[PeerCopy]] = field(default_factory=dict)
-    """Where else it can be read, best first."""
+    spare_copies: dict[ArtifactId, list[PeerCopy]] = field(default_factory=dict)
+    """Further copies of an artifact, best first."""
 
     def end(self, size: int) -> int:
-        """Tokens up to which every full chunk was found, or is here after a gap."""
+        """Tokens up to which every full chunk was found at a peer, or is here after a gap."""
         end = self.start
-        while end + size in self.remote or end + size in self.here:
+        while end + size in self.remote or end + size in self.local_ends:
             end += size
         return end
 
 
 class PeerMatcher:
-    """Asks for one engine. Without a fleet it answers that there is nothing."""
+    """Matches the chains of one engine's requests at its peers. Without a fleet it finds none."""
 
     def __init__(
         self,
@@ -94,59 +125,62 @@ class PeerMatcher:
         self._layout = layout
         self._recorder = recorder
         self._clock = clock
-        self._prefill_s = load_deadline_s / _PREFILLS_PER_LOAD
+        self._handoff_s = load_deadline_s / _HANDOFF_SHARE
         self._size = layout.chunk_tokens
         self._store = store
-        # Chunks are fetched parents first: there must be something to fetch of each.
+        # Chunks are fetched parents first, so each must have prefix-proportional state.
         self._fleet = fleet if model.prefix_types else None
         self._close = None if fleet is None else fleet.close
         self._model = model
         has_tails = StateType.RECURRENT not in model.state_types
         self._tail_step = model.alignment if has_tails else self._size
         self._shared = SharedTiers()
-        self._again = AskingAgain(clock)
+        self._retries = RetryLimit(clock)
         self._searches: dict[str, _Search] = {}
 
-    def pending(self, tracker: RequestTracker, local_tokens: int, limit: int) -> bool:
-        """Whether the answer is still to come; asks when called for the first time."""
+    def search(self, tracker: RequestTracker, local_tokens: int, limit: int) -> bool:
+        """Search the first `limit` tokens of the request's chain; return True when that is done.
+
+        The first call starts the search. Never blocks.
+        """
         if self._fleet is None:
-            return False
+            return True
         request_id = tracker.request.request_id
         search = self._searches.get(request_id)
-        if search is None or self._clock() - search.asked_s > _BELIEVED_S:
-            search = self._begin(self._fleet, tracker, local_tokens, limit)
+        if search is None or self._clock() - search.asked_s > _ANSWER_VALID_S:
+            search = self._start_search(self._fleet, tracker, local_tokens, limit)
             if search is None:
                 self._searches.pop(request_id, None)
-                return False
+                return True
             self._searches[request_id] = search
         while search.lookup.done:
             if not search.is_read:
-                self._read(search)
-                self._ask_for_tails(self._fleet, tracker, search, limit)
-            elif not self._is_awaited(search, limit):
-                return False
-            elif not self._again.may_ask(search.asked_s, search.times):
+                self._read_answer(search)
+                self._look_up_tails(self._fleet, tracker, search, limit)
+            elif not self._is_incomplete(search, limit):
                 return True
+            elif not self._retries.try_acquire(search.asked_s, search.asked):
+                return False
             else:
-                again = self._begin(self._fleet, tracker, local_tokens, limit)
+                again = self._start_search(self._fleet, tracker, local_tokens, limit)
                 if again is None:
-                    return False
-                again.awaited_until_s = search.awaited_until_s
-                again.times = search.times + 1
+                    return True
+                again.retry_until_s = search.retry_until_s
+                again.asked = search.asked + 1
                 search = self._searches[request_id] = again
-        return True
+        return False
 
     def extend(self, tracker: RequestTracker, stored: list[StoredChunk]) -> list[StoredChunk]:
-        """Full chunks of the own store, completed and continued by what peers hold.
+        """Return the own store's full chunks, completed and continued by those of peers.
 
-        Of a gap that they do not close, chunks that hold nothing are left.
+        Chunks of which nothing is stored anywhere stay in the list.
         """
         search = self._searches.get(tracker.request.request_id)
         if search is None or not search.remote:
             return stored
         first = min(search.remote)
         merged = [
-            self._merged(s, search.remote.get(s.chunk.end)) if s.chunk.end >= first else s
+            self._merge(s, search.remote.get(s.chunk.end)) if s.chunk.end >= first else s
             for s in stored
         ]
         end = merged[-1].chunk.end if merged else 0
@@ -156,7 +190,7 @@ class PeerMatcher:
         return merged
 
     def tail(self, tracker: RequestTracker, end: int, limit: int) -> list[StoredChunk]:
-        """The longest short chunk that a peer holds right after `end` tokens."""
+        """Return the longest short chunk that a peer has right after `end` tokens, if any."""
         search = self._searches.get(tracker.request.request_id)
         if search is None:
             return []
@@ -164,26 +198,26 @@ class PeerMatcher:
         return [search.remote_tails[max(ends)]] if ends else []
 
     def copies(self, tracker: RequestTracker) -> Mapping[ArtifactId, PeerCopy]:
-        """Where peers have what was found."""
+        """Return the place of each artifact found at peers."""
         search = self._searches.get(tracker.request.request_id)
         return {} if search is None else search.copies
 
-    def without_copy(
+    def switch_copies(
         self, tracker: RequestTracker, failed: Iterable[ArtifactId]
     ) -> list[ArtifactId]:
-        """Those of what could not be read that nobody else has; the others are read elsewhere."""
+        """Switch artifacts that could not be read to a spare copy; return those without one."""
         search = self._searches.get(tracker.request.request_id)
         lost = []
         for artifact in failed:
-            others = search.others.get(artifact) if search else None
-            if search and others:
-                search.copies[artifact] = others.pop(0)
+            spares = search.spare_copies.get(artifact) if search else None
+            if search and spares:
+                search.copies[artifact] = spares.pop(0)
             else:
                 lost.append(artifact)
         return lost
 
     def forget(self, tracker: RequestTracker) -> None:
-        """The request was admitted, or has ended."""
+        """Drop the search of a request that was admitted or has ended."""
         self._searches.pop(tracker.request.request_id, None)
 
     @property
@@ -196,18 +230,18 @@ class PeerMatcher:
         if self._close is not None:
             self._close()
 
-    def _begin(
+    def _start_search(
         self, fleet: Fleet, tracker: RequestTracker, local_tokens: int, limit: int
     ) -> _Search | None:
-        """None where nothing is worth asking for."""
+        """Look up the chunks that are worth it; None if there are none."""
         size = self._size
         chunks = list(tracker.chain.chunks(limit))
         stored = self._store.holdings(chunks)
         first = up_to_gap(stored, self._model.prefix_types, local_tokens)
         last_is_here = first == 0 or bool(stored[first - 1].tiers)
         if (first + 1) * size <= local_tokens or not last_is_here:
-            return None  # nobody could fetch what continues chunks that are not here
-        here = frozenset(s.chunk.end for s in stored[first:] if self._leads_on(s))
+            return None  # chunks cannot be fetched without their parents
+        local_ends = frozenset(s.chunk.end for s in stored[first:] if self._has_prefix_state(s))
         while first and not self._is_whole(stored[first - 1]):
             first -= 1
         first = max(first, local_tokens // size)
@@ -216,25 +250,25 @@ class PeerMatcher:
         if handoff and self._has_tail(tracker, handoff, first * size):
             handoff = 0
         reached = max(first * size, local_tokens)
-        worth = self._tail_step if prefilled and handoff is None else size
-        if limit - reached < worth and (handoff or 0) <= reached:
+        least = self._tail_step if prefilled and handoff is None else size
+        if limit - reached < least and (handoff or 0) <= reached:
             return None
         wanted = chunks[first:]
         ends = {first * size, len(chunks) * size}
-        tails = [tail for end in sorted(ends) for tail in self._tails(tracker, end, limit)]
+        tails = [tail for end in sorted(ends) for tail in self._possible_tails(tracker, end, limit)]
         lookup = fleet.find([chunk.key for chunk in (*wanted, *tails)])
         now_s = self._clock()
-        until_s = now_s + self._prefill_s if prefilled else now_s
-        return _Search(now_s, until_s, first * size, wanted, tails, lookup, here, handoff)
+        until_s = now_s + self._handoff_s if prefilled else now_s
+        return _Search(now_s, until_s, first * size, wanted, tails, lookup, local_ends, handoff)
 
     def _has_tail(self, tracker: RequestTracker, end: int, start: int) -> bool:
-        """Whether the own store has all of the short chunk that ends at `end`, up to `start`."""
+        """True if the own store has all of the short chunk from `start` to `end`."""
         if not start < end < start + self._size:
             return False
         return any(map(self._is_whole, self._store.match([tracker.chain.ending_at(end)])))
 
-    def _tails(self, tracker: RequestTracker, end: int, limit: int) -> list[ChunkRange]:
-        """Every short chunk that may begin at `end`."""
+    def _possible_tails(self, tracker: RequestTracker, end: int, limit: int) -> list[ChunkRange]:
+        """Return every short chunk that may begin at `end`."""
         step = self._tail_step
         last = min(limit, end + self._size - 1)
         ends = set(range(end + step, last + 1, step))
@@ -243,36 +277,36 @@ class PeerMatcher:
             ends.add(handoff)
         return [tracker.chain.ending_at(at) for at in sorted(ends)]
 
-    def _read(self, search: _Search) -> None:
+    def _read_answer(self, search: _Search) -> None:
         found = search.lookup.found
         search.is_read = True
-        for chunk, held in zip((*search.chunks, *search.tails), found, strict=False):
-            held = self._sound(chunk, held)
-            if not held:
+        for chunk, records in zip((*search.chunks, *search.tails), found, strict=False):
+            copies = self._without_wrong_sizes(chunk, records)
+            if not copies:
                 continue
-            tiers, _ = self._shared.share({t: _tier_of(best) for t, (best, *_) in held.items()})
+            tiers, _ = self._shared.share({t: _tier_of(best) for t, (best, *_) in copies.items()})
             stored = StoredChunk(chunk, tiers)
             if chunk.end - chunk.start == self._size:
                 search.remote[chunk.end] = stored
-            elif self._is_whole(stored):  # a tail is of use whole or not at all
+            elif self._is_whole(stored):  # a tail is of use only with all of its state
                 search.remote_tails[chunk.end] = stored
-            for state_type, (best, *others) in held.items():
+            for state_type, (best, *spares) in copies.items():
                 artifact = ArtifactId(chunk.key, state_type)
                 search.copies[artifact] = best
-                search.others[artifact] = others
+                search.spare_copies[artifact] = spares
 
-    def _is_awaited(self, search: _Search, limit: int) -> bool:
-        """Whether some of what a prefill leaves is missing and still to be expected."""
-        if self._clock() >= search.awaited_until_s or not search.lookup.found:
-            return False  # also where nobody answers
+    def _is_incomplete(self, search: _Search, limit: int) -> bool:
+        """True if chunks of a handoff are missing that may still come into the directory."""
+        if self._clock() >= search.retry_until_s or not search.lookup.found:
+            return False  # too late, or the directory does not answer
         end, handoff = search.end(self._size), search.handoff
-        kept = limit if handoff is None else handoff
-        if end < kept // self._size * self._size:
+        expected = limit if handoff is None else handoff
+        if end < expected // self._size * self._size:
             return True
         if handoff is not None:
             return handoff > end and handoff not in search.remote_tails
         last = limit - limit % self._tail_step
-        # A prompt that ends on a boundary has its last one there, where nobody may resume.
+        # A prompt that ends on a boundary has its last state there, where no request may resume.
         return (
             (limit + 1) % self._tail_step != 0
             and last % self._size != 0
@@ -282,22 +316,22 @@ class PeerMatcher:
     def _is_whole(self, stored: StoredChunk) -> bool:
         return self._model.is_whole(stored.tiers.keys(), stored.chunk.end)
 
-    def _leads_on(self, stored: StoredChunk) -> bool:
-        """Whether what comes after the chunk needs nothing more of it."""
+    def _has_prefix_state(self, stored: StoredChunk) -> bool:
+        """True if the chunk has all the state that chunks after it need."""
         return all(t in stored.tiers for t in self._model.prefix_types)
 
-    def _sound(
-        self, chunk: ChunkRange, held: Mapping[StateType, Sequence[PeerCopy]]
+    def _without_wrong_sizes(
+        self, chunk: ChunkRange, records: Mapping[StateType, Sequence[PeerCopy]]
     ) -> Mapping[StateType, Sequence[PeerCopy]]:
-        """Without records of other sizes than the artifacts have: their checksum proves nothing."""
-        sound: dict[StateType, Sequence[PeerCopy]] = {}
+        """Return the copies of the right size. A checksum over other bytes would prove nothing."""
+        right: dict[StateType, Sequence[PeerCopy]] = {}
         refused = 0
-        for state_type, copies in held.items():
+        for state_type, copies in records.items():
             size_bytes = self._layout.artifact_bytes(state_type, chunk.start, chunk.end)
             kept = [copy for copy in copies if copy.size_bytes == size_bytes]
             refused += len(copies) - len(kept)
             if kept:
-                sound[state_type] = kept
+                right[state_type] = kept
         if refused:
             self._recorder.add(
                 "heterocache_failures",
@@ -305,20 +339,20 @@ class PeerMatcher:
                 cause=Failure.BAD_RECORD.value,
                 tier=Tier.PEER.value,
             )
-        return sound
+        return right
 
-    def _ask_for_tails(
+    def _look_up_tails(
         self, fleet: Fleet, tracker: RequestTracker, search: _Search, limit: int
     ) -> None:
-        """After the last chunk found, if they were not asked for."""
+        """Look up the short chunks after the last full chunk found, if the search has not."""
         end = search.end(self._size)
         if not any(tail.start == end for tail in search.tails):
-            tails = self._tails(tracker, end, limit)
+            tails = self._possible_tails(tracker, end, limit)
             if tails and end > search.start:
                 search.chunks, search.tails, search.is_read = [], tails, False
                 search.lookup = fleet.find([chunk.key for chunk in tails])
 
-    def _merged(self, own: StoredChunk, remote: StoredChunk | None) -> StoredChunk:
+    def _merge(self, own: StoredChunk, remote: StoredChunk | None) -> StoredChunk:
         if remote is None or own.tiers.keys() >= remote.tiers.keys():
             return own
         if not own.tiers:
@@ -328,5 +362,5 @@ class PeerMatcher:
 
 
 def _tier_of(copy: PeerCopy) -> Tier:
-    """Where it is read from: a peer's DRAM, or the SSD on which a dead engine left it."""
+    """Return the tier that a copy is read from: a peer's DRAM, or the SSD of a dead engine."""
     return Tier.SSD if copy.storage else Tier.PEER

@@ -1,4 +1,4 @@
-"""What was predicted of a request when it was planned, against what came of it."""
+"""Compare the predicted time to first token of each planned request with the observed time."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from hetero_connector.store.base import Store
 
 
 class Prediction(NamedTuple):
-    """The latest decision on a request that waits for its first token."""
+    """The latest decision for a request that has no first token yet."""
 
     decided_s: float
-    """Clock time of the first decision: a request may be planned again while it waits."""
+    """Clock time of the first decision: a waiting request may be planned several times."""
     num_tokens: int
-    """Its tokens known then: one more is the first that comes of the decision."""
+    """Tokens known at the decision. With one more the request has its first token."""
     local_tokens: int
-    """Of them in pages already."""
+    """Tokens that were in pages already."""
     stored: Sequence[StoredChunk]
-    """What might have been restored."""
+    """Chunks that could have been restored."""
     decision: RestoreDecision
 
     @property
     def choice(self) -> str:
-        """In the words of the metric."""
+        """The value of the metric's label `choice`."""
         plan = self.decision.plan
         if plan is None:
             return "compute"
@@ -37,8 +37,8 @@ class Prediction(NamedTuple):
         return "load" if plan.boundary == self.stored[-1].chunk.end else "load_part"
 
     @property
-    def left(self) -> Sequence[StoredChunk]:
-        """What would have led further and is of little use."""
+    def low_utility_chunks(self) -> Sequence[StoredChunk]:
+        """Stored chunks after the chosen boundary, if the planner found them of little use."""
         if RestoreAction.DROP_LOW_UTILITY_ARTIFACT not in self.decision.actions:
             return ()
         plan = self.decision.plan
@@ -47,11 +47,11 @@ class Prediction(NamedTuple):
 
 
 class Predictions:
-    """Remembers the decision of each request until its first token, then counts.
+    """Keeps the latest decision of each request until its first token, then records metrics.
 
-    What a count takes to find out, it does so then: a decision is on the way to the first token.
-
-    What a decision leaves alone is declined then, once a request however often it was planned.
+    Everything is computed after the first token, to keep it off the time to first token. That is
+    also when the chunks that the planner found of little use are declined, once per request
+    however often it was planned.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Predictions:
         self._clock = clock
         self._open: dict[str, Prediction] = {}
 
-    def decided(
+    def on_decision(
         self,
         request_id: str,
         decision: RestoreDecision,
@@ -71,32 +71,33 @@ class Predictions:
         local_tokens: int,
         num_tokens: int,
     ) -> None:
-        """A request of `num_tokens` was planned; `stored`: what might be restored of its chain."""
+        """Keep the decision for a request of `num_tokens`; `stored` could be restored of it."""
         earlier = self._open.get(request_id)
         decided_s = earlier.decided_s if earlier else self._clock()
         self._open[request_id] = Prediction(decided_s, num_tokens, local_tokens, stored, decision)
 
-    def expects(self, request_id: str) -> bool:
-        """Whether a decision on the request waits for its first token."""
+    def has_open(self, request_id: str) -> bool:
+        """True if the request was planned and has no first token yet."""
         return request_id in self._open
 
-    def progressed(self, request_id: str, num_tokens: int) -> None:
-        """So many of its tokens are known. Counts what is the first token since it was planned.
+    def on_progress(self, request_id: str, num_tokens: int) -> None:
+        """Record the metrics of a request if `num_tokens` include its first token.
 
-        Not once the prompt counts as computed: that is so as soon as its last step is scheduled.
+        The number of computed tokens would come too early: vLLM counts the whole prompt when it
+        schedules its last step.
         """
-        made = self._open.get(request_id)
-        if made is None or num_tokens <= made.num_tokens:
+        prediction = self._open.get(request_id)
+        if prediction is None or num_tokens <= prediction.num_tokens:
             return
         del self._open[request_id]
-        took_s, decision = self._clock() - made.decided_s, made.decision
+        took_s, decision = self._clock() - prediction.decided_s, prediction.decision
         for tier in decision.declined:
             self._load.fade(tier)
-        if left := made.left:
-            self._store.decline(left)
+        if low_utility := prediction.low_utility_chunks:
+            self._store.decline(low_utility)
         for action in decision.actions:
             self._recorder.add("heterocache_actions", action=action.value)
-        self._recorder.add("heterocache_decisions", choice=made.choice)
+        self._recorder.add("heterocache_decisions", choice=prediction.choice)
         predicted_s, benefit_s = decision.predicted.ttft_s, decision.reuse_benefit_s
         self._recorder.observe("heterocache_ttft_seconds", predicted_s, kind="predicted")
         self._recorder.observe("heterocache_ttft_seconds", took_s, kind="observed")
@@ -107,7 +108,7 @@ class Predictions:
         )
 
     def forget(self, request_id: str) -> None:
-        """It ended before its first token."""
+        """Drop the decision: the request ended before its first token."""
         self._open.pop(request_id, None)
 
 

@@ -1,9 +1,9 @@
-"""Window replays under way: what their requests' steps load, protect and clear.
+"""Window replays: their requests' steps load, protect and clear pages.
 
-The engine believes that a request resumes at `plan.resume_tokens` and computes from there, in
-as many steps as it likes. Until it reaches `plan.boundary`, each of its steps loads the stored
-prefix-proportional state of the tokens it computes and keeps the forward from writing it; the
-windows are written as in any prefill. See `planner.window_replay` for why they end up exact.
+For vLLM the request resumes at `plan.resume_tokens` and computes from there, in any number of
+steps. Until it reaches `plan.boundary`, each step loads the stored prefix-proportional state of the
+tokens that it computes, and the forward must not write that state. The windows are written as in
+any prefill. `planner.window_replay` explains why they end up exact.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class Replay:
-    """One admitted request's replay."""
+    """The replay of one admitted request."""
 
     pending: PendingRestore
     begun: bool = False
 
-    def loads(self, model: ModelSpec, computed: int, end: int) -> range:
-        """Tokens whose stored state a step needs that computes [`computed`, `end`)."""
-        # A page begun in the last step may be loaded again: nobody has written to it.
+    def tokens_to_load(self, model: ModelSpec, computed: int, end: int) -> range:
+        """Return the tokens whose stored state a step needs that computes [`computed`, `end`)."""
+        # A page that the last step began may be loaded again: it is protected from writes.
         start = computed - computed % model.alignment if self.begun else self.pending.local_tokens
         return range(start, self._within(end))
 
     def shield(
         self, model: ModelSpec, computed: int, end: int, table: BlockTable, meta: StepMetadata
     ) -> None:
-        """Note in `meta` what the step must not write and what it must clear first."""
+        """Add to `meta` the blocks that the step must not write, and those it must clear first."""
         for layer in _widest(model, model.prefix_types):
             pages = layer.pages_needed(computed, self._within(end))
             meta.protected.setdefault(layer.group, []).extend(table(layer.group, pages))
@@ -49,13 +49,13 @@ class Replay:
         local, resume = self.pending.local_tokens, self.pending.plan.resume_tokens
         for layer in _widest(model, model.boundary_types):
             pages = layer.pages_needed(0, resume)
-            # Below the local hit they are the engine's own, exact, and perhaps shared.
+            # Pages below the local hit belong to the engine's own cache: exact, perhaps shared.
             own = range(max(pages.start, local // layer.block_tokens), pages.stop)
             ids = [block for block in table(layer.group, own) if block]
             meta.cleared.setdefault(layer.group, []).extend(ids)
 
     def ends_by(self, end: int) -> bool:
-        """Whether the tokens before `end` include all that are replayed."""
+        """True if the tokens before `end` include all replayed tokens."""
         return end >= self.pending.plan.boundary
 
     def _within(self, end: int) -> int:
@@ -63,10 +63,10 @@ class Replay:
 
 
 class Replays:
-    """The replays under way in one engine, by request."""
+    """The running replays of one engine, by request."""
 
     def __init__(self, model: ModelSpec, rule: WindowReplay | None, restorer: Restorer) -> None:
-        """`rule`: None where no plan has a replay (see `replay_support`)."""
+        """`rule`: None if this engine supports no replay (see `startup.replay_support`)."""
         self._model = model
         self._rule = rule
         self._restorer = restorer
@@ -75,8 +75,8 @@ class Replays:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._running
 
-    def admitted(self, tracker: RequestTracker, manager: KVCacheManager) -> None:
-        """vLLM has allocated the request's blocks: what is not exact in them is nobody's."""
+    def on_admitted(self, tracker: RequestTracker, manager: KVCacheManager) -> None:
+        """Hide the request's inexact windows: vLLM has published them with its blocks."""
         tracker.windows_from = 0
         pending = tracker.restore
         if pending is None or not pending.plan.replay_tokens:
@@ -87,27 +87,29 @@ class Replays:
         hide_inexact_windows(manager, request_id, self._model, self._rule, pending)
 
     def begin(self, request_id: str, pending: PendingRestore) -> None:
-        """Its first step is being built; `step` says for each what to do."""
+        """Begin a replay, while the request's first step is built."""
         self._running[request_id] = Replay(pending)
 
-    def step(
+    def order_step(
         self, tracker: RequestTracker, num_tokens: int, table: BlockTable, meta: StepMetadata
     ) -> bool:
-        """Order what a step of the request needs that computes `num_tokens`; True for the last."""
+        """Order the loads of a step that computes `num_tokens`; True if it ends the replay."""
         request_id, computed = tracker.request.request_id, tracker.request.num_computed_tokens
         replay, end = self._running[request_id], computed + num_tokens
-        tokens = replay.loads(self._model, computed, end)
-        meta.loads.append(self._restorer.part(request_id, replay.pending, table, tokens))
+        tokens = replay.tokens_to_load(self._model, computed, end)
+        meta.loads.append(
+            self._restorer.build_partial_load(request_id, replay.pending, table, tokens)
+        )
         replay.shield(self._model, computed, end, table, meta)
         return replay.ends_by(end)
 
     def end(self, request_id: str) -> bool:
-        """Over, or given up: nothing more will be loaded. False if there was none."""
+        """Stop loading for the request; False if it has no replay."""
         return self._running.pop(request_id, None) is not None
 
 
 def can_hide(manager: KVCacheManager) -> bool:
-    """Whether this vLLM lets `hide_inexact_windows` work: it has no interface for that."""
+    """True if vLLM has the attributes that `hide_inexact_windows` uses; they are not public."""
     managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
     return (
         bool(managers)
@@ -123,10 +125,10 @@ def hide_inexact_windows(
     replay: WindowReplay,
     pending: PendingRestore,
 ) -> None:
-    """Take back blocks of boundary state that vLLM has published and that are not exact.
+    """Remove inexact blocks of boundary state from vLLM's own prefix cache.
 
-    vLLM puts a block under its prefix hash when it allocates it, and would serve a later
-    request with it. Its count of published blocks is raised too, so that the next chunks of
+    vLLM publishes a block under its prefix hash when it allocates it, and would serve a later
+    request with it. Its count of published blocks is raised as well, so that the next chunks of
     this prefill do not publish the rest.
     """
     exact_from = replay.first_exact_token(pending.plan.resume_tokens)
@@ -142,6 +144,6 @@ def hide_inexact_windows(
 
 
 def _widest(model: ModelSpec, types: Iterable[StateType]) -> Iterator[LayerSpec]:
-    """One layer of each KV cache group, the one that needs most pages."""
+    """Yield one layer of each KV cache group, the one that needs the most pages."""
     for state_type in types:
         yield from model.page_groups[state_type]

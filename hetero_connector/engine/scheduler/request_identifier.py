@@ -1,7 +1,8 @@
-"""Name a request's state by more than its tokens: adapter, media, embeddings, salt.
+"""Identify a request's state beyond its tokens: by its adapter, media, embeddings and salt.
 
-An adapter's files and an item's tensors are read on threads of their own. Until they are known
-vLLM is told to ask again; what cannot be known in time is not cached.
+An adapter's files and an item's tensors are digested on threads of their own. Until that is done
+`match` has no answer, so vLLM asks again. Requests that cannot be identified in time are not
+cached.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from hetero_connector.artifacts.canonical import encode
 from hetero_connector.artifacts.identity import locate_model, lora_digest
 from hetero_connector.engine.scheduler.background_thread import BackgroundThread
 from hetero_connector.engine.scheduler.media import (
-    BelievedNames,
     DigestCache,
     MediaIds,
     MediaItem,
     Overlaps,
+    TrustedNames,
     content_digest,
-    placed,
+    media_item,
     tensor_digest,
 )
 from hetero_connector.errors import IdentityError
@@ -37,23 +38,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.heterocache")
 
-_PATIENCE_S = 1e-3
-"""A look at the files of an adapter that is known takes a tenth of that."""
+_WAIT_S = 1e-3
+"""Longest wait in a hook. To check the files of a known adapter takes a tenth of it."""
 _FRESH_S = 0.1
-"""Files that were read longer ago are looked at again before a request may be admitted."""
-_MOST_REASONS = 100
+"""Files that were read longer ago are checked again before a request may be admitted."""
+_MAX_REASONS = 100
 
 
-class Unidentified(Enum):
-    """Why a request has no identity."""
+class UnidentifiedReason(Enum):
+    """The reason why a request has no identity."""
 
-    PENDING = "it is being read"
+    PENDING = "its adapter or media are still being read"
     NEVER = "it is not cached"
 
 
 @dataclass(frozen=True)
 class RequestIdentity:
-    """What names a request's state besides its tokens, its salt and its embeddings."""
+    """The identity of a request's adapter and media."""
 
     lora: bytes = b""
     """Digest of the adapter; b"" for none."""
@@ -65,30 +66,31 @@ PLAIN = RequestIdentity()
 
 @dataclass
 class _Reading:
-    """What has been asked for on behalf of one request."""
+    """The digests that were ordered for one request."""
 
     begun_s: float
     lora: Future[bytes] | None = None
     media: Sequence[Future[bytes]] = ()
-    asked: bool = False
+    is_checked: bool = False
+    """True once the adapter's files were checked for the first time."""
 
     @property
     def futures(self) -> list[Future[bytes]]:
         return [*self.media, *([self.lora] if self.lora is not None else ())]
 
     @property
-    def unread(self) -> bool:
-        return not all(future.done() for future in self.futures)
+    def is_done(self) -> bool:
+        return all(future.done() for future in self.futures)
 
 
 @dataclass
 class RequestIdentifier:
-    """Finds out each request's identity. Called from the scheduler's thread."""
+    """Identifies requests. Used on the scheduler's thread."""
 
     recorder: Recorder
     media_ids: MediaIds = MediaIds.CONTENT
     deadline_s: float = 2.0
-    """After that a request is served uncached."""
+    """A request that is not identified after this time is served uncached."""
     clock: Callable[[], float] = time.monotonic
     adapter_thread: BackgroundThread = field(
         default_factory=lambda: BackgroundThread("heterocache-adapters")
@@ -98,64 +100,63 @@ class RequestIdentifier:
     )
 
     def __post_init__(self) -> None:
-        self._found: dict[str, RequestIdentity | Unidentified] = {}
+        self._results: dict[str, RequestIdentity | UnidentifiedReason] = {}
         self._readings: dict[str, _Reading] = {}
         self._adapters = _Adapters()
         self._digests = DigestCache()
-        self._names = BelievedNames()
-        self._said: set[str] = set()
-        """What has been logged."""
+        self._names = TrustedNames()
+        self._logged: set[str] = set()
 
     def begin(self, request: Request) -> None:
-        """`on_new_request`: start to read, so that it is known when vLLM first asks."""
+        """`on_new_request`: begin to read, so that the identity is known at the first match."""
         if request.lora_request is None and not request.mm_features:
             return
         if not cacheable(request):
             self._give_up(request, "")
         elif request.mm_features and self.media_ids is MediaIds.NONE:
-            self._give_up(request, "this engine cannot tell their contents")
-        elif (reading := self._begin(request)) is None:
-            self._give_up(request, "too many adapters or items wait to be read")
+            self._give_up(request, "this engine cannot identify their contents")
+        elif (reading := self._order_reading(request)) is None:
+            self._give_up(request, "too many adapters or items are waiting to be read")
         else:
             self._readings[request.request_id] = reading
 
-    def identity(self, request: Request) -> RequestIdentity | Unidentified:
-        """Return what is known of the request; nothing here waits for a file."""
+    def identify(self, request: Request) -> RequestIdentity | UnidentifiedReason:
+        """Return the request's identity as far as it is known now. Never waits for a file."""
         if request.lora_request is None and not request.mm_features:
-            return PLAIN if cacheable(request) else Unidentified.NEVER
+            return PLAIN if cacheable(request) else UnidentifiedReason.NEVER
         request_id = request.request_id
-        if request_id not in self._found:
+        if request_id not in self._results:
             if request_id not in self._readings:
                 self.begin(request)
             if request_id in self._readings:
-                self._look(request, self._readings[request_id])
-        return self._found.get(request_id, Unidentified.PENDING)
+                self._advance(request, self._readings[request_id])
+        return self._results.get(request_id, UnidentifiedReason.PENDING)
 
     def forget(self, request_id: str) -> None:
-        """The request has finished."""
-        self._found.pop(request_id, None)
+        """Drop a request that has finished."""
+        self._results.pop(request_id, None)
         self._readings.pop(request_id, None)
 
     def close(self) -> None:
-        """Read nothing more."""
+        """Stop the threads."""
         self.adapter_thread.close()
         self.media_thread.close()
 
-    def doubts(self, request: Request) -> bool:
-        """Return whether another item's embeddings may have been used for one of the request's."""
-        return self._names.any_doubted and any(
-            self._names.is_doubted(feature.identifier) for feature in request.mm_features
+    def uses_distrusted_name(self, request: Request) -> bool:
+        """True if vLLM may have used another item's embeddings for one of the request's items."""
+        return self._names.any_distrusted and any(
+            self._names.is_distrusted(feature.identifier) for feature in request.mm_features
         )
 
-    def _begin(self, request: Request) -> _Reading | None:
-        """Order what is not known; None if there is no room for it."""
+    def _order_reading(self, request: Request) -> _Reading | None:
+        """Order the unknown digests; None if too many are queued."""
         reading = _Reading(self.clock())
         if request.lora_request is not None:
             reading.lora = self._read_adapter(request.lora_request)
             if reading.lora is None:
                 return None
         if self.media_ids is MediaIds.CONTENT:
-            media = [self._read(feature.data) for feature in request.mm_features]
+            media = [self._read_item(feature.data) for feature in request.mm_features]
             reading.media = [future for future in media if future is not None]
             if len(reading.media) < len(media):
                 return None
@@ -165,7 +166,7 @@ class RequestIdentifier:
         path = str(lora.lora_path)
         return self.adapter_thread.submit(lambda: read_adapter(path))
 
-    def _read(self, data: Any) -> Future[bytes] | None:
+    def _read_item(self, data: Any) -> Future[bytes] | None:
         known = self._digests.get(data)
         if known is None:
             return self.media_thread.submit(lambda: content_digest(data))
@@ -173,105 +174,105 @@ class RequestIdentifier:
         future.set_result(known)
         return future
 
-    def _look(self, request: Request, reading: _Reading) -> None:
-        """Take over what has been read since; decide if nothing more is to be awaited."""
-        if not reading.asked:
-            reading.asked = True
-            self._look_at_adapter(request, reading)
-        if not reading.unread:
-            self._settle(request, reading)
+    def _advance(self, request: Request, reading: _Reading) -> None:
+        """Finish the reading if it is done or too late."""
+        if not reading.is_checked:
+            reading.is_checked = True
+            self._check_adapter(request, reading)
+        if reading.is_done:
+            self._finish(request, reading)
         elif self._is_too_late(reading):
             self._give_up(request, "their adapter or items were not read in time")
 
-    def _look_at_adapter(self, request: Request, reading: _Reading) -> None:
-        """vLLM may load the files from now on: they are to be what was read."""
+    def _check_adapter(self, request: Request, reading: _Reading) -> None:
+        """Read the adapter's files again if that was long ago: vLLM may load them from now on."""
         lora = request.lora_request
         if lora is None:
             return
         if reading.lora is not None and self.clock() - reading.begun_s > _FRESH_S:
             reading.lora = self._read_adapter(lora) or reading.lora
-        in_time = self._adapters.knows(lora) and self.adapter_thread.late_s < _PATIENCE_S
-        if reading.unread and in_time:
-            wait(reading.futures, _PATIENCE_S)
+        is_quick = self._adapters.is_known(lora) and self.adapter_thread.busy_s < _WAIT_S
+        if is_quick and not reading.is_done:
+            wait(reading.futures, _WAIT_S)
 
     def _is_too_late(self, reading: _Reading) -> bool:
         threads = [self.adapter_thread] if reading.lora is not None else []
         threads += [self.media_thread] if reading.media else []
-        late_s = [self.clock() - reading.begun_s, *(thread.late_s for thread in threads)]
-        return max(late_s) > self.deadline_s
+        waited_s = [self.clock() - reading.begun_s, *(thread.busy_s for thread in threads)]
+        return max(waited_s) > self.deadline_s
 
-    def _settle(self, request: Request, reading: _Reading) -> None:
-        """Everything has been read, or could not be."""
+    def _finish(self, request: Request, reading: _Reading) -> None:
+        """Store the identity, or give up if something could not be read."""
         if reading.media:
             for feature, future in zip(request.mm_features, reading.media, strict=True):
                 if future.exception() is None:
                     self._digests.put(feature.data, future.result())
         error = next(filter(None, (future.exception() for future in reading.futures)), None)
         if error is None and self.media_ids is MediaIds.CONTENT:
-            error = self._ambiguous(request.mm_features)
+            error = self._record_names(request.mm_features)
         lora = b""
         if error is None and reading.lora is not None:
             assert request.lora_request is not None
             lora = reading.lora.result()
-            error = self._adapters.changed(request.lora_request, lora)
+            error = self._adapters.record(request.lora_request, lora)
         if error is not None:
             self._give_up(request, str(error))
         else:
             self._readings.pop(request.request_id, None)
-            self._found[request.request_id] = RequestIdentity(lora, self._media(request, reading))
+            media = self._media_items(request, reading)
+            self._results[request.request_id] = RequestIdentity(lora, media)
 
-    def _media(self, request: Request, reading: _Reading) -> tuple[MediaItem, ...]:
+    def _media_items(self, request: Request, reading: _Reading) -> tuple[MediaItem, ...]:
         features = request.mm_features
         if self.media_ids is MediaIds.NAMES:
-            return tuple(placed(x, encode(["name", x.identifier])) for x in features)
+            return tuple(media_item(x, encode(["name", x.identifier])) for x in features)
         return tuple(
-            placed(feature, future.result())
+            media_item(feature, future.result())
             for feature, future in zip(features, reading.media, strict=True)
         )
 
-    def _ambiguous(self, features: Sequence[MultiModalFeatureSpec]) -> IdentityError | None:
-        """Note which contents vLLM's names stand for; an error if one stands for several."""
+    def _record_names(self, features: Sequence[MultiModalFeatureSpec]) -> IdentityError | None:
+        """Record the contents of vLLM's names; return an error if one stands for several."""
         error = None
         for feature in features:
             digest = self._digests.get(feature.data)
-            if digest is None or not self._names.believe(feature.identifier, digest):
-                self._names.doubt(feature.identifier)
+            if digest is None or not self._names.trust(feature.identifier, digest):
+                self._names.distrust(feature.identifier)
                 error = IdentityError(f"the name {feature.identifier!r} stands for several items")
         return error
 
     def _give_up(self, request: Request, reason: str) -> None:
         self._readings.pop(request.request_id, None)
-        self._found[request.request_id] = Unidentified.NEVER
+        self._results[request.request_id] = UnidentifiedReason.NEVER
         if self.media_ids is MediaIds.CONTENT:
-            self._ambiguous(request.mm_features)
+            self._record_names(request.mm_features)
         if not cacheable(request):
             return
         self.recorder.add("heterocache_unidentified_requests")
         message = f"{_kind(request)} are not cached: {reason}"
-        if message not in self._said and len(self._said) < _MOST_REASONS:
-            self._said.add(message)
+        if message not in self._logged and len(self._logged) < _MAX_REASONS:
+            self._logged.add(message)
             logger.warning("%s", message)
 
 
 class _Adapters:
-    """Content of each adapter, as long as its id stands for the same content.
+    """The content of each adapter id, as long as it stays the same.
 
-    vLLM loads an adapter's files when it first needs them, again after it had to drop the weights,
-    and in place of them where a request says so. Once files were seen to differ from those that
-    the id stood for first, nobody can say here which of them an engine computes with: requests
-    with that id are not cached any more.
+    vLLM loads an adapter's files when it first needs them, again after it has dropped the weights,
+    and in place if a request says so. Once the files of an id have changed, it is unknown here
+    which of them the engine computes with. From then on requests with that id are not cached.
     """
 
     def __init__(self) -> None:
         self._by_id: dict[int, bytes | None] = {}
-        """None: it has stood for different content."""
+        """None: the content has changed."""
 
-    def knows(self, lora: LoRARequest) -> bool:
-        """Return whether its files have been read before."""
+    def is_known(self, lora: LoRARequest) -> bool:
+        """True if the adapter's files have been read before."""
         return lora.lora_int_id in self._by_id
 
-    def changed(self, lora: LoRARequest, digest: bytes) -> IdentityError | None:
-        """Note that its files have this digest; an error if the id has stood for another one."""
+    def record(self, lora: LoRARequest, digest: bytes) -> IdentityError | None:
+        """Record the digest of the adapter's files; return an error if it has changed."""
         known = self._by_id.setdefault(lora.lora_int_id, digest)
         if known == digest:
             return None
@@ -280,7 +281,7 @@ class _Adapters:
 
 
 def read_adapter(path: str) -> bytes:
-    """Digest an adapter's files; of those that did not change since, once."""
+    """Return the digest of an adapter's files. Files that have not changed are read once."""
     return lora_digest(locate_model(path).path)
 
 
@@ -291,16 +292,16 @@ def _kind(request: Request) -> str:
 
 
 def cacheable(request: Request) -> bool:
-    """Return whether this request's state may be stored and restored at all.
+    """True if this request's state may be stored and restored.
 
-    Pooling reads hidden states of every token, and a streaming session rewrites its own
-    past: neither resumes from a prefix.
+    Pooling needs the hidden states of every token, and a streaming session rewrites its own past:
+    neither can resume from a prefix.
     """
     return request.pooling_params is None and not request.resumable
 
 
 def extra_keys(request: Request, identity: RequestIdentity) -> Callable[[int, int], bytes]:
-    """Return what besides tokens identifies the state of a range of this request's tokens."""
+    """Return a function of (start, end): the key, besides tokens, of that range's state."""
     salt, embeds = request.cache_salt, request.prompt_embeds
     if identity == PLAIN and not salt and embeds is None:
         return lambda start, end: b""

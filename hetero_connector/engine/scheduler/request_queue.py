@@ -1,7 +1,8 @@
-"""What the tracked requests have left to compute, kept up as it changes.
+"""Sums of the tokens that tracked requests have left to compute, updated with every change.
 
-The planner asks for it between two steps, with thousands of requests about: no question walks
-over them. A request is noted when it is asked about, admitted, scheduled, preempted and over.
+The planner asks for them between two steps, while thousands of requests may be tracked, so no
+question walks over all of them. A request's entry changes when it is matched, admitted, scheduled,
+preempted and finished.
 """
 
 from __future__ import annotations
@@ -12,62 +13,64 @@ from typing import NamedTuple
 from hetero_connector.engine.scheduler.requests import RequestTracker
 
 
-class Ahead(NamedTuple):
-    """What tracked requests have to do before a new one, or beside it."""
+class WorkAhead(NamedTuple):
+    """The work that tracked requests have before a new request, or at the same time."""
 
     queued_tokens: int
-    """Prompt tokens that running ones have not computed."""
+    """Prompt tokens that running requests have not computed."""
     decodes: int
-    """Running ones that decode."""
+    """Running requests that decode."""
     waiting_tokens: int
-    """What is left to compute to those further up the queue that wait."""
+    """Tokens left to compute for waiting requests that are ahead in the queue."""
 
 
 class RequestQueue:
-    """Counts by request. A question costs the requests that were first asked about after it, a
-    step those that prefill; no call walks over all that run."""
+    """Keeps the tokens left by request, and their sums.
+
+    `work_ahead_of` costs the requests that were matched first after the given one, `on_step` those
+    that prefill. No call walks over all running requests.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[str, int] = {}
-        """Tokens left to each tracked request, 0 while it runs, as they were first asked about:
-        in the order of vLLM's queue."""
+        """Tokens left to each tracked request, 0 while it runs. The order is that of the first
+        match, which is the order of vLLM's queue."""
         self._waiting_tokens = 0
         self._prefilling: dict[str, int] = {}
-        """Prompt tokens left to each running one that prefills."""
+        """Prompt tokens left to each running request that prefills."""
         self._prefilling_tokens = 0
         self._decoding: set[str] = set()
         self._admitted: list[RequestTracker] = []
-        """Since the last question or step: vLLM notes only afterwards how much they hold."""
+        """Admitted requests whose computed tokens vLLM has not set yet."""
 
-    def waits(self, tracker: RequestTracker) -> None:
-        """It is asked about, or was preempted; or what is to be restored of it has changed."""
+    def enqueue(self, tracker: RequestTracker) -> None:
+        """Count the request as waiting, after a match, a preemption or a change of its restore."""
         self._stop(tracker.request.request_id)
         self._wait(tracker.request.request_id, tracker.left_to_compute)
 
-    def admitted(self, tracker: RequestTracker) -> None:
-        """vLLM has given it pages, and it is in the next step."""
+    def on_admitted(self, tracker: RequestTracker) -> None:
+        """Count the request as running: vLLM has given it pages, and it is in the next step."""
         self._wait(tracker.request.request_id, 0)
         self._admitted.append(tracker)
 
-    def stepped(self, trackers: Mapping[str, RequestTracker], scheduled: Mapping[str, int]) -> None:
-        """The step being built computes so many tokens of each of these requests."""
+    def on_step(self, trackers: Mapping[str, RequestTracker], scheduled: Mapping[str, int]) -> None:
+        """Count the tokens of each request that the step being built computes."""
         self._settle()
         for request_id in [x for x in self._prefilling if x in scheduled]:
             request = trackers[request_id].request
             computed = request.num_computed_tokens + scheduled[request_id]
             self._run(request_id, request.num_prompt_tokens - computed)
 
-    def gone(self, request_id: str) -> None:
-        """It is over."""
+    def remove(self, request_id: str) -> None:
         self._settle()
         self._stop(request_id)
         self._waiting_tokens -= self._waiting.pop(request_id, 0)
 
-    def ahead_of(self, new: RequestTracker) -> Ahead:
-        """What the engine does before a request that is being asked about.
+    def work_ahead_of(self, new: RequestTracker) -> WorkAhead:
+        """Return the work that the engine has before the request `new`, which is being matched.
 
-        Those admitted were further up the queue, but for the ones that wait: they were told to
-        ask again, or load between steps. Walks over requests first asked about after `new` only.
+        Admitted requests were ahead of it in the queue. So were waiting requests that were matched
+        first before it: they have no answer yet, or load between steps.
         """
         self._settle()
         not_before = 0
@@ -75,21 +78,22 @@ class RequestQueue:
             not_before += self._waiting[request_id]
             if request_id == new.request.request_id:
                 break
-        return Ahead(
+        return WorkAhead(
             self._prefilling_tokens, len(self._decoding), self._waiting_tokens - not_before
         )
 
-    def reset(self, trackers: Iterable[RequestTracker]) -> None:
-        """What all of these were to restore is dropped."""
+    def requeue_waiting(self, trackers: Iterable[RequestTracker]) -> None:
+        """Count the waiting ones of these requests again: their restores were dropped."""
         for tracker in trackers:
             if self._waiting.get(tracker.request.request_id):
-                self.waits(tracker)
+                self.enqueue(tracker)
 
     def _wait(self, request_id: str, tokens: int) -> None:
         self._waiting_tokens += tokens - self._waiting.get(request_id, 0)
         self._waiting[request_id] = tokens
 
     def _settle(self) -> None:
+        """Count the tokens left to requests that were admitted since the last call."""
         for tracker in self._admitted:
             request = tracker.request
             self._run(request.request_id, request.num_prompt_tokens - request.num_computed_tokens)

@@ -1,4 +1,4 @@
-"""What the scheduler side remembers of one request."""
+"""The state that the scheduler side keeps for one request."""
 
 from __future__ import annotations
 
@@ -19,95 +19,95 @@ if TYPE_CHECKING:
 
 @dataclass
 class PendingRestore:
-    """A plan whose artifacts are being brought to DRAM, or are there."""
+    """A plan whose artifacts are in DRAM or being staged there."""
 
     plan: RestorePlan
     handle: Restore
     local_tokens: int
     beside_decodes: int = 0
-    """Requests that decoded when it began, if the engine did nothing else."""
+    """Requests that decoded when staging began, if the engine did nothing else."""
     ranks_left: int = 0
-    """Reports still to come: one of each tensor-parallel rank for each load ordered."""
+    """Reports still to come: one from each tensor-parallel rank for each ordered load."""
     cut: int | None = None
-    """vLLM admitted fewer tokens than the plan has: it computes from this one on."""
+    """First token to compute, if vLLM admitted fewer tokens than the plan has."""
 
     def fits(self, local_tokens: int) -> bool:
-        """Whether the plan still says what to load on top of `local_tokens`."""
+        """True if the plan can still be loaded after `local_tokens` in the engine's own cache."""
         return self.local_tokens <= local_tokens < self.plan.resume_tokens
 
 
 @dataclass
 class Attempts:
-    """What has been tried to restore of a request since it last held pages.
+    """The attempts to restore a request since it last had pages.
 
-    It outlives an answer: vLLM asks again, step by step, while there are no pages for the request.
+    They remain after an answer: vLLM asks again in every step while it has no pages for the
+    request.
     """
 
     begun_s: float
     staged_s: float | None = None
-    """Seconds from `begun_s` to the answer; None while there is none."""
+    """Seconds from `begun_s` to the answer; None while there is no answer."""
     count: int = 0
-    """Of those that failed."""
+    """Failed attempts."""
     failed: set[ArtifactId] = field(default_factory=set)
-    """What they could not get."""
+    """Artifacts that could not be read."""
 
     def begin(self, now_s: float) -> None:
-        """A restore begins. After an answer it is staged anew, and has time of its own."""
+        """Begin an attempt. The first one after an answer starts the clock again."""
         if self.staged_s is not None:
             self.begun_s, self.staged_s = now_s, None
 
     def seconds(self, now_s: float) -> float:
-        """What staging takes, or took; waiting for pages with an answer does not count."""
+        """Seconds of staging so far, or in total; waiting for pages does not count."""
         return now_s - self.begun_s if self.staged_s is None else self.staged_s
 
 
 @dataclass
 class RequestTracker:
-    """One request's chain, its restore in progress, and how far it has been saved."""
+    """One request's chain, its restore in progress, and its progress in saving."""
 
     request: Request
     chain: RequestChain
     next_chunk: int = 0
-    """Index of the first full chunk that has not been looked at for saving."""
+    """Index of the first full chunk that the saver has not handled."""
     matched_chunks: int = 0
-    """Leading full chunks the store held when the request was last matched."""
+    """Leading full chunks that were stored at the last match."""
     local_tokens: int = 0
-    """What the engine's own prefix cache held when it was last matched."""
+    """Tokens in the engine's own prefix cache at the last match."""
     reuse: Reuse | None = None
-    """What it found stored when it was first admitted."""
+    """The chunks found stored when it was first admitted; None before."""
     missed_chunks: int = 0
-    """Chunks it then had to compute anew though they were stored, for want of a checkpoint."""
+    """Stored chunks that it then had to compute again because no checkpoint was there."""
     undecided: int = 0
-    """Save id of a checkpoint that stays only if the request ends there; 0 for none."""
+    """Save id of a checkpoint that is kept only if the request ends there; 0: none."""
     session: Hashable | None = None
-    """Whose turn it is; None until it has been matched."""
+    """The session that the request is a turn of; None until it has been matched."""
     restore: PendingRestore | None = None
     attempts: Attempts | None = None
-    """None where nothing was tried."""
+    """None if no restore was tried."""
     admitting: bool = False
-    """Admitted since its last scheduled step: `next_chunk` is to be found anew."""
+    """True from its admission to its next scheduled step, which sets `next_chunk` again."""
     windows_from: int = 0
-    """The first boundary whose windows are exact; those before it must not be saved."""
+    """First boundary whose windows are exact; those before it must not be saved."""
     handoff_tokens: int = 0
-    """Up to where it is kept for the engine that it is handed off to; 0: nothing is."""
+    """Tokens stored for the engine that will decode the request; 0: none."""
     outdated: bool = False
-    """The store was reset, or the weights changed, since it was admitted: its pages must not be
-    saved."""
+    """True if a reset or new weights came after its admission: its pages must not be saved."""
 
     @classmethod
     def of(cls, request: Request, hasher: ChainHasher, identity: RequestIdentity) -> RequestTracker:
-        """Start tracking; hashes nothing yet."""
+        """Return a tracker for the request, with nothing hashed yet."""
         return cls(request, RequestChain(hasher, extra_keys(request, identity)))
 
-    def begin_anew(self, hasher: ChainHasher) -> None:
-        """Nothing from before counts any more: pages it has are neither saved nor handed off."""
+    def change_root(self, hasher: ChainHasher) -> None:
+        """Name the chain under another root: the pages it has are not saved or handed off."""
         self.chain = self.chain.under(hasher)
         self.outdated = True
         self.handoff_tokens = 0
 
     @property
     def left_to_compute(self) -> int:
-        """Tokens after those it holds, is to hold, or was found to hold when last asked about."""
+        """Tokens after those that are computed, will be restored, or were in pages at the match."""
         if self.restore is not None:
             resume = self.restore.plan.resume_tokens
         else:
@@ -115,7 +115,7 @@ class RequestTracker:
         return max(0, int(self.request.num_tokens) - resume)
 
     def grow(self) -> int:
-        """Take over the tokens that arrived since the last call; returns how many are known."""
+        """Add new tokens to the chain; return the number of known tokens."""
         known = int(self.request.num_tokens)
         if known > self.chain.num_tokens:
             self.chain.extend(self.request.all_token_ids[self.chain.num_tokens : known])
@@ -123,8 +123,8 @@ class RequestTracker:
 
 
 def replayable(request: Request) -> bool:
-    """Whether each token sees only tokens before it, as the replay length takes for granted.
+    """True if each token sees only tokens before it, as the length of a replay assumes.
 
-    Images may be attended to in both directions; embeddings have no token ids to replay.
+    Attention to an image may go in both directions; embeddings have no token ids to replay.
     """
     return not request.mm_features and request.prompt_embeds is None

@@ -1,4 +1,4 @@
-"""Count restores: tokens by tier, and bytes by state type."""
+"""Record the metrics of restores: tokens by tier, and bytes by state type."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hetero_connector.spec import StateType
 
 
 class RestoreCounter:
-    """Counts restores once their loads have ended."""
+    """Records restores whose loads have ended."""
 
     def __init__(self, layout: ArtifactLayout, recorder: Recorder) -> None:
         self._layout = layout
         self._recorder = recorder
 
     def count(self, pending: PendingRestore) -> None:
-        """Count a restore whose loads have ended, while it is held."""
+        """Record one restore, before its artifacts are unpinned."""
         local = pending.local_tokens
         plan = _beyond(pending)
         for tier, tokens in _tokens_by_tier(plan, local).items():
@@ -39,7 +39,7 @@ class RestoreCounter:
     def _count_tiers(
         self, chunks: Sequence[StoredChunk], state_type: StateType, local_tokens: int, _: Tier
     ) -> None:
-        """Count run by run: successive chunks whose artifact lay in one tier."""
+        """Count runs of successive chunks whose artifact was in one tier."""
         for tier, run in groupby(chunks, key=lambda stored: stored.tiers[state_type]):
             self._count_run(list(run), state_type, local_tokens, tier)
 
@@ -47,7 +47,7 @@ class RestoreCounter:
         self, run: Sequence[StoredChunk], state_type: StateType, local_tokens: int, tier: Tier
     ) -> None:
         first, last = run[0].chunk, run[-1].chunk
-        # All but the last of a chain are full chunks, of one size.
+        # All chunks but the last are full, so they have one size.
         size = (len(run) - 1) * self._layout.artifact_bytes(state_type, first.start, first.end)
         size += self._layout.artifact_bytes(state_type, last.start, last.end)
         tokens = last.end - max(first.start, local_tokens)
@@ -57,12 +57,12 @@ class RestoreCounter:
 
 
 def tokens_by_tier(pending: PendingRestore) -> dict[str, int]:
-    """Tokens of an admitted restore by tier."""
+    """Return the tokens of an admitted restore by the tier that they came from."""
     return _tokens_by_tier(_beyond(pending), pending.local_tokens)
 
 
 def _beyond(pending: PendingRestore) -> RestorePlan:
-    """The plan as far as it was admitted, without chunks that the engine came to hold by itself."""
+    """Return the plan up to the admitted boundary, without chunks in the engine's own cache."""
     plan, local_tokens = pending.plan, pending.local_tokens
     if pending.cut is not None:
         chunks = [x for x in plan.chunks if x.chunk.start < pending.cut]
@@ -77,10 +77,10 @@ def _in_dram(plan: RestorePlan) -> bool:
 
 
 def _tokens_by_tier(plan: RestorePlan, local_tokens: int) -> dict[str, int]:
-    """Restored tokens by the tier that their chunk waited for: DRAM if all that is loaded of it is
-    there, else where the first of its state types that is not there is.
+    """Return the restored tokens by the tier that their chunk waited for.
 
-    Tokens to be replayed are computed, so they are not among them.
+    That is DRAM if all of the chunk's artifacts were there, else the tier of its first state type
+    that was elsewhere. Replayed tokens are computed, so they do not count.
     """
     total = plan.resume_tokens - local_tokens
     if _in_dram(plan):

@@ -1,9 +1,9 @@
-"""One request's restore: match, plan, stage in DRAM, admit, let go.
+"""One request's restore until it is admitted: match, plan, stage in DRAM.
 
-vLLM asks `get_num_new_matched_tokens` until it gets a number. While artifacts are
-being read from SSD or from peers the answer is "ask again later" (the request stays parked in the
-waiting queue and holds no KV blocks); once everything is in DRAM and verified the
-answer is a number that can be kept. Whatever fails shortens the answer.
+vLLM calls `get_num_new_matched_tokens` in every step until it gets a number. While artifacts are
+being read from SSD or from peers the answer is None: the request stays in vLLM's waiting queue and
+has no KV blocks. When everything is in DRAM and verified, the answer is a number of tokens that
+will be loaded. If a read fails, the request is planned again without that artifact.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from hetero_connector.spec import StateType
 from hetero_connector.store.base import Store, StoredChunk, Wanted
 
 _MAX_ATTEMPTS = 4
-"""Plans tried for one request before it settles for what DRAM holds."""
+"""Failed plans of one request after which it restores only from DRAM."""
 
 
 class Restorer:
-    """Answers how many tokens of a request can be restored, and builds the load."""
+    """Stages the restores of one engine and builds the orders to load them."""
 
     def __init__(
         self,
@@ -71,40 +71,45 @@ class Restorer:
         self._deadline_s = deadline_s
         self._clock = clock
         self.may_replay = True
-        """Whether a plan may rebuild windows by a replay."""
+        """True if plans may rebuild windows by a replay."""
 
-    def tokens(self, tracker: RequestTracker, local_tokens: int) -> int | None:
-        """Tokens beyond `local_tokens` that can be restored now; None to be asked again."""
+    def stage(self, tracker: RequestTracker, local_tokens: int) -> int | None:
+        """Continue to stage the request's restore, and begin it in the first call.
+
+        Returns the tokens beyond `local_tokens` that are ready to load, 0 if there are none, and
+        None while staging goes on.
+        """
         pending = tracker.restore
         if pending is not None and not pending.fits(local_tokens):
             pending.handle.release()
             pending = None
         elif pending is not None:
-            # The engine's own cache may have grown meanwhile: its pages are not ours to write.
+            # The engine's own cache may have grown; its pages must not be written.
             pending.local_tokens = local_tokens
         while True:
             if pending is None:
                 known = tracker.grow()
-                if self._peers.pending(tracker, local_tokens, known - 1):
+                if not self._peers.search(tracker, local_tokens, known - 1):
                     return None
                 pending = self._begin(tracker, local_tokens, known)
                 tracker.restore = pending
             if pending is None:
-                self._answered(tracker)
+                self._end_staging(tracker)
                 return 0
             if not pending.handle.done:
                 return None
             if not pending.handle.failed:
                 self._learn_wait(tracker, pending)
-                self._answered(tracker)
+                self._end_staging(tracker)
                 return pending.plan.resume_tokens - local_tokens
             self._exclude(tracker, pending)
             pending = tracker.restore = None
 
     def admit(self, tracker: RequestTracker, tokens: int) -> bool:
-        """vLLM admitted so many tokens of what it was told; False if they cannot be had alone.
+        """Cut the restore to the `tokens` that vLLM admitted; False if it cannot be cut there.
 
-        It cuts an answer to its own grid. What is needed at a boundary must be of that boundary.
+        vLLM may round an answer down to its own grid. Boundary state must then be stored for that
+        very boundary.
         """
         pending = tracker.restore
         if pending is None:
@@ -112,7 +117,7 @@ class Restorer:
         plan, end = pending.plan, pending.local_tokens + tokens
         if end >= plan.resume_tokens:
             return end == plan.resume_tokens
-        if plan.replay_tokens:  # from an earlier token on it is as exact
+        if plan.replay_tokens:  # a longer replay is exact, too
             if end % self._model.alignment == 0:
                 pending.plan = replace(plan, replay_tokens=plan.boundary - end)
             return pending.plan is not plan
@@ -122,7 +127,7 @@ class Restorer:
         return self._admit_shorter(tracker, pending, end)
 
     def _admit_shorter(self, tracker: RequestTracker, pending: PendingRestore, end: int) -> bool:
-        """Replace the plan by one that ends with an earlier chunk, if DRAM has all it needs."""
+        """Replace the plan by one that ends with an earlier chunk, if DRAM has all of it."""
         chunks = [x for x in pending.plan.chunks if x.chunk.end <= end]
         if not chunks or chunks[-1].chunk.end != end:
             return False
@@ -139,23 +144,24 @@ class Restorer:
         return True
 
     def forget(self, tracker: RequestTracker) -> None:
-        """Drop what is staged for the request, if it was never admitted with it."""
-        self._answered(tracker)
+        """Drop the request's restore unless it was admitted."""
+        self._end_staging(tracker)
         tracker.attempts = None
         self._peers.forget(tracker)
         if tracker.restore is not None:
             tracker.restore.handle.release()
             tracker.restore = None
 
-    def load(self, tracker: RequestTracker, table: BlockTable, parked: bool) -> Load:
-        """The worker's order for an admitted restore, all of it."""
+    def build_load(self, tracker: RequestTracker, table: BlockTable, parked: bool) -> Load:
+        """Return the order to load an admitted restore."""
         pending = tracker.restore
         assert pending is not None
         end = pending.plan.boundary if pending.cut is None else pending.cut
         tokens = range(pending.local_tokens, end)
-        return self.part(tracker.request.request_id, pending, table, tokens, parked=parked)
+        request_id = tracker.request.request_id
+        return self.build_partial_load(request_id, pending, table, tokens, parked=parked)
 
-    def part(
+    def build_partial_load(
         self,
         request_id: str,
         pending: PendingRestore,
@@ -164,7 +170,7 @@ class Restorer:
         *,
         parked: bool = False,
     ) -> Load:
-        """The worker's order to load these tokens' share of an admitted restore."""
+        """Return the order to load the range `tokens` of an admitted restore."""
         plan = pending.plan
         types = plan.prefix_types if pending.cut else plan.prefix_types + plan.boundary_types
         blocks = self._blocks(types, table, tokens)
@@ -175,19 +181,19 @@ class Restorer:
     def _begin(
         self, tracker: RequestTracker, local_tokens: int, known: int
     ) -> PendingRestore | None:
-        """Match and plan; start bringing the planned artifacts to DRAM."""
-        stored = self._stored(tracker, local_tokens, known - 1)
+        """Match and plan, and begin to stage the planned artifacts; None if there is no plan."""
+        stored = self._find_stored(tracker, local_tokens, known - 1)
         request_id = tracker.request.request_id
         if not stored or stored[-1].chunk.end <= local_tokens:
-            if not self._predictions.expects(request_id):
+            if not self._predictions.has_open(request_id):
                 return None
-            stored = []  # what it was to restore is gone, or the engine's by now
+            stored = []  # evicted since the last plan, or in the engine's own cache by now
         load = self._engine_load(tracker)
         may_replay = self.may_replay and replayable(tracker.request)
         decision = self._planner.plan(
             stored, local_tokens, known - 1, known, load, may_replay=may_replay
         )
-        self._predictions.decided(request_id, decision, stored, local_tokens, known)
+        self._predictions.on_decision(request_id, decision, stored, local_tokens, known)
         plan = decision.plan
         if plan is None:
             return None
@@ -197,39 +203,42 @@ class Restorer:
         handle = self._store.begin_restore(_wanted(plan), self._peers.copies(tracker))
         return PendingRestore(plan, handle, local_tokens, load.only_decodes)
 
-    def _stored(self, tracker: RequestTracker, local_tokens: int, limit: int) -> list[StoredChunk]:
-        """Matching chunks and the longest matching tail, without what has failed before.
+    def _find_stored(
+        self, tracker: RequestTracker, local_tokens: int, limit: int
+    ) -> list[StoredChunk]:
+        """Return the matching chunks and the longest matching tail, without failed artifacts.
 
-        Chunks of which nothing is stored are among them where the engine holds their tokens.
+        They include chunks of which nothing is stored, if the engine has their tokens in pages.
         """
         stored = self._peers.extend(tracker, self._store.holdings(tracker.chain.chunks(limit)))
         needed = self._model.prefix_types
         tracker.matched_chunks = up_to_gap(stored, needed)
         if tracker.matched_chunks < len(stored):
             del stored[up_to_gap(stored, needed, local_tokens) :]
-        stored += self._tail(tracker, stored, limit)
+        stored += self._find_tail(tracker, stored, limit)
         attempts = tracker.attempts
-        if attempts is None or not attempts.count:  # nothing has failed
+        if attempts is None or not attempts.count:
             return stored
         late = attempts.seconds(self._clock()) >= self._deadline_s
         return without(stored, attempts.failed, late or attempts.count >= _MAX_ATTEMPTS)
 
-    def _tail(
+    def _find_tail(
         self, tracker: RequestTracker, stored: list[StoredChunk], limit: int
     ) -> list[StoredChunk]:
         last = stored[-1].chunk if stored else None
         start = last.end if last else 0
         remote = self._peers.tail(tracker, start, limit)
         remote_tokens = remote[0].chunk.end - start if remote else 0
-        # Beside others' handoffs the store may not name this one's length.
-        said = (handoff_tokens(tracker.request, limit) or 0) - start
-        said = said if 0 < said < self._layout.chunk_tokens else 0
-        own = longest_tail(self._store, tracker.chain, last, limit, remote_tokens, said)
+        # The store remembers a few tail lengths; among many handoffs it may lack this one's.
+        handoff_tail = (handoff_tokens(tracker.request, limit) or 0) - start
+        if not 0 < handoff_tail < self._layout.chunk_tokens:
+            handoff_tail = 0
+        own = longest_tail(self._store, tracker.chain, last, limit, remote_tokens, handoff_tail)
         return own or remote
 
     def _exclude(self, tracker: RequestTracker, pending: PendingRestore) -> None:
         assert tracker.attempts is not None
-        tracker.attempts.failed.update(self._peers.without_copy(tracker, pending.handle.failed))
+        tracker.attempts.failed.update(self._peers.switch_copies(tracker, pending.handle.failed))
         tracker.attempts.count += 1
         pending.handle.release()
         self._recorder.add("heterocache_restores_replanned")
@@ -240,8 +249,8 @@ class Restorer:
             waited_s = attempts.seconds(self._clock())
             self._costs.learn_wait(pending.beside_decodes, pending.handle.staged_s, waited_s)
 
-    def _answered(self, tracker: RequestTracker) -> None:
-        """The first answer ends the staging; later ones, while it waits for pages, do not."""
+    def _end_staging(self, tracker: RequestTracker) -> None:
+        """Record the time of staging at the first answer; later answers do not count."""
         attempts = tracker.attempts
         if attempts is not None and attempts.staged_s is None:
             attempts.staged_s = attempts.seconds(self._clock())
@@ -254,7 +263,7 @@ class Restorer:
         blocks = {}
         for layer in chain.from_iterable(self._model.page_groups[t] for t in types):
             pages = layer.pages_needed(tokens.start, tokens.stop)
-            # Pages below the local hit belong to the engine's prefix cache: never touched.
+            # Pages below the local hit belong to the engine's prefix cache and are not touched.
             first = max(pages.start, tokens.start // layer.block_tokens)
             key = (layer.group, first, pages.stop)
             if key not in read:
@@ -263,7 +272,7 @@ class Restorer:
         return blocks
 
     def _spans(self, pending: PendingRestore) -> list[ArtifactSpan]:
-        """The plan's artifacts where they lie now, column by column as they were asked for."""
+        """Return the plan's artifacts with their place in the arena, one span per state type."""
         plan, size = pending.plan, self._layout.chunk_tokens
         columns = pending.handle.columns
         prefix_start, last_start = plan.chunks[0].chunk.start, plan.chunks[-1].chunk.start
@@ -282,7 +291,7 @@ def _wanted(plan: RestorePlan) -> list[Wanted]:
 
 
 def _within(span: ArtifactSpan, tokens: range) -> ArtifactSpan:
-    """Only the chunks that reach into `tokens`."""
+    """Return the part of the span whose chunks overlap `tokens`."""
     size = span.chunk_tokens
     first = max(0, tokens.start - span.start) // size
     last = min(len(span.offsets), -(-(tokens.stop - span.start) // size))
@@ -295,7 +304,10 @@ def _within(span: ArtifactSpan, tokens: range) -> ArtifactSpan:
 def without(
     chunks: Sequence[StoredChunk], excluded: set[ArtifactId], dram_only: bool
 ) -> list[StoredChunk]:
-    """As if what is excluded were not stored. Chunks that hold the same share one mapping."""
+    """Return the chunks as if the excluded artifacts were not stored.
+
+    `dram_only` excludes everything outside DRAM, too. Equal chunks share one mapping of tiers.
+    """
     shared, left = SharedTiers(), []
     for stored in chunks:
         tiers = {

@@ -1,30 +1,28 @@
-"""What to save of a request as its tokens are computed, and once more when it ends.
+"""Decide what to save of a request: in each step, and when it ends.
 
-A chunk is saved in the step that completes it: its prefix-proportional state and, where
-the checkpoint policy says so and the engine still holds it, the boundary state at its
-end. A request's last, unfinished chunk is saved when the request ends, so that the next
-turn resumes right there.
+A chunk is saved in the step that completes it: its prefix-proportional state and, if the checkpoint
+policy wants it and the engine still has its pages, the boundary state at its end. A request's last,
+unfinished chunk is saved when the request ends, so that the next turn resumes right there.
 
-Where chunks are as short as boundaries can be, no such tail exists, and a request's end is
-the last boundary it passed. The engine recycles a window before anyone knows that it was
-the last, so the newest boundary of decoded tokens is copied in any case and its
-checkpoint stays undecided: sealed if the request ends, dropped at the next boundary. It
-costs a copy and a DRAM slot, never a write to SSD.
+If every boundary ends a chunk there is no unfinished chunk, and a request ends at the last boundary
+it has passed. The engine recycles a window before it is known to be the last one. So the newest
+boundary of decoded tokens is always copied, and its checkpoint stays undecided: it is sealed if the
+request ends, and dropped at the next boundary. That costs a copy and a DRAM slot, but no write to
+SSD.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ChunkRange, Tier
 from hetero_connector.engine.messages import ArtifactCopy, Blocks, PageCopy, Save
-from hetero_connector.engine.scheduler.block_tables import BlockTable, table_of
+from hetero_connector.engine.scheduler.block_tables import BlockTable, RecurrentState, table_of
 from hetero_connector.engine.scheduler.handoff import is_prefill
 from hetero_connector.engine.scheduler.requests import RequestTracker
-from hetero_connector.engine.scheduler.reservations import Reservations
 from hetero_connector.planner.checkpoints import (
     Boundary,
     CheckpointPolicy,
@@ -33,33 +31,114 @@ from hetero_connector.planner.checkpoints import (
 )
 from hetero_connector.planner.plan import RestorePlan
 from hetero_connector.spec import StateType
+from hetero_connector.store.base import Save as StoreSave
 from hetero_connector.store.base import Store
-
-Offer = tuple[int, int, int]
-"""A recurrent state that vLLM passes on: (KV cache group, block id, boundary in tokens)."""
 
 
 @dataclass
 class _Collected:
-    """Artifacts of one request to be saved together, and the pages they come from."""
+    """Artifacts of one request that one order saves, and their pages."""
 
     save_ids: list[int] = field(default_factory=list)
     artifacts: list[ArtifactCopy] = field(default_factory=list)
     pages: dict[tuple[StateType, int], range] = field(default_factory=dict)
 
-    def message(self, table: BlockTable, offered: dict[int, int]) -> Save:
-        """The worker's order; recurrent pages come from `offered` (group -> block id)."""
+    def order(self, table: BlockTable, recurrent_blocks: dict[int, int]) -> Save:
+        """Return the worker's order. `recurrent_blocks`: block id by KV cache group."""
         blocks: dict[tuple[StateType, int], Blocks] = {}
         for (state_type, group), pages in self.pages.items():
             if state_type is StateType.RECURRENT:
-                blocks[state_type, group] = Blocks(pages.start, [offered[group]])
+                blocks[state_type, group] = Blocks(pages.start, [recurrent_blocks[group]])
             else:
                 blocks[state_type, group] = Blocks(pages.start, table(group, pages))
         return Save(self.save_ids, PageCopy(self.artifacts, blocks))
 
 
+@dataclass
+class _Reserved:
+    """A reservation in the store that workers fill."""
+
+    save: StoreSave
+    ranks_left: int
+    """Tensor-parallel ranks that have not copied their share yet."""
+    wanted: bool | None
+    """Seal it or not; None: undecided."""
+    whole: bool = True
+    """False once a rank could not copy its share."""
+
+
+class Reservations:
+    """Reservations of one engine by save id. Sealed when every rank has copied its share."""
+
+    def __init__(self, store: Store, tp_size: int) -> None:
+        self._store = store
+        self._tp_size = tp_size
+        self._reserved: dict[int, _Reserved] = {}
+        self._latest_id = 0
+        self._unreported = 0
+
+    @property
+    def awaits_reports(self) -> bool:
+        """True while workers have saves that they have not reported."""
+        return self._unreported > 0
+
+    def add(self, save: StoreSave, wanted: bool | None) -> int:
+        """Add a reservation and return its id, from 1. `wanted`: None if `decide` will say."""
+        self._latest_id += 1
+        self._reserved[self._latest_id] = _Reserved(save, self._tp_size, wanted)
+        self._unreported += 1
+        return self._latest_id
+
+    def on_report(self, save_id: int, ranks: int, *, copied: bool = True) -> None:
+        """Count `ranks` more ranks that are done; `copied`: their share is in the arena."""
+        reserved = self._reserved.get(save_id)
+        if reserved is None or reserved.ranks_left <= 0:  # reported twice
+            return
+        reserved.whole &= copied
+        reserved.ranks_left -= ranks
+        if reserved.ranks_left <= 0:
+            self._unreported -= 1
+            self._settle(save_id)
+
+    def decide(self, save_id: int, *, wanted: bool) -> None:
+        """Decide whether to seal an undecided reservation."""
+        reserved = self._reserved.get(save_id)
+        if reserved is not None:
+            reserved.wanted = wanted
+            self._settle(save_id)
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Abandon reservations added inside if an error is raised: no worker knows of them."""
+        latest = self._latest_id
+        try:
+            yield
+        except Exception:
+            self.abandon(range(latest + 1, self._latest_id + 1))
+            raise
+
+    def abandon(self, save_ids: Iterable[int]) -> None:
+        """Give reservations up that no worker will copy."""
+        for save_id in save_ids:
+            reserved = self._reserved.pop(save_id, None)
+            if reserved is not None:
+                self._unreported -= reserved.ranks_left > 0
+                self._store.abandon_save(reserved.save)
+
+    def _settle(self, save_id: int) -> None:
+        """Seal or abandon the reservation if it is copied and decided."""
+        reserved = self._reserved[save_id]
+        if reserved.ranks_left > 0 or reserved.wanted is None:
+            return
+        del self._reserved[save_id]
+        if reserved.wanted and reserved.whole:
+            self._store.complete_save(reserved.save)
+        else:
+            self._store.abandon_save(reserved.save)
+
+
 class Saver:
-    """Reserves slots for what a step completes and orders the copies into them."""
+    """Reserves slots for the state that a step completes, and orders the copies."""
 
     def __init__(
         self, layout: ArtifactLayout, store: Store, tp_size: int, checkpoints: CheckpointPolicy
@@ -80,15 +159,15 @@ class Saver:
         self._has_tails = self._model.alignment < layout.chunk_tokens and not self._has_recurrent
 
     @property
-    def outstanding(self) -> bool:
-        """Whether workers still owe a report."""
-        return self._reservations.outstanding
+    def awaits_reports(self) -> bool:
+        """True while workers have saves that they have not reported."""
+        return self._reservations.awaits_reports
 
-    def admitted(self, tracker: RequestTracker, computed: int) -> None:
-        """The request starts, or starts again, with `computed` tokens in its pages."""
+    def on_admitted(self, tracker: RequestTracker, computed: int) -> None:
+        """Begin, or begin again, with a request that has `computed` tokens in its pages."""
         size, matched = self._layout.chunk_tokens, tracker.matched_chunks
         tracker.next_chunk = min(matched, computed // size)
-        if tracker.reuse is not None:  # preempted: what it found now is its own
+        if tracker.reuse is not None:  # preempted: it has found its own state
             return
         local = tracker.local_tokens // size
         if computed > matched * size:
@@ -100,55 +179,62 @@ class Saver:
         tracker.reuse = Reuse(matched, kept, local)
         tracker.missed_chunks = matched - tracker.next_chunk
 
-    def restored(self, plan: RestorePlan) -> None:
-        """A checkpoint that another engine sent is kept whatever our policy's period: requests
-        that resume there ask for none of ours."""
+    def on_restored(self, plan: RestorePlan) -> None:
+        """Remember a checkpoint that came from a peer as kept, whatever the policy's period.
+
+        Requests that resume there need no checkpoint of this engine.
+        """
         end = plan.chunks[-1]
         if any(end.tiers[t] is Tier.PEER for t in plan.boundary_types):
             self._kept.add(end.chunk.key)
 
     def all_or_none(self) -> AbstractContextManager[None]:
+        """Abandon reservations made inside if an error is raised."""
         return self._reservations.all_or_none()
 
-    def step(
-        self, tracker: RequestTracker, computed: int, table: BlockTable, offers: Iterable[Offer]
+    def save_step(
+        self,
+        tracker: RequestTracker,
+        computed: int,
+        table: BlockTable,
+        recurrent_states: Iterable[RecurrentState],
     ) -> list[Save]:
-        """Saves for a request whose first `computed` tokens are computed after this step."""
+        """Return the saves of a step after which `computed` tokens of the request are computed."""
         known = self._storable(tracker, computed)
-        messages = []
-        collected = self._full_chunks(tracker, known, table)
+        orders = []
+        collected = self._collect_full_chunks(tracker, known, table)
         if collected.artifacts:
-            messages.append(collected.message(table, {}))
-        for boundary, offered in self._offered(offers).items():
+            orders.append(collected.order(table, {}))
+        for boundary, blocks in self._complete_states(recurrent_states).items():
             if boundary <= min(known, tracker.request.num_prompt_tokens):
-                recurrent = self._recurrent(tracker, boundary, offered)
+                recurrent = self._collect_recurrent(tracker, boundary)
                 if recurrent.artifacts:
-                    messages.append(recurrent.message(table, offered))
-        return messages
+                    orders.append(recurrent.order(table, blocks))
+        return orders
 
-    def finish(
+    def save_end(
         self, tracker: RequestTracker, computed: int, block_ids: Sequence[list[int]]
     ) -> list[Save]:
-        """Saves of an ending request: chunks not yet saved, and the state at its end."""
+        """Return the saves of a finished request: chunks not yet saved, and its last boundary."""
         known = self._storable(tracker, computed)
         table = table_of(block_ids)
-        collected = self._full_chunks(tracker, known, table)
+        collected = self._collect_full_chunks(tracker, known, table)
         self._decide(tracker, wanted=True)
         end = known - known % self._model.alignment
         if end >= max(1, tracker.windows_from) and not self._has_recurrent:
             chunk = tracker.chain.ending_at(end)
             self._collect(collected, chunk, self._plain_types, table)
             self._kept.add(chunk.key)
-        self._save_handoff(collected, tracker, known, table)
+        self._collect_handoff(collected, tracker, known, table)
         if tracker.reuse is not None:
             added = max(0, known // self._layout.chunk_tokens - tracker.reuse.matched)
             self._policy.observe(replace(tracker.reuse, new=added))
-        return [collected.message(table, {})] if collected.artifacts else []
+        return [collected.order(table, {})] if collected.artifacts else []
 
-    def _save_handoff(
+    def _collect_handoff(
         self, collected: _Collected, tracker: RequestTracker, known: int, table: BlockTable
     ) -> None:
-        """Keep where another engine resumes this prompt: before its last token, or just before."""
+        """Collect the state at which another engine resumes this prompt, near its last token."""
         if not is_prefill(tracker.request):
             return
         last = min(int(tracker.request.num_prompt_tokens) - 1, known)
@@ -156,13 +242,16 @@ class Saver:
         if end >= max(1, tracker.windows_from):
             chunk = tracker.chain.ending_at(end)
             missing = self._store.missing(chunk, self._model.types_at(end))
-            # Where windows were recycled it has decoded on.
-            if all(self._held(state_type, chunk, table) for state_type in missing):
+            # Windows may have been recycled if the request decoded some tokens.
+            if all(self._has_pages(state_type, chunk, table) for state_type in missing):
                 self._reserve(collected, chunk, missing)
         tracker.handoff_tokens = self._stored_up_to(tracker, last)
 
     def _stored_up_to(self, tracker: RequestTracker, last: int) -> int:
-        """Tokens of the first `last` that are stored or about to be, as far as can be resumed."""
+        """Return the latest token up to `last` at which the request can be resumed.
+
+        Its state is stored or has just been reserved.
+        """
         size = self._layout.chunk_tokens
         for step in (self._model.handoff_step, self._model.alignment):
             end = last - last % step
@@ -172,15 +261,15 @@ class Saver:
         return self._still_stored(tracker, min(tracker.next_chunk, last // size)) * size
 
     def forget(self, tracker: RequestTracker) -> None:
-        """Let go of what is undecided: the request's end is not to be saved."""
+        """Drop the undecided checkpoint: the request does not end there."""
         self._decide(tracker, wanted=False)
 
-    def reported(self, save_id: int, ranks: int, *, copied: bool = True) -> None:
-        """`ranks` more ranks are done with it; seals once all have copied their share."""
-        self._reservations.reported(save_id, ranks, copied=copied)
+    def on_report(self, save_id: int, ranks: int, *, copied: bool = True) -> None:
+        """Count `ranks` more ranks that are done; seal the save when all have copied."""
+        self._reservations.on_report(save_id, ranks, copied=copied)
 
     def abandon(self, save: Save) -> None:
-        """The pages were overwritten before they could be copied."""
+        """Give up a save whose pages are overwritten before they can be copied."""
         self._reservations.abandon(save.save_ids)
 
     def _decide(self, tracker: RequestTracker, *, wanted: bool) -> None:
@@ -189,31 +278,37 @@ class Saver:
             self._reservations.decide(save_id, wanted=wanted)
 
     def _storable(self, tracker: RequestTracker, computed: int) -> int:
-        """Tokens whose state may be stored: known, computed, and faithful if decoded."""
+        """Return the leading tokens whose state may be stored.
+
+        They are known and computed. Decoded tokens count only if their state is the same as that
+        of a prompt's tokens.
+        """
         known = min(tracker.grow(), computed)
         if self._model.prompt_only:
             return min(known, int(tracker.request.num_prompt_tokens))
         return known
 
-    def _full_chunks(self, tracker: RequestTracker, known: int, table: BlockTable) -> _Collected:
-        """Reserve of every full chunk up to `known` what the store lacks, parents first."""
+    def _collect_full_chunks(
+        self, tracker: RequestTracker, known: int, table: BlockTable
+    ) -> _Collected:
+        """Reserve the missing state of every full chunk up to `known`, parents first."""
         collected = _Collected()
         size = self._layout.chunk_tokens
-        index = self._reachable(tracker, known // size)
+        index = self._first_chunk_to_save(tracker, known // size)
         while (index + 1) * size <= known:
-            if not self._full_chunk(collected, tracker, index + 1, table):
+            if not self._collect_full_chunk(collected, tracker, index + 1, table):
                 break
             index += 1
         tracker.next_chunk = index
         return collected
 
-    def _full_chunk(
+    def _collect_full_chunk(
         self, collected: _Collected, tracker: RequestTracker, chunks: int, table: BlockTable
     ) -> bool:
-        """The last of the request's first `chunks` chunks; False if there was no room for it."""
+        """Reserve the last of the request's first `chunks` chunks; False if there is no space."""
         chunk = tracker.chain.ending_at(chunks * self._layout.chunk_tokens)
         exact = chunk.end >= tracker.windows_from
-        if exact and self._keeps(tracker, chunks):
+        if exact and self._choose_checkpoint(tracker, chunks):
             kept = self._collect(collected, chunk, self._plain_types, table)
             if kept:
                 self._decide(tracker, wanted=False)
@@ -228,27 +323,27 @@ class Saver:
             tracker.undecided = reserved[0] if reserved else 0
         return True
 
-    def _keeps(self, tracker: RequestTracker, chunks: int) -> bool:
-        """Whether the boundary after the first `chunks` chunks gets a checkpoint."""
+    def _choose_checkpoint(self, tracker: RequestTracker, chunks: int) -> bool:
+        """Decide if the boundary after the first `chunks` chunks gets a checkpoint."""
         size, prompt = self._layout.chunk_tokens, int(tracker.request.num_prompt_tokens)
-        # The same prompt sent again resumes before its last token: of a prompt that ends on a
-        # boundary, one boundary earlier.
+        # The same prompt sent again resumes before its last token: one boundary earlier, if the
+        # prompt ends on a boundary.
         turn_end = chunks in (prompt // size, (prompt - 1) // size)
-        left_here = tracker.reuse is not None and chunks == tracker.reuse.matched
-        missed = tracker.missed_chunks if left_here else 0
+        match_ended_here = tracker.reuse is not None and chunks == tracker.reuse.matched
+        missed = tracker.missed_chunks if match_ended_here else 0
         if not self._policy.should_keep(Boundary(chunks, turn_end, missed)):
             return False
         if turn_end or missed:
             self._kept.add(tracker.chain.ending_at(chunks * size).key)
         return True
 
-    def _reachable(self, tracker: RequestTracker, stop: int) -> int:
-        """`next_chunk`, or an earlier one if its parent has been evicted meanwhile."""
+    def _first_chunk_to_save(self, tracker: RequestTracker, stop: int) -> int:
+        """Return `next_chunk`, or an earlier chunk if its parent has been evicted."""
         index = tracker.next_chunk
         return index if index >= stop else self._still_stored(tracker, index)
 
     def _still_stored(self, tracker: RequestTracker, index: int) -> int:
-        """How many of the request's first `index` chunks have not been evicted meanwhile."""
+        """Return the number of leading chunks, up to `index`, that have not been evicted."""
         size = self._layout.chunk_tokens
         while index and self._store.missing(
             tracker.chain.ending_at(index * size), self._model.prefix_types
@@ -264,9 +359,10 @@ class Saver:
         table: BlockTable,
         wanted: bool | None = True,
     ) -> bool:
-        """Reserve what the store lacks of this chunk; False if there was no room for it."""
-        held = [t for t in self._store.missing(chunk, types) if self._held(t, chunk, table)]
-        return self._reserve(collected, chunk, held, wanted)
+        """Reserve the chunk's missing state that is in pages; False if there is no space."""
+        missing = self._store.missing(chunk, types)
+        in_pages = [t for t in missing if self._has_pages(t, chunk, table)]
+        return self._reserve(collected, chunk, in_pages, wanted)
 
     def _reserve(
         self,
@@ -297,10 +393,10 @@ class Saver:
             known = collected.pages.get(key, pages)
             collected.pages[key] = range(min(known.start, pages.start), max(known.stop, pages.stop))
 
-    def _held(self, state_type: StateType, chunk: ChunkRange, table: BlockTable) -> bool:
-        """Whether the artifact has any bytes, and the engine still holds every page of them."""
+    def _has_pages(self, state_type: StateType, chunk: ChunkRange, table: BlockTable) -> bool:
+        """True if the artifact has bytes and the engine still has all their pages."""
         if not self._layout.artifact_bytes(state_type, chunk.start, chunk.end):
-            return False  # chunked-local state, where a local chunk has just begun
+            return False  # chunked-local state has no bytes where a local chunk begins
         for layer in self._model.page_groups[state_type]:
             pages = layer.pages_needed(chunk.start, chunk.end)
             ids = table(layer.group, pages)
@@ -308,20 +404,18 @@ class Saver:
                 return False
         return True
 
-    def _offered(self, offers: Iterable[Offer]) -> dict[int, dict[int, int]]:
-        """Boundary -> {group: block id}, where every recurrent group made an offer."""
+    def _complete_states(self, states: Iterable[RecurrentState]) -> dict[int, dict[int, int]]:
+        """Return block ids by group, by boundary, where every recurrent group has a state."""
         by_boundary: dict[int, dict[int, int]] = {}
-        for group, block_id, boundary in offers:
+        for group, block_id, boundary in states:
             by_boundary.setdefault(boundary, {})[group] = block_id
         groups = {x.group for x in self._model.page_groups.get(StateType.RECURRENT, ())}
         return {b: ids for b, ids in by_boundary.items() if groups <= ids.keys() and groups}
 
-    def _recurrent(
-        self, tracker: RequestTracker, boundary: int, offered: dict[int, int]
-    ) -> _Collected:
+    def _collect_recurrent(self, tracker: RequestTracker, boundary: int) -> _Collected:
         collected = _Collected()
         chunks, rest = divmod(boundary, self._layout.chunk_tokens)
-        if not rest and self._keeps(tracker, chunks):
+        if not rest and self._choose_checkpoint(tracker, chunks):
             chunk = tracker.chain.ending_at(boundary)
             types = self._store.missing(chunk, [StateType.RECURRENT])
             self._reserve(collected, chunk, types)

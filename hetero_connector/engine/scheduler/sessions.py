@@ -1,11 +1,11 @@
-"""Sessions as the engine sees them: when a turn begins and ends, and what clients say.
+"""Notify the store of the sessions that requests belong to: their turns, chains and next turns.
 
 A request names its session by vLLM's own `session_id` (the request's field, or the header
-X-Session-ID) or by `kv_transfer_params`; else it is told by its tokens
-(`planner.conversations`). The hint is `kv_transfer_params["expected_back_s"]`.
+X-Session-ID) or in `kv_transfer_params`. Otherwise its session is recognised by its tokens
+(`planner.sessions`). The hint for the next turn is `kv_transfer_params["expected_back_s"]`.
 
-Clients say what they like: an id counts within its request's cache salt only, a hint keeps state
-for an hour at most, and where more sessions are heard of than are remembered each salt has its
+Clients are not trusted: an id is valid only within the request's cache salt, a hint protects state
+for an hour at most, and when there are more sessions than can be remembered each salt has its
 share.
 """
 
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.heterocache")
 
 Mode = Literal["auto", "hint", "off"]
-_READ_S = 60.0
-"""How long a session's chain is kept for it where nothing is known of its pace, in seconds."""
-_LONGEST_KEPT_S = 3_600.0
-"""No hint makes a session's chain leave last for longer: it is staged again when it is due."""
+_PROTECTED_S = 60.0
+"""Seconds for which a session's chain is protected if its think time is unknown."""
+_LONGEST_PROTECTED_S = 3_600.0
+"""Longest protection by a hint, in seconds. Later the chain is prefetched when it is due."""
 _LONGEST_HINT_S = 30 * 86_400.0
-"""What is farther off than a month says nothing, and would say how wrong hints can be."""
+"""Longest accepted hint, in seconds."""
 
 
 class SessionHint(NamedTuple):
-    """What a request's `kv_transfer_params` say of its session."""
+    """The fields of a request's `kv_transfer_params` that concern its session."""
 
     session_id: str | None = None
     expected_back_s: float | None = None
@@ -48,9 +48,9 @@ class SessionHint(NamedTuple):
 
     @classmethod
     def of(cls, params: object) -> SessionHint:
-        """Other fields are left alone: they may be another connector's.
+        """Read the fields of `kv_transfer_params`. Other fields may be another connector's.
 
-        ValueError, saying what is expected, for a field of a wrong type or out of range.
+        Raises ValueError, which says what is expected, for a wrong type or range.
         """
         if not isinstance(params, dict):
             return cls()
@@ -69,9 +69,9 @@ class SessionHint(NamedTuple):
 
 
 class Sessions:
-    """Tells the store whose chains are read, and which sessions are expected back.
+    """Protects the chains of sessions in the store, and announces when sessions are due back.
 
-    On the scheduler's thread.
+    Used on the scheduler's thread.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class Sessions:
         self._clock = clock
         self._mode = mode
         self._conversations = Conversations(layout.chunk_tokens, layout.model.alignment)
-        self._complained = False
+        self._has_warned = False
 
-    def began(self, tracker: RequestTracker) -> None:
-        """The request has been matched for the first time; later calls change nothing."""
+    def on_matched(self, tracker: RequestTracker) -> None:
+        """Begin a turn at the request's first match; later calls change nothing."""
         if tracker.session is not None:
             return
         request = tracker.request
@@ -110,8 +110,8 @@ class Sessions:
         if self._mode != "off":
             self._store.came_back(tracker.session)
 
-    def ended(self, tracker: RequestTracker, computed: int) -> None:
-        """The request is over, with `computed` tokens in its pages."""
+    def on_finished(self, tracker: RequestTracker, computed: int) -> None:
+        """End the request's turn; it has `computed` tokens in its pages."""
         session = tracker.session
         if session is None:
             return
@@ -123,9 +123,9 @@ class Sessions:
         leaves = self._leaves(tracker, known)
         if leaves:
             now_s = self._clock()
-            until_s = now_s + _READ_S if expected is None else expected.latest_s
+            until_s = now_s + _PROTECTED_S if expected is None else expected.latest_s
             if hint_s is not None:
-                until_s = min(until_s, now_s + _LONGEST_KEPT_S)
+                until_s = min(until_s, now_s + _LONGEST_PROTECTED_S)
             self._store.reads(session, leaves, until_s, _tenant(tracker.request))
         if expected is None or self._mode == "off" or (hint_s is None and self._mode == "hint"):
             return
@@ -141,19 +141,19 @@ class Sessions:
         try:
             return SessionHint.of(request.kv_transfer_params)
         except ValueError as error:
-            if not self._complained:  # once: it may come with every request
-                self._complained = True
+            if not self._has_warned:  # once, since it may come with every request
+                self._has_warned = True
                 logger.warning("kv_transfer_params of request %s: %s", request.request_id, error)
             return SessionHint()
 
     def _leaves(self, tracker: RequestTracker, known: int) -> tuple[ChunkKey, ...]:
-        """Where the request's chain may end: its tail, its last chunk, its prompt's last."""
+        """Return the chunks at which the session may resume: tail, last chunk, prompt's last."""
         size, prompt = self._layout.chunk_tokens, min(known, tracker.request.num_prompt_tokens)
         ends = {known - known % self._model.alignment, known - known % size, prompt - prompt % size}
         return tuple(tracker.chain.ending_at(end).key for end in sorted(ends, reverse=True) if end)
 
     def _stage_s(self, tokens: int) -> float:
-        """Predicted seconds to stage all state of so many tokens."""
+        """Return the predicted seconds to stage all state of `tokens` tokens from SSD."""
         chunks = tokens // self._layout.chunk_tokens + 1
         sizes = self._layout.max_bytes
         load_bytes = {t: float(chunks * sizes[t]) for t in self._model.prefix_types}
@@ -162,10 +162,10 @@ class Sessions:
 
 
 def _tenant(request: Request) -> bytes:
-    """Whose request it is: what shares a cache salt shares state."""
+    """Return the request's tenant: requests with one cache salt share state."""
     return b"" if request.cache_salt is None else _digest(encode(request.cache_salt))
 
 
 def _digest(text: bytes) -> bytes:
-    """Clients choose ids and salts: only so much of each is kept."""
+    """Return 16 bytes for a text of any length: clients choose ids and salts."""
     return hashlib.blake2b(text, digest_size=16).digest()

@@ -1,15 +1,15 @@
-"""Noticing that the engine's weights change while it runs.
+"""Notify the connector when the engine's weights change while it runs.
 
-The fingerprint is of the files that the engine was started from. Weights that are updated in place
-are told apart by the version that vLLM gives them (`finish_weight_update`, `update_weight_version`)
-or, until they have one, by a name that nobody else has. vLLM tells a connector nothing of either,
-so `observe` puts a thin layer over two methods of its `EngineCore`: the calls go through as they
-are, and afterwards the engine's own connector hears of them, on the thread that made the call.
+The fingerprint describes the files that the engine was started from. Weights that are updated in
+place are named by the version that vLLM gives them (`finish_weight_update`,
+`update_weight_version`) or, until they have one, by a random number. vLLM does not notify a
+connector of either, so `observe` wraps two methods of its `EngineCore`: the call itself is
+unchanged, and afterwards the engine's connector is notified on the same thread.
 
-Every call to the workers counts as an update, but those of vLLM's own methods that are known to
-leave the weights alone: a worker extension's method may be a trainer's. One that shares memory
-with a trainer is noticed once; whoever changes the weights through it later resets the cache, or
-names their version.
+Every call to the workers counts as an update, except vLLM's own methods that are known to leave the
+weights alone: a method of a worker extension may be a trainer's. A call that shares memory with a
+trainer is noticed once. When the weights later change through that memory, the trainer must reset
+the cache or set a version.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _HARMLESS = frozenset(
         "wake_up",
     }
 )
-"""vLLM's own worker methods that leave the weights as they are, besides `get_...`."""
+"""Worker methods of vLLM that do not change the weights; those named `get_...` do not either."""
 
 
 @dataclass(frozen=True)
@@ -60,36 +60,36 @@ class Weights:
 
     version: str = _OF_FILES
     nonce: bytes = b""
-    """Random once they may be others than those of `version`; b"": they are those."""
+    """A random number if the weights may have changed since they had `version`; else b""."""
 
     @property
     def tag(self) -> bytes:
-        """For the chain's root; b"" for the weights of the model's files."""
+        """The weights' part of the chain's root; b"" for the weights of the model's files."""
         return b"" if self == Weights() else encode([self.version, self.nonce])
 
-    def unnamed(self) -> Weights:
-        """The weights may have changed, and nobody says to which."""
+    def with_nonce(self) -> Weights:
+        """Return a new name: the weights have changed to an unknown version."""
         return replace(self, nonce=secrets.token_bytes(_NONCE_BYTES))
 
-    def agreed(self) -> Weights:
-        """The weights are those of the whole fleet that has this version."""
+    def without_nonce(self) -> Weights:
+        """Return the name that all engines with this version share."""
         return replace(self, nonce=b"")
 
 
 @runtime_checkable
-class HearsOfWeights(Protocol):
-    """A connector that wants to know."""
+class WeightsListener(Protocol):
+    """A connector that is notified of new weights."""
 
-    def weights_changed(self, version: str | None) -> None:
-        """The weights are `version` now; None: nobody knows which."""
+    def on_weights_changed(self, version: str | None) -> None:
+        """Handle that the weights have `version` now; None: an unknown one."""
         ...
 
 
 def observe() -> None:
-    """Tell the connector of each engine core in this process. Idempotent.
+    """Wrap vLLM's methods so that connectors in this process are notified. Idempotent.
 
-    Raises UnsupportedVersionError where vLLM has other methods than it had: state of other weights
-    would be restored.
+    Raises UnsupportedVersionError if vLLM lacks one of the methods: state of other weights would
+    be restored.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -103,7 +103,7 @@ def _observe_versions(core: type, original: Callable[..., None]) -> None:
     @functools.wraps(original)
     def set_weight_version(self: Any, weight_version: str) -> None:
         original(self, weight_version)
-        _tell(self, weight_version)
+        _notify(self, weight_version)
 
     setattr(core, original.__name__, set_weight_version)
 
@@ -113,9 +113,9 @@ def _observe_updates(core: type, original: Callable[..., Any]) -> None:
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(self, method, *args, **kwargs)
-        finally:  # one that fails may have changed some of them
+        finally:  # a call that fails may have changed some of the weights
             if not _is_harmless(method):
-                _tell(self, None)
+                _notify(self, None)
 
     setattr(core, original.__name__, collective_rpc)
 
@@ -128,23 +128,24 @@ def _method(core: type, name: str) -> Callable[..., Any]:
     found = getattr(core, name, None)
     if found is None:
         raise UnsupportedVersionError(
-            f"this vLLM's EngineCore has no {name}: an update of its weights would go unnoticed. "
-            "Install a vLLM that README names, or a heterocache release that supports this one"
+            f"this vLLM's EngineCore has no {name}: an update of its weights would not be noticed. "
+            "Install a vLLM version that the README names, or a heterocache release that supports "
+            "this one"
         )
     return cast("Callable[..., Any]", found)
 
 
-def _tell(core: Any, version: str | None) -> None:
+def _notify(core: Any, version: str | None) -> None:
     for connector in _connectors(core):
-        connector.weights_changed(version)
+        connector.on_weights_changed(version)
 
 
-def _connectors(core: Any) -> Iterator[HearsOfWeights]:
-    """The engine's own, also among several (`MultiConnector`); none while it is being built."""
+def _connectors(core: Any) -> Iterator[WeightsListener]:
+    """Yield the engine's connector, also inside a `MultiConnector`; none during start-up."""
     scheduler = getattr(core, "scheduler", None)
     found = [] if scheduler is None else [scheduler.get_kv_connector()]
     while found:
         connector = found.pop()
         found += getattr(connector, "_connectors", ())
-        if isinstance(connector, HearsOfWeights):
+        if isinstance(connector, WeightsListener):
             yield connector

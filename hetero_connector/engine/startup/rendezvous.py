@@ -1,10 +1,10 @@
-"""How the scheduler side learns the workers' geometry before the first request.
+"""Exchange the workers' geometry and the arena's name through small files, before any request.
 
-vLLM builds the workers, with their KV caches, before the scheduler, and hands the
-scheduler a reduced copy of their geometry. Each worker therefore leaves its own in a
-small file, named after the engine and its process; the scheduler side reads the files
-of itself and its children. vLLM's own handshake is not used because `MultiConnector`
-forwards it to one child only. The other way the scheduler side leaves its arena's name.
+vLLM builds the workers, with their KV caches, before the scheduler, and gives the scheduler only a
+reduced copy of their geometry. So each worker writes its own geometry to a file that is named after
+the engine and its process. The scheduler side reads the files of its own process and its children.
+In the other direction it publishes the name of its arena. vLLM's own handshake is not used because
+`MultiConnector` forwards it to one child only.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ _PATIENCE_S = 30.0
 
 @dataclass(frozen=True)
 class WorkerGeometry:
-    """What one rank tells about itself."""
+    """The description of one rank's KV caches and machine."""
 
     rank: int
     model: ModelSpec
     attention_backends: tuple[str, ...]
     device: str
     pid: int
-    """Process the worker runs in."""
+    """The worker's process."""
     rounding: Mapping[str, str] = field(default_factory=dict)
-    """`engine.startup.rounding.rounding`, asked on its device."""
+    """`startup.rounding.rounding` in the worker's process."""
     replay_refusal: str | None = None
     """Why this engine's windows cannot be rebuilt by a replay; None if they can."""
 
 
 def data_parallel_rank(vllm_config: VllmConfig) -> int | None:
-    """Return this engine's rank among data-parallel ones; None for an engine by itself."""
+    """Return this engine's rank among data-parallel engines; None if it is the only one."""
     assert vllm_config.kv_transfer_config is not None
     parallel = vllm_config.parallel_config
     rank = int(parallel.data_parallel_index)
-    # vLLM gives each an engine id of its own, also where it hides their number.
-    is_one = str(vllm_config.kv_transfer_config.engine_id).endswith(f"_dp{rank}")
-    return rank if is_one or parallel.data_parallel_size > 1 else None
+    # Each has its own engine id, also where vLLM sets data_parallel_size to 1.
+    has_dp_id = str(vllm_config.kv_transfer_config.engine_id).endswith(f"_dp{rank}")
+    return rank if has_dp_id or parallel.data_parallel_size > 1 else None
 
 
-def announce(engine_id: str, geometry: WorkerGeometry) -> None:
-    """Leave this rank's geometry for the scheduler side of the same engine."""
+def publish_geometry(engine_id: str, geometry: WorkerGeometry) -> None:
+    """Write this rank's geometry for the scheduler side of the same engine."""
     path = _directory() / f"{engine_id}.{geometry.rank}.{geometry.pid}.json"
     document = {"pid": geometry.pid, "parent": os.getppid(), "geometry": _encode(geometry)}
     partial = path.with_suffix(".partial")
@@ -64,13 +64,13 @@ def announce(engine_id: str, geometry: WorkerGeometry) -> None:
     partial.replace(path)
 
 
-def gather(
+def collect_geometries(
     engine_id: str, world_size: int, patience_s: float = _PATIENCE_S
 ) -> list[WorkerGeometry]:
-    """Every rank's geometry, by rank; the files are removed.
+    """Return every rank's geometry, by rank, and remove the files.
 
-    Raises `StoreError` when a rank has not announced itself: its worker runs on another
-    host, or not under this process.
+    Raises StoreError if a rank has not published its geometry: its worker runs on another host, or
+    is not a child of this process.
     """
     deadline = time.monotonic() + patience_s
     found: dict[int, WorkerGeometry] = {}
@@ -81,8 +81,8 @@ def gather(
                 raise StoreError(
                     f"only {len(found)} of {world_size} workers announced their KV caches. "
                     "HeteroConnector needs every worker on this host, started by the engine "
-                    "itself: use --distributed-executor-backend uni or mp on one node. After an "
-                    "engine that failed to start in this very process, start a new process"
+                    "itself: use --distributed-executor-backend uni or mp on one node. If an "
+                    "engine failed to start in this process before, start a new process"
                 )
             time.sleep(0.01)
     ranks = [found[rank] for rank in sorted(found)]
@@ -90,8 +90,8 @@ def gather(
     return ranks
 
 
-def leave_arena(engine_id: str, arena: ArenaHandle) -> None:
-    """Name the arena for this engine's workers, which map it before the first request."""
+def publish_arena(engine_id: str, arena: ArenaHandle) -> None:
+    """Write the arena's name for this engine's workers, which map it before the first request."""
     for path in _directory().glob("*.arena"):
         if not Path(f"/proc/{path.suffixes[-2][1:]}").exists():
             path.unlink(missing_ok=True)  # left by an engine that was killed
@@ -102,15 +102,14 @@ def leave_arena(engine_id: str, arena: ArenaHandle) -> None:
 
 
 def find_arena(engine_id: str) -> ArenaHandle | None:
-    """The arena of the engine whose worker this process is; None if nobody has named it."""
+    """Return the arena of the engine whose worker this process is; None if it has none."""
     for pid in (os.getpid(), os.getppid()):
         with contextlib.suppress(FileNotFoundError):
             return ArenaHandle(**json.loads(_arena_file(engine_id, pid).read_text()))
     return None
 
 
-def forget_arena(engine_id: str) -> None:
-    """Undo `leave_arena`."""
+def withdraw_arena(engine_id: str) -> None:
     _arena_file(engine_id, os.getpid()).unlink(missing_ok=True)
 
 
@@ -132,12 +131,12 @@ def _collect(engine_id: str) -> dict[int, WorkerGeometry]:
         try:
             document = json.loads(path.read_text())
         except FileNotFoundError:
-            continue  # another engine of the same id took its own file
+            continue  # another engine with the same id removed its own file
         if not Path(f"/proc/{document['pid']}").exists():
             path.unlink(missing_ok=True)  # left by an engine that was killed while it started
             continue
-        ours = os.getpid() in (document["pid"], document["parent"])
-        if ours and path.name.startswith(f"{engine_id}."):
+        is_ours = os.getpid() in (document["pid"], document["parent"])
+        if is_ours and path.name.startswith(f"{engine_id}."):
             geometry = _decode(document["geometry"])
             found[geometry.rank] = geometry
             path.unlink(missing_ok=True)
@@ -148,7 +147,7 @@ def _check_equal(ranks: list[WorkerGeometry]) -> None:
     for other in ranks[1:]:
         if other.model != ranks[0].model:
             raise UnsupportedModelError(
-                f"tensor-parallel ranks 0 and {other.rank} hold different KV geometry; "
+                f"tensor-parallel ranks 0 and {other.rank} have different KV geometry; "
                 "HeteroConnector needs equal shards. Use a tensor-parallel size that divides "
                 "the number of KV heads"
             )

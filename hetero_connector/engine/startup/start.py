@@ -1,11 +1,13 @@
-"""Building the two sides from vLLM's configuration, with every check that can fail."""
+"""Build the two sides from vLLM's configuration, with every check that can fail."""
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from hetero_connector import machine
 from hetero_connector.artifacts.chain import ChainHasher
@@ -13,7 +15,8 @@ from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.artifacts.tensor_parallel import refusal
 from hetero_connector.config import HeteroConfig
-from hetero_connector.engine.scheduler import fleet, weight_updates
+from hetero_connector.engine.scheduler import weight_updates
+from hetero_connector.engine.scheduler.fleet import Fleet
 from hetero_connector.engine.scheduler.media import media_ids
 from hetero_connector.engine.scheduler.request_identifier import RequestIdentifier
 from hetero_connector.engine.scheduler.scheduler_side import SchedulerSide
@@ -55,14 +58,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.heterocache")
 
-_PEERS_PER_LOAD = 5
-"""A restore that a peer leaves waiting has time to read elsewhere."""
+_PEER_SHARE = 5
+"""A peer, an adapter or a media item may take this fraction of a restore's deadline, so that time
+is left to read or compute otherwise."""
+_THIS_HOST = (None, "", "localhost", "127.0.0.1", "::1")
 
 
 def open_worker_side(
     vllm_config: VllmConfig, kv_cache: KVCacheConfig, config: HeteroConfig, recorder: Recorder
 ) -> WorkerSide | None:
-    """The worker side of this rank; None where nothing can be stored."""
+    """Return the worker side of this rank; None if this engine is not supported."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
     engine_identity.check_supported(vllm_config)
@@ -84,7 +89,7 @@ def open_worker_side(
         ),
     )
     assert vllm_config.kv_transfer_config is not None
-    rendezvous.announce(str(vllm_config.kv_transfer_config.engine_id), geometry)
+    rendezvous.publish_geometry(str(vllm_config.kv_transfer_config.engine_id), geometry)
     if engine_identity.unsupported_reason(geometry):
         return None
     layout = ArtifactLayout(model, _chunk_tokens(config, model))
@@ -102,11 +107,11 @@ def open_worker_side(
 def open_scheduler_side(
     vllm_config: VllmConfig, kv_cache: KVCacheConfig, config: HeteroConfig, recorder: Recorder
 ) -> SchedulerSide | None:
-    """The scheduler side with its store open; None where nothing can be stored."""
+    """Return the scheduler side with its store open; None if this engine is not supported."""
     parallel = vllm_config.parallel_config
     assert vllm_config.kv_transfer_config is not None
     engine_id = str(vllm_config.kv_transfer_config.engine_id)
-    workers = rendezvous.gather(engine_id, parallel.tensor_parallel_size)
+    workers = rendezvous.collect_geometries(engine_id, parallel.tensor_parallel_size)
     geometry = workers[0]
     reason = engine_identity.unsupported_reason(geometry)
     if reason is not None:
@@ -144,7 +149,7 @@ def open_scheduler_side(
         size_of=layout.artifact_bytes,
     )
     if joined is not None and store.sharing is None:
-        joined = None  # nothing could be read from us, so nothing is to be claimed
+        joined = None  # peers could not read from this engine, so it must not claim anything
     if joined is not None and store.sharing is not None:
         joined.start(store.sharing)
     logger.info("HeteroConnector: %s", _summary(layout, config))
@@ -166,21 +171,31 @@ def open_scheduler_side(
         prefetch="off" if config.planner == "never_load" else config.prefetch,
         fleet=joined,
         identifier=RequestIdentifier(
-            recorder, media_ids(config, vllm_config), config.load_deadline_s / _PEERS_PER_LOAD
+            recorder, media_ids(config, vllm_config), config.load_deadline_s / _PEER_SHARE
         ),
     )
 
 
-def _join(config: HeteroConfig, vllm_config: VllmConfig, recorder: Recorder) -> fleet.Fleet | None:
+def _join(config: HeteroConfig, vllm_config: VllmConfig, recorder: Recorder) -> Fleet | None:
+    """Return the membership of the fleet that the configuration names; None if it names none.
+
+    Raises ConfigError if the directory's address is wrong.
+    """
+    if not config.directory:
+        return None
+    from ownership.member.joining import open_worker
+
     assert vllm_config.kv_transfer_config is not None
+    name = config.worker_name
     rank = rendezvous.data_parallel_rank(vllm_config)
-    if config.worker_name and rank is not None:
-        # Data-parallel engines are workers of their own.
-        config = replace(config, worker_name=f"{config.worker_name}-dp{rank}")
-    return fleet.join(config, str(vllm_config.kv_transfer_config.engine_id), recorder)
+    if not name:
+        name = f"{socket.gethostname()}-{vllm_config.kv_transfer_config.engine_id}"
+    elif rank is not None:  # each data-parallel engine is a worker of the fleet
+        name = f"{name}-dp{rank}"
+    return open_worker(config.directory, name, config.lease_s, config.load_deadline_s, recorder)
 
 
-def _peer_access(joined: fleet.Fleet, config: HeteroConfig) -> PeerAccess:
+def _peer_access(joined: Fleet, config: HeteroConfig) -> PeerAccess:
     interface = machine.addresses()[config.peer_host] if config.peer_host else ""
     return PeerAccess(
         joined.peers, lambda regions: NixlPeers(regions, interface=interface), joined.wake
@@ -222,8 +237,8 @@ def _checkpoint_policy(
     config: HeteroConfig, layout: ArtifactLayout, costs: CostModel
 ) -> CheckpointPolicy:
     if not layout.model.prefix_types:
-        # Nothing but checkpoints links such a model's chunks: a boundary without one would cut
-        # the chain.
+        # Only checkpoints link the chunks of such a model: a boundary without one would cut the
+        # chain.
         return Full()
     has_ssd = config.ssd_dir is not None
     return policy_named(
@@ -247,8 +262,8 @@ def _chunk_tokens(config: HeteroConfig, model: ModelSpec) -> int:
 
 def _store_config(config: HeteroConfig, vllm_config: VllmConfig, *, shared: bool) -> StoreConfig:
     ssd_dir, per_day = config.ssd_dir, config.ssd_write_bytes_per_day
-    # Data-parallel engines are separate caches, each with its share of the space where vLLM says
-    # how many there are: it tells those of a model without experts that each is the only one.
+    # Data-parallel engines are separate caches. Each gets its share of the space if vLLM says how
+    # many there are; for a model without experts it tells each engine that it is the only one.
     engines, rank = (
         vllm_config.parallel_config.data_parallel_size,
         rendezvous.data_parallel_rank(vllm_config),
@@ -264,7 +279,7 @@ def _store_config(config: HeteroConfig, vllm_config: VllmConfig, *, shared: bool
         eviction=config.eviction,
         verify=config.verify,
         load_deadline_s=config.load_deadline_s,
-        peer_deadline_s=config.load_deadline_s / _PEERS_PER_LOAD,
+        peer_deadline_s=config.load_deadline_s / _PEER_SHARE,
         replica_ttl_s=config.replica_ttl_s,
         adopt_from=config.adopt_from,
         # Peers are told of what has its checksum: at once, so that they find it.
@@ -305,8 +320,8 @@ def _window_replay(geometry: WorkerGeometry) -> WindowReplay | None:
 
 
 def _warnings(layout: ArtifactLayout, config: HeteroConfig, max_model_len: int) -> list[str]:
-    """What is allowed but hardly meant."""
-    warnings = fleet.warnings(config)
+    """Return warnings about settings that are allowed but probably not intended."""
+    warnings = _fleet_warnings(config)
     if layout.chunk_tokens > max_model_len:
         warnings.append(
             f"chunk_tokens={layout.chunk_tokens} exceeds the {max_model_len} tokens a request may "
@@ -318,18 +333,28 @@ def _warnings(layout: ArtifactLayout, config: HeteroConfig, max_model_len: int) 
     if in_dram < longest:
         warnings.append(
             f"dram_gib={config.dram_gib:g} holds {in_dram} chunks, fewer than the {longest} of the "
-            "longest request: that cannot be restored whole. Raise dram_gib"
+            "longest request, which cannot be restored completely. Raise dram_gib"
         )
     if config.tp_sizes == "any" and (reason := refusal(layout.model)) is not None:
-        warnings.append(f"tp_sizes='any' is as 'own' for this model: {reason}")
+        warnings.append(f"tp_sizes='any' has the effect of 'own' for this model: {reason}")
     per_day = config.ssd_write_bytes_per_day
     if per_day is not None and burst_bytes(per_day) < chunk_bytes:
         warnings.append(
-            f"ssd_write_gib_per_day={config.ssd_write_gib_per_day:g} lets "
-            f"{burst_bytes(per_day):,.0f} bytes be written at once, less than the {chunk_bytes:,} "
-            "of a chunk: hardly anything reaches the SSD. Raise it"
+            f"ssd_write_gib_per_day={config.ssd_write_gib_per_day:g} allows bursts of "
+            f"{burst_bytes(per_day):,.0f} bytes, less than the {chunk_bytes:,} of a chunk: hardly "
+            "anything is written to the SSD. Raise it"
         )
     return warnings
+
+
+def _fleet_warnings(config: HeteroConfig) -> list[str]:
+    host = urlsplit(config.directory).hostname
+    if host in _THIS_HOST or config.peer_host or "UCX_NET_DEVICES" in os.environ:
+        return []
+    return [
+        f"the directory is on {host}, but peers on other hosts cannot read from this engine: if "
+        "there are any, set peer_host to an address in the fleet's network"
+    ]
 
 
 def _summary(layout: ArtifactLayout, config: HeteroConfig) -> str:

@@ -1,7 +1,7 @@
-"""From "these artifacts, these block tables" to the fewest possible copies per layer.
+"""Plan the copies of artifacts to or from pages: as few as possible for each layer.
 
-Neighbouring chunks usually lie in neighbouring slots, and their pages follow each other
-in the block table, so one strided assignment moves a layer's pages of many chunks.
+Neighbouring chunks are usually in neighbouring slots, and their pages follow each other in the
+block table. So one strided assignment copies a layer's pages of many chunks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Run:
 
 
 def plan_loads(layout: ArtifactLayout, rank: int, copy: PageCopy) -> LayerCopies:
-    """Every copy of a load on this rank, by layer name.
+    """Return every copy of a load on this rank, by layer name.
 
     Null pages (block id 0) and pages outside the given blocks are left out.
     """
@@ -39,10 +39,10 @@ def plan_loads(layout: ArtifactLayout, rank: int, copy: PageCopy) -> LayerCopies
 def plan_layerwise(
     layout: ArtifactLayout, rank: int, copy: PageCopy, resume: int
 ) -> tuple[LayerCopies, LayerCopies]:
-    """As `plan_loads`, in two: copies to end before the forward, and those it may overtake.
+    """Plan a load in two parts: copies before the forward, and copies that may overlap with it.
 
-    A layer writes the state of the tokens from `resume` on before it asks for its pages. A page in
-    which those tokens lie beside loaded ones must be there by then.
+    A layer writes the state of the tokens from `resume` on before it calls its load hook. A page
+    that holds such tokens and loaded ones must be complete by then.
     """
     block_tokens = {(x.state_type, x.group): x.block_tokens for x in layout.model.stored_layers}
     whole, shared = {}, {}
@@ -54,16 +54,16 @@ def plan_layerwise(
         return {}, _plan(layout, rank, copy)
     # Chunks end where pages do: only the last artifacts reach into a shared page.
     last = [x for x in copy.artifacts if x.end >= resume]
-    overtaken = _plan(
+    overlapped = _plan(
         layout, rank, replace(copy, artifacts=[x for x in copy.artifacts if x.end < resume])
     )
     for layer, copies in _plan(layout, rank, PageCopy(last, whole)).items():
-        overtaken.setdefault(layer, []).extend(copies)
-    return _plan(layout, rank, PageCopy(last, shared)), overtaken
+        overlapped.setdefault(layer, []).extend(copies)
+    return _plan(layout, rank, PageCopy(last, shared)), overlapped
 
 
 def plan_saves(layout: ArtifactLayout, rank: int, copy: PageCopy) -> LayerCopies:
-    """As `plan_loads`, for a save: what several ranks hold alike is left to the first of them."""
+    """Return every copy of a save on this rank. The first rank saves what several ranks share."""
     plan = _plan(layout, rank, copy)
     if layout.model.tp_size == 1:
         return plan
@@ -72,7 +72,7 @@ def plan_saves(layout: ArtifactLayout, rank: int, copy: PageCopy) -> LayerCopies
 
 
 def size_bytes(layout: ArtifactLayout, loads: Iterable[Load]) -> int:
-    """Bytes of all artifacts, on one rank."""
+    """Return the bytes of all artifacts on one rank."""
     return sum(
         layout.rank_bytes(artifact.state_type, artifact.start, artifact.end)
         for load in loads
@@ -97,7 +97,7 @@ def _plan(layout: ArtifactLayout, rank: int, copy: PageCopy) -> LayerCopies:
 
 
 def _runs(layout: ArtifactLayout, artifacts: list[ArtifactCopy]) -> Iterator[_Run]:
-    """Split into runs of equal page counts and equal distance between offsets."""
+    """Split the artifacts into runs of equal page counts and equal distances in the arena."""
     start = 0
     while start < len(artifacts):
         shape = _shape(layout, artifacts[start])
@@ -147,7 +147,7 @@ def _plan_run(
 
 
 def _block_ids(firsts: list[int], pages: int, table: tuple[int, IndexArray]) -> IndexArray:
-    """`[artifacts, pages]` block ids; 0 where the page is outside the table."""
+    """Return block ids `[artifacts, pages]`; 0 if the page is outside the table."""
     table_start, ids = table
     positions = np.asarray(firsts)[:, None] - table_start + np.arange(pages)[None, :]
     inside = (positions >= 0) & (positions < len(ids))
@@ -156,7 +156,7 @@ def _block_ids(firsts: list[int], pages: int, table: tuple[int, IndexArray]) -> 
 
 
 def _valid_copies(rows: ArenaRows, ids: IndexArray) -> Iterator[tuple[ArenaRows, IndexArray]]:
-    """One copy if no page is null, else one for each stretch of pages that are not."""
+    """Yield one copy if no page is null, else one for each stretch of pages that are not null."""
     if ids.all():
         yield rows, ids.reshape(-1)
         return

@@ -1,4 +1,4 @@
-"""Ordering copies against the forward pass: nothing to do on a CPU, streams on a device."""
+"""Order copies against the forward pass: with streams on a CUDA device, with nothing on a CPU."""
 
 from __future__ import annotations
 
@@ -14,62 +14,62 @@ from hetero_connector.spec import LayerSpec
 
 
 class Stopwatch(Protocol):
-    """Adds up stretches of work, which may overlap and come from several threads."""
+    """Adds up stretches of work. They may overlap and come from several threads."""
 
     def start(self) -> Callable[[], None]:
         """Begin a stretch; call the result at its end."""
         ...
 
     def seconds(self) -> float | None:
-        """Their sum; None while the device has not reached the end of one."""
+        """Return the sum of all stretches; None while the device has not ended one."""
         ...
 
 
 class Device(Protocol):
-    """Where the pages live, and how copies are ordered against the forward pass."""
+    """The memory of the pages, and the order of copies and forward passes in it."""
 
     overlaps_by_thread: bool
-    """Copies run on the calling thread; a second thread gives overlap."""
+    """True if copies run on the calling thread, so that overlap needs a second thread."""
 
     def pages(self, spec: LayerSpec, view: torch.Tensor) -> Pages:
-        """Copyable pages of one layer."""
+        """Return the pages of one layer, ready to be copied."""
         ...
 
     def pin(self, arena: ByteArray) -> None:
-        """Make the arena fit for asynchronous copies; once per process."""
+        """Prepare the arena for asynchronous copies, once per process."""
         ...
 
     def unpin(self) -> None:
-        """Undo that, before the arena goes."""
+        """Undo `pin`, before the arena is unmapped."""
         ...
 
-    def after_forward_so_far(self) -> None:
-        """Copies issued from now run after what the forward has issued, and the earlier copies."""
+    def make_copies_wait(self) -> None:
+        """Run later copies after the forward's work so far, and after earlier copies."""
         ...
 
-    def before_forward_goes_on(self) -> None:
-        """What the forward issues from now runs after the copies issued so far."""
+    def make_forward_wait(self) -> None:
+        """Run the forward's later work after the copies so far."""
         ...
 
     def mark(self) -> Callable[[], None]:
-        """A call that makes the forward wait for the copies issued up to now."""
+        """Return a function that makes the forward wait for the copies so far."""
         ...
 
     def finish(self) -> None:
-        """Block until every issued copy has ended."""
+        """Block until every copy has ended."""
         ...
 
     def time_forward(self) -> Stopwatch:
-        """For stretches of the forward pass."""
+        """Return a stopwatch for the forward pass."""
         ...
 
     def time_copies(self) -> Stopwatch:
-        """For stretches of copies."""
+        """Return a stopwatch for copies."""
         ...
 
 
 class HostStopwatch:
-    """Work that has ended when its call returns."""
+    """Measures work that has ended when its call returns."""
 
     def __init__(self) -> None:
         self._stretches: list[float] = []
@@ -83,7 +83,7 @@ class HostStopwatch:
 
 
 class CudaStopwatch:
-    """Work issued on a stream (None: the one that is current), between two events each."""
+    """Measures work on a stream (None: the current one) by two events around each stretch."""
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
         self._stream = stream
@@ -109,11 +109,11 @@ class CudaStopwatch:
 
 
 class HostDevice:
-    """Pages in host memory: copies are synchronous, so they are always ordered.
+    """Pages in host memory. Copies are synchronous, so they are always in order.
 
-    Asks the kernel for the CPU's AMX tiles, where it has any. vLLM 0.32.0 leaves that to its first
-    larger matrix product; a process that begins with the few tokens behind a restored prefix
-    uses the tiles before, and ends with an illegal instruction.
+    It also asks the kernel for the CPU's AMX tiles, if there are any. vLLM 0.32.0 asks only at its
+    first large matrix product. A process that begins with the few tokens after a restored prefix
+    uses the tiles earlier, and would end with an illegal instruction.
     """
 
     overlaps_by_thread = True
@@ -122,39 +122,35 @@ class HostDevice:
         torch.cpu._init_amx()
 
     def pages(self, spec: LayerSpec, view: torch.Tensor) -> Pages:
-        """Pages as numpy rows."""
         return HostPages(view)
 
     def pin(self, arena: ByteArray) -> None:
-        """Nothing to pin."""
+        pass
 
     def unpin(self) -> None:
-        """Nothing was."""
+        pass
 
-    def after_forward_so_far(self) -> None:
-        """Always so."""
+    def make_copies_wait(self) -> None:
+        pass
 
-    def before_forward_goes_on(self) -> None:
-        """Always so."""
+    def make_forward_wait(self) -> None:
+        pass
 
     def mark(self) -> Callable[[], None]:
-        """Copies have ended when they return."""
         return lambda: None
 
     def finish(self) -> None:
-        """Always so."""
+        pass
 
     def time_forward(self) -> Stopwatch:
-        """On the clock."""
         return HostStopwatch()
 
     def time_copies(self) -> Stopwatch:
-        """On the clock."""
         return HostStopwatch()
 
 
 class CudaDevice:
-    """Pages on a CUDA device: copies on a side stream through the pinned arena."""
+    """Pages on a CUDA device. Copies run on a side stream, through the pinned arena."""
 
     overlaps_by_thread = False
 
@@ -163,7 +159,6 @@ class CudaDevice:
         self._pinned: int | None = None
 
     def pages(self, spec: LayerSpec, view: torch.Tensor) -> Pages:
-        """Pages gathered and scattered on the side stream."""
         return DevicePages(view, self._stream)
 
     def pin(self, arena: ByteArray) -> None:
@@ -180,38 +175,32 @@ class CudaDevice:
         self._pinned = address
 
     def unpin(self) -> None:
-        """Undo `pin` once no copy is under way: pages that are locked stay with their driver."""
+        """Unlock the arena after all copies: the driver keeps locked pages."""
         if self._pinned is not None:
             self._stream.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self._pinned)
             self._pinned = None
 
-    def after_forward_so_far(self) -> None:
-        """The side stream waits for the current one."""
+    def make_copies_wait(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
 
-    def before_forward_goes_on(self) -> None:
-        """The current stream waits for the side stream."""
+    def make_forward_wait(self) -> None:
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def mark(self) -> Callable[[], None]:
-        """An event on the side stream, for the current stream to wait on."""
         event = self._stream.record_event()
         return lambda: torch.cuda.current_stream().wait_event(event)
 
     def finish(self) -> None:
-        """Synchronise the side stream."""
         self._stream.synchronize()
 
     def time_forward(self) -> Stopwatch:
-        """Events on the current stream."""
         return CudaStopwatch()
 
     def time_copies(self) -> Stopwatch:
-        """Events on the side stream."""
         return CudaStopwatch(self._stream)
 
 
 def device_of(tensor: torch.Tensor) -> Device:
-    """The device the pages live on; host memory unless it is CUDA."""
+    """Return the device of the pages: CUDA, or else the host."""
     return CudaDevice(tensor.device) if tensor.is_cuda else HostDevice()

@@ -1,8 +1,8 @@
-"""Learn which layers call vLLM's layer hooks: their loads may run while the forward does.
+"""Learn which layers call vLLM's layer hooks: only these can be loaded while the forward runs.
 
-A layer that is not asked for in time would read its pages too early, or not at all. So only those
-layers count that asked in every step in which any layer did: recurrent layers and auxiliary caches
-never ask, and vLLM leaves a drafter's layers out of a step near the end of a request.
+Without the hook, a layer would read its pages before they are loaded. So a layer is reliable only
+if it called its hook in every step in which any layer did. Recurrent layers and auxiliary caches
+never do, and vLLM leaves a drafter's layers out of a step near the end of a request.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class LayerHooks:
-    """The layers of one worker that ask for their pages, learned step by step."""
+    """The layers of one worker that reliably call their hooks, learned step by step."""
 
     def __init__(self) -> None:
-        self._asked: set[str] = set()
-        """In the present step."""
+        self._called: set[str] = set()
+        """Layers that have called their hook in the present step."""
         self._reliable: set[str] = set()
         self._skipped: set[str] = set()
 
@@ -27,23 +27,21 @@ class LayerHooks:
 
     def begin_step(self) -> None:
         """Learn from the last step."""
-        asked = self._asked
-        if not asked:
+        called = self._called
+        if not called:
             return
-        self._skipped |= self._reliable - asked
-        self._reliable = (self._reliable | asked) - self._skipped
-        self._asked = set()
+        self._skipped |= self._reliable - called
+        self._reliable = (self._reliable | called) - self._skipped
+        self._called = set()
 
-    def on_asked(self, layer: str) -> None:
-        """The forward asked for the layer."""
-        self._asked.add(layer)
+    def on_called(self, layer: str) -> None:
+        self._called.add(layer)
 
 
-def called_in(context: ForwardContext) -> bool:
-    """Return whether the forward about to run in this context calls layer hooks at all.
+def calls_layer_hooks(context: ForwardContext) -> bool:
+    """True if the forward that is about to run in this context calls layer hooks.
 
-    They are Python: a full CUDA graph goes without them, and so does a forward without attention
-    metadata.
+    They are Python: a full CUDA graph skips them, and so does a forward without attention metadata.
     """
     graphs = getattr(context, "cudagraph_runtime_mode", None)
     return bool(context.attn_metadata) and getattr(graphs, "name", "") != "FULL"

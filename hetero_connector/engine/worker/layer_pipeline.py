@@ -1,8 +1,8 @@
-"""Layer-wise loading: a second thread runs ahead of the forward pass.
+"""Layer-wise loading: a second thread loads layers ahead of the forward pass.
 
-The forward asks for layer after layer (`ensure`). A layer that the background thread
-has not reached is copied by the asker itself, so waiting never wastes a core and the
-forward never waits for more than one layer's copy.
+The forward calls `ensure` for one layer after another. If the second thread has not reached a
+layer, the forward's own thread copies it. So no core is idle, and the forward never waits for more
+than one layer's copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Job = Callable[[], None]
 
 
 class LayerPipeline:
-    """Runs one job per layer, each exactly once, in order but for those asked for early."""
+    """Runs one job per layer, each exactly once, in order except for those ensured earlier."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="heterocache-load")
@@ -27,29 +27,29 @@ class LayerPipeline:
         self._error: Exception | None = None
 
     def start(self, jobs: Sequence[tuple[str, Job]], overlap: bool) -> None:
-        """Queue the jobs, layer by layer; with `overlap` start running them at once."""
+        """Queue the jobs, layer by layer; with `overlap` begin to run them at once."""
         assert not self._jobs, "the last step's layers were never drained"
         self._jobs.update(jobs)
         if overlap and self._jobs:
-            with contextlib.suppress(RuntimeError):  # no thread to be had: the askers copy
+            with contextlib.suppress(RuntimeError):  # without a second thread, `ensure` copies
                 self._background = self._executor.submit(self._run_ahead)
 
     @property
     def active(self) -> bool:
-        """Return whether layers of this step have not been copied yet."""
+        """True while layers of this step have not been copied."""
         return bool(self._jobs or self._running)
 
     def ensure(self, layer: str) -> None:
-        """Return when the layer's job has run."""
+        """Run the layer's job, or wait until it has run."""
         if not self._run(layer):
             event = self._running.get(layer)
             if event is not None:
                 event.wait()
 
     def drain(self) -> None:
-        """Run what nobody asked for, wait for all of it; raises what a job of the step raised.
+        """Run all remaining jobs and wait for them; raise the first error of the step's jobs.
 
-        The forward leaves layers out, and their pages must be complete all the same.
+        The forward may leave layers out, but their pages must be complete, too.
         """
         self._run_ahead()
         background, self._background = self._background, None
@@ -60,7 +60,7 @@ class LayerPipeline:
             raise error
 
     def close(self) -> None:
-        """Stop the thread. What is queued is dropped."""
+        """Stop the thread and drop queued jobs."""
         self._jobs.clear()
         self._executor.shutdown()
 
@@ -73,7 +73,7 @@ class LayerPipeline:
             done = self._running[layer] = threading.Event()
         try:
             job()
-        except Exception as error:  # the whole step's loads have failed then: `drain` says so
+        except Exception as error:  # `drain` raises it: all loads of the step have failed
             self._error = self._error or error
         finally:
             with self._lock:

@@ -1,9 +1,9 @@
-"""The engine's KV pages as copyable memory: views, and copies to and from the arena.
+"""Views of the engine's KV pages, and copies between them and the arena.
 
-A layer's pages are `[num_blocks, ...]` with strides of the engine's choosing; only the
-useful bytes of a page are ever read or written. `HostPages` copies with numpy, which
-releases the GIL, so a second thread can run ahead of the forward pass; `DevicePages`
-goes through pinned memory on a stream of its own.
+A layer's pages are `[num_blocks, ...]`, with strides that the engine chooses. Padding of a page is
+never read or written. `HostPages` copies with numpy, which releases the GIL, so that a second
+thread can run ahead of the forward pass. `DevicePages` copies through pinned memory on a side
+stream.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ IndexArray = npt.NDArray[np.int64]
 _KERNEL_BLOCK_DIMS = 5
 """`[block, kernel block, head, token, content]`"""
 _GATHER_BELOW_BYTES = 4096
-"""Pages smaller than this are saved by one indexed copy: a copy each would cost more."""
+"""Smaller pages are saved by one indexed copy, because one copy per page would cost more."""
 
 
 @dataclass(frozen=True)
 class ArenaRows:
-    """Rows of useful page bytes in the arena: `count` stretches of `pages` pages each.
+    """Rows of page bytes in the arena: `count` stretches of `pages` pages each.
 
     Page `j` of stretch `i` starts at byte `offset + i * stride + j * pitch`.
     """
@@ -41,20 +41,20 @@ class ArenaRows:
     count: int
     pages: int
     pitch: int
-    """The size of a whole page: more than a rank copies where each has a part of it."""
+    """Bytes of a whole page. A rank may copy only its part of it."""
     run: int = 0
-    """Which of the page's runs (`artifacts.tensor_parallel.PageRun`) they are."""
+    """Index of the page's run (`artifacts.tensor_parallel.PageRun`)."""
 
 
 class Pages(Protocol):
-    """One layer's pages, or one run of each. Block ids are in the engine's numbering."""
+    """One layer's pages, or one run of each. Block ids are the engine's."""
 
     def load(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
-        """Arena -> pages. `block_ids` has `rows.count * rows.pages` entries."""
+        """Copy from the arena to pages. `block_ids` has `rows.count * rows.pages` entries."""
         ...
 
     def save(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
-        """Pages -> arena."""
+        """Copy from pages to the arena."""
         ...
 
     def clear(self, block_ids: IndexArray) -> None:
@@ -63,10 +63,10 @@ class Pages(Protocol):
 
 
 def page_view(spec: LayerSpec, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """`cache` as `[num_blocks, ...] uint8`, sharing its memory.
+    """Return `cache` as `[num_blocks, ...] uint8`, sharing its memory.
 
-    Raises `UnsupportedModelError` if a page's bytes are not what the spec says, which
-    would mean that this package misunderstands the layer.
+    Raises UnsupportedModelError if a page has other bytes than the spec says: then this package
+    misunderstands the layer.
     """
     if cache.shape[0] != num_blocks:
         # Kernel blocks subdivide a manager block (vLLM's group_kernel_blocks).
@@ -84,24 +84,24 @@ def page_view(spec: LayerSpec, cache: torch.Tensor, num_blocks: int) -> torch.Te
 def check_cut_by_heads(spec: LayerSpec, view: torch.Tensor) -> None:
     """Raise ConfigError if pages do not have their KV heads outermost, as `LayerSpec.runs` says.
 
-    So it is where vLLM divides a block into kernel blocks: each has all heads.
+    That is the case if vLLM divides a block into kernel blocks, each of which has all heads.
     """
     divided = view.dim() == _KERNEL_BLOCK_DIMS and view.shape[1] > 1 and view.shape[2] > 1
     if spec.runs and divided:
         raise ConfigError(
             "tp_sizes",
             f"'any' needs blocks that are not divided, but the attention backend of layer "
-            f"{spec.layer!r} divides each into {view.shape[1]}; set --block-size to what the "
-            "backend takes, or tp_sizes to 'own'",
+            f"{spec.layer!r} divides each into {view.shape[1]}; set --block-size to the block "
+            "size of the backend, or tp_sizes to 'own'",
         )
 
 
 def run_views(
     spec: LayerSpec, view: torch.Tensor, runs: Sequence[PageRun]
 ) -> Iterator[torch.Tensor]:
-    """`[num_blocks, ...] uint8` for each run of the pages in `view`, sharing its memory.
+    """Yield `[num_blocks, ...] uint8` for each run of the pages in `view`, sharing its memory.
 
-    Raises `UnsupportedModelError` if pages of several runs do not lie in one piece.
+    Raises UnsupportedModelError if there are several runs and the pages are not contiguous.
     """
     if len(runs) == 1:
         yield view
@@ -133,7 +133,6 @@ class HostPages:
         self._page_bytes = int(np.prod(page_shape))
 
     def load(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
-        """Arena -> pages."""
         source = self._arena_view(arena, rows)
         window = _window(block_ids)
         if window is not None:
@@ -143,7 +142,6 @@ class HostPages:
             self._pages[block_ids.reshape(rows.count, rows.pages)] = source
 
     def save(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
-        """Pages -> arena."""
         target = self._arena_view(arena, rows)
         window = _window(block_ids)
         if window is not None:
@@ -152,7 +150,7 @@ class HostPages:
         elif self._page_bytes < _GATHER_BELOW_BYTES:
             target[...] = self._pages[block_ids.reshape(rows.count, rows.pages)]
         else:
-            # Indexing with an array would copy twice: gathered first, then to the arena.
+            # Indexing with an array would copy twice: into a temporary array, then to the arena.
             for index, block_id in enumerate(block_ids.tolist()):
                 target[index // rows.pages, index % rows.pages] = self._pages[block_id]
 
@@ -161,7 +159,7 @@ class HostPages:
         self._pages[block_ids] = 0
 
     def _arena_view(self, arena: ByteArray, rows: ArenaRows) -> npt.NDArray[np.generic]:
-        """`[count, pages, *page]` over the arena, no copy."""
+        """Return the rows as `[count, pages, *page]`, sharing the arena's memory."""
         last = (rows.count - 1) * rows.stride + (rows.pages - 1) * rows.pitch
         flat = arena[rows.offset : rows.offset + last + self._page_bytes]
         view = np.lib.stride_tricks.as_strided(
@@ -173,10 +171,10 @@ class HostPages:
 
 
 class DevicePages:
-    """Pages in device memory: gathered and scattered on a side stream, through pinned rows.
+    """Pages in device memory, copied on a side stream.
 
-    The arena is pinned once per process (`pin`), so the copies are asynchronous; the
-    caller orders them against the forward pass with the stream.
+    The arena is pinned, so the copies are asynchronous. The caller orders them against the forward
+    pass by the stream.
     """
 
     def __init__(self, view: torch.Tensor, stream: torch.Stream | None) -> None:
@@ -185,7 +183,6 @@ class DevicePages:
         self._page_bytes = view[0].numel()
 
     def load(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
-        """Arena -> pages."""
         with torch.inference_mode(), _on(self._stream):
             ids = torch.from_numpy(block_ids).to(self._view.device, non_blocking=True)
             for run in range(rows.count):
@@ -195,7 +192,6 @@ class DevicePages:
                 self._view.index_copy_(0, part, rows_on_device.view(-1, *self._view.shape[1:]))
 
     def save(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
-        """Pages -> arena."""
         with torch.inference_mode(), _on(self._stream):
             ids = torch.from_numpy(block_ids).to(self._view.device, non_blocking=True)
             for run in range(rows.count):
@@ -220,7 +216,7 @@ def _on(stream: torch.Stream | None) -> torch.Stream | _NoStream:
 
 
 class _NoStream:
-    """Stands in for a stream where the device has none (CPU tensors in tests)."""
+    """Replaces a stream for CPU tensors, in tests."""
 
     def __enter__(self) -> None: ...
 
@@ -228,9 +224,9 @@ class _NoStream:
 
 
 def _window(block_ids: IndexArray) -> slice | None:
-    """The ids as a slice if they are consecutive: then one copy does the work of many.
+    """Return the ids as a slice if they are consecutive, so that one copy replaces many.
 
-    Descending ones are as common as ascending: vLLM frees a request's blocks last to first.
+    Descending ids are as common as ascending ones: vLLM frees a request's blocks last to first.
     """
     first, last = int(block_ids[0]), int(block_ids[-1])
     step = 1 if last >= first else -1
@@ -241,7 +237,7 @@ def _window(block_ids: IndexArray) -> slice | None:
 
 
 def _widest(pages: ByteArray) -> npt.NDArray[np.generic]:
-    """The same rows in the widest integers that fit: fancy indexing moves whole elements."""
+    """Return the same rows as the widest integers that fit: indexed copies are faster with them."""
     stride, size = pages.strides[0], pages.shape[1]
     address = pages.__array_interface__["data"][0]
     for dtype in (np.uint64, np.uint32, np.uint16):

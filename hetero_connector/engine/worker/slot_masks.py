@@ -1,9 +1,9 @@
-"""Keeping a forward pass from writing pages: their entries in vLLM's slot mappings become -1.
+"""Protect pages from the forward's writes: their entries in vLLM's slot mappings become -1.
 
-A slot mapping holds, for each token of the batch, where its state goes:
-`block_id * slots_per_block + offset`; -1 is vLLM's own mark for padding, which its kernels
-skip. A layer that compresses has a mapping of its own beside the one in tokens, with a slot
-for each state and -1 for the tokens that complete none.
+A slot mapping has, for each token of the batch, the slot that its state is written to:
+`block_id * slots_per_block + offset`. -1 is vLLM's own mark for padding, which its kernels skip. A
+layer that compresses has a second mapping, with one slot for each state, and -1 for tokens that do
+not complete a state.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ def protect(
     slot_mapping: Mapping[str, torch.Tensor],
     attention: Mapping[str, Any] | None,
 ) -> None:
-    """Mask `blocks` (KV cache group -> block ids) for this step, in place.
+    """Mask `blocks` (block ids by KV cache group) for this step, in place.
 
-    `slot_mapping` is the forward context's, in tokens, and `attention` its attention metadata,
-    both by layer; backends read one or the other. Where nothing is compressed they are one
-    tensor, shared by a group.
-    Raises `RuntimeError` for a layer that has neither: its stored state would be overwritten,
-    and a wrong answer is worse than none.
+    `slot_mapping` is the forward context's, in tokens, and `attention` its attention metadata, both
+    by layer. Backends read one or the other; without compression both are one tensor, shared by a
+    group. Raises RuntimeError for a layer that has neither: its stored state would be overwritten.
     """
     masked: set[int] = set()
     for layer in layers:
@@ -49,7 +47,7 @@ def protect(
 
 
 def _mask(mapping: torch.Tensor, slots_per_block: int, blocks: list[int]) -> None:
-    """`mapping`: `[num_tokens]`, integers."""
+    """`mapping` has shape `[num_tokens]`."""
     protected = torch.tensor(blocks, dtype=mapping.dtype, device=mapping.device)
     block_of_token = torch.div(mapping, slots_per_block, rounding_mode="floor")
     mapping.masked_fill_(torch.isin(block_of_token, protected), -1)

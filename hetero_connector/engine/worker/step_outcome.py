@@ -1,7 +1,7 @@
-"""Collect what became of a worker's loads and saves, for the scheduler side and for vLLM.
+"""Collect the results of a worker's loads and saves, for the scheduler side and for vLLM.
 
-A save that goes wrong is a miss. A load that goes wrong leaves pages empty that vLLM counts as
-computed: vLLM is told, by the means it has, and the worker loads and saves nothing any more.
+A failed save is a later cache miss. A failed load leaves pages without state that vLLM counts as
+computed: it is reported to vLLM, and the worker loads and saves nothing from then on.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from hetero_connector.spec import ModelSpec
 
 
 class WorkerStep:
-    """What one step was told to do, and how far that is."""
+    """The orders of one step and their progress."""
 
     def __init__(self, meta: StepMetadata) -> None:
         self.meta = meta
         self.begun = self.loading = self.ended = False
         self.plans: list[LayerCopies] | None = None
-        """Of the saves, once the first of them is due."""
+        """The plans of the saves; None until a layer's copies are needed."""
         self.copied: set[str] = set()
-        """Layers whose hook has copied them."""
+        """Layers that have been copied in their hook."""
         self.broken = False
-        """Something of the saves was not copied."""
+        """True if a copy of the saves has failed."""
 
 
 class StepOutcome:
-    """One worker's, from report to report."""
+    """Collects one worker's results until they are reported."""
 
     def __init__(self, recorder: Recorder, model: ModelSpec) -> None:
         self._errors = HookErrors(recorder)
@@ -43,29 +43,29 @@ class StepOutcome:
         self._failed_recving: set[str] = set()
         self._invalid_blocks: set[int] = set()
         self.broken = False
-        """A load went wrong."""
+        """True once a load has failed."""
 
-    def on_timed(self, step: int) -> None:
-        """The step that begins is to be timed."""
-        self._report.ran = step
+    def on_timed_step(self, step: int) -> None:
+        """Report the step's number, because it is timed."""
+        self._report.timed_step = step
 
-    def on_loads(self, loads: Iterable[Load]) -> None:
-        """The step's loads have been made or lost: their artifacts may leave DRAM at its end."""
+    def on_loads_ended(self, loads: Iterable[Load]) -> None:
+        """Report loads that were made or lost: their artifacts may leave DRAM."""
         self._report.loaded.update(load.request_id for load in loads)
 
-    def on_parked(self, load: Load) -> None:
-        """A load between steps was made."""
+    def on_parked_load(self, load: Load) -> None:
+        """Report a load between steps to vLLM."""
         self._finished_recving.add(load.request_id)
 
-    def on_saves(self, saves: Iterable[Save], *, copied: bool) -> None:
-        """The step's saves have been made, or are over without."""
-        told = self._report.saved if copied else self._report.unsaved
-        told.update(save_id for save in saves for save_id in save.save_ids)
+    def on_saves_ended(self, saves: Iterable[Save], *, copied: bool) -> None:
+        """Report saves that were copied, or ended without a complete copy."""
+        counter = self._report.saved if copied else self._report.unsaved
+        counter.update(save_id for save in saves for save_id in save.save_ids)
 
-    def lose(self, load: LostLoad) -> None:
-        """Tell vLLM that it counts tokens that were not loaded.
+    def on_lost_load(self, load: LostLoad) -> None:
+        """Report to vLLM that tokens which it counts as computed were not loaded.
 
-        Raises `LoadLostError` where it has no way to be told.
+        Raises LoadLostError if vLLM has no way to take the report.
         """
         if load.parked:
             self._finished_recving.add(load.request_id)
@@ -77,7 +77,7 @@ class StepOutcome:
 
     @contextmanager
     def loading(self, loads: Iterable[Load]) -> Iterator[None]:
-        """Lose the step's loads if an error comes up inside."""
+        """Report the step's loads as lost if an error is raised inside."""
         try:
             yield
         except Exception as error:
@@ -85,16 +85,16 @@ class StepOutcome:
             self.broken = self._report.broken = True
             for load in loads:
                 ids = [i for blocks in load.blocks.values() for i in blocks.ids]
-                self.lose(LostLoad(load.request_id, ids, load.parked))
+                self.on_lost_load(LostLoad(load.request_id, ids, load.parked))
 
     def check_loads(self) -> None:
-        """Raise StoreError if loads went wrong before."""
+        """Raise StoreError if an earlier load has failed."""
         if self.broken:
-            raise StoreError("an earlier load went wrong")
+            raise StoreError("an earlier load has failed")
 
     @contextmanager
     def saving(self, step: WorkerStep) -> Iterator[None]:
-        """Lose the step's saves if an error comes up inside."""
+        """Give the step's saves up if an error is raised inside."""
         try:
             yield
         except Exception as error:
@@ -102,18 +102,18 @@ class StepOutcome:
             step.broken = True
 
     def take_transfers(self) -> tuple[set[str], set[str]]:
-        """Requests whose parked load has ended, and those of them that hold nothing."""
+        """Take the requests whose parked load has ended, and those of them whose load failed."""
         finished, self._finished_recving = self._finished_recving, set()
         failed, self._failed_recving = self._failed_recving, set()
         return finished, failed
 
     def take_invalid_blocks(self) -> set[int]:
-        """Blocks of requests that run, whose tokens were not loaded."""
+        """Take the blocks of running requests that were not loaded."""
         blocks, self._invalid_blocks = self._invalid_blocks, set()
         return blocks
 
     def take_report(self, timer: StepTimer | None) -> WorkerReport | None:
-        """What this rank finished since the last call."""
+        """Take the report since the last call; None if there is nothing to report."""
         if timer:
             self._report.timings = timer.take()
         if self._report == WorkerReport():

@@ -1,4 +1,4 @@
-"""Timing a worker's steps for the cost model: forward passes, and loads."""
+"""Measure a worker's forward passes and loads for the cost model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hetero_connector.engine.worker.devices import Device, Stopwatch
 
 
 class StepTimer:
-    """One step at a time. A device may end a step's work later: `take` waits for nothing."""
+    """Times one step after another. Never waits for a device that finishes a step later."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -19,24 +19,24 @@ class StepTimer:
         self._ended: list[tuple[int, Stopwatch, Stopwatch]] = []
 
     def begin(self, step: int) -> None:
-        """A step that is to be timed begins."""
+        """Begin to time a step."""
         self._step = step
         self._forward, self._copies = self._device.time_forward(), self._device.time_copies()
         self._end_forward = self._forward.start()
 
-    def waiting(self) -> Callable[[], None]:
-        """The forward waits for loads from now on; call the result when it goes on."""
+    def start_wait(self) -> Callable[[], None]:
+        """Stop the forward's time while it waits for loads; call the result when it continues."""
         if self._step is None:
             return _nothing
         self._end_forward()
-        return self._go_on
+        return self._continue_forward
 
-    def copying(self) -> Callable[[], None]:
-        """A stretch of copies begins; call the result at its end."""
+    def start_copies(self) -> Callable[[], None]:
+        """Begin a stretch of copies; call the result at its end."""
         return _nothing if self._step is None else self._copies.start()
 
     def end(self) -> None:
-        """The step's forward and its copies have been issued."""
+        """End the step: its forward and its copies have been issued."""
         if self._step is None:
             return
         self._end_forward()
@@ -44,7 +44,7 @@ class StepTimer:
         self._step = None
 
     def take(self) -> list[StepTiming]:
-        """Timings of steps that the device has finished, oldest first; each once."""
+        """Take the timings of steps that the device has finished, oldest first."""
         taken = []
         while self._ended:
             step, forward, copies = self._ended[0]
@@ -55,7 +55,7 @@ class StepTimer:
             del self._ended[0]
         return taken
 
-    def _go_on(self) -> None:
+    def _continue_forward(self) -> None:
         self._end_forward = self._forward.start()
 
 

@@ -1,9 +1,9 @@
-"""The worker side: copies pages to and from the arena, as the scheduler side says.
+"""`WorkerSide`: copies one rank's pages to and from the arena, as the scheduler side orders.
 
-One per tensor-parallel rank. Loads run layer by layer ahead of the forward, saves layer
-by layer behind it; layers that never call vLLM's layer hooks (recurrent layers, a
-model's auxiliary caches) are loaded before the forward and saved after it. So are all
-layers where the forward runs as microbatches, each of which calls every hook.
+Each layer is loaded just before the forward reaches it, and saved just after. Layers that never
+call vLLM's layer hooks (recurrent layers, a model's auxiliary caches) are loaded before the forward
+and saved after it. So are all layers if the forward runs as microbatches, each of which calls every
+hook.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.store.arena import Arena, ArenaHandle
 
 OVERLAP_FROM_BYTES = 4 << 20
-"""Below this a step's loads end before a second thread would have started on them."""
+"""Smaller loads of a step end before a second thread would have begun."""
 
 
 class WorkerSide:
-    """Executes `StepMetadata` on one rank's pages."""
+    """Executes the orders of `StepMetadata` on one rank's pages."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class WorkerSide:
         any_tp: bool = False,
         microbatches: bool = False,
     ) -> None:
-        """`any_tp`: engines of other TP sizes use what this one stores.
+        """`any_tp`: engines of other TP sizes use the state that this one stores.
 
-        `microbatches`: a step may run as several forwards at a time, so no layer hook says that a
-        layer's pages are complete.
+        `microbatches`: a step may run as several forwards at a time, so a layer hook does not mean
+        that a layer's pages are complete.
         """
         self._layout = layout
         self._rank = rank
@@ -79,7 +79,7 @@ class WorkerSide:
         self._microbatches = microbatches
         self._any_tp = any_tp
         self._pages: dict[str, list[Pages]] = {}
-        """Of each layer, run by run."""
+        """Pages of each layer, one entry per run."""
         self._device: Device | None = None
         self._timer: StepTimer | None = None
         self._arena: Arena | None = None
@@ -91,9 +91,10 @@ class WorkerSide:
         self._save_s = 0.0
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Adopt the engine's pages. Raises `UnsupportedModelError` on a geometry mismatch.
+        """Take the engine's pages.
 
-        ConfigError where the pages cannot be used by other TP sizes though they should.
+        Raises UnsupportedModelError if their geometry is not as expected, ConfigError if other TP
+        sizes should use them but cannot.
         """
         layers = self._layout.model.stored_layers
         if layers:
@@ -110,9 +111,9 @@ class WorkerSide:
             ]
 
     def attach(self, handle: ArenaHandle) -> None:
-        """Map and pin the arena, if that is still to be done.
+        """Map and pin the arena, once. Pinning takes seconds, so vLLM calls this at start.
 
-        StoreError if it cannot be had. At start, best: pinning takes seconds.
+        Raises StoreError if the arena cannot be mapped or pinned.
         """
         if self._arena is None and self._device is not None:
             arena = Arena.attach(handle)
@@ -124,103 +125,109 @@ class WorkerSide:
             self._arena = arena
 
     def begin_step(self, meta: StepMetadata) -> None:
-        """The first hook of every step: `start_loads` comes after a forward without loads."""
-        step = self._enter(meta)
+        """Begin a step with the saves of finished requests. This is the first hook of every step.
+
+        (In a step without loads vLLM calls `start_loads` after the forward.)
+        """
+        step = self._enter_step(meta)
         if step.begun:
             return
         step.begun = True
         self._hooks.begin_step()
         if meta.early_saves:
             with self.outcome.saving(step):
-                self._early_saves(meta)
+                self._copy_early_saves(meta)
         if self._timer and meta.timed_as is not None:
             self._timer.begin(meta.timed_as)
-            self.outcome.on_timed(meta.timed_as)
+            self.outcome.on_timed_step(meta.timed_as)
 
     def start_loads(self, meta: StepMetadata, *, hooks_called: bool = True) -> None:
-        """Before the forward, or instead of one. `hooks_called`: it will ask for its layers."""
-        step = self._enter(meta)
+        """Load before the forward, or in a step without one.
+
+        `hooks_called`: the forward will call the layer hooks.
+        """
+        step = self._enter_step(meta)
         if step.loading:
             return
         step.loading = True
         for lost in meta.lost:
-            self.outcome.lose(lost)
+            self.outcome.on_lost_load(lost)
         if not meta.loads:
             return
         started = time.perf_counter()
         with self.outcome.loading(meta.loads):
             self.outcome.check_loads()
             assert self._timer is not None
-            go_on = self._timer.waiting()
-            self._device_().after_forward_so_far()
+            end_wait = self._timer.start_wait()
+            self._get_device().make_copies_wait()
             for load in meta.loads:
                 if load.parked:
                     plan = plan_loads(self._layout, self._rank, load.copy)
                     for layer in plan:
                         self._load_layer(meta, layer, [plan])
-                    self.outcome.on_parked(load)
+                    self.outcome.on_parked_load(load)
             sync = [load for load in meta.loads if not load.parked]
             self._start_layerwise(meta, sync, hooks_called)
-            go_on()
-        self.outcome.on_loads(meta.loads)
+            end_wait()
+        self.outcome.on_loads_ended(meta.loads)
         self._recorder.observe("heterocache_load_seconds", time.perf_counter() - started)
 
-    def start_replays(
+    def protect_replays(
         self,
         meta: StepMetadata,
         slot_mapping: Mapping[str, torch.Tensor],
         attention: Mapping[str, Any] | None,
     ) -> None:
-        """Before the forward: clear and protect the pages of replays (see `slot_masks`)."""
-        self._enter(meta)
+        """Clear and protect the pages of replays, before the forward (see `slot_masks`)."""
+        self._enter_step(meta)
         with self.outcome.loading(meta.loads):
             layers = self._layout.model.stored_layers
             if meta.cleared:
-                self._device_().after_forward_so_far()
+                self._get_device().make_copies_wait()
                 for spec in layers:
                     if blocks := meta.cleared.get(spec.group):
                         for pages in self._pages[spec.layer]:
                             pages.clear(np.array(blocks, dtype=np.int64))
-                self._device_().before_forward_goes_on()
+                self._get_device().make_forward_wait()
             if meta.protected:
                 slot_masks.protect(layers, meta.protected, slot_mapping, attention)
 
-    def layer_wanted(self, layer: str) -> None:
-        """The forward is about to read this layer's pages."""
-        self._hooks.on_asked(layer)
+    def ensure_loaded(self, layer: str) -> None:
+        """Return when the layer's pages are loaded: the forward is about to read them."""
+        self._hooks.on_called(layer)
         if self._pipeline.active and self._step is not None:
             with self.outcome.loading(self._step.meta.loads):
                 assert self._timer is not None
-                go_on = self._timer.waiting()
+                end_wait = self._timer.start_wait()
                 self._pipeline.ensure(layer)
-                go_on()
+                end_wait()
 
-    def layer_written(self, meta: StepMetadata, layer: str) -> None:
-        """The forward has written this layer's pages for this step.
+    def on_layer_written(self, meta: StepMetadata, layer: str) -> None:
+        """Copy the pages of a layer that the forward has written in this step.
 
-        If it says so twice, the first time was too early: the pages are copied again.
+        A second call for a layer means that the first was too early: the pages are copied again.
         """
         if not meta.saves or self._microbatches:
             return
         with self._saving:
-            step = self._enter(meta)
+            step = self._enter_step(meta)
             if step.ended or step.broken:
                 return
             started = time.perf_counter()
             with self.outcome.saving(step):
-                for copies in self._plans(step):
+                for copies in self._save_plans(step):
                     if layer in copies:
-                        self._device_().after_forward_so_far()
+                        self._get_device().make_copies_wait()
                         self._save_layer(meta, layer, copies[layer])
                 step.copied.add(layer)
             self._save_s += time.perf_counter() - started
 
     def end_step(self, meta: StepMetadata) -> None:
-        """After the forward: everything left over, then the step's copies are over.
+        """End the step after the forward: finish its copies.
 
-        Raises `LoadLostError` if a load was not made and vLLM cannot be told.
+        Raises LoadLostError if a load was lost and vLLM has no way to take the report.
         """
-        step = self._enter(meta)
+        step = self._enter_step(meta)
         if not step.ended:
             self._end(step)
 
@@ -228,26 +235,26 @@ class WorkerSide:
         return self.outcome.take_report(self._timer)
 
     def close(self) -> None:
-        """Stop the loading thread and let go of the arena."""
+        """Stop the loading thread and release the arena."""
         self._pipeline.close()
         if self._arena is not None:
-            self._device_().unpin()
+            self._get_device().unpin()
             arena, self._arena = self._arena, None
             arena.close()
 
-    def _device_(self) -> Device:
+    def _get_device(self) -> Device:
         assert self._device is not None, "register_kv_caches was not called"
         return self._device
 
     def _arena_view(self, meta: StepMetadata) -> ByteArray:
-        if self._arena is None:  # beside another connector vLLM may not have asked us at start
+        if self._arena is None:  # inside a MultiConnector vLLM may not have called `attach`
             assert meta.arena is not None, "every step's metadata carries the arena"
             self.attach(meta.arena)
         assert self._arena is not None
         return self._arena.view
 
-    def _enter(self, meta: StepMetadata) -> WorkerStep:
-        """The step that `meta` orders. One that nobody ended is ended here, without its copies."""
+    def _enter_step(self, meta: StepMetadata) -> WorkerStep:
+        """Return the step of `meta`. If it is new, end the one before, without its copies."""
         step = self._step
         if step is None or step.meta is not meta:
             if step is not None and not step.ended:
@@ -263,53 +270,53 @@ class WorkerSide:
             with self.outcome.loading(meta.loads):
                 self._pipeline.drain()
                 if not step.loading:
-                    self.outcome.on_loads(meta.loads)
+                    self.outcome.on_loads_ended(meta.loads)
                     raise StoreError("the step ended without its loads")
         with self.outcome.saving(step):
             if self._timer:
                 self._timer.end()
             if meta.saves and not step.broken:
-                self._copy_the_rest(step)
+                self._copy_remaining_layers(step)
             if meta.saves or meta.loads or meta.early_saves:
-                self._device_().finish()
+                self._get_device().finish()
         copied = not (step.broken or self.outcome.broken)
-        self.outcome.on_saves(meta.early_saves, copied=copied and step.begun)
-        self.outcome.on_saves(meta.saves, copied=copied)
+        self.outcome.on_saves_ended(meta.early_saves, copied=copied and step.begun)
+        self.outcome.on_saves_ended(meta.saves, copied=copied)
 
-    def _early_saves(self, meta: StepMetadata) -> None:
-        """Copy pages of finished requests before anything may overwrite them."""
-        self._device_().after_forward_so_far()
+    def _copy_early_saves(self, meta: StepMetadata) -> None:
+        """Copy pages of finished requests before this step overwrites them."""
+        self._get_device().make_copies_wait()
         for save in meta.early_saves:
             for layer, copies in plan_saves(self._layout, self._rank, save.copy).items():
                 self._save_layer(meta, layer, copies)
-        self._device_().before_forward_goes_on()
+        self._get_device().make_forward_wait()
 
     def _start_layerwise(self, meta: StepMetadata, loads: list[Load], hooks_called: bool) -> None:
-        auto = self._layerwise == "auto"
-        enough = auto and size_bytes(self._layout, loads) >= OVERLAP_FROM_BYTES
-        overlap = hooks_called and (self._layerwise == "on" or enough)
+        is_auto = self._layerwise == "auto"
+        is_large = is_auto and size_bytes(self._layout, loads) >= OVERLAP_FROM_BYTES
+        overlap = hooks_called and (self._layerwise == "on" or is_large)
         plans = [
             plan_layerwise(self._layout, self._rank, load.copy, load.resume_tokens)
             if overlap
             else (plan_loads(self._layout, self._rank, load.copy), {})
             for load in loads
         ]
-        before, beside = [x for x, _ in plans], [x for _, x in plans]
-        later: list[str] = []
+        before, overlapped = [x for x, _ in plans], [x for _, x in plans]
+        pipelined: list[str] = []
         for spec in self._layout.model.stored_layers:
             if spec.layer in self._hooks:
-                later.append(spec.layer)
+                pipelined.append(spec.layer)
                 self._load_layer(meta, spec.layer, before)
             else:
-                self._load_layer(meta, spec.layer, before + beside)
-        self._device_().before_forward_goes_on()
-        if any(beside):
-            jobs = [(layer, self._load_job(meta, layer, beside)) for layer in later]
-            self._pipeline.start(jobs, overlap=self._device_().overlaps_by_thread)
+                self._load_layer(meta, spec.layer, before + overlapped)
+        self._get_device().make_forward_wait()
+        if any(overlapped):
+            jobs = [(layer, self._load_job(meta, layer, overlapped)) for layer in pipelined]
+            self._pipeline.start(jobs, overlap=self._get_device().overlaps_by_thread)
 
     def _load_job(self, meta: StepMetadata, layer: str, copies: list[LayerCopies]) -> Job:
-        """What makes the layer's pages complete, for the pipeline to run."""
-        device = self._device_()
+        """Return the pipeline's job for a layer: when it has run, the pages are complete."""
+        device = self._get_device()
         if device.overlaps_by_thread:
             return lambda: self._load_layer(meta, layer, copies)
         self._load_layer(meta, layer, copies)
@@ -318,22 +325,22 @@ class WorkerSide:
     def _load_layer(self, meta: StepMetadata, layer: str, plans: list[LayerCopies]) -> None:
         arena = self._arena_view(meta)
         assert self._timer is not None
-        end = self._timer.copying()
+        end_copies = self._timer.start_copies()
         for plan in plans:
             for rows, block_ids in plan.get(layer, ()):
                 self._pages[layer][rows.run].load(arena, rows, block_ids)
-        end()
+        end_copies()
 
-    def _plans(self, step: WorkerStep) -> list[LayerCopies]:
+    def _save_plans(self, step: WorkerStep) -> list[LayerCopies]:
         if step.plans is None:
             saves = step.meta.saves
             step.plans = [plan_saves(self._layout, self._rank, save.copy) for save in saves]
         return step.plans
 
-    def _copy_the_rest(self, step: WorkerStep) -> None:
+    def _copy_remaining_layers(self, step: WorkerStep) -> None:
         started = time.perf_counter()
-        self._device_().after_forward_so_far()
-        for copies in self._plans(step):
+        self._get_device().make_copies_wait()
+        for copies in self._save_plans(step):
             for layer, layer_copies in copies.items():
                 if layer not in step.copied:
                     self._save_layer(step.meta, layer, layer_copies)
