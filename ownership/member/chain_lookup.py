@@ -1,8 +1,8 @@
-"""Asking the directory what peers hold of a chain, without ever waiting for it.
+"""Asks the directory which peers have a chain, without ever blocking.
 
-An answer that does not come in time is no answer. After one that did not come, others are not
-waited for until the directory has answered in time again: a directory that is slow or gone costs
-a request its deadline once, not every request.
+An answer that is not there by its deadline counts as no answer. After that, no request waits for
+an answer until the directory has answered in time again. So a directory that is slow or down costs
+one request its deadline, not every request.
 """
 
 from __future__ import annotations
@@ -25,42 +25,44 @@ from ownership.member.lease_keeper import LeaseKeeper
 from ownership.member.live_peers import LivePeers
 
 DEADLINE_S = 0.1
-"""A chain that takes less to compute is hardly worth asking for."""
+"""A chain that can be computed in less time is hardly worth a question."""
 
 ChunkCopies = Mapping[StateType, Sequence[PeerCopy]]
-"""By state type, the owner's copy first. At least one each."""
+"""At least one copy of each state type, the owner's first."""
 
 
 class ChainLookup:
-    """One question under way. Implements `hetero_connector.engine.scheduler.fleet.Lookup`."""
+    """One question to the directory. Implements the `Lookup` port of the engine's `fleet`."""
 
     def __init__(
         self,
         answer: Future[list[ChunkCopies]] | None,
         until_s: float,
         clock: Callable[[], float],
-        too_late: Callable[[], None],
+        on_late: Callable[[], None],
     ) -> None:
-        """`answer`: None where nothing is asked. `too_late`: called once if it does not come."""
+        """`answer`: None if nothing is asked. `on_late`: called once if `until_s` passes first."""
         self._answer = answer
         self._until_s = until_s
         self._clock = clock
-        self._too_late = too_late
+        self._on_late = on_late
 
-    @property
-    def done(self) -> bool:
-        """Whether there is an answer, or none is waited for any more."""
+    def poll(self) -> bool:
+        """Return True once there is an answer or its deadline has passed. Never blocks.
+
+        An answer that is late is discarded, and reported to the circuit breaker.
+        """
         if self._answer is None or self._answer.done():
             return True
         if self._clock() < self._until_s:
             return False
         self._answer = None
-        self._too_late()
+        self._on_late()
         return True
 
     @property
     def found(self) -> Sequence[ChunkCopies]:
-        """What can be read of each chunk asked for; empty where there was no answer."""
+        """The readable copies of each chunk asked for; empty without an answer."""
         answer = self._answer
         if answer is None or not answer.done() or answer.exception() is not None:
             return ()
@@ -68,11 +70,9 @@ class ChainLookup:
 
 
 @dataclass
-class _Asked:
-    """A question."""
-
+class _Question:
     asked_s: float
-    failed: bool = False
+    has_failed: bool = False
 
 
 class ChainLookups:
@@ -86,12 +86,12 @@ class ChainLookups:
         recorder: Recorder,
         deadline_s: float = DEADLINE_S,
         clock: Callable[[], float] = time.monotonic,
-        found_own: Callable[[Mapping[ArtifactId, Token]], None] = lambda _: None,
+        on_found_own: Callable[[Mapping[ArtifactId, Token]], None] = lambda _: None,
         may_adopt_from: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """`deadline_s`: how long an answer is waited for. `found_own`: told, on the directory's
-        thread, of artifacts that the directory says are this worker's. `may_adopt_from`: whether
-        what a dead worker left on a storage may be read here.
+        """`deadline_s`: how long a request waits for an answer. `on_found_own`: called on the
+        directory's thread with artifacts that the directory says this worker owns.
+        `may_adopt_from`: returns True for a storage whose orphaned artifacts may be read here.
         """
         self._thread = thread
         self._keeper = keeper
@@ -99,49 +99,50 @@ class ChainLookups:
         self._recorder = recorder
         self._deadline_s = deadline_s
         self._clock = clock
-        self._found_own = found_own
+        self._on_found_own = on_found_own
         self._may_adopt_from = may_adopt_from
         self._breaker = CircuitBreaker(clock)
 
     def find(self, chain: Sequence[ChunkKey]) -> ChainLookup:
-        """What peers hold of these chunks."""
+        """Ask which peers have copies of these chunks. Returns at once."""
         now_s = self._clock()
         lease = self._keeper.lease
         if lease is None or not lease.is_valid:
-            return self._nothing("alone")
+            return self._not_asked("alone")
+        question = _Question(now_s)
         if self._breaker.is_open:
             if not self._breaker.admit():
-                self._ask(chain, _Asked(now_s))  # not waited for: it tells whether to ask again
-            return self._nothing("paused")
-        asked = _Asked(now_s)
-        answer = self._ask(chain, asked)
-        too_late = partial(self._failed, asked)
-        return ChainLookup(answer, now_s + self._deadline_s, self._clock, too_late)
+                # A timely answer closes the breaker. This request does not wait for it.
+                self._ask(chain, question)
+            return self._not_asked("paused")
+        answer = self._ask(chain, question)
+        on_late = partial(self._on_failure, question)
+        return ChainLookup(answer, now_s + self._deadline_s, self._clock, on_late)
 
-    def _nothing(self, outcome: str) -> ChainLookup:
+    def _not_asked(self, outcome: str) -> ChainLookup:
         self._recorder.add("heterocache_directory_lookups", outcome=outcome)
         return ChainLookup(None, 0.0, self._clock, lambda: None)
 
-    def _failed(self, asked: _Asked) -> None:
-        """A question's answer did not come in time: it counts once, whoever notices first."""
-        if not asked.failed:
-            asked.failed = True
+    def _on_failure(self, question: _Question) -> None:
+        """Count a question without a timely answer once, whichever thread notices first."""
+        if not question.has_failed:
+            question.has_failed = True
             self._breaker.on_failure()
 
-    def _ask(self, chain: Sequence[ChunkKey], asked: _Asked) -> Future[list[ChunkCopies]]:
-        asked_s = asked.asked_s
+    def _ask(self, chain: Sequence[ChunkKey], question: _Question) -> Future[list[ChunkCopies]]:
+        asked_s = question.asked_s
 
-        def look(directory: Directory, own: Epoch) -> list[ChunkCopies]:
+        def look_up(directory: Directory, own: Epoch) -> list[ChunkCopies]:
             view = directory.lookup(chain)
             return self._readable(directory, view, chain, own, asked_s)
 
-        answer = self._thread.ask(look, self._deadline_s)
-        answer.add_done_callback(lambda ended: self._ended(ended, asked))
+        answer = self._thread.ask(look_up, self._deadline_s)
+        answer.add_done_callback(lambda done: self._on_answer(done, question))
         return answer
 
-    def _ended(self, answer: Future[list[ChunkCopies]], asked: _Asked) -> None:
-        """On the directory's thread."""
-        seconds = self._clock() - asked.asked_s
+    def _on_answer(self, answer: Future[list[ChunkCopies]], question: _Question) -> None:
+        """Count the outcome. Called on the directory's thread."""
+        seconds = self._clock() - question.asked_s
         if answer.exception() is not None:
             outcome = "failed"
         elif seconds > self._deadline_s:
@@ -150,7 +151,7 @@ class ChainLookups:
             outcome = "found" if any(answer.result()) else "nothing"
             self._breaker.on_success()
         if outcome in ("failed", "late"):
-            self._failed(asked)
+            self._on_failure(question)
         self._recorder.observe("heterocache_directory_lookup_seconds", seconds)
         self._recorder.add("heterocache_directory_lookups", outcome=outcome)
 
@@ -162,39 +163,42 @@ class ChainLookups:
         own: Epoch,
         asked_s: float,
     ) -> list[ChunkCopies]:
-        """Copies in other workers' DRAM, and those that dead ones left on SSD."""
+        """Return the copies in other workers' DRAM, and those that ended workers left on SSD."""
         found: list[ChunkCopies] = []
         holders: set[Epoch] = set()
-        dead: set[Epoch] = set()
-        ours: dict[ArtifactId, Token] = {}
+        ended: set[Epoch] = set()
+        owned: dict[ArtifactId, Token] = {}
         for index, key in enumerate(chain):
             copies: dict[StateType, list[PeerCopy]] = {}
             for state_type, record in view.chunks[index].items():
                 if record.owner == own:
-                    ours[ArtifactId(key, state_type)] = record.token
+                    owned[ArtifactId(key, state_type)] = record.token
                 else:
-                    self._peers.saw(ArtifactId(key, state_type), record.token)
+                    self._peers.note_token(ArtifactId(key, state_type), record.token)
                 for holder, token, copy in view.copies(index, state_type):
                     if holder == own or copy.dram_offset < 0:
                         continue
                     holders.add(holder)
-                    listed = _copy(copy, holder, token, asked_s)
+                    listed = _peer_copy(copy, holder, token, asked_s)
                     copies.setdefault(state_type, []).append(listed)
                 storage = view.adoptable(index, state_type)
                 if storage and self._may_adopt_from(storage):
-                    dead.add(record.owner)
-                    left = _copy(record.copy, record.owner, record.token, asked_s, storage)
-                    copies.setdefault(state_type, []).append(left)
+                    ended.add(record.owner)
+                    orphan = _peer_copy(record.copy, record.owner, record.token, asked_s, storage)
+                    copies.setdefault(state_type, []).append(orphan)
             found.append(copies)
-        if ours:
-            self._found_own(ours)
-        if not all(map(self._peers.knows, holders)) or any(map(self._peers.knows, dead)):
+        if owned:
+            self._on_found_own(owned)
+        # The records name workers that joined or ended since the directory was asked for them.
+        if not all(map(self._peers.was_live, holders)) or any(map(self._peers.was_live, ended)):
             refreshed_s = self._clock()
             self._peers.refresh(directory.workers(), refreshed_s)
         return found
 
 
-def _copy(copy: Copy, holder: Epoch, token: Token, asked_s: float, storage: str = "") -> PeerCopy:
+def _peer_copy(
+    copy: Copy, holder: Epoch, token: Token, asked_s: float, storage: str = ""
+) -> PeerCopy:
     return PeerCopy(
         holder,
         -1 if storage else copy.dram_offset,

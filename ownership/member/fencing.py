@@ -1,12 +1,12 @@
-"""The fence on the data path: nothing of an ended owner is accepted after a takeover.
+"""The fence on the data path: it refuses copies of a former owner after a takeover.
 
-The directory alone cannot prevent that. Whoever was paused for longer than its lease wakes up
+The directory alone cannot refuse them. A worker that was paused for longer than its lease wakes up
 with an answer that was true when it asked. So each process remembers the greatest token it has
-seen of an artifact, and refuses what carries a smaller one.
+seen of each artifact, and refuses copies that carry a smaller one.
 
-It need not remember for ever. A question asked after a takeover was seen is answered with the
-new token, so only answers to older questions can be stale; `Fence` refuses all answers older
-than a horizon and forgets what it saw a horizon ago.
+It need not remember for ever. A lookup made after a takeover was seen returns the new token, so
+only answers to older lookups can be stale. `Fence` refuses every answer older than a horizon, and
+forgets tokens that it saw longer than a horizon ago.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _K = TypeVar("_K")
 
 
 class Fence:
-    """What one process has seen of takeovers. Not thread-safe."""
+    """The takeovers that one process has seen. Not thread-safe."""
 
     def __init__(
         self,
@@ -43,43 +43,47 @@ class Fence:
         self._ended: _Recent[Epoch] = _Recent(capacity)
         self._refused_until_s = float("-inf")
 
-    def saw(self, artifact: ArtifactId, token: Token) -> None:
-        """An owner of the artifact has this token: those before it have ended."""
+    def note_token(self, artifact: ArtifactId, token: Token) -> None:
+        """Record that an owner of the artifact has this token: all owners before it have ended."""
         self._remember(self._tokens, artifact, token)
 
-    def saw_end(self, epoch: Epoch) -> None:
-        """The epoch has ended, or its worker has registered again."""
+    def note_end(self, epoch: Epoch) -> None:
+        """Record that the epoch has ended, or that its worker has registered again."""
         self._remember(self._ended, epoch, Token(1))
 
-    def admits(self, artifact: ArtifactId, holder: Epoch, token: Token, asked_s: float) -> bool:
-        """Whether bytes of `holder`'s copy, listed under `token`, may be used.
+    def admit(self, artifact: ArtifactId, holder: Epoch, token: Token, asked_s: float) -> bool:
+        """Return True if the bytes of `holder`'s copy, listed under `token`, may be used.
 
-        `asked_s`: what the clock said before the directory was asked. False is a miss. Ask right
-        before the bytes become visible, not only before reading them.
+        `asked_s`: the clock's time before the directory was asked. False is a miss. Call it right
+        before the bytes become visible, not only before they are read. The token of an admitted
+        copy is recorded, so that no copy under a smaller one is admitted after it.
         """
-        return not self._ended.get(holder) and self.is_latest(artifact, token, asked_s)
+        return not self._ended.get(holder) and self.admit_orphan(artifact, token, asked_s)
 
-    def is_latest(self, artifact: ArtifactId, token: Token, asked_s: float) -> bool:
-        """Whether nobody was seen to take the artifact over from the owner with this token.
+    def admit_orphan(self, artifact: ArtifactId, token: Token, asked_s: float) -> bool:
+        """Return True if no takeover of the artifact from the owner with this token was seen.
 
-        Of what a dead owner left; `admits` also asks whether it lives.
+        It is for copies that an ended owner left. `admit` also requires a holder that has not
+        ended.
         """
-        if asked_s <= self._refused_until_s or asked_s < self._clock() - self._horizon_s:
+        if not self._is_latest(artifact, token, asked_s):
             return False
-        if token < self._tokens.get(artifact):
-            return False
-        self.saw(artifact, token)
+        self.note_token(artifact, token)
         return True
 
     def __len__(self) -> int:
-        """Artifacts and epochs remembered."""
         return len(self._tokens) + len(self._ended)
+
+    def _is_latest(self, artifact: ArtifactId, token: Token, asked_s: float) -> bool:
+        if asked_s <= self._refused_until_s or asked_s < self._clock() - self._horizon_s:
+            return False
+        return token >= self._tokens.get(artifact)
 
     def _remember(self, recent: _Recent[_K], key: _K, token: Token) -> None:
         now_s = self._clock()
         recent.forget_before(now_s - self._horizon_s)
         if not recent.put(key, token, now_s):
-            # Full: what was seen until now is forgotten, with every answer it could matter for.
+            # Full: forget all, and refuse every answer for which it could matter.
             self._refused_until_s = now_s
             self._tokens.clear()
             self._ended.clear()
@@ -87,7 +91,7 @@ class Fence:
 
 
 class _Recent(Generic[_K]):
-    """The greatest token of each key and when that was first seen, longest ago first."""
+    """The greatest token of each key and when it was first seen, oldest first."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -100,7 +104,7 @@ class _Recent(Generic[_K]):
         return self._seen.get(key, (NO_TOKEN, 0.0))[0]
 
     def put(self, key: _K, token: Token, now_s: float) -> bool:
-        """False when there is no room."""
+        """Return False if there is no room."""
         if token <= self.get(key):
             return True
         if key not in self._seen and len(self._seen) >= self._capacity:

@@ -1,41 +1,38 @@
-"""From an engine's configuration to its part in a fleet."""
+"""Makes an engine's part in a fleet from its configuration."""
 
 from __future__ import annotations
 
 from hetero_connector.errors import ConfigError
 from hetero_connector.metrics import Recorder
-from ownership.directory import Directory
-from ownership.directory.memory import MemoryDirectory
+from ownership.directory import Directory, MemoryDirectory
 from ownership.directory.opening import DEFAULT_DEADLINE_S, MEMORY_URL, open_directory
 from ownership.member.fencing import HORIZON_S
-from ownership.member.fleet_worker import FleetWorker
+from ownership.member.fleet_worker import FleetWorker, MemberTimes
 
 _CALLS_PER_LEASE = 10
 _LOOKUPS_PER_LOAD = 100
-"""Share of a restore's deadline that asking the directory may take: 0.1 s by default."""
+"""A lookup may take this fraction of a restore's deadline: 0.1 s by default."""
 
 _LISTING_LEASES = 30
-"""How long a replica is listed for; its holder's end ends it, too."""
+"""Leases for which a replica is listed. The end of its holder's lease ends the listing, too."""
 
 _in_this_process = MemoryDirectory()
-"""What `memory://` means: shared by the engines of one process."""
+"""The directory `memory://`, shared by the engines of one process."""
 
 
 def open_worker(
     directory: str, name: str, lease_s: float, load_deadline_s: float, recorder: Recorder
 ) -> FleetWorker:
-    """Joins when it is started. Raises ConfigError naming the key."""
+    """Return a worker that joins when it is started. Raises ConfigError naming the key."""
     call_s = min(DEFAULT_DEADLINE_S, lease_s / _CALLS_PER_LEASE)
-    return FleetWorker(
-        _open(directory, call_s),
-        name,
+    times = MemberTimes(
         lease_s,
-        recorder,
         call_s=call_s,
         lookup_s=load_deadline_s / _LOOKUPS_PER_LOAD,
         listing_ttl_s=_LISTING_LEASES * lease_s,
         horizon_s=max(HORIZON_S, 2 * load_deadline_s),
     )
+    return FleetWorker(_open(directory, call_s), name, times, recorder)
 
 
 def _open(directory: str, call_s: float) -> Directory:

@@ -1,4 +1,4 @@
-"""Keeping a worker registered: the heartbeat, and a new epoch when the old one has ended."""
+"""Keeps a worker registered: the heartbeat, and a new epoch when the old one has ended."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _log = logging.getLogger("vllm.heterocache")
 
 
 class LeaseKeeper:
-    """One worker's registration. `keep` is called by one thread; the rest by any.
+    """One worker's registration. One thread calls `run_due`; any thread may call the rest.
 
-    Nothing here raises because the directory is gone: the lease runs out, `lease` says so, and
-    the worker is alone with its own cache until it is registered again.
+    No method raises because the directory does not answer. The lease then runs out, as `lease`
+    shows, and the worker has only its own cache until it is registered again.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class LeaseKeeper:
         recorder: Recorder,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`worker`: what to register; another answer than before and it is registered anew.
-        `clock`: monotonic seconds.
+        """`worker`: returns the worker to register. If it returns another one than before, that
+        one is registered. `clock`: monotonic seconds.
         """
         self._directory = directory
         self._worker = worker
@@ -46,7 +46,7 @@ class LeaseKeeper:
         self._is_stale = False
         self._to_end: Epoch | None = None
         self._memory = ""
-        """What the directory called its memory last."""
+        """The name of the directory's memory at the last call."""
         self._has_lost_records = False
         self._floor = 0
         self._retry_at_s = clock()
@@ -57,36 +57,38 @@ class LeaseKeeper:
         """The latest registration, valid or not; None before the first."""
         return self._lease
 
-    def saw(self, order: int) -> None:
-        """An epoch or token was seen: those of a next registration will be greater.
+    def note_number(self, number: int) -> None:
+        """Record an epoch or token that was seen: later registrations get greater ones.
 
-        Numbers that no directory hands out are not believed.
+        Ignores numbers that no directory hands out.
         """
-        if order < LAST_NUMBER:
-            self._floor = max(self._floor, order)
+        if number < LAST_NUMBER:
+            self._floor = max(self._floor, number)
 
     def take_loss(self) -> bool:
-        """Whether the directory may have lost records since the last call, under a living epoch."""
+        """Return True, once per loss, if the directory may have lost records of a live epoch."""
         has_lost, self._has_lost_records = self._has_lost_records, False
         return has_lost
 
-    def lost(self, epoch: Epoch) -> None:
-        """The directory does not know `epoch` any more; `keep` registers again."""
+    def on_stale(self, epoch: Epoch) -> None:
+        """Give up `epoch`: the directory does not know it any more. `run_due` registers again."""
         lease = self._lease
         if lease is not None and lease.epoch == epoch:
-            lease.lost()
+            lease.invalidate()
             self._is_stale = True
 
     def start_over(self) -> None:
-        """The directory cannot be told what has become of this epoch: `keep` ends it, and registers
-        again."""
+        """Give up the epoch, because the directory's records of it can no longer be corrected.
+
+        `run_due` ends it and registers again.
+        """
         if self._lease is not None and not self._is_stale:
-            self._lease.lost()
+            self._lease.invalidate()
             self._is_stale = True
             self._to_end = self._lease.epoch
 
-    def keep(self) -> Epoch | None:
-        """Register or renew, if that is due. The epoch if it is a new one, else None."""
+    def run_due(self) -> Epoch | None:
+        """Register or renew, if that is due. Return the epoch if it is a new one, else None."""
         if self._clock() < self._retry_at_s:
             return None
         lease = self._lease
@@ -99,11 +101,11 @@ class LeaseKeeper:
             elif lease.renew_in_s == 0.0:
                 self._renew(lease)
         except DirectoryError as error:
-            self._failed(error)
+            self._on_failure(error)
         return None
 
     def wait_s(self) -> float:
-        """Seconds until `keep` has something to do."""
+        """Return the seconds until `run_due` has something to do."""
         retry_in_s = max(0.0, self._retry_at_s - self._clock())
         lease = self._lease
         if lease is None or self._is_stale:
@@ -111,11 +113,11 @@ class LeaseKeeper:
         return max(retry_in_s, lease.renew_in_s)
 
     def leave(self) -> None:
-        """The worker stops serving: what it owned is free at once, if the directory hears it."""
+        """End the lease: the worker stops serving. Without an answer the lease runs out."""
         lease = self._lease
         if lease is None:
             return
-        lease.lost()
+        lease.invalidate()
         self._recorder.set("heterocache_directory_joined", 0.0)
         try:
             self._directory.end_lease(lease.epoch)
@@ -126,11 +128,11 @@ class LeaseKeeper:
         asked_s, worker = self._clock(), self._worker()
         lease = self._directory.register(worker, self._lease_s, self._floor)
         self._registered = worker
-        self.saw(lease.epoch)
+        self.note_number(lease.epoch)
         self._lease = HeldLease(lease, asked_s, self._clock)
         self._is_stale = self._has_lost_records = False
         self._memory = lease.memory
-        self._succeeded()
+        self._on_success()
         _log.info("worker %r is registered as epoch %d", lease.worker, lease.epoch)
         return lease.epoch
 
@@ -139,32 +141,33 @@ class LeaseKeeper:
         try:
             memory = self._directory.renew_lease(lease.epoch)
         except StaleEpochError as error:
-            self.lost(lease.epoch)  # the directory lost its memory, or we were silent too long
+            # The directory lost its memory, or this worker was silent for too long.
+            self.on_stale(lease.epoch)
             self._recorder.set("heterocache_directory_joined", 0.0)
             _log.warning("%s", error)
             return
-        lease.renewed(asked_s)
+        lease.on_renewed(asked_s)
         if memory != self._memory:
             self._memory = memory
             self._has_lost_records = True
             self._recorder.add("heterocache_directory_failures", cause="lost_records")
-            _log.warning("the directory may have lost records: all that is here is claimed again")
-        self._succeeded()
+            _log.warning("the directory may have lost records: this worker repairs its own")
+        self._on_success()
 
-    def _succeeded(self) -> None:
+    def _on_success(self) -> None:
         if self._last_cause:
-            _log.info("the directory is back")
+            _log.info("the directory answers again")
         self._last_cause = ""
         self._recorder.set("heterocache_directory_joined", 1.0)
 
-    def _failed(self, error: DirectoryError) -> None:
-        """Try again soon; say so once, until the reason is another."""
+    def _on_failure(self, error: DirectoryError) -> None:
+        """Schedule another attempt. Logs when the cause changes, not at every attempt."""
         pause_s = min(_LONGEST_RETRY_S, self._lease_s / _RETRIES_PER_LEASE)
         self._retry_at_s = self._clock() + pause_s
         cause = type(error).__name__
         if cause != self._last_cause:
             level = logging.ERROR if isinstance(error, DirectoryRefusedError) else logging.WARNING
-            _log.log(level, "local cache only for now: %s", error)
+            _log.log(level, "only the local cache is used for now: %s", error)
         self._last_cause = cause
         if self._lease is None or not self._lease.is_valid:
             self._recorder.set("heterocache_directory_joined", 0.0)

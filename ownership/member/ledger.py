@@ -1,13 +1,13 @@
-"""What the fleet knows of one worker's artifacts, and what it is still to be told.
+"""Keeps the directory's records of one worker's artifacts in step with its store.
 
-Everything the store tells is claimed. What somebody else owns is listed as a replica, for a
-time: a claim that is repeated before it is over either renews that, or makes us the owner of
-what its owner has let go. With them is claimed again what the directory had no room for. What
-leaves the store is released.
+Every artifact that the store reports is claimed. An artifact that another worker owns is listed as
+a replica for a time. Its claim is repeated before that time ends: the answer either renews the
+listing or, if the owner has released the artifact, makes this worker the owner. Claims for which
+the directory was full are repeated with them. An artifact that leaves the store is released.
 
-What the directory may have lost, or was not told, is found by `record_audit`.
+`record_audit` finds records that were lost, and changes that were never sent.
 
-Only the directory's thread comes here.
+Only the directory's thread calls it.
 """
 
 from __future__ import annotations
@@ -22,28 +22,23 @@ from itertools import islice
 from hetero_connector.artifacts.exported import ExportChange
 from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.metrics import Recorder
-from ownership.directory import (
-    Claim,
-    Copy,
-    Directory,
-    Grant,
-    GrantOutcome,
-)
+from ownership.directory import Claim, Copy, Directory, Grant, GrantOutcome
 from ownership.directory.identifiers import NO_TOKEN, Epoch, Token
-from ownership.member.directory_thread import CLAIMS_PER_CALL, DirectoryThread
+from ownership.member.directory_thread import CLAIMS_PER_CALL, ClaimBatches, DirectoryThread
 from ownership.member.record_audit import Known, RecordAudit
 from ownership.member.shared_store import SharedStore
 
 LISTING_TTL_S = 60.0
-_TELL_DEADLINE_S = 5.0
+_SEND_DEADLINE_S = 5.0
 _PAUSE_S = 0.5
-"""After something that the directory could not be told."""
+"""Pause after releases or replicas that could not be sent."""
 _RECLAIM_LEASES = 1.5
-"""So often replicas' records are looked at: what an owner lets go is owned again within two."""
-_TOLD_LEASES = 2
-"""So long releases are remembered, to be told again. A directory that went back by more than a
-lease has no living epoch of ours."""
-_MAX_TOLD = 65_536
+"""Replicas' records are checked this often, so what an owner releases is owned again within two
+leases."""
+_REMEMBERED_LEASES = 2
+"""Answered releases are remembered this long, to be repeated. A directory that went back by more
+than a lease knows no live epoch of this worker."""
+_MAX_REMEMBERED = 65_536
 
 
 class Ledger:
@@ -58,87 +53,140 @@ class Ledger:
         clock: Callable[[], float] = time.monotonic,
         lease_s: float = math.inf,
     ) -> None:
-        """`listing_ttl_s`: how long replicas are listed for. `lease_s`: the worker's."""
+        """`listing_ttl_s`: how long a replica is listed. `lease_s`: the worker's lease."""
         self._store = store
         self._thread = thread
         self._recorder = recorder
         self._ttl_s = listing_ttl_s
         self._reclaim_every_s = min(_RECLAIM_LEASES * lease_s, listing_ttl_s / 3)
-        self._told_for_s = _TOLD_LEASES * lease_s
+        self._remembered_s = _REMEMBERED_LEASES * lease_s
         self._clock = clock
         self._replicas: dict[ArtifactId, Claim] = {}
-        """What others own, and where it is here."""
+        """Artifacts here that other workers own."""
         self._owners: dict[ArtifactId, Epoch] = {}
-        """Whose each replica was when it was claimed last."""
+        """The owner of each replica when it was last claimed."""
         self._num_replicas: Counter[Epoch] = Counter()
-        """By that owner; none is zero."""
+        """Replicas by that owner; no count is zero."""
         self._replica_bytes = 0
-        self._unlisted: dict[ArtifactId, None] = {}
-        """Replicas to be listed, or listed again."""
+        self._to_list: dict[ArtifactId, None] = {}
+        """Replicas whose listing has to be sent, in order."""
         self._releases: dict[ArtifactId, Token] = {}
-        """Not answered yet: until then the artifact is not claimed again, for a release that
-        arrives late would undo the claim."""
-        self._held_back: dict[ArtifactId, Claim] = {}
-        """Claims of what has come back meanwhile."""
+        """Releases that were not answered. Until then the artifact is not claimed again, because a
+        release that arrives late would undo the claim."""
+        self._postponed: dict[ArtifactId, Claim] = {}
+        """Claims of artifacts that came back while their release was not answered."""
         self._refused: dict[ArtifactId, Claim] = {}
-        """What is here and not listed, for the directory was full."""
-        self._told: OrderedDict[ArtifactId, tuple[Token, float]] = OrderedDict()
-        """Releases that were answered, and when: of late, oldest first."""
+        """Artifacts here that are not listed because the directory was full."""
+        self._released: OrderedDict[ArtifactId, tuple[Token, float]] = OrderedDict()
+        """Recently answered releases and when they were answered, oldest first."""
         self._audit = RecordAudit(
-            thread, self._held, self._replicas, self._refused, self._relist, listing_ttl_s, clock
+            thread, self._known, self._replicas, self._refused, self._relist, listing_ttl_s, clock
         )
-        self._telling: Future[None] | None = None
-        self._tell_at_s = self._reclaim_at_s = clock()
+        self._sending: Future[None] | None = None
+        self._send_at_s = self._reclaim_at_s = clock()
 
-    def inventory(self) -> Iterator[Sequence[Claim]]:
-        """Everything is claimed anew: nothing of an earlier epoch stands any more, from now on."""
+    @property
+    def has_refused(self) -> bool:
+        """True if the directory was full for an artifact that is here. Any thread may ask."""
+        return bool(self._refused)
+
+    @property
+    def has_unsent(self) -> bool:
+        """True if a release or a replica has still to be sent."""
+        return bool(self._releases or self._to_list)
+
+    @property
+    def replica_owners(self) -> Set[Epoch]:
+        """The owners of this worker's replicas when they were last claimed."""
+        return self._num_replicas.keys()
+
+    def start_epoch(self) -> ClaimBatches:
+        """Forget everything of the earlier epoch; return claims for all that the store has."""
         self._releases.clear()
-        self._held_back.clear()
+        self._postponed.clear()
         self._refused.clear()
-        self._unlisted.clear()
+        self._to_list.clear()
         self._replicas.clear()
         self._owners.clear()
         self._num_replicas.clear()
         self._replica_bytes = 0
-        self._told.clear()
+        self._released.clear()
         self._audit.clear()
-        return self._all()
+        return self._all_claims()
 
-    def _all(self) -> Iterator[Sequence[Claim]]:
+    def run_due(self) -> float:
+        """Send what has changed; return the seconds until it has to be called again."""
+        self._take_exports()
+        now_s = self._clock()
+        if self._thread.take_dropped():
+            self._audit.check_all()
+        if now_s >= self._reclaim_at_s:
+            self._reclaim_at_s = now_s + self._reclaim_every_s
+            self._audit.check_replicas()
+        self._send()
+        wait_s = min(self._reclaim_at_s - now_s, self._audit.run_due())
+        if self.has_unsent:
+            wait_s = min(wait_s, max(0.0, self._send_at_s - now_s))
+        return wait_s
+
+    def on_records_lost(self) -> None:
+        """Check everything and repeat recent releases: the directory's memory is another one."""
+        self._audit.check_all()
+        oldest_s = self._clock() - self._remembered_s
+        recent = {a: token for a, (token, at_s) in self._released.items() if at_s >= oldest_s}
+        self._released.clear()
+        for artifact in self._store.gone(recent):
+            self._releases.setdefault(artifact, recent[artifact])
+
+    def reclaim(self) -> None:
+        """Claim replicas, and what the directory was full for, now rather than when it is due.
+
+        For a worker that has ended: its artifacts are free.
+        """
+        self._reclaim_at_s = self._clock()
+
+    def on_granted(self, epoch: Epoch, claims: Sequence[Claim], grants: Sequence[Grant]) -> None:
+        """Record the answers to claims, and report them to the store."""
+        owned: dict[ArtifactId, int] = {}
+        foreign: list[ArtifactId] = []
+        refused: dict[ArtifactId, Claim] = {}
+        for claim, grant in zip(claims, grants, strict=True):
+            artifact = claim.artifact
+            if grant.outcome is GrantOutcome.OWNED:
+                owned[artifact] = grant.token
+                self._drop_replica(artifact)
+            elif grant.outcome is GrantOutcome.FOREIGN:
+                foreign.append(artifact)
+                self._drop_replica(artifact)
+                self._add_replica(claim, grant.owner)
+            elif grant.outcome is GrantOutcome.FULL:
+                refused[artifact] = claim
+        outcomes = Counter(grant.outcome for grant in grants)
+        for outcome, count in outcomes.items():
+            self._recorder.add("heterocache_directory_claims", count, outcome=outcome.value)
+        for artifact in self._store.judged(owned, foreign):
+            self._release(artifact, Token(owned.get(artifact, NO_TOKEN)))
+        self._refused.update(refused)
+        for artifact in (*owned, *foreign, *self._store.gone(refused)):
+            self._refused.pop(artifact, None)
+        self._set_gauges()
+
+    def release_absent(self, owned: Mapping[ArtifactId, Token]) -> None:
+        """Release those artifacts that the directory says are owned here, but that are not here.
+
+        A claim whose answer was lost leaves such records.
+        """
+        for artifact in self._store.judged(owned, ()):
+            self._release(artifact, owned[artifact])
+
+    def _all_claims(self) -> ClaimBatches:
         for batch in self._store.inventory():
             claims = [_claim(change) for change in batch]
             for first in range(0, len(claims), CLAIMS_PER_CALL):
                 yield claims[first : first + CLAIMS_PER_CALL]
 
-    def keep(self) -> float:
-        """Tell what has changed; seconds until there is something to do again."""
-        self._take_exports()
-        now_s = self._clock()
-        if self._thread.take_dropped():
-            self._audit.look_at_all()
-        if now_s >= self._reclaim_at_s:
-            self._reclaim_at_s = now_s + self._reclaim_every_s
-            self._audit.look_at_replicas()
-        self._tell()
-        wait_s = min(self._reclaim_at_s - now_s, self._audit.keep())
-        if self._releases or self._unlisted:
-            wait_s = min(wait_s, max(0.0, self._tell_at_s - now_s))
-        return wait_s
-
-    def records_lost(self) -> None:
-        """The directory's memory is another one: what it was told of late may be lost."""
-        self._audit.look_at_all()
-        oldest_s = self._clock() - self._told_for_s
-        late = {a: token for a, (token, told_s) in self._told.items() if told_s >= oldest_s}
-        self._told.clear()
-        for artifact in self._store.gone(late):
-            self._releases.setdefault(artifact, late[artifact])
-
-    def _relist(self, artifact: ArtifactId) -> None:
-        self._unlisted[artifact] = None
-
-    def _held(self) -> Iterator[Sequence[Known]]:
-        """All that is here, as it is when it is asked for; but what is being released."""
+    def _known(self) -> Iterator[Sequence[Known]]:
+        """Yield all artifacts that are here and not being released, as they are at that moment."""
         known: list[Known] = []
         for batch in self._store.inventory():
             known += [(_claim(c), Token(c.token)) for c in batch if c.id not in self._releases]
@@ -147,91 +195,47 @@ class Ledger:
                 known = []
         yield known
 
-    @property
-    def is_refused(self) -> bool:
-        """Whether the directory was full for something that is here. For any thread."""
-        return bool(self._refused)
-
-    @property
-    def owners(self) -> Set[Epoch]:
-        """Who owned what is a replica here, when it was claimed last."""
-        return self._num_replicas.keys()
-
-    def reclaim(self) -> None:
-        """A worker has gone: replicas of what it owned are claimed now, not when it is time.
-
-        So is what the directory had no room for.
-        """
-        self._reclaim_at_s = self._clock()
-
-    def granted(self, epoch: Epoch, claims: Sequence[Claim], grants: Sequence[Grant]) -> None:
-        """What became of claims."""
-        owned: dict[ArtifactId, int] = {}
-        held: list[ArtifactId] = []
-        refused: dict[ArtifactId, Claim] = {}
-        for claim, grant in zip(claims, grants, strict=True):
-            artifact = claim.artifact
-            if grant.outcome is GrantOutcome.OWNED:
-                owned[artifact] = grant.token
-                self._drop_replica(artifact)
-            elif grant.outcome is GrantOutcome.FOREIGN:
-                held.append(artifact)
-                self._drop_replica(artifact)
-                self._replicas[artifact] = claim
-                self._owners[artifact] = grant.owner
-                self._num_replicas[grant.owner] += 1
-                self._replica_bytes += claim.copy.size_bytes
-                self._unlisted[artifact] = None
-            elif grant.outcome is GrantOutcome.FULL:
-                refused[artifact] = claim
-        outcomes = Counter(grant.outcome for grant in grants)
-        for outcome, count in outcomes.items():
-            self._recorder.add("heterocache_directory_claims", count, outcome=outcome.value)
-        for artifact in self._store.judged(owned, held):
-            self._on_left(artifact, Token(owned.get(artifact, NO_TOKEN)))
-        self._refused.update(refused)
-        for artifact in (*owned, *held, *self._store.gone(refused)):
-            self._refused.pop(artifact, None)
-        self._count_replicas()
-
-    def found(self, own: Mapping[ArtifactId, Token]) -> None:
-        """The directory says that these are ours: those that are not here are released.
-
-        A claim whose answer was lost leaves such records.
-        """
-        for artifact in self._store.judged(own, ()):
-            self._on_left(artifact, own[artifact])
-
     def _take_exports(self) -> None:
         latest = {change.id: change for change in self._store.take_exports()}
         claims = []
         for artifact, change in latest.items():
             if change.copy is None:
-                self._on_left(artifact, Token(change.token))
+                self._release(artifact, Token(change.token))
             else:
                 claim = _claim(change)
                 if artifact in self._releases:
-                    self._held_back[artifact] = claim
+                    self._postponed[artifact] = claim
                 else:
                     claims.append(claim)
                     for listed in (self._refused, self._replicas):
-                        if artifact in listed:  # or its old place would be claimed after it
+                        if artifact in listed:  # else its old place would be claimed later
                             listed[artifact] = claim
         if claims:
             self._thread.publish(claims)
         if latest:
-            self._count_replicas()
+            self._set_gauges()
 
-    def _on_left(self, artifact: ArtifactId, token: Token) -> None:
+    def _release(self, artifact: ArtifactId, token: Token) -> None:
+        """Note that an artifact has left the store; release it if the directory lists it."""
         was_replica = self._drop_replica(artifact)
-        self._held_back.pop(artifact, None)
+        self._postponed.pop(artifact, None)
         self._refused.pop(artifact, None)
         if was_replica or token:
             self._releases[artifact] = token
 
+    def _relist(self, artifact: ArtifactId) -> None:
+        self._to_list[artifact] = None
+
+    def _add_replica(self, claim: Claim, owner: Epoch) -> None:
+        self._replicas[claim.artifact] = claim
+        self._owners[claim.artifact] = owner
+        self._num_replicas[owner] += 1
+        self._replica_bytes += claim.copy.size_bytes
+        self._relist(claim.artifact)
+
     def _drop_replica(self, artifact: ArtifactId) -> bool:
-        """Forget that it is a replica; return whether it was one."""
-        self._unlisted.pop(artifact, None)
+        """Forget that it is a replica. Return True if it was one."""
+        self._to_list.pop(artifact, None)
         claim = self._replicas.pop(artifact, None)
         if claim is not None:
             self._replica_bytes -= claim.copy.size_bytes
@@ -241,47 +245,51 @@ class Ledger:
                 del self._num_replicas[owner]
         return claim is not None
 
-    def _count_replicas(self) -> None:
+    def _set_gauges(self) -> None:
         self._recorder.set("heterocache_replicas", len(self._replicas))
         self._recorder.set("heterocache_replica_bytes", self._replica_bytes)
 
-    def _tell(self) -> None:
-        """Releases and replicas, a call at a time. What fails is told again later."""
-        telling = self._telling
-        if telling is not None:
-            if not telling.done():
+    def _send(self) -> None:
+        """Send releases and replicas, one call at a time. A call that fails is repeated later."""
+        sending = self._sending
+        if sending is not None:
+            if not sending.done():
                 return
-            self._telling = None
-            if telling.exception() is not None:
-                self._tell_at_s = self._clock() + _PAUSE_S
-        if (self._releases or self._unlisted) and self._clock() >= self._tell_at_s:
-            self._telling = self._thread.call(self._tell_some, _TELL_DEADLINE_S)
+            self._sending = None
+            if sending.exception() is not None:
+                self._send_at_s = self._clock() + _PAUSE_S
+        if self.has_unsent and self._clock() >= self._send_at_s:
+            self._sending = self._thread.call(self._send_batch, _SEND_DEADLINE_S)
 
-    def _tell_some(self, directory: Directory, epoch: Epoch) -> None:
+    def _send_batch(self, directory: Directory, epoch: Epoch) -> None:
         releases = dict(islice(self._releases.items(), CLAIMS_PER_CALL))
         if releases:
             directory.release(epoch, releases)
-            now_s = self._clock()
-            for artifact in releases:
-                self._told[artifact] = (self._releases.pop(artifact), now_s)
-                self._told.move_to_end(artifact)
-            while len(self._told) > _MAX_TOLD:
-                self._told.popitem(last=False)
-            back = [self._held_back.pop(a) for a in releases if a in self._held_back]
-            self._thread.publish(back)
-        listed = list(islice(self._unlisted, CLAIMS_PER_CALL))
+            self._on_released(releases)
+        listed = list(islice(self._to_list, CLAIMS_PER_CALL))
         if listed:
             copies = [self._replicas[artifact] for artifact in listed]
             grants = directory.replicate_readonly(epoch, copies, self._ttl_s)
             for artifact in listed:
-                del self._unlisted[artifact]
-            let_go = [
+                del self._to_list[artifact]
+            # The owner has released these meanwhile.
+            free = [
                 claim
                 for claim, grant in zip(copies, grants, strict=True)
                 if grant.outcome is GrantOutcome.ABSENT
             ]
-            if let_go:  # its owner has released it meanwhile
-                self._thread.publish(let_go)
+            if free:
+                self._thread.publish(free)
+
+    def _on_released(self, releases: Mapping[ArtifactId, Token]) -> None:
+        now_s = self._clock()
+        for artifact in releases:
+            self._released[artifact] = (self._releases.pop(artifact), now_s)
+            self._released.move_to_end(artifact)
+        while len(self._released) > _MAX_REMEMBERED:
+            self._released.popitem(last=False)
+        back = [self._postponed.pop(a) for a in releases if a in self._postponed]
+        self._thread.publish(back)
 
 
 def _claim(change: ExportChange) -> Claim:

@@ -1,7 +1,7 @@
-"""The other workers as this one knows them: how to read from them, and whether to accept it.
+"""The other workers of the fleet: how to read from them, and whether to accept their copies.
 
-Answers come from memory: the store asks on its I/O thread, between transfers. What is known is as
-old as the last answer of the directory, and is not believed for longer than a lease.
+Answers come from memory, because the store asks on its I/O thread, between transfers. They are as
+old as the last answer of the directory, and are used for no longer than a lease.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from ownership.directory.identifiers import Epoch, Token
 from ownership.member.fencing import HORIZON_S, Fence
 
 _CAPACITY = 1 << 18
-"""Artifacts remembered: one chain of a million tokens has some 20,000, and each lookup is noted."""
+"""Artifacts remembered. A chain of a million tokens has some 20,000, and each lookup adds its
+own."""
 
 
 class LivePeers:
-    """Implements `hetero_connector.store.peers.ports.Peers`. Thread-safe."""
+    """Implements the `Peers` port of `hetero_connector.store.peers`. Thread-safe."""
 
     def __init__(
         self,
@@ -35,10 +36,10 @@ class LivePeers:
         self._lock = threading.Lock()
         self._fence = Fence(clock, horizon_s, _CAPACITY)
         self._cards: dict[int, bytes] = {}
-        """By epoch, of those that were live."""
+        """The cards of live workers, by epoch."""
         self._asked_s = float("-inf")
         self._ended: set[Epoch] = set()
-        """Epochs that were live and are not any more, until they are taken."""
+        """Epochs that have ended since `take_ended` was called."""
 
     @property
     def num_live(self) -> int:
@@ -46,45 +47,49 @@ class LivePeers:
         return len(self._cards)
 
     def card(self, holder: int) -> bytes | None:
-        """What the worker of this epoch published; None unless its lease lasts."""
-        if self._clock() >= self._asked_s + self._lease_s:
-            return None
-        return self._cards.get(holder)
+        """Return what the worker of this epoch published; None unless its lease lasts."""
+        return None if self._is_outdated() else self._cards.get(holder)
 
     def admits(self, artifact: ArtifactId, copy: PeerCopy) -> bool:
-        """Whether the copy may become visible now: its holder lives and was not taken over."""
+        """Return True if the copy may become visible now: its holder lives and still has it."""
         if self.card(copy.holder) is None:
             return False
         with self._lock:
-            return self._fence.admits(artifact, Epoch(copy.holder), Token(copy.token), copy.asked_s)
+            return self._fence.admit(artifact, Epoch(copy.holder), Token(copy.token), copy.asked_s)
 
     def may_adopt(self, artifact: ArtifactId, copy: PeerCopy) -> bool:
-        """Whether what an ended holder left may become visible: nobody was seen to take it over."""
-        if self._clock() >= self._asked_s + self._lease_s or copy.holder in self._cards:
+        """Return True if a copy that an ended holder left may become visible now.
+
+        Its holder must have ended, and no takeover may have been seen.
+        """
+        if self._is_outdated() or copy.holder in self._cards:
             return False
         with self._lock:
-            return self._fence.is_latest(artifact, Token(copy.token), copy.asked_s)
+            return self._fence.admit_orphan(artifact, Token(copy.token), copy.asked_s)
 
-    def knows(self, holder: Epoch) -> bool:
-        """Whether it was live when the directory was last asked."""
+    def was_live(self, holder: Epoch) -> bool:
+        """Return True if the epoch was live when the directory was last asked."""
         return holder in self._cards
 
     def refresh(self, workers: Mapping[Epoch, Worker], asked_s: float) -> None:
-        """The live workers, as the directory said when asked at `asked_s`, by our clock."""
+        """Replace the live workers by those that the directory named when asked at `asked_s`."""
         with self._lock:
             for epoch in self._cards.keys() - workers.keys():
-                self._fence.saw_end(Epoch(epoch))
+                self._fence.note_end(Epoch(epoch))
                 self._ended.add(Epoch(epoch))
             self._cards = {epoch: worker.peer for epoch, worker in workers.items() if worker.peer}
             self._asked_s = asked_s
 
     def take_ended(self) -> set[Epoch]:
-        """Epochs that were seen to have ended since the last call."""
+        """Return the epochs that were seen to have ended since the last call."""
         with self._lock:
             ended, self._ended = self._ended, set()
         return ended
 
-    def saw(self, artifact: ArtifactId, token: Token) -> None:
-        """An owner of the artifact has this token."""
+    def note_token(self, artifact: ArtifactId, token: Token) -> None:
+        """Record that an owner of the artifact has this token."""
         with self._lock:
-            self._fence.saw(artifact, token)
+            self._fence.note_token(artifact, token)
+
+    def _is_outdated(self) -> bool:
+        return self._clock() >= self._asked_s + self._lease_s

@@ -1,4 +1,7 @@
-"""Define what a fleet's member asks of its store."""
+"""The port through which a fleet's member uses its worker's store.
+
+A port, although there is one implementation, because `ownership` imports no store.
+"""
 
 from __future__ import annotations
 
@@ -7,63 +10,80 @@ from typing import Protocol
 
 from hetero_connector.artifacts.exported import ExportChange
 from hetero_connector.artifacts.generation import Generation
-from hetero_connector.artifacts.record import ArtifactId
-from ownership.member.chain_users import ReadStore
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 
 
-class SharedStore(ReadStore, Protocol):
-    """The worker's store: `hetero_connector.store.peers.sharing.Sharing`."""
+class SharedStore(Protocol):
+    """Implemented by `hetero_connector.store.peers.sharing.Sharing`. Methods return at once."""
 
     @property
     def card(self) -> bytes:
-        """What peers need to read from it."""
+        """What peers need to read from this store."""
         ...
 
     @property
     def storage(self) -> str:
-        """Its SSD directory, for whoever takes over; "" for none."""
+        """Its SSD directory, for the workers that adopt it after this one ends; "" for none."""
         ...
 
     def may_adopt_from(self, storage: str) -> bool:
-        """Return whether what a dead worker left there may be read here."""
+        """Return True if orphaned storage of this name may be read here."""
         ...
 
     def serve_under(self, epoch: int) -> None:
-        """Peers accept what was listed under this epoch; 0: nothing."""
+        """Let peers read the artifacts that were listed under this epoch; 0: let them read none."""
         ...
 
     @property
     def generation(self) -> Generation:
-        """The generation of what it holds."""
+        """The generation of the artifacts it has."""
         ...
 
     @property
     def adopted(self) -> int:
-        """The fleet's generation that it shares state in, for good; 0: none."""
+        """The fleet's generation in which it durably shares state; 0: none."""
         ...
 
     def hear_generation(self, number: int, asked_in: Generation) -> None:
-        """What the fleet's generation was, when it was asked in this one of its own."""
+        """Adopt the fleet's generation `number`, which was asked for in its own `asked_in`."""
         ...
 
     def take_exports(self) -> list[ExportChange]:
-        """What it holds, as it changed since the last call."""
+        """Return the artifacts that came, moved or left since the last call."""
         ...
 
     def exports_lost(self) -> bool:
-        """Return whether changes were lost since the last call, for nobody took them."""
+        """Return True if changes were dropped since the last call because too many waited."""
         ...
 
     def inventory(self) -> Iterator[list[ExportChange]]:
-        """All it holds, in batches; each as it is when it is asked for."""
+        """Iterate over all artifacts in batches, each as it is when it is taken."""
         ...
 
     def judged(
         self, owned: Mapping[ArtifactId, int], held: Iterable[ArtifactId]
     ) -> list[ArtifactId]:
-        """Ours, by token, and others'; returns what it does not hold any more."""
+        """Record the artifacts it owns, by token, and those that others own (`held`).
+
+        Returns those of them that it does not have any more.
+        """
         ...
 
     def gone(self, artifacts: Iterable[ArtifactId]) -> list[ArtifactId]:
-        """Those that it does not hold any more."""
+        """Return those of the artifacts that it does not have any more."""
+        ...
+
+    def take_readers(self) -> Mapping[str, tuple[ChunkKey, ...]]:
+        """Return the sessions that changed since the last call, with the ends of their chains.
+
+        A session that has left has none.
+        """
+        ...
+
+    def soon_to_leave(self, count: int) -> list[ChunkKey]:
+        """Return the chunks that leave DRAM next, at most twice `count`."""
+        ...
+
+    def read_elsewhere(self, is_read: Mapping[ChunkKey, bool], for_s: float) -> None:
+        """Record for `for_s` seconds whether other engines use the chains up to these chunks."""
         ...

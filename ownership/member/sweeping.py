@@ -1,4 +1,4 @@
-"""When a worker sweeps the directory: more often while there is something to forget."""
+"""A worker's share of sweeping the directory: more often while there is much to forget."""
 
 from __future__ import annotations
 
@@ -7,48 +7,52 @@ from collections.abc import Callable
 from ownership.directory import Directory
 
 RECORDS = 1_000
-"""Looked at by one sweep, which keeps a Redis busy for some 10 ms."""
+"""Records that one sweep looks at. It keeps a Redis busy for about 10 ms."""
 _AGAIN_S = 0.25
-"""Between two sweeps of all workers together, while they find their fill."""
-_FILL = 100
-"""So many records that nobody can use are many: there are others."""
+"""Seconds between two sweeps of all workers together while sweeps forget many records."""
+_MANY = 100
+"""A sweep that forgets so many records is followed by another soon."""
 
 
 class Sweeper:
-    """One worker's share of the sweeping. Used by the directory's thread."""
+    """Decides when to sweep. The directory's thread calls it."""
 
     def __init__(
         self,
         directory: Directory,
         num_workers: Callable[[], int],
-        swept: Callable[[int], None],
+        on_swept: Callable[[int], None],
         every_s: float,
         clock: Callable[[], float],
     ) -> None:
-        """`num_workers`: who all sweep. `swept`: told how many records were forgotten.
-        `every_s`: between two sweeps that find little.
+        """`num_workers`: the number of workers that share the sweeping. `on_swept`: called with
+        the number of records a sweep forgot. `every_s`: seconds between two sweeps that forget
+        little.
         """
         self._directory = directory
         self._num_workers = num_workers
-        self._swept = swept
+        self._on_swept = on_swept
         self._every_s = every_s
         self._clock = clock
         self._full_s = every_s
-        """Until the next sweep where the directory is full."""
+        """Seconds until the next sweep after a claim was answered `FULL`."""
         self.due_s = clock()
         """When to call `sweep`."""
 
-    def found_full(self) -> None:
-        """A claim found no room. The longer sweeps find nothing to forget, the rarer they are."""
+    def on_full(self) -> None:
+        """Sweep sooner: a claim found the directory full.
+
+        The interval grows while sweeps forget little.
+        """
         self.due_s = min(self.due_s, self._clock() + self._full_s)
 
     def sweep(self) -> None:
-        """Raises DirectoryError; the next one is due as if nothing had been found."""
+        """Sweep once. After a DirectoryError the next sweep is due as if little was forgotten."""
         soon_s = _AGAIN_S * max(1, self._num_workers())
         self._full_s = min(self._every_s, 2 * max(soon_s, self._full_s))
         self.due_s = self._clock() + self._every_s
         num_forgotten = self._directory.sweep(RECORDS)
-        if num_forgotten >= _FILL:
+        if num_forgotten >= _MANY:
             self._full_s = soon_s
             self.due_s = self._clock() + soon_s
-        self._swept(num_forgotten)
+        self._on_swept(num_forgotten)

@@ -17,7 +17,7 @@ from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from ownership.directory import ArtifactRecord, ChainView
 from ownership.directory.memory import MemoryDirectory
-from ownership.member.fleet_worker import FleetWorker
+from ownership.member.fleet_worker import FleetWorker, MemberTimes
 from tests.engine.stepped import CHUNK, Engine
 
 LEASE_S = 2.0
@@ -54,14 +54,17 @@ class Fleet:
 
     def join(self, name: str, dram_bytes: int = 1 << 20, **given: Any) -> Engine:
         recorder_of = _Recorders()
-        worker = FleetWorker(
-            self.directory,
-            name,
+        times = MemberTimes(
             LEASE_S,
-            recorder_of,  # type: ignore[arg-type]
             call_s=0.1,
             lookup_s=given.pop("lookup_s", 5.0),
             listing_ttl_s=given.pop("listing_ttl_s", 60.0),
+        )
+        worker = FleetWorker(
+            self.directory,
+            name,
+            times,
+            recorder_of,  # type: ignore[arg-type]
         )
         access = PeerAccess(
             worker.peers, lambda regions: MemoryPeers(self.network, regions), worker.wake

@@ -33,7 +33,7 @@ from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from ownership.directory import Claim, Directory, Grant
 from ownership.directory.identifiers import Epoch
 from ownership.directory.memory import MemoryDirectory
-from ownership.member.fleet_worker import FleetWorker
+from ownership.member.fleet_worker import FleetWorker, MemberTimes
 from tests.faults.disk import CALM, Cut, Disk
 from tests.faults.journals import connector
 from tests.faults.life import MEMORY, WEATHERS, Verdict, quiet
@@ -159,11 +159,8 @@ class Member:
         self.worker = FleetWorker(
             cast(Directory, self.wire),
             self.name,
-            LEASE_S,
+            MemberTimes(LEASE_S, call_s=CALL_S, lookup_s=0.2, listing_ttl_s=LISTING_S),
             self.recorder,
-            call_s=CALL_S,
-            lookup_s=0.2,
-            listing_ttl_s=LISTING_S,
         )
         access = PeerAccess(
             self.worker.peers, partial(MemoryPeers, fleet.network), self.worker.wake
@@ -225,7 +222,7 @@ class Member:
         is_late = rng.random() < 0.3
         trunk = self.trunk(name)
         lookup = self.worker.find([chunk.key for chunk in trunk])
-        self.fleet.wait_for("a lookup", lambda: lookup.done)
+        self.fleet.wait_for("a lookup", lambda: lookup.poll())
         peers: list[Any] = [*lookup.found, *([{}] * len(trunk))][: len(trunk)]
         here = {x.chunk.key: x for x in self.store.holdings(trunk)}
         copies: dict[ArtifactId, PeerCopy] = {}

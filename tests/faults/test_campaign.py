@@ -136,7 +136,7 @@ def test_a_request_that_is_asked_about_for_ever_is_found() -> None:
 @pytest.mark.slow
 def test_records_that_nobody_claims_again_are_found() -> None:
     with (
-        patch.object(RecordAudit, "keep", lambda _: 60.0),
+        patch.object(RecordAudit, "run_due", lambda _: 60.0),
         patch.object(fleet_round, "SETTLING_S", 4.0),
     ):
         assert any(FleetRound(seed).run().stuck for seed in range(1, 9))

@@ -16,7 +16,7 @@ from examples.embedded_redis import EmbeddedRedis
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange
 from ownership.directory import ArtifactRecord
 from ownership.directory.redis import RedisDirectory
-from ownership.member.lease_clock import lease_clock
+from ownership.member.held_lease import lease_clock
 from tests.network import Network
 from tests.ownership.fleet_of_processes import ProcessFleet, until
 from tests.ownership.history import Ended, faults

@@ -6,13 +6,24 @@ To test another directory: a class like `MemoryBench`, listed in `BENCHES`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.spec.state_types import StateType
-from ownership.directory import Claim, Copy, Directory, DirectoryLimits, Grant, Lease, Worker
+from ownership.directory import (
+    ChainView,
+    Claim,
+    Copy,
+    Directory,
+    DirectoryLimits,
+    Grant,
+    Lease,
+    Worker,
+)
 from ownership.directory.memory import MemoryDirectory
+from ownership.member.directory_thread import DirectoryThread
 from tests.ownership.redis_bench import RedisBench
 
 LEASE_S = 10.0
@@ -89,6 +100,12 @@ def claim_of(what: ArtifactId, offset: int = 4096, on_ssd: bool = False) -> Clai
 
 def join(directory: Directory, name: str, storage: str = "", lease_s: float = LEASE_S) -> Lease:
     return directory.register(Worker(name, f"peer of {name}".encode(), storage), lease_s)
+
+
+def lookup(
+    thread: DirectoryThread, deadline_s: float, keys: Sequence[ChunkKey]
+) -> Future[ChainView]:
+    return thread.ask(lambda directory, _: directory.lookup(keys), deadline_s)
 
 
 def claim(directory: Directory, lease: Lease, *what: ArtifactId) -> list[Grant]:

@@ -13,7 +13,7 @@ from hetero_connector.metrics import Recorder
 from ownership.directory import ChainView, Directory, EpochStatus
 from ownership.directory.identifiers import NO_EPOCH, Epoch
 from ownership.directory.redis.scripts import fleet_key
-from ownership.member.fleet_worker import FleetWorker
+from ownership.member.fleet_worker import FleetWorker, MemberTimes
 from tests.ownership.fleet_bench import LEASE_S, LIMITS
 from tests.ownership.history import Ended, Event, faults, granted
 from tests.ownership.member.ledgers import KV, ListedStore, change
@@ -60,11 +60,8 @@ class Member:
         self.worker = FleetWorker(
             self.line,  # type: ignore[arg-type]
             name,
-            LEASE_S,
+            MemberTimes(LEASE_S, call_s=0.1, listing_ttl_s=30 * LEASE_S, horizon_s=3 * LEASE_S),
             Recorder(),
-            call_s=0.1,
-            listing_ttl_s=30 * LEASE_S,
-            horizon_s=3 * LEASE_S,
             clock=lambda: fleet.now_s,
         )
         self.thread = self.worker._thread
@@ -78,11 +75,10 @@ class Member:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether nothing is left to be told."""
+        """Return True if nothing is left to be sent."""
         ledger = self.worker._ledger
         assert ledger is not None
-        waiting = (self.thread._claims, ledger._releases, ledger._unlisted)
-        return not any(waiting) and self.thread._batches is None
+        return self.thread.is_idle and not ledger.has_unsent
 
 
 class SteppedFleet:
@@ -116,13 +112,13 @@ class SteppedFleet:
         """Let time pass, and each worker take its turns."""
         until_s, turns = self.now_s + seconds, 0
         while self.now_s < until_s:
-            idle_s = min(member.thread._idle_s() for member in self.members.values())
+            idle_s = min(member.thread.idle_s() for member in self.members.values())
             step_s = min(max(STEP_S, idle_s), until_s - self.now_s)
             self.now_s += step_s
             self.bench.advance(step_s)
             for member in self.members.values():
-                if member.thread._idle_s() == 0.0:
-                    member.thread._turn()
+                if member.thread.idle_s() == 0.0:
+                    member.thread.run_turn()
             turns += 1
             assert turns < MOST_TURNS, "somebody is never done"
 

@@ -125,8 +125,8 @@ class LossyFleet(SteppedFleet, RuleBasedStateMachine):
         member = self.members[name]
         lookup = member.worker.find(CHAIN)
         asked_s = self.now_s
-        member.thread._turn()
-        if not lookup.done:
+        member.thread.run_turn()
+        if not lookup.poll():
             return
         for what, copies in zip(IDS, lookup.found, strict=False):
             for copy in copies.get(KV, ()):

@@ -40,7 +40,7 @@ from hetero_connector.store.peers.ports import PeerAccess
 from ownership.directory import Directory, GrantOutcome
 from ownership.member import joining
 from ownership.member.fleet_worker import FleetWorker
-from ownership.member.lease_clock import lease_clock
+from ownership.member.held_lease import lease_clock
 from tests.ownership.history import Event, Granted, Served
 
 CHUNK = 256
@@ -219,7 +219,7 @@ class _Worker:
         found = [own[chunk] for chunk in takewhile(own.__contains__, chunks)]
         rest = chunks[len(found) :]
         lookup = self._fleet.find([c.key for c in rest])
-        while rest and not lookup.done:
+        while rest and not lookup.poll():
             time.sleep(1e-3)
         copies: dict[ArtifactId, PeerCopy] = {}
         for chunk, held in zip(rest, lookup.found, strict=False):

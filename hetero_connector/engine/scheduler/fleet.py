@@ -19,9 +19,8 @@ from hetero_connector.store.peers.sharing import Sharing
 class Lookup(Protocol):
     """A lookup in the fleet's directory."""
 
-    @property
-    def done(self) -> bool:
-        """True when the answer is there, or its deadline has passed. Never blocks."""
+    def poll(self) -> bool:
+        """Return True when the answer is there, or its deadline has passed. Never blocks."""
         ...
 
     @property

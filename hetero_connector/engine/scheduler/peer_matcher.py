@@ -153,7 +153,7 @@ class PeerMatcher:
                 self._searches.pop(request_id, None)
                 return True
             self._searches[request_id] = search
-        while search.lookup.done:
+        while search.lookup.poll():
             if not search.is_read:
                 self._read_answer(search)
                 self._look_up_tails(self._fleet, tracker, search, limit)

@@ -199,7 +199,7 @@ class FleetMachine(RuleBasedStateMachine):
             return True
 
         if self.call(actor, epoch, fate, request):
-            held.renewed(asked_s)
+            held.on_renewed(asked_s)
         self.time_passes(delay_s)
 
     @rule(name=workers, fate=fates)
@@ -268,7 +268,7 @@ class FleetMachine(RuleBasedStateMachine):
         asked_s, view = self.answers[which % len(self.answers)]
         for holder, token, copy in view.copies(index, KV):
             assert copy == claim_of(ARTIFACTS[index]).copy
-            if self.fence.admits(ARTIFACTS[index], holder, token, asked_s):
+            if self.fence.admit(ARTIFACTS[index], holder, token, asked_s):
                 assert token >= self.used.get(ARTIFACTS[index], NO_TOKEN)
                 self.used[ARTIFACTS[index]] = token
 

@@ -24,7 +24,7 @@ from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from ownership.directory import Directory, Worker
 from ownership.directory.fleet_reset import reset_fleet
 from ownership.directory.memory import MemoryDirectory
-from ownership.member.fleet_worker import FleetWorker
+from ownership.member.fleet_worker import FleetWorker, MemberTimes
 from tests.ownership.fleet_bench import LEASE_S, DirectoryBench, join
 from tests.store.filling import CHUNK, FINGERPRINT, SIZES, Bench, intact, put, until, wait
 
@@ -38,7 +38,7 @@ class Engine:
     def __init__(
         self, name: str, directory: Directory, network: MemoryNetwork, ssd: Path | None = None
     ) -> None:
-        self.worker = FleetWorker(directory, name, 0.6, Recorder(), call_s=0.05)
+        self.worker = FleetWorker(directory, name, MemberTimes(0.6, call_s=0.05), Recorder())
         access = PeerAccess(
             self.worker.peers, lambda regions: MemoryPeers(network, regions), self.worker.wake
         )
@@ -62,7 +62,7 @@ class Engine:
         """Artifacts that peers have for a request of ours, read and verified."""
         chain = self.chain(seed)
         lookup = self.worker.find([c.key for c in chain])
-        until(lambda: lookup.done)
+        until(lambda: lookup.poll())
         copies = {
             ArtifactId(chunk.key, kind): found[0]
             for chunk, kinds in zip(chain, lookup.found, strict=False)

@@ -24,7 +24,7 @@ from ownership.directory import (
 )
 from ownership.directory.identifiers import NO_EPOCH, Epoch, Token
 from ownership.directory.memory import MemoryDirectory
-from ownership.member.fleet_worker import FleetWorker
+from ownership.member.fleet_worker import FleetWorker, MemberTimes
 
 KV = StateType.DENSE_KV
 
@@ -158,9 +158,8 @@ class Worked:
     def __init__(self, directory: MemoryDirectory, lease_s: float = 5.0) -> None:
         self.store = ListedStore()
         self.recorder = Recorder()
-        self.worker = FleetWorker(
-            directory, "ann", lease_s, self.recorder, call_s=0.1, listing_ttl_s=TTL_S
-        )
+        times = MemberTimes(lease_s, call_s=0.1, listing_ttl_s=TTL_S)
+        self.worker = FleetWorker(directory, "ann", times, self.recorder)
         self.worker.start(self.store)
 
     def tell(self, *changes: ExportChange) -> None:

@@ -42,10 +42,10 @@ class Asked:
             future.set_result(job(self.directory, OWN))
         self._waiting.clear()
 
-    def saw(self, artifact: ArtifactId, token: Token) -> None:
+    def note_token(self, artifact: ArtifactId, token: Token) -> None:
         self.seen[artifact] = token
 
-    def knows(self, epoch: Epoch) -> bool:
+    def was_live(self, epoch: Epoch) -> bool:
         return True
 
     def refresh(self, workers: Mapping[Epoch, Worker], asked_s: float) -> None:
@@ -58,9 +58,9 @@ class Asked:
 def test_an_answer_that_comes_too_late_is_one_failure() -> None:
     asked = Asked()
     lookup = asked.lookups.find([ARTIFACT.chunk])
-    assert not lookup.done
+    assert not lookup.poll()
     asked.now_s = 2 * DEADLINE_S
-    assert lookup.done
+    assert lookup.poll()
     assert asked.lookups._breaker._pause_s == FIRST_PAUSE_S
     asked.answer()
     assert asked.lookups._breaker._pause_s == FIRST_PAUSE_S

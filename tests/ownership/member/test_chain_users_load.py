@@ -10,10 +10,10 @@ import pytest
 
 from hetero_connector.artifacts.record import ChunkKey
 from hetero_connector.errors import DirectoryUnavailableError
-from ownership import reader_counts
 from ownership.directory import Usage, Worker
 from ownership.directory.identifiers import Epoch
 from ownership.directory.memory import MemoryDirectory
+from ownership.member import chain_users
 from ownership.member.chain_users import ChainUserExchange
 from ownership.member.directory_thread import Job
 from tests.ownership.fleet_bench import chain
@@ -70,7 +70,7 @@ class Turns:
     def turn(self) -> float:
         """The errand, then a call if one waits; seconds until the errand is due again."""
         before = self.directory.calls
-        wait_s = self.counts.keep()
+        wait_s = self.counts.run_due()
         if self._job is not None:
             (job, future), self._job = self._job, None
             try:
@@ -106,8 +106,8 @@ def test_however_many_come_and_go_what_is_kept_is_what_reads_now(turns: Turns) -
         assert turns.read(chunks[came[0]], chunks[came[-1]]) == [1, 1]
         assert turns.read(*chunks[: came[0]]) == [0] * came[0]
     counts = turns.counts
-    assert len(counts._reads) == len(counts._counts) == len(counts._told) == per_period
-    assert not counts._untold
+    assert len(counts._sessions) == len(counts._counts) == len(counts._reported) == per_period
+    assert counts.is_settled
 
 
 def test_one_that_left_before_it_was_told_costs_no_call(turns: Turns) -> None:
@@ -120,8 +120,8 @@ def test_one_that_left_before_it_was_told_costs_no_call(turns: Turns) -> None:
     before = turns.directory.calls
     turns.period()
     assert turns.directory.calls == before
-    assert not turns.counts._reads
-    assert not turns.counts._untold
+    assert not turns.counts._sessions
+    assert turns.counts.is_settled
 
 
 def test_a_job_is_two_calls_at_most_and_every_other_turn_is_for_others(turns: Turns) -> None:
@@ -147,7 +147,7 @@ def test_what_may_have_been_told_is_taken_back(turns: Turns) -> None:
     turns.store.readers = {"s": ()}
     turns.period()
     assert turns.read(chunk) == [0]
-    assert not turns.counts._told
+    assert not turns.counts._reported
 
 
 def test_after_a_failure_the_directory_is_left_alone_until_the_next_period(turns: Turns) -> None:
@@ -159,7 +159,7 @@ def test_after_a_failure_the_directory_is_left_alone_until_the_next_period(turns
 
 
 def test_only_so_many_readers_are_remembered(turns: Turns, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_counts, "_MAX_READERS", 3)
+    monkeypatch.setattr(chain_users, "_MAX_SESSIONS", 3)
     chunks = chain("many", 5)
     for i in (0, 1, 2, 0, 3, 4):
         turns.store.readers = {f"s{i}": (chunks[i],)}

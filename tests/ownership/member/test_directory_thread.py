@@ -17,9 +17,9 @@ from ownership.directory import Claim, Directory, Grant, GrantOutcome, Worker
 from ownership.directory.identifiers import Epoch
 from ownership.directory.memory import MemoryDirectory
 from ownership.directory.redis import RedisDirectory
-from ownership.member.directory_thread import DirectoryThread
+from ownership.member.directory_thread import DirectoryThread, ThreadHooks
 from ownership.member.lease_keeper import LeaseKeeper
-from tests.ownership.fleet_bench import KV, artifact, chain, claim_of
+from tests.ownership.fleet_bench import KV, artifact, chain, claim_of, lookup
 
 LEASE_S = 2.0
 WAIT_S = 30.0
@@ -36,7 +36,11 @@ class Member:
         self.granted: list[tuple[Epoch, Claim, Grant]] = []
         self.keeper = LeaseKeeper(directory, lambda: Worker("ann"), LEASE_S, self.recorder)
         self.thread = DirectoryThread(
-            directory, self.keeper, self.inventory, self.note, self.recorder, **limits
+            directory,
+            self.keeper,
+            ThreadHooks(self.inventory, lambda *answer: self.note(*answer)),
+            self.recorder,
+            **limits,
         )
 
     def inventory(self) -> Iterator[Sequence[Claim]]:
@@ -103,7 +107,7 @@ def test_what_is_published_is_owned_and_told(member: Member, other: RedisDirecto
     wait_until("all is owned", lambda: owners(other) == {member.epoch()} != {0})
     wait_until("all is told", lambda: member.owned() == set(STORED_CHAIN))
     assert {grant.outcome for _, _, grant in member.granted} == {GrantOutcome.OWNED}
-    found = member.thread.lookup(STORED_CHAIN, 5.0).result(WAIT_S)
+    found = lookup(member.thread, 5.0, STORED_CHAIN).result(WAIT_S)
     assert found.chunks[0][KV].owner == member.epoch()
 
 
@@ -118,7 +122,7 @@ def test_a_redis_that_comes_back_empty_gets_everything_again(
     server.kill()
     wait_until("the worker is alone", lambda: member.epoch() == 0)
     with pytest.raises(DirectoryUnavailableError):
-        member.thread.lookup(STORED_CHAIN, 1.0).result(WAIT_S)
+        lookup(member.thread, 1.0, STORED_CHAIN).result(WAIT_S)
     server.start()
     wait_until("all is owned again", lambda: owners(other) == {member.epoch()} != {0})
     wait_until("all is told again", lambda: member.owned() == set(STORED_CHAIN))
@@ -144,7 +148,7 @@ def test_no_call_waits_for_a_paused_redis(server: EmbeddedRedis, member: Member)
     started = time.monotonic()
     calls: list[Future[object]] = []
     for _ in range(50):
-        calls.append(member.thread.lookup(chain("a", 4), 0.5))  # type: ignore[arg-type]
+        calls.append(lookup(member.thread, 0.5, chain("a", 4)))  # type: ignore[arg-type]
         member.thread.publish(STORED[:1])
     assert time.monotonic() - started < 5.0, "asking waited: fifty deadlines are 25 s"
     for call in calls:
@@ -153,7 +157,7 @@ def test_no_call_waits_for_a_paused_redis(server: EmbeddedRedis, member: Member)
     server.resume()
 
     def answers() -> bool:
-        call = member.thread.lookup(chain("a", 4), 5.0)
+        call = lookup(member.thread, 5.0, chain("a", 4))
         return call.exception(WAIT_S) is None and call.result().chunks[0] == {}
 
     wait_until("calls are answered again", answers)
@@ -174,7 +178,7 @@ class TestBounds:
 
     def test_too_many_calls_and_claims_are_refused(self) -> None:
         member = Member(MemoryDirectory(), max_calls=2, max_claims=3)
-        calls = [member.thread.lookup([], 5.0) for _ in range(3)]
+        calls = [lookup(member.thread, 5.0, []) for _ in range(3)]
         assert member.thread.publish(STORED[:5]) == 3
         assert member.thread.publish(STORED[:5]) == 0
         with pytest.raises(DirectoryUnavailableError, match="2 calls wait"):
@@ -195,7 +199,7 @@ class TestBounds:
 
         running = member.thread.call(job, 5.0)
         assert busy.wait(WAIT_S)
-        waiting = member.thread.lookup([], 5.0)
+        waiting = lookup(member.thread, 5.0, [])
         closer = threading.Thread(target=member.thread.close)
         closer.start()
         wait_until("it is closing", lambda: member.thread._is_closing)
@@ -205,7 +209,7 @@ class TestBounds:
         with pytest.raises(DirectoryUnavailableError, match="closed"):
             waiting.result(WAIT_S)
         with pytest.raises(DirectoryUnavailableError, match="closed"):
-            member.thread.lookup([], 5.0).result(0)
+            lookup(member.thread, 5.0, []).result(0)
         assert directory.workers() == {}
 
     def test_a_call_whose_turn_comes_late_is_not_made(self) -> None:
@@ -221,7 +225,6 @@ class TestBounds:
     def test_a_callback_that_raises_does_not_end_the_heartbeat(self) -> None:
         member = Member(MemoryDirectory())
         member.note = lambda *_: 1 / 0  # type: ignore[assignment, method-assign]
-        member.thread._granted = member.note
         member.thread.start()
         member.thread.publish(STORED[:1])
         wait_until("it is counted", lambda: member.counted("heterocache_directory_failures") > 0)

@@ -37,43 +37,43 @@ def test_the_same_and_greater_tokens_pass_and_smaller_ones_do_not(
     fence: Fence, clock: Clock
 ) -> None:
     now_s = clock.now_s
-    assert fence.admits(A, ANN, Token(5), now_s)
-    assert fence.admits(A, ANN, Token(5), now_s)
-    assert fence.admits(A, BOB, Token(9), now_s)
-    assert not fence.admits(A, ANN, Token(5), now_s)
-    assert not fence.admits(A, ANN, Token(8), now_s)
-    assert fence.admits(A, BOB, Token(9), now_s)
-    assert fence.admits(B, ANN, Token(5), now_s)
+    assert fence.admit(A, ANN, Token(5), now_s)
+    assert fence.admit(A, ANN, Token(5), now_s)
+    assert fence.admit(A, BOB, Token(9), now_s)
+    assert not fence.admit(A, ANN, Token(5), now_s)
+    assert not fence.admit(A, ANN, Token(8), now_s)
+    assert fence.admit(A, BOB, Token(9), now_s)
+    assert fence.admit(B, ANN, Token(5), now_s)
 
 
 def test_what_was_seen_elsewhere_counts(fence: Fence, clock: Clock) -> None:
-    fence.saw(A, Token(7))
-    fence.saw(A, Token(6))
-    assert not fence.admits(A, ANN, Token(6), clock.now_s)
+    fence.note_token(A, Token(7))
+    fence.note_token(A, Token(6))
+    assert not fence.admit(A, ANN, Token(6), clock.now_s)
 
 
 def test_copies_of_an_ended_epoch_are_refused_whatever_their_token(
     fence: Fence, clock: Clock
 ) -> None:
-    fence.saw_end(ANN)
-    assert not fence.admits(A, ANN, Token(99), clock.now_s)
-    assert fence.admits(A, BOB, Token(99), clock.now_s)
+    fence.note_end(ANN)
+    assert not fence.admit(A, ANN, Token(99), clock.now_s)
+    assert fence.admit(A, BOB, Token(99), clock.now_s)
 
 
 def test_an_answer_older_than_the_horizon_is_refused(fence: Fence, clock: Clock) -> None:
     asked_s = clock.now_s
     clock.now_s += 29.9
-    assert fence.admits(A, ANN, Token(5), asked_s)
+    assert fence.admit(A, ANN, Token(5), asked_s)
     clock.now_s += 0.2
-    assert not fence.admits(A, ANN, Token(5), asked_s)
+    assert not fence.admit(A, ANN, Token(5), asked_s)
 
 
 def test_it_forgets_what_cannot_matter_any_more(fence: Fence, clock: Clock) -> None:
-    fence.saw(A, Token(7))
-    fence.saw_end(ANN)
+    fence.note_token(A, Token(7))
+    fence.note_end(ANN)
     clock.now_s += 30.1
-    fence.saw(B, Token(8))
-    fence.saw_end(BOB)
+    fence.note_token(B, Token(8))
+    fence.note_end(BOB)
     assert len(fence) == 2
 
 
@@ -81,15 +81,15 @@ def test_full_it_refuses_every_answer_from_before_rather_than_a_stale_one(
     fence: Fence, clock: Clock
 ) -> None:
     before_s = clock.now_s
-    fence.saw(A, Token(50))
+    fence.note_token(A, Token(50))
     clock.now_s += 1.0
     for index in range(4):
-        fence.saw(artifact("many", index), Token(60))
+        fence.note_token(artifact("many", index), Token(60))
     assert len(fence) <= 4
-    assert not fence.admits(A, ANN, Token(5), before_s)
-    assert not fence.admits(B, ANN, Token(5), before_s)
-    assert not fence.admits(B, ANN, Token(5), clock.now_s)
-    assert fence.admits(B, ANN, Token(5), clock.now_s + 0.001)
+    assert not fence.admit(A, ANN, Token(5), before_s)
+    assert not fence.admit(B, ANN, Token(5), before_s)
+    assert not fence.admit(B, ANN, Token(5), clock.now_s)
+    assert fence.admit(B, ANN, Token(5), clock.now_s + 0.001)
 
 
 EVENTS = ["wait", "take over", "ask", "use", "hear of", "hear of end"]
@@ -122,15 +122,15 @@ class Fleet:
             self.answers.append((self.clock.now_s, index, *self.owners[index]))
         elif event == "hear of":
             self.seen[index] = self.owners[index][1]
-            self.fence.saw(artifact("x", index), self.seen[index])
+            self.fence.note_token(artifact("x", index), self.seen[index])
         elif event == "hear of end" and self.past:
             self.ended.add(self.past[-1])
-            self.fence.saw_end(self.past[-1])
+            self.fence.note_end(self.past[-1])
         elif self.answers:
             self.use(*self.answers[which % len(self.answers)])
 
     def use(self, asked_s: float, index: int, holder: Epoch, token: Token) -> None:
-        if self.fence.admits(artifact("x", index), holder, token, asked_s):
+        if self.fence.admit(artifact("x", index), holder, token, asked_s):
             assert token >= self.seen[index]
             assert holder not in self.ended
             self.seen[index] = token
@@ -147,5 +147,5 @@ def test_it_is_never_more_lenient_than_one_that_remembers_everything(
         fleet.step(event, which)
     for index, (holder, token) in fleet.owners.items():
         fleet.clock.now_s += 0.001
-        fresh = fleet.fence.admits(artifact("x", index), holder, token, fleet.clock.now_s)
+        fresh = fleet.fence.admit(artifact("x", index), holder, token, fleet.clock.now_s)
         assert fresh, "a fresh answer is refused"

@@ -36,8 +36,8 @@ def test_valid_from_when_it_was_asked_for_less_the_margin(clock: Clock) -> None:
 
 def test_a_renewal_counts_from_when_it_was_asked_and_never_backwards(clock: Clock) -> None:
     held = HeldLease(Lease("w", Epoch(1), LEASE_S), clock.now_s, clock)
-    held.renewed(108.0)
-    held.renewed(104.0)
+    held.on_renewed(108.0)
+    held.on_renewed(104.0)
     clock.now_s = 116.9
     assert held.is_valid
     clock.now_s = 117.1
@@ -46,8 +46,8 @@ def test_a_renewal_counts_from_when_it_was_asked_and_never_backwards(clock: Cloc
 
 def test_a_lost_lease_is_not_found_again(clock: Clock) -> None:
     held = HeldLease(Lease("w", Epoch(1), LEASE_S), clock.now_s, clock)
-    held.lost()
-    held.renewed(clock.now_s)
+    held.invalidate()
+    held.on_renewed(clock.now_s)
     assert not held.is_valid
 
 
@@ -56,7 +56,7 @@ def test_a_renewal_is_due_three_times_a_lease(clock: Clock) -> None:
     assert held.renew_in_s == pytest.approx(3.0)
     clock.now_s += 5.0
     assert held.renew_in_s == 0.0
-    held.renewed(clock.now_s)
+    held.on_renewed(clock.now_s)
     assert held.renew_in_s == pytest.approx(3.0)
 
 
@@ -91,12 +91,12 @@ def test_it_has_stopped_before_the_directory_lets_go(
         try:
             directory.renew_lease(held.epoch)
         except StaleEpochError:
-            held.lost()
+            held.invalidate()
             break
         real.now_s += back_s
         compare()
         if answered:
-            held.renewed(asked_s)
+            held.on_renewed(asked_s)
         compare()
     real.now_s += probe
     compare()

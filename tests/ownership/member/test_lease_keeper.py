@@ -14,7 +14,7 @@ from hetero_connector.metrics import GAUGES, Recorder
 from ownership.directory import Lease, Worker
 from ownership.directory.identifiers import Epoch
 from ownership.directory.memory import MemoryDirectory
-from ownership.member.lease_clock import lease_clock
+from ownership.member.held_lease import lease_clock
 from ownership.member.lease_keeper import LeaseKeeper
 
 LEASE_S = 9.0
@@ -65,7 +65,7 @@ class Fleet:
         """Let time go by, keeping whenever that is due; new epochs."""
         end_s, found = self.now_s + seconds, []
         while self.now_s < end_s:
-            epoch = self.keeper.keep()
+            epoch = self.keeper.run_due()
             found += [] if epoch is None else [epoch]
             self.now_s = min(end_s, self.now_s + max(0.01, self.keeper.wait_s()))
         return found
@@ -128,7 +128,7 @@ def test_back_within_the_lease_it_keeps_its_epoch(fleet: Fleet) -> None:
 
 def test_a_directory_that_lost_its_memory_is_given_the_greatest_number_seen(fleet: Fleet) -> None:
     fleet.pass_s(LEASE_S)
-    fleet.keeper.saw(5_000)
+    fleet.keeper.note_number(5_000)
     empty = ShakyDirectory(fleet)
     fleet.keeper._directory = empty
     (epoch,) = fleet.pass_s(LEASE_S)
@@ -137,12 +137,12 @@ def test_a_directory_that_lost_its_memory_is_given_the_greatest_number_seen(flee
 
 def test_told_that_its_epoch_is_stale_it_registers_at_once(fleet: Fleet) -> None:
     (first,) = fleet.pass_s(1.0)
-    fleet.keeper.lost(first)
+    fleet.keeper.on_stale(first)
     assert fleet.keeper.wait_s() == 0.0
-    second = fleet.keeper.keep()
+    second = fleet.keeper.run_due()
     assert second is not None
     assert second > first
-    fleet.keeper.lost(first)  # a late message about the old epoch
+    fleet.keeper.on_stale(first)  # a late message about the old epoch
     assert fleet.keeper.lease is not None
     assert fleet.keeper.lease.is_valid
 
@@ -169,27 +169,27 @@ def test_leaving_frees_what_it_owned_even_if_nobody_hears(fleet: Fleet) -> None:
 
 
 def test_whoever_starts_over_ends_its_epoch_first(fleet: Fleet) -> None:
-    before = fleet.keeper.keep()
+    before = fleet.keeper.run_due()
     fleet.keeper.start_over()
     assert not fleet.keeper.lease.is_valid  # type: ignore[union-attr]
-    fleet.keeper.keep()
+    fleet.keeper.run_due()
     assert fleet.directory.workers() == {}
-    after = fleet.keeper.keep()
+    after = fleet.keeper.run_due()
     assert before is not None
     assert after is not None
     assert after > before
     fleet.keeper.start_over()
     fleet.directory.error = DirectoryUnavailableError("gone")
-    fleet.keeper.keep()
+    fleet.keeper.run_due()
     fleet.directory.error = None
     fleet.now_s += LEASE_S / 3
-    fleet.keeper.keep()
+    fleet.keeper.run_due()
     assert fleet.directory.workers() == {}, "it is told once the directory is back"
 
 
 def test_numbers_that_no_directory_hands_out_are_no_floor(fleet: Fleet) -> None:
-    fleet.keeper.saw(2**60)
-    assert fleet.keeper.keep() == 1
+    fleet.keeper.note_number(2**60)
+    assert fleet.keeper.run_due() == 1
 
 
 def test_a_lease_runs_while_the_machine_is_suspended() -> None:
@@ -201,12 +201,12 @@ def test_a_lease_runs_while_the_machine_is_suspended() -> None:
 def test_a_worker_that_is_reached_otherwise_than_before_is_registered_anew() -> None:
     """The process through which peers read it was started again."""
     fleet = Fleet()
-    first = fleet.keeper.keep()
+    first = fleet.keeper.run_due()
     assert first is not None
-    assert fleet.keeper.keep() is None
+    assert fleet.keeper.run_due() is None
     fleet.worker = Worker("ann", b"another card")
-    second = fleet.keeper.keep()
+    second = fleet.keeper.run_due()
     assert second is not None
     assert second > first
     assert {w.peer for w in fleet.directory.workers().values()} == {b"another card"}
-    assert fleet.keeper.keep() is None
+    assert fleet.keeper.run_due() is None

@@ -279,6 +279,6 @@ def test_a_record_of_ours_that_nothing_stands_behind_is_released(
     own = Epoch(ann.store.epochs[-1])
     directory.claim_owner(own, [Claim(lost.id, Copy(64, bytes(16), 0, 1))])  # its answer was lost
     lookup = ann.worker.find([lost.id.chunk])
-    until(lambda: lookup.done)
+    until(lambda: lookup.poll())
     assert list(lookup.found) == [{}]
     until(lambda: is_free(directory, 7))

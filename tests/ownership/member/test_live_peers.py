@@ -44,7 +44,7 @@ def test_a_live_worker_has_a_card_and_its_copies_are_admitted(
     peers: LivePeers, clock: Clock
 ) -> None:
     assert peers.card(ANN) == b"card"
-    assert peers.knows(ANN)
+    assert peers.was_live(ANN)
     assert peers.admits(ARTIFACT, copy_of(ANN, clock.now_s))
 
 
@@ -77,7 +77,7 @@ def test_who_is_not_listed_any_more_has_ended_for_good(peers: LivePeers, clock: 
 def test_after_a_takeover_was_seen_the_old_owners_copy_is_refused(
     peers: LivePeers, clock: Clock
 ) -> None:
-    peers.saw(ARTIFACT, Token(6))
+    peers.note_token(ARTIFACT, Token(6))
     assert not peers.admits(ARTIFACT, copy_of(ANN, clock.now_s, token=5))
     assert peers.admits(ARTIFACT, copy_of(BOB, clock.now_s, token=6))
 
@@ -86,4 +86,4 @@ def test_a_worker_that_cannot_be_read_from_is_not_known(clock: Clock) -> None:
     peers = LivePeers(LEASE_S, clock)
     peers.refresh({ANN: Worker("ann")}, clock.now_s)
     assert peers.card(ANN) is None
-    assert not peers.knows(ANN)
+    assert not peers.was_live(ANN)

@@ -23,7 +23,7 @@ OWNED = Grant(GrantOutcome.OWNED, Epoch(1), Token(9))
 class Published:
     """In place of a `DirectoryThread`; its directory has forgotten everything."""
 
-    takes_claims = True
+    accepts_claims = True
     num_claims = 0
 
     def __init__(self) -> None:
@@ -43,14 +43,14 @@ class Published:
     def call(self, job: Job[None], _: float) -> Future[None]:
         """Done at once; what changes the directory is never answered."""
         future = Future[None]()
-        if "_look" in job.__name__:
+        if "_check" in job.__name__:
             future.set_result(job(MemoryDirectory(), Epoch(1)))
         return future
 
 
 def answered(ledger: Ledger, grant: Grant, *numbers: int) -> None:
     claims = [Claim(change(number).id, Copy(64, bytes(16), 0, 1)) for number in numbers]
-    ledger.granted(Epoch(1), claims, [grant] * len(claims))
+    ledger.on_granted(Epoch(1), claims, [grant] * len(claims))
 
 
 def held_by(ledger: Ledger, owner: Epoch, *numbers: int) -> None:
@@ -63,15 +63,15 @@ def test_all_replicas_are_claimed_at_once() -> None:
     store.put(*map(change, range(1, 4)))
     now_s = [0.0]
     ledger = Ledger(store, published, Recorder(), clock=lambda: now_s[0])  # type: ignore[arg-type]
-    ledger.keep()
+    ledger.run_due()
     held_by(ledger, BOB, 1, 2)
     held_by(ledger, EVE, 3)
     published.claims.clear()
     now_s[0] = 0.5
-    ledger.keep()
+    ledger.run_due()
     assert published.artifacts == []
     ledger.reclaim()
-    ledger.keep()
+    ledger.run_due()
     assert set(published.artifacts) == {change(n).id for n in (1, 2, 3)}
 
 
@@ -81,14 +81,14 @@ def test_owners_are_those_of_replicas_that_are_still_here() -> None:
     ledger = Ledger(store, published, Recorder(), clock=lambda: 0.0)  # type: ignore[arg-type]
     held_by(ledger, BOB, 1, 2)
     held_by(ledger, EVE, 3)
-    assert ledger.owners == {BOB, EVE}
+    assert ledger.replica_owners == {BOB, EVE}
     held_by(ledger, EVE, 1)
-    assert ledger.owners == {BOB, EVE}
+    assert ledger.replica_owners == {BOB, EVE}
     held_by(ledger, EVE, 2)
-    assert ledger.owners == {EVE}
-    for _ in ledger.inventory():
+    assert ledger.replica_owners == {EVE}
+    for _ in ledger.start_epoch():
         pass
-    assert ledger.owners == set()
+    assert ledger.replica_owners == set()
 
 
 class Refused:
@@ -98,14 +98,14 @@ class Refused:
         self.store, self.published = ListedStore(), Published()
         self.ledger = Ledger(self.store, self.published, Recorder(), clock=lambda: 0.0)  # type: ignore[arg-type]
         self.store.put(*map(change, numbers))
-        self.ledger.keep()
+        self.ledger.run_due()
         answered(self.ledger, FULL, *numbers)
 
     def reclaimed(self) -> list[Claim]:
         """All that is claimed when replicas are."""
         self.published.claims.clear()
         self.ledger.reclaim()
-        self.ledger.keep()
+        self.ledger.run_due()
         return self.published.claims
 
 
@@ -117,8 +117,8 @@ def test_what_found_the_directory_full_is_claimed_with_the_replicas() -> None:
     made = Refused(1, 2, 3)
     made.store.put(change(4))
     held_by(made.ledger, BOB, 4)
-    made.ledger.keep()
-    assert made.ledger.is_refused, "another claim that was answered changes nothing"
+    made.ledger.run_due()
+    assert made.ledger.has_refused, "another claim that was answered changes nothing"
     assert numbers_of(made.reclaimed()) == [1, 2, 3, 4]
     answered(made.ledger, FULL, 1)
     assert numbers_of(made.reclaimed()) == [1, 2, 3, 4]
@@ -127,26 +127,26 @@ def test_what_found_the_directory_full_is_claimed_with_the_replicas() -> None:
 def test_what_found_room_or_an_owner_at_last_is_not_refused_any_more() -> None:
     made = Refused(1, 2)
     answered(made.ledger, OWNED, 1)
-    assert made.ledger.is_refused
+    assert made.ledger.has_refused
     held_by(made.ledger, BOB, 2)
-    assert not made.ledger.is_refused
+    assert not made.ledger.has_refused
     assert numbers_of(made.reclaimed()) == [2], "a replica"
 
 
 def test_what_leaves_is_not_refused_any_more_also_before_it_was_answered() -> None:
     made = Refused(1)
     made.store.drop(1)
-    made.ledger.keep()
-    assert not made.ledger.is_refused
+    made.ledger.run_due()
+    assert not made.ledger.has_refused
     answered(made.ledger, FULL, 1)
-    assert not made.ledger.is_refused
+    assert not made.ledger.has_refused
     assert made.reclaimed() == []
 
 
 def test_a_new_epoch_has_been_refused_nothing() -> None:
     made = Refused(1)
-    assert len(list(made.ledger.inventory())) == 1
-    assert not made.ledger.is_refused
+    assert len(list(made.ledger.start_epoch())) == 1
+    assert not made.ledger.has_refused
 
 
 def test_what_was_refused_and_has_moved_is_claimed_where_it_is() -> None:
@@ -159,12 +159,12 @@ def test_a_replica_that_has_moved_is_not_claimed_where_it_was_after_that() -> No
     store, published = ListedStore(), Published()
     store.put(change(1))
     ledger = Ledger(store, published, Recorder())  # type: ignore[arg-type]
-    ledger.keep()
+    ledger.run_due()
     held_by(ledger, BOB, 1)
     published.claims.clear()
     store.put(change(1, 4096))
     ledger.reclaim()
-    ledger.keep()
+    ledger.run_due()
     assert [claim.copy.dram_offset for claim in published.claims] == [4096, 4096]
 
 
@@ -172,12 +172,12 @@ def test_a_worker_that_is_alone_does_not_queue_its_replicas_again_and_again() ->
     store, published = ListedStore(), Published()
     ledger = Ledger(store, published, Recorder())  # type: ignore[arg-type]
     store.put(change(1))
-    ledger.keep()
+    ledger.run_due()
     held_by(ledger, BOB, 1)
     published.claims.clear()
-    published.takes_claims = False
+    published.accepts_claims = False
     ledger.reclaim()
-    ledger.keep()
+    ledger.run_due()
     assert published.claims == []
 
 
@@ -185,11 +185,11 @@ def test_what_is_released_under_a_new_epoch_is_told_though_claims_of_it_begin_la
     store, published = ListedStore(), Published()
     store.put(*map(change, range(300)))
     ledger = Ledger(store, published, Recorder())  # type: ignore[arg-type]
-    ledger.keep()
-    batches = ledger.inventory()
+    ledger.run_due()
+    batches = ledger.start_epoch()
     answered(ledger, OWNED, 1)
     store.drop(1)
-    ledger.keep()
+    ledger.run_due()
     assert [len(batch) for batch in batches] == [256, 43]
     assert ledger._releases == {change(1).id: OWNED.token}
 

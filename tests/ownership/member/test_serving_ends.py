@@ -13,7 +13,7 @@ from ownership.directory import Claim, Directory, Grant, Worker
 from ownership.directory.identifiers import NO_EPOCH, Epoch
 from ownership.directory.memory import MemoryDirectory
 from ownership.member.directory_thread import DirectoryThread
-from ownership.member.fleet_worker import FleetWorker
+from ownership.member.fleet_worker import FleetWorker, MemberTimes
 from ownership.member.held_lease import MARGIN
 from tests.ownership.member.ledgers import ListedStore, change, until
 
@@ -80,7 +80,7 @@ def served_too_long_s(at_s: float, what: str) -> float:
     """How far beyond its lease a worker serves that is kept busy from `at_s` on."""
     clock = Clock()
     worker = FleetWorker(
-        HangingDirectory(clock), "ann", LEASE_S, Recorder(), call_s=CALL_S, clock=clock
+        HangingDirectory(clock), "ann", MemberTimes(LEASE_S, CALL_S), Recorder(), clock
     )
     thread = worker._thread
     worker.start(clock.store)
@@ -94,8 +94,8 @@ def served_too_long_s(at_s: float, what: str) -> float:
                 thread._sweeper.due_s = clock.now_s
                 clock.store.put(change(1))
                 worker.wake()
-        if thread._idle_s() == 0.0:
-            thread._turn()
+        if thread.idle_s() == 0.0:
+            thread.run_turn()
         else:
             clock.goes_on(STEP_S)
     assert clock.store.epochs[0] != NO_EPOCH
@@ -120,7 +120,7 @@ def test_whoever_leaves_stops_serving_before_its_lease_is_ended() -> None:
             served.append(store.epochs[-1])
             super().end_lease(epoch)
 
-    worker = FleetWorker(Watched(), "ann", LEASE_S, Recorder())
+    worker = FleetWorker(Watched(), "ann", MemberTimes(LEASE_S), Recorder())
     worker.start(store)
     until(lambda: bool(store.epochs))
     assert store.epochs[-1] != NO_EPOCH
@@ -130,5 +130,5 @@ def test_whoever_leaves_stops_serving_before_its_lease_is_ended() -> None:
 
 def test_a_lease_that_its_calls_leave_no_time_to_serve_in_is_refused() -> None:
     with pytest.raises(ValueError, match=r"longer than 5\.29 s, got 5\.2 s"):
-        FleetWorker(MemoryDirectory(), "ann", 5.2, Recorder(), call_s=1.0)
-    FleetWorker(MemoryDirectory(), "ann", 5.3, Recorder(), call_s=1.0)
+        MemberTimes(5.2, call_s=1.0)
+    MemberTimes(5.3, call_s=1.0)

@@ -12,10 +12,10 @@ from hetero_connector.metrics import COUNTERS, Recorder
 from ownership.directory import Claim, DirectoryLimits, Grant, GrantOutcome, Lease, Worker
 from ownership.directory.identifiers import Epoch
 from ownership.directory.memory import MemoryDirectory
-from ownership.member.directory_thread import CLAIMS_PER_CALL, DirectoryThread
-from ownership.member.fleet_worker import FleetWorker
+from ownership.member.directory_thread import CLAIMS_PER_CALL, DirectoryThread, ThreadHooks
+from ownership.member.fleet_worker import FleetWorker, MemberTimes
 from ownership.member.lease_keeper import LeaseKeeper
-from tests.ownership.fleet_bench import artifact, chain, claim_of
+from tests.ownership.fleet_bench import artifact, chain, claim_of, lookup
 from tests.ownership.member.ledgers import ListedStore, change, record_of
 
 LEASE_S = 10.0
@@ -62,8 +62,7 @@ class Stepped:
         self.thread = DirectoryThread(
             self.directory,
             self.keeper,
-            lambda: iter(()),
-            lambda _, __, grants: self.granted.extend(grants),
+            ThreadHooks(lambda: iter(()), lambda _, __, grants: self.granted.extend(grants)),
             self.recorder,
             clock=self.clock,
             **options,
@@ -76,10 +75,10 @@ class Stepped:
         """Turns as the thread takes them in that time; how many."""
         until_s, turns = self.now_s + seconds, 0
         while self.now_s < until_s:
-            idle_s = self.thread._idle_s()
+            idle_s = self.thread.idle_s()
             self.now_s += max(TURN_S, min(idle_s, until_s - self.now_s))
             if idle_s < seconds:
-                self.thread._turn()
+                self.thread.run_turn()
                 turns += 1
         return turns
 
@@ -107,7 +106,7 @@ def test_a_bug_in_one_part_leaves_the_lease_and_calls_alone(part: str) -> None:
     made.thread.publish([claim_of(artifact())])
     assert made.run_s(3 * LEASE_S) <= 600
     assert made.keeper.lease.epoch == epoch  # type: ignore[union-attr]
-    asked = made.thread.lookup(chain("a", 1), 1.0)
+    asked = lookup(made.thread, 1.0, chain("a", 1))
     made.run_s(1.0)
     assert asked.done()
     payload = made.recorder.drain() or {}
@@ -121,9 +120,9 @@ def test_steady_lookups_do_not_starve_claims_nor_sweeps() -> None:
     made.thread.publish([claim_of(artifact("many", i)) for i in range(4 * CLAIMS_PER_CALL)])
     asked = []
     for _ in range(10_000):
-        asked.append(made.thread.lookup(chain("a", 1), 1.0))
+        asked.append(lookup(made.thread, 1.0, chain("a", 1)))
         made.now_s += TURN_S
-        made.thread._turn()
+        made.thread.run_turn()
     assert len(made.granted) == 4 * CLAIMS_PER_CALL
     assert made.directory.calls.count("sweep") >= 1
     assert sum(lookup.done() for lookup in asked) >= 9_950, "calls come first"
@@ -140,7 +139,7 @@ class Member:
         self.directory = Buggy(self.clock, limits)
         self.store = ListedStore()
         self.worker = FleetWorker(
-            self.directory, "ann", LEASE_S, Recorder(), call_s=0.1, clock=self.clock
+            self.directory, "ann", MemberTimes(LEASE_S, call_s=0.1), Recorder(), self.clock
         )
         self.worker.start(self.store)
 
@@ -150,8 +149,8 @@ class Member:
     def run_s(self, seconds: float) -> None:
         until_s, thread = self.now_s + seconds, self.worker._thread
         while self.now_s < until_s:
-            self.now_s += max(TURN_S, min(thread._idle_s(), until_s - self.now_s))
-            thread._turn()
+            self.now_s += max(TURN_S, min(thread.idle_s(), until_s - self.now_s))
+            thread.run_turn()
 
 
 @pytest.fixture

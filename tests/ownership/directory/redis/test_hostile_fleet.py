@@ -87,7 +87,7 @@ def work(fleet: SteppedFleet, seed: random.Random) -> None:
     member.worker.wake()
     lookup = member.worker.find(CHAIN)
     fleet.run_s(seed.choice([0.05, 0.3, LEASE_S / 3]))
-    assert lookup.done
+    assert lookup.poll()
     for what, copies in zip(IDS, lookup.found, strict=False):
         for copy in copies.get(KV, ()):  # used as the store does
             member.worker.peers.admits(what, copy)
