@@ -1,204 +1,220 @@
 """The configuration: `kv_connector_extra_config`, checked once at start.
 
-`KEYS` is the one table of what there is: validation, error messages and the README's
-table all come from it.
+Each key is declared once, as a field of `HeteroConfig` with the values it takes, its default and
+its meaning. Validation, error messages and the documented table all come from these declarations.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from hetero_connector import config_values as values
 from hetero_connector import machine
-from hetero_connector.config_values import (
-    boolean,
-    capacity,
-    checkpoints,
-    directory_path,
-    file_path,
-    fleet_directory,
-    folder_or_off,
-    lease,
-    number,
-    one_of,
-    peer_host,
-    whole_number,
-    worker_name,
-)
 from hetero_connector.errors import ConfigError
 from hetero_connector.machine import GIB
 
 _MAX_DEFAULT_DRAM_GIB = 32.0
 _MAX_DEFAULT_SSD_GIB = 64.0
 _MIN_DEFAULT_DRAM_GIB = 1 / 16
-_LAYERWISE = ("auto", "on", "off")
-_EVICTION = ("leaf_lru", "lru", "value")
-_PLANNER = ("cost", "always_load", "never_load")
-_PREFETCH = ("auto", "hint", "off")
-_VERIFY = ("ssd", "sample", "all")
-_TP_SIZES = ("own", "any")
+
+_Layerwise = Literal["auto", "on", "off"]
+_Planner = Literal["cost", "always_load", "never_load"]
+_TpSizes = Literal["own", "any"]
+_Eviction = Literal["leaf_lru", "lru", "value"]
+_Prefetch = Literal["auto", "hint", "off"]
+_Verify = Literal["ssd", "sample", "all"]
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of `kv_connector_extra_config`, as the README shows it."""
+    """One key of `kv_connector_extra_config`, as documented."""
 
     name: str
-    kind: str
+    takes: str
     default: str
     meaning: str
     parse: Callable[[str, object], Any]
     """(key, value) -> the checked value; raises ConfigError."""
 
 
-KEYS: tuple[Key, ...] = (
-    Key(
-        "dram_gib", "number > 0", "a quarter of the free memory, at most 32",
-        "GiB of host memory that hold state", capacity,
-    ),
-    Key(
-        "ssd_dir", "path", "none: DRAM only",
-        "Directory on a local SSD that holds state across restarts", directory_path,
-    ),
-    Key(
-        "ssd_gib", "number > 0", "half of the free space, at most 64",
-        "GiB of that disk to use; needs `ssd_dir`", capacity,
-    ),
-    Key(
-        "chunk_tokens", "whole number > 0", "256, rounded up to the model's alignment",
-        "Tokens per stored chunk; a multiple of the model's alignment", whole_number,
-    ),
-    Key(
-        "layerwise", "`auto`, `on` or `off`", "`auto`",
-        "Move state layer by layer, overlapped with compute", one_of(*_LAYERWISE),
-    ),
-    Key(
-        "checkpoints", "`adaptive`, `full`, `zero` or `periodic:N`", "`adaptive`",
-        "Chunk boundaries that keep a checkpoint, besides every turn's end: those that pay, "
-        "all, none, every Nth", checkpoints,
-    ),
-    Key(
-        "planner", "`cost`, `always_load` or `never_load`", "`cost`",
-        "What to restore: what is predicted to be fastest, all there is, nothing",
-        one_of(*_PLANNER),
-    ),
-    Key(
-        "planner_profile", "path", "none: learned as it runs",
-        "What `heterocache calibrate` measured with this model on this machine, for a start; of "
-        "another it is refused", file_path,
-    ),
-    Key(
-        "load_deadline_s", "number > 0", "10",
-        "Seconds after which a restore gives up and the rest is computed; a peer is waited for a "
-        "fifth of that, a fleet's directory a hundredth", number,
-    ),
-    Key(
-        "directory", "`redis://` URL or `memory://`", "none: this engine by itself",
-        "Where the engines that share a cache know who has what; `memory://` is within one process",
-        fleet_directory,
-    ),
-    Key(
-        "lease_s", "number from 1 to 3600", "10",
-        "Seconds after which an engine that does not answer may be taken over", lease,
-    ),
-    Key(
-        "replica_ttl_s", "number > 0", "300",
-        "Seconds without use after which a copy of what another engine owns is the first to leave "
-        "DRAM", number,
-    ),
-    Key(
-        "worker_name", "text", "host name and engine id",
-        "This engine in the fleet; a restart under the same name takes over at once", worker_name,
-    ),
-    Key(
-        "peer_host", "address", "this host alone, or what `UCX_NET_DEVICES` names",
-        "Address of this machine through which peers on other hosts read from it. Whoever can "
-        "connect to it can write the DRAM tier, too", peer_host,
-    ),
-    Key(
-        "adopt_from", "path or `off`", "the folder that `ssd_dir` lies in",
-        "What dead engines left on SSD is taken over where it lies below this folder, links not "
-        "followed", folder_or_off,
-    ),
-    Key(
-        "tp_sizes", "`own` or `any`", "`own`",
-        "Whose state to share: of engines with this tensor-parallel size, or of any that say `any` "
-        "too. They round differently, so answers are then exact but for rounding",
-        one_of(*_TP_SIZES),
-    ),
-    Key(
-        "trust_client_media_ids", "`true` or `false`", "`false`",
-        "Take images, audio and video to be what vLLM calls them, which may be a client's `uuid`, "
-        "instead of reading what they hold: whoever names one can then choose what others get",
-        boolean,
-    ),
-    Key(
-        "eviction", "`leaf_lru`, `lru` or `value`", "`leaf_lru`",
-        "What leaves a full tier first: leaves not used for longest, what was not used for "
-        "longest, or leaves that save the fewest seconds per byte", one_of(*_EVICTION),
-    ),
-    Key(
-        "ssd_write_gib_per_day", "number > 0", "none: no limit",
-        "Most GiB an engine writes to SSD in any 24 hours, for what is worth most; needs `ssd_dir`",
-        capacity,
-    ),
-    Key(
-        "prefetch", "`auto`, `hint` or `off`", "`auto`",
-        "Bring state from SSD to DRAM before its session is back: as clients hint or sessions "
-        "used to come, only as clients hint, never", one_of(*_PREFETCH),
-    ),
-    Key(
-        "exact_handoffs", "`true` or `false`", "`false`",
-        "Whether a decoder resumes a prefill at its last token whatever the model; where windows "
-        "or compressors end inside a block their slots grow by that", boolean,
-    ),
-    Key(
-        "verify", "`ssd`, `sample` or `all`", "`sample`",
-        "Check sums of what is read from SSD; also of one in 128 artifacts that were served from "
-        "DRAM, afterwards, given an SSD tier or a directory; or of all before they are served",
-        one_of(*_VERIFY),
-    ),
-)  # fmt: skip
+def _key(
+    takes: str,
+    parse: Callable[[str, object], Any],
+    meaning: str,
+    default: object = MISSING,
+    *,
+    unset: str = "",
+) -> Any:
+    """Declare a key. `unset`: the documented default, if it is not the value `default`."""
+    shown = f"{default:g}" if type(default) is float else f"`{str(default).lower()}`"
+    declared = {"takes": takes, "default": unset or shown, "meaning": meaning, "parse": parse}
+    if default is MISSING:
+        return field(metadata=declared)
+    return field(default=default, metadata=declared)
+
+
+def _choice(choices: object, default: str, meaning: str) -> Any:
+    """Declare a key that takes one of the words of a Literal."""
+    words = get_args(choices)
+    *first, last = (f"`{word}`" for word in words)
+    return _key(f"{', '.join(first)} or {last}", values.one_of(*words), meaning, default)
 
 
 @dataclass(frozen=True)
 class HeteroConfig:
     """A checked configuration, defaults filled in."""
 
-    dram_gib: float
-    ssd_dir: Path | None = None
+    dram_gib: float = _key(
+        "number > 0",
+        values.capacity,
+        "GiB of host memory for the DRAM tier",
+        unset="a quarter of the free memory, at most 32",
+    )
+    ssd_dir: Path | None = _key(
+        "path",
+        values.directory_path,
+        "Directory on a local SSD for the SSD tier, which survives restarts",
+        None,
+        unset="none: DRAM only",
+    )
     """Absolute; need not exist yet."""
-    ssd_gib: float = 0.0
+    ssd_gib: float = _key(
+        "number > 0",
+        values.capacity,
+        "GiB of that SSD to use; needs `ssd_dir`",
+        0.0,
+        unset="half of the free space, at most 64",
+    )
     """0 without `ssd_dir`."""
-    chunk_tokens: int | None = None
+    chunk_tokens: int | None = _key(
+        "whole number > 0",
+        values.whole_number,
+        "Tokens per stored chunk; a multiple of the model's alignment",
+        None,
+        unset="256, rounded up to the model's alignment",
+    )
     """None: `ModelSpec.default_chunk_tokens()`."""
-    layerwise: Literal["auto", "on", "off"] = "auto"
-    checkpoints: str = "adaptive"
+    layerwise: _Layerwise = _choice(
+        _Layerwise, "auto", "Load and save layer by layer, overlapped with compute"
+    )
+    checkpoints: str = _key(
+        "`adaptive`, `full`, `zero` or `periodic:N`",
+        values.checkpoints,
+        "Chunk boundaries that keep a checkpoint, besides every turn's end: those that pay, all, "
+        "none, or every Nth",
+        "adaptive",
+    )
     """`planner.checkpoints.policy_named` takes it."""
-    planner: Literal["cost", "always_load", "never_load"] = "cost"
-    planner_profile: Path | None = None
-    load_deadline_s: float = 10.0
-    directory: str = ""
-    """"" for none."""
-    lease_s: float = 10.0
-    replica_ttl_s: float = 300.0
-    worker_name: str = ""
-    """"": the host's name and the engine's id."""
-    peer_host: str = ""
-    """"": none but this host's own."""
-    adopt_from: Path | None = None
+    planner: _Planner = _choice(
+        _Planner, "cost", "What to restore: what is predicted to be fastest, all, or nothing"
+    )
+    planner_profile: Path | None = _key(
+        "path",
+        values.file_path,
+        "Initial costs, from `heterocache calibrate`; they must match model and machine",
+        None,
+        unset="none: costs are learned while running",
+    )
+    load_deadline_s: float = _key(
+        "number > 0",
+        values.number,
+        "Seconds after which a restore gives up and the rest is computed; the limit is a fifth of "
+        "that for a peer, a hundredth for the fleet's directory",
+        10.0,
+    )
+    directory: str = _key(
+        "`redis://` URL or `memory://`",
+        values.fleet_directory,
+        "Directory of the engines that share a cache; `memory://` is within one process",
+        "",
+        unset="none: this engine alone",
+    )
+    lease_s: float = _key(
+        "number from 1 to 3600",
+        values.lease,
+        "Seconds without an answer after which other engines may take over from this one",
+        10.0,
+    )
+    replica_ttl_s: float = _key(
+        "number > 0",
+        values.number,
+        "Seconds without use after which a copy of another engine's artifact is evicted first "
+        "from DRAM",
+        300.0,
+    )
+    worker_name: str = _key(
+        "text",
+        values.worker_name,
+        "Name of this engine in the fleet; a restart under the same name takes over at once",
+        "",
+        unset="host name and engine id",
+    )
+    peer_host: str = _key(
+        "address",
+        values.peer_host,
+        "Address of this machine through which peers on other hosts read from it. Anyone who can "
+        "connect to it can also write the DRAM tier",
+        "",
+        unset="this host alone, or what `UCX_NET_DEVICES` names",
+    )
+    adopt_from: Path | None = _key(
+        "path or `off`",
+        values.folder_or_off,
+        "Folder below which the SSD state of dead engines is taken over; links are not followed",
+        None,
+        unset="the parent of `ssd_dir`",
+    )
     """None: nowhere. Never the root of the file system by default."""
-    tp_sizes: Literal["own", "any"] = "own"
-    trust_client_media_ids: bool = False
-    eviction: Literal["leaf_lru", "lru", "value"] = "leaf_lru"
-    ssd_write_gib_per_day: float | None = None
-    """None: no limit."""
-    prefetch: Literal["auto", "hint", "off"] = "auto"
-    exact_handoffs: bool = False
-    verify: Literal["ssd", "sample", "all"] = "sample"
+    tp_sizes: _TpSizes = _choice(
+        _TpSizes,
+        "own",
+        "Engines to share state with: those with this tensor-parallel size, or all that set "
+        "`any`. Different sizes round differently, so answers are then exact except for rounding",
+    )
+    trust_client_media_ids: bool = _key(
+        "`true` or `false`",
+        values.boolean,
+        "Identify images, audio and video by vLLM's id, which may be a client's `uuid`, instead "
+        "of their content. A client that chooses ids can then choose what others get",
+        False,
+    )
+    eviction: _Eviction = _choice(
+        _Eviction,
+        "leaf_lru",
+        "Eviction order of a full tier: least recently used chain leaves, plain LRU, or leaves "
+        "that save the fewest seconds per byte",
+    )
+    ssd_write_gib_per_day: float | None = _key(
+        "number > 0",
+        values.capacity,
+        "Most GiB written to SSD in any 24 hours, spent on what is worth most; needs `ssd_dir`",
+        None,
+        unset="none: no limit",
+    )
+    prefetch: _Prefetch = _choice(
+        _Prefetch,
+        "auto",
+        "Stage a session's state in DRAM before its next turn: by hints and learned think times, "
+        "by hints only, or never",
+    )
+    exact_handoffs: bool = _key(
+        "`true` or `false`",
+        values.boolean,
+        "Let a decoder resume a handoff at the prompt's last token for every model; slots grow by "
+        "the open blocks of windows and compressors",
+        False,
+    )
+    verify: _Verify = _choice(
+        _Verify,
+        "sample",
+        "Verify checksums of reads from SSD; also of one in 128 artifacts served from DRAM, "
+        "afterwards, given an SSD tier or a directory; or of all before they are served",
+    )
 
     @property
     def dram_bytes(self) -> int:
@@ -212,16 +228,15 @@ class HeteroConfig:
 
     @property
     def ssd_write_bytes_per_day(self) -> int | None:
-        """Most that may be written to SSD in 24 hours; None for no limit."""
+        """Most bytes that may be written to SSD in 24 hours; None for no limit."""
         per_day = self.ssd_write_gib_per_day
         return None if per_day is None else int(per_day * GIB)
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> HeteroConfig:
-        """Check vLLM's `kv_connector_extra_config`; an empty one is fine.
+        """Check vLLM's `kv_connector_extra_config`, which may be empty.
 
-        Raises ConfigError, naming the key, for the first key that is unknown, of the wrong
-        type or out of range.
+        Raises ConfigError for the first key that is unknown, of the wrong type or out of range.
         """
         _refuse_unknown(extra_config)
         given = {
@@ -230,18 +245,21 @@ class HeteroConfig:
         if not given.get("directory"):
             for key in ("lease_s", "replica_ttl_s", "worker_name", "peer_host", "adopt_from"):
                 if key in given:
-                    raise ConfigError(key, "needs 'directory', where the fleet meets")
+                    raise ConfigError(key, "only valid together with 'directory'")
         given["dram_gib"] = _dram_gib(given.get("dram_gib"))
         if "ssd_dir" in given:
             given["ssd_gib"] = _ssd_gib(given.get("ssd_gib"), given["ssd_dir"])
         else:
             for key in ("ssd_gib", "ssd_write_gib_per_day"):
                 if key in given:
-                    raise ConfigError(key, "needs 'ssd_dir', the directory to use")
+                    raise ConfigError(key, "only valid together with 'ssd_dir'")
         if "adopt_from" not in given and "ssd_dir" in given:
             folder = given["ssd_dir"].parent
             given["adopt_from"] = None if folder == folder.parent else folder
         return cls(**given)
+
+
+KEYS: tuple[Key, ...] = tuple(Key(f.name, **f.metadata) for f in dataclasses.fields(HeteroConfig))
 
 
 def _refuse_unknown(extra_config: Mapping[str, Any]) -> None:
@@ -267,12 +285,12 @@ def _dram_gib(given: float | None) -> float:
 def _ssd_gib(given: float | None, directory: Path) -> float:
     try:
         disk = machine.disk(directory)
-        mine = machine.bytes_under(directory) if given is None else 0
+        own_bytes = machine.bytes_under(directory) if given is None else 0
     except OSError as error:
-        raise ConfigError("ssd_dir", f"cannot look at {directory}: {error.strerror}") from error
+        raise ConfigError("ssd_dir", f"cannot read {directory}: {error.strerror}") from error
     if given is None:
-        # What the directory holds already counts as free, or it would shrink at each restart.
-        half = (disk.free_bytes + mine) / 2 / GIB
+        # Count what the directory already holds as free, or the tier would shrink at each restart.
+        half = (disk.free_bytes + own_bytes) / 2 / GIB
         if half <= 0:
             raise ConfigError("ssd_dir", f"no space is left on the file system of {directory}")
         return min(_MAX_DEFAULT_SSD_GIB, half)
@@ -285,6 +303,6 @@ def _ssd_gib(given: float | None, directory: Path) -> float:
 
 
 def markdown_table() -> str:
-    """The README's table of `KEYS`."""
-    rows = [f"| `{k.name}` | {k.kind} | {k.default} | {k.meaning} |" for k in KEYS]
+    """Return the documented table of `KEYS`."""
+    rows = [f"| `{k.name}` | {k.takes} | {k.default} | {k.meaning} |" for k in KEYS]
     return "\n".join(["| key | takes | default | meaning |", "|---|---|---|---|", *rows])

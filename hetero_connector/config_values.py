@@ -1,6 +1,6 @@
-"""What a key of the configuration takes: functions from (key, value) to the checked value.
+"""Checks of configuration values: functions from (key, value) to the checked value.
 
-Each raises ConfigError that names the key, what it takes and what it got.
+Each raises a ConfigError that names the key, the accepted values and the value it got.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CHECKPOINTS = re.compile(r"adaptive|full|zero|periodic:[1-9][0-9]{0,4}")
 
 
 def number(key: str, value: object) -> float:
-    """A finite number above 0."""
+    """Check a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(key, f"expected a number above 0, got {_shown(value)}")
     try:
@@ -37,7 +37,7 @@ def number(key: str, value: object) -> float:
 
 
 def capacity(key: str, value: object) -> float:
-    """GiB, at least a byte of it."""
+    """Check a capacity in GiB, of at least one byte."""
     gib = number(key, value)
     if gib * GIB < 1:
         raise ConfigError(key, f"{value!r} GiB are less than one byte")
@@ -45,21 +45,21 @@ def capacity(key: str, value: object) -> float:
 
 
 def whole_number(key: str, value: object) -> int:
-    """A whole number above 0."""
+    """Check a whole number above 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ConfigError(key, f"expected a whole number above 0, got {_shown(value)}")
     return value
 
 
 def boolean(key: str, value: object) -> bool:
-    """True or false, as JSON has them."""
+    """Check a JSON true or false."""
     if not isinstance(value, bool):
         raise ConfigError(key, f"expected true or false, got {_shown(value)}")
     return value
 
 
 def one_of(*choices: str) -> Callable[[str, object], str]:
-    """For a key that takes one of these words."""
+    """Make the check for a key that takes one of these words."""
 
     def parse(key: str, value: object) -> str:
         if not isinstance(value, str) or value not in choices:
@@ -71,7 +71,7 @@ def one_of(*choices: str) -> Callable[[str, object], str]:
 
 
 def checkpoints(key: str, value: object) -> str:
-    """The name of a checkpoint policy."""
+    """Check the name of a checkpoint policy."""
     if isinstance(value, str) and _CHECKPOINTS.fullmatch(value):
         return value
     raise ConfigError(
@@ -82,7 +82,7 @@ def checkpoints(key: str, value: object) -> str:
 
 
 def _path(key: str, value: object, kind: str) -> Path:
-    """An absolute path, `~` expanded."""
+    """Return the absolute path, `~` expanded."""
     if not isinstance(value, (str, os.PathLike)):
         raise ConfigError(key, f"expected a {kind}'s path, got {_shown(value)}")
     text = os.fspath(value)
@@ -95,36 +95,36 @@ def _path(key: str, value: object, kind: str) -> Path:
 
 
 def directory_path(key: str, value: object) -> Path:
-    """A path that is a directory or can become one."""
+    """Check the path of a directory, which need not exist yet."""
     path = _path(key, value, "directory")
     try:
         existing = next(p for p in (path, *path.parents) if p.exists())
     except OSError as error:
-        raise ConfigError(key, f"cannot look at {path}: {error.strerror}") from error
+        raise ConfigError(key, f"cannot read {path}: {error.strerror}") from error
     if not existing.is_dir():
         raise ConfigError(key, f"{existing} is a file, not a directory")
     return path
 
 
 def folder_or_off(key: str, value: object) -> Path | None:
-    """A path that is a directory or can become one; None for `off`."""
+    """Check the path of a directory, which need not exist yet; None for `off`."""
     return None if value == "off" else directory_path(key, value)
 
 
 def file_path(key: str, value: object) -> Path:
-    """A path of a file that is there."""
+    """Check the path of an existing file."""
     path = _path(key, value, "file")
     try:
-        there = path.is_file()
+        exists = path.is_file()
     except OSError as error:
-        raise ConfigError(key, f"cannot look at {path}: {error.strerror}") from error
-    if not there:
+        raise ConfigError(key, f"cannot read {path}: {error.strerror}") from error
+    if not exists:
         raise ConfigError(key, f"there is no file {path}")
     return path
 
 
 def fleet_directory(key: str, value: object) -> str:
-    """Where a fleet meets, or "" for none. Redis' own part of the URL is checked on joining."""
+    """Check the URL of a fleet's directory; "" for none. Its Redis part is checked on joining."""
     if isinstance(value, str) and (value in ("", "memory://") or value.startswith(_REDIS)):
         return value
     expected = f"'', 'memory://' or a URL that begins with one of {', '.join(_REDIS)}"
@@ -136,7 +136,7 @@ def _without_password(value: object) -> str:
 
 
 def lease(key: str, value: object) -> float:
-    """Seconds that a lease may last."""
+    """Check the seconds of a lease."""
     lease_s = number(key, value)
     if not _MIN_LEASE_S <= lease_s <= _MAX_LEASE_S:
         raise ConfigError(
@@ -146,7 +146,7 @@ def lease(key: str, value: object) -> float:
 
 
 def worker_name(key: str, value: object) -> str:
-    """A name that fits a record."""
+    """Check that a worker's name fits into a directory record."""
     if not isinstance(value, str) or not 0 < len(value.encode()) <= _MAX_NAME_BYTES:
         raise ConfigError(
             key, f"expected 1 to {_MAX_NAME_BYTES} bytes of text, got {_shown(value)}"
@@ -155,7 +155,7 @@ def worker_name(key: str, value: object) -> str:
 
 
 def peer_host(key: str, value: object) -> str:
-    """An address of a network interface of this machine."""
+    """Check an address of a network interface of this machine."""
     host = worker_name(key, value)
     addresses = machine.addresses()
     if host not in addresses:

@@ -1,4 +1,7 @@
-"""How much memory and disk this process may use, inside a container too, and what it runs on."""
+"""This machine: the memory and disk this process may use, also in a container, and its processor.
+
+This is the one memory probe: the configuration, the arena and the doctor all ask it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of memory: what there is and what is free, cgroup limits applied."""
+    """Bytes of memory in total and available, cgroup limits applied."""
 
     total_bytes: int
     available_bytes: int
@@ -24,14 +27,14 @@ class Memory:
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes of the file system a directory lies on, or would be made on."""
+    """Bytes of a directory's file system."""
 
     total_bytes: int
     free_bytes: int
 
 
 def memory(cgroup_root: Path = _CGROUP_ROOT) -> Memory:
-    """Memory of this machine, or of its cgroup where that has less."""
+    """The memory of this machine, or of its cgroup if that has less."""
     host = psutil.virtual_memory()
     total, available = host.total, host.available
     for limit, used in _cgroup_limits(cgroup_root):
@@ -46,7 +49,7 @@ def processor() -> str:
 
 
 def processor_name() -> str:
-    """The processor's name; the architecture's where it has none."""
+    """The processor's name, or the architecture's if it has none."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name":
@@ -55,7 +58,7 @@ def processor_name() -> str:
 
 
 def addresses() -> dict[str, str]:
-    """The name of the network interface by each address of this machine."""
+    """The network interface's name, by each address of this machine."""
     internet = (socket.AF_INET, socket.AF_INET6)
     return {
         address.address.partition("%")[0]: name
@@ -66,7 +69,7 @@ def addresses() -> dict[str, str]:
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
-    """(limit, bytes in use that cannot be reclaimed) of each cgroup this process is in."""
+    """Return (limit, bytes in use that cannot be reclaimed) of each cgroup of this process."""
     limits = []
     for directory, limit_name, used_name, cache_name in _cgroup_directories(root):
         limit, used = _number(directory / limit_name), _number(directory / used_name)
@@ -77,7 +80,7 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
 
 
 def _cgroup_directories(root: Path) -> list[tuple[Path, str, str, str]]:
-    """The memory cgroup and its parents, v2 or v1, with their files' names."""
+    """Return the memory cgroup and its parents, v2 or v1, with the names of their files."""
     names = ("memory.max", "memory.current", "inactive_file")
     base, controller = root, "0::"
     if not (root / "cgroup.controllers").exists():
@@ -88,7 +91,7 @@ def _cgroup_directories(root: Path) -> list[tuple[Path, str, str, str]]:
 
 
 def _own_cgroup(controller: str) -> str:
-    """This process's cgroup, relative to its hierarchy's root; "" when it is not known."""
+    """Return this process's cgroup, relative to the root of its hierarchy; "" if unknown."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -119,14 +122,14 @@ def _stat(path: Path, name: str) -> int:
 
 
 def disk(directory: Path) -> Disk:
-    """Space of the file system of `directory`, which need not exist yet. Raises OSError."""
+    """The space of the file system of `directory`, which need not exist yet. Raises OSError."""
     existing = next(d for d in (directory, *directory.parents) if d.exists())
     usage = psutil.disk_usage(os.fspath(existing))
     return Disk(usage.total, usage.free)
 
 
 def bytes_under(directory: Path) -> int:
-    """Disk space taken by the files below `directory`; 0 when it does not exist."""
+    """The disk space of the files below `directory`; 0 if it does not exist."""
     return sum(
         (Path(folder) / name).lstat().st_blocks * 512
         for folder, _, names in os.walk(directory)

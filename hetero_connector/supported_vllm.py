@@ -1,4 +1,4 @@
-"""Which vLLM versions this release supports. Knows vLLM by its number only."""
+"""The vLLM versions that this release supports. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SUPPORTED_VLLM = ("0.32", "0.33")
 
 
 def check_version(version: str) -> None:
-    """Raise `UnsupportedVersionError` unless this vLLM's connector API is a tested one."""
+    """Raise `UnsupportedVersionError` unless this vLLM version has been tested."""
     if not any(version == v or version.startswith(v + ".") for v in SUPPORTED_VLLM):
         raise UnsupportedVersionError(
             f"heterocache supports vLLM {' and '.join(SUPPORTED_VLLM)}, this is {version}: "

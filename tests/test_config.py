@@ -203,9 +203,9 @@ def test_peers_reach_an_address_that_this_machine_has() -> None:
     [{"lease_s": 5}, {"replica_ttl_s": 9}, {"worker_name": "ann"}, {"peer_host": "127.0.0.1"}],
 )
 def test_what_is_about_a_fleet_needs_a_directory(given: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="needs 'directory'"):
+    with pytest.raises(ConfigError, match="only valid together with 'directory'"):
         config(**given)
-    with pytest.raises(ConfigError, match="needs 'directory'"):
+    with pytest.raises(ConfigError, match="only valid together with 'directory'"):
         config(directory="", **given)
 
 
@@ -227,7 +227,7 @@ def test_an_unknown_key_is_refused_with_a_hint(key: Any, hint: str) -> None:
 
 @pytest.mark.parametrize("key", ["ssd_gib", "ssd_write_gib_per_day"])
 def test_what_is_about_the_ssd_needs_ssd_dir(key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"'{key}'.*needs 'ssd_dir'"):
+    with pytest.raises(ConfigError, match=rf"'{key}'.*only valid together with 'ssd_dir'"):
         config(**{key: 4})
 
 
