@@ -1,10 +1,10 @@
-"""`heterocache calibrate`: teach a cost model on an engine of its own, and write it down.
+"""`heterocache calibrate`: measure a model's costs on an engine of its own.
 
-A stock engine with HeteroConnector runs prompts of many lengths, each three ways: computed,
-continued from the engine's own prefix cache (which varies the context), and restored from
-DRAM and, with an SSD directory, from SSD. Then batches decode while a prompt is computed beside
-them, which shows what a prefill does to decodes. The connector learns from all of it as it would
-in service; what it then knows is the profile.
+A stock engine with HeteroConnector runs prompts of many lengths in three ways: computed, continued
+from the engine's own prefix cache (which varies the context), and restored from DRAM and, with an
+SSD directory, from SSD. Then prompts are computed while batches decode, which shows how much a
+prefill delays decodes. The connector learns from all of it as in service; the profile is what it
+has learned.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _SHORTEST = 64
 _ROUNDS = 4
 _FLUSH_S = 120.0
 _BATCHES = (1, 4, 16)
-"""Requests that decode while another's prompt is computed."""
+"""Numbers of requests that decode while another request's prompt is computed."""
 _DECODES = 48
-"""Tokens each of them decodes at most; only some of the steps are timed."""
+"""Largest number of tokens that each of them decodes; only some of the steps are timed."""
 _TOKEN_IDS = 200
-"""Random ids are drawn below this: every vocabulary has as many."""
-_ITS_OWN = frozenset(
+"""Random token ids are below this number: every vocabulary has as many."""
+_LEFT_OUT = frozenset(
     {
         "ssd_dir", "ssd_gib", "ssd_write_gib_per_day", "planner_profile",
         "directory", "lease_s", "replica_ttl_s", "worker_name", "peer_host",
     }
 )  # fmt: skip
-"""Of the connector's config, what calibration leaves out: it must neither write to the SSD tier of
-an engine that serves, nor join its fleet, nor start from an earlier profile."""
+"""Keys of the connector's config that calibration leaves out: it must not write to the SSD tier of
+a serving engine, nor join its fleet, nor start from an earlier profile."""
 _PAUSE_S = 0.1
-"""Before each prompt whose overhead counts: it is that of an engine which was idle."""
+"""Pause before each measured prompt: the overhead is that of an idle engine."""
 
 
 class Sample(NamedTuple):
-    """One prompt's time to first token against what the profile says of it."""
+    """One prompt's observed time to first token and the profile's prediction."""
 
     new_tokens: int
     context_tokens: int
@@ -56,11 +56,11 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was learned, and the prompts to judge it by."""
+    """A profile, and the prompts that show its errors."""
 
     profile: CostProfile
     samples: tuple[Sample, ...]
-    """Prompts that were computed, judged by the final fit."""
+    """Computed prompts, predicted by the final fit."""
 
 
 def calibrate(
@@ -72,17 +72,17 @@ def calibrate(
 ) -> Calibration:
     """Run an engine for `model` and learn its costs. Takes a minute or more.
 
-    `engine_arguments`: vLLM's, and `connector`: HeteroConnector's extra config, as the engine will
-    be served with; its SSD, its fleet and its profile are left alone. `ssd_dir`: where its SSD
-    tier will be; a directory inside it is used and removed. Raises UnsupportedModelError if
-    HeteroConnector stores nothing for the model, EngineStartError if vLLM refuses the model or
-    the arguments, ConfigError for the connector's.
+    `engine_arguments` are vLLM's and `connector` is HeteroConnector's extra config, as the engine
+    will be served with; keys for SSD, fleet and profile are ignored. `ssd_dir` is the directory of
+    the future SSD tier; a directory inside it is used and removed. Raises UnsupportedModelError if
+    HeteroConnector stores nothing for the model, EngineStartError if vLLM refuses the model or its
+    arguments, and ConfigError for the connector's config.
     """
     if model.startswith(("/", ".")) and not Path(model).exists():
         raise EngineStartError(f"there is no model at {model}")
-    # The engine core in this process: its connector is asked for what it learned.
+    # The engine core runs in this process, so that its connector can be read.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    given = {key: value for key, value in (connector or {}).items() if key not in _ITS_OWN}
+    given = {key: value for key, value in (connector or {}).items() if key not in _LEFT_OUT}
     extra: dict[str, Any] = {"checkpoints": "full", **given}
     extra |= {"dram_gib": dram_gib, "planner": "always_load"}
     with tempfile.TemporaryDirectory(dir=ssd_dir, prefix="calibration-") as scratch:
@@ -91,7 +91,7 @@ def calibrate(
         engine = _Engine(model, engine_arguments, extra)
         try:
             computed, costs = list(engine.teach(on_ssd=ssd_dir is not None)), engine.costs
-            # Before batches decode: steps that only decode have less to set up.
+            # Taken before batches decode, because steps that only decode have less to set up.
             profile = CostProfile.of(costs, model, engine.subject)
             engine.teach_interference()
             profile = replace(
@@ -99,30 +99,30 @@ def calibrate(
                 interference=costs.interference.coefficients,
                 interference_error=FitError.of(costs.interference.errors),
             )
-            return _judged(profile, computed, costs.num_steps)
+            return _with_overhead(profile, computed, costs.num_steps)
         finally:
             engine.close()
 
 
 class _Computed(NamedTuple):
-    """A prompt that was computed, on an engine with nothing else to do."""
+    """A prompt that was computed on an otherwise idle engine."""
 
     new_tokens: int
     context_tokens: int
     frontend_s: float
-    """Of its time to first token, what passed before the engine core had it, and after."""
+    """Part of the time to first token before and after the engine core."""
     core_s: float
-    """The rest."""
+    """Part of the time to first token in the engine core."""
 
     @property
     def tokens(self) -> int:
         return self.new_tokens + self.context_tokens
 
 
-def _judged(
+def _with_overhead(
     profile: CostProfile, computed: Sequence[_Computed], num_steps: Callable[[int], int]
 ) -> Calibration:
-    """What a profile leaves of the seconds that prompts took is the overhead of a request."""
+    """Fit the overhead of a request to the times that the profile does not explain."""
     steps_s = [
         profile.compute.prompt_s(x.new_tokens, x.context_tokens, num_steps(x.new_tokens))
         for x in computed
@@ -143,7 +143,7 @@ def _judged(
 
 
 class _Engine:
-    """A stock engine and the connector in it."""
+    """A stock engine with the connector in it."""
 
     def __init__(
         self, model: str, engine_arguments: Mapping[str, Any], extra: Mapping[str, Any]
@@ -153,7 +153,7 @@ class _Engine:
 
         from hetero_connector.engine.startup.engine_identity import profile_subject
 
-        # Statistics tell the first token's time from the last's.
+        # Statistics have the times of the first and the last token.
         arguments = {"enable_prefix_caching": True, **engine_arguments, "disable_log_stats": False}
         connector = KVTransferConfig(
             kv_connector="HeteroConnector", kv_role="kv_both", kv_connector_extra_config=dict(extra)
@@ -178,7 +178,7 @@ class _Engine:
         self._added = 0
 
     def teach(self, on_ssd: bool) -> Iterator[_Computed]:
-        """Run the prompts; yields those that computed."""
+        """Run the prompts; yield those that were computed."""
         for round_number in range(_ROUNDS):
             for longest in _lengths(self._longest):
                 prompt = self._prompt(self._new_length(longest))
@@ -186,17 +186,18 @@ class _Engine:
                 for each in (prompt, longer[: self._longest]):
                     time.sleep(_PAUSE_S)
                     ran = self._run(each)
-                    if round_number:  # the first touches memory and compiles
+                    if round_number:  # the first round allocates memory and compiles
                         yield ran
                 self._restore(prompt, on_ssd)
 
     def teach_interference(self) -> None:
         """Compute prompts of several lengths while batches of several sizes decode."""
-        for length in list(_lengths(self._longest))[:-1]:  # with room for the others' steps
+        # Without the longest, which leaves no tokens for the other requests to decode.
+        for length in list(_lengths(self._longest))[:-1]:
             for batch in _BATCHES:
-                self._run_beside(batch, self._new_length(length))
+                self._run_while_decoding(batch, self._new_length(length))
 
-    def _run_beside(self, batch: int, length: int) -> None:
+    def _run_while_decoding(self, batch: int, length: int) -> None:
         from vllm import SamplingParams
 
         engine = self._llm.llm_engine
@@ -205,7 +206,8 @@ class _Engine:
             prompt = self._prompt(num_tokens)
             parameters = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
             self._added += 1
-            engine.add_request(f"beside-{self._added}", {"prompt_token_ids": prompt}, parameters)
+            request_id = f"calibration-{self._added}"
+            engine.add_request(request_id, {"prompt_token_ids": prompt}, parameters)
 
         short = min(_SHORTEST, self._longest // 2)
         for _ in range(batch):
@@ -225,34 +227,36 @@ class _Engine:
             self._run(prompt)
 
     def _run(self, prompt: list[int]) -> _Computed:
-        """Have two tokens answered; the first is timed, by vLLM's clock of the engine core too."""
+        """Generate two tokens and time the first, also by vLLM's clock in the engine core."""
         from vllm import SamplingParams
 
         started_s = time.perf_counter()
         parameters = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         (output,) = self._llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
         total_s = time.perf_counter() - started_s
-        told, cached = output.metrics, int(output.num_cached_tokens or 0)
-        frontend_s = total_s - (told.last_token_ts - told.queued_ts)
-        core_s = told.first_token_ts - told.queued_ts
+        times, cached = output.metrics, int(output.num_cached_tokens or 0)
+        frontend_s = total_s - (times.last_token_ts - times.queued_ts)
+        core_s = times.first_token_ts - times.queued_ts
         return _Computed(len(prompt) - cached, cached, frontend_s, core_s)
 
     def _prompt(self, length: int) -> list[int]:
         return [self._rng.randrange(_TOKEN_IDS) for _ in range(length)]
 
     def _new_length(self, longest: int) -> int:
-        """A quarter less at most. In service hardly a prompt is as long as another, and steps of
-        new shapes take longer: a backend has to prepare for each."""
+        """Return a random length, at most a quarter shorter.
+
+        In service prompts rarely have the same length, and steps of new shapes take longer because
+        a backend prepares for each.
+        """
         return longest - self._rng.randrange(max(1, longest // 4))
 
     def close(self) -> None:
-        """End the engine."""
         core: Any = self._llm.llm_engine.engine_core
         core.shutdown()
 
 
 def _lengths(longest: int) -> Iterator[int]:
-    """Prompt lengths, doubling, up to the longest the engine takes."""
+    """Yield prompt lengths that double up to the longest that the engine takes."""
     length = min(_SHORTEST, longest)
     while length < longest:
         yield length

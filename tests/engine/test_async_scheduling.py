@@ -156,7 +156,7 @@ def test_restored_cold_and_local_requests_in_one_batch(llm: Any, case: Case) -> 
     answers = generate_batch(llm, batch, max_tokens=8)
     assert [c.num_cached_tokens for c in answers] == [case.boundary(), 0, case.boundary(900)]
     for answer, right in zip(answers, references, strict=True):
-        case.same_beside_others(answer, right)
+        case.same_in_batch(answer, right)
 
 
 @_replaying

@@ -400,13 +400,13 @@ def test_replays_cold_and_local_requests_in_one_batch(llm: Any, case: Case) -> N
     expected = [case.resume, 0, case.boundary(1200) - case.replayed, case.boundary(900)]
     assert [c.num_cached_tokens for c in answers] == expected
     for answer, right in zip(answers, references, strict=True):
-        case.same_beside_others(answer, right)
+        case.same_in_batch(answer, right)
 
 
 def test_the_same_prompt_twice_at_once(llm: Any, case: Case, reference: Completion) -> None:
     with steps_of(llm, 300):
         for answer in generate_batch(llm, [PROMPT, PROMPT], max_tokens=8):
-            case.same_beside_others(answer, reference)
+            case.same_in_batch(answer, reference)
 
 
 def preempted(

@@ -83,8 +83,8 @@ def test_deepseek_v4_is_replayed_where_its_compressed_layers_are_known() -> None
 
 
 def test_models_without_both_kinds_have_nothing_to_replay() -> None:
-    assert "windows beside state of the whole" in str(refused(*DENSE.layers))
-    assert "windows beside state of the whole" in str(refused(SWA))
+    assert "windows and state of the whole" in str(refused(*DENSE.layers))
+    assert "windows and state of the whole" in str(refused(SWA))
     assert "share a KV cache group" in str(refused(FULL, replace(SWA, group=0)))
 
 

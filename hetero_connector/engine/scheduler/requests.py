@@ -24,8 +24,8 @@ class PendingRestore:
     plan: RestorePlan
     handle: Restore
     local_tokens: int
-    beside_decodes: int = 0
-    """Requests that decoded when staging began, if the engine did nothing else."""
+    only_decodes: int = 0
+    """Number of requests that decoded when staging began, if none was prefilling; else 0."""
     ranks_left: int = 0
     """Reports still to come: one from each tensor-parallel rank for each ordered load."""
     cut: int | None = None

@@ -247,7 +247,7 @@ class Restorer:
         attempts = tracker.attempts
         if attempts is not None and attempts.staged_s is None and not attempts.count:
             waited_s = attempts.seconds(self._clock())
-            self._costs.learn_wait(pending.beside_decodes, pending.handle.staged_s, waited_s)
+            self._costs.learn_wait(pending.only_decodes, pending.handle.staged_s, waited_s)
 
     def _end_staging(self, tracker: RequestTracker) -> None:
         """Record the time of staging at the first answer; later answers do not count."""

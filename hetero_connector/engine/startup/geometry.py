@@ -1,7 +1,7 @@
-"""vLLM's per-layer KV cache specs -> `ModelSpec`.
+"""Translate vLLM's KV cache specs, one per layer, into a `ModelSpec`.
 
-Taken from the worker's `KVCacheConfig`: the scheduler's copy keeps only the first
-layer's spec of each group.
+They come from the worker's `KVCacheConfig`: the scheduler's copy has only the first layer's spec of
+each group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INDEXER_SUFFIX = ".indexer.k_cache"
 
 @dataclass(frozen=True)
 class _Role:
-    """What a cache layer holds and when it is needed again."""
+    """The state type of a cache layer, and the rule by which it is restored."""
 
     state_type: StateType
     rule: RestoreRule
@@ -39,11 +39,10 @@ class _Role:
 def model_spec(
     config: KVCacheConfig, tp_size: int = 1, heads: ModelHeads = UNKNOWN_HEADS
 ) -> ModelSpec:
-    """Read the geometry of every cache layer of this rank.
+    """Return the geometry of every cache layer of this rank.
 
-    `heads`: what is known of the model's, for engines of other TP sizes.
-    Raises `UnsupportedModelError` naming the layer for a spec class the package does
-    not know: storing state it does not understand could serve wrong bytes.
+    `heads`: the model's heads as far as known, for engines of other TP sizes. Raises
+    UnsupportedModelError, which names the layer, for an unknown class of spec.
     """
     ratios = {
         name: int(spec.tokens_per_state)
@@ -82,20 +81,20 @@ def _alignment(config: KVCacheConfig, layers: tuple[LayerSpec, ...]) -> int:
 
 def _role(name: str, spec: KVCacheSpec, transferred: bool, ratios: dict[str, int]) -> _Role:
     if not transferred or not spec.prefix_cacheable:
-        # Per-request scratch (ring buffers, replayed windows): the engine rebuilds it.
+        # Scratch memory of a request (ring buffers, replayed windows): the engine rebuilds it.
         return _Role(StateType.TAIL_STATE, RestoreRule.NOTHING)
     if getattr(spec, "kv_quant_mode", kvi.KVQuantMode.NONE).is_per_token_head:
         raise UnsupportedModelError(
-            f"layer {name!r} keeps a scale for each token and head, which vLLM sets anew when the "
-            "layer first runs, after a restore too: set --kv-cache-dtype to auto or fp8"
+            f"layer {name!r} keeps a scale for each token and head, which vLLM sets again when the "
+            "layer first runs, also after a restore: set --kv-cache-dtype to auto or fp8"
         )
     if isinstance(spec, kvi.HiddenStateCacheSpec | kvi.SinkFullAttentionSpec):
         raise _unsupported(name, spec)
     if isinstance(spec, kvi.MLAAttentionSpec):
         return _Role(_mla_type(name, spec), RestoreRule.EVERY_TOKEN)
     if isinstance(spec, kvi.RSWASpec):
-        # Prompt tokens see everything before them, decoded ones only a window: when they
-        # come back as part of the next prompt, their state has to be computed anew.
+        # Prompt tokens attend to everything before them, decoded tokens only to a window. So the
+        # state of decoded tokens cannot be reused when they are part of the next prompt.
         window = spec.rswa_window
         return _Role(StateType.DENSE_KV, RestoreRule.EVERY_TOKEN, window, prompt_only=True)
     if isinstance(spec, kvi.FullAttentionSpec):
@@ -118,7 +117,7 @@ def _role(name: str, spec: KVCacheSpec, transferred: bool, ratios: dict[str, int
 
 
 def _mla_type(name: str, spec: kvi.MLAAttentionSpec) -> StateType:
-    """Dense MLA, or DeepSeek-V4's compressed states, told apart by role and ratio."""
+    """Return dense MLA or one of DeepSeek-V4's compressed states, by role and ratio."""
     ratio = int(spec.tokens_per_state)
     if ratio == 1:
         return StateType.MLA_LATENT
@@ -128,11 +127,11 @@ def _mla_type(name: str, spec: kvi.MLAAttentionSpec) -> StateType:
 
 
 def _compressor_state(name: str, spec: kvi.SlidingWindowMLASpec, ratios: dict[str, int]) -> _Role:
-    """Rows of a compression block that is not finished.
+    """Return the role of the rows of an unfinished compression block.
 
-    A window of one ratio holds only the open block, which is empty at an aligned
-    boundary; a window of two ratios (CSA) also holds the previous block, with which
-    the next one overlaps. So `window - ratio` tokens are read after a boundary.
+    A window of one ratio has only the open block, which is empty at an aligned boundary. A window
+    of two ratios (CSA) also has the previous block, which overlaps with the next one. So
+    `window - ratio` tokens are read after a boundary.
     """
     stem = name.split(".compressor")[0]
     ratio = ratios.get(stem) or ratios.get(stem + ".k_cache")

@@ -1,9 +1,8 @@
-"""How tensor parallelism cuts the pages of a vLLM layer, as far as vLLM and the config tell.
+"""Find how tensor parallelism cuts the pages of a vLLM layer, as far as vLLM and the config say.
 
-vLLM's cache specs have the heads of one rank. That is enough to know that ranks hold different
-heads, unless each has one: then the model may have as many heads as ranks, or fewer, each on
-several ranks. Which it is only the model's config knows. Likewise the sections of a recurrent
-state.
+vLLM's cache specs have the number of heads of one rank. If it is more than one, ranks have
+different heads. If it is one, the model may have one head per rank, or fewer, each on several
+ranks: only the model's config knows. The same is true of the sections of a recurrent state.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cut:
-    """`LayerSpec.parts` and `LayerSpec.runs`."""
+    """The values of `LayerSpec.parts` and `LayerSpec.runs`."""
 
     parts: int
     runs: tuple[int, ...]
@@ -35,7 +34,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class DeltaNetHeads:
-    """Of all gated delta net layers, over all ranks."""
+    """Heads and their dimensions in all gated delta net layers, over all ranks."""
 
     keys: int
     values: int
@@ -45,14 +44,14 @@ class DeltaNetHeads:
 
 @dataclass(frozen=True)
 class ModelHeads:
-    """Heads over all ranks; None where they are not the same, or not known, for every layer."""
+    """Heads over all ranks; None if they are unknown or differ between layers."""
 
     kv: int | None = None
     delta_net: DeltaNetHeads | None = None
 
     @classmethod
     def of(cls, config: VllmConfig) -> ModelHeads:
-        """From the model's config. A draft model has heads of its own, so then none are known."""
+        """Read the model's config. With a draft model, which has other heads, none are known."""
         if config.speculative_config is not None:
             return cls()
         model, text = config.model_config, config.model_config.hf_text_config.to_dict()
@@ -64,7 +63,7 @@ class ModelHeads:
         return cls(total if alike else None, _delta_net(text))
 
     def cut(self, spec: KVCacheSpec, page_bytes: int, tp_size: int) -> Cut:
-        """How the pages of a layer are cut. Without runs where that is not certain."""
+        """Return how the pages of a layer are cut; without runs if that is not certain."""
         if _replicated(spec):
             return Cut(1, (page_bytes,))
         if isinstance(spec, kvi.MambaSpec):
@@ -72,7 +71,7 @@ class ModelHeads:
         if isinstance(spec, kvi.MLAAttentionSpec | kvi.SlidingWindowMLASpec):
             return Cut(tp_size, ())  # would be replicated
         if not isinstance(spec, kvi.AttentionSpec) or spec.num_head_slots is not None:
-            return Cut(tp_size, ())  # packed otherwise than head by head
+            return Cut(tp_size, ())  # not packed head by head
         if tp_size == 1 or spec.num_kv_heads > 1:
             return Cut(tp_size, (page_bytes,))
         if self.kv is None or max(self.kv, tp_size) % min(self.kv, tp_size) or self.kv > tp_size:
@@ -80,7 +79,7 @@ class ModelHeads:
         return Cut(self.kv, (page_bytes,))
 
     def _recurrent_runs(self, spec: kvi.MambaSpec, tp_size: int) -> tuple[int, ...]:
-        """Of a gated delta net: `gated_delta_net_state_shape` in vLLM's mamba_utils.py."""
+        """Return the runs of a gated delta net: `gated_delta_net_state_shape` in mamba_utils.py."""
         heads = self.delta_net
         if heads is None or spec.mamba_type is not MambaAttentionBackendEnum.GDN_ATTN:
             return ()
@@ -104,7 +103,7 @@ def _replicated(spec: KVCacheSpec) -> bool:
 
 
 def _kv_head_counts(config: Mapping[str, Any]) -> list[object]:
-    """Every count of KV heads that a config has: some models' kinds of layer have their own."""
+    """Return every number of KV heads in a config: some models have several kinds of layers."""
     return [n for key, n in config.items() if "key_value_heads" in key or "kv_heads" in key]
 
 
@@ -115,6 +114,6 @@ def _delta_net(config: Mapping[str, Any]) -> DeltaNetHeads | None:
         "linear_key_head_dim",
         "linear_value_head_dim",
     )
-    told = (config.get(name) for name in names)
-    numbers = [number for number in told if isinstance(number, int) and number > 0]
+    values = (config.get(name) for name in names)
+    numbers = [number for number in values if isinstance(number, int) and number > 0]
     return DeltaNetHeads(*numbers) if len(numbers) == len(names) else None

@@ -1,8 +1,8 @@
-"""Where a window replay is exact, and why it is refused elsewhere.
+"""Decide if a window replay is exact on this engine, or why it is refused.
 
-A replay computes tokens whose prefix-proportional state is loaded and protected. That is
-exact only if attention reads every key and value of the prompt from its page: a backend that
-takes this step's from the layer's fresh output instead would read what the replay got wrong.
+A replay computes tokens whose prefix-proportional state is loaded and protected. That is exact only
+if attention reads every key and value of the prompt from its page. A backend that takes those of
+this step from the layer's fresh output would read values that the replay computes inexactly.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ BACKENDS: Mapping[str, str | None] = {
     "ROCM_AITER_MLA": _FRESH,
     "ROCM_AITER_FA": _FRESH,
 }
-"""Attention backends by vLLM's name: None where a replay is exact, else why it is not.
+"""Attention backends by vLLM's name: None if a replay is exact, else why it is not.
 
-DeepSeek-V4's windows and compressors have the same backends everywhere; what counts there is
-the one of its compressed layers.
+DeepSeek-V4's windows and compressors have the same backends everywhere, so the backend of its
+compressed layers decides.
 """
 
 _PREFIX_TYPES = frozenset(
@@ -52,15 +52,15 @@ _PREFIX_TYPES = frozenset(
 def refusal(
     model: ModelSpec, backends: Collection[str], *, shares_kv: bool, config: VllmConfig
 ) -> str | None:
-    """Why windows are not rebuilt by a replay in this engine; None if they can be.
+    """Return why this engine does not rebuild windows by a replay; None if it can.
 
-    `backends` are those of all attention layers; `shares_kv`: some layers read another
-    layer's keys and values.
+    `backends`: of all attention layers; `shares_kv`: some layers read another layer's keys and
+    values.
     """
     if (reason := _model_refusal(model)) is not None:
         return reason
     if shares_kv:
-        return "layers share keys and values, so errors in a window reach further than its layer"
+        return "layers share keys and values, so errors in a window reach other layers"
     for backend in backends:
         if (reason := BACKENDS.get(backend, _UNTRIED)) is not None:
             return f"the attention backend {backend} {reason}"
@@ -77,7 +77,7 @@ def _model_refusal(model: ModelSpec) -> str | None:
             return f"layer {layer.layer!r} {reason}"
     windows = [x for x in model.layers if x.state_type is StateType.WINDOW_SWA]
     if not windows or not model.prefix_types:
-        return "a replay is for models with windows beside state of the whole prefix"
+        return "a replay is for models with windows and state of the whole prefix"
     narrowest = min(x.boundary_tokens for x in windows)
     if any(x.boundary_tokens > narrowest for x in model.layers_of(StateType.TAIL_STATE)):
         return "compressor state reaches back further than a window"

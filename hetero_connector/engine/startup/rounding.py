@@ -1,8 +1,8 @@
-"""Describe what decides how an engine's results round, besides model and shapes.
+"""Describe everything, besides model and shapes, that decides how an engine's results round.
 
-Two engines that differ in any of it compute state that differs in the last digits, so neither
-uses the other's. What names a place (a host, a port, a directory) is left out: two hosts of a kind
-share. Asked in a worker's process: there the device is known, and how many threads compute.
+Two engines that differ in any of it compute state that differs in the last digits, so they do not
+share state. Names of places (hosts, ports, directories) are left out, so that two equal hosts
+share. This runs in a worker's process, where the device and the number of threads are known.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from vllm.config import CompilationConfig, VllmConfig
 
 SHARED = frozenset({"machine", "libraries", "switches"})
-"""What engines of different tensor-parallel sizes, which round differently anyway, have alike."""
+"""Parts that engines of different tensor-parallel sizes must have in common to share state. They
+round differently anyway, so the other parts do not count."""
 
 _LIBRARIES = ("torch", "triton", "flashinfer-python", "flash-attn", "zentorch")
 _OTHER_SWITCHES = (
@@ -36,7 +37,7 @@ _PLACES = frozenset(
         *("TIMEOUT", "LOG", "LOGO", "DEBUG"),
     )
 )
-"""Words in the names of vLLM's variables that say where or who, not how."""
+"""Words in the names of vLLM's variables that name a place or a person, not a computation."""
 
 
 def rounding(config: VllmConfig) -> dict[str, str]:
@@ -56,11 +57,11 @@ def rounding(config: VllmConfig) -> dict[str, str]:
 
 
 def _machine(device_type: str) -> str:
-    """A GPU by name and compute capability, a CPU by name and instruction sets.
+    """Return a GPU's name and compute capability, or a CPU's name, instruction sets and caches.
 
-    The sets choose the kernels of torch, oneDNN and vLLM; oneDNN cuts matrices by the caches'
-    sizes, and MKL goes by the vendor, which the name stands for. How many cores there are is no
-    part of it: how many threads compute is.
+    The instruction sets choose the kernels of torch, oneDNN and vLLM. oneDNN divides matrices by
+    the sizes of the caches, and MKL depends on the vendor, which is part of the name. The number of
+    cores is no part of it; the number of threads is.
     """
     if device_type == "cpu":
         known = torch.cpu.get_capabilities()
@@ -75,7 +76,7 @@ def _machine(device_type: str) -> str:
 
 
 def _compilation(config: CompilationConfig) -> str:
-    """What is compiled and fused. CUDA graphs replay the same kernels: no part of it."""
+    """Return what is compiled and fused. CUDA graphs do not count: they replay the same kernels."""
     if not config.mode:
         return f"none, custom ops {sorted(config.custom_ops)}"
     inductor = {
@@ -97,7 +98,7 @@ def _version(distribution: str) -> str:
 
 
 def _switches() -> str:
-    """Variables that are set and choose kernels: by vLLM's own list for its compiled graphs."""
+    """Return the variables that choose kernels and are set, by vLLM's list for compiled graphs."""
     names = [x for x in envs.compile_factors() if not _PLACES & set(x.split("_"))]
     chosen = sorted(name for name in (*names, *_OTHER_SWITCHES) if name in os.environ)
     return " ".join(f"{name}={os.environ[name]}" for name in chosen)

@@ -282,7 +282,7 @@ def _store_config(config: HeteroConfig, vllm_config: VllmConfig, *, shared: bool
         peer_deadline_s=config.load_deadline_s / _PEER_SHARE,
         replica_ttl_s=config.replica_ttl_s,
         adopt_from=config.adopt_from,
-        # Peers are told of what has its checksum: at once, so that they find it.
+        # An artifact is claimed when its checksum is known; in a fleet that should be at once.
         spill_delay_s=0.0 if config.directory else StoreConfig.spill_delay_s,
     )
 
