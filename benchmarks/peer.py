@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import MIB, Samples, machine_line, rounded, save, table, timed
-from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import (
     ROOT,
     ArtifactId,

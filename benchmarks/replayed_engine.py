@@ -15,9 +15,9 @@ from typing import Any
 
 from benchmarks.agent_sessions import TokenTurn
 from hetero_connector.artifacts.chain import RequestChain
+from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, StoredChunk, Tier
 from hetero_connector.engine.messages import Save as SaveOrder
 from hetero_connector.engine.scheduler.block_tables import BlockTable

@@ -60,7 +60,7 @@ class ChainHasher:
         root = encode(["heterocache chain root", fingerprint, chunk_tokens, generation, weights])
         self._root = hashlib.blake2b(root, digest_size=KEY_BYTES).digest()
 
-    def under(self, generation: bytes, weights: bytes) -> ChainHasher:
+    def with_root(self, generation: bytes, weights: bytes) -> ChainHasher:
         """The same model's keys in another generation, or with other weights."""
         return ChainHasher(self._fingerprint, self.chunk_tokens, generation, weights)
 
@@ -97,7 +97,7 @@ class RequestChain:
         self._token_ids: list[int] = []
         self._chunks: list[ChunkRange] = []
 
-    def under(self, hasher: ChainHasher) -> RequestChain:
+    def rehashed(self, hasher: ChainHasher) -> RequestChain:
         """The chain of the same request by another hasher; nothing of it is hashed yet."""
         chain = RequestChain(hasher, self._extra_keys)
         chain.extend(self._token_ids)

@@ -34,11 +34,11 @@ class Generation:
         """The bytes that chains are rooted in: engines whose tags differ share nothing."""
         return self.private or _FLEET.pack(self.fleet)
 
-    def parted(self) -> Generation:
+    def after_own_reset(self) -> Generation:
         """The generation after the engine's own reset."""
         return Generation(self.fleet, secrets.token_bytes(PRIVATE_BYTES), knows_fleet=False)
 
-    def told(self, fleet: int) -> Generation:
+    def with_fleet(self, fleet: int) -> Generation:
         """The generation once the fleet's number is known to be `fleet`."""
         if not self.knows_fleet:
             return replace(self, fleet=max(fleet, self.fleet), knows_fleet=True)

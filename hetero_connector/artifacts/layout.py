@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from hetero_connector.artifacts.tensor_parallel import PageRun, page_runs, writes
+from hetero_connector.artifacts.tensor_parallel import PageRun, is_writer, page_runs
 from hetero_connector.spec.model_spec import LayerSpec, ModelSpec
 from hetero_connector.spec.state_types import Family, StateType
 
@@ -91,9 +91,9 @@ class ArtifactLayout:
             known = self._runs[layer.layer, rank] = page_runs(layer, self.model.tp_size, rank)
         return known
 
-    def writes(self, layer: LayerSpec, rank: int) -> bool:
+    def is_writer(self, layer: LayerSpec, rank: int) -> bool:
         """Whether the rank stores its bytes of a layer: else another one, which holds the same."""
-        return writes(layer, self.model.tp_size, rank)
+        return is_writer(layer, self.model.tp_size, rank)
 
     @cached_property
     def max_bytes(self) -> dict[StateType, int]:

@@ -121,7 +121,7 @@ def distinct_tiers(chunks: Sequence[StoredChunk]) -> list[Mapping[StateType, Tie
     return list({id(x): x for x in all_tiers}.values())
 
 
-def up_to_gap(
+def num_unbroken(
     chunks: Sequence[StoredChunk], needed: Collection[StateType], local_tokens: int = 0
 ) -> int:
     """How many come before the first that ends past the local tokens and holds nothing, or lacks

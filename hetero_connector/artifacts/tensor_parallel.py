@@ -50,7 +50,7 @@ def page_runs(layer: LayerSpec, tp_size: int, rank: int) -> tuple[PageRun, ...]:
     return tuple(runs)
 
 
-def writes(layer: LayerSpec, tp_size: int, rank: int) -> bool:
+def is_writer(layer: LayerSpec, tp_size: int, rank: int) -> bool:
     """Whether the rank is the one that stores its part: the first of those that hold it."""
     return rank == _part(layer, tp_size, rank) * tp_size // layer.parts
 

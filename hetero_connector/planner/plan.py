@@ -73,7 +73,7 @@ def _restorable(model: ModelSpec, chunks: Sequence[StoredChunk]) -> int:
     for count, stored in enumerate(chunks, 1):
         if any(t not in stored.tiers for t in model.prefix_types):
             break
-        if model.is_whole(stored.tiers.keys(), _end(stored)):
+        if model.is_complete(stored.tiers.keys(), _end(stored)):
             best = count
     return best
 

@@ -164,7 +164,7 @@ class LoadTimes:
             by_cell_s, cells = np.where(incomplete, math.inf, by_cell_s), chunks.cells
         to_pages_s = by_cell_s.take(cells)
         if chunks.tail_bytes:  # the grid has the tail as a full chunk
-            is_whole = self._model.is_whole(chunks.tail_tiers.keys(), int(chunks.ends[-1]))
+            is_whole = self._model.is_complete(chunks.tail_tiers.keys(), int(chunks.ends[-1]))
             to_pages_s[-1] = self._dram.seconds(chunks.tail_bytes, types) if is_whole else math.inf
         to_pages_s += self._to_pages_s
         staged = [(self._with_checkpoints_s(x), x.overhead_s) for x in self._staging]

@@ -193,7 +193,7 @@ class ModelSpec:
         """All types that a chunk which ends at this boundary must hold to be resumed there."""
         return self.prefix_types + self.boundary_types_at(boundary)
 
-    def is_whole(self, held: Set[StateType], boundary: int) -> bool:
+    def is_complete(self, held: Set[StateType], boundary: int) -> bool:
         """Whether a chunk that ends at this boundary and holds these types has all it must."""
         return held >= set(self.types_at(boundary))
 

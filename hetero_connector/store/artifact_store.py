@@ -8,8 +8,8 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
+from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.generation import Generation
-from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, StoredChunk, Tier
 from hetero_connector.errors import StoreClosedError
 from hetero_connector.metrics import Recorder

@@ -14,8 +14,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
+from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.generation import Generation
-from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, Tier
 from hetero_connector.artifacts.record import StoredChunk as StoredChunk
 from hetero_connector.spec.state_types import StateType

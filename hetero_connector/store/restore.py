@@ -8,7 +8,7 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkRange, StoredChunk, Tier
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Failure, Wanted

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from itertools import islice
 
-from hetero_connector.artifacts.exported import ExportChange
+from hetero_connector.artifacts.copies import ExportChange
 from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.metrics import Recorder
 from ownership.directory import Claim, Copy, Directory, Grant, GrantOutcome

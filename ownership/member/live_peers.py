@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId
 from ownership.directory import Worker
 from ownership.directory.identifiers import Epoch, Token

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
-from hetero_connector.artifacts.exported import ExportChange
+from hetero_connector.artifacts.copies import ExportChange
 from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 

@@ -9,22 +9,22 @@ from hetero_connector.artifacts.generation import FIRST, Generation
 
 
 def test_an_engines_own_reset_parts_it_from_everybody() -> None:
-    ann, bob = FIRST.parted(), FIRST.parted()
+    ann, bob = FIRST.after_own_reset(), FIRST.after_own_reset()
     assert len({ann.tag, bob.tag, FIRST.tag}) == 3
     assert ann.adopted == 0
 
 
 def test_the_fleets_reset_brings_all_together_again() -> None:
-    ann = FIRST.parted().told(5)
+    ann = FIRST.after_own_reset().with_fleet(5)
     assert ann.private, "the number it had when the engine parted is no reset"
-    assert ann.told(5) is ann
-    assert ann.told(6) == FIRST.told(6) == Generation(6)
-    assert ann.told(6).adopted == 6
+    assert ann.with_fleet(5) is ann
+    assert ann.with_fleet(6) == FIRST.with_fleet(6) == Generation(6)
+    assert ann.with_fleet(6).adopted == 6
 
 
 def test_a_number_that_falls_brings_nothing_back() -> None:
-    assert Generation(7).told(3) == Generation(7)
-    assert Generation(7).parted().told(3).fleet == 7
+    assert Generation(7).with_fleet(3) == Generation(7)
+    assert Generation(7).after_own_reset().with_fleet(3).fleet == 7
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 5)), max_size=12))
@@ -32,7 +32,7 @@ def test_no_tag_ever_comes_back(resets: list[int | None]) -> None:
     """None: the engine's own reset; a number: what it hears of the fleet's."""
     generation, seen = FIRST, [FIRST.tag]
     for fleet in resets:
-        generation = generation.parted() if fleet is None else generation.told(fleet)
+        generation = generation.after_own_reset() if fleet is None else generation.with_fleet(fleet)
         if generation.tag != seen[-1]:
             seen.append(generation.tag)
     assert len(set(seen)) == len(seen)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.artifacts.tensor_parallel import page_runs, refusal, whole_model, writes
+from hetero_connector.artifacts.tensor_parallel import is_writer, page_runs, refusal, whole_model
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.spec.from_config import model_spec_from_config
 from hetero_connector.spec.presets import PRESETS
@@ -44,7 +44,7 @@ def joined(layer: Layer, tp_size: int, parts: list[Bytes]) -> Bytes:
     whole = np.full((len(parts[0]), spec.whole_page_bytes), 0xEE, np.uint8)
     written = np.zeros(spec.whole_page_bytes, int)
     for rank, part in enumerate(parts):
-        if writes(spec, tp_size, rank):
+        if is_writer(spec, tp_size, rank):
             for run in page_runs(spec, tp_size, rank):
                 end, whole_end = run.start + run.size_bytes, run.whole_start + run.size_bytes
                 whole[:, run.whole_start : whole_end] = part[:, run.start : end]

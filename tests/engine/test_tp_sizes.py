@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
-from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange, StoredChunk, Tier
 from hetero_connector.artifacts.tensor_parallel import whole_model
 from hetero_connector.engine.messages import ArtifactCopy

@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange, StoredChunk
 from hetero_connector.errors import DirectoryUnavailableError, HeteroCacheError
 from hetero_connector.metrics import Recorder

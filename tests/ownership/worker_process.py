@@ -23,7 +23,7 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 
-from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import (
     ROOT,
     ArtifactId,

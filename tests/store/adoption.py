@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from filling import CHUNK, CHUNK_BYTES, FINGERPRINT, SIZES, Bench, Clock, chain, put, wait
 
-from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier
 from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.store.artifact_store import ArtifactStore

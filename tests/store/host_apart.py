@@ -14,7 +14,7 @@ import numpy as np
 from filling import forget_all
 from peer_engine import BIG, CHUNKS, Writer, open_store, right
 
-from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier
 from hetero_connector.store.base import Wanted
 from hetero_connector.store.peers.ports import KnownPeers

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 from filling import CHUNK, DENSE, FINGERPRINT, WINDOW, chain, contents, forget_all, until
 
-from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange
 from hetero_connector.metrics import Recorder
 from hetero_connector.store.artifact_store import ArtifactStore

@@ -44,8 +44,8 @@ def damage(path: Path, block: int) -> None:
 
 
 def test_what_was_written_last_is_found(path: Path) -> None:
-    parted = FIRST.parted()
-    for kept in (FIRST, parted, parted.told(7), Generation(2**53)):
+    parted = FIRST.after_own_reset()
+    for kept in (FIRST, parted, parted.with_fleet(7), Generation(2**53)):
         written(path, kept)
         assert reopened(path) == kept == read_generation(path)
 

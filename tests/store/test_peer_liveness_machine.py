@@ -20,7 +20,7 @@ from test_fleet_machine import THEIRS
 from test_liveness_machine import FleetLivenessMachine
 from test_store_machine import DEPTH, TRUNKS, chains
 
-from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange, StoredChunk, Tier
 from hetero_connector.errors import TransferError
 from hetero_connector.metrics import Recorder

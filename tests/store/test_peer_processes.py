@@ -12,7 +12,7 @@ import pytest
 from filling import chain, forget_all, until, wait
 from peer_engine import BIG, CHUNKS, Writer, engines, open_store, right
 
-from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Restore, Wanted

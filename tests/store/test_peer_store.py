@@ -28,7 +28,7 @@ from filling import (
     wait,
 )
 
-from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier
 from hetero_connector.errors import PeerError, StoreError
 from hetero_connector.metrics import COUNTERS, Recorder

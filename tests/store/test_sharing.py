@@ -19,7 +19,7 @@ from filling import (
     until,
 )
 
-from hetero_connector.artifacts.exported import ExportChange
+from hetero_connector.artifacts.copies import ExportChange
 from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.metrics import Recorder
 from hetero_connector.store.artifact_store import ArtifactStore

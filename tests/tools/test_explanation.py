@@ -304,7 +304,7 @@ def test_what_was_stored_before_a_reset_is_not_offered(
     directory: Path, prompt: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = GenerationFile.open(directory / GENERATION_NAME, is_new=False)
-    file.write(file.found.parted())
+    file.write(file.found.after_own_reset())
     file.close()
     assert cli.main(["explain", str(directory), str(prompt), "--json"]) == 0
     assert [c["boundary"] for c in json.loads(capsys.readouterr().out)["candidates"]] == [0]

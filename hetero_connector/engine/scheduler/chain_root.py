@@ -42,7 +42,7 @@ class ChainRoot:
         self._weights = Weights()
         self._manager: KVCacheManager | None = None
         self._has_outdated_pages = False
-        self.hasher = hasher.under(self._generation.tag, self._weights.tag)
+        self.hasher = hasher.with_root(self._generation.tag, self._weights.tag)
         """Names chains under the present root."""
 
     def bind(self, kv_cache_manager: KVCacheManager) -> None:
@@ -108,7 +108,7 @@ class ChainRoot:
 
     def _change(self) -> None:
         self._generation = self._store.catch_up()
-        self.hasher = self.hasher.under(self._generation.tag, self._weights.tag)
+        self.hasher = self.hasher.with_root(self._generation.tag, self._weights.tag)
         self._on_change(self.hasher)
         self._has_outdated_pages = self._has_cached_pages() or self._has_outdated_requests()
 

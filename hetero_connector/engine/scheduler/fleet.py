@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ChunkKey
 from hetero_connector.spec import StateType
 from hetero_connector.store.peers.ports import Peers

@@ -15,15 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import (
     ArtifactId,
     ChunkRange,
     SharedTiers,
     StoredChunk,
     Tier,
-    up_to_gap,
+    num_unbroken,
 )
 from hetero_connector.engine.scheduler.fleet import Fleet, Lookup
 from hetero_connector.engine.scheduler.handoff import handoff_tokens, was_prefilled
@@ -237,7 +237,7 @@ class PeerMatcher:
         size = self._size
         chunks = list(tracker.chain.chunks(limit))
         stored = self._store.holdings(chunks)
-        first = up_to_gap(stored, self._model.prefix_types, local_tokens)
+        first = num_unbroken(stored, self._model.prefix_types, local_tokens)
         last_is_here = first == 0 or bool(stored[first - 1].tiers)
         if (first + 1) * size <= local_tokens or not last_is_here:
             return None  # chunks cannot be fetched without their parents
@@ -314,7 +314,7 @@ class PeerMatcher:
         )
 
     def _is_whole(self, stored: StoredChunk) -> bool:
-        return self._model.is_whole(stored.tiers.keys(), stored.chunk.end)
+        return self._model.is_complete(stored.tiers.keys(), stored.chunk.end)
 
     def _has_prefix_state(self, stored: StoredChunk) -> bool:
         """True if the chunk has all the state that chunks after it need."""

@@ -101,7 +101,7 @@ class RequestTracker:
 
     def change_root(self, hasher: ChainHasher) -> None:
         """Name the chain under another root: the pages it has are not saved or handed off."""
-        self.chain = self.chain.under(hasher)
+        self.chain = self.chain.rehashed(hasher)
         self.outdated = True
         self.handoff_tokens = 0
 

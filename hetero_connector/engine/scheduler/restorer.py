@@ -18,7 +18,7 @@ from hetero_connector.artifacts.record import (
     SharedTiers,
     Tier,
     distinct_tiers,
-    up_to_gap,
+    num_unbroken,
 )
 from hetero_connector.artifacts.tails import longest_tail
 from hetero_connector.engine.messages import ArtifactSpan, Blocks, Load
@@ -212,9 +212,9 @@ class Restorer:
         """
         stored = self._peers.extend(tracker, self._store.holdings(tracker.chain.chunks(limit)))
         needed = self._model.prefix_types
-        tracker.matched_chunks = up_to_gap(stored, needed)
+        tracker.matched_chunks = num_unbroken(stored, needed)
         if tracker.matched_chunks < len(stored):
-            del stored[up_to_gap(stored, needed, local_tokens) :]
+            del stored[num_unbroken(stored, needed, local_tokens) :]
         stored += self._find_tail(tracker, stored, limit)
         attempts = tracker.attempts
         if attempts is None or not attempts.count:

@@ -67,7 +67,7 @@ def plan_saves(layout: ArtifactLayout, rank: int, copy: PageCopy) -> LayerCopies
     plan = _plan(layout, rank, copy)
     if layout.model.tp_size == 1:
         return plan
-    own = {x.layer for x in layout.model.stored_layers if layout.writes(x, rank)}
+    own = {x.layer for x in layout.model.stored_layers if layout.is_writer(x, rank)}
     return {layer: copies for layer, copies in plan.items() if layer in own}
 
 

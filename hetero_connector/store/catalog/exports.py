@@ -6,7 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 
-from hetero_connector.artifacts.exported import ExportChange, ExportedCopy
+from hetero_connector.artifacts.copies import ExportChange, ExportedCopy
 from hetero_connector.store.catalog.nodes import Artifact
 
 _MAX_CHANGES = 1 << 16

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from random import Random
 
+from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.generation import Generation
-from hetero_connector.artifacts.peer_copy import PeerCopy
 from hetero_connector.artifacts.record import ChunkKey, SlotRef, StoredChunk, Tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType

@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.errors import PeerError
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.catalog.slots import SLOT_ALIGNMENT, SlotGeometry

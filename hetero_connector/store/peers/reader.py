@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import SlotRef, Tier
 from hetero_connector.errors import PeerError
 from hetero_connector.store.base import Failure

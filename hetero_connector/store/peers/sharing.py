@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 
-from hetero_connector.artifacts.exported import ExportChange
+from hetero_connector.artifacts.copies import ExportChange
 from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.store.catalog.exports import as_it_stands

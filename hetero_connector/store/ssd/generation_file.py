@@ -46,13 +46,13 @@ class GenerationFile:
     def open(cls, path: Path, *, is_new: bool) -> GenerationFile:
         """Open the file, or make it. `is_new`: nothing is stored in its directory yet."""
         if not path.exists():
-            _make(path, FIRST if is_new else FIRST.parted())
+            _make(path, FIRST if is_new else FIRST.after_own_reset())
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             sequence, found = _latest(fd)
             if found is None:
                 logger.warning("%s is damaged: nothing that was stored before is used", path)
-                opened = cls(path, fd, sequence, FIRST.parted())
+                opened = cls(path, fd, sequence, FIRST.after_own_reset())
                 opened.write(opened.found)
                 return opened
             return cls(path, fd, sequence, found)
@@ -78,7 +78,7 @@ def read_generation(path: Path) -> Generation:
     """Return the generation that the file holds, for tools. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        return _latest(fd)[1] or FIRST.parted()
+        return _latest(fd)[1] or FIRST.after_own_reset()
     finally:
         os.close(fd)
 
@@ -112,7 +112,7 @@ class GenerationKeeper:
     def part(self) -> Generation:
         """The engine's own reset: the generation after it. Returns at once; see `wait_kept`."""
         with self._changed:
-            parted = self._latest.parted()
+            parted = self._latest.after_own_reset()
             self._want(parted)
             return parted
 
@@ -123,7 +123,7 @@ class GenerationKeeper:
         """
         with self._changed:
             if asked_in is self._latest:
-                self._want(asked_in.told(fleet))
+                self._want(asked_in.with_fleet(fleet))
 
     def wait_known(self, timeout_s: float) -> bool:
         """Wait until the fleet's number at the last reset is known; whether it is."""

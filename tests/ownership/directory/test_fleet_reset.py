@@ -48,7 +48,7 @@ class Engine:
         until(lambda: self.worker._keeper.lease is not None)
 
     def chain(self, seed: int = 0) -> list[ChunkRange]:
-        chain = RequestChain(HASHER.under(self.store.catch_up().tag, b""))
+        chain = RequestChain(HASHER.with_root(self.store.catch_up().tag, b""))
         chain.extend([(i * 31 + seed) % 997 for i in range(TOKENS)])
         return list(chain.chunks())
 
@@ -163,7 +163,7 @@ def test_what_it_has_adopted_outlives_the_engine(
     ann.close()
     again = Bench(tmp_path / "ssd").open()
     assert again.generation.fleet == number
-    chain = RequestChain(HASHER.under(again.generation.tag, b""))
+    chain = RequestChain(HASHER.with_root(again.generation.tag, b""))
     chain.extend([i * 31 % 997 for i in range(TOKENS)])
     assert len(again.match(chain.chunks())) == 2
     again.close()
@@ -262,7 +262,7 @@ class Resets(RuleBasedStateMachine):
     def own_reset(self, name: str) -> None:
         self.moment += 1
         self.reset_at[name] = self.moment
-        self.generations[name] = self.generations[name].parted()
+        self.generations[name] = self.generations[name].after_own_reset()
 
     @rule()
     def fleet_reset(self) -> None:
@@ -280,7 +280,7 @@ class Resets(RuleBasedStateMachine):
         """At any time after, also after a reset of its own."""
         asked_in, number = self.asked.pop(name, (None, 0))
         if asked_in is self.generations[name]:
-            self.generations[name] = self.generations[name].told(number)
+            self.generations[name] = self.generations[name].with_fleet(number)
 
     @invariant()
     def who_shares_has_seen_a_common_reset_after_its_own(self) -> None:

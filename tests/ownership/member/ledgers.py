@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from hetero_connector.artifacts.exported import ExportChange, ExportedCopy
+from hetero_connector.artifacts.copies import ExportChange, ExportedCopy
 from hetero_connector.artifacts.generation import FIRST, Generation
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkRange
 from hetero_connector.errors import DirectoryUnavailableError
@@ -64,7 +64,7 @@ class ListedStore:
 
     def hear_generation(self, number: int, asked_in: Generation) -> None:
         if asked_in is self.generation:
-            self.generation = asked_in.told(number)
+            self.generation = asked_in.with_fleet(number)
 
     def put(self, *changes: ExportChange) -> None:
         for made in changes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero_connector.artifacts.peer_copy import PeerCopy
+from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.spec.state_types import StateType
 from ownership.directory import Worker

@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from examples.embedded_redis import EmbeddedRedis
-from hetero_connector.artifacts.exported import ExportChange
+from hetero_connector.artifacts.copies import ExportChange
 from hetero_connector.errors import DirectoryUnavailableError
 from ownership.directory import Claim, Copy, GrantOutcome, Worker
 from ownership.directory.identifiers import NO_EPOCH
