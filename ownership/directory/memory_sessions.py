@@ -123,7 +123,7 @@ class MemoryChainUsers:
         self._limits = limits
         self._users: dict[ChunkKey, set[tuple[Epoch, str]]] = {}
         self._used_s: dict[ChunkKey, float] = {}
-        """When each chunk was last used, least recently used first."""
+        """The time of each chunk's last use, least recently used first."""
 
     def add(self, epoch: Epoch, user: str, chunks: Sequence[ChunkKey], now_s: float) -> None:
         for chunk in chunks:

@@ -26,7 +26,7 @@ from ownership.member.directory_thread import DirectoryThread
 from ownership.member.shared_store import SharedStore
 
 _NAME = "sessions"
-"""All sessions of an engine count as one user; the epoch says of which engine."""
+"""All sessions of an engine count as one user. The epoch identifies the engine."""
 _CHUNKS_PER_CALL = 256
 _MAX_SESSIONS = 8_192
 """Twice as many as a store counts. The session that changed least recently is forgotten first: its

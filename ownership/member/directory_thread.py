@@ -60,7 +60,7 @@ _log = logging.getLogger("vllm.heterocache")
 
 @dataclass(frozen=True)
 class ThreadHooks:
-    """What the worker does on the directory's thread."""
+    """The worker's work on the directory's thread."""
 
     start_epoch: Callable[[], ClaimBatches]
     """Called after each registration: returns batches of claims for all that the worker has."""

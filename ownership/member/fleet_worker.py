@@ -41,7 +41,7 @@ class MemberTimes:
     lookup_s: float = DEADLINE_S
     """Longest time that a request waits for a lookup."""
     listing_ttl_s: float = LISTING_TTL_S
-    """How long a replica is listed."""
+    """Time for which a replica is listed."""
     horizon_s: float = HORIZON_S
     """Longest time from a lookup to the use of a copy it found."""
 

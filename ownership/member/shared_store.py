@@ -18,7 +18,7 @@ class SharedStore(Protocol):
 
     @property
     def card(self) -> bytes:
-        """What peers need to read from this store."""
+        """The data with which peers read from this store."""
         ...
 
     @property

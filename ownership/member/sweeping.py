@@ -37,7 +37,7 @@ class Sweeper:
         self._full_s = every_s
         """Seconds until the next sweep after a claim was answered `FULL`."""
         self.due_s = clock()
-        """When to call `sweep`."""
+        """The time at which `sweep` has to be called."""
 
     def on_full(self) -> None:
         """Sweep sooner: a claim found the directory full.

@@ -1,14 +1,17 @@
-"""Where a request runs: pure policies over plain figures. No I/O, no engine, no clock.
+"""Decides where a request runs: pure policies over plain figures. No I/O, no engine, no clock.
 
-Owns what a scheduler knows of a request (`step`: its class, who holds how much of it) and of the
-fleet (`fleet`: a table that a router or a simulator fills), the price of every placement by the
-planner's own cost models (`prefill_pricing`, `step_pricing`, `footprint`, `terms`), what comes
-out (`decision`, printed by `explain`), and the policies: `ownerserve` takes the cheapest,
-`baselines`, `dynamo_kv` and `conductor` are what others do. `admission` and `replication` are
-policies of their own. `held` turns a directory's answer into figures. May import
-`hetero_connector`'s planner, artifacts and spec, and the directory's types; never an engine,
-redis or the simulator. A new policy goes into `registry.POLICIES`; a new term of the price into
-`PlacementTerms` and the pricing.
+- Input: `step` (a request, its class, and how much of it each worker can resume from; `prefixes`
+  derives that from a directory's answer) and `fleet` (a table of figures per worker that a router
+  or a simulator fills).
+- Price: `step_pricing` prices every route by the planner's own cost models (`prefill_pricing`,
+  `footprint`, `weights`).
+- Output: `decision`, which `explain` prints.
+- Policies: `ownerserve` takes the cheapest route; `baselines`, `dynamo_kv` and `conductor` are
+  what others do. `admission` refuses steps, `replication` orders replicas of hot prefixes.
+
+May import `hetero_connector`'s planner, artifacts, spec and errors, and `ownership.directory`;
+never an engine, redis or the simulator. Add a policy to `registry.POLICIES`; add a term of the
+price to `PlacementTerms` and to the pricing.
 """
 
 from ownership.scheduling.decision import (
@@ -24,7 +27,7 @@ from ownership.scheduling.ownerserve import OwnerServe
 from ownership.scheduling.policy import SchedulingPolicy
 from ownership.scheduling.registry import DEFAULT_POLICY, POLICIES, scheduling_policy
 from ownership.scheduling.step import ClassThresholds, Step, StepClass, WorkerPrefix, classify
-from ownership.scheduling.terms import PlacementTerms
+from ownership.scheduling.step_pricing import PlacementTerms
 from ownership.scheduling.weights import PlacementWeights
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Whether a step is admitted at all."""
+"""Policies that refuse steps."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ from ownership.scheduling.step import Step, StepClass
 
 
 class AdmissionPolicy(Protocol):
-    """Looks at a decision and may refuse it."""
+    """Refuses steps by their placement decision."""
 
     def refusal(self, decision: PlacementDecision) -> Refusal | None:
-        """Why the step is turned away; None: it is admitted."""
+        """Return why the step is refused; None if it is admitted."""
         ...
 
 
 @dataclass(frozen=True)
 class AdmitAll:
-    """Everything that fits."""
+    """Admit every step that fits."""
 
     def refusal(self, decision: PlacementDecision) -> Refusal | None:
-        """Only what the decision refuses itself."""
         return decision.refusal
 
 
 @dataclass(frozen=True)
 class TtftObjective:
-    """Turns away what would miss its time to first token: early, before anything is computed.
+    """Refuse a step early if its predicted time to first token is over the objective.
 
-    A session's state is worth more than a new session's, so classes may have objectives of their
-    own. Source of the rule: Mooncake's early rejection (Qin et al., FAST 2025, section 7).
+    The state of a running session is worth more than that of a new one, so classes may have
+    objectives of their own. Source: Mooncake's early rejection (Qin et al., FAST 2025, section 7).
     """
 
     objective_s: float
@@ -47,7 +46,6 @@ class TtftObjective:
                 raise ValueError(f"an objective is above 0 s, got {objective_s}")
 
     def refusal(self, decision: PlacementDecision) -> Refusal | None:
-        """Set where the predicted TTFT is over the objective."""
         objective_s = self.by_class.get(decision.step_class, self.objective_s)
         if decision.refusal is not None or objective_s == math.inf:
             return decision.refusal
@@ -60,17 +58,15 @@ class TtftObjective:
 
 @dataclass(frozen=True)
 class GatedPolicy:
-    """A policy with an admission policy before it."""
+    """A scheduling policy whose decisions an admission policy may refuse."""
 
     policy: SchedulingPolicy
     admission: AdmissionPolicy
 
     @property
     def name(self) -> str:
-        """The policy's."""
         return self.policy.name
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
-        """Where the step runs, or why it does not."""
         decision = self.policy.decide(step, fleet)
         return replace(decision, refusal=self.admission.refusal(decision))

@@ -1,4 +1,4 @@
-"""Simple policies that fleets run today, to compare by."""
+"""Simple policies that fleets run today, for comparison."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from ownership.scheduling.step import ClassThresholds, Step, WorkerPrefix, class
 from ownership.scheduling.step_pricing import Route, StepPricing
 from ownership.scheduling.weights import PlacementWeights
 
-_NOTHING = WorkerPrefix()
+_NO_PREFIX = WorkerPrefix()
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """What these share: they price their choice, though they do not choose by it."""
+    """The part these policies share: they price their choice, but do not choose by price."""
 
     weights: PlacementWeights = field(default_factory=PlacementWeights)
     thresholds: ClassThresholds = field(default_factory=ClassThresholds)
 
     def pricing(self, step: Step, fleet: FleetView, sources: Sequence[int] = ()) -> StepPricing:
-        """The figures of this moment. `sources`: workers that a prefill may read from."""
+        """Price the step by the present figures. `sources`: workers a prefill may read from."""
         return StepPricing(step, fleet, self.weights, sources)
 
     def decision(
         self, step: Step, fleet: FleetView, pricing: StepPricing, route: Route
     ) -> PlacementDecision:
-        """A decision for `route`."""
+        """Return the decision for `route`."""
         return decision_of(step, classify(step, self.thresholds), fleet, pricing, route)
 
 
 @dataclass(frozen=True)
 class Colocated(Baseline):
-    """Prefill and decode at one worker: the session's, else the least loaded.
+    """Prefill and decode at the session's worker, or at the least loaded one.
 
-    The load is that of vLLM's data-parallel balancer: 4 waiting + running requests
+    The load is that of vLLM's data-parallel balancer: 4 x waiting + running requests
     (`vllm/v1/engine/core_client.py`, `DPLBAsyncMPClient`).
     """
 
@@ -46,7 +46,6 @@ class Colocated(Baseline):
     name: str = "colocated"
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
-        """Where the step runs."""
         pricing = self.pricing(step, fleet)
         found = accepting_workers(pricing, range(len(fleet)))
         owner = fleet.index.get(step.owner or "")
@@ -60,16 +59,15 @@ class Colocated(Baseline):
 
 @dataclass(frozen=True)
 class StaticPd(Baseline):
-    """Prefill and decode pools by role; every prompt is computed in one and moved to the other.
+    """Compute every prompt in a prefill pool and decode it in a decode pool, by role.
 
-    To the least loaded of each pool: by queued tokens, and by running decodes. A session stays
+    Takes the worker of each pool with the fewest queued tokens, or running decodes. A session stays
     with its decoder, which keeps its state.
     """
 
     name: str = "static_pd"
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
-        """Where the step runs."""
         pricing = self.pricing(step, fleet)
         prefillers = accepting_workers(pricing, fleet.prefill_pool)
         decoders = accepting_workers(pricing, fleet.decode_pool)
@@ -82,7 +80,7 @@ class StaticPd(Baseline):
 
 @dataclass
 class RoundRobinPd:
-    """The same pools, each in turn: what vLLM's example proxies for disaggregated prefill do.
+    """Use the workers of the two pools in turn, as vLLM's example proxies do.
 
     Source: `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py` in vLLM.
     """
@@ -92,7 +90,6 @@ class RoundRobinPd:
     _turn: int = field(default=0, init=False)
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
-        """Where the step runs."""
         pricing = self.base.pricing(step, fleet)
         prefillers = accepting_workers(pricing, fleet.prefill_pool)
         decoders = accepting_workers(pricing, fleet.decode_pool)
@@ -103,28 +100,27 @@ class RoundRobinPd:
 
 @dataclass(frozen=True)
 class PrefixAware(Baseline):
-    """The longest prefix while loads are balanced, else the least loaded; many own a prefix.
+    """Take the longest prefix while loads are balanced, else the least loaded worker.
 
     The rule and its defaults are those of SGLang's cache-aware router (`--cache-threshold`,
     `--balance-abs-threshold`, `--balance-rel-threshold`; SGLang Model Gateway's load balancing
-    documentation). Loads are waiting and running requests. Nothing is moved: whoever gets a
-    prompt computes what it lacks, and so becomes another owner of it.
+    documentation). Loads are waiting and running requests. Nothing is moved: the chosen worker
+    computes what it lacks, and so becomes another owner of the prefix.
     """
 
     cache_threshold: float = 0.3
-    """Least share of the prompt that must match for the longest prefix to decide."""
+    """Smallest share of the prompt that must match for the longest prefix to decide."""
     balance_abs: float = 64.0
     balance_rel: float = 1.5
     """Unbalanced: most - least > `balance_abs` and most > `balance_rel` x least."""
     name: str = "prefix_aware"
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
-        """Where the step runs."""
         pricing = self.pricing(step, fleet)
         found = accepting_workers(pricing, range(len(fleet)))
         table = pricing.table
         load = (table.waiting + table.running).tolist()
-        matched = {i: step.prefixes.get(fleet.names[i], _NOTHING).local_tokens for i in found}
+        matched = {i: step.prefixes.get(fleet.names[i], _NO_PREFIX).local_tokens for i in found}
         at = min(found, key=load.__getitem__)
         most, least = max(load[i] for i in found), load[at]
         unbalanced = most - least > self.balance_abs and most > self.balance_rel * least

@@ -14,25 +14,25 @@ from ownership.scheduling.policy import accepting_workers, holders
 from ownership.scheduling.step import Step, WorkerPrefix, classify
 from ownership.scheduling.step_pricing import Route, StepPricing
 
-_NOTHING = WorkerPrefix()
+_NO_PREFIX = WorkerPrefix()
 
 
 @dataclass(frozen=True)
 class Conductor:
-    """The prefill worker of least predicted TTFT, and the decode worker of least step time.
+    """Take the prefill worker of least predicted TTFT and the decode worker of the fastest step.
 
-    TTFT of a prefill worker: queue + prefill from its own prefix. Where the fleet's longest
-    prefix is more than `threshold` times its own, that may be fetched first, if the transfer is
-    shorter than the prefill it spares; below the threshold the difference is computed again. A
-    step that would miss the objectives is refused. Source: Qin et al., Mooncake (arXiv 2407.00079;
-    FAST 2025): Algorithm 1, and section 6.2 on what is transferred.
+    TTFT of a prefill worker: queue + prefill from its own prefix. If the fleet's longest prefix is
+    more than `threshold` times its own, the worker may fetch it first, provided that the transfer
+    is shorter than the prefill it saves; otherwise it computes the difference. A step that would
+    miss the objectives is refused. Source: Qin et al., Mooncake (arXiv 2407.00079; FAST 2025):
+    Algorithm 1, and section 6.2 on what is transferred.
     """
 
     threshold: float = 2.0
     """`kvcache_balancing_threshold`; the paper names no value."""
     ttft_objective_s: float = math.inf
     tbt_objective_s: float = math.inf
-    """Of a decode step with the request in it."""
+    """Longest time of a decode step with the request in it."""
     base: Baseline = field(default_factory=Baseline)
     name: str = "conductor"
 
@@ -41,7 +41,6 @@ class Conductor:
             raise ValueError(f"threshold is a ratio of at least 1, got {self.threshold}")
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
-        """Where the step runs."""
         pricing = self.base.pricing(step, fleet, holders(step, fleet)[:1])
         prefillers = accepting_workers(pricing, fleet.prefill_pool)
         prefill, source = self._prefill(step, fleet, pricing, prefillers)
@@ -58,9 +57,9 @@ class Conductor:
     def _prefill(
         self, step: Step, fleet: FleetView, pricing: StepPricing, found: Sequence[int]
     ) -> tuple[int, int | None]:
-        """The worker and the one it reads from."""
+        """Return the prefill worker and the one it reads from."""
         local_s = pricing.local_ready_s
-        own = {i: step.prefixes.get(fleet.names[i], _NOTHING).local_tokens for i in found}
+        own = {i: step.prefixes.get(fleet.names[i], _NO_PREFIX).local_tokens for i in found}
         routes: list[tuple[float, int, int | None]]
         routes = [(local_s.item(i), i, None) for i in found]
         for source in pricing.sources:
@@ -74,7 +73,7 @@ class Conductor:
         return min(routes, key=lambda route: route[0])[1:]
 
     def _decode(self, step: Step, fleet: FleetView, pricing: StepPricing) -> tuple[int, float]:
-        """The decode worker, and how long its steps will take."""
+        """Return the decode worker and the time of its steps, in seconds."""
         found = accepting_workers(pricing, fleet.decode_pool)
         table = pricing.table
         context = table.context_tokens + step.prompt_tokens

@@ -1,4 +1,4 @@
-"""What a policy decided for a step, and what it decided against."""
+"""A policy's decision for a step, with all candidates it considered."""
 
 from __future__ import annotations
 
@@ -9,94 +9,93 @@ from functools import cached_property
 
 from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.step import Step, StepClass, WorkerPrefix
-from ownership.scheduling.step_pricing import Route, StepPricing
-from ownership.scheduling.terms import PlacementTerms
+from ownership.scheduling.step_pricing import PlacementTerms, Route, StepPricing
 
-_NOTHING = WorkerPrefix()
+_NO_PREFIX = WorkerPrefix()
 
 
 class PlacementAction(StrEnum):
-    """What a placement makes happen."""
+    """The work that a placement causes."""
 
     COLOCATED_PREFILL = "colocated_prefill"
-    """Computed where it decodes, from what that worker has itself; nobody has more."""
+    """Computed where it decodes, from that worker's own state. No worker has more."""
     REMOTE_PREFILL = "remote_prefill"
     """Computed at one worker and handed off to the one that decodes."""
     DECODE_CONTINUATION = "decode_continuation"
     """The session goes on decoding at its owner."""
     ARTIFACT_FETCH = "artifact_fetch"
-    """State that another worker owns and keeps is read before the rest is computed."""
+    """State of another worker, which keeps it, is read before the rest is computed."""
     TAIL_RECOMPUTE = "tail_recompute"
-    """What another worker has is computed again rather than moved."""
+    """State that another worker has is computed again, because that is cheaper than moving it."""
     STATE_MIGRATION = "state_migration"
-    """The session moves: its owner's state is read, and the reader owns it from then on."""
+    """The session moves: its owner's state is read, and the reader is the owner from then on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a step runs. There is one worker that decodes: the session's owner from now on."""
+    """The workers that serve a step. The one that decodes owns the session from then on."""
 
     action: PlacementAction
     decode_worker: str
     prefill_worker: str
-    """The same, unless it is a remote prefill."""
+    """The worker that decodes, except for a remote prefill."""
     source_worker: str | None = None
-    """The worker that the prefill worker reads state from first. What it restores of that, and
-    of its own, its own planner decides."""
+    """The worker that the prefill worker reads state from first. The prefill worker's planner
+    decides how much of that, and of its own state, it restores."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementCandidate:
-    """One route to serve the step."""
+    """One route by which the step could be served, with its price."""
 
     placement: Placement
     resume_tokens: int
-    """Where the prefill worker is expected to compute from."""
+    """The token from which the prefill worker is expected to compute."""
     terms: PlacementTerms
     chosen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a step is not admitted."""
+    """The reason why a step is not admitted."""
 
     reason: str
     predicted_ttft_s: float
-    """Of the best placement there was."""
+    """TTFT of the best placement."""
 
 
 @dataclass(frozen=True)
 class PlacementDecision:
-    """Where a step goes. What it is made of is worked out when asked for, by the figures then."""
+    """The placement of a step. Details are computed on demand, from the figures at that time."""
 
     step: Step
     step_class: StepClass
     route: Route
     names: tuple[str, ...]
-    """Of the workers that `route` means."""
+    """Names of the workers, by the index that `route` uses."""
     pricing: StepPricing = field(repr=False, compare=False)
     remote: bool = False
-    """Whether remote prefills were considered."""
+    """True if remote prefills were considered."""
     refusal: Refusal | None = None
-    """Set where the step should be turned away; the placement is what it would have been."""
+    """Set if the step should be refused; the placement is then the best there was."""
 
     @cached_property
     def placement(self) -> Placement:
-        """Where the step runs."""
+        """The chosen placement."""
         return self._placement(self.route)
 
     @cached_property
     def predicted(self) -> PlacementTerms:
-        """What that is predicted to cost."""
+        """The predicted cost of the chosen placement."""
         return self.pricing.terms(self.route)
 
     def candidates(self) -> Iterator[PlacementCandidate]:
-        """Everything that was considered, and the choice if it is none of that. For people."""
-        shown = False
+        """Iterate over all candidates, and the choice if it is not among them. Slow."""
+        is_shown = False
         for route in self.pricing.routes(self.remote):
-            shown |= route == self.route
+            is_shown |= route == self.route
             yield self._candidate(route)
-        if not shown:
+        if not is_shown:
             yield self._candidate(self.route)
 
     def _candidate(self, route: Route) -> PlacementCandidate:
@@ -118,7 +117,7 @@ class PlacementDecision:
             return PlacementAction.STATE_MIGRATION if moves else PlacementAction.ARTIFACT_FETCH
         if self.step_class is StepClass.DECODE_CONTINUATION and self.names[route.decode] == owner:
             return PlacementAction.DECODE_CONTINUATION
-        own = step.prefixes.get(self.names[route.decode], _NOTHING).local_tokens
+        own = step.prefixes.get(self.names[route.decode], _NO_PREFIX).local_tokens
         if any(prefix.dram_tokens > own for prefix in step.prefixes.values()):
             return PlacementAction.TAIL_RECOMPUTE
         return PlacementAction.COLOCATED_PREFILL
@@ -132,5 +131,5 @@ def decision_of(
     route: Route,
     refusal: Refusal | None = None,
 ) -> PlacementDecision:
-    """A policy's choice that did not come from comparing prices."""
+    """Return a decision for a route that was not chosen by price."""
     return PlacementDecision(step, step_class, route, fleet.names, pricing, refusal=refusal)

@@ -17,17 +17,18 @@ from ownership.scheduling.step_pricing import Route, StepPricing
 
 @dataclass
 class DynamoKv:
-    """logit = 2 overlap - cache usage - normalised waiting; the greatest, or drawn by softmax.
+    """Take the worker with the greatest logit, or draw one by softmax.
 
-    overlap: matching share of the prompt; cache usage: share of the KV cache in use; waiting:
-    requests over the most that any worker has waiting. Source: NVIDIA Dynamo documentation, "KV
-    Router Performance Tuning", Cost Function Tuning. There a tie is drawn, here the first by
-    name wins, so that runs can be repeated. With a temperature logits are divided by their range
-    before the softmax (lib/kv-router, `softmax_sample`). Later releases count active blocks.
+    logit = 2 x overlap - cache usage - normalised waiting. Overlap: matching share of the prompt.
+    Cache usage: share of the KV cache in use. Waiting: waiting requests divided by the most that
+    any worker has. Source: NVIDIA Dynamo documentation, "KV Router Performance Tuning", Cost
+    Function Tuning. There a tie is drawn; here the first by name wins, so that runs can be
+    repeated. With a temperature, logits are divided by their range before the softmax
+    (lib/kv-router, `softmax_sample`). Later releases count active blocks.
     """
 
     rng: random.Random
-    """Used with a temperature only."""
+    """Used only with a temperature."""
     temperature: float = 0.0
     """0: greedy."""
     overlap_weight: float = 2.0
@@ -39,15 +40,14 @@ class DynamoKv:
             raise ValueError(f"temperature is at least 0 and finite, got {self.temperature}")
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
-        """Where the step runs."""
         pricing = self.base.pricing(step, fleet)
         found = accepting_workers(pricing, range(len(fleet)))
         logits = self.logits(step, fleet, pricing)[found]
-        at = found[self._drawn(logits) if self.temperature else int(logits.argmax())]
+        at = found[self._draw(logits) if self.temperature else int(logits.argmax())]
         return self.base.decision(step, fleet, pricing, Route(at, at))
 
     def logits(self, step: Step, fleet: FleetView, pricing: StepPricing) -> Floats:
-        """[workers] the higher the better."""
+        """Return `[workers]`; a higher value is better."""
         table = pricing.table
         overlap = np.zeros(len(fleet))
         for name, prefix in step.prefixes.items():
@@ -58,7 +58,7 @@ class DynamoKv:
         logits: Floats = self.overlap_weight * overlap - usage - waiting
         return logits
 
-    def _drawn(self, logits: Floats) -> int:
+    def _draw(self, logits: Floats) -> int:
         spread = float(np.ptp(logits)) or 1.0
         weights = np.exp((logits - logits.max()) / (spread * self.temperature))
         return self.rng.choices(range(len(weights)), weights.tolist())[0]

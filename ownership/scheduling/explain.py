@@ -1,4 +1,4 @@
-"""A decision as a table: every candidate with its price by term, the choice marked."""
+"""Prints a decision as a table: every candidate with its price by term, the choice marked."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _HEADER = (
 
 
 def explain(decision: PlacementDecision, max_rows: int | None = None) -> str:
-    """The decision in words and a table, the cheapest first, for a terminal.
+    """Return the decision as a table and a summary, the cheapest candidate first.
 
-    `max_rows`: at most so many candidates, the choice among them. None: all.
+    `max_rows`: longest table; the choice is always in it. None: all candidates.
     """
-    # Of equal ones the choice first: it is what wins a tie.
+    # Among equals the choice comes first.
     candidates = sorted(decision.candidates(), key=lambda x: (x.terms.total_s, not x.chosen))
     shown = candidates[:max_rows]
     shown += [x for x in candidates[len(shown) :] if x.chosen]
@@ -29,14 +29,14 @@ def explain(decision: PlacementDecision, max_rows: int | None = None) -> str:
 
 def _summary(decision: PlacementDecision) -> list[str]:
     placement, terms = decision.placement, decision.predicted
-    where = f"decode at {placement.decode_worker}"
+    workers = f"decode at {placement.decode_worker}"
     if placement.prefill_worker != placement.decode_worker:
-        where += f", prefill at {placement.prefill_worker}"
+        workers += f", prefill at {placement.prefill_worker}"
     if placement.source_worker is not None:
-        where += f", reading from {placement.source_worker}"
+        workers += f", reading from {placement.source_worker}"
     lines = [
         f"step: {decision.step_class}, {decision.step.prompt_tokens} tokens",
-        f"choice: {placement.action}, {where}",
+        f"choice: {placement.action}, {workers}",
         f"predicted time to first token: {_ms(terms.ttft_s)} ms",
     ]
     return lines + ([f"refused: {decision.refusal.reason}"] if decision.refusal else [])

@@ -1,8 +1,7 @@
-"""The fleet as a scheduler sees it: a table of plain figures, one column of workers each.
+"""The fleet as a scheduler sees it: a table of figures, one column per worker.
 
-Whoever runs a policy fills it: a router from what its workers report, a simulator from its own
-state. Workers are kept in the order of their names, so that no answer depends on the order in
-which they were told.
+A router fills it from its workers' reports, a simulator from its own state. Workers are kept in
+the order of their names, so that no decision depends on the order in which they were added.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from ownership.scheduling.footprint import StateFootprint
 Floats = NDArray[np.float64]
 
 _ONE_STEP = 2.0**53
-"""Tokens a step computes where no limit is told."""
+"""Tokens of a step if there is no limit."""
 
 
 class Role(StrEnum):
-    """What policies with fixed roles send a worker. Any stock server can do either."""
+    """The kind of work that policies with fixed roles send a worker. Any worker can do both."""
 
     BOTH = "both"
     PREFILL = "prefill"
@@ -35,19 +34,19 @@ class Role(StrEnum):
 
 
 class WorkerLoad(NamedTuple):
-    """What a worker is busy with at this moment."""
+    """The present load of a worker."""
 
     queued_tokens: int = 0
     """Prompt tokens scheduled or waiting, not yet computed."""
     waiting_requests: int = 0
     running_requests: int = 0
-    """As vLLM counts them: those whose prompt is being computed decode next, beside the rest."""
+    """Counted as vLLM does: requests whose prompt is being computed are included."""
     context_tokens: int = 0
-    """Their tokens, summed: what they attend to."""
+    """Sum of their tokens: what they attend to."""
     hbm_used_bytes: int = 0
-    """KV pages of running requests on one rank; cached pages that may be evicted do not count."""
+    """KV pages of running requests on one rank. Cached pages that may be evicted do not count."""
     residence_s: float = 0.0
-    """Mean seconds for which requests hold their pages lately; 0 if that is not known."""
+    """Mean seconds for which recent requests occupied their pages; 0 if unknown."""
     peer_bytes: int = 0
     """Bytes it is reading from peers."""
     ssd_bytes: int = 0
@@ -55,9 +54,9 @@ class WorkerLoad(NamedTuple):
     outgoing_bytes: int = 0
     """Bytes that peers are reading from it."""
     accepting: bool = True
-    """False: it is draining. It may still be read from."""
+    """False while it is draining. It may still be read from."""
     sessions: int = 0
-    """Sessions that decode here, those that think or run tools among them."""
+    """Sessions that decode here, including those whose user or tool is busy."""
 
 
 IDLE = WorkerLoad()
@@ -65,13 +64,13 @@ IDLE = WorkerLoad()
 
 @dataclass(frozen=True)
 class WorkerView:
-    """One worker: what it can do and what it is doing."""
+    """One worker: its costs and its load."""
 
     name: str
     costs: CostModel
-    """As calibrated or learned; read when the view is handed to a `FleetView`."""
+    """Calibrated or learned. A `FleetView` reads it when it gets this view."""
     hbm_bytes: int
-    """KV pages of one rank."""
+    """Size of the KV pages of one rank."""
     role: Role = Role.BOTH
     load: WorkerLoad = IDLE
 
@@ -83,15 +82,15 @@ class WorkerView:
 
 
 class Link(NamedTuple):
-    """What the network between two workers adds to what the reader's cost model says."""
+    """The network between two workers, where it is slower than the reader's cost model says."""
 
     latency_s: float = 0.0
     seconds_per_byte: float = 0.0
-    """The slower of this and the reader's own pace counts."""
+    """The slower of this and the reader's own rate counts."""
 
 
 class WorkerTable(NamedTuple):
-    """The fleet's figures at one moment: each `[workers] float64`, by name."""
+    """The fleet's figures at one moment: each is `[workers] float64`, in the order of names."""
 
     queued_tokens: Floats
     waiting: Floats
@@ -133,7 +132,7 @@ _NUM_LOADS = len(WorkerLoad._fields)
 
 
 class FleetView:
-    """All workers of one model. Not thread-safe; `update` and `set_load` touch one column each."""
+    """All workers of one model. Not thread-safe. `update` and `set_load` change one column each."""
 
     def __init__(
         self,
@@ -141,9 +140,9 @@ class FleetView:
         workers: Iterable[WorkerView],
         links: Mapping[tuple[str, str], Link] | None = None,
     ) -> None:
-        """`links`: by (from, to), where the network is slower than the reader's model says.
+        """`links`: by (from, to), where the network is slower than the reader's cost model says.
 
-        Raises ValueError for an empty fleet, a name twice, a link to nobody.
+        Raises ValueError for an empty fleet, a name given twice, or a link to an unknown worker.
         """
         ordered = sorted(workers, key=lambda worker: worker.name)
         self.footprint = footprint
@@ -164,26 +163,26 @@ class FleetView:
         return len(self.names)
 
     def update(self, worker: WorkerView) -> None:
-        """Take over a worker's figures, its cost model's as they are now.
+        """Copy a worker's figures, and the present ones of its cost model.
 
-        Raises KeyError for a worker that is not of this fleet.
+        Raises KeyError for an unknown worker.
         """
         costs = worker.costs
         dram, ssd, peer = (
             self.footprint.pace(costs.load.rates(tier)) for tier in (Tier.DRAM, Tier.SSD, Tier.PEER)
         )
-        paces = (*dram[:3], *ssd, *peer)  # copies to pages do not queue behind each other
+        paces = (*dram[:3], *ssd, *peer)  # copies to pages do not queue
         compute = costs.compute.coefficients
         step_tokens = costs.step_tokens or _ONE_STEP
         figures = (*worker.load, worker.hbm_bytes, *compute, step_tokens, *paces, *costs.delays())
         self._table[:, self.index[worker.name]] = figures
 
     def set_load(self, name: str, load: WorkerLoad) -> None:
-        """Only what changes by the moment. Raises KeyError for a worker not of this fleet."""
+        """Set only the load, which changes all the time. Raises KeyError for an unknown worker."""
         self._table[:_NUM_LOADS, self.index[name]] = load
 
     def table(self) -> WorkerTable:
-        """A copy of this moment: what is decided by it can be explained later."""
+        """Return a copy of the present figures, so that a decision can be explained later."""
         return WorkerTable(*self._table.copy())
 
     def _links(self, links: Mapping[tuple[str, str], Link]) -> Floats:
@@ -198,7 +197,7 @@ class FleetView:
 
 
 def _pool(roles: Sequence[Role], role: Role) -> tuple[int, ...]:
-    """Workers of a role, by index; those of either role if it has none of its own."""
+    """Return the workers of a role, by index; those of both roles if there is none."""
     own = tuple(i for i, x in enumerate(roles) if x is role)
     return (
         own or tuple(i for i, x in enumerate(roles) if x is Role.BOTH) or tuple(range(len(roles)))

@@ -1,4 +1,4 @@
-"""What a model's state weighs, in the few numbers that a fleet's decision needs."""
+"""The size of a model's state, in the few numbers that a placement decision needs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from hetero_connector.spec.state_types import StateType
 
 
 class TierPace(NamedTuple):
-    """How fast one tier moves one model's state."""
+    """The speed at which one tier moves one model's state."""
 
     latency_s: float
     """Per load."""
     token_s: float
     """Per token of prefix."""
     checkpoint_s: float
-    """Of the boundary states at the end of a load."""
+    """For the boundary states at the end of a load."""
     ahead_s_per_byte: float
-    """Per byte that is under route already."""
+    """Per byte of loads that are already queued."""
 
 
 @dataclass(frozen=True)
 class StateFootprint:
-    """Bytes of one model's state. Sizes at boundaries are those of full windows."""
+    """Bytes of one model's state. Boundary states are counted with full windows."""
 
     token_bytes: Mapping[StateType, float]
     """Bytes per token of each prefix-proportional type, all ranks together."""
@@ -46,7 +46,7 @@ class StateFootprint:
 
     @classmethod
     def of(cls, layout: ArtifactLayout) -> StateFootprint:
-        """Of a model stored in chunks."""
+        """Return the footprint of a model stored in chunks."""
         grid = ChunkGrid(layout)
         token_bytes = {t: n / layout.chunk_tokens for t, n in grid.prefix_bytes.items()}
         at_boundary = dict(zip(layout.model.boundary_types, grid.boundary_bytes, strict=True))
@@ -65,7 +65,7 @@ class StateFootprint:
         return sum(self.checkpoint_bytes.values())
 
     def pace(self, rates: TierRates) -> TierPace:
-        """What a tier of these rates takes."""
+        """Return the speed of a tier with these rates."""
         per_byte = rates.seconds_per_byte
         return TierPace(
             rates.latency_s,

@@ -1,4 +1,4 @@
-"""OwnerServe's policy: every placement that makes sense for the step, by predicted cost."""
+"""OwnerServe's policy: the cheapest of all placements that make sense for the step."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ MOVES: Moves = {
     StepClass.FORKED_ROLLOUT: frozenset({_REMOTE, _FETCH}),
     StepClass.COLD_RESUME: frozenset({_REMOTE, _FETCH}),
 }
-"""What may go over the network for each class. Serving from what a worker has itself is always
-possible, on every worker: at the owner that is "stay", anywhere it is "never transfer".
+"""The moves over the network that each class allows. Serving a step from a worker's own state is
+always possible, on every worker: at the owner that is "stay", elsewhere "never transfer".
 
-A remote prefill pays for computing much, so that classes of few new tokens do without; a session
-that just goes on decoding moves as a whole or not at all."""
+A remote prefill is worth it for much computation, so classes with few new tokens have none. A
+session that only continues to decode moves completely or not at all."""
 
 
 @dataclass(frozen=True)
 class OwnerServe:
-    """The cheapest placement by C = T_queue + T_compute + T_network + T_restore + prices.
+    """Take the cheapest placement by C = T_queue + T_compute + T_network + T_restore + prices.
 
-    Of equal ones: stay, then never transfer, then a fetch, then a remote prefill; within these
-    the first by name. So nothing is moved without a gain.
+    Among equals it prefers to stay, then never to transfer, then a fetch, then a remote prefill;
+    within these the first by name. So nothing is moved without a gain.
     """
 
     weights: PlacementWeights = field(default_factory=PlacementWeights)
@@ -49,11 +49,10 @@ class OwnerServe:
     thresholds: ClassThresholds = field(default_factory=ClassThresholds)
     moves: Moves = field(default_factory=lambda: MOVES)
     max_sources: int = 4
-    """Workers to read from that are priced: those that hold most."""
+    """Number of workers to read from that are priced: those with the longest prefixes."""
     name: str = "ownerserve"
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
-        """Where the step runs."""
         step_class = classify(step, self.thresholds)
         moves = self.moves[step_class]
         owner = None if step.owner is None else fleet.index.get(step.owner)
@@ -71,7 +70,7 @@ class OwnerServe:
     def _sources(
         self, step: Step, fleet: FleetView, moves: frozenset[PlacementAction]
     ) -> list[int]:
-        """Workers to read from: the owner moves its session, from others a copy is fetched."""
+        """Return the workers to read from. Reading from the owner moves the session."""
         fetch = _FETCH in moves
         migrate = fetch if step.forked else _MIGRATE in moves
         found = holders(step, fleet)
@@ -80,7 +79,7 @@ class OwnerServe:
 
 
 def _cheapest(pricing: StepPricing, owner: int | None, remote: bool) -> tuple[Route, float]:
-    """The best route and its cost; of equals the one that moves least."""
+    """Return the cheapest route and its cost; among equals the one that moves least."""
     local_s = pricing.local_total_s
     at = int(local_s.argmin())
     if owner is not None and local_s[owner] == local_s[at]:

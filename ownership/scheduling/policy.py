@@ -1,4 +1,4 @@
-"""The contract of a scheduling policy, and what every policy shares."""
+"""The contract of a scheduling policy, and helpers that every policy shares."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from ownership.scheduling.step_pricing import StepPricing
 
 
 class SchedulingPolicy(Protocol):
-    """Decides where a step runs. Deterministic given its seed and the order of its calls.
+    """Decides where a step runs. Deterministic for a given seed and order of calls.
 
-    A policy reads the fleet and changes nothing but its own counters; whoever calls it carries
-    the decision out and tells the fleet's figures anew. Raises NoWorkerError when no worker
-    accepts requests.
+    A policy reads the fleet and changes only its own counters. The caller carries out the decision
+    and updates the fleet's figures.
     """
 
     @property
     def name(self) -> str:
-        """As a configuration names it."""
+        """The policy's name in a configuration."""
         ...
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
-        """Where the step runs."""
+        """Return where the step runs. Raises NoWorkerError if no worker accepts requests."""
         ...
 
 
 def holders(step: Step, fleet: FleetView) -> list[int]:
-    """Workers that others can read some of the prompt from, those with most first."""
+    """Return the workers that others can read a part of the prompt from, longest prefix first."""
     found = [
         (-prefix.dram_tokens, fleet.index[name])
         for name, prefix in step.prefixes.items()
@@ -41,9 +40,9 @@ def holders(step: Step, fleet: FleetView) -> list[int]:
 
 
 def accepting_workers(pricing: StepPricing, pool: Sequence[int]) -> list[int]:
-    """Those of the pool that accept requests; of the whole fleet where none of the pool does.
+    """Return the workers of the pool that accept requests; of the whole fleet if none does.
 
-    Raises NoWorkerError where no worker does.
+    Raises NoWorkerError if no worker accepts requests.
     """
     accepting = pricing.table.accepting
     found = [i for i in pool if accepting[i]]

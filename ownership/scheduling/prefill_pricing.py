@@ -1,9 +1,9 @@
 """The price of a step's prefill on every worker, as arrays over the fleet.
 
-By the same models and the same rules as the planner's `pricing`: what is staged (from SSD or a
-peer to DRAM) is hidden by the queue; what goes from DRAM to pages is hidden, layer by layer, by
-the first step's compute. There one worker's many boundaries are priced, here many workers' few:
-all of them in one pass, for a numpy call costs more than the numbers in it.
+It follows the models and rules of the planner's `pricing`: the queue hides staging (from SSD or a
+peer to DRAM), and the first step's compute hides, layer by layer, the copies from DRAM to pages.
+The planner prices many boundaries of one worker; here few boundaries of many workers are priced,
+all in one pass, because a numpy call costs more than the numbers in it.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from ownership.scheduling.weights import PlacementWeights
 
 _GIB = 1 << 30
 _DEPTHS = 3
-"""Where a worker can resume from what it has itself: HBM, DRAM, SSD."""
+"""Tiers from which a worker can resume: HBM, DRAM, SSD."""
 
 
 class PrefillTerms(NamedTuple):
-    """Seconds of one worker's part in serving a step. None hides another."""
+    """Seconds of one worker's part in serving a step, without the hidden ones."""
 
     queue_s: float
     network_s: float
     restore_s: float
     compute_s: float
     delay_s: float
-    """By which its running decodes are late, all together."""
+    """Delay of its running decodes, summed over them."""
     pages_s: float
-    """For which the prompt's pages are held."""
+    """Time for which the prompt's pages are occupied."""
     copy_s: float
-    """Price of what is then held twice."""
+    """Price of state that two workers have from then on."""
 
 
 class PrefillPricing:
-    """One step's prefill over the fleet, by the figures of this moment.
+    """One step's prefill over the fleet, by the present figures.
 
-    Rows are routes to get the prompt's state onto a worker: resuming from its own HBM, DRAM or
-    SSD (`local_rows`), from a source's DRAM (`source_rows`, in the order of `sources`), and,
-    last, joining with what another worker has just computed. Columns are workers.
+    Rows are ways to get the prompt's state onto a worker: resuming from its own HBM, DRAM or
+    SSD (`local_rows`), from a source's DRAM (`source_rows`, in the order of `sources`), and, last,
+    from what another worker has just computed. Columns are workers.
     """
 
     def __init__(
@@ -61,21 +61,21 @@ class PrefillPricing:
         self._per_layer = 1.0 + 1.0 / footprint.num_layers
         page_bytes = footprint.page_bytes_per_token
         self.hbm = weights.hbm_s_per_gib_s * page_bytes * self._tokens / _GIB
-        """Seconds of cost for each second that the prompt's pages are held."""
-        self._hbm_held, self.readable, self._on_ssd = self._held(step, fleet)
-        self.resident: Floats = np.maximum(self._hbm_held, self.readable)
-        """[workers] how many tokens each has in HBM or DRAM."""
+        """Seconds of cost for each second that the prompt's pages are occupied."""
+        self._in_hbm, self.readable, self._on_ssd = self._prefixes(step, fleet)
+        self.resident: Floats = np.maximum(self._in_hbm, self.readable)
+        """`[workers]`: tokens that each has in HBM or DRAM."""
         needed = page_bytes * (self._tokens + step.output_tokens)
         self.queue_s = self._queued() + self._page_wait(needed)
         self._depths = _DEPTHS if step.prefixes else 1
         self.resume = self._resume()
-        """[rows, workers] where the engine computes from, in tokens."""
+        """`[rows, workers]`: the token from which the engine computes."""
         self._copy_s = self._copies(weights.copy)
         self._price()
 
     @property
     def local_rows(self) -> slice:
-        """Rows that read nothing from others."""
+        """The rows that read nothing from other workers."""
         return slice(0, self._depths)
 
     @property
@@ -84,21 +84,21 @@ class PrefillPricing:
         return slice(self._depths, self._depths + len(self.sources))
 
     def row_of(self, source: int) -> int:
-        """The row that reads from a source. ValueError if it was not among the sources."""
+        """Return the row that reads from a source. Raises ValueError if it is not one."""
         return self._depths + self.sources.index(source)
 
     def handoff_s(self) -> Floats:
-        """[prefill, decode] or [1, decode] seconds of reading what another has just computed."""
+        """Return `[prefill, decode]` or `[1, decode]`: seconds of reading what another computed."""
         return self._network(self._tokens - 1.0 - self.resident, None)
 
     def saved_by_reading_s(self) -> Floats:
-        """[workers] seconds by which reading from the first source beats computing it here."""
+        """Return `[workers]`: seconds saved by reading from the first source, not computing."""
         row = self._depths
         saved_s: Floats = self._compute_s[0] - (self._compute_s[row] + self._network_s[row])
         return saved_s
 
     def parts(self, row: int, worker: int) -> PrefillTerms:
-        """One row's of one worker."""
+        """Return the terms of one row of one worker."""
         queue_s, network_s, ssd_s, exposed_s, compute_s = (
             x.item(worker)
             for x in (
@@ -117,13 +117,13 @@ class PrefillPricing:
         )
 
     def _price(self) -> None:
-        """Compute, loads, and what they cost others; [rows, workers] each."""
+        """Compute time, load time and the price for others, each `[rows, workers]`."""
         table, tokens, size = self._table, self._tokens, self._table.step_tokens
         resume, rest = self.resume, tokens - self.resume
         steps = np.ceil(rest / size)
         self._compute_s = self._polynomial(rest, table.token_s, table.attention_s)
         self._compute_s += steps * table.step_s
-        loaded = resume - self._hbm_held
+        loaded = resume - self._in_hbm
         dram_s = loaded * table.dram_token_s + (table.dram_checkpoint_s + table.dram_latency_s)
         dram_s *= loaded > 0.0
         full_s = table.step_s + size * (table.token_s + 0.5 * size * table.attention_s)
@@ -133,9 +133,9 @@ class PrefillPricing:
         self._delay_s += steps * table.mixed_s
         self._delay_s *= table.running
         self.active_s: Floats = self._exposed_s + self._compute_s
-        """From the first page filled to the last token computed."""
+        """Seconds from the first page filled to the last token computed."""
         self.price_s: Floats = self.hbm * self.active_s + self._stall * self._delay_s
-        """What others pay."""
+        """The price for other requests."""
         self.price_s[:-1] += self._copy_s[0]
         self.price_s[-1] += self._copy_s[1]
         self._network_s, self._ssd_s = np.zeros((2, *resume.shape))
@@ -147,12 +147,12 @@ class PrefillPricing:
             self._network_s[self.source_rows] = self._network(lacking, self.sources)
             staged_s = staged_s + self._network_s
         self.ready_s: Floats = np.maximum(staged_s, self.queue_s) + self.active_s
-        """Until the prompt is computed; infinite where a source has nothing that is lacking."""
+        """Until the prompt is computed; infinite if a source has nothing that is missing."""
         if self.sources:
             self.ready_s[self.source_rows][lacking <= 0.0] = np.inf
 
     def _polynomial(self, rest: Floats, token_s: Floats, attention_s: Floats) -> Floats:
-        """[rows, workers] token_s rest + attention_s `attention_work` of the rest."""
+        """Return `[rows, workers]`: token_s x rest + attention_s x `attention_work` of the rest."""
         half_s = 0.5 * attention_s
         # attention_work of the rest is rest (tokens + resume) / 2
         seconds: Floats = self.resume * half_s
@@ -162,18 +162,18 @@ class PrefillPricing:
 
     def _resume(self) -> Floats:
         rows = np.empty((self._depths + len(self.sources) + 1, len(self.resident)))
-        rows[0] = self._hbm_held
+        rows[0] = self._in_hbm
         if self._depths == _DEPTHS:
             rows[1] = self.resident
             np.maximum(self.resident, self._on_ssd, out=rows[2])
         if self.sources:
             rows[self.source_rows] = self.readable[self.sources][:, None]
-            np.maximum(rows, self._hbm_held, out=rows)
+            np.maximum(rows, self._in_hbm, out=rows)
         rows[-1] = self._tokens - 1.0
         return rows
 
     def _from_ssd(self) -> Floats:
-        """[workers] seconds of staging what is on SSD only."""
+        """Return `[workers]`: seconds of staging what is only on SSD."""
         table, lacking = self._table, self.resume[_DEPTHS - 1] - self.resident
         overhead_s = table.ssd_latency_s + table.ssd_bytes * table.ssd_ahead_s
         moved_s: Floats = lacking * table.ssd_token_s
@@ -182,9 +182,9 @@ class PrefillPricing:
         return moved_s
 
     def _network(self, tokens: Floats, sources: list[int] | None) -> Floats:
-        """[sources, workers] seconds of reading so many tokens and a checkpoint.
+        """Return `[sources, workers]`: seconds of reading so many tokens and a checkpoint.
 
-        None: from every worker; [1, workers] where it makes no difference which.
+        `sources` None: from every worker; the result is `[1, workers]` if all are equal.
         """
         table = self._table
         outgoing = table.outgoing_bytes if sources is None else table.outgoing_bytes[sources]
@@ -202,35 +202,41 @@ class PrefillPricing:
             seconds = seconds + outgoing[:, None] * pace
         return np.atleast_2d(seconds)
 
-    def _held(self, step: Step, fleet: FleetView) -> Floats:
-        """[3, workers] tokens in HBM, DRAM, DRAM and SSD; the last token is always computed."""
-        held = np.zeros((3, len(fleet)))
+    def _prefixes(self, step: Step, fleet: FleetView) -> Floats:
+        """Return `[3, workers]`: tokens in HBM, in DRAM, in DRAM or SSD.
+
+        The last token of a prompt is always computed.
+        """
+        tokens = np.zeros((3, len(fleet)))
         for name, prefix in step.prefixes.items():
             worker = fleet.index.get(name)
             if worker is not None:
-                held[:, worker] = prefix
-        return np.minimum(held, self._tokens - 1.0, out=held)
+                tokens[:, worker] = prefix
+        return np.minimum(tokens, self._tokens - 1.0, out=tokens)
 
     def _copies(self, weight: float) -> Floats:
-        """[2, workers] price of what a step there makes a second copy of: of what others hold,
-        and of all that another worker has just computed. By the linear part of computing it."""
+        """Return `[2, workers]`: price of the second copies that a step there makes.
+
+        First of what other workers have, then of all that another worker has just computed. The
+        price is the linear part of computing it.
+        """
         own = np.maximum(self.resident, self._on_ssd)
         copied: Floats = np.array((own.max() - own, self._tokens - 1.0 - own))
         copied *= weight * self._table.token_s
         return copied
 
     def _queued(self) -> Floats:
-        """[workers] `CostModel.queue_s`."""
+        """Return `[workers]`: `CostModel.queue_s`."""
         table = self._table
         steps = np.ceil(table.queued_tokens / table.step_tokens)
         queued_s: Floats = steps * table.step_s + table.queued_tokens * table.token_s
         return queued_s
 
     def _page_wait(self, needed_bytes: float) -> Floats | float:
-        """[workers] seconds until there are pages; infinite where there never are.
+        """Return `[workers]`: seconds until there are enough pages; infinite if there never are.
 
-        What is cached and not running is free, this prompt's prefix too. By Little's law running
-        requests let go of used bytes / residence a second.
+        Pages that are cached and not in use are free, this prompt's prefix included. By Little's
+        law, running requests free used bytes / residence per second.
         """
         table = self._table
         free = table.hbm_bytes - table.hbm_used

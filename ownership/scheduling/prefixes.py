@@ -1,4 +1,4 @@
-"""From what the directory knows of a chain to how much of it each worker holds."""
+"""Derives from the directory's records how much of a chain each worker has."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ownership.scheduling.step import WorkerPrefix
 def worker_prefixes(
     view: ChainView, model: ModelSpec, ends: Sequence[int]
 ) -> dict[str, WorkerPrefix]:
-    """How far each live worker could resume, by name; those that hold nothing are left out.
+    """Return how far each live worker could resume, by name. Workers with nothing are left out.
 
-    `ends`: where the view's chunks end, in tokens. The directory does not know what is in an
-    engine's pages: `hbm_tokens` is 0. Looks at chunks only as far as somebody's prefix reaches.
+    `ends`: the ends of the view's chunks, in tokens. The directory does not know an engine's pages,
+    so `hbm_tokens` is 0. Decodes chunks only as far as the longest prefix reaches.
     """
     if len(ends) != len(view.chunks):
         raise ValueError(f"{len(view.chunks)} chunks need as many ends, got {len(ends)}")
     reaches: dict[Epoch, _Reach] = {}
     for index, end in enumerate(ends):
-        types = _types_held(view, model, index)
+        types = _stored_types(view, model, index)
         at_boundary = _bits(model.boundary_types_at(end))
         if index == 0:
             reaches = {epoch: _Reach(_bits(model.prefix_types)) for epoch in types}
         for epoch, reach in reaches.items():
             reach.extend(end, at_boundary, *types.get(epoch, (0, 0)))
-        if not any(reach.goes_on for reach in reaches.values()):
+        if not any(reach.is_unbroken for reach in reaches.values()):
             break
     return {
         view.workers[epoch].name: WorkerPrefix(0, reach.dram_tokens, reach.local_tokens)
@@ -40,19 +40,22 @@ def worker_prefixes(
 
 
 class _Reach:
-    """How far one worker's copies go. State types are bits, by their position."""
+    """The end of one worker's prefix. State types are bits, by their position."""
 
     def __init__(self, prefix: int) -> None:
-        """`prefix`: the types that every chunk must hold."""
+        """`prefix`: the types that every chunk must have."""
         self._prefix = prefix
         self.dram_tokens = self.local_tokens = 0
-        self.goes_on = self._in_dram = True
+        self.is_unbroken = self._in_dram = True
 
     def extend(self, end: int, at_boundary: int, in_dram: int, anywhere: int) -> None:
-        """With what it has of the chunk that ends there, where `at_boundary` must be held, too."""
-        self.goes_on &= anywhere & self._prefix == self._prefix
+        """Add the chunk that ends at `end`, at which the types of `at_boundary` are needed, too.
+
+        `in_dram`, `anywhere`: the types that the worker has of the chunk.
+        """
+        self.is_unbroken &= anywhere & self._prefix == self._prefix
         self._in_dram &= in_dram & self._prefix == self._prefix
-        if self.goes_on and anywhere & at_boundary == at_boundary:
+        if self.is_unbroken and anywhere & at_boundary == at_boundary:
             self.local_tokens = end
         if self._in_dram and in_dram & at_boundary == at_boundary:
             self.dram_tokens = end
@@ -62,8 +65,8 @@ def _bits(types: Iterable[StateType]) -> int:
     return sum(1 << t.position for t in types)
 
 
-def _types_held(view: ChainView, model: ModelSpec, index: int) -> dict[Epoch, tuple[int, int]]:
-    """By worker: the state types of a chunk that it has in DRAM, and in any tier."""
+def _stored_types(view: ChainView, model: ModelSpec, index: int) -> dict[Epoch, tuple[int, int]]:
+    """Return for each worker the state types of a chunk that it has in DRAM, and in any tier."""
     found: defaultdict[Epoch, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for state_type in model.state_types:
         bit = 1 << state_type.position

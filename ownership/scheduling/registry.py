@@ -20,13 +20,13 @@ POLICIES: Mapping[str, Callable[[random.Random], SchedulingPolicy]] = {
     "dynamo_kv": lambda rng: DynamoKv(rng),
     "conductor": lambda rng: Conductor(),
 }
-"""Each with its defaults; the source of randomness is for those that draw."""
+"""Each with its defaults. Policies that draw use the generator they are given."""
 
 DEFAULT_POLICY = "ownerserve"
 
 
 def scheduling_policy(name: str, rng: random.Random) -> SchedulingPolicy:
-    """A new policy of that name. Raises ValueError that lists the names."""
+    """Return a new policy of that name. Raises ValueError with the known names."""
     if name not in POLICIES:
         raise ValueError(f"no scheduling policy {name!r}; there are {', '.join(POLICIES)}")
     return POLICIES[name](rng)

@@ -1,7 +1,7 @@
 """Read-only replicas of hot prefixes: the one case in which a second copy is wanted.
 
-The owner stays the owner. A replica is transient (`Directory.replicate_readonly`), spreads the
-reads of a prefix that many sessions share, and is let go when nobody uses it any more.
+The owner stays the owner. A replica is transient (`Directory.replicate_readonly`): it spreads the
+reads of a prefix that many sessions share, and is dropped when it is no longer used.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ownership.scheduling.weights import PlacementWeights
 
 
 class HotPrefix(NamedTuple):
-    """A prefix that many requests share: a hot group's chain and who holds it."""
+    """A prefix that many requests share: a hot group's chain, and how much of it workers have."""
 
     name: str
     heat: float
-    """Uses lately, as `sessions.HotGroup` counts them."""
+    """Recent uses, as `HotGroup` counts them."""
     tokens: int
     prefixes: Mapping[str, WorkerPrefix]
 
 
 class ReplicaOrder(NamedTuple):
-    """A worker should read a prefix and keep it for a while."""
+    """An order to a worker: read a prefix and keep it for `ttl_s` seconds."""
 
     prefix: str
     source: str
@@ -39,32 +39,31 @@ class ReplicaOrder(NamedTuple):
 
 
 class ReplicaPolicy(Protocol):
-    """Looks at hot prefixes now and then and orders replicas."""
+    """Orders replicas of hot prefixes; called from time to time."""
 
     def orders(self, hot: Sequence[HotPrefix], fleet: FleetView) -> list[ReplicaOrder]:
-        """Replicas to be made now."""
+        """Return the replicas to make now."""
         ...
 
 
 @dataclass(frozen=True)
 class NoReplicas:
-    """Never."""
+    """Order no replicas."""
 
     def orders(self, hot: Sequence[HotPrefix], fleet: FleetView) -> list[ReplicaOrder]:
-        """None."""
         return []
 
 
 @dataclass(frozen=True)
 class HotSpotReplicas:
-    """One copy for every `heat_per_copy` uses, where reading is faster than computing.
+    """Order one copy for every `heat_per_copy` uses if reading is faster than computing.
 
     Copies go to the workers with the shortest queues, from the holder with the least to send.
     """
 
     heat_per_copy: float = 32.0
     max_copies: int = 4
-    """With the owner's; a directory lists a bounded number of replicas."""
+    """Including the owner's. A directory lists a bounded number of replicas."""
     ttl_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -72,7 +71,7 @@ class HotSpotReplicas:
             raise ValueError(f"heat_per_copy, max_copies and ttl_s are above 0: {self}")
 
     def orders(self, hot: Sequence[HotPrefix], fleet: FleetView) -> list[ReplicaOrder]:
-        """Replicas to be made now, the hottest prefix's first."""
+        """Return the replicas to make now, the hottest prefix's first."""
         ranked = sorted(hot, key=lambda prefix: (-prefix.heat, prefix.name))
         return [order for prefix in ranked for order in self._orders(prefix, fleet)]
 
@@ -84,7 +83,7 @@ class HotSpotReplicas:
         if not holders or wanted <= len(holders):
             return
         source = min(holders, key=lambda name: table.outgoing_bytes[index[name]])
-        # One token more than the prefix: the last one of a prompt is always computed.
+        # One token more than the prefix, because the last token of a prompt is always computed.
         step = Step(prefix.tokens + 1, prefixes={**held, source: WorkerPrefix(0, prefix.tokens)})
         pricing = PrefillPricing(
             step, fleet, table, PlacementWeights(0.0, 0.0, 0.0), [index[source]]

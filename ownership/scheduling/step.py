@@ -1,4 +1,4 @@
-"""A step: one request as the scheduler sees it, and what kind of work it is."""
+"""A step: one request as the scheduler sees it, and its class."""
 
 from __future__ import annotations
 
@@ -9,61 +9,63 @@ from typing import NamedTuple
 
 
 class WorkerPrefix(NamedTuple):
-    """How much of a prompt one worker could resume from, in tokens from its start.
+    """The part of a prompt that one worker could resume from, in tokens from its start.
 
-    Each is a boundary at which everything needed is there: prefix-proportional state up to it,
+    Each is a boundary for which the worker has all state: prefix-proportional state up to it, and
     boundary state at it.
     """
 
     hbm_tokens: int = 0
-    """In the engine's own pages: resuming there costs nothing."""
+    """In the engine's own pages. Resuming there costs nothing."""
     dram_tokens: int = 0
-    """Sealed in its DRAM; as much can other workers read."""
+    """Sealed in its DRAM. Other workers can read as much."""
     ssd_tokens: int = 0
-    """With its SSD too."""
+    """In its DRAM or on its SSD."""
 
     @property
     def local_tokens(self) -> int:
-        """From any of its own tiers."""
+        """The longest of the three."""
         return max(self)
 
 
 class StepClass(StrEnum):
-    """Kinds of work that are best placed differently."""
+    """The kinds of work that are best placed differently."""
 
     NEW_LONG_PREFIX = "new_long_prefix"
-    """Much to compute that nobody has computed."""
+    """Many new tokens that no worker has in memory."""
     INCREMENTAL_TURN = "incremental_turn"
-    """Little to compute, after a known prefix or none."""
+    """Few new tokens, after a known prefix or none."""
     LONG_TOOL_OUTPUT = "long_tool_output"
-    """A session goes on with a tool's long answer."""
+    """A session continues with the long output of a tool."""
     DECODE_CONTINUATION = "decode_continuation"
-    """All but a few tokens are computed: the session goes on decoding."""
+    """Nearly all tokens are computed: the session continues to decode."""
     FORKED_ROLLOUT = "forked_rollout"
     """One of several continuations of the same prefix."""
     COLD_RESUME = "cold_resume"
-    """A session comes back, and its state is in no worker's HBM or DRAM."""
+    """A session returns, and most of its state is in no worker's HBM or DRAM."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One request and what is known about it."""
+    """One request and the facts known about it."""
 
     prompt_tokens: int
     prefixes: Mapping[str, WorkerPrefix] = field(default_factory=dict)
-    """What workers hold of the prompt, by name. Those that hold nothing may be left out."""
+    """The part of the prompt each worker could resume from, by name. Workers with nothing may be
+    left out."""
     session_id: str = ""
     """"" if it belongs to no session."""
     owner: str | None = None
-    """The worker that the session decodes at; None: it has not begun, or its worker is gone."""
+    """The worker at which the session decodes; None if it has not begun or its worker has ended."""
     boundary_tokens: int = 0
-    """Tokens of the prompt that were computed when the session's last turn ended; 0: the first."""
+    """Tokens of the prompt that were computed at the end of the session's last turn; 0 in the
+    first turn."""
     output_tokens: float = 0.0
-    """Tokens it is expected to decode. 0: decoding is left out of the price."""
+    """Expected number of decoded tokens. 0 leaves decoding out of the price."""
     from_tool: bool = False
-    """What is new in the prompt was written by a tool."""
+    """True if a tool wrote the new tokens."""
     forked: bool = False
-    """Others continue the same prefix beside it."""
+    """True if other requests continue the same prefix."""
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1:
@@ -80,22 +82,22 @@ class Step:
     def resident_tokens(self) -> int:
         """The longest prefix in any one worker's HBM or DRAM."""
         longest = 0
-        for held in self.prefixes.values():
-            longest = max(longest, held.hbm_tokens, held.dram_tokens)
+        for prefix in self.prefixes.values():
+            longest = max(longest, prefix.hbm_tokens, prefix.dram_tokens)
         return longest
 
 
 @dataclass(frozen=True)
 class ClassThresholds:
-    """Where one class ends and the next begins."""
+    """The limits between classes."""
 
     continuation_tokens: int = 16
-    """At most so many new tokens: the session just goes on decoding."""
+    """With at most so many new tokens a session just continues to decode."""
     long_tool_tokens: int = 2_048
     """At least so many new tokens from a tool are a long output. In recorded coding-agent
     sessions half of the turns add fewer than 700 and nine in ten fewer than 4,000."""
     long_prefix_tokens: int = 8_192
-    """At least so many new tokens are a long prefix: vLLM's usual step is full of it."""
+    """At least so many new tokens are a long prefix: they fill vLLM's usual step."""
     cold_share: float = 0.5
     """A session is cold when less than this share of what it had computed is in memory."""
 
@@ -109,13 +111,13 @@ class ClassThresholds:
 
 
 def classify(step: Step, thresholds: ClassThresholds) -> StepClass:
-    """The step's class; the first rule that holds.
+    """Return the class of the first rule that holds.
 
-    1. forked: `FORKED_ROLLOUT`.
+    1. `forked`: `FORKED_ROLLOUT`.
     2. A known session of which too little is in memory: `COLD_RESUME`.
     3. A known session with at most `continuation_tokens` new: `DECODE_CONTINUATION`.
     4. A tool's `long_tool_tokens` or more: `LONG_TOOL_OUTPUT`.
-    5. `long_prefix_tokens` or more that nobody has in memory: `NEW_LONG_PREFIX`.
+    5. `long_prefix_tokens` or more that no worker has in memory: `NEW_LONG_PREFIX`.
     6. `INCREMENTAL_TURN`.
     """
     if step.forked:

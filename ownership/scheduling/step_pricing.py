@@ -1,8 +1,9 @@
-"""Every route to serve one step, priced and compared.
+"""Prices every route by which one step can be served, and compares them.
 
 A route has a worker that prefills, perhaps another that it reads state from first, and one that
-decodes. Prefilling where it decodes there is one route per worker, or one per source and worker;
-elsewhere one per pair. Prices are made when asked for, from figures copied at the start.
+decodes. If one worker prefills and decodes, there is one route per worker, or one per source and
+worker; otherwise one per pair. Prices are computed when asked for, from figures copied at the
+start.
 """
 
 from __future__ import annotations
@@ -17,21 +18,56 @@ from numpy.typing import NDArray
 from ownership.scheduling.fleet import FleetView, Floats
 from ownership.scheduling.prefill_pricing import PrefillPricing, PrefillTerms
 from ownership.scheduling.step import Step
-from ownership.scheduling.terms import PlacementTerms
 from ownership.scheduling.weights import PlacementWeights
 
 
 class Route(NamedTuple):
-    """Workers by index."""
+    """The workers that serve a step, by index."""
 
     decode: int
     prefill: int
     source: int | None = None
-    """Read from before the prefill; None: nobody."""
+    """The worker that the prefill reads from first; None if it reads from no other worker."""
+
+
+class PlacementTerms(NamedTuple):
+    """The predicted cost of one route in seconds, by term. The terms add up:
+
+    C = T_queue + T_compute + T_network + T_restore + lambda M_HBM + mu I_decode + kappa M_copies
+
+    where T_compute is `compute_s + decode_s`.
+    """
+
+    queue_s: float
+    """Until the tokens scheduled before it are computed and there are pages for it."""
+    compute_s: float
+    """Computing the part of the prompt that is not restored."""
+    network_s: float
+    """Reading state from other workers, less the part that the queue hides."""
+    restore_s: float
+    """Loading from SSD to DRAM and from DRAM to pages, less the part that is hidden."""
+    decode_s: float
+    """Decoding the expected tokens in the batch that it joins."""
+    hbm_s: float
+    """lambda M_HBM: price of the KV pages it occupies meanwhile."""
+    interference_s: float
+    """mu I_decode: price of the delay of running decodes."""
+    copy_s: float
+    """kappa M_copies: price of state that two workers have from then on."""
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to the first token: without decoding and without the price for others."""
+        return self.queue_s + self.compute_s + self.network_s + self.restore_s
+
+    @property
+    def total_s(self) -> float:
+        """The cost that is compared."""
+        return sum(self)
 
 
 class StepPricing:
-    """One step's routes over the fleet, by the figures of the moment it was made."""
+    """The routes of one step over the fleet, priced by the figures at its creation."""
 
     def __init__(
         self, step: Step, fleet: FleetView, weights: PlacementWeights, sources: Sequence[int] = ()
@@ -43,12 +79,12 @@ class StepPricing:
 
     @cached_property
     def prefills(self) -> PrefillPricing:
-        """What the parts before the first token cost."""
+        """The price of everything before the first token."""
         return PrefillPricing(self._step, self._fleet, self.table, self._weights, self.sources)
 
     @cached_property
     def local_row(self) -> NDArray[np.intp]:
-        """[workers] the cheapest depth to resume from of what each has itself."""
+        """`[workers]`: the row of each worker's own tier from which resuming is cheapest."""
         prefills = self.prefills
         rows = prefills.local_rows
         total_s: Floats = prefills.ready_s[rows] + prefills.price_s[rows]
@@ -57,30 +93,33 @@ class StepPricing:
 
     @cached_property
     def local_ready_s(self) -> Floats:
-        """[workers] until the prompt is computed from what each has itself."""
+        """`[workers]`: seconds until the prompt is computed, with the worker's own state."""
         return self._of_local_row(self.prefills.ready_s)
 
     @property
     def fetched_ready_s(self) -> Floats:
-        """[sources, workers] the same with what each source has."""
+        """`[sources, workers]`: the same, with the source's state."""
         return self.prefills.ready_s[self.prefills.source_rows]
 
     @cached_property
     def local_total_s(self) -> Floats:
-        """[workers] of prefilling and decoding there, nothing over the network."""
+        """`[workers]`: cost of prefilling and decoding there without the network."""
         total_s: Floats = self.local_ready_s + self._local_price_s + self._decoding_s
         return total_s
 
     @cached_property
     def fetched_total_s(self) -> Floats:
-        """[sources, workers] of reading from a source, then prefilling and decoding there."""
+        """`[sources, workers]`: cost of reading from a source, then prefilling and decoding."""
         price_s = self.prefills.price_s[self.prefills.source_rows]
         total_s: Floats = self.fetched_ready_s + price_s + self._decoding_s
         return total_s
 
     @cached_property
     def remote_total_s(self) -> Floats:
-        """[prefill, decode] of prefilling at one and decoding at another; one at both: infinite."""
+        """`[prefill, decode]`: cost of prefilling at one and decoding at another worker.
+
+        Infinite on the diagonal.
+        """
         prefills = self.prefills
         there_s = prefills.handoff_s() + (self.local_ready_s + self._closed_s)[:, None]
         total_s: Floats = np.maximum(there_s, prefills.queue_s, out=there_s)
@@ -90,7 +129,7 @@ class StepPricing:
         return total_s
 
     def terms(self, route: Route) -> PlacementTerms:
-        """Of one route, which may be any: fetch at the prefill worker, then hand off."""
+        """Return the terms of any route, also one that fetches, prefills and hands off."""
         prefills, at = self.prefills, route.prefill
         row = int(self.local_row[at]) if route.source is None else prefills.row_of(route.source)
         first = prefills.parts(row, at)
@@ -100,19 +139,19 @@ class StepPricing:
         read_s = prefills.handoff_s()
         network_s = read_s.item(at if len(read_s) > 1 else 0, route.decode)
         ready_s = first.queue_s + first.network_s + first.restore_s + first.compute_s
-        # What is queued where it decodes is worked off meanwhile.
+        # Meanwhile the decoding worker works off its own queue.
         there_s = ready_s + network_s
-        still_s = max(joined.queue_s - there_s, 0.0) if there_s < np.inf else 0.0
-        return self._terms(route, [first, joined._replace(queue_s=still_s, network_s=network_s)])
+        left_s = max(joined.queue_s - there_s, 0.0) if there_s < np.inf else 0.0
+        return self._terms(route, [first, joined._replace(queue_s=left_s, network_s=network_s)])
 
     def resume_tokens(self, route: Route) -> int:
-        """Where the prefill worker computes from."""
+        """Return the token from which the prefill worker computes."""
         at, prefills = route.prefill, self.prefills
         row = int(self.local_row[at]) if route.source is None else prefills.row_of(route.source)
         return int(prefills.resume[row, at])
 
     def routes(self, remote: bool) -> Iterator[Route]:
-        """All that are possible, the cheap to explain first."""
+        """Iterate over all possible routes, the simplest first."""
         accepting = np.flatnonzero(self.table.accepting).tolist()
         for worker in accepting:
             yield Route(worker, worker)
@@ -124,7 +163,7 @@ class StepPricing:
                 yield from (Route(i, prefill) for i in accepting if i != prefill)
 
     def _terms(self, route: Route, parts: Sequence[PrefillTerms]) -> PlacementTerms:
-        """The parts' sum, and the decoding."""
+        """Add up the parts, and decoding."""
         queue_s, network_s, restore_s, compute_s, delay_s, pages_s, copy_s = map(
             sum, zip(*parts, strict=True)
         )
@@ -141,7 +180,7 @@ class StepPricing:
         )
 
     def _of_local_row(self, values: Floats) -> Floats:
-        """[workers] from [rows, workers]."""
+        """Return `[workers]` from `[rows, workers]`."""
         picked: Floats = values[self.local_row, np.arange(values.shape[1])]
         return picked
 
@@ -151,20 +190,20 @@ class StepPricing:
 
     @cached_property
     def _decode_terms(self) -> tuple[Floats, Floats]:
-        """[workers] seconds of decoding, and by which the batch that it joins is later."""
+        """`[workers]`: seconds of decoding, and the delay of the batch that it joins."""
         step, table = self._step, self.table
         tokens, output = float(step.prompt_tokens), step.output_tokens
         own_s = output * (table.decode_s + tokens * table.context_s)
         batch_s = table.running * table.decode_s + table.context_tokens * table.context_s
         decode_s: Floats = own_s + output * (table.decode_step_s + batch_s)
         if self._step.owner is None:
-            # It stays: who thinks now decodes beside one of its later turns.
+            # The session stays: idle sessions there will decode together with its later turns.
             decode_s += own_s * np.maximum(table.sessions - table.running, 0.0)
         return decode_s, own_s * table.running
 
     @cached_property
     def _decoding_s(self) -> Floats:
-        """[workers] price of decoding there; infinite for those that take no requests."""
+        """`[workers]`: price of decoding there; infinite if the worker accepts no requests."""
         decode_s, delay_s = self._decode_terms
         total_s: Floats = (1.0 + self.prefills.hbm) * decode_s + self._weights.stall * delay_s
         return total_s + self._closed_s

@@ -1,4 +1,4 @@
-"""What others' time, memory and copies are worth, in seconds of a step."""
+"""Prices of other requests' time, of memory and of copies, in seconds of a step."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from hetero_connector.planner.cost_model import CostWeights
 
 @dataclass(frozen=True)
 class PlacementWeights(CostWeights):
-    """The planner's prices, and that of state that is held twice."""
+    """The planner's prices, and the price of second copies."""
 
     stall: float = 0.3
-    """mu: seconds of cost for each second that one running decode is late. More than the planner's:
-    a router can send a prefill elsewhere, an engine cannot. From 0.1 to 0.3 task times were least
-    on recorded agent and chat traces; at 1 prefills queued where nothing was decoded."""
+    """mu: seconds of cost for each second of delay of one running decode. It is higher than the
+    planner's, because a router can send a prefill elsewhere and an engine cannot. On recorded agent
+    and chat traces task times were least from 0.1 to 0.3; at 1 prefills queued at workers that
+    decoded nothing."""
     copy: float = 3.0
-    """kappa: what a token that is then held twice costs, in times of computing it. A cache is full
-    sooner or later, and from then on it is one of other state that is not held and has to be
-    computed again: what eviction by value takes it to be worth (`store.seconds_saved`). So 1 is
-    dear enough for times; with 3 simulated fleets wait 0 to 3 % longer and move and hold 6 to 50 %
-    less, on recorded agent and chat traces."""
+    """kappa: price of a token of which two workers have a copy from then on, as a multiple of the
+    time to compute it. Once a cache is full, a second copy evicts a token of other state, which has
+    to be computed again: the value that eviction by value gives it, too. So 1 is enough for the
+    best times; with 3, on recorded agent and chat traces, simulated fleets wait 0 to 3 % longer and
+    move and store 6 to 50 % less."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

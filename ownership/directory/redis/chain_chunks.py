@@ -1,7 +1,7 @@
 """The records of a chain that was looked up, decoded when they are asked for.
 
-A chain of a million tokens has thousands of records, of which most callers need a few. A record
-that cannot be decoded counts as absent, and is reported.
+A chain of a million tokens has thousands of records, and most callers need a few. A record that
+cannot be decoded counts as absent, and is reported.
 """
 
 from __future__ import annotations
