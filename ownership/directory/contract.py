@@ -66,8 +66,8 @@ class Worker:
     """Unique in the fleet: registering a name again retires its earlier epoch. 1 to 256 bytes of
     UTF-8."""
     peer: bytes = b""
-    """The transfer agent's metadata and regions, with which others read from it. Opaque here. At most
-    1 MiB."""
+    """Its card: the transfer agent's metadata and regions, with which others read from it. Opaque
+    here. At most 1 MiB."""
     storage: str = ""
     """Its SSD directory, if other workers can open it; else "". At most 1,024 bytes."""
 
