@@ -1,10 +1,11 @@
-"""Artifacts: what names stored state, and where its bytes lie.
+"""Artifacts: the names of stored state, and the layout of its bytes.
 
-Owns identity (`identity`: the model's fingerprint; `chain`: the hash chain over a
-request's chunks; `canonical`: the bytes both are taken over), the records (`record`), the
-layout of an artifact's bytes (`layout`), the prefix index (`index`, its `nodes`), what of it may
-leave a tier (`standing`) and what may follow a chain's last full chunk (`tails`). Imports only
-`spec`, `errors` and `metrics`; knows neither tiers nor the engine. A new thing that can change
-the bytes of state goes into `Fingerprint` if it belongs to the model or the engine, into a
-chain's extra keys if it belongs to a request.
+Owns identity (`identity`: the model's fingerprint from its files, `model_files`; `generation`;
+`chain`: the hash chain over a request's chunks; `canonical`: the bytes that all of these hash),
+the records (`record`, and `copies` for other engines), the layout of an artifact's bytes
+(`layout`, `tensor_parallel`) and the lookup of a chain's tail (`tails`).
+
+Imports only `spec` and `errors`; knows neither tiers' contents nor the engine. A new input that
+can change the bytes of state goes into `Fingerprint` if it belongs to the model or the engine,
+and into a chain's extra keys if it belongs to a request.
 """

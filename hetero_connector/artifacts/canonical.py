@@ -1,8 +1,8 @@
-"""Unambiguous bytes for plain values: what every identity hash is taken over.
+"""Unambiguous bytes for plain values: the input of every identity hash.
 
-Each value is a one-byte tag, an eight-byte little-endian length and its content, so
-two different values never encode alike (`["ab", "c"]` and `["a", "bc"]`, `1` and
-`True`, a missing value and an empty one all differ).
+Each value is a one-byte tag, an eight-byte little-endian length and its content, so two different
+values never have the same encoding (`["ab", "c"]` and `["a", "bc"]`, `1` and `True`, a missing
+value and an empty one all differ).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _LENGTH = struct.Struct("<cQ")
 
 
 def encode(value: object) -> bytes:
-    """Bytes that stand for `value` and for no other value.
+    """Return bytes that no other value encodes to.
 
-    Takes None, bool, int, float, str, bytes, an `Enum` (as its value), sequences and
-    string-keyed mappings of these (a mapping's order does not matter; a list and a
-    tuple of the same items are the same). Raises TypeError for anything else.
+    Takes None, bool, int, float, str, bytes, an `Enum` (as its value), sequences and string-keyed
+    mappings of these. The order of a mapping does not matter, and a list equals a tuple of the
+    same items. Raises TypeError for anything else.
     """
     if isinstance(value, Enum):
         value = value.value

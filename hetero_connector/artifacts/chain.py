@@ -2,10 +2,10 @@
 
     key(i) = BLAKE2b-128(key(i-1) | length of extra | extra(i) | token ids of chunk i)
 
-where key(-1) is a root derived from the model's fingerprint, the generation and the weights'
-version: two models never share a key, nor does an engine before and after a reset or an update of
-its weights. `extra` is what else can change the bytes of the state over that range (LoRA,
-multi-modal inputs, cache salt). Nothing is hashed before somebody asks for it: a match
+key(-1) is a root derived from the model's fingerprint, the generation and the version of the
+weights. So two models never share a key, and neither does one engine before and after a reset or
+an update of its weights. `extra` is everything else that can change the bytes of the state over
+that range (LoRA, multi-modal inputs, cache salt). Chunks are hashed when they are needed: a match
 that fails at the first chunk has hashed one chunk.
 """
 
@@ -26,18 +26,18 @@ _TOKEN_TYPE = "I"  # uint32: four bytes on every platform CPython supports
 _EXTRA_LENGTH = struct.Struct("<Q")
 
 ExtraKeys = Callable[[int, int], bytes]
-"""What besides the tokens identifies the state over tokens [start, end); b"" for nothing.
+"""(start, end) -> what identifies the state over these tokens besides the tokens; b"" for nothing.
 
 Must be unambiguous: build it with `artifacts.canonical.encode`."""
 
 
 def no_extra_keys(start: int, end: int) -> bytes:
-    """The extra keys of a request that has none."""
+    """Return b"": the extra keys of a request that has none."""
     return b""
 
 
 class ChainHasher:
-    """Chunk keys of one model: a pure function of parent, tokens and extra keys."""
+    """Makes the chunk keys of one model: a pure function of parent, tokens and extra keys."""
 
     def __init__(
         self,
@@ -46,10 +46,10 @@ class ChainHasher:
         generation: bytes = FIRST.tag,
         weights: bytes = b"",
     ) -> None:
-        """`fingerprint`: `Fingerprint.digest`. `generation`: `Generation.tag`. `weights`: what the
-        weights are called once they are not those of the model's files any more.
+        """`fingerprint`: `Fingerprint.digest`. `generation`: `Generation.tag`. `weights`: the
+        version of weights that are no longer those of the model's files.
 
-        Raises ValueError when the fingerprint is empty.
+        Raises ValueError if the fingerprint is empty.
         """
         if not fingerprint:
             raise ValueError("the fingerprint is empty: keys of two models would collide")
@@ -61,13 +61,13 @@ class ChainHasher:
         self._root = hashlib.blake2b(root, digest_size=KEY_BYTES).digest()
 
     def with_root(self, generation: bytes, weights: bytes) -> ChainHasher:
-        """The same model's keys in another generation, or with other weights."""
+        """Return a hasher of the same model in another generation, or with other weights."""
         return ChainHasher(self._fingerprint, self.chunk_tokens, generation, weights)
 
     def key(self, parent: ChunkKey, token_ids: list[int], extra: bytes) -> ChunkKey:
-        """Key of the chunk `token_ids` after `parent` (`record.ROOT` for the first).
+        """Return the key of the chunk `token_ids` after `parent` (`record.ROOT` for the first).
 
-        Raises ValueError for a token id outside [0, 2**32): a placeholder is no token.
+        Raises ValueError for a token id outside [0, 2**32), such as a placeholder.
         """
         state = hashlib.blake2b(self._root if parent == ROOT else parent, digest_size=KEY_BYTES)
         state.update(_EXTRA_LENGTH.pack(len(extra)) + extra)
@@ -86,9 +86,9 @@ def _token_bytes(token_ids: list[int]) -> array[int]:
 
 
 class RequestChain:
-    """The chain of one request, grown as its tokens arrive. Not thread-safe.
+    """The chain of one request, which grows as its tokens arrive. Not thread-safe.
 
-    Every full chunk is hashed once, on the first time it is asked for.
+    Every full chunk is hashed once, when it is first needed.
     """
 
     def __init__(self, hasher: ChainHasher, extra_keys: ExtraKeys = no_extra_keys) -> None:
@@ -98,22 +98,22 @@ class RequestChain:
         self._chunks: list[ChunkRange] = []
 
     def rehashed(self, hasher: ChainHasher) -> RequestChain:
-        """The chain of the same request by another hasher; nothing of it is hashed yet."""
+        """Return the chain of the same request by another hasher, not hashed yet."""
         chain = RequestChain(hasher, self._extra_keys)
         chain.extend(self._token_ids)
         return chain
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known so far."""
+        """The number of tokens so far."""
         return len(self._token_ids)
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        """Append tokens; hashes nothing."""
+        """Append tokens without hashing them."""
         self._token_ids.extend(token_ids)
 
     def chunks(self, limit_tokens: int | None = None) -> Iterator[ChunkRange]:
-        """Full chunks that end at or before `limit_tokens` (default: all), hashed one by one."""
+        """Yield the full chunks that end at or before `limit_tokens`, hashed one by one."""
         limit = self.num_tokens if limit_tokens is None else min(limit_tokens, self.num_tokens)
         count = limit // self._hasher.chunk_tokens
         hashed = self._chunks[:count]
@@ -122,19 +122,19 @@ class RequestChain:
             yield self._chunk(index)
 
     def tail(self, end: int) -> ChunkRange:
-        """The chunk from the last full chunk before `end` to `end`, shorter than a full one.
+        """Return the short chunk that ends at `end`.
 
-        Raises ValueError when `end` is a chunk boundary or lies beyond the known tokens.
+        Raises ValueError if `end` is a chunk boundary or beyond the known tokens.
         """
         size = self._hasher.chunk_tokens
         if not 0 < end <= self.num_tokens:
             raise ValueError(f"no tail ends at {end}: {self.num_tokens} tokens are known")
         if end % size == 0:
-            raise ValueError(f"{end} is a boundary of {size}-token chunks: no tail ends there")
+            raise ValueError(f"no tail ends at {end}: it is a boundary of {size}-token chunks")
         return self._hash(self._key_before(end // size), end // size * size, end)
 
     def ending_at(self, end: int) -> ChunkRange:
-        """The full chunk or the tail that ends at `end` tokens. Raises ValueError as `tail`."""
+        """Return the full or short chunk that ends at `end`. Raises ValueError as `tail` does."""
         size = self._hasher.chunk_tokens
         if end % size or not 0 < end <= self.num_tokens:
             return self.tail(end)

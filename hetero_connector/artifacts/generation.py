@@ -1,10 +1,9 @@
-"""The generation in the root of every chain: what a reset changes, so that nothing before it is
-found again.
+"""The generation in the root of every chain. A reset changes it, so that nothing older is found.
 
-An engine's own reset gives it a *private* generation, random and so shared with nobody: its
-weights may be others than its peers' from now on. A fleet's reset raises one number; an engine
-that adopts it gives up its private generation, and all are together again. A counter of each
-engine's own would not do: two that were reset once, for different reasons, would meet.
+An engine's own reset gives it a random *private* generation, shared with no other engine: from
+then on its weights may differ from its peers'. A fleet's reset raises one number; an engine that
+adopts it drops its private generation, and all share state again. A counter per engine would not
+work: two engines that were each reset once, for different reasons, would share state.
 """
 
 from __future__ import annotations
@@ -19,36 +18,37 @@ _FLEET = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class Generation:
-    """The resets that stored state has seen. A value."""
+    """An engine's generation. An immutable value."""
 
     fleet: int = 0
-    """The greatest number of its fleet's that the engine knows of."""
+    """The greatest fleet number that the engine knows."""
     private: bytes = b""
-    """`PRIVATE_BYTES` random bytes since the engine's own reset; b"": it is in the fleet's."""
+    """`PRIVATE_BYTES` random bytes since the engine's own reset; b"" while it shares the fleet's
+    generation."""
     knows_fleet: bool = True
-    """False from an engine's own reset until it has learned the fleet's number of that moment: a
-    reset of the fleet that came before its own must not undo it."""
+    """False from an engine's own reset until it has learned the fleet's number of that moment: an
+    earlier reset of the fleet must not undo its own."""
 
     @property
     def tag(self) -> bytes:
-        """The bytes that chains are rooted in: engines whose tags differ share nothing."""
+        """The bytes in the root of chains: engines with different tags share nothing."""
         return self.private or _FLEET.pack(self.fleet)
 
     def after_own_reset(self) -> Generation:
-        """The generation after the engine's own reset."""
+        """Return the generation after the engine's own reset."""
         return Generation(self.fleet, secrets.token_bytes(PRIVATE_BYTES), knows_fleet=False)
 
     def with_fleet(self, fleet: int) -> Generation:
-        """The generation once the fleet's number is known to be `fleet`."""
+        """Return the generation after learning that the fleet's number is `fleet`."""
         if not self.knows_fleet:
             return replace(self, fleet=max(fleet, self.fleet), knows_fleet=True)
         return Generation(fleet) if fleet > self.fleet else self
 
     @property
     def adopted(self) -> int:
-        """The fleet's number whose state the engine shares; 0 while it is by itself."""
+        """The fleet number whose state the engine shares; 0 with a private generation."""
         return 0 if self.private else self.fleet
 
 
 FIRST = Generation()
-"""Before any reset."""
+"""The generation before any reset."""

@@ -1,9 +1,8 @@
 """The fingerprint: everything about a model and its engine that can change stored bytes.
 
-State saved under one fingerprint is never seen under another: the digest is the root of
-every chunk key and names the SSD directory's slab files. What belongs to a request
-(LoRA, cache salt, multi-modal inputs, prompt embeddings) goes into the chain's extra
-keys instead (`artifacts.chain`).
+State saved under one fingerprint is never found under another: the digest is in the root of every
+chunk key and names the model's SSD directory. Inputs of a request (LoRA, cache salt, multi-modal
+inputs, prompt embeddings) go into the chain's extra keys instead (`artifacts.chain`).
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 2
-"""Version of the stored bytes' meaning: artifact layout, chain hash, fingerprint."""
+"""Version of the stored format: artifact layout, chain hash, fingerprint."""
 
 _IGNORED_CONFIG_KEYS = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
 
 
 def canonical_config(config: Mapping[str, Any]) -> str:
-    """A Hugging Face config as JSON with sorted keys, without what never changes the bytes.
+    """Return a Hugging Face config as JSON with sorted keys, without irrelevant entries.
 
-    Dropped at every depth: the path it was loaded from, its commit (the weights are hashed
-    themselves) and the version of transformers that wrote it. A value JSON has no word for
-    (a torch dtype) is written as `str` gives it.
+    At every depth it leaves out the path it was loaded from, its commit (the weights are hashed
+    themselves) and the version of transformers that wrote it. A value that JSON lacks, such as a
+    torch dtype, is converted by `str`.
     """
     return json.dumps(_canonical(config), sort_keys=True, separators=(",", ":"))
 
@@ -72,36 +71,36 @@ def _canonical(value: object) -> object:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Identity of a model as one engine runs it. Every field but `model_name` is in the digest."""
+    """Identity of a model as one engine runs it. `model_name` alone is not in the digest."""
 
     architecture: str
     """Model class, e.g. `LlamaForCausalLM`."""
     hf_config: str
-    """`canonical_config` of the config the engine runs: overrides applied, RoPE included."""
+    """`canonical_config` of the engine's config: overrides applied, RoPE included."""
     weights: bytes
     """`weights_digest`."""
     tokenizer: bytes
     """`tokenizer_digest`."""
     quantization: str | None
-    """Weight quantisation method, None for none."""
+    """Weight quantisation method; None for none."""
     kv_cache_dtype: str
     model_dtype: str
     model_spec: ModelSpec
     """Every layer's state type, page bytes, window, ... and the tensor-parallel size."""
     layout: str
-    """The engine's name of its KV memory layout, e.g. `NHD`."""
+    """The engine's name for its KV memory layout, e.g. `NHD`."""
     attention_backend: str
     engine_version: str
     chunk_tokens: int
     extras: tuple[tuple[str, str], ...] = ()
-    """Further engine settings that change the bytes, e.g. the digest of a draft model."""
+    """Other engine settings that change the bytes, e.g. the digest of a draft model."""
     format_version: int = FORMAT_VERSION
     model_name: str = field(default="", compare=False)
     """For people: path or repo id and revision. Not identity, so a moved model keeps its state."""
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes that stand for every field but `model_name`."""
+        """32 bytes over every field except `model_name`."""
         fields = {
             f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.compare
         }
@@ -113,7 +112,7 @@ class Fingerprint:
         return self.digest.hex()
 
     def describe(self) -> dict[str, Any]:
-        """What the fingerprint was taken over, for people and the journal; JSON-able."""
+        """Return the fingerprint's fields as JSON values, for people and the journal."""
         spec = self.model_spec
         shown = {
             f.name: getattr(self, f.name)

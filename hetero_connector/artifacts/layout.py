@@ -1,14 +1,13 @@
-"""Where each layer's pages lie inside an artifact's bytes.
+"""The layout of an artifact's bytes.
 
 An artifact of one state type is the concatenation of its layers in model order, each layer's
 needed pages in token order, useful bytes only:
 
     [layer a: page i, page i+1, ...][layer b: ...] ...
 
-A page is the whole one, of all tensor-parallel ranks (`artifacts.tensor_parallel`): each rank
-writes and reads its own bytes of it; what ranks hold alike is there once.
-
-There is no header and no padding, so the size is pure arithmetic.
+A page here is the whole page of all tensor-parallel ranks (`artifacts.tensor_parallel`). Each rank
+writes and reads its own bytes of it; bytes that ranks share are stored once. There is no header
+and no padding, so sizes are pure arithmetic.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Segment:
 
     layer: LayerSpec
     first_page: int
-    """Index into the request's block table of the first page."""
+    """Index of the first page in the request's block table."""
     num_pages: int
     offset: int
     """Bytes from the start of the artifact."""
@@ -55,7 +54,7 @@ class ArtifactLayout:
         self._runs: dict[tuple[str, int], tuple[PageRun, ...]] = {}
 
     def segments(self, state_type: StateType, start: int, end: int) -> tuple[Segment, ...]:
-        """Segments of the artifact of `state_type` over tokens [start, end).
+        """The segments of the artifact of `state_type` over tokens [start, end).
 
         `start` is a multiple of the model's alignment, `end` of its `handoff_step`.
         """
@@ -70,14 +69,14 @@ class ArtifactLayout:
         return tuple(segments)
 
     def artifact_bytes(self, state_type: StateType, start: int, end: int) -> int:
-        """Bytes of the whole artifact."""
+        """The bytes of the whole artifact."""
         return self._bytes(state_type, *_first_of_its_length(state_type, start, end))
 
     def _compute_bytes(self, state_type: StateType, start: int, end: int) -> int:
         return sum(s.size_bytes for s in self.segments(state_type, start, end))
 
     def rank_bytes(self, state_type: StateType, start: int, end: int) -> int:
-        """Bytes of it that one rank reads."""
+        """The bytes of an artifact that one rank reads."""
         return self._rank_bytes(state_type, *_first_of_its_length(state_type, start, end))
 
     def _compute_rank_bytes(self, state_type: StateType, start: int, end: int) -> int:
@@ -85,19 +84,19 @@ class ArtifactLayout:
         return sum(s.num_pages * s.layer.page_bytes for s in segments)
 
     def page_runs(self, layer: LayerSpec, rank: int) -> tuple[PageRun, ...]:
-        """Where the rank's bytes lie in each whole page of a layer."""
+        """The places of the rank's bytes in each whole page of a layer."""
         known = self._runs.get((layer.layer, rank))
         if known is None:
             known = self._runs[layer.layer, rank] = page_runs(layer, self.model.tp_size, rank)
         return known
 
     def is_writer(self, layer: LayerSpec, rank: int) -> bool:
-        """Whether the rank stores its bytes of a layer: else another one, which holds the same."""
+        """True if the rank stores its bytes of a layer; else another rank stores the same bytes."""
         return is_writer(layer, self.model.tp_size, rank)
 
     @cached_property
     def max_bytes(self) -> dict[StateType, int]:
-        """The largest artifact of each stored state type: what a slot must hold."""
+        """The bytes of the largest artifact of each stored state type, which a slot must fit."""
         return {t: self._max_bytes(t) for t in self.model.state_types}
 
     def _max_bytes(self, state_type: StateType) -> int:
@@ -105,11 +104,11 @@ class ArtifactLayout:
             return self.artifact_bytes(state_type, 0, self.chunk_tokens)
         step = self.model.handoff_step
         reach = max((layer.window or 0) for layer in self.model.layers_of(state_type))
-        # A window may begin anywhere in a page: it needs most of them at some place on their grid.
+        # A window may begin anywhere in a page. It needs the most pages at some place on the grid.
         boundaries = range(step, reach + self.model.alignment + 2 * step, step)
         return max(self.artifact_bytes(state_type, 0, b) for b in boundaries)
 
 
 def _first_of_its_length(state_type: StateType, start: int, end: int) -> tuple[int, int]:
-    """Prefix-proportional artifacts over as many tokens are alike wherever they begin."""
+    """The key of a size: prefix-proportional artifacts of one length have one size."""
     return (0, end - start) if state_type.family is Family.PREFIX else (start, end)

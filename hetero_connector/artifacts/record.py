@@ -1,4 +1,4 @@
-"""The values that describe stored bytes."""
+"""The values that describe stored state: chunks, artifacts, slots, tiers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = ChunkKey(bytes(16))
 
 
 class Tier(StrEnum):
-    """Where an artifact's bytes are."""
+    """A place for artifacts' bytes."""
 
     DRAM = "dram"
     SSD = "ssd"
@@ -29,8 +29,8 @@ class Tier(StrEnum):
 class ChunkRange:
     """A chunk of a chain: its key, its parent's, and its tokens [start, end).
 
-    `end` is the boundary at which a request may resume. A chunk shorter than the
-    configured chunk size is a tail: the end of a request, never a parent.
+    `end` is the boundary at which a request may resume. A chunk shorter than the configured chunk
+    size is a tail: the end of a request, never a parent.
     """
 
     key: ChunkKey
@@ -40,9 +40,9 @@ class ChunkRange:
 
 
 class ArtifactId(NamedTuple):
-    """Names an artifact: the model, tokens and range are inside the chunk key.
+    """The name of an artifact: model, tokens and range are part of the chunk key.
 
-    A named tuple, not a dataclass: a long prompt makes and looks up hundreds of them
+    A named tuple, not a dataclass, because a long prompt makes and looks up hundreds of them
     between two steps of the engine.
     """
 
@@ -51,14 +51,14 @@ class ArtifactId(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """64 bits of the id to seed the checksum: bytes of another artifact never verify."""
+        """64 bits of the id that seed the checksum: bytes of another artifact never verify."""
         kind = self.state_type.position
         return int.from_bytes(self.chunk[:8], "little") ^ (kind * 0x9E3779B97F4A7C15 & (2**64 - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class SlotRef:
-    """A place in a tier. `generation` grows each time the slot is given to another artifact."""
+    """A place in a tier. `generation` grows each time the slot gets another artifact."""
 
     tier: Tier
     state_type: StateType
@@ -67,31 +67,31 @@ class SlotRef:
 
 
 UNNUMBERED = 255
-"""The greatest byte: in place of a number."""
+"""Stands for "no number": the greatest byte."""
 
 
 @dataclass(slots=True)
 class StoredChunk:
-    """What the store holds of a chunk. The index answers with a new one when that changes."""
+    """A chunk with the tiers of its stored state. The index makes a new one when that changes."""
 
     chunk: ChunkRange
     tiers: Mapping[StateType, Tier]
-    """For each sealed artifact its fastest tier. Never changed; chunks that hold the same may
-    share one, see `distinct_tiers`."""
+    """The fastest tier of each sealed artifact. Never changed; chunks with equal tiers may share
+    one mapping, see `distinct_tiers`."""
     offsets: bytes = b""
-    """Where its sealed artifacts lie in the DRAM arena: an int64 for each state type by
-    `StateType.position`, in bytes; -1 for those that do not. Packed, because a long prompt's
-    thousands of numbers are looked at at once."""
+    """Offsets of its sealed artifacts in the DRAM arena, in bytes: an int64 for each state type by
+    `StateType.position`; -1 if it is not there. Packed, because a long prompt has thousands that
+    are used at once."""
     stale: bool = True
-    """Whether the index may answer differently by now."""
+    """True if the index may have changed since."""
     number: int = UNNUMBERED
-    """Of `tiers`, by the `SharedTiers` it comes from. Chunks of one number hold the same."""
+    """The number of `tiers` in its `SharedTiers`. Chunks with equal numbers have equal tiers."""
 
 
 class SharedTiers:
-    """One mapping for all the chunks that hold the same, numbered.
+    """One numbered mapping for all chunks whose state is in the same tiers.
 
-    A long prompt's thousands of chunks are told apart by one byte each.
+    The numbers fit into a byte, so thousands of chunks are compared as bytes.
     """
 
     def __init__(self) -> None:
@@ -100,9 +100,9 @@ class SharedTiers:
         ] = {}
 
     def share(self, tiers: Mapping[StateType, Tier]) -> tuple[Mapping[StateType, Tier], int]:
-        """The mapping to use in place of `tiers`, which must not change any more; its number.
+        """Return the shared mapping equal to `tiers`, and its number.
 
-        `UNNUMBERED` once so many combinations have been seen.
+        `tiers` must not change any more. The number is `UNNUMBERED` if there are too many.
         """
         key = frozenset(tiers.items())
         known = self._known.get(key)
@@ -112,7 +112,7 @@ class SharedTiers:
 
 
 def distinct_tiers(chunks: Sequence[StoredChunk]) -> list[Mapping[StateType, Tier]]:
-    """The `tiers` of all the chunks, each mapping object once: hundreds of chunks share few."""
+    """Return the `tiers` of all chunks, each mapping object once: many chunks share few."""
     all_tiers = list(map(_tiers, chunks))
     if not all_tiers:
         return []
@@ -124,10 +124,13 @@ def distinct_tiers(chunks: Sequence[StoredChunk]) -> list[Mapping[StateType, Tie
 def num_unbroken(
     chunks: Sequence[StoredChunk], needed: Collection[StateType], local_tokens: int = 0
 ) -> int:
-    """How many come before the first that ends past the local tokens and holds nothing, or lacks
-    one of the `needed` types: those without which nothing after a chunk can be restored."""
+    """Count the chunks before the first missing one.
+
+    A chunk is missing if it ends after the local tokens and nothing of it is stored, or one of the
+    `needed` types is not: nothing after it can be restored.
+    """
     gaps = [x for x in distinct_tiers(chunks) if not x or any(t not in x for t in needed)]
-    if not gaps:  # as a rule: no look at each of thousands
+    if not gaps:  # the usual case, without a look at each of thousands
         return len(chunks)
     for count, stored in enumerate(chunks):
         if stored.tiers in gaps and stored.chunk.end > local_tokens:

@@ -1,4 +1,4 @@
-"""Where a chain of full chunks ends, a shorter one may follow: the end of an earlier request."""
+"""Finding the stored tail of a chain: the short chunk at the end of an earlier request."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange, Stored
 
 
 class Matches(Protocol):
-    """What knows stored chunks: a store, or an index by itself."""
+    """A store, or an index alone."""
 
     def match(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
-        """The longest prefix of `chain` that is stored."""
+        """Return the longest stored prefix of `chain`."""
         ...
 
     def tails(self, parent: ChunkKey) -> tuple[int, ...]:
-        """Token lengths of the short chunks under `parent`: the newest few."""
+        """Return the lengths, in tokens, of the newest few short chunks after `parent`."""
         ...
 
 
@@ -29,10 +29,10 @@ def longest_tail(
     more_than: int = 0,
     maybe: int = 0,
 ) -> list[StoredChunk]:
-    """The longest short chunk of `chain` that is stored after `last` (None: at its beginning).
+    """Find the longest stored short chunk of `chain` after `last` (None: at the beginning).
 
     It ends at or before `limit_tokens` and has more tokens than `more_than`. Empty if there is
-    none. `maybe`: a length to look for, whether `tails` names it or not; 0 for none.
+    none. `maybe`: a length to try in addition to those in `tails`; 0 for none.
     """
     key, start = (last.key, last.end) if last else (ROOT, 0)
     for length in sorted({*known.tails(key), maybe}, reverse=True):

@@ -1,23 +1,23 @@
-"""What tensor parallelism does to state: which bytes of a page belong to which rank.
+"""Tensor parallelism: the bytes of a page that belong to each rank.
 
-The page of one rank alone (TP 1) is the *whole page*. Every rank's page is a part of it:
+The page of a single rank (TP 1) is the *whole page*. With more ranks, each rank's page is a part:
 
     whole page of 4 KV heads    | head 0 | head 1 | head 2 | head 3 |
     TP 2                        |     rank 0      |     rank 1      |
-    TP 8                        | 0    1 | 2    3 | 4    5 | 6    7 |   two ranks hold the same
+    TP 8                        | 0    1 | 2    3 | 4    5 | 6    7 |   two ranks have the same
     MLA, compressed, indexer    |             every rank            |
 
 Keys and values are cut by KV head, the outermost dimension of a page (vLLM's logical
 `[block, head, token, content]`, `v1/kv_cache_layout.py`), so a page is one *run*. A recurrent
-state has several, each cut by heads for itself:
+state has several runs, each cut by heads separately:
 
     TP 1     | q        | k        | v            | delta-rule state           |
     TP 2     | q0 k0 v0 state0 |    | q1 k1 v1 state1 |
 
-Artifacts hold whole pages, so their bytes are the same for every TP size that can hold them: what
-one engine sealed another reads, writes to its own SSD, or finds there after a restart with
-other ranks. A layer whose cut is not known has one run all the same, so its whole page is
-its parts one after the other: good for engines of that TP size only (`refusal`).
+Artifacts contain whole pages, so their bytes are the same for every TP size: an artifact sealed by
+one engine can be read by another, written to its SSD, or found there after a restart with other
+ranks. A layer whose cut is not known counts as one run, so its whole page is its parts one after
+the other; such state is only for engines of that TP size (`refusal`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hetero_connector.spec.model_spec import LayerSpec, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
-    """Bytes of a rank's page that lie together in the whole page too."""
+    """Bytes that are contiguous both in a rank's page and in the whole page."""
 
     start: int
     """Offset in the rank's page."""
@@ -39,7 +39,7 @@ class PageRun:
 
 
 def page_runs(layer: LayerSpec, tp_size: int, rank: int) -> tuple[PageRun, ...]:
-    """Where the pages of a rank lie in the whole pages: neighbours are one run."""
+    """The runs of a rank's page, in order."""
     part = _part(layer, tp_size, rank)
     if layer.parts == 1:
         return (PageRun(0, layer.page_bytes, 0),)
@@ -51,21 +51,21 @@ def page_runs(layer: LayerSpec, tp_size: int, rank: int) -> tuple[PageRun, ...]:
 
 
 def is_writer(layer: LayerSpec, tp_size: int, rank: int) -> bool:
-    """Whether the rank is the one that stores its part: the first of those that hold it."""
+    """True if the rank stores its part: the first of those that have it."""
     return rank == _part(layer, tp_size, rank) * tp_size // layer.parts
 
 
 def whole_model(model: ModelSpec) -> ModelSpec:
-    """The model on one rank: equal for every TP size that can read each other's state.
+    """Return the model as on one rank: equal for all TP sizes that can share state.
 
-    What is not in an artifact's bytes, the stride of pages in memory, is left out. Group
+    The stride of pages in memory is left out, because it is not in an artifact's bytes. Group
     numbers stay: they order the layers.
     """
     return replace(model, layers=tuple(map(_whole_layer, model.layers)), tp_size=1)
 
 
 def refusal(model: ModelSpec) -> str | None:
-    """Why only engines of the same TP size can use this model's state; None if all can."""
+    """Return the reason why only engines of this TP size can use the state; None if all can."""
     for layer in model.stored_layers:
         if not layer.runs:
             return (
@@ -76,9 +76,9 @@ def refusal(model: ModelSpec) -> str | None:
 
 
 def _part(layer: LayerSpec, tp_size: int, rank: int) -> int:
-    """vllm/model_executor/layers/linear.py, `QKVParallelLinear`: `tp_rank // num_kv_head_replicas`.
+    """The rank's part: its own if there are as many parts as ranks.
 
-    With as many parts as ranks, each its own.
+    vllm/model_executor/layers/linear.py, `QKVParallelLinear`: `tp_rank // num_kv_head_replicas`.
     """
     return rank * layer.parts // tp_size
 

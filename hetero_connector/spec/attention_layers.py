@@ -1,8 +1,8 @@
 """`LayerSpec`s from shapes: the page arithmetic of vLLM's cache specs, without vLLM.
 
 Sources: `AttentionSpec`, `MLAAttentionSpec`, `SlidingWindowSpec` and `MambaSpec` in
-vllm/v1/kv_cache_interface.py; layer names as the model classes under
-vllm/model_executor/models give them (0.32.0).
+vllm/v1/kv_cache_interface.py; layer names from the model classes in vllm/model_executor/models
+(0.32.0).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hetero_connector.spec.state_types import RestoreRule, StateType
 def dense_layer(
     layer: str, num_kv_heads: int, head_dim: int, kv: Precision, block_tokens: int, parts: int = 1
 ) -> LayerSpec:
-    """Full attention: keys and values of every token, `num_kv_heads` of them on a rank."""
+    """Full attention: keys and values of every token, `num_kv_heads` on each rank."""
     page_bytes = 2 * num_kv_heads * head_dim * kv.item_bytes * block_tokens
     return LayerSpec(
         layer=layer,
@@ -37,9 +37,9 @@ def dense_layer(
 
 
 def sliding_layer(dense: LayerSpec, window: int) -> LayerSpec:
-    """The same pages, of which only the last `window` tokens' are read.
+    """Sliding-window attention: the pages of `dense`, but only the last `window` tokens are read.
 
-    The token at the boundary is still to be computed, so a boundary needs `window - 1`.
+    The token at the boundary is yet to be computed, so a boundary needs `window - 1` tokens.
     """
     return replace(
         dense,
@@ -75,7 +75,7 @@ def recurrent_layer(
     parts: int = 1,
     runs: tuple[int, ...] = (),
 ) -> LayerSpec:
-    """Mamba or gated delta net: one state per page, taken at the page's end."""
+    """Mamba or gated delta net: one state per page, that of the page's end."""
     return LayerSpec(
         layer=layer,
         group=0,
@@ -94,17 +94,18 @@ def recurrent_layer(
 def delta_net_runs(
     conv_rows: int, key_bytes: int, value_bytes: int, state_bytes: int
 ) -> tuple[int, ...]:
-    """Runs of a gated delta net's page on one rank: what heads cut (`LayerSpec.runs`).
+    """The runs of a gated delta net's page on one rank (`LayerSpec.runs`).
 
-    First the convolution's last inputs, row by row queries, keys and values of the rank's heads,
-    then the delta-rule state of its value heads. vllm/model_executor/layers/mamba: the shapes in
-    mamba_utils.py, the sections as `gdn/qwen_gdn_linear_attn.py` loads conv1d.
+    First come the convolution's last inputs, row by row: queries, keys and values of the rank's
+    heads. Then comes the delta-rule state of its value heads. Source:
+    vllm/model_executor/layers/mamba, the shapes in mamba_utils.py, the sections in the loading of
+    conv1d by `gdn/qwen_gdn_linear_attn.py`.
     """
     return (key_bytes, key_bytes, value_bytes) * conv_rows + (state_bytes,)
 
 
 def hybrid_block_tokens(token_bytes: int, state_bytes: int, block_tokens: int) -> int:
-    """Tokens per block at which an attention page is no smaller than a recurrent state.
+    """The fewest tokens per block for which an attention page is as large as a recurrent state.
 
     vllm/platforms/interface.py, `_align_hybrid_block_size`: a multiple of `block_tokens`.
     """
@@ -112,10 +113,9 @@ def hybrid_block_tokens(token_bytes: int, state_bytes: int, block_tokens: int) -
 
 
 def assemble(layers: Iterable[LayerSpec], tp_size: int) -> ModelSpec:
-    """Number the groups (one per geometry, in order of appearance) and find the alignment.
+    """Make a `ModelSpec`: number the groups (one per geometry, in order) and find the alignment.
 
-    The engine may split a geometry into several groups of its own; which layers share a
-    block table changes no size and no boundary.
+    The engine may split a geometry into several groups. That changes no size and no boundary.
     """
     groups: dict[LayerSpec, int] = {}
     numbered = []

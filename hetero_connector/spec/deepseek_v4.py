@@ -1,8 +1,8 @@
-"""DeepSeek-V4's cache layers: windows everywhere, CSA and HCA where compressed.
+"""DeepSeek-V4's cache layers: windows in all layers, CSA or HCA in compressed layers.
 
-Every layer keeps a sliding window. A layer of ratio 4 (CSA) adds compressed entries, an
-indexer key per entry and two compressor states; a layer of ratio 128 (HCA) adds
-compressed entries and one compressor state. All of it is the same on every rank.
+Every layer keeps a sliding window. A layer of ratio 4 (CSA) adds compressed entries, an indexer
+key per entry and two compressor states. A layer of ratio 128 (HCA) adds compressed entries and one
+compressor state. All of this is the same on every rank.
 
 Sources (vLLM 0.32.0): vllm/models/deepseek_v4/attention.py (`get_kv_cache_spec` of the
 attention and of the indexer cache), compressor.py (`CompressorStateCache`), and
@@ -39,7 +39,7 @@ _TYPES_TO_RATIOS = {
 
 @dataclass(frozen=True)
 class _Format:
-    """How states lie in a page."""
+    """The format of states in a page."""
 
     dtype: str
     state_bytes: int
@@ -49,13 +49,13 @@ class _Format:
 def deepseek_v4_layers(
     config: HfConfig, kv_dtype: str, block_tokens: int | None
 ) -> Iterator[LayerSpec]:
-    """Cache layers of the main model; its MTP layer, which runs only when drafting, is not."""
+    """Yield the cache layers of the main model, without its MTP layer, which only drafts."""
     entry = _entry_format(config, kv_dtype)
     block = block_tokens or DEFAULT_BLOCK_TOKENS
     window = config.number("sliding_window")
     for index, ratio in enumerate(_ratios(config)):
         if ratio and block % ratio:
-            raise config.error(f"blocks of {block} tokens hold no whole entry of ratio {ratio}")
+            raise config.error(f"blocks of {block} tokens are not a multiple of ratio {ratio}")
         name = f"model.layers.{index}.attn"
         yield _window(f"{name}.swa_cache", entry, window)
         if ratio > 1:
@@ -73,16 +73,16 @@ def deepseek_v4_layers(
 
 
 def _entry_format(config: HfConfig, kv_dtype: str) -> _Format:
-    """`auto` and fp8 are the packed fp8_ds_mla rows; bfloat16 a plain row per entry."""
+    """The format of an entry: packed fp8_ds_mla rows for `auto` and fp8, plain rows of bfloat16."""
     if kv_dtype in ("auto", "fp8", "fp8_ds_mla"):
         return _Format("uint8", _PACKED_ENTRY_BYTES, _PACKED_ALIGNMENT)
     if kv_dtype != "bfloat16":
-        raise config.error(f"KV dtype {kv_dtype!r} is not one it runs with: fp8 or bfloat16")
+        raise config.error(f"KV dtype {kv_dtype!r} is not supported: use fp8 or bfloat16")
     return _Format(kv_dtype, config.number("head_dim") * _BFLOAT16_BYTES, _PLAIN_ALIGNMENT)
 
 
 def _ratios(config: HfConfig) -> list[int]:
-    """Compression ratio of each layer, 0 for none; `layer_types` where ratios are not given."""
+    """The compression ratio of each layer, 0 for none; from `layer_types` if none are given."""
     if config.has("compress_ratios"):
         ratios = list(config.sequence("compress_ratios"))
     else:
@@ -119,10 +119,10 @@ def _window(layer: str, entry: _Format, window: int) -> LayerSpec:
 
 
 def _compressor(layer: str, head_dim: int, ratio: int, entry: _Format) -> LayerSpec:
-    """Uncompressed key and score rows of the open compression block, in float32.
+    """The uncompressed key and score rows of the open compression block, in float32.
 
-    CSA's blocks overlap, so its state is twice as wide and holds the previous block too:
-    at a boundary that is a multiple of the ratio only those `window - ratio` rows are read.
+    CSA's blocks overlap, so its state is twice as wide and includes the previous block. At a
+    boundary that is a multiple of the ratio, only those `window - ratio` rows are read.
     """
     overlap = 2 if ratio == CSA_RATIO else 1
     row = _Format("float32", 2 * overlap * head_dim * _FLOAT32_BYTES, entry.page_alignment)

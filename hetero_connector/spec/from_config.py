@@ -1,7 +1,7 @@
-"""A model's `ModelSpec` from its `config.json` alone: no engine, no weights, no vLLM.
+"""A model's `ModelSpec` from its `config.json` alone: without engine, weights or vLLM.
 
-For planning and simulation. It follows the engine's arithmetic on a GPU without
-speculative decoding; what it cannot compute exactly it refuses.
+For planning and simulation. It follows the engine's arithmetic on a GPU without speculative
+decoding, and refuses models for which that is not exact.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MLA_BLOCK_TOKENS = 64  # FlashMLA's block
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _LINEAR = ("linear_attention", "mamba")
 
-# Defaults of the transformers config classes that released config.json files lean on.
+# Defaults of the transformers config classes that released config.json files depend on.
 _GEMMA3_DEFAULTS = {
     "num_hidden_layers": 26,
     "num_attention_heads": 8,
@@ -44,7 +44,7 @@ _QWEN3_NEXT_DEFAULTS = {"full_attention_interval": 4, "linear_conv_kernel_dim": 
 
 @dataclass(frozen=True)
 class _Deployment:
-    """How the model is run."""
+    """Engine settings that the state depends on."""
 
     kv_dtype: str
     ssm_dtype: str
@@ -57,7 +57,7 @@ class _RecurrentState(NamedTuple):
 
     size_bytes: int
     runs: tuple[int, ...]
-    """As `LayerSpec.runs`."""
+    """See `LayerSpec.runs`."""
 
 
 _Layers = Iterator[LayerSpec]
@@ -72,13 +72,13 @@ def model_spec_from_config(
     block_tokens: int | None = None,
     tp_size: int = 1,
 ) -> ModelSpec:
-    """The state one tensor-parallel rank keeps for the model of this `config.json`.
+    """Compute the state that one tensor-parallel rank keeps for the model of this `config.json`.
 
-    `kv_dtype` is vLLM's `--kv-cache-dtype`, `ssm_dtype` its `--mamba-ssm-cache-dtype`
-    (the CPU build turns `auto` into float32); `block_tokens` its `--block-size`, None for
-    the engine's own choice on a GPU (16 tokens; 64 for MLA, 256 for DeepSeek-V4; for
-    recurrent hybrids the multiple at which an attention page covers a state).
-    Raises UnsupportedModelError for a model type, shape or precision it cannot compute.
+    `kv_dtype` is vLLM's `--kv-cache-dtype`, `ssm_dtype` its `--mamba-ssm-cache-dtype` (the CPU
+    build turns `auto` into float32). `block_tokens` is its `--block-size`, None for the engine's
+    own choice on a GPU: 16 tokens; 64 for MLA, 256 for DeepSeek-V4; for recurrent hybrids the
+    smallest multiple for which an attention page is as large as a state. Raises
+    UnsupportedModelError for a model type, shape or precision that is not known.
     """
     if tp_size <= 0 or (block_tokens is not None and block_tokens <= 0):
         raise ValueError(f"tp_size={tp_size} and block_tokens={block_tokens} must be positive")
@@ -93,7 +93,7 @@ def model_spec_from_config(
 
 
 def _attention(config: HfConfig, deployment: _Deployment) -> _Layers:
-    """Grouped-query attention, each layer full or sliding."""
+    """Grouped-query attention; each layer is full or sliding."""
     prefix = "language_model.model" if config.multimodal else "model"
     attn = "attn.attn" if config.model_type == "gpt_oss" else "self_attn.attn"
     for index, kind in enumerate(_attention_kinds(config)):
@@ -101,7 +101,7 @@ def _attention(config: HfConfig, deployment: _Deployment) -> _Layers:
         if kind == _SLIDING:
             layer = sliding_layer(layer, config.number("sliding_window"))
         elif kind != _FULL:
-            raise config.error(f"layer {index} has attention of kind {kind!r}")
+            raise config.error(f"layer {index} has unknown attention {kind!r}")
         yield layer
 
 
@@ -117,11 +117,11 @@ def _dense(config: HfConfig, deployment: _Deployment, name: str, default_block: 
 
 
 def _attention_kinds(config: HfConfig) -> list[str]:
-    """`layer_types`, or the family's rule: every n-th layer is full, the rest slide."""
+    """Return `layer_types`, or the family's rule: every n-th layer is full, the others slide."""
     if config.has("layer_types"):
         return [str(kind) for kind in config.sequence("layer_types")]
     if config.get("use_sliding_window"):
-        raise config.error("'use_sliding_window' without 'layer_types' is not computed")
+        raise config.error("'use_sliding_window' without 'layer_types' is not supported")
     layers = config.number("num_hidden_layers")
     every = config.number("sliding_window_pattern", 1)
     return [_SLIDING if (index + 1) % every else _FULL for index in range(layers)]
@@ -141,7 +141,7 @@ def _deepseek_v4(config: HfConfig, deployment: _Deployment) -> _Layers:
 
 
 def _qwen3_next(config: HfConfig, deployment: _Deployment) -> _Layers:
-    """Gated delta net layers and, every n-th, full attention."""
+    """Gated delta net layers; every n-th layer is full attention."""
     every = config.number("full_attention_interval")
     layers = range(config.number("num_hidden_layers"))
     default = ["linear_attention" if (i + 1) % every else _FULL for i in layers]
@@ -150,7 +150,7 @@ def _qwen3_next(config: HfConfig, deployment: _Deployment) -> _Layers:
 
 
 def _granite_hybrid(config: HfConfig, deployment: _Deployment) -> _Layers:
-    """Granite 4: Mamba-2 layers and a few of full attention."""
+    """Granite 4: Mamba-2 layers and a few layers of full attention."""
     kinds = ["full_attention" if k == "attention" else k for k in config.sequence("layer_types")]
     return _hybrid(config, deployment, kinds, _mamba2_state, "mixer")
 
@@ -162,7 +162,7 @@ def _hybrid(
     state_of: Callable[[HfConfig, _Deployment], _RecurrentState],
     mixer: str,
 ) -> _Layers:
-    """Recurrent layers, whose pages are padded to those of the attention beside them."""
+    """Recurrent layers, with pages padded to the size of the attention layers' pages."""
     state_bytes, runs = state_of(config, deployment)
     token_bytes = _dense(config, deployment, "", 1).bytes_per_token
     step = deployment.block_tokens or _DENSE_BLOCK_TOKENS
@@ -177,11 +177,11 @@ def _hybrid(
         elif kind == _FULL:
             yield _dense(config, aligned, f"{name}.self_attn.attn", block)
         else:
-            raise config.error(f"layer {index} is of kind {kind!r}")
+            raise config.error(f"layer {index} has unknown type {kind!r}")
 
 
 def _item_bytes(config: HfConfig, deployment: _Deployment) -> tuple[int, int]:
-    """Of the convolution's part of a recurrent state, and of the rest."""
+    """Return the item bytes of the convolution's part of a recurrent state, and of the rest."""
     conv = precision("auto", config.model_dtype).item_bytes
     return conv, precision(deployment.ssm_dtype, config.model_dtype).item_bytes
 
@@ -201,9 +201,9 @@ def _delta_net_state(config: HfConfig, deployment: _Deployment) -> _RecurrentSta
 
 
 def _mamba2_state(config: HfConfig, deployment: _Deployment) -> _RecurrentState:
-    """Groups are copied where ranks outnumber them, so that pages are not joined.
+    """vllm/model_executor/layers/mamba/mamba_utils.py, `mamba2_state_shape`.
 
-    vllm/model_executor/layers/mamba/mamba_utils.py, `mamba2_state_shape`.
+    Groups are copied if ranks outnumber them, so the ranks' pages cannot be joined (no runs).
     """
     tp_size = deployment.tp_size
     heads = config.divided("mamba_n_heads", tp_size)

@@ -1,4 +1,4 @@
-"""Typed reading of a Hugging Face `config.json`: what is missing or odd is named."""
+"""Typed access to a Hugging Face `config.json`. Errors name the key that is missing or wrong."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ _TORCH_NAMES = {"float": "float32", "half": "float16"}
 
 @dataclass(frozen=True)
 class Precision:
-    """Element type of a page: torch's name and bytes."""
+    """Element type of a page: torch's name for it, and its bytes."""
 
     dtype: str
     item_bytes: int
 
 
 def precision(kv_dtype: str, model_dtype: str) -> Precision:
-    """What vLLM's `--kv-cache-dtype` stores; `auto` is the model's own type.
+    """Return the element type that vLLM's `--kv-cache-dtype` stores; `auto` is the model's own.
 
-    Raises UnsupportedModelError for formats with scales inside the page, which are no
-    plain elements.
+    Raises UnsupportedModelError for formats with scales inside the page.
     """
     name = model_dtype if kv_dtype == "auto" else kv_dtype
     if name in _FLOAT_BYTES:
@@ -36,7 +35,7 @@ def precision(kv_dtype: str, model_dtype: str) -> Precision:
 
 
 class HfConfig:
-    """The text model's part of a `config.json`, with its class's defaults behind it."""
+    """The text model's part of a `config.json`, completed by the defaults of its class."""
 
     def __init__(
         self, config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
@@ -50,18 +49,18 @@ class HfConfig:
         self.model_dtype = str(dtype).removeprefix("torch.")
 
     def has(self, key: str) -> bool:
-        """Whether the key is there and not null."""
+        """True if the key is present and not null."""
         return key in self._values
 
     def number(self, key: str, default: int | None = None) -> int:
-        """A positive whole number. Raises UnsupportedModelError naming the key."""
+        """Return a positive whole number. Raises UnsupportedModelError."""
         value = self._values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self.error(f"{key!r} should be a whole number above 0, got {value!r}")
         return value
 
     def sequence(self, key: str) -> Sequence[Any]:
-        """A list with an entry for every layer. Raises UnsupportedModelError naming the key."""
+        """Return a list with an entry for every layer. Raises UnsupportedModelError."""
         value = self._values.get(key)
         layers = self.number("num_hidden_layers")
         if not isinstance(value, (list, tuple)) or len(value) < layers:
@@ -69,35 +68,35 @@ class HfConfig:
         return value[:layers]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The raw value."""
+        """Return the raw value."""
         return self._values.get(key, default)
 
     @property
     def head_dim(self) -> int:
-        """Given, or hidden size over heads."""
+        """The configured value, or hidden size divided by heads."""
         if self.has("head_dim"):
             return self.number("head_dim")
         return self.number("hidden_size") // self.number("num_attention_heads")
 
     def divided(self, key: str, tp_size: int) -> int:
-        """A number shared out evenly over the ranks. Raises UnsupportedModelError."""
+        """Return a number divided evenly over the ranks. Raises UnsupportedModelError."""
         value = self.number(key)
         if value % tp_size:
             raise self.error(f"{key!r} = {value} cannot be divided over {tp_size} ranks")
         return value // tp_size
 
     def kv_heads_per_rank(self, tp_size: int) -> int:
-        """KV heads one rank holds; fewer heads than ranks are copied, one to a rank."""
+        """Return the KV heads of one rank. If ranks outnumber them, each rank has one, copied."""
         heads = self.number("num_key_value_heads", self.number("num_attention_heads"))
         if max(heads, tp_size) % min(heads, tp_size):
             raise self.error(f"{heads} KV heads cannot be divided over {tp_size} ranks")
         return max(1, heads // tp_size)
 
     def kv_parts(self, tp_size: int) -> int:
-        """Different sets of KV heads that the ranks hold."""
+        """Return the number of different sets of KV heads among the ranks."""
         heads = self.number("num_key_value_heads", self.number("num_attention_heads"))
         return min(heads, tp_size)
 
     def error(self, problem: str) -> UnsupportedModelError:
-        """An error that names the model type."""
+        """Make an error that names the model type."""
         return UnsupportedModelError(f"config.json of model_type {self.model_type!r}: {problem}")

@@ -1,4 +1,4 @@
-"""What state a model keeps: one `LayerSpec` per cache layer, together a `ModelSpec`."""
+"""The state that a model keeps: a `LayerSpec` for each cache layer, together a `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ _BOUNDARY_RULES = (RestoreRule.WINDOW, RestoreRule.CHUNK_START, RestoreRule.AT_B
 class LayerSpec:
     """The state of one cache layer on one tensor-parallel rank.
 
-    `page` is the engine's block of `block_tokens` tokens for this layer; only its
-    `page_bytes` useful bytes are ever stored, never the padding up to
-    `page_stride_bytes`.
+    A page is the engine's block of `block_tokens` tokens of this layer. Only its `page_bytes`
+    useful bytes are stored, never the padding up to `page_stride_bytes`.
     """
 
     layer: str
@@ -28,7 +27,7 @@ class LayerSpec:
     """Index of the engine's KV cache group, whose block table addresses the pages."""
     state_type: StateType
     tokens_per_state: int
-    """Tokens folded into one stored state (1 unless the layer compresses)."""
+    """Tokens per stored state: 1 unless the layer compresses."""
     block_tokens: int
     """Tokens covered by one page."""
     page_bytes: int
@@ -36,52 +35,51 @@ class LayerSpec:
     page_stride_bytes: int
     """Bytes from one page to the next in the engine's memory, padding included."""
     dtype: str
-    """Element type of the page, as torch spells it: `bfloat16`, `uint8`, ..."""
+    """Element type of the page, by torch's name: `bfloat16`, `uint8`, ..."""
     restore_rule: RestoreRule
     window: int | None = None
-    """Attention window, or local-attention chunk, in tokens."""
+    """Attention window, or chunk of local attention, in tokens."""
     boundary_tokens: int = 0
-    """For WINDOW: how many tokens before a boundary are still read after it, where that is a
+    """For WINDOW: tokens before a boundary that are still read after it, if the boundary is a
     multiple of `ModelSpec.alignment`."""
     parts: int = 1
-    """Different parts that the tensor-parallel ranks hold: 1 if all hold the same bytes (MLA,
-    compressed states), one each if all differ, fewer where ranks share a KV head. They are held in
-    order: rank r of n has part `r * parts // n`."""
+    """Number of different parts among the tensor-parallel ranks: 1 if all ranks have the same
+    bytes (MLA, compressed states), one for each rank if all differ, fewer if ranks share a KV
+    head. Rank r of n has part `r * parts // n`."""
     runs: tuple[int, ...] = ()
-    """Bytes of the runs of a page that heads cut: each goes on in the next part's page, so that
-    the parts joined run by run are the page of one rank alone. Empty: they cannot be joined."""
+    """Bytes of each run of a page. A run continues in the next part's page, so the parts joined
+    run by run are the page of a single rank. Empty: the parts cannot be joined."""
     prompt_only: bool = False
-    """State of decoded tokens differs from what a prefill of them would give (R-SWA)."""
+    """True if the state of decoded tokens differs from that of a prefill of them (R-SWA)."""
 
     def __post_init__(self) -> None:
         if self.runs and sum(self.runs) != self.page_bytes:
-            raise ValueError(f"runs of {self.runs} bytes are no page: {self!r}")
+            raise ValueError(f"runs of {self.runs} bytes do not add up to a page: {self!r}")
 
     @property
     def whole_page_bytes(self) -> int:
-        """Useful bytes of a page of all parts."""
+        """Useful bytes of a page, all parts together."""
         return self.page_bytes * self.parts
 
     @property
     def bytes_per_token(self) -> float:
-        """Useful bytes per token of prefix; 0 for boundary states."""
+        """Useful bytes per token of a prefix; 0 for boundary states."""
         if self.state_type.family is Family.BOUNDARY:
             return 0.0
         return self.page_bytes / self.block_tokens
 
     @property
     def open_block_tokens(self) -> int:
-        """For WINDOW: tokens of a compression block, of which the open one's rows are read too.
+        """For WINDOW: tokens of a compression block; the rows of the open block are read too.
 
-        1 where nothing is compressed: a window of W tokens has W - 1 before a boundary.
+        1 if nothing is compressed: a window of W tokens has W - 1 before a boundary.
         """
         return max(1, (self.window or 0) - self.boundary_tokens)
 
     def tokens_needed(self, start: int, boundary: int) -> range:
-        """Token positions whose state an artifact over [start, boundary) holds.
+        """The tokens whose state is part of an artifact over [start, boundary); may be empty.
 
-        For boundary states `start` is ignored: the answer depends on the boundary
-        alone. Empty when nothing is needed.
+        For boundary states `start` is ignored.
         """
         rule = self.restore_rule
         if rule is RestoreRule.EVERY_TOKEN:
@@ -97,7 +95,7 @@ class LayerSpec:
         return range(0)
 
     def pages_needed(self, start: int, boundary: int) -> range:
-        """Indices into the request's block table of the pages holding those tokens."""
+        """The pages of those tokens, as indices into the request's block table."""
         tokens = self.tokens_needed(start, boundary)
         if not tokens:
             return range(0)
@@ -106,15 +104,15 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Every cache layer of a model on one rank, and the token grid restores must respect."""
+    """Every cache layer of a model on one rank, and the token grid of its boundaries."""
 
     layers: tuple[LayerSpec, ...]
     alignment: int
-    """Tokens: a prefix may be resumed only at a multiple of this (lcm of block sizes)."""
+    """In tokens: a request may resume only at a multiple of this (lcm of block sizes)."""
     tp_size: int = 1
     exact_handoffs: bool = False
-    """Whether state is kept of boundaries anywhere; else only where it takes no more room than
-    at a multiple of `alignment`: see `handoff_step`."""
+    """True: state of any boundary is kept. False: only where it is no larger than at a multiple of
+    `alignment`, see `handoff_step`."""
 
     def __post_init__(self) -> None:
         if self.alignment <= 0 or self.tp_size <= 0:
@@ -125,7 +123,7 @@ class ModelSpec:
 
     @cached_property
     def stored_layers(self) -> tuple[LayerSpec, ...]:
-        """Layers that have anything to store."""
+        """The layers that have state to store."""
         return tuple(
             layer
             for layer in self.layers
@@ -134,16 +132,16 @@ class ModelSpec:
         )
 
     def _is_read(self, layer: LayerSpec) -> bool:
-        """Whether a boundary that is kept may need anything of a window."""
+        """True if a kept boundary may need anything of a window."""
         return bool(layer.boundary_tokens) or (self.exact_handoffs and layer.open_block_tokens > 1)
 
     @cached_property
     def handoff_step(self) -> int:
-        """Tokens: a prompt that is handed off may be resumed at multiples of this.
+        """In tokens: a prompt that is handed off may be resumed at multiples of this.
 
-        The engine's grid (`alignment`) binds its own prefix cache only. At a multiple of the
-        boundary states' blocks and of their compression blocks they take as many pages as on
-        that grid, and what is dead there is dead here. Recurrent state exists on the grid alone.
+        Only the engine's own prefix cache needs its grid (`alignment`). At a multiple of the
+        boundary states' blocks and compression blocks, they need as many pages as on that grid.
+        Recurrent state exists on the grid only.
         """
         boundary = [x for x in self.layers if x.restore_rule in _BOUNDARY_RULES]
         if any(x.restore_rule is RestoreRule.AT_BOUNDARY for x in boundary):
@@ -154,31 +152,31 @@ class ModelSpec:
         return self.alignment if self.alignment % step else step
 
     def handoff_end(self, prompt_tokens: int) -> int:
-        """Where a prompt is resumed that was handed off: before its last token, or just before."""
+        """The boundary at which a handed-off prompt is resumed: the last before its last token."""
         last = prompt_tokens - 1
         return last - last % self.handoff_step
 
     @cached_property
     def state_types(self) -> tuple[StateType, ...]:
-        """State types that are stored, in the order of the `StateType` enum."""
+        """The stored state types, in the order of the `StateType` enum."""
         present = {layer.state_type for layer in self.stored_layers}
         return tuple(t for t in StateType if t in present)
 
     @cached_property
     def prefix_types(self) -> tuple[StateType, ...]:
-        """Stored types needed for every token before a boundary."""
+        """The stored types that are needed for every token before a boundary."""
         return tuple(t for t in self.state_types if t.family is Family.PREFIX)
 
     @cached_property
     def boundary_types(self) -> tuple[StateType, ...]:
-        """Stored types needed only at a boundary."""
+        """The stored types that are needed only at a boundary."""
         return tuple(t for t in self.state_types if t.family is Family.BOUNDARY)
 
     def boundary_types_at(self, boundary: int) -> tuple[StateType, ...]:
-        """Those of `boundary_types` of which something is needed at this boundary, in tokens.
+        """The `boundary_types` that are needed at this boundary, in tokens.
 
-        Of chunked local attention nothing is where a local chunk begins, of compressors nothing
-        where no block is open. Such a state is not stored there, and not missed.
+        Chunked local attention needs nothing where a local chunk begins, and compressors need
+        nothing where no block is open. Such state is neither stored nor required there.
         """
         if not self._needed_at_times:
             return self.boundary_types
@@ -190,16 +188,16 @@ class ModelSpec:
         )
 
     def types_at(self, boundary: int) -> tuple[StateType, ...]:
-        """All types that a chunk which ends at this boundary must hold to be resumed there."""
+        """All types that a chunk ending at this boundary must have, so that a request resumes."""
         return self.prefix_types + self.boundary_types_at(boundary)
 
-    def is_complete(self, held: Set[StateType], boundary: int) -> bool:
-        """Whether a chunk that ends at this boundary and holds these types has all it must."""
-        return held >= set(self.types_at(boundary))
+    def is_complete(self, present: Set[StateType], boundary: int) -> bool:
+        """True if a chunk ending at this boundary needs no more types than those present."""
+        return present >= set(self.types_at(boundary))
 
     @cached_property
     def _needed_at_times(self) -> frozenset[StateType]:
-        """Boundary types of which nothing is needed at some boundaries."""
+        """The boundary types that some boundaries do not need."""
         always = {
             layer.state_type
             for layer in self.stored_layers
@@ -210,18 +208,18 @@ class ModelSpec:
 
     @cached_property
     def prompt_only(self) -> bool:
-        """Whether only state of prompt tokens may be stored."""
+        """True if only state of prompt tokens may be stored."""
         return any(layer.prompt_only for layer in self.stored_layers)
 
     def layers_of(self, state_type: StateType) -> Iterator[LayerSpec]:
-        """Stored layers of one state type, in model order."""
+        """The stored layers of one state type, in model order."""
         return (layer for layer in self.stored_layers if layer.state_type is state_type)
 
     @cached_property
     def page_groups(self) -> dict[StateType, tuple[LayerSpec, ...]]:
-        """For each stored type, one layer per cache group: the one that needs most pages.
+        """For each stored type, one layer per cache group: the one that needs the most pages.
 
-        Layers of a group share a block table, so page ranges are a matter of the group.
+        Layers of a group share a block table, and so a range of pages.
         """
         widest: dict[tuple[StateType, int], LayerSpec] = {}
         for layer in self.stored_layers:
@@ -234,12 +232,12 @@ class ModelSpec:
         }
 
     def as_plain(self) -> dict[str, Any]:
-        """As JSON values, for `from_plain`."""
+        """Return it as JSON values, for `from_plain`."""
         return asdict(self)
 
     @classmethod
     def from_plain(cls, document: Mapping[str, Any]) -> ModelSpec:
-        """From what `as_plain` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        """Rebuild it from `as_plain`. Raises KeyError, TypeError or ValueError for other input."""
         layers = tuple(
             LayerSpec(
                 **{
@@ -259,5 +257,5 @@ class ModelSpec:
         return sum(layer.bytes_per_token for layer in self.layers)
 
     def default_chunk_tokens(self, at_least: int = 256) -> int:
-        """The smallest multiple of the alignment that is at least `at_least` tokens."""
+        """Return the smallest multiple of the alignment that is at least `at_least` tokens."""
         return math.ceil(at_least / self.alignment) * self.alignment

@@ -1,9 +1,8 @@
-"""Released models by name, as the few fields of their `config.json` that shape the cache.
+"""Released models by name, with the few fields of their `config.json` that shape the cache.
 
-The fields were checked offline against the defaults of the installed transformers
-classes where those are the released model's (DeepSeek-V4-Flash, gpt-oss-120b,
-Qwen3-Next) and else taken from the model's published config.json as known to the
-authors (said at each entry); nothing is downloaded.
+Nothing is downloaded. A comment at each entry names its source: the defaults of the installed
+transformers class (DeepSeek-V4-Flash, gpt-oss-120b, Qwen3-Next), or the model's published
+config.json as known to the authors.
 """
 
 from __future__ import annotations

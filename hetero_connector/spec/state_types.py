@@ -1,4 +1,4 @@
-"""The kinds of KV state a model can have, and what a restore needs of each."""
+"""The kinds of KV state that a model can have, and what a restore needs of each."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from enum import StrEnum
 
 
 class Family(StrEnum):
-    """When a state is needed to resume at a boundary."""
+    """The two families of state, by what a resume at a boundary needs."""
 
     PREFIX = "prefix"
     """Prefix-proportional: needed for every token before the boundary."""
     BOUNDARY = "boundary"
-    """Needed only at the boundary itself (a window, a tail, a recurrent state)."""
+    """Boundary state: needed only at the boundary itself (a window, a tail, a recurrent state)."""
 
 
 class RestoreRule(StrEnum):
-    """Which tokens' state must be in place before the engine may resume at a boundary."""
+    """The tokens whose state must be in place before the engine may resume at a boundary."""
 
     EVERY_TOKEN = "every_token"
     """State of every token in [0, boundary)."""
@@ -26,7 +26,7 @@ class RestoreRule(StrEnum):
     AT_BOUNDARY = "at_boundary"
     """One state, taken exactly at the boundary (Mamba, GDN)."""
     NOTHING = "nothing"
-    """Never restored: per-request scratch that the engine rebuilds by itself."""
+    """None: per-request scratch that the engine rebuilds by itself."""
 
 
 class StateType(StrEnum):
@@ -47,12 +47,12 @@ class StateType(StrEnum):
 
     @property
     def family(self) -> Family:
-        """Whether the state grows with the prefix or belongs to one boundary."""
+        """PREFIX if the state grows with the prefix, BOUNDARY if it belongs to one boundary."""
         return Family.BOUNDARY if self in _BOUNDARY_TYPES else Family.PREFIX
 
     @property
     def position(self) -> int:
-        """Its place in the order of declaration."""
+        """Its index in the order of declaration."""
         return _POSITIONS[self]
 
 

@@ -191,7 +191,7 @@ def test_a_file_is_hashed_again_only_when_it_changes(
 
 def test_a_directory_without_weights_is_an_error_that_says_so(tmp_path: Path) -> None:
     where = model_dir(tmp_path / "empty", {"config.json": b"{}", "training_args.bin": b"x"})
-    with pytest.raises(IdentityError, match=r"holds no weights .*\.safetensors"):
+    with pytest.raises(IdentityError, match=r"contains no weights .*\.safetensors"):
         weights_digest(where)
     with pytest.raises(IdentityError, match="cannot list"):
         weights_digest(tmp_path / "nowhere")

@@ -241,7 +241,7 @@ def test_mamba2_states() -> None:
         (LLAMA | {"torch_dtype": "int7"}, "KV dtype 'int7'"),
         (TINY_V4 | {"compress_ratios": [0, 128, 4, 2, 4]}, "layer 3 has compression ratio 2"),
         (TINY_V4 | {"compress_ratios": [0]}, "'compress_ratios' should be a list of 5"),
-        (GRANITE | {"layer_types": ["mamba", "conv", "mamba"]}, "layer 1 is of kind 'conv'"),
+        (GRANITE | {"layer_types": ["mamba", "conv", "mamba"]}, "layer 1 has unknown type 'conv'"),
         ({"model_type": "deepseek_v3", "num_hidden_layers": 1}, "'kv_lora_rank'"),
     ],
 )
