@@ -22,7 +22,7 @@ Run = Callable[[], None]
 
 
 class _Turn(IntEnum):
-    """Who goes first, of work that may run."""
+    """The order in which runnable work is run."""
 
     EARLY_COPY = 0
     FORWARD = 1
@@ -49,7 +49,7 @@ class AdversarialDevice(HostDevice):
         self._eager_forward = eager_forward
         self._numbers = count()
         self._issued: dict[int, _Work] = {}
-        """What has not run."""
+        """Work that has not run."""
         self._last_forward: frozenset[int] = frozenset()
         self._copies_wait: frozenset[int] = frozenset()
         self._forward_waits: frozenset[int] = frozenset()

@@ -1,7 +1,7 @@
 """vLLM's async scheduling on its CPU engine, which has it switched off.
 
     with async_engine("gemma3", {"dram_gib": 0.1}) as llm:
-        ...  # as with `harness.engine`; before `assert_nothing_is_held`: `drain(llm)`
+        ...  # as with `harness.engine`; before `assert_no_leaks`: `drain(llm)`
 
 Two things of the CPU platform stand against it, and nothing else is changed here. Its
 `check_and_update_config` sets `async_scheduling` to False, whatever was asked for; that is undone

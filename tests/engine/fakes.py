@@ -47,7 +47,7 @@ class FakeBlockTables:
         self.published: tuple[dict[str, int], ...] = ({}, {})
         """By group: how many of a request's blocks are in the prefix cache."""
         self.prefixes: dict[bytes, int] = {}
-        """What the prefix cache holds."""
+        """The blocks in the prefix cache, by hash."""
 
     @property
     def coordinator(self) -> SimpleNamespace:

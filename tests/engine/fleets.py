@@ -25,7 +25,7 @@ def server_of(model: str, folder: Path, name: str, directory: str, **extra: Any)
         "checkpoints": "full",
         "directory": directory,
         "lease_s": LEASE_S,
-        "load_deadline_s": 100,  # of which 1 s for a lookup: the machine may be busy
+        "load_deadline_s": 100,  # a lookup gets 1 s of it: the machine may be busy
         "worker_name": name,
         **extra,
     }
@@ -61,18 +61,18 @@ def computed(server: Server, prompt: list[int]) -> Reply:
     server.complete(prompt, max_tokens=1)
     answer = server.complete(prompt, MAX_TOKENS)
     until("it is sealed", lambda: value(server, "artifacts", tier="dram") > before)
-    until("the fleet knows", lambda: all_told(server))
+    until("the fleet knows", lambda: all_claimed(server))
     return answer
 
 
-def all_told(server: Server) -> bool:
-    """Whether every artifact of a server that has lost none was claimed, by it or another."""
+def all_claimed(server: Server) -> bool:
+    """True if every artifact of a server without evictions was claimed, by it or another."""
     owned = value(server, "directory_claims", outcome="owned")
     return owned + value(server, "replicas") >= value(server, "artifacts", tier="dram")
 
 
-def asks(server: Server, seed: int) -> bool:
-    """Whether the server is answered when it looks for a prompt that nobody has."""
+def is_answered(server: Server, seed: int) -> bool:
+    """True if the directory answers the server's lookup of an unknown prompt."""
     before = value(server, "directory_lookups", outcome="nothing")
     server.complete(prompt_tokens(600, seed), max_tokens=1)
     return value(server, "directory_lookups", outcome="nothing") > before

@@ -176,8 +176,8 @@ def forget(llm: Any) -> None:
     assert llm.reset_prefix_cache(reset_connector=True)
 
 
-def assert_nothing_is_held(llm: Any) -> None:
-    """Every request is gone: so are its pins, its slots and what was remembered of it."""
+def assert_no_leaks(llm: Any) -> None:
+    """Check that ended requests have left no pins, no slots and no other state."""
     settle(llm)
     side = scheduler_side(llm)
     store, saver = side._store, side._saver

@@ -15,7 +15,7 @@ REPLAYED = "heterocache_replayed_tokens_total"
 
 @contextmanager
 def watched(llm: Any) -> Iterator[list[str]]:
-    """What becomes of steps that compute something: `scheduled`, or `replays`, and `reported`."""
+    """Yield the events of steps that compute: `scheduled` or `replaying`, then `reported`."""
     scheduler, side, events = scheduler_of(llm), scheduler_side(llm), list[str]()
     schedule, update = scheduler.schedule, scheduler.update_from_output
 

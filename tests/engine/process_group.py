@@ -1,4 +1,4 @@
-"""What is left of a process group."""
+"""The processes of a process group that still run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replay is in each model, and an engine's own hits to hold it against."""
+"""The replays of each model, and the engine's own hits as the reference."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT = prompt_tokens(1400, seed=21)
 
 @dataclass(frozen=True)
 class Case:
-    """What a replay is in one model, in tokens."""
+    """The replay of one model, in tokens."""
 
     name: str
     grid: int
@@ -40,7 +40,7 @@ class Case:
 
     @property
     def resume(self) -> int:
-        """Where a replay of PROMPT begins."""
+        """The token at which a replay of PROMPT begins."""
         return self.boundary() - self.replayed
 
     @property
@@ -52,21 +52,23 @@ class Case:
         assert error(completion, reference) <= self.tolerance
 
     def same_in_batch(self, completion: Completion, reference: Completion) -> None:
-        """Of a bfloat16 model by its first token: the next ones share steps with other prompts,
-        and on CPUs with AMX kernels for up to four rows round differently from those for more.
+        """Compare answers that share steps with other prompts.
+
+        bfloat16 models are compared by the first token only: on CPUs with AMX, kernels for up to
+        four rows round differently from those for more.
         """
         if self.name in BF16_MODELS:
             self.same(cut(completion, 1), reference)
             return
         assert completion.tokens == reference.tokens[: len(completion.tokens)]
-        assert error(completion, reference) <= BESIDE_OTHERS
+        assert error(completion, reference) <= IN_BATCH
 
 
-BESIDE_OTHERS = 1e-4 if torch.cpu._is_avx512_supported() else 3e-4
-"""Of float32 models. vLLM's kernels for CPUs without AVX-512 round by the shape of a batch more
-than those with it: the engine's own hits on these prompts, alone and beside each other, differ by
-up to 5.8e-5 there, its cold answers in steps of 170, 300 or 512 tokens from its hits by up to
-6.5e-5, and who shares which step differs from run to run. State that is wrong shows by 0.02."""
+IN_BATCH = 1e-4 if torch.cpu._is_avx512_supported() else 3e-4
+"""Tolerance for float32 models in a batch. Without AVX-512 vLLM's CPU kernels round more by the
+shape of a batch: there the engine's own hits on these prompts, alone and in a batch, differ by up
+to 5.8e-5, its cold answers in steps of 170, 300 or 512 tokens differ from its hits by up to 6.5e-5,
+and the requests that share a step differ from run to run. Wrong state shows by 0.02."""
 
 CASES = (
     Case("gemma3", grid=32, replayed=384),  # 63 x 6

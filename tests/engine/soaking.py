@@ -1,4 +1,4 @@
-"""What the soaks share: engines short of everything, and the check of every answer.
+"""Helpers of the soaks: engines with too little memory, and the check of every answer.
 
 The reference of an answer is the same prompt computed cold and alone by an engine without the
 connector. After a preemption the engine prefills tokens it had decoded, which in bfloat16 moves
@@ -33,7 +33,7 @@ HITS = "heterocache_hit_tokens_total"
 
 
 def arguments(model: str) -> dict[str, Any]:
-    """Of an engine whose requests take several steps and do not all fit."""
+    """Return arguments with which requests take several steps and do not all fit."""
     return {
         "max_num_batched_tokens": 768 if model == "qwen3_next" else 512,
         "max_model_len": 1792,

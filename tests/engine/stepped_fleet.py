@@ -25,7 +25,7 @@ WAIT_S = 20.0
 
 
 class SlowDirectory(MemoryDirectory):
-    """Answers lookups when told to."""
+    """A directory whose lookups can be held back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,12 +94,12 @@ class Fleet:
         return sum(n for (who, has), n in found if who == name and labels.items() <= has.items())
 
     def records(self, engine: Engine) -> dict[ArtifactId, ArtifactRecord]:
-        """What the directory says of everything that an engine stores."""
+        """Return the directory's records of everything that an engine stores."""
         stored = list(engine.store._tiers.index.artifacts())
         keys = [a.node.key for a in stored]
         view = MemoryDirectory.lookup(self.directory, keys)
-        held = zip(stored, view.chunks, strict=True)
-        return {a.id: chunk[a.state_type] for a, chunk in held if a.state_type in chunk}
+        pairs = zip(stored, view.chunks, strict=True)
+        return {a.id: chunk[a.state_type] for a, chunk in pairs if a.state_type in chunk}
 
     def settle(self, engine: Engine) -> None:
         """Until the directory knows all that the engine stores, and the engine whose it is."""
@@ -129,7 +129,7 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 def chunk_bytes(fleet: Fleet) -> int:
-    """What a chunk takes of a DRAM tier."""
+    """Return the bytes that a chunk takes in a DRAM tier."""
     sizes = ArtifactLayout(fleet.model, CHUNK).max_bytes
     return sum(-(-size // 4096) * 4096 for size in sizes.values())
 

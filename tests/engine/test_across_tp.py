@@ -22,7 +22,7 @@ from examples.embedded_redis import EmbeddedRedis
 from examples.serving import Reply, Server, kv_transfer_config, logprob_distance
 from hetero_connector.artifacts.tensor_parallel import whole_model
 from hetero_connector.spec import LayerSpec, StateType
-from tests.engine.fleets import asks, computed, until
+from tests.engine.fleets import computed, is_answered, until
 from tests.engine.harness import (
     CHECKPOINTS,
     delta,
@@ -49,7 +49,7 @@ TOLERANCES = {"dense": 1e-4, "gemma3": 1e-4, "gptoss": 5e-4}
 """Largest difference of a logprob; measured: docs/exactness.md. bfloat16 models have none: there
 greedy answers of engines of two TP sizes part anyway."""
 POWER = 0.05
-"""How far a wrong cut, or another token, moves the answer at least."""
+"""Smallest logprob difference that a wrong cut or another token must cause."""
 STATE_TOLERANCES = {"dense": 1e-5, "gemma3": 1e-5, "gptoss": 1e-4, "qwen3_next": 0.1}
 """Largest difference of a layer's state, relative to its norm."""
 CUT_BY_HEADS = (StateType.DENSE_KV, StateType.WINDOW_SWA, StateType.RECURRENT)
@@ -136,7 +136,7 @@ class Pages(NamedTuple):
 
 
 def state_of(llm: Any) -> dict[Pages, np.ndarray]:
-    """What is in DRAM of each layer, `[pages, halves, numbers]`: heads 0 and 1, or part of them."""
+    """Return each layer's state in DRAM, `[pages, halves, numbers]`, of heads 0 and 1."""
     side = scheduler_side(llm)
     whole = {layer.layer: layer for layer in whole_model(side._layout.model).layers}
     state = {}
@@ -180,7 +180,7 @@ def test_servers_read_each_other_across_tp_sizes(model: str, tmp_path: Path) -> 
             prompt = prompt_tokens(1400, seed)
             theirs = computed(producer, prompt)
             # On a busy machine Redis may have missed a deadline: then it is not waited for.
-            until("it is answered", lambda s=consumer: asks(s, next(seeds)))
+            until("it is answered", lambda s=consumer: is_answered(s, next(seeds)))
             before = value(consumer, "hit_tokens", tier="peer")
             restored = consumer.complete(prompt, MAX_TOKENS)
             from_peer = value(consumer, "hit_tokens", tier="peer") - before
@@ -192,7 +192,7 @@ def test_servers_read_each_other_across_tp_sizes(model: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_servers_that_use_their_own_state_only_see_nothing_of_another_tp_size(
+def test_servers_with_own_state_only_find_no_other_tp_size(
     tmp_path: Path,
 ) -> None:
     with fleet("gemma3", tmp_path, first={"tp_sizes": "own"}) as (one, two):

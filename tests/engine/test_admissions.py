@@ -1,4 +1,4 @@
-"""What vLLM counts as computed is loaded for just those tokens, or told as lost."""
+"""Tokens that vLLM counts as computed are loaded, or reported as lost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def engine_of() -> Iterator[Engines]:
 
 
 def admitted(engine: Engine, request: FakeRequest, answered: int, num_tokens: int) -> StepMetadata:
-    """vLLM is told of `answered` tokens, admits `num_tokens` of them and computes the rest."""
+    """The restorer answers `answered` tokens; vLLM admits `num_tokens` and computes the rest."""
     assert engine.ask(request) == answered
     engine.requests[request.request_id] = request
     engine.grow_table(request)
@@ -53,7 +53,7 @@ def end(engine: Engine, request: FakeRequest) -> StepMetadata:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 64, 100, 191])
-def test_fewer_tokens_than_were_answered_are_loaded_alone(
+def test_if_vllm_admits_fewer_tokens_only_those_are_loaded(
     engine_of: Engines, num_tokens: int
 ) -> None:
     engine, request = engine_of(DENSE), FakeRequest("b", tokens(200))
@@ -76,7 +76,7 @@ def test_boundary_state_is_loaded_of_the_boundary_that_was_admitted(engine_of: E
     end(engine, request)
 
 
-def test_tokens_without_their_boundary_state_are_told_as_lost_and_never_saved(
+def test_tokens_without_boundary_state_are_reported_lost_and_not_saved(
     engine_of: Engines,
 ) -> None:
     engine, request = engine_of(HYBRID), FakeRequest("b", [*tokens(192), *tokens(100, seed=4)])
@@ -109,7 +109,7 @@ def test_a_replay_that_begins_earlier_is_as_exact(engine_of: Engines) -> None:
     engine.side.close()
 
 
-def test_a_load_that_cannot_be_ordered_is_told_as_lost(
+def test_a_load_that_cannot_be_ordered_is_reported_as_lost(
     engine_of: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, request = engine_of(DENSE), FakeRequest("b", tokens(250))

@@ -2,7 +2,7 @@
 
 On the real engine, whose every step is scheduled before the one before it has reported
 (`async_engine`), so that a chunk's end, a load's and a replay's are learned a step late, and
-tokens are scheduled that nobody knows yet. `test_overlapping_steps` has single orders of calls,
+tokens are scheduled that are not known yet. `test_overlapping_steps` has single orders of calls,
 `test_async_soak` engines short of blocks and workers in processes of their own.
 """
 
@@ -21,7 +21,7 @@ from tests.engine.harness import (
     BF16_MODELS,
     Completion,
     _completion,
-    assert_nothing_is_held,
+    assert_no_leaks,
     flipped,
     forget,
     forget_checkpoints,
@@ -81,7 +81,7 @@ def _nothing_left_behind(llm: Any) -> Iterator[None]:
     forget(llm)
     yield
     drain(llm)
-    assert_nothing_is_held(llm)
+    assert_no_leaks(llm)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def own_hit(llm: Any) -> Completion:
 
 @pytest.fixture
 def reference(llm: Any, own_hit: Completion) -> Completion:
-    """What PROMPT, which is stored, must give."""
+    """Store PROMPT and return the answer that its restore must give."""
     generate(llm, PROMPT)
     drain(llm)
     forget_local(llm)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.async_engine import async_engine, drain
 from tests.engine.harness import (
-    assert_nothing_is_held,
+    assert_no_leaks,
     engine,
     forget_checkpoints,
     forget_local,
@@ -50,7 +50,7 @@ def test_with_workers_in_processes_of_their_own() -> None:
         assert replayed.num_cached_tokens == gemma3.resume
         gemma3.same(replayed, reference)
         drain(llm)
-        assert_nothing_is_held(llm)
+        assert_no_leaks(llm)
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def test_with_workers_in_processes_of_their_own() -> None:
     ],
 )
 def test_a_soak(model: str, kind: str, tmp_path: Path) -> None:
-    """As in `test_soak` and `test_replay_pressure`; the reference is an ordinary engine."""
+    """Repeat `test_soak` and `test_replay_pressure`, with an ordinary engine as the reference."""
     with engine(model, **arguments(model)) as llm:
         traffic = record(llm, seed=31, num_rounds=SHORT)
     # Two steps are in flight, for which vLLM counts blocks: they are as large as one elsewhere.
@@ -82,7 +82,7 @@ def test_a_soak(model: str, kind: str, tmp_path: Path) -> None:
         reset = scheduler_of(llm).reset_connector_cache
         answers = play(llm, traffic.rounds, reset, after_round)
         drain(llm)
-        assert_nothing_is_held(llm)
+        assert_no_leaks(llm)
     assert metric(HITS) > 0
     if kind == "replays":
         assert metric(REPLAYED) > 0

@@ -1,4 +1,4 @@
-"""Jobs run in order on a thread of their own, and one that never ends blocks nobody."""
+"""Jobs run in order on one thread; a job that never ends does not block the caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong at start is one clear error; what goes wrong later is a counted miss.
+"""Errors at start are one clear message; errors while serving are counted misses.
 
 On the real engine. The same faults without an engine: `tests/test_config.py`,
 `tests/store/test_ssd_directory.py`, `tests/store/test_store_ssd.py`.
@@ -55,7 +55,7 @@ def extra(ssd_dir: Path, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def cold() -> Completion:
-    """What an engine without the connector answers."""
+    """Return the answers of an engine without the connector."""
     with engine(MODEL) as llm:
         return generate(llm, PROMPT, max_tokens=8)
 
@@ -210,7 +210,7 @@ def test_a_wrong_key_ends_the_server_with_one_error_and_no_process(tmp_path: Pat
     assert "kv_connector_extra_config['load_deadline_s']: expected a finite number" in log
 
 
-def test_a_second_engine_is_told_who_has_the_directory(
+def test_a_second_engine_gets_the_name_of_the_directorys_owner(
     ssd_dir: Path, tmp_path: Path, cold: Completion
 ) -> None:
     with engine(MODEL, extra(ssd_dir)) as first:
@@ -262,7 +262,7 @@ def slab_deleted(root: Path) -> None:
         pytest.param(slab_deleted, marks=pytest.mark.slow),
     ],
 )
-def test_what_was_lost_between_two_runs_is_computed_again(
+def test_state_that_was_lost_between_two_runs_is_computed_again(
     spoil: Spoil, ssd_dir: Path, cold: Completion
 ) -> None:
     spoil(ssd_dir)

@@ -1,4 +1,4 @@
-"""What is stored is exactly the useful bytes, by arithmetic done here from the model's shape."""
+"""Exactly the useful bytes are stored: they are computed here from the model's shape."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _empty_store(llm: Any) -> None:
 
 
 def stored_bytes(llm: Any, tier: Tier) -> dict[StateType, int]:
-    """What the store itself says, as on /metrics."""
+    """Return the stored bytes as /metrics shows them."""
     return {kind: size for (t, kind), size in _accounts(llm).items() if t is tier and size}
 
 
@@ -108,7 +108,7 @@ def test_every_artifact_has_its_useful_bytes_and_no_more(llm: Any, model: str) -
         assert artifact.size_bytes == expected, (kind, chunk)
 
 
-def test_a_prompt_costs_its_tokens_and_its_checkpoints(llm: Any, model: str) -> None:
+def test_a_prompt_stores_its_tokens_and_its_checkpoints(llm: Any, model: str) -> None:
     generate(llm, prompt_tokens(1300, seed=32))
     settle(llm)
     layout = scheduler_side(llm)._layout

@@ -42,7 +42,7 @@ def calibrated(model: Path, out: Path, **arguments: object) -> subprocess.Comple
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A profile by prompts longer than a step's tokens, beside up to 16 that decode."""
+    """Return a profile of prompts longer than a step, with up to 16 requests that decode."""
     directory = tmp_path_factory.mktemp("calibration")
     sizes = {"max_model_len": 1024, "max_num_seqs": 24, "max_num_batched_tokens": 256}
     arguments = engine_arguments("dense") | sizes
@@ -53,14 +53,14 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.engine
-def test_what_an_engine_serves_with_is_left_alone(out: Path) -> None:
+def test_calibration_leaves_a_serving_engines_ssd_and_fleet_alone(out: Path) -> None:
     """Neither its SSD nor its fleet nor its earlier profile is there: all would have been asked."""
     assert out.exists()
     assert not (out.parent / "served").exists()
 
 
 @pytest.mark.engine
-def test_a_profile_says_what_prefills_do_to_decodes(out: Path) -> None:
+def test_a_profile_has_the_cost_of_prefills_for_decodes(out: Path) -> None:
     profile = CostProfile.read(out)
     assert profile.compute_error is not None
     assert Tier.DRAM in profile.load
@@ -90,9 +90,9 @@ def test_an_engine_of_the_model_starts_from_it_and_its_store_is_explained_by_it(
     command = ["explain", str(tmp_path / "ssd"), str(tmp_path / "prompt.json"), "--json"]
     capsys.readouterr()  # what the engine printed
     assert cli.main([*command, "--profile", str(out)]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert len(told["candidates"]) > 1
-    assert told["assumed"] == {
+    explained = json.loads(capsys.readouterr().out)
+    assert len(explained["candidates"]) > 1
+    assert explained["assumed"] == {
         "planner": "cost",
         "step_tokens": 512,
         "layerwise": True,
@@ -103,7 +103,7 @@ def test_an_engine_of_the_model_starts_from_it_and_its_store_is_explained_by_it(
 
 
 @pytest.mark.engine
-def test_what_is_no_model_is_said_in_a_line(tmp_path: Path) -> None:
+def test_a_path_without_a_model_is_one_clear_error(tmp_path: Path) -> None:
     done = calibrated(tmp_path, tmp_path / "profile.json")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

@@ -82,7 +82,7 @@ def test_the_same_version_again_changes_nothing(engine: Engine) -> None:
 
 @pytest.mark.parametrize("change", ["reset", "update"])
 def test_pages_that_vllm_kept_from_before_are_not_stored(engine: Engine, change: str) -> None:
-    """vLLM's own prefix cache is not reset while requests run, or where nobody asks for it."""
+    """vLLM's own prefix cache is not reset while requests run, nor by itself."""
     engine.tables.prefixes[b"block"] = 1
     if change == "reset":
         engine.side.reset()
@@ -141,7 +141,7 @@ def test_a_fleets_reset_comes_between_steps_not_into_one(engine: Engine) -> None
     assert engine.step(first=CHUNK).saves == []
 
 
-def test_a_handed_off_request_names_nothing_while_nobody_could_find_it(engine: Engine) -> None:
+def test_a_handoff_names_no_tokens_while_no_engine_can_find_them(engine: Engine) -> None:
     assert engine.side.root.is_shared
     engine.side.root.on_weights_changed(None)
     assert not engine.side.root.is_shared
@@ -163,7 +163,7 @@ EVENTS = st.one_of(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(EVENTS, max_size=14))
-def test_what_may_be_restored_is_what_an_oracle_says(events: list[tuple[str, object]]) -> None:
+def test_restorable_tokens_equal_those_of_an_oracle(events: list[tuple[str, object]]) -> None:
     """The oracle: what was stored since the last reset, with the weights as they are now."""
     engine = Engine(DENSE)
     stored: dict[tuple[object, object], set[object]] = {}

@@ -1,6 +1,6 @@
 """A Llama-4-type model resumes where a chunk of local attention begins, without any of its state.
 
-vLLM keeps local attention's state as such only if it is told to; by default it keeps all of it.
+vLLM keeps local attention's state as such only with a setting; by default it keeps all of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from hetero_connector.spec import StateType
 from tests.engine.harness import (
-    assert_nothing_is_held,
+    assert_no_leaks,
     delta,
     flipped,
     forget_local,
@@ -72,4 +72,4 @@ def test_restored_at_each_boundary_as_the_engines_own_hit(llm: Any, shared: int)
     assert delta(restored, reference) <= TOLERANCE
     local = {a.node.chunk.end for a in sealed(llm) if a.state_type is StateType.CHUNKED_LOCAL}
     assert (shared in local) == (shared % LOCAL_CHUNK != 0)
-    assert_nothing_is_held(llm)
+    assert_no_leaks(llm)

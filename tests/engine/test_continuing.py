@@ -20,7 +20,7 @@ from tests.engine.stepped import CHUNK, Engine, tokens
 from tests.engine.stepped_fleet import WAIT_S, Fleet, chunk_bytes, joined, until
 
 PREAMBLE = tokens(4 * CHUNK)
-"""What sessions of all engines begin with."""
+"""The common beginning of all engines' sessions."""
 PROMPT = [*PREAMBLE, *tokens(3 * CHUNK + 40, seed=1)]
 RESTORED = 7 * CHUNK + 32
 
@@ -94,7 +94,7 @@ def test_a_turn_that_ends_within_its_first_chunk_is_found_behind_a_gap_too(
     assert hits(fleet, bob) == {Tier.PEER: 4 * CHUNK, Tier.SSD: 32}
 
 
-def test_what_the_engines_own_pages_hold_of_the_gap_nobody_is_asked_for(
+def test_tokens_of_the_gap_in_the_engines_own_pages_are_not_looked_up(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     owning(fleet, tmp_path, "ann")
@@ -109,7 +109,7 @@ def test_what_the_engines_own_pages_hold_of_the_gap_nobody_is_asked_for(
     assert bob.store._tiers.index.gaps == 0, "and from its pages the gap is closed again"
 
 
-def test_a_gap_that_nobody_can_close_is_a_miss_until_it_is_computed_again(
+def test_a_gap_without_any_copy_is_a_miss_until_it_is_computed_again(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     ann = fleet.join("ann")
@@ -133,7 +133,7 @@ def test_a_gap_that_nobody_can_close_is_a_miss_until_it_is_computed_again(
     assert hits(fleet, bob) == {Tier.SSD: RESTORED}
 
 
-def test_a_peer_that_fails_in_the_gap_costs_what_lies_behind_it_and_no_more(
+def test_a_peer_that_fails_in_the_gap_costs_only_the_chunks_after_it(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     ann = owning(fleet, tmp_path, "ann")
@@ -144,7 +144,7 @@ def test_a_peer_that_fails_in_the_gap_costs_what_lies_behind_it_and_no_more(
     assert bob.run(FakeRequest("third", PROMPT)) == RESTORED
 
 
-def test_dram_that_is_short_loses_the_copies_and_not_what_continues_them(
+def test_a_full_dram_evicts_copies_before_the_chunks_after_them(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     owning(fleet, tmp_path, "ann")
@@ -162,7 +162,7 @@ def test_dram_that_is_short_loses_the_copies_and_not_what_continues_them(
     assert found[Tier.SSD] == RESTORED - 4 * CHUNK
 
 
-def test_a_checkpoint_of_its_own_alone_does_not_pass_for_the_chunk(tmp_path: Path) -> None:
+def test_a_checkpoint_alone_does_not_count_as_the_chunk(tmp_path: Path) -> None:
     """The copy of what it is a checkpoint of has left DRAM."""
     with joined(HYBRID) as fleet:
         owning(fleet, tmp_path, "ann")
@@ -186,7 +186,7 @@ def test_a_dead_engines_continuation_is_adopted_with_its_beginning_from_a_third(
 ) -> None:
     owning(fleet, tmp_path, "ann")
     bob = continuing(fleet, tmp_path, "bob")
-    until(lambda: all(held.copy.on_ssd for held in _owned(fleet, bob)))
+    until(lambda: all(record.copy.on_ssd for record in _owned(fleet, bob)))
     bob.side.close()
     cay = join(fleet, tmp_path, "cay")
     assert cay.run(FakeRequest("second", PROMPT)) == RESTORED
@@ -203,14 +203,12 @@ def test_a_dead_engines_continuation_is_adopted_with_its_beginning_from_a_third(
 
 
 def _owned(fleet: Fleet, engine: Engine) -> list[ArtifactRecord]:
-    """What the directory says of what an engine owns."""
+    """Return the directory's records of the artifacts that an engine owns."""
     ours = {a.id for a in engine.store._tiers.index.artifacts() if a.token}
-    return [held for artifact, held in fleet.records(engine).items() if artifact in ours]
+    return [record for artifact, record in fleet.records(engine).items() if artifact in ours]
 
 
-def test_what_a_peer_added_behind_our_own_is_found_across_the_gap(
-    fleet: Fleet, tmp_path: Path
-) -> None:
+def test_a_peers_chunks_after_a_local_gap_are_found(fleet: Fleet, tmp_path: Path) -> None:
     """Two turns at one engine, one at another, the last at the first again."""
     ann = owning(fleet, tmp_path, "ann")
     bob = continuing(fleet, tmp_path, "bob")

@@ -143,7 +143,7 @@ def test_saving_writes_exactly_the_artifact_s_bytes() -> None:
     assert bool((arena[4096 + size :] == 0xEE).all())
 
 
-def test_what_all_ranks_hold_alike_is_stored_once_and_read_by_all() -> None:
+def test_state_that_all_ranks_share_is_stored_once_and_read_by_all() -> None:
     model = replace(MODEL, layers=tuple(replace(x, parts=1) for x in MODEL.layers))
     layout = ArtifactLayout(model, CHUNK)
     assert layout.artifact_bytes(KV, 0, CHUNK) == 4 * (96 + 40)

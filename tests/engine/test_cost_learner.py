@@ -1,4 +1,4 @@
-"""What steps, loads and reads took reaches the cost model; what it says decides."""
+"""Times of steps, loads and reads reach the cost model, which then decides."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_work_is_summed_over_the_requests_of_a_step(engine: Engine) -> None:
     assert meta.timed_as is not None
 
 
-def test_a_step_teaches_what_a_prefill_does_to_decodes(engine: Engine) -> None:
+def test_a_step_teaches_the_cost_of_a_prefill_for_decodes(engine: Engine) -> None:
     """`a` decodes its 201st token while `b` computes 64 tokens of its prompt."""
     for name in "ab":
         engine.admit(FakeRequest(name, tokens(200)))
@@ -101,7 +101,7 @@ def test_few_decode_steps_are_timed(engine: Engine) -> None:
 
 
 def test_a_step_that_loads_teaches_its_tier_and_compute(engine: Engine) -> None:
-    """What is computed after a restore, few tokens over a long context, is seen nowhere else."""
+    """Only steps after a restore compute few tokens over a long context."""
     engine.run(FakeRequest("a", tokens(200)))
     for number in range(20):
         name = f"b{number}"
@@ -148,7 +148,7 @@ def asked(learner: CostLearner, engine: Engine, name: str, num_tokens: int) -> i
     return meta.timed_as
 
 
-def test_what_a_step_takes_beyond_its_forward_belongs_to_it(engine: Engine) -> None:
+def test_the_time_of_a_step_beyond_its_forward_is_learned(engine: Engine) -> None:
     engine.admit(FakeRequest("a", tokens(20_000)))
     learning, now = learner(engine)
     for _ in range(40):
@@ -173,7 +173,7 @@ def test_steps_scheduled_ahead_do_not_count_each_other_s_time(engine: Engine) ->
     assert engine.costs.compute.predict(128, 0) == pytest.approx(0.030, rel=0.02)
 
 
-def test_a_timing_that_comes_late_is_held_against_its_own_step(engine: Engine) -> None:
+def test_a_late_timing_is_compared_with_its_own_step(engine: Engine) -> None:
     engine.admit(FakeRequest("a", tokens(20_000)))
     learning, now = learner(engine)
     late: list[StepTiming] = []
@@ -195,10 +195,10 @@ def test_reads_of_the_store_teach_the_ssd(engine: Engine) -> None:
     assert engine.costs.load.predict(Tier.SSD, {KV: 1 << 20}) == pytest.approx(0.125, rel=0.1)
 
 
-def test_reads_beside_steps_that_compute_are_told_from_those_of_an_idle_engine(
+def test_reads_while_computing_are_learned_apart_from_idle_ones(
     engine: Engine,
 ) -> None:
-    """What arrives while nothing is computed is learned in the step that the request waits for."""
+    """A read that ends while nothing computes is learned in the next step."""
     engine.admit(FakeRequest("a", tokens(20_000)))
     for _ in range(20):
         step(engine, a=1)
@@ -233,7 +233,7 @@ def test_steps_that_are_never_reported_are_forgotten(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(("token_s", "byte_s", "restored"), [(1e-3, 1e-9, 192), (1e-6, 1e-3, 0)])
-def test_cheap_loads_are_loaded_and_dear_ones_computed(
+def test_cheap_loads_are_loaded_and_expensive_ones_computed(
     engine: Engine, token_s: float, byte_s: float, restored: int
 ) -> None:
     engine.run(FakeRequest("a", tokens(200)))
@@ -241,7 +241,7 @@ def test_cheap_loads_are_loaded_and_dear_ones_computed(
     assert engine.admit(FakeRequest("b", tokens(200))) == restored
 
 
-def test_what_was_predicted_is_reported_with_what_came(engine: Engine) -> None:
+def test_predictions_are_recorded_with_the_observed_values(engine: Engine) -> None:
     engine.run(FakeRequest("a", tokens(200)))
     engine.recorder.drain()
     request = FakeRequest("b", tokens(200))
@@ -259,7 +259,7 @@ def test_what_was_predicted_is_reported_with_what_came(engine: Engine) -> None:
             assert isinstance(seconds, float)
 
 
-def test_a_tier_that_was_turned_down_is_trusted_less_once_a_request(engine: Engine) -> None:
+def test_a_declined_tiers_samples_fade_once_per_request(engine: Engine) -> None:
     engine.run(FakeRequest("a", tokens(200)))
     taught(engine, token_s=1e-6, byte_s=1e-3)
     slow_s = engine.costs.load.predict(Tier.DRAM, {KV: 4096})
@@ -274,7 +274,7 @@ def test_a_tier_that_was_turned_down_is_trusted_less_once_a_request(engine: Engi
     assert engine.costs.load.predict(Tier.DRAM, {KV: 4096}) < slow_s
 
 
-def test_what_is_left_alone_is_reported_and_leaves_first() -> None:
+def test_declined_chunks_are_recorded_and_evicted_first() -> None:
     """Action DROP_LOW_UTILITY_ARTIFACT: done once a request, when its prompt is computed."""
     slots = 8
     engine = Engine(DENSE, mode="cost", dram_bytes=slots * 4096)
@@ -314,7 +314,7 @@ def test_the_engine_s_load_counts_running_requests(engine: Engine) -> None:
     assert load.in_flight_bytes == {}
 
 
-def test_requests_that_wait_further_up_the_queue_are_ahead(engine: Engine) -> None:
+def test_requests_that_were_matched_earlier_are_ahead(engine: Engine) -> None:
     engine.run(FakeRequest("before", tokens(200)))
     taught(engine, token_s=1e-3, byte_s=1e-9)
     for name, seed in (

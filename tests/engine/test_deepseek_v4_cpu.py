@@ -10,7 +10,9 @@ from hetero_connector.engine import deepseek_v4_cpu as cpu
 I32, I64 = torch.int32, torch.int64
 
 
-def test_a_user_who_did_not_ask_is_never_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_environment_variable_nothing_is_patched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(cpu, "_registered", False)
     monkeypatch.setattr(cpu, "_keep_prefix_caching", lambda: pytest.fail("patched"))
     for value in ("", "0", "true"):

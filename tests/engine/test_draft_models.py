@@ -23,7 +23,7 @@ from hetero_connector.spec import StateType
 from tests.engine.by_hand import add, step
 from tests.engine.harness import (
     CHECKPOINTS,
-    assert_nothing_is_held,
+    assert_no_leaks,
     delta,
     engine,
     forget_local,
@@ -108,7 +108,7 @@ def test_restored_as_the_own_hit(llm: Any) -> None:
     assert restored.num_cached_tokens >= own.num_cached_tokens >= 960
     assert delta(restored, own) <= 1e-4
     assert accepted_by_restored == accepted_by_own
-    assert_nothing_is_held(llm)
+    assert_no_leaks(llm)
 
 
 def test_without_the_drafts_state_fewer_drafts_are_accepted_and_the_answer_is_the_same(
@@ -137,4 +137,4 @@ def test_a_step_without_the_drafter_may_load(llm: Any) -> None:
     finished = [output for output in step(llm, 12) if output.finished]
     assert len(finished) == 2
     assert metric("heterocache_hit_tokens_total") - hits >= 992
-    assert_nothing_is_held(llm)
+    assert_no_leaks(llm)

@@ -57,7 +57,7 @@ def output(*, new: Any = (), more: Any = (), **written: Any) -> Any:
         "a new request attends", "a new request recurs", "attends on", "recurs on",
     ],
 )  # fmt: skip
-def test_a_save_is_dropped_if_vllm_writes_its_pages_before_it_calls_us(
+def test_a_save_is_abandoned_if_vllm_writes_its_pages_before_the_hook(
     step: Any, kept: bool
 ) -> None:
     """The forward comes after the copy; what is copied into recurrent pages comes before it."""

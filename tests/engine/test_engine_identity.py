@@ -1,4 +1,4 @@
-"""What an engine's fingerprint holds: whatever changes stored bytes, and nothing that does not."""
+"""An engine's fingerprint has everything that changes stored bytes, and nothing else."""
 
 from __future__ import annotations
 

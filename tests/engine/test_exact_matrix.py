@@ -34,7 +34,7 @@ from tests.engine.harness import (
     BF16_MODELS,
     HYBRID_MODELS,
     Completion,
-    assert_nothing_is_held,
+    assert_no_leaks,
     delta,
     flipped,
     forget,
@@ -60,7 +60,7 @@ BRANCHES = [PROMPT[:SHARED] + prompt_tokens(400, seed=seed) for seed in (82, 83)
 """Their own ends are beyond the boundary at which they leave the prompt."""
 REPLAYED = {"gemma3": 384, "gptoss": 256, "deepseek_v4": 768}
 """Tokens of a replay: 63 x 6, 63 x 4 and 127 x 5 window tokens, on the model's grid. The others
-have no windows, or recurrent state beside, which a replay does not rebuild."""
+have no windows, or also recurrent state, which a replay does not rebuild."""
 
 MODELS = ("dense", *HYBRID_MODELS)
 POLICIES = ("full", "periodic:3", "zero", "adaptive")
@@ -103,10 +103,9 @@ class Engine:
         return {node.chunk.end for node in nodes if needed <= node.artifacts.keys()}
 
     def use_policy(self, name: str) -> None:
-        """As if the engine had been started with it.
+        """Change the policy as if the engine had been started with it.
 
-        Under these rates `adaptive` keeps every eighth boundary, and one where a request
-        was seen to leave.
+        With these rates `adaptive` keeps every eighth boundary, and those where matches ended.
         """
         sizes, rate = CheckpointSizes.of(self.side._layout), 1e-4
         write = 0.9 * rate * self.chunk / max(1, sizes.checkpoint_bytes)
@@ -178,7 +177,7 @@ def engine(
 def _nothing_left_behind(engine: Engine) -> Iterator[None]:
     forget(engine.llm)
     yield
-    assert_nothing_is_held(engine.llm)
+    assert_no_leaks(engine.llm)
 
 
 def start(model: str, ssd_dir: Path) -> Engine:
@@ -200,7 +199,7 @@ def kept(engine: Engine, policy: str) -> set[int]:
 
 
 def deepest(engine: Engine, planner: str, checkpoints: set[int], limit: int) -> int:
-    """Where a request resumes that shares `limit` tokens, the chunk boundary it can get to."""
+    """Return the token at which a request resumes that shares `limit` tokens."""
     if planner == "cost with dear loads":
         return 0
     loaded = max((x for x in checkpoints if x <= limit), default=0)

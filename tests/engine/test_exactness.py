@@ -18,7 +18,7 @@ from tests.engine.harness import (
     BF16_MODELS,
     HYBRID_MODELS,
     Completion,
-    assert_nothing_is_held,
+    assert_no_leaks,
     delta,
     flipped,
     forget,
@@ -105,7 +105,7 @@ def engine(
 def _empty_store(engine: Engine) -> Iterator[None]:
     forget(engine.llm)
     yield
-    assert_nothing_is_held(engine.llm)
+    assert_no_leaks(engine.llm)
 
 
 def test_power_a_flipped_early_token_shows(engine: Engine) -> None:

@@ -15,7 +15,7 @@ from hetero_connector.engine.scheduler import request_identifier
 from hetero_connector.engine.scheduler.request_identifier import RequestIdentity
 from tests.engine.harness import (
     Completion,
-    assert_nothing_is_held,
+    assert_no_leaks,
     delta,
     engine,
     forget,
@@ -53,7 +53,7 @@ def answer(llm: Any, image: Image.Image, uuid: str | None = None) -> Completion:
 
 
 def fresh(llm: Any) -> None:
-    """As after a restart: vLLM has neither pages nor processed images; the store stays."""
+    """Drop vLLM's pages and processed images, as a restart does; the store stays."""
     forget_local(llm)
     llm.llm_engine.reset_mm_cache()
     llm.llm_engine.reset_encoder_cache()
@@ -74,7 +74,7 @@ def nothing_stays(request: pytest.FixtureRequest) -> Iterator[None]:
     llm = request.getfixturevalue("llm")
     forget(llm)
     yield
-    assert_nothing_is_held(llm)
+    assert_no_leaks(llm)
 
 
 def test_power_an_image_left_out_of_the_key_is_seen(llm: Any) -> None:
@@ -89,7 +89,7 @@ def test_power_an_image_left_out_of_the_key_is_seen(llm: Any) -> None:
     assert delta(mixed, dog) > VISIBLE
 
 
-def test_an_image_restores_its_own_state_and_no_other_s(llm: Any) -> None:
+def test_an_image_restores_only_its_own_state(llm: Any) -> None:
     cat = answer(llm, CAT)
     fresh(llm)
     dog = answer(llm, DOG)
@@ -137,7 +137,7 @@ def test_images_that_vllm_only_counts_are_told_apart_across_restarts(tmp_path: P
 
 
 @pytest.mark.slow
-def test_believed_names_are_of_no_use_where_vllm_only_counts(tmp_path: Path) -> None:
+def test_trusted_names_do_not_help_if_vllm_only_counts(tmp_path: Path) -> None:
     extra = {"dram_gib": 0.1, "trust_client_media_ids": True}
     with engine(
         "blip2",

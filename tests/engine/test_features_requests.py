@@ -18,7 +18,7 @@ from hetero_connector.engine.scheduler import request_identifier
 from hetero_connector.engine.scheduler.request_identifier import RequestIdentity
 from tests.engine.harness import (
     Completion,
-    assert_nothing_is_held,
+    assert_no_leaks,
     delta,
     engine,
     forget,
@@ -89,7 +89,7 @@ def adapters(llm: Any, tmp_path_factory: pytest.TempPathFactory) -> Adapters:
 def nothing_stays(llm: Any) -> Iterator[None]:
     forget(llm)
     yield
-    assert_nothing_is_held(llm)
+    assert_no_leaks(llm)
 
 
 def test_power_an_adapter_left_out_of_the_key_is_seen(adapters: Adapters) -> None:
@@ -105,7 +105,7 @@ def test_power_an_adapter_left_out_of_the_key_is_seen(adapters: Adapters) -> Non
     assert delta(mixed, cold[2]) > VISIBLE
 
 
-def test_each_adapter_restores_its_own_state_and_no_other_s(adapters: Adapters) -> None:
+def test_each_adapter_restores_only_its_own_state(adapters: Adapters) -> None:
     cold = []
     for lora in (None, adapters.a, adapters.b):
         forget_local(adapters.llm)

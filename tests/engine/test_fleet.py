@@ -20,8 +20,8 @@ from examples.serving import Server
 from tests.engine.fleets import (
     LEASE_S,
     MAX_TOKENS,
-    asks,
     computed,
+    is_answered,
     same,
     server_of,
     until,
@@ -47,7 +47,7 @@ def fleet(model: str, folder: Path, directory: str, *names: str) -> Iterator[lis
 
 
 def all_written(server: Server) -> bool:
-    """Whether everything but replicas is on the SSD of a server that has lost nothing."""
+    """True if the SSD of a server without evictions has everything except replicas."""
     kept = value(server, "artifacts", tier="ssd") + value(server, "replicas")
     return kept == value(server, "artifacts", tier="dram")
 
@@ -133,13 +133,13 @@ def test_a_server_restores_what_another_computed_and_outlives_it_and_the_directo
     until("alone", lambda: value(bob, "directory_joined") == 0)
     same(ann.complete(prompts[1], MAX_TOKENS), answers[1])
     assert value(bob, "hit_tokens", tier="peer") == from_peer
-    told, has = value(ann, "directory_claims"), value(ann, "artifacts", tier="dram")
+    claimed, has = value(ann, "directory_claims"), value(ann, "artifacts", tier="dram")
     redis.start()
     for server in (ann, bob):
         until("back", lambda s=server: value(s, "directory_joined") == 1)
     seeds = count(1_000)
-    until("bob is answered", lambda: asks(bob, next(seeds)))
-    until("ann has told all again", lambda: value(ann, "directory_claims") >= told + has)
+    until("bob is answered", lambda: is_answered(bob, next(seeds)))
+    until("ann has claimed all again", lambda: value(ann, "directory_claims") >= claimed + has)
     same(bob.complete(prompts[2], MAX_TOKENS), answers[2])
     assert value(bob, "hit_tokens", tier="peer") > from_peer
 
@@ -207,7 +207,7 @@ def test_a_redis_that_hangs_or_refuses_leaves_each_server_with_its_own(tmp_path:
         redis.resume()
         assert value(bob, "hit_tokens", tier="peer") == 0
         seeds = count(2_000)
-        until("bob is answered", lambda: asks(bob, next(seeds)))
+        until("bob is answered", lambda: is_answered(bob, next(seeds)))
         same(bob.complete(prompts[2], MAX_TOKENS), answers[2])
         assert value(bob, "hit_tokens", tier="peer") > 0
         bob.stop()

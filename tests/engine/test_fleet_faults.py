@@ -40,7 +40,7 @@ class Faults:
         self.servers = {name: self.server(name) for name in NAMES}
         self.prompt: list[int] = []
         self.answer: Reply
-        """Of the server that computed it, from its own prefix cache."""
+        """The answer of the server that computed the prompt, from its own prefix cache."""
         self.from_peers = self.adopted = 0.0
         self.kinds: dict[str, Callable[[Server, Server, Server], None]] = {
             "none": self.nothing,
@@ -66,7 +66,7 @@ class Faults:
         owner, reader, other = self.rng.sample(list(self.servers.values()), 3)
         self.prompt = prompt_tokens(1_100, seed)
         self.answer = computed(owner, self.prompt)
-        time.sleep(0.5)  # written to its SSD, and the fleet told so
+        time.sleep(0.5)  # time to write to its SSD and to report that to the fleet
         self.kinds[kind](owner, reader, other)
         for server in self.servers.values():
             until("all are back", lambda s=server: value(s, "directory_joined") == 1)  # type: ignore[misc]

@@ -31,7 +31,7 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
         yield made
 
 
-def test_what_one_engine_computed_the_other_restores(fleet: Fleet) -> None:
+def test_an_engine_restores_the_other_engines_state(fleet: Fleet) -> None:
     ann, bob = fleet.join("ann"), fleet.join("bob")
     assert ann.run(FakeRequest("a", PROMPT)) == 0
     fleet.settle(ann)
@@ -42,7 +42,7 @@ def test_what_one_engine_computed_the_other_restores(fleet: Fleet) -> None:
     assert fleet.count(bob, "heterocache_directory_lookups", outcome="found") == 1
 
 
-def test_what_was_read_is_a_replica_listed_for_others_and_no_second_owner(fleet: Fleet) -> None:
+def test_a_read_artifact_is_a_listed_replica_and_not_a_second_owner(fleet: Fleet) -> None:
     ann, bob = fleet.join("ann"), fleet.join("bob")
     ann.run(FakeRequest("a", PROMPT))
     fleet.settle(ann)
@@ -55,7 +55,7 @@ def test_what_was_read_is_a_replica_listed_for_others_and_no_second_owner(fleet:
     assert all(a.replica for a in bob.store._tiers.index.artifacts())
 
 
-def test_what_both_computed_is_written_to_ssd_by_its_owner_alone(
+def test_state_that_both_computed_is_written_to_ssd_by_its_owner_only(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     ssd = {"ssd_bytes": 1 << 20}
@@ -72,7 +72,7 @@ def test_what_both_computed_is_written_to_ssd_by_its_owner_alone(
     until(lambda: all(h.copy.on_ssd for h in fleet.records(ann).values()))
 
 
-def test_what_the_owner_has_evicted_nobody_asks_it_for(fleet: Fleet) -> None:
+def test_evicted_artifacts_are_not_requested_from_their_owner(fleet: Fleet) -> None:
     ann, bob = fleet.join("ann"), fleet.join("bob")
     ann.run(FakeRequest("a", PROMPT))
     fleet.settle(ann)
@@ -102,9 +102,7 @@ def test_a_replica_becomes_its_holders_own_when_the_owner_is_gone(fleet: Fleet) 
     assert third.run(FakeRequest("c", PROMPT)) == 3 * CHUNK + 32
 
 
-def test_what_a_dead_owner_left_on_ssd_is_adopted_under_a_new_token(
-    fleet: Fleet, tmp_path: Path
-) -> None:
+def test_a_dead_owners_ssd_is_adopted_under_new_tokens(fleet: Fleet, tmp_path: Path) -> None:
     def ssd(name: str) -> dict[str, Any]:
         return {"ssd_dir": tmp_path / name, "ssd_bytes": 1 << 20, "adopt_from": tmp_path}
 
@@ -128,7 +126,7 @@ def test_what_a_dead_owner_left_on_ssd_is_adopted_under_a_new_token(
     assert fleet.count(cay, "heterocache_adopted_bytes") == 0
 
 
-def test_what_a_peers_session_reads_outlives_at_its_owner_what_nobody_reads(
+def test_chunks_used_by_a_peers_session_are_evicted_last_at_their_owner(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "_PROTECTED_S", 0.0)
@@ -145,7 +143,7 @@ def test_what_a_peers_session_reads_outlives_at_its_owner_what_nobody_reads(
     assert ann.run(FakeRequest("again", PROMPT)) >= 3 * CHUNK
 
 
-def test_own_state_is_continued_by_what_a_peer_has(fleet: Fleet) -> None:
+def test_a_peers_chunks_continue_the_own_chain(fleet: Fleet) -> None:
     ann, bob = fleet.join("ann"), fleet.join("bob")
     bob.run(FakeRequest("b", PROMPT[: CHUNK + 10]))
     fleet.settle(bob)
@@ -166,7 +164,7 @@ def test_a_stopped_peer_costs_its_deadline_and_the_prompt_is_computed(fleet: Fle
     assert fleet.count(bob, "heterocache_failures", tier="peer", cause="deadline") > 0
 
 
-def test_what_a_dead_owner_cannot_give_is_read_from_a_replica(fleet: Fleet) -> None:
+def test_a_replica_is_read_if_the_owner_is_dead(fleet: Fleet) -> None:
     ann, bob = fleet.join("ann"), fleet.join("bob")
     ann.run(FakeRequest("a", PROMPT))
     fleet.settle(ann)
@@ -215,7 +213,7 @@ def test_a_slow_directory_costs_one_deadline_and_is_asked_again_when_it_answers(
     until(answered)
 
 
-def test_tenants_with_salts_of_their_own_see_nothing_of_each_other(fleet: Fleet) -> None:
+def test_tenants_with_different_salts_share_nothing(fleet: Fleet) -> None:
     ann, bob = fleet.join("ann"), fleet.join("bob")
     ann.run(FakeRequest("a", PROMPT, cache_salt="red"))
     fleet.settle(ann)
@@ -242,7 +240,7 @@ PREFILLED = {"do_remote_prefill": True}
 
 
 @pytest.mark.parametrize("length", [3 * CHUNK + 40, 3 * CHUNK + 16, 3 * CHUNK, 40])
-def test_what_a_prefill_is_just_sealing_is_waited_for(
+def test_chunks_that_a_prefiller_is_sealing_are_waited_for(
     fleet: Fleet, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_matcher, "_HANDOFF_SHARE", LOAD_DEADLINE_S / WAIT_S)
@@ -256,7 +254,7 @@ def test_what_a_prefill_is_just_sealing_is_waited_for(
     assert bob.run(request) == last
 
 
-def test_a_prefill_that_left_nothing_is_waited_for_a_moment_only(
+def test_an_empty_handoff_is_waited_for_only_briefly(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_matcher, "_HANDOFF_SHARE", LOAD_DEADLINE_S / 0.2)
@@ -277,7 +275,7 @@ def test_a_prefill_that_left_nothing_is_waited_for_a_moment_only(
         (["do_remote_decode"], None),
     ],
 )
-def test_a_remote_prefill_tells_its_proxy_what_to_tell_the_decoder(
+def test_a_remote_prefill_answers_with_the_decoders_parameters(
     params: Any, handed: dict[str, Any] | None
 ) -> None:
     request = FakeRequest("a", PROMPT, kv_transfer_params=params)
@@ -294,7 +292,9 @@ def test_a_remote_prefill_tells_its_proxy_what_to_tell_the_decoder(
         *((what, None) for what in (232, -3, 2.0, True, False, "9", None)),
     ],
 )
-def test_a_decoder_believes_of_a_prefill_only_what_can_be(said: object, tokens: int | None) -> None:
+def test_a_decoder_accepts_only_possible_numbers_from_a_prefiller(
+    said: object, tokens: int | None
+) -> None:
     request = FakeRequest("a", PROMPT, kv_transfer_params=PREFILLED | {"prefilled_tokens": said})
     assert handoff_tokens(request, len(PROMPT) - 1) == tokens
     request.kv_transfer_params = {"prefilled_tokens": said}
@@ -335,13 +335,13 @@ def prefill(engine: Engine, name: str, prompt: list[int], **given: Any) -> dict[
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a prefill has left is waited for longer than tests do."""
+    """Make decoders wait for a handoff longer than the tests do."""
     monkeypatch.setattr(peer_matcher, "_HANDOFF_SHARE", LOAD_DEADLINE_S / (10 * WAIT_S))
 
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("kept", [0, 1, 2])
-def test_what_a_prefill_found_no_room_for_is_not_waited_for(fleet: Fleet, kept: int) -> None:
+def test_chunks_without_space_at_the_prefiller_are_not_waited_for(fleet: Fleet, kept: int) -> None:
     ann = fleet.join("ann", dram_bytes=max(1, kept) * chunk_bytes(fleet))
     bob = fleet.join("bob")
     unknown = SimpleNamespace(lora_int_id=1, lora_name="gone", lora_path="/nowhere/adapter")
@@ -352,7 +352,7 @@ def test_what_a_prefill_found_no_room_for_is_not_waited_for(fleet: Fleet, kept: 
     assert bob.run(request) == kept * CHUNK
 
 
-def test_a_prefill_that_the_fleet_does_not_hear_of_says_so(
+def test_a_prefill_that_cannot_be_claimed_names_no_tokens(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ann = fleet.join("ann")

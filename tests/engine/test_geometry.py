@@ -56,7 +56,7 @@ def test_full_attention_that_only_attends_to_a_window_still_keeps_every_token() 
     assert only("a", spec).restore_rule is RestoreRule.EVERY_TOKEN
 
 
-def test_padding_is_not_useful() -> None:
+def test_padding_is_not_stored() -> None:
     spec = kvi.FullAttentionSpec(block_size=16, page_size_padded=9000, **HEADS)
     layer = only("a", spec)
     assert (layer.page_bytes, layer.page_stride_bytes) == (8192, 9000)
@@ -137,7 +137,7 @@ def test_compressor_of_an_unknown_layer_is_refused() -> None:
         only("l.2.attn.compressor.state_cache", state)
 
 
-def test_chunked_local_needs_what_came_since_the_chunk_began() -> None:
+def test_chunked_local_state_begins_with_the_chunk() -> None:
     layer = only(
         "a", kvi.ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **HEADS)
     )
@@ -169,7 +169,7 @@ def test_recurrent_state_is_one_page_at_the_boundary() -> None:
     ],
     ids=lambda spec: type(spec).__name__,
 )  # fmt: skip
-def test_scratch_that_the_engine_rebuilds_is_not_stored(spec: kvi.KVCacheSpec) -> None:
+def test_scratch_memory_is_not_stored(spec: kvi.KVCacheSpec) -> None:
     layer = only("a", spec)
     assert layer.restore_rule is RestoreRule.NOTHING
     assert model_spec(config([kvi.KVCacheGroupSpec(["a"], spec)])).stored_layers == ()

@@ -16,7 +16,7 @@ import pytest
 from hetero_connector.spec import StateType
 from tests.engine.harness import (
     Completion,
-    assert_nothing_is_held,
+    assert_no_leaks,
     delta,
     flipped,
     forget,
@@ -89,7 +89,7 @@ def test_off_the_grid_it_resumes_at_the_last_token_and_exactly(llm: Any, steps: 
     assert restored.num_cached_tokens == steps * STEP
     assert restored.tokens == reference.tokens
     assert delta(restored, reference) == 0.0
-    assert_nothing_is_held(llm)
+    assert_no_leaks(llm)
 
 
 @pytest.mark.parametrize("window", [8, 128])
@@ -104,7 +104,7 @@ def test_power_both_compressors_rows_are_needed_there(llm: Any, window: int) -> 
     assert delta(broken, reference) > CLEAR
 
 
-def test_what_was_resumed_off_the_grid_is_stored_as_if_it_had_not_been(llm: Any) -> None:
+def test_a_prompt_resumed_off_the_grid_stores_the_same_state(llm: Any) -> None:
     turn = prompt_tokens(3 * STEP, seed=9)
     forget(llm)
     with no_restores(llm):

@@ -1,4 +1,4 @@
-"""How vLLM's specs are cut over ranks: what is told, what the config adds, what is not certain."""
+"""vLLM's specs are cut over ranks as the spec and the config say, and only if that is certain."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_recurrent_state_that_is_not_what_its_heads_say_is_not_cut(
     assert cut(spec, 2, heads) == Cut(2, ())
 
 
-def test_a_state_that_every_rank_keeps_whole_is_there_once() -> None:
+def test_a_state_that_every_rank_has_is_stored_once() -> None:
     spec = delta_net(3, 48, (2, 16, 8), tp_replicated=True)
     assert cut(spec, 2) == Cut(1, (spec.real_page_size_bytes,))
 
@@ -103,12 +103,12 @@ def config(text: dict[str, Any], total: int = 4, **more: Any) -> Any:
     return SimpleNamespace(model_config=model, **{"speculative_config": None, **more})
 
 
-def test_a_config_with_one_count_of_kv_heads_is_believed() -> None:
+def test_a_config_with_one_count_of_kv_heads_is_used() -> None:
     assert ModelHeads.of(config({"num_key_value_heads": 4})) == ModelHeads(4)
 
 
 @pytest.mark.parametrize(
-    "told",
+    "config",
     [
         config({"num_key_value_heads": 4, "num_global_key_value_heads": 2}),
         config({"num_key_value_heads": 8}),
@@ -119,11 +119,11 @@ def test_a_config_with_one_count_of_kv_heads_is_believed() -> None:
     ],
     ids=["two kinds", "vLLM says otherwise", "a list", "none", "by layer", "a draft model"],
 )
-def test_where_layers_may_differ_no_count_is_believed(told: Any) -> None:
-    assert ModelHeads.of(told) == ModelHeads()
+def test_if_layers_may_differ_no_count_is_used(config: Any) -> None:
+    assert ModelHeads.of(config) == ModelHeads()
 
 
-def test_the_heads_of_a_delta_net() -> None:
+def test_the_heads_of_a_delta_net_are_read_from_the_config() -> None:
     text = {
         "num_key_value_heads": 4,
         "linear_num_key_heads": 2,

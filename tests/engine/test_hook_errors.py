@@ -70,7 +70,7 @@ class Both:
         for _ in times():
             self.worker.handle_preemptions(meta)
         self.worker.bind_connector_metadata(meta)
-        # A load that nobody starts is lost, and with it all later ones: a test of its own.
+        # A load that no hook starts is lost, with all later ones: another test has that case.
         for _ in range(max(1, len(times()))):
             self.worker.start_load_kv(CONTEXT)
         for layer in [*self.caches, "of another model"]:
@@ -81,7 +81,7 @@ class Both:
         for _ in times():
             self.worker.wait_for_save()
         results = self.worker.get_transfer_results(set())
-        told = KVConnectorOutput(
+        output = KVConnectorOutput(
             finished_recving=results.finished_recving,
             invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
             kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
@@ -89,8 +89,8 @@ class Both:
         if rng is None or rng.random() < 0.9:
             self.worker.clear_connector_metadata()
         for _ in range(max(1, len(times()))):
-            self.scheduler.update_connector_output(told)
-        return told
+            self.scheduler.update_connector_output(output)
+        return output
 
     def errors(self) -> dict[str, float]:
         """Errors in hooks since the last call, of both roles."""
@@ -337,7 +337,7 @@ class Fuzz:
 
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=100)
-def test_whatever_is_called_no_error_comes_up_and_nothing_stays_held(seed: int) -> None:
+def test_any_order_of_hooks_raises_nothing_and_leaves_no_pins(seed: int) -> None:
     both = Both.make()
     try:
         Fuzz(both, Random(seed)).run(steps=12)

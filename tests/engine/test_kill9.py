@@ -35,7 +35,7 @@ TIERS = {"dram_gib": 0.006, "ssd_gib": 0.06, "checkpoints": "full", "planner": "
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[Reply]:
-    """Of a server without the connector."""
+    """Return the answers of a server without the connector."""
     log = tmp_path_factory.mktemp("reference") / "server.log"
     with Server(write_checkpoint(MODEL, CHECKPOINTS), log) as server:
         return [server.complete(prompt, MAX_TOKENS) for prompt in PROMPTS]
@@ -111,7 +111,7 @@ def killed_under_traffic(
 
 
 def verified(folder: Path) -> int:
-    """How many artifacts lie in the directory, every one of them intact."""
+    """Return the number of artifacts in the directory, all of them intact."""
     count = 0
     for path in (folder / "ssd").iterdir():
         if path.is_dir():
@@ -130,7 +130,9 @@ def arenas_of_others() -> set[str]:
     "rounds",
     [2, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
 )
-def test_killed_at_random_moments(rounds: int, tmp_path: Path, answers: list[Reply]) -> None:
+def test_an_engine_killed_at_random_moments_restores_exactly(
+    rounds: int, tmp_path: Path, answers: list[Reply]
+) -> None:
     from_ssd, stored, answered = 0.0, 0, 0
     for seed in range(rounds):
         print(f"round {seed}: seed {seed}")

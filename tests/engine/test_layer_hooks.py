@@ -24,14 +24,14 @@ def reliable(hooks: LayerHooks) -> set[str]:
     return {layer for layer in ("target", "draft", "aux") if layer in hooks}
 
 
-def test_a_layer_counts_from_the_step_after_it_first_asked() -> None:
+def test_a_layer_is_reliable_from_the_step_after_its_first_hook() -> None:
     hooks = LayerHooks()
     assert reliable(hooks) == set()
     ran(hooks, ["target"])
     assert reliable(hooks) == {"target"}
 
 
-def test_a_layer_that_was_left_out_once_counts_never_again() -> None:
+def test_a_layer_that_was_left_out_once_is_never_reliable_again() -> None:
     hooks = LayerHooks()
     ran(hooks, ["target", "draft"])
     ran(hooks, ["target"])
@@ -40,7 +40,7 @@ def test_a_layer_that_was_left_out_once_counts_never_again() -> None:
     assert reliable(hooks) == {"target"}
 
 
-def test_a_step_in_which_no_layer_asks_says_nothing() -> None:
+def test_a_step_without_hooks_changes_nothing() -> None:
     hooks = LayerHooks()
     ran(hooks, ["target", "draft"])
     ran(hooks, [])

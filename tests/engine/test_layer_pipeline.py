@@ -49,7 +49,9 @@ def test_a_layer_that_is_being_copied_is_waited_for(pipeline: LayerPipeline) -> 
     pipeline.drain()
 
 
-def test_the_asker_copies_a_layer_the_thread_has_not_reached(pipeline: LayerPipeline) -> None:
+def test_the_forward_copies_a_layer_that_the_thread_has_not_reached(
+    pipeline: LayerPipeline,
+) -> None:
     blocked, go = threading.Event(), threading.Event()
     threads: dict[str, str] = {}
 
@@ -70,7 +72,7 @@ def test_the_asker_copies_a_layer_the_thread_has_not_reached(pipeline: LayerPipe
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_what_a_job_raises_is_said_at_the_end_and_the_others_run(
+def test_a_jobs_error_is_raised_by_drain_and_the_other_jobs_run(
     pipeline: LayerPipeline, overlap: bool
 ) -> None:
     ran: list[str] = []
@@ -89,7 +91,7 @@ def test_what_a_job_raises_is_said_at_the_end_and_the_others_run(
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_layer_that_nobody_asks_for_is_copied_by_the_end(
+def test_a_layer_that_the_forward_leaves_out_is_copied_by_the_end(
     pipeline: LayerPipeline, overlap: bool
 ) -> None:
     ran: list[str] = []
@@ -100,7 +102,7 @@ def test_a_layer_that_nobody_asks_for_is_copied_by_the_end(
     assert not pipeline.active
 
 
-def test_without_a_second_thread_the_askers_copy(
+def test_without_a_second_thread_the_forward_copies(
     pipeline: LayerPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none_to_be_had(*_: object) -> None:

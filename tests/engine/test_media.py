@@ -1,4 +1,4 @@
-"""Multi-modal items are told apart by what they hold, wherever and however they overlap."""
+"""Multi-modal items are identified by their content, wherever and however they overlap."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_item_whose_content_is_not_here_has_no_digest(
         content_digest(unknown)
 
 
-def test_where_an_item_lies_and_which_placeholders_it_fills_are_part_of_it() -> None:
+def test_an_items_place_and_mask_are_part_of_its_identity() -> None:
     def at(offset: int, length: int, mask: list[bool] | None = None, kind: str = "image") -> bytes:
         where = PlaceholderRange(offset, length, None if mask is None else torch.tensor(mask))
         feature = MultiModalFeatureSpec(None, kind, "name", where)
@@ -101,7 +101,7 @@ def test_all_items_that_overlap_a_range_are_found() -> None:
             assert overlaps.within(start, end) == [(o, d) for o, _, d in expected]
 
 
-def test_a_name_is_believed_while_it_stands_for_one_content(
+def test_a_name_is_trusted_while_it_stands_for_one_content(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names = TrustedNames()

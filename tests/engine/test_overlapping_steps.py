@@ -83,7 +83,7 @@ def counted(engine: Engine) -> dict[str, list[float]]:
     return found
 
 
-def test_the_first_token_is_when_it_comes_not_when_the_step_after_it_is_scheduled(
+def test_the_first_token_counts_when_it_is_known(
     engine: Engine,
 ) -> None:
     engine.run(FakeRequest("a", tokens(128)))

@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
 
 def lines_of(script: Path, name: str, how: str, method: str) -> list[str]:
-    """What a child prints: at start, and once its parent was killed."""
+    """Return the lines that a child prints at start and after its parent was killed."""
     with subprocess.Popen(
         [sys.executable, str(script), name, how, method],
         stdin=subprocess.PIPE,
@@ -75,7 +75,7 @@ def test_an_engine_core_ends_after_its_parent(script: Path, name: str, method: s
     assert lines_of(script, name, "ends", method) == ["watched", "asked to end"]
 
 
-def test_one_that_does_not_end_releases_its_cache(script: Path) -> None:
+def test_an_engine_core_that_does_not_end_releases_its_cache(script: Path) -> None:
     expected = ["watched", "asked to end", "released"]
     assert lines_of(script, "EngineCore", "hangs", "spawn") == expected
 

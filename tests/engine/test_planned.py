@@ -12,7 +12,7 @@ from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.spec import StateType
 from tests.engine.harness import (
-    assert_nothing_is_held,
+    assert_no_leaks,
     delta,
     engine,
     forget,
@@ -44,7 +44,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def _empty(llm: Any) -> Iterator[None]:
     forget(llm)
     yield
-    assert_nothing_is_held(llm)
+    assert_no_leaks(llm)
 
 
 def test_steps_loads_and_reads_are_learned_from(llm: Any) -> None:
@@ -70,7 +70,7 @@ def test_steps_loads_and_reads_are_learned_from(llm: Any) -> None:
     assert delta(from_ssd, cold) <= 1e-4
 
 
-def test_what_is_dearer_to_load_than_to_compute_is_computed(llm: Any) -> None:
+def test_chunks_that_cost_more_to_load_than_to_compute_are_computed(llm: Any) -> None:
     side = scheduler_side(llm)
     cold = generate(llm, PROMPT, max_tokens=8)
     computed = metric("heterocache_decisions_total", choice="compute")

@@ -44,7 +44,7 @@ def test_a_flipped_early_token_moves_the_last_logprobs(llm: Any) -> None:
     assert min(moved.values()) > CLEAR, moved
 
 
-def test_a_repeat_does_not_move_them(llm: Any) -> None:
+def test_computing_a_prompt_again_does_not_move_its_logprobs(llm: Any) -> None:
     llm.reset_prefix_cache()
     cold = generate(llm, PROMPT, max_tokens=8)
     llm.reset_prefix_cache()

@@ -1,4 +1,4 @@
-"""What was predicted of a request is counted once, against what came of it."""
+"""A request's prediction is recorded once, with the observed time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def watched() -> Any:
     watched.engine.side.close()
 
 
-def test_the_benefit_is_the_decisions_and_late_by_what_the_token_was_late(
+def test_the_observed_benefit_is_the_predicted_one_minus_the_delay(
     watched: Watched,
 ) -> None:
     request = watched.admitted()
@@ -61,19 +61,19 @@ def test_the_benefit_is_the_decisions_and_late_by_what_the_token_was_late(
     request.all_token_ids.append(7)
     watched.engine.step(b=1)
     (decision,) = watched.made
-    told = watched.timings()
-    assert told["ttft_seconds{kind=observed}"] == [3.0]
-    assert told["ttft_seconds{kind=predicted}"] == [decision.predicted.ttft_s]
-    assert told["reuse_benefit_seconds{kind=predicted}"] == [decision.reuse_benefit_s]
+    timings = watched.timings()
+    assert timings["ttft_seconds{kind=observed}"] == [3.0]
+    assert timings["ttft_seconds{kind=predicted}"] == [decision.predicted.ttft_s]
+    assert timings["reuse_benefit_seconds{kind=predicted}"] == [decision.reuse_benefit_s]
     late_s = 3.0 - decision.predicted.ttft_s
-    assert told["reuse_benefit_seconds{kind=observed}"] == [
+    assert timings["reuse_benefit_seconds{kind=observed}"] == [
         pytest.approx(decision.reuse_benefit_s - late_s)
     ]
     watched.engine.step(b=1)
     assert watched.timings() == {}, "once a request"
 
 
-def test_a_reset_does_not_make_the_first_token_wait_for_the_last(watched: Watched) -> None:
+def test_a_reset_does_not_delay_the_record_of_the_first_token(watched: Watched) -> None:
     request = watched.admitted()
     watched.engine.step(b=8)
     watched.engine.side.reset()
@@ -87,7 +87,7 @@ def test_a_reset_does_not_make_the_first_token_wait_for_the_last(watched: Watche
     watched.engine.step()
 
 
-def test_who_is_preempted_while_decoding_waits_for_a_token_again(watched: Watched) -> None:
+def test_a_request_preempted_while_decoding_waits_for_a_token_again(watched: Watched) -> None:
     request = watched.admitted()
     watched.engine.step(b=8)
     request.all_token_ids.append(7)
@@ -103,7 +103,7 @@ def test_who_is_preempted_while_decoding_waits_for_a_token_again(watched: Watche
     assert watched.timings()["ttft_seconds{kind=observed}"] == [3.0]
 
 
-def test_who_is_aborted_before_a_token_is_not_counted(watched: Watched) -> None:
+def test_a_request_aborted_before_its_first_token_is_not_recorded(watched: Watched) -> None:
     request = watched.admitted()
     watched.engine.step(b=8)  # its prompt counts as computed now
     watched.engine.finish(request)

@@ -59,13 +59,13 @@ class Serving:
         return generate(self.llm, prompt, max_tokens=tokens, extra_args=extra_args)
 
     def later(self, seconds: float) -> None:
-        """So much later. Nothing is under way meanwhile: a write would seem to hang."""
+        """Advance the clock while no I/O is running: a running write would seem to hang."""
         settle(self.llm)
         assert self.store.flush(30.0)
         self.ahead_s += seconds
 
     def push_out(self, seed: int) -> None:
-        """Traffic of which nothing more is expected fills DRAM; what it displaces is on SSD."""
+        """Fill DRAM with requests of no session; the artifacts that they evict are on SSD."""
         settle(self.llm)
         assert self.store.flush(30.0)
         with patch.object(scheduler_side(self.llm)._sessions, "_mode", "off"):
@@ -76,7 +76,7 @@ class Serving:
         assert self.llm.reset_prefix_cache()
 
     def in_dram(self, prompt: list[int]) -> bool:
-        """Whether all prefix state of the prompt's full chunks is there."""
+        """True if DRAM has all prefix state of the prompt's full chunks."""
         side = scheduler_side(self.llm)
         chain = RequestChain(side.root.hasher)
         chain.extend(prompt)
@@ -86,7 +86,7 @@ class Serving:
         return {chunk.tiers[t] for chunk in stored for t in types} == {Tier.DRAM}
 
     def moved(self, name: str, **labels: str) -> float:
-        """How far a counter has come since it was last asked for. Needs a step to be shipped."""
+        """Return a counter's increase since the last call. Counters arrive with the next step."""
         now = metric(f"heterocache_{name}_total", **labels)
         key = f"{name}{labels}"
         before, self.counted[key] = self.counted.get(key, 0.0), now

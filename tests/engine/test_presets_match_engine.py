@@ -15,7 +15,7 @@ pytestmark = pytest.mark.engine
 
 
 def differences(preset: ModelSpec, live: ModelSpec) -> dict[str, object]:
-    """What differs, by layer; the group's number, the engine's own bookkeeping, aside."""
+    """Return the differences by layer, except the number of the KV cache group."""
     ours = {layer.layer: dataclasses.asdict(layer) for layer in preset.layers}
     theirs = {layer.layer: dataclasses.asdict(layer) for layer in live.layers}
     found: dict[str, object] = dict.fromkeys(ours.keys() ^ theirs.keys(), "not in both")

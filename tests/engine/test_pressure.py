@@ -11,7 +11,7 @@ import pytest
 from tests.engine.harness import (
     BF16_MODELS,
     Completion,
-    assert_nothing_is_held,
+    assert_no_leaks,
     delta,
     engine,
     forget,
@@ -57,8 +57,8 @@ def test_preempted_requests_resume_from_the_store() -> None:
         hits = metric("heterocache_hits_total")
         together = generate_batch(llm, prompts, max_tokens=300)
         assert metric("vllm:num_preemptions_total") > preemptions
-        assert metric("heterocache_hits_total") > hits, "nobody resumed from the store"
-        assert_nothing_is_held(llm)
+        assert metric("heterocache_hits_total") > hits, "no request resumed from the store"
+        assert_no_leaks(llm)
         forget(llm)
         for prompt, completion in zip(prompts, together, strict=True):
             alone = generate(llm, prompt, max_tokens=300)
@@ -74,7 +74,7 @@ def _freed_pages_are_saved_before_they_are_reused(llm: Any) -> None:
     forget(llm)
     for _ in range(4):
         generate(llm, one)
-        generate(llm, two)  # nobody has stepped the engine in between
+        generate(llm, two)  # the engine has made no step in between
         forget_local(llm)
         again = generate(llm, one, max_tokens=4)
         assert again.num_cached_tokens == 448
@@ -87,14 +87,18 @@ def conversations(turns: int) -> list[list[int]]:
     """`turns` prompts: the turns of ten conversations, some sharing a beginning, shuffled."""
     rng = np.random.default_rng(81)
     shared = prompt_tokens(260, seed=82)
-    held = [[*shared[: 130 * (i % 3)], *prompt_tokens(150, seed=83 + i)] for i in range(10)]
+    prompts_so_far = [
+        [*shared[: 130 * (i % 3)], *prompt_tokens(150, seed=83 + i)] for i in range(10)
+    ]
     prompts = []
     for turn in range(turns):
-        i = int(rng.integers(len(held)))
+        i = int(rng.integers(len(prompts_so_far)))
         if turn % 25 == 24:
-            held[i] = prompt_tokens(200, seed=1000 + turn)
-        held[i] = held[i][:900] + rng.integers(0, 256, int(rng.integers(20, 120))).tolist()
-        prompts.append(list(held[i]))
+            prompts_so_far[i] = prompt_tokens(200, seed=1000 + turn)
+        prompts_so_far[i] = (
+            prompts_so_far[i][:900] + rng.integers(0, 256, int(rng.integers(20, 120))).tolist()
+        )
+        prompts.append(list(prompts_so_far[i]))
     return prompts
 
 
@@ -113,7 +117,7 @@ def test_a_soak_in_which_everything_is_evicted_again(tmp_path: Path) -> None:
             if number % 2:
                 forget_local(llm)
             scheduler_side(llm)._store.check_integrity()
-        assert_nothing_is_held(llm)
+        assert_no_leaks(llm)
         after = {name: metric(name) - before[name] for name in names}
     assert after["heterocache_hits_total"] > 10, after
     assert after["heterocache_evictions_total"] > 50, after

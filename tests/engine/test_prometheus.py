@@ -77,7 +77,7 @@ def recorded() -> set[tuple[str, tuple[str, ...]]]:
 
 
 @pytest.mark.parametrize(("name", "labels"), sorted(recorded()))
-def test_whatever_is_recorded_is_exported_with_the_same_labels(
+def test_every_recorded_metric_is_exported_with_its_labels(
     name: str, labels: tuple[str, ...]
 ) -> None:
     assert name in METRICS
@@ -85,5 +85,5 @@ def test_whatever_is_recorded_is_exported_with_the_same_labels(
         assert tuple(sorted(METRICS[name].labels)) == labels
 
 
-def test_whatever_is_exported_is_recorded() -> None:
+def test_every_exported_metric_is_recorded() -> None:
     assert {name for name, _ in recorded()} == set(METRICS)

@@ -28,7 +28,7 @@ from tests.engine.by_hand import add, step, worker_connector
 from tests.engine.harness import (
     Completion,
     _completion,
-    assert_nothing_is_held,
+    assert_no_leaks,
     delta,
     forget,
     forget_checkpoints,
@@ -83,7 +83,7 @@ def _replaying(llm: Any) -> Iterator[None]:
     side = scheduler_side(llm)
     side._restorer._planner.replay_when_missing = True
     yield
-    assert_nothing_is_held(llm)
+    assert_no_leaks(llm)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def own_hit(llm: Any) -> Completion:
 
 @pytest.fixture
 def reference(llm: Any, own_hit: Completion) -> Completion:
-    """What a replay of PROMPT must give; only prefix-proportional state of it is stored."""
+    """Store PROMPT without checkpoints and return the answer that a replay must give."""
     generate(llm, PROMPT)
     forget_local(llm)
     forget_checkpoints(llm)
@@ -165,7 +165,7 @@ def test_power_with_a_replay_one_step_of_the_grid_too_short(llm: Any, case: Case
 def test_power_without_a_mask_of_what_is_compressed(
     llm: Any, reference: Completion, case: Case
 ) -> None:
-    """Layers that compress have a slot mapping in states beside the one in tokens."""
+    """Layers that compress have a second slot mapping, in states instead of tokens."""
     protect = slot_masks.protect
 
     def in_tokens_only(layers: Any, blocks: Any, raw: Any, attention: Any) -> None:
@@ -177,7 +177,9 @@ def test_power_without_a_mask_of_what_is_compressed(
     assert error(wrong, reference) > CLEAR
 
 
-def test_power_with_the_mask_after_the_forward(llm: Any, reference: Completion, case: Case) -> None:
+def test_power_a_mask_after_the_forward_is_seen(
+    llm: Any, reference: Completion, case: Case
+) -> None:
     """Only the step that admits a request runs its load hook before the forward by itself."""
     side, scheduler = scheduler_side(llm), scheduler_of(llm)
     order = side._admissions.order
@@ -244,7 +246,7 @@ def test_replayed_where_the_index_selects(llm: Any, case: Case) -> None:
     case.same(replayed, right)
 
 
-def test_the_planner_takes_it_where_it_is_cheapest(llm: Any, case: Case) -> None:
+def test_the_planner_chooses_a_replay_if_it_is_cheapest(llm: Any, case: Case) -> None:
     prompt = prompt_tokens(3000, seed=30)
     generate(llm, prompt)  # from which it learns what computing takes
     forget_local(llm)
@@ -319,20 +321,20 @@ def test_the_engine_holds_a_part(llm: Any, reference: Completion, case: Case) ->
 def test_the_engine_holds_a_part_of_the_first_window(
     llm: Any, reference: Completion, case: Case
 ) -> None:
-    """Those pages are shared: neither cleared nor loaded over."""
+    """The local hit's pages are shared: they are neither cleared nor loaded over."""
     with no_restores(llm):
         generate(llm, PROMPT[: case.resume - 31])
-        held = generate(llm, [*PROMPT[: case.resume - 31], 1], max_tokens=8)
-    assert held.num_cached_tokens == case.resume - 32
+        hit = generate(llm, [*PROMPT[: case.resume - 31], 1], max_tokens=8)
+    assert hit.num_cached_tokens == case.resume - 32
     forget_checkpoints(llm)
     assert generate(llm, PROMPT, max_tokens=8).num_cached_tokens == case.resume
     with no_restores(llm):
         unharmed = generate(llm, [*PROMPT[: case.resume - 31], 1], max_tokens=8)
     assert unharmed.num_cached_tokens == case.resume - 32
-    case.same(unharmed, held)
+    case.same(unharmed, hit)
 
 
-def test_a_replay_that_would_begin_in_what_the_engine_holds_is_left(
+def test_a_replay_that_would_begin_in_the_local_hit_is_not_planned(
     llm: Any, reference: Completion, case: Case
 ) -> None:
     with no_restores(llm):
@@ -363,7 +365,7 @@ def test_a_later_local_hit_is_right(llm: Any, case: Case, reference: Completion)
             case.same(served, generate(llm, other, max_tokens=4))
 
 
-def test_what_a_replay_saves_is_exact(llm: Any, reference: Completion, case: Case) -> None:
+def test_a_replay_saves_exact_state(llm: Any, reference: Completion, case: Case) -> None:
     generate(llm, PROMPT)  # at more tokens the windows of the boundary are gone
     settle(llm)
     checkpoints = {a.node.chunk.end for a in sealed(llm) if a.state_type is StateType.WINDOW_SWA}
@@ -442,7 +444,7 @@ def test_control_preempted_by_itself_the_engine_answers_the_same(llm: Any) -> No
 
 
 def test_power_preempted_in_the_middle(llm: Any, reference: Completion, case: Case) -> None:
-    """It is the second replay that the answer comes from, and its windows that count."""
+    """The answer comes from the second replay, so only its windows count."""
     unmasked = patch.object(slot_masks, "protect", lambda *_: None)
     with steps_of(llm, 100):
         wrong = preempted(llm, resumed_under=unmasked)
@@ -465,7 +467,7 @@ def test_preempted_in_the_middle(llm: Any, reference: Completion, case: Case) ->
 def test_preempted_while_decoding_and_replayed_again(
     llm: Any, reference: Completion, case: Case
 ) -> None:
-    """What was decoded is prefilled then, which in bfloat16 moves logprobs with any engine.
+    """Decoded tokens are then prefilled, which moves bfloat16 logprobs in any engine.
 
     So the tokens after it are compared with the engine's own hit on all those before.
     """

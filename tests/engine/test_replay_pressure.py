@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.harness import (
-    assert_nothing_is_held,
+    assert_no_leaks,
     delta,
     engine,
     forget_checkpoints,
@@ -70,7 +70,7 @@ def test_every_answer_is_the_engines_own(
         side._restorer._planner.replay_when_missing = True
         reset = llm.llm_engine.engine_core.engine_core.scheduler.reset_connector_cache
         answers = play(llm, traffic.rounds, reset, lambda: forget_checkpoints(llm))
-        assert_nothing_is_held(llm)
+        assert_no_leaks(llm)
     assert metric(REPLAYED) > 0
     assert metric(PREEMPTIONS) > 0, "blocks were never short"
     assert_answers(model, answers, traffic)

@@ -1,4 +1,4 @@
-"""Which engines may rebuild windows by a replay, and what the others are told."""
+"""Some engines may rebuild windows by a replay; the others log why not."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_backends_that_read_fresh_keys_are_refused(backend: str) -> None:
     assert backend in reason
 
 
-def test_a_backend_nobody_has_tried_is_refused() -> None:
+def test_an_untested_backend_is_refused() -> None:
     assert "has not been shown" in str(refused(backends=("NEW_ATTN",)))
 
 
@@ -88,7 +88,7 @@ def test_models_without_both_kinds_have_nothing_to_replay() -> None:
     assert "share a KV cache group" in str(refused(FULL, replace(SWA, group=0)))
 
 
-def test_what_moves_state_in_other_ways_is_refused() -> None:
+def test_speculation_microbatches_and_shared_kv_refuse_a_replay() -> None:
     assert "speculative" in str(refused(speculative=SimpleNamespace()))
     assert "microbatches" in str(refused(ubatching=True))
     assert "share keys" in str(refused(shares_kv=True))

@@ -1,4 +1,4 @@
-"""A replay step by step: what is loaded, protected, cleared, hidden, held and saved."""
+"""A replay step by step: pages are loaded, protected, cleared, hidden and saved."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def loaded(meta: StepMetadata) -> set[int]:
         assert set(load.blocks) == {(KV, 0)}, "windows are rebuilt, not loaded"
         blocks = load.blocks[KV, 0]
         pages = range(blocks.first_page, blocks.first_page + len(blocks.ids))
-        held = {p for x in load.copy.artifacts for p in range(x.start // BLOCK, x.end // BLOCK)}
-        assert held >= set(pages), "a page without bytes"
+        covered = {p for x in load.copy.artifacts for p in range(x.start // BLOCK, x.end // BLOCK)}
+        assert covered >= set(pages), "a page without bytes"
         ids.update(blocks.ids)
     return ids
 
@@ -120,7 +120,7 @@ def test_one_step_loads_protects_and_clears(engine: Engine) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, RESUME // BLOCK - 1), st.lists(st.integers(1, 90), min_size=8, max_size=60))
-def test_however_it_is_cut_into_steps(local_blocks: int, cuts: list[int]) -> None:
+def test_a_replay_is_exact_in_steps_of_any_size(local_blocks: int, cuts: list[int]) -> None:
     engine, local = new_engine(), local_blocks * BLOCK
     assert engine.admit(request(), local) == RESUME - local
     computed, so_far, cleared = RESUME, set[int](), []
@@ -181,7 +181,7 @@ def test_a_vllm_whose_prefix_cache_cannot_be_corrected_is_not_replayed(engine: E
     engine.step()
 
 
-def test_a_checkpoint_further_on_is_better_than_a_replay(engine: Engine) -> None:
+def test_a_later_checkpoint_is_better_than_a_replay(engine: Engine) -> None:
     engine.run(request("x", 420))
     assert engine.admit(request("a", 450)) == 416
     engine.step(a=450 - 416)
@@ -189,7 +189,7 @@ def test_a_checkpoint_further_on_is_better_than_a_replay(engine: Engine) -> None
     engine.step()
 
 
-def test_what_is_replayed_stays_until_its_last_load_is_reported(engine: Engine) -> None:
+def test_replayed_artifacts_are_pinned_until_the_last_load_is_reported(engine: Engine) -> None:
     engine.admit(request())
     steps = [schedule(engine, a=50)[0] for _ in range(2)]
     engine.report(steps[0])
@@ -202,7 +202,7 @@ def test_what_is_replayed_stays_until_its_last_load_is_reported(engine: Engine) 
 
 
 @pytest.mark.parametrize("reported", [False, True])
-def test_aborted_in_the_middle_holds_nothing(engine: Engine, reported: bool) -> None:
+def test_aborted_in_the_middle_keeps_no_pins(engine: Engine, reported: bool) -> None:
     """With async scheduling a request can end before its last step is reported."""
     engine.admit(request())
     meta, _ = schedule(engine, a=50)

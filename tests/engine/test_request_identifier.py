@@ -1,4 +1,4 @@
-"""What names a request's state besides tokens, and that nothing on the way there is waited for."""
+"""Requests are identified by adapter, media, embeddings and salt, and no hook waits for a file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TOKENS = [7] * 1100
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -128,7 +128,7 @@ def disk_that_does_not_answer(
     answer.set()
 
 
-def test_text_needs_nothing_to_be_known(identifier: RequestIdentifier) -> None:
+def test_text_requests_are_identified_at_once(identifier: RequestIdentifier) -> None:
     assert identifier.identify(request()) is PLAIN
     assert (identifier._results, identifier._readings) == ({}, {})
     assert identifier.adapter_thread._thread is identifier.media_thread._thread is None
@@ -149,7 +149,7 @@ def test_two_processes_that_count_images_share_no_key_of_different_images(clock:
     second.close()
 
 
-def test_a_name_that_looks_like_a_hash_is_not_believed_either(clock: Clock) -> None:
+def test_a_name_that_looks_like_a_hash_is_not_trusted_either(clock: Clock) -> None:
     victims = RequestIdentifier(Recorder(), clock=clock)
     forgers = RequestIdentifier(Recorder(), clock=clock)
     expected = keys(victims, request(image(1.0, name="ab" * 32)))
@@ -177,7 +177,7 @@ def test_a_name_that_stands_for_two_images_is_not_cached_any_more(
     assert "the name 'mine' stands for several items" in warning
 
 
-def test_a_request_that_is_not_cached_spoils_the_names_nobody_read(
+def test_an_uncached_request_distrusts_names_without_a_digest(
     identifier: RequestIdentifier,
 ) -> None:
     assert keys(identifier, request(image(1.0, name="a"), resumable=True)) is None
@@ -195,7 +195,7 @@ def test_an_item_whose_content_is_not_here_is_not_cached(
     assert drained["counters"] == {"heterocache_unidentified_requests{}": 1.0}
 
 
-def test_names_are_believed_where_the_operator_says_so(clock: Clock) -> None:
+def test_names_are_trusted_if_the_operator_says_so(clock: Clock) -> None:
     names = RequestIdentifier(Recorder(), MediaIds.NAMES, clock=clock)
     contents = RequestIdentifier(Recorder(), clock=clock)
     feature = MultiModalFeatureSpec(None, "image", "cat", PlaceholderRange(3, 256))
@@ -209,7 +209,7 @@ def test_names_are_believed_where_the_operator_says_so(clock: Clock) -> None:
     contents.close()
 
 
-def test_nothing_is_cached_where_items_have_neither(clock: Clock) -> None:
+def test_items_without_content_and_trusted_name_are_not_cached(clock: Clock) -> None:
     nothing = RequestIdentifier(Recorder(), MediaIds.NONE, clock=clock)
     assert keys(nothing, request(image(1.0, name="cat"))) is None
     assert keys(nothing, request()) is not None
@@ -280,7 +280,7 @@ def test_an_adapter_is_its_content_not_its_name_or_place(
     assert one == copy
 
 
-def test_a_disk_that_does_not_answer_keeps_nobody_waiting(
+def test_a_disk_that_does_not_answer_delays_no_request(
     identifier: RequestIdentifier,
     clock: Clock,
     tmp_path: Path,
@@ -295,7 +295,7 @@ def test_a_disk_that_does_not_answer_keeps_nobody_waiting(
             assert identifier.identify(first) is UnidentifiedReason.PENDING
         clock.now_s = 3.0
         assert identifier.identify(first) is UnidentifiedReason.NEVER
-        # While the disk hangs nobody else waits for it at all.
+        # While the disk hangs no other request waits for it.
         assert identifier.identify(request(lora=lora)) is UnidentifiedReason.NEVER
         answer.set()
         while identifier.adapter_thread.busy_s:
@@ -303,7 +303,7 @@ def test_a_disk_that_does_not_answer_keeps_nobody_waiting(
         assert keys(identifier, request(lora=lora)) is not None
 
 
-def test_an_adapter_is_looked_at_once_for_each_request(
+def test_an_adapters_files_are_checked_once_per_request(
     identifier: RequestIdentifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[str] = []
@@ -394,7 +394,7 @@ def test_nothing_is_kept_of_requests_that_have_ended(
         (True, 0, "lru", False, MediaIds.NONE, "--mm-processor-cache-gb 0"),
     ],
 )
-def test_by_what_items_are_told_apart_follows_from_where_vllm_keeps_them(
+def test_items_are_identified_according_to_vllms_caches(
     caplog: pytest.LogCaptureFixture,
     trust: bool,
     cache_gb: float,
@@ -416,7 +416,7 @@ def test_by_what_items_are_told_apart_follows_from_where_vllm_keeps_them(
     assert media_ids(config, vllm_config) is MediaIds.CONTENT
 
 
-def test_what_a_request_needs_is_read_from_its_arrival_on(identifier: RequestIdentifier) -> None:
+def test_an_adapter_is_read_from_the_requests_arrival_on(identifier: RequestIdentifier) -> None:
     """vLLM tells of a request when it arrives; it asks when it could run it."""
     connector = object.__new__(HeteroConnector)
     connector._scheduler = SimpleNamespace(identifier=identifier)  # type: ignore[assignment]

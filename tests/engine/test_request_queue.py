@@ -120,7 +120,7 @@ class Traffic:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_counts_stay_right_under_whatever_happens(seed: int) -> None:
+def test_the_sums_are_right_after_any_events(seed: int) -> None:
     traffic = Traffic(seed)
     seen: set[WorkAhead] = set()
     for _ in range(300):

@@ -39,7 +39,7 @@ class Engines(Server):
         self.ssd = folder / "ssd"
 
     def cached_tokens(self) -> list[int]:
-        """Of each engine's own prompt, what it did not compute."""
+        """Return the cached tokens of each engine's own prompt."""
         return [self._cached_tokens(rank) for rank in range(self.count)]
 
     def _cached_tokens(self, rank: int) -> int:
@@ -73,12 +73,12 @@ class Engines(Server):
         return rows
 
     def generations(self) -> list[Generation]:
-        """Of each engine, as the next process would find it."""
+        """Return each engine's generation, as the next process would find it."""
         return [read_generation(file) for file in sorted(self.ssd.rglob(GENERATION_NAME))]
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_nothing_of_before_a_reset_is_served_after_a_kill(tmp_path: Path, count: int) -> None:
+def test_state_from_before_a_reset_is_not_served_after_a_kill(tmp_path: Path, count: int) -> None:
     nothing = [0] * count
     with Engines(tmp_path, count) as server:
         assert server.cached_tokens() == nothing

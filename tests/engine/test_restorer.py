@@ -1,4 +1,4 @@
-"""What a request plans over once a read of it has failed."""
+"""A request whose read has failed is planned without that artifact."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def chunks() -> list[StoredChunk]:
     return chain_of([IN_DRAM] * 30 + [ON_SSD] * 30)
 
 
-def test_what_failed_is_missing_and_the_other_chunks_are_as_they_were(
+def test_failed_artifacts_are_excluded_and_other_chunks_unchanged(
     chunks: list[StoredChunk],
 ) -> None:
     left = without(chunks, {ArtifactId(chunks[40].chunk.key, KV)}, dram_only=False)
@@ -37,12 +37,12 @@ def test_what_failed_is_missing_and_the_other_chunks_are_as_they_were(
     assert all(a is b for a, b in zip(left, chunks, strict=True) if a is not left[40])
 
 
-def test_in_the_end_only_dram_counts_and_a_long_chain_still_holds_few_mappings(
+def test_after_the_last_attempt_only_dram_counts(
     chunks: list[StoredChunk],
 ) -> None:
     left = without(chunks, {ArtifactId(chunks[10].chunk.key, SWA)}, dram_only=True)
-    told = [stored.tiers for stored in left]
-    assert told == [IN_DRAM] * 10 + [{KV: Tier.DRAM}] + [IN_DRAM] * 19 + [{SWA: Tier.DRAM}] * 30
+    tiers = [stored.tiers for stored in left]
+    assert tiers == [IN_DRAM] * 10 + [{KV: Tier.DRAM}] + [IN_DRAM] * 19 + [{SWA: Tier.DRAM}] * 30
     assert len(distinct_tiers(left)) == 3
 
 
@@ -106,7 +106,7 @@ def engine() -> Iterator[Engine]:
     engine.side.close()
 
 
-def test_what_failed_is_not_tried_again_while_the_request_finds_no_pages(
+def test_a_failed_artifact_is_not_tried_again_while_pages_are_missing(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = FailingReads()
@@ -121,7 +121,7 @@ def test_what_failed_is_not_tried_again_while_the_request_finds_no_pages(
 
 
 @pytest.mark.parametrize("losing", [{2}, {1, 3}], ids=["at first all is well", "one is lost"])
-def test_waiting_for_pages_takes_nothing_from_the_time_of_a_new_restore(
+def test_waiting_for_pages_does_not_shorten_a_new_restores_deadline(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, losing: set[int]
 ) -> None:
     """vLLM evicts local pages meanwhile: more has to be restored, and is on SSD."""
@@ -142,7 +142,7 @@ def test_waiting_for_pages_takes_nothing_from_the_time_of_a_new_restore(
 
 
 @pytest.mark.parametrize("overtaken", [False, True])
-def test_a_decision_of_which_nothing_came_is_told_as_computing(
+def test_a_decision_without_a_load_is_recorded_as_computing(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, overtaken: bool
 ) -> None:
     request = FakeRequest("b", tokens(200))
@@ -164,7 +164,7 @@ def test_a_decision_of_which_nothing_came_is_told_as_computing(
     assert payload[TIMINGS]["heterocache_reuse_benefit_seconds{kind=predicted}"] == [0.0]
 
 
-def test_what_a_staged_request_waited_beside_decodes_is_learned_once(tmp_path: Path) -> None:
+def test_the_staging_delay_while_decoding_is_learned_once(tmp_path: Path) -> None:
     engine = on_ssd(tmp_path)
     staging_delay = engine.side.costs.staging_delay
     engine.admit(FakeRequest("decoding", tokens(50, seed=3)))

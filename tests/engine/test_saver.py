@@ -1,4 +1,4 @@
-"""The saver stores the boundaries the checkpoint policy says, a turn's end always."""
+"""The saver stores the boundaries that the checkpoint policy wants, and every turn's end."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Recording:
     def __init__(self, chunks: Sequence[int] = ()) -> None:
         self.chunks = chunks
         self.asked: list[Boundary] = []
-        self.told: list[Reuse] = []
+        self.observed: list[Reuse] = []
 
     def should_keep(self, boundary: Boundary) -> bool:
         self.asked.append(boundary)
@@ -64,7 +64,7 @@ class Recording:
         return at_will or boundary.turn_end or boundary.missed_chunks > 0
 
     def observe(self, reuse: Reuse) -> None:
-        self.told.append(reuse)
+        self.observed.append(reuse)
 
 
 class Engines:
@@ -152,7 +152,7 @@ def test_a_prompt_that_ends_on_a_boundary_resumes_when_it_is_sent_again(
     assert engine.run(FakeRequest("c", tokens(257))) == 256
 
 
-def test_such_a_prompt_s_end_stays_when_a_reply_follows(engine_of: Engines) -> None:
+def test_the_end_of_a_prompt_on_a_boundary_is_kept_when_a_reply_follows(engine_of: Engines) -> None:
     engine = engine_of(Zero())
     request = FakeRequest("a", tokens(256))
     engine.admit(request)
@@ -166,7 +166,7 @@ def test_such_a_prompt_s_end_stays_when_a_reply_follows(engine_of: Engines) -> N
 @pytest.mark.parametrize(
     ("policy", "resumed"), [(Full(), 256), (Periodic(2), 256), (Periodic(3), 192), (Zero(), 0)]
 )
-def test_a_request_resumes_at_the_last_checkpoint_before_it_leaves(
+def test_a_request_resumes_at_the_last_checkpoint_before_its_prompt_differs(
     engine_of: Engines, policy: CheckpointPolicy, resumed: int
 ) -> None:
     engine = engine_of(policy)
@@ -188,10 +188,10 @@ def test_the_next_turn_resumes_where_the_last_one_ended_whatever_the_policy(
     assert checkpoints(engine) == [128, 336]
     turn = FakeRequest("b", [*request.all_token_ids, *tokens(50, seed=3)])
     assert engine.run(turn) == 336
-    assert policy.told[-1] == Reuse(matched=5, kept=5, new=1)
+    assert policy.observed[-1] == Reuse(matched=5, kept=5, new=1)
 
 
-def test_where_a_request_left_is_kept_for_the_next_that_leaves_there(engine_of: Engines) -> None:
+def test_a_boundary_where_a_match_ended_gets_a_checkpoint(engine_of: Engines) -> None:
     policy = Recording()
     engine = engine_of(policy)
     common = tokens(300)
@@ -237,14 +237,14 @@ def test_adaptive_learns_where_prompts_share_their_beginning(engine_of: Engines)
     assert restored == [0, 0, 640, 640]
 
 
-def test_the_policy_hears_of_every_request_what_it_found(engine_of: Engines) -> None:
+def test_the_policy_observes_every_requests_match(engine_of: Engines) -> None:
     policy = Recording()
     engine = engine_of(policy)
     engine.run(FakeRequest("cold", tokens(300)))
     engine.run(FakeRequest("same", [*tokens(300), *tokens(100, seed=1)]))
     engine.run(FakeRequest("left", [*tokens(200), *tokens(200, seed=2)]))
     engine.run(FakeRequest("again", [*tokens(200), *tokens(200, seed=3)]))
-    assert policy.told == [
+    assert policy.observed == [
         Reuse(matched=0, kept=0, new=4),
         Reuse(matched=4, kept=4, new=2),  # resumed at the end of the first, 288
         Reuse(matched=3, kept=0, new=3),
@@ -252,7 +252,7 @@ def test_the_policy_hears_of_every_request_what_it_found(engine_of: Engines) -> 
     ]
 
 
-def test_what_the_engine_holds_itself_counts_as_kept(engine_of: Engines) -> None:
+def test_the_local_hit_counts_as_kept(engine_of: Engines) -> None:
     policy = Recording()
     engine = engine_of(policy)
     engine.run(FakeRequest("a", tokens(400)))
@@ -261,7 +261,7 @@ def test_what_the_engine_holds_itself_counts_as_kept(engine_of: Engines) -> None
     engine.step(b=206)
     engine.finish(request)
     engine.step()
-    assert policy.told[-1] == Reuse(matched=4, kept=2, local=2, new=1)
+    assert policy.observed[-1] == Reuse(matched=4, kept=2, local=2, new=1)
 
 
 @pytest.mark.parametrize(("tier", "kept"), [(Tier.DRAM, 0), (Tier.PEER, 4)])
@@ -282,10 +282,10 @@ def test_a_checkpoint_that_a_peer_sent_counts_as_kept(
 
     monkeypatch.setattr(saver, "on_restored", sent)
     assert engine.run(FakeRequest("b", [*tokens(256), *tokens(100, seed=1)])) == 256
-    assert policy.told[-1] == Reuse(matched=4, kept=kept, new=1)
+    assert policy.observed[-1] == Reuse(matched=4, kept=kept, new=1)
 
 
-def test_a_preempted_request_is_told_once_as_it_first_came(engine_of: Engines) -> None:
+def test_a_preempted_request_is_observed_once_as_first_admitted(engine_of: Engines) -> None:
     policy = Recording()
     engine = engine_of(policy)
     request = FakeRequest("a", tokens(200))
@@ -297,10 +297,10 @@ def test_a_preempted_request_is_told_once_as_it_first_came(engine_of: Engines) -
     engine.step(a=8)
     engine.finish(request)
     engine.step()
-    assert policy.told == [Reuse(matched=0, kept=0, new=3)]
+    assert policy.observed == [Reuse(matched=0, kept=0, new=3)]
 
 
-def test_a_boundary_that_needs_no_boundary_state_is_saved_without(engine_of: Engines) -> None:
+def test_a_boundary_without_boundary_state_saves_prefix_state_only(engine_of: Engines) -> None:
     """A local-attention chunk begins at 128 and at 256."""
     engine = engine_of(Full(), LOCAL)
     engine.run(FakeRequest("a", tokens(280)))
@@ -314,7 +314,7 @@ def test_a_boundary_that_needs_no_boundary_state_is_saved_without(engine_of: Eng
 # A request's end where there are no tails
 
 
-def test_of_decoded_boundaries_only_the_last_stays(engine_of: Engines) -> None:
+def test_only_the_last_decoded_boundary_is_kept(engine_of: Engines) -> None:
     policy = Recording()
     engine = engine_of(policy, COARSE)
     request = FakeRequest("a", tokens(100))
@@ -334,10 +334,10 @@ def test_of_decoded_boundaries_only_the_last_stays(engine_of: Engines) -> None:
     assert engine.counters()["heterocache_saved_bytes{state_type=window_swa}"] == 2 * 512
     turn = FakeRequest("b", [*request.all_token_ids, *tokens(50, seed=3)])
     assert engine.run(turn) == 256
-    assert policy.told[-1] == Reuse(matched=4, kept=4, new=1)
+    assert policy.observed[-1] == Reuse(matched=4, kept=4, new=1)
 
 
-def test_a_decoded_boundary_the_policy_keeps_stays(engine_of: Engines) -> None:
+def test_a_decoded_boundary_that_the_policy_wants_is_kept(engine_of: Engines) -> None:
     engine = engine_of(Periodic(2), COARSE)
     request = FakeRequest("a", tokens(100))
     engine.admit(request)
@@ -349,7 +349,7 @@ def test_a_decoded_boundary_the_policy_keeps_stays(engine_of: Engines) -> None:
     assert checkpoints(engine) == [64, 128, 256, 320]
 
 
-def test_what_is_undecided_goes_when_the_policy_keeps_the_next_boundary(
+def test_an_undecided_checkpoint_is_dropped_if_the_next_one_is_kept(
     engine_of: Engines,
 ) -> None:
     engine = engine_of(Periodic(2), COARSE)
@@ -375,7 +375,7 @@ def reported_late(engine: Engine, request: FakeRequest) -> StepMetadata:
     return meta
 
 
-def test_an_end_that_is_copied_later_is_sealed_then(engine_of: Engines) -> None:
+def test_an_end_that_is_copied_later_is_sealed_when_it_is_copied(engine_of: Engines) -> None:
     engine = engine_of(Zero(), COARSE)
     request = FakeRequest("a", tokens(100))
     meta = reported_late(engine, request)
@@ -460,7 +460,7 @@ EXACT = replace(HYBRID, exact_handoffs=True)
     ],
 )
 @pytest.mark.parametrize("step", [200, 30])
-def test_a_remote_prefill_is_kept_up_to_where_its_decoder_may_resume(
+def test_a_remote_prefill_is_stored_up_to_where_its_decoder_resumes(
     engine_of: Engines, model: ModelSpec, length: int, end: int, step: int
 ) -> None:
     engine = engine_of(Zero(), model)
@@ -489,7 +489,7 @@ def test_a_prefill_that_decoded_on_is_handed_off_if_its_windows_are_there(
 
 
 @pytest.mark.parametrize(("slots", "kept"), [(1, 64), (2, 128), (3, 144), (4, 149)])
-def test_a_prefill_says_how_much_of_it_found_room(slots: int, kept: int) -> None:
+def test_a_prefill_names_the_tokens_that_found_space(slots: int, kept: int) -> None:
     engine = Engine(DENSE, dram_bytes=slots * 4096)
     request = FakeRequest("a", tokens(150), kv_transfer_params=HANDOFF)
     engine.admit(request)
@@ -532,7 +532,7 @@ def test_a_local_chunk_that_has_just_begun_is_handed_off_without_its_state(
     assert engine.run(FakeRequest("b", tokens(300))) == 256
 
 
-def test_only_a_hand_off_is_kept_off_the_grid(engine_of: Engines) -> None:
+def test_only_a_handoff_is_stored_off_the_grid(engine_of: Engines) -> None:
     engine = engine_of(Zero(), EXACT)
     request = FakeRequest("a", tokens(150))
     engine.admit(request)

@@ -128,7 +128,7 @@ def test_two_requests_at_once_save_a_shared_chunk_once(dense: Engine) -> None:
     assert sum(len(save.copy.artifacts) for save in meta.saves) == 1
 
 
-def test_what_is_loaded_stays_until_the_load_is_reported(dense: Engine) -> None:
+def test_loaded_artifacts_are_pinned_until_the_load_is_reported(dense: Engine) -> None:
     dense.run(FakeRequest("a", tokens(200)))
     dense.admit(FakeRequest("b", tokens(200)))
     meta = dense.side.order_step(scheduled(b=8))  # type: ignore[arg-type]
@@ -137,7 +137,7 @@ def test_what_is_loaded_stays_until_the_load_is_reported(dense: Engine) -> None:
     assert not in_use(dense)
 
 
-def test_a_request_that_is_never_admitted_holds_nothing(dense: Engine) -> None:
+def test_a_request_that_is_never_admitted_keeps_no_pins(dense: Engine) -> None:
     dense.run(FakeRequest("a", tokens(200)))
     request = FakeRequest("b", tokens(200))
     assert dense.side.match(request, 0) == (192, False)  # type: ignore[arg-type]
@@ -224,7 +224,7 @@ def test_an_adapter_whose_files_change_is_not_cached_any_more(
     assert restored("e") == 0
 
 
-def test_early_saves_whose_pages_are_overwritten_are_dropped(dense: Engine) -> None:
+def test_early_saves_whose_pages_are_overwritten_are_abandoned(dense: Engine) -> None:
     request = FakeRequest("a", tokens(110))
     dense.admit(request)
     dense.step(a=110)
@@ -272,8 +272,8 @@ def test_an_evicted_parent_is_saved_again_before_its_child() -> None:
 def test_a_full_tier_of_pinned_artifacts_saves_nothing_and_goes_on() -> None:
     engine = Engine(DENSE, dram_bytes=2 * 4096)
     engine.run(FakeRequest("a", tokens(128)))
-    held = FakeRequest("b", [*tokens(128), 1])
-    assert engine.admit(held) == 128
+    parked = FakeRequest("b", [*tokens(128), 1])
+    assert engine.admit(parked) == 128
     other = FakeRequest("c", tokens(128, seed=5))
     engine.admit(other)
     meta = engine.side.order_step(scheduled(b=1, c=128))  # type: ignore[arg-type]
@@ -282,7 +282,7 @@ def test_a_full_tier_of_pinned_artifacts_saves_nothing_and_goes_on() -> None:
     engine.side.close()
 
 
-def test_a_running_request_saves_nothing_more_once_its_image_s_name_stands_for_two(
+def test_a_running_request_stops_saving_when_its_images_name_is_distrusted(
     dense: Engine,
 ) -> None:
     """vLLM may give it the other's embeddings from then on."""

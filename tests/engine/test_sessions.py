@@ -1,4 +1,4 @@
-"""What the scheduler side makes of session ids, hints and turns, over a real store with an SSD."""
+"""The scheduler side handles session ids, hints and turns, over a real store with an SSD."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Turns:
         return self.store._state.returns._expected
 
     def readers(self, prompt: list[int]) -> list[int]:
-        """How many sessions read each full chunk of the prompt."""
+        """Return the number of sessions that use each full chunk of the prompt."""
         nodes = self.store._tiers.index.nodes
         return [nodes[chunk.key].readers for chunk in chain_of(prompt).chunks(len(prompt))]
 
@@ -102,7 +102,7 @@ def asking(name: str, prompt: list[int], **fields: Any) -> FakeRequest:
     return FakeRequest(name, prompt, num_computed_tokens=len(prompt), **fields)
 
 
-def test_a_hint_is_expected_back_around_then(turns: Turns) -> None:
+def test_a_hinted_session_is_expected_at_the_hinted_time(turns: Turns) -> None:
     params = {"session_id": "s", "expected_back_s": 60}
     prompt = tokens(220)
     session = turns.turn(asking("a", prompt, kv_transfer_params=params))
@@ -142,7 +142,7 @@ def test_without_hints_a_session_is_expected_at_its_own_pace(turns: Turns) -> No
 
 
 @pytest.mark.parametrize("turns", ["hint"], indirect=True)
-def test_mode_hint_expects_only_who_was_announced(turns: Turns) -> None:
+def test_mode_hint_expects_only_hinted_sessions(turns: Turns) -> None:
     for turn in range(6):
         session = turns.turn(asking(f"a{turn}", tokens(200), session_id="s"))
         turns.now_s += 20.0
@@ -153,7 +153,7 @@ def test_mode_hint_expects_only_who_was_announced(turns: Turns) -> None:
 
 
 @pytest.mark.parametrize("turns", ["off"], indirect=True)
-def test_mode_off_expects_nobody_but_keeps_what_a_session_reads(turns: Turns) -> None:
+def test_mode_off_expects_no_session_but_protects_chains(turns: Turns) -> None:
     put(turns, tokens(200))
     params = {"session_id": "s", "expected_back_s": 5}
     turns.turn(asking("a", tokens(200), kv_transfer_params=params))
@@ -161,7 +161,7 @@ def test_mode_off_expects_nobody_but_keeps_what_a_session_reads(turns: Turns) ->
     assert turns.readers(tokens(200)) == [1, 1, 1]
 
 
-def test_forks_of_a_prompt_are_two_readers_of_what_they_share(turns: Turns) -> None:
+def test_two_continuations_of_a_prompt_are_two_users_of_it(turns: Turns) -> None:
     trunk, fork = tokens(200), tokens(128) + tokens(72, seed=5)
     for name, prompt in (("s", trunk), ("t", fork)):
         put(turns, prompt)
@@ -172,7 +172,7 @@ def test_forks_of_a_prompt_are_two_readers_of_what_they_share(turns: Turns) -> N
     assert turns.readers(fork) == [2, 2, 0]
 
 
-def test_a_session_that_is_not_back_in_time_reads_no_more(turns: Turns) -> None:
+def test_a_session_that_is_not_back_in_time_protects_nothing(turns: Turns) -> None:
     put(turns, tokens(200))
     params = {"expected_back_s": 5}
     turns.turn(asking("a", tokens(200), session_id="s", kv_transfer_params=params))
@@ -183,7 +183,7 @@ def test_a_session_that_is_not_back_in_time_reads_no_more(turns: Turns) -> None:
     assert reading.until_s == turns.now_s + sessions._PROTECTED_S, "without a hint nothing is known"
 
 
-def test_what_no_session_can_be_made_of_is_left_alone(turns: Turns) -> None:
+def test_requests_without_a_session_are_left_alone(turns: Turns) -> None:
     for number in range(3):
         turns.turn(asking(f"short {number}", tokens(10)))
     assert not turns.expected
@@ -200,7 +200,7 @@ def test_what_no_session_can_be_made_of_is_left_alone(turns: Turns) -> None:
         {"session_id": "\ud800", "expected_back_s": 5},
     ],
 )
-def test_no_client_can_stop_the_engine_by_what_it_says(turns: Turns, params: object) -> None:
+def test_no_client_can_stop_the_engine_by_its_parameters(turns: Turns, params: object) -> None:
     for name in ("a", "b"):
         assert turns.turn(asking(name, tokens(200), kv_transfer_params=params)) is not None
     sane = {"session_id": "t", "expected_back_s": 5}
@@ -208,7 +208,7 @@ def test_no_client_can_stop_the_engine_by_what_it_says(turns: Turns, params: obj
     assert max(x.latest_s for x in turns.expected.values()) < turns.now_s + 3600
 
 
-def test_a_wrong_hint_is_said_once_and_ignored(
+def test_a_wrong_hint_is_logged_once_and_ignored(
     turns: Turns, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("vllm.heterocache").propagate = True
@@ -225,7 +225,7 @@ def test_a_wrong_hint_is_said_once_and_ignored(
 @pytest.mark.parametrize(
     "params", [None, {}, {"do_remote_prefill": True}, [], "s", {"session_id": ""}]
 )
-def test_other_parameters_say_nothing(params: object) -> None:
+def test_other_parameters_are_not_a_handoff(params: object) -> None:
     assert SessionHint.of(params) == SessionHint(None, None)
 
 
@@ -242,12 +242,12 @@ def test_other_parameters_say_nothing(params: object) -> None:
         {"expected_back_s": "1"},
     ],
 )
-def test_wrong_ones_say_what_is_expected(params: object) -> None:
+def test_a_wrong_value_says_what_is_expected(params: object) -> None:
     with pytest.raises(ValueError, match="must be"):
         SessionHint.of(params)
 
 
-def test_what_a_client_sends_the_stock_server_reaches_the_request() -> None:
+def test_session_fields_sent_to_the_stock_server_reach_the_request() -> None:
     """vLLM's own classes, from the body of a chat request to what the connector is handed."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.v1.request import Request
@@ -270,7 +270,7 @@ def test_what_a_client_sends_the_stock_server_reaches_the_request() -> None:
     assert SessionHint.of(request.kv_transfer_params) == SessionHint(None, 12.5)
 
 
-def test_an_id_counts_within_its_salt(turns: Turns) -> None:
+def test_a_session_id_is_valid_only_within_its_salt(turns: Turns) -> None:
     """Else a stranger who guesses it overwrites hint and pace."""
     params = {"expected_back_s": 60}
     ann = turns.turn(
@@ -295,7 +295,7 @@ def test_no_hint_keeps_a_chain_for_longer_than_an_hour(turns: Turns) -> None:
     assert turns.expected[session].latest_s > turns.now_s + 86_400.0, "it is staged when it is due"
 
 
-def test_one_salts_many_sessions_do_not_drive_out_anothers(
+def test_many_sessions_of_one_salt_do_not_displace_anothers(
     turns: Turns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turns.store._state.returns, "_shares", FairShares(20))

@@ -18,7 +18,7 @@ from tests.engine.by_hand import add, step, worker_connector
 from tests.engine.harness import (
     BF16_MODELS,
     Completion,
-    assert_nothing_is_held,
+    assert_no_leaks,
     delta,
     engine,
     forget,
@@ -56,7 +56,7 @@ def llm(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def _nothing_left_behind(llm: Any) -> Iterator[None]:
     forget(llm)
     yield
-    assert_nothing_is_held(llm)
+    assert_no_leaks(llm)
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_the_last_pages_are_saved_without_holding_the_cache(llm: Any, model: str
     generate(llm, PROMPT)
     # Only Gemma's alignment is finer than a chunk: it has a tail to save.
     assert bool(scheduler_side(llm)._early) == (model == "gemma3")
-    assert llm.reset_prefix_cache(), "the request's pages are still held"
+    assert llm.reset_prefix_cache(), "the request still has pages"
     settle(llm)
     assert generate(llm, PROMPT).num_cached_tokens == boundary(llm, len(PROMPT))
 
@@ -247,7 +247,7 @@ def test_salts_never_share(llm: Any) -> None:
     assert [cached(s) for s in ("one", "two", None, "three")] == [last, last, last, 0]
 
 
-def test_a_request_that_must_not_read_the_cache_does_not(llm: Any, reference: Completion) -> None:
+def test_a_request_that_skips_the_cache_restores_nothing(llm: Any, reference: Completion) -> None:
     unread = generate(llm, PROMPT, skip_reading_prefix_cache=True)
     assert unread.num_cached_tokens == 0
     forget_local(llm)

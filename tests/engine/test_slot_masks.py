@@ -23,21 +23,21 @@ BLOCK = 16
     st.lists(st.integers(-1, 40 * BLOCK - 1)),
     st.lists(st.integers(0, 39), unique=True, min_size=1),
 )
-def test_exactly_the_protected_blocks(slots: list[int], blocks: list[int]) -> None:
+def test_only_the_protected_blocks_are_masked(slots: list[int], blocks: list[int]) -> None:
     mapping = torch.tensor(slots, dtype=torch.int64)
     protect(FULL, {0: blocks}, {"full.0": mapping, "full.1": mapping}, None)
     expected = [-1 if slot // BLOCK in blocks else slot for slot in slots]
     assert mapping.tolist() == expected
 
 
-def test_other_groups_are_written_as_ever() -> None:
+def test_other_groups_are_still_written() -> None:
     full, swa = (torch.arange(64) for _ in range(2))
     protect([*FULL, SWA], {0: [1]}, {"full.0": full, "full.1": full, "swa": swa}, None)
     assert full.tolist() == [*range(16), *[-1] * 16, *range(32, 64)]
     assert swa.tolist() == list(range(64))
 
 
-def test_a_mapping_of_the_attention_s_own_is_masked_too() -> None:
+def test_the_attentions_own_slot_mapping_is_masked_too() -> None:
     raw, own = torch.arange(32), torch.arange(32, dtype=torch.int32)
     attention = {"full.0": SimpleNamespace(slot_mapping=own), "full.1": SimpleNamespace()}
     protect(FULL, {0: [0]}, {"full.0": raw, "full.1": raw}, attention)

@@ -18,7 +18,7 @@ import pytest
 from tests.engine.harness import (
     BF16_MODELS,
     Completion,
-    assert_nothing_is_held,
+    assert_no_leaks,
     engine,
     metric,
     scheduler_side,
@@ -95,7 +95,7 @@ def lives(
             store = scheduler_side(llm)._store
             reset = llm.llm_engine.engine_core.engine_core.scheduler.reset_connector_cache
             answers += play(llm, rounds, reset, store.check_integrity)
-            assert_nothing_is_held(llm)
+            assert_no_leaks(llm)
         counts[HITS] += int(metric(HITS))
         counts[PREEMPTIONS] += int(metric(PREEMPTIONS))
         counts["on disk"] += int(metric(HITS, tier="ssd"))
@@ -125,7 +125,7 @@ def test_without_preemptions_it_deviates_no_more_than_the_stock_engine(
         stock = deviating(play(llm, traffic.rounds), traffic, exactly)
     with engine(model, {**TIERS[model], "ssd_dir": str(tmp_path)}, **arguments(model)) as llm:
         ours = deviating(play(llm, traffic.rounds), traffic, exactly)
-        assert_nothing_is_held(llm)
+        assert_no_leaks(llm)
     print(
         f"{model}: of {len(traffic.asks)} answers {len(stock)} deviate on stock, {len(ours)} here"
     )

@@ -1,4 +1,4 @@
-"""Speculative decoding: restores are exact beside it, and no window is replayed.
+"""With speculative decoding restores are exact, and no window is replayed.
 
 In a server of its own: vLLM's n-gram proposer imports numba, after which no other engine can
 start in the process.
@@ -23,7 +23,7 @@ from tests.engine.harness import CHECKPOINTS, flipped, prompt_tokens
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PROMPT = prompt_tokens(200, seed=95) * 6
-"""It repeats itself, so that drafts are found in it."""
+"""The prompt repeats itself, so that drafts are found in it."""
 CLEAR = 0.02
 """A logprob difference no rounding makes."""
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}

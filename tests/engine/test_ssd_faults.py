@@ -38,7 +38,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def cold() -> Completion:
-    """What an engine without the connector answers."""
+    """Return the answers of an engine without the connector."""
     with engine(MODEL) as llm:
         return generate(llm, PROMPT, max_tokens=8)
 
@@ -157,7 +157,7 @@ def test_a_slab_cut_off_under_the_engine(on_ssd: Any, cold: Completion) -> None:
     same(answer, cold)
 
 
-def test_a_slab_that_cannot_be_written_is_given_up_and_still_read(
+def test_a_slab_that_cannot_be_written_is_only_read(
     on_ssd: Any, cold: Completion, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The last test: the SSD tier is not written any more after it."""

@@ -1,4 +1,4 @@
-"""What the engine is told at start about settings that are allowed but hardly meant."""
+"""Settings that are allowed but probably not intended bring a warning at start."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_sensible_settings_bring_no_warning() -> None:
     assert _warnings(LAYOUT, config, max_model_len=4096) == []
 
 
-def test_a_fleet_whose_other_hosts_cannot_read_from_this_engine_is_pointed_out(
+def test_an_engine_that_other_hosts_cannot_read_from_brings_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
@@ -54,19 +54,19 @@ def test_a_fleet_whose_other_hosts_cannot_read_from_this_engine_is_pointed_out(
     assert "on cache.example" in warning
     assert "set peer_host" in warning
     here = replace(there, directory="redis://localhost:6379")
-    told = replace(there, peer_host="127.0.0.1")
-    assert _warnings(LAYOUT, here, 4096) == _warnings(LAYOUT, told, 4096) == []
+    given = replace(there, peer_host="127.0.0.1")
+    assert _warnings(LAYOUT, here, 4096) == _warnings(LAYOUT, given, 4096) == []
     monkeypatch.setenv("UCX_NET_DEVICES", "eth1")
     assert _warnings(LAYOUT, there, max_model_len=4096) == []
 
 
-def test_a_dram_tier_smaller_than_one_request_is_pointed_out() -> None:
+def test_a_dram_tier_smaller_than_one_request_brings_a_warning() -> None:
     config = HeteroConfig.from_extra_config({"dram_gib": 0.0001})
     (warning,) = _warnings(LAYOUT, config, max_model_len=4096)
     assert "holds 13 chunks, fewer than the 64" in warning
 
 
-def test_a_chunk_longer_than_any_request_is_pointed_out() -> None:
+def test_a_chunk_longer_than_any_request_brings_a_warning() -> None:
     config = HeteroConfig.from_extra_config({"dram_gib": 0.1})
     (warning,) = _warnings(LAYOUT, config, max_model_len=32)
     assert "chunk_tokens=64 exceeds the 32 tokens" in warning
@@ -85,14 +85,14 @@ def test_a_layer_that_cannot_be_cut_for_other_tp_sizes_is_named() -> None:
     assert not _uses_any_tp(replace(config, tp_sizes="own"), model)
 
 
-def test_a_write_budget_smaller_than_a_chunk_is_pointed_out() -> None:
+def test_a_write_budget_smaller_than_a_chunk_brings_a_warning() -> None:
     config = HeteroConfig(dram_gib=0.1, ssd_write_gib_per_day=1e-6)
     (warning,) = _warnings(LAYOUT, config, max_model_len=4096)
     assert "ssd_write_gib_per_day=1e-06 allows bursts of 134 bytes" in warning
 
 
 def engine_of(engine_id: str, parallel: SimpleNamespace) -> Any:
-    """As much of a `VllmConfig` as says which engine it is."""
+    """Return the part of a `VllmConfig` that identifies the engine."""
     return SimpleNamespace(
         parallel_config=parallel, kv_transfer_config=SimpleNamespace(engine_id=engine_id)
     )
@@ -126,7 +126,7 @@ def test_data_parallel_engines_that_vllm_tells_they_are_alone_share_no_directory
         assert (made.ssd_dir, made.ssd_bytes) == (tmp_path / f"dp{rank}", 8 * GIB)
 
 
-def test_who_gives_a_restore_more_time_gives_its_peers_more() -> None:
+def test_a_longer_load_deadline_gives_peers_more_time() -> None:
     alone = SimpleNamespace(data_parallel_size=1, data_parallel_index=0)
     config = HeteroConfig(dram_gib=1, load_deadline_s=100.0)
     made = _store_config(config, engine_of("x", alone), shared=False)
@@ -144,13 +144,13 @@ def test_the_checkpoint_policy_is_the_configured_one() -> None:
     assert isinstance(_checkpoint_policy(config, LAYOUT, costs()), Adaptive)
 
 
-def test_a_model_of_nothing_but_windows_keeps_every_checkpoint() -> None:
+def test_a_model_with_windows_only_keeps_every_checkpoint() -> None:
     windows = ModelSpec((layer("swa", 0, StateType.WINDOW_SWA, window=32),), alignment=16)
     config = HeteroConfig.from_extra_config({"dram_gib": 0.1, "checkpoints": "zero"})
     assert isinstance(_checkpoint_policy(config, ArtifactLayout(windows, 64), costs()), Full)
 
 
-def test_the_adaptive_policy_goes_by_the_speeds_the_planner_has_learned(tmp_path: Path) -> None:
+def test_the_adaptive_policy_uses_the_planners_learned_speeds(tmp_path: Path) -> None:
     """Checkpoints are rarer the slower they are to load and the faster tokens are to compute."""
     extra = {"dram_gib": 0.1, "ssd_dir": str(tmp_path), "ssd_gib": 0.1}
     learned = costs()
@@ -171,7 +171,7 @@ def test_without_an_ssd_a_checkpoint_costs_a_copy() -> None:
     assert dram.recompute_s_per_token == pytest.approx(5e-3 / 512 + 1e-4)
 
 
-def test_a_profile_is_where_the_planner_starts_from(tmp_path: Path) -> None:
+def test_the_planner_starts_from_the_profile(tmp_path: Path) -> None:
     coefficients = ComputeCoefficients(1e-3, 1e-5, 1e-9)
     subject = ProfileSubject("Tiny", "c0ffee", "bfloat16", "", "auto", 1, "a machine")
     CostProfile("measured", subject, coefficients).write(tmp_path / "profile.json")

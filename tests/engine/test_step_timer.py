@@ -76,7 +76,7 @@ def test_a_forward_is_not_timed_while_it_waits_for_loads(monkeypatch: pytest.Mon
     assert timing.load_s == 3.0
 
 
-def test_what_is_not_to_be_timed_is_not() -> None:
+def test_a_step_without_an_order_is_not_timed() -> None:
     timer = StepTimer(HostDevice())
     timer.start_copies()()
     timer.start_wait()()
@@ -84,7 +84,7 @@ def test_what_is_not_to_be_timed_is_not() -> None:
     assert timer.take() == []
 
 
-def test_a_device_that_lags_is_not_waited_for() -> None:
+def test_a_slow_device_is_not_waited_for() -> None:
     device = LateDevice()
     timer = StepTimer(device)
     timer.begin(1)

@@ -161,7 +161,7 @@ def test_a_killed_rank_ends_the_engine_and_the_next_one_has_its_directory(
         assert not thread.is_alive()
     assert_gone(group)
     (ssd,) = (path for path in (folder / "ssd").iterdir() if path.is_dir())
-    report = verify_model(ssd)  # raises where the lock is held
+    report = verify_model(ssd)  # raises if the directory is locked
     assert not report.bad
     assert report.artifacts > 0
     with server_at(folder) as next_one:

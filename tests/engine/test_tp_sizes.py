@@ -51,7 +51,7 @@ def artifacts(ranks: Ranks, offset_of: Callable[[int], int]) -> list[ArtifactCop
     blocks=st.permutations(range(1, NUM_BLOCKS)),
     seed=st.integers(0, 2**32),
 )
-def test_what_some_ranks_saved_others_load(
+def test_ranks_load_state_that_other_ranks_saved(
     kind: str, producer: int, consumer: int, blocks: list[int], seed: int
 ) -> None:
     whole = whole_pages(LAYERS, TOKENS, seed)
@@ -106,7 +106,7 @@ class Engine:
             self.store.complete_save(save)
 
     def exported(self, count: int) -> dict[ArtifactId, PeerCopy]:
-        """Where the next `count` artifacts are, as a directory would tell."""
+        """Return the places of the next `count` artifacts, as a directory would."""
         copies: dict[ArtifactId, PeerCopy] = {}
         deadline_s = time.monotonic() + 30
         assert self.store.sharing is not None

@@ -16,7 +16,7 @@ from hetero_connector.errors import UnsupportedVersionError
 from tests.engine.by_hand import add, step
 from tests.engine.harness import (
     Completion,
-    assert_nothing_is_held,
+    assert_no_leaks,
     delta,
     engine,
     forget_local,
@@ -45,7 +45,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def answers(llm: Any) -> dict[int, Completion]:
-    """Of each weights, computed."""
+    """Return the computed answer under each set of weights."""
     found = {}
     for which in (0, 1):
         load(llm, which)
@@ -65,7 +65,7 @@ def _first_weights(llm: Any, answers: dict[int, Completion]) -> Iterator[None]:
     assert llm.reset_prefix_cache(reset_connector=True)
     name(llm, "default")
     yield
-    assert_nothing_is_held(llm)
+    assert_no_leaks(llm)
 
 
 def load(llm: Any, which: int) -> None:
@@ -146,7 +146,7 @@ def test_a_request_that_runs_across_an_update_is_not_stored(
     assert delta(completion, answers[1]) <= TOLERANCE
 
 
-def test_what_vllm_kept_of_other_weights_is_not_stored_under_these(
+def test_vllms_pages_of_other_weights_are_not_stored_under_these(
     llm: Any, answers: dict[int, Completion]
 ) -> None:
     """vLLM's own prefix cache answers across an update that does not empty it."""
@@ -182,7 +182,7 @@ def test_an_update_by_vllms_own_methods_is_noticed(llm: Any, method: str) -> Non
     assert restored(llm).num_cached_tokens == 0
 
 
-def test_a_method_of_ones_own_may_be_an_update(llm: Any) -> None:
+def test_a_worker_extensions_method_counts_as_an_update(llm: Any) -> None:
     name(llm, "v1")
     generate(llm, PROMPT)
     llm.llm_engine.engine_core.collective_rpc(lambda worker: None)
@@ -197,10 +197,10 @@ def test_other_calls_to_the_workers_change_nothing(llm: Any) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_an_engine_that_slept_finds_nothing_of_before(
+def test_an_engine_finds_nothing_stored_before_it_slept(
     llm: Any, answers: dict[int, Completion], level: int
 ) -> None:
-    """Trainers change weights while it sleeps, at either level, and nobody says whether."""
+    """A trainer may change the weights while the engine sleeps, at either level."""
     generate(llm, PROMPT, max_tokens=8)
     leave_on_ssd_only(llm)
     before = scheduler_side(llm).store.generation
@@ -214,7 +214,7 @@ def test_an_engine_that_slept_finds_nothing_of_before(
     assert delta(completion, answers[1]) <= TOLERANCE
 
 
-def test_a_pause_that_keeps_the_cache_keeps_it(llm: Any) -> None:
+def test_a_pause_that_keeps_vllms_cache_keeps_stored_state(llm: Any) -> None:
     generate(llm, PROMPT)
     settle(llm)
     core = llm.llm_engine.engine_core.engine_core

@@ -72,7 +72,7 @@ class Request:
 
 
 class Share(NamedTuple):
-    """What a step computes of a request."""
+    """The tokens of a request that a step computes."""
 
     request: Request
     first: int
@@ -326,13 +326,13 @@ class World:
         return True
 
 
-@pytest.mark.parametrize("told", [False, True], ids=["hooks believed", "told of microbatches"])
+@pytest.mark.parametrize("known", [False, True], ids=["hooks count", "microbatches known"])
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=150)
 def test_every_page_that_is_read_and_every_artifact_that_is_sealed_is_right(
-    told: bool, seed: int
+    known: bool, seed: int
 ) -> None:
-    world = World(Random(seed), told_of_microbatches=told)
+    world = World(Random(seed), told_of_microbatches=known)
     try:
         world.run(steps=10)
         assert world.wrong == []

@@ -91,7 +91,7 @@ def worker() -> Iterator[Worker]:
 
 
 def load(tokens: int, blocks: list[int]) -> Load:
-    """Of the first `tokens` tokens, in chunks that lie one behind another."""
+    """Return a load of the first `tokens` tokens, in chunks that follow each other."""
     offsets = range(0, -(-tokens // CHUNK) * SIZE, SIZE)
     span = ArtifactSpan(KV, 0, tokens, CHUNK, offsets)
     return Load("r", [span], {(KV, 0): Blocks(0, blocks)}, parked=False)
@@ -155,10 +155,10 @@ def test_a_drafter_that_is_left_out_finds_its_pages_loaded_in_the_next_step(
     assert report.loaded["r"] == 1
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_pages_are_saved_once_the_last_microbatch_has_written_them(told: bool) -> None:
-    """vLLM calls every layer hook once for each; told of them or not."""
-    worker = Worker(microbatches=told)
+@pytest.mark.parametrize("known", [True, False])
+def test_pages_are_saved_once_the_last_microbatch_has_written_them(known: bool) -> None:
+    """vLLM calls every layer hook once per microbatch, whether microbatches are known or not."""
+    worker = Worker(microbatches=known)
     first, second = [1, 2, 3, 4], [5, 6, 7, 8]
     meta = StepMetadata(saves=[save(1, first), save(2, second)])
     worker.begin(meta)
@@ -201,9 +201,9 @@ def broken_copies(monkeypatch: pytest.MonkeyPatch, call: str, times: int = 1) ->
 
 
 def report(worker: Worker) -> WorkerReport:
-    told = worker.side.take_report()
-    assert told is not None
-    return told
+    taken = worker.side.take_report()
+    assert taken is not None
+    return taken
 
 
 def counted(worker: Worker) -> dict[str, float]:
@@ -212,22 +212,24 @@ def counted(worker: Worker) -> dict[str, float]:
     return {name: value for name, value in counters.items() if "hook_errors" in name}
 
 
-def test_a_save_that_goes_wrong_is_told_and_the_next_one_is_made(
+def test_a_failed_save_is_reported_and_the_next_one_is_made(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken_copies(monkeypatch, "save", times=2)
     worker.step(StepMetadata(saves=[save(1, [1, 2, 3, 4])]))
     worker.step(StepMetadata(early_saves=[save(2, [1, 2, 3, 4])]))
-    told = report(worker)
-    assert (dict(told.saved), dict(told.unsaved)) == ({}, {1: 1, 2: 1})
+    reported = report(worker)
+    assert (dict(reported.saved), dict(reported.unsaved)) == ({}, {1: 1, 2: 1})
     assert counted(worker) == {"heterocache_hook_errors{hook=save}": 2}
     worker.step(StepMetadata(saves=[save(3, [1, 2, 3, 4])]))
-    told = report(worker)
-    assert (dict(told.saved), dict(told.unsaved)) == ({3: 1}, {})
+    reported = report(worker)
+    assert (dict(reported.saved), dict(reported.unsaved)) == ({3: 1}, {})
 
 
-@pytest.mark.parametrize("hooks_called", [True, False], ids=["beside", "before the forward"])
-def test_of_a_load_that_goes_wrong_vllm_is_told_and_nothing_is_loaded_or_saved_any_more(
+@pytest.mark.parametrize(
+    "hooks_called", [True, False], ids=["during the forward", "before the forward"]
+)
+def test_a_failed_load_is_reported_and_the_worker_copies_nothing_more(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, hooks_called: bool
 ) -> None:
     """Its pages hold nothing: nor may what is computed from them be kept."""
@@ -242,15 +244,19 @@ def test_of_a_load_that_goes_wrong_vllm_is_told_and_nothing_is_loaded_or_saved_a
         worker.side.on_layer_written(meta, name)
     worker.side.end_step(meta)
     assert worker.side.outcome.take_invalid_blocks() == set(blocks)
-    told = report(worker)
-    assert (told.broken, dict(told.loaded), dict(told.unsaved)) == (True, {"r": 1}, {1: 1})
+    reported = report(worker)
+    assert (reported.broken, dict(reported.loaded), dict(reported.unsaved)) == (
+        True,
+        {"r": 1},
+        {1: 1},
+    )
     worker.step(StepMetadata(loads=[load(64, blocks)], early_saves=[save(2, [1, 2, 3, 4])]))
     assert worker.side.outcome.take_invalid_blocks() == set(blocks)
-    told = report(worker)
-    assert (dict(told.loaded), dict(told.unsaved)) == ({"r": 1}, {2: 1})
+    reported = report(worker)
+    assert (dict(reported.loaded), dict(reported.unsaved)) == ({"r": 1}, {2: 1})
 
 
-def test_a_load_between_steps_that_goes_wrong_has_failed(
+def test_a_failed_load_between_steps_is_reported_as_failed(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken_copies(monkeypatch, "load")
@@ -259,10 +265,10 @@ def test_a_load_between_steps_that_goes_wrong_has_failed(
     assert worker.side.outcome.take_invalid_blocks() == set()
 
 
-def test_vllm_cannot_be_told_of_a_lost_load_of_several_groups_so_the_engine_ends(
+def test_a_lost_load_with_several_groups_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It takes block ids of one group only; the other way would be a wrong answer."""
+    """vLLM takes block ids of one group only; without the error the answer would be wrong."""
     worker = Worker(model=ModelSpec((*MODEL.layers, layer("swa", 1)), alignment=BLOCK))
     broken_copies(monkeypatch, "load")
     with pytest.raises(LoadLostError, match="'r'"):
@@ -277,11 +283,11 @@ def test_an_arena_that_cannot_be_mapped_is_a_miss(worker: Worker) -> None:
     worker.side.start_loads(meta)
     worker.side.end_step(meta)
     assert worker.side.outcome.take_invalid_blocks() == {3, 4}
-    told = report(worker)
-    assert (told.broken, dict(told.saved), dict(told.unsaved)) == (True, {}, {1: 1})
+    reported = report(worker)
+    assert (reported.broken, dict(reported.saved), dict(reported.unsaved)) == (True, {}, {1: 1})
 
 
-def test_an_arena_that_cannot_be_had_at_start_is_an_error(
+def test_an_arena_that_cannot_be_mapped_at_start_is_an_error(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fresh = Worker()
@@ -309,8 +315,8 @@ def test_hooks_called_twice_report_once(worker: Worker) -> None:
     for call in (worker.side.begin_step, worker.side.start_loads, worker.side.end_step):
         for _ in range(2):
             call(meta)
-    told = report(worker)
-    assert (dict(told.saved), dict(told.loaded)) == ({1: 1, 2: 1}, {"r": 1})
+    reported = report(worker)
+    assert (dict(reported.saved), dict(reported.loaded)) == ({1: 1, 2: 1}, {"r": 1})
 
 
 def test_a_step_that_is_never_ended_saves_nothing_and_the_next_one_goes_on(
@@ -318,8 +324,8 @@ def test_a_step_that_is_never_ended_saves_nothing_and_the_next_one_goes_on(
 ) -> None:
     worker.begin(StepMetadata(saves=[save(1, [7, 8, 9, 10])], loads=[load(64, [3, 4, 5, 6])]))
     worker.step(StepMetadata(saves=[save(2, [7, 8, 9, 10])]))
-    told = report(worker)
-    assert (dict(told.saved), dict(told.unsaved)) == ({2: 1}, {1: 1})
+    reported = report(worker)
+    assert (dict(reported.saved), dict(reported.unsaved)) == ({2: 1}, {1: 1})
     assert values(worker.caches["draft"][[3, 4, 5, 6]]) == {STORED}
 
 
@@ -331,7 +337,7 @@ def test_loads_that_no_hook_starts_are_lost(worker: Worker) -> None:
     assert dict(report(worker).loaded) == {"r": 1}
 
 
-def test_what_the_scheduler_side_lost_is_told_and_loads_go_on(worker: Worker) -> None:
+def test_a_load_lost_by_the_scheduler_side_is_reported_and_others_go_on(worker: Worker) -> None:
     worker.step(StepMetadata(lost=[LostLoad("r", [0, 5, 6], parked=False)]))
     assert worker.side.outcome.take_invalid_blocks() == {5, 6}
     worker.step(StepMetadata(loads=[load(64, [3, 4, 5, 6])]))
@@ -339,7 +345,7 @@ def test_what_the_scheduler_side_lost_is_told_and_loads_go_on(worker: Worker) ->
     assert worker.side.outcome.take_invalid_blocks() == set()
 
 
-def test_a_worker_that_ends_lets_go_of_the_arena() -> None:
+def test_a_closed_worker_releases_the_arena() -> None:
     """Else an engine in this process would keep its whole DRAM tier after its end."""
     arena = Arena.create(1 << 20, shared=False)
     worker = WorkerSide(ArtifactLayout(DENSE, 64), 0, 8, "auto", Recorder())
