@@ -112,7 +112,7 @@ def test_ranks_cannot_hold_more_parts_than_there_are_of_them() -> None:
     layer = replace(LAYERS[0].spec(2), parts=3)
     with pytest.raises(ValueError, match="cannot hold 3 parts"):
         ModelSpec((layer,), alignment=32, tp_size=2)
-    with pytest.raises(ValueError, match="no page"):
+    with pytest.raises(ValueError, match="add up to a page"):
         replace(layer, runs=(1, 2))
 
 
