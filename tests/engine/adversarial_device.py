@@ -1,4 +1,4 @@
-"""A device whose copies run as late, or as early, as the calls that order them allow.
+"""A device whose copies run as late, or as early, as the ordering calls allow.
 
 Work is issued to two streams, the forward's and the copies', as on a GPU. Nothing runs when it is
 issued but when somebody waits for it; what no call has ordered may run in any order, and each copy
@@ -42,7 +42,7 @@ class AdversarialDevice(HostDevice):
     overlaps_by_thread = False
 
     def __init__(self, early: Callable[[], bool], *, eager_forward: bool = False) -> None:
-        """`early` is asked for each copy. `eager_forward`: the forward is a real one on this
+        """`early` decides for each copy. `eager_forward`: the forward is a real one on this
         thread, which has run whenever we are called; else it is what `forward` is given."""
         super().__init__()
         self._early = early
@@ -55,7 +55,7 @@ class AdversarialDevice(HostDevice):
         self._forward_waits: frozenset[int] = frozenset()
 
     def forward(self, run: Run) -> None:
-        """Issue a piece of the forward, behind all that is issued of it."""
+        """Issue a piece of the forward, after the earlier pieces."""
         number = self._issue(run, self._last_forward | self._forward_waits, _Turn.FORWARD)
         self._last_forward = frozenset({number})
 
@@ -77,24 +77,19 @@ class AdversarialDevice(HostDevice):
         return _Pages(self, HostPages(view))
 
     def unpin(self) -> None:
-        """See `Device`."""
         self.finish()
 
     def make_copies_wait(self) -> None:
-        """See `Device`."""
         self._copies_wait = self._last_forward | self._copies()
 
     def make_forward_wait(self) -> None:
-        """See `Device`."""
         self._let_forward_wait(self._copies())
 
     def mark(self) -> Run:
-        """See `Device`."""
         marked = self._copies()
         return lambda: self._let_forward_wait(marked)
 
     def finish(self) -> None:
-        """See `Device`."""
         self._complete(self._copies())
 
     def _let_forward_wait(self, copies: frozenset[int]) -> None:
@@ -112,7 +107,7 @@ class AdversarialDevice(HostDevice):
         return number
 
     def _complete(self, wanted: Collection[int]) -> None:
-        """Run all that is wanted, and what takes its turn before."""
+        """Run the wanted work, and the work whose turn is before it."""
         left = set(wanted).intersection(self._issued)
         while left:
             number = min(
@@ -124,7 +119,7 @@ class AdversarialDevice(HostDevice):
 
 
 class _Pages:
-    """`Pages` that copy when the device lets them."""
+    """`Pages` whose copies run when the device allows."""
 
     def __init__(self, device: AdversarialDevice, pages: HostPages) -> None:
         self._device = device

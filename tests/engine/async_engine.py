@@ -1,4 +1,4 @@
-"""vLLM's async scheduling on its CPU engine, which has it switched off.
+"""Switch on vLLM's async scheduling on its CPU engine.
 
     with async_engine("gemma3", {"dram_gib": 0.1}) as llm:
         ...  # as with `harness.engine`; before `assert_no_leaks`: `drain(llm)`
@@ -54,7 +54,7 @@ _STAND_INS = {
 
 
 class AsyncWorker(CPUWorker):  # type: ignore[misc]
-    """In this process or one of its own, where it is made by name."""
+    """The worker's class, also in a process of its own, where it is found by name."""
 
     def init_device(self) -> None:
         self._stand_ins = ExitStack()
@@ -71,7 +71,7 @@ class AsyncWorker(CPUWorker):  # type: ignore[misc]
 def async_engine(
     model: str, connector_extra: Mapping[str, Any] | None = None, **engine_args: Any
 ) -> Iterator[Any]:
-    """`harness.engine`, a step of which is scheduled before the one before it has reported."""
+    """Yield `harness.engine` with steps that are scheduled before the last one was reported."""
     load_general_plugins()  # one of them replaces the check for good, and must not replace ours
     check = CpuPlatform.check_and_update_config
 

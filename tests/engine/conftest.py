@@ -22,7 +22,7 @@ torch.set_num_threads(1)  # the variable is too late when another test imported 
 
 @pytest.fixture(scope="session", autouse=True)
 def _adversarial_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With `--adversarial-device` every load is layer-wise, and as late or early as may be."""
+    """With `--adversarial-device` every load is layer-wise, and as late or early as allowed."""
     if not request.config.getoption("--adversarial-device"):
         yield
         return

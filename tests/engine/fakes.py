@@ -1,4 +1,4 @@
-"""Stand-ins for what vLLM hands the scheduler side, for tests without an engine."""
+"""Replacements of vLLM's objects for the scheduler side, for tests without an engine."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class FakeRequest:
 
 
 class FakeBlockTables:
-    """`KVCacheManager`: block ids of each group, settable per request, and what is published."""
+    """A `KVCacheManager`: block ids by request and group, which tests set, and the prefix cache."""
 
     def __init__(self) -> None:
         self.ids: dict[str, tuple[list[int], ...]] = {}
         self.evicted: set[int] = set()
         """Blocks taken out of the prefix cache."""
         self.published: tuple[dict[str, int], ...] = ({}, {})
-        """By group: how many of a request's blocks are in the prefix cache."""
+        """Number of a request's blocks in the prefix cache, by group."""
         self.prefixes: dict[bytes, int] = {}
         """The blocks in the prefix cache, by hash."""
 
@@ -77,7 +77,7 @@ class FakeBlockTables:
 
 
 def scheduled(**num_tokens: int) -> SimpleNamespace:
-    """A `SchedulerOutput` that schedules these requests."""
+    """Return a `SchedulerOutput` that schedules these requests."""
     return SimpleNamespace(
         scheduled_new_reqs=[],
         scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
@@ -100,7 +100,7 @@ def layer(
     page_bytes: int = 256,
     window: int | None = None,
 ) -> LayerSpec:
-    """A small layer; a window makes it a boundary state."""
+    """Return a small layer; with a window its state is boundary state."""
     return LayerSpec(
         layer=name,
         group=group,

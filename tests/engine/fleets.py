@@ -1,4 +1,4 @@
-"""Servers that share a cache: what their answers are and when."""
+"""Helpers for servers that share a cache."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def same(reply: Reply, answer: Reply) -> None:
 
 
 def computed(server: Server, prompt: list[int]) -> Reply:
-    """Have the server compute a prompt and tell the fleet; its answer from its own prefix."""
+    """Let the server compute and claim a prompt; return its answer from its own prefix."""
     before = value(server, "artifacts", tier="dram")
     server.complete(prompt, max_tokens=1)
     answer = server.complete(prompt, MAX_TOKENS)

@@ -1,4 +1,4 @@
-"""An engine in this process: started small, asked for full-vocabulary logprobs, shut down.
+"""Start a small engine in this process, read full-vocabulary logprobs, shut it down.
 
     with engine("gemma3", {"dram_gib": 0.1}) as llm:
         first = generate(llm, prompt, max_tokens=8)
@@ -40,7 +40,7 @@ BF16_MODELS = ("deepseek_v4", "qwen3_next")
 
 @dataclass(frozen=True)
 class Completion:
-    """Greedy tokens with the logprobs of the whole vocabulary at each of them."""
+    """Greedy tokens, each with the logprobs of the whole vocabulary."""
 
     tokens: list[int]
     logprobs: np.ndarray
@@ -50,12 +50,12 @@ class Completion:
 
 
 def prompt_tokens(num_tokens: int, seed: int = 0) -> list[int]:
-    """Random byte tokens."""
+    """Return random byte tokens."""
     return np.random.default_rng(seed).integers(0, 256, num_tokens).tolist()
 
 
 def flipped(prompt: Sequence[int], position: int) -> list[int]:
-    """The prompt with another token at `position`."""
+    """Return the prompt with another token at `position`."""
     changed = list(prompt)
     changed[position] = (changed[position] + 101) % 256
     return changed
@@ -130,7 +130,7 @@ def generate(
 
 
 def delta(one: Completion, other: Completion) -> float:
-    """Largest difference of a logprob, over the steps both had the same context.
+    """Return the largest difference of a logprob, over the steps with equal contexts.
 
     Steps after the first differing token are left out: their contexts differ.
     """
@@ -143,14 +143,14 @@ def delta(one: Completion, other: Completion) -> float:
 
 
 def scheduler_side(llm: Any) -> SchedulerSide:
-    """The connector's scheduler side, of an engine core in this process."""
+    """Return the connector's scheduler side of an engine core in this process."""
     return cast(
         SchedulerSide, llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
     )
 
 
 def until(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
-    """Wait for what another thread does."""
+    """Wait until the condition is true, which another thread makes so."""
     end_s = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end_s, "it never happened"
@@ -213,23 +213,23 @@ def forget_checkpoints(llm: Any) -> None:
 
 @contextmanager
 def no_restores(llm: Any) -> Iterator[None]:
-    """The connector matches nothing: what is cached is the engine's own hit, the reference."""
+    """Let the connector match nothing, so that hits are the engine's own: the reference."""
     side = scheduler_side(llm)
     with patch.object(side, "match", lambda request, local_tokens: (0, False)):
         yield
 
 
 def sealed(llm: Any) -> list[Artifact]:
-    """Every sealed artifact."""
+    """Return every sealed artifact."""
     return [a for a in scheduler_side(llm)._store._tiers.index.artifacts() if a.sealed]
 
 
 @contextmanager
 def wiped(llm: Any, state_type: StateType) -> Iterator[None]:
-    """The stored bytes of one state type are zero in DRAM, and no sampled hit reveals it."""
+    """Set the stored bytes of one state type to zero in DRAM; no sampled hit reveals it."""
     store = scheduler_side(llm)._store
     samples = store._state.samples
-    assert store.flush(30.0)  # what was summed has a sum of the right bytes
+    assert store.flush(30.0)  # the checksums are those of the right bytes
     until(lambda: not samples and not store._tiers.in_use())
     spans = [
         store.arena.view[a.dram_offset :][: a.size_bytes]
@@ -257,7 +257,7 @@ def leave_on_ssd_only(llm: Any) -> None:
 
 
 def metric(name: str, **labels: str) -> float:
-    """Sum of this process's Prometheus series `name` that carry these labels.
+    """Return the sum of this process's Prometheus series `name` that have these labels.
 
     Counters outlive an engine: compare two readings.
     """
@@ -270,7 +270,7 @@ def metric(name: str, **labels: str) -> float:
 
 
 def shutdown(llm: Any) -> None:
-    """End the engine and give its memory back, so that the next one can start."""
+    """Shut the engine down and free its memory, so that the next one can start."""
     try:
         llm.llm_engine.engine_core.shutdown()
     finally:
@@ -278,7 +278,7 @@ def shutdown(llm: Any) -> None:
 
 
 def _clean_up() -> None:
-    """Let go of what vLLM keeps per process: the next engine would run on this one's connector."""
+    """Drop vLLM's state of this process: else the next engine would use this one's connector."""
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -300,7 +300,7 @@ def _nothing_left_of_a_failed_start() -> Iterator[None]:
 def engine(
     model: str, connector_extra: Mapping[str, Any] | None = None, **engine_args: Any
 ) -> Iterator[Any]:
-    """`make_llm`, shut down at the end."""
+    """Yield an engine of `make_llm` and shut it down at the end."""
     llm = make_llm(model, connector_extra, **engine_args)
     try:
         yield llm

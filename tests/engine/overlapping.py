@@ -1,4 +1,4 @@
-"""Steps that overlap, watched."""
+"""Watch the steps of async scheduling, which overlap."""
 
 from __future__ import annotations
 

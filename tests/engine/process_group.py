@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def living(group: int) -> list[str]:
-    """Processes of the group that still run.
+    """Return the processes of the group that still run.
 
     A zombie only waits for its parent, unless threads of it are still ending: those keep
     its files, and so its locks.
@@ -26,7 +26,7 @@ def living(group: int) -> list[str]:
 
 
 def assert_gone(group: int, timeout_s: float = 60.0) -> None:
-    """A kill takes a moment; nothing may be left after `timeout_s`."""
+    """Wait until no process of the group runs; fail after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while left := living(group):
         assert time.monotonic() < deadline, f"still running: {left}"

@@ -1,4 +1,4 @@
-"""The tensor-parallel ranks of an engine, without the engine: their pages and their copies."""
+"""The tensor-parallel ranks of an engine without the engine: their pages and copies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHUNK, NUM_BLOCKS = 64, 24
 
 
 class Ranks:
-    """All ranks of one engine. Each holds the pages of a prompt that a whole model would hold."""
+    """All ranks of one engine. Each has its part of a prompt's pages."""
 
     def __init__(self, layers: tuple[Layer, ...], tp_size: int, kind: str = "host") -> None:
         self.layout = ArtifactLayout(model_of(tp_size, layers), CHUNK)
@@ -29,7 +29,7 @@ class Ranks:
         ]
 
     def compute(self, whole: Mapping[str, Bytes], blocks: Sequence[int]) -> None:
-        """Put each rank's part of the whole pages into its blocks."""
+        """Write each rank's part of the whole pages into its blocks."""
         tp_size = self.layout.model.tp_size
         for rank, caches in enumerate(self._caches):
             for layer in self._layers:
@@ -38,7 +38,7 @@ class Ranks:
                 caches[layer.name][list(blocks[: len(pages)])] = part
 
     def check(self, whole: Mapping[str, Bytes], blocks: Sequence[int], end: int) -> None:
-        """Assert that what an artifact ending at `end` holds is in the blocks, and nothing else."""
+        """Assert that the blocks have the bytes of an artifact ending at `end`, and no others."""
         tp_size = self.layout.model.tp_size
         for rank, caches in enumerate(self._caches):
             for layer, spec in zip(self._layers, self.layout.model.layers, strict=True):
@@ -51,7 +51,7 @@ class Ranks:
     def copy(
         self, arena: Bytes, artifacts: list[ArtifactCopy], blocks: list[int], *, save: bool
     ) -> None:
-        """One after the other the ranks save or load."""
+        """Save or load on one rank after the other."""
         model = self.layout.model
         tables = {(x.state_type, x.group): Blocks(0, blocks) for x in model.layers}
         for rank, caches in enumerate(self._caches):
@@ -73,13 +73,13 @@ _UNTOUCHED = 7
 
 
 def _cache(spec: LayerSpec) -> torch.Tensor:
-    """`[blocks, page] uint8` over a padded buffer."""
+    """Return `[blocks, page] uint8` over a padded buffer."""
     raw = torch.full((NUM_BLOCKS, spec.page_stride_bytes), _UNTOUCHED, dtype=torch.uint8)
     return raw[:, : spec.page_bytes]
 
 
 def whole_pages(layers: Sequence[Layer], tokens: int, seed: int) -> dict[str, Bytes]:
-    """Random pages `[pages, whole bytes]` of a prompt, layer by layer."""
+    """Return random pages `[pages, whole bytes]` of a prompt by layer."""
     rng = np.random.default_rng(seed)
     return {
         x.name: rng.integers(0, 256, (tokens // x.spec(1).block_tokens, x.whole_bytes), np.uint8)

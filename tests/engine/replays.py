@@ -20,7 +20,7 @@ from tests.engine.harness import (
 )
 
 CLEAR = 0.02
-"""A logprob difference no rounding makes."""
+"""A logprob difference that rounding cannot cause."""
 
 PROMPT = prompt_tokens(1400, seed=21)
 
@@ -35,7 +35,7 @@ class Case:
     """(window - 1) x window layers, on the grid."""
 
     def boundary(self, num_tokens: int = len(PROMPT)) -> int:
-        """The last one at which a prompt of `num_tokens` can resume."""
+        """The last boundary at which a prompt of `num_tokens` can resume."""
         return (num_tokens - 1) // self.grid * self.grid
 
     @property
@@ -84,7 +84,7 @@ def own_hits(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int = 8) ->
 
 
 def error(completion: Completion, reference: Completion) -> float:
-    """Largest logprob difference, over as many tokens as the shorter one has."""
+    """Return the largest logprob difference, over the tokens of the shorter answer."""
     count = min(len(completion.tokens), len(reference.tokens))
     return delta(cut(completion, count), cut(reference, count))
 
@@ -96,12 +96,12 @@ def cut(completion: Completion, count: int) -> Completion:
 
 
 def scheduler_of(llm: Any) -> Any:
-    """vLLM's own."""
+    """Return vLLM's scheduler."""
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
 @contextmanager
 def steps_of(llm: Any, num_tokens: int) -> Iterator[None]:
-    """No engine step computes more tokens."""
+    """Limit the tokens that an engine step computes."""
     with patch.object(scheduler_of(llm), "max_num_scheduled_tokens", num_tokens):
         yield

@@ -10,7 +10,7 @@ KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
 CHUNK, MAX_TOKENS, NUM_BLOCKS, WINDOW = 32, 160, 64, 20
 TOKEN_BYTES, BLOCK_BYTES = 4, 64
 NEVER_ASKS, LEFT_OUT = "aux", "draft"
-"""Layers that call no hook, and that a step may leave out."""
+"""Layers that call no hook, and layers that a step may leave out."""
 
 
 def spec(name: str, group: int, block: int, window: int | None = None) -> LayerSpec:
@@ -45,7 +45,8 @@ MODEL = ModelSpec(
 def page_caches(model: ModelSpec = MODEL) -> dict[str, torch.Tensor]:
     """The pages of each layer, `[blocks, block_tokens, TOKEN_BYTES] uint8`.
 
-    The first layers of two groups share memory, as in vLLM: a freed block becomes one of the other.
+       The first layers of two groups share
+    memory, as in vLLM: a freed block becomes one of the other.
     """
     shared = torch.zeros((NUM_BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
     caches = {}

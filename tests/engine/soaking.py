@@ -22,11 +22,11 @@ TIERS = {
     "qwen3_next": {"dram_gib": 0.008, "ssd_gib": 0.03},
 }
 BLOCKS = {"gemma3": 97, "deepseek_v4": 256, "qwen3_next": 12}
-"""KV blocks: little more than one request of the longest kind takes."""
+"""KV blocks: a little more than the longest request needs."""
 SHORT, LONG = 8, 250
 """Rounds of a soak."""
 LIVES = 5
-"""Engines that a long soak is cut into, where each has seeds of its own."""
+"""Number of engines of a long soak; each has its own seeds."""
 # An engine registers its counters anew, from 0.
 PREEMPTIONS = "vllm:num_preemptions_total"
 HITS = "heterocache_hit_tokens_total"
@@ -44,18 +44,18 @@ def arguments(model: str) -> dict[str, Any]:
 
 
 def tolerance(model: str) -> float:
-    """In bfloat16, what the engine's own prefix hits differ from cold runs by, at most."""
+    """Largest difference between the engine's own prefix hits and cold runs, in bfloat16."""
     return 0.06 if model in BF16_MODELS else 1e-4
 
 
 def deviating(answers: Sequence[Completion | None], traffic: Traffic, most: float) -> list[int]:
-    """Indices of the answers that differ from the reference by more."""
+    """Return the indices of the answers that differ from the reference by more."""
     pairs = enumerate(zip(answers, traffic.answers, strict=True))
     return [i for i, (a, r) in pairs if a is not None and r is not None and delta(a, r) > most]
 
 
 def assert_answers(model: str, answers: Sequence[Completion | None], traffic: Traffic) -> None:
-    """Every answer is the reference's, or what prefilling some of its own decoded tokens gives."""
+    """Check that every answer is the reference's, or that of prefilling its own decoded tokens."""
     most = tolerance(model)
     different = deviating(answers, traffic, most)
     print(f"{model}: {len(different)} of {len(answers)} answers deviate: {different}")
@@ -82,7 +82,7 @@ def _recomputed(llm: Any, ask: Ask, answer: Completion, most: float) -> bool:
 
 
 def _agreeing(cold: Completion, answer: Completion, start: int, most: float) -> int:
-    """Leading steps of `cold` that agree with the answer from `start`, while contexts do."""
+    """Return the number of leading steps of `cold` that agree with the answer from `start`."""
     for step, token in enumerate(cold.tokens):
         difference = np.abs(cold.logprobs[step] - answer.logprobs[start + step]).max()
         if difference > most:

@@ -1,4 +1,4 @@
-"""A scheduler side with a real store, without an engine: tests step it by hand."""
+"""A scheduler side with a real store but without an engine: tests run its steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOAD_DEADLINE_S = 1.0
 
 
 class Engine:
-    """A scheduler side with its store, stepped by hand."""
+    """A scheduler side with its store, whose steps the test runs."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Engine:
         self.next_block = 1
 
     def admit(self, request: FakeRequest, local: int = 0) -> int:
-        """Ask, allocate and mark computed what can be restored; returns the restored tokens."""
+        """Match, allocate and mark the restored tokens as computed; return their number."""
         self.requests[request.request_id] = request
         tokens = self.ask(request, local)
         identified = request.lora_request is not None or bool(request.mm_features)
@@ -91,13 +91,13 @@ class Engine:
         return tokens
 
     def ask(self, request: FakeRequest, local: int = 0) -> int | None:
-        """Tokens that can be restored, or None to be asked again."""
+        """Return the restorable tokens; None while they are being staged."""
         tokens, parked = self.side.match(request, local)  # type: ignore[arg-type]
         assert not parked
         return tokens
 
     def grow_table(self, request: FakeRequest) -> None:
-        """One block per 16 tokens in both groups; no window block is ever recycled."""
+        """Give the request a block per 16 tokens in both groups; window blocks are not recycled."""
         blocks = -(-request.num_tokens // 16)
         held = self.tables.ids.get(request.request_id, ([], []))
         for group in held:
@@ -107,7 +107,7 @@ class Engine:
         self.tables.ids[request.request_id] = held
 
     def step(self, **num_tokens: int) -> StepMetadata:
-        """One engine step; the workers report everything done."""
+        """Run one engine step, in which the workers report everything as done."""
         meta = self.side.order_step(scheduled(**num_tokens))  # type: ignore[arg-type]
         for request_id, count in num_tokens.items():
             self.requests[request_id].num_computed_tokens += count
@@ -122,7 +122,7 @@ class Engine:
         self.side.on_report(WorkerReport(saved, loaded))
 
     def run(self, request: FakeRequest) -> int:
-        """Admit, prefill in one step, finish, and give the early saves their step."""
+        """Admit, prefill in one step, finish, and run the step of the early saves."""
         restored = self.admit(request)
         self.step(**{request.request_id: request.num_tokens - restored})
         self.finish(request)
@@ -130,7 +130,7 @@ class Engine:
         return restored
 
     def finish(self, request: FakeRequest) -> int:
-        """Returns where an engine it is handed off to may resume."""
+        """Finish the request; return the token at which a decoder may resume."""
         return self.side.on_finished(request, self.tables.ids[request.request_id])  # type: ignore[arg-type]
 
     def counters(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Scheduler sides that share a cache, stepped by hand."""
+"""Scheduler sides that share a cache, whose steps the test runs."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Fleet:
         return engine
 
     def count(self, engine: Engine, name: str, **labels: str) -> float:
-        """All that an engine has counted of a metric so far."""
+        """Return the value of an engine's counter, summed over labels."""
         counted = self.counted[engine]
         for key, number in (engine.recorder.drain() or {COUNTERS: {}})[COUNTERS].items():
             counted[key] = counted.get(key, 0.0) + number
@@ -102,7 +102,7 @@ class Fleet:
         return {a.id: chunk[a.state_type] for a, chunk in pairs if a.state_type in chunk}
 
     def settle(self, engine: Engine) -> None:
-        """Until the directory knows all that the engine stores, and the engine whose it is."""
+        """Wait until all that the engine stores is claimed and the engine knows the owners."""
 
         def judged() -> bool:
             stored = list(engine.store._tiers.index.artifacts())
@@ -113,7 +113,7 @@ class Fleet:
 
 
 class _Recorders:
-    """The engine makes its recorder after its fleet."""
+    """A recorder that is set later: the engine makes its own after its fleet."""
 
     target: Any = None
 

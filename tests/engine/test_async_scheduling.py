@@ -16,7 +16,6 @@ import pytest
 
 from hetero_connector.engine.worker import slot_masks
 from tests.engine.async_engine import async_engine, drain
-from tests.engine.by_hand import add, step
 from tests.engine.harness import (
     BF16_MODELS,
     Completion,
@@ -38,6 +37,7 @@ from tests.engine.harness import (
 )
 from tests.engine.overlapping import REPLAYED, watched
 from tests.engine.replays import CASES, CLEAR, PROMPT, Case, error, own_hits, steps_of
+from tests.engine.single_steps import add, step
 from tests.engine.soaking import HITS
 
 pytestmark = pytest.mark.engine

@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from examples.checkpoints import write_checkpoint
 from hetero_connector.artifacts.layout import Segment
 from hetero_connector.spec import StateType
-from tests.engine.by_hand import add, step
 from tests.engine.harness import (
     CHECKPOINTS,
     assert_no_leaks,
@@ -34,6 +33,7 @@ from tests.engine.harness import (
     scheduler_side,
     sealed,
 )
+from tests.engine.single_steps import add, step
 
 pytestmark = pytest.mark.engine
 

@@ -13,7 +13,6 @@ import pytest
 from hetero_connector.engine.messages import Save
 from hetero_connector.engine.scheduler.early_saves import EarlySaves
 from hetero_connector.spec import StateType
-from tests.engine.by_hand import add, step
 from tests.engine.harness import (
     delta,
     engine,
@@ -25,6 +24,7 @@ from tests.engine.harness import (
     scheduler_side,
     settle,
 )
+from tests.engine.single_steps import add, step
 
 pytestmark = pytest.mark.engine
 

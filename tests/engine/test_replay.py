@@ -24,7 +24,6 @@ from hetero_connector.planner.plan import WindowReplay
 from hetero_connector.spec import StateType
 from hetero_connector.tools import explanation
 from hetero_connector.tools.inspection import find_models
-from tests.engine.by_hand import add, step, worker_connector
 from tests.engine.harness import (
     Completion,
     _completion,
@@ -56,6 +55,7 @@ from tests.engine.replays import (
     scheduler_of,
     steps_of,
 )
+from tests.engine.single_steps import add, step, worker_connector
 
 pytestmark = pytest.mark.engine
 

@@ -14,7 +14,6 @@ import pytest
 
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.store.restore import ArtifactRestore
-from tests.engine.by_hand import add, step, worker_connector
 from tests.engine.harness import (
     BF16_MODELS,
     Completion,
@@ -31,6 +30,7 @@ from tests.engine.harness import (
     sealed,
     settle,
 )
+from tests.engine.single_steps import add, step, worker_connector
 
 pytestmark = pytest.mark.engine
 

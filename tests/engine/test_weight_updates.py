@@ -13,7 +13,6 @@ import pytest
 
 from hetero_connector.engine.scheduler import weight_updates
 from hetero_connector.errors import UnsupportedVersionError
-from tests.engine.by_hand import add, step
 from tests.engine.harness import (
     Completion,
     assert_no_leaks,
@@ -28,6 +27,7 @@ from tests.engine.harness import (
     sealed,
     settle,
 )
+from tests.engine.single_steps import add, step
 
 pytestmark = pytest.mark.engine
 

@@ -1,4 +1,4 @@
-"""Random sessions as an engine meets them, the same for every engine that plays them.
+"""Random sessions, the same for every engine that plays them.
 
 `record` talks to a reference engine, because a session's next prompt contains its last
 answer; `play` repeats that traffic on another engine with everything going on at once.
@@ -19,7 +19,7 @@ _SESSIONS = 6
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. Aborted ones (after `abort_after` engine steps) have no answer."""
+    """One request; an aborted one (after `abort_after` engine steps) has no answer."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -28,7 +28,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Round:
-    """Requests sent at once, and what happens to the caches around them."""
+    """Requests that are sent together, and the resets of the caches around them."""
 
     asks: tuple[Ask, ...]
     forget_local: bool
@@ -39,7 +39,7 @@ class Round:
 
 @dataclass
 class Traffic:
-    """Rounds and the reference's answers, in the order of all asks; None for aborted ones."""
+    """Rounds and the reference's answers in the order of requests; None for aborted ones."""
 
     rounds: list[Round] = field(default_factory=list)
     answers: list[Completion | None] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Traffic:
 
 
 def record(llm: Any, seed: int, num_rounds: int) -> Traffic:
-    """Make up traffic; every answer is computed cold, alone."""
+    """Invent traffic; every answer is computed cold and alone."""
     rng, traffic = Random(seed), Traffic()
     systems = [prompt_tokens(n, seed=seed * 100 + n) for n in (540, 810)]
     sessions = [list(rng.choice(systems)) for _ in range(_SESSIONS)]
@@ -74,7 +74,7 @@ def record(llm: Any, seed: int, num_rounds: int) -> Traffic:
 
 
 def _next_ask(rng: Random, session: Sequence[int]) -> Ask:
-    """The session's next turn, or a fork of it somewhere in its past."""
+    """Return the session's next turn, or a fork somewhere in its past."""
     past = list(session)
     if rng.random() < 0.25:
         past = past[: rng.randint(1, len(past))]
@@ -84,7 +84,7 @@ def _next_ask(rng: Random, session: Sequence[int]) -> Ask:
 
 
 def _long_ask(rng: Random, session: Sequence[int]) -> Ask:
-    """One of several that together do not fit into a small KV cache."""
+    """Return one of several prompts that do not fit into a small KV cache together."""
     more = max(0, _MAX_PROMPT_TOKENS - len(session))
     return Ask((*session, *(rng.randrange(256) for _ in range(more))), 40)
 
@@ -95,7 +95,7 @@ def play(
     reset_store: Callable[[], None] | None = None,
     after_round: Callable[[], None] | None = None,
 ) -> list[Completion | None]:
-    """The answers, in the order of all asks."""
+    """Return the answers in the order of the requests."""
     answers: list[Completion | None] = []
     for number, round_ in enumerate(rounds):
         if round_.forget_local:

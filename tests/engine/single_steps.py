@@ -1,4 +1,4 @@
-"""An engine's requests and steps, one at a time."""
+"""Add requests to an engine and run it one step at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ids = count()
 
 
 def add(llm: Any, prompt: Sequence[int], max_tokens: int = 8, **sampling: Any) -> str:
-    """Add a request, to be stepped by hand."""
+    """Add a request without running a step."""
     from vllm import SamplingParams
 
     parameters = SamplingParams(
@@ -24,12 +24,12 @@ def add(llm: Any, prompt: Sequence[int], max_tokens: int = 8, **sampling: Any) -
 
 
 def step(llm: Any, times: int = 1) -> list[Any]:
-    """Engine steps; returns the outputs."""
+    """Run some engine steps; return their outputs."""
     return [output for _ in range(times) for output in llm.llm_engine.step()]
 
 
 def worker_connector() -> HeteroConnector:
-    """The worker's half, of a worker in this process."""
+    """Return the worker side of a worker in this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector = get_kv_transfer_group()
