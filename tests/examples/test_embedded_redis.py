@@ -13,7 +13,7 @@ from hetero_connector.errors import DirectoryError
 from tests.ownership.fleet_of_processes import until
 
 
-def test_it_serves_who_knows_the_password_on_this_machine_alone() -> None:
+def test_a_server_needs_the_password_and_listens_on_this_machine_only() -> None:
     with EmbeddedRedis() as server:
         assert redis.Redis.from_url(server.url).ping()
         with pytest.raises(redis.AuthenticationError):
@@ -26,7 +26,7 @@ def test_it_serves_who_knows_the_password_on_this_machine_alone() -> None:
         assert stat.S_IMODE(config.stat().st_mode) == 0o600
 
 
-def test_killed_it_comes_back_empty_under_the_same_url() -> None:
+def test_a_killed_server_starts_again_empty_under_the_same_url() -> None:
     with EmbeddedRedis() as server:
         client = redis.Redis.from_url(server.url)
         client.set("kept", 1)
@@ -45,7 +45,7 @@ def test_stopping_leaves_nothing_behind() -> None:
     assert not folder.exists()
 
 
-def test_it_ends_with_an_owner_that_is_killed() -> None:
+def test_a_server_ends_when_its_owner_is_killed() -> None:
     program = (
         "from examples.embedded_redis import EmbeddedRedis\n"
         "print(EmbeddedRedis().start().pid, flush=True)\n"
@@ -71,12 +71,12 @@ def _runs(pid: int) -> bool:
     return state != "Z"  # dead, though its new parent may never ask for it
 
 
-def test_a_server_that_ends_at_start_tells_its_log() -> None:
+def test_a_server_that_ends_at_start_raises_with_its_log() -> None:
     with pytest.raises(DirectoryError, match=r"(?i)no-such-directive"):
         EmbeddedRedis(["no-such-directive 1"]).start()
 
 
-def test_what_is_not_running_says_so() -> None:
+def test_a_server_that_is_not_running_raises() -> None:
     with pytest.raises(DirectoryError, match="start"):
         EmbeddedRedis().kill()
 

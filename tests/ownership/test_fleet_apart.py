@@ -117,7 +117,7 @@ def artifacts(chain: list[ChunkRange]) -> set[ArtifactId]:
 
 
 @pytest.mark.parametrize("situation", situations())
-def test_whatever_the_network_does_no_byte_is_wrong_and_all_agree_once_it_is_whole(
+def test_network_faults_bring_no_wrong_byte_and_all_agree_after_they_end(
     tmp_path: Path, situation: str
 ) -> None:
     if situation == AT_RANDOM:

@@ -82,7 +82,7 @@ def test_an_owner_killed_before_a_read_is_computed_then_adopted_from_its_ssd(
         assert ann.turn(CHAIN).restored == CHUNKS
 
 
-def test_a_killed_worker_finds_its_continuation_behind_what_another_owns(tmp_path: Path) -> None:
+def test_a_killed_worker_finds_its_chunks_after_those_that_another_owns(tmp_path: Path) -> None:
     with processes(tmp_path, "ann", "bob") as fleet:
         ann, bob = fleet.workers
         assert ann.turn(CHAIN[:2]).restored == 0
@@ -136,7 +136,7 @@ def test_an_owner_stopped_for_longer_than_its_lease_changes_nothing_afterwards(
         assert ann.turn(CHAIN).restored == CHUNKS
 
 
-def test_a_reader_killed_during_a_read_harms_nobody(tmp_path: Path) -> None:
+def test_a_reader_killed_during_a_read_disturbs_no_other_worker(tmp_path: Path) -> None:
     with processes(tmp_path, "ann", "bob", "cay") as fleet:
         ann, bob, cay = fleet.workers
         own(fleet, ann)
@@ -152,7 +152,7 @@ def test_a_reader_killed_during_a_read_harms_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["restarted empty", "slow"])
-def test_a_redis_that_fails_costs_a_deadline_and_the_fleet_comes_together_again(
+def test_a_failing_redis_costs_a_deadline_and_the_fleet_recovers(
     tmp_path: Path, fault: str
 ) -> None:
     with processes(tmp_path, "ann", "bob") as fleet:

@@ -157,7 +157,9 @@ class Soak:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1_800)
-def test_random_faults_bring_no_wrong_byte_no_hang_and_all_agree_again(tmp_path: Path) -> None:
+def test_random_faults_bring_no_wrong_byte_and_no_hang_and_all_agree_afterwards(
+    tmp_path: Path,
+) -> None:
     """A wrong byte or a hang fails inside a turn; a token that shrinks inside `records`."""
     with processes(tmp_path, "ann", "bob", "cay", chunks=DRAM_CHUNKS) as fleet:
         soak = Soak(fleet, random.Random(24))

@@ -63,7 +63,7 @@ class TestGenerations:
         assert numbers[0] > 0
         assert directory.generation().number == numbers[-1]
 
-    def test_workers_hear_of_it_and_tell_what_they_have_adopted(
+    def test_workers_learn_of_a_reset_and_report_their_adoption(
         self, directory: Directory, ann: Lease, bob: Lease
     ) -> None:
         assert directory.generation().adopted == {"ann": 0, "bob": 0}
@@ -72,7 +72,7 @@ class TestGenerations:
         assert directory.report_generation(ann.epoch, number, number) == number
         assert directory.generation().adopted == {"ann": number, "bob": 0}
 
-    def test_only_the_living_are_waited_for(
+    def test_only_live_workers_are_waited_for(
         self, directory: Directory, bench: DirectoryBench, ann: Lease
     ) -> None:
         directory.report_generation(ann.epoch, 3, 3)
@@ -84,14 +84,14 @@ class TestGenerations:
         bench.advance(LEASE_S + 0.1)
         assert directory.generation().adopted == {}
 
-    def test_a_directory_that_lost_its_memory_is_told_the_number(
+    def test_a_directory_that_lost_its_memory_takes_over_the_reported_number(
         self, directory: Directory, ann: Lease, bob: Lease
     ) -> None:
         assert directory.report_generation(ann.epoch, 5, 5) == 5
         assert directory.report_generation(bob.epoch, 0, 3) == 5
         assert directory.reset_generation() > 5
 
-    def test_one_that_was_reset_since_it_lost_its_memory_begins_another(
+    def test_a_directory_reset_since_its_loss_begins_another_generation(
         self, directory: Directory, ann: Lease, bob: Lease
     ) -> None:
         """An engine that has a greater number has not seen that reset."""
@@ -108,7 +108,7 @@ class TestGenerations:
         assert directory.generation().adopted == {"ann": large}
         assert directory.reset_generation() == large + 1
 
-    def test_what_ended_workers_had_adopted_is_forgotten(
+    def test_adoptions_of_ended_workers_are_forgotten(
         self, directory: Directory, bench: DirectoryBench
     ) -> None:
         for _ in range(3 * LIMITS.max_workers):
@@ -131,7 +131,7 @@ class TestLeases:
         assert lease.epoch > floor
         assert claim(directory, lease, A)[0].token > floor
 
-    def test_workers_are_the_live_ones_with_all_they_said(
+    def test_workers_returns_the_live_ones_with_all_fields(
         self, directory: Directory, bench: DirectoryBench
     ) -> None:
         first = Worker("ann", bytes(range(256)) * 20, "nfs:/kv")
@@ -141,7 +141,7 @@ class TestLeases:
         bench.advance(LEASE_S + 0.1)
         assert directory.workers() == {other.epoch: Worker("bob")}
 
-    def test_renewed_in_time_it_goes_on(
+    def test_a_lease_renewed_in_time_continues(
         self, directory: Directory, bench: DirectoryBench, ann: Lease
     ) -> None:
         for _ in range(5):
@@ -149,7 +149,7 @@ class TestLeases:
             directory.renew_lease(ann.epoch)
         assert ann.epoch in directory.workers()
 
-    def test_renewed_too_late_it_has_ended_for_good(
+    def test_a_lease_renewed_too_late_has_ended_for_good(
         self, directory: Directory, bench: DirectoryBench, ann: Lease
     ) -> None:
         bench.advance(LEASE_S + 0.1)
@@ -176,7 +176,7 @@ class TestLeases:
         dan = join(directory, "dan")
         assert claim(directory, dan, B)[0].outcome is GrantOutcome.OWNED
 
-    def test_registered_again_the_earlier_epoch_may_change_nothing(
+    def test_after_a_new_registration_the_earlier_epoch_may_change_nothing(
         self, directory: Directory, ann: Lease
     ) -> None:
         claim(directory, ann, A)
@@ -186,7 +186,7 @@ class TestLeases:
         assert set(directory.workers()) == {again.epoch}
         assert owner_of(directory, A) == ann.epoch
 
-    def test_what_a_retired_epoch_owned_is_free_when_its_lease_would_have_ended(
+    def test_a_retired_epochs_artifacts_are_free_when_its_lease_would_have_ended(
         self, directory: Directory, bench: DirectoryBench, ann: Lease
     ) -> None:
         """Its process may still believe that it owns it."""
@@ -328,7 +328,7 @@ class TestOwnership:
         }
         assert view.chunks[0][KV].token == a.token
 
-    def test_lookup_tells_a_chain_with_its_gaps_and_every_field(
+    def test_a_lookup_returns_missing_chunks_and_every_field(
         self, directory: Directory, ann: Lease
     ) -> None:
         keys = chain("long", 300)
@@ -347,7 +347,7 @@ class TestOwnership:
     def test_an_empty_lookup(self, directory: Directory) -> None:
         assert len(directory.lookup([]).chunks) == 0
 
-    def test_claimed_again_the_bytes_have_moved(self, directory: Directory, ann: Lease) -> None:
+    def test_a_repeated_claim_moves_the_copy(self, directory: Directory, ann: Lease) -> None:
         [grant] = claim(directory, ann, A)
         moved = claim_of(A, 8192, on_ssd=True)
         assert directory.claim_owner(ann.epoch, [moved]) == [grant]
@@ -374,7 +374,7 @@ class TestOwnership:
         directory.release(ann.epoch, {A: first.token})
         assert owner_of(directory, A) == ann.epoch
 
-    def test_nobody_releases_for_another(
+    def test_no_worker_releases_for_another(
         self, directory: Directory, ann: Lease, bob: Lease
     ) -> None:
         [grant] = claim(directory, ann, A)
@@ -414,7 +414,7 @@ class TestOwnership:
         [Copy(0, bytes(16)), Copy(-5, bytes(16)), Copy(5, b""), Copy(5, bytes(17))],
         ids=repr,
     )
-    def test_a_copy_nobody_could_verify_is_refused(
+    def test_a_copy_that_no_reader_could_verify_is_refused(
         self, directory: Directory, ann: Lease, copy: Copy
     ) -> None:
         with pytest.raises(ValueError, match="checksum"):
@@ -424,7 +424,7 @@ class TestOwnership:
         assert owner_of(directory, B) == NO_EPOCH
 
     @pytest.mark.parametrize("size", [0, 15, 17])
-    def test_a_key_that_is_none_is_refused(
+    def test_a_key_of_the_wrong_length_is_refused(
         self, directory: Directory, ann: Lease, size: int
     ) -> None:
         key = ChunkKey(bytes(size))
@@ -459,7 +459,7 @@ class TestOwnership:
         left = [bool(c) for c in directory.lookup(trunk).chunks]
         assert left == [key != trunk[4] for key in trunk]
 
-    def test_a_full_directory_takes_no_new_record_and_goes_on_with_the_old(
+    def test_a_full_directory_takes_no_new_record_and_keeps_the_old_ones(
         self, directory: Directory, ann: Lease, bob: Lease
     ) -> None:
         many = [ArtifactId(key, KV) for key in chain("many", LIMITS.max_artifacts)]
@@ -505,7 +505,7 @@ class TestReplicas:
         bench.advance(5.1)
         assert directory.lookup([A.chunk]).copies(0, KV) == copies[:1]
 
-    def test_again_it_is_refreshed_and_listed_once(
+    def test_a_replica_listed_again_is_refreshed_and_listed_once(
         self, directory: Directory, bench: DirectoryBench, ann: Lease, bob: Lease
     ) -> None:
         claim(directory, ann, A)
@@ -515,7 +515,7 @@ class TestReplicas:
         holders = [c.holder for c in directory.lookup([A.chunk]).copies(0, KV)]
         assert holders == [ann.epoch, bob.epoch]
 
-    def test_none_of_what_has_no_record_or_is_the_callers_own(
+    def test_no_replica_without_a_record_or_of_ones_own_artifact(
         self, directory: Directory, ann: Lease
     ) -> None:
         claim(directory, ann, A)
@@ -523,7 +523,7 @@ class TestReplicas:
         assert len(directory.lookup([A.chunk]).copies(0, KV)) == 1
         assert owner_of(directory, B) == NO_EPOCH
 
-    def test_as_many_as_may_be(
+    def test_the_number_of_replicas_is_bounded(
         self, directory: Directory, bench: DirectoryBench, ann: Lease
     ) -> None:
         claim(directory, ann, A)
@@ -534,7 +534,9 @@ class TestReplicas:
         bench.advance(5.1)
         assert replicate(directory, others[-1], A) == [GrantOutcome.REPLICA]
 
-    def test_dropped_by_its_holder_only(self, directory: Directory, ann: Lease, bob: Lease) -> None:
+    def test_only_its_holder_drops_a_replica(
+        self, directory: Directory, ann: Lease, bob: Lease
+    ) -> None:
         claim(directory, ann, A)
         replicate(directory, bob, A)
         directory.release(ann.epoch, {A: NO_TOKEN})
@@ -542,7 +544,7 @@ class TestReplicas:
         directory.release(bob.epoch, {A: NO_TOKEN})
         assert len(directory.lookup([A.chunk]).copies(0, KV)) == 1
 
-    def test_its_holder_is_not_the_owner_while_the_owner_lives(
+    def test_a_replicas_holder_is_not_the_owner_while_the_owner_lives(
         self, directory: Directory, ann: Lease, bob: Lease
     ) -> None:
         [grant] = claim(directory, ann, A)
@@ -550,7 +552,7 @@ class TestReplicas:
         assert claim(directory, bob, A) == [Grant(GrantOutcome.FOREIGN, ann.epoch, grant.token)]
 
     @pytest.mark.parametrize("how", ["ended", "released"])
-    def test_its_holder_takes_over_when_the_owner_has_ended_or_released(
+    def test_a_replicas_holder_takes_over_when_the_owner_has_ended_or_released(
         self, directory: Directory, how: str, ann: Lease, bob: Lease
     ) -> None:
         cid = join(directory, "cid")

@@ -138,7 +138,7 @@ def test_a_fleets_reset_from_before_an_engines_own_does_not_undo_it(
     assert reset_fleet(directory, 20.0).is_complete
 
 
-def test_an_engine_that_was_away_follows_when_it_is_back(
+def test_an_engine_that_was_away_follows_the_reset_afterwards(
     directory: Directory, joins: Join, tmp_path: Path
 ) -> None:
     ann = joins("ann", tmp_path / "ssd")
@@ -153,7 +153,7 @@ def test_an_engine_that_was_away_follows_when_it_is_back(
     assert not ann.store.match(old)
 
 
-def test_what_it_has_adopted_outlives_the_engine(
+def test_an_adoption_survives_a_restart_of_the_engine(
     directory: Directory, joins: Join, tmp_path: Path
 ) -> None:
     ann = joins("ann", tmp_path / "ssd")
@@ -211,7 +211,7 @@ def test_a_directory_that_is_slow_for_a_moment_is_asked_again() -> None:
 
 
 class TestCommand:
-    def test_it_says_who_has_adopted(
+    def test_the_command_names_the_engines_that_have_adopted(
         self, bench: DirectoryBench, joins: Join, capsys: pytest.CaptureFixture[str]
     ) -> None:
         url = getattr(bench, "url", None)
@@ -228,12 +228,14 @@ class TestCommand:
         assert told["adopted"] == ["ann", "bob"]
         assert told["number"] > 0
 
-    def test_no_engine_there_is_said(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_command_says_that_there_is_no_engine(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert main(["reset", "--directory", "memory://"]) == 1
         assert "no engine is registered" in capsys.readouterr().err
 
     @pytest.mark.parametrize("url", ["http://x", "redis://127.0.0.1:1/0"])
-    def test_a_directory_that_cannot_be_used_is_said(
+    def test_the_command_says_that_the_directory_cannot_be_used(
         self, capsys: pytest.CaptureFixture[str], url: str
     ) -> None:
         assert main(["reset", "--directory", url, "--wait", "1"]) == 2

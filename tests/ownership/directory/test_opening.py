@@ -12,7 +12,7 @@ from ownership.directory.opening import open_directory
 from ownership.directory.redis import RedisDirectory
 
 
-def test_the_embedded_one_and_the_one_in_redis() -> None:
+def test_a_url_opens_the_directory_in_memory_or_in_redis() -> None:
     assert isinstance(open_directory("memory://"), MemoryDirectory)
     assert isinstance(open_directory("rediss+cluster://a,b"), RedisDirectory)
 
@@ -25,7 +25,7 @@ def test_the_embedded_one_and_the_one_in_redis() -> None:
         ("redis://host:x", "host or host:port"),
     ],
 )
-def test_what_is_wrong_is_told_without_the_password(url: str, told: str) -> None:
+def test_a_bad_url_is_explained_without_the_password(url: str, told: str) -> None:
     with pytest.raises(ValueError, match=told) as error:
         open_directory(url)
     assert "hush" not in str(error.value)

@@ -31,7 +31,7 @@ class TestSessions:
         assert (again.boundary, again.boundary_tokens) == (END, 1_234)
         assert (again.token, again.group, again.turn_ended_s) == (token, "repo", None)
 
-    def test_think_times_are_kept_the_last_few(
+    def test_the_last_think_times_are_kept(
         self, directory: Directory, bench: DirectoryBench, ann: Lease
     ) -> None:
         seconds = [0.5 + i for i in range(MAX_THINK_TIMES + 3)]
@@ -47,7 +47,9 @@ class TestSessions:
         assert session.think_s == pytest.approx(seconds[-MAX_THINK_TIMES:], abs=0.4)
         assert directory.begin_turn(ann.epoch, "s").session.think_s == session.think_s
 
-    def test_a_live_owner_keeps_it(self, directory: Directory, ann: Lease, bob: Lease) -> None:
+    def test_a_live_owner_keeps_its_session(
+        self, directory: Directory, ann: Lease, bob: Lease
+    ) -> None:
         session = directory.begin_turn(ann.epoch, "s").session
         assert directory.begin_turn(bob.epoch, "s") == (False, session)
         assert directory.begin_turn(bob.epoch, "s", expected=Token(session.token + 1)) == (
@@ -55,7 +57,7 @@ class TestSessions:
             session,
         )
 
-    def test_moved_by_whoever_knows_its_token_and_the_old_owner_is_fenced(
+    def test_a_caller_that_knows_the_token_moves_a_session_and_fences_the_old_owner(
         self, directory: Directory, ann: Lease, bob: Lease
     ) -> None:
         before = directory.begin_turn(ann.epoch, "s").session
@@ -72,7 +74,7 @@ class TestSessions:
         )
 
     @pytest.mark.parametrize("how", ["expired", "left", "restarted"])
-    def test_a_dead_owners_session_goes_on_elsewhere_from_its_boundary(
+    def test_a_dead_owners_session_continues_elsewhere_at_its_boundary(
         self, directory: Directory, bench: DirectoryBench, ann: Lease, how: str
     ) -> None:
         before = directory.begin_turn(ann.epoch, "s").session
@@ -139,7 +141,7 @@ class TestSessions:
 
 
 class TestGroups:
-    def test_the_hottest_first_each_with_its_latest_chains(
+    def test_hot_groups_come_hottest_first_with_their_latest_chains(
         self, directory: Directory, ann: Lease
     ) -> None:
         ends = chain("ends", 3)
@@ -182,7 +184,7 @@ class TestGroups:
             [group] = directory.hot_groups(1)
             assert group.heat >= 0.0
 
-    def test_only_so_many_groups_and_chains_are_kept(
+    def test_the_numbers_of_groups_and_chains_are_bounded(
         self, directory: Directory, ann: Lease
     ) -> None:
         ends = chain("ends", MAX_CHAIN_ENDS + 5)

@@ -55,7 +55,7 @@ class Asked:
         return self.now_s
 
 
-def test_an_answer_that_comes_too_late_is_one_failure() -> None:
+def test_a_late_answer_counts_as_one_failure() -> None:
     asked = Asked()
     lookup = asked.lookups.find([ARTIFACT.chunk])
     assert not lookup.poll()
@@ -67,7 +67,7 @@ def test_an_answer_that_comes_too_late_is_one_failure() -> None:
     assert lookup.found == ()
 
 
-def test_a_takeover_is_noted_whether_it_can_be_read_or_not() -> None:
+def test_a_takeover_is_recorded_even_if_its_copy_cannot_be_read() -> None:
     asked = Asked()
     bob = asked.directory.register(Worker("bob", b"card"), 60.0).epoch
     on_ssd = Copy(64, bytes(16), -1, 1, True)

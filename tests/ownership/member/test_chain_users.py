@@ -32,7 +32,7 @@ def readers(directory: MemoryDirectory, *chunks: ChunkKey) -> list[int]:
     return [usage.num_users for usage in directory.usage(chunks)]
 
 
-def test_who_reads_here_is_told_and_who_left_is_too(
+def test_chains_that_gain_or_lose_their_users_are_reported(
     directory: BreakableDirectory, ann: Worked
 ) -> None:
     ann.store.readers = {"s": (B, A), "t": (B,)}
@@ -43,7 +43,7 @@ def test_who_reads_here_is_told_and_who_left_is_too(
     until(lambda: readers(directory, A, B, C) == [0, 0, 0])
 
 
-def test_who_reads_elsewhere_is_asked_of_what_would_leave_next(
+def test_other_engines_users_are_asked_for_chunks_that_leave_next(
     directory: BreakableDirectory, ann: Worked
 ) -> None:
     bob = directory.register(Worker("bob", b"card"), 60.0).epoch
@@ -54,7 +54,7 @@ def test_who_reads_elsewhere_is_asked_of_what_would_leave_next(
     until(lambda: ann.store.elsewhere == {A: False, B: False})
 
 
-def test_the_last_readers_release_is_acted_on_at_once(
+def test_the_end_of_the_last_user_is_reported_to_the_store_at_once(
     directory: BreakableDirectory, ann: Worked
 ) -> None:
     ann.store.readers = {"s": (A,)}
@@ -63,7 +63,7 @@ def test_the_last_readers_release_is_acted_on_at_once(
     until(lambda: ann.store.elsewhere == {A: False})
 
 
-def test_what_only_this_engine_reads_is_not_read_elsewhere(
+def test_this_engines_own_use_does_not_count_as_anothers(
     directory: BreakableDirectory, ann: Worked
 ) -> None:
     ann.store.readers = {"s": (A, B)}
@@ -74,7 +74,7 @@ def test_what_only_this_engine_reads_is_not_read_elsewhere(
     until(lambda: ann.store.elsewhere == {A: False, B: True})
 
 
-def test_under_a_new_epoch_all_readers_are_told_again(
+def test_all_users_are_reported_again_under_a_new_epoch(
     directory: BreakableDirectory, ann: Worked
 ) -> None:
     ann.store.readers = {"s": (A,)}

@@ -95,7 +95,7 @@ def turns() -> Turns:
     return Turns()
 
 
-def test_however_many_come_and_go_what_is_kept_is_what_reads_now(turns: Turns) -> None:
+def test_only_present_users_are_stored_however_many_come_and_go(turns: Turns) -> None:
     per_period = 100
     chunks = chain("busy", 40 * per_period)
     for period in range(40):
@@ -110,7 +110,7 @@ def test_however_many_come_and_go_what_is_kept_is_what_reads_now(turns: Turns) -
     assert counts.is_settled
 
 
-def test_one_that_left_before_it_was_told_costs_no_call(turns: Turns) -> None:
+def test_a_user_that_left_before_it_was_reported_costs_no_call(turns: Turns) -> None:
     (chunk,) = chain("short", 1)
     turns.directory.loses_answers = True
     turns.store.soon = [chunk]  # the first job of a period asks, and fails
@@ -124,7 +124,7 @@ def test_one_that_left_before_it_was_told_costs_no_call(turns: Turns) -> None:
     assert turns.counts.is_settled
 
 
-def test_a_job_is_two_calls_at_most_and_every_other_turn_is_for_others(turns: Turns) -> None:
+def test_a_job_makes_two_calls_at_most_and_leaves_every_other_turn_free(turns: Turns) -> None:
     first, then = chain("first", 1_000), chain("then", 1_000)
     turns.store.soon = first[:1]
     turns.store.readers = {f"s{i}": (chunk,) for i, chunk in enumerate(first)}
@@ -137,7 +137,7 @@ def test_a_job_is_two_calls_at_most_and_every_other_turn_is_for_others(turns: Tu
     assert all(0 in pair for pair in pairwise(turns.calls_of_turns))
 
 
-def test_what_may_have_been_told_is_taken_back(turns: Turns) -> None:
+def test_a_report_without_an_answer_is_taken_back(turns: Turns) -> None:
     (chunk,) = chain("lost", 1)
     turns.directory.loses_answers = True
     turns.store.readers = {"s": (chunk,)}
@@ -150,7 +150,7 @@ def test_what_may_have_been_told_is_taken_back(turns: Turns) -> None:
     assert not turns.counts._reported
 
 
-def test_after_a_failure_the_directory_is_left_alone_until_the_next_period(turns: Turns) -> None:
+def test_after_a_failure_the_directory_is_not_asked_until_the_next_period(turns: Turns) -> None:
     turns.directory.loses_answers = True
     turns.store.readers = {"s": tuple(chain("gone", 1))}
     for period in range(1, 5):
@@ -158,7 +158,7 @@ def test_after_a_failure_the_directory_is_left_alone_until_the_next_period(turns
         assert turns.directory.calls == period
 
 
-def test_only_so_many_readers_are_remembered(turns: Turns, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_sessions_is_bounded(turns: Turns, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chain_users, "_MAX_SESSIONS", 3)
     chunks = chain("many", 5)
     for i in (0, 1, 2, 0, 3, 4):

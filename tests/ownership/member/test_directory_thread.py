@@ -102,7 +102,7 @@ def owners(directory: RedisDirectory) -> set[Epoch]:
     return {found[KV].owner if KV in found else Epoch(0) for found in view.chunks}
 
 
-def test_what_is_published_is_owned_and_told(member: Member, other: RedisDirectory) -> None:
+def test_published_claims_are_owned_and_answered(member: Member, other: RedisDirectory) -> None:
     assert member.thread.publish(STORED) == len(STORED)
     wait_until("all is owned", lambda: owners(other) == {member.epoch()} != {0})
     wait_until("all is told", lambda: member.owned() == set(STORED_CHAIN))
@@ -111,7 +111,7 @@ def test_what_is_published_is_owned_and_told(member: Member, other: RedisDirecto
     assert found.chunks[0][KV].owner == member.epoch()
 
 
-def test_a_redis_that_comes_back_empty_gets_everything_again(
+def test_everything_is_claimed_again_after_redis_came_back_empty(
     server: EmbeddedRedis, member: Member, other: RedisDirectory
 ) -> None:
     member.stored = STORED
@@ -132,7 +132,7 @@ def test_a_redis_that_comes_back_empty_gets_everything_again(
     assert member.counted("heterocache_directory_failures") > 0
 
 
-def test_what_is_sealed_while_redis_is_gone_is_claimed_when_it_is_back(
+def test_artifacts_sealed_while_redis_is_down_are_claimed_afterwards(
     server: EmbeddedRedis, member: Member, other: RedisDirectory
 ) -> None:
     wait_until("it is registered", lambda: member.epoch() != 0)
@@ -186,7 +186,7 @@ class TestBounds:
         assert not calls[0].done()
         assert member.counted("heterocache_directory_claims_discarded") == 7
 
-    def test_closing_fails_what_waits_and_ends_the_lease(self) -> None:
+    def test_closing_fails_waiting_calls_and_ends_the_lease(self) -> None:
         directory = MemoryDirectory()
         member = Member(directory)
         member.thread.start()
@@ -212,7 +212,7 @@ class TestBounds:
             lookup(member.thread, 5.0, []).result(0)
         assert directory.workers() == {}
 
-    def test_a_call_whose_turn_comes_late_is_not_made(self) -> None:
+    def test_a_call_past_its_deadline_is_not_made(self) -> None:
         member = Member(MemoryDirectory())
         made: list[int] = []
         late = member.thread.call(lambda _, epoch: made.append(1), 0.0)

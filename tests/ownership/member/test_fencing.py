@@ -46,7 +46,7 @@ def test_the_same_and_greater_tokens_pass_and_smaller_ones_do_not(
     assert fence.admit(B, ANN, Token(5), now_s)
 
 
-def test_what_was_seen_elsewhere_counts(fence: Fence, clock: Clock) -> None:
+def test_a_token_seen_elsewhere_counts(fence: Fence, clock: Clock) -> None:
     fence.note_token(A, Token(7))
     fence.note_token(A, Token(6))
     assert not fence.admit(A, ANN, Token(6), clock.now_s)
@@ -68,7 +68,7 @@ def test_an_answer_older_than_the_horizon_is_refused(fence: Fence, clock: Clock)
     assert not fence.admit(A, ANN, Token(5), asked_s)
 
 
-def test_it_forgets_what_cannot_matter_any_more(fence: Fence, clock: Clock) -> None:
+def test_a_fence_forgets_tokens_older_than_the_horizon(fence: Fence, clock: Clock) -> None:
     fence.note_token(A, Token(7))
     fence.note_end(ANN)
     clock.now_s += 30.1
@@ -77,9 +77,7 @@ def test_it_forgets_what_cannot_matter_any_more(fence: Fence, clock: Clock) -> N
     assert len(fence) == 2
 
 
-def test_full_it_refuses_every_answer_from_before_rather_than_a_stale_one(
-    fence: Fence, clock: Clock
-) -> None:
+def test_a_full_fence_refuses_every_earlier_answer(fence: Fence, clock: Clock) -> None:
     before_s = clock.now_s
     fence.note_token(A, Token(50))
     clock.now_s += 1.0
@@ -138,7 +136,7 @@ class Fleet:
 
 @settings(max_examples=600)
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 11)), min_size=10, max_size=40))
-def test_it_is_never_more_lenient_than_one_that_remembers_everything(
+def test_a_fence_is_never_more_lenient_than_one_that_remembers_everything(
     steps: Sequence[tuple[str, int]],
 ) -> None:
     """Answers are used in any order, some long after they were given."""

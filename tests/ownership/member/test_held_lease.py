@@ -25,7 +25,7 @@ def clock() -> Clock:
     return Clock(100.0)
 
 
-def test_valid_from_when_it_was_asked_for_less_the_margin(clock: Clock) -> None:
+def test_a_lease_is_valid_from_its_request_less_the_margin(clock: Clock) -> None:
     held = HeldLease(Lease("w", Epoch(1), LEASE_S), clock.now_s, clock)
     assert held.epoch == 1
     clock.now_s = 100.0 + LEASE_S * (1 - MARGIN) - 0.01
@@ -34,7 +34,7 @@ def test_valid_from_when_it_was_asked_for_less_the_margin(clock: Clock) -> None:
     assert not held.is_valid
 
 
-def test_a_renewal_counts_from_when_it_was_asked_and_never_backwards(clock: Clock) -> None:
+def test_a_renewal_counts_from_its_request_and_never_shortens_the_lease(clock: Clock) -> None:
     held = HeldLease(Lease("w", Epoch(1), LEASE_S), clock.now_s, clock)
     held.on_renewed(108.0)
     held.on_renewed(104.0)
@@ -44,7 +44,7 @@ def test_a_renewal_counts_from_when_it_was_asked_and_never_backwards(clock: Cloc
     assert not held.is_valid
 
 
-def test_a_lost_lease_is_not_found_again(clock: Clock) -> None:
+def test_an_invalid_lease_stays_invalid(clock: Clock) -> None:
     held = HeldLease(Lease("w", Epoch(1), LEASE_S), clock.now_s, clock)
     held.invalidate()
     held.on_renewed(clock.now_s)
@@ -65,7 +65,7 @@ STEPS = st.lists(st.tuples(delays, delays, delays, st.booleans()), max_size=12)
 
 
 @given(steps=STEPS, rate=st.floats(1 - MARGIN / 2, 1 + MARGIN / 2), probe=st.floats(0, 30))
-def test_it_has_stopped_before_the_directory_lets_go(
+def test_a_lease_ends_for_its_worker_before_it_ends_for_the_directory(
     steps: list[tuple[float, float, float, bool]], rate: float, probe: float
 ) -> None:
     """Renewals with any delay there and back, answers that get lost, clocks of other rates."""

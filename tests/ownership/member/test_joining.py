@@ -16,7 +16,7 @@ SLACK_S = 5.0
 """The machine may be busy; by listings of a minute it would take 20 s."""
 
 
-def test_what_a_living_owner_lets_go_is_owned_again_within_two_leases() -> None:
+def test_an_artifact_that_a_live_owner_releases_is_owned_again_within_two_leases() -> None:
     with EmbeddedRedis() as redis:
         directory, store = RedisDirectory(redis.url, deadline_s=10.0), ListedStore()
         bob = owned_by_bob(directory, 1)

@@ -93,7 +93,7 @@ def test_it_registers_and_renews_three_times_a_lease(fleet: Fleet) -> None:
     assert fleet.joined() == 1.0
 
 
-def test_a_directory_that_is_gone_is_asked_now_and_then_and_the_lease_runs_out(
+def test_an_unavailable_directory_is_asked_after_pauses_and_the_lease_runs_out(
     fleet: Fleet,
 ) -> None:
     fleet.pass_s(LEASE_S)
@@ -107,7 +107,7 @@ def test_a_directory_that_is_gone_is_asked_now_and_then_and_the_lease_runs_out(
     assert fleet.joined() == 0.0
 
 
-def test_back_after_the_lease_it_has_a_greater_epoch(fleet: Fleet) -> None:
+def test_after_the_lease_has_ended_the_worker_gets_a_greater_epoch(fleet: Fleet) -> None:
     (first,) = fleet.pass_s(LEASE_S)
     fleet.directory.error = DirectoryUnavailableError("gone")
     fleet.pass_s(2 * LEASE_S)
@@ -117,7 +117,7 @@ def test_back_after_the_lease_it_has_a_greater_epoch(fleet: Fleet) -> None:
     assert fleet.joined() == 1.0
 
 
-def test_back_within_the_lease_it_keeps_its_epoch(fleet: Fleet) -> None:
+def test_within_its_lease_the_worker_keeps_its_epoch(fleet: Fleet) -> None:
     fleet.pass_s(LEASE_S)
     fleet.directory.error = DirectoryUnavailableError("gone")
     fleet.pass_s(LEASE_S / 2)
@@ -135,7 +135,7 @@ def test_a_directory_that_lost_its_memory_is_given_the_greatest_number_seen(flee
     assert epoch > 5_000
 
 
-def test_told_that_its_epoch_is_stale_it_registers_at_once(fleet: Fleet) -> None:
+def test_a_worker_with_a_stale_epoch_registers_at_once(fleet: Fleet) -> None:
     (first,) = fleet.pass_s(1.0)
     fleet.keeper.on_stale(first)
     assert fleet.keeper.wait_s() == 0.0
@@ -155,7 +155,7 @@ def test_a_refusal_is_logged_once(fleet: Fleet, caplog: pytest.LogCaptureFixture
     assert fleet.keeper.lease is None
 
 
-def test_leaving_frees_what_it_owned_even_if_nobody_hears(fleet: Fleet) -> None:
+def test_a_worker_that_leaves_frees_its_artifacts_even_without_an_answer(fleet: Fleet) -> None:
     fleet.pass_s(1.0)
     fleet.directory.error = DirectoryUnavailableError("gone")
     fleet.keeper.leave()
@@ -168,7 +168,7 @@ def test_leaving_frees_what_it_owned_even_if_nobody_hears(fleet: Fleet) -> None:
     assert fleet.directory.workers() == {}
 
 
-def test_whoever_starts_over_ends_its_epoch_first(fleet: Fleet) -> None:
+def test_starting_over_ends_the_epoch_first(fleet: Fleet) -> None:
     before = fleet.keeper.run_due()
     fleet.keeper.start_over()
     assert not fleet.keeper.lease.is_valid  # type: ignore[union-attr]
@@ -187,7 +187,7 @@ def test_whoever_starts_over_ends_its_epoch_first(fleet: Fleet) -> None:
     assert fleet.directory.workers() == {}, "it is told once the directory is back"
 
 
-def test_numbers_that_no_directory_hands_out_are_no_floor(fleet: Fleet) -> None:
+def test_numbers_that_no_directory_hands_out_do_not_raise_the_floor(fleet: Fleet) -> None:
     fleet.keeper.note_number(2**60)
     assert fleet.keeper.run_due() == 1
 
@@ -198,7 +198,7 @@ def test_a_lease_runs_while_the_machine_is_suspended() -> None:
     assert before_s <= now_s <= time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def test_a_worker_that_is_reached_otherwise_than_before_is_registered_anew() -> None:
+def test_a_worker_with_another_card_is_registered_again() -> None:
     """The process through which peers read it was started again."""
     fleet = Fleet()
     first = fleet.keeper.run_due()

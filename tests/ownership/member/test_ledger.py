@@ -37,7 +37,7 @@ def ann(directory: BreakableDirectory) -> Iterator[Worked]:
     made.worker.close()
 
 
-def test_what_is_sealed_is_owned_and_the_store_is_told(
+def test_sealed_artifacts_are_owned_and_the_store_learns_their_tokens(
     directory: BreakableDirectory, ann: Worked
 ) -> None:
     ann.tell(change(1), change(2))
@@ -67,7 +67,7 @@ def test_a_worker_accepts_claims_once_it_is_registered_while_there_is_room() -> 
         ann.worker.close()
 
 
-def test_what_the_directory_had_no_room_for_is_claimed_again_until_it_has() -> None:
+def test_claims_refused_by_a_full_directory_are_repeated_until_there_is_room() -> None:
     directory = BreakableDirectory(DirectoryLimits(max_artifacts=2))
     ann = Worked(directory)
     try:
@@ -89,7 +89,7 @@ def test_what_the_directory_had_no_room_for_is_claimed_again_until_it_has() -> N
         ann.worker.close()
 
 
-def test_a_worker_that_is_alone_or_cannot_keep_up_is_not_heard(
+def test_a_worker_without_registration_or_room_accepts_no_claims(
     directory: BreakableDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory.gone = True
@@ -108,7 +108,7 @@ def test_a_worker_that_is_alone_or_cannot_keep_up_is_not_heard(
         ann.worker.close()
 
 
-def test_what_moves_is_claimed_with_its_new_place(
+def test_an_artifact_that_moves_is_claimed_with_its_new_place(
     directory: BreakableDirectory, ann: Worked
 ) -> None:
     ann.tell(change(1))
@@ -119,7 +119,7 @@ def test_what_moves_is_claimed_with_its_new_place(
     assert record_of(directory, 1).token == token  # type: ignore[union-attr]
 
 
-def test_what_leaves_is_released_also_if_it_comes_back_at_once(
+def test_an_artifact_that_leaves_is_released_even_if_it_returns_at_once(
     directory: BreakableDirectory, ann: Worked
 ) -> None:
     ann.tell(change(1), change(2))
@@ -132,7 +132,7 @@ def test_what_leaves_is_released_also_if_it_comes_back_at_once(
     assert record_of(directory, 2).owner != NO_EPOCH  # type: ignore[union-attr]
 
 
-def test_what_left_before_its_claim_was_answered_is_released(
+def test_an_artifact_that_left_before_its_claim_was_answered_is_released(
     directory: BreakableDirectory, ann: Worked
 ) -> None:
     until(lambda: ann.store.epochs != [])
@@ -145,7 +145,7 @@ def test_what_left_before_its_claim_was_answered_is_released(
     until(lambda: is_free(directory, 1))
 
 
-def test_a_release_that_failed_is_told_again(directory: BreakableDirectory, ann: Worked) -> None:
+def test_a_release_that_failed_is_repeated(directory: BreakableDirectory, ann: Worked) -> None:
     ann.tell(change(1))
     until(lambda: bool(ann.store.tokens))
     directory.gone = True
@@ -156,7 +156,7 @@ def test_a_release_that_failed_is_told_again(directory: BreakableDirectory, ann:
     until(lambda: is_free(directory, 1))
 
 
-def test_what_another_owns_is_a_replica_whose_listing_is_renewed(
+def test_a_foreign_artifact_is_a_replica_whose_listing_is_renewed(
     directory: BreakableDirectory, ann: Worked
 ) -> None:
     owner = owned_by_bob(directory, 1)
@@ -183,7 +183,7 @@ def test_replicas_are_counted_with_their_bytes(directory: BreakableDirectory, an
 
 
 @pytest.mark.parametrize("how", ["lets go", "dies"])
-def test_a_replica_is_ours_once_its_owner_lets_go_or_dies(
+def test_a_replica_is_owned_after_its_owner_released_it_or_died(
     directory: BreakableDirectory, ann: Worked, how: str
 ) -> None:
     owner = owned_by_bob(directory, 1, lease_s=0.5 if how == "dies" else 60.0)
@@ -198,7 +198,7 @@ def test_a_replica_is_ours_once_its_owner_lets_go_or_dies(
     assert ann.store.tokens[change(1).id] > NO_TOKEN
 
 
-def test_when_an_owner_dies_its_replicas_are_claimed_before_their_time(
+def test_replicas_of_an_owner_that_died_are_claimed_early(
     directory: BreakableDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.ownership.member.ledgers.TTL_S", 3_600.0)
@@ -219,7 +219,7 @@ class Glimpsed(BreakableDirectory):
         return {e: worker for e, worker in super().workers().items() if worker.name != "bob"}
 
 
-def test_of_an_owner_that_came_and_went_unseen_replicas_are_claimed_before_their_time(
+def test_replicas_of_an_owner_that_was_never_seen_live_are_claimed_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tests.ownership.member.ledgers.TTL_S", 3_600.0)
@@ -234,7 +234,7 @@ def test_of_an_owner_that_came_and_went_unseen_replicas_are_claimed_before_their
         ann.worker.close()
 
 
-def test_serving_ends_before_the_lease_and_everything_is_claimed_anew(
+def test_serving_ends_before_the_lease_and_everything_is_claimed_again(
     directory: BreakableDirectory,
 ) -> None:
     ann = Worked(directory, lease_s=1.0)
@@ -255,7 +255,7 @@ def test_serving_ends_before_the_lease_and_everything_is_claimed_anew(
     assert ann.store.epochs[-1] == NO_EPOCH
 
 
-def test_what_comes_back_is_not_claimed_before_its_release_is_answered(
+def test_an_artifact_that_returns_is_not_claimed_before_its_release_is_answered(
     directory: BreakableDirectory, ann: Worked
 ) -> None:
     ann.tell(change(1))
@@ -271,7 +271,7 @@ def test_what_comes_back_is_not_claimed_before_its_release_is_answered(
     assert directory.calls[-2:] == ["release", "claim"]
 
 
-def test_a_record_of_ours_that_nothing_stands_behind_is_released(
+def test_a_record_without_its_artifact_is_released(
     directory: BreakableDirectory, ann: Worked
 ) -> None:
     until(lambda: ann.store.epochs != [])

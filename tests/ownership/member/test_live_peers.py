@@ -48,7 +48,7 @@ def test_a_live_worker_has_a_card_and_its_copies_are_admitted(
     assert peers.admits(ARTIFACT, copy_of(ANN, clock.now_s))
 
 
-def test_nobody_is_believed_in_for_longer_than_a_lease(peers: LivePeers, clock: Clock) -> None:
+def test_an_answer_is_used_for_no_longer_than_a_lease(peers: LivePeers, clock: Clock) -> None:
     asked_s = clock.now_s
     clock.now_s += LEASE_S
     assert peers.card(ANN) is None
@@ -64,7 +64,9 @@ def test_a_late_answer_is_as_old_as_its_question(peers: LivePeers, clock: Clock)
     assert peers.card(ANN) is None
 
 
-def test_who_is_not_listed_any_more_has_ended_for_good(peers: LivePeers, clock: Clock) -> None:
+def test_a_worker_that_is_no_longer_listed_has_ended_for_good(
+    peers: LivePeers, clock: Clock
+) -> None:
     before = copy_of(ANN, clock.now_s)
     peers.refresh({BOB: Worker("bob", b"other")}, clock.now_s)
     assert peers.card(ANN) is None
@@ -82,7 +84,7 @@ def test_after_a_takeover_was_seen_the_old_owners_copy_is_refused(
     assert peers.admits(ARTIFACT, copy_of(BOB, clock.now_s, token=6))
 
 
-def test_a_worker_that_cannot_be_read_from_is_not_known(clock: Clock) -> None:
+def test_a_worker_without_a_card_is_not_a_peer(clock: Clock) -> None:
     peers = LivePeers(LEASE_S, clock)
     peers.refresh({ANN: Worker("ann")}, clock.now_s)
     assert peers.card(ANN) is None

@@ -75,7 +75,7 @@ def test_all_replicas_are_claimed_at_once() -> None:
     assert set(published.artifacts) == {change(n).id for n in (1, 2, 3)}
 
 
-def test_owners_are_those_of_replicas_that_are_still_here() -> None:
+def test_replica_owners_are_those_of_the_present_replicas() -> None:
     store, published = ListedStore(), Published()
     store.put(*map(change, range(1, 4)))
     ledger = Ledger(store, published, Recorder(), clock=lambda: 0.0)  # type: ignore[arg-type]
@@ -113,7 +113,7 @@ def numbers_of(claims: Sequence[Claim]) -> list[int]:
     return sorted(int.from_bytes(claim.artifact.chunk, "big") for claim in claims)
 
 
-def test_what_found_the_directory_full_is_claimed_with_the_replicas() -> None:
+def test_refused_claims_are_repeated_with_the_replicas() -> None:
     made = Refused(1, 2, 3)
     made.store.put(change(4))
     held_by(made.ledger, BOB, 4)
@@ -124,7 +124,7 @@ def test_what_found_the_directory_full_is_claimed_with_the_replicas() -> None:
     assert numbers_of(made.reclaimed()) == [1, 2, 3, 4]
 
 
-def test_what_found_room_or_an_owner_at_last_is_not_refused_any_more() -> None:
+def test_a_claim_that_is_answered_otherwise_is_no_longer_refused() -> None:
     made = Refused(1, 2)
     answered(made.ledger, OWNED, 1)
     assert made.ledger.has_refused
@@ -133,7 +133,7 @@ def test_what_found_room_or_an_owner_at_last_is_not_refused_any_more() -> None:
     assert numbers_of(made.reclaimed()) == [2], "a replica"
 
 
-def test_what_leaves_is_not_refused_any_more_also_before_it_was_answered() -> None:
+def test_an_artifact_that_leaves_is_no_longer_refused() -> None:
     made = Refused(1)
     made.store.drop(1)
     made.ledger.run_due()
@@ -143,19 +143,19 @@ def test_what_leaves_is_not_refused_any_more_also_before_it_was_answered() -> No
     assert made.reclaimed() == []
 
 
-def test_a_new_epoch_has_been_refused_nothing() -> None:
+def test_a_new_epoch_starts_without_refused_claims() -> None:
     made = Refused(1)
     assert len(list(made.ledger.start_epoch())) == 1
     assert not made.ledger.has_refused
 
 
-def test_what_was_refused_and_has_moved_is_claimed_where_it_is() -> None:
+def test_a_refused_artifact_that_moved_is_claimed_at_its_new_place() -> None:
     made = Refused(1)
     made.store.put(change(1, 4096))
     assert [claim.copy.dram_offset for claim in made.reclaimed()] == [4096, 4096]
 
 
-def test_a_replica_that_has_moved_is_not_claimed_where_it_was_after_that() -> None:
+def test_a_replica_that_moved_is_not_claimed_at_its_old_place() -> None:
     store, published = ListedStore(), Published()
     store.put(change(1))
     ledger = Ledger(store, published, Recorder())  # type: ignore[arg-type]
@@ -168,7 +168,7 @@ def test_a_replica_that_has_moved_is_not_claimed_where_it_was_after_that() -> No
     assert [claim.copy.dram_offset for claim in published.claims] == [4096, 4096]
 
 
-def test_a_worker_that_is_alone_does_not_queue_its_replicas_again_and_again() -> None:
+def test_an_unregistered_worker_does_not_queue_its_replicas_repeatedly() -> None:
     store, published = ListedStore(), Published()
     ledger = Ledger(store, published, Recorder())  # type: ignore[arg-type]
     store.put(change(1))
@@ -181,7 +181,7 @@ def test_a_worker_that_is_alone_does_not_queue_its_replicas_again_and_again() ->
     assert published.claims == []
 
 
-def test_what_is_released_under_a_new_epoch_is_told_though_claims_of_it_begin_later() -> None:
+def test_a_release_under_a_new_epoch_is_sent_before_its_claims() -> None:
     store, published = ListedStore(), Published()
     store.put(*map(change, range(300)))
     ledger = Ledger(store, published, Recorder())  # type: ignore[arg-type]
@@ -194,7 +194,7 @@ def test_what_is_released_under_a_new_epoch_is_told_though_claims_of_it_begin_la
     assert ledger._releases == {change(1).id: OWNED.token}
 
 
-def test_each_end_is_told_once() -> None:
+def test_each_end_of_a_worker_is_returned_once() -> None:
     peers = LivePeers(10.0, lambda: 0.0)
     peers.refresh({BOB: Worker("bob", b"card"), EVE: Worker("eve", b"card")}, 0.0)
     assert peers.take_ended() == set()

@@ -104,7 +104,7 @@ def served_too_long_s(at_s: float, what: str) -> float:
 
 
 @pytest.mark.parametrize("what", ["a job", "claims and a sweep"])
-def test_nobody_is_served_when_somebody_else_may_have_taken_over(
+def test_serving_ends_before_another_worker_may_take_over(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DirectoryThread, "start", lambda _: None)
@@ -112,7 +112,7 @@ def test_nobody_is_served_when_somebody_else_may_have_taken_over(
     assert max(served_too_long_s(at_s, what) for at_s in starts) <= 0.0
 
 
-def test_whoever_leaves_stops_serving_before_its_lease_is_ended() -> None:
+def test_a_worker_that_leaves_stops_serving_before_it_ends_its_lease() -> None:
     store, served = ListedStore(), list[int]()
 
     class Watched(MemoryDirectory):
@@ -128,7 +128,7 @@ def test_whoever_leaves_stops_serving_before_its_lease_is_ended() -> None:
     assert served == [NO_EPOCH]
 
 
-def test_a_lease_that_its_calls_leave_no_time_to_serve_in_is_refused() -> None:
+def test_a_lease_with_no_time_to_serve_is_refused() -> None:
     with pytest.raises(ValueError, match=r"longer than 5\.29 s, got 5\.2 s"):
         MemberTimes(5.2, call_s=1.0)
     MemberTimes(5.3, call_s=1.0)

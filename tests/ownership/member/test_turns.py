@@ -83,7 +83,7 @@ class Stepped:
         return turns
 
 
-def test_a_bug_in_registering_is_tried_now_and_then_and_told_once(
+def test_a_registration_that_raises_is_retried_after_pauses_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     made = Stepped()
@@ -98,7 +98,7 @@ def test_a_bug_in_registering_is_tried_now_and_then_and_told_once(
 
 
 @pytest.mark.parametrize("part", ["claim", "sweep"])
-def test_a_bug_in_one_part_leaves_the_lease_and_calls_alone(part: str) -> None:
+def test_a_task_that_raises_stops_neither_the_lease_nor_calls(part: str) -> None:
     made = Stepped(sweep_every_s=5.0)
     made.run_s(1.0)
     epoch = made.keeper.lease.epoch  # type: ignore[union-attr]
@@ -158,7 +158,7 @@ def member(monkeypatch: pytest.MonkeyPatch) -> Member:
     return Member(monkeypatch)
 
 
-def test_claims_dropped_for_too_many_waited_are_told_within_two_leases(
+def test_claims_dropped_from_a_full_queue_are_made_within_two_leases(
     member: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     member.run_s(1.0)
@@ -168,7 +168,7 @@ def test_claims_dropped_for_too_many_waited_are_told_within_two_leases(
     assert len(member.store.tokens) == 6_000
 
 
-def test_claims_that_a_bug_swallowed_are_told_again(member: Member) -> None:
+def test_claims_lost_to_an_exception_are_made_again(member: Member) -> None:
     member.run_s(1.0)
     member.directory.broken = {"claim"}
     member.store.put(*map(change, range(1, 501)))
@@ -178,7 +178,7 @@ def test_claims_that_a_bug_swallowed_are_told_again(member: Member) -> None:
     assert len(member.store.tokens) == 500
 
 
-def test_an_old_versions_records_make_room_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_of_another_model_make_room_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody claims another model's chunks again: a full directory does not wait for their time."""
     member = Member(monkeypatch, DirectoryLimits(max_artifacts=20_000))
     old = member.directory.register(Worker("old", b"card"), LEASE_S).epoch
@@ -194,7 +194,7 @@ def test_an_old_versions_records_make_room_at_once(monkeypatch: pytest.MonkeyPat
     assert held is None or held.owner != old
 
 
-def test_a_directory_full_of_living_records_is_not_swept_all_the_time(
+def test_a_directory_full_of_live_records_is_swept_rarely(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     member = Member(monkeypatch, DirectoryLimits(max_artifacts=10))
@@ -205,7 +205,7 @@ def test_a_directory_full_of_living_records_is_not_swept_all_the_time(
     assert member.directory.calls.count("sweep") <= 12
 
 
-def test_changes_that_were_lost_end_the_epoch(member: Member) -> None:
+def test_lost_changes_of_the_store_end_the_epoch(member: Member) -> None:
     """What has left unheard would be known as ours, and held, for ever."""
     member.store.put(change(1), change(2))
     member.run_s(1.0)

@@ -18,13 +18,13 @@ def refused(tokens: int, objective: TtftObjective) -> bool:
     return policy.decide(Step(tokens), fleet_of(worker("a"))).refusal is not None
 
 
-def test_an_objective_refuses_what_would_miss_it() -> None:
+def test_a_step_that_would_miss_the_objective_is_refused() -> None:
     objective = TtftObjective(0.5)
     assert not refused(499, objective)
     assert refused(501, objective)
 
 
-def test_a_class_may_have_its_own() -> None:
+def test_a_class_may_have_an_objective_of_its_own() -> None:
     objective = TtftObjective(0.5, {StepClass.NEW_LONG_PREFIX: 20.0})
     assert not refused(10_000, objective)
     assert refused(30_000, objective)
@@ -38,7 +38,7 @@ def test_a_refusal_says_by_how_much() -> None:
     assert decision.placement.decode_worker == "a"
 
 
-def test_what_fits_nowhere_is_never_admitted() -> None:
+def test_a_prompt_that_fits_no_worker_is_never_admitted() -> None:
     small = fleet_of(worker("a", hbm_bytes=10))
     for admission in (AdmitAll(), TtftObjective(1e9)):
         assert GatedPolicy(POLICY, admission).decide(Step(100), small).refusal is not None

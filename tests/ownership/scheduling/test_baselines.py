@@ -63,7 +63,7 @@ def test_every_policy_answers_the_same_again_and_for_any_order(
 
 
 @pytest.mark.parametrize("maker", MAKERS, ids=list(POLICIES))
-def test_every_policy_says_when_no_worker_accepts(
+def test_every_policy_raises_when_no_worker_accepts(
     maker: Callable[[random.Random], SchedulingPolicy],
 ) -> None:
     fleet = fleet_of(*(worker(x, WorkerLoad(accepting=False)) for x in "ab"))
@@ -76,12 +76,12 @@ def test_policies_are_made_by_name(name: str) -> None:
     assert scheduling_policy(name, random.Random(1)).name == name
 
 
-def test_an_unknown_name_is_told_the_others() -> None:
+def test_an_unknown_name_raises_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="no scheduling policy 'fifo'; there are ownerserve"):
         scheduling_policy("fifo", random.Random(1))
 
 
-def test_colocated_by_hand() -> None:
+def test_colocated_takes_the_sessions_worker_or_the_least_loaded() -> None:
     """4 waiting + running: a 4 x 1 + 3 = 7, b 4 x 0 + 6 = 6."""
     fleet = fleet_of(
         worker("a", WorkerLoad(waiting_requests=1, running_requests=3)),
@@ -102,7 +102,7 @@ def pools() -> FleetView:
     )
 
 
-def test_static_pd_by_hand() -> None:
+def test_static_pd_takes_the_least_loaded_of_each_pool() -> None:
     """p2 has fewer tokens queued, d2 fewer decodes; a session's decoder is kept."""
     fleet = pools()
     decision = StaticPd().decide(Step(10), fleet)
@@ -112,14 +112,14 @@ def test_static_pd_by_hand() -> None:
     assert where(StaticPd(), Step(10, owner="p1"), fleet) == ("p2", "d2")
 
 
-def test_round_robin_pd_by_hand() -> None:
+def test_round_robin_pd_takes_the_workers_of_each_pool_in_turn() -> None:
     """Each pool in turn, by name, whatever the load."""
     policy, fleet = RoundRobinPd(), pools()
     taken = [where(policy, Step(10), fleet) for _ in range(3)]
     assert taken == [("p1", "d1"), ("p2", "d2"), ("p1", "d1")]
 
 
-def test_prefix_aware_by_hand() -> None:
+def test_prefix_aware_takes_a_long_prefix_while_loads_are_balanced() -> None:
     """400 of 1,000 tokens match at b, over 0.3: b, though a is idle. 300 do not decide."""
     fleet = fleet_of(worker("a"), worker("b", WorkerLoad(running_requests=64)))
     policy = PrefixAware()
@@ -127,7 +127,7 @@ def test_prefix_aware_by_hand() -> None:
     assert where(policy, Step(1_000, {"b": WorkerPrefix(300)}), fleet) == ("a", "a")
 
 
-def test_prefix_aware_gives_up_the_prefix_when_loads_differ_by_hand() -> None:
+def test_prefix_aware_takes_the_least_loaded_when_loads_differ() -> None:
     """65 - 0 > 64 and 65 > 1.5 x 0: unbalanced, so the least loaded."""
     fleet = fleet_of(worker("a"), worker("b", WorkerLoad(running_requests=65)))
     assert where(PrefixAware(), Step(1_000, {"b": WorkerPrefix(900)}), fleet) == ("a", "a")

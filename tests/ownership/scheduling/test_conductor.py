@@ -51,13 +51,13 @@ def test_within_the_threshold_the_difference_is_computed() -> None:
     assert tighter.source_worker == "p1"
 
 
-def test_a_transfer_slower_than_the_prefill_it_spares_is_left() -> None:
+def test_a_transfer_slower_than_the_prefill_it_saves_is_not_made() -> None:
     """0.01 s a byte: 900 bytes take 9 s; p2 computes 1,000 tokens in 1 s; p1 is done in 2.1 s."""
     placement = decide(Step(1_000, held(900, 0)), fleet(queued=2_000, peer_s=1e-2)).placement
     assert (placement.prefill_worker, placement.source_worker) == ("p2", None)
 
 
-def test_an_objective_that_cannot_be_met_refuses() -> None:
+def test_a_step_that_would_miss_its_objective_is_refused() -> None:
     """TTFT: p1 0.15, handoff of 999 bytes 0.0999, the last token 0.001: 0.2509 s."""
     step, view = Step(1_000, held(900, 0)), fleet(queued=50)
     decision = decide(step, view, ttft_objective_s=0.25)
@@ -66,7 +66,7 @@ def test_an_objective_that_cannot_be_met_refuses() -> None:
     assert decide(step, view, ttft_objective_s=0.26).refusal is None
 
 
-def test_a_decode_step_over_its_objective_refuses() -> None:
+def test_a_step_is_refused_if_decoding_would_miss_its_objective() -> None:
     """d2 has 2 decodes and would have 3, at 1 ms each."""
     step, view = Step(100), fleet(queued=0)
     refusal = decide(step, view, tbt_objective_s=2.9e-3).refusal

@@ -24,19 +24,19 @@ def fleet() -> FleetView:
     )
 
 
-def test_logits_by_hand() -> None:
+def test_logits_follow_the_published_formula() -> None:
     policy, view = DynamoKv(random.Random(1)), fleet()
     logits = policy.logits(STEP, view, policy.base.pricing(STEP, view))
     assert logits.tolist() == pytest.approx([-0.3, 0.25, 0.0])
     assert policy.decide(STEP, view).placement.decode_worker == "b"
 
 
-def test_nobody_waiting_divides_by_nothing() -> None:
+def test_logits_are_finite_when_no_request_waits() -> None:
     decision = DynamoKv(random.Random(1)).decide(Step(10), fleet_of(worker("a"), worker("b")))
     assert decision.placement.decode_worker == "a"
 
 
-def test_a_temperature_draws_by_softmax_by_hand() -> None:
+def test_a_temperature_draws_by_softmax() -> None:
     """Range 0.55, temperature 0.5: weights exp(-2), 1, exp(-0.25 / 0.275)."""
     policy, view = DynamoKv(random.Random(3), temperature=0.5), fleet()
     draws = 4_000

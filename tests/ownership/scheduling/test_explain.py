@@ -33,7 +33,7 @@ def test_the_choice_is_shown_however_few_lines_there_are() -> None:
     assert "decode at a, prefill at b" in text
 
 
-def test_a_refusal_is_told() -> None:
+def test_a_refusal_is_printed() -> None:
     policy = GatedPolicy(OwnerServe(FREE), TtftObjective(0.1))
     assert explain(policy.decide(STEP, FLEET)).splitlines()[-1] == (
         "refused: first token after 0.19 s, the objective is 0.1 s"

@@ -19,7 +19,7 @@ def test_workers_are_in_order_of_their_names() -> None:
     assert fleet.table().queued_tokens.tolist() == [0.0, 7.0]
 
 
-def test_figures_are_those_of_the_moment() -> None:
+def test_a_table_is_a_copy_of_the_present_figures() -> None:
     fleet = fleet_of(worker("a"), worker("b"))
     before = fleet.table()
     fleet.set_load("b", WorkerLoad(queued_tokens=5, accepting=False))
@@ -60,7 +60,7 @@ def test_an_impossible_worker_is_refused(change: dict[str, object], told: str) -
         dataclasses.replace(worker("a"), **change)  # type: ignore[arg-type]
 
 
-def test_a_footprint_weighs_what_the_layout_stores() -> None:
+def test_a_footprint_counts_the_bytes_that_the_layout_stores() -> None:
     """DeepSeek-V4 Flash at a boundary past every window."""
     model = PRESETS["deepseek-v4-flash"]()
     layout = ArtifactLayout(model, model.default_chunk_tokens())

@@ -64,7 +64,7 @@ def test_stay_and_never_transfer_are_always_candidates(found: list[WorkerView], 
 
 
 @given(workers(), steps(), st.randoms(use_true_random=False))
-def test_the_order_in_which_workers_are_told_does_not_matter(
+def test_the_order_of_workers_does_not_matter(
     found: list[WorkerView], step: Step, rng: random.Random
 ) -> None:
     shuffled = list(found)
@@ -144,7 +144,7 @@ FORK = Step(1_000, held_by_a(900), "s", "a", 900, forked=True)
         (Step(901, held_by_a(900), "s", "a", 900), WorkerLoad(), Action.DECODE_CONTINUATION, 0.001),
     ],
 )  # fmt: skip
-def test_actions_by_hand(
+def test_each_action_is_the_cheapest_of_some_step(
     step: Step, load_of_a: WorkerLoad, expected: Action, total_s: float
 ) -> None:
     decision = CHEAP.decide(step, fleet_of(worker("a", load_of_a), worker("b")))
@@ -195,7 +195,7 @@ def test_a_prompt_that_fits_nowhere_is_refused() -> None:
     assert decision.refusal.predicted_ttft_s == math.inf
 
 
-def test_a_fleet_that_drains_is_an_error() -> None:
+def test_a_fleet_without_accepting_workers_raises() -> None:
     closed = worker("a", WorkerLoad(accepting=False))
     with pytest.raises(NoWorkerError, match="no worker accepts"):
         CHEAP.decide(Step(10), fleet_of(closed))

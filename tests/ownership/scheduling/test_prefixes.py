@@ -80,7 +80,7 @@ def test_a_request_resumes_only_at_a_checkpoint(
     assert found == ({} if expected is None else {"a": expected})
 
 
-def test_where_a_local_chunk_begins_a_request_resumes_without_its_state(
+def test_a_request_resumes_at_the_start_of_a_local_chunk_without_its_state(
     directory: Directory,
 ) -> None:
     epoch = register(directory, "a")
@@ -103,6 +103,6 @@ def test_replicas_count_and_ended_workers_do_not(directory: Directory) -> None:
     assert worker_prefixes(directory.lookup(CHAIN), DENSE, ENDS) == {"b": WorkerPrefix(0, 128, 128)}
 
 
-def test_ends_are_told_for_every_chunk(directory: Directory) -> None:
+def test_every_chunk_needs_an_end(directory: Directory) -> None:
     with pytest.raises(ValueError, match="4 chunks need as many ends, got 1"):
         worker_prefixes(directory.lookup(CHAIN), DENSE, [64])

@@ -49,7 +49,7 @@ WEIGHTS = PlacementWeights(0.01, 0.5, 0.25)
 
 
 @given(workers(), steps(), st.booleans())
-def test_an_array_says_what_its_terms_add_up_to(
+def test_arrays_and_terms_give_the_same_totals(
     found: list[WorkerView], step: Step, linked: bool
 ) -> None:
     last = found[-1].name
@@ -100,7 +100,7 @@ def test_a_worker_is_priced_as_its_own_planner_prices_the_request(model, tier, q
     assert nothing.total_s == pytest.approx(planned.nothing.total_s)
 
 
-def test_a_slow_disk_is_left_alone() -> None:
+def test_state_on_a_slow_ssd_is_computed_again() -> None:
     """Held: 100 of 200 tokens in DRAM, 190 with SSD. From SSD 90 bytes at 10 ms are 900 ms, so
     it computes 100 tokens, 100 ms."""
     fleet = fleet_of(worker("a", costs=costs_of(ssd_s=1e-2)))
@@ -109,7 +109,7 @@ def test_a_slow_disk_is_left_alone() -> None:
     assert pricing.resume_tokens(Route(0, 0)) == 100
 
 
-def test_by_hand() -> None:
+def test_terms_of_local_fetched_and_remote_routes() -> None:
     """1,000 tokens; b has 900 of them in DRAM. 1 ms a token, 0.1 ms a byte from a peer.
 
     Locally at a: queue of 50 tokens 0.05 + 1.0 computed = 1.05.
@@ -124,7 +124,7 @@ def test_by_hand() -> None:
     assert pricing.terms(Route(0, 1)) == pytest.approx((0, 0.101, 0.0999, 0, 0, 0, 0, 0), abs=1e-9)
 
 
-def test_a_way_with_everything_by_hand() -> None:
+def test_terms_of_a_route_that_fetches_and_hands_off() -> None:
     """a fetches 900 of 1,000 tokens from b, computes 100, hands off to c: as Conductor does.
 
     network: 0.09 + 999 bytes 0.0999; compute: 0.1 + 0.001 for the last token.
@@ -136,7 +136,7 @@ def test_a_way_with_everything_by_hand() -> None:
     assert terms.ttft_s == pytest.approx(0.2909)
 
 
-def test_decodes_that_are_held_up_by_hand() -> None:
+def test_terms_of_delayed_decodes() -> None:
     """4 decodes; a prefill of 10 tokens in steps of 5 delays each by 2 x 0.1 + 10 x 0.01 = 0.3.
 
     mu = 0.5: 0.5 x 4 x 0.3 = 0.6. Then 20 tokens are decoded beside them: steps take
@@ -151,7 +151,7 @@ def test_decodes_that_are_held_up_by_hand() -> None:
     assert terms.decode_s == pytest.approx(20 * 0.3)
 
 
-def test_copies_by_hand() -> None:
+def test_terms_of_second_copies() -> None:
     """Of 1,000 tokens b has 900, c 400 on its SSD; 1 ms a token, kappa 0.5.
 
     At a 900 tokens are held twice then, at c 500, at b none, however they get there. Prefilled at
@@ -168,12 +168,12 @@ def test_copies_by_hand() -> None:
 
 
 @pytest.mark.parametrize("copy", [-0.1, math.inf, math.nan])
-def test_a_price_of_copies_is_a_number(copy: float) -> None:
+def test_a_price_of_copies_that_is_not_finite_is_refused(copy: float) -> None:
     with pytest.raises(ValueError, match="copy is finite"):
         PlacementWeights(copy=copy)
 
 
-def test_a_new_session_is_placed_beside_those_that_will_be_back() -> None:
+def test_idle_sessions_count_when_a_new_session_is_placed() -> None:
     """5 sessions, 1 of them decoding: 4 more will be. 10 tokens at 0.02 s for each of those."""
     delays = InterferenceCoefficients(0.2, 0.02, 0.0, 0.1, 0.01, 0.0)
     load = WorkerLoad(running_requests=1, sessions=5)
@@ -186,7 +186,7 @@ def test_a_new_session_is_placed_beside_those_that_will_be_back() -> None:
     assert new.decode_s - known.decode_s == pytest.approx(4 * 10 * 0.02)
 
 
-def test_pages_that_are_held_by_hand() -> None:
+def test_terms_of_occupied_pages() -> None:
     """1,000 bytes of pages for the 1 s of computing: lambda x GiB x s."""
     terms = StepPricing(Step(1_000), fleet_of(worker("a")), PlacementWeights(0.0, 7.0, 0.0)).terms(
         Route(0, 0)
@@ -194,7 +194,7 @@ def test_pages_that_are_held_by_hand() -> None:
     assert terms.hbm_s == pytest.approx(7.0 * 1_000 / 2**30)
 
 
-def test_a_full_worker_lets_a_request_wait_by_hand() -> None:
+def test_a_request_waits_for_pages_of_a_full_worker() -> None:
     """Pages of 1,000 bytes, 800 used, 300 needed: 100 short. 800 bytes leave in 4 s: 0.5 s."""
     full = WorkerLoad(hbm_used_bytes=800, residence_s=4.0)
     fleet = fleet_of(worker("a", full, hbm_bytes=1_000))
@@ -204,7 +204,7 @@ def test_a_full_worker_lets_a_request_wait_by_hand() -> None:
     assert StepPricing(Step(1_001), fleet, FREE).terms(Route(0, 0)).total_s == math.inf
 
 
-def test_a_prompt_that_fits_no_pages_is_not_saved_by_a_prefix_in_them() -> None:
+def test_a_prompt_that_fits_no_pages_costs_infinity_despite_a_cached_prefix() -> None:
     fleet = fleet_of(worker("a", hbm_bytes=1_000), worker("b", hbm_bytes=9_000))
     pricing = StepPricing(Step(1_200, {"a": WorkerPrefix(600, 600, 600)}), fleet, FREE)
     assert pricing.local_total_s.tolist() == [math.inf, pytest.approx(1.2)]
@@ -212,7 +212,7 @@ def test_a_prompt_that_fits_no_pages_is_not_saved_by_a_prefix_in_them() -> None:
     assert (handoff.queue_s, handoff.total_s) == (math.inf, math.inf)
 
 
-def test_a_slow_link_and_a_busy_source_by_hand() -> None:
+def test_a_slow_link_and_a_busy_source_delay_a_fetch() -> None:
     """900 bytes: over the link 0.5 + 0.9 s, and 100 bytes that others read before them 0.1."""
     sending = worker("b", WorkerLoad(outgoing_bytes=100))
     fleet = fleet_of(worker("a"), sending, links={("b", "a"): Link(0.5, 1e-3)})

@@ -30,28 +30,28 @@ def targets(heat: float, held: dict[str, WorkerPrefix], view: FleetView) -> list
     ("heat", "expected"),
     [(0.0, []), (32.0, []), (33.0, ["c"]), (65.0, ["c", "b"]), (1e6, ["c", "b"])],
 )
-def test_a_copy_for_every_so_many_uses(heat: float, expected: list[str]) -> None:
+def test_the_number_of_copies_follows_the_heat(heat: float, expected: list[str]) -> None:
     """33 uses want 2 copies, 65 want 3, which is the most; c has the shorter queue, d drains."""
     assert targets(heat, {"a": ALL}, fleet()) == expected
 
 
-def test_copies_that_are_there_count() -> None:
+def test_present_copies_count() -> None:
     assert targets(65.0, {"a": ALL, "c": ALL}, fleet()) == ["b"]
     assert targets(65.0, {"a": ALL, "c": WorkerPrefix(0, 500)}, fleet()) == ["c", "b"]
 
 
-def test_the_holder_with_least_to_send_is_read() -> None:
+def test_the_holder_with_the_least_to_send_is_the_source() -> None:
     policy = HotSpotReplicas(1.0, 3)
     (order,) = policy.orders([HotPrefix("repo", 9.0, 1_000, {"a": ALL, "b": ALL})], fleet())
     assert (order.source, order.target, order.ttl_s) == ("b", "c", 600.0)
 
 
-def test_what_is_faster_computed_is_not_replicated() -> None:
+def test_a_prefix_that_is_faster_computed_is_not_replicated() -> None:
     """1 ms a token computed, 2 ms a byte read."""
     assert targets(1e6, {"a": ALL}, fleet(peer_s=2e-3)) == []
 
 
-def test_nobody_has_it() -> None:
+def test_a_prefix_that_no_worker_has_gets_no_replica() -> None:
     assert targets(1e6, {"gone": ALL}, fleet()) == []
 
 
@@ -60,7 +60,7 @@ def test_the_hottest_comes_first() -> None:
     assert [order.prefix for order in HotSpotReplicas().orders(hot, fleet())] == ["y", "x"]
 
 
-def test_never() -> None:
+def test_no_replicas_orders_none() -> None:
     assert NoReplicas().orders([HotPrefix("repo", 1e6, 1_000, {"a": ALL})], fleet()) == []
 
 

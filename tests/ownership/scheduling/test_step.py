@@ -41,7 +41,7 @@ def test_classes(given: Step, expected: StepClass) -> None:
     assert classify(given, T) is expected
 
 
-def test_what_lies_on_a_disk_is_cold() -> None:
+def test_state_on_ssd_only_is_cold() -> None:
     on_ssd = Step(50_700, {"a": WorkerPrefix(ssd_tokens=50_000)}, "s", "a", 50_000)
     assert classify(on_ssd, T) is StepClass.COLD_RESUME
 

@@ -33,7 +33,7 @@ def refused(url: str) -> str:
 
 
 class TestPasswords:
-    def test_a_wrong_or_missing_password_is_told_and_not_repeated(self) -> None:
+    def test_a_wrong_or_missing_password_is_reported_and_never_printed(self) -> None:
         port = shared_server().port
         for secret in (":open-sesame@", ""):
             told = refused(f"redis://{secret}127.0.0.1:{port}")

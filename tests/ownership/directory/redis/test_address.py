@@ -65,7 +65,7 @@ def test_sentinel_and_cluster_take_several_hosts(tmp_path: Path) -> None:
         ("redis://cache?sentinel_password=x", "needs redis\\+sentinel"),
     ],
 )
-def test_what_is_wrong_is_told(url: str, told: str) -> None:
+def test_a_bad_url_is_explained(url: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         RedisAddress.parse(url)
 

@@ -39,7 +39,7 @@ def is_served(bench: RedisBench, name: str) -> int:
     return lease.epoch
 
 
-def test_a_clock_centuries_ahead_poisons_nothing_for_good(bench: RedisBench) -> None:
+def test_a_clock_centuries_ahead_spoils_nothing_for_good(bench: RedisBench) -> None:
     first = is_served(bench, "ann")
     bench.advance(CENTURIES_S)
     second = is_served(bench, "bob")
@@ -51,7 +51,7 @@ def test_a_clock_centuries_ahead_poisons_nothing_for_good(bench: RedisBench) -> 
 
 
 @pytest.mark.parametrize("number", [2**53, 2**60, 2**63 - 1, -5, "1e300", "nan", "many", ""])
-def test_a_sequence_that_somebody_wrote_is_begun_anew(bench: RedisBench, number: int | str) -> None:
+def test_a_sequence_that_no_script_wrote_is_replaced(bench: RedisBench, number: int | str) -> None:
     is_served(bench, "ann")
     client = redis.Redis.from_url(shared_server().url)
     client.hset(fleet_key(bench.fleet, "fleet"), "sequence", number)
@@ -62,7 +62,7 @@ def test_a_sequence_that_somebody_wrote_is_begun_anew(bench: RedisBench, number:
 
 @pytest.mark.parametrize("field", ["raw_s", "now_s", "artifacts", "fields", "memory"])
 @pytest.mark.parametrize("value", ["", "nan", "inf", "-1e308", "1e308", "x", "-1", "1.5"])
-def test_whatever_is_written_into_the_fleets_own_fields_heals(
+def test_foreign_values_in_the_fleets_fields_are_repaired(
     bench: RedisBench, field: str, value: str
 ) -> None:
     is_served(bench, "ann")
@@ -74,7 +74,7 @@ def test_whatever_is_written_into_the_fleets_own_fields_heals(
     is_served(bench, "cay")
 
 
-def test_a_floor_beyond_all_numbers_is_not_believed(bench: RedisBench) -> None:
+def test_a_floor_beyond_all_numbers_is_ignored(bench: RedisBench) -> None:
     directory = bench.open()
     lease = directory.register(Worker("ann", b"card"), LEASE_S, 2**60)
     assert lease.epoch < LAST_NUMBER

@@ -75,7 +75,7 @@ class TestKilled:
         assert failed == 200
         assert time.monotonic() - started < DEADLINE_S + SLACK_S
 
-    def test_restarted_empty_it_knows_no_epoch_and_counts_on(
+    def test_a_server_restarted_empty_knows_no_epoch_and_continues_the_numbers(
         self, server: EmbeddedRedis, directory: RedisDirectory
     ) -> None:
         before = join(directory, "ann")
@@ -91,7 +91,7 @@ class TestKilled:
         assert granted.outcome is GrantOutcome.OWNED
         assert before.epoch < token < after.epoch < granted.token
 
-    def test_what_was_handed_out_last_is_not_handed_out_again_by_one_that_lacks_it(
+    def test_a_server_that_lost_the_last_numbers_does_not_repeat_them(
         self, server: EmbeddedRedis, directory: RedisDirectory
     ) -> None:
         """A replica that is promoted, or a snapshot, may be a moment behind."""
@@ -112,7 +112,7 @@ class TestKilled:
         with pytest.raises(StaleEpochError):
             directory.renew_lease(bob.epoch)
 
-    def test_in_the_middle_of_many_calls_none_hangs_and_none_is_wrong(
+    def test_a_failure_during_many_calls_brings_no_hang_and_no_wrong_answer(
         self, server: EmbeddedRedis, directory: RedisDirectory
     ) -> None:
         """Claims run in three threads while the server is killed and restarted five times."""
@@ -194,14 +194,14 @@ class TestSlow:
 
 
 class TestUnreachable:
-    def test_nothing_listens(self) -> None:
+    def test_a_port_without_a_server_is_unavailable(self) -> None:
         with socket.socket() as closed:
             closed.bind(("127.0.0.1", 0))
             url = f"redis://127.0.0.1:{closed.getsockname()[1]}"
         directory = RedisDirectory(url, deadline_s=DEADLINE_S)
         assert seconds_of(lambda: join(directory, "ann")) < DEADLINE_S + SLACK_S
 
-    def test_something_listens_and_never_answers(self) -> None:
+    def test_a_server_that_never_answers_is_unavailable(self) -> None:
         with socket.socket() as silent:
             silent.bind(("127.0.0.1", 0))
             silent.listen(0)
@@ -209,7 +209,7 @@ class TestUnreachable:
             directory = RedisDirectory(url, deadline_s=DEADLINE_S)
             assert seconds_of(lambda: join(directory, "ann")) < DEADLINE_S + SLACK_S
 
-    def test_what_answers_is_no_redis(self) -> None:
+    def test_a_server_that_is_not_redis_is_unavailable(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as other:
 
             def greet() -> None:

@@ -105,7 +105,7 @@ def restore_kinds(fleet: SteppedFleet) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32))
-def test_a_fleet_outlives_whatever_is_written_into_its_keys(number: int) -> None:
+def test_a_fleet_survives_foreign_values_in_its_keys(number: int) -> None:
     seed = random.Random(number)
     fleet = SteppedFleet()
     try:
@@ -124,7 +124,7 @@ def test_a_fleet_outlives_whatever_is_written_into_its_keys(number: int) -> None
 
 
 @pytest.mark.parametrize("name", ["fleet", "epochs", "names", "peers", "chunks", "runs"])
-def test_a_key_of_another_kind_is_told_and_forgotten_when_it_is_gone(
+def test_a_key_of_another_kind_is_reported_until_it_is_deleted(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     fleet = SteppedFleet()

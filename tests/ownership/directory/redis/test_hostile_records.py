@@ -83,7 +83,7 @@ RUNS = st.one_of(
     index=st.lists(INDEX_VALUES, min_size=4, max_size=4),
     runs=st.lists(RUNS, min_size=4, max_size=4),
 )
-def test_any_value_for_a_chunk_is_read_as_nothing_and_healed_by_a_claim(
+def test_any_value_for_a_chunk_counts_as_absent_and_a_claim_repairs_it(
     hostile: Hostile, index: list[bytes], runs: list[bytes]
 ) -> None:
     for key, value, run in zip(CHAIN, index, runs, strict=True):
@@ -149,7 +149,7 @@ def test_an_unreadable_epoch_has_ended(hostile: Hostile) -> None:
     hostile.client.hdel(fleet_key(hostile.fleet, "epochs"), b"%d" % bob.epoch)
 
 
-def test_an_unreadable_session_is_not_known(hostile: Hostile) -> None:
+def test_an_unreadable_session_is_unknown(hostile: Hostile) -> None:
     hostile.directory.begin_turn(hostile.lease.epoch, "s")
     key = fleet_key(hostile.fleet, "sessions")
     for fields in (
@@ -187,7 +187,7 @@ def test_no_bytes_break_the_decoders(packed: bytes) -> None:
     value=st.one_of(st.binary(max_size=20), st.integers(-(2**64), 2**64).map(lambda x: b"%d" % x)),
     adopted=st.binary(max_size=20),
 )
-def test_no_value_for_the_generation_is_believed_that_none_may_be(
+def test_an_impossible_generation_is_ignored(
     hostile: Hostile, value: bytes, adopted: bytes
 ) -> None:
     directory, epoch = hostile.directory, hostile.lease.epoch

@@ -116,7 +116,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("what", LOSSES)
-def test_lost_records_are_there_again_without_a_word(fleet: Fleet, what: str) -> None:
+def test_lost_records_are_claimed_again(fleet: Fleet, what: str) -> None:
     LOSSES[what](fleet)
     time.sleep(LEASE_S / 2)  # a renewal has seen it
     until(fleet.agrees)
@@ -128,7 +128,7 @@ def test_lost_records_are_there_again_without_a_word(fleet: Fleet, what: str) ->
     assert {grant.outcome for grant in grants} == {GrantOutcome.FOREIGN}, "it has one owner"
 
 
-def test_what_is_counted_shrinks_with_what_was_lost(fleet: Fleet) -> None:
+def test_the_count_of_artifacts_shrinks_with_the_loss(fleet: Fleet) -> None:
     """Else a directory that lost its records again and again would be full of nothing."""
     key, records = fleet_key("default", "fleet"), ("chunks", "runs")
     for _ in range(4):
@@ -138,7 +138,7 @@ def test_what_is_counted_shrinks_with_what_was_lost(fleet: Fleet) -> None:
         until(lambda: abs(int(fleet.raw.hget(key, "artifacts")) - len(IDS)) <= len(IDS) // 20)
 
 
-def test_an_older_snapshot_brings_nothing_back_that_is_gone(fleet: Fleet) -> None:
+def test_an_older_snapshot_brings_no_released_artifact_back(fleet: Fleet) -> None:
     """Also a release is lost: what was let go must not be found as owned for ever."""
     keys = {key: fleet.raw.dump(key) for key in fleet.raw.keys("*")}
     fleet.ann.drop(1)
@@ -183,7 +183,7 @@ class Follower:
         return self.primary
 
 
-def test_a_replica_that_lagged_behind_learns_what_it_has_not_heard(fleet: Fleet) -> None:
+def test_a_promoted_replica_that_lagged_gets_what_it_missed(fleet: Fleet) -> None:
     follower = Follower(fleet.server)
     until(lambda: follower.raw.exists(fleet_key("default", "epochs")) == 1)
     time.sleep(0.1)

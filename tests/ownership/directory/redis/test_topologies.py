@@ -132,7 +132,7 @@ class TestSentinel:
         ann.worker.close()
         bob.close()
 
-    def test_a_service_nobody_watches_is_unavailable(
+    def test_a_service_that_no_sentinel_watches_is_unavailable(
         self, servers: tuple[EmbeddedRedis, EmbeddedRedis, EmbeddedRedis]
     ) -> None:
         sentinel = servers[2]
