@@ -1,8 +1,8 @@
 """Engines of other tensor-parallel sizes use each other's state: over NIXL, and from an SSD.
 
-`tp_sizes: any` says so. With other ranks sums are rounded otherwise, so what an engine restores
-then is not to the last digit what it would have computed: the tolerances are what was measured, and
-it is shown how far off a wrong cut would be.
+This needs `tp_sizes: any`. Other ranks round sums differently, so restored state differs in the
+last digits from computed state. The tolerances are measured, and a test shows how far off a wrong
+cut would be.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ANY = {"dram_gib": 0.1, "tp_sizes": "any"}
 PROMPT = prompt_tokens(1400, seed=230)
 TOLERANCES = {"dense": 1e-4, "gemma3": 1e-4, "gptoss": 5e-4}
 """Largest difference of a logprob; measured: docs/exactness.md. bfloat16 models have none: there
-greedy answers of engines of two TP sizes part anyway."""
+greedy answers of two TP sizes differ in any case."""
 POWER = 0.05
 """Smallest logprob difference that a wrong cut or another token must cause."""
 STATE_TOLERANCES = {"dense": 1e-5, "gemma3": 1e-5, "gptoss": 1e-4, "qwen3_next": 0.1}
@@ -57,7 +57,7 @@ CUT_BY_HEADS = (StateType.DENSE_KV, StateType.WINDOW_SWA, StateType.RECURRENT)
 
 @contextmanager
 def heads_swapped(llm: Any, *kinds: StateType) -> Iterator[None]:
-    """In DRAM the halves of each page have changed places, as if ranks had been mixed up."""
+    """Swap the halves of each page in DRAM, as if ranks had been mixed up."""
     store, layout = scheduler_side(llm)._store, scheduler_side(llm)._layout
 
     def swap() -> None:
@@ -127,7 +127,7 @@ def test_an_engine_started_again_with_other_ranks_uses_its_ssd(
 
 
 class Pages(NamedTuple):
-    """Which pages of a prompt."""
+    """A range of a prompt's pages."""
 
     layer: str
     state_type: StateType
@@ -153,7 +153,7 @@ def state_of(llm: Any) -> dict[Pages, np.ndarray]:
 
 
 def numbers_of(spec: LayerSpec, pages: np.ndarray) -> np.ndarray:
-    """`[pages, bytes] uint8` as float32; of a delta net the convolution's state is bfloat16."""
+    """Return `[pages, bytes] uint8` as float32; a delta net's convolution state is bfloat16."""
     if spec.state_type is StateType.RECURRENT:
         conv = sum(spec.runs[:-1])
         state = np.ascontiguousarray(pages[:, conv:]).view(np.float32)
@@ -162,12 +162,12 @@ def numbers_of(spec: LayerSpec, pages: np.ndarray) -> np.ndarray:
 
 
 def widened(pages: np.ndarray) -> np.ndarray:
-    """bfloat16 as float32."""
+    """Return bfloat16 bytes as float32."""
     return (np.ascontiguousarray(pages).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> float:
-    """Norm of the difference, relative to that of the other."""
+    """Return the norm of the difference, relative to that of `other`."""
     return float(np.linalg.norm(one - other) / np.linalg.norm(other))
 
 
@@ -204,7 +204,7 @@ def test_servers_with_own_state_only_find_no_other_tp_size(
 
 
 def own_hit(server: Server, prompt: list[int]) -> Reply:
-    """The answer from what the server computed itself: a salt keeps all else away."""
+    """Return the answer from state that the server computed itself: a salt excludes all else."""
     server.complete(prompt, max_tokens=1, cache_salt="own")
     return server.complete(prompt, MAX_TOKENS, cache_salt="own")
 
@@ -213,7 +213,7 @@ def own_hit(server: Server, prompt: list[int]) -> Reply:
 def fleet(
     model: str, folder: Path, first: dict[str, Any] | None = None
 ) -> Iterator[tuple[Server, Server]]:
-    """A server with one rank (and what `first` configures), and one with two; both have joined."""
+    """Yield a server with one rank (configured by `first`) and one with two; both have joined."""
     with ExitStack() as stack:
         redis = stack.enter_context(EmbeddedRedis())
         given = {
@@ -221,7 +221,7 @@ def fleet(
             "planner": "always_load",
             "checkpoints": "full",
             "directory": redis.url,
-            "load_deadline_s": 100,  # of which 1 s for a lookup: the machine may be busy
+            "load_deadline_s": 100,  # a lookup gets 1 s of it: the machine may be busy
         }
         checkpoint = write_checkpoint(model, CHECKPOINTS)
         one = Server(

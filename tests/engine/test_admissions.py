@@ -19,7 +19,7 @@ Engines = Any
 
 @pytest.fixture
 def engine_of() -> Iterator[Engines]:
-    """Engines that hold 192 tokens, in chunks of 64 with a checkpoint at each."""
+    """Engines that have stored 192 tokens, in chunks of 64 with a checkpoint at each."""
     engines: list[Engine] = []
 
     def make(model: ModelSpec, **options: Any) -> Engine:

@@ -1,9 +1,9 @@
 """Under async scheduling restores and replays give what the engine's own prefix hit gives.
 
-On the real engine, whose every step is scheduled before the one before it has reported
-(`async_engine`), so that a chunk's end, a load's and a replay's are learned a step late, and
-tokens are scheduled that are not known yet. `test_overlapping_steps` has single orders of calls,
-`test_async_soak` engines short of blocks and workers in processes of their own.
+The real engine schedules every step before the last one was reported (`async_engine`). So the end
+of a chunk, a load or a replay is learned a step late, and tokens are scheduled that are not known
+yet. `test_overlapping_steps` has single orders of calls, `test_async_soak` engines with few blocks
+and workers in their own processes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tests.engine.soaking import HITS
 pytestmark = pytest.mark.engine
 
 RECURRENT = Case("qwen3_next", grid=640, replayed=0)
-"""Its state is loaded between two steps, and never rebuilt by a replay."""
+"""The model's state is loaded between two steps, and never rebuilt by a replay."""
 _replaying = pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=pytest.mark.slow) if c.name == "gptoss" else c for c in CASES],
@@ -128,7 +128,7 @@ def test_restored(llm: Any, reference: Completion, case: Case, tier: str) -> Non
 
 
 def test_a_second_turn_resumes_after_decoded_tokens(llm: Any, case: Case) -> None:
-    """The chunk that they fill is saved in a step that was scheduled before they were known."""
+    """The chunk of decoded tokens is saved in a step that was scheduled before they were known."""
     first = prompt_tokens(1300 if case is RECURRENT else 1240, seed=23)
     reply = generate(llm, first, max_tokens=80).tokens
     turn = first + reply + prompt_tokens(60, seed=24)
@@ -186,7 +186,7 @@ def test_power_of_a_replay(llm: Any, reference: Completion, case: Case) -> None:
 
 @_replaying
 def test_preempted_in_the_middle_of_a_replay(llm: Any, reference: Completion, case: Case) -> None:
-    """Not while a step of it is under way: where a connector loads, vLLM waits for its report."""
+    """The preemption is between steps: with a connector vLLM waits for a running step's report."""
     forget_checkpoints(llm)
     before = metric(REPLAYED)
     with steps_of(llm, 100):

@@ -1,7 +1,7 @@
-"""Async scheduling with workers in processes of their own, and while blocks run short.
+"""Async scheduling with workers in their own processes, and with too few blocks.
 
-Apart from `test_async_scheduling`, whose engine lives as long as its module: there is room for one
-engine in a process at a time.
+These tests are apart from `test_async_scheduling`, whose engine lives as long as its module: a
+process can have one engine at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.engine
 
 
 def test_with_workers_in_processes_of_their_own() -> None:
-    """There two steps are really under way at once, and each rank reports for itself."""
+    """With such workers two steps run at once, and each rank reports for itself."""
     gemma3 = CASES[0]
     workers = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     with async_engine("gemma3", {"dram_gib": 0.1}, **workers) as llm:

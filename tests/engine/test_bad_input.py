@@ -62,7 +62,7 @@ def cold() -> Completion:
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory, cold: Completion) -> Path:
-    """An ssd_dir that holds PROMPT, of an engine that has ended."""
+    """Return an ssd_dir in which an engine has stored PROMPT before it ended."""
     root = tmp_path_factory.mktemp("filled")
     with engine(MODEL, extra(root)) as llm:
         same(generate(llm, PROMPT, max_tokens=8), cold)
@@ -95,7 +95,7 @@ def rows(root: Path, query: str) -> list[Any]:
 
 
 def slots(root: Path, state_type: str) -> list[tuple[int, int, int]]:
-    """(offset, size, end token) of every artifact of a type in its slab."""
+    """Return (offset, size, end token) of every artifact of a type in its slab."""
     slab = model_directory(root) / f"{state_type}.slab"
     found = rows(
         root, f"SELECT slot, size_bytes, end FROM artifacts WHERE state_type='{state_type}'"
@@ -109,7 +109,7 @@ def slots(root: Path, state_type: str) -> list[tuple[int, int, int]]:
 
 
 def refused(given: dict[str, Any], message: str) -> None:
-    """The engine does not start, says why, and leaves no DRAM tier behind."""
+    """Check that the engine does not start, says why, and leaves no DRAM tier behind."""
     before = arenas()
     with pytest.raises(Exception, match=message):
         shutdown(make_llm(MODEL, given))
@@ -117,7 +117,7 @@ def refused(given: dict[str, Any], message: str) -> None:
 
 
 def arenas() -> list[str]:
-    """The DRAM tiers this process holds open."""
+    """Return the DRAM tiers that this process has open."""
     found = []
     for fd in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -154,7 +154,7 @@ def test_an_ssd_dir_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> N
 
 @contextmanager
 def nobodys_files() -> Iterator[None]:
-    """Root may write anywhere: this thread then meets the file system as an ordinary user."""
+    """Run as an ordinary user on this thread: root may write anywhere."""
     libc = ctypes.CDLL(None)
     mine = libc.setfsuid(65534) if os.geteuid() == 0 else None
     try:
@@ -222,7 +222,7 @@ def test_a_second_engine_gets_the_name_of_the_directorys_owner(
 
 
 def server_ends(folder: Path, given: dict[str, Any]) -> str:
-    """The log of a server that does not start; nothing of its process group is left."""
+    """Return the log of a server that does not start; its process group must have ended."""
     checkpoint = write_checkpoint(MODEL, CHECKPOINTS)
     server = Server(checkpoint, folder / "server.log", kv_transfer_config(given))
     with pytest.raises(RuntimeError, match="the server ended at start"):

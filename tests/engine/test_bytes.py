@@ -27,7 +27,7 @@ pytestmark = pytest.mark.engine
 FP32, BF16 = 4, 2
 K_AND_V = 2
 V4_ENTRY = 448 + 2 * 64 + 8
-"""448 fp8 values, 64 bf16 values with RoPE, 7 scales and a byte that rounds up to 8."""
+"""448 fp8 values, 64 bf16 values with RoPE, 7 scales and one byte of padding."""
 V4_INDEX_ENTRY = 128 + 4
 """128 fp8 values and a float32 scale."""
 
@@ -48,7 +48,7 @@ PER_TOKEN: dict[str, dict[StateType, float]] = {
     },
     "qwen3_next": {StateType.DENSE_KV: 1 * K_AND_V * 2 * 64 * BF16},
 }
-"""Useful bytes of a token of prefix: layers x ..."""
+"""Useful bytes of a token's prefix-proportional state: layers x ..."""
 
 PER_CHECKPOINT: dict[str, dict[StateType, int]] = {
     "dense": {},

@@ -1,6 +1,6 @@
 """`heterocache calibrate` on a real engine leaves a profile with all that was measured.
 
-An engine of the same model takes it whatever its own limits are, and so does `explain`.
+An engine of the same model accepts it whatever its own limits are, and so does `explain`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.engine
 def test_calibration_leaves_a_serving_engines_ssd_and_fleet_alone(out: Path) -> None:
-    """Neither its SSD nor its fleet nor its earlier profile is there: all would have been asked."""
+    """The given SSD, fleet and profile do not exist, so using any of them would fail."""
     assert out.exists()
     assert not (out.parent / "served").exists()
 

@@ -1,4 +1,4 @@
-"""Resets and new weights: nothing of before is restored, nor saved as if it were of now."""
+"""After a reset or new weights nothing older is restored, or saved as if it were new."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def engine() -> Iterator[Engine]:
 
 
 def run(engine: Engine, prompt: int = 0) -> int:
-    """Tokens that were restored for a request, which is then computed and stored."""
+    """Run a request and store it; return the tokens that were restored for it."""
     return engine.run(FakeRequest(f"r{len(engine.requests)}", tokens(PROMPT, prompt)))
 
 
 def hear(engine: Engine, fleet: int) -> None:
-    """The fleet is reset: its number rises to this one, after one that the engine knows."""
+    """Reset the fleet: its generation becomes `number`, after one that the engine knows."""
     for number in (fleet - 1, fleet):
         engine.store._state.generations.told(number, engine.store.generation)
 
@@ -106,7 +106,7 @@ def test_pages_that_vllm_kept_from_before_are_not_stored(engine: Engine, change:
 def test_pages_that_a_request_from_before_fills_later_are_not_stored(
     engine: Engine, forgotten_first: bool
 ) -> None:
-    """At the change vLLM has none of them in its prefix cache, or has lost them since."""
+    """At the change the pages are not in vLLM's prefix cache, or they are lost later."""
     before = FakeRequest("before", tokens(PROMPT))
     engine.admit(before)
     engine.step(before=9)
@@ -126,7 +126,7 @@ def test_pages_that_a_request_from_before_fills_later_are_not_stored(
 
 
 def test_a_fleets_reset_comes_between_steps_not_into_one(engine: Engine) -> None:
-    """A restore that vLLM has counted on is loaded; nothing else of before is."""
+    """A restore that vLLM has admitted is loaded; nothing else from before is."""
     run(engine)
     first, second = (FakeRequest(name, tokens(PROMPT)) for name in ("first", "second"))
     restored = engine.admit(first)
@@ -164,7 +164,7 @@ EVENTS = st.one_of(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(EVENTS, max_size=14))
 def test_restorable_tokens_equal_those_of_an_oracle(events: list[tuple[str, object]]) -> None:
-    """The oracle: what was stored since the last reset, with the weights as they are now."""
+    """The oracle: the state stored since the last reset with the present weights."""
     engine = Engine(DENSE)
     stored: dict[tuple[object, object], set[object]] = {}
     weights: tuple[object, object] = ("default", 0)

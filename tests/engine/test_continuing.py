@@ -1,4 +1,4 @@
-"""State of our own that continues a chain which another engine owns: kept on our SSD all the same.
+"""State that continues another engine's chain is kept on the own SSD, like all other state.
 
 Two or three scheduler sides over one directory, as in `test_fleet_scheduling`.
 """
@@ -37,7 +37,7 @@ def join(fleet: Fleet, folder: Path, name: str, **given: Any) -> Engine:
 
 
 def owning(fleet: Fleet, folder: Path, name: str) -> Engine:
-    """An engine that has computed the preamble and owns it."""
+    """Return an engine that has computed the preamble and owns it."""
     engine = join(fleet, folder, name)
     assert engine.run(FakeRequest("preamble", [*PREAMBLE, 7])) == 0
     fleet.settle(engine)
@@ -45,7 +45,7 @@ def owning(fleet: Fleet, folder: Path, name: str) -> Engine:
 
 
 def continuing(fleet: Fleet, folder: Path, name: str, **given: Any) -> Engine:
-    """One that has continued it, and has written what is its own."""
+    """Return an engine that has continued the preamble and written its own part to SSD."""
     engine = join(fleet, folder, name, **given)
     assert engine.run(FakeRequest("first", PROMPT)) == 4 * CHUNK
     fleet.settle(engine)
@@ -61,7 +61,7 @@ def continuing(fleet: Fleet, folder: Path, name: str, **given: Any) -> Engine:
 
 
 def hits(fleet: Fleet, engine: Engine) -> dict[str, float]:
-    """Tokens restored so far, by tier."""
+    """Return the tokens restored so far, by tier."""
     tiers = {t: fleet.count(engine, "heterocache_hit_tokens", tier=t) for t in Tier}
     return {tier: tokens for tier, tokens in tiers.items() if tokens}
 
@@ -163,7 +163,7 @@ def test_a_full_dram_evicts_copies_before_the_chunks_after_them(
 
 
 def test_a_checkpoint_alone_does_not_count_as_the_chunk(tmp_path: Path) -> None:
-    """The copy of what it is a checkpoint of has left DRAM."""
+    """The copy of the checkpoint's chunk has left DRAM."""
     with joined(HYBRID) as fleet:
         owning(fleet, tmp_path, "ann")
         bob = continuing(fleet, tmp_path, "bob")
@@ -209,7 +209,7 @@ def _owned(fleet: Fleet, engine: Engine) -> list[ArtifactRecord]:
 
 
 def test_a_peers_chunks_after_a_local_gap_are_found(fleet: Fleet, tmp_path: Path) -> None:
-    """Two turns at one engine, one at another, the last at the first again."""
+    """Run two turns at one engine, one at another, the last at the first again."""
     ann = owning(fleet, tmp_path, "ann")
     bob = continuing(fleet, tmp_path, "bob")
     second = [*PROMPT, *tokens(50, seed=3)]

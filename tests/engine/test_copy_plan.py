@@ -1,4 +1,4 @@
-"""Pages -> arena -> pages: every useful byte, no padding, no page that was not asked for."""
+"""Copies from pages to the arena and back have every useful byte, and no padding or other page."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def timed(engine: Engine, meta: StepMetadata, forward_s: float, load_s: float = 
 
 
 def taught(engine: Engine, token_s: float, byte_s: float) -> None:
-    """Let the model see many steps and loads of these costs."""
+    """Teach the model many steps and loads of these costs."""
     for new in (16, 64, 256, 1024) * 8:
         engine.costs.compute.observe(new, 0, 1e-4 + token_s * new)
         engine.costs.load.observe(Tier.DRAM, {KV: 256 * new}, 1e-5 + byte_s * 256 * new)
@@ -136,7 +136,7 @@ def test_a_step_that_only_loads_teaches_the_load() -> None:
 
 
 def learner(engine: Engine) -> tuple[CostLearner, list[float]]:
-    """On a clock that a test sets."""
+    """Return a learner and the clock that the test sets."""
     now = [100.0]
     return CostLearner(engine.costs, engine.layout, engine.store, lambda: now[0]), now
 
@@ -275,7 +275,7 @@ def test_a_declined_tiers_samples_fade_once_per_request(engine: Engine) -> None:
 
 
 def test_declined_chunks_are_recorded_and_evicted_first() -> None:
-    """Action DROP_LOW_UTILITY_ARTIFACT: done once a request, when its prompt is computed."""
+    """The action DROP_LOW_UTILITY_ARTIFACT is done once per request, after its prompt."""
     slots = 8
     engine = Engine(DENSE, mode="cost", dram_bytes=slots * 4096)
     engine.run(FakeRequest("kept", tokens(128, seed=1)))

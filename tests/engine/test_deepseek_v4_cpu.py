@@ -1,4 +1,4 @@
-"""The CPU stand-ins: off unless asked for, and right on batches small enough to count."""
+"""The CPU kernels are off by default, and right on batches small enough to check by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draft models (EAGLE heads and small models) next to restores, on the real engine.
+"""Restores are exact with draft models (EAGLE heads and small models), on the real engine.
 
 The draft's layers are cache layers like any other: their state is stored and restored with the
 target's. The answer depends on the target alone; how many drafts are accepted depends on the

@@ -1,4 +1,4 @@
-"""Which saves of finished requests the next step may still copy."""
+"""The next step copies the saves of finished requests unless vLLM overwrites their pages first."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ RECURRENT = LayerSpec(
 )  # fmt: skip
 MODEL = ModelSpec((layer("full", 0), RECURRENT), alignment=16)
 FREED = [3, 4]
-"""Blocks that the save copies."""
+"""Return a save of these blocks."""
 
 
 class Abandoned:
-    """A saver that counts."""
+    """A saver that counts abandoned saves."""
 
     def __init__(self) -> None:
         self.saves: list[Save] = []
@@ -32,7 +32,7 @@ class Abandoned:
 
 
 def output(*, new: Any = (), more: Any = (), **written: Any) -> Any:
-    """A step that gives requests these blocks, by KV cache group."""
+    """Return a step that gives requests these blocks, by KV cache group."""
     result = scheduled()
     result.scheduled_new_reqs = [SimpleNamespace(block_ids=ids) for ids in new]
     result.scheduled_cached_reqs.new_block_ids = list(more)
@@ -60,7 +60,7 @@ def output(*, new: Any = (), more: Any = (), **written: Any) -> Any:
 def test_a_save_is_abandoned_if_vllm_writes_its_pages_before_the_hook(
     step: Any, kept: bool
 ) -> None:
-    """The forward comes after the copy; what is copied into recurrent pages comes before it."""
+    """The forward runs after the copy; vLLM's copies to recurrent pages run before it."""
     saver = Abandoned()
     early = EarlySaves(saver, Recorder(), MODEL)  # type: ignore[arg-type]
     save = Save([1], PageCopy([], {(KV, 0): Blocks(0, FREED)}))

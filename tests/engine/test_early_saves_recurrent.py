@@ -1,7 +1,8 @@
 """A finished request's attention page becomes another's recurrent page in the step that copies it.
 
-vLLM's second model runner copies the recurrent state of the page before into it ahead of its first
-call to a connector. What was there would be sealed as attention state: the restored answer was NaN.
+vLLM's second model runner copies the previous page's recurrent state into it before its first call
+of a connector. Without the check that state would be sealed as attention state, and the restored
+answer would be NaN.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from tests.engine.single_steps import add, step
 pytestmark = pytest.mark.engine
 
 BLOCK = 640
-"""Tokens of a block, and the grid on which prompts are resumed."""
+"""Tokens of a block, and of the grid on which prompts are resumed."""
 TAKEN_AT_ONCE = 18
-"""With so many KV blocks the freed one is the next that is handed out."""
+"""With this number of KV blocks, the freed one is the next to be allocated."""
 
 
 def test_a_page_that_becomes_recurrent_is_not_saved_as_attention_state(

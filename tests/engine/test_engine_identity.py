@@ -48,7 +48,7 @@ def shared_config() -> Any:
 
 @pytest.fixture
 def config(shared_config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's configuration; what a test sets with `monkeypatch` is undone."""
+    """Return vLLM's configuration, which tests change with `monkeypatch`."""
     return shared_config
 
 
@@ -66,7 +66,7 @@ def identity(config: Any, *, any_tp: bool = False, **changed: Any) -> Fingerprin
 
 
 def test_an_engine_that_is_started_again_has_its_identity(config: Any) -> None:
-    """Another process, port, worker, memory and log: the same state."""
+    """Process, port, worker, memory and log are no part of the identity."""
     again = engine_config(
         kv_cache_memory_bytes=1 << 28, max_num_seqs=4, served_model_name=["another"]
     )
@@ -203,7 +203,7 @@ def test_the_model_s_own_processor_files_are_part_of_it(
 def test_a_length_fitted_to_free_memory_is_no_part_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM fits it after the model was built, by what memory is free at that moment."""
+    """vLLM fits the length after the model was built, to the memory that is free at that moment."""
     config = engine_config(max_model_len=-1)
     digests = set()
     for fitted in (3000, 2999, 16384):
@@ -256,7 +256,7 @@ def test_two_hosts_of_one_kind_share(config: Any, monkeypatch: pytest.MonkeyPatc
 
 
 def test_vllm_still_lists_its_switches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The list that `rounding` goes by has the best known of them."""
+    """vLLM's list, which `rounding` uses, has the best known switches."""
     assert {"VLLM_BATCH_INVARIANT", "VLLM_USE_DEEP_GEMM"} <= set(envs.compile_factors())
 
 

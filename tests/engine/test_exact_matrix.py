@@ -1,12 +1,12 @@
 """Every model x checkpoint policy x planner x tier: where requests resume, and how exactly.
 
-Each case stores a prompt and then restores three: the prompt itself (its checkpoint is loaded),
-one that leaves it half-way (an earlier boundary, a replay of the windows or a plain recompute,
-as policy and planner have it) and another that leaves it there. The reference of each is the
+Each case stores a prompt and then restores three: the prompt itself (its checkpoint is loaded), one
+that differs from the middle on (an earlier boundary, a replay of the windows or a plain recompute,
+as policy and planner decide), and another that differs from there on. The reference of each is the
 engine's own prefix hit at the same number of cached tokens, over the whole vocabulary.
 
-`docs/exactness.md` says what the other tests of exactness add. The complete matrix is marked
-slow; of every model and policy one case is not.
+`docs/exactness.md` says what the other tests of exactness add. The complete matrix is marked slow,
+except for one case of every model and policy.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from tests.engine.harness import (
 pytestmark = pytest.mark.engine
 
 CLEAR = 0.02
-"""A logprob difference no rounding makes."""
+"""A logprob difference that rounding cannot cause."""
 PROMPT = prompt_tokens(1400, seed=81)
 SHARED = 1100
 BRANCHES = [PROMPT[:SHARED] + prompt_tokens(400, seed=seed) for seed in (82, 83)]
-"""Their own ends are beyond the boundary at which they leave the prompt."""
+"""Their own ends are after the boundary at which they differ from the prompt."""
 REPLAYED = {"gemma3": 384, "gptoss": 256, "deepseek_v4": 768}
 """Tokens of a replay: 63 x 6, 63 x 4 and 127 x 5 window tokens, on the model's grid. The others
 have no windows, or also recurrent state, which a replay does not rebuild."""
@@ -72,12 +72,12 @@ ONE_WAY = {
     "zero": (("cost", Tier.SSD), ("cost", Tier.DRAM)),
     "adaptive": (("cost", Tier.DRAM), ("cost with dear loads", Tier.SSD)),
 }
-"""By policy: planner and tier for every other model, where not all are tried."""
+"""Planner and tier by policy, for models that are not tried with all."""
 
 
 @dataclass
 class Engine:
-    """One model's engine, and what it answered on its own."""
+    """One model's engine and its own answers."""
 
     model: str
     llm: Any
@@ -92,12 +92,12 @@ class Engine:
         return self.side._layout.chunk_tokens
 
     def boundary(self, num_tokens: int) -> int:
-        """The last token at which a prompt of `num_tokens` can resume."""
+        """Return the last token at which a prompt of `num_tokens` can resume."""
         alignment = self.side._layout.model.alignment
         return (num_tokens - 1) // alignment * alignment
 
     def checkpoints(self) -> set[int]:
-        """Boundaries, in tokens, at which all that is needed there is stored."""
+        """Return the boundaries, in tokens, whose boundary state is stored."""
         needed = set(self.side._layout.model.state_types)
         nodes = self.side._store._tiers.index.nodes.values()
         return {node.chunk.end for node in nodes if needed <= node.artifacts.keys()}
@@ -115,7 +115,7 @@ class Engine:
 
     @contextmanager
     def planned(self, planner: str) -> Iterator[None]:
-        """The planner decides by these costs, whatever the machine's are."""
+        """Let the planner decide by these costs, whatever the machine's are."""
         side, dear = self.side, planner == "cost with dear loads"
         types = side._layout.model.state_types
         rates = TierRates(30.0 if dear else 1e-5, dict.fromkeys(types, 1e-11), 1e-11)
@@ -130,7 +130,7 @@ class Engine:
             yield
 
     def restore(self, prompt: Sequence[int], planner: str, tier: Tier) -> Completion:
-        """The answer with all that is stored in one tier and nothing in the engine's cache."""
+        """Return the answer with all state in one tier and none in the engine's cache."""
         if tier is Tier.SSD:
             leave_on_ssd_only(self.llm)
         forget_local(self.llm)
@@ -142,7 +142,7 @@ class Engine:
         return restored
 
     def own_hit(self, prompt: Sequence[int], cached: int) -> Completion:
-        """The engine's own answer with this many tokens in its prefix cache."""
+        """Return the engine's own answer with this many tokens in its prefix cache."""
         key = (tuple(prompt), cached)
         if key not in self.references:
             forget_local(self.llm)
@@ -189,7 +189,7 @@ def start(model: str, ssd_dir: Path) -> Engine:
 
 
 def kept(engine: Engine, policy: str) -> set[int]:
-    """Boundaries of PROMPT that have a checkpoint under a policy."""
+    """Return the boundaries of PROMPT that have a checkpoint under a policy."""
     chunk, last = engine.chunk, len(PROMPT) // engine.chunk * engine.chunk
     every = {"full": 1, "periodic:3": 3}.get(policy)
     if not engine.side._layout.model.boundary_types:
@@ -243,7 +243,7 @@ def restore_and_compare(engine: Engine, policy: str, planner: str, tier: Tier) -
         restored = engine.restore(branch, planner, tier)
         assert restored.num_cached_tokens == deepest(engine, planner, checkpoints, limit)
         engine.assert_exact(branch, restored)
-        if policy == "adaptive":  # it kept the boundary where that one left
+        if policy == "adaptive":  # it kept the boundary where the other prompt differs
             checkpoints.add(limit)
 
 

@@ -1,7 +1,7 @@
 """A restore gives the logprobs of the engine's own prefix hit, whatever the request looks like.
 
-The reference of every case is the engine's own hit on state it computed itself, at the
-same number of cached tokens; the power tests first show that the logprobs would tell.
+The reference of every case is the engine's own hit on state that it computed, at the same number of
+cached tokens. The power tests show that wrong state would change the logprobs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.engine.harness import (
 pytestmark = pytest.mark.engine
 
 CLEAR = 0.02
-"""A logprob difference no rounding makes."""
+"""A logprob difference that rounding cannot cause."""
 PROMPT = prompt_tokens(1400, seed=21)
 
 
@@ -74,12 +74,12 @@ class Engine:
         return scheduler_side(self.llm)._layout.model.state_types
 
     def boundary(self, num_tokens: int) -> int:
-        """The last token at which a prompt of `num_tokens` can resume."""
+        """Return the last token at which a prompt of `num_tokens` can resume."""
         alignment = scheduler_side(self.llm)._layout.model.alignment
         return (num_tokens - 1) // alignment * alignment
 
     def own_hit(self, prompts: Sequence[Sequence[int]], max_tokens: int = 1) -> list[Completion]:
-        """The reference: the engine's own hit; the store does nothing for it."""
+        """Return the reference: the engine's own hit, without the store."""
         with no_restores(self.llm):
             return generate_batch(self.llm, prompts, max_tokens)
 

@@ -1,7 +1,7 @@
 """The simulator does what the engine does: the same sessions, the same hits and bytes.
 
-Both run by a clock by which every step takes as long, so that they can be compared to the byte,
-and to the step: who shares a step with whom, and when each prompt's first token comes.
+Both run on a clock on which every step takes equally long, so that bytes and steps can be compared
+exactly: which requests share a step, and when each prompt's first token comes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Images on a real engine: never another's state, whatever it is called, and exactly their own."""
+"""On a real engine an image restores exactly its own state, whatever its name."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_client_s_name_brings_neither_another_image_nor_a_miss(llm: Any) -> No
 
 @pytest.mark.slow
 def test_images_that_vllm_only_counts_are_told_apart_across_restarts(tmp_path: Path) -> None:
-    """With neither prefix nor processor cache the first image of each life has one name."""
+    """Without prefix and processor cache the first image after each start has the same name."""
     extra = {"dram_gib": 0.1, "ssd_dir": str(tmp_path), "ssd_gib": 0.5}
     arguments: dict[str, Any] = {
         "enable_prefix_caching": False, "mm_processor_cache_gb": 0, "skip_tokenizer_init": False,

@@ -1,4 +1,4 @@
-"""Adapters and prompt embeddings on a real engine: never another's state, and exactly their own."""
+"""On a real engine adapters and prompt embeddings restore exactly their own state."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def write_adapter(path: Path, seed: int) -> Path:
 
 @dataclass
 class Adapters:
-    """An engine, and requests for the adapters it may serve."""
+    """Yield an engine and requests for the adapters that it may serve."""
 
     llm: Any
     a: Any
@@ -110,7 +110,7 @@ def test_each_adapter_restores_only_its_own_state(adapters: Adapters) -> None:
     for lora in (None, adapters.a, adapters.b):
         forget_local(adapters.llm)
         cold.append(adapters.answer(lora))
-        assert cold[-1].num_cached_tokens == 0  # what the others stored is not used
+        assert cold[-1].num_cached_tokens == 0  # the other adapters' state is not used
     for lora, expected in zip((None, adapters.a, adapters.b), cold, strict=True):
         forget_local(adapters.llm)
         restored = adapters.answer(lora)

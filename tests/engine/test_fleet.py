@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 @contextmanager
 def fleet(model: str, folder: Path, directory: str, *names: str) -> Iterator[list[Server]]:
-    """Servers started side by side, once all have joined."""
+    """Yield servers that were started together and have joined."""
     with ExitStack() as stack:
         servers = [server_of(model, folder, name, directory) for name in names]
         for server in servers:
@@ -61,9 +61,8 @@ MODELS = [
 
 @pytest.fixture(scope="module")
 def apart(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One server that prefills, one that decodes, the proxy before them; for three tests.
-
-    With a long lease: the machine may be busy, or stand still for seconds.
+    """A server that prefills, one that decodes and the proxy before them, for three tests. The
+    lease is long because the machine may be busy, or stop for seconds.
     """
     logs = tmp_path_factory.mktemp("fleet")
     extra = {"checkpoints": "full", "lease_s": 30}
@@ -116,7 +115,7 @@ def test_the_parameters_of_vllms_own_proxy_make_a_handoff_too(apart: Fleet) -> N
 def test_a_server_restores_what_another_computed_and_outlives_it_and_the_directory(
     apart: Fleet,
 ) -> None:
-    """Ends the server that prefills: it is the last to use it."""
+    """This test stops the server that prefills, so it must be the last to use it."""
     redis, (ann,), bob = apart.redis, apart.prefillers, apart.decoder
     prompts = [prompt_tokens(1400, seed=300 + i) for i in range(4)]
     answers = [computed(ann, prompt) for prompt in prompts]
@@ -152,7 +151,7 @@ def test_a_server_restores_what_another_computed_and_outlives_it_and_the_directo
 def test_a_killed_server_finds_on_its_ssd_what_continues_anothers_chain(
     model: str, tmp_path: Path
 ) -> None:
-    """The beginning comes from its owner, once more."""
+    """The beginning comes from its owner again."""
     preamble, task = prompt_tokens(1100, seed=600), prompt_tokens(900, seed=601)
     prompt, ssd = preamble + task, {"ssd_dir": str(tmp_path / "ssd"), "ssd_gib": 0.2}
     with EmbeddedRedis() as redis, fleet(model, tmp_path, redis.url, "ann") as (ann,):

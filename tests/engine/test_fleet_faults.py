@@ -1,7 +1,7 @@
 """Three stock servers that share a cache, and faults of them and of their Redis.
 
-The many rounds are `tests/ownership/test_fleet_soak.py`'s, on the same code without a model; here
-each kind is met once more, to show that no answer changes.
+`tests/ownership/test_fleet_soak.py` has many rounds on the same code without a model. Here each
+kind of fault happens once, to show that no answer changes.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def test_a_dead_owners_ssd_is_adopted_under_new_tokens(fleet: Fleet, tmp_path: P
     assert adopted
     assert all(held.token > tokens_before[a] for a, held in adopted.items())
     until(lambda: all(held.copy.on_ssd for held in fleet.records(bob).values()))
-    # Whose it is now: read from there, not adopted once more.
+    # It has a new owner: it is read from there and not adopted again.
     assert cay.run(FakeRequest("c", PROMPT)) == 3 * CHUNK + 32
     assert fleet.count(cay, "heterocache_adopted_bytes") == 0
 
@@ -322,7 +322,7 @@ def test_a_handoff_off_the_grid_is_found_and_waited_for(
 
 
 def prefill(engine: Engine, name: str, prompt: list[int], **given: Any) -> dict[str, Any]:
-    """Compute a prompt for another engine; what a proxy sends that."""
+    """Compute a prompt for another engine; return the parameters that a proxy sends it."""
     asked = {"do_remote_decode": True}
     request = FakeRequest(name, prompt, kv_transfer_params=asked, **given)
     engine.admit(request)
@@ -363,7 +363,7 @@ def test_a_prefill_that_cannot_be_claimed_names_no_tokens(
 
 @pytest.mark.usefixtures("patient")
 def test_handoffs_side_by_side_all_arrive_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short prompts end in the same first chunk, each at another token."""
+    """The short prompts end in the same first chunk, each at another token."""
     prompts = [tokens(length, seed=length) for length in range(20, 62)]
     assert len(prompts) > MAX_TAILS
     with joined(DENSE) as fleet:

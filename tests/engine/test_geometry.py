@@ -1,4 +1,4 @@
-"""Every vLLM cache spec class, as a `LayerSpec`; unknown ones stop the engine at start."""
+"""Every vLLM cache spec becomes a `LayerSpec`; unknown ones stop the engine at start."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_layers_of_a_uniform_group_keep_their_own_sizes() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class NovelSpec(kvi.AttentionSpec):
-    """A spec class of some later vLLM."""
+    """A spec class of a later vLLM."""
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_alignment_is_the_common_grid_of_all_blocks() -> None:
 def test_scales_of_each_token_and_head_are_refused(
     kind: str, spec_class: type[kvi.AttentionSpec]
 ) -> None:
-    """vLLM fills them with 1.0 when a layer first runs, also those that were restored."""
+    """vLLM sets the scales to 1.0 when a layer first runs, also restored ones."""
     window = {"sliding_window": 64} if spec_class is kvi.SlidingWindowSpec else {}
     per_tensor = spec_class(
         block_size=16, kv_quant_mode=kvi.KVQuantMode.FP8_PER_TENSOR, **HEADS, **window

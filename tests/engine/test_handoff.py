@@ -1,8 +1,8 @@
 """A prompt that one engine computes and another decodes is resumed at its last token, exactly.
 
-vLLM's own prefix cache knows the grid only, so the reference of a resume off the grid is the
-engine without restores whose steps are cut there: with `STEP` tokens a step the last token of a
-prompt of k STEP + 1 is computed by itself, as it is after a handoff.
+vLLM's own prefix cache resumes on its grid only. So the reference off the grid is an engine without
+restores whose steps end there: with `STEP` tokens a step, the last token of a prompt of k STEP + 1
+tokens is computed alone, as after a handoff.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.engine
 
 STEP = 437
 CLEAR = 0.02
-"""A logprob difference no rounding makes."""
+"""A logprob difference that rounding cannot cause."""
 HANDOFF = {"extra_args": {"kv_transfer_params": {"do_remote_decode": True}}}
 ANSWER = 120
 """Tokens: enough to fold every row of a block of 128 that was open at the handoff."""
@@ -55,7 +55,7 @@ def cold(llm: Any, prompt: Sequence[int]) -> Completion:
 
 
 def hand_off(llm: Any, prompt: Sequence[int]) -> None:
-    """Compute the prompt, as a prefiller does, and leave nothing of it in the engine's cache."""
+    """Compute the prompt as a prefiller does, and empty the engine's cache."""
     forget(llm)
     generate(llm, prompt, 1, **HANDOFF)
     forget_local(llm)
@@ -63,7 +63,7 @@ def hand_off(llm: Any, prompt: Sequence[int]) -> None:
 
 @contextmanager
 def without_rows(llm: Any, boundary: int, window: int) -> Iterator[None]:
-    """The compressors' rows of one window are zero in what is stored of the boundary."""
+    """Set the compressors' rows of one window to zero in the stored boundary state."""
     side = scheduler_side(llm)
     (stored,) = (
         a

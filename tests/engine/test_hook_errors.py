@@ -1,4 +1,4 @@
-"""No exception of ours leaves a hook of vLLM, in whatever order and however often it calls them."""
+"""No exception of the connector leaves a hook, in any order and number of calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BOOM = RuntimeError("boom")
 
 @dataclass
 class Both:
-    """Both roles of the connector over one store, as vLLM holds them."""
+    """Both roles of the connector over one store, as in vLLM."""
 
     engine: Engine
     scheduler: HeteroConnector
@@ -60,7 +60,8 @@ class Both:
         return cls(engine, scheduler, worker, caches)
 
     def step(self, rng: Random | None = None, **num_tokens: int) -> KVConnectorOutput:
-        """One step in vLLM's order; with `rng` calls are left out, repeated and made for others."""
+        """Run one step in vLLM's order; with `rng` leave hooks out, repeat them or swap their
+        arguments."""
         output: Any = scheduled(**num_tokens)
         meta: Any = self.scheduler.build_connector_meta(output)
 
@@ -93,7 +94,7 @@ class Both:
         return output
 
     def errors(self) -> dict[str, float]:
-        """Errors in hooks since the last call, of both roles."""
+        """Return the errors in hooks of both roles since the last call."""
         counted: dict[str, float] = {}
         for recorder in (self.engine.recorder, self.scheduler._recorder, self.worker._recorder):
             counted |= (recorder.drain() or {COUNTERS: {}})[COUNTERS]
@@ -244,7 +245,7 @@ def test_a_lost_load_alone_leaves_a_hook(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Fuzz:
-    """Requests that come, run, are preempted, aborted and finished, with hooks called anyhow."""
+    """Requests arrive, run, are preempted, aborted and finished, with hooks in random order."""
 
     def __init__(self, both: Both, rng: Random) -> None:
         self.both, self.rng = both, rng

@@ -1,7 +1,7 @@
-"""Two stock servers whose directory is written by a stranger: garbage, and lies that can be read.
+"""An attacker writes the directory of two stock servers: garbage, and wrong records.
 
-Each kind is what `tests/ownership/directory/redis` shows of the records alone, met once by engines:
-no answer changes, nothing comes out of a hook, and once the stranger is gone they share again.
+`tests/ownership/directory/redis` tests the records alone; here engines read each kind once. No
+answer changes, no exception leaves a hook, and when the attacker stops they share again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TRIES = 20
 
 
 class Stranger:
-    """Whoever has the password of the fleet's Redis."""
+    """An attacker who has the password of the fleet's Redis."""
 
     def __init__(self, server: EmbeddedRedis) -> None:
         self.raw = redis.Redis.from_url(server.url)
@@ -45,7 +45,7 @@ class Stranger:
         self._rng = random.Random(25)
 
     def overwrite(self, *names: str, by: Callable[[bytes], bytes]) -> None:
-        """Every field of these hashes."""
+        """Return every field of these hashes."""
         for name in names:
             key = fleet_key("default", name)
             for field, found in self.raw.hgetall(key).items():
@@ -55,7 +55,7 @@ class Stranger:
         self.overwrite(*names, by=lambda found: kind(found, self._rng))
 
     def replace_keys(self) -> None:
-        """Keys of another type than the directory's."""
+        """Replace keys by those of another type."""
         for name in RECORDS:
             self.raw.delete(fleet_key("default", name))
             self.raw.set(fleet_key("default", name), b"of another kind")
@@ -73,12 +73,12 @@ class Stranger:
         return {worker.name: worker for worker in self.directory.workers().values()}
 
     def lie(self, change: Callable[[Copy], Copy]) -> None:
-        """Say something else of every copy, as its owner."""
+        """Change every copy's record, as its owner."""
         for artifact, record in self.records().items():
             self.directory.claim_owner(record.owner, [Claim(artifact, change(record.copy))])
 
     def shuffle(self) -> None:
-        """Say of each copy that it lies where another one does."""
+        """Give each copy the place of another one."""
         found = self.records()
         for kind in {artifact.state_type for artifact in found}:
             of_kind = [artifact for artifact in found if artifact.state_type is kind]
@@ -88,7 +88,7 @@ class Stranger:
                 self.directory.claim_owner(found[artifact].owner, [claim])
 
     def impersonate(self) -> None:
-        """Own everything under another epoch, with a card that is another's."""
+        """Own everything under another epoch, with another worker's card."""
         found = self.records()
         card = self.workers()["ann"].peer
         epoch = self.directory.register(Worker("eve", card), 600.0).epoch
@@ -97,7 +97,7 @@ class Stranger:
             self.directory.claim_owner(epoch, [Claim(artifact, record.copy)])
 
     def leave(self) -> None:
-        """Take everything along: the engines have to begin anew."""
+        """Delete everything: the engines have to register again."""
         self.raw.flushall()
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ GARBAGE: dict[str, Callable[[Stranger], None]] = {
     "huge": lambda x: x.overwrite(*RECORDS, by=lambda found: found + b"\xdd" * HUGE),
     "of another kind": Stranger.replace_keys,
 }
-"""Changes after which records cannot be read, as a rule."""
+"""Changes after which most records cannot be read."""
 LIES: dict[str, Callable[[Stranger], None]] = {
     "another slot": lambda x: x.lie(lambda c: c._replace(dram_offset=c.dram_offset + SLOT)),
     "no slot there is": lambda x: x.lie(lambda c: c._replace(dram_offset=1 << 50)),
@@ -124,7 +124,7 @@ LIES: dict[str, Callable[[Stranger], None]] = {
     "another artifact": Stranger.shuffle,
     "another epoch": Stranger.impersonate,
 }
-"""Changes after which records can be read, and are wrong."""
+"""Changes after which records can be read but are wrong."""
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_no_answer_changes_whatever_is_written_into_the_directory(
     for name, deed in GARBAGE.items():
         met(name, deed, fleet, next(seeds))
     for name, deed in LIES.items():
-        # Its owner looks at its records each second: a lie may be gone before it is heard.
+        # The owner checks its records each second, so a wrong one may be gone before it is read.
         attempts = (met(name, deed, fleet, next(seeds)) for _ in range(TRIES))
         assert any(attempts), f"{name}: not counted"
     for server in (ann, bob):
@@ -172,7 +172,7 @@ def test_no_answer_changes_whatever_is_written_into_the_directory(
 def met(
     name: str, deed: Callable[[Stranger], None], fleet: tuple[Server, Server, Stranger], seed: int
 ) -> bool:
-    """Let the stranger write once ann has stored a prompt that bob is then asked for.
+    """Let the attacker write after ann has stored a prompt that bob is then asked for.
 
     Return whether bob has counted a failure at a peer.
     """

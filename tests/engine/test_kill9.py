@@ -1,4 +1,4 @@
-"""kill -9 of a server under traffic: what is on SSD afterwards is whole, and answers are right.
+"""After kill -9 of a server under traffic the SSD is intact and answers are right.
 
 The server is small enough that restores come from SSD all the time. After each kill, of the whole
 server or of its API server alone, the directory verifies, nothing of the server is left, and the
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]  # five server start
 
 MODEL = "gemma3"
 PROMPTS = [prompt_tokens(700 + 90 * i, seed=70 + i) for i in range(5)]
-"""Each longer than two chunks; together more than the DRAM tier holds."""
+"""Prompts of more than two chunks; together they exceed the DRAM tier."""
 MAX_TOKENS = 8
 TOLERANCE = 1e-4
 TIERS = {"dram_gib": 0.006, "ssd_gib": 0.06, "checkpoints": "full", "planner": "always_load"}
@@ -86,7 +86,7 @@ class Traffic(threading.Thread):
 
 
 def kill_api_server(server: Server) -> None:
-    """kill -9 of that process alone: nothing of vLLM ends the engine core."""
+    """Kill only that process with -9: vLLM then does not end the engine core."""
     assert server._process is not None
     server._process.kill()
     server._process.wait()
@@ -95,7 +95,7 @@ def kill_api_server(server: Server) -> None:
 def killed_under_traffic(
     server: Server, rng: random.Random, kill: Callable[[Server], None] = Server.kill
 ) -> int:
-    """Kill at a random moment; returns how many requests had been answered."""
+    """Kill at a random moment; return the number of answered requests."""
     threads = [Traffic(server, random.Random(rng.random())) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -122,7 +122,7 @@ def verified(folder: Path) -> int:
 
 
 def arenas_of_others() -> set[str]:
-    """Files in /dev/shm: a DRAM tier must leave none."""
+    """Return the files in /dev/shm: a DRAM tier must leave none."""
     return {path.name for path in Path("/dev/shm").iterdir() if "heterocache" in path.name}
 
 
@@ -167,7 +167,7 @@ def test_sigterm_writes_everything_before_the_end(tmp_path: Path, answers: list[
         assert server._process is not None
         group = server._process.pid
         reply = server.complete(first, 150)
-        server.stop()  # at once: what was saved last still lies in DRAM alone
+        server.stop()  # at once, while the last saves are in DRAM only
     assert_gone(group)
     assert verified(tmp_path) > 0
     second = first + reply.tokens

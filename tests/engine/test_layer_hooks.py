@@ -1,4 +1,4 @@
-"""Which layers' loads may run while the forward does."""
+"""Layers that reliably call their hooks may be loaded while the forward runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetero_connector.engine.worker.layer_hooks import LayerHooks, calls_layer_h
 
 
 def ran(hooks: LayerHooks, layers: Iterable[str]) -> None:
-    """A step whose forward asks for these layers."""
+    """Run a step whose forward calls the hooks of these layers."""
     hooks.begin_step()
     for layer in layers:
         hooks.on_called(layer)

@@ -1,4 +1,4 @@
-"""Each layer's job runs exactly once, before the forward may go on with that layer."""
+"""Each layer's job runs exactly once, before the forward continues with that layer."""
 
 from __future__ import annotations
 

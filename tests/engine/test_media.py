@@ -84,7 +84,7 @@ def test_an_items_place_and_mask_are_part_of_its_identity() -> None:
 
 
 def test_all_items_that_overlap_a_range_are_found() -> None:
-    """Against a plain walk over all of them."""
+    """The result equals that of a plain walk over all items."""
     rng = random.Random(7)
     for _ in range(300):
         items = [

@@ -1,4 +1,4 @@
-"""MLA on the CPU: stored where vLLM resumes from its own pages, left alone where it does not."""
+"""MLA state on the CPU is stored only if vLLM itself resumes from its pages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Async scheduling: a step is scheduled before the workers have reported the one before it.
-
-vLLM's CPU platform switches async scheduling off, so its order of calls is played here
-against the scheduler side and a real store.
+"""Under async scheduling a step is scheduled before the workers have reported the last one. vLLM's
+CPU platform switches async scheduling off, so these tests call the scheduler side, over a real
+store, in that order.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def engine() -> Iterator[Engine]:
 
 
 def schedule(engine: Engine, **num_tokens: int) -> StepMetadata:
-    """A step whose report is still to come; tokens count as computed at once, as in vLLM."""
+    """Schedule a step whose report comes later; as in vLLM its tokens count as computed."""
     output: Any = scheduled(**num_tokens)
     meta = engine.side.order_step(output)
     for request_id, count in num_tokens.items():
@@ -78,7 +77,7 @@ def test_a_token_that_is_not_known_yet_is_never_hashed(engine: Engine) -> None:
 
 
 def counted(engine: Engine) -> dict[str, list[float]]:
-    """Timings since the last call."""
+    """Return the timings since the last call."""
     found: dict[str, list[float]] = (engine.recorder.drain() or {}).get(TIMINGS, {})
     return found
 
@@ -133,7 +132,7 @@ def test_preempted_before_the_report_and_admitted_again_after_it(engine: Engine)
 
 
 def test_preempted_and_admitted_again_before_the_report(engine: Engine) -> None:
-    """vLLM's `reset_prefix_cache(reset_running_requests=True)` resumes in the very next step."""
+    """After `reset_prefix_cache(reset_running_requests=True)` vLLM resumes in the next step."""
     engine.run(FakeRequest("a", tokens(128)))
     request = FakeRequest("b", tokens(200))
     assert engine.admit(request) == 128

@@ -1,4 +1,4 @@
-"""A process whose parent is killed with -9: what vLLM's engine core does then, and no other."""
+"""vLLM's engine core ends after its parent was killed with -9; other processes do not."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_an_engine_core_that_does_not_end_releases_its_cache(script: Path) -> No
 
 
 def test_another_process_lives_on_without_its_parent(script: Path) -> None:
-    """An engine inside its user's own process: whether that ends is the user's to say."""
+    """An engine inside the user's own process does not end it."""
     assert lines_of(script, "worker-1", "ends", "spawn") == ["not watched"]
 
 

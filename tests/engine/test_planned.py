@@ -1,4 +1,4 @@
-"""The restore planner on the real engine: what it learns, and that it decides by it."""
+"""The restore planner learns on the real engine and decides by what it has learned."""
 
 from __future__ import annotations
 

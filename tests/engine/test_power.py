@@ -1,4 +1,4 @@
-"""The checkpoints are fit to test with: far context counts, and repeats are exact."""
+"""The test models are suitable: distant context changes answers, and repeated answers are equal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.engine
 PROMPT = prompt_tokens(1500, seed=11)
 EARLY = (3, 29, 60)
 CLEAR = 0.05
-"""A logprob difference no rounding makes: 1e-4 is the tolerance of the exactness tests."""
+"""A logprob difference that rounding cannot cause: the exactness tests tolerate 1e-4."""
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -13,7 +13,7 @@ from tests.engine.stepped import Engine, tokens
 
 
 class Watched:
-    """An engine whose requests find 192 of 200 tokens, on a clock and with decisions kept."""
+    """An engine with 192 of 200 tokens stored, a clock for the test, and recorded decisions."""
 
     def __init__(self) -> None:
         self.engine = Engine(DENSE, mode="cost")

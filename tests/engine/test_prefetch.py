@@ -1,6 +1,5 @@
-"""A session's state is back in DRAM before its next turn, on the real engine.
-
-Waiting is done by the clock that the connector looks at, not by the test.
+"""On the real engine a session's state is back in DRAM before its next turn. The tests advance the
+connector's clock and do not wait.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ pytestmark = pytest.mark.engine
 TURN = prompt_tokens(1300, seed=11)
 EXACT, CLEAR = 1e-4, 0.02
 DRAM_GIB = {"dense": 0.0062, "gemma3": 0.0068}
-"""Twelve chunks: room for a turn, or for the traffic that follows it, but not for both."""
+"""Twelve chunks: enough for a turn, or for the traffic after it, but not for both."""
 
 
 @dataclass
 class Serving:
-    """An engine whose connector's clock can be put forward."""
+    """An engine whose connector's clock can be advanced."""
 
     llm: Any
     ahead_s: float = 0.0
@@ -54,7 +53,7 @@ class Serving:
         return scheduler_side(self.llm).store
 
     def ask(self, prompt: list[int], tokens: int = 24, **params: object) -> Completion:
-        """One turn; `params` go where a client's `kv_transfer_params` end up."""
+        """Run one turn; `params` arrive as a client's `kv_transfer_params` do."""
         extra_args = {"kv_transfer_params": params} if params else None
         return generate(self.llm, prompt, max_tokens=tokens, extra_args=extra_args)
 
@@ -122,7 +121,7 @@ def _empty(serving: Serving) -> Iterator[None]:
 
 
 def outcome_counted(serving: Serving, outcome: str) -> Callable[[], bool]:
-    """Counters reach Prometheus with the engine's steps; so look at the recorder itself."""
+    """Return a counter from the recorder: Prometheus gets counters only with engine steps."""
     recorder = scheduler_side(serving.llm)._recorder
     key = f"heterocache_prefetches{{outcome={outcome}}}"
     return lambda: recorder._counters.get(key, 0) > 0

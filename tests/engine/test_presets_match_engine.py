@@ -1,4 +1,4 @@
-"""The presets' arithmetic against the pages a real engine lays out for the same config.json."""
+"""The presets equal the pages that a real engine lays out for the same config.json."""
 
 import dataclasses
 import json

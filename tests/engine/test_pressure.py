@@ -1,4 +1,4 @@
-"""Too little of everything: no prefix cache, too few KV blocks, a DRAM tier of a few chunks."""
+"""Answers are right without a prefix cache, with too few KV blocks and a tiny DRAM tier."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_preempted_requests_resume_from_the_store() -> None:
 
 
 def _freed_pages_are_saved_before_they_are_reused(llm: Any) -> None:
-    """The next request takes the very blocks whose last chunk is still to be saved."""
+    """The next request takes the blocks whose last chunk is not saved yet."""
     one, two = prompt_tokens(450, seed=71), prompt_tokens(450, seed=72)
     right = generate(llm, one, max_tokens=4)
     forget(llm)
@@ -84,7 +84,7 @@ def _freed_pages_are_saved_before_they_are_reused(llm: Any) -> None:
 
 
 def conversations(turns: int) -> list[list[int]]:
-    """`turns` prompts: the turns of ten conversations, some sharing a beginning, shuffled."""
+    """Return `turns` prompts: shuffled turns of ten conversations, some with a common beginning."""
     rng = np.random.default_rng(81)
     shared = prompt_tokens(260, seed=82)
     prompts_so_far = [

@@ -1,4 +1,4 @@
-"""Processes and company: an engine core of its own, tensor parallel workers, MultiConnector."""
+"""Engine cores and tensor-parallel workers in their own processes, and MultiConnector."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_stats_of_two_ranks_add_up() -> None:
 
 
 def recorded() -> set[tuple[str, tuple[str, ...]]]:
-    """Every (metric, labels) the packages record, read from their source."""
+    """Return every (metric, labels) that the packages record, read from their source."""
     found = set()
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""Workers' geometry reaches the scheduler side of the same engine, and only that one."""
+"""Workers' geometry reaches the scheduler side of the same engine and no other."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Windows rebuilt by a replay give the logprobs of the engine's own prefix hit.
 
-Every checkpoint is dropped first, so that what is restored is replayed. The power tests take
-one part of the mechanism away at a time and see the answer move.
+Every checkpoint is dropped first, so that restores are replays. The power tests remove one part of
+the mechanism at a time and check that the answer changes.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _replaying(llm: Any) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def own_hit(llm: Any) -> Completion:
-    """The engine's own hit on PROMPT."""
+    """Return the engine's own hit on PROMPT."""
     return own_hits(llm, [PROMPT], max_tokens=64)[0]
 
 
@@ -118,7 +118,7 @@ def rule_of(llm: Any) -> WindowReplay:
 
 
 def poison(pages: HostPages, block_ids: Any) -> None:
-    """NaN in every element, as an earlier request may have left there."""
+    """Fill every element with NaN, which an earlier request may have left there."""
     pages._pages[block_ids] = np.iinfo(pages._dtype).max
 
 
@@ -141,8 +141,9 @@ def test_power_with_too_short_a_replay(llm: Any, case: Case, reference: Completi
 def test_power_with_a_replay_one_step_of_the_grid_too_short(llm: Any, case: Case) -> None:
     """The length is the least that the grid has: 635 tokens are needed, 512 are not enough.
 
-    Right after the boundary, for a prompt computes the windows of what follows by itself; but
-    more than four tokens, which kernels with AMX round like many.
+    The compared token is right after the boundary, because a prompt computes the windows of later
+    tokens itself; but more than four tokens are computed, because AMX kernels round fewer
+    differently.
     """
     prompt = PROMPT[: case.boundary() + 8]
     (right,) = own_hits(llm, [prompt])
@@ -198,8 +199,8 @@ def test_power_a_mask_after_the_forward_is_seen(
 
 
 def test_power_of_the_pool_guard(llm: Any, reference: Completion, case: Case) -> None:
-    """Unguarded, a later request is served with windows that were never exact."""
-    retained = -(-case.resume // 256) * 256  # where the engine keeps windows
+    """Without the guard a later request would use windows that are not exact."""
+    retained = -(-case.resume // 256) * 256  # only if the engine keeps windows
     other = PROMPT[:retained] + prompt_tokens(30, seed=28)
     with no_restores(llm):
         right = generate(llm, other, max_tokens=8)
@@ -414,10 +415,9 @@ def test_the_same_prompt_twice_at_once(llm: Any, case: Case, reference: Completi
 def preempted(
     llm: Any, after_tokens: int = 0, resumed_under: AbstractContextManager[Any] | None = None
 ) -> Completion:
-    """PROMPT's answer, preempted after two steps or, if given, so many decoded tokens.
-
-    vLLM preempts as it does when blocks run short; its prefix cache and our checkpoints are
-    dropped too. So the request resumes from what else is stored, if from anything.
+    """Return PROMPT's answer, preempted after two steps or after the given number of decoded
+    tokens. vLLM preempts as it does without free blocks. Its prefix cache and the stored
+    checkpoints are dropped, so the request can resume only from other stored state.
     """
     add(llm, PROMPT, max_tokens=8, logprobs=-1)
     outputs = step(llm, 2)
@@ -433,7 +433,7 @@ def preempted(
 
 
 def test_control_preempted_by_itself_the_engine_answers_the_same(llm: Any) -> None:
-    """To the last digit, in bfloat16 too, as long as nothing is decoded when it happens."""
+    """The answer is equal to the last digit, also in bfloat16, if nothing was decoded before."""
     with no_restores(llm), steps_of(llm, 100):
         undisturbed = generate(llm, PROMPT, max_tokens=8)
         forget_local(llm)

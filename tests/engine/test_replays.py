@@ -26,13 +26,14 @@ MODEL = ModelSpec(
 REPLAY = WindowReplay.of(MODEL)  # 93 tokens, 96 on the grid
 BLOCK = 16
 STORED = 400
-"""Tokens of the request that came before; all of them in full blocks."""
+"""Tokens of the request before, all in full blocks."""
 RESUME = STORED - 96
 KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
 
 
 def new_engine() -> Engine:
-    """Prefix-proportional state of `STORED` tokens, no checkpoint, and replays allowed."""
+    """Return an engine with prefix-proportional state of `STORED` tokens, no checkpoint, and
+    replays."""
     engine = Engine(MODEL, window_replay=REPLAY)
     engine.side._restorer._planner.replay_when_missing = True
     engine.run(FakeRequest("before", tokens(STORED)))
@@ -63,7 +64,7 @@ def request(name: str = "a", num_tokens: int = 450) -> FakeRequest:
 
 
 def schedule(engine: Engine, **num_tokens: int) -> tuple[StepMetadata, Any]:
-    """A step whose report is still to come, and vLLM's output for it."""
+    """Return a step whose report comes later, and vLLM's output for it."""
     output: Any = scheduled(**num_tokens)
     meta = engine.side.order_step(output)
     for name, count in num_tokens.items():
@@ -72,7 +73,7 @@ def schedule(engine: Engine, **num_tokens: int) -> tuple[StepMetadata, Any]:
 
 
 def loaded(meta: StepMetadata) -> set[int]:
-    """Block ids of the full-attention group that the step loads."""
+    """Return the block ids of the full-attention group that the step loads."""
     ids: set[int] = set()
     for load in meta.loads:
         assert set(load.blocks) == {(KV, 0)}, "windows are rebuilt, not loaded"
@@ -85,7 +86,7 @@ def loaded(meta: StepMetadata) -> set[int]:
 
 
 def pages(engine: Engine, group: int, start: int, stop: int, name: str = "a") -> set[int]:
-    """Block ids of the pages that hold tokens [`start`, `stop`)."""
+    """Return the block ids of the pages with the tokens [`start`, `stop`)."""
     return set(engine.tables.ids[name][group][start // BLOCK : -(-stop // BLOCK)])
 
 

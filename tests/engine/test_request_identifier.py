@@ -67,7 +67,7 @@ def identifier(clock: Clock) -> Iterator[RequestIdentifier]:
 def found(
     identifier: RequestIdentifier, request: FakeRequest
 ) -> RequestIdentity | UnidentifiedReason:
-    """Ask until there is an answer, as vLLM does."""
+    """Identify again and again until there is a result, as vLLM does."""
     deadline = time.monotonic() + 30.0
     while (known := identifier.identify(request)) is UnidentifiedReason.PENDING:
         assert time.monotonic() < deadline
@@ -76,7 +76,7 @@ def found(
 
 
 def keys(identifier: RequestIdentifier, request: FakeRequest) -> list[str] | None:
-    """Keys of the request's chunks; None if it is not cached."""
+    """Return the keys of the request's chunks; None if it is not cached."""
     identity = found(identifier, request)
     if isinstance(identity, UnidentifiedReason):
         return None
@@ -115,7 +115,7 @@ def write_adapter(path: Path, content: bytes) -> Path:
 def disk_that_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """Adapters' files hang. Yields what is set when one is read, and what lets it answer."""
+    """Let reads of adapters hang. Yields an event that a read sets, and one that ends the reads."""
     answer, begun, read = threading.Event(), threading.Event(), request_identifier.read_adapter
 
     def hanging(path: str) -> bytes:
@@ -164,7 +164,7 @@ def test_a_name_that_looks_like_a_hash_is_not_trusted_either(clock: Clock) -> No
 def test_a_name_that_stands_for_two_images_is_not_cached_any_more(
     identifier: RequestIdentifier, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vLLM's encoder cache goes by the name and may bring either's embeddings."""
+    """vLLM's encoder cache looks items up by name, so it may return either's embeddings."""
     running = request(image(1.0, name="mine"))
     assert keys(identifier, running) is not None
     assert not identifier.uses_distrusted_name(running)
@@ -222,7 +222,7 @@ def test_items_without_content_and_trusted_name_are_not_cached(clock: Clock) -> 
 def test_every_item_that_overlaps_a_chunk_is_in_its_key(
     identifier: RequestIdentifier, outer: tuple[int, int], inner: tuple[int, int]
 ) -> None:
-    """Audio and video of one file share their placeholders: the second is in no key of vLLM's."""
+    """Audio and video of one file share placeholders; vLLM's own keys lack the second item."""
 
     def of(track: float) -> list[str]:
         made = keys(
@@ -417,7 +417,7 @@ def test_items_are_identified_according_to_vllms_caches(
 
 
 def test_an_adapter_is_read_from_the_requests_arrival_on(identifier: RequestIdentifier) -> None:
-    """vLLM tells of a request when it arrives; it asks when it could run it."""
+    """vLLM calls `on_new_request` when a request arrives, and matches it when it could run."""
     connector = object.__new__(HeteroConnector)
     connector._scheduler = SimpleNamespace(identifier=identifier)  # type: ignore[assignment]
     arrived = request(image(1.0, name="a"))

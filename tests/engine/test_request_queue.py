@@ -1,4 +1,4 @@
-"""The queue's counts are what a walk over all requests finds, whatever happened to them."""
+"""The queue's sums equal those of a walk over all requests, after any events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HASHER = ChainHasher(b"f" * 32, 64)
 
 
 def walked(new: RequestTracker, trackers: Iterable[RequestTracker]) -> WorkAhead:
-    """`trackers`: in the order in which they were first asked about."""
+    """`trackers` are in the order of their first match."""
     queued = decodes = waiting = 0
     before_new = True
     for tracker in trackers:
@@ -37,7 +37,7 @@ def walked(new: RequestTracker, trackers: Iterable[RequestTracker]) -> WorkAhead
 
 
 class Traffic:
-    """Random requests through a queue, as the scheduler side notes them."""
+    """Random requests in a queue, as the scheduler side reports them."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -99,7 +99,7 @@ class Traffic:
     def preempt(self, tracker: RequestTracker | None) -> None:
         if tracker is None:
             return
-        self.step()  # vLLM tells of it with the step it is building
+        self.step()  # vLLM reports it with the step that it builds
         request: Any = tracker.request
         request.status, request.num_computed_tokens = RequestStatus.PREEMPTED, 0
         self.queue.enqueue(tracker)

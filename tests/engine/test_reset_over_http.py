@@ -26,7 +26,7 @@ TIERS = {"dram_gib": 0.02, "ssd_gib": 0.2, "checkpoints": "full", "planner": "al
 
 
 class Engines(Server):
-    """A server with one engine, or several."""
+    """A server with one or several engines."""
 
     def __init__(self, folder: Path, count: int) -> None:
         super().__init__(
@@ -59,7 +59,7 @@ class Engines(Server):
         return bool(self.post(f"/reset_prefix_cache{query}", {})["success"])
 
     def wait_until_stored(self) -> None:
-        """Until every engine has written something to its SSD: ends may lose what was just made."""
+        """Wait until every engine has written to its SSD: its end may lose the last saves."""
         deadline = time.monotonic() + 60.0
         for path in sorted(self.ssd.rglob(JOURNAL_NAME)):
             while not self._rows(path):

@@ -47,7 +47,7 @@ def test_after_the_last_attempt_only_dram_counts(
 
 
 def on_ssd(directory: Path) -> Engine:
-    """An engine that was started anew: 384 of 400 tokens are stored, none of them in DRAM."""
+    """Return a restarted engine with 384 of 400 tokens stored, none of them in DRAM."""
     tiers = {"ssd_dir": directory, "ssd_bytes": 1 << 20, "spill_delay_s": 0.0}
     before = Engine(DENSE, **tiers)
     before.run(FakeRequest("a", tokens(400)))
@@ -57,14 +57,15 @@ def on_ssd(directory: Path) -> Engine:
 
 
 def answer(engine: Engine, request: FakeRequest, local: int) -> int:
-    """Asked until it is there; at the latest the store's deadline ends the staging."""
+    """Match until the restore is staged; the store's deadline ends it at the latest."""
     while (restored := engine.ask(request, local)) is None:
         time.sleep(1e-3)
     return restored
 
 
 class OneLost:
-    """`begin_restore` of a store: in those named, the last artifact fails although it is there."""
+    """A `begin_restore` in which the last artifact of the named restores fails although it is
+    stored."""
 
     def __init__(self, store: ArtifactStore, losing: set[int]) -> None:
         self.begun = 0
@@ -82,7 +83,7 @@ class OneLost:
 
 
 class FailingReads:
-    """`begin_restore` of a store: every restore fails as a whole at the deadline."""
+    """A `begin_restore` in which every restore fails completely at the deadline."""
 
     def __init__(self, failing: Callable[[], None] = lambda: None) -> None:
         self.begun = 0
@@ -98,7 +99,7 @@ class FailingReads:
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    """192 of 200 tokens are stored, and restored by cost."""
+    """Return an engine with 192 of 200 tokens stored, and a planner by cost."""
     engine = Engine(DENSE, mode="cost")
     engine.run(FakeRequest("a", tokens(200)))
     engine.recorder.drain()
@@ -124,7 +125,7 @@ def test_a_failed_artifact_is_not_tried_again_while_pages_are_missing(
 def test_waiting_for_pages_does_not_shorten_a_new_restores_deadline(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, losing: set[int]
 ) -> None:
-    """vLLM evicts local pages meanwhile: more has to be restored, and is on SSD."""
+    """vLLM evicts local pages before the second match, so more must be restored from SSD."""
     engine = on_ssd(tmp_path)
     now_s = 0.0
     monkeypatch.setattr(engine.side._restorer, "_clock", lambda: now_s)

@@ -29,7 +29,7 @@ from tests.engine.stepped import CHUNK, Engine, in_use, tokens
 KV, SWA, RECURRENT = StateType.DENSE_KV, StateType.WINDOW_SWA, StateType.RECURRENT
 
 COARSE = replace(HYBRID, alignment=CHUNK)
-"""Boundaries as far apart as chunks: a request's end is never a tail (DeepSeek-V4)."""
+"""A model with boundaries as far apart as chunks, so without tails (DeepSeek-V4)."""
 MAMBA = ModelSpec(
     (
         layer("full", 0),
@@ -51,7 +51,7 @@ LOCAL = ModelSpec(
 
 
 class Recording:
-    """Keeps turns' ends, where requests leave, and the boundaries it was given."""
+    """Keeps turns' ends, boundaries where matches end, and the given boundaries."""
 
     def __init__(self, chunks: Sequence[int] = ()) -> None:
         self.chunks = chunks
@@ -68,7 +68,7 @@ class Recording:
 
 
 class Engines:
-    """Builds engines, and looks at each for what is left behind."""
+    """Builds engines, and checks at the end that each has released everything."""
 
     def __init__(self) -> None:
         self.built: list[Engine] = []
@@ -91,13 +91,13 @@ def engine_of() -> Iterator[Engines]:
 
 
 def checkpoints(engine: Engine, kind: StateType = SWA) -> list[int]:
-    """Boundaries, in tokens, at which sealed boundary state is stored."""
+    """Return the boundaries, in tokens, with sealed boundary state."""
     artifacts = engine.store._tiers.index.artifacts()
     return sorted(a.node.chunk.end for a in artifacts if a.sealed and a.state_type is kind)
 
 
 def decode(engine: Engine, request: FakeRequest, count: int) -> None:
-    """One token a step, from the one the last step sampled."""
+    """Decode one token a step."""
     for at in range(count):
         request.all_token_ids.append((request.num_tokens * 13 + at) % 251)
         engine.grow_table(request)
@@ -248,7 +248,7 @@ def test_the_policy_observes_every_requests_match(engine_of: Engines) -> None:
         Reuse(matched=0, kept=0, new=4),
         Reuse(matched=4, kept=4, new=2),  # resumed at the end of the first, 288
         Reuse(matched=3, kept=0, new=3),
-        Reuse(matched=3, kept=3, new=3),  # where the third left
+        Reuse(matched=3, kept=3, new=3),  # where the third one differs
     ]
 
 
@@ -268,7 +268,7 @@ def test_the_local_hit_counts_as_kept(engine_of: Engines) -> None:
 def test_a_checkpoint_that_a_peer_sent_counts_as_kept(
     engine_of: Engines, tier: Tier, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ours at 256 is there by the policy's will, and may not speak for it."""
+    """The own checkpoint at 256 was kept by the policy, so it does not count."""
     policy = Recording([4])
     engine = engine_of(policy)
     engine.run(FakeRequest("a", tokens(400)))
@@ -311,7 +311,7 @@ def test_a_boundary_without_boundary_state_saves_prefix_state_only(engine_of: En
         assert engine.run(again) == shared, "nothing of it is missed"
 
 
-# A request's end where there are no tails
+# A request's end without tails
 
 
 def test_only_the_last_decoded_boundary_is_kept(engine_of: Engines) -> None:
@@ -363,7 +363,7 @@ def test_an_undecided_checkpoint_is_dropped_if_the_next_one_is_kept(
 
 
 def reported_late(engine: Engine, request: FakeRequest) -> StepMetadata:
-    """Decode the first token after the chunk boundary 128; the step's report is still to come."""
+    """Decode the first token after the chunk boundary 128; the step's report comes later."""
     engine.admit(request)
     engine.step(a=100)
     decode(engine, request, 27)
@@ -416,7 +416,7 @@ def test_a_preempted_request_keeps_its_undecided_boundary(engine_of: Engines) ->
 
 
 def offered(boundaries: Sequence[int], **num_tokens: int) -> SimpleNamespace:
-    """A step in which vLLM passes on recurrent states at these boundaries."""
+    """Return a step in which vLLM offers recurrent states at these boundaries."""
     output = scheduled(**num_tokens)
     offers = {name: [(1, 7, boundary) for boundary in boundaries] for name in num_tokens}
     output.kv_connector_block_state = SimpleNamespace(boundary_state_offloads=offers)
@@ -448,7 +448,7 @@ EXACT = replace(HYBRID, exact_handoffs=True)
 @pytest.mark.parametrize(
     ("model", "length", "end"),
     [
-        (DENSE, 150, 149),  # nothing but prefix-proportional state: anywhere, at no cost
+        (DENSE, 150, 149),  # only prefix-proportional state: any boundary, without cost
         (HYBRID, 150, 144),
         (HYBRID, 145, 144),
         (HYBRID, 144, 128),  # before the last token
@@ -521,7 +521,7 @@ def test_a_prefill_does_not_promise_what_was_evicted_before_it_ended(
 def test_a_local_chunk_that_has_just_begun_is_handed_off_without_its_state(
     engine_of: Engines,
 ) -> None:
-    """Chunks of 128 tokens: of the boundary at 256 only prefix-proportional state is kept."""
+    """With chunks of 128 tokens the boundary at 256 has only prefix-proportional state."""
     engine = engine_of(Zero(), LOCAL)
     request = FakeRequest("a", tokens(257), kv_transfer_params=HANDOFF)
     engine.admit(request)

@@ -1,4 +1,4 @@
-"""The scheduler side against a real store: what each step restores and saves."""
+"""The scheduler side restores and saves with a real store, step by step."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_an_adapter_that_cannot_be_identified_is_served_but_not_cached(dense: En
 def test_an_adapter_whose_files_change_is_not_cached_any_more(
     dense: Engine, tmp_path: Path
 ) -> None:
-    """vLLM may have either content under that id then."""
+    """vLLM may have loaded either content under that id."""
     weights = tmp_path / "adapter_model.safetensors"
     lora = SimpleNamespace(lora_int_id=1, lora_name="late", lora_path=str(tmp_path))
 
@@ -285,7 +285,7 @@ def test_a_full_tier_of_pinned_artifacts_saves_nothing_and_goes_on() -> None:
 def test_a_running_request_stops_saving_when_its_images_name_is_distrusted(
     dense: Engine,
 ) -> None:
-    """vLLM may give it the other's embeddings from then on."""
+    """vLLM may use the other item's embeddings from then on."""
 
     def named(request_id: str, pixel: float) -> FakeRequest:
         data = item(pixels=torch.full((4,), pixel))

@@ -35,7 +35,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 
 class Turns:
-    """A scheduler side whose requests are matched and finished, without steps between."""
+    """A scheduler side whose requests are matched and finished without a step."""
 
     def __init__(self, root: Path, mode: Mode) -> None:
         layout = ArtifactLayout(HYBRID, CHUNK)
@@ -58,7 +58,7 @@ class Turns:
         self.side._sessions._clock = lambda: self.now_s
 
     def turn(self, request: FakeRequest) -> Any:
-        """Match and end it; the session it was taken for."""
+        """Match and finish the request; return its session."""
         side: Any = self.side
         side.match(request, 0)
         tracker = side._trackers[request.request_id]
@@ -83,7 +83,7 @@ def chain_of(prompt: list[int]) -> RequestChain:
 
 
 def put(turns: Turns, prompt: list[int]) -> None:
-    """Have the prompt's full chunks stored, whatever their bytes."""
+    """Store the prompt's full chunks with any bytes."""
     for chunk in chain_of(prompt).chunks(len(prompt)):
         if kinds := turns.store.missing(chunk, HYBRID.state_types):
             save = turns.store.begin_save(chunk, dict.fromkeys(kinds, 64))
@@ -248,7 +248,7 @@ def test_a_wrong_value_says_what_is_expected(params: object) -> None:
 
 
 def test_session_fields_sent_to_the_stock_server_reach_the_request() -> None:
-    """vLLM's own classes, from the body of a chat request to what the connector is handed."""
+    """vLLM's own classes carry the fields from a chat request's body to the connector."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.v1.request import Request
 
@@ -271,7 +271,7 @@ def test_session_fields_sent_to_the_stock_server_reach_the_request() -> None:
 
 
 def test_a_session_id_is_valid_only_within_its_salt(turns: Turns) -> None:
-    """Else a stranger who guesses it overwrites hint and pace."""
+    """Otherwise a client that guesses an id could overwrite its hint and pace."""
     params = {"expected_back_s": 60}
     ann = turns.turn(
         asking("a", tokens(200), session_id="s", cache_salt="ann", kv_transfer_params=params)

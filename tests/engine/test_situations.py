@@ -1,4 +1,4 @@
-"""Hard moments in a request's life: aborts, resets, salts, samples, and what is left behind.
+"""Aborts, resets, salts and samples leave right answers and nothing behind.
 
 Preemption, prefix caching off and tiny tiers, which need engines of their own, are in
 test_pressure.py.
@@ -61,7 +61,7 @@ def _nothing_left_behind(llm: Any) -> Iterator[None]:
 
 @pytest.fixture
 def reference(llm: Any) -> Completion:
-    """PROMPT stored, and the engine's own hit on it; its own cache is empty again."""
+    """Store PROMPT and return the engine's own hit on it; its own cache is empty again."""
     generate(llm, PROMPT)
     settle(llm)
     with no_restores(llm):
@@ -83,7 +83,7 @@ def boundary(llm: Any, num_tokens: int) -> int:
 
 
 class Staging:
-    """While it is entered, no restore ever gets further than being read from SSD."""
+    """While entered, no restore gets further than being read from SSD."""
 
     def __enter__(self) -> None:
         self._patch = patch.object(
@@ -174,7 +174,7 @@ def test_the_last_pages_are_saved_without_holding_the_cache(llm: Any, model: str
 def test_a_restore_on_an_idle_engine_teaches_what_loads_take(
     llm: Any, reference: Completion
 ) -> None:
-    """In the step of the first tokens, or in one of its own before."""
+    """The reset is in the step of the first tokens, or in a step before."""
     load = scheduler_side(llm).costs.load
     learned = load.errors(Tier.DRAM).count
     generate(llm, PROMPT)

@@ -1,4 +1,4 @@
-"""Masks hit the slots of the protected blocks and no others."""
+"""Masks change the slots of the protected blocks and no others."""
 
 from __future__ import annotations
 

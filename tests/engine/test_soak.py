@@ -1,8 +1,8 @@
 """Random sessions on engines with tiny tiers and few blocks: every answer is checked.
 
-Turns, forks of old turns, aborts, requests at once, preemptions, emptied caches, a store
-that is emptied while requests run. Once with everything stored and restored, once with the
-product's own defaults: restores by cost, adaptive checkpoints. `test_replay_pressure` has
+There are turns, forks of old turns, aborts, simultaneous requests, preemptions, emptied caches, and
+a store that is emptied while requests run. One soak stores and restores everything; one has the
+product's defaults: restores by cost, adaptive checkpoints. `test_replay_pressure` has
 the same with all checkpoints dropped.
 """
 
@@ -86,7 +86,7 @@ def test_by_cost_every_answer_is_the_engines_own(model: str, life: int, tmp_path
 def lives(
     model: str, extra: dict[str, Any], parts: Sequence[list[Round]]
 ) -> tuple[list[Completion | None], Counter[str]]:
-    """The answers of one engine after another over the same SSD, and what they counted."""
+    """Return the answers of one engine after another over the same SSD, and their counters."""
     few_blocks = arguments(model) | {"num_gpu_blocks_override": BLOCKS[model]}
     answers: list[Completion | None] = []
     counts: Counter[str] = Counter()
@@ -106,7 +106,7 @@ def lives(
 
 
 def assert_hard_times(model: str, counts: Counter[str]) -> None:
-    """The soak was one."""
+    """Check that the soak had restores and preemptions."""
     assert counts[HITS] > 0
     assert counts["load"] + counts["load_part"] > 0
     if model != "deepseek_v4":  # vLLM asks for so many blocks that they are never short

@@ -1,7 +1,7 @@
 """With speculative decoding restores are exact, and no window is replayed.
 
-In a server of its own: vLLM's n-gram proposer imports numba, after which no other engine can
-start in the process.
+It runs in its own server: vLLM's n-gram proposer imports numba, and then no other engine can start
+in the process.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 PROMPT = prompt_tokens(200, seed=95) * 6
 """The prompt repeats itself, so that drafts are found in it."""
 CLEAR = 0.02
-"""A logprob difference no rounding makes."""
+"""A logprob difference that rounding cannot cause."""
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 
 
 def same(one: Reply, other: Reply) -> bool:
-    """The same tokens, with the same logprobs of the whole vocabulary."""
+    """Check that tokens and logprobs of the whole vocabulary are equal."""
     return one.tokens == other.tokens and logprob_distance(one, other) <= 1e-4
 
 
 def answer(server: Server, prompt: list[int]) -> Reply:
-    """Twelve tokens with the logprobs of the whole vocabulary: of accepted drafts too."""
+    """Return twelve tokens with the logprobs of the whole vocabulary, also of accepted drafts."""
     reply = server.complete(prompt, max_tokens=12, num_logprobs=VOCABULARY)
     assert [len(step) for step in reply.top_logprobs] == [VOCABULARY] * 12
     return reply
 
 
 def own_and_restored(server: Server, prompt: list[int]) -> tuple[Reply, Reply]:
-    """The engine's own hit on what it computed, and then the connector's."""
+    """Return the engine's own hit, and then the connector's."""
     own = answer(server, prompt)
     server.reset_prefix_cache()
     restored = answer(server, prompt)

@@ -52,7 +52,7 @@ def llm(cold: Completion, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def on_ssd(llm: Any, cold: Completion) -> Any:
-    """The engine, with PROMPT's state on SSD alone."""
+    """Return the engine with PROMPT's state on SSD only."""
     forget(llm)
     generate(llm, PROMPT, max_tokens=8)
     leave_on_ssd_only(llm)
@@ -73,13 +73,13 @@ def counted(cause: str) -> Iterator[None]:
 
 
 def chunk_at(llm: Any, state_type: StateType, end: int) -> Artifact:
-    """The artifact of the prompt's chunk or boundary that ends at `end` tokens."""
+    """Return the artifact of the prompt's chunk or boundary that ends at `end` tokens."""
     (found,) = (a for a in sealed(llm) if a.state_type is state_type and a.node.chunk.end == end)
     return found
 
 
 class Slab:
-    """A state type's slab file as something else on the machine would touch it."""
+    """Return a state type's slab file, to be damaged from outside."""
 
     def __init__(self, llm: Any, state_type: StateType) -> None:
         tiers = scheduler_side(llm)._store._tiers
@@ -160,7 +160,7 @@ def test_a_slab_cut_off_under_the_engine(on_ssd: Any, cold: Completion) -> None:
 def test_a_slab_that_cannot_be_written_is_only_read(
     on_ssd: Any, cold: Completion, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The last test: the SSD tier is not written any more after it."""
+    """This must be the last test: after it the SSD tier is not written."""
     store = scheduler_side(on_ssd)._store
     slab = Slab(on_ssd, StateType.DENSE_KV)
     read_only = os.open(slab.path, os.O_RDONLY)

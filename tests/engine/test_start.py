@@ -118,7 +118,7 @@ def test_data_parallel_engines_share_the_ssd_and_its_write_budget(tmp_path: Path
 def test_data_parallel_engines_that_vllm_tells_they_are_alone_share_no_directory(
     tmp_path: Path,
 ) -> None:
-    """Models without experts: only the engine's id and its index say that there are others."""
+    """For models without experts only the engine's id and index show that there are others."""
     config = HeteroConfig(dram_gib=1, ssd_dir=tmp_path, ssd_gib=8)
     for rank in range(2):
         parallel = SimpleNamespace(data_parallel_size=1, data_parallel_index=rank)
@@ -151,7 +151,7 @@ def test_a_model_with_windows_only_keeps_every_checkpoint() -> None:
 
 
 def test_the_adaptive_policy_uses_the_planners_learned_speeds(tmp_path: Path) -> None:
-    """Checkpoints are rarer the slower they are to load and the faster tokens are to compute."""
+    """Slower loads and faster computing make checkpoints rarer."""
     extra = {"dram_gib": 0.1, "ssd_dir": str(tmp_path), "ssd_gib": 0.1}
     learned = costs()
     policy = _checkpoint_policy(HeteroConfig.from_extra_config(extra), LAYOUT, learned)

@@ -13,7 +13,7 @@ from hetero_connector.engine.worker.step_timer import StepTimer
 
 
 class LateStopwatch:
-    """Knows its seconds only once the device is done."""
+    """A stopwatch that has its seconds only when the device has finished."""
 
     def __init__(self, device: LateDevice) -> None:
         self._device = device
@@ -40,7 +40,7 @@ class LateDevice(HostDevice):
 
 
 class CountingClock:
-    """A second passes at every look."""
+    """A clock that advances a second at every call."""
 
     now_s = 0.0
 

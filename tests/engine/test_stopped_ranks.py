@@ -1,7 +1,7 @@
 """One of two tensor-parallel ranks is stopped, or killed, while the engine restores and saves.
 
-Every artifact has parts of both ranks: one that goes on alone must neither make the other's part
-count as saved, nor leave a load half done.
+Every artifact has parts of both ranks. The rank that runs on alone must not make the other's part
+count as saved, nor leave a load incomplete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 DEADLINE_S = 2.0
 STOPPED_S = 2.5 * DEADLINE_S
-"""Longer than a load, a lookup and a read may take together."""
+"""Seconds, longer than a load, a lookup and a read may take together."""
 PROMPTS = [prompt_tokens(900 + 100 * i, seed=900 + i) for i in range(3)]
 ROUNDS = 4
 
@@ -61,7 +61,7 @@ def server(folder: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def answers(server: Server) -> list[Reply]:
-    """Each from the engine's own prefix cache."""
+    """Return the answers from the engine's own prefix cache."""
     return [own_answer(server, prompt) for prompt in PROMPTS]
 
 
@@ -79,7 +79,7 @@ def ranks_of(server: Server) -> list[psutil.Process]:
 
 
 def restored(server: Server, prompt: Sequence[int], answer: Reply) -> float:
-    """Have it answer from what is stored; how many tokens it took from there."""
+    """Let the engine answer from the store; return the number of restored tokens."""
     before = value(server, "hit_tokens")
     server.reset_prefix_cache()
     same(server.complete(prompt, MAX_TOKENS), answer)
@@ -87,7 +87,7 @@ def restored(server: Server, prompt: Sequence[int], answer: Reply) -> float:
 
 
 class Asked(threading.Thread):
-    """One request under way."""
+    """A request that is running."""
 
     def __init__(self, server: Server, prompt: Sequence[int]) -> None:
         super().__init__(daemon=True)

@@ -1,4 +1,4 @@
-"""Pages of ranks -> artifacts -> pages of other ranks: by copies, by NIXL, by an SSD."""
+"""State saved by some ranks is loaded by other ranks: by copies, NIXL and an SSD."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ANY = whole_model(model_of(1))
 
 
 def artifacts(ranks: Ranks, offset_of: Callable[[int], int]) -> list[ArtifactCopy]:
-    """The artifacts of a prompt of two chunks and a checkpoint at its end, placed one by one."""
+    """Return the artifacts of two chunks and a checkpoint, placed one after another."""
     spans = [
         (kind, start, start + CHUNK)
         for kind in ranks.layout.model.state_types
@@ -74,7 +74,7 @@ def test_ranks_load_state_that_other_ranks_saved(
 
 
 class Engine:
-    """A store, and the ranks that fill it."""
+    """A store and the ranks that fill it."""
 
     def __init__(
         self, tp_size: int, epoch: int, peers: KnownPeers, ssd: Path | None = None
@@ -121,7 +121,7 @@ class Engine:
         return copies
 
     def load(self, chunks: list[ChunkRange], blocks: list[int], copies=None) -> None:
-        """Restore: every prefix-proportional state, and the checkpoint at the end."""
+        """Restore all prefix-proportional state and the checkpoint at the end."""
         everything = dict.fromkeys(ANY.state_types, Tier.PEER)
         found = self.store.match(chunks) or [StoredChunk(c, everything) for c in chunks]
         wanted = [
@@ -150,7 +150,7 @@ def done(restore: Restore) -> Restore:
 
 
 def prompt(seed: int) -> list[ChunkRange]:
-    """The chunks of a prompt, named as every engine of the fleet names them."""
+    """Return the chunks of a prompt with the keys that every engine of the fleet uses."""
     chain = RequestChain(ChainHasher(b"any", CHUNK))
     chain.extend(range(seed, seed + TOKENS))
     return list(chain.chunks())
@@ -171,7 +171,7 @@ def test_engines_read_each_other_over_nixl(producer: int, consumer: int) -> None
         copies = one.exported(2 * len(ANY.state_types))
         other.load(chunks, HERE, copies)
         other.ranks.check(whole, HERE, TOKENS)
-        # What it read it has now, with the checksum that it came with, for a third to read.
+        # It has stored what it read, with the same checksum, so a third engine can read it.
         needed = {i for i in copies if i.state_type.family is Family.PREFIX}
         needed |= {i for i in copies if i.chunk == chunks[-1].key}
         assert {a.id for a in other.store._tiers.index.artifacts() if a.sealed} == needed

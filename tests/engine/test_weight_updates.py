@@ -1,6 +1,5 @@
-"""Weights that change under a running engine: no answer ever mixes them.
-
-One engine; its weights are changed in place as a trainer does, and back.
+"""No answer mixes state of different weights when they change in a running engine. The weights of
+one engine are changed in place, as a trainer does, and back.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ def _first_weights(llm: Any, answers: dict[int, Completion]) -> Iterator[None]:
 
 
 def load(llm: Any, which: int) -> None:
-    """Put weights 0 (of the files) or 1 into the running model, as who shares their memory does:
-    without a call of the engine core."""
+    """Write weights 0 (of the files) or 1 into the running model without a call of the engine core,
+    as a trainer that shares their memory does."""
 
     def change(worker: Any) -> None:
         model = worker.model_runner.model
@@ -96,7 +95,7 @@ def restored(llm: Any) -> Completion:
 def test_without_a_reset_or_a_version_old_state_would_be_used(
     llm: Any, answers: dict[int, Completion]
 ) -> None:
-    """The power of what follows: such a change goes unseen."""
+    """Power test: such a change is not noticed without a reset or a version."""
     generate(llm, PROMPT, max_tokens=8)
     load(llm, 1)
     mixed = restored(llm)
@@ -149,7 +148,7 @@ def test_a_request_that_runs_across_an_update_is_not_stored(
 def test_vllms_pages_of_other_weights_are_not_stored_under_these(
     llm: Any, answers: dict[int, Completion]
 ) -> None:
-    """vLLM's own prefix cache answers across an update that does not empty it."""
+    """vLLM's own prefix cache still answers after an update that does not empty it."""
     generate(llm, PROMPT, max_tokens=8)
     settle(llm)
     load(llm, 1)
@@ -166,7 +165,7 @@ def test_vllms_pages_of_other_weights_are_not_stored_under_these(
 
 @pytest.mark.parametrize("method", ["start_weight_update", "update_weights", "reload_weights"])
 def test_an_update_by_vllms_own_methods_is_noticed(llm: Any, method: str) -> None:
-    """Also where it fails: some of the weights may be others by then."""
+    """This holds also for an update that fails: it may have changed some of the weights."""
     generate(llm, PROMPT)
     settle(llm)
     assert scheduler_side(llm).root.is_shared is False, "a reset came before"

@@ -1,4 +1,4 @@
-"""Random steps of a worker on the adversarial device, against a plain model of what pages hold."""
+"""Random steps of a worker on the adversarial device keep the pages of a plain model."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def state(layer: str, seed: int) -> np.ndarray:
 
 @dataclass
 class Request:
-    """One that runs, and which of its state in the pages is the right one."""
+    """A running request, and the right content of its pages."""
 
     seed: int
     tables: dict[int, list[int]] = field(default_factory=lambda: {0: [], 1: []})
@@ -176,7 +176,7 @@ class World:
         request.known[layer][first:stop] = True
 
     def _check(self, layers: list[str], share: Share) -> None:
-        """Attention reads what is before each token, as far as it is known."""
+        """Check the state before each token, which attention reads."""
         request, first, stop = share
         for layer in layers:
             window = SPECS[layer].window
@@ -243,7 +243,8 @@ class World:
                     meta.saves.append(save)
 
     def _end(self, request: Request) -> None:
-        """Its blocks are free at once, although its last state is saved in the next step."""
+        """Finish a request: its blocks are free at once, although its end is saved in the next
+        step."""
         self.requests.remove(request)
         if self.rng.random() < 0.6 and (save := self._save(request, request.computed)):
             self.early.append(save)
@@ -270,7 +271,7 @@ class World:
         return Save([save_id], PageCopy(copies, blocks))
 
     def _settle(self) -> None:
-        """Look at what is reported as saved, and give slots that are reported to others."""
+        """Check the state that is reported as saved, and reuse reported slots."""
         report = self.side.take_report()
         self.side.outcome.take_transfers()
         assert not (report and (report.unsaved or report.broken))
@@ -286,7 +287,7 @@ class World:
         self.arena.view[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] = STALE
         self.slots.append(slot)
 
-    # What is stored
+    # Stored state
 
     def _store(self, copy: ArtifactCopy, request: Request) -> None:
         for _, value, row in self._rows(copy, request):
@@ -300,7 +301,7 @@ class World:
     def _rows(
         self, copy: ArtifactCopy, request: Request
     ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-        """Layer, state and place in the arena of each token of an artifact, where it is known."""
+        """Yield layer, state and place in the arena of each known token of an artifact."""
         for segment in LAYOUT.segments(copy.state_type, copy.start, copy.end):
             x, start = segment.layer, copy.offset + segment.offset
             for position in x.tokens_needed(copy.start, copy.end):

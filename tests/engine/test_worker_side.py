@@ -1,4 +1,4 @@
-"""One rank's copies against vLLM's order of calls, without an engine."""
+"""One rank copies in vLLM's order of calls, without an engine."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ MODEL = ModelSpec(tuple(layer(name, 0) for name in LAYERS), alignment=BLOCK)
 LAYOUT = ArtifactLayout(MODEL, CHUNK)
 SIZE = LAYOUT.artifact_bytes(KV, 0, CHUNK)
 STORED, FRESH, OLD = 7, 99, 50
-"""Bytes of what the store holds, the forward writes, and an earlier request left."""
+"""Bytes of stored state, of the forward's writes, and of an earlier request."""
 
 
 class Worker:
-    """A worker side whose second thread is busy: a load is late wherever it may be."""
+    """A worker side whose second thread is busy, so that every load that may be late is late."""
 
     def __init__(
         self, layerwise: str = "on", *, microbatches: bool = False, model: ModelSpec = MODEL
@@ -58,10 +58,10 @@ class Worker:
         }
         self.side.register(self.caches)
         self.side._pipeline._executor.submit = _never  # type: ignore[method-assign]
-        self.step(StepMetadata())  # an earlier one, in which both layers ask
+        self.step(StepMetadata())  # an earlier step, in which both layers call their hooks
 
     def step(self, meta: StepMetadata, layers: Sequence[str] = LAYERS) -> None:
-        """A step that writes nothing."""
+        """Run a step that writes nothing."""
         self.begin(meta)
         for name in layers:
             self.side.ensure_loaded(name)
@@ -110,7 +110,7 @@ def values(tensor: torch.Tensor) -> set[int]:
 def test_tokens_computed_in_a_page_that_is_loaded_too_are_kept(
     worker: Worker, boundary: int
 ) -> None:
-    """vLLM writes a layer's new keys and values before it asks for the layer."""
+    """vLLM writes a layer's new keys and values before it calls the layer's load hook."""
     blocks = list(range(3, 9))
     page, rows = blocks[boundary // BLOCK], boundary % BLOCK
     meta = StepMetadata(loads=[load(boundary, blocks[: -(-boundary // BLOCK)])])
@@ -145,7 +145,7 @@ def test_a_forward_that_calls_no_hooks_finds_everything_loaded(worker: Worker) -
 def test_a_drafter_that_is_left_out_finds_its_pages_loaded_in_the_next_step(
     worker: Worker,
 ) -> None:
-    """vLLM runs none near the end of a request's length, although it did before."""
+    """vLLM leaves the drafter out near the end of a request's length."""
     blocks = [3, 4, 5, 6]
     worker.step(StepMetadata(loads=[load(64, blocks)]), layers=["target"])
     for name in LAYERS:
@@ -185,11 +185,11 @@ def test_with_microbatches_everything_is_loaded_before_the_forward() -> None:
     worker.close()
 
 
-# What goes wrong
+# Failures
 
 
 def broken_copies(monkeypatch: pytest.MonkeyPatch, call: str, times: int = 1) -> None:
-    """The next copies of pages raise, then they work again."""
+    """Let the next copies of pages raise; later ones work again."""
     real, left = getattr(HostPages, call), iter(range(times))
 
     def copy(*arguments: Any) -> None:
@@ -232,7 +232,7 @@ def test_a_failed_save_is_reported_and_the_next_one_is_made(
 def test_a_failed_load_is_reported_and_the_worker_copies_nothing_more(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, hooks_called: bool
 ) -> None:
-    """Its pages hold nothing: nor may what is computed from them be kept."""
+    """The pages have no state, so state computed from them must not be kept."""
     broken_copies(monkeypatch, "load")
     blocks = [3, 4, 5, 6]
     meta = StepMetadata(loads=[load(64, blocks)], saves=[save(1, [7, 8, 9, 10])])
@@ -346,7 +346,7 @@ def test_a_load_lost_by_the_scheduler_side_is_reported_and_others_go_on(worker: 
 
 
 def test_a_closed_worker_releases_the_arena() -> None:
-    """Else an engine in this process would keep its whole DRAM tier after its end."""
+    """Otherwise an engine in this process would keep its DRAM tier after its end."""
     arena = Arena.create(1 << 20, shared=False)
     worker = WorkerSide(ArtifactLayout(DENSE, 64), 0, 8, "auto", Recorder())
     worker._device = HostDevice()
