@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from benchmarks.engine_process import Engine, prompt_tokens
+from benchmarks.throttled_files import ThrottledFiles
 from hetero_connector.artifacts.record import StoredChunk
 from hetero_connector.planner.decision import RestoreDecision
 from hetero_connector.planner.planner import Mode
@@ -17,7 +18,6 @@ from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.tier import best_transfer
 from hetero_connector.transfer.base import FileTransfer
-from hetero_connector.transfer.throttled_files import ThrottledFiles
 
 CUTS = (0.25, 0.5, 0.75)
 _MODES: dict[str, Mode] = {"never": "never_load", "always": "always_load", "planned": "cost"}

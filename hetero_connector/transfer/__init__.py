@@ -1,9 +1,13 @@
-"""Moving bytes between the DRAM arena and files or peers, and checking what was moved.
+"""Moving bytes between the DRAM arena and files or peers, and verifying what was moved.
 
-Files: `base.py` is the contract (`FileTransfer`); `nixl_files.py`, `pread_files.py` and
-`memory_files.py` implement it, `throttled_files.py` slows one down; `choose.py` picks one.
-Peers: `peer_base.py` is the contract (`PeerTransfers`: one-sided reads of another engine's
-memory), `nixl_peers.py` and `memory_peers.py` implement it.
-One contract suite of tests runs on all of a kind: a new one needs an entry there and nothing
-else. May import `errors.py`; `nixl` is imported nowhere else in the package.
+Files: `base` is the contract (`FileTransfer`); `nixl_files`, `pread_files` and `memory_files`
+implement it; `choose` picks one for this machine.
+
+Peers: `peer_base` is the contract (`PeerTransfers`: one-sided reads of another engine's memory);
+`nixl_peers` and `memory_peers` implement it. `nixl_peers` runs NIXL in a process of its own:
+`peer_child` is that process as the engine sees it, `peer_process` its main loop, `peer_frames` the
+messages between them, `peer_connection` the reads of one peer, `ucx_agent` the calls to NIXL.
+
+A contract suite of tests runs on all implementations of a port: a new one needs an entry there.
+May import `errors` only; no other package may import `nixl`.
 """

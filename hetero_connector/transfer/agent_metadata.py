@@ -1,4 +1,4 @@
-"""What an engine tells its peers about its memory, as bytes.
+"""The description of an engine's memory for its peers, as bytes.
 
     offset  bytes  little-endian
     0       4      b"HCPM"
@@ -9,9 +9,9 @@
     12      16 n   regions: address, size
     ...     a      the agent's name, UTF-8
     ...     m      NIXL's own metadata
-    ...     16     xxh3-128 of all before
+    ...     16     xxh3-128 of everything before
 
-NIXL's parser trusts its input, so nothing that was damaged on the way must reach it.
+The checksum keeps damaged bytes away from NIXL's parser, which trusts its input.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class AgentMetadata:
 
     @cached_property
     def digest(self) -> str:
-        """Tells it from any other."""
+        """Identifies these metadata: their checksum in hexadecimal."""
         return self.encode()[-_SUM_BYTES:].hex()
 
     def encode(self) -> bytes:
-        """The bytes for the directory."""
+        """Return the bytes for the directory."""
         name = self.agent.encode()
         head = _HEAD.pack(_MAGIC, _VERSION, len(self.regions), len(name), len(self.nixl))
         body = head + b"".join(_REGION.pack(*r) for r in self.regions) + name + self.nixl
@@ -56,7 +56,7 @@ class AgentMetadata:
 
     @classmethod
     def decode(cls, data: bytes) -> AgentMetadata:
-        """Inverse of `encode`; PeerError for anything else."""
+        """Read what `encode` made. Raises PeerError for anything else."""
         if not _HEAD.size + _SUM_BYTES <= len(data) <= MAX_BYTES:
             raise PeerError(f"a peer's metadata cannot have {len(data)} bytes")
         magic, version, num_regions, name_bytes, nixl_bytes = _HEAD.unpack_from(data)
@@ -64,15 +64,15 @@ class AgentMetadata:
             raise PeerError("this is not a peer's metadata")
         if version != _VERSION:
             raise PeerError(
-                f"the peer's metadata has version {version}, this one reads {_VERSION}: "
+                f"the peer's metadata has version {version}, this engine reads {_VERSION}: "
                 "run the same version of heterocache on all engines that share a directory"
             )
         names_at = _HEAD.size + num_regions * _REGION.size
         nixl_at = names_at + name_bytes
         if nixl_at + nixl_bytes + _SUM_BYTES != len(data) or num_regions > MAX_REGIONS:
-            raise PeerError("a peer's metadata is cut short or contradicts itself")
+            raise PeerError("a peer's metadata is truncated or inconsistent")
         if xxhash.xxh3_128_digest(data[:-_SUM_BYTES]) != data[-_SUM_BYTES:]:
-            raise PeerError("a peer's metadata was damaged on the way: its checksum is wrong")
+            raise PeerError("a peer's metadata is damaged: its checksum is wrong")
         regions = tuple(_REGION.iter_unpack(data[_HEAD.size : names_at]))
         _check_regions(regions)
         try:

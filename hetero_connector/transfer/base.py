@@ -3,10 +3,9 @@
 Threads: a `FileTransfer` and the transfers it hands out belong to one I/O thread. No
 method waits for I/O, except `close`.
 
-Memory: the device may touch an extent's memory until its transfer is `terminal`, and
-until then the caller must neither reuse nor free it, not even when the caller no longer
-wants the bytes. There is no cancel: drop the transfer if you like, the `FileTransfer`
-keeps it in quarantine until it ends.
+Memory: the device may touch an extent's memory until its transfer is `terminal`. Until then the
+caller must neither reuse nor free it, even if it no longer wants the bytes. There is no cancel:
+the caller may drop the transfer, and the `FileTransfer` keeps it in quarantine until it ends.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from typing import Protocol
 from hetero_connector.errors import TransferError
 
 BLOCK_BYTES = 4096
-"""Every offset and size is a multiple of this, as O_DIRECT asks."""
+"""Every offset and size is a multiple of this, as O_DIRECT requires."""
 
 
 class Direction(StrEnum):
-    """Which way the bytes go."""
+    """The direction of a transfer."""
 
     READ = "read"
     """File to memory."""
@@ -32,7 +31,7 @@ class Direction(StrEnum):
 
 
 class TransferState(Enum):
-    """How far a transfer is."""
+    """The state of a transfer."""
 
     PENDING = "pending"
     DONE = "done"
@@ -41,7 +40,7 @@ class TransferState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A run of bytes in a file and its place in the arena. All in bytes, 4 KiB multiples."""
+    """A run of bytes in a file, and its place in the arena. In bytes, multiples of 4 KiB."""
 
     file: int
     """Index into the files the `FileTransfer` was built over."""
@@ -52,28 +51,28 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    """A file to move bytes to and from. The caller keeps the descriptor open until `close`."""
+    """A file to read and write. The caller keeps the descriptor open until `close`."""
 
     fd: int
     size_bytes: int
-    """Extents may not reach beyond this."""
+    """Extents must end at or before this."""
 
 
 class Transfer(Protocol):
-    """Extents under way."""
+    """A transfer of extents, from submission to its end."""
 
     @property
     def terminal(self) -> bool:
-        """Whether it has ended: its memory is not touched any more. Does not poll."""
+        """True if it has ended, so that its memory is no longer touched. Does not poll."""
         ...
 
     @property
     def error(self) -> TransferError | None:
-        """Why it failed; None unless FAILED. The destination's content is then undefined."""
+        """The reason if it is FAILED, else None. The destination's content is then undefined."""
         ...
 
     def poll(self) -> TransferState:
-        """Drive the transfer and say how far it is. DONE and FAILED are terminal and stay."""
+        """Drive the transfer and return its state. DONE and FAILED are final."""
         ...
 
 
@@ -82,27 +81,27 @@ class FileTransfer(Protocol):
 
     @property
     def name(self) -> str:
-        """For logs and metrics: `nixl-posix-uring`, `pread`, ..."""
+        """Its name in logs and metrics: `nixl-posix-uring`, `pread`, ..."""
         ...
 
     @property
     def in_flight(self) -> int:
-        """Transfers that are not terminal, abandoned ones included."""
+        """The number of transfers that are not terminal, dropped ones included."""
         ...
 
     def submit(self, direction: Direction, extents: Sequence[Extent]) -> Transfer:
-        """Start moving `extents`; poll the result. Large extents are split as the device likes.
+        """Start moving `extents`, and return a transfer to poll.
 
-        I/O failures, those at submission included, show as a FAILED transfer. Raises
-        ValueError for extents that are empty, misaligned or out of range (a bug of the
-        caller) and StoreClosedError after `close`.
+        Large extents are split as suits the device. I/O failures, including those at submission,
+        show as a FAILED transfer. Raises ValueError for extents that are empty, misaligned or out
+        of range (a bug of the caller) and StoreClosedError after `close`.
         """
         ...
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Wait for what is under way, then let go of the memory and the files. Idempotent.
+        """Wait for transfers to end, then release the memory and the files. Idempotent.
 
-        False if something was still under way at the timeout: then the memory and the
+        Returns False if a transfer had not ended at the timeout: then the memory and the
         descriptors must be kept for the life of the process.
         """
         ...

@@ -10,9 +10,8 @@ CHECKSUM_BYTES = 16
 
 
 def checksum(view: npt.NDArray[np.uint8], seed: int) -> bytes:
-    """xxh3-128 of `view` ([n] uint8, contiguous), seeded with 64 bits; 16 bytes, big-endian.
+    """Return the xxh3-128 of `view` ([n] uint8, contiguous): 16 bytes, big-endian.
 
-    The seed is the artifact's `ArtifactId.seed`, so that intact bytes of another artifact
-    do not verify.
+    `seed`: 64 bits, the `ArtifactId.seed`, so that intact bytes of another artifact do not verify.
     """
     return xxhash.xxh3_128_digest(view, seed=seed)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Which `FileTransfer` this machine gets: NIXL if it works on the directory, else preadv."""
+"""Chooses this machine's `FileTransfer`: NIXL if it works on the directory, else preadv."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _POLL_S = 100e-6
 
 @dataclass(frozen=True)
 class ChosenTransfer:
-    """The transfer to use and, for the log, why this one."""
+    """The transfer to use and, for the log, the reason for it."""
 
     transfer: FileTransfer
     reason: str
@@ -49,10 +49,9 @@ def choose_file_transfer(
     probe_dir: Path,
     prefer: Literal["auto", "nixl", "pread"] = "auto",
 ) -> ChosenTransfer:
-    """NIXL (io_uring, then AIO) if it writes and reads 4 KiB in `probe_dir`, else preadv.
+    """Choose NIXL (io_uring, then AIO) if it writes and reads 4 KiB in `probe_dir`, else preadv.
 
-    With `prefer="nixl"` a StoreError says why NIXL does not work; with `"pread"` it is not
-    tried.
+    With `prefer="nixl"` a StoreError says why NIXL does not work. With `"pread"` it is not tried.
     """
     if prefer == "pread":
         return ChosenTransfer(PreadFiles(memory, files), "pread was asked for")
@@ -74,7 +73,7 @@ def choose_file_transfer(
 def probe(directory: Path, build: Build) -> None:
     """Write 4 KiB to a scratch file in `directory` and read them back through `build(...)`.
 
-    Raises StoreError if it cannot be built, TransferError if the bytes do not come back.
+    Raises StoreError if it cannot be built, TransferError if the bytes cannot be read back.
     """
     memory = np.frombuffer(mmap.mmap(-1, 2 * BLOCK_BYTES), np.uint8)
     memory[:BLOCK_BYTES] = np.arange(BLOCK_BYTES) % 251
@@ -94,7 +93,7 @@ def probe(directory: Path, build: Build) -> None:
 
 
 def open_scratch(directory: Path) -> int:
-    """An unnamed file in `directory`, O_DIRECT where the filesystem has it."""
+    """Open an unnamed file in `directory`, with O_DIRECT if the filesystem supports it."""
     fd, path = tempfile.mkstemp(prefix=".heterocache-probe-", dir=directory)
     try:
         direct = os.open(path, os.O_RDWR | os.O_DIRECT)
@@ -110,7 +109,7 @@ def open_scratch(directory: Path) -> int:
 
 
 def is_direct(fd: int) -> bool:
-    """Whether a descriptor is open with O_DIRECT."""
+    """True if a descriptor is open with O_DIRECT."""
     return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
 
 
@@ -119,7 +118,7 @@ def _wait(transfer: FileTransfer, direction: Direction, extent: Extent) -> None:
     moving = transfer.submit(direction, [extent])
     while moving.poll() is TransferState.PENDING:
         if time.monotonic() > deadline:
-            raise TransferError(errno.ETIMEDOUT, f"{direction} of 4 KiB did not end")
+            raise TransferError(errno.ETIMEDOUT, f"{direction} of 4 KiB timed out")
         time.sleep(_POLL_S)
     if moving.error is not None:
         raise moving.error

@@ -1,4 +1,4 @@
-"""A `FileTransfer` over plain memory, with faults on demand: for tests and the simulator."""
+"""A `FileTransfer` over plain memory, with faults on demand: for tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class MemoryTransfer:
-    """Moves its bytes when first polled, never at submission, as a device would."""
+    """Moves its bytes when it is first polled, never at submission, like a device."""
 
     def __init__(self, owner: MemoryFiles, direction: Direction, extents: Sequence[Extent]) -> None:
         self._owner = owner
@@ -43,7 +43,7 @@ class MemoryTransfer:
             if self.error is None:
                 self._move()
             self._state = TransferState.DONE if self.error is None else TransferState.FAILED
-            self._owner._ended(self)
+            self._owner._on_end(self)
         return self._state
 
     def _move(self) -> None:
@@ -65,7 +65,7 @@ class MemoryTransfer:
 
 
 class MemoryFiles:
-    """`files[i]` ([n] uint8) play the files. A test may shorten or change them at will."""
+    """The arrays `files[i]` ([n] uint8) stand for files. A test may shorten or change them."""
 
     def __init__(self, memory: Bytes, files: Sequence[Bytes]) -> None:
         self.memory = memory
@@ -84,19 +84,19 @@ class MemoryFiles:
         return len(self._active)
 
     def fail_next(self, count: int = 1, code: int = errno.EIO) -> None:
-        """The next `count` transfers fail with this errno, moving nothing."""
+        """Let the next `count` transfers fail with this errno, without moving anything."""
         self._failures.extend([code] * count)
 
     def hang_next(self, count: int = 1) -> None:
-        """The next `count` transfers stay PENDING until `resume`."""
+        """Let the next `count` transfers stay PENDING until `resume`."""
         self._hangs += count
 
     def corrupt_next(self, count: int = 1) -> None:
-        """The next `count` transfers report DONE with one bit of their last extent flipped."""
+        """Let the next `count` transfers report DONE, with one bit of their last extent flipped."""
         self._corruptions += count
 
     def resume(self) -> None:
-        """Let hung transfers go on."""
+        """Let hung transfers continue."""
         for transfer in self._active:
             transfer.hung = False
 
@@ -118,11 +118,11 @@ class MemoryFiles:
         return transfer
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Ends at once: what is not hung completes, what is hung stays in quarantine."""
+        """Close without waiting: hung transfers stay in quarantine, all others complete."""
         self._closed = True
         for transfer in list(self._active):
             transfer.poll()
         return not self._active
 
-    def _ended(self, transfer: MemoryTransfer) -> None:
+    def _on_end(self, transfer: MemoryTransfer) -> None:
         self._active.remove(transfer)

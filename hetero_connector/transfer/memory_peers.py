@@ -1,4 +1,4 @@
-"""`PeerTransfers` within one process, with faults on demand: for tests and the simulator."""
+"""`PeerTransfers` within one process, with faults on demand: for tests."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ class MemoryNetwork:
         self._exported: dict[bytes, tuple[Bytes, ...]] = {}
         self._names = 0
         self.stopped: set[bytes] = set()
-        """Engines that do not answer: reads of them stay PENDING until they are taken out."""
+        """Engines that do not answer: reads of them stay PENDING until they are removed here."""
         self.before_read: Callable[[bytes, PeerExtent], None] | None = None
-        """Called before each extent moves, as an owner that writes meanwhile would come in."""
+        """Called before each extent moves, to play an owner that writes at that moment."""
 
     def join(self, regions: Sequence[Bytes]) -> bytes:
-        """Export `regions`; the metadata that names them from now."""
+        """Export `regions` and return the metadata that name them."""
         self._names += 1
         metadata = f"engine {self._names}".encode()
         self._exported[metadata] = tuple(regions)
         return metadata
 
     def kill(self, metadata: bytes) -> None:
-        """The engine is gone: reads of it fail."""
+        """Remove an engine: reads of it fail."""
         self._exported.pop(metadata, None)
         self.stopped.discard(metadata)
 
     def regions(self, metadata: bytes) -> tuple[Bytes, ...] | None:
-        """What an engine exports; None if it is gone."""
+        """The regions that an engine exports; None if it is gone."""
         return self._exported.get(metadata)
 
     def knows(self, metadata: bytes) -> bool:
-        """Whether an engine, dead or alive, ever had this metadata."""
+        """True if an engine, dead or alive, ever had these metadata."""
         name, _, number = metadata.partition(b" ")
         return name == b"engine" and number.isdigit() and 0 < int(number) <= self._names
 
 
 class MemoryRead:
-    """Moves its bytes when polled, never at submission, as a network would."""
+    """Moves its bytes when it is polled, never at submission, like a network."""
 
     def __init__(self, owner: MemoryPeers, source: bytes, extents: Sequence[PeerExtent]) -> None:
         self._owner = owner
@@ -72,7 +72,7 @@ class MemoryRead:
         return self._state
 
     def fail(self, error: TransferError) -> None:
-        """It ends without having moved anything."""
+        """End it without moving anything."""
         self.error, self._state = error, TransferState.FAILED
         self._owner._active.remove(self)
 
@@ -129,19 +129,19 @@ class MemoryPeers:
         self._peers.pop(peer, None)
 
     def restart(self) -> None:
-        """As if what moves the bytes had ended, and another had been started in its place."""
+        """Play the end of the process that moves the bytes, and the start of another."""
         for read in list(self._active):
-            read.fail(TransferError(errno.ECONNRESET, "what moved the bytes has ended"))
+            read.fail(TransferError(errno.ECONNRESET, "the process that moved the bytes has ended"))
         self.network.kill(self.metadata)
         self.metadata = self.network.join(self.memory)
         self._has_ended = True
 
-    def tend(self) -> bool:
+    def maintain(self) -> bool:
         has_ended, self._has_ended = self._has_ended, False
         return has_ended
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Ends at once: what is stuck stays in quarantine."""
+        """Close without waiting: stuck reads stay in quarantine."""
         self._closed = True
         for read in list(self._active):
             read.poll()

@@ -1,7 +1,7 @@
-"""Which NIXL backends start on this machine. For `heterocache doctor`.
+"""Finds the NIXL backends that start on this machine, for `heterocache doctor`.
 
-Runs in a process of its own (`python -m hetero_connector.transfer.nixl_backends`): some
-plugins print, hang or abort where their hardware is missing.
+Runs in a process of its own (`python -m hetero_connector.transfer.nixl_backends`), because some
+plugins print, hang or abort if their hardware is missing.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from hetero_connector.errors import StoreError
 
 _TIMEOUT_S = 60.0
 _MARK = "working-backends:"
-"""Plugins print to stdout, too, without ending their lines."""
+"""Marks our line of stdout. Plugins print there too, without ending their lines."""
 
 
 def working_backends() -> dict[str, bool]:
-    """Name of each installed NIXL plugin, and whether it starts.
+    """Return, by the name of each installed NIXL plugin, whether it starts.
 
-    Raises StoreError if NIXL cannot be imported or the attempt ends badly.
+    Raises StoreError if NIXL cannot be imported or the process fails.
     """
     try:
         run = subprocess.run(

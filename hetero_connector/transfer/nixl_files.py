@@ -1,10 +1,11 @@
-"""`FileTransfer` over NIXL's POSIX backend: io_uring, or Linux AIO where that is missing.
+"""`FileTransfer` over NIXL's POSIX backend: io_uring, or Linux AIO if that is missing.
 
-NIXL 1.5.1, as measured and read (src/plugins/posix): one post or poll submits at most 64
-I/Os; contiguous descriptors would be merged beyond what one I/O may carry, hence
-`skip_desc_merge`; a handle released while PROC seems to succeed and corrupts whatever
-runs next, hence the quarantine; its errors carry no errno; the POSIXAIO queue stays broken
-after its first error and is never used.
+Facts about NIXL 1.5.1, measured and read (src/plugins/posix):
+- One post or poll submits at most 64 I/Os.
+- Contiguous descriptors would be merged beyond the limit of one I/O, hence `skip_desc_merge`.
+- A handle released while PROC seems to succeed and corrupts later I/O, hence the quarantine.
+- Its errors have no errno.
+- The POSIXAIO queue stays broken after its first error, so it is not used.
 """
 
 from __future__ import annotations
@@ -31,33 +32,33 @@ from hetero_connector.transfer.base import (
 from hetero_connector.transfer.nixl_library import import_nixl
 
 _DESCRIPTOR_BYTES = 2 << 20
-"""An extent is cut into descriptors of this size; from 1 MiB on it makes no difference."""
+"""Extents are cut into descriptors of this size. Speed is the same from 1 MiB on."""
 _WINDOW_BYTES = 32 << 20
-"""Bytes posted at a time over all transfers; 16 MiB saturate an NVMe drive, twice that
-spares it a pause between two polls."""
+"""Bytes posted at a time over all transfers. 16 MiB saturate an NVMe drive; twice that avoids a
+pause between two polls."""
 _POST_BYTES = 4 << 20
 _MAX_DESCRIPTORS = {"uring": 32, "aio": 1}
-"""Descriptors a post. AIO gets one: its post can fail half-way, and what was submitted
-before that would run on unseen."""
+"""Descriptors per post. AIO gets one: its post can fail half-way, and the part submitted before
+would go on unnoticed."""
 _QUEUES = {"uring": {"use_uring": "true"}, "aio": {"use_aio": "true"}}
 _POLL_S = 100e-6
 
 _agent_numbers = itertools.count()
 _leaked: list[object] = []
-"""Kept for the life of the process: what was under way when `close` gave up on it."""
+"""Objects with transfers that had not ended at `close`: kept for the life of the process."""
 
 
 def open_agent(queue: str) -> tuple[str, Any]:
-    """A NIXL agent with only the POSIX backend, on the `uring` or `aio` queue, and its name.
+    """Make a NIXL agent with only the POSIX backend, on the `uring` or `aio` queue.
 
-    Raises StoreError saying why there is none.
+    Returns its name and the agent. Raises StoreError with the reason if that fails.
     """
     try:
         nixl = import_nixl()
     except ImportError as e:
         raise StoreError(f"nixl cannot be imported: {e}") from e
     name = f"heterocache-files-{os.getpid()}-{next(_agent_numbers)}"
-    # STRICT: the agent is built on one thread and driven by another.
+    # STRICT, because the agent is built on one thread and driven by another.
     sync = nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
     try:
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[], sync_mode=sync)
@@ -69,7 +70,7 @@ def open_agent(queue: str) -> tuple[str, Any]:
 
 
 class NixlTransfer:
-    """Batches of one transfer: waiting, posted, ended."""
+    """One transfer, posted batch by batch."""
 
     def __init__(
         self,
@@ -101,13 +102,13 @@ class NixlTransfer:
         return TransferState.DONE if self._failure is None else TransferState.FAILED
 
     def fail(self, error: TransferError) -> None:
-        """Drop what was not posted yet; what was posted still has to end."""
+        """Drop the batches not posted yet; those posted must still end."""
         self._failure = self._failure or error
         self.waiting.clear()
 
 
 class _Post:
-    """One NIXL transfer request under way."""
+    """One NIXL transfer request in flight."""
 
     __slots__ = ("handle", "size", "transfer")
 
@@ -118,9 +119,9 @@ class _Post:
 
 
 class NixlFiles:
-    """Moves extents between `memory` ([n] uint8, writable) and `files`; both registered once.
+    """Moves extents between `memory` ([n] uint8, writable) and `files`, both registered once.
 
-    Raises StoreError if NIXL, its POSIX backend or the registration is not to be had.
+    Raises StoreError if NIXL, its POSIX backend or the registration fails.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class NixlFiles:
         batches = list(self._batches(descriptors))
         transfer = NixlTransfer(self, direction, descriptors, batches)
         self._queued.append(transfer)
-        # Reads first: a restoring request waits for them, nobody waits for a spill.
+        # Reads first: a restoring request waits for them, and nothing waits for a write.
         self._queued.sort(key=lambda t: t.direction is Direction.WRITE)
         self._drive()
         return transfer
@@ -191,7 +192,7 @@ class NixlFiles:
         yield range(start, len(descriptors))
 
     def _prepare(self, descriptors: list[Extent]) -> tuple[Any, Any, npt.NDArray[np.int64]]:
-        """Both sides' prepared descriptor lists, and the descriptors' sizes."""
+        """Prepare the descriptor lists of both sides; return them and the descriptors' sizes."""
         sizes = np.array([d.size for d in descriptors], np.int64)
         local = np.array(
             [(self._address + d.memory_offset, d.size, 0) for d in descriptors], np.uint64
@@ -207,8 +208,8 @@ class NixlFiles:
         )
 
     def _drive(self) -> None:
-        """See which posts ended, then post what fits into the window."""
-        self._posts = [post for post in self._posts if not self._ended(post)]
+        """Release the posts that have ended, then post what fits into the window."""
+        self._posts = [post for post in self._posts if not self._release_if_ended(post)]
         while self._queued:
             transfer = self._queued[0]
             if not transfer.waiting:
@@ -237,12 +238,12 @@ class NixlFiles:
         self._posted_bytes += size
         self._posts.append(_Post(transfer, handle, size))
 
-    def _ended(self, post: _Post) -> bool:
-        """Whether the post has ended; if so its handle is released."""
+    def _release_if_ended(self, post: _Post) -> bool:
+        """Release the post if it has ended; return whether it has."""
         try:
             state = self._agent.check_xfer_state(post.handle)
         except Exception as e:
-            # Raised once every I/O of the post has ended, one of them short or in error.
+            # Raised when every I/O of the post has ended and at least one was short or failed.
             post.transfer.fail(TransferError(f"{self.name}: {post.transfer.direction}: {e!r}"))
             state = "ERR"
         if state == "PROC":

@@ -1,4 +1,4 @@
-"""Importing NIXL without its chatter."""
+"""Imports NIXL with its logging reduced."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 def import_nixl() -> Any:
-    """nixl's API. By default it prints lines for every agent and for every failed I/O.
+    """Import nixl's API, without its lines for every agent and every failed I/O.
 
-    Those failures reach the caller as TransferErrors. The level is read once, at import; a
-    user's own NIXL_LOG_LEVEL, or an import by somebody else before this one, wins.
+    Such failures reach the caller as TransferErrors. NIXL reads its log level once, at import, so
+    a user's own NIXL_LOG_LEVEL and any earlier import take precedence.
     """
     if "nixl" in sys.modules:
         import nixl._api as nixl
@@ -25,7 +25,7 @@ def import_nixl() -> Any:
 
 @contextmanager
 def default_environment(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable for a while, unless the user has set it."""
+    """Set an environment variable for the duration of the context, unless the user has set it."""
     if name in os.environ:
         yield
         return

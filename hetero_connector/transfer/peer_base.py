@@ -1,16 +1,14 @@
 """The port through which an engine reads the memory of its peers.
 
-Every engine exports the same kind of memory: its regions, registered once, and
-`metadata`, some bytes that a peer needs to read them. Reads are one-sided: the owner
-of the memory takes no part in one and cannot know of it.
-
-So a read proves nothing: while it runs the owner may put other bytes in the place. Whoever
-reads must verify what arrived.
+Every engine exports regions of memory, registered once, and `metadata`: the bytes that a peer
+needs to read them. Reads are one-sided: the owner of the memory takes no part in them and does not
+notice them. The owner may overwrite the bytes while they are read, so the reader must verify what
+arrived.
 
 Threads: the methods belong to one I/O thread; none waits for a peer, except `close`.
 
-Memory: as in `base`. A peer that was stopped may answer minutes later, so what a
-read was to fill stays in quarantine until its transfer is `terminal`, or for good.
+Memory: as in `base`. A stopped peer may answer minutes later, so the destination of a read stays
+in quarantine until its transfer is `terminal`, possibly for ever.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ from hetero_connector.transfer.base import Transfer
 
 @dataclass(frozen=True, slots=True)
 class PeerExtent:
-    """A run of bytes in a peer's memory and its place in ours. All in bytes, any alignment."""
+    """A run of bytes in a peer's memory, and its place in ours. In bytes, any alignment."""
 
     remote_region: int
-    """Index into the regions the peer exports."""
+    """Index into the peer's regions."""
     remote_offset: int
     region: int
     """Index into our own regions."""
@@ -41,52 +39,52 @@ class PeerTransfers(Protocol):
 
     @property
     def name(self) -> str:
-        """For logs: `nixl-ucx`, `memory`."""
+        """Its name in logs: `nixl-ucx`, `memory`."""
         ...
 
     @property
     def metadata(self) -> bytes:
-        """What a peer needs to `connect` to this engine; another one at times, see `tend`."""
+        """The bytes with which a peer can `connect` to this engine; may change, see `maintain`."""
         ...
 
     @property
     def in_flight(self) -> int:
-        """Transfers that are not terminal, abandoned ones included."""
+        """The number of transfers that are not terminal, dropped ones included."""
         ...
 
     def connect(self, peer: str, metadata: bytes) -> None:
-        """Reads of `peer` use this metadata from now. Nothing to do if they do already.
+        """Use these metadata for reads of `peer` from now on. Idempotent.
 
-        Other metadata than before means that the peer was started anew: the old connection is
-        dropped, transfers on it end by themselves. Raises PeerError if the metadata is not
-        what `metadata` makes; whether the peer lives shows when reading.
+        Metadata that differ from earlier ones mean that the peer has restarted: the old connection
+        is dropped, and its transfers end by themselves. Raises PeerError if they are malformed. A
+        dead peer is noticed only by reading.
         """
         ...
 
     def submit(self, peer: str, extents: Sequence[PeerExtent]) -> Transfer:
-        """Start reading; poll the result. A dead or unreachable peer shows as FAILED.
+        """Start reading, and return a transfer to poll. A dead or unreachable peer makes it FAILED.
 
-        Raises PeerError if an extent is outside what the peer exports or it was never connected,
-        ValueError if one is empty or outside our own memory, StoreClosedError after `close`.
+        Raises PeerError if an extent is outside the peer's regions or the peer was never connected,
+        ValueError if one is empty or outside our own regions, StoreClosedError after `close`.
         """
         ...
 
     def disconnect(self, peer: str) -> None:
-        """Forget a peer: it is dead, or its answers make no sense. Idempotent."""
+        """Drop a peer that is dead or sends malformed answers. Idempotent."""
         ...
 
-    def tend(self) -> bool:
-        """Look after whatever moves the bytes; call it once a second or so.
+    def maintain(self) -> bool:
+        """Check the process that moves the bytes, and restart it if needed; call it every second.
 
-        True if that has ended since the last call: reads under way have failed, new ones fail for
-        a while, and when it is back `metadata` is another.
+        Returns True if the process has ended since the last call. Its reads have then failed, new
+        ones fail for a while, and `metadata` change when another process is ready.
         """
         ...
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Wait for what is under way, then let go of the memory. Idempotent.
+        """Wait for transfers to end, then release the memory. Idempotent.
 
-        False if something was still under way at the timeout: then the memory must be kept for
+        Returns False if a transfer had not ended at the timeout: then the memory must be kept for
         the life of the process.
         """
         ...
@@ -102,12 +100,12 @@ def check_destination(extents: Sequence[PeerExtent], region_bytes: Sequence[int]
 
 
 def check_source(extents: Sequence[PeerExtent], region_bytes: Sequence[int]) -> None:
-    """Raise PeerError for the first extent outside what the peer exports."""
+    """Raise PeerError for the first extent outside the peer's regions."""
     for extent in extents:
         if not within(extent.remote_region, extent.remote_offset, extent.size, region_bytes):
             raise PeerError(f"outside the peer's memory: {extent}; {list(region_bytes)}")
 
 
 def within(region: int, offset: int, size: int, region_bytes: Sequence[int]) -> bool:
-    """Whether a run of bytes lies inside one of the regions."""
+    """True if a run of bytes lies inside the region."""
     return 0 <= region < len(region_bytes) and 0 <= offset <= region_bytes[region] - size

@@ -1,7 +1,4 @@
-"""The process that peers can reach, as its engine sees it: started, told what to read, ended.
-
-The other end of the socket is `peer_process`.
-"""
+"""The process that peers can reach, as its engine sees it. `peer_process` is the other side."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ _MODULE = "hetero_connector.transfer.peer_process"
 
 
 class PeerTransfer:
-    """Implements `base.Transfer`. Ended by what the process says, or by its end."""
+    """Implements `base.Transfer`. Ends with a message of the process, or with the process."""
 
     def __init__(self, drive: Callable[[], object]) -> None:
         self._drive = drive
@@ -58,24 +55,23 @@ class PeerTransfer:
         return TransferState.DONE if self._failure is None else TransferState.FAILED
 
     def end(self, failure: TransferError | None) -> None:
-        """Nothing touches its memory any more."""
+        """Mark it as terminal: nothing touches its memory any more."""
         self._failure, self._over = failure, True
 
 
 class PeerChild:
-    """One child and the socket to it. Nothing here waits but what says so."""
+    """One child process and the socket to it. No method waits unless it says so."""
 
     def __init__(self, regions: Sequence[SharedMemory], interface: str) -> None:
-        """Returns as soon as it is started; see `wait_until_ready`. StoreError if it cannot be."""
+        """Start the process without waiting for it. Raises StoreError if that fails."""
         self.metadata = b""
-        """What peers need to connect to it; empty until it is ready."""
+        """The bytes with which peers can connect to it; empty until it is ready."""
         self.agent = ""
         self.reads: dict[int, PeerTransfer] = {}
-        """Those that have not ended."""
+        """The reads that have not ended, by number."""
         self.ended = False
-        """True if it is gone, for certain."""
-        self.times_asked = 0
-        """How often it was asked whether it lives, since it last answered."""
+        """True if the process is gone for certain."""
+        self.unanswered_pings = 0
         self._problem = ""
         self._numbers = 0
         self._connected: set[str] = set()
@@ -97,39 +93,39 @@ class PeerChild:
                 )
             except OSError as e:
                 self._socket.close()
-                raise StoreError(f"the process that peers reach cannot be started: {e}") from e
+                raise StoreError(f"the process for peers cannot be started: {e}") from e
 
     @property
     def process_id(self) -> int:
-        """The operating system's number for it."""
+        """The operating system's number of the process."""
         return self._process.pid
 
     @property
-    def how_it_ended(self) -> str:
-        """For the log, once it has ended."""
+    def exit_reason(self) -> str:
+        """The reason of its end, for the log."""
         code = self._process.returncode
         return self._problem or (f"signal {-code}" if code < 0 else f"exit status {code}")
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """StoreError says why it is not."""
+        """Wait until it is ready. Raises StoreError with the reason if it is not."""
         deadline_s = time.monotonic() + timeout_s
         while not self.metadata:
             self.drive()
             if self.ended:
-                raise StoreError(self.how_it_ended)
+                raise StoreError(self.exit_reason)
             if time.monotonic() > deadline_s:
-                raise StoreError(f"the process that peers reach did not start in {timeout_s:.0f} s")
+                raise StoreError(f"the process for peers did not start in {timeout_s:.0f} s")
             time.sleep(_POLL_S)
 
     def read(self, remote: AgentMetadata, extents: Sequence[PeerExtent]) -> PeerTransfer:
-        """Have it read extents that are inside both sides' regions."""
+        """Let it read extents, which are inside the regions of both sides."""
         read = PeerTransfer(self.drive)
         if self.ended or not self.metadata:
-            read.end(TransferError(errno.ECONNREFUSED, "peers are not read at the moment"))
+            read.end(TransferError(errno.ECONNREFUSED, "peers cannot be read at the moment"))
             return read
         self._numbers += 1
         number, connection = self._numbers, remote.digest
-        self.reads[number] = read  # before anything is sent: that may find the process ended
+        self.reads[number] = read  # before sending, which may find that the process has ended
         if connection not in self._connected:
             self._connected.add(connection)
             self._send(Frame(Kind.CONNECT, 0, remote.encode()))
@@ -137,30 +133,30 @@ class PeerChild:
         return read
 
     def disconnect(self, remote: AgentMetadata) -> None:
-        """Have it close the connection; reads of it that wait fail."""
+        """Let it close the connection; waiting reads on it fail."""
         if remote.digest in self._connected:
             self._connected.remove(remote.digest)
             self._send(Frame(Kind.DISCONNECT, 0, remote.digest.encode()))
 
     def drive(self) -> None:
-        """Take in what it has said, and see whether it lives."""
+        """Handle its messages, and notice its end."""
         if self.ended:
             return
         try:
             self._flush()
             while data := self._socket.recv(_RECEIVE_BYTES):
                 for frame in self._frames.feed(data):
-                    self._heard(frame)
+                    self._on_frame(frame)
         except BlockingIOError:
             return
         except (OSError, ValueError, PeerError) as e:
-            self.give_up(f"it makes no sense: {e}")
+            self.give_up(f"it sent a malformed message: {e}")
         self._process.kill()
         if self._process.poll() is not None:
             self._end()
 
     def kill(self, timeout_s: float) -> bool:
-        """End it, and with it every read; False if it has not ended after `timeout_s`."""
+        """Kill it and so end every read. Returns False if it still runs after `timeout_s`."""
         self._process.kill()
         try:
             self._process.wait(timeout_s)
@@ -169,26 +165,26 @@ class PeerChild:
         self._end()
         return True
 
-    def ask(self) -> None:
-        """Ask whether it still does something. One question at a time is on its way."""
-        self.times_asked += 1
-        if self.times_asked == 1:
-            self._send(Frame(Kind.ASK, 0, b""))
+    def ping(self) -> None:
+        """Send a ping unless one is unanswered, and count it."""
+        self.unanswered_pings += 1
+        if self.unanswered_pings == 1:
+            self._send(Frame(Kind.PING, 0, b""))
 
     def give_up(self, problem: str) -> None:
-        """Have it end, without waiting for it."""
+        """Kill it without waiting for its end."""
         self._problem = self._problem or problem
         self._process.kill()
 
-    def _heard(self, frame: Frame) -> None:
+    def _on_frame(self, frame: Frame) -> None:
         if frame.kind is Kind.ENDED:
             failure = parse_error(frame.payload) if frame.payload else None
             read = self.reads.pop(frame.read, None)
             if read is None:
-                raise ValueError(f"it ended a read that is not under way: {frame.read}")
+                raise ValueError(f"the end of an unknown read: {frame.read}")
             read.end(failure)
         elif frame.kind is Kind.ALIVE:
-            self.times_asked = 0
+            self.unanswered_pings = 0
         elif frame.kind is Kind.READY:
             self.agent = AgentMetadata.decode(frame.payload).agent
             self.metadata = frame.payload
@@ -217,7 +213,7 @@ class PeerChild:
 
 
 def _environment(own: Mapping[str, str], interface: str) -> dict[str, str]:
-    """What the process needs and no more: an engine's environment holds tokens and passwords."""
+    """The few variables that the process needs: an engine's environment may contain passwords."""
     kept = {k: v for k, v in own.items() if k in _KEPT or k.startswith(_KEPT_PREFIXES)}
     if interface or "UCX_NET_DEVICES" not in kept:
         kept["UCX_NET_DEVICES"] = interface or _LOOPBACK

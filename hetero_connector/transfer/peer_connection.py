@@ -1,10 +1,10 @@
-"""One peer's connection: reads that wait, reads that were posted, and what is left of failed ones.
+"""The connection to one peer: its waiting, posted and failed reads.
 
-NIXL 1.5.1, as read (src/core/nixl_agent.cpp) and measured: when one read finds the peer dead,
-NIXL forgets the peer and reports an error for every other read of it at once, ended or not;
-and of a read's many descriptors it reports the first error it sees. So a failed read is not
-an ended one. Its memory is given back once NIXL has taken every handle back, which it refuses
-while UCX is at work on one, and the connection has been closed.
+Facts about NIXL 1.5.1, read (src/core/nixl_agent.cpp) and measured: when one read finds the peer
+dead, NIXL forgets the peer and reports an error for every other read of it at once, ended or not.
+Of a read's many descriptors it reports the first error. So a failed read has not necessarily
+ended. Its memory is released when NIXL has accepted the release of every handle, which it refuses
+while UCX works on one, and the connection has been closed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from hetero_connector.transfer.ucx_agent import Descriptors, UcxAgent
 _DESCRIPTOR_BYTES = 2 << 20
 _POST_BYTES = 4 << 20
 _POST_DESCRIPTORS = 512
-"""A post of small descriptors takes the I/O thread as long as one of large ones."""
+"""Many small descriptors keep the I/O thread as busy as large ones."""
 _WINDOW_BYTES = 16 << 20
-"""Bytes posted at a time: also the most that a peer which stops can keep in quarantine."""
+"""Bytes posted at a time. A peer that stops can keep at most so many in quarantine."""
 
 
 class PeerRead:
@@ -42,21 +42,21 @@ class PeerRead:
 
     @property
     def terminal(self) -> bool:
-        """Return whether its memory is not touched any more."""
+        """True if its memory is no longer touched."""
         return self._over
 
     @property
     def error(self) -> TransferError | None:
-        """Why it failed, once it is terminal."""
+        """The reason if it is terminal and has failed."""
         return self._failure if self._over else None
 
     def fail(self, error: TransferError) -> None:
-        """Drop what was not posted yet; what was posted still has to end."""
+        """Drop the batches not posted yet; those posted must still end."""
         self._failure = self._failure or error
         self.waiting.clear()
 
-    def end_if_over(self) -> bool:
-        """Whether nothing is waiting or posted any more; from then on it is terminal."""
+    def end_if_finished(self) -> bool:
+        """Make it terminal if nothing is waiting or posted; return whether it is."""
         self._over = not self.waiting and not self.posted
         return self._over
 
@@ -78,35 +78,35 @@ class PeerConnection:
         self.metadata = metadata
         self._agent = agent
         self._reads: deque[PeerRead] = deque()
-        """Those with something left to post, oldest first."""
+        """The reads with batches to post, oldest first."""
         self._posts: list[_Post] = []
         self._posted_bytes = 0
         self._loaded = False
         self._broken = False
-        """Reads wait until what was posted has ended, then the peer is connected to anew."""
+        """True: reads wait until all posts have ended, then the connection is opened again."""
         self._released: list[PeerRead] = []
-        """Reads of which a post was released while the connection is broken."""
+        """Reads of which a post was released while the connection was broken."""
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to drive."""
+        """True if there is nothing to drive."""
         return not self._reads and not self._posts
 
     def add(self, read: PeerRead) -> None:
-        """Read this after what was added before."""
+        """Queue a read."""
         self._reads.append(read)
 
     def drive(self) -> bool:
-        """End what has ended, post what fits; True if anything moved."""
-        left = [post for post in self._posts if not self._ended(post)]
-        moved = len(left) < len(self._posts)
-        self._posts = left
+        """Release the posts that have ended and post what fits; return whether anything changed."""
+        remaining = [post for post in self._posts if not self._release_if_ended(post)]
+        changed = len(remaining) < len(self._posts)
+        self._posts = remaining
         if self._broken and not self._posts:
             self.unload()
-        return self._post_waiting() or moved
+        return self._post_waiting() or changed
 
     def cancel(self, error: TransferError) -> None:
-        """Fail what was added; what of it is posted goes on to its end."""
+        """Fail all reads; their posts must still end."""
         reads = list(self._reads)
         self._reads.clear()
         for read in reads:
@@ -114,7 +114,7 @@ class PeerConnection:
             self._end(read)
 
     def unload(self) -> None:
-        """Close the connection; the next read opens it again. Nothing may be posted."""
+        """Close the connection. Nothing may be posted. The next read opens it again."""
         if self._loaded:
             self._loaded = False
             self._agent.unload(self.metadata.agent)
@@ -124,7 +124,7 @@ class PeerConnection:
             self._end(read)
 
     def _post_waiting(self) -> bool:
-        moved = False
+        changed = False
         while self._reads and not self._broken and self._posted_bytes < _WINDOW_BYTES:
             read = self._reads[0]
             try:
@@ -135,8 +135,8 @@ class PeerConnection:
             else:
                 if not read.waiting:
                     self._reads.popleft()
-            moved = True
-        return moved
+            changed = True
+        return changed
 
     def _post(self, read: PeerRead) -> None:
         if not self._loaded:
@@ -175,11 +175,11 @@ class PeerConnection:
                 errno.ECONNREFUSED, f"the metadata of {self.metadata.agent} is that of {name}"
             )
 
-    def _ended(self, post: _Post) -> bool:
-        """Whether the post is over, its handle released."""
+    def _release_if_ended(self, post: _Post) -> bool:
+        """Release the post if it has ended; return whether it is released."""
         if not post.has_failed:
             try:
-                if not self._agent.ended(post.request):
+                if not self._agent.has_ended(post.request):
                     return False
             except TransferError as e:
                 post.has_failed = True
@@ -197,7 +197,7 @@ class PeerConnection:
         return True
 
     def _end(self, read: PeerRead) -> None:
-        if read.end_if_over() and read.sides is not None:
+        if read.end_if_finished() and read.sides is not None:
             for side in read.sides:
                 self._agent.drop(side)
             read.sides = None
@@ -208,7 +208,10 @@ def describe(
     regions: Sequence[tuple[int, int]],
     remote_regions: Sequence[tuple[int, int]],
 ) -> tuple[Descriptors, Descriptors]:
-    """Both sides' descriptors, runs merged and cut again; regions are (address, bytes)."""
+    """Return the descriptors of both sides. `regions` are (address, bytes).
+
+    Contiguous extents are merged, then cut to the size of a descriptor.
+    """
     local: list[tuple[int, int, int]] = []
     remote: list[tuple[int, int, int]] = []
     for at, remote_at, size in _merged(extents, regions, remote_regions):
@@ -224,9 +227,9 @@ def _merged(
     regions: Sequence[tuple[int, int]],
     remote_regions: Sequence[tuple[int, int]],
 ) -> Iterator[tuple[int, int, int]]:
-    """(our address, the peer's, bytes); what goes on where the one before ended is one run.
+    """Yield (our address, the peer's, bytes) of the extents, contiguous ones merged.
 
-    Each descriptor costs microseconds, and slots filled one after the other lie so.
+    Each descriptor costs microseconds, and slots filled one after another are contiguous.
     """
     at, remote_at, size = 0, 0, 0
     for e in extents:

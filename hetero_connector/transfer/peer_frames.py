@@ -1,13 +1,13 @@
-"""Encode the messages of an engine and its peer process, over a stream of bytes.
+"""The messages between an engine and its peer process, over a stream of bytes.
 
     offset  bytes  little-endian
     0       1      kind
     4       4      bytes of the payload, p
-    8       8      id of the read it is about; 0 if none
+    8       8      number of the read it is about; 0 if none
     16      p      payload
 
-The peer process is not believed: whoever reaches its port can write its memory. So nothing is
-unpickled, and what it says is a read's end, its metadata, or an error's text.
+The peer process is not trusted, because anyone who reaches its port can write its memory. So
+nothing is unpickled, and it can only send a read's end, its metadata, or an error's text.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ _HEAD = struct.Struct("<BxxxIQ")
 _NAME = struct.Struct("<H")
 _ERRNO = struct.Struct("<i")
 _MAX_PAYLOAD = 16 << 20
-"""A read of 400,000 extents."""
+"""Enough for a read of 400,000 extents."""
 _FIELDS = 5
 
 
 class Kind(IntEnum):
-    """Of a frame: the engine's, then the peer process's."""
+    """The kinds of frames: those of the engine, then those of the peer process."""
 
     CONNECT = 1
     """Payload: a peer's `AgentMetadata`."""
     READ = 2
     """Payload: a connection's name, and extents; see `read_payload`."""
     DISCONNECT = 3
-    """Payload: a connection's name, the digest of the metadata it was made with."""
-    ASK = 7
-    """Asks whether the process still does something; it answers ALIVE."""
+    """Payload: a connection's name, which is the digest of its metadata."""
+    PING = 7
+    """The process answers with ALIVE."""
     READY = 4
-    """Payload: our own `AgentMetadata`."""
+    """Payload: the process's own `AgentMetadata`."""
     FAILED = 5
-    """The process cannot start. Payload: why."""
+    """The process cannot start. Payload: the reason."""
     ENDED = 6
-    """A read. Payload: empty, or `error_payload`."""
+    """A read has ended. Payload: empty, or `error_payload`."""
     ALIVE = 8
+    """The answer to PING."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +60,18 @@ class Frame:
     payload: bytes
 
     def encode(self) -> bytes:
-        """Its bytes in the stream."""
+        """Return its bytes in the stream."""
         return _HEAD.pack(self.kind, len(self.payload), self.read) + self.payload
 
 
 class FrameReader:
-    """Puts frames together from bytes that come in pieces."""
+    """Assembles frames from pieces of the stream."""
 
     def __init__(self) -> None:
         self._left = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """Every frame that is whole now. ValueError for what cannot be one."""
+        """Add bytes, and yield the frames that are complete. Raises ValueError for a bad frame."""
         self._left += data
         at = 0
         while len(self._left) - at >= _HEAD.size:
@@ -86,14 +87,14 @@ class FrameReader:
 
 
 def read_payload(connection: str, extents: Sequence[PeerExtent]) -> bytes:
-    """What is to be read, and from whom."""
+    """Encode a read: the connection and the extents."""
     name = connection.encode()
     rows = [(e.remote_region, e.remote_offset, e.region, e.offset, e.size) for e in extents]
     return _NAME.pack(len(name)) + name + np.array(rows, "<i8").tobytes()
 
 
 def parse_read(payload: bytes) -> tuple[str, list[PeerExtent]]:
-    """Inverse of `read_payload`."""
+    """Decode what `read_payload` made."""
     (size,) = _NAME.unpack_from(payload)
     first = _NAME.size + size
     rows = np.frombuffer(payload, "<i8", offset=first).reshape(-1, _FIELDS)
@@ -101,12 +102,12 @@ def parse_read(payload: bytes) -> tuple[str, list[PeerExtent]]:
 
 
 def error_payload(error: TransferError) -> bytes:
-    """Why a read failed."""
+    """Encode the reason of a failed read."""
     return _ERRNO.pack(error.errno or 0) + str(error.strerror or error).encode()
 
 
 def parse_error(payload: bytes) -> TransferError:
-    """Inverse of `error_payload`. ValueError for what it cannot have made."""
+    """Decode what `error_payload` made. Raises ValueError for anything else."""
     if len(payload) < _ERRNO.size:
         raise ValueError("an error without its number")
     (number,) = _ERRNO.unpack_from(payload)

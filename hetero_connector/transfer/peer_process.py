@@ -1,9 +1,8 @@
 """The process that peers can reach: it has the exported memory, and a NIXL UCX agent over it.
 
-`python -m hetero_connector.transfer.peer_process PARENT SOCKET FD:BYTES ...`, started by
-`nixl_peers`. The agent serves peers by itself; this loop reads from them as the engine says. One
-thread: over CMA a post copies its bytes before it returns, and nothing else has to be done
-meanwhile.
+`peer_child` starts it: `python -m hetero_connector.transfer.peer_process PARENT SOCKET FD:BYTES
+...`. The agent serves peers by itself; this loop performs the engine's reads from them, on one
+thread. Over CMA a post copies its bytes before it returns; there is nothing else to do meanwhile.
 """
 
 from __future__ import annotations
@@ -42,48 +41,48 @@ _RECEIVE_BYTES = 1 << 16
 
 
 class PeerServer:
-    """Does what the engine says, until it says no more."""
+    """Performs the engine's reads until the engine closes the socket."""
 
     def __init__(
         self, engine: socket.socket, agent: UcxAgent, regions: Sequence[tuple[int, int]]
     ) -> None:
-        """`regions`: (address, bytes) of what is exported."""
+        """`regions`: (address, bytes) of the exported memory."""
         self._engine = engine
         self._agent = agent
         self._regions = regions
         self._frames = FrameReader()
         self._connections: dict[str, PeerConnection] = {}
-        """By the digest of a peer's metadata; also retired ones, until they are idle."""
+        """By the digest of the peer's metadata. Retired ones stay until they are idle."""
         self._retired: set[str] = set()
         self._reads: dict[int, PeerRead] = {}
 
     def run(self, parent: int) -> None:
-        """Return when the engine has closed its end of the socket, or is gone."""
+        """Serve until the engine has closed its end of the socket, or is gone."""
         pause_s = _MIN_POLL_S
         while True:
             is_busy = bool(self._reads or self._retired)
             readable, _, _ = select.select([self._engine], [], [], pause_s if is_busy else _IDLE_S)
-            if readable and not self._hear():
+            if readable and not self._receive():
                 return
             if os.getppid() != parent:
                 return
-            moved = [connection.drive() for connection in self._connections.values()]
-            self._tell()
-            self._forget_retired()
-            if any(moved) or readable:
+            changed = [connection.drive() for connection in self._connections.values()]
+            self._report_ended()
+            self._drop_retired()
+            if any(changed) or readable:
                 pause_s = 0.0
             else:
                 pause_s = min(max(2 * pause_s, _MIN_POLL_S), _MAX_POLL_S)
 
-    def _hear(self) -> bool:
-        """Take in what the engine says; False if that was the last."""
+    def _receive(self) -> bool:
+        """Handle the engine's messages; return False if it has closed the socket."""
         data = self._engine.recv(_RECEIVE_BYTES)
         for frame in self._frames.feed(data):
             if frame.kind is Kind.CONNECT:
                 self._connect(AgentMetadata.decode(frame.payload))
             elif frame.kind is Kind.READ:
                 self._read(frame)
-            elif frame.kind is Kind.ASK:
+            elif frame.kind is Kind.PING:
                 self._engine.sendall(Frame(Kind.ALIVE, 0, b"").encode())
             else:
                 self._retired.add(frame.payload.decode())
@@ -101,14 +100,14 @@ class PeerServer:
         self._reads[frame.read] = read
         connection.add(read)
 
-    def _tell(self) -> None:
-        """Of reads that have ended."""
+    def _report_ended(self) -> None:
+        """Tell the engine which reads have ended."""
         for number, read in [item for item in self._reads.items() if item[1].terminal]:
             del self._reads[number]
             payload = b"" if read.error is None else error_payload(read.error)
             self._engine.sendall(Frame(Kind.ENDED, number, payload).encode())
 
-    def _forget_retired(self) -> None:
+    def _drop_retired(self) -> None:
         for name in list(self._retired):
             connection = self._connections[name]
             connection.cancel(TransferError(errno.ENOTCONN, "the peer was disconnected"))
@@ -119,9 +118,9 @@ class PeerServer:
 
 
 def confine(parent: int) -> None:
-    """Die with the engine, whatever state this is in; gain no rights by what is run; leave no core.
+    """Confine this process: it ends with the engine, gains no privileges and dumps no core.
 
-    Signals for the engine's process group are the engine's to answer.
+    Signals to the engine's process group are ignored: the engine decides when to end.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     for option, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_NO_NEW_PRIVS, 1)):
@@ -135,9 +134,10 @@ def confine(parent: int) -> None:
 
 
 def leave_torch_out() -> None:
-    """NIXL reads torch's files to choose a library, and imports a torch that was built for CPUs.
+    """Replace the module `torch` by an empty one.
 
-    That takes seconds and hundreds of MiB for nothing. The files stay there to be read.
+    NIXL looks at torch's files to choose a library, and imports a torch built for CPUs, which
+    takes seconds and hundreds of MiB for nothing. The files can still be looked at.
     """
     spec = importlib.util.find_spec("torch")
     if spec is not None:
@@ -151,8 +151,8 @@ def main() -> None:
     confine(parent)
     leave_torch_out()
     with socket.socket(fileno=int(sys.argv[2])) as inherited:
-        # An engine with many clients has descriptors above 1,023, which `select` does not take.
-        # Here hardly any is in use, and a copy has the lowest that is free.
+        # An engine with many clients has descriptors above 1,023, which `select` does not accept.
+        # Few are in use here, and a copy gets the lowest free number.
         connection = inherited.dup()
     with connection as engine:
         described = [
@@ -170,7 +170,7 @@ def main() -> None:
         metadata = AgentMetadata(agent.name, tuple(regions), agent.metadata).encode()
         engine.sendall(Frame(Kind.READY, 0, metadata).encode())
         PeerServer(engine, agent, regions).run(parent)
-        # Without unwinding: whatever UCX still does ends with the process.
+        # Exit without cleanup: everything UCX still does ends with the process.
         os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""`FileTransfer` by preadv and pwritev on a few threads: works everywhere, names the errno."""
+"""`FileTransfer` by preadv and pwritev on a few threads: works everywhere and reports errno."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from hetero_connector.transfer.base import (
 )
 
 _PART_BYTES = 1 << 20
-"""One system call moves at most this, so that one large extent keeps all threads busy."""
+"""Most bytes of one system call, so that a large extent keeps all threads busy."""
 
 
 class PreadTransfer:
-    """Parts of one transfer still queued or running, and the first error of any of them."""
+    """One transfer, in parts. Its error is the first of any part."""
 
     def __init__(self, direction: Direction, num_parts: int) -> None:
         self.direction = direction
@@ -46,7 +46,7 @@ class PreadTransfer:
 
     @property
     def failing(self) -> bool:
-        """Whether a part has failed, so that the others need not start."""
+        """True if a part has failed, so that the others need not start."""
         return self._error is not None
 
     def poll(self) -> TransferState:
@@ -54,8 +54,8 @@ class PreadTransfer:
             return TransferState.PENDING
         return TransferState.DONE if self._error is None else TransferState.FAILED
 
-    def part_ended(self, error: TransferError | None) -> None:
-        """Called by the thread that moved, or skipped, one part."""
+    def on_part_end(self, error: TransferError | None) -> None:
+        """Count one part as ended, on the thread that moved or skipped it."""
         with self._lock:
             if error is not None and self._error is None:
                 self._error = error
@@ -82,7 +82,7 @@ class PreadFiles:
         self._active: list[PreadTransfer] = []
         self._closed = False
         self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
-        # Daemons: a system call stuck on dead storage must not keep the process alive.
+        # Daemons, because a system call stuck on dead storage must not keep the process alive.
         self._threads = [
             threading.Thread(target=self._run, name=f"heterocache-pread-{i}", daemon=True)
             for i in range(threads)
@@ -119,7 +119,7 @@ class PreadFiles:
     def _run(self) -> None:
         while (part := self._parts.get()) is not None:
             error = None if part.transfer.failing else self._move(part)
-            part.transfer.part_ended(error)
+            part.transfer.on_part_end(error)
 
     def _move(self, part: _Part) -> TransferError | None:
         extent, done = part.extent, 0
@@ -134,6 +134,6 @@ class PreadFiles:
                 return TransferError(e.errno, f"{call.__name__}: {e.strerror}: {extent}")
             done += moved
             if moved == 0 or done % BLOCK_BYTES:
-                # Only the end of the file breaks off inside a block.
+                # Only at the end of a file does a call stop inside a block.
                 return TransferError(f"file ended after {done} bytes of {extent}")
         return None

@@ -1,16 +1,16 @@
-"""A NIXL agent with only the UCX backend: the calls that reading a peer's memory needs.
+"""A NIXL agent with only the UCX backend: the calls that are needed to read a peer's memory.
 
-Over NIXL's bindings rather than its `nixl_agent` class, for one reason: that class starts
-UCX's progress thread with a delay of zero, which polls without a pause and takes a whole
-core from an idle engine. With a delay the thread sleeps until a file descriptor wakes it.
+It uses NIXL's bindings instead of its `nixl_agent` class, because that class starts UCX's progress
+thread with a delay of zero: the thread polls without a pause and takes a whole core from an idle
+engine. With a delay the thread sleeps until a file descriptor wakes it.
 
-The progress thread answers peers that connect, and serves their reads where no transport
-reads memory one-sidedly (plain TCP). Nothing in Python runs for either.
+The progress thread answers peers that connect, and serves their reads if the transport cannot read
+memory one-sidedly (plain TCP). No Python runs for either.
 
-Which transport UCX takes is the user's to say (`UCX_TLS`, `UCX_NET_DEVICES`); left alone, it
-takes RDMA between hosts that have it, `process_vm_readv` (CMA) within a host, else TCP. It listens
-on every interface that `UCX_NET_DEVICES` leaves it, whatever it takes; NIXL's own parameter
-`ucx_devices` does not change that.
+The user may choose the transport (`UCX_TLS`, `UCX_NET_DEVICES`). By default UCX takes RDMA between
+hosts that have it, `process_vm_readv` (CMA) within a host, else TCP. It listens on every interface
+in `UCX_NET_DEVICES`, whatever transport it takes; NIXL's own parameter `ucx_devices` does not
+change that.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ Descriptors = npt.NDArray[np.uint64]
 """`[n, 3] uint64`: address, bytes, device 0."""
 
 _UCX_DEFAULTS = {"UCX_LOG_LEVEL": "fatal", "UCX_CMA_SEG_SIZE": "4m"}
-"""Unless the user says otherwise. UCX would report every dead peer on stdout. CMA moves one
+"""Set unless the user has set them. UCX would report every dead peer on stdout. CMA moves one
 segment, 512 KiB by default, each time it is polled; with segments as large as our descriptors it
 is done when the post returns."""
 _PROGRESS_DELAY_US = 10_000
-"""At least that often the progress thread looks by itself, in case no descriptor woke it."""
+"""The progress thread checks at least that often, even if no descriptor wakes it."""
 
 
 class UcxAgent:
-    """Used by one thread at a time; only `metadata` may be read by any."""
+    """One agent, used by one thread at a time; any thread may read `metadata`."""
 
     def __init__(self, name: str, regions: Sequence[tuple[int, int]]) -> None:
-        """Register `regions` (address, bytes); StoreError says why that does not work."""
+        """Register `regions` (address, bytes). Raises StoreError with the reason if that fails."""
         try:
             nixl = import_nixl()
             from nixl import _bindings as bindings
@@ -66,11 +66,11 @@ class UcxAgent:
         except Exception as e:  # nixl's exceptions derive from Exception only
             raise StoreError(
                 f"NIXL's UCX backend does not start: {e!r}. If UCX_TLS or UCX_NET_DEVICES are "
-                "set, they must leave one network transport, tcp at least"
+                "set, they must allow at least one network transport, such as tcp"
             ) from e
 
     def load(self, metadata: bytes) -> str:
-        """Get to know a peer; its name. TransferError if NIXL refuses the metadata."""
+        """Load a peer's metadata; return its name. Raises TransferError if NIXL refuses them."""
         try:
             name = self._agent.loadRemoteMD(metadata)
         except Exception as e:
@@ -78,15 +78,15 @@ class UcxAgent:
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def unload(self, peer: str) -> None:
-        """Forget a peer and close the connection. Nothing may be under way with it."""
+        """Forget a peer and close the connection. No read of it may be in flight."""
         # NIXL forgets a peer by itself when a read finds it dead.
         with contextlib.suppress(self._bindings.nixlNotFoundError):
             self._agent.invalidateRemoteMD(peer)
 
     def prepare(self, peer: str | None, descriptors: Descriptors) -> int:
-        """A handle on one side's descriptors: a peer's, or our own (None).
+        """Return a handle of one side's descriptors: those of a peer, or our own (None).
 
-        TransferError if any of them is outside what that side registered.
+        Raises TransferError if one is outside the memory which that side registered.
         """
         agent = self._bindings.NIXL_INIT_AGENT if peer is None else peer
         try:
@@ -96,11 +96,11 @@ class UcxAgent:
             raise TransferError(errno.EFAULT, f"NIXL refuses the addresses: {e!r}") from e
 
     def drop(self, side: int) -> None:
-        """Let go of a `prepare`d side."""
+        """Release a handle made by `prepare`."""
         self._agent.releasedDlistH(side)
 
     def make_read(self, local: int, remote: int, index: npt.NDArray[np.int32]) -> int:
-        """A handle for reading the descriptors named by `index`; nothing moves yet."""
+        """Return a handle for reading the descriptors named by `index`, without starting it."""
         try:
             request = self._agent.makeXferReq(
                 self._bindings.NIXL_READ, local, index, remote, index, "", [], True
@@ -110,7 +110,7 @@ class UcxAgent:
         return int(request)
 
     def post(self, request: int) -> None:
-        """Start it; poll with `ended`. Some of it may be under way even if this raises.
+        """Start a read; poll it with `has_ended`. A part may be in flight even if this raises.
 
         Over CMA the bytes are copied before this returns.
         """
@@ -119,8 +119,8 @@ class UcxAgent:
         except Exception as e:
             raise TransferError(errno.ECONNRESET, f"the read failed: {e!r}") from e
 
-    def ended(self, request: int) -> bool:
-        """Whether the read has ended; TransferError if it has failed."""
+    def has_ended(self, request: int) -> bool:
+        """True if the read has ended. Raises TransferError if it has failed."""
         try:
             status = self._agent.getXferStatus(request)
         except Exception as e:
@@ -132,7 +132,7 @@ class UcxAgent:
         return True
 
     def release(self, request: int) -> bool:
-        """Let go of a read that has ended or failed; False if it is still active after all."""
+        """Release a read that has ended or failed. Returns False if NIXL still works on it."""
         try:
             self._agent.releaseXferReq(request)
         except self._bindings.nixlRepostActiveError:
@@ -140,7 +140,7 @@ class UcxAgent:
         return True
 
     def close(self) -> None:
-        """Deregister the regions and end the agent. Nothing may be under way. Idempotent."""
+        """Deregister the regions and end the agent. Nothing may be in flight. Idempotent."""
         if self._agent is not None:
             self._agent.deregisterMem(self._registered, [])
             self._agent = None

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.throttled_files import ThrottledFiles
 from hetero_connector.errors import StoreClosedError, StoreError, TransferError
 from hetero_connector.transfer.base import (
     BLOCK_BYTES,
@@ -31,7 +32,6 @@ from hetero_connector.transfer.base import (
 from hetero_connector.transfer.memory_files import MemoryFiles
 from hetero_connector.transfer.nixl_files import NixlFiles, open_agent
 from hetero_connector.transfer.pread_files import PreadFiles
-from hetero_connector.transfer.throttled_files import ThrottledFiles
 
 B = BLOCK_BYTES
 FILE_BYTES = 3 << 20

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_connector.transfer.listening import listening_addresses, only_this_host
+from hetero_connector.transfer.nixl_peers import listening_addresses, only_this_host
 
 
 def test_the_listening_sockets_of_this_process_and_no_others() -> None:

@@ -272,7 +272,7 @@ def test_metadata_that_lies_about_its_regions_reads_nothing(
     reader.connect("w", wide.encode())
     failed = reader.submit("w", [PeerExtent(0, 1 << 39, 0, 0, 4_096)])
     assert wait(failed) is TransferState.FAILED
-    with pytest.raises(PeerError, match="known with others"):
+    with pytest.raises(PeerError, match="has other metadata"):
         reader.connect("v", owner.metadata)
     reader.disconnect("w")
 

@@ -52,7 +52,7 @@ class Agent:
             self.failing.add(request)
             raise GONE
 
-    def ended(self, request: int) -> bool:
+    def has_ended(self, request: int) -> bool:
         if request in self.failing:
             raise GONE
         return request in self.done

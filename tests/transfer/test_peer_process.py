@@ -23,8 +23,7 @@ from hetero_connector.errors import StoreError
 from hetero_connector.transfer import peer_child
 from hetero_connector.transfer.agent_metadata import AgentMetadata
 from hetero_connector.transfer.base import TransferState
-from hetero_connector.transfer.listening import listening_addresses
-from hetero_connector.transfer.nixl_peers import NixlPeers
+from hetero_connector.transfer.nixl_peers import NixlPeers, listening_addresses
 from hetero_connector.transfer.peer_base import PeerExtent
 from hetero_connector.transfer.shared_memory import create_shared
 
@@ -69,7 +68,7 @@ request = agent._agent.makeXferReq(
 deadline_s = time.monotonic() + 5
 try:
     agent.post(request)
-    while not agent.ended(request) and time.monotonic() < deadline_s:
+    while not agent.has_ended(request) and time.monotonic() < deadline_s:
         time.sleep(0.01)
 except TransferError as error:
     print(error)
@@ -99,7 +98,7 @@ def test_who_reaches_the_port_writes_the_exported_memory_but_none_of_the_engines
     write_over_tcp(victim.metadata, told.regions[0][0])
     assert (exported.view[:8] == 66).all(), "else this shows nothing: that is what remains open"
     for address in (secret.ctypes.data, exported.view.ctypes.data + 4_096):
-        until(lambda: not victim.tend() and psutil.pid_exists(victim.process_id))
+        until(lambda: not victim.maintain() and psutil.pid_exists(victim.process_id))
         write_over_tcp(victim.metadata, address)
     assert (secret == 1).all()
     assert not exported.view[8:].any(), "an address of the engine is none of the process"
@@ -218,13 +217,13 @@ def test_when_it_is_killed_reads_end_and_it_is_started_again_after_longer_and_lo
     pauses = []
     for _ in range(3):
         os.kill(peers.process_id, signal.SIGKILL)
-        until(peers.tend)
+        until(peers.maintain)
         died_s, dead, before = now_s, peers.process_id, peers.metadata
         while peers.process_id == dead:
             now_s += 0.25
-            assert not peers.tend()
+            assert not peers.maintain()
         pauses.append(now_s - died_s)
-        until(lambda before=before: not peers.tend() and peers.metadata != before)  # type: ignore[misc]
+        until(lambda before=before: not peers.maintain() and peers.metadata != before)  # type: ignore[misc]
     assert pauses == [1.0, 2.0, 4.0]
     assert peers.close()
 
@@ -233,12 +232,12 @@ def test_one_that_hangs_is_ended_and_with_it_what_was_under_way() -> None:
     peers, other = (NixlPeers([create_shared("test", SIZE)]) for _ in range(2))
     peers.connect("other", other.metadata)
     for _ in range(100):
-        assert not peers.tend(), "one that answers is left alone"
+        assert not peers.maintain(), "one that answers is left alone"
         time.sleep(0.002)
     os.kill(peers.process_id, signal.SIGSTOP)
     read = peers.submit("other", [PeerExtent(0, 0, 0, 0, 8)])
     asked = 0
-    while not peers.tend():
+    while not peers.maintain():
         asked += 1
         assert asked < 1_000
         time.sleep(0.002)
@@ -254,21 +253,21 @@ def test_when_no_process_can_be_started_it_is_tried_again_later(
     now_s = 100.0
     peers = NixlPeers([create_shared("test", SIZE)], clock=lambda: now_s)
     os.kill(peers.process_id, signal.SIGKILL)
-    until(peers.tend)
+    until(peers.maintain)
     with monkeypatch.context() as none_left:
         none_left.setattr(subprocess, "Popen", Mock(side_effect=BlockingIOError("no process")))
         now_s += 1.0
-        assert not peers.tend()
-        assert peers.tend(), "as if it had ended at once"
+        assert not peers.maintain()
+        assert peers.maintain(), "as if it had ended at once"
     now_s += 1.0
     before = peers.metadata
-    assert not peers.tend()
+    assert not peers.maintain()
     now_s += 1.0
-    until(lambda: not peers.tend() and peers.metadata != before)
+    until(lambda: not peers.maintain() and peers.metadata != before)
     assert peers.close()
 
 
-@pytest.mark.parametrize("said", ["garbage", "not under way", "silence", "exits"])
+@pytest.mark.parametrize("said", ["garbage", "an unknown read", "silence", "exits"])
 def test_a_process_that_says_what_makes_no_sense_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
 ) -> None:
@@ -283,7 +282,7 @@ def test_a_process_that_says_what_makes_no_sense_is_ended(
         f"said = {said!r}\n"
         "engine.recv(1)\n"
         "if said == 'garbage': engine.sendall(bytes([255]) * 4096)\n"
-        "if said == 'not under way': engine.sendall(Frame(Kind.ENDED, 99, b'').encode())\n"
+        "if said == 'an unknown read': engine.sendall(Frame(Kind.ENDED, 99, b'').encode())\n"
         "if said != 'exits': time.sleep(60)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

@@ -112,12 +112,12 @@ def test_what_moves_the_bytes_may_end_and_comes_back_under_another_name(join: Jo
     in_b[:] = 4
     a.connect("b", b.metadata)
     assert wait(a.submit("b", [PeerExtent(0, 0, 0, 0, 8)])) is TransferState.DONE
-    assert not a.tend()
+    assert not a.maintain()
     before = a.metadata
     end(a)
-    until(a.tend)
-    assert not a.tend(), "it is told once"
-    until(lambda: not a.tend() and a.metadata != before)
+    until(a.maintain)
+    assert not a.maintain(), "it is told once"
+    until(lambda: not a.maintain() and a.metadata != before)
     own[:] = 0
     assert wait(a.submit("b", [PeerExtent(0, 0, 0, 8, 8)])) is TransferState.DONE
     assert (own[8:16] == 4).all()

@@ -138,7 +138,7 @@ class PeerReader:
         if now_s < self._tend_at_s:
             return
         self._tend_at_s = now_s + _TEND_S
-        if self._transfers.tend():
+        if self._transfers.maintain():
             self._state.recorder.add("heterocache_peer_process_exits")
         if self._transfers.metadata != self._published:
             self._published = self._transfers.metadata

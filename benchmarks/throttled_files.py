@@ -1,4 +1,4 @@
-"""A `FileTransfer` slowed to a bandwidth: to see how a slower disk would do."""
+"""A `FileTransfer` slowed down to a bandwidth, to measure with a slower disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hetero_connector.transfer.base import (
 
 
 class ThrottledTransfer:
-    """Ends when the transfer under it has ended and its share of the bandwidth has passed."""
+    """Ends when the inner transfer has ended and the time for its bytes has passed."""
 
     def __init__(self, inner: Transfer, due_s: float, clock: Callable[[], float]) -> None:
         self._inner = inner
@@ -41,10 +41,9 @@ class ThrottledTransfer:
 
 
 class ThrottledFiles:
-    """Lets the reads of `inner` end at `read_bandwidth` bytes a second, one after the other.
+    """Limits the reads of `inner` to `read_bandwidth` bytes a second, one after another.
 
-    Writes pass at their own speed. The memory of a late transfer is never touched late: the
-    one under it has long ended.
+    Writes are not slowed. Memory is never touched late, because the inner transfer has ended.
     """
 
     def __init__(
@@ -54,10 +53,10 @@ class ThrottledFiles:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if read_bandwidth <= 0:
-            raise ValueError(f"a bandwidth of {read_bandwidth} bytes a second moves nothing")
+            raise ValueError(f"a bandwidth is above 0 bytes a second, got {read_bandwidth}")
         self._inner = inner
         self.read_bandwidth = read_bandwidth
-        """Bytes a second, for reads submitted from now."""
+        """Bytes a second, for reads submitted from now on."""
         self._clock = clock
         self._free_s = 0.0
         self._due_s: list[float] = []
