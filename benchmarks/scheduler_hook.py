@@ -169,7 +169,7 @@ def _one_request(side: Any, request_id: str, tokens: list[int], samples: Samples
     report = WorkerReport(loaded=Counter({request_id: 1}))
     samples.add("release", timed(lambda: side.on_report(report)))
     side._trackers.pop(request_id)
-    side._queue.gone(request_id)
+    side._queue.remove(request_id)
 
 
 def _output(new: Sequence[Any], scheduled: Mapping[str, int]) -> Any:

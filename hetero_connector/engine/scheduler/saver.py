@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ChunkRange, Tier
@@ -54,6 +55,14 @@ class _Collected:
         return Save(self.save_ids, PageCopy(self.artifacts, blocks))
 
 
+class Verdict(Enum):
+    """The decision about a reservation, carried out when every rank has copied."""
+
+    SEAL = "seal"
+    DROP = "drop"
+    UNDECIDED = "undecided"
+
+
 @dataclass
 class _Reserved:
     """A reservation in the store that workers fill."""
@@ -61,8 +70,7 @@ class _Reserved:
     save: StoreSave
     ranks_left: int
     """Tensor-parallel ranks that have not copied their share yet."""
-    wanted: bool | None
-    """Seal it or not; None: undecided."""
+    verdict: Verdict
     whole: bool = True
     """False once a rank could not copy its share."""
 
@@ -82,10 +90,10 @@ class Reservations:
         """True while workers have saves that they have not reported."""
         return self._unreported > 0
 
-    def add(self, save: StoreSave, wanted: bool | None) -> int:
-        """Add a reservation and return its id, from 1. `wanted`: None if `decide` will say."""
+    def add(self, save: StoreSave, verdict: Verdict) -> int:
+        """Add a reservation and return its id, from 1."""
         self._latest_id += 1
-        self._reserved[self._latest_id] = _Reserved(save, self._tp_size, wanted)
+        self._reserved[self._latest_id] = _Reserved(save, self._tp_size, verdict)
         self._unreported += 1
         return self._latest_id
 
@@ -100,11 +108,11 @@ class Reservations:
             self._unreported -= 1
             self._settle(save_id)
 
-    def decide(self, save_id: int, *, wanted: bool) -> None:
-        """Decide whether to seal an undecided reservation."""
+    def decide(self, save_id: int, verdict: Verdict) -> None:
+        """Decide about an undecided reservation."""
         reserved = self._reserved.get(save_id)
         if reserved is not None:
-            reserved.wanted = wanted
+            reserved.verdict = verdict
             self._settle(save_id)
 
     @contextmanager
@@ -128,10 +136,10 @@ class Reservations:
     def _settle(self, save_id: int) -> None:
         """Seal or abandon the reservation if it is copied and decided."""
         reserved = self._reserved[save_id]
-        if reserved.ranks_left > 0 or reserved.wanted is None:
+        if reserved.ranks_left > 0 or reserved.verdict is Verdict.UNDECIDED:
             return
         del self._reserved[save_id]
-        if reserved.wanted and reserved.whole:
+        if reserved.verdict is Verdict.SEAL and reserved.whole:
             self._store.complete_save(reserved.save)
         else:
             self._store.abandon_save(reserved.save)
@@ -219,7 +227,7 @@ class Saver:
         known = self._storable(tracker, computed)
         table = table_of(block_ids)
         collected = self._collect_full_chunks(tracker, known, table)
-        self._decide(tracker, wanted=True)
+        self._decide(tracker, Verdict.SEAL)
         end = known - known % self._model.alignment
         if end >= max(1, tracker.windows_from) and not self._has_recurrent:
             chunk = tracker.chain.ending_at(end)
@@ -262,7 +270,7 @@ class Saver:
 
     def forget(self, tracker: RequestTracker) -> None:
         """Drop the undecided checkpoint: the request does not end there."""
-        self._decide(tracker, wanted=False)
+        self._decide(tracker, Verdict.DROP)
 
     def on_report(self, save_id: int, ranks: int, *, copied: bool = True) -> None:
         """Count `ranks` more ranks that are done; seal the save when all have copied."""
@@ -272,10 +280,10 @@ class Saver:
         """Give up a save whose pages are overwritten before they can be copied."""
         self._reservations.abandon(save.save_ids)
 
-    def _decide(self, tracker: RequestTracker, *, wanted: bool) -> None:
+    def _decide(self, tracker: RequestTracker, verdict: Verdict) -> None:
         save_id, tracker.undecided = tracker.undecided, 0
         if save_id:
-            self._reservations.decide(save_id, wanted=wanted)
+            self._reservations.decide(save_id, verdict)
 
     def _storable(self, tracker: RequestTracker, computed: int) -> int:
         """Return the leading tokens whose state may be stored.
@@ -311,14 +319,15 @@ class Saver:
         if exact and self._choose_checkpoint(tracker, chunks):
             kept = self._collect(collected, chunk, self._plain_types, table)
             if kept:
-                self._decide(tracker, wanted=False)
+                self._decide(tracker, Verdict.DROP)
             return kept
         if not self._collect(collected, chunk, self._model.prefix_types, table):
             return False
         if exact and not self._has_tails and chunk.end > tracker.request.num_prompt_tokens:
-            self._decide(tracker, wanted=False)
+            self._decide(tracker, Verdict.DROP)
             before = len(collected.save_ids)
-            self._collect(collected, chunk, self._plain_boundary_types, table, wanted=None)
+            types = self._plain_boundary_types
+            self._collect(collected, chunk, types, table, Verdict.UNDECIDED)
             reserved = collected.save_ids[before:]
             tracker.undecided = reserved[0] if reserved else 0
         return True
@@ -357,19 +366,19 @@ class Saver:
         chunk: ChunkRange,
         types: Sequence[StateType],
         table: BlockTable,
-        wanted: bool | None = True,
+        verdict: Verdict = Verdict.SEAL,
     ) -> bool:
         """Reserve the chunk's missing state that is in pages; False if there is no space."""
         missing = self._store.missing(chunk, types)
         in_pages = [t for t in missing if self._has_pages(t, chunk, table)]
-        return self._reserve(collected, chunk, in_pages, wanted)
+        return self._reserve(collected, chunk, in_pages, verdict)
 
     def _reserve(
         self,
         collected: _Collected,
         chunk: ChunkRange,
         types: Sequence[StateType],
-        wanted: bool | None = True,
+        verdict: Verdict = Verdict.SEAL,
     ) -> bool:
         if not types:
             return True
@@ -377,7 +386,7 @@ class Saver:
         reservation = self._store.begin_save(chunk, sizes)
         if reservation is None:
             return False
-        collected.save_ids.append(self._reservations.add(reservation, wanted))
+        collected.save_ids.append(self._reservations.add(reservation, verdict))
         for state_type, offset in reservation.offsets.items():
             copy = ArtifactCopy(state_type, chunk.start, chunk.end, offset)
             collected.artifacts.append(copy)
