@@ -309,7 +309,7 @@ _MAX_LOG = 2.0
 
 
 class SpeedFactor:
-    """How slow the machine is now against how slow it usually is, as one factor.
+    """The ratio of the machine's present seconds to its usual seconds.
 
     Clocks throttle, other processes come and go: everything takes half as long again for some
     seconds, short steps and long ones alike. Samples of all sizes show that one factor within a

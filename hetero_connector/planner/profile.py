@@ -95,7 +95,7 @@ class ProfileSubject:
 
 @dataclass(frozen=True)
 class FitError:
-    """How well a fit predicted its own samples, each before it was learned from."""
+    """The error of a fit on its own samples, each predicted before it was learned."""
 
     samples: int
     median: float

@@ -130,11 +130,11 @@ class _Logs(NamedTuple):
 
 _NO_GAPS = _Logs(0.0, 0.0, 0.0)
 _PRIOR_GAPS = _Logs(2.0, math.log(30.0), 2.0 * 1.5**2)
-"""Of ln(gap): half a minute, times or divided by 4.5; weighs like two gaps."""
+"""Prior of ln(gap): half a minute, times or divided by 4.5; weighs like two gaps."""
 _PRIOR_WITHIN = _Logs(2.0, 0.0, 2.0 * 1.0**2)
-"""Of ln(gap / the session's mean)."""
+"""Prior of ln(gap / the session's mean)."""
 _PRIOR_HINT_ERRORS = _Logs(4.0, 0.0, 4.0 * 0.25**2)
-"""Of ln(gap / hint): a quarter off; weighs like four gaps."""
+"""Prior of ln(gap / hint): a quarter off; weighs like four gaps."""
 
 
 @dataclass(frozen=True)

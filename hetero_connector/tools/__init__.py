@@ -1,4 +1,4 @@
-"""The `heterocache` command: what people run beside an engine, never inside one.
+"""The `heterocache` command: run by people, never inside an engine.
 
 Owns the command line (`cli`) and one module for each command that reads this machine or an SSD
 directory: `doctor`, `inspection` (`heterocache inspect`), `verification` (`heterocache verify`)

@@ -37,7 +37,7 @@ class BadArtifact:
 
 @dataclass
 class VerifyReport:
-    """What was read and the bad artifacts found."""
+    """The artifacts read, and the bad ones among them."""
 
     path: str
     artifacts: int = 0

@@ -1,4 +1,4 @@
-"""Small models and stored chains to plan over, and a slow planner to check the real one by."""
+"""Small models and stored chains, and a slow planner that checks the real one."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def in_tier(tier: Tier, *types: StateType) -> dict[StateType, Tier]:
 def rates(
     latency_s: float, s_per_byte: float, while_computing_s: float = 0.0, **by_type: float
 ) -> TierRates:
-    """One pace for all types, but for those named by their value."""
+    """The same rate for all types except those given by name."""
     per_byte = {t: by_type.get(t.value, s_per_byte) for t in StateType}
     return TierRates(latency_s, per_byte, s_per_byte, while_computing_s)
 
@@ -92,7 +92,7 @@ def costs_of(
 
 @dataclass(frozen=True)
 class SlowPlanner:
-    """The same question answered chunk by chunk with plain numbers, to check the arrays by."""
+    """Prices chunk by chunk with plain numbers, to check the arrays."""
 
     layout: ArtifactLayout
     costs: CostModel

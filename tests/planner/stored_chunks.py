@@ -1,4 +1,4 @@
-"""Stored chunks, named by the tiers that hold what."""
+"""Stored chunks, by the tiers of their state."""
 
 from __future__ import annotations
 

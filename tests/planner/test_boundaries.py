@@ -1,4 +1,4 @@
-"""The arrays say of every chunk what the layout and the index say of it one by one."""
+"""The arrays agree with the layout and the index, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.planner.chains import HYBRID, KV, LLAMA4, SWA, chain_of, in_tier, lay
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 @pytest.mark.parametrize("times", [1, 3])
-def test_bytes_of_presets_are_the_layouts(name: str, times: int) -> None:
+def test_bytes_of_presets_equal_the_layouts(name: str, times: int) -> None:
     model = PRESETS[name]()
     layout = ArtifactLayout(model, times * model.default_chunk_tokens())
     check(ChunkGrid(layout), layout, [0, 1, 2, 3, 7, 20, 100])
 
 
 @pytest.mark.parametrize("model", [HYBRID, LLAMA4])
-def test_bytes_are_the_layouts_while_windows_fill_and_repeat(model: object) -> None:
+def test_bytes_equal_the_layouts_while_windows_fill_and_repeat(model: object) -> None:
     layout = layout_of(model)  # type: ignore[arg-type]
     check(ChunkGrid(layout), layout, list(range(12)))
 
@@ -55,7 +55,7 @@ MIXTURES = [
 
 
 @given(st.lists(st.sampled_from(MIXTURES), min_size=1, max_size=30), st.booleans())
-def test_every_chunk_has_the_mapping_its_code_says(
+def test_the_code_of_each_chunk_names_its_mapping(
     mappings: list[dict[object, Tier]], shared: bool
 ) -> None:
     chunks = chain_of(mappings, shared=shared)  # type: ignore[arg-type]
@@ -70,8 +70,8 @@ def test_every_chunk_has_the_mapping_its_code_says(
             assert part.distinct == distinct_tiers(chunks[:count])
 
 
-def test_chunks_without_a_number_among_numbered_ones_are_told_apart() -> None:
-    """A request that saw a read fail plans over chunks of its own making."""
+def test_unnumbered_chunks_among_numbered_ones_keep_their_own_tiers() -> None:
+    """A request whose read has failed plans over chunks that it made itself."""
     chunks = chain_of([MIXTURES[0], MIXTURES[1], MIXTURES[0]])
     chunks[1] = StoredChunk(chunks[1].chunk, MIXTURES[2])
     tiers = ChunkTiers.of(chunks)

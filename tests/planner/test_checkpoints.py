@@ -1,4 +1,4 @@
-"""Where checkpoints go: what every policy promises, and how the adaptive one chooses."""
+"""The promises of every checkpoint policy, and the choices of the adaptive one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def plain_rates() -> CheckpointRates:
 
 
 def plain(prior_requests: float = 0.0, alpha: float = 1.0) -> Adaptive:
-    """That remembers everything."""
+    """An adaptive policy that forgets nothing."""
     return Adaptive(
         PLAIN,
         rates=plain_rates,
@@ -71,7 +71,7 @@ POLICIES: dict[str, Callable[[], CheckpointPolicy]] = {
 
 @st.composite
 def reuses(draw: st.DrawFn) -> Reuse:
-    """What a request may have found."""
+    """Any reuse of one request."""
     matched = draw(st.integers(0, 600))
     local = draw(st.integers(0, 600))
     kept = max(draw(st.integers(0, matched)), min(local, matched))
@@ -108,7 +108,7 @@ def test_a_turn_s_end_is_always_kept(
 
 @every_policy
 @given(history=HISTORIES, boundaries=st.lists(BOUNDARIES, max_size=20))
-def test_the_same_history_gives_the_same_answers_and_asking_changes_none(
+def test_the_same_history_gives_the_same_answers_and_queries_change_nothing(
     new_policy: Callable[[], CheckpointPolicy],
     history: Sequence[Reuse],
     boundaries: Sequence[Boundary],
@@ -146,13 +146,13 @@ def test_a_period_that_divides_another_writes_at_least_as_much(
     assert set(kept(Periodic(period * factor), chunks)) <= set(kept(Periodic(period), chunks))
 
 
-def test_where_the_fixed_ones_write() -> None:
+def test_boundaries_kept_by_the_fixed_policies() -> None:
     assert kept(Full(), 7) == [1, 2, 3, 4, 5, 6, 7]
     assert kept(Periodic(3), 7) == [3, 6, 7]
     assert kept(Zero(), 7) == [7]
 
 
-def test_the_fixed_ones_take_no_note_of_where_requests_leave() -> None:
+def test_the_fixed_policies_ignore_where_requests_leave() -> None:
     left = Boundary(5, missed_chunks=100)
     assert not Zero().should_keep(left)
     assert not Periodic(2).should_keep(left)
@@ -201,7 +201,7 @@ def test_the_cost_of_every_period_worked_by_hand() -> None:
     assert kept(policy, 11) == [4, 8, 11]
 
 
-def test_a_chunk_deep_in_a_prompt_is_dearer_to_compute_again() -> None:
+def test_a_chunk_deep_in_a_prompt_costs_more_to_compute_again() -> None:
     """Attention over 100 chunks of 256 tokens costs as much as everything else."""
     rates = CheckpointRates(
         WRITE_S / PLAIN.checkpoint_bytes, 0.0, CHUNK_S / CHUNK, CHUNK_S / CHUNK / 25_600
@@ -214,7 +214,7 @@ def test_a_chunk_deep_in_a_prompt_is_dearer_to_compute_again() -> None:
     assert not adaptive.should_keep(deep), "but nobody else may come there"
 
 
-def test_rates_follow_what_is_known_of_the_ssd_and_of_long_contexts() -> None:
+def test_rates_follow_the_cost_model() -> None:
     slow = LoadModel([StateType.DENSE_KV])
     for size in (10**7, 10**8) * 50:
         slow.observe(Tier.SSD, {StateType.DENSE_KV: size}, size / 0.1e9)
@@ -232,7 +232,7 @@ def test_rates_follow_what_is_known_of_the_ssd_and_of_long_contexts() -> None:
     )
 
 
-def test_loads_count_too() -> None:
+def test_the_seconds_of_loads_count() -> None:
     """A chunk takes 1 ms to load and a checkpoint 2 ms, and 5 ms to recompute."""
     sizes = CheckpointSizes(CHUNK, chunk_bytes=1_000_000, checkpoint_bytes=2_000_000)
     policy = Adaptive(
@@ -248,7 +248,7 @@ def test_loads_count_too() -> None:
 
 
 @pytest.mark.parametrize(("new_chunks", "period"), [(1, 2), (4, 4), (16, 8), (64, 16), (256, 32)])
-def test_requests_that_leave_anywhere_give_the_square_root_law(
+def test_requests_that_leave_at_random_places_give_the_square_root_law(
     new_chunks: int, period: int
 ) -> None:
     policy = plain()
@@ -258,7 +258,7 @@ def test_requests_that_leave_anywhere_give_the_square_root_law(
     assert policy.period == period
 
 
-def test_a_session_whose_turns_only_grow_needs_no_more_than_their_ends() -> None:
+def test_a_session_that_only_grows_needs_only_its_turns_ends() -> None:
     policy = plain(prior_requests=1.0)
     assert policy.period < NEVER
     for turn in range(1, 100):
@@ -266,7 +266,7 @@ def test_a_session_whose_turns_only_grow_needs_no_more_than_their_ends() -> None
     assert policy.period == NEVER
 
 
-def test_it_follows_when_the_reuse_changes() -> None:
+def test_the_period_follows_a_change_of_reuse() -> None:
     policy = Adaptive(PLAIN, rates=plain_rates, memory_requests=20)
     for matched in range(200, 400):
         policy.observe(Reuse(matched, new=4))
@@ -279,7 +279,7 @@ def test_it_follows_when_the_reuse_changes() -> None:
     assert policy.period == 4
 
 
-def test_where_loading_is_slower_than_computing_nothing_is_kept_on_the_way() -> None:
+def test_only_turns_ends_are_kept_if_loading_is_slower_than_computing() -> None:
     slow = CheckpointRates(load_s_per_byte=1e-6)
     policy = Adaptive(SIZES, rates=lambda: slow)
     for matched in range(100, 300):
@@ -288,14 +288,14 @@ def test_where_loading_is_slower_than_computing_nothing_is_kept_on_the_way() -> 
     assert not policy.should_keep(Boundary(100, missed_chunks=50))
 
 
-def test_what_the_engine_holds_itself_needs_no_checkpoint() -> None:
+def test_chunks_in_the_engines_own_cache_need_no_checkpoint() -> None:
     policy = plain()
     for matched in range(100, 200):
         policy.observe(Reuse(matched, kept=matched, local=matched, new=2))
     assert policy.period == NEVER
 
 
-def test_where_a_request_left_is_kept_once_another_would_pay_for_it() -> None:
+def test_a_boundary_where_a_request_left_is_kept_if_one_more_pays_for_it() -> None:
     """Writing takes 10 ms: worth three missed chunks of 5 ms, not two."""
     policy = plain()
     assert policy.period == NEVER
@@ -303,14 +303,14 @@ def test_where_a_request_left_is_kept_once_another_would_pay_for_it() -> None:
     assert policy.should_keep(Boundary(5, missed_chunks=3))
 
 
-def test_the_first_period_is_of_the_order_of_two_thousand_tokens() -> None:
+def test_the_first_period_is_about_two_thousand_tokens() -> None:
     model = PRESETS["deepseek-v4-flash"]()
     policy = Adaptive(CheckpointSizes.of(ArtifactLayout(model, CHUNK)))
     assert 4 * CHUNK <= policy.period * CHUNK <= 8 * CHUNK
 
 
 @given(st.lists(reuses(), min_size=1, max_size=20))
-def test_the_period_is_the_best_for_the_requests_seen(history: Sequence[Reuse]) -> None:
+def test_the_period_is_the_best_for_the_observed_requests(history: Sequence[Reuse]) -> None:
     policy = plain()
     for reuse in history:
         policy.observe(reuse)
@@ -324,7 +324,7 @@ def test_the_period_is_the_best_for_the_requests_seen(history: Sequence[Reuse]) 
 
 
 @given(st.lists(reuses(), min_size=1, max_size=20), st.integers(0, 10), st.integers(0, 10))
-def test_the_more_a_write_weighs_the_fewer_there_are(
+def test_a_greater_weight_of_writes_means_fewer_writes(
     history: Sequence[Reuse], one: int, more: int
 ) -> None:
     light, heavy = plain(alpha=2.0**one), plain(alpha=2.0 ** (one + more))
@@ -341,7 +341,7 @@ def key(number: int) -> ChunkKey:
     return ChunkKey(number.to_bytes(16, "little"))
 
 
-def test_the_nearest_kept_boundary_is_found_going_back() -> None:
+def test_the_nearest_kept_boundary_is_found_backwards() -> None:
     boundaries = KeptBoundaries()
     boundaries.add(key(3))
     boundaries.add(key(7))
@@ -358,7 +358,7 @@ def test_the_search_ends_at_the_longest_period() -> None:
     assert boundaries.steps_to(map(key, range(65, 0, -1))) is None
 
 
-def test_the_oldest_boundary_is_forgotten_first_and_a_repeated_one_is_new() -> None:
+def test_the_oldest_boundary_is_dropped_first_and_a_repeated_one_is_new() -> None:
     boundaries = KeptBoundaries(capacity=2)
     for number in (1, 2, 1, 3):
         boundaries.add(key(number))
@@ -378,7 +378,7 @@ class Sessions:
     policy: CheckpointPolicy
     sizes: CheckpointSizes
     branching: float
-    """Share of turns that leave the session somewhere before its end."""
+    """Share of turns that branch off before the session's end."""
     stored: set[int] = field(default_factory=set)
     checkpoints: set[int] = field(default_factory=set)
     kept: KeptBoundaries = field(default_factory=KeptBoundaries)

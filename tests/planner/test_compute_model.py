@@ -26,7 +26,7 @@ def seconds_of(n: int, context: int) -> float:
     return TRUE.step_s + TRUE.token_s * n + TRUE.attention_s * n * (context + n / 2)
 
 
-def test_attention_is_over_the_context_and_half_of_oneself() -> None:
+def test_attention_is_over_the_context_and_half_of_the_new_tokens() -> None:
     assert attention_work(10.0, 100.0) == 10 * 105
 
 
@@ -39,7 +39,7 @@ def test_attention_of_a_chunked_prefill_adds_up(context: int, chunks: list[int])
     assert parts == pytest.approx(attention_work(float(sum(chunks)), float(context)))
 
 
-def test_the_prediction_is_worked_by_hand() -> None:
+def test_a_prediction_computed_by_hand() -> None:
     model = ComputeRegression(ComputeCoefficients(0.5, 0.01, 1e-4))
     assert model.predict(10, 100) == pytest.approx(0.5 + 0.1 + 1e-4 * 10 * 105)
 
@@ -83,7 +83,7 @@ def test_fifty_requests_of_chunked_prefill_and_decode_teach_enough(seed: int) ->
 
 
 def test_a_mixed_step_is_the_sum_of_its_requests() -> None:
-    """Two requests of one step; told apart they are two steps, with two fixed parts."""
+    """Two requests in one step; separately they would be two steps with two fixed parts."""
     one, other = (100, 0), (1, 5000)
     tokens = one[0] + other[0]
     work = attention_work(*map(float, one)) + attention_work(*map(float, other))
@@ -102,7 +102,7 @@ def test_a_step_of_no_tokens_teaches_nothing() -> None:
     assert model.coefficients == pytest.approx(SLOW_ENGINE)
 
 
-def test_a_profile_is_where_it_starts_from() -> None:
+def test_compute_starts_from_a_profile() -> None:
     model = ComputeRegression(ComputeCoefficients(2e-3, 4e-5, 0.0))
     assert model.coefficients == pytest.approx((2e-3, 4e-5, 0.0))
     for _ in range(200):
@@ -111,7 +111,7 @@ def test_a_profile_is_where_it_starts_from() -> None:
     assert model.coefficients.attention_s == pytest.approx(1e-8, rel=0.1)
 
 
-def test_a_slow_first_step_is_soon_forgiven() -> None:
+def test_a_slow_first_step_soon_loses_its_weight() -> None:
     """An engine's first steps allocate and compile."""
     model = ComputeRegression()
     for n in (512, 1, 1):
@@ -168,7 +168,7 @@ def test_decodes_do_not_wash_out_what_prefills_have_taught() -> None:
     assert model.predict(mix) == pytest.approx(mixed_step_s(mix), rel=0.1)
 
 
-def test_before_anything_is_seen_a_decode_costs_a_token() -> None:
+def test_before_the_first_step_a_decode_costs_as_much_as_a_token() -> None:
     compute = ComputeCoefficients(5e-3, 1e-4, 1e-9)
     model = InterferenceRegression(compute=compute)
     assert model.coefficients == pytest.approx((5e-3, 1e-4, 1e-9, 1e-4, 1e-4, 1e-9))
@@ -185,7 +185,7 @@ def test_an_empty_step_teaches_nothing() -> None:
     assert model.samples == 0
 
 
-def test_by_hand() -> None:
+def test_delay_and_decode_step_computed_by_hand() -> None:
     """2 steps x 1 + 10 tokens x 0.1 + 50 pairs x 0.01 = 3.5; 1 + 3 x 2 + 7 x 3 = 28."""
     made = InterferenceCoefficients(1.0, 2.0, 3.0, 1.0, 0.1, 0.01)
     assert made.delay_s(10, 50, 2) == pytest.approx(3.5)

@@ -1,4 +1,4 @@
-"""Coefficients are found in noise and outliers, stay at or above zero, and are not washed out."""
+"""The fit finds coefficients in noise, the speed factor follows the machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_prior_holds_until_samples_come() -> None:
 
 
 @pytest.mark.parametrize("factor", [1e-3, 0.1, 10.0, 1e3])
-def test_a_prior_that_is_far_off_is_given_up_at_once(factor: float) -> None:
+def test_a_wrong_default_is_dropped_at_once(factor: float) -> None:
     true = [p * factor for p in PRIOR]
     found = fit()
     for n in (1, 300, 1, 300, 1, 300):
@@ -33,7 +33,7 @@ def test_a_prior_that_is_far_off_is_given_up_at_once(factor: float) -> None:
     assert found.coefficients == pytest.approx(true, rel=0.05)
 
 
-def test_what_is_known_gives_way_slowly() -> None:
+def test_a_profile_loses_its_weight_slowly() -> None:
     weak, strong = fit(), fit(PRIOR)
     for found in (weak, strong):
         found.observe((1.0, 100), 2 * (5e-3 + 1e-2), 0)
@@ -76,7 +76,7 @@ def test_a_lasting_change_is_followed() -> None:
     assert found.coefficients == pytest.approx((6e-3, 1.2e-4), rel=0.05)
 
 
-def test_one_outlier_hardly_moves_what_is_settled() -> None:
+def test_one_outlier_hardly_moves_a_settled_fit() -> None:
     found = fit()
     for n in (1, 500) * 50:
         found.observe((1.0, n), 2e-3 + 4e-5 * n, n.bit_length())
@@ -92,7 +92,7 @@ samples = st.lists(
 
 
 @given(samples)
-def test_whatever_comes_predictions_are_finite_and_not_negative(
+def test_predictions_are_finite_and_not_negative_for_any_samples(
     steps: list[tuple[int, int, float]],
 ) -> None:
     found = RobustLeastSquares((5e-3, 1e-4, 1e-9))
@@ -111,14 +111,14 @@ def test_a_falling_trend_is_held_at_zero_and_the_rest_refitted() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
-def test_what_is_no_duration_is_ignored(seconds: float) -> None:
+def test_invalid_durations_are_ignored(seconds: float) -> None:
     found = fit()
     found.observe((1.0, 10), seconds, 0)
     assert found.samples == 0
     assert found.coefficients == pytest.approx(PRIOR)
 
 
-def test_faded_evidence_gives_way_to_the_prior() -> None:
+def test_a_faded_fit_approaches_the_default() -> None:
     found = fit()
     for n in (1, 500) * 50:
         found.observe((1.0, n), 100 * (5e-3 + 1e-4 * n), n.bit_length())
@@ -130,7 +130,7 @@ def test_faded_evidence_gives_way_to_the_prior() -> None:
     assert found.coefficients == pytest.approx(PRIOR)
 
 
-def test_error_statistics_are_of_the_last_samples() -> None:
+def test_error_statistics_cover_the_last_samples() -> None:
     errors = RelativeErrors(window=20)
     assert errors.median == math.inf
     for _ in range(50):
@@ -143,7 +143,7 @@ def test_error_statistics_are_of_the_last_samples() -> None:
     assert errors.quantile(1.0) == pytest.approx(0.19)
 
 
-def test_usual_coefficients_it_is_1() -> None:
+def test_the_speed_factor_is_1_at_the_usual_speed() -> None:
     speed = SpeedFactor()
     for _ in range(100):
         speed.update(1.0, 0)
@@ -151,21 +151,21 @@ def test_usual_coefficients_it_is_1() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.5, 1.5, 3.0])
-def test_what_lasts_is_followed_within_a_few_samples(ratio: float) -> None:
+def test_the_speed_factor_follows_a_lasting_change_within_a_few_samples(ratio: float) -> None:
     speed = SpeedFactor()
     for _ in range(8):
         speed.update(ratio, 0)
     assert speed.value == pytest.approx(ratio, rel=0.25)
 
 
-def test_it_is_back_as_soon_as_the_machine_is() -> None:
+def test_the_speed_factor_recovers_with_the_machine() -> None:
     speed = SpeedFactor()
     for ratio in (2.0,) * 10 + (1.0,) * 4:
         speed.update(ratio, 0)
     assert speed.value == pytest.approx(1.0, abs=0.1)
 
 
-def test_one_outlier_does_not_count() -> None:
+def test_one_outlier_does_not_move_the_speed_factor() -> None:
     speed = SpeedFactor()
     for ratio in (1.0, 1.0, 50.0, 1.0):
         speed.update(ratio, 0)
@@ -173,7 +173,7 @@ def test_one_outlier_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_noise_is_not_followed(seed: int) -> None:
+def test_the_speed_factor_does_not_follow_noise(seed: int) -> None:
     rng = random.Random(seed)
     speed = SpeedFactor()
     factors = []
@@ -185,8 +185,8 @@ def test_noise_is_not_followed(seed: int) -> None:
     assert strayed[475] < 0.06
 
 
-def test_what_is_usual_for_a_size_says_nothing_of_another() -> None:
-    """Short steps that always take twice what the coefficients say do not slow the long ones."""
+def test_the_usual_ratio_of_one_size_class_does_not_affect_another() -> None:
+    """Short steps that always take twice the fitted seconds do not slow the long ones."""
     speed = SpeedFactor()
     for _ in range(400):
         speed.update(2.0, 1)
@@ -196,7 +196,7 @@ def test_what_is_usual_for_a_size_says_nothing_of_another() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_machine_that_drifts_is_predicted_better_than_by_its_average(seed: int) -> None:
+def test_a_drifting_machine_is_predicted_better_than_by_its_average(seed: int) -> None:
     """Half of the time everything takes 1.7 times as long, for 15 steps on end."""
     rng = random.Random(seed)
     model = ComputeRegression()

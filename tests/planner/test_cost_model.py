@@ -1,4 +1,4 @@
-"""A staged request is noticed between decodes' steps, and what that takes is learned."""
+"""The staging delay: its default, and what it learns from waits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.planner.chains import DENSE, costs_of
 STEP_S = 0.010
 
 
-def test_half_a_step_before_anything_is_seen() -> None:
+def test_the_delay_is_half_a_step_before_the_first_wait() -> None:
     assert StagingDelay().delay_s(STEP_S) == STEP_S / 2
 
 
-def test_waits_that_are_longer_by_the_same_are_believed() -> None:
+def test_consistently_longer_waits_are_learned() -> None:
     staging_delay = StagingDelay()
     for _ in range(3):
         staging_delay.observe(0.002, STEP_S, 0.012)  # by 2 ms longer than a step
@@ -25,7 +25,7 @@ def test_waits_that_are_longer_by_the_same_are_believed() -> None:
     assert staging_delay.delay_s(2 * STEP_S) == pytest.approx(0.014)
 
 
-def test_one_that_the_engine_had_no_room_for_changes_nothing() -> None:
+def test_a_wait_for_a_full_engine_changes_nothing() -> None:
     staging_delay = StagingDelay()
     for waited_s in (0.010, 0.010, 3.0):
         staging_delay.observe(0.002, STEP_S, waited_s)
@@ -33,14 +33,16 @@ def test_one_that_the_engine_had_no_room_for_changes_nothing() -> None:
 
 
 @given(st.lists(st.tuples(*[st.floats(0.0, 1e3)] * 3), max_size=50))
-def test_it_is_between_half_a_step_and_a_whole_one(seen: list[tuple[float, float, float]]) -> None:
+def test_the_delay_is_between_half_a_step_and_a_whole_step(
+    seen: list[tuple[float, float, float]],
+) -> None:
     staging_delay = StagingDelay()
     for staged_s, step_s, waited_s in seen:
         staging_delay.observe(staged_s, step_s, waited_s)
     assert 0.5 * STEP_S <= staging_delay.delay_s(STEP_S) <= STEP_S
 
 
-def test_only_waits_beside_decodes_are_learned_from() -> None:
+def test_only_waits_while_decoding_are_learned() -> None:
     costs: CostModel = costs_of(DENSE)
     step_s = costs.delays().decode_step_s(4, 0.0)
     costs.learn_wait(0, 0.001, 2 * step_s)

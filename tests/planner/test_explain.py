@@ -1,4 +1,4 @@
-"""The table shows every candidate, its terms, and which one was taken."""
+"""The table shows every candidate with its terms, and the choice."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def test_every_candidate_has_a_line_and_the_choice_a_mark() -> None:
     assert "actions: LOAD_COMPRESSED_KV, RECOMPUTE_TAIL, DROP_LOW_UTILITY_ARTIFACT" in text
 
 
-def test_restoring_nothing_is_a_choice_too() -> None:
+def test_restoring_nothing_can_be_the_choice() -> None:
     text = explain(decide(3, 0, "never_load"))
     assert [row[0] for row in rows(text)] == ["*", "64", "128", "192"]
     assert "choice: restore nothing" in text
     assert "reuse benefit: 0.0 ms" in text
 
 
-def test_what_is_too_slow_says_so() -> None:
+def test_a_candidate_that_misses_the_deadline_is_marked() -> None:
     shown = rows(explain(decide(1, 2, deadline_s=1e-6)))
     assert [row[-2:] == ["too", "slow"] for row in shown] == [False, False, True, True]
 
 
-def test_a_long_table_is_shortened_around_the_choice_and_says_so() -> None:
+def test_a_long_table_is_shortened_around_the_choice() -> None:
     decision = decide(100, 100)
     assert decision.plan is not None
     text = explain(decision, max_rows=30)

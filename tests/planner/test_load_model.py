@@ -15,19 +15,19 @@ KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
 PROFILE = {Tier.SSD: TierRates(0.01, {KV: 1e-9, SWA: 4e-9}, 2e-9)}
 
 
-def test_a_load_is_latency_and_bytes_of_each_type_behind_what_is_in_flight() -> None:
+def test_a_load_is_latency_bytes_by_type_and_bytes_in_flight() -> None:
     model = LoadModel([KV, SWA], PROFILE)
     seconds = model.predict(Tier.SSD, {KV: 50_000_000, SWA: 1_000_000}, 30_000_000)
     assert seconds == pytest.approx(0.01 + 0.05 + 0.004 + 0.06)
 
 
-def test_nothing_takes_no_time() -> None:
+def test_a_load_of_no_bytes_takes_no_time() -> None:
     model = LoadModel([KV, SWA], PROFILE)
     assert model.predict(Tier.SSD, {}) == 0.0
     assert model.predict(Tier.SSD, {KV: 0}, in_flight_bytes=10**9) == 0.0
 
 
-def test_without_a_profile_a_faster_tier_is_thought_faster() -> None:
+def test_the_defaults_order_the_tiers_by_speed() -> None:
     model = LoadModel([KV])
     dram, ssd, peer = (model.predict(t, {KV: 10**8}) for t in (Tier.DRAM, Tier.SSD, Tier.PEER))
     assert 0.0 < dram < ssd < peer
@@ -57,7 +57,7 @@ def test_latency_and_bandwidths_are_found_in_noise_with_outliers(seed: int) -> N
 
 @pytest.mark.parametrize("speed", [0.04, 0.2, 0.6, 2.0, 25.0])
 @pytest.mark.parametrize("types", [1, 2])
-def test_a_few_loads_show_that_a_tier_has_changed_its_speed(speed: float, types: int) -> None:
+def test_a_few_loads_show_a_change_of_speed(speed: float, types: int) -> None:
     rng = random.Random(1)
     model = LoadModel([KV, SWA])
     sizes = [{KV: n, SWA: n // 30} if types == 2 else {KV: n} for n in (10**7, 4 * 10**7, 10**8)]
@@ -74,7 +74,7 @@ def test_a_few_loads_show_that_a_tier_has_changed_its_speed(speed: float, types:
         assert model.predict(Tier.SSD, size) == pytest.approx(changed_s, rel=0.2)
 
 
-def test_small_loads_that_a_slower_disk_does_not_show_in_do_not_hide_the_change() -> None:
+def test_unaffected_small_loads_do_not_hide_a_slower_disk() -> None:
     model = LoadModel([KV])
     for size in (10**4, 10**8) * 100:
         model.observe(Tier.SSD, {KV: size}, 1e-3 + size / 2.5e9)
@@ -92,7 +92,7 @@ def test_a_load_behind_others_does_not_make_the_tier_look_slow() -> None:
     assert model.predict(Tier.SSD, {KV: 10**8}, 10**8) == pytest.approx(0.2, rel=0.1)
 
 
-def test_loads_that_are_given_up_show_that_a_tier_is_slow() -> None:
+def test_failed_loads_show_that_a_tier_is_slow() -> None:
     model = LoadModel([KV])
     for _ in range(100):
         model.observe(Tier.SSD, {KV: 10**9}, 0.3)
@@ -101,7 +101,7 @@ def test_loads_that_are_given_up_show_that_a_tier_is_slow() -> None:
     assert model.predict(Tier.SSD, {KV: 10**9}) == pytest.approx(12.0, rel=0.05)
 
 
-def test_what_took_at_least_less_than_was_thought_teaches_nothing() -> None:
+def test_a_load_that_failed_before_its_predicted_end_teaches_nothing() -> None:
     model = LoadModel([KV], PROFILE)
     before = model.rates(Tier.SSD)
     model.observe(Tier.SSD, {KV: 10**9}, 1.0, at_least=True)
@@ -110,14 +110,14 @@ def test_what_took_at_least_less_than_was_thought_teaches_nothing() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf, math.nan])
-def test_seconds_that_nothing_takes_teach_nothing(seconds: float) -> None:
+def test_invalid_seconds_teach_nothing(seconds: float) -> None:
     model = LoadModel([KV, SWA], PROFILE)
     before = model.rates(Tier.SSD)
     model.observe(Tier.SSD, {SWA: 10**9}, seconds)
     assert model.rates(Tier.SSD) is before
 
 
-def test_tiers_are_learned_apart() -> None:
+def test_tiers_are_learned_separately() -> None:
     model = LoadModel([KV])
     before = model.rates(Tier.DRAM)
     model.observe(Tier.SSD, {KV: 10**8}, 5.0)
@@ -125,7 +125,7 @@ def test_tiers_are_learned_apart() -> None:
     assert model.predict(Tier.SSD, {KV: 10**8}) == pytest.approx(5.0, rel=0.1)
 
 
-def test_rates_stand_until_the_next_load_and_old_ones_are_kept() -> None:
+def test_rates_are_one_object_until_the_next_load() -> None:
     model = LoadModel([KV])
     before = model.rates(Tier.SSD)
     assert model.rates(Tier.SSD) is before
@@ -135,7 +135,7 @@ def test_rates_stand_until_the_next_load_and_old_ones_are_kept() -> None:
     assert before.seconds({KV: 10**8}, 0) == old
 
 
-def test_a_tier_that_was_slow_is_tried_again_when_its_evidence_has_faded() -> None:
+def test_a_slow_tier_is_tried_again_after_its_evidence_has_faded() -> None:
     model = LoadModel([KV])
     fast = model.predict(Tier.SSD, {KV: 10**8})
     for _ in range(50):
@@ -146,7 +146,7 @@ def test_a_tier_that_was_slow_is_tried_again_when_its_evidence_has_faded() -> No
     assert model.predict(Tier.SSD, {KV: 10**8}) == pytest.approx(fast, rel=0.01)
 
 
-def test_a_tier_that_the_profile_calls_slow_is_tried_again_in_the_end() -> None:
+def test_a_tier_with_a_slow_profile_is_tried_again() -> None:
     model = LoadModel([KV], {Tier.SSD: TierRates(0.5, {KV: 1e-6}, 1e-6)})
     assert model.predict(Tier.SSD, {KV: 10**8}) == pytest.approx(100.5)
     for _ in range(3000):
@@ -156,7 +156,7 @@ def test_a_tier_that_the_profile_calls_slow_is_tried_again_in_the_end() -> None:
     )
 
 
-def test_a_type_too_cheap_to_see_when_it_was_measured_is_learned_later() -> None:
+def test_a_type_measured_as_free_is_learned_later() -> None:
     measured = LoadModel([KV, SWA])
     for n in (10**6, 10**7, 10**8) * 30:
         for swa in (0, n // 2):  # those with windows happened to be faster
@@ -170,14 +170,14 @@ def test_a_type_too_cheap_to_see_when_it_was_measured_is_learned_later() -> None
     assert model.predict(Tier.SSD, {SWA: 10**8}) == pytest.approx(0.5, rel=0.1)
 
 
-def test_what_a_profile_does_not_say_is_a_guess_and_gives_way_like_one() -> None:
+def test_a_coefficient_missing_in_a_profile_is_learned_like_a_default() -> None:
     profile = {Tier.SSD: TierRates(0.01, {KV: 1e-9}, 1e-9)}
     model = LoadModel([KV, SWA], profile)
     model.observe(Tier.SSD, {SWA: 10**8}, 1.0)
     assert model.rates(Tier.SSD).seconds_per_byte[SWA] == pytest.approx(1e-8, rel=0.2)
 
 
-def test_what_was_no_load_teaches_nothing() -> None:
+def test_a_load_without_bytes_teaches_nothing() -> None:
     model = LoadModel([KV])
     model.observe(Tier.SSD, {KV: 0}, 1.0, in_flight_bytes=100)
     model.observe(Tier.SSD, {KV: 100}, 0.0)
@@ -186,7 +186,7 @@ def test_what_was_no_load_teaches_nothing() -> None:
         model.observe(Tier.SSD, {SWA: 100}, 1.0)
 
 
-def test_what_a_computing_engine_costs_a_load_is_told_apart() -> None:
+def test_the_cost_of_loads_while_computing_is_separated() -> None:
     """By turns while it computes and while it does not, of three sizes."""
     model = LoadModel([KV])
     for turn in range(60):
@@ -203,7 +203,7 @@ def test_what_a_computing_engine_costs_a_load_is_told_apart() -> None:
     assert while_computing_s - alone_s == pytest.approx(3e-3, rel=0.1)
 
 
-def test_after_eighty_idle_loads_few_beside_an_engine_teach_what_it_costs() -> None:
+def test_few_loads_while_computing_suffice_after_eighty_idle_loads() -> None:
     model, size = LoadModel([KV]), 1 << 19
     for _ in range(80):
         model.observe(Tier.SSD, {KV: size}, 5e-3)

@@ -29,7 +29,7 @@ def test_at_least_one_token_is_left_to_compute() -> None:
     assert plan_restore(DENSE, chain, 0, CHUNK) is not None
 
 
-def test_local_tokens_are_not_loaded_again_but_their_chunk_is_if_it_reaches_past_them() -> None:
+def test_a_chunk_that_reaches_past_the_local_tokens_is_loaded() -> None:
     chain = [stored(i, KV) for i in range(3)]
     plan = plan_restore(DENSE, chain, local_tokens=CHUNK + 16, limit_tokens=3 * CHUNK)
     assert plan is not None
@@ -76,7 +76,7 @@ def test_a_tail_is_a_boundary_like_any_other() -> None:
     st.integers(0, 8 * CHUNK),
     st.integers(0, 9 * CHUNK),
 )
-def test_the_plan_is_always_complete_and_never_shallower_than_need_be(
+def test_the_plan_is_complete_and_as_deep_as_possible(
     held: list[tuple[bool, bool]], local: int, limit: int
 ) -> None:
     chain = [
@@ -130,7 +130,7 @@ def exact_states(windows: list[int], start: int, end: int) -> list[list[bool]]:
 
 
 @given(st.lists(st.integers(2, 9), min_size=1, max_size=5), st.integers(10, 20))
-def test_the_reach_is_what_the_layers_pass_on(windows: list[int], start: int) -> None:
+def test_the_reach_is_the_error_that_layers_pass_on(windows: list[int], start: int) -> None:
     model = ModelSpec(tuple(window_layer(i, w) for i, w in enumerate(windows)), alignment=4)
     replay = WindowReplay.of(model)
     end = start + replay.reach_tokens + 10
@@ -155,7 +155,7 @@ def test_a_replay_begins_on_the_grid(reach: int, alignment: int) -> None:
     assert 0 <= tokens - reach < alignment
 
 
-def test_it_resumes_before_the_deepest_boundary() -> None:
+def test_a_replay_resumes_before_the_deepest_boundary() -> None:
     chain = [stored(i, KV) for i in range(4)]
     plan = plan_replay(HYBRID, 80, chain, local_tokens=0, limit_tokens=4 * CHUNK)
     assert plan is not None
@@ -164,14 +164,14 @@ def test_it_resumes_before_the_deepest_boundary() -> None:
     assert list(plan.chunks) == chain
 
 
-def test_a_hole_in_the_prefix_ends_it_and_checkpoints_do_not_matter() -> None:
+def test_a_hole_in_the_prefix_ends_a_replay_and_checkpoints_do_not_matter() -> None:
     chain = [stored(0, KV), stored(1, KV, SWA), stored(2, KV), stored(3, SWA)]
     plan = plan_replay(HYBRID, 80, chain, 0, 4 * CHUNK)
     assert plan is not None
     assert (plan.boundary, plan.resume_tokens) == (192, 112)
 
 
-def test_nothing_is_replayed_that_the_engine_computes_anyway() -> None:
+def test_tokens_that_the_engine_computes_anyway_are_not_replayed() -> None:
     chain = [stored(i, KV) for i in range(4)]
     assert plan_replay(HYBRID, 80, chain, 175, 4 * CHUNK) is not None
     assert plan_replay(HYBRID, 80, chain, 176, 4 * CHUNK) is None
@@ -187,7 +187,7 @@ def planned(chain: list[StoredChunk], mode: Mode, *, replays: bool, **options: b
     return plan
 
 
-def test_always_load_replays_if_told_to_where_that_resumes_later() -> None:
+def test_always_load_replays_only_if_allowed_and_if_that_resumes_later() -> None:
     chain = [stored(0, KV, SWA), *(stored(i, KV) for i in range(1, 4))]
     assert planned(chain, "always_load", replays=False).resume_tokens == 64
     assert planned(chain, "always_load", replays=True).resume_tokens == 176
@@ -196,7 +196,7 @@ def test_always_load_replays_if_told_to_where_that_resumes_later() -> None:
     assert planned([stored(0, KV, SWA)], "always_load", replays=True).resume_tokens == 64
 
 
-def test_a_request_that_cannot_be_replayed_is_not() -> None:
+def test_a_request_that_cannot_be_replayed_is_not_replayed() -> None:
     chain = [stored(0, KV, SWA), *(stored(i, KV) for i in range(1, 4))]
     for mode in ("always_load", "cost"):
         assert planned(chain, mode, replays=True, may_replay=False).replay_tokens == 0

@@ -1,4 +1,4 @@
-"""The decision is the cheapest of all candidates, and says what it is made of."""
+"""The decision is the cheapest of all candidates, with its terms and actions."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_always_load_is_the_plan_of_plan_restore(case: Case) -> None:
 
 @given(cases())
 def test_a_plan_of_the_same_boundary_is_the_plan_of_plan_restore(case: Case) -> None:
-    """What the engine gets does not depend on who chose it."""
+    """The plan does not depend on the mode that chose it."""
     plan = case.decide().plan
     if plan is not None:
         expected = plan_restore(case.model, case.stored, case.local_tokens, plan.boundary)
@@ -197,7 +197,7 @@ def test_never_load_computes_everything(case: Case) -> None:
 
 
 @given(cases(), st.floats(1.0, 100.0))
-def test_a_slower_tier_never_makes_the_best_cheaper(case: Case, factor: float) -> None:
+def test_a_slower_tier_never_makes_the_best_cost_less(case: Case, factor: float) -> None:
     slower = {}
     for tier in Tier:
         now = case.costs.load.rates(tier)
@@ -218,7 +218,7 @@ def test_a_slower_tier_never_makes_the_best_cheaper(case: Case, factor: float) -
 
 
 @given(cases(), st.integers(0, 8))
-def test_more_that_is_stored_never_makes_the_best_dearer(case: Case, count: int) -> None:
+def test_more_stored_chunks_never_make_the_best_cost_more(case: Case, count: int) -> None:
     fewer = dataclasses.replace(case, stored=case.stored[:count])
     assert case.decide().predicted.total_s <= fewer.decide().predicted.total_s
 
@@ -233,7 +233,7 @@ def case_of(
     return Case(model, stored, 0, 8 * CHUNK, costs, load)
 
 
-def test_only_the_first_chunks_are_loaded_where_the_rest_is_slow() -> None:
+def test_only_the_first_chunks_are_loaded_if_the_rest_is_slow() -> None:
     case = case_of(full_chain(*[Tier.DRAM] * 3, *[Tier.SSD] * 3), costs_of(HYBRID, load=SLOW))
     decision = case.decide()
     assert decision.plan is not None
@@ -247,7 +247,7 @@ def test_only_the_first_chunks_are_loaded_where_the_rest_is_slow() -> None:
     assert decision.declined == (Tier.SSD,)
 
 
-def test_what_is_on_ssd_is_prefetched_where_that_pays() -> None:
+def test_chunks_on_ssd_are_staged_if_that_pays() -> None:
     case = case_of(full_chain(*[Tier.SSD] * 3, model=DENSE), costs_of(DENSE, load=FAST), DENSE)
     assert case.decide().actions == (
         RestoreAction.LOAD_COMPRESSED_KV,
@@ -281,7 +281,7 @@ def test_a_slow_disk_is_tried_again_after_enough_refusals() -> None:
     assert refusals > 20
 
 
-def test_nothing_is_declined_that_leads_nowhere_or_is_loaded() -> None:
+def test_a_tier_that_is_loaded_or_useless_is_not_declined() -> None:
     stored = chain_of([BOTH, in_tier(Tier.SSD, KV)])  # no boundary on SSD
     assert case_of(stored, costs_of(HYBRID, load=SLOW)).decide().declined == ()
     loaded = full_chain(*[Tier.SSD] * 3)
@@ -289,7 +289,7 @@ def test_nothing_is_declined_that_leads_nowhere_or_is_loaded() -> None:
     assert case_of(loaded, costs_of(HYBRID, load=SLOW)).decide("never_load").declined == ()
 
 
-def test_a_checkpoint_inside_what_is_loaded_is_not_loaded() -> None:
+def test_a_checkpoint_before_the_boundary_is_not_loaded() -> None:
     inner = in_tier(Tier.DRAM, KV) | in_tier(Tier.SSD, SWA)
     stored = chain_of([inner, BOTH, *[in_tier(Tier.SSD, KV, SWA)] * 4])
     decision = case_of(stored, costs_of(HYBRID, load=SLOW)).decide()
@@ -298,7 +298,7 @@ def test_a_checkpoint_inside_what_is_loaded_is_not_loaded() -> None:
     assert decision.declined == (Tier.SSD,)
 
 
-def test_half_a_checkpoint_at_which_nobody_can_resume_is_not_declined() -> None:
+def test_an_incomplete_checkpoint_is_not_declined() -> None:
     whole, half = in_tier(Tier.DRAM, KV, SWA, LOCAL), {KV: Tier.DRAM, SWA: Tier.PEER}
     stored = chain_of([whole, half, *[in_tier(Tier.SSD, KV, SWA, LOCAL)] * 4])
     decision = case_of(stored, costs_of(TWO_WINDOWS, load=SLOW), TWO_WINDOWS).decide()
@@ -307,7 +307,7 @@ def test_half_a_checkpoint_at_which_nobody_can_resume_is_not_declined() -> None:
     assert decision.declined == (Tier.SSD,)
 
 
-def test_a_checkpoint_that_a_replay_is_preferred_to_is_declined() -> None:
+def test_a_checkpoint_that_costs_more_than_a_replay_is_declined() -> None:
     stored = chain_of([in_tier(Tier.DRAM, KV) | in_tier(Tier.SSD, SWA)] * 6)
     decision = case_of(stored, costs_of(HYBRID, load=SLOW)).decide(replay_tokens=80)
     assert decision.plan is not None
@@ -316,7 +316,7 @@ def test_a_checkpoint_that_a_replay_is_preferred_to_is_declined() -> None:
 
 
 @given(cases())
-def test_declined_are_the_tiers_of_what_resumes_later_less_those_of_the_plan(case: Case) -> None:
+def test_declined_tiers_are_those_of_later_candidates_without_the_plans(case: Case) -> None:
     decision = case.decide(replay_tokens=80)
     plan = decision.plan
     resume = plan.resume_tokens if plan else case.local_tokens
@@ -326,7 +326,7 @@ def test_declined_are_the_tiers_of_what_resumes_later_less_those_of_the_plan(cas
     assert set(decision.declined) == later - loaded
 
 
-def test_the_benefit_is_the_prefill_less_the_load_the_rest_and_the_stall() -> None:
+def test_the_benefit_is_the_prefill_minus_load_rest_and_stall() -> None:
     costs = costs_of(HYBRID, load=FAST, weights=CostWeights(0.5, 0.0))
     case = case_of(full_chain(*[Tier.DRAM] * 4), costs, load=EngineLoad(running_decodes=2))
     decision = case.decide()
@@ -347,7 +347,7 @@ def test_a_tie_goes_to_loading_deeper() -> None:
     assert decision.plan.boundary == 4 * CHUNK
 
 
-def test_staging_beyond_the_deadline_is_not_taken_but_shown() -> None:
+def test_a_candidate_that_misses_the_deadline_is_shown_and_not_taken() -> None:
     load = FAST | {Tier.SSD: rates(0.0, 1e-6)}  # 4 ms of prefix a chunk
     dear_compute = costs_of(DENSE, (0.0, 1.0, 0.0), load=load)
     case = case_of(full_chain(*[Tier.SSD] * 4, model=DENSE), dear_compute, DENSE)
@@ -376,7 +376,7 @@ def test_replay_restores_where_no_checkpoint_is_near() -> None:
     )
 
 
-def test_a_replay_is_priced_only_where_computing_alone_does_not_rule_it_out(
+def test_a_replay_is_priced_only_if_its_lower_bound_allows_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     priced = []
@@ -398,7 +398,7 @@ def test_a_replay_is_priced_only_where_computing_alone_does_not_rule_it_out(
     assert len(decisions[0].candidates()) == 1 + 6 + 5, "but it is shown"
 
 
-def test_a_replay_that_resumes_a_little_later_than_the_last_checkpoint_is_not_ruled_out() -> None:
+def test_a_replay_that_resumes_slightly_later_than_the_checkpoint_is_priced() -> None:
     """Loading is free, so 176 tokens are computed where the checkpoint leaves 192."""
     free = {Tier.DRAM: rates(0.0, 0.0)}
     stored = chain_of([*[BOTH] * 5, in_tier(Tier.DRAM, KV)])
@@ -407,7 +407,7 @@ def test_a_replay_that_resumes_a_little_later_than_the_last_checkpoint_is_not_ru
     assert (decision.plan.resume_tokens, decision.plan.replay_tokens) == (6 * CHUNK - 48, 48)
 
 
-def test_a_replay_that_is_priced_later_is_priced_by_the_costs_of_the_decision() -> None:
+def test_a_replay_priced_after_the_decision_uses_the_costs_of_the_decision() -> None:
     case = case_of(full_chain(*[Tier.DRAM] * 3), costs_of(HYBRID, load=FAST))
     before = case.decide(replay_tokens=80).candidates()
     later = case.decide(replay_tokens=80)
@@ -423,7 +423,7 @@ def test_a_checkpoint_is_taken_where_it_is_cheaper_than_replay() -> None:
     assert (plan.boundary, plan.replay_tokens) == (6 * CHUNK, 0)
 
 
-def test_where_a_local_chunk_begins_none_of_its_state_is_missed() -> None:
+def test_a_boundary_where_a_local_chunk_begins_needs_none_of_its_state() -> None:
     """Of the boundaries at 64, 128 and 192 the last is where chunks of 192 tokens begin."""
     case = case_of(chain_of([in_tier(Tier.DRAM, KV)] * 4), costs_of(LLAMA4, load=FAST), LLAMA4)
     for decision in (case.decide(), case.decide("always_load")):
@@ -434,12 +434,12 @@ def test_where_a_local_chunk_begins_none_of_its_state_is_missed() -> None:
     assert [c.boundary for c in case.decide().candidates()] == [0, 192]
 
 
-def test_replay_is_no_way_for_a_model_without_boundary_state() -> None:
+def test_a_model_without_boundary_state_is_not_replayed() -> None:
     case = case_of(full_chain(*[Tier.DRAM] * 6, model=DENSE), costs_of(DENSE), DENSE)
     assert all(c.boundary == c.resume_tokens for c in case.decide(replay_tokens=80).candidates())
 
 
-def test_a_decision_keeps_the_costs_it_was_made_by() -> None:
+def test_a_decision_keeps_its_costs_when_the_model_learns() -> None:
     case = case_of(full_chain(*[Tier.DRAM] * 3), costs_of(HYBRID, load=FAST))
     decision = case.decide()
     before = decision.candidates()
@@ -449,7 +449,7 @@ def test_a_decision_keeps_the_costs_it_was_made_by() -> None:
     assert case.decide().candidates() != before
 
 
-def test_bytes_are_told_by_tier() -> None:
+def test_load_bytes_are_listed_by_tier() -> None:
     stored = chain_of([BOTH, in_tier(Tier.SSD, KV) | in_tier(Tier.DRAM, SWA)])
     last = case_of(stored, costs_of(HYBRID)).decide().candidates()[-1]
     assert last.load_bytes == {Tier.DRAM: 4000 + 5000, Tier.SSD: 4000}
@@ -460,7 +460,7 @@ def test_an_unknown_mode_is_refused() -> None:
         RestorePlanner(DENSE, layout_of(DENSE), costs_of(DENSE), "sometimes")  # type: ignore[arg-type]
 
 
-def test_long_prompts_of_a_chain_that_holds_one_type_each_time() -> None:
+def test_prompts_longer_than_the_planners_first_arrays() -> None:
     """Beyond the arrays the planner starts with."""
     tiers = in_tier(Tier.DRAM, StateType.DENSE_KV)
     stored = chain_of([tiers])[:1]

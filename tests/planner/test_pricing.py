@@ -1,4 +1,4 @@
-"""Each term of the price, worked out by hand on round numbers."""
+"""Each term of the price, computed by hand with round numbers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def candidates(
     prompt_tokens: int = 1000,
     local_tokens: int = 0,
 ) -> list[RestoreCandidate]:
-    """Nothing, then every boundary of a chain whose chunks are in these tiers."""
+    """The candidates of a chain whose chunks are in these tiers."""
     chain = chain_of([in_tier(tier, *model.state_types) for tier in tiers])
     planner = RestorePlanner(model, layout_of(model), costs)
     limit = prompt_tokens - 1
@@ -71,14 +71,14 @@ def test_a_parked_load_comes_before_the_compute() -> None:
     assert two.terms == approx(0, 0.001 + 2 * DRAM_CHUNK_S, compute_s, 0, 0)
 
 
-def test_layer_by_layer_only_the_first_layer_shows_where_compute_is_longer() -> None:
+def test_layerwise_only_the_first_layer_is_exposed_if_compute_is_longer() -> None:
     # HYBRID has two layers; at the second boundary five of the window's pages.
     two = candidates(costs_of(HYBRID, load=DRAM), [Tier.DRAM] * 2, EngineLoad(), HYBRID)[2]
     dram_s = 0.001 + (2 * CHUNK_BYTES + 5000) * 1e-6
     assert two.terms.load_s == pytest.approx(dram_s / 2)
 
 
-def test_layer_by_layer_a_long_load_shows_what_the_first_step_does_not_hide() -> None:
+def test_layerwise_a_long_load_is_exposed_beyond_the_first_step() -> None:
     slow = {Tier.DRAM: rates(0.0, 1e-4)}
     costs = costs_of(HYBRID, (0.01, 1e-3, 0.0), load=slow, step_tokens=100)
     two = candidates(costs, [Tier.DRAM] * 2, EngineLoad(), HYBRID)[2]
@@ -97,7 +97,7 @@ def test_ssd_is_staged_first_and_then_goes_from_dram_to_pages() -> None:
     assert two_staged.terms.load_s == pytest.approx(0.1 + 0.08 + 0.001 + 3 * DRAM_CHUNK_S)
 
 
-def test_boundary_state_is_paid_at_its_own_boundary_only_and_by_its_own_rate() -> None:
+def test_boundary_state_costs_at_its_own_boundary_only_by_its_own_rate() -> None:
     load = {
         Tier.DRAM: rates(0.0, 0.0),
         Tier.SSD: rates(0.0, 1e-5, window_swa=1e-4),
@@ -112,7 +112,7 @@ def test_boundary_state_is_paid_at_its_own_boundary_only_and_by_its_own_rate() -
     assert [c.terms.load_s for c in found] == pytest.approx(expected, abs=1e-6)
 
 
-def test_tiers_are_staged_side_by_side() -> None:
+def test_tiers_are_staged_in_parallel() -> None:
     load = DRAM | {Tier.SSD: rates(0.0, 1e-5), Tier.PEER: rates(0.0, 2e-5)}
     three = candidates(
         costs_of(DENSE, load=load), [Tier.PEER, Tier.SSD, Tier.SSD], EngineLoad(layerwise=False)
@@ -137,8 +137,8 @@ def test_the_queue_is_waited_for_and_hides_staging() -> None:
 
 
 @pytest.mark.parametrize("layerwise", [True, False])
-def test_requests_that_wait_go_first_only_where_this_one_waits_too(layerwise: bool) -> None:
-    """400 tokens, 0.41 s, of requests that were told to ask again."""
+def test_waiting_requests_go_first_only_if_this_one_waits_too(layerwise: bool) -> None:
+    """400 tokens, 0.41 s, of requests that wait for loads."""
     load = DRAM | {Tier.SSD: rates(0.1, 1e-5)}
     costs = costs_of(DENSE, load=load)
     idle, busy = (
@@ -153,7 +153,7 @@ def test_requests_that_wait_go_first_only_where_this_one_waits_too(layerwise: bo
 
 
 @pytest.mark.parametrize("layerwise", [True, False])
-def test_decodes_are_held_up_by_compute_and_by_layerwise_loads(layerwise: bool) -> None:
+def test_decodes_are_delayed_by_compute_and_by_layerwise_loads(layerwise: bool) -> None:
     costs = costs_of(DENSE, load={Tier.DRAM: rates(5.0, 0.0)}, weights=CostWeights(0.02, 0.0))
     busy = EngineLoad(running_decodes=3, layerwise=layerwise)
     nothing, one = candidates(costs, [Tier.DRAM], busy)
@@ -163,7 +163,7 @@ def test_decodes_are_held_up_by_compute_and_by_layerwise_loads(layerwise: bool) 
     assert one.terms.load_s > 4.9
 
 
-def test_kv_pages_are_paid_by_gib_and_second() -> None:
+def test_kv_pages_cost_by_gib_and_second() -> None:
     costs = costs_of(DENSE, load=DRAM, weights=CostWeights(0.0, 3.0))
     nothing, one = candidates(costs, [Tier.DRAM], EngineLoad(layerwise=False))
     gib = 1000 * 1024 / 16 / 2**30
@@ -178,7 +178,7 @@ def test_the_total_and_the_time_to_first_token_are_sums() -> None:
 
 
 @pytest.mark.parametrize("busy", [EngineLoad(running_decodes=4), EngineLoad(queued_tokens=4)])
-def test_loads_take_longer_beside_an_engine_that_computes(busy: EngineLoad) -> None:
+def test_loads_take_longer_while_the_engine_computes(busy: EngineLoad) -> None:
     quick, slow = (
         candidates(costs_of(DENSE, load={Tier.SSD: tier, **DRAM}), [Tier.SSD], load)[-1].terms
         for tier in (rates(0.5, 1e-6), rates(0.5, 1e-6, while_computing_s=0.25))
@@ -189,7 +189,7 @@ def test_loads_take_longer_beside_an_engine_that_computes(busy: EngineLoad) -> N
     assert candidates(idle, [Tier.SSD], EngineLoad())[-1].terms.load_s < slow.load_s - 0.2
 
 
-def test_beside_decodes_staging_ends_half_a_step_late_and_not_before_their_first_step() -> None:
+def test_while_decoding_staging_takes_half_a_step_and_is_noticed_half_a_step_late() -> None:
     costs = costs_of(DENSE, load={Tier.SSD: rates(0.5, 1e-6), **DRAM})
     idle, busy = (
         candidates(costs, [Tier.SSD], EngineLoad(running_decodes=n))[-1].terms.load_s

@@ -1,4 +1,4 @@
-"""A profile comes back as it was written; a bad file is named and said what is wrong with."""
+"""A profile is read as it was written; the error of a bad file names file and place."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def profiles(draw: st.DrawFn) -> CostProfile:
 
 
 @given(profiles())
-def test_json_and_back(profile: CostProfile) -> None:
+def test_a_profile_survives_json(profile: CostProfile) -> None:
     assert read(profile.as_json()) == profile
 
 
@@ -96,7 +96,7 @@ def learned() -> CostModel:
     return costs
 
 
-def test_what_was_learned_is_written_and_started_from(tmp_path: Path) -> None:
+def test_a_written_profile_starts_a_new_cost_model(tmp_path: Path) -> None:
     costs = learned()
     path = tmp_path / "profile.json"
     CostProfile.of(costs, "models/tiny", SUBJECT).write(path)
@@ -117,7 +117,7 @@ def test_what_was_learned_is_written_and_started_from(tmp_path: Path) -> None:
     assert (again.weights.stall, again.step_tokens) == (0.5, 2048)
 
 
-def test_nothing_learned_is_written_without_errors() -> None:
+def test_a_cost_model_without_samples_can_be_written() -> None:
     profile = CostProfile.of(CostModel(ComputeRegression(), LoadModel([KV])), "", SUBJECT)
     assert profile.compute_error is None
     assert profile.load == {}
@@ -191,7 +191,7 @@ def damaged(*path: str, value: Any = None, remove: bool = False) -> str:
         (damaged("load", "ssd", "seconds_per_byte", "dense_kv", value=[]), "seconds_per_byte"),
     ],
 )
-def test_a_bad_profile_is_refused_by_its_key_and_place(
+def test_a_bad_profile_is_refused_with_its_key_and_place(
     tmp_path: Path, text: str, problem: str
 ) -> None:
     path = tmp_path / "profile.json"
@@ -234,7 +234,7 @@ def test_a_profile_of_the_same_model_and_machine_is_taken(tmp_path: Path, machin
     assert profile.subject == SUBJECT
 
 
-def test_a_profile_by_which_computing_is_free_is_refused() -> None:
+def test_a_profile_with_free_computing_is_refused() -> None:
     document = good()
     document["compute"] |= {"step_s": 0, "token_s": 0, "attention_s": 0}
     with pytest.raises(ValueError, match="computing cannot be free"):

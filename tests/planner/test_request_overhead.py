@@ -1,4 +1,4 @@
-"""What a request costs beside its steps: found among outliers, and charged where it belongs."""
+"""The overhead of a request: fitted among outliers, blocking or not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ coefficients = st.floats(0.0, 1e-2)
 
 
 @given(coefficients, st.floats(0.0, 1e-5), coefficients, st.floats(0.0, 1e-5))
-def test_it_is_found_again(f0: float, f1: float, s0: float, s1: float) -> None:
+def test_known_coefficients_are_recovered(f0: float, f1: float, s0: float, s1: float) -> None:
     overhead = RequestOverhead(f0, f1, s0, s1)
     samples = [
         OverheadSample(n, overhead.delay_s(n), overhead.blocking_s(n)) for n in (64, 96, 500, 4_000)
@@ -25,7 +25,7 @@ def test_it_is_found_again(f0: float, f1: float, s0: float, s1: float) -> None:
     assert RequestOverhead.fitted(samples) == pytest.approx(overhead, abs=1e-9)
 
 
-def test_samples_that_a_busy_machine_held_up_do_not_show() -> None:
+def test_samples_delayed_by_a_busy_machine_are_ignored() -> None:
     samples = [OverheadSample(n, 1e-3, 2e-3 + 1e-6 * n) for n in range(64, 4_000, 200)]
     for held_up in (3, 9, 15):
         tokens, frontend_s, scheduling_s = samples[held_up]
@@ -34,17 +34,17 @@ def test_samples_that_a_busy_machine_held_up_do_not_show() -> None:
     assert found == pytest.approx(RequestOverhead(1e-3, 0.0, 2e-3, 1e-6), rel=1e-6)
 
 
-def test_steps_that_were_predicted_too_long_are_no_gain() -> None:
+def test_steps_predicted_too_long_give_no_negative_overhead() -> None:
     samples = [OverheadSample(n, 1e-3, -1e-3 - 1e-6 * n) for n in (64, 128, 256)]
     assert RequestOverhead.fitted(samples) == (pytest.approx(1e-3), 0.0, 0.0, 0.0)
 
 
-def test_one_length_has_no_slope_and_none_no_overhead() -> None:
+def test_one_length_gives_no_slope_and_no_sample_no_overhead() -> None:
     assert RequestOverhead.fitted([OverheadSample(64, 1.0, 2.0)] * 2) == (1.0, 0.0, 2.0, 0.0)
     assert RequestOverhead.fitted([]) == NO_OVERHEAD
 
 
-def test_in_the_engines_own_process_all_of_it_holds_the_engine_up() -> None:
+def test_in_the_engines_own_process_all_overhead_blocks() -> None:
     overhead = RequestOverhead(1.0, 0.1, 2.0, 0.2)
     assert (overhead.delay_s(10), overhead.blocking_s(10)) == (2.0, 4.0)
     here = overhead.in_process()

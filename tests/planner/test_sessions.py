@@ -1,4 +1,4 @@
-"""What is learned of the time between turns, and that the predictions hold."""
+"""Think times are learned and predicted; conversations are recognised by their tokens."""
 
 import math
 import random
@@ -12,7 +12,7 @@ from hetero_connector.planner.sessions import EARLY, LATE, Conversations, ThinkT
 
 
 def played(rng: random.Random, sessions: int, turns: int, sigma: float) -> tuple[ThinkTimes, float]:
-    """Sessions of their own paces; the share of later returns inside what was predicted."""
+    """Play sessions of different think times; return the share of returns inside the window."""
     times, inside, predicted = ThinkTimes(), 0, 0
     for session in range(sessions):
         pace, now_s = rng.gauss(math.log(20), 1.0), 1e6 * session
@@ -55,7 +55,7 @@ def test_a_regular_session_is_predicted_closely_and_a_new_one_by_all_others() ->
     assert new.latest_s - new.earliest_s > 5 * (expected.latest_s - expected.earliest_s)
 
 
-def test_nothing_is_predicted_before_anything_is_known_but_a_hint_is_taken() -> None:
+def test_before_any_gap_only_hints_are_used() -> None:
     times = ThinkTimes()
     times.on_turn_start("a", 0.0)
     assert times.on_turn_end("a", 1.0) is None
@@ -66,7 +66,7 @@ def test_nothing_is_predicted_before_anything_is_known_but_a_hint_is_taken() -> 
     assert times.on_turn_end("c", 0.0, hint_s=0.0) is not None, "at once"
 
 
-def test_hints_that_are_off_are_corrected() -> None:
+def test_wrong_hints_are_corrected() -> None:
     times, now_s = ThinkTimes(), 0.0
     for _ in range(100):
         times.on_turn_start("a", now_s)
@@ -77,7 +77,7 @@ def test_hints_that_are_off_are_corrected() -> None:
     assert expected.earliest_s > now_s - 30.0 + 15.0
 
 
-def test_sessions_that_do_not_come_back_make_others_less_likely() -> None:
+def test_lost_sessions_reduce_the_probability_of_returns() -> None:
     faithful, fickle = ThinkTimes(), ThinkTimes()
     for i in range(300):
         for times, back in ((faithful, True), (fickle, i % 3 == 0)):
@@ -93,8 +93,8 @@ def test_sessions_that_do_not_come_back_make_others_less_likely() -> None:
 
 
 @pytest.mark.parametrize("hint_s", [None, 1e8])
-def test_a_session_that_takes_long_does_not_hide_those_that_are_lost(hint_s: float | None) -> None:
-    """One turn that runs for hours, or one that says it will be back next year."""
+def test_a_long_session_does_not_hide_lost_ones(hint_s: float | None) -> None:
+    """A turn that runs for hours, or a hint of a year."""
     times = ThinkTimes()
     for i in range(10):
         times.on_turn_start("faithful", 10.0 * i)
@@ -112,7 +112,7 @@ def test_a_session_that_takes_long_does_not_hide_those_that_are_lost(hint_s: flo
     assert after.probability < 0.2 * before.probability
 
 
-def test_turns_side_by_side_are_one() -> None:
+def test_concurrent_turns_count_as_one() -> None:
     times = ThinkTimes()
     times.on_turn_start("a", 0.0)
     times.on_turn_start("a", 1.0)
@@ -138,7 +138,7 @@ GAPS_S = st.floats(0.0, 1e7)
 @given(
     st.lists(st.tuples(st.integers(0, 3), GAPS_S, st.none() | GAPS_S), max_size=40), GAPS_S, GAPS_S
 )
-def test_whatever_comes_the_answers_make_sense(
+def test_answers_are_valid_for_any_sequence_of_events(
     turns: list[tuple[int, float, float | None]], idle_s: float, within_s: float
 ) -> None:
     times, now_s = ThinkTimes(max_sessions=3), 0.0
@@ -154,7 +154,7 @@ def test_whatever_comes_the_answers_make_sense(
     assert times.return_probability(idle_s, 2 * within_s) >= chance
 
 
-def test_the_longer_idle_the_less_likely_back_soon() -> None:
+def test_a_longer_idle_session_is_less_likely_to_return_soon() -> None:
     times = ThinkTimes()
     for i in range(100):
         times.on_turn_start("a", 60.0 * i)
@@ -164,7 +164,7 @@ def test_the_longer_idle_the_less_likely_back_soon() -> None:
 
 
 @pytest.mark.parametrize("hint_s", [0.0, 1e308])
-def test_a_hint_however_wild_gives_times_that_can_be_told(hint_s: float) -> None:
+def test_any_hint_gives_finite_times(hint_s: float) -> None:
     known = ThinkTimes()
     for turn in range(20):
         known.on_turn_start("wild", 10.0 * turn)
@@ -178,7 +178,7 @@ HASHER = ChainHasher(b"f", CHUNK)
 
 
 class Talk:
-    """Requests whose whole chain is stored, all of them."""
+    """Requests whose whole chain is stored."""
 
     def __init__(self, capacity: int = 64) -> None:
         self.conversations = Conversations(CHUNK, GRAIN, capacity)
@@ -196,7 +196,7 @@ def text(seed: int, count: int) -> list[int]:
     return [seed * 1000 + i for i in range(count)]
 
 
-def test_the_next_turn_continues_whatever_became_of_the_answer() -> None:
+def test_the_next_turn_is_recognised_whatever_the_answer() -> None:
     talk = Talk()
     first = text(1, 40)
     conversation = talk.turn(first)
@@ -222,20 +222,20 @@ def test_each_turn_is_continued_once() -> None:
     assert talk.turn([*prompt, *text(3, 20)]) != first, "asked again: a branch"
 
 
-def test_what_is_no_longer_stored_is_not_looked_for() -> None:
+def test_chunks_that_are_not_stored_are_not_searched() -> None:
     talk, prompt = Talk(), text(1, 40)
     first = talk.turn(prompt)
     assert talk.turn([*prompt, *text(2, 20)], matched=0) != first
 
 
-def test_short_prompts_are_nobodys() -> None:
+def test_prompts_shorter_than_a_chunk_continue_nothing() -> None:
     talk = Talk()
     assert talk.turn(text(1, CHUNK - 1)) != talk.turn(text(1, CHUNK - 1))
     assert len(talk.conversations) == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60)), max_size=40), st.integers(1, 8))
-def test_never_two_conversations_in_one_and_bounded(
+def test_conversations_are_not_mixed_and_memory_is_bounded(
     turns: list[tuple[int, int]], capacity: int
 ) -> None:
     talk = Talk(capacity)
