@@ -92,8 +92,7 @@ class PreadFiles:
 
     @property
     def in_flight(self) -> int:
-        self._active = [t for t in self._active if not t.terminal]
-        return len(self._active)
+        return sum(not transfer.terminal for transfer in self._active)
 
     def submit(self, direction: Direction, extents: Sequence[Extent]) -> PreadTransfer:
         if self._closed:

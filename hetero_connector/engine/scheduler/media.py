@@ -34,7 +34,7 @@ _MOST_NAMES = 1 << 16
 
 
 class MediaIds(Enum):
-    """How chunk keys identify multi-modal items."""
+    """The identity of multi-modal items in chunk keys."""
 
     CONTENT = "by the tensors that the model reads"
     NAMES = "by vLLM's names, which may be the clients'"

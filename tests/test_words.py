@@ -1,0 +1,95 @@
+"""The rules of names and docstrings that a program can check."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NOT_CHECKED = ("hetero_connector/store/", "ownership/simulator/")
+SOURCES = [
+    path
+    for package in ("hetero_connector", "ownership")
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if not path.relative_to(ROOT).as_posix().startswith(NOT_CHECKED)
+]
+RIDDLE = re.compile(r"(What|Of|Whether|Where|When|How|Those|As|Whose|Who)\b")
+"""A docstring is a sentence with a verb: it does not open with one of these words."""
+QUERY = re.compile(r"_?(is|has|can)_|__len__$|__bool__$|__contains__$")
+CHANGES = frozenset(
+    {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"}
+    | {"popleft", "remove", "setdefault", "update"}
+)
+"""Methods of lists, sets, dictionaries and queues that change them."""
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and text of every string that stands alone, so also those of attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield node.lineno, str(node.value.value)
+
+
+def queries(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+    """Yield properties, and methods whose names ask a question."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            decorators = {x.id for x in node.decorator_list if isinstance(x, ast.Name)}
+            if "property" in decorators or QUERY.match(node.name):
+                yield node
+
+
+def of_self(node: ast.expr) -> bool:
+    """Return True for `self.x`, `self.x.y`, `self.x[...]` and so on."""
+    inner = node
+    while isinstance(inner, ast.Attribute | ast.Subscript):
+        inner = inner.value
+    return inner is not node and isinstance(inner, ast.Name) and inner.id == "self"
+
+
+def changes(function: ast.FunctionDef) -> Iterator[int]:
+    """Yield the lines in which the method changes its object."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Attribute | ast.Subscript):
+            is_written = isinstance(node.ctx, ast.Store | ast.Del)
+            if is_written and of_self(node):
+                yield node.lineno
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            is_change = node.func.attr in CHANGES
+            if is_change and of_self(node.func.value):
+                yield node.lineno
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_a_docstring_does_not_open_with_a_riddle(path: Path) -> None:
+    found = docstrings(ast.parse(path.read_text()))
+    assert not [(line, text[:60]) for line, text in found if RIDDLE.match(text)]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_a_query_changes_nothing(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert not [(x.name, line) for x in queries(tree) for line in changes(x)]
+
+
+def test_the_check_of_queries_finds_each_kind_of_change() -> None:
+    source = """
+class A:
+    @property
+    def size(self): self.x = 1
+    def is_a(self): self.x.y += 1
+    def _has_b(self): del self.x["b"]
+    def can_c(self): return self.x.pop()
+    def is_d(self): x = {}; x["d"] = self.x; return x
+    def update(self): self.x = 1
+"""
+    found = [(x.name, line) for x in queries(ast.parse(source)) for line in changes(x)]
+    assert [function for function, _ in found] == ["size", "is_a", "_has_b", "can_c"]
