@@ -96,7 +96,7 @@ def test_wrong_chunk_tokens(value: object) -> None:
 
 
 @pytest.mark.parametrize("value", [None, 0, 1, "true", "", []])
-def test_a_yes_or_no_is_nothing_else(value: object) -> None:
+def test_a_boolean_key_takes_nothing_else(value: object) -> None:
     with pytest.raises(ConfigError, match=r"exact_handoffs.*expected true or false"):
         config(exact_handoffs=value)
 
@@ -111,7 +111,7 @@ def test_a_wrong_choice_names_the_key_and_the_choices(key: str, value: object) -
 
 
 @pytest.mark.parametrize("value", ["adaptive", "full", "zero", "periodic:1", "periodic:64"])
-def test_every_checkpoint_policy_is_taken(value: str) -> None:
+def test_every_checkpoint_policy_is_accepted(value: str) -> None:
     assert config(checkpoints=value).checkpoints == value
 
 
@@ -161,7 +161,7 @@ def test_an_ssd_dir_is_made_absolute_and_its_tilde_expanded(
 @pytest.mark.parametrize(
     "value", ["", "memory://", "redis://host:6379/0", "rediss://host", "redis+cluster://a,b"]
 )
-def test_a_directory_is_none_in_memory_or_in_redis(value: str) -> None:
+def test_accepted_directories(value: str) -> None:
     assert config(directory=value).directory == value
 
 
@@ -173,7 +173,7 @@ def test_another_directory_is_refused(value: object) -> None:
         config(directory=value)
 
 
-def test_a_refused_directory_does_not_tell_its_password() -> None:
+def test_the_error_of_a_directory_hides_its_password() -> None:
     with pytest.raises(ConfigError) as refused:
         config(directory="http://user:secret@host")
     assert "host" in str(refused.value)
@@ -187,12 +187,12 @@ def test_a_lease_is_neither_too_short_nor_endless(value: object) -> None:
 
 
 @pytest.mark.parametrize("value", ["", "a" * 129, "ä" * 65, 3, None])
-def test_a_worker_has_a_name_that_fits_a_record(value: object) -> None:
+def test_a_worker_name_must_fit_a_record(value: object) -> None:
     with pytest.raises(ConfigError, match=r"worker_name.*1 to 128 bytes"):
         config(directory="memory://", worker_name=value)
 
 
-def test_peers_reach_an_address_that_this_machine_has() -> None:
+def test_peer_host_must_be_an_address_of_this_machine() -> None:
     assert config(directory="memory://", peer_host="127.0.0.1").peer_host == "127.0.0.1"
     with pytest.raises(ConfigError, match=r"peer_host.*'192.0.2.1' is no address.*127.0.0.1"):
         config(directory="memory://", peer_host="192.0.2.1")
@@ -202,7 +202,7 @@ def test_peers_reach_an_address_that_this_machine_has() -> None:
     "given",
     [{"lease_s": 5}, {"replica_ttl_s": 9}, {"worker_name": "ann"}, {"peer_host": "127.0.0.1"}],
 )
-def test_what_is_about_a_fleet_needs_a_directory(given: dict[str, object]) -> None:
+def test_keys_of_a_fleet_need_a_directory(given: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="only valid together with 'directory'"):
         config(**given)
     with pytest.raises(ConfigError, match="only valid together with 'directory'"):
@@ -226,7 +226,7 @@ def test_an_unknown_key_is_refused_with_a_hint(key: Any, hint: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["ssd_gib", "ssd_write_gib_per_day"])
-def test_what_is_about_the_ssd_needs_ssd_dir(key: str) -> None:
+def test_keys_of_the_ssd_need_ssd_dir(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"'{key}'.*only valid together with 'ssd_dir'"):
         config(**{key: 4})
 
@@ -241,7 +241,7 @@ def test_capacities_beyond_the_machine_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("free_gib", "dram_gib"), [(48, 12), (400, 32), (2, 0.5), (0, 1 / 16)])
-def test_default_dram_is_a_quarter_of_what_is_free(
+def test_default_dram_is_a_quarter_of_free_memory(
     monkeypatch: pytest.MonkeyPatch, free_gib: int, dram_gib: float
 ) -> None:
     monkeypatch.setattr(machine, "memory", lambda: Memory(512 * GIB, free_gib * GIB))
@@ -249,7 +249,7 @@ def test_default_dram_is_a_quarter_of_what_is_free(
 
 
 @pytest.mark.parametrize(("free_gib", "ssd_gib"), [(100, 50), (500, 64), (1, 0.5)])
-def test_default_ssd_is_half_of_what_is_free(
+def test_default_ssd_is_half_of_free_space(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free_gib: int, ssd_gib: float
 ) -> None:
     monkeypatch.setattr(machine, "disk", lambda directory: Disk(1000 * GIB, free_gib * GIB))
@@ -302,7 +302,7 @@ def test_anything_is_a_config_or_a_config_error(extra: dict[str, Any]) -> None:
         ({"adopt_from": "/shared"}, Path("/shared")),
     ],
 )
-def test_dead_engines_directories_are_looked_for_beside_the_own(
+def test_the_default_folder_for_adoption_is_the_parent_of_ssd_dir(
     given: dict[str, Any], folder: Path | None
 ) -> None:
     """But never in the whole file system, unless somebody says so."""

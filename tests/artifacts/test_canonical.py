@@ -54,6 +54,6 @@ def test_order_of_a_mapping_and_kind_of_a_sequence_do_not_matter() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), {1: "a"}, {"a", "b"}, [object()]])
-def test_what_has_no_single_spelling_is_refused(value: object) -> None:
+def test_values_without_a_unique_encoding_are_refused(value: object) -> None:
     with pytest.raises(TypeError):
         encode(value)

@@ -62,7 +62,7 @@ def cut(layer: Layer, tp_size: int, rank: int, whole: Bytes) -> Bytes:
 
 
 @given(layers(), powers, powers, st.integers(0, 2**32))
-def test_what_any_ranks_saved_any_others_load(
+def test_pages_saved_at_one_tp_size_are_loaded_at_any_other(
     layer: Layer, producer: int, consumer: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -99,7 +99,7 @@ def test_a_rank_reads_its_heads_and_all_of_what_is_not_cut() -> None:
     assert layout.rank_bytes(StateType.MLA_LATENT, 0, 64) == whole == 4 * 56
 
 
-def test_a_layer_whose_cut_is_not_known_is_refused_by_name_at_every_tp_size() -> None:
+def test_a_layer_with_an_unknown_cut_is_refused_by_name_at_every_tp_size() -> None:
     for tp_size in TP_SIZES:
         spec = model_of(tp_size)
         known, unknown = spec.layers[:-1], unknown_cut(spec.layers[-1])
@@ -129,7 +129,7 @@ def test_more_ranks_than_kv_heads_share_them() -> None:
     assert whole_model(eight) == whole_model(PRESETS["qwen3-coder-30b-a3b"]())
 
 
-def test_recurrent_pages_that_decide_how_long_a_block_is_are_another_model() -> None:
+def test_recurrent_pages_that_decide_the_block_size_make_another_model() -> None:
     """Of 2 KV heads 8 ranks hold 1 each, of 32 value heads 4: a state is fewer tokens long."""
     one, eight = (PRESETS["qwen3-next-80b-a3b"](tp_size=tp_size) for tp_size in (1, 8))
     assert eight.alignment < one.alignment

@@ -245,7 +245,7 @@ def test_mamba2_states() -> None:
         ({"model_type": "deepseek_v3", "num_hidden_layers": 1}, "'kv_lora_rank'"),
     ],
 )
-def test_what_cannot_be_computed_is_named(config: dict[str, Any], problem: str) -> None:
+def test_an_unknown_config_is_refused_by_name(config: dict[str, Any], problem: str) -> None:
     with pytest.raises(UnsupportedModelError, match=problem):
         model_spec_from_config(config)
 

@@ -110,7 +110,7 @@ def test_inspect_counts_what_is_stored(store: Path, model: Path, run: Run, level
     assert snapshot(store) == before
 
 
-def test_inspect_says_it_to_people_and_while_an_engine_runs(store: Path, run: Run) -> None:
+def test_inspect_prints_text_and_works_while_an_engine_runs(store: Path, run: Run) -> None:
     directory = SsdDirectory.open(store, MODEL, SLOTS, 4 << 20)
     put(directory, 5, key(3), KV, slot=0)
     code, out, _ = run("inspect", store)
@@ -131,7 +131,7 @@ def test_inspect_an_empty_store(tmp_path: Path, run: Run) -> None:
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_what_is_no_store_is_reported(tmp_path: Path, run: Run, command: str) -> None:
+def test_a_directory_without_a_store_is_reported(tmp_path: Path, run: Run, command: str) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "0123456789abcdef").mkdir()
     for path in (tmp_path, tmp_path / "file", tmp_path / "missing", tmp_path / "0123456789abcdef"):
@@ -232,7 +232,7 @@ def flip(model: Path, state_type: StateType, offset: int, mask: int = 0x01) -> N
 
 
 @pytest.mark.parametrize("at", [0, 25_000, USEFUL[KV] - 1])
-def test_verify_finds_a_flipped_bit_names_it_and_repair_forgets_it(
+def test_verify_names_a_flipped_bit_and_repair_removes_its_artifact(
     store: Path, model: Path, run: Run, at: int
 ) -> None:
     flip(model, KV, 8 * SLOTS[KV] + at)  # slot 8 holds chunk 2
@@ -286,9 +286,7 @@ def test_verify_of_truncated_and_missing_slabs(store: Path, model: Path, run: Ru
     assert "2 artifacts" in out
 
 
-def test_verify_finds_and_repairs_rows_that_make_no_sense(
-    store: Path, model: Path, run: Run
-) -> None:
+def test_verify_finds_and_removes_malformed_rows(store: Path, model: Path, run: Run) -> None:
     journal = Journal.open_existing(model / "journal.sqlite")
     journal._connection.execute(
         "UPDATE artifacts SET size_bytes = 1000000 WHERE state_type='window_swa' AND slot=5"
@@ -398,7 +396,7 @@ def test_vllm_versions(versions: dict[str, str], status: Status) -> None:
     assert bool(finding.advice) == (status is not Status.OK)
 
 
-def test_without_nixl_there_is_a_way() -> None:
+def test_doctor_warns_without_nixl() -> None:
     def missing() -> dict[str, bool]:
         raise StoreError("No module named 'nixl'")
 
@@ -483,7 +481,7 @@ def test_no_o_direct_and_a_full_filesystem_are_warnings(
     assert "nearly full" in findings["SSD read"].detail
 
 
-def test_a_disk_that_refuses_is_a_failure(
+def test_a_disk_that_refuses_writes_is_a_failure(
     small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -508,7 +506,7 @@ def test_inspect_finds_the_state_of_data_parallel_engines(
 
 
 @pytest.mark.parametrize("out", ["none/profile.json", "."])
-def test_calibrate_says_at_once_that_its_profile_has_no_place(
+def test_calibrate_refuses_a_bad_out_path_at_once(
     out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["calibrate", "no/such-model", "--out", str(tmp_path / out)]) == 2
@@ -516,14 +514,14 @@ def test_calibrate_says_at_once_that_its_profile_has_no_place(
 
 
 @pytest.mark.parametrize("model", ["/no/such/model", "./no/such/model"])
-def test_calibrate_says_that_there_is_no_such_model(
+def test_calibrate_reports_an_unknown_model(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["calibrate", model, "--out", str(tmp_path / "profile.json")]) == 2
     assert capsys.readouterr().err == f"heterocache: there is no model at {model}\n"
 
 
-def test_calibrate_says_that_vllm_does_not_start(
+def test_calibrate_reports_that_vllm_does_not_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(**_: object) -> None:
@@ -536,7 +534,7 @@ def test_calibrate_says_that_vllm_does_not_start(
     assert message == f"heterocache: vLLM starts no engine for {tmp_path}: not enough memory\n"
 
 
-def test_calibrate_says_that_vllm_is_missing(
+def test_calibrate_reports_that_vllm_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
@@ -548,7 +546,7 @@ def test_calibrate_says_that_vllm_is_missing(
 
 @pytest.mark.parametrize("option", ["--engine-args", "--connector-args"])
 @pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000, "9" * 5_000])
-def test_calibrate_wants_arguments_as_an_object(
+def test_calibrate_takes_arguments_as_a_json_object_only(
     text: str, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as refused:
@@ -575,7 +573,7 @@ def test_doctor_on_a_fleets_directory() -> None:
     assert "noeviction" in finding.advice
 
 
-def test_doctor_says_what_peers_on_other_hosts_can_do(tmp_path: Path) -> None:
+def test_doctor_warns_of_peers_over_tcp(tmp_path: Path) -> None:
     over_tcp = doctor.check_peer_network(tmp_path / "none")
     assert over_tcp.status is Status.WARN
     assert "can write the DRAM tier" in over_tcp.detail

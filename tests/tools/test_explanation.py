@@ -141,7 +141,7 @@ def test_replays_are_offered_where_the_engine_recorded_that_they_are_exact(
     assert ("compute from 192 again" in capsys.readouterr().out) == (len(ways) > 2)
 
 
-def test_the_planner_is_given_what_the_store_s_engine_ran_with(
+def test_explain_uses_the_settings_of_the_stores_engine(
     tmp_path: Path, prompt: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each setting shows in the price or the choice; without any the defaults are stated."""
@@ -182,7 +182,7 @@ def test_the_planner_is_given_what_the_store_s_engine_ran_with(
     assert never["boundary"] == 0
 
 
-def test_a_candidate_that_is_cheaper_but_too_late_says_so(
+def test_a_cheaper_candidate_that_misses_the_deadline_is_marked(
     tmp_path: Path, prompt: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     costs = profile(tmp_path / "profile.json", 1e-3)
@@ -300,7 +300,7 @@ def test_a_missing_prompt_or_store_is_refused(
     assert "not a directory" in capsys.readouterr().err
 
 
-def test_what_was_stored_before_a_reset_is_not_offered(
+def test_state_from_before_a_reset_is_not_offered(
     directory: Path, prompt: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = GenerationFile.open(directory / GENERATION_NAME, is_new=False)

@@ -58,7 +58,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("measured")
-def test_the_summary_tells_how_good_each_fit_is(
+def test_the_summary_lists_the_error_of_each_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["calibrate", "model", "--out", str(tmp_path / "profile.json")]) == 0

@@ -130,7 +130,7 @@ def noise(size: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
 
 
-def test_write_then_read_brings_the_bytes_back(bench: Bench) -> None:
+def test_bytes_written_are_read_back(bench: Bench) -> None:
     bench.memory[:FILE_BYTES] = noise(FILE_BYTES)
     whole = Extent(1, 0, 0, FILE_BYTES)
     assert bench.move(Direction.WRITE, [whole]) is TransferState.DONE
@@ -192,7 +192,7 @@ def test_any_disjoint_extents_arrive(bench: Bench, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 2 * B, 2 * B + 512, (1 << 20) + B])
-def test_a_short_file_fails_the_read_and_spares_the_next(bench: Bench, left: int) -> None:
+def test_a_short_file_fails_the_read_but_not_the_next(bench: Bench, left: int) -> None:
     bench.fill(1, noise(FILE_BYTES))
     bench.truncate(0, left)
     good = bench.transfer.submit(Direction.READ, [Extent(1, 0, FILE_BYTES, FILE_BYTES)])
@@ -205,7 +205,7 @@ def test_a_short_file_fails_the_read_and_spares_the_next(bench: Bench, left: int
     assert bench.move(Direction.READ, [Extent(1, 0, 0, B)]) is TransferState.DONE
 
 
-def test_a_descriptor_that_went_bad_fails_the_transfer(tmp_path: Path, bench: Bench) -> None:
+def test_a_bad_descriptor_fails_the_transfer(tmp_path: Path, bench: Bench) -> None:
     if bench.kind == "memory":
         assert isinstance(bench.transfer, MemoryFiles)
         bench.transfer.fail_next(code=errno.EBADF)
@@ -265,7 +265,7 @@ def test_a_wrong_extent_is_refused(bench: Bench, extents: list[Extent]) -> None:
     assert bench.transfer.in_flight == 0
 
 
-def test_close_waits_for_abandoned_transfers(bench: Bench) -> None:
+def test_close_waits_for_dropped_transfers(bench: Bench) -> None:
     bench.memory[: 2 * FILE_BYTES] = noise(2 * FILE_BYTES)
     for f in (0, 1):
         bench.transfer.submit(Direction.WRITE, [Extent(f, 0, f * FILE_BYTES, FILE_BYTES)])

@@ -25,7 +25,7 @@ def test_the_listening_sockets_of_this_process_and_no_others() -> None:
     assert set(listening_addresses(os.getpid())) == before
 
 
-def test_any_address_is_told_as_such(tmp_path: Path) -> None:
+def test_the_address_for_all_interfaces_is_listed(tmp_path: Path) -> None:
     fds, net = tmp_path / "7" / "fd", tmp_path / "7" / "net"
     fds.mkdir(parents=True)
     net.mkdir()
@@ -48,5 +48,7 @@ def test_any_address_is_told_as_such(tmp_path: Path) -> None:
         (["[::]:1"], False),
     ],
 )
-def test_what_other_hosts_can_reach(addresses: list[str], is_only: bool) -> None:
+def test_only_loopback_addresses_are_closed_to_other_hosts(
+    addresses: list[str], is_only: bool
+) -> None:
     assert only_this_host(addresses) is is_only

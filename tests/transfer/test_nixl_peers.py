@@ -100,7 +100,7 @@ def test_many_small_reads_and_many_transfers_at_once(reader: NixlPeers, owner: O
     assert reader.in_flight == 0
 
 
-def test_an_owner_killed_before_and_after_a_read_and_started_again(any_transport: str) -> None:
+def test_reads_fail_when_the_owner_is_killed_and_work_after_its_restart(any_transport: str) -> None:
     peers = NixlPeers([memory(), memory(SIZES[1])])
     with owners(2) as (first, second):
         peers.connect("w", first.metadata)
@@ -118,7 +118,7 @@ def test_an_owner_killed_before_and_after_a_read_and_started_again(any_transport
         assert second.close()
 
 
-def test_an_owner_that_is_dead_before_the_first_read(reader: NixlPeers) -> None:
+def test_a_read_of_an_owner_dead_from_the_start_fails(reader: NixlPeers) -> None:
     with owners(1) as (other,):
         reader.connect("w", other.metadata)
         other.kill()
@@ -127,7 +127,7 @@ def test_an_owner_that_is_dead_before_the_first_read(reader: NixlPeers) -> None:
         assert isinstance(failed.error, TransferError)
 
 
-def test_owners_killed_while_they_are_read(any_transport: str) -> None:
+def test_reads_of_owners_killed_meanwhile_are_complete_or_fail(any_transport: str) -> None:
     """A read ends well with every byte right, or it fails; none hangs."""
     peers = NixlPeers([memory()])
     right = contents(0, SIZES[0])
@@ -152,7 +152,7 @@ def test_owners_killed_while_they_are_read(any_transport: str) -> None:
     assert peers.close()
 
 
-def test_a_stopped_owner_holds_up_nobody_and_its_late_bytes_go_where_they_belong(
+def test_a_stopped_owner_delays_no_other_read_and_its_late_bytes_stay_in_their_place(
     reader: NixlPeers, owner: Owner
 ) -> None:
     with owners(1) as (stopped,):
@@ -213,7 +213,7 @@ def test_close_ends_a_read_of_a_stopped_owner_and_with_it_every_write_to_the_mem
         assert np.array_equal(bytes_of(peers), at_close)
 
 
-def test_a_peer_that_was_disconnected_is_forgotten_and_can_come_back(
+def test_a_disconnected_peer_is_dropped_and_can_be_connected_again(
     reader: NixlPeers, owner: Owner
 ) -> None:
     for _ in range(3):
@@ -255,7 +255,7 @@ def test_addresses_outside_the_peers_memory_are_refused_before_anything_is_poste
         [PeerExtent(0, 0, 0, -1, 1)],
     ],
 )
-def test_our_own_memory_is_checked_too(
+def test_extents_outside_our_own_memory_are_refused(
     reader: NixlPeers, owner: Owner, extents: list[PeerExtent]
 ) -> None:
     reader.connect("w", owner.metadata)
@@ -263,9 +263,7 @@ def test_our_own_memory_is_checked_too(
         reader.submit("w", extents)
 
 
-def test_metadata_that_lies_about_its_regions_reads_nothing(
-    reader: NixlPeers, owner: Owner
-) -> None:
+def test_metadata_with_false_regions_read_nothing(reader: NixlPeers, owner: Owner) -> None:
     """The envelope says more than NIXL was told: NIXL refuses the addresses."""
     told = AgentMetadata.decode(owner.metadata)
     wide = AgentMetadata(told.agent, ((told.regions[0][0], 1 << 40),), told.nixl)
@@ -351,7 +349,7 @@ assert "UCX_LOG_LEVEL" not in os.environ
 """
 
 
-def test_nothing_is_printed_not_even_when_a_peer_dies() -> None:
+def test_nothing_is_printed_even_when_a_peer_dies() -> None:
     with owners(1) as (other,):
         done = run(_QUIET, other.metadata.hex(), str(other.pid))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -369,7 +367,7 @@ print(late.poll().value)
 """
 
 
-def test_a_process_with_a_read_under_way_from_a_stopped_owner_still_exits() -> None:
+def test_a_process_with_a_read_in_flight_from_a_stopped_owner_still_exits() -> None:
     with owners(1) as (stopped,):
         metadata = stopped.metadata.hex()
         stopped.stop()
@@ -387,7 +385,7 @@ def test_a_reader_killed_while_reading_does_not_disturb_the_owner(
     assert np.array_equal(bytes_of(reader), contents(0, SIZES[0]))
 
 
-def test_an_idle_agent_leaves_the_cores_alone() -> None:
+def test_an_idle_agent_uses_no_core() -> None:
     """NIXL's own agent class starts a progress thread that polls without a pause."""
     peers = NixlPeers([memory(8_192)])
     try:
@@ -399,7 +397,7 @@ def test_an_idle_agent_leaves_the_cores_alone() -> None:
         assert peers.close()
 
 
-def test_without_nixl_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_nixl_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nixl.py").write_text("raise ImportError(\"No module named 'nixl'\")")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(StoreError, match="nixl cannot be imported"):

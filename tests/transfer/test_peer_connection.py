@@ -86,7 +86,9 @@ def drive(connection: PeerConnection, times: int = 1_000) -> None:
         connection.drive()
 
 
-def test_a_read_ends_when_all_its_posts_have(agent: Agent, connection: PeerConnection) -> None:
+def test_a_read_ends_when_all_its_posts_have_ended(
+    agent: Agent, connection: PeerConnection
+) -> None:
     read = read_of(2)
     connection.add(read)
     drive(connection)
@@ -101,7 +103,7 @@ def test_a_read_ends_when_all_its_posts_have(agent: Agent, connection: PeerConne
 
 
 @pytest.mark.parametrize("while_posting", [False, True])
-def test_a_failed_read_ends_when_its_handle_was_taken_back_and_the_connection_is_closed(
+def test_a_failed_read_ends_after_its_handle_is_released_and_the_connection_closed(
     agent: Agent, connection: PeerConnection, while_posting: bool
 ) -> None:
     read = read_of(1)
@@ -119,7 +121,7 @@ def test_a_failed_read_ends_when_its_handle_was_taken_back_and_the_connection_is
     assert read.error is GONE
 
 
-def test_no_read_of_a_broken_connection_ends_before_the_others_posts_have(
+def test_no_read_of_a_broken_connection_ends_before_all_posts_have(
     agent: Agent, connection: PeerConnection
 ) -> None:
     first, second = read_of(1), read_of(1)
@@ -138,7 +140,7 @@ def test_no_read_of_a_broken_connection_ends_before_the_others_posts_have(
     assert agent.log[-1] == "closed"
 
 
-def test_what_waits_for_a_broken_connection_is_read_over_a_new_one(
+def test_reads_that_wait_for_a_broken_connection_use_a_new_one(
     agent: Agent, connection: PeerConnection
 ) -> None:
     connection.add(read_of(1))

@@ -27,7 +27,7 @@ extents = st.builds(PeerExtent, st.integers(0, 15), sizes, st.integers(0, 15), s
 
 
 @given(st.lists(frames, max_size=8), st.lists(st.integers(1, 40), min_size=1))
-def test_frames_come_back_whole_and_in_order(said: list[Frame], cuts: list[int]) -> None:
+def test_frames_are_decoded_complete_and_in_order(said: list[Frame], cuts: list[int]) -> None:
     data = b"".join(frame.encode() for frame in said)
     reader, heard, at, i = FrameReader(), list[Frame](), 0, 0
     while at < len(data):
@@ -44,7 +44,7 @@ def test_arbitrary_bytes_are_frames_or_refused(data: bytes) -> None:
         assert sum(16 + len(f.payload) for f in reader.feed(data)) <= len(data)
 
 
-def test_a_message_larger_than_any_is_refused_before_it_has_come() -> None:
+def test_a_too_large_message_is_refused_before_it_has_arrived() -> None:
     head = bytearray(Frame(Kind.ENDED, 1, b"").encode())
     head[4:8] = (1 << 31).to_bytes(4, "little")
     with pytest.raises(ValueError, match="2147483648 bytes"):
@@ -52,14 +52,14 @@ def test_a_message_larger_than_any_is_refused_before_it_has_come() -> None:
 
 
 @given(st.text(max_size=50), st.lists(extents, min_size=1, max_size=20))
-def test_reads_come_back(name: str, asked: list[PeerExtent]) -> None:
+def test_reads_survive_encoding(name: str, asked: list[PeerExtent]) -> None:
     assert parse_read(read_payload(name, asked)) == (name, asked)
 
 
 @pytest.mark.parametrize(
     "error", [TransferError(errno.ECONNRESET, "the peer is gone"), TransferError("no number")]
 )
-def test_errors_come_back(error: TransferError) -> None:
+def test_errors_survive_encoding(error: TransferError) -> None:
     again = parse_error(error_payload(error))
     assert (again.errno, str(again)) == (error.errno, str(error))
 

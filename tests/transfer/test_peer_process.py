@@ -87,7 +87,7 @@ def write_over_tcp(metadata: bytes, address: int) -> None:
     )
 
 
-def test_who_reaches_the_port_writes_the_exported_memory_but_none_of_the_engines(
+def test_an_attacker_on_the_port_writes_the_exported_memory_and_nothing_of_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
@@ -105,7 +105,7 @@ def test_who_reaches_the_port_writes_the_exported_memory_but_none_of_the_engines
     assert victim.close()
 
 
-def test_it_inherits_no_secret_no_descriptor_and_no_way_to_gain_rights(
+def test_the_process_inherits_no_secret_no_descriptor_and_no_privileges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REDIS_PASSWORD", "hunter2")
@@ -129,7 +129,7 @@ def test_by_default_only_this_host_can_connect(
     assert {address.rpartition(":")[0] for address in addresses} == {"127.0.0.1"}
 
 
-def test_with_an_interface_its_address_is_open_and_the_log_says_what_that_means(
+def test_with_an_interface_its_address_is_open_and_the_log_warns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     mine = {h: i for h, i in machine.addresses().items() if i != "lo" and ":" not in h}
@@ -158,7 +158,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
-def test_it_dies_with_its_engine_however_that_ends(is_stopped: bool) -> None:
+def test_the_process_dies_with_its_engine_however_that_ends(is_stopped: bool) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _ENGINE],
         stdout=subprocess.PIPE,
@@ -181,7 +181,7 @@ def _runs(process_id: int) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_signals_for_the_engines_group_are_the_engines_to_answer(
+def test_the_process_ignores_signals_to_the_engines_group(
     peers: NixlPeers, number: signal.Signals
 ) -> None:
     os.kill(peers.process_id, number)
@@ -211,7 +211,7 @@ def test_an_engine_with_thousands_of_open_files_reads_from_its_peers() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_when_it_is_killed_reads_end_and_it_is_started_again_after_longer_and_longer() -> None:
+def test_a_killed_process_ends_its_reads_and_is_restarted_after_growing_pauses() -> None:
     now_s = 100.0
     peers = NixlPeers([create_shared("test", SIZE)], clock=lambda: now_s)
     pauses = []
@@ -228,7 +228,7 @@ def test_when_it_is_killed_reads_end_and_it_is_started_again_after_longer_and_lo
     assert peers.close()
 
 
-def test_one_that_hangs_is_ended_and_with_it_what_was_under_way() -> None:
+def test_a_process_that_hangs_is_killed_and_its_reads_end() -> None:
     peers, other = (NixlPeers([create_shared("test", SIZE)]) for _ in range(2))
     peers.connect("other", other.metadata)
     for _ in range(100):
@@ -247,7 +247,7 @@ def test_one_that_hangs_is_ended_and_with_it_what_was_under_way() -> None:
     assert other.close()
 
 
-def test_when_no_process_can_be_started_it_is_tried_again_later(
+def test_a_failed_start_of_the_process_is_tried_again_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = 100.0
@@ -268,7 +268,7 @@ def test_when_no_process_can_be_started_it_is_tried_again_later(
 
 
 @pytest.mark.parametrize("said", ["garbage", "an unknown read", "silence", "exits"])
-def test_a_process_that_says_what_makes_no_sense_is_ended(
+def test_a_process_that_sends_malformed_messages_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
 ) -> None:
     """It may be in others' hands: the engine believes nothing and lives."""
@@ -299,7 +299,7 @@ def test_a_process_that_says_what_makes_no_sense_is_ended(
     assert peers.close()
 
 
-def test_one_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_failed_start_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_child, "_MODULE", "no_such_module")
     with pytest.raises(StoreError, match="exit status 1"):
         NixlPeers([create_shared("test", SIZE)])
@@ -315,9 +315,7 @@ print(detect_cuda_major(), hasattr(sys.modules["torch"], "Tensor"))
 
 
 @pytest.mark.parametrize(("cuda", "chosen"), [("'12.6'", "12"), ("None", "None")])
-def test_nixl_still_sees_for_which_cuda_torch_was_built(
-    tmp_path: Path, cuda: str, chosen: str
-) -> None:
+def test_nixl_still_finds_the_cuda_version_of_torch(tmp_path: Path, cuda: str, chosen: str) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
     (tmp_path / "torch" / "version.py").write_text(f"cuda = {cuda}")

@@ -70,7 +70,7 @@ def test_both_read_each_other(join: Join) -> None:
     assert first.error is None
 
 
-def test_a_peer_that_is_gone_fails_reads_and_another_in_its_place_is_read(join: Join) -> None:
+def test_reads_of_a_dead_peer_fail_and_its_successor_is_read(join: Join) -> None:
     (a, own), (b, _), (c, in_c) = join(), join(), join()
     in_c[:] = 3
     a.connect("b", b.metadata)
@@ -84,7 +84,7 @@ def test_a_peer_that_is_gone_fails_reads_and_another_in_its_place_is_read(join: 
     assert (own[:8] == 3).all()
 
 
-def test_what_is_wrong_is_refused(join: Join) -> None:
+def test_invalid_calls_are_refused(join: Join) -> None:
     (a, _), (b, _) = join(), join()
     with pytest.raises(PeerError, match="never connected"):
         a.submit("b", [PeerExtent(0, 0, 0, 0, 8)])
@@ -107,7 +107,7 @@ def test_what_is_wrong_is_refused(join: Join) -> None:
         a.submit("b", [PeerExtent(0, 0, 0, 0, 8)])
 
 
-def test_what_moves_the_bytes_may_end_and_comes_back_under_another_name(join: Join) -> None:
+def test_after_the_end_of_its_process_a_port_has_new_metadata(join: Join) -> None:
     (a, own), (b, in_b) = join(), join()
     in_b[:] = 4
     a.connect("b", b.metadata)
@@ -157,12 +157,12 @@ def test_the_fake_stops_and_resumes() -> None:
 METADATA = AgentMetadata("ägent", ((4_096, 1 << 30), (1 << 40, 8)), bytes(range(200)))
 
 
-def test_metadata_comes_back_as_it_was() -> None:
+def test_metadata_survive_encoding() -> None:
     assert AgentMetadata.decode(METADATA.encode()) == METADATA
 
 
 @given(st.binary(max_size=600))
-def test_arbitrary_bytes_are_no_metadata(data: bytes) -> None:
+def test_arbitrary_bytes_are_refused_as_metadata(data: bytes) -> None:
     with pytest.raises(PeerError):
         AgentMetadata.decode(data)
 
@@ -179,12 +179,12 @@ def test_every_flipped_byte_is_noticed(at: int, flip: int) -> None:
     "regions",
     [((0, 8),), ((8, 0),), ((8, 1 << 50),), (((1 << 64) - 4, 8),), tuple([(8, 8)] * 17)],
 )
-def test_regions_that_cannot_be_are_refused(regions: tuple[tuple[int, int], ...]) -> None:
+def test_impossible_regions_are_refused(regions: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(PeerError):
         AgentMetadata.decode(AgentMetadata("a", regions, b"x").encode())
 
 
-def test_another_version_says_what_to_do() -> None:
+def test_metadata_of_another_version_are_refused_with_advice() -> None:
     data = bytearray(METADATA.encode())
     data[4] = 9
     with pytest.raises(PeerError, match="version 9"):
@@ -220,7 +220,7 @@ def test_merged_and_cut_descriptors_move_the_same_bytes(
     assert moved == wanted
 
 
-def test_neighbours_become_one_descriptor_and_large_runs_are_cut() -> None:
+def test_contiguous_extents_become_one_descriptor_and_large_ones_are_cut() -> None:
     regions = ((0, 1 << 30),)
     blocks = [PeerExtent(0, i << 16, 0, i << 16, 1 << 16) for i in range(100)]
     local, _ = describe(blocks, regions, regions)

@@ -75,7 +75,7 @@ def stuck(tmp_path: Path) -> Iterator[tuple[NixlFiles, int]]:
 
 
 @needs_uring
-def test_an_abandoned_read_is_quarantined_until_it_ends(stuck: tuple[NixlFiles, int]) -> None:
+def test_a_dropped_read_is_quarantined_until_it_ends(stuck: tuple[NixlFiles, int]) -> None:
     transfer, write_end = stuck
     hung = transfer.submit(Direction.READ, [Extent(0, 0, 0, B)])
     assert hung.poll() is TransferState.PENDING
@@ -97,7 +97,7 @@ def test_an_abandoned_read_is_quarantined_until_it_ends(stuck: tuple[NixlFiles, 
 
 
 @needs_uring
-def test_close_gives_up_at_its_timeout_and_keeps_what_is_under_way(
+def test_close_stops_waiting_at_its_timeout_and_keeps_transfers_in_flight(
     stuck: tuple[NixlFiles, int],
 ) -> None:
     transfer, write_end = stuck
@@ -195,7 +195,7 @@ def test_nixl_is_chosen_where_it_works(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_nixl_pread_is_chosen_and_the_reason_said(
+def test_without_nixl_pread_is_chosen_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real_import = builtins.__import__
@@ -214,7 +214,7 @@ def test_without_nixl_pread_is_chosen_and_the_reason_said(
         choose_file_transfer(arena(B), [], tmp_path, prefer="nixl")
 
 
-def test_nixl_that_does_not_bring_the_bytes_back_is_not_chosen(
+def test_nixl_that_returns_wrong_bytes_is_not_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def corrupting(memory, files, queue):  # type: ignore[no-untyped-def]
@@ -229,7 +229,7 @@ def test_nixl_that_does_not_bring_the_bytes_back_is_not_chosen(
     assert chosen.transfer.close()
 
 
-def test_a_probe_that_hangs_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_probe_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "_PROBE_TIMEOUT_S", 0.05)
 
     def hanging(memory: np.ndarray, files: list[OpenFile]) -> FileTransfer:
@@ -242,7 +242,7 @@ def test_a_probe_that_hangs_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert caught.value.errno == errno.ETIMEDOUT
 
 
-def test_pread_can_be_asked_for(tmp_path: Path) -> None:
+def test_pread_can_be_preferred(tmp_path: Path) -> None:
     chosen = choose_file_transfer(arena(B), [], tmp_path, prefer="pread")
     assert chosen.transfer.name == "pread"
     assert chosen.transfer.close()
@@ -268,7 +268,7 @@ assert "NIXL_LOG_LEVEL" not in os.environ
 
 
 @needs_uring
-def test_nixl_prints_nothing_not_even_on_a_failure(tmp_path: Path) -> None:
+def test_nixl_prints_nothing_even_on_a_failure(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _NOISY, str(tmp_path)], capture_output=True, text=True
     )
@@ -279,7 +279,7 @@ def test_nixl_prints_nothing_not_even_on_a_failure(tmp_path: Path) -> None:
     ("script", "says"),
     [("exit 3", "exit 3"), ("echo cannot start >&2; kill -9 $$", "cannot start")],
 )
-def test_nixl_that_takes_its_process_down_is_reported(
+def test_a_crash_of_nixl_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, says: str
 ) -> None:
     program = tmp_path / "python"

@@ -33,7 +33,7 @@ def test_both_mappings_are_the_same_bytes() -> None:
     assert memory.view[5] == 7
 
 
-def test_nobody_can_cut_it_short_under_the_others() -> None:
+def test_shared_memory_cannot_shrink() -> None:
     memory = create_shared("test", SIZE)
     for size in (0, SIZE - mmap.PAGESIZE, SIZE + mmap.PAGESIZE):
         with pytest.raises(PermissionError):
