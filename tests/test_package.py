@@ -73,6 +73,15 @@ def test_nothing_imports_the_command_line() -> None:
             assert not any(n.startswith("hetero_connector.tools") for n in imports(path)), path
 
 
+def test_the_two_sides_of_the_connector_share_only_messages() -> None:
+    """They run in different processes; `engine/startup` alone builds both."""
+    sides = {side: f"hetero_connector.engine.{side}" for side in ("scheduler", "worker", "startup")}
+    for side in ("scheduler", "worker"):
+        others = tuple(name for other, name in sides.items() if other != side)
+        for path in (PACKAGE / "engine" / side).rglob("*.py"):
+            assert not any(name.startswith(others) for name in imports(path)), relative(path)
+
+
 JOINS = (
     "hetero_connector/tools/cli.py",
     "hetero_connector/tools/doctor.py",

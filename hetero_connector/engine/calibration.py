@@ -192,7 +192,7 @@ class _Engine:
 
     def teach_interference(self) -> None:
         """Compute prompts of several lengths while batches of several sizes decode."""
-        # Without the longest, which leaves no tokens for the other requests to decode.
+        # Without the longest length, so that there is room for the other requests' steps.
         for length in list(_lengths(self._longest))[:-1]:
             for batch in _BATCHES:
                 self._run_while_decoding(batch, self._new_length(length))

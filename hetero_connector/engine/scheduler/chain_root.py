@@ -57,7 +57,7 @@ class ChainRoot:
     def reset(self) -> bool:
         """Forget everything stored. Returns False in the case that `Store.reset` does."""
         kept = self._store.reset()
-        if self._weights.nonce:  # a trainer that shares the weights' memory may use this call
+        if self._weights.nonce:  # a trainer that shares the weights' memory resets after a change
             self._weights = self._weights.with_nonce()
         self._change()
         logger.info(

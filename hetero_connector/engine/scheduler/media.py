@@ -100,7 +100,7 @@ class TrustedNames:
         """True once any name was distrusted."""
 
     def trust(self, name: str, digest: bytes) -> bool:
-        """Record the name's content; False, and distrusted, if it stood for another one before."""
+        """Record the name's content; return False if it is distrusted or stood for another one."""
         known = self._contents.get(name, digest)
         self._put(name, digest if known == digest else None)
         return known == digest

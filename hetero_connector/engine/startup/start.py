@@ -128,7 +128,7 @@ def open_scheduler_side(
     subject = engine_identity.profile_subject(vllm_config)
     planner = _planner(config, layout, step_tokens, window_replay, subject)
     think_times = ThinkTimes()
-    joined = _join(config, vllm_config, recorder)
+    fleet = _join(config, vllm_config, recorder)
     store = ArtifactStore.open(
         layout.max_bytes,
         _store_config(config, vllm_config, shared=any(w.pid != os.getpid() for w in workers)),
@@ -145,13 +145,13 @@ def open_scheduler_side(
             ),
             think_times.return_probability,
         ),
-        peers=None if joined is None else _peer_access(joined, config),
+        peers=None if fleet is None else _peer_access(fleet, config),
         size_of=layout.artifact_bytes,
     )
-    if joined is not None and store.sharing is None:
-        joined = None  # peers could not read from this engine, so it must not claim anything
-    if joined is not None and store.sharing is not None:
-        joined.start(store.sharing)
+    if fleet is not None and store.sharing is not None:
+        fleet.start(store.sharing)
+    else:
+        fleet = None  # peers could not read from this engine, so it must not claim anything
     logger.info("HeteroConnector: %s", _summary(layout, config))
     for warning in _warnings(layout, config, vllm_config.model_config.max_model_len):
         logger.warning("HeteroConnector: %s", warning)
@@ -169,7 +169,7 @@ def open_scheduler_side(
         window_replay=window_replay,
         think_times=think_times,
         prefetch="off" if config.planner == "never_load" else config.prefetch,
-        fleet=joined,
+        fleet=fleet,
         identifier=RequestIdentifier(
             recorder, media_ids(config, vllm_config), config.load_deadline_s / _PEER_SHARE
         ),
@@ -195,10 +195,10 @@ def _join(config: HeteroConfig, vllm_config: VllmConfig, recorder: Recorder) -> 
     return open_worker(config.directory, name, config.lease_s, config.load_deadline_s, recorder)
 
 
-def _peer_access(joined: Fleet, config: HeteroConfig) -> PeerAccess:
+def _peer_access(fleet: Fleet, config: HeteroConfig) -> PeerAccess:
     interface = machine.addresses()[config.peer_host] if config.peer_host else ""
     return PeerAccess(
-        joined.peers, lambda regions: NixlPeers(regions, interface=interface), joined.wake
+        fleet.peers, lambda regions: NixlPeers(regions, interface=interface), fleet.wake
     )
 
 
