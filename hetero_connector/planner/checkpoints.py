@@ -44,6 +44,18 @@ class Boundary:
     """At the boundary where the request left the stored chain: the stored chunks that it had to
     compute again because this boundary had no checkpoint. 0 at any other boundary."""
 
+    @classmethod
+    def of_prompt(
+        cls, chunks: int, prompt_tokens: int, chunk_tokens: int, missed_chunks: int
+    ) -> Boundary:
+        """Make the boundary after the first `chunks` full chunks of a prompt.
+
+        The same prompt sent again resumes before its last token: one boundary earlier if the
+        prompt ends on a boundary. So that is a turn's end, too.
+        """
+        turn_ends = (prompt_tokens // chunk_tokens, (prompt_tokens - 1) // chunk_tokens)
+        return cls(chunks, chunks in turn_ends, missed_chunks)
+
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
@@ -290,6 +302,12 @@ class KeptBoundaries:
         self._keys[key] = None
         if len(self._keys) > self._capacity:
             del self._keys[next(iter(self._keys))]
+
+    def reuse(self, matched: int, local: int, keys: Iterable[ChunkKey]) -> Reuse:
+        """Make the reuse of a request. `keys`: its matched chunks, the last one first."""
+        steps = self.steps_to(keys)
+        kept = max(min(local, matched), 0 if steps is None else matched - steps)
+        return Reuse(matched, kept, local)
 
     def steps_to(self, keys: Iterable[ChunkKey]) -> int | None:
         """Count the `keys`, a chain from its end backwards, up to the first kept boundary.

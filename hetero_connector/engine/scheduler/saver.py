@@ -179,12 +179,11 @@ class Saver:
             return
         local = tracker.local_tokens // size
         if computed > matched * size:
-            kept = matched
+            tracker.reuse = Reuse(matched, matched, local)
         else:
             ends = range(matched * size, 0, -size)
-            steps = self._kept.steps_to(tracker.chain.ending_at(end).key for end in ends)
-            kept = max(min(local, matched), 0 if steps is None else matched - steps)
-        tracker.reuse = Reuse(matched, kept, local)
+            keys = (tracker.chain.ending_at(end).key for end in ends)
+            tracker.reuse = self._kept.reuse(matched, local, keys)
         tracker.missed_chunks = matched - tracker.next_chunk
 
     def on_restored(self, plan: RestorePlan) -> None:
@@ -335,14 +334,12 @@ class Saver:
     def _choose_checkpoint(self, tracker: RequestTracker, chunks: int) -> bool:
         """Decide if the boundary after the first `chunks` chunks gets a checkpoint."""
         size, prompt = self._layout.chunk_tokens, int(tracker.request.num_prompt_tokens)
-        # The same prompt sent again resumes before its last token: one boundary earlier, if the
-        # prompt ends on a boundary.
-        turn_end = chunks in (prompt // size, (prompt - 1) // size)
         match_ended_here = tracker.reuse is not None and chunks == tracker.reuse.matched
         missed = tracker.missed_chunks if match_ended_here else 0
-        if not self._policy.should_keep(Boundary(chunks, turn_end, missed)):
+        boundary = Boundary.of_prompt(chunks, prompt, size, missed)
+        if not self._policy.should_keep(boundary):
             return False
-        if turn_end or missed:
+        if boundary.turn_end or missed:
             self._kept.add(tracker.chain.ending_at(chunks * size).key)
         return True
 

@@ -31,18 +31,16 @@ class Sealer:
         `stored`: chunks that were; `local`: that the engine's own cache held; `fetched`: up to
         where a peer sent what was lacking, with its checkpoint there.
         """
-        full = prompt_tokens // chunk_tokens
-        turn_ends = {full, (prompt_tokens - 1) // chunk_tokens} - {0}
-        should_keep, boundaries = self._policy.should_keep, []
+        boundaries = []
         if fetched and fetched == resumed:
             self._kept.add(_key(chain, fetched))
-        reuse = self._reuse(chain, stored, local)
-        for chunks in range(resumed + 1, full + 1):
+        reuse = self._kept.reuse(stored, local, _keys_backwards(chain, stored))
+        for chunks in range(resumed + 1, prompt_tokens // chunk_tokens + 1):
             missed = stored - resumed if chunks == stored else 0
-            turn_end = chunks in turn_ends
-            if should_keep(Boundary(chunks, turn_end, missed)):
+            boundary = Boundary.of_prompt(chunks, prompt_tokens, chunk_tokens, missed)
+            if self._policy.should_keep(boundary):
                 boundaries.append(chunks)
-                if turn_end or missed:
+                if boundary.turn_end or missed:
                     self._kept.add(_key(chain, chunks))
         return boundaries, reuse
 
@@ -59,11 +57,6 @@ class Sealer:
         self._kept.add(_key(chain, chunks))
         decoded = range(prompt_chunks + 1, chunks)
         return [n for n in decoded if self._policy.should_keep(Boundary(n, False, 0))] + [chunks]
-
-    def _reuse(self, chain: BlockRuns, matched: int, local: int) -> Reuse:
-        steps = self._kept.steps_to(_keys_backwards(chain, matched))
-        kept = max(min(local, matched), 0 if steps is None else matched - steps)
-        return Reuse(matched, kept, local)
 
 
 def _keys_backwards(chain: BlockRuns, chunks: int) -> Iterator[ChunkKey]:
