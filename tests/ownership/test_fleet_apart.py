@@ -30,10 +30,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 CHUNKS = 4
 CHAIN, OTHER, LATER = (prompt(name, CHUNKS) for name in ("a", "b", "c"))
 SLACK_S = 5.0
-"""Two processes a core: who is ready is not run at once."""
+"""With two processes per core, a process that is ready does not run at once."""
 ROUNDS = 12
 TRIES = 20
-"""What was lost on a wire is sent again later and later."""
+"""A lost packet is sent again after growing pauses."""
 OWNER, READER = "ann", "bob"
 AT_RANDOM = "cut at random again and again"
 
@@ -48,7 +48,7 @@ def part_redis(network: Network) -> None:
 
 
 def part_owner(network: Network) -> None:
-    """Its peers reach it, so they must know by themselves when it is not the owner any more."""
+    """Its peers reach it, so they must know without it that it is no longer the owner."""
     network.part(OWNER, REDIS)
 
 
@@ -57,7 +57,7 @@ def part_reader(network: Network) -> None:
 
 
 def deafen_owner(network: Network) -> None:
-    """What it asks is done, and it does not hear of it."""
+    """Its calls succeed, but it gets no answers."""
     network.cut((REDIS, OWNER), (READER, OWNER))
 
 
@@ -100,7 +100,7 @@ def situations() -> list[str]:
 
 
 def ask(worker: WorkerProcess, *chains: list[ChunkRange]) -> list[Turn]:
-    """One turn each; none takes longer than what is given to a load."""
+    """One turn each; none takes longer than a load's deadline."""
     turns = [worker.turn(chain) for chain in chains]
     for turn in turns:
         assert turn.seconds < LOAD_DEADLINE_S, f"a turn of {worker.name} waits too long"
@@ -158,7 +158,7 @@ def test_network_faults_bring_no_wrong_byte_and_all_agree_after_they_end(
 
 
 def cut_at_random(tmp_path: Path) -> None:
-    """States of the network, one after the other, while all three workers have turns."""
+    """States of the network, one after another, while all three workers have turns."""
     rng = random.Random(25)
     chains = [prompt(f"random {number}", CHUNKS) for number in range(4)]
     with fleet_apart(tmp_path, OWNER, READER, "cay") as fleet:

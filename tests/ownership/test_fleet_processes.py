@@ -1,4 +1,4 @@
-"""What befalls real processes of a fleet: each fault once, with what must be so afterwards."""
+"""Faults of a fleet's real processes: each once, with the required outcome."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def own(fleet: ProcessFleet, worker: WorkerProcess) -> None:
 
 
 def count(worker: WorkerProcess, name: str, label: str = "") -> float:
-    """All that it has counted of a metric, with this label."""
+    """Return the value of a metric with this label."""
     found = worker.state().counters.items()
     return sum(n for key, n in found if key.startswith(f"heterocache_{name}{{") and label in key)
 
 
 def asks(worker: WorkerProcess, chain: list[ChunkRange]) -> bool:
-    """Whether it is answered when it looks for a prompt that nobody has."""
+    """Return True if its lookup of an unknown prompt is answered."""
     before = count(worker, "directory_lookups", "outcome=nothing")
     worker.turn(chain)
     return count(worker, "directory_lookups", "outcome=nothing") > before
@@ -103,7 +103,7 @@ def test_a_killed_worker_finds_its_chunks_after_those_that_another_owns(tmp_path
 
 
 def epochs(fleet: ProcessFleet) -> set[int]:
-    """Of whom the directory still takes for an owner."""
+    """Lookups still name the dead worker as the owner."""
     return {int(record.owner) for record in fleet.records([CHAIN]).values()}
 
 

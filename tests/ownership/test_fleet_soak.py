@@ -17,13 +17,13 @@ from tests.ownership.worker_process import LEASE_S, SIZES, Turn, WorkerProcess, 
 ROUNDS = 200
 CHAINS = [prompt(f"session {i}", 5) for i in range(6)]
 DRAM_CHUNKS = 11
-"""Of the 20 there are: what a worker lacks when another dies is only on that one's SSD."""
+"""Out of 20, so that some chunks are only on the SSD of a worker that dies."""
 SLACK_S = 5.0
-"""Two processes a core: who is ready is not run at once."""
+"""With two processes per core, a process that is ready does not run at once."""
 
 
 class Soak:
-    """Turns at random workers, a fault meanwhile, and what must be so afterwards."""
+    """Turns at random workers, a fault during them, and the required outcome."""
 
     def __init__(self, fleet: ProcessFleet, rng: random.Random) -> None:
         self.fleet = fleet
@@ -62,7 +62,7 @@ class Soak:
                 worker.launch().ready()
 
     def agree(self) -> None:
-        """All are back: within two leases directory and stores say the same.
+        """All run again: within two leases directory and stores agree.
 
         What was adopted is counted here: not what a worker killed meanwhile had counted.
         """
@@ -98,7 +98,7 @@ class Soak:
         self.turn(reader)
 
     def owner_dead_for_long(self, owner: WorkerProcess, reader: WorkerProcess) -> None:
-        """With a session that only its SSD has: the others adopt it, both at once."""
+        """Its SSD alone has a session; both other workers adopt it at the same time."""
         session = prompt(f"alone {len(self.alone)}", 4)
         self.alone.append(session)
         self.count(owner.turn(session))

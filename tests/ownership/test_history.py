@@ -1,4 +1,4 @@
-"""The judge of histories finds what it is there for."""
+"""The judge of histories finds each kind of fault."""
 
 from __future__ import annotations
 

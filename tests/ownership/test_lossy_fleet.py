@@ -1,4 +1,4 @@
-"""Workers as they are, over a Redis that loses records: after faults stop all agree in two leases.
+"""Real workers over a Redis that loses records: all agree two leases after the faults stop.
 
 Time is simulated; turns are taken by hand. Records go one by one, hash by hash, all at once, or
 back to what a replica had heard; calls are not made, or not answered; workers crash.
@@ -24,7 +24,7 @@ numbers = st.sampled_from(NUMBERS)
 
 
 class LossyFleet(SteppedFleet, RuleBasedStateMachine):
-    """Two workers that hold, move and drop the same artifacts."""
+    """Two workers that store, move and drop the same artifacts."""
 
     def __init__(self) -> None:
         RuleBasedStateMachine.__init__(self)
@@ -111,9 +111,10 @@ class LossyFleet(SteppedFleet, RuleBasedStateMachine):
         self.losses += 1
         self.raw.hset(self.key("fleet"), "memory", f"server {self.losses}")
         self._time_is_lost()
+        self.forget_revived_ends()
 
     def _time_is_lost(self) -> None:
-        """Nobody loses records and goes on in the same microsecond."""
+        """Time passes between two losses."""
         self.now_s += 1.0
         self.bench.advance(1.0)
 
@@ -121,7 +122,7 @@ class LossyFleet(SteppedFleet, RuleBasedStateMachine):
 
     @rule(name=names)
     def reader_asks(self, name: str) -> None:
-        """What it may use of the answer, it uses at once."""
+        """Use every copy of the answer at once that may be used."""
         member = self.members[name]
         lookup = member.worker.find(CHAIN)
         asked_s = self.now_s

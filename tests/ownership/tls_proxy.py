@@ -1,4 +1,4 @@
-"""TLS in front of a Redis server that was built without: decrypts, and passes bytes on."""
+"""A TLS proxy for a Redis server that was built without TLS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process with a store, an SSD and its part in a fleet: what an engine is, but for the model.
+"""A process with a store, an SSD and a fleet's member: an engine without the model.
 
 Everything is real: NIXL, Redis, the directory's thread, the journal. A *turn* does what an engine
 does with a request: match, look up, restore, and compute the rest, whose bytes are known here.
@@ -53,7 +53,7 @@ LOAD_DEADLINE_S = 10.0
 LOOKUP_S = 1.0
 """The machine may be busy."""
 TURN_S = 3 * LOAD_DEADLINE_S
-"""A turn that takes longer hangs: several deadlines, and a machine that is busy."""
+"""A turn that takes longer hangs: several deadlines on a busy machine."""
 _ATTEMPTS = 4
 
 context = multiprocessing.get_context("forkserver")
@@ -82,19 +82,19 @@ def right(artifact: ArtifactId) -> npt.NDArray[np.uint8]:
 
 @dataclass
 class Turn:
-    """What a worker says of a turn."""
+    """A worker's report of a turn."""
 
     restored: int = 0
     """Chunks that were not computed."""
     wrong: list[ArtifactId] = field(default_factory=list)
-    """What came back with other bytes than it has."""
+    """Artifacts that were restored with wrong bytes."""
     failures: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class State:
-    """What a worker holds: of each artifact the token it owns it under; 0 for a replica."""
+    """A worker's artifacts: for each the token under which it owns it; 0 for a replica."""
 
     epoch: int
     tokens: Mapping[ArtifactId, int]
@@ -103,11 +103,11 @@ class State:
 
 
 Timed = tuple[float, Event]
-"""An event and the moment, by the leases' clock, before which it did not happen."""
+"""An event, and the time by the leases' clock before which it did not happen."""
 
 
-class _Heard:
-    """A directory whose grants are noted."""
+class _RecordingDirectory:
+    """A directory whose grants are recorded."""
 
     def __init__(self, directory: Directory, events: list[Timed]) -> None:
         self._directory = directory
@@ -162,14 +162,14 @@ class _Worker:
     def _join(self, url: str) -> FleetWorker:
         opened = joining.open_directory
 
-        def heard(*args: Any, **kwargs: Any) -> Any:
-            return _Heard(opened(*args, **kwargs), self._events)
+        def open_recorded(*args: Any, **kwargs: Any) -> Any:
+            return _RecordingDirectory(opened(*args, **kwargs), self._events)
 
-        with patch.object(joining, "open_directory", heard):
+        with patch.object(joining, "open_directory", open_recorded):
             return joining.open_worker(url, self._name, LEASE_S, 100 * LOOKUP_S, self._recorder)
 
     def turn(self, chunks: Sequence[ChunkRange]) -> Turn:
-        """Restore what can be had, check it, compute the rest."""
+        """Restore what is stored, check it, compute the rest."""
         started_s, turn = time.monotonic(), Turn()
         for _ in range(_ATTEMPTS):
             found, copies = self._find(chunks)
@@ -196,7 +196,7 @@ class _Worker:
         return State(epoch, tokens, replicas, dict(self._counters))
 
     def history(self) -> list[Timed]:
-        """What it was granted, found and used."""
+        """Return the events of this worker: grants, and copies that it used."""
         return list(self._events)
 
     def forget_dram(self) -> None:
@@ -239,7 +239,7 @@ class _Worker:
     def _restore(
         self, found: Sequence[StoredChunk], copies: Mapping[ArtifactId, PeerCopy], turn: Turn
     ) -> bool:
-        """Whether anything failed; bytes that are there are looked at in any case."""
+        """Return True if anything failed. Present bytes are checked in any case."""
         restore = self._store.begin_restore([Wanted(kind, found) for kind in SIZES], copies)
         while not restore.done:
             time.sleep(1e-3)
@@ -269,7 +269,7 @@ class _Worker:
 
 
 def serve(pipe: Connection, url: str, name: str, root: Path, chunks: int) -> None:
-    """Do as the test says, until it says `close`."""
+    """Carry out the test's commands until `close`."""
     worker = _Worker(url, name, root, chunks)
     pipe.send(None)
     while True:
@@ -280,10 +280,10 @@ def serve(pipe: Connection, url: str, name: str, root: Path, chunks: int) -> Non
 
 
 class WorkerProcess:
-    """One such process, seen from the test. A killed one can be started again on its SSD."""
+    """The test's handle of one process. A killed one can be started again on its SSD."""
 
     def __init__(self, url: str, name: str, folder: Path, chunks: int = 24) -> None:
-        """`chunks`: that its DRAM holds."""
+        """`chunks`: capacity of its DRAM."""
         self.name = name
         self.root = folder / name
         self._arguments = (url, name, self.root, chunks)
@@ -296,11 +296,11 @@ class WorkerProcess:
 
     @property
     def ssd(self) -> Path:
-        """Its model's directory."""
+        """The SSD directory of its model."""
         return self.root / FINGERPRINT.hex()[:16]
 
     def launch(self) -> WorkerProcess:
-        """Start it; `ready` waits."""
+        """Start it. `ready` waits until it runs."""
         self._pipe, theirs = context.Pipe()
         self._process = self._start(theirs, self._arguments)
         theirs.close()
@@ -316,11 +316,11 @@ class WorkerProcess:
         return self
 
     def ask(self, what: str, *arguments: Any) -> None:
-        """Have it do something; `answer` waits for the end."""
+        """Send a command. `answer` waits for its end."""
         self._pipe.send((what, arguments))
 
     def answer(self, timeout_s: float = TURN_S) -> Any:
-        """EOFError if it died meanwhile."""
+        """Return the answer. Raises EOFError if the process died."""
         assert self._pipe.poll(timeout_s), f"{self.name} hangs"
         return self._pipe.recv()
 

@@ -24,7 +24,7 @@ from tests.ownership.directory.lease_model import (
 
 
 def explore(model: Model, max_states: int) -> int:
-    """Visit every reachable state, nearest first; returns how many there are.
+    """Visit every reachable state, nearest first; return their number.
 
     Raises ViolationError with the shortest way to it (workers of a way may change places), and
     ValueError if there are over `max_states`.
@@ -58,7 +58,7 @@ def _way_to(state: State, came_from: dict[State, tuple[State, str] | None]) -> l
 
 @lru_cache(maxsize=1 << 16)  # two of three successors are one that was found a little earlier
 def plain(state: State, rules: Rules) -> State:
-    """One state for all that can only go on alike."""
+    """Return one state for all states that continue in the same way."""
     needed = ("ended_stays_ended", "stale_claims_are_refused", "counts_from_asking")
     if all(getattr(rules, name) for name in needed):
         state = without_the_dead(state)
@@ -66,7 +66,7 @@ def plain(state: State, rules: Rules) -> State:
 
 
 def without_the_dead(state: State) -> State:
-    """The same state without what an ended epoch left behind, where that cannot matter.
+    """Return the state without the remains of an ended epoch that cannot matter.
 
     Nothing that names an ended epoch does anything at the directory, and its worker, once it
     does not act, can only be told so. While the worker still acts all of it stays.
@@ -94,7 +94,7 @@ def without_the_dead(state: State) -> State:
 
 
 def ordered(state: State) -> State:
-    """The same state with the workers, who are all alike, in an order of their beliefs."""
+    """Return the state with its workers, which are interchangeable, in a canonical order."""
 
     def beliefs(index: int) -> tuple[object, ...]:
         worker = state.workers[index]
@@ -119,7 +119,7 @@ def ordered(state: State) -> State:
 
 
 def ranked(state: State) -> State:
-    """The same state with its sequence numbers replaced by their ranks."""
+    """Return the state with its sequence numbers replaced by their ranks."""
     numbers = sorted(numbers_of(state))
     if not numbers or numbers[-1] == len(numbers):
         return state

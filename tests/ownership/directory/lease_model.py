@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 _T = TypeVar("_T")
 
 TIMED = ("register", "renew")
-"""Calls of which it matters when they were sent."""
+"""Calls whose time of sending matters."""
 NONE = 0
 STALE = -1
 HELD = -2
@@ -21,12 +21,12 @@ HELD = -2
 
 @dataclass(frozen=True)
 class Rules:
-    """The protocol's rules. All on: the real one."""
+    """The protocol's rules. With all of them on it is the real protocol."""
 
     ended_stays_ended: bool = True
     """A renewal after the lease's end is refused."""
     retired_keeps_its_lease: bool = True
-    """What a worker owned before it registered again is free only when that lease has ended."""
+    """Artifacts of an epoch that was retired are free only when its lease has ended."""
     release_names_the_token: bool = True
     """A release with another token than the record's does nothing."""
     stale_claims_are_refused: bool = True
@@ -34,7 +34,7 @@ class Rules:
     tokens_outlive_records: bool = True
     """A forgotten record's tokens are not handed out again."""
     counts_from_asking: bool = True
-    """A worker's lease runs from when it asked, not from when it was answered."""
+    """A worker's lease counts from its request, not from the answer."""
     waits_for_release: bool = True
     """A release that was not answered is repeated before claiming again."""
     reader_has_fence: bool = True
@@ -45,7 +45,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Bounds:
-    """How large a fleet is explored."""
+    """The size of the explored fleet."""
 
     workers: int = 2
     artifacts: int = 1
@@ -53,13 +53,13 @@ class Bounds:
     epochs: int = 1
     """Unended epochs of one worker: it registers again only when there are fewer."""
     late: int = 0
-    """Messages nobody waits for that are on their way at one time."""
+    """Messages that are under way at one time and that no worker waits for."""
     reader: bool = False
     renews: bool = True
 
 
 class Call(NamedTuple):
-    """What a worker waits for, or no longer waits for."""
+    """A call that a worker waits for, or no longer waits for."""
 
     worker: int
     kind: str
@@ -73,7 +73,7 @@ class Call(NamedTuple):
 
 
 class Believer(NamedTuple):
-    """A worker: what it believes."""
+    """A worker's beliefs."""
 
     epoch: int
     left: int
@@ -99,22 +99,22 @@ class Registered(NamedTuple):
 class State(NamedTuple):
     workers: tuple[Believer, ...]
     late: tuple[Call, ...]
-    """Messages nobody waits for; they arrive some day or never."""
+    """Messages that no worker waits for. They arrive at some time or never."""
     registered: tuple[Registered, ...]
     owners: tuple[tuple[int, int], ...]
     """(epoch, token) of each artifact's record; (NONE, NONE): no record."""
     answer: tuple[int, int]
-    """(epoch, token) that the reader was told of artifact 0 and has not used yet."""
+    """(epoch, token) that a lookup of artifact 0 returned and the reader has not used yet."""
     seen: int
-    """The greatest token the reader has accepted or heard of."""
+    """The greatest token that the reader has accepted or seen."""
 
 
 class ViolationError(Exception):
-    """What the protocol must never do, and how it came to it."""
+    """A forbidden state, and the steps that led to it."""
 
 
 class Model:
-    """All steps from a state, by the given rules."""
+    """Returns all steps from a state under the given rules."""
 
     def __init__(self, bounds: Bounds, rules: Rules) -> None:
         self.rules = rules
@@ -213,7 +213,7 @@ class Model:
             yield f"{index} {how}, its {call.kind} is on its way", gone._replace(late=late)
 
     def _told(self, worker: Believer, call: Call) -> Believer:
-        """What a worker believes after an answer; always one to its latest call."""
+        """Return a worker's beliefs after the answer to its latest call."""
         reply = call.reply
         assert reply is not None
         none = (NONE,) * self.bounds.artifacts
@@ -234,7 +234,7 @@ class Model:
         )
 
     def _act(self, state: State, call: Call) -> tuple[State, int]:
-        """What the directory does with a call, and answers."""
+        """Return the state after the directory has acted on a call, and its answer."""
         if call.kind == "register":
             return self._register(state, call.worker)
         found = next((r for r in state.registered if r.epoch == call.epoch), None)
@@ -303,7 +303,7 @@ class Model:
         yield "the reader uses the answer", state._replace(seen=told, answer=(0, 0))
 
     def _next(self, state: State) -> int:
-        """A greater number than any that anybody remembers."""
+        """Return a greater number than any in the state."""
         return 1 + max(numbers_of(state), default=0)
 
     @staticmethod
@@ -311,7 +311,7 @@ class Model:
         return state._replace(workers=_set(state.workers, index, worker))
 
     def check(self, state: State) -> None:
-        """Raises ViolationError when two workers act as owners of one artifact."""
+        """Raise ViolationError if two workers act as owners of one artifact."""
         for artifact in range(self.bounds.artifacts):
             acting = [w for w in state.workers if w.acts and w.owned[artifact] != NONE]
             if len(acting) > 1:

@@ -1,4 +1,4 @@
-"""What every directory must do: leases, ownership, replicas, takeover, readers."""
+"""The contract of every directory: leases, ownership, replicas, takeovers, chain users."""
 
 from collections.abc import Callable
 
@@ -48,13 +48,13 @@ def owner_of(directory: Directory, what: ArtifactId) -> Epoch:
 
 
 def everything(directory: Directory) -> object:
-    """All that can be read, but for the time."""
+    """Return everything that can be read, except the time."""
     view = directory.lookup([A.chunk, B.chunk])
     return [dict(c) for c in view.chunks], directory.sessions(["s"]), directory.hot_groups(9)
 
 
 class TestGenerations:
-    """What a reset of the whole fleet is."""
+    """Resets of the whole fleet."""
 
     def test_each_reset_is_greater_than_all_before(self, directory: Directory) -> None:
         assert directory.generation().number == 0
@@ -94,7 +94,7 @@ class TestGenerations:
     def test_a_directory_reset_since_its_loss_begins_another_generation(
         self, directory: Directory, ann: Lease, bob: Lease
     ) -> None:
-        """An engine that has a greater number has not seen that reset."""
+        """An engine with a greater number has not seen that reset."""
         number = directory.reset_generation()
         floor = number + 10
         after = directory.report_generation(ann.epoch, floor, floor)
@@ -189,7 +189,7 @@ class TestLeases:
     def test_a_retired_epochs_artifacts_are_free_when_its_lease_would_have_ended(
         self, directory: Directory, bench: DirectoryBench, ann: Lease
     ) -> None:
-        """Its process may still believe that it owns it."""
+        """Its process may not know yet that its epoch was retired."""
         token = claim(directory, ann, A)[0].token
         bench.advance(LEASE_S / 2)
         again = join(directory, "ann")
@@ -438,7 +438,7 @@ class TestOwnership:
     def test_a_chain_is_claimed_in_any_order_and_with_branches(
         self, directory: Directory, ann: Lease, bob: Lease
     ) -> None:
-        """Whatever a directory makes of the hint: every chunk is found, by whoever owns it."""
+        """The parent is a hint: every chunk is found with its owner, whatever the hint."""
         trunk, branch = chain("trunk", 12), chain("branch", 6)
         parents = dict(zip(trunk[1:], trunk, strict=False))
         parents |= dict(zip(branch, [trunk[5], *branch], strict=False))

@@ -48,14 +48,14 @@ workers = st.sampled_from(NAMES)
 artifacts = st.sampled_from([ARTIFACTS[0]] * 4 + [ARTIFACTS[1]])
 
 fates = st.sampled_from(["answered"] * 3 + ["unanswered", "late", "late", "lost"])
-"""Of a call: its request or its answer may be lost, or it may arrive when nobody waits."""
+"""A call's request or answer may be lost, or arrive when its caller has given up."""
 delays = st.sampled_from([0.0, 0.0, 0.5, LEASE_S])
-"""A pause or a slow network between asking and being answered."""
+"""A pause or a slow network between a call and its answer."""
 
 
 @dataclass
 class Actor:
-    """A worker: what it believes, and the one call it waits for."""
+    """A worker: its beliefs, and the one call it waits for."""
 
     name: str
     held: HeldLease | None = None
@@ -93,10 +93,10 @@ class FleetMachine(RuleBasedStateMachine):
         self.actors = {name: Actor(name) for name in NAMES}
         self.late: list[tuple[Epoch | None, Request]] = []
         self.tokens: dict[ArtifactId, tuple[Token, Epoch]] = {}
-        """The last token seen at the directory for each artifact, and whose it was."""
+        """The last token of each artifact at the directory, and its owner."""
         self.session = (NO_TOKEN, NO_EPOCH)
         self.dead: set[Epoch] = set()
-        """Epochs that were once seen not to be live."""
+        """Epochs that were seen not to be live."""
         self.fence = Fence(lambda: self.now_s, horizon_s=60.0)
         self.answers: list[tuple[float, ChainView]] = []
         self.used: dict[ArtifactId, Token] = {}
@@ -138,7 +138,7 @@ class FleetMachine(RuleBasedStateMachine):
     # Calls
 
     def execute(self, epoch: Epoch | None, request: Request) -> Any:
-        """At the directory. A stale epoch is refused, and has changed nothing."""
+        """Run the call at the directory. A stale epoch is refused and changes nothing."""
         before = self.snapshot()
         try:
             answer = request(self.directory)
@@ -159,7 +159,7 @@ class FleetMachine(RuleBasedStateMachine):
         )
 
     def call(self, actor: Actor, epoch: Epoch | None, fate: str, request: Request) -> Any:
-        """The answer; None if there is none. A call is over before the next one begins."""
+        """Return the answer, or None. A call ends before the next one begins."""
         if fate == "late":
             self.late.append((epoch, request))
         elif fate != "lost":
@@ -232,7 +232,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     @rule(name=workers, what=artifacts, fate=fates)
     def release(self, name: str, what: ArtifactId, fate: str) -> None:
-        """What was not answered is asked again before claiming again."""
+        """Repeat a release without an answer before claiming again."""
         actor = self.actors[name]
         token = actor.owned.pop(what, None) or actor.releasing.get(what)
         if actor.held is None or token is None:
@@ -297,7 +297,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     @invariant()
     def whoever_acts_as_owner_is_the_owner(self) -> None:
-        """So there are never two. Only a clock that jumps ahead can make a worker too sure."""
+        """So there are never two owners, unless the directory's clock jumps ahead."""
         if self.jumps_ahead:
             return
         view = self.directory.lookup(CHAIN)
@@ -310,7 +310,7 @@ class FleetMachine(RuleBasedStateMachine):
 
 
 class SessionMachine(FleetMachine):
-    """Sessions and readers of chains too."""
+    """Sessions and chain users, too."""
 
     @rule(name=workers, fate=fates, add=st.booleans())
     def reader_comes_or_goes(self, name: str, fate: str, add: bool) -> None:
@@ -361,7 +361,7 @@ class SessionMachine(FleetMachine):
 
 
 class JumpingMachine(FleetMachine):
-    """The directory's clock jumps ahead too: what does not rest on clocks must still hold."""
+    """The directory's clock jumps ahead, too: guarantees that need no clock must still hold."""
 
     jumps_ahead = True
 

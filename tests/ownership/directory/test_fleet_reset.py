@@ -1,4 +1,4 @@
-"""Resets in a fleet: nothing from before a reset is exchanged, by any order of events."""
+"""After a reset of a fleet no state from before it is exchanged, for any order of events."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Engine:
         until(lambda: all((a := find(i)) is not None and (a.token or a.replica) for i in ids))
 
     def restored(self, seed: int = 0) -> int:
-        """Artifacts that peers have for a request of ours, read and verified."""
+        """Return the artifacts of peers that were read and verified for a request."""
         chain = self.chain(seed)
         lookup = self.worker.find([c.key for c in chain])
         until(lambda: lookup.poll())
@@ -125,7 +125,7 @@ def test_a_rolling_update_never_mixes(directory: Directory, joins: Join) -> None
 def test_a_fleets_reset_from_before_an_engines_own_does_not_undo_it(
     directory: Directory, joins: Join
 ) -> None:
-    """The engine hears of it only after it has got new weights."""
+    """The engine learns of the reset only after it has new weights."""
     ann, bob = joins("ann"), joins("bob")
     number = directory.reset_generation()
     assert ann.store.reset()
@@ -243,7 +243,7 @@ class TestCommand:
 
 
 class Resets(RuleBasedStateMachine):
-    """The rule by an oracle: engines share state only if nothing parts them since it was stored.
+    """An oracle of the rule: engines share state only if no reset of one of them came after it.
 
     Without threads: what an engine hears and when is the machine's choice.
     """
@@ -256,9 +256,9 @@ class Resets(RuleBasedStateMachine):
         self.asked: dict[str, tuple[object, int]] = {}
         self.moment = 0
         self.reset_at = dict.fromkeys("abc", 0)
-        """When an engine's weights were last changed, and it was reset."""
+        """The time at which each engine's weights last changed and it was reset."""
         self.fleet_at: dict[int, int] = {0: 0}
-        """When each of the fleet's generations began."""
+        """The time at which each of the fleet's generations began."""
 
     @rule(name=st.sampled_from("abc"))
     def own_reset(self, name: str) -> None:
@@ -279,7 +279,7 @@ class Resets(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("abc"))
     def hear(self, name: str) -> None:
-        """At any time after, also after a reset of its own."""
+        """Let an engine adopt it at any later time, also after a reset of its own."""
         asked_in, number = self.asked.pop(name, (None, 0))
         if asked_in is self.generations[name]:
             self.generations[name] = self.generations[name].with_fleet(number)

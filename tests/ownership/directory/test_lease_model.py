@@ -1,4 +1,4 @@
-"""The lease protocol, exhaustively; and that the search would find a broken rule."""
+"""Explores the lease protocol completely, and shows that the search finds broken rules."""
 
 import dataclasses
 

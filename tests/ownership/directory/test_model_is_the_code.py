@@ -1,4 +1,4 @@
-"""What was proved of the model holds of the code: both answer alike on random walks."""
+"""The code behaves as the model that was explored: both give the same answers on random walks."""
 
 import random
 
@@ -29,11 +29,11 @@ class Twin:
         self.now_s = 0.0
         self.directory = MemoryDirectory(lambda: self.now_s)
         self.real = {NONE: NONE}
-        """Real epochs and tokens by the model's."""
+        """Real epochs and tokens, by the model's."""
         self.num_stale = self.num_held = self.num_owned = 0
 
     def act(self, call: Call) -> int:
-        """The real answer, in the model's words; a new number is answered as it is."""
+        """Return the real answer in the model's terms; a new number stays as it is."""
         epoch = Epoch(self.real[call.epoch])
         what = artifact("twin", call.artifact)
         try:
@@ -73,7 +73,7 @@ class Twin:
 
 
 class Recorder(Model):
-    """Keeps what the directory was asked, and answered, on the way to each step."""
+    """Records the directory's calls and answers on the way to each step."""
 
     acted: tuple[Call, int] | None = None
 
@@ -84,7 +84,7 @@ class Recorder(Model):
 
 
 def _weight(label: str) -> float:
-    """Calls that are answered before the lease has ended are the most of a fleet's life."""
+    """Prefers calls that are answered before the lease has ended: the normal case."""
     rare = {"crashes": 0.05, "tick": 0.3, "times out": 0.2, "on its way": 0.5}
     return min((w for word, w in rare.items() if word in label), default=1.0)
 

@@ -44,7 +44,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_embedded_directory_needs_no_redis_package() -> None:
-    """Who imports `ownership` and uses `memory://` must not import `redis`."""
+    """Importing `ownership` and using `memory://` must not import `redis`."""
     code = (
         "import sys; from ownership.directory.opening import open_directory; "
         "open_directory('memory://'); sys.exit('redis' in sys.modules)"

@@ -1,4 +1,4 @@
-"""What every directory must do with sessions and hot groups."""
+"""The contract of every directory for sessions and hot groups."""
 
 import pytest
 

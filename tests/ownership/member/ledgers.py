@@ -1,4 +1,4 @@
-"""Ledgers at work: a store that is only a list, and a directory that can be broken."""
+"""Ledgers over a store that is a list, and over a directory that can fail."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ TTL_S = 0.3
 
 
 def change(number: int, offset: int | None = 0) -> ExportChange:
-    """An artifact that lies at `offset`, or (None) is gone."""
+    """Return a change: the artifact is at `offset`, or it has left (None)."""
     key = ChunkKey(number.to_bytes(16, "big"))
     copy = None if offset is None else ExportedCopy(offset, 1, 64, bytes(16), False)
     return ExportChange(ChunkRange(key, ROOT, 0, 64), KV, copy)
 
 
 class ListedStore:
-    """A `SharedStore` whose artifacts are set by hand."""
+    """A `SharedStore` whose artifacts the test sets."""
 
     card = b"card"
     storage = ""
@@ -126,7 +126,7 @@ class BreakableDirectory(MemoryDirectory):
         self.gone = False
         self.claimed: set[ArtifactId] = set()
         self.calls: list[str] = []
-        """Answered ones that change artifacts."""
+        """Answered calls that change artifacts."""
 
     def register(self, worker: Worker, lease_s: float, floor: int = 0) -> Lease:
         self._check()
@@ -152,8 +152,8 @@ class BreakableDirectory(MemoryDirectory):
             raise DirectoryUnavailableError("it is gone")
 
 
-class Worked:
-    """A worker over a listed store."""
+class RunningWorker:
+    """A running worker over a `ListedStore`."""
 
     def __init__(self, directory: MemoryDirectory, lease_s: float = 5.0) -> None:
         self.store = ListedStore()
@@ -162,12 +162,12 @@ class Worked:
         self.worker = FleetWorker(directory, "ann", times, self.recorder)
         self.worker.start(self.store)
 
-    def tell(self, *changes: ExportChange) -> None:
+    def put(self, *changes: ExportChange) -> None:
         self.store.put(*changes)
         self.worker.wake()
 
     def replicas(self, **gauges: float) -> bool:
-        """Whether the gauges were set to these values since the last call."""
+        """Return True if the gauges were set to these values since the last call."""
         set_now = (self.recorder.drain() or {}).get(GAUGES, {})
         return set_now.items() >= {f"heterocache_{k}{{}}": v for k, v in gauges.items()}.items()
 

@@ -1,4 +1,4 @@
-"""What a lookup counts and notes, its answers given by hand."""
+"""The counters and fence of lookups whose answers the test gives."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ARTIFACT = change(1).id
 OWN = Epoch(1_000)
 
 
-class Asked:
-    """A `DirectoryThread` that answers when told to, and the `LivePeers` that hear of it."""
+class FakeThread:
+    """Stands in for a `DirectoryThread` that answers on command, and for `LivePeers`."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -49,30 +49,30 @@ class Asked:
         return True
 
     def refresh(self, workers: Mapping[Epoch, Worker], asked_s: float) -> None:
-        """Nothing is new."""
+        """Ignore it: no worker joins or ends."""
 
     def _clock(self) -> float:
         return self.now_s
 
 
 def test_a_late_answer_counts_as_one_failure() -> None:
-    asked = Asked()
-    lookup = asked.lookups.find([ARTIFACT.chunk])
+    fake = FakeThread()
+    lookup = fake.lookups.find([ARTIFACT.chunk])
     assert not lookup.poll()
-    asked.now_s = 2 * DEADLINE_S
+    fake.now_s = 2 * DEADLINE_S
     assert lookup.poll()
-    assert asked.lookups._breaker._pause_s == FIRST_PAUSE_S
-    asked.answer()
-    assert asked.lookups._breaker._pause_s == FIRST_PAUSE_S
+    assert fake.lookups._breaker._pause_s == FIRST_PAUSE_S
+    fake.answer()
+    assert fake.lookups._breaker._pause_s == FIRST_PAUSE_S
     assert lookup.found == ()
 
 
 def test_a_takeover_is_recorded_even_if_its_copy_cannot_be_read() -> None:
-    asked = Asked()
-    bob = asked.directory.register(Worker("bob", b"card"), 60.0).epoch
+    fake = FakeThread()
+    bob = fake.directory.register(Worker("bob", b"card"), 60.0).epoch
     on_ssd = Copy(64, bytes(16), -1, 1, True)
-    (grant,) = asked.directory.claim_owner(bob, [Claim(ARTIFACT, on_ssd)])
-    lookup = asked.lookups.find([ARTIFACT.chunk])
-    asked.answer()
+    (grant,) = fake.directory.claim_owner(bob, [Claim(ARTIFACT, on_ssd)])
+    lookup = fake.lookups.find([ARTIFACT.chunk])
+    fake.answer()
     assert lookup.found == [{}], "nothing can be read"
-    assert asked.seen == {ARTIFACT: grant.token}
+    assert fake.seen == {ARTIFACT: grant.token}

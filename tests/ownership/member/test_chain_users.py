@@ -1,4 +1,4 @@
-"""Readers told to the directory and asked of it, by a worker over a store made of lists."""
+"""Chain users are reported and asked for by a worker over a `ListedStore`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hetero_connector.artifacts.record import ChunkKey
 from ownership.directory import Worker
 from ownership.directory.memory import MemoryDirectory
 from tests.ownership.fleet_bench import chain
-from tests.ownership.member.ledgers import BreakableDirectory, Worked, until
+from tests.ownership.member.ledgers import BreakableDirectory, RunningWorker, until
 
 A, B, C = chain("read", 3)
 LEASE_S = 0.6
@@ -22,8 +22,8 @@ def directory() -> BreakableDirectory:
 
 
 @pytest.fixture
-def ann(directory: BreakableDirectory) -> Iterator[Worked]:
-    made = Worked(directory, LEASE_S)
+def ann(directory: BreakableDirectory) -> Iterator[RunningWorker]:
+    made = RunningWorker(directory, LEASE_S)
     yield made
     made.worker.close()
 
@@ -33,7 +33,7 @@ def readers(directory: MemoryDirectory, *chunks: ChunkKey) -> list[int]:
 
 
 def test_chains_that_gain_or_lose_their_users_are_reported(
-    directory: BreakableDirectory, ann: Worked
+    directory: BreakableDirectory, ann: RunningWorker
 ) -> None:
     ann.store.readers = {"s": (B, A), "t": (B,)}
     until(lambda: readers(directory, A, B, C) == [1, 1, 0])
@@ -44,7 +44,7 @@ def test_chains_that_gain_or_lose_their_users_are_reported(
 
 
 def test_other_engines_users_are_asked_for_chunks_that_leave_next(
-    directory: BreakableDirectory, ann: Worked
+    directory: BreakableDirectory, ann: RunningWorker
 ) -> None:
     bob = directory.register(Worker("bob", b"card"), 60.0).epoch
     directory.add_chain_user(bob, "u", [A])
@@ -55,7 +55,7 @@ def test_other_engines_users_are_asked_for_chunks_that_leave_next(
 
 
 def test_the_end_of_the_last_user_is_reported_to_the_store_at_once(
-    directory: BreakableDirectory, ann: Worked
+    directory: BreakableDirectory, ann: RunningWorker
 ) -> None:
     ann.store.readers = {"s": (A,)}
     until(lambda: readers(directory, A) == [1])
@@ -64,7 +64,7 @@ def test_the_end_of_the_last_user_is_reported_to_the_store_at_once(
 
 
 def test_this_engines_own_use_does_not_count_as_anothers(
-    directory: BreakableDirectory, ann: Worked
+    directory: BreakableDirectory, ann: RunningWorker
 ) -> None:
     ann.store.readers = {"s": (A, B)}
     until(lambda: readers(directory, A, B) == [1, 1])
@@ -75,7 +75,7 @@ def test_this_engines_own_use_does_not_count_as_anothers(
 
 
 def test_all_users_are_reported_again_under_a_new_epoch(
-    directory: BreakableDirectory, ann: Worked
+    directory: BreakableDirectory, ann: RunningWorker
 ) -> None:
     ann.store.readers = {"s": (A,)}
     until(lambda: readers(directory, A) == [1])

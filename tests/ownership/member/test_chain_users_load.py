@@ -1,4 +1,4 @@
-"""Readers that come and go by the hundred, and a directory that does not answer: by hand."""
+"""Hundreds of chain users that come and go, and a directory that does not answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PERIOD_S = 3.3
 
 
 class CountingDirectory(MemoryDirectory):
-    """Knows how often it was called; loses answers on demand."""
+    """Counts its calls, and loses answers on demand."""
 
     def __init__(self) -> None:
         super().__init__(lambda: 0.0)
@@ -51,7 +51,7 @@ class CountingDirectory(MemoryDirectory):
 
 
 class Turns:
-    """A `DirectoryThread` that takes a turn when it is told to, its clock in the test's hand."""
+    """Stands in for a `DirectoryThread`; the test controls its turns and its clock."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -68,7 +68,7 @@ class Turns:
         return self._job[1]
 
     def turn(self) -> float:
-        """The errand, then a call if one waits; seconds until the errand is due again."""
+        """Run the periodic task, then a waiting call; return the seconds until it is due again."""
         before = self.directory.calls
         wait_s = self.counts.run_due()
         if self._job is not None:
@@ -81,7 +81,7 @@ class Turns:
         return wait_s
 
     def period(self) -> None:
-        """All turns until it has nothing to do, and the time until it has again."""
+        """Take turns until nothing is due, then let the time pass until something is."""
         while (wait_s := self.turn()) == 0.0:
             assert len(self.calls_of_turns) < 10_000
         self.now_s += wait_s

@@ -1,4 +1,4 @@
-"""The directory beside an engine: on a real Redis that goes away and comes back empty."""
+"""The directory's thread on a real Redis that goes down and comes back empty."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STORED_CHAIN = [claim.artifact.chunk for claim in STORED]
 
 
 class Member:
-    """A worker of a fleet: its thread, what it has stored, what it was granted."""
+    """A worker of a fleet: its thread, its artifacts, its grants."""
 
     def __init__(self, directory: Directory, **limits: float) -> None:
         self.recorder = Recorder()
@@ -55,7 +55,7 @@ class Member:
         return Epoch(0) if lease is None or not lease.is_valid else lease.epoch
 
     def owned(self) -> set[ChunkKey]:
-        """Chunks it was told it owns in its present epoch."""
+        """Return the chunks that it was granted in its present epoch."""
         now = self.epoch()
         return {claim.artifact.chunk for epoch, claim, _ in list(self.granted) if epoch == now}
 
@@ -87,14 +87,14 @@ def member(server: EmbeddedRedis) -> Iterator[Member]:
 
 @pytest.fixture
 def other(server: EmbeddedRedis) -> Iterator[RedisDirectory]:
-    """Somebody else's view of the same directory."""
+    """Another client of the same directory."""
     opened = RedisDirectory(server.url, deadline_s=5.0)
     yield opened
     opened.close()
 
 
 def owners(directory: RedisDirectory) -> set[Epoch]:
-    """Who owns what the member has stored; 0 for nobody."""
+    """Return the owners of the member's artifacts; 0 for none."""
     try:
         view = directory.lookup(STORED_CHAIN)
     except DirectoryUnavailableError:
@@ -105,7 +105,7 @@ def owners(directory: RedisDirectory) -> set[Epoch]:
 def test_published_claims_are_owned_and_answered(member: Member, other: RedisDirectory) -> None:
     assert member.thread.publish(STORED) == len(STORED)
     wait_until("all is owned", lambda: owners(other) == {member.epoch()} != {0})
-    wait_until("all is told", lambda: member.owned() == set(STORED_CHAIN))
+    wait_until("all is answered", lambda: member.owned() == set(STORED_CHAIN))
     assert {grant.outcome for _, _, grant in member.granted} == {GrantOutcome.OWNED}
     found = lookup(member.thread, 5.0, STORED_CHAIN).result(WAIT_S)
     assert found.chunks[0][KV].owner == member.epoch()
@@ -117,7 +117,7 @@ def test_everything_is_claimed_again_after_redis_came_back_empty(
     member.stored = STORED
     member.thread.publish(STORED)
     wait_until("all is owned", lambda: owners(other) == {member.epoch()} != {0})
-    wait_until("all is told", lambda: member.owned() == set(STORED_CHAIN))
+    wait_until("all is answered", lambda: member.owned() == set(STORED_CHAIN))
     before, tokens = member.epoch(), [grant.token for _, _, grant in member.granted]
     server.kill()
     wait_until("the worker is alone", lambda: member.epoch() == 0)
@@ -125,7 +125,7 @@ def test_everything_is_claimed_again_after_redis_came_back_empty(
         lookup(member.thread, 1.0, STORED_CHAIN).result(WAIT_S)
     server.start()
     wait_until("all is owned again", lambda: owners(other) == {member.epoch()} != {0})
-    wait_until("all is told again", lambda: member.owned() == set(STORED_CHAIN))
+    wait_until("all is answered again", lambda: member.owned() == set(STORED_CHAIN))
     after = member.epoch()
     assert after > before
     assert min(g.token for epoch, _, g in member.granted if epoch == after) > max(tokens)
@@ -174,7 +174,7 @@ def test_a_stale_epoch_is_replaced_at_once(member: Member, other: RedisDirectory
 
 
 class TestBounds:
-    """On an embedded directory: what waits is bounded, and told."""
+    """Waiting calls and claims are bounded and counted."""
 
     def test_too_many_calls_and_claims_are_refused(self) -> None:
         member = Member(MemoryDirectory(), max_calls=2, max_claims=3)

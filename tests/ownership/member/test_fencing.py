@@ -1,4 +1,4 @@
-"""The fence refuses what is stale, admits what is fresh, and stays small."""
+"""The fence refuses stale copies, admits fresh ones, and stays small."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ EVENTS = ["wait", "take over", "ask", "use", "hear of", "hear of end"]
 
 
 class Fleet:
-    """Three artifacts whose owners change, and what a fence that forgets nothing would know."""
+    """Three artifacts whose owners change, and a reference fence that forgets nothing."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -139,7 +139,7 @@ class Fleet:
 def test_a_fence_is_never_more_lenient_than_one_that_remembers_everything(
     steps: Sequence[tuple[str, int]],
 ) -> None:
-    """Answers are used in any order, some long after they were given."""
+    """Use answers in any order, some long after they were given."""
     fleet = Fleet()
     for event, which in steps:
         fleet.step(event, which)

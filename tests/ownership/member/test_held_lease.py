@@ -68,7 +68,7 @@ STEPS = st.lists(st.tuples(delays, delays, delays, st.booleans()), max_size=12)
 def test_a_lease_ends_for_its_worker_before_it_ends_for_the_directory(
     steps: list[tuple[float, float, float, bool]], rate: float, probe: float
 ) -> None:
-    """Renewals with any delay there and back, answers that get lost, clocks of other rates."""
+    """Renewals with any delays, lost answers, and clocks of different rates."""
     real = Clock()
     directory = MemoryDirectory(real)
 

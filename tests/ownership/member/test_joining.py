@@ -1,4 +1,4 @@
-"""A worker as an engine opens it: what of its configuration the fleet sees."""
+"""A worker as an engine's configuration opens it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.ownership.member.ledgers import ListedStore, change, owned_by_bob, re
 
 LEASE_S = 1.0
 SLACK_S = 5.0
-"""The machine may be busy; by listings of a minute it would take 20 s."""
+"""The machine may be busy. With listings of a minute it would take 20 s."""
 
 
 def test_an_artifact_that_a_live_owner_releases_is_owned_again_within_two_leases() -> None:

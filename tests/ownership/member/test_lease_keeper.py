@@ -21,7 +21,7 @@ LEASE_S = 9.0
 
 
 class ShakyDirectory(MemoryDirectory):
-    """Fails as it is told to; counts what it was asked."""
+    """Fails on demand, and counts its calls."""
 
     def __init__(self, fleet: Fleet) -> None:
         super().__init__(lambda: fleet.now_s)
@@ -62,7 +62,7 @@ class Fleet:
         )
 
     def pass_s(self, seconds: float) -> list[Epoch]:
-        """Let time go by, keeping whenever that is due; new epochs."""
+        """Let time pass, run the keeper when it is due, and return new epochs."""
         end_s, found = self.now_s + seconds, []
         while self.now_s < end_s:
             epoch = self.keeper.run_due()
@@ -150,8 +150,8 @@ def test_a_worker_with_a_stale_epoch_registers_at_once(fleet: Fleet) -> None:
 def test_a_refusal_is_logged_once(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     fleet.directory.error = DirectoryRefusedError("wrong password")
     fleet.pass_s(LEASE_S)
-    told = [x for x in caplog.records if "wrong password" in x.getMessage()]
-    assert [x.levelname for x in told] == ["ERROR"]
+    logged = [x for x in caplog.records if "wrong password" in x.getMessage()]
+    assert [x.levelname for x in logged] == ["ERROR"]
     assert fleet.keeper.lease is None
 
 
@@ -184,7 +184,7 @@ def test_starting_over_ends_the_epoch_first(fleet: Fleet) -> None:
     fleet.directory.error = None
     fleet.now_s += LEASE_S / 3
     fleet.keeper.run_due()
-    assert fleet.directory.workers() == {}, "it is told once the directory is back"
+    assert fleet.directory.workers() == {}, "it ends once the directory is back"
 
 
 def test_numbers_that_no_directory_hands_out_do_not_raise_the_floor(fleet: Fleet) -> None:
@@ -199,7 +199,7 @@ def test_a_lease_runs_while_the_machine_is_suspended() -> None:
 
 
 def test_a_worker_with_another_card_is_registered_again() -> None:
-    """The process through which peers read it was started again."""
+    """The process through which peers read from it was started again."""
     fleet = Fleet()
     first = fleet.keeper.run_due()
     assert first is not None

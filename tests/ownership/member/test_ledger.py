@@ -1,4 +1,4 @@
-"""What the fleet is told of a worker's artifacts: a real directory, a store made of a list."""
+"""A worker's ledger over a real directory and a `ListedStore`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ownership.directory.identifiers import NO_EPOCH, NO_TOKEN, Epoch
 from tests.ownership.member.ledgers import (
     KV,
     BreakableDirectory,
-    Worked,
+    RunningWorker,
     change,
     is_free,
     owned_by_bob,
@@ -31,16 +31,16 @@ def directory() -> BreakableDirectory:
 
 
 @pytest.fixture
-def ann(directory: BreakableDirectory) -> Iterator[Worked]:
-    made = Worked(directory)
+def ann(directory: BreakableDirectory) -> Iterator[RunningWorker]:
+    made = RunningWorker(directory)
     yield made
     made.worker.close()
 
 
 def test_sealed_artifacts_are_owned_and_the_store_learns_their_tokens(
-    directory: BreakableDirectory, ann: Worked
+    directory: BreakableDirectory, ann: RunningWorker
 ) -> None:
-    ann.tell(change(1), change(2))
+    ann.put(change(1), change(2))
     until(lambda: len(ann.store.tokens) == 2)
     held = record_of(directory, 1)
     assert held is not None
@@ -50,18 +50,18 @@ def test_sealed_artifacts_are_owned_and_the_store_learns_their_tokens(
 
 def test_a_worker_accepts_claims_once_it_is_registered_while_there_is_room() -> None:
     directory = BreakableDirectory(DirectoryLimits(max_artifacts=2))
-    ann = Worked(directory)
+    ann = RunningWorker(directory)
     try:
         until(lambda: ann.worker.accepts_claims)
-        ann.tell(change(1), change(2))
+        ann.put(change(1), change(2))
         until(lambda: len(ann.store.tokens) == 2)
         assert ann.worker.accepts_claims
-        ann.tell(change(3))
+        ann.put(change(3))
         until(lambda: not ann.worker.accepts_claims)
         ann.drop(1)
         ann.drop(2)
         until(lambda: is_free(directory, 1) and is_free(directory, 2))
-        ann.tell(change(4))
+        ann.put(change(4))
         until(lambda: ann.worker.accepts_claims)
     finally:
         ann.worker.close()
@@ -69,14 +69,14 @@ def test_a_worker_accepts_claims_once_it_is_registered_while_there_is_room() -> 
 
 def test_claims_refused_by_a_full_directory_are_repeated_until_there_is_room() -> None:
     directory = BreakableDirectory(DirectoryLimits(max_artifacts=2))
-    ann = Worked(directory)
+    ann = RunningWorker(directory)
     try:
-        ann.tell(change(1))
+        ann.put(change(1))
         until(lambda: bool(ann.store.tokens))
         bob = owned_by_bob(directory, 2)
-        ann.tell(change(3))
+        ann.put(change(3))
         until(lambda: not ann.worker.accepts_claims)
-        ann.tell(change(1, 4096))
+        ann.put(change(1, 4096))
         until(lambda: (h := record_of(directory, 1)) is not None and h.copy.dram_offset == 4096)
         assert not ann.worker.accepts_claims, "a claim that is granted makes no room for another"
         held = record_of(directory, 2)
@@ -93,7 +93,7 @@ def test_a_worker_without_registration_or_room_accepts_no_claims(
     directory: BreakableDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory.gone = True
-    ann = Worked(directory, lease_s=1.0)
+    ann = RunningWorker(directory, lease_s=1.0)
     try:
         assert not ann.worker.accepts_claims
         directory.gone = False
@@ -109,35 +109,35 @@ def test_a_worker_without_registration_or_room_accepts_no_claims(
 
 
 def test_an_artifact_that_moves_is_claimed_with_its_new_place(
-    directory: BreakableDirectory, ann: Worked
+    directory: BreakableDirectory, ann: RunningWorker
 ) -> None:
-    ann.tell(change(1))
+    ann.put(change(1))
     until(lambda: bool(ann.store.tokens))
     token = ann.store.tokens[change(1).id]
-    ann.tell(change(1, 4096))
+    ann.put(change(1, 4096))
     until(lambda: (h := record_of(directory, 1)) is not None and h.copy.dram_offset == 4096)
     assert record_of(directory, 1).token == token  # type: ignore[union-attr]
 
 
 def test_an_artifact_that_leaves_is_released_even_if_it_returns_at_once(
-    directory: BreakableDirectory, ann: Worked
+    directory: BreakableDirectory, ann: RunningWorker
 ) -> None:
-    ann.tell(change(1), change(2))
+    ann.put(change(1), change(2))
     until(lambda: len(ann.store.tokens) == 2)
     ann.drop(1)
     until(lambda: is_free(directory, 1))
     ann.store.drop(2)
-    ann.tell(change(2, 8192))
+    ann.put(change(2, 8192))
     until(lambda: (h := record_of(directory, 2)) is not None and h.copy.dram_offset == 8192)
     assert record_of(directory, 2).owner != NO_EPOCH  # type: ignore[union-attr]
 
 
 def test_an_artifact_that_left_before_its_claim_was_answered_is_released(
-    directory: BreakableDirectory, ann: Worked
+    directory: BreakableDirectory, ann: RunningWorker
 ) -> None:
     until(lambda: ann.store.epochs != [])
     directory.gone = True
-    ann.tell(change(1))
+    ann.put(change(1))
     until(lambda: not ann.store._changes)
     ann.drop(1)
     directory.gone = False
@@ -145,8 +145,10 @@ def test_an_artifact_that_left_before_its_claim_was_answered_is_released(
     until(lambda: is_free(directory, 1))
 
 
-def test_a_release_that_failed_is_repeated(directory: BreakableDirectory, ann: Worked) -> None:
-    ann.tell(change(1))
+def test_a_release_that_failed_is_repeated(
+    directory: BreakableDirectory, ann: RunningWorker
+) -> None:
+    ann.put(change(1))
     until(lambda: bool(ann.store.tokens))
     directory.gone = True
     ann.drop(1)
@@ -157,10 +159,10 @@ def test_a_release_that_failed_is_repeated(directory: BreakableDirectory, ann: W
 
 
 def test_a_foreign_artifact_is_a_replica_whose_listing_is_renewed(
-    directory: BreakableDirectory, ann: Worked
+    directory: BreakableDirectory, ann: RunningWorker
 ) -> None:
     owner = owned_by_bob(directory, 1)
-    ann.tell(change(1))
+    ann.put(change(1))
     until(lambda: change(1).id in ann.store.replicas)
     until(lambda: bool(record_of(directory, 1).replicas))  # type: ignore[union-attr]
     first = record_of(directory, 1).replicas[0].expires_s  # type: ignore[union-attr]
@@ -170,9 +172,11 @@ def test_a_foreign_artifact_is_a_replica_whose_listing_is_renewed(
     until(lambda: not record_of(directory, 1).replicas)  # type: ignore[union-attr]
 
 
-def test_replicas_are_counted_with_their_bytes(directory: BreakableDirectory, ann: Worked) -> None:
+def test_replicas_are_counted_with_their_bytes(
+    directory: BreakableDirectory, ann: RunningWorker
+) -> None:
     owner = owned_by_bob(directory, 1, 2)
-    ann.tell(change(1), change(2), change(3))
+    ann.put(change(1), change(2), change(3))
     until(lambda: ann.replicas(replicas=2, replica_bytes=128))
     ann.drop(2)
     until(lambda: ann.replicas(replicas=1, replica_bytes=64))
@@ -184,10 +188,10 @@ def test_replicas_are_counted_with_their_bytes(directory: BreakableDirectory, an
 
 @pytest.mark.parametrize("how", ["lets go", "dies"])
 def test_a_replica_is_owned_after_its_owner_released_it_or_died(
-    directory: BreakableDirectory, ann: Worked, how: str
+    directory: BreakableDirectory, ann: RunningWorker, how: str
 ) -> None:
     owner = owned_by_bob(directory, 1, lease_s=0.5 if how == "dies" else 60.0)
-    ann.tell(change(1))
+    ann.put(change(1))
     until(lambda: change(1).id in ann.store.replicas)
     if how == "lets go":
         held = record_of(directory, 1)
@@ -202,10 +206,10 @@ def test_replicas_of_an_owner_that_died_are_claimed_early(
     directory: BreakableDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.ownership.member.ledgers.TTL_S", 3_600.0)
-    ann = Worked(directory, lease_s=0.6)
+    ann = RunningWorker(directory, lease_s=0.6)
     try:
         owned_by_bob(directory, 1, lease_s=1.0)
-        ann.tell(change(1))
+        ann.put(change(1))
         until(lambda: change(1).id in ann.store.replicas)
         until(lambda: change(1).id in ann.store.tokens)
     finally:
@@ -213,7 +217,7 @@ def test_replicas_of_an_owner_that_died_are_claimed_early(
 
 
 class Glimpsed(BreakableDirectory):
-    """Whoever asks who lives does so when bob has not come yet, or is gone again."""
+    """The live workers are asked for before bob joins and after it has ended."""
 
     def workers(self) -> dict[Epoch, Worker]:
         return {e: worker for e, worker in super().workers().items() if worker.name != "bob"}
@@ -224,10 +228,10 @@ def test_replicas_of_an_owner_that_was_never_seen_live_are_claimed_early(
 ) -> None:
     monkeypatch.setattr("tests.ownership.member.ledgers.TTL_S", 3_600.0)
     directory = Glimpsed()
-    ann = Worked(directory, lease_s=0.6)
+    ann = RunningWorker(directory, lease_s=0.6)
     try:
         owned_by_bob(directory, 1, lease_s=1.0)
-        ann.tell(change(1))
+        ann.put(change(1))
         until(lambda: change(1).id in ann.store.replicas)
         until(lambda: change(1).id in ann.store.tokens)
     finally:
@@ -237,9 +241,9 @@ def test_replicas_of_an_owner_that_was_never_seen_live_are_claimed_early(
 def test_serving_ends_before_the_lease_and_everything_is_claimed_again(
     directory: BreakableDirectory,
 ) -> None:
-    ann = Worked(directory, lease_s=1.0)
+    ann = RunningWorker(directory, lease_s=1.0)
     try:
-        ann.tell(change(1))
+        ann.put(change(1))
         until(lambda: bool(ann.store.tokens))
         first = ann.store.tokens[change(1).id]
         directory.gone = True
@@ -256,15 +260,15 @@ def test_serving_ends_before_the_lease_and_everything_is_claimed_again(
 
 
 def test_an_artifact_that_returns_is_not_claimed_before_its_release_is_answered(
-    directory: BreakableDirectory, ann: Worked
+    directory: BreakableDirectory, ann: RunningWorker
 ) -> None:
-    ann.tell(change(1))
+    ann.put(change(1))
     until(lambda: bool(ann.store.tokens))
     directory.gone = True
     ann.drop(1)
     until(lambda: not ann.store._changes)
     directory.claimed.clear()
-    ann.tell(change(1, 4096))
+    ann.put(change(1, 4096))
     until(lambda: not ann.store._changes)
     directory.gone = False
     until(lambda: change(1).id in directory.claimed)
@@ -272,7 +276,7 @@ def test_an_artifact_that_returns_is_not_claimed_before_its_release_is_answered(
 
 
 def test_a_record_without_its_artifact_is_released(
-    directory: BreakableDirectory, ann: Worked
+    directory: BreakableDirectory, ann: RunningWorker
 ) -> None:
     until(lambda: ann.store.epochs != [])
     lost = change(7)

@@ -1,4 +1,4 @@
-"""What a worker believes of the others, on its own clock."""
+"""A worker's view of the others, by its own clock."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_worker_that_is_no_longer_listed_has_ended_for_good(
     peers.refresh({BOB: Worker("bob", b"other")}, clock.now_s)
     assert peers.card(ANN) is None
     assert not peers.admits(ARTIFACT, before)
-    # A directory that contradicts itself does not bring an ended epoch back.
+    # A directory that contradicts itself does not revive an ended epoch.
     peers.refresh({ANN: Worker("ann", b"card")}, clock.now_s)
     assert not peers.admits(ARTIFACT, before)
 

@@ -1,4 +1,4 @@
-"""What is claimed again: replicas, at once when an owner ends, and what found no room."""
+"""Replicas are claimed again, at once when an owner ends, and so are refused claims."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ FULL = Grant(GrantOutcome.FULL, NO_EPOCH, NO_TOKEN)
 OWNED = Grant(GrantOutcome.OWNED, Epoch(1), Token(9))
 
 
-class Published:
-    """In place of a `DirectoryThread`; its directory has forgotten everything."""
+class FakeThread:
+    """Stands in for a `DirectoryThread` whose directory has lost all records."""
 
     accepts_claims = True
     num_claims = 0
@@ -41,7 +41,7 @@ class Published:
         return False
 
     def call(self, job: Job[None], _: float) -> Future[None]:
-        """Done at once; what changes the directory is never answered."""
+        """Run checks at once. Calls that change the directory are never answered."""
         future = Future[None]()
         if "_check" in job.__name__:
             future.set_result(job(MemoryDirectory(), Epoch(1)))
@@ -58,27 +58,27 @@ def held_by(ledger: Ledger, owner: Epoch, *numbers: int) -> None:
 
 
 def test_all_replicas_are_claimed_at_once() -> None:
-    """Who owned each last is not known: it may have changed hands since it was claimed."""
-    store, published = ListedStore(), Published()
+    """All are claimed, because their owners may have changed since."""
+    store, thread = ListedStore(), FakeThread()
     store.put(*map(change, range(1, 4)))
     now_s = [0.0]
-    ledger = Ledger(store, published, Recorder(), clock=lambda: now_s[0])  # type: ignore[arg-type]
+    ledger = Ledger(store, thread, Recorder(), clock=lambda: now_s[0])  # type: ignore[arg-type]
     ledger.run_due()
     held_by(ledger, BOB, 1, 2)
     held_by(ledger, EVE, 3)
-    published.claims.clear()
+    thread.claims.clear()
     now_s[0] = 0.5
     ledger.run_due()
-    assert published.artifacts == []
+    assert thread.artifacts == []
     ledger.reclaim()
     ledger.run_due()
-    assert set(published.artifacts) == {change(n).id for n in (1, 2, 3)}
+    assert set(thread.artifacts) == {change(n).id for n in (1, 2, 3)}
 
 
 def test_replica_owners_are_those_of_the_present_replicas() -> None:
-    store, published = ListedStore(), Published()
+    store, thread = ListedStore(), FakeThread()
     store.put(*map(change, range(1, 4)))
-    ledger = Ledger(store, published, Recorder(), clock=lambda: 0.0)  # type: ignore[arg-type]
+    ledger = Ledger(store, thread, Recorder(), clock=lambda: 0.0)  # type: ignore[arg-type]
     held_by(ledger, BOB, 1, 2)
     held_by(ledger, EVE, 3)
     assert ledger.replica_owners == {BOB, EVE}
@@ -92,21 +92,21 @@ def test_replica_owners_are_those_of_the_present_replicas() -> None:
 
 
 class Refused:
-    """A ledger whose directory had no room for these."""
+    """A ledger whose directory was full for these artifacts."""
 
     def __init__(self, *numbers: int) -> None:
-        self.store, self.published = ListedStore(), Published()
-        self.ledger = Ledger(self.store, self.published, Recorder(), clock=lambda: 0.0)  # type: ignore[arg-type]
+        self.store, self.thread = ListedStore(), FakeThread()
+        self.ledger = Ledger(self.store, self.thread, Recorder(), clock=lambda: 0.0)  # type: ignore[arg-type]
         self.store.put(*map(change, numbers))
         self.ledger.run_due()
         answered(self.ledger, FULL, *numbers)
 
     def reclaimed(self) -> list[Claim]:
-        """All that is claimed when replicas are."""
-        self.published.claims.clear()
+        """Return all claims that are made together with the replicas'."""
+        self.thread.claims.clear()
         self.ledger.reclaim()
         self.ledger.run_due()
-        return self.published.claims
+        return self.thread.claims
 
 
 def numbers_of(claims: Sequence[Claim]) -> list[int]:
@@ -156,35 +156,35 @@ def test_a_refused_artifact_that_moved_is_claimed_at_its_new_place() -> None:
 
 
 def test_a_replica_that_moved_is_not_claimed_at_its_old_place() -> None:
-    store, published = ListedStore(), Published()
+    store, thread = ListedStore(), FakeThread()
     store.put(change(1))
-    ledger = Ledger(store, published, Recorder())  # type: ignore[arg-type]
+    ledger = Ledger(store, thread, Recorder())  # type: ignore[arg-type]
     ledger.run_due()
     held_by(ledger, BOB, 1)
-    published.claims.clear()
+    thread.claims.clear()
     store.put(change(1, 4096))
     ledger.reclaim()
     ledger.run_due()
-    assert [claim.copy.dram_offset for claim in published.claims] == [4096, 4096]
+    assert [claim.copy.dram_offset for claim in thread.claims] == [4096, 4096]
 
 
 def test_an_unregistered_worker_does_not_queue_its_replicas_repeatedly() -> None:
-    store, published = ListedStore(), Published()
-    ledger = Ledger(store, published, Recorder())  # type: ignore[arg-type]
+    store, thread = ListedStore(), FakeThread()
+    ledger = Ledger(store, thread, Recorder())  # type: ignore[arg-type]
     store.put(change(1))
     ledger.run_due()
     held_by(ledger, BOB, 1)
-    published.claims.clear()
-    published.accepts_claims = False
+    thread.claims.clear()
+    thread.accepts_claims = False
     ledger.reclaim()
     ledger.run_due()
-    assert published.claims == []
+    assert thread.claims == []
 
 
 def test_a_release_under_a_new_epoch_is_sent_before_its_claims() -> None:
-    store, published = ListedStore(), Published()
+    store, thread = ListedStore(), FakeThread()
     store.put(*map(change, range(300)))
-    ledger = Ledger(store, published, Recorder())  # type: ignore[arg-type]
+    ledger = Ledger(store, thread, Recorder())  # type: ignore[arg-type]
     ledger.run_due()
     batches = ledger.start_epoch()
     answered(ledger, OWNED, 1)

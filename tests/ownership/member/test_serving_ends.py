@@ -1,4 +1,4 @@
-"""A worker stops serving before its lease ends, however its calls of the directory hang."""
+"""A worker stops serving before its lease ends, even if its directory calls hang."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEP_S = 0.05
 
 
 class Clock:
-    """What the worker and the directory are timed by, and when its lease ends."""
+    """The clock of worker and directory, which also knows the end of the lease."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -34,7 +34,7 @@ class Clock:
         return self.now_s
 
     def goes_on(self, seconds: float) -> None:
-        """While the store serves under the lease."""
+        """True while the store serves under the lease."""
         self.now_s += seconds
         if self.store.epochs and self.store.epochs[-1] != NO_EPOCH:
             over_s = self.now_s - self.lease_ends_s
@@ -42,7 +42,7 @@ class Clock:
 
 
 class HangingDirectory(MemoryDirectory):
-    """Each call takes as long as it may; a lease is not renewed."""
+    """Each call takes its longest time, and renewals fail."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock)
@@ -77,7 +77,7 @@ def two_calls(directory: Directory, _: Epoch) -> None:
 
 
 def served_too_long_s(at_s: float, what: str) -> float:
-    """How far beyond its lease a worker serves that is kept busy from `at_s` on."""
+    """Return how long a worker that is kept busy from `at_s` on serves after its lease."""
     clock = Clock()
     worker = FleetWorker(
         HangingDirectory(clock), "ann", MemberTimes(LEASE_S, CALL_S), Recorder(), clock

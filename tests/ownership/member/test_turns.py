@@ -1,4 +1,4 @@
-"""The turns of the directory's thread, by hand: bugs, fairness, what is told again."""
+"""Turns of the directory's thread: exceptions, fairness, repeated claims."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TURN_S = 1e-3
 
 
 class Buggy(MemoryDirectory):
-    """Fails as no directory may."""
+    """Raises what no directory may raise."""
 
     def __init__(self, clock: Callable[[], float], limits: DirectoryLimits | None = None) -> None:
         super().__init__(clock, limits)
@@ -49,7 +49,7 @@ class Buggy(MemoryDirectory):
 
 
 class Stepped:
-    """A thread whose turns are called here; a turn takes a millisecond."""
+    """A thread whose turns the test takes. A turn takes a millisecond."""
 
     def __init__(self, **options: Any) -> None:
         self.now_s = 100.0
@@ -72,7 +72,7 @@ class Stepped:
         return self.now_s
 
     def run_s(self, seconds: float) -> int:
-        """Turns as the thread takes them in that time; how many."""
+        """Take the turns of that time; return their number."""
         until_s, turns = self.now_s + seconds, 0
         while self.now_s < until_s:
             idle_s = self.thread.idle_s()
@@ -129,7 +129,7 @@ def test_steady_lookups_do_not_starve_claims_nor_sweeps() -> None:
 
 
 class Member:
-    """A worker over a listed store, its turns by hand."""
+    """A worker over a `ListedStore`; the test takes its turns."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, limits: DirectoryLimits | None = None
@@ -179,7 +179,7 @@ def test_claims_lost_to_an_exception_are_made_again(member: Member) -> None:
 
 
 def test_records_of_another_model_make_room_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody claims another model's chunks again: a full directory does not wait for their time."""
+    """No worker claims another model's chunks again, so a full directory forgets them at once."""
     member = Member(monkeypatch, DirectoryLimits(max_artifacts=20_000))
     old = member.directory.register(Worker("old", b"card"), LEASE_S).epoch
     claims = [claim_of(artifact("old", 0))._replace(artifact=change(n).id) for n in range(20_000)]
@@ -206,7 +206,7 @@ def test_a_directory_full_of_live_records_is_swept_rarely(
 
 
 def test_lost_changes_of_the_store_end_the_epoch(member: Member) -> None:
-    """What has left unheard would be known as ours, and held, for ever."""
+    """An artifact that left unnoticed would be recorded as owned for ever."""
     member.store.put(change(1), change(2))
     member.run_s(1.0)
     before = member.store.epochs[-1]

@@ -1,4 +1,4 @@
-"""Small fleets whose prices can be worked out by hand, and random ones."""
+"""Small fleets whose prices are easy to compute, and random ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def costs_of(
     step_tokens: int = 0,
     interference: InterferenceCoefficients | None = None,
 ) -> CostModel:
-    """1 ms a token computed, 0.1 ms a byte from SSD or a peer, pages filled for nothing."""
+    """1 ms per computed token, 0.1 ms per byte from SSD or a peer; filling pages is free."""
     load = {
         Tier.DRAM: rates(0.0, 0.0),
         Tier.SSD: rates(0.0, ssd_s),
@@ -120,7 +120,7 @@ worker_views = {
 
 @st.composite
 def workers(draw: st.DrawFn) -> list[WorkerView]:
-    """At least one of them accepts requests and has room for any prompt."""
+    """Draw workers; at least one accepts requests and has room for any prompt."""
     names = NAMES[: draw(st.integers(1, 4))]
     found = [draw(worker_views[name]) for name in names]
     first = found[0]

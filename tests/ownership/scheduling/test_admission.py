@@ -1,4 +1,4 @@
-"""Who is turned away."""
+"""Steps that are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ POLICY = OwnerServe(FREE)
 
 
 def refused(tokens: int, objective: TtftObjective) -> bool:
-    """1 ms a token."""
+    """1 ms per token."""
     policy = GatedPolicy(POLICY, objective)
     assert policy.name == "ownerserve"
     return policy.decide(Step(tokens), fleet_of(worker("a"))).refusal is not None

@@ -1,4 +1,4 @@
-"""What the simple policies choose, worked by hand."""
+"""The choices of the simple policies, computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dynamo's logits, worked by hand."""
+"""Dynamo's logits, computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fleet's table."""
+"""The fleet's table of figures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_pools_by_role() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "links", "told"),
+    ("workers", "links", "message"),
     [
         ([], None, "at least one worker"),
         (["a", "a"], None, "its own name"),
@@ -47,16 +47,16 @@ def test_pools_by_role() -> None:
         (["a", "b"], {("a", "b"): Link(-1.0)}, "finite and at least 0"),
     ],
 )
-def test_an_impossible_fleet_is_refused(workers, links, told) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ValueError, match=told):
+def test_an_impossible_fleet_is_refused(workers, links, message) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=message):
         FleetView(BYTE_A_TOKEN, [worker(name) for name in workers], links)
 
 
 @pytest.mark.parametrize(
-    ("change", "told"), [({"name": ""}, "needs a name"), ({"hbm_bytes": 0}, "hbm_bytes")]
+    ("change", "message"), [({"name": ""}, "needs a name"), ({"hbm_bytes": 0}, "hbm_bytes")]
 )
-def test_an_impossible_worker_is_refused(change: dict[str, object], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_an_impossible_worker_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         dataclasses.replace(worker("a"), **change)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""The default policy never does worse than staying or than moving nothing, by its own prices."""
+"""By its own prices the default policy is never worse than staying, or than moving nothing."""
 
 from __future__ import annotations
 

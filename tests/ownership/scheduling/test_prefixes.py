@@ -1,4 +1,4 @@
-"""How far each worker could resume, by what the directory says."""
+"""The prefix that each worker could resume from, by the directory's records."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def register(directory: Directory, name: str) -> Epoch:
 def claim(
     directory: Directory, epoch: Epoch, chunks: str, state_type: StateType = KV
 ) -> list[Claim]:
-    """One letter a chunk: d for DRAM, s for SSD, a dot for nothing."""
+    """One letter per chunk: d for DRAM, s for SSD, a dot for nothing."""
     copies = {"d": DRAM, "s": SSD}
     claims = [
         Claim(ArtifactId(key, state_type), copies[place])

@@ -1,4 +1,4 @@
-"""Prices: by the planner's models, the same whole as array and as terms, and by hand."""
+"""Prices follow the planner's models, are equal as arrays and as terms, and match hand figures."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def test_arrays_and_terms_give_the_same_totals(
     fleet = FleetView(BYTE_A_TOKEN, found, links)
     sources = list(range(len(fleet)))
     pricing = StepPricing(step, fleet, WEIGHTS, sources)
-    told = {}
+    totals = {}
     for i in sources:
-        told[Route(i, i)] = pricing.local_total_s[i]
+        totals[Route(i, i)] = pricing.local_total_s[i]
         for j in sources:
-            told[Route(j, j, i)] = pricing.fetched_total_s[i, j]
+            totals[Route(j, j, i)] = pricing.fetched_total_s[i, j]
             if i != j:
-                told[Route(j, i)] = pricing.remote_total_s[i, j]
+                totals[Route(j, i)] = pricing.remote_total_s[i, j]
     possible = set(pricing.routes(remote=True))
-    for route, total_s in told.items():
+    for route, total_s in totals.items():
         if route in possible:
             assert pricing.terms(route).total_s == pytest.approx(total_s), route
             assert min(pricing.terms(route)) >= -1e-12
@@ -101,7 +101,7 @@ def test_a_worker_is_priced_as_its_own_planner_prices_the_request(model, tier, q
 
 
 def test_state_on_a_slow_ssd_is_computed_again() -> None:
-    """Held: 100 of 200 tokens in DRAM, 190 with SSD. From SSD 90 bytes at 10 ms are 900 ms, so
+    """100 of 200 tokens are in DRAM, 190 with SSD. From SSD 90 bytes at 10 ms are 900 ms, so
     it computes 100 tokens, 100 ms."""
     fleet = fleet_of(worker("a", costs=costs_of(ssd_s=1e-2)))
     pricing = StepPricing(Step(200, {"a": WorkerPrefix(0, 100, 190)}), fleet, FREE)

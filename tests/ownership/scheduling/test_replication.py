@@ -1,4 +1,4 @@
-"""Which replicas are ordered, worked by hand."""
+"""The replicas that are ordered, computed by hand."""
 
 from __future__ import annotations
 

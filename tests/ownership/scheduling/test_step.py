@@ -1,4 +1,4 @@
-"""What kind of work a step is."""
+"""The class of a step."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def test_thresholds_are_in_order(bad: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "boundary", "output", "told"),
+    ("tokens", "boundary", "output", "message"),
     [(0, 0, 0.0, "one token"), (5, 6, 0.0, "boundary"), (5, 0, -1.0, "output")],
 )
 def test_an_impossible_step_is_refused(
-    tokens: int, boundary: int, output: float, told: str
+    tokens: int, boundary: int, output: float, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         Step(tokens, boundary_tokens=boundary, output_tokens=output)

@@ -1,4 +1,4 @@
-"""Passwords, users, certificates, versions: who may in, and what the others are told."""
+"""Passwords, users, certificates and versions: who gets in, and the errors for all others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEADLINE_S = 20.0
 
 
 def refused(url: str) -> str:
-    """What a worker is told that tries to register."""
+    """Return the error of a worker that tries to register."""
     directory = RedisDirectory(url, deadline_s=DEADLINE_S)
     with pytest.raises(DirectoryRefusedError) as told:
         join(directory, "ann")

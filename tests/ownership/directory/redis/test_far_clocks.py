@@ -1,4 +1,4 @@
-"""Numbers stay readable whatever the server's clock says, and whoever wrote them."""
+"""Numbers stay valid whatever the server's clock says and whatever is written in their place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def bench() -> Iterator[RedisBench]:
 
 
 def is_served(bench: RedisBench, name: str) -> int:
-    """Return whether a worker can join, own and be read; its epoch."""
+    """Check that a worker can join, own and be read from; return its epoch."""
     directory = bench.open()
     lease = join(directory, name)
     assert lease.epoch < LAST_NUMBER

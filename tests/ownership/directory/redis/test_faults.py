@@ -1,4 +1,4 @@
-"""Redis killed, restarted empty, paused, unreachable, full: an error in time, and back again."""
+"""Redis is killed, restarted empty, paused, unreachable, full: errors in time, then recovery."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.ownership.fleet_bench import KV, artifact, chain, claim, claim_of, jo
 
 DEADLINE_S = 0.5
 SLACK_S = 5.0
-"""A busy machine wakes a thread late; a hang is minutes."""
+"""A busy machine wakes a thread late. A hang takes minutes."""
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def until_back(call: Callable[[], Any], timeout_s: float = 30.0) -> Any:
-    """What the call answers once the directory is reachable again, all by itself."""
+    """Return the call's answer as soon as the directory is reachable again."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

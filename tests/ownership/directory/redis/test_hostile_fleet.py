@@ -1,4 +1,4 @@
-"""Somebody writes into a working fleet's keys: nothing dies or hangs, and all heals."""
+"""A foreign program writes into a working fleet's keys: nothing ends or hangs, all is repaired."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def packed(_: bytes, seed: random.Random) -> bytes:
 
 
 def repacked(value: bytes, seed: random.Random) -> bytes:
-    """With one of its parts replaced, at any depth."""
+    """Return the value with one of its parts replaced, at any depth."""
     prefix = value[:1] if value[:1] == b"\1" else b""
     try:
         parts = msgpack.unpackb(value[len(prefix) :], raw=True)
@@ -77,7 +77,7 @@ def mutate(fleet: SteppedFleet, seed: random.Random) -> None:
 
 
 def work(fleet: SteppedFleet, seed: random.Random) -> None:
-    """Something a fleet does."""
+    """Let the fleet do one of its operations."""
     member = seed.choice(list(fleet.members.values()))
     number = seed.choice(NUMBERS)
     if change(number).id not in member.store.here or seed.random() < 0.3:
@@ -97,7 +97,7 @@ def work(fleet: SteppedFleet, seed: random.Random) -> None:
 
 
 def restore_kinds(fleet: SteppedFleet) -> None:
-    """A key of another kind is nothing that a fleet may delete: somebody has to."""
+    """A fleet may not delete a key of another kind; an operator has to."""
     for name in fleet.raw.keys(fleet.key("*")):
         if fleet.raw.type(name) == b"string":
             fleet.raw.delete(name)

@@ -1,4 +1,4 @@
-"""What others may have written into the database: a miss that is counted, or a clear error."""
+"""Foreign values in the database are a counted miss or a clear error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COPY = encoding.pack_copy(copy_of(artifact()))
 
 
 class Hostile:
-    """A fleet and somebody who writes into its keys."""
+    """A fleet, and a foreign client that writes into its keys."""
 
     def __init__(self) -> None:
         self.fleet = new_fleet()

@@ -1,4 +1,4 @@
-"""Records are lost under living epochs: directory and stores agree again within two leases."""
+"""Records are lost under live epochs: directory and stores agree again within two leases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ownership.directory.identifiers import NO_EPOCH
 from ownership.directory.redis import RedisDirectory
 from ownership.directory.redis.scripts import fleet_key
 from ownership.member.fleet_worker import FleetWorker
-from tests.ownership.member.ledgers import KV, Worked, change, record_of, until
+from tests.ownership.member.ledgers import KV, RunningWorker, change, record_of, until
 
 LEASE_S = 2.0
 NUMBERS = range(1, 601)
@@ -24,14 +24,16 @@ IDS = [change(number).id for number in NUMBERS]
 
 
 class Fleet:
-    """Ann has everything, on a Redis that can lose it; bob only looks."""
+    """Ann has all artifacts, on a Redis that can lose records; bob only looks."""
 
     def __init__(self, server: EmbeddedRedis, url: str = "") -> None:
         self.server = server
         self.raw = redis.Redis.from_url(server.url)
         self.bob = RedisDirectory(url or server.url, deadline_s=5.0)
-        self.ann = Worked(RedisDirectory(url or server.url, deadline_s=0.15), lease_s=LEASE_S)
-        self.ann.tell(*map(change, NUMBERS))
+        self.ann = RunningWorker(
+            RedisDirectory(url or server.url, deadline_s=0.15), lease_s=LEASE_S
+        )
+        self.ann.put(*map(change, NUMBERS))
         until(self.agrees)
 
     @property
@@ -39,7 +41,7 @@ class Fleet:
         return self.ann.worker
 
     def agrees(self) -> bool:
-        """Whether the directory says of each artifact that it is ann's, as ann's store does."""
+        """Return True if directory and store agree that ann owns each artifact."""
         view = self.bob.lookup([what.chunk for what in IDS])
         found = [chunk.get(KV) for chunk in view.chunks]
         epoch = self.ann.store.epochs[-1] if self.ann.store.epochs else 0
@@ -63,7 +65,7 @@ class Fleet:
         return is_own
 
     def is_free(self, number: int) -> Callable[[], bool]:
-        """Return whether nobody owns it."""
+        """Return a condition: the artifact has no owner."""
 
         def is_free() -> bool:
             held = record_of(self.bob, number)
@@ -86,14 +88,14 @@ def fleet() -> Iterator[Fleet]:
 
 
 def some(fleet: Fleet) -> None:
-    """A few chunks, as if somebody had deleted them."""
+    """Delete a few chunks."""
     heads = fleet.raw.hkeys(fleet_key("default", "runs"))
     fleet.raw.hdel(fleet_key("default", "runs"), *heads[:1])
     fleet.raw.hdel(fleet_key("default", "chunks"), *(what.chunk for what in IDS[100:110]))
 
 
 def evicted(*names: str) -> Callable[[Fleet], None]:
-    """Whole keys, as Redis evicts them."""
+    """Delete whole keys, as Redis evicts them."""
 
     def lose(fleet: Fleet) -> None:
         for name in names:
@@ -129,7 +131,7 @@ def test_lost_records_are_claimed_again(fleet: Fleet, what: str) -> None:
 
 
 def test_the_count_of_artifacts_shrinks_with_the_loss(fleet: Fleet) -> None:
-    """Else a directory that lost its records again and again would be full of nothing."""
+    """Otherwise a directory that lost records repeatedly would be full without records."""
     key, records = fleet_key("default", "fleet"), ("chunks", "runs")
     for _ in range(4):
         fleet.raw.delete(*(fleet_key("default", name) for name in records))
@@ -139,10 +141,10 @@ def test_the_count_of_artifacts_shrinks_with_the_loss(fleet: Fleet) -> None:
 
 
 def test_an_older_snapshot_brings_no_released_artifact_back(fleet: Fleet) -> None:
-    """Also a release is lost: what was let go must not be found as owned for ever."""
+    """A release is lost, too: the artifact must not stay owned for ever."""
     keys = {key: fleet.raw.dump(key) for key in fleet.raw.keys("*")}
     fleet.ann.drop(1)
-    fleet.ann.tell(change(1_000))
+    fleet.ann.put(change(1_000))
     until(fleet.is_free(1))
     until(lambda: change(1_000).id in fleet.ann.store.tokens)
     back = fleet.raw.pipeline(transaction=True).flushall()
@@ -155,7 +157,7 @@ def test_an_older_snapshot_brings_no_released_artifact_back(fleet: Fleet) -> Non
 
 
 class Follower:
-    """A replica of the fleet's Redis that stops listening, and is then promoted in its place."""
+    """A Redis replica that stops replicating and is then promoted."""
 
     def __init__(self, primary: EmbeddedRedis) -> None:
         self.primary = primary
@@ -167,11 +169,11 @@ class Follower:
         until(lambda: self.raw.info("replication")["master_link_status"] == "up")
 
     def lags(self) -> None:
-        """From now on nothing is replicated."""
+        """Stop replicating."""
         self.raw.execute_command("REPLICAOF", "NO", "ONE")
 
     def takes_over(self) -> EmbeddedRedis:
-        """Under the primary's address: what it has not heard of is lost."""
+        """Serve under the primary's address: what was not replicated is lost."""
         self.primary.kill()
         snapshot = {key: self.raw.dump(key) for key in self.raw.keys("*")}
         self.server.stop()
@@ -190,7 +192,7 @@ def test_a_promoted_replica_that_lagged_gets_what_it_missed(fleet: Fleet) -> Non
     follower.lags()
     fleet.ann.drop(1)
     later = [change(number) for number in range(2_000, 2_300)]
-    fleet.ann.tell(*later)
+    fleet.ann.put(*later)
     until(lambda: all(made.id in fleet.ann.store.tokens for made in later))
     follower.takes_over()
     until(fleet.is_own(later))

@@ -1,4 +1,4 @@
-"""How chunks are kept together: whatever is claimed and let go, nothing gets lost or doubled."""
+"""Chunks are stored in runs: no claim or release loses or duplicates one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHAINS = [TRUNK, *BRANCHES]
 
 
 class Fleet:
-    """The same calls to both directories, which must answer alike."""
+    """The same calls to both directories, which must give the same answers."""
 
     def __init__(self) -> None:
         self.bench = RedisBench(LIMITS)
@@ -69,7 +69,7 @@ class Fleet:
 
 
 def shape(records: ChunkRecords) -> dict[str, object]:
-    """All but epochs and tokens, which two directories number differently."""
+    """Return all fields except epochs and tokens, which two directories number differently."""
 
     def of(record: ArtifactRecord) -> tuple[object, ...]:
         return record.copy, record.replicas, record.owner != 0
@@ -78,7 +78,7 @@ def shape(records: ChunkRecords) -> dict[str, object]:
 
 
 def check_stored(bench: RedisBench) -> None:
-    """Every field of the hash leads to a run that holds it, once; the count is right."""
+    """Check that every field leads to one run that has it, and that the count is right."""
     database = redis.Redis.from_url(shared_server().url)
     index = database.hgetall(fleet_key(bench.fleet, "chunks"))
     runs = database.hgetall(fleet_key(bench.fleet, "runs"))

@@ -1,4 +1,4 @@
-"""Redis answers as the embedded directory does, whatever is asked in whatever order."""
+"""Redis gives the same answers as the directory in memory, for any calls in any order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES = st.sampled_from(["ann", "bob", "cat"])
 
 
 class Side:
-    """One directory, and its epochs and tokens numbered in the order in which they were seen."""
+    """One directory, with its epochs and tokens numbered in the order in which they were seen."""
 
     def __init__(self, bench: MemoryBench | RedisBench) -> None:
         self.bench = bench
@@ -43,7 +43,7 @@ class Side:
         return self.epochs[number % len(self.epochs)]
 
     def told(self, answer: object) -> object:
-        """The answer without the numbers that each directory chooses for itself."""
+        """Return the answer without the numbers that each directory chooses."""
         if isinstance(answer, ChainView):
             chunks = [
                 {str(kind): self.told(found[kind]) for kind in sorted(found)}
@@ -70,7 +70,7 @@ class Side:
 
 
 class SameAnswers(RuleBasedStateMachine):
-    """Every rule asks both."""
+    """Every rule calls both directories."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from hetero_connector.errors import (
 from ownership.directory import Directory, GrantOutcome, Lease
 from ownership.directory.redis import RedisDirectory
 from tests.ownership.fleet_bench import KV, artifact, claim, claim_of, join
-from tests.ownership.member.ledgers import Worked, change, record_of
+from tests.ownership.member.ledgers import RunningWorker, change, record_of
 
 DEADLINE_S = 10.0
 PASSWORD = "hush"
@@ -32,7 +32,7 @@ def wait_for(what: str, is_so: object, timeout_s: float = 60.0) -> None:
 
 
 def by_sentinel(sentinel: EmbeddedRedis) -> str:
-    """Return the address of the fleet whose servers this Sentinel knows."""
+    """Return the URL of the fleet whose servers this Sentinel knows."""
     return (
         f"redis+sentinel://:{PASSWORD}@127.0.0.1:{sentinel.port}/fleet"
         f"?sentinel_password={sentinel.password}"
@@ -100,11 +100,11 @@ class TestSentinel:
     ) -> None:
         primary, replica, sentinel = servers
         url = by_sentinel(sentinel)
-        ann = Worked(RedisDirectory(url, deadline_s=0.15), lease_s=2.0)
+        ann = RunningWorker(RedisDirectory(url, deadline_s=0.15), lease_s=2.0)
         bob = RedisDirectory(url, deadline_s=DEADLINE_S)
 
         def owns(number: int) -> bool:
-            """Return whether the directory says that it is of ann's latest epoch."""
+            """Return True if ann's latest epoch owns it."""
             try:
                 held = record_of(bob, number)
             except DirectoryUnavailableError:
@@ -112,7 +112,7 @@ class TestSentinel:
             return held is not None and held.owner == ann.store.epochs[-1]
 
         early, late = range(1, 40), range(100, 140)
-        ann.tell(*map(change, early))
+        ann.put(*map(change, early))
         wait_for("ann owns what she has", lambda: all(map(owns, early)))
         copied = redis.Redis.from_url(replica.url)
         wait_for("that is replicated", lambda: copied.exists("{heterocache:default}:chunks"))
@@ -123,7 +123,7 @@ class TestSentinel:
             lambda: copied.info("replication")["master_link_status"] == "down",
         )
         ann.drop(1)
-        ann.tell(*map(change, late))
+        ann.put(*map(change, late))
         wait_for("ann owns more", lambda: all(map(owns, late)) and not owns(1))
         primary.kill()
         wait_for("what was not replicated is told again", lambda: all(map(owns, late)))
