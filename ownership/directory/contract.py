@@ -115,9 +115,9 @@ class Copy(NamedTuple):
     dram_offset: int = -1
     """Byte offset in the worker's DRAM arena; -1 if the copy is only on SSD."""
     generation: int = 0
-    """Generation of the DRAM slot. If the slot has another one by now, it holds something else."""
+    """Generation of the DRAM slot. If the slot has another one by now, it has other contents."""
     on_ssd: bool = False
-    """True if the worker's SSD directory holds it too."""
+    """True if it is in the worker's SSD directory, too."""
 
 
 class Claim(NamedTuple):

@@ -51,7 +51,7 @@ def reset_fleet(
 
 
 def _adoption(directory: Directory, number: int) -> FleetReset:
-    # A greater number was adopted after ours: state from before ours is gone in that case, too.
+    # An engine with a greater number has followed a later reset, so it has adopted this one, too.
     engines = sorted(directory.generation().adopted.items())
     return FleetReset(
         number,

@@ -77,14 +77,16 @@ class HotSpotReplicas:
 
     def _orders(self, prefix: HotPrefix, fleet: FleetView) -> Iterator[ReplicaOrder]:
         table, index = fleet.table(), fleet.index
-        held = {name: x for name, x in prefix.prefixes.items() if name in index}
-        holders = sorted(name for name, x in held.items() if x.dram_tokens >= prefix.tokens)
+        prefixes = {name: x for name, x in prefix.prefixes.items() if name in index}
+        holders = sorted(name for name, x in prefixes.items() if x.dram_tokens >= prefix.tokens)
         wanted = min(self.max_copies, math.ceil(prefix.heat / self.heat_per_copy))
         if not holders or wanted <= len(holders):
             return
         source = min(holders, key=lambda name: table.outgoing_bytes[index[name]])
         # One token more than the prefix, because the last token of a prompt is always computed.
-        step = Step(prefix.tokens + 1, prefixes={**held, source: WorkerPrefix(0, prefix.tokens)})
+        step = Step(
+            prefix.tokens + 1, prefixes={**prefixes, source: WorkerPrefix(0, prefix.tokens)}
+        )
         pricing = PrefillPricing(
             step, fleet, table, PlacementWeights(0.0, 0.0, 0.0), [index[source]]
         )
