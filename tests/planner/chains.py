@@ -44,7 +44,7 @@ def layout_of(model: ModelSpec) -> ArtifactLayout:
 
 
 def chain_of(
-    held: Sequence[Mapping[StateType, Tier]], tail_tokens: int = 0, shared: bool = True
+    mappings: Sequence[Mapping[StateType, Tier]], tail_tokens: int = 0, shared: bool = True
 ) -> list[StoredChunk]:
     """One chunk per mapping, the last cut to `tail_tokens` if given.
 
@@ -52,9 +52,9 @@ def chain_of(
     """
     known = SharedTiers()
     stored = []
-    for index, tiers in enumerate(held):
+    for index, tiers in enumerate(mappings):
         start = index * CHUNK
-        last = index == len(held) - 1
+        last = index == len(mappings) - 1
         end = start + (tail_tokens if tail_tokens and last else CHUNK)
         chunk = ChunkRange(ChunkKey(bytes([index + 1] * 16)), ChunkKey(bytes(16)), start, end)
         one, number = known.share(tiers) if shared else (dict(tiers), UNNUMBERED)
@@ -153,8 +153,8 @@ class SlowPlanner:
 
     def _seconds(self, tier: Tier, sizes: Mapping[StateType, float]) -> float:
         ahead_bytes = self.load.in_flight_bytes.get(tier, 0)
-        beside = self.load.running_decodes + self.load.queued_tokens > 0
-        return self.costs.load.predict(tier, sizes, ahead_bytes, while_computing=beside)
+        computing = self.load.running_decodes + self.load.queued_tokens > 0
+        return self.costs.load.predict(tier, sizes, ahead_bytes, while_computing=computing)
 
     def _compute(self, resume: int) -> tuple[float, float]:
         """(all steps, the first step), step by step."""

@@ -211,7 +211,7 @@ def test_a_chunk_deep_in_a_prompt_costs_more_to_compute_again() -> None:
     assert adaptive.costs_s()[4] == pytest.approx(WRITE_S * 10 / 4 + 2.005 * CHUNK_S)
     shallow, deep = (Boundary(n, missed_chunks=1) for n in (33, 133))
     assert not adaptive.should_keep(shallow)
-    assert not adaptive.should_keep(deep), "but nobody else may come there"
+    assert not adaptive.should_keep(deep), "another request may never leave there"
 
 
 def test_rates_follow_the_cost_model() -> None:
@@ -334,7 +334,7 @@ def test_a_greater_weight_of_writes_means_fewer_writes(
     assert light.period <= heavy.period
 
 
-# What it is told
+# KeptBoundaries
 
 
 def key(number: int) -> ChunkKey:

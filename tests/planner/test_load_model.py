@@ -190,9 +190,9 @@ def test_the_cost_of_loads_while_computing_is_separated() -> None:
     """By turns while it computes and while it does not, of three sizes."""
     model = LoadModel([KV])
     for turn in range(60):
-        beside, size = turn % 2 == 1, (1 << 20) << (turn % 3)
+        computing, size = turn % 2 == 1, (1 << 20) << (turn % 3)
         model.observe(
-            Tier.SSD, {KV: size}, 2e-3 + 3e-3 * beside + 1e-8 * size, while_computing=beside
+            Tier.SSD, {KV: size}, 2e-3 + 3e-3 * computing + 1e-8 * size, while_computing=computing
         )
     rates = model.rates(Tier.SSD)
     assert rates.latency_s == pytest.approx(2e-3, rel=0.1)

@@ -77,11 +77,11 @@ def test_a_tail_is_a_boundary_like_any_other() -> None:
     st.integers(0, 9 * CHUNK),
 )
 def test_the_plan_is_complete_and_as_deep_as_possible(
-    held: list[tuple[bool, bool]], local: int, limit: int
+    stored_types: list[tuple[bool, bool]], local: int, limit: int
 ) -> None:
     chain = [
         stored(i, *([KV] if kv else []), *([SWA] if swa else []))
-        for i, (kv, swa) in enumerate(held)
+        for i, (kv, swa) in enumerate(stored_types)
     ]
     plan = plan_restore(HYBRID, chain, local, limit)
 
@@ -89,10 +89,10 @@ def test_the_plan_is_complete_and_as_deep_as_possible(
         if not local < boundary <= limit:
             return False
         last = boundary // CHUNK - 1
-        prefix = all(held[i][0] for i in range(last + 1) if (i + 1) * CHUNK > local)
-        return prefix and held[last][1]
+        prefix = all(stored_types[i][0] for i in range(last + 1) if (i + 1) * CHUNK > local)
+        return prefix and stored_types[last][1]
 
-    possible = [b for b in range(CHUNK, len(held) * CHUNK + 1, CHUNK) if complete(b)]
+    possible = [b for b in range(CHUNK, len(stored_types) * CHUNK + 1, CHUNK) if complete(b)]
     assert (plan.boundary if plan else None) == (max(possible) if possible else None)
 
 
@@ -204,11 +204,13 @@ def test_a_request_that_cannot_be_replayed_is_not_replayed() -> None:
 
 @pytest.mark.parametrize("mode", ["always_load", "cost"])
 def test_a_replay_neither_starts_nor_ends_off_the_grid(mode: Mode) -> None:
-    held = in_tier(Tier.DRAM, KV)
-    chain = chain_of([held] * 4, tail_tokens=7)
+    prefix_only = in_tier(Tier.DRAM, KV)
+    chain = chain_of([prefix_only] * 4, tail_tokens=7)
     assert chain[-1].chunk.end == 3 * CHUNK + 7
     plan = planned(chain, mode, replays=True)
     assert (plan.boundary, plan.replay_tokens) == (192, 80)
-    complete = chain_of([held, held, held, in_tier(Tier.DRAM, KV, SWA)], tail_tokens=7)
+    complete = chain_of(
+        [prefix_only, prefix_only, prefix_only, in_tier(Tier.DRAM, KV, SWA)], tail_tokens=7
+    )
     plan = planned(complete, mode, replays=True)
     assert (plan.boundary, plan.replay_tokens) == (199, 0)

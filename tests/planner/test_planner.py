@@ -49,9 +49,9 @@ lessons = st.tuples(st.sampled_from(Tier), st.integers(16, 20_000), st.floats(1e
 
 @st.composite
 def chains(draw: st.DrawFn, model: ModelSpec) -> list[StoredChunk]:
-    held = draw(st.lists(st.tuples(*(places for _ in model.state_types)), max_size=9))
+    rows = draw(st.lists(st.tuples(*(places for _ in model.state_types)), max_size=9))
     tail = draw(st.sampled_from([0, 16, 48]))
-    ends = [CHUNK * (i + 1) for i in range(len(held))]
+    ends = [CHUNK * (i + 1) for i in range(len(rows))]
     if tail and ends:
         ends[-1] += tail - CHUNK
     mappings = [  # of a local chunk that has just begun nothing is stored
@@ -60,7 +60,7 @@ def chains(draw: st.DrawFn, model: ModelSpec) -> list[StoredChunk]:
             for t, tier in zip(model.state_types, row, strict=True)
             if tier and layout_of(model).artifact_bytes(t, 0, end)
         }
-        for row, end in zip(held, ends, strict=True)
+        for row, end in zip(rows, ends, strict=True)
     ]
     return chain_of(mappings, tail, shared=draw(st.booleans()))
 
@@ -107,10 +107,10 @@ class Case:
         limit = self.prompt_tokens - 1
         return planner.plan(self.stored, self.local_tokens, limit, self.prompt_tokens, self.load)
 
-    def every_way(self, replay_tokens: int) -> dict[tuple[int, int], CostTerms]:
+    def every_candidate(self, replay_tokens: int) -> dict[tuple[int, int], CostTerms]:
         """(boundary, replayed tokens) -> terms, asked of the slow planner one by one."""
         slow = SlowPlanner(layout_of(self.model), self.costs, self.load, self.prompt_tokens)
-        ways = {(self.local_tokens, 0): slow.terms([], self.local_tokens)}
+        expected = {(self.local_tokens, 0): slow.terms([], self.local_tokens)}
         chunks: list[StoredChunk] = []
         for stored in self.stored:
             end = stored.chunk.end
@@ -123,11 +123,11 @@ class Case:
                 break
             sizes = {t: slow.layout.artifact_bytes(t, 0, end) for t in self.model.boundary_types}
             if all(t in stored.tiers for t, size in sizes.items() if size):
-                ways[end, 0] = slow.terms(chunks, 0)
+                expected[end, 0] = slow.terms(chunks, 0)
             replayable = replay_tokens and self.model.boundary_types and self.model.prefix_types
             if replayable and end - replay_tokens > self.local_tokens:
-                ways[end, replay_tokens] = slow.terms(chunks, 0, replay_tokens)
-        return ways
+                expected[end, replay_tokens] = slow.terms(chunks, 0, replay_tokens)
+        return expected
 
 
 @st.composite
@@ -145,16 +145,16 @@ def cases(draw: st.DrawFn) -> Case:
 
 @given(cases(), st.sampled_from([0, 0, 30, 100]))
 def test_the_decision_is_the_cheapest_of_all_candidates(case: Case, replay_tokens: int) -> None:
-    ways = case.every_way(replay_tokens)
+    expected = case.every_candidate(replay_tokens)
     decision = case.decide(replay_tokens=replay_tokens)
     found = {(c.boundary, c.boundary - c.resume_tokens): c.terms for c in decision.candidates()}
-    assert found.keys() == ways.keys()
-    for way, terms in ways.items():
-        assert found[way] == pytest.approx(terms, rel=1e-9, abs=1e-12)
+    assert found.keys() == expected.keys()
+    for key, terms in expected.items():
+        assert found[key] == pytest.approx(terms, rel=1e-9, abs=1e-12)
     plan = decision.plan
     chosen = (plan.boundary, plan.replay_tokens) if plan else (case.local_tokens, 0)
-    assert decision.predicted == pytest.approx(ways[chosen], rel=1e-9, abs=1e-12)
-    cheapest = min(terms.total_s for terms in ways.values())
+    assert decision.predicted == pytest.approx(expected[chosen], rel=1e-9, abs=1e-12)
+    cheapest = min(terms.total_s for terms in expected.values())
     assert decision.predicted.total_s <= cheapest * (1 + 1e-9)
     marked = [c for c in decision.candidates() if c.chosen]
     assert [(c.boundary, c.boundary - c.resume_tokens) for c in marked] == [chosen]

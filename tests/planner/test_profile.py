@@ -204,7 +204,7 @@ def test_a_bad_profile_is_refused_with_its_key_and_place(
 
 
 @pytest.mark.parametrize(
-    ("changed", "machine", "told"),
+    ("changed", "machine", "difference"),
     [
         ({"hf_config": {"hidden_size": 64, "rope": {"theta": 1e6}}}, "", "config '"),
         ({"model_dtype": "float32"}, "", "model_dtype 'bfloat16' there, 'float32' here"),
@@ -214,7 +214,7 @@ def test_a_bad_profile_is_refused_with_its_key_and_place(
     ],
 )
 def test_a_profile_of_another_model_or_machine_is_refused(
-    tmp_path: Path, changed: dict[str, Any], machine: str, told: str
+    tmp_path: Path, changed: dict[str, Any], machine: str, difference: str
 ) -> None:
     path = tmp_path / "profile.json"
     CostProfile.of(learned(), "models/tiny", SUBJECT).write(path)
@@ -222,7 +222,7 @@ def test_a_profile_of_another_model_or_machine_is_refused(
     with pytest.raises(ConfigError, match="heterocache calibrate") as refused:
         CostProfile.read(path, here)
     assert refused.value.key == "planner_profile"
-    assert "measured for models/tiny: " + told in str(refused.value)
+    assert "measured for models/tiny: " + difference in str(refused.value)
 
 
 @pytest.mark.parametrize("machine", [SUBJECT.machine, ""])
