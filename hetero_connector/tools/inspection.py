@@ -146,7 +146,10 @@ def as_text(report: ModelReport) -> str:
 def _when(seconds: float | None) -> str:
     if seconds is None:
         return "-"
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):  # a damaged row
+        return f"{seconds:g} s after 1970"
 
 
 def _size(num_bytes: float) -> str:

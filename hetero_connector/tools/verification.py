@@ -78,9 +78,8 @@ def verify_model(path: Path, repair: bool = False, progress: Progress = iter) ->
 
 
 def _bad(chunk: object, state_type: object, reason: str) -> BadArtifact:
-    return BadArtifact(
-        chunk.hex() if isinstance(chunk, bytes) else repr(chunk), str(state_type), reason
-    )
+    name = str(state_type).encode(errors="backslashreplace").decode()
+    return BadArtifact(chunk.hex() if isinstance(chunk, bytes) else repr(chunk), name, reason)
 
 
 class _Slabs:

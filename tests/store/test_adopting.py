@@ -308,7 +308,7 @@ def test_the_journal_is_not_read_as_a_whole(
     left: Copies, survivor: Survivor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def check(*_: object) -> None:
-        raise CorruptJournalError("reads all of it")
+        raise CorruptJournalError(Path("journal.sqlite"), "reads all of it")
 
     monkeypatch.setattr(journal, "_check", check)
     assert not survivor.adopt(left).failed

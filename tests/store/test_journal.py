@@ -162,6 +162,7 @@ def test_a_journal_of_something_else_is_refused_and_kept(
 
 def test_another_format_version_is_refused_with_what_to_do(journal: Journal, path: Path) -> None:
     journal._connection.execute("UPDATE meta SET value='0' WHERE key='format_version'")
+    journal._connection.execute("DELETE FROM meta WHERE key='digest'")
     with pytest.raises(FormatError, match=r"version 0.*delete this directory"):
         Journal.open(path, META)
 

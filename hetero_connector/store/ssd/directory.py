@@ -31,8 +31,8 @@ from hetero_connector.store.ssd.generation_file import (
     GenerationKeeper,
 )
 from hetero_connector.store.ssd.journal import Journal
-from hetero_connector.store.ssd.journal_connection import Connect, connect
-from hetero_connector.store.ssd.journal_format import JournalMeta, SlabShape
+from hetero_connector.store.ssd.journal_connection import Connect, connect, move_aside
+from hetero_connector.store.ssd.journal_format import CorruptJournalError, JournalMeta, SlabShape
 from hetero_connector.store.ssd.private_files import (
     PRIVATE_DIRECTORY_MODE,
     PRIVATE_FLAGS,
@@ -242,21 +242,35 @@ class SsdDirectory:
         """Read the journal for damage, and forget what it lists of slots that are no more."""
         self.journal.close()
         self._open_journal(meta, connect, check=True)
+        try:
+            self._settle_journal()
+        except CorruptJournalError:  # some damage shows only in a statement
+            self.journal.close()
+            self._journal_was_moved(move_aside(self.path / JOURNAL_NAME))
+            self._open_journal(meta, connect, check=True)
+            self._settle_journal()
+        self.journal.check_owner = self.check_owner
+
+    def _settle_journal(self) -> None:
+        """Make the journal agree with the slabs and read what a start reads of it."""
+        self.journal.generation()
         # A kill between the slabs' opening and this leaves rows that fail their checksums.
         lost = self.journal.forget_slots_from(self._slots_found)
         if lost:
             self._warn(f"slab files of {self.path} are missing or short: {lost} artifacts lost")
         if self.journal.meta.slabs != self._slabs:
             self.journal.resize({t: s.slots for t, s in self._slabs.items()})
-        self.journal.check_owner = self.check_owner
 
     def _open_journal(self, meta: JournalMeta, connect: Connect, *, check: bool) -> None:
         self.journal = Journal.open(self.path / JOURNAL_NAME, meta, connect, check)
         if self.journal.moved_aside:
-            self._warn(
-                f"the journal of {self.path} was damaged; it is now "
-                f"{self.journal.moved_aside.name} and everything it listed is forgotten"
-            )
+            self._journal_was_moved(self.journal.moved_aside)
+
+    def _journal_was_moved(self, aside: Path) -> None:
+        self._warn(
+            f"the journal of {self.path} was damaged; it is now {aside.name} and everything it "
+            "listed is forgotten"
+        )
 
     @property
     def is_outdated(self) -> bool:

@@ -173,11 +173,10 @@ class Journal:
 
     def _describe(self, wanted: JournalMeta) -> None:
         meta = replace(self.meta, description=wanted.description)
-        told = meta.as_table()["description"]
-        if not wanted.description or told == self.meta.as_table()["description"]:
+        if not wanted.description or meta.as_table() == self.meta.as_table():
             return
         with self._transaction() as connection:
-            connection.execute("UPDATE meta SET value = ? WHERE key = 'description'", (told,))
+            connection.executemany(_NOTE, meta.as_table().items())
         self.meta = meta
 
     def resize(self, slots: Mapping[StateType, int]) -> None:
@@ -189,9 +188,7 @@ class Journal:
                 "DELETE FROM artifacts WHERE state_type = ? AND slot >= ?",
                 ((t.value, count) for t, count in slots.items()),
             )
-            connection.execute(
-                "UPDATE meta SET value = ? WHERE key = 'slabs'", (meta.as_table()["slabs"],)
-            )
+            connection.executemany(_NOTE, meta.as_table().items())
         self.meta = meta
 
     def load(self) -> Iterator[JournalRow]:
@@ -270,8 +267,12 @@ class Journal:
 
     def forget_keys(self, keys: Iterable[tuple[bytes, str]]) -> None:
         """`forget` by raw (chunk, state type), as `malformed` returns them."""
+        # By bytes: a damaged state type may be no text.
         with self._transaction() as connection:
-            connection.executemany("DELETE FROM artifacts WHERE chunk = ? AND state_type = ?", keys)
+            connection.executemany(
+                "DELETE FROM artifacts WHERE chunk = ? AND CAST(state_type AS BLOB) = ?",
+                ((chunk, _as_bytes(state_type)) for chunk, state_type in keys),
+            )
 
     def touch(self, used: Iterable[tuple[ArtifactId, float, int]]) -> None:
         """Set (last access, reuse count) of a batch of rows; unknown ids are ignored."""
@@ -295,9 +296,12 @@ class Journal:
         return None if found is None else str(found[0])
 
     def generation(self) -> bytes | None:
-        """The generation (`Generation.tag`) that every row is of; None: no row was written yet."""
+        """Return the generation (`Generation.tag`) of every row; None if no row was written yet."""
         noted = self.noted(_GENERATION)
-        return None if noted is None else bytes.fromhex(noted)
+        try:
+            return None if noted is None else bytes.fromhex(noted)
+        except ValueError as e:
+            raise CorruptJournalError(self.path, f"its generation: {e}") from e
 
     def clear(self, generation: bytes) -> None:
         """Delete every row: those to come are of `generation`. What was noted stays."""
@@ -329,4 +333,8 @@ class Journal:
 def _check(path: Path, connection: sqlite3.Connection) -> None:
     found = connection.execute("PRAGMA quick_check(1)").fetchone()
     if found[0] != "ok":
-        raise CorruptJournalError(f"journal {path} is damaged: {found[0]}")
+        raise CorruptJournalError(path, found[0])
+
+
+def _as_bytes(value: object) -> object:
+    return value.encode(errors="surrogateescape") if isinstance(value, str) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -24,13 +25,16 @@ def connect(path: Path, mode: str) -> sqlite3.Connection:
         create_private(path)  # SQLite gives its other files the mode of this one
     # Autocommit: transactions are begun by hand. The directory's lock, not SQLite's
     # thread check, keeps users apart.
-    return sqlite3.connect(
+    connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode={mode}",
         uri=True,
         isolation_level=None,
         check_same_thread=False,
         timeout=5.0,
     )
+    # Text that is no UTF-8 is damage of its own row, not of the whole journal.
+    connection.text_factory = lambda text: text.decode(errors="surrogateescape")
+    return connection
 
 
 def open_connection(path: Path, mode: str, connect: Connect) -> sqlite3.Connection:
@@ -45,21 +49,37 @@ def open_connection(path: Path, mode: str, connect: Connect) -> sqlite3.Connecti
     return connection
 
 
-_CORRUPT_CODES = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_DAMAGE_CODES = {
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_NOTADB,
+    # The statements are constant: they fail only if the tables are not those of a journal.
+    sqlite3.SQLITE_ERROR,
+    sqlite3.SQLITE_CONSTRAINT,
+    sqlite3.SQLITE_MISMATCH,
+    sqlite3.SQLITE_TOOBIG,
+    sqlite3.SQLITE_FORMAT,
+    sqlite3.SQLITE_SCHEMA,
+}
 
 
 @contextmanager
 def sqlite_errors(path: Path) -> Iterator[None]:
-    """Raise CorruptJournalError for a damaged file, StoreError for any other error."""
+    """Raise CorruptJournalError for a damaged file, StoreError for any other error.
+
+    An error of the disk (EIO, full, read-only) is no damage.
+    """
     try:
         yield
     except OSError as e:
         raise StoreError(f"journal {path}: {e}") from e
+    except UnicodeDecodeError as e:  # SQLite quotes the damaged text in its error
+        raise CorruptJournalError(path, e) from e
     except sqlite3.Error as e:
-        code = getattr(e, "sqlite_errorcode", 0) & 0xFF
-        no_table = isinstance(e, sqlite3.OperationalError) and "no such" in str(e)
-        if code in _CORRUPT_CODES or no_table:
-            raise CorruptJournalError(f"journal {path} is damaged: {e}") from e
+        code = getattr(e, "sqlite_errorcode", 0)
+        # A damaged header makes SQLite treat a file that can be written as read-only.
+        is_denied = code == sqlite3.SQLITE_READONLY and not os.access(path, os.W_OK)
+        if code & 0xFF in _DAMAGE_CODES or (code == sqlite3.SQLITE_READONLY and not is_denied):
+            raise CorruptJournalError(path, e) from e
         raise StoreError(f"journal {path}: {e}") from e
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,16 @@ REPLAY_EXACT = "exact"
 
 class CorruptJournalError(StoreError):
     """The journal is not a readable SQLite file, or not a journal."""
+
+    def __init__(self, path: Path, problem: object) -> None:
+        super().__init__(
+            f"journal {path} is damaged ({problem}); the next start of its engine moves it aside "
+            "and starts empty"
+        )
+
+
+_DIGEST = "digest"
+_DIGESTED = ("format_version", "fingerprint", "slabs", "description", "created")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,31 +99,54 @@ class JournalMeta:
     def as_table(self) -> dict[str, str]:
         """The rows of the meta table."""
         slabs = {t.value: [s.slots, s.slot_bytes] for t, s in self.slabs.items()}
-        return {
+        table = {
             "format_version": str(FORMAT_VERSION),
             "fingerprint": self.fingerprint.hex(),
             "slabs": json.dumps(slabs, sort_keys=True),
             "description": json.dumps(dict(self.description), sort_keys=True, default=str),
             "created": str(self.created),
         }
+        return table | {_DIGEST: _digest(table)}
 
     @classmethod
     def from_table(cls, table: Mapping[str, str]) -> JournalMeta:
-        """Inverse of `as_table`. Raises KeyError or ValueError if it is not one."""
+        """Inverse of `as_table`. Raises the errors in `_UNREADABLE` if it is not one."""
         slabs = {
             StateType(name): SlabShape(int(slots), int(slot_bytes))
             for name, (slots, slot_bytes) in json.loads(table["slabs"]).items()
         }
+        if any(s.slots < 1 or s.slot_bytes < 1 for s in slabs.values()):
+            raise ValueError(f"slabs without slots: {table['slabs']}")
+        description = json.loads(table["description"])
+        if not isinstance(description, dict):
+            raise ValueError(f"a description that is no JSON object: {description!r:.80}")
         fingerprint = bytes.fromhex(table["fingerprint"])
-        created = float(table["created"])
-        return cls(fingerprint, slabs, json.loads(table["description"]), created)
+        return cls(fingerprint, slabs, description, float(table["created"]))
+
+
+_UNREADABLE = (KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
+def _digest(table: Mapping[str, str]) -> str:
+    """Return the digest that tells a damaged meta table from one of another model or version.
+
+    Every format version has it over these rows, so that it can be checked before the version.
+    """
+    rows = json.dumps([table.get(key) for key in _DIGESTED], default=repr).encode()
+    return hashlib.blake2b(rows, digest_size=16).hexdigest()
 
 
 def parse_meta(path: Path, table: Mapping[str, str]) -> JournalMeta:
-    """Raises FormatError for another version, CorruptJournalError for anything unreadable."""
+    """Read the meta table.
+
+    Raises FormatError for another version, CorruptJournalError for anything unreadable. Journals of
+    earlier releases have no digest.
+    """
     version = table.get("format_version")
     if version is None:
-        raise CorruptJournalError(f"journal {path} names no format version")
+        raise CorruptJournalError(path, "it names no format version")
+    if table.get(_DIGEST, _digest(table)) != _digest(table):
+        raise CorruptJournalError(path, "its meta table does not match its digest")
     if version != str(FORMAT_VERSION):
         raise FormatError(
             f"{path} has format version {version}, this release writes {FORMAT_VERSION}; "
@@ -120,8 +154,8 @@ def parse_meta(path: Path, table: Mapping[str, str]) -> JournalMeta:
         )
     try:
         return JournalMeta.from_table(table)
-    except (KeyError, ValueError, TypeError) as e:
-        raise CorruptJournalError(f"journal {path} has an unreadable meta table: {e!r}") from e
+    except _UNREADABLE as e:
+        raise CorruptJournalError(path, f"its meta table cannot be read: {e!r}") from e
 
 
 RowValues = tuple[bytes, bytes, int, int, StateType, int, int, int, bytes, float, int]
