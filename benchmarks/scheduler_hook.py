@@ -202,7 +202,7 @@ def _crowd(side: Any) -> Any:
 def _scheduler_side(
     layout: ArtifactLayout, hasher: ChainHasher, store: ArtifactStore, recorder: Recorder
 ) -> Any:
-    from hetero_connector.engine.scheduler.scheduler_side import SchedulerSide
+    from hetero_connector.engine.scheduler.scheduler_side import Policies, SchedulerSide
 
     costs = CostModel(ComputeRegression(), LoadModel(layout.model.state_types))
     side = SchedulerSide(
@@ -210,11 +210,9 @@ def _scheduler_side(
         hasher,
         store,
         recorder,
-        planner=RestorePlanner(layout.model, layout, costs),
+        Policies(RestorePlanner(layout.model, layout, costs), Full(), prefetch="auto"),
         layerwise=True,
         load_deadline_s=10.0,
-        checkpoints=Full(),
-        prefetch="auto",
     )
     groups = max(x.group for x in layout.model.layers) + 1
     blocks = []

@@ -12,7 +12,7 @@ from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.engine.messages import StepMetadata, WorkerReport
 from hetero_connector.engine.scheduler.fleet import Fleet
-from hetero_connector.engine.scheduler.scheduler_side import SchedulerSide
+from hetero_connector.engine.scheduler.scheduler_side import Policies, SchedulerSide
 from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.planner.checkpoints import CheckpointPolicy, Full
 from hetero_connector.planner.compute_model import ComputeRegression
@@ -61,14 +61,12 @@ class Engine:
             assert self.store.sharing is not None
             fleet.start(self.store.sharing)
         self.costs = CostModel(ComputeRegression(), LoadModel(model.state_types))
+        replay_tokens = window_replay.tokens if window_replay else 0
+        planner = RestorePlanner(model, self.layout, self.costs, mode, replay_tokens=replay_tokens)
         self.side = SchedulerSide(
             self.layout, ChainHasher(b"f" * 32, CHUNK), self.store, self.recorder,
-            planner=RestorePlanner(
-                model, self.layout, self.costs, mode,
-                replay_tokens=window_replay.tokens if window_replay else 0,
-            ),
-            layerwise=True, load_deadline_s=LOAD_DEADLINE_S, checkpoints=checkpoints or Full(),
-            window_replay=window_replay, fleet=fleet,
+            Policies(planner, checkpoints or Full(), window_replay),
+            layerwise=True, load_deadline_s=LOAD_DEADLINE_S, fleet=fleet,
         )  # fmt: skip
         self.tables = FakeBlockTables()
         self.side.bind(self.tables)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import pytest
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.engine.scheduler import sessions
-from hetero_connector.engine.scheduler.scheduler_side import SchedulerSide
+from hetero_connector.engine.scheduler.scheduler_side import Policies, SchedulerSide
 from hetero_connector.engine.scheduler.sessions import Mode, SessionHint
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.checkpoints import Full
@@ -50,8 +50,8 @@ class Turns:
         costs = CostModel(ComputeRegression(), LoadModel(HYBRID.state_types))
         self.side = SchedulerSide(
             layout, ChainHasher(b"f" * 32, CHUNK), self.store, Recorder(),
-            planner=RestorePlanner(HYBRID, layout, costs),
-            layerwise=True, load_deadline_s=1.0, checkpoints=Full(), prefetch=mode,
+            Policies(RestorePlanner(HYBRID, layout, costs), Full(), prefetch=mode),
+            layerwise=True, load_deadline_s=1.0,
         )  # fmt: skip
         self.side.bind(FakeBlockTables())  # type: ignore[arg-type]
         self.now_s = 1000.0 + time.monotonic()

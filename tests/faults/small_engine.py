@@ -29,7 +29,7 @@ from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.connector import HeteroConnector
 from hetero_connector.engine.messages import StepMetadata
-from hetero_connector.engine.scheduler.scheduler_side import SchedulerSide
+from hetero_connector.engine.scheduler.scheduler_side import Policies, SchedulerSide
 from hetero_connector.engine.worker import worker_side
 from hetero_connector.engine.worker.worker_side import WorkerSide
 from hetero_connector.metrics import COUNTERS, Recorder
@@ -195,10 +195,9 @@ class SmallEngine:
             ChainHasher(b"e" * 32, CHUNK),
             store,
             recorder,
-            planner=RestorePlanner(model, self._layout, costs, "always_load"),
+            Policies(RestorePlanner(model, self._layout, costs, "always_load"), Full()),
             layerwise=True,
             load_deadline_s=LOAD_DEADLINE_S,
-            checkpoints=Full(),
         )
 
     def end_process(self) -> None:

@@ -7,6 +7,7 @@ in the order described in `docs/architecture.md`. None waits for I/O.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -62,6 +63,18 @@ _SOURCES = {
 }
 
 
+@dataclass(frozen=True)
+class Policies:
+    """The policies by which one engine restores, saves and prefetches."""
+
+    planner: RestorePlanner
+    checkpoints: CheckpointPolicy
+    window_replay: WindowReplay | None = None
+    """None: no window is rebuilt by a replay."""
+    think_times: ThinkTimes = field(default_factory=ThinkTimes)
+    prefetch: PrefetchMode = "off"
+
+
 class SchedulerSide:
     """Decides what each step restores and saves, and orders it from the workers."""
 
@@ -71,18 +84,14 @@ class SchedulerSide:
         hasher: ChainHasher,
         store: ArtifactStore,
         recorder: Recorder,
+        policies: Policies,
         *,
-        planner: RestorePlanner,
         layerwise: bool,
         load_deadline_s: float,
-        checkpoints: CheckpointPolicy,
-        window_replay: WindowReplay | None = None,
-        think_times: ThinkTimes | None = None,
-        prefetch: PrefetchMode = "off",
         fleet: Fleet | None = None,
         identifier: RequestIdentifier | None = None,
     ) -> None:
-        self.costs = planner.costs
+        self.costs = policies.planner.costs
         self.store = self._store = store
         self._layout = layout
         self.root = ChainRoot(hasher, store, self._on_new_root, self._has_outdated_requests)
@@ -92,29 +101,29 @@ class SchedulerSide:
         # the step that admits the request: such models load between steps.
         self._parked = StateType.RECURRENT in layout.model.state_types
         self._layerwise = layerwise and not self._parked
-        self._predictions = Predictions(recorder, planner.costs.load, store, time.monotonic)
+        self._predictions = Predictions(recorder, self.costs.load, store, time.monotonic)
         self._peers = PeerMatcher(layout, store, fleet, recorder, time.monotonic, load_deadline_s)
         self._restorer = Restorer(
             layout,
             store,
             recorder,
-            planner,
+            policies.planner,
             self._engine_load,
             self._predictions,
             self._peers,
             deadline_s=load_deadline_s,
             clock=time.monotonic,
         )
-        self._learner = CostLearner(planner.costs, layout, store, time.monotonic)
-        self._saver = Saver(layout, store, self._tp_size, checkpoints)
+        self._learner = CostLearner(self.costs, layout, store, time.monotonic)
+        self._saver = Saver(layout, store, self._tp_size, policies.checkpoints)
         self._sessions = Sessions(
-            layout, store, planner.costs, think_times or ThinkTimes(), time.monotonic, prefetch
+            layout, store, self.costs, policies.think_times, time.monotonic, policies.prefetch
         )
         self.identifier = identifier or RequestIdentifier(recorder)
         self._trackers: dict[str, RequestTracker] = {}
         self._queue = RequestQueue()
         self._errors = HookErrors(recorder)
-        self._replays = Replays(layout.model, window_replay, self._restorer)
+        self._replays = Replays(layout.model, policies.window_replay, self._restorer)
         self._admissions = Admissions(
             layout,
             self._restorer,

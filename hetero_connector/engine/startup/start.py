@@ -19,7 +19,7 @@ from hetero_connector.engine.scheduler import weight_updates
 from hetero_connector.engine.scheduler.fleet import Fleet
 from hetero_connector.engine.scheduler.media import media_ids
 from hetero_connector.engine.scheduler.request_identifier import RequestIdentifier
-from hetero_connector.engine.scheduler.scheduler_side import SchedulerSide
+from hetero_connector.engine.scheduler.scheduler_side import Policies, SchedulerSide
 from hetero_connector.engine.startup import engine_identity, rendezvous, replay_support
 from hetero_connector.engine.startup.geometry import UNKNOWN_HEADS, model_spec
 from hetero_connector.engine.startup.heads import ModelHeads
@@ -162,13 +162,15 @@ def open_scheduler_side(
         hasher,
         store,
         recorder,
-        planner=planner,
+        Policies(
+            planner,
+            _checkpoint_policy(config, layout, planner.costs),
+            window_replay,
+            think_times,
+            "off" if config.planner == "never_load" else config.prefetch,
+        ),
         layerwise=settings.layerwise,
         load_deadline_s=config.load_deadline_s,
-        checkpoints=_checkpoint_policy(config, layout, planner.costs),
-        window_replay=window_replay,
-        think_times=think_times,
-        prefetch="off" if config.planner == "never_load" else config.prefetch,
         fleet=fleet,
         identifier=RequestIdentifier(
             recorder, media_ids(config, vllm_config), config.load_deadline_s / _PEER_SHARE
