@@ -42,6 +42,35 @@ class RestoreCandidate:
     chosen: bool = False
 
 
+class Strategy(NamedTuple):
+    """Every boundary, restored with checkpoints or with a replay of `replay_tokens`."""
+
+    prices: Prices
+    deadline_s: float
+    replay_tokens: int
+    """0: with checkpoints."""
+    best: int
+    """The chunk whose end is the cheapest boundary that is staged in time; the last of equals."""
+    best_s: float
+    """The total of that boundary; infinite if none is possible in time."""
+
+    def is_possible(self, index: int) -> bool:
+        """True if the request may resume at the end of this chunk, however slow that is."""
+        return bool(self.prices.exposed_s[index] < math.inf)
+
+    def in_time_from(self, first: int) -> NDArray[np.bool_]:
+        """[chunks from the `first` on] True if the request may resume there, staged in time."""
+        possible: NDArray[np.bool_] = self.prices.exposed_s[first:] < math.inf
+        if self.prices.staged_s is not None:
+            possible &= self.prices.staged_s[first:] <= self.deadline_s
+        return possible
+
+    def possible_after(self, resume: int) -> Codes:
+        """The indices of chunks whose ends are possible and resume after `resume`, in order."""
+        first = int(self.prices.resume.searchsorted(resume, side="right"))
+        return first + np.flatnonzero(self.prices.exposed_s[first:] < math.inf)
+
+
 class CandidateSet:
     """One request's candidates: nothing, and every boundary by each strategy.
 
@@ -222,35 +251,6 @@ class CandidateSet:
             tier, chunk = stored.tiers[state_type], stored.chunk
             size = self._layout.artifact_bytes(state_type, chunk.start, chunk.end)
             total[tier] = total.get(tier, 0) + size
-
-
-class Strategy(NamedTuple):
-    """Every boundary, restored with checkpoints or with a replay of `replay_tokens`."""
-
-    prices: Prices
-    deadline_s: float
-    replay_tokens: int
-    """0: with checkpoints."""
-    best: int
-    """The chunk whose end is the cheapest boundary that is staged in time; the last of equals."""
-    best_s: float
-    """The total of that boundary; infinite if none is possible in time."""
-
-    def is_possible(self, index: int) -> bool:
-        """True if the request may resume at the end of this chunk, however slow that is."""
-        return bool(self.prices.exposed_s[index] < math.inf)
-
-    def in_time_from(self, first: int) -> NDArray[np.bool_]:
-        """[chunks from the `first` on] True if the request may resume there, staged in time."""
-        possible: NDArray[np.bool_] = self.prices.exposed_s[first:] < math.inf
-        if self.prices.staged_s is not None:
-            possible &= self.prices.staged_s[first:] <= self.deadline_s
-        return possible
-
-    def possible_after(self, resume: int) -> Codes:
-        """The indices of chunks whose ends are possible and resume after `resume`, in order."""
-        first = int(self.prices.resume.searchsorted(resume, side="right"))
-        return first + np.flatnonzero(self.prices.exposed_s[first:] < math.inf)
 
 
 def _last_argmin(total_s: Floats) -> int:

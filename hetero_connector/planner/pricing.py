@@ -190,7 +190,7 @@ def _slowest_s(tiers: Iterable[tuple[Floats, float]]) -> Floats | None:
 
 
 class Prices(NamedTuple):
-    """[chunks] seconds by term, of resuming at the end of each chunk."""
+    """[chunks] the price of restoring up to the end of each chunk, by term."""
 
     resume: Floats
     """The first token that the engine computes."""
