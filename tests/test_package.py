@@ -1,4 +1,4 @@
-"""The rules of the house: who imports what, and how large a file may grow."""
+"""The rules of packages: their imports, and the size of files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BELOW = {
     "store": {"store", "transfer", "artifacts", "spec"},
     "planner": {"planner", "artifacts", "spec"},
 }
-"""Rooms each room may import; the files beside them (errors, metrics, ...) are open to all."""
+"""Packages that each package may import. All may import single files (errors, metrics, ...)."""
 
 
 def relative(path: Path) -> str:
@@ -49,7 +49,7 @@ def imports(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_heavy_packages_stay_in_their_rooms(path: Path) -> None:
+def test_heavy_libraries_are_imported_only_where_allowed(path: Path) -> None:
     for name in imports(path):
         allowed = ONLY_IN.get(name.split(".")[0])
         assert allowed is None or relative(path).startswith(allowed), f"imports {name}"
@@ -57,14 +57,14 @@ def test_heavy_packages_stay_in_their_rooms(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_dependencies_point_down(path: Path) -> None:
-    room = path.relative_to(ROOT).parts[1]
-    if room not in BELOW:
+    package = path.relative_to(ROOT).parts[1]
+    if package not in BELOW:
         return
-    rooms = {p.name for p in PACKAGE.iterdir() if p.is_dir()}
+    packages = {p.name for p in PACKAGE.iterdir() if p.is_dir()}
     for name in imports(path):
         parts = name.split(".")
-        if parts[0] == "hetero_connector" and len(parts) > 1 and parts[1] in rooms:
-            assert parts[1] in BELOW[room], f"{room} imports {name}"
+        if parts[0] == "hetero_connector" and len(parts) > 1 and parts[1] in packages:
+            assert parts[1] in BELOW[package], f"{package} imports {name}"
 
 
 def test_nothing_imports_the_command_line() -> None:
@@ -87,12 +87,11 @@ JOINS = (
     "hetero_connector/tools/doctor.py",
     "hetero_connector/engine/startup/start.py",
 )
-"""The command line is one for both; an engine joins a fleet where its configuration says so."""
+"""The command line serves both packages; an engine joins a fleet if its configuration says so."""
 
 
-def test_one_engine_knows_no_fleet() -> None:
-    """But for `JOINS`, which import a fleet's parts when asked for them: they need not be
-    installed."""
+def test_an_engine_by_itself_imports_nothing_of_a_fleet() -> None:
+    """Only `JOINS` import `ownership`, inside functions: its requirements may not be installed."""
     for path in PACKAGE.rglob("*.py"):
         if not any(name.split(".")[0] == "ownership" for name in imports(path)):
             continue
@@ -101,7 +100,7 @@ def test_one_engine_knows_no_fleet() -> None:
         assert not any((n.module or "").startswith("ownership") for n in at_the_top)
 
 
-def test_traces_know_nothing_of_what_replays_them() -> None:
+def test_traces_do_not_import_the_simulator() -> None:
     for path in (ROOT / "ownership/simulator/traces").rglob("*.py"):
         ours = {n for n in imports(path) if n.startswith(("hetero_connector", "ownership"))}
         allowed = ("hetero_connector.errors", "ownership.simulator.traces")
@@ -109,15 +108,15 @@ def test_traces_know_nothing_of_what_replays_them() -> None:
 
 
 def test_scheduling_is_pure() -> None:
-    """A router and a simulator run the same policies: no clock, no I/O, neither of the two."""
-    rooms = ("errors", "spec", "artifacts", "planner")
-    ours = [f"hetero_connector.{room}" for room in rooms]
+    """A router and a simulator run the same policies, so these import no clock and no I/O."""
+    packages = ("errors", "spec", "artifacts", "planner")
+    ours = [f"hetero_connector.{package}" for package in packages]
     ours += ["ownership.scheduling", "ownership.directory"]
     plain = {"__future__", "collections", "dataclasses", "enum", "functools", "math", "typing"}
     plain |= {"numpy", "random"}  # random: its generators are passed in
     for path in (ROOT / "ownership/scheduling").rglob("*.py"):
         for name in imports(path):
-            mine = any(name == room or name.startswith(f"{room}.") for room in ours)
+            mine = any(name == package or name.startswith(f"{package}.") for package in ours)
             assert mine or name.split(".")[0] in plain, f"{relative(path)} imports {name}"
 
 
@@ -127,7 +126,7 @@ def test_scheduling_draws_from_no_generator_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_files_stay_readable(path: Path) -> None:
+def test_no_file_is_longer_than_the_limit(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_LINES
 
 
@@ -137,14 +136,14 @@ def test_numba_is_never_imported(path: Path) -> None:
     assert not any(name.split(".")[0] == "numba" for name in imports(path))
 
 
-def test_every_room_says_what_it_owns() -> None:
-    for room in (p for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"):
-        docstring = ast.get_docstring(ast.parse((room / "__init__.py").read_text()))
-        assert docstring, f"{room.name}/__init__.py has no docstring"
-        assert len(docstring) > 80, f"{room.name}/__init__.py says too little"
+def test_every_package_says_what_it_owns() -> None:
+    for package in (p for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"):
+        docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text()))
+        assert docstring, f"{package.name}/__init__.py has no docstring"
+        assert len(docstring) > 80, f"{package.name}/__init__.py says too little"
 
 
-def test_no_file_is_named_after_nothing() -> None:
+def test_no_file_has_a_name_without_meaning() -> None:
     for path in SOURCES:
         assert not re.search(r"utils|helpers|common|misc|manager2", path.name), path
 
