@@ -182,6 +182,7 @@ def test_a_file_system_that_refuses_the_slabs(tmp_path: Path) -> None:
 
 def older_format(root: Path) -> None:
     rows(root, "UPDATE meta SET value='0' WHERE key='format_version'")
+    rows(root, "DELETE FROM meta WHERE key='digest'")
 
 
 def foreign_model(root: Path) -> None:

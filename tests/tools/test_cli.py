@@ -160,6 +160,7 @@ def test_an_unreadable_model_does_not_hide_the_others(
 def test_an_older_format_is_reported(model: Path, run: Run, command: str) -> None:
     journal = Journal.open_existing(model / "journal.sqlite")
     journal._connection.execute("UPDATE meta SET value='0' WHERE key='format_version'")
+    journal._connection.execute("DELETE FROM meta WHERE key='digest'")
     journal.close()
     code, _, err = run(command, model)
     assert code == 2
