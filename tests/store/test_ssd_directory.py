@@ -164,7 +164,7 @@ def test_unused_models_go_least_recently_used_first_and_only_if_needed(tmp_path:
         folder = ssd_space.model_directory(tmp_path, model)
         folder.mkdir()
         (folder / "dense_kv.slab").write_bytes(bytes(MIB))
-        (folder / "lock").touch()
+        DirectoryLock.acquire(folder / "lock").release()
         os.utime(folder / "lock", (1e9, 1e9 - age))
     taken = disk_bytes(tmp_path / OTHER.hex()[:16])
     own = tmp_path / THIRD.hex()[:16]
@@ -187,6 +187,44 @@ def test_foreign_files_in_the_directory_are_left_alone(tmp_path: Path) -> None:
     assert mine.read_text() == "do not delete"
     assert not (mine.parent / "dense_kv.slab").exists()
     assert (tmp_path / "photos").exists()
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def test_a_directory_that_is_not_ours_is_never_removed(tmp_path: Path) -> None:
+    """Its name alone, 16 hexadecimal digits, makes no directory a model's."""
+    root, elsewhere = tmp_path / "ssd", tmp_path / "elsewhere"
+    foreign = root / "deadbeefdeadbeef"
+    foreign.mkdir(parents=True)
+    elsewhere.mkdir()
+    (foreign / "lock").write_text("another program's lock, 42")
+    (foreign / "generation").write_text("mine")
+    for folder in (foreign, elsewhere):
+        (folder / "dense_kv.slab").write_bytes(bytes(3 * MIB))
+    DirectoryLock.acquire(elsewhere / "lock").release()
+    (root / "0123456789abcdef").symlink_to(elsewhere)
+    before = tree(foreign), tree(elsewhere)
+    open_at(root).close()
+    assert (tree(foreign), tree(elsewhere)) == before
+    assert (root / "0123456789abcdef").is_symlink()
+
+
+def test_a_slab_of_no_state_type_is_left_alone(tmp_path: Path) -> None:
+    open_at(tmp_path, OTHER).close()
+    foreign = tmp_path / ("bb" * 8) / "my_data.slab"
+    foreign.write_text("mine")
+    open_at(tmp_path, MODEL).close()
+    assert tree(foreign.parent) == {foreign.name: b"mine"}
+
+
+def test_a_full_disk_speaks_of_mebibytes_below_a_gibibyte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssd_space, "free_bytes", lambda root: MIB)
+    with pytest.raises(ConfigError, match=r"asks for 3\.\d+ MiB more in .*, where 1 MiB are free"):
+        open_at(tmp_path)
 
 
 def test_a_full_disk_at_start_names_the_key_and_leaves_no_slabs(

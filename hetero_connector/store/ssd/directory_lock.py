@@ -29,6 +29,7 @@ _SERVER_LEASE_S = 120.0
 """An NFS server gives up the locks of a client that crashed after its lease, 90 s by default."""
 _LOCKS = Path("/proc/locks")
 _MAX_BYTES = 4096
+_UNKNOWN = "another process"
 
 
 class DirectoryLock:
@@ -129,7 +130,7 @@ def holder(path: Path) -> str:
     try:
         content, found = path.read_bytes()[:_MAX_BYTES], os.stat(path)
     except OSError:
-        return "another process"
+        return _UNKNOWN
     named = _named(content)
     pids = _flock_holders(found)
     if not pids or any(f"process {pid} on {socket.gethostname()}" == named for pid in pids):
@@ -150,13 +151,18 @@ def _is_left_over(path: Path) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
+def is_lock_file(content: bytes) -> bool:
+    """Return whether `content` is a lock's: a first line that names a process."""
+    return _named(content) != _UNKNOWN
+
+
 def _named(content: bytes) -> str:
     """Whom the first line of a lock's file names."""
     try:
         who = json.loads(content.partition(b"\n")[0])
         return f"process {who['pid']} on {who['host']}"
-    except (ValueError, KeyError, TypeError):
-        return "another process"
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return _UNKNOWN
 
 
 def _flock_holders(file: os.stat_result) -> list[int]:

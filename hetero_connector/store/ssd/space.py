@@ -6,12 +6,19 @@ import errno
 import logging
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_connector.errors import ConfigError, StoreInUseError
-from hetero_connector.store.ssd.directory_lock import DirectoryLock, holder, is_locked
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.ssd.directory_lock import (
+    DirectoryLock,
+    holder,
+    is_lock_file,
+    is_locked,
+)
 
 logger = logging.getLogger("vllm.heterocache")
 
@@ -26,9 +33,11 @@ _READERS_WAIT_S = 2.0
 _FULL = 7 / 8
 """An engine takes nearly all of its ssd_gib; what is left beside it is not worth a tier."""
 _MODEL_DIRECTORY = re.compile(r"[0-9a-f]{16}")
+_SLABS = "|".join(re.escape(f"{t.value}{SLAB_SUFFIX}") for t in StateType)
 _OURS = re.compile(
-    r"lock|generation(\.new)?|journal\.sqlite(-wal|-shm)?|journal\.corrupt-.*|[a-z_]+\.slab"
+    rf"lock|generation(\.new)?|journal\.sqlite(-wal|-shm)?|journal\.corrupt-.*|{_SLABS}"
 )
+_SQLITE_MAGIC = b"SQLite format 3\0"
 
 
 @dataclass(frozen=True)
@@ -61,10 +70,41 @@ def is_model_directory(path: Path) -> bool:
     return path.is_dir() and (path / JOURNAL_NAME).exists()
 
 
+def may_remove(path: Path) -> bool:
+    """Return whether this package made the directory `path`, for this user.
+
+    Its name does not say so: its lock must be one of ours, or its journal a SQLite file.
+    """
+    try:
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            return False
+        journal = _first_bytes(path / JOURNAL_NAME, len(_SQLITE_MAGIC))
+        return journal == _SQLITE_MAGIC or is_lock_file(_first_bytes(path / LOCK_NAME, 4096))
+    except OSError:
+        return False
+
+
+def _first_bytes(path: Path, count: int) -> bytes:
+    """Return the beginning of a regular file; nothing of anything else. Raises OSError."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return b""
+    try:
+        return os.pread(fd, count, 0) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+    finally:
+        os.close(fd)
+
+
 def model_directories(root: Path) -> Iterator[ModelDirectory]:
-    """Every model's directory in `root`, unfinished ones included, in no order."""
+    """Every model's directory in `root`, unfinished ones included, in no order.
+
+    Links are not followed.
+    """
     for path in root.iterdir():
-        if not (_MODEL_DIRECTORY.fullmatch(path.name) and path.is_dir()):
+        is_directory = path.is_dir() and not path.is_symlink()
+        if not (_MODEL_DIRECTORY.fullmatch(path.name) and is_directory):
             continue
         try:
             sizes = [_disk_bytes(entry) for entry in os.scandir(path)]
@@ -99,7 +139,7 @@ def room_beside_live(root: Path, own: Path, limit_bytes: int) -> int:
         users = ", ".join(holder(d.lock_path) for d in live)
         raise ConfigError(
             "ssd_gib",
-            f"{root} may hold {_gib(limit_bytes)} GiB and {_gib(live_bytes)} of them are in use "
+            f"{root} may hold {_size(limit_bytes)} and {_size(live_bytes)} of them are in use "
             f"by {users}; give this engine another ssd_dir, or an ssd_gib for both together",
         )
     return limit_bytes - live_bytes
@@ -108,13 +148,17 @@ def room_beside_live(root: Path, own: Path, limit_bytes: int) -> int:
 def make_room(root: Path, own: Path, needed_bytes: int, room_bytes: int) -> None:
     """Let `own` grow to `needed_bytes` while it and unused models stay within `room_bytes`.
 
-    Directories of models that no engine uses are removed for it, least recently used
-    first, and only if needed. Raises ConfigError if the filesystem has too little space
-    even then. Call with `root` locked.
+    Directories of models that no engine uses are removed for it, least recently used first, and
+    only if needed; a directory that this package did not make stays. Raises ConfigError if the
+    filesystem has too little space even then. Call with `root` locked.
     """
     directories = list(model_directories(root))
     present = next((d.disk_bytes for d in directories if d.path == own), 0)
-    unused = [d for d in directories if d.path != own and not is_locked(d.lock_path)]
+    unused = [
+        d
+        for d in directories
+        if d.path != own and may_remove(d.path) and not is_locked(d.lock_path)
+    ]
     unused_bytes = sum(d.disk_bytes for d in unused)
     for victim in sorted(unused, key=lambda d: d.last_used):
         fits = unused_bytes + needed_bytes <= room_bytes
@@ -136,7 +180,7 @@ def no_space(root: Path, asked_bytes: int) -> ConfigError:
     """The error for a filesystem that is too full."""
     return ConfigError(
         "ssd_gib",
-        f"asks for {_gib(asked_bytes)} GiB more in {root}, where {_gib(free_bytes(root))} GiB are "
+        f"asks for {_size(asked_bytes)} more in {root}, where {_size(free_bytes(root))} are "
         "free; lower ssd_gib, free space, or choose another ssd_dir",
     )
 
@@ -149,9 +193,9 @@ def _remove(victim: ModelDirectory) -> bool:
         return False
     try:
         logger.warning(
-            "removing %s (%s GiB, of a model not in use) to stay within ssd_gib",
+            "removing %s (%s, of a model not in use) to stay within ssd_gib",
             victim.path,
-            _gib(victim.disk_bytes),
+            _size(victim.disk_bytes),
         )
 
         # The journal first: interrupted, this leaves slabs that nothing refers to, and no rows
@@ -172,5 +216,7 @@ def _remove(victim: ModelDirectory) -> bool:
     return True
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.3g}"
+def _size(num_bytes: int) -> str:
+    if num_bytes < GIB:
+        return f"{num_bytes / (1 << 20):.3g} MiB"
+    return f"{num_bytes / GIB:.3g} GiB"
