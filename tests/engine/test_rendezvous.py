@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,6 +104,79 @@ def test_workers_find_their_own_engines_arena(
 def test_an_arena_that_a_killed_engine_named_is_cleared_away(own_directory: Path) -> None:
     publish_arena("engine", ArenaHandle("/proc/5/fd/6", 4096))
     (path,) = own_directory.rglob("*.arena")
-    killed = path.rename(path.with_name("engine.999999999.arena"))
+    killed = path.rename(path.with_name(path.name.replace(f".{os.getpid()}.", ".999999999.")))
     publish_arena("other", ArenaHandle("/proc/5/fd/6", 4096))
     assert not killed.exists()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "5", "{}", '{"pid": 1}', "[" * 99_999, "\0"])
+def test_a_file_that_is_no_announcement_is_ignored_and_removed_when_it_is_old(
+    own_directory: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish_geometry("engine", geometry(0))
+    folder = next(own_directory.rglob("*.json")).parent
+    foreign = folder / "engine.0.1.json"
+    foreign.write_text(content)
+    assert collect_geometries("engine", 1) == [geometry(0)]
+    assert foreign.exists(), "it may be written just now"
+    with pytest.raises(StoreError, match="only 0 of 1 workers"):
+        collect_geometries("engine", 1, patience_s=0.05)
+    assert len(caplog.records) == 1
+    os.utime(foreign, (1e9, 1e9))
+    publish_geometry("engine", geometry(0))
+    collect_geometries("engine", 1)
+    assert not foreign.exists()
+
+
+_OTHER_CONTAINER = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, "")
+from hetero_connector.engine.startup import rendezvous
+from hetero_connector.store.arena import ArenaHandle
+from tests.engine.test_rendezvous import geometry
+rendezvous.publish_geometry("other", geometry(0))
+rendezvous.publish_arena("other", ArenaHandle("/proc/5/fd/6", 4096))
+sys.stdin.read()
+(found,) = rendezvous.collect_geometries("other", 1, patience_s=0)
+assert found.pid == os.getpid()
+assert rendezvous.find_arena("other") is not None
+"""
+
+
+def test_an_engine_in_another_pid_namespace_keeps_its_announcements(own_directory: Path) -> None:
+    """Two containers share /tmp; the pids of each mean nothing in the other."""
+    unshare = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("this kernel lets us make no PID namespace")
+    publish_geometry("engine", geometry(0))
+    publish_arena("engine", ArenaHandle("/proc/5/fd/6", 4096))
+    with subprocess.Popen(
+        [*unshare, sys.executable, "-c", _OTHER_CONTAINER],
+        stdin=subprocess.PIPE,
+        env=os.environ | {"TMPDIR": str(own_directory)},
+    ) as other:
+        while not list(own_directory.rglob("other.*.arena")):
+            assert other.poll() is None
+            time.sleep(0.01)
+        publish_arena("third", ArenaHandle("/proc/5/fd/6", 4096))
+        assert collect_geometries("engine", 1) == [geometry(0)]
+        assert find_arena("engine") is not None
+        other.communicate()
+    assert other.returncode == 0
+
+
+def test_announcements_of_another_pid_namespace_are_not_judged_by_pid(
+    own_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(rendezvous, "_pid_namespace", lambda: "4026531836000")
+        patch.setattr(os, "getpid", lambda: 999999999)
+        publish_geometry("engine", replace(geometry(0), pid=999999999))
+        publish_arena("engine", ArenaHandle("/proc/5/fd/6", 4096))
+    before = sorted(own_directory.rglob("*.*"))
+    publish_arena("ours", ArenaHandle("/proc/5/fd/6", 4096))
+    publish_geometry("ours", geometry(0))
+    collect_geometries("ours", 1)
+    withdraw_arena("ours")
+    assert sorted(own_directory.rglob("*.*")) == before

@@ -5,13 +5,18 @@ reduced copy of their geometry. So each worker writes its own geometry to a file
 the engine and its process. The scheduler side reads the files of its own process and its children.
 In the other direction it publishes the name of its arena. vLLM's own handshake is not used because
 `MultiConnector` forwards it to one child only.
+
+Containers may share the folder and have PID namespaces of their own. So each file names its
+namespace, and only the files of our own namespace are judged by their pid.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import re
 import tempfile
 import time
 from collections.abc import Mapping
@@ -26,7 +31,11 @@ from hetero_connector.store.arena import ArenaHandle
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+logger = logging.getLogger("vllm.heterocache")
+
 _PATIENCE_S = 30.0
+_UNREADABLE_S = 60.0
+"""Age from which a file that cannot be read, in this private folder, is removed."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +66,14 @@ def data_parallel_rank(vllm_config: VllmConfig) -> int | None:
 
 def publish_geometry(engine_id: str, geometry: WorkerGeometry) -> None:
     """Write this rank's geometry for the scheduler side of the same engine."""
-    path = _directory() / f"{engine_id}.{geometry.rank}.{geometry.pid}.json"
-    document = {"pid": geometry.pid, "parent": os.getppid(), "geometry": _encode(geometry)}
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(document))
-    partial.replace(path)
+    name = f"{engine_id}.{geometry.rank}.{_pid_namespace()}.{geometry.pid}.json"
+    document = {
+        "pid": geometry.pid,
+        "parent": os.getppid(),
+        "pid_namespace": _pid_namespace(),
+        "geometry": _encode(geometry),
+    }
+    _write(_directory() / name, document)
 
 
 def collect_geometries(
@@ -93,12 +105,10 @@ def collect_geometries(
 def publish_arena(engine_id: str, arena: ArenaHandle) -> None:
     """Write the arena's name for this engine's workers, which map it before the first request."""
     for path in _directory().glob("*.arena"):
-        if not Path(f"/proc/{path.suffixes[-2][1:]}").exists():
+        named = re.fullmatch(r".+\.(\d+)\.(\d+)\.arena", path.name)
+        if named and named[1] == _pid_namespace() and not _is_alive(named[2]):
             path.unlink(missing_ok=True)  # left by an engine that was killed
-    path = _arena_file(engine_id, os.getpid())
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(asdict(arena)))
-    partial.replace(path)
+    _write(_arena_file(engine_id, os.getpid()), asdict(arena))
 
 
 def find_arena(engine_id: str) -> ArenaHandle | None:
@@ -114,7 +124,26 @@ def withdraw_arena(engine_id: str) -> None:
 
 
 def _arena_file(engine_id: str, pid: int) -> Path:
-    return _directory() / f"{engine_id}.{pid}.arena"
+    return _directory() / f"{engine_id}.{_pid_namespace()}.{pid}.arena"
+
+
+def _pid_namespace() -> str:
+    """Return the id of this process's PID namespace: in another one its pid means nothing."""
+    return str(os.stat("/proc/self/ns/pid").st_ino)
+
+
+def _is_alive(pid: object) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def _write(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a file whole, or not at all also after a power cut."""
+    partial = path.with_suffix(".partial")
+    with partial.open("w") as file:
+        json.dump(document, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
 
 
 def _directory() -> Path:
@@ -130,17 +159,38 @@ def _collect(engine_id: str) -> dict[int, WorkerGeometry]:
     for path in _directory().glob("*.json"):
         try:
             document = json.loads(path.read_text())
+            if document["pid_namespace"] != _pid_namespace():
+                continue
+            is_alive = _is_alive(int(document["pid"]))
+            is_ours = os.getpid() in (document["pid"], document["parent"])
+            is_ours = is_ours and path.name.startswith(f"{engine_id}.")
+            geometry = _decode(document["geometry"]) if is_alive and is_ours else None
         except FileNotFoundError:
             continue  # another engine with the same id removed its own file
-        if not Path(f"/proc/{document['pid']}").exists():
-            path.unlink(missing_ok=True)  # left by an engine that was killed while it started
+        except _UNREADABLE as e:
+            _ignore(path, e)
             continue
-        is_ours = os.getpid() in (document["pid"], document["parent"])
-        if is_ours and path.name.startswith(f"{engine_id}."):
-            geometry = _decode(document["geometry"])
+        if not is_alive:
+            path.unlink(missing_ok=True)  # left by an engine that was killed while it started
+        elif geometry is not None:
             found[geometry.rank] = geometry
             path.unlink(missing_ok=True)
     return found
+
+
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_ignored: set[Path] = set()
+
+
+def _ignore(path: Path, error: Exception) -> None:
+    """Pass over a file that is no announcement, with one log line; remove it if it is old."""
+    if path not in _ignored:
+        _ignored.add(path)
+        logger.warning("%s is no announcement of a worker, ignored: %r", path, error)
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        if found.st_uid == os.getuid() and time.time() - found.st_mtime > _UNREADABLE_S:
+            path.unlink()
 
 
 def _check_equal(ranks: list[WorkerGeometry]) -> None:
