@@ -18,6 +18,7 @@ from ownership.member.directory_thread import (
     CALLS_PER_TURN,
     ClaimBatches,
     DirectoryThread,
+    Job,
     ThreadHooks,
 )
 from ownership.member.fencing import HORIZON_S
@@ -64,6 +65,38 @@ class MemberTimes:
         return self.lease_s / RENEWALS_PER_LEASE
 
 
+class PeriodicCall:
+    """A job of the directory's thread: once each period, and never twice at the same time."""
+
+    def __init__(
+        self,
+        thread: DirectoryThread,
+        job: Job[None],
+        times: MemberTimes,
+        clock: Callable[[], float],
+    ) -> None:
+        self._thread = thread
+        self._job = job
+        self._times = times
+        self._clock = clock
+        self._due_at_s = clock()
+        self._future: Future[None] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._future is not None and not self._future.done()
+
+    def run_due(self, is_urgent: bool = False) -> float:
+        """Start the job if it is due or urgent; return the seconds until the next call of this."""
+        if self.is_running:
+            return self._times.lease_s
+        now_s = self._clock()
+        if is_urgent or now_s >= self._due_at_s:
+            self._due_at_s = now_s + self._times.period_s
+            self._future = self._thread.call(self._job, self._times.lease_s)
+        return self._due_at_s - now_s
+
+
 class FleetWorker:
     """Implements the `Fleet` port of `hetero_connector.engine.scheduler.fleet` over a `Directory`.
 
@@ -108,11 +141,9 @@ class FleetWorker:
         self._ledger: Ledger | None = None
         self._chain_users: ChainUserExchange | None = None
         self._serving = NO_EPOCH
-        self._refresh_at_s = clock()
-        self._refreshing: Future[None] | None = None
-        self._report_at_s = clock()
+        self._refresh = PeriodicCall(self._thread, self._refresh_peers, times, clock)
+        self._report = PeriodicCall(self._thread, self._report_generation, times, clock)
         self._reported_in: Generation | None = None
-        self._reporting: Future[None] | None = None
 
     @property
     def accepts_claims(self) -> bool:
@@ -188,7 +219,7 @@ class FleetWorker:
             self._update_serving(),
             self._ledger.run_due(),
             self._chain_users.run_due(),
-            self._refresh_peers(),
+            self._refresh.run_due(),
             self._follow_resets(),
         )
         return max(0.0, wait_s)
@@ -208,17 +239,8 @@ class FleetWorker:
         assert self._store is not None
         self._store.serve_under(NO_EPOCH)
 
-    def _refresh_peers(self) -> float:
-        """Ask for the live workers once each period; return the seconds until then."""
-        now_s = self._clock()
-        if self._refreshing is not None and not self._refreshing.done():
-            return self._times.lease_s
-        if now_s >= self._refresh_at_s:
-            self._refresh_at_s = now_s + self._times.period_s
-            self._refreshing = self._thread.call(self._ask_for_workers, self._times.lease_s)
-        return self._refresh_at_s - now_s
-
-    def _ask_for_workers(self, directory: Directory, _: Epoch) -> None:
+    def _refresh_peers(self, directory: Directory, _: Epoch) -> None:
+        """Ask for the live workers, and claim replicas at once whose owner has ended."""
         assert self._ledger is not None
         asked_s = self._clock()
         workers = directory.workers()
@@ -231,14 +253,11 @@ class FleetWorker:
     def _follow_resets(self) -> float:
         """Ask for the fleet's resets once each period, and at once after a reset of this engine."""
         assert self._store is not None
-        now_s, generation = self._clock(), self._store.generation
-        if self._reporting is not None and not self._reporting.done():
-            return self._times.lease_s
-        if now_s >= self._report_at_s or generation is not self._reported_in:
-            self._report_at_s = now_s + self._times.period_s
+        generation = self._store.generation
+        is_new = generation is not self._reported_in
+        if not self._report.is_running:
             self._reported_in = generation
-            self._reporting = self._thread.call(self._report_generation, self._times.lease_s)
-        return self._report_at_s - now_s
+        return self._report.run_due(is_urgent=is_new)
 
     def _report_generation(self, directory: Directory, epoch: Epoch) -> None:
         """Adopt the fleet's latest reset; the next call reports it, all within one lease."""

@@ -97,7 +97,7 @@ class PrefillPricing:
         saved_s: Floats = self._compute_s[0] - (self._compute_s[row] + self._network_s[row])
         return saved_s
 
-    def parts(self, row: int, worker: int) -> PrefillTerms:
+    def terms(self, row: int, worker: int) -> PrefillTerms:
         """Return the terms of one row of one worker."""
         queue_s, network_s, ssd_s, exposed_s, compute_s = (
             x.item(worker)

@@ -132,10 +132,10 @@ class StepPricing:
         """Return the terms of any route, also one that fetches, prefills and hands off."""
         prefills, at = self.prefills, route.prefill
         row = int(self.local_row[at]) if route.source is None else prefills.row_of(route.source)
-        first = prefills.parts(row, at)
+        first = prefills.terms(row, at)
         if route.decode == at:
             return self._terms(route, [first])
-        joined = prefills.parts(-1, route.decode)
+        joined = prefills.terms(-1, route.decode)
         read_s = prefills.handoff_s()
         network_s = read_s.item(at if len(read_s) > 1 else 0, route.decode)
         ready_s = first.queue_s + first.network_s + first.restore_s + first.compute_s
