@@ -1,19 +1,19 @@
-"""`python -m benchmarks.checkpoint_policies [--trace FILE] [--json]`: where do checkpoints pay?
+"""`python -m benchmarks.checkpoint_policies [--trace FILE] [--json]`: checkpoint policies compared.
 
 Agent sessions are replayed through the package's own restorer, planner, saver, checkpoint policies
-and store, without an engine: only the forward pass is priced, by a calibrated profile or by what
-the planner starts from. For every policy, per model: bytes written to SSD for each new token, and
-seconds until what was stored was there again, loaded or computed once more.
+and store, without an engine: only the forward pass is simulated, by a calibrated profile or the
+planner's default costs. For every policy and model it measures the bytes written to SSD for each
+new token, and the seconds to restore stored state, by loading or recomputing.
 
-- `over_hull_<model>`: those seconds of `adaptive`, over the lower convex hull of the fixed
+- `over_hull_<model>`: those seconds of `adaptive`, divided by the lower convex hull of the fixed
   policies at the same bytes. Goal <= 1: on or under their Pareto front.
-- `objective_<model>`: seconds of writing, loading and recomputing of `adaptive`, over the best
-  fixed policy's. Goal <= 1.
+- `objective_<model>`: seconds of writing, loading and recomputing of `adaptive`, divided by those
+  of the best fixed policy. Goal <= 1.
 
-With `--day` the sessions are spread over a day against smaller and smaller budgets and disks:
-`day_over_budget` and `day_over_capacity`, the worst of what was written in any 24 hours over the
-budget and of the disk's use over `ssd_gib`. Goals <= 1. With `--engine` a few scaled-down sessions
-run on the real CPU engine, too.
+With `--day` the sessions are spread over a day with smaller and smaller budgets and disks:
+`day_over_budget` is the most written in any 24 hours divided by the budget, `day_over_capacity` the
+disk's use divided by `ssd_gib`. Goals <= 1. With `--engine` a few scaled-down sessions also run on
+the real CPU engine.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 class _Report:
-    """Printed as it grows: a run takes minutes."""
+    """A table that is printed line by line, because a run takes minutes."""
 
     def __init__(self) -> None:
         self.sections: list[str] = []
@@ -83,7 +83,7 @@ class _Report:
 
 
 def figures_of(runs: Sequence[PolicyRun]) -> dict[str, float]:
-    """Adaptive against the fixed policies, by model."""
+    """Compare the adaptive policy with the fixed ones, by model."""
     figures = {}
     for model in dict.fromkeys(run.model for run in runs):
         fixed = [r for r in runs if r.model == model and r.policy != "adaptive"]

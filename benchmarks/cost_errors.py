@@ -1,17 +1,17 @@
-"""How far the planner's predictions are from what then happens, on a real engine.
+"""The errors of the planner's predictions on a real engine.
 
-Compared, request by request: the seconds to the first token that the planner predicted for
-what it chose (queue, load and compute together), and the seconds from handing the request
-to the engine to its first token. Every prediction is made before its request runs, by a cost
-model that starts without a profile and learns online. Where nothing is stored the connector
-does not ask its planner, so the benchmark does, just before.
+For each request it compares the predicted seconds to the first token (queue, load and compute
+together) with the observed seconds from the request's submission to its first token. Every
+prediction is made before its request runs, by a cost model that starts without a profile and
+learns online. If nothing is stored the connector does not ask its planner, so the benchmark asks
+it just before.
 
-Requests are turns of sessions: 256 to 8,000 tokens, the first turn cold, the others restored
-from DRAM or from an SSD slowed to `SSD_BANDWIDTH`. The first `LEARNING` requests are not
-judged. Then every session comes twice, with other tokens but the same lengths and tiers, in
-random order: two requests that cost the same. How far such a pair lies apart is the noise
-that no model can predict: |a - b| / sqrt 2, over their mean, is distributed as the error of
-a predictor that knows the true mean.
+Requests are turns of sessions: 256 to 8,000 tokens, the first turn cold, the others restored from
+DRAM or from an SSD slowed to `SSD_BANDWIDTH`. The first `LEARNING` requests are not counted. Then
+every session is served twice, with other tokens but the same lengths and tiers, in random order:
+two requests of equal cost. The difference of such a pair is noise that no model can predict:
+|a - b| / sqrt 2, over their mean, is distributed like the error of a predictor that knows the true
+mean.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Turn(NamedTuple):
     """One request of a session: the prompt so far and `new_tokens` more."""
 
     tier: Tier | None
-    """Where the prompt so far is; None: nowhere."""
+    """The tier of the prompt so far; None if it is not stored."""
     new_tokens: int
 
 
 class Judged(NamedTuple):
-    """One request after the learning."""
+    """One counted request."""
 
     session: int
     turn: int
@@ -68,7 +68,7 @@ class Judged(NamedTuple):
 
 
 class PartError(NamedTuple):
-    """Of the samples of one part of the model, each predicted before it was learned."""
+    """The errors of one part of the cost model, each sample predicted before it was learned."""
 
     part: str
     samples: int
@@ -78,14 +78,14 @@ class PartError(NamedTuple):
 
 @dataclass(frozen=True)
 class CostErrors:
-    """What one model's engine showed."""
+    """The errors on one model's engine."""
 
     model: str
     judged: list[Judged]
     parts: list[PartError]
 
     def noise(self) -> list[float]:
-        """Of the pairs that were restored alike."""
+        """Return the noise of each pair that was restored alike."""
         pairs: dict[tuple[int, int, int], list[float]] = {}
         for x in self.judged:
             pairs.setdefault((x.session, x.turn, x.restored), []).append(x.observed_s)
@@ -97,34 +97,34 @@ class CostErrors:
 
 
 class JudgedEngine(PlannedEngine):
-    """`PlannedEngine` that tells what was predicted of a request with what it took."""
+    """A `PlannedEngine` that also returns the prediction for a request."""
 
     def __init__(
         self, model: str, extra: Mapping[str, Any] | None, engine_args: Mapping[str, Any]
     ) -> None:
         super().__init__(model, extra, engine_args)
-        self._heard = _Heard(self._restorer._planner)
-        self._planner = self._heard
+        self._recorder = _FirstDecision(self._restorer._planner)
+        self._planner = self._recorder
 
     def judge(self, prompt: list[int]) -> tuple[float, float, int]:
-        """Predicted and observed TTFT in seconds, and tokens that were not computed."""
+        """Return the predicted and observed TTFT in seconds, and the tokens not computed."""
         tokens = len(prompt)
-        self._heard.first = None
-        cold = self._heard.planner.plan([], 0, tokens - 1, tokens, EngineLoad())
+        self._recorder.first = None
+        cold = self._recorder.planner.plan([], 0, tokens - 1, tokens, EngineLoad())
         observed_s, restored = self.serve(prompt, "planned", 0)
-        decision = self._heard.first or cold
+        decision = self._recorder.first or cold
         return decision.predicted.ttft_s, observed_s, restored
 
     def part_errors(self) -> list[PartError]:
-        costs = self._heard.planner.costs
+        costs = self._recorder.planner.costs
         parts = {"steps": costs.compute.errors} | {
             f"loads from {tier.name}": costs.load.errors(tier) for tier in (Tier.DRAM, Tier.SSD)
         }
         return [PartError(name, e.count, e.median, e.p95) for name, e in parts.items()]
 
 
-class _Heard:
-    """Stands in for the planner and keeps its first decision on a request."""
+class _FirstDecision:
+    """Wraps the planner and keeps its first decision on a request."""
 
     def __init__(self, planner: RestorePlanner) -> None:
         self.planner = planner
@@ -148,7 +148,7 @@ class _Heard:
         *,
         may_replay: bool = True,
     ) -> RestoreDecision:
-        """As `RestorePlanner.plan`."""
+        """See `RestorePlanner.plan`."""
         decision = self.planner.plan(
             stored, local_tokens, limit_tokens, prompt_tokens, load, may_replay=may_replay
         )
@@ -157,7 +157,7 @@ class _Heard:
 
 
 def measure(model: str, sessions: int, seed: int = 0) -> CostErrors:
-    """Learn from `LEARNING` requests, then judge twice `sessions` sessions."""
+    """Learn from `LEARNING` requests, then compare `sessions` sessions, each served twice."""
     parent = Path.cwd() / ".cache"
     parent.mkdir(exist_ok=True)
     scratch = tempfile.mkdtemp(prefix="cost-errors-", dir=parent)
@@ -178,7 +178,7 @@ def measure(model: str, sessions: int, seed: int = 0) -> CostErrors:
 
 
 def session(rng: random.Random) -> list[Turn]:
-    """A cold turn and one to three that continue it; lengths are uniform in their logarithm."""
+    """Make a cold turn and one to three that continue it, of log-uniform lengths."""
     turns = [Turn(None, _log_uniform(rng, 256, LONGEST * 3 // 4))]
     for _ in range(rng.randint(1, 3)):
         turns.append(Turn(rng.choice([Tier.DRAM, Tier.SSD]), _log_uniform(rng, 32, 640)))
@@ -192,7 +192,7 @@ def _log_uniform(rng: random.Random, least: int, most: int) -> int:
 def _run(
     engine: EngineProcess, rng: random.Random, number: int, turns: Iterable[Turn]
 ) -> list[Judged]:
-    """Serve one session, with tokens of its own."""
+    """Serve one session, with new tokens."""
     prompt: list[int] = []
     results = []
     for index, turn in enumerate(turns):
@@ -206,7 +206,7 @@ def _run(
 
 
 def figures(measured: Iterable[CostErrors]) -> dict[str, float]:
-    """The worst of the models."""
+    """Return the figures of the worst model."""
     worst: dict[str, float] = {}
     for result in measured:
         errors, noise = [x.error for x in result.judged], result.noise()
@@ -218,12 +218,12 @@ def figures(measured: Iterable[CostErrors]) -> dict[str, float]:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """What `share` of the values do not exceed; 0 of none."""
+    """Return the value that `share` of the values do not exceed; 0 if there are none."""
     return sorted(values)[math.ceil(share * len(values)) - 1] if values else 0.0
 
 
 def report(measured: Iterable[CostErrors]) -> str:
-    """Errors by where a request was restored from and by its length, and those of the parts."""
+    """Return the errors by tier and length of the requests, and those of the parts."""
     rows = [row for result in measured for row in _rows(result)]
     header = ["|predicted - observed| / observed", "requests", "median", "p95", "bias"]
     return table(header, rows)

@@ -1,4 +1,4 @@
-"""An engine whose restore planner and disk a benchmark sets request by request."""
+"""An engine with a restore planner and a disk speed that a benchmark sets for each request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_STEPS = 100_000
 
 
 class AnyPlanner(Protocol):
-    """The connector's planner, or what stands in for it."""
+    """The connector's planner, or a replacement."""
 
     mode: Mode
 
@@ -40,12 +40,12 @@ class AnyPlanner(Protocol):
         *,
         may_replay: bool = True,
     ) -> RestoreDecision:
-        """As `RestorePlanner.plan`."""
+        """See `RestorePlanner.plan`."""
         ...
 
 
 class PlannedEngine(Engine):
-    """`Engine` that serves one prompt by a policy: never, always, planned, or cut at a share."""
+    """An `Engine` that serves a prompt by a policy: never, always, planned, or up to a share."""
 
     def __init__(
         self, model: str, extra: Mapping[str, Any] | None, engine_args: Mapping[str, Any]
@@ -63,13 +63,13 @@ class PlannedEngine(Engine):
         self._seed = 1_000_000
 
     def throttle(self, bandwidth: float | None) -> None:
-        """Bytes a second of the SSD from now; None: serve from DRAM."""
+        """Set the SSD's bytes a second from now on; None: serve from DRAM."""
         self._on_ssd = bandwidth is not None
         assert self._disk is not None
         self._disk.read_bandwidth = bandwidth or _UNTHROTTLED
 
     def serve(self, prompt: list[int], policy: str, decodes: int) -> tuple[float, int]:
-        """TTFT in seconds, and tokens that were not computed, with `decodes` others running."""
+        """Return TTFT in seconds and the tokens not computed, while `decodes` others run."""
         self._prepare()
         self._set(policy, len(prompt))
         others = [self._start_decoding() for _ in range(decodes)]
@@ -89,7 +89,7 @@ class PlannedEngine(Engine):
         return ttft_s, cached
 
     def _prepare(self) -> None:
-        """The prompt is in the store alone, in the tier asked for."""
+        """Leave the prompt in the store only, in the wanted tier."""
         self.reset_prefix_cache()
         if self._on_ssd:
             self.flush()
@@ -104,7 +104,7 @@ class PlannedEngine(Engine):
         self._planner.mode = _MODES[policy]
 
     def _start_decoding(self) -> str:
-        """A request of its own prompt that decodes for longer than a probe takes."""
+        """Start a request with its own prompt that decodes for longer than a measurement."""
         self._seed += 1
         name = f"other-{self._seed}"
         self._add(name, prompt_tokens(64, self._seed), 200)
@@ -126,7 +126,7 @@ class PlannedEngine(Engine):
 
 
 class _Cut:
-    """Stands in for the planner: everything up to a limit is loaded, nothing replayed."""
+    """Replaces the planner: loads everything up to a limit, replays nothing."""
 
     def __init__(self, planner: AnyPlanner, limit: int) -> None:
         self._planner = planner
@@ -142,7 +142,7 @@ class _Cut:
         *,
         may_replay: bool = True,
     ) -> RestoreDecision:
-        """As `RestorePlanner.plan`."""
+        """See `RestorePlanner.plan`."""
         limit = min(limit_tokens, self._limit)
         mode, self._planner.mode = self._planner.mode, "always_load"
         try:

@@ -1,14 +1,13 @@
-"""`python -m benchmarks.planner [--json]`: what a decision takes, and how true it comes.
+"""`python -m benchmarks.planner [--json]`: the time and the accuracy of restore decisions.
 
-`cost_error_median`, `cost_error_p95`: how far predicted times to first token are from those of
-a real engine, see `cost_errors`; the worst of its models. Goals <= 0.15 and <= 0.40.
-`cost_noise_p95` is the same of a predictor without error.
+`cost_error_median`, `cost_error_p95`: relative errors of predicted times to first token on a real
+engine, see `cost_errors`; the worst of its models. Goals <= 0.15 and <= 0.40. `cost_noise_p95` is
+that of a perfect predictor.
 
-`decision_us_131k`, `decision_us_1m`: microseconds of the scheduler's thread for one decision
-over a prompt of 131,072 and of 1,048,576 tokens whose chunks are all stored; medians, the
-worst of the models and of where the chunks are. Goals <= 100 and <= 1000. Before each
-decision the cost model learns from a step and a load, as it does in an engine, so the
-decision finds no table that was made for the one before.
+`decision_us_131k`, `decision_us_1m`: microseconds of the scheduler's thread for one decision over
+a prompt of 131,072 and of 1,048,576 tokens whose chunks are all stored; medians, the worst of all
+models and tiers. Goals <= 100 and <= 1000. Before each decision the cost model learns from a step
+and a load, as it does in an engine, so that no cached table is still valid.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ _REPLAY_TOKENS = 8192
 _DEADLINE_S = 10.0
 _BUSY = EngineLoad(queued_tokens=2000, running_decodes=16, in_flight_bytes={Tier.SSD: 50_000_000})
 
-Held = Mapping[StateType, Tier]
-Place = Callable[[int, int], Held]
-"""(chunk, chunks) -> what is held of it, and where."""
+ChunkState = Mapping[StateType, Tier]
+Place = Callable[[int, int], ChunkState]
+"""(chunk, chunks) -> the tiers of the chunk's state."""
 
 
 @dataclass(frozen=True)
 class DecisionTiming:
-    """Median seconds of a decision."""
+    """The median seconds of a decision."""
 
     model: str
     size: str
@@ -61,21 +60,21 @@ class DecisionTiming:
     chunks: int
     decision_s: float
     replay_s: float
-    """With replay among the ways to restore: twice the boundaries to price, where that may pay."""
+    """With the replay strategy: up to twice the boundaries to price."""
 
 
 def places(model: ModelSpec) -> dict[str, Place]:
-    """Where the chunks of a long prompt typically are."""
+    """Return typical tiers of the chunks of a long prompt, by name."""
     dram, ssd = (dict.fromkeys(model.state_types, tier) for tier in (Tier.DRAM, Tier.SSD))
     bare_dram, bare_ssd = (
         dict.fromkeys(model.prefix_types, tier) for tier in (Tier.DRAM, Tier.SSD)
     )
 
-    def mixed(chunk: int, chunks: int) -> Held:
+    def mixed(chunk: int, chunks: int) -> ChunkState:
         full, bare = (dram, bare_dram) if 2 * chunk < chunks else (ssd, bare_ssd)
         return bare if chunk % 4 else full
 
-    def half(chunk: int, chunks: int) -> Held:
+    def half(chunk: int, chunks: int) -> ChunkState:
         return mixed(chunk, chunks) if 2 * chunk < chunks else bare_ssd
 
     return {
@@ -88,7 +87,7 @@ def places(model: ModelSpec) -> dict[str, Place]:
 
 
 def measure(name: str, size: str, repeats: int) -> list[DecisionTiming]:
-    """One model and prompt length, for every place."""
+    """Time one model and prompt length, for every place."""
     model = PRESETS[name]()
     layout = ArtifactLayout(model, model.default_chunk_tokens())
     chunks = SIZES[size] // layout.chunk_tokens
@@ -125,8 +124,10 @@ def _decision_s(
     return statistics.median(samples[1:])
 
 
-def _stored(layout: ArtifactLayout, index: int, held: Held, shared: SharedTiers) -> StoredChunk:
-    """As the store's index would answer."""
+def _stored(
+    layout: ArtifactLayout, index: int, held: ChunkState, shared: SharedTiers
+) -> StoredChunk:
+    """Make stored chunks like those of the store's index."""
     key, parent = (ChunkKey(i.to_bytes(16, "big")) for i in (index + 1, index))
     size = layout.chunk_tokens
     tiers, number = shared.share(held)
@@ -135,7 +136,7 @@ def _stored(layout: ArtifactLayout, index: int, held: Held, shared: SharedTiers)
 
 
 def figures(timings: list[DecisionTiming]) -> dict[str, float]:
-    """The worst of each prompt length; with replay it is told apart."""
+    """Return the worst of each prompt length, with and without replay."""
     worst = {}
     for size in SIZES:
         of_size = [t for t in timings if t.size == size]

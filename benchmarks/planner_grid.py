@@ -1,24 +1,24 @@
-"""`python -m benchmarks.planner_grid [--json]`: does planning ever lose?
+"""`python -m benchmarks.planner_grid [--json]`: planned restores against fixed policies.
 
-A grid on the real engine: model x prompt length x where the state is (DRAM, or an SSD slowed
-to a bandwidth) x what else the engine is doing. In every cell the same prompt is served by
-turns with nothing restored, with everything restored, as planned, and cut at boundaries in
-between. The cost model learns online, from the runs before.
+A grid on the real engine: model x prompt length x tier (DRAM, or an SSD slowed to a bandwidth) x
+other work of the engine. In every cell the same prompt is served by turns with nothing restored
+(never), everything restored (always), as planned, and up to boundaries in between (cut). The cost
+model learns online, from the earlier runs.
 
-- `worst_cell_over_best`: planned TTFT over the better of never and always, at the median of
-  the worst cell. Goal <= 1.05. A median of ratios, each of a planned request over the one of
-  the same turn: the machine drifts, and a load that ends just before or just after a step of
-  running decodes makes two heaps of times.
-- `worst_choice_over_best`: the same of the cells in which the planner in most turns did something
-  else than the better of never and always; 1 if there are none. Where it did the same, it is what
-  two requests alike differ by on this machine: `worst_alike`. No goals.
-- `surely_over`: the cells in which that median is above its goal with 95 % confidence (a sign test,
-  each cell by itself): of a hundred medians on a busy machine some are above by chance. Goal 0.
-- `geomean_over_single`: geometric mean over the cells of planned TTFT, over that of the
+- `worst_cell_over_best`: planned TTFT divided by that of the better of never and always, at the
+  median of the worst cell. Goal <= 1.05. It is a median of ratios, each within one turn, because
+  the machine drifts, and because a load that ends just before or just after a step of running
+  decodes makes two clusters of times.
+- `worst_choice_over_best`: the same, over the cells in which the planner in most turns chose
+  differently from the better of never and always; 1 if there are none. `worst_alike`: over the
+  other cells; that is the difference of two equal requests on this machine. No goals.
+- `surely_over`: the number of cells in which that median is above its goal with 95 % confidence (a
+  sign test for each cell). Of a hundred medians on a busy machine some are above by chance. Goal 0.
+- `geomean_over_single`: geometric mean over the cells of planned TTFT, divided by that of the
   better single policy. Goal <= 0.85.
-- `geomean_limit`: the same of the best of everything tried in each cell: how low planning
-  could bring it on this grid. No goal; where it is above 0.85 nothing can reach that.
-- `regret_p95`: planned over the best of everything tried, by turns as well, less 1, at the 95th
+- `geomean_limit`: the same for the best policy of each cell, which planning cannot beat on this
+  grid. No goal; if it is above 0.85 that goal is out of reach.
+- `regret_p95`: planned TTFT divided by that of the best policy, by turns, minus 1, at the 95th
   percentile of cells. Goal <= 0.10.
 """
 
@@ -63,11 +63,11 @@ _COMPARED = (*_SINGLE_POLICIES, "planned")
 _CUTS = tuple(f"cut {share:g}" for share in CUTS)
 _POLICIES = (*_COMPARED, *_CUTS)
 _COMPARED_S, _CUT_S = 0.8, 0.4
-"""A policy takes its turn until it has taken so long in a cell: 10 ms differ by half."""
+"""Seconds that a policy runs in a cell. Times of 10 ms differ by half, so they need many turns."""
 _MOST_TURNS = 60
 _FEWEST_TURNS = 5
 _CUT_TURNS = 2
-"""At least; what is compared takes as many as asked for."""
+"""The least turns of a cut."""
 
 
 class Cell(NamedTuple):
@@ -85,7 +85,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """TTFT in a cell by policy, and what the planner chose."""
+    """The TTFT in a cell by policy, and the planner's choices."""
 
     cell: Cell
     turns: Mapping[str, Sequence[float]]
@@ -94,23 +94,23 @@ class Measured:
     """Tokens that each policy did not compute, in most of its turns."""
 
     def seconds(self, policy: str) -> float:
-        """Median of a policy; `best`: of whichever was the fastest here."""
+        """The median of a policy; `best`: of the fastest policy in this cell."""
         if policy == "best":
             return min(map(statistics.median, self.turns.values()))
         return statistics.median(self.turns[policy])
 
     def planned_over(self, policies: Sequence[str]) -> float:
-        """Planned over the best of these, at the median of the turns that both took."""
+        """Planned divided by the best of these policies, at the median of their common turns."""
         return max(statistics.median(self._ratios(policy)) for policy in policies)
 
     @property
     def is_surely_over(self) -> bool:
-        """Whether the median is above the goal with 95 % confidence."""
+        """True if the median is above the goal with 95 % confidence."""
         least = max(median_at_least(self._ratios(policy)) for policy in _SINGLE_POLICIES)
         return least > _MOST_OVER
 
     def _ratios(self, policy: str) -> list[float]:
-        """Planned over a policy, turn by turn."""
+        """Planned divided by a policy, turn by turn."""
         pairs = zip(self.turns["planned"], self.turns[policy], strict=False)
         return [planned_s / other_s for planned_s, other_s in pairs]
 
@@ -120,7 +120,7 @@ class Measured:
 
     @property
     def is_alike(self) -> bool:
-        """Whether planning did what the better of never and always does."""
+        """True if the planner chose the same as the better of never and always."""
         better = min(_SINGLE_POLICIES, key=self.seconds)
         return self.resumed["planned"] == self.resumed[better]
 
@@ -130,7 +130,7 @@ class Measured:
 
 
 def measure(model: str, lengths: tuple[int, ...], directory: Path, repeats: int) -> list[Measured]:
-    """Every cell of one model, in one engine."""
+    """Measure every cell of one model, in one engine."""
     extra: dict[str, Any] = {
         "dram_gib": 1.0, "ssd_dir": str(directory), "ssd_gib": 1.0, "planner": "cost",
     }  # fmt: skip
@@ -150,7 +150,7 @@ def measure(model: str, lengths: tuple[int, ...], directory: Path, repeats: int)
 
 
 def _teach(engine: EngineProcess, prompts: Mapping[int, list[int]]) -> None:
-    """What a while of service teaches: each length computed and restored a few times."""
+    """Let the cost model learn: compute and restore each length a few times."""
     for _ in range(3):
         for prompt in prompts.values():
             for policy in ("never", "always"):
@@ -158,7 +158,7 @@ def _teach(engine: EngineProcess, prompts: Mapping[int, list[int]]) -> None:
 
 
 def _measure_cell(engine: EngineProcess, cell: Cell, prompt: list[int], repeats: int) -> Measured:
-    """The policies by turns, each as often as it needs."""
+    """Measure the policies by turns, each as often as it needs."""
     times: dict[str, list[float]] = {policy: [] for policy in _POLICIES}
     resumed: dict[str, list[int]] = {policy: [] for policy in _POLICIES}
     order = random.Random(repr(cell))
@@ -174,7 +174,7 @@ def _measure_cell(engine: EngineProcess, cell: Cell, prompt: list[int], repeats:
 
 
 def figures_of(measured: list[Measured]) -> dict[str, float]:
-    """All figures of the grid."""
+    """Return all figures of the grid."""
     regrets = sorted(m.regret for m in measured)
     alike = [m.over_best_single for m in measured if m.is_alike]
     chosen = [m.over_best_single for m in measured if not m.is_alike]
@@ -192,8 +192,10 @@ def figures_of(measured: list[Measured]) -> dict[str, float]:
 
 
 def median_at_least(samples: Sequence[float], doubt: float = 0.05) -> float:
-    """What the median is at least, but for so much doubt: the greatest of the samples that so few
-    others are below (the sign test). 0 where there are too few to say."""
+    """Return a lower bound of the median with confidence 1 - `doubt`, by the sign test.
+
+    0 if there are too few samples.
+    """
     below, chance, count = -1, 0.0, len(samples)
     while (chance := chance + math.comb(count, below + 1) / 2**count) <= doubt:
         below += 1
@@ -201,7 +203,7 @@ def median_at_least(samples: Sequence[float], doubt: float = 0.05) -> float:
 
 
 def geomean_over_single(measured: Sequence[Measured], policy: str) -> float:
-    """Geometric mean of a policy's TTFT, over that of the better single policy."""
+    """Return the geometric mean of a policy's TTFT, divided by the better single policy's."""
 
     def geomean(policy: str) -> float:
         return math.exp(statistics.fmean(math.log(m.seconds(policy)) for m in measured))
@@ -287,7 +289,7 @@ def main() -> None:
 
 
 def _plot(measured: list[Measured]) -> Path:
-    """Planned over the better single policy, as a heat map for each model."""
+    """Plot planned TTFT over the better single policy's, as a heat map for each model."""
     panels = []
     for model in dict.fromkeys(m.cell.model for m in measured):
         mine = [m for m in measured if m.cell.model == model]

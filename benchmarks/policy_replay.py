@@ -1,8 +1,8 @@
-"""Checkpoint policies side by side on the same requests: what each writes, and what restores take.
+"""Replays the same requests with several checkpoint policies, and counts writes and restores.
 
-Every request is restored from what the sessions before it and its own earlier turns have stored;
-the engine's own prefix cache holds nothing. Restores are priced as from SSD. All policies see the
-same requests in the same order, one session after the other.
+Every request is restored from the state that earlier sessions and its own earlier turns have
+stored; the engine's own prefix cache is empty. Restores are priced as from SSD. All policies see
+the same requests in the same order, one session after another.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FINGERPRINT = b"checkpoint policies"
 CHUNK_TOKENS = 256
 _SLOT_BYTES = 4096
 _SLOTS = 12_000
-"""Chunks that are remembered: those of the longest recorded session three times over."""
+"""Capacity in chunks: three times those of the longest recorded session."""
 
 
 @dataclass
@@ -50,9 +50,9 @@ class PolicyRun:
     load_s: float = 0.0
     recompute_s: float = 0.0
     restores_s: list[float] = field(default_factory=list)
-    """Of requests that found something stored."""
+    """The seconds of each request that found stored state."""
     period: int | None = None
-    """Where the adaptive policy ended, in chunks."""
+    """The last period of the adaptive policy, in chunks."""
 
     @property
     def written_per_token(self) -> float:
@@ -61,17 +61,17 @@ class PolicyRun:
 
     @property
     def restore_s(self) -> float:
-        """Seconds until what was stored was there again: loaded, or computed once more."""
+        """Seconds to restore stored state, by loading or recomputing."""
         return self.load_s + self.recompute_s
 
     @property
     def objective_s(self) -> float:
-        """What `Adaptive` minimises, its weights being 1, with the bytes every policy writes."""
+        """The objective of `Adaptive` with weights of 1, with the bytes that all policies write."""
         written = self.chunk_bytes + self.checkpoint_bytes
         return written * self.rates.write_s_per_byte + self.restore_s
 
     def percentile_s(self, share: float) -> float:
-        """Of the restores."""
+        """The seconds that this share of the restores do not exceed."""
         ordered = sorted(self.restores_s)
         return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
 
@@ -95,7 +95,7 @@ def replay(
 ) -> list[PolicyRun]:
     """Serve all sessions with every policy on every model."""
     contenders = [_Contender(m, p, profile) for m in models for p in policies]
-    gc.disable()  # millions of objects that live to the end
+    gc.disable()  # there are millions of objects, which live to the end
     try:
         return _replay(contenders, token_turns(sessions))
     finally:
@@ -163,7 +163,7 @@ class _Contender:
 
 
 def costs_of(layout: ArtifactLayout, profile: CostProfile | None) -> CostModel:
-    """A calibrated machine's costs, or what the planner starts from: a plausible GPU and NVMe."""
+    """Return a calibrated machine's costs, or the planner's defaults: a plausible GPU and NVMe."""
     if profile is not None:
         return profile.cost_model(layout.model.state_types, step_tokens=STEP_TOKENS)
     load = LoadModel(layout.model.state_types)
