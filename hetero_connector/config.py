@@ -93,7 +93,7 @@ class HeteroConfig:
     """0 without `ssd_dir`."""
     chunk_tokens: int | None = _key(
         "whole number > 0",
-        values.whole_number,
+        values.tokens,
         "Tokens per stored chunk; a multiple of the model's alignment",
         None,
         unset="256, rounded up to the model's alignment",

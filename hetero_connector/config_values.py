@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeGuard
 
 from hetero_connector import machine
 from hetero_connector.errors import ConfigError
@@ -20,6 +21,7 @@ _REDIS = tuple(
 )
 _MIN_LEASE_S, _MAX_LEASE_S = 1.0, 3600.0
 _MAX_NAME_BYTES = 128
+_MAX_TOKENS = 1 << 31
 _CHECKPOINTS = re.compile(r"adaptive|full|zero|periodic:[1-9][0-9]{0,4}")
 
 
@@ -44,10 +46,12 @@ def capacity(key: str, value: object) -> float:
     return gib
 
 
-def whole_number(key: str, value: object) -> int:
-    """Check a whole number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ConfigError(key, f"expected a whole number above 0, got {_shown(value)}")
+def tokens(key: str, value: object) -> int:
+    """Check a number of tokens."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_TOKENS:
+        raise ConfigError(
+            key, f"expected a whole number above 0 and at most {_MAX_TOKENS}, got {_shown(value)}"
+        )
     return value
 
 
@@ -86,7 +90,7 @@ def _path(key: str, value: object, kind: str) -> Path:
     if not isinstance(value, (str, os.PathLike)):
         raise ConfigError(key, f"expected a {kind}'s path, got {_shown(value)}")
     text = os.fspath(value)
-    if not isinstance(text, str) or not text.strip() or "\0" in text:
+    if not _is_text(text) or not text.strip() or "\0" in text:
         raise ConfigError(key, f"expected a {kind}'s path, got {_shown(value)}")
     try:
         return Path(os.path.abspath(Path(text).expanduser()))
@@ -147,7 +151,7 @@ def lease(key: str, value: object) -> float:
 
 def worker_name(key: str, value: object) -> str:
     """Check that a worker's name fits into a directory record."""
-    if not isinstance(value, str) or not 0 < len(value.encode()) <= _MAX_NAME_BYTES:
+    if not _is_text(value) or not 0 < len(value.encode()) <= _MAX_NAME_BYTES:
         raise ConfigError(
             key, f"expected 1 to {_MAX_NAME_BYTES} bytes of text, got {_shown(value)}"
         )
@@ -162,6 +166,14 @@ def peer_host(key: str, value: object) -> str:
         known = ", ".join(sorted(addresses))
         raise ConfigError(key, f"{host!r} is no address of this machine; it has {known}")
     return host
+
+
+def _is_text(value: object) -> TypeGuard[str]:
+    """Return whether it is text that can be written as UTF-8: JSON may have half of a character."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def _shown(value: object) -> str:

@@ -89,10 +89,21 @@ def test_less_than_a_byte_is_refused(key: str, value: float, tmp_path: Path) -> 
         config(**{"ssd_dir": str(tmp_path), key: value})
 
 
-@pytest.mark.parametrize("value", [True, "256", None, 0, -256, 256.0, math.nan])
+@pytest.mark.parametrize("value", [True, "256", None, 0, -256, 256.0, math.nan, 10**21])
 def test_wrong_chunk_tokens(value: object) -> None:
     with pytest.raises(ConfigError, match=r"'chunk_tokens'.*whole number above 0"):
         config(chunk_tokens=value)
+
+
+@pytest.mark.parametrize(
+    "key", ["ssd_dir", "planner_profile", "adopt_from", "worker_name", "peer_host", "directory"]
+)
+def test_half_a_character_names_the_key(key: str) -> None:
+    """JSON may have a lone surrogate, which no file name and no record can hold."""
+    extra = {"directory": "memory://"} | {key: "/tmp/\ud800"}
+    with pytest.raises(ConfigError, match=rf"'{key}'.*expected .*ud800") as caught:
+        config(**extra)
+    str(caught.value).encode()
 
 
 @pytest.mark.parametrize("value", [None, 0, 1, "true", "", []])
