@@ -1,8 +1,8 @@
 """A device whose copies run as late, or as early, as the ordering calls allow.
 
-Work is issued to two streams, the forward's and the copies', as on a GPU. Nothing runs when it is
-issued but when somebody waits for it; what no call has ordered may run in any order, and each copy
-is drawn to be early or late. So a missing wait shows at once, on a CPU, whatever the timing is.
+Work is issued to two streams, the forward's and the copies', as on a GPU. It runs only when a call
+waits for it. Work that no call has ordered may run in any order, and each copy is randomly early or
+late. So a missing wait shows at once, also on a CPU, whatever the timing is.
 """
 
 from __future__ import annotations

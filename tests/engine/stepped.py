@@ -97,12 +97,12 @@ class Engine:
     def grow_table(self, request: FakeRequest) -> None:
         """Give the request a block per 16 tokens in both groups; window blocks are not recycled."""
         blocks = -(-request.num_tokens // 16)
-        held = self.tables.ids.get(request.request_id, ([], []))
-        for group in held:
+        tables = self.tables.ids.get(request.request_id, ([], []))
+        for group in tables:
             while len(group) < blocks:
                 group.append(self.next_block)
                 self.next_block += 1
-        self.tables.ids[request.request_id] = held
+        self.tables.ids[request.request_id] = tables
 
     def step(self, **num_tokens: int) -> StepMetadata:
         """Run one engine step, in which the workers report everything as done."""

@@ -142,18 +142,18 @@ def test_a_wrong_value_is_refused_by_name(wrong: dict[str, Any], key: str, tmp_p
 def test_an_ssd_dir_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = SsdDirectory.open
 
-    def as_nobody(*arguments: Any) -> SsdDirectory:
-        with nobodys_files():
+    def without_root(*arguments: Any) -> SsdDirectory:
+        with as_ordinary_user():
             return opened(*arguments)
 
-    monkeypatch.setattr(SsdDirectory, "open", as_nobody)
+    monkeypatch.setattr(SsdDirectory, "open", without_root)
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o555)
         refused(extra(Path(folder)), r"\['ssd_dir'\]: .* cannot be written .*choose a directory")
 
 
 @contextmanager
-def nobodys_files() -> Iterator[None]:
+def as_ordinary_user() -> Iterator[None]:
     """Run as an ordinary user on this thread: root may write anywhere."""
     libc = ctypes.CDLL(None)
     mine = libc.setfsuid(65534) if os.geteuid() == 0 else None

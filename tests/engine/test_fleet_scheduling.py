@@ -82,7 +82,7 @@ def test_evicted_artifacts_are_not_requested_from_their_owner(fleet: Fleet) -> N
 
     def released() -> bool:
         view = MemoryDirectory.lookup(fleet.directory, chain)
-        return not any(view.copies(i, t) for i, held in enumerate(view.chunks) for t in held)
+        return not any(view.copies(i, t) for i, types in enumerate(view.chunks) for t in types)
 
     until(released)
     assert bob.run(FakeRequest("b", PROMPT)) == 0
@@ -109,18 +109,18 @@ def test_a_dead_owners_ssd_is_adopted_under_new_tokens(fleet: Fleet, tmp_path: P
     ann, bob, cay = fleet.join("ann", **ssd("a")), fleet.join("bob", **ssd("b")), fleet.join("cay")
     ann.run(FakeRequest("a", PROMPT))
     fleet.settle(ann)
-    until(lambda: all(held.copy.on_ssd for held in fleet.records(ann).values()))
-    tokens_before = {a: held.token for a, held in fleet.records(ann).items()}
+    until(lambda: all(record.copy.on_ssd for record in fleet.records(ann).values()))
+    tokens_before = {a: record.token for a, record in fleet.records(ann).items()}
     ann.side.close()
     assert bob.run(FakeRequest("b", PROMPT)) == 3 * CHUNK + 32
     assert fleet.count(bob, "heterocache_adopted_bytes") > 0
     assert fleet.count(bob, "heterocache_hit_tokens", tier="ssd") == 3 * CHUNK + 32
     assert fleet.count(bob, "heterocache_hit_tokens", tier="peer") == 0
     fleet.settle(bob)
-    adopted = {a: held for a, held in fleet.records(bob).items() if a in tokens_before}
+    adopted = {a: record for a, record in fleet.records(bob).items() if a in tokens_before}
     assert adopted
-    assert all(held.token > tokens_before[a] for a, held in adopted.items())
-    until(lambda: all(held.copy.on_ssd for held in fleet.records(bob).values()))
+    assert all(record.token > tokens_before[a] for a, record in adopted.items())
+    until(lambda: all(record.copy.on_ssd for record in fleet.records(bob).values()))
     # It has a new owner: it is read from there and not adopted again.
     assert cay.run(FakeRequest("c", PROMPT)) == 3 * CHUNK + 32
     assert fleet.count(cay, "heterocache_adopted_bytes") == 0
@@ -227,8 +227,8 @@ def test_a_record_of_another_size_than_the_artifacts_is_a_counted_miss(fleet: Fl
     ann.run(FakeRequest("a", PROMPT))
     fleet.settle(ann)
     claims = [
-        Claim(artifact, held.copy._replace(size_bytes=held.copy.size_bytes - 1))
-        for artifact, held in fleet.records(ann).items()
+        Claim(artifact, record.copy._replace(size_bytes=record.copy.size_bytes - 1))
+        for artifact, record in fleet.records(ann).items()
     ]
     owner = next(iter(fleet.records(ann).values())).owner
     fleet.directory.claim_owner(owner, claims)
@@ -265,7 +265,7 @@ def test_an_empty_handoff_is_waited_for_only_briefly(
 
 
 @pytest.mark.parametrize(
-    ("params", "handed"),
+    ("params", "answer"),
     [
         ({"do_remote_decode": True, "do_remote_prefill": False}, PREFILLED),
         ({"do_remote_decode": False}, None),
@@ -276,15 +276,15 @@ def test_an_empty_handoff_is_waited_for_only_briefly(
     ],
 )
 def test_a_remote_prefill_answers_with_the_decoders_parameters(
-    params: Any, handed: dict[str, Any] | None
+    params: Any, answer: dict[str, Any] | None
 ) -> None:
     request = FakeRequest("a", PROMPT, kv_transfer_params=params)
     for kept in (0, 7):
-        assert handoff_answer(request, kept) == (handed and handed | {"prefilled_tokens": kept})
+        assert handoff_answer(request, kept) == (answer and answer | {"prefilled_tokens": kept})
 
 
 @pytest.mark.parametrize(
-    ("said", "tokens"),
+    ("answer", "tokens"),
     [
         (231, 231),
         (1, 1),
@@ -293,11 +293,11 @@ def test_a_remote_prefill_answers_with_the_decoders_parameters(
     ],
 )
 def test_a_decoder_accepts_only_possible_numbers_from_a_prefiller(
-    said: object, tokens: int | None
+    answer: object, tokens: int | None
 ) -> None:
-    request = FakeRequest("a", PROMPT, kv_transfer_params=PREFILLED | {"prefilled_tokens": said})
+    request = FakeRequest("a", PROMPT, kv_transfer_params=PREFILLED | {"prefilled_tokens": answer})
     assert handoff_tokens(request, len(PROMPT) - 1) == tokens
-    request.kv_transfer_params = {"prefilled_tokens": said}
+    request.kv_transfer_params = {"prefilled_tokens": answer}
     assert handoff_tokens(request, len(PROMPT) - 1) is None
 
 
@@ -309,8 +309,8 @@ def test_a_handoff_off_the_grid_is_found_and_waited_for(
     prompt = tokens(length)
     with joined(replace(HYBRID, exact_handoffs=True)) as fleet:
         ann, bob = fleet.join("ann"), fleet.join("bob")
-        said = PREFILLED | {"prefilled_tokens": length - 1}
-        request = FakeRequest("b", prompt, kv_transfer_params=said)
+        answer = PREFILLED | {"prefilled_tokens": length - 1}
+        request = FakeRequest("b", prompt, kv_transfer_params=answer)
         assert bob.ask(request) is None
         until(lambda: bob.ask(request) is None and fleet.directory.asked > 2)
         prefill = FakeRequest("a", prompt, kv_transfer_params={"do_remote_decode": True})
@@ -327,10 +327,10 @@ def prefill(engine: Engine, name: str, prompt: list[int], **given: Any) -> dict[
     request = FakeRequest(name, prompt, kv_transfer_params=asked, **given)
     engine.admit(request)
     engine.step(**{name: len(prompt)})
-    said = handoff_answer(request, engine.finish(request))  # type: ignore[arg-type]
+    answer = handoff_answer(request, engine.finish(request))  # type: ignore[arg-type]
     engine.step()
-    assert said is not None
-    return said
+    assert answer is not None
+    return answer
 
 
 @pytest.fixture
@@ -345,9 +345,9 @@ def test_chunks_without_space_at_the_prefiller_are_not_waited_for(fleet: Fleet, 
     ann = fleet.join("ann", dram_bytes=max(1, kept) * chunk_bytes(fleet))
     bob = fleet.join("bob")
     unknown = SimpleNamespace(lora_int_id=1, lora_name="gone", lora_path="/nowhere/adapter")
-    said = prefill(ann, "a", PROMPT, lora_request=None if kept else unknown)
+    answer = prefill(ann, "a", PROMPT, lora_request=None if kept else unknown)
     fleet.settle(ann)
-    request = FakeRequest("b", PROMPT, kv_transfer_params=said)
+    request = FakeRequest("b", PROMPT, kv_transfer_params=answer)
     until(lambda: bob.ask(request) is not None)
     assert bob.run(request) == kept * CHUNK
 
@@ -368,12 +368,12 @@ def test_handoffs_side_by_side_all_arrive_and_stay(monkeypatch: pytest.MonkeyPat
     assert len(prompts) > MAX_TAILS
     with joined(DENSE) as fleet:
         ann, bob = fleet.join("ann"), fleet.join("bob")
-        said = [prefill(ann, f"a{n}", prompt) for n, prompt in enumerate(prompts)]
+        answers = [prefill(ann, f"a{n}", prompt) for n, prompt in enumerate(prompts)]
 
         def requests(name: str) -> list[FakeRequest]:
             return [
-                FakeRequest(f"{name}{n}", prompt, kv_transfer_params=handed)
-                for n, (prompt, handed) in enumerate(zip(prompts, said, strict=True))
+                FakeRequest(f"{name}{n}", prompt, kv_transfer_params=answer)
+                for n, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
             ]
 
         first = requests("b")

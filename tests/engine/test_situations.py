@@ -109,25 +109,25 @@ def test_abort_while_the_restore_is_read_from_ssd(
 
 
 def test_abort_while_the_load_is_under_way(llm: Any, model: str, reference: Completion) -> None:
-    held: set[str] = set()
+    kept_back: set[str] = set()
     worker = worker_connector()._worker
     assert worker is not None
     outcome = worker.outcome
     take = outcome.take_transfers
 
-    def hold() -> tuple[set[str], set[str]]:
+    def keep_back() -> tuple[set[str], set[str]]:
         finished, failed = take()
         assert not failed
-        held.update(finished)
+        kept_back.update(finished)
         return set(), set()
 
-    with patch.object(outcome, "take_transfers", hold):
+    with patch.object(outcome, "take_transfers", keep_back):
         request_id = add(llm, PROMPT)
         step(llm)
         llm.llm_engine.abort_request([request_id])
         step(llm)
-    if held:  # a parked load: vLLM waits for its end before it frees the pages
-        outcome._finished_recving |= held
+    if kept_back:  # a parked load: vLLM waits for its end before it frees the pages
+        outcome._finished_recving |= kept_back
         other = generate(llm, prompt_tokens(50, seed=42))
         assert other.num_cached_tokens == 0
     forget_local(llm)

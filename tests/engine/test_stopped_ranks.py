@@ -115,7 +115,7 @@ def test_a_rank_stopped_for_longer_than_the_deadlines_changes_no_answer(
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         until("it is stored", lambda p=prompt, a=answer: restored(server, p, a) > 0)  # type: ignore[misc]
     saved: list[Reply] = []
-    held = 0
+    blocked = 0
     for prompt in fresh:
         server.reset_prefix_cache()
         asked = [Asked(server, p) for p in (*PROMPTS, prompt)]
@@ -125,12 +125,12 @@ def test_a_rank_stopped_for_longer_than_the_deadlines_changes_no_answer(
         stopped = ranks_of(server)[rank]
         stopped.send_signal(signal.SIGSTOP)
         time.sleep(STOPPED_S)
-        held += sum(thread.reply is None for thread in asked)
+        blocked += sum(thread.reply is None for thread in asked)
         stopped.send_signal(signal.SIGCONT)
         for thread, answer in zip(asked, answers, strict=False):
             same(thread.answered(), answer)
         saved.append(asked[-1].answered())
-    assert held > 0, "nothing was under way when it was stopped: the test shows nothing"
+    assert blocked > 0, "nothing was under way when it was stopped: the test shows nothing"
     for prompt, reply in zip(fresh, saved, strict=True):
         own = own_answer(server, prompt)
         same(reply, own)

@@ -5,11 +5,11 @@
 
 vLLM refuses that runner on a CPU for one reason only: Triton has no backend there. This directory
 brings one that exists by name (`triton_by_name`), and Triton's interpreter runs vLLM's own kernels.
-The entry points beside this file switch both on in every process that has this directory on its
-path: never put it there for anything but these tests.
+The entry points in this directory switch both on in every process that has it on its path: put it
+there for these tests only.
 
 vLLM chooses its runner when it is imported, so the same tests for both runners are two runs of
-pytest. The summary says how many kernels ran in pytest's processes; none at all fails the run.
+pytest. The summary has the number of kernels that ran in pytest's processes; none fails the run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ENVIRONMENT = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 DESELECTED = {
     "test_power_a_mask_after_the_forward_is_seen": "its late hook raises: it is outside the forward"
 }
-"""Tests that cannot mean anything on this runner, and why."""
+"""Tests that do not apply to this runner, and why."""
 
 launches: Counter[str] = Counter()
 """Kernels that ran, by name."""
@@ -123,7 +123,7 @@ def _accept_integer_masks() -> None:
 
 
 def _replace_slow_kernels() -> None:
-    """Give what the interpreter runs too slowly, or not at all, in torch or in C.
+    """Replace kernels that the interpreter runs too slowly, or cannot run, by torch or C.
 
     Zeroing pages takes it up to 300 ms a step. A recurrent state is copied by 16 programs to
     keep a GPU busy; one does the same. The top-k kernel does not run in it.
@@ -170,7 +170,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_testnodedown(node: Any) -> None:
-    """Add what a worker of pytest-xdist ran."""
+    """Add the kernels that a worker of pytest-xdist ran."""
     launches["in workers"] += getattr(node, "workeroutput", {}).get("launches", 0)
 
 
