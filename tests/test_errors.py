@@ -11,7 +11,7 @@ from hetero_connector.errors import HeteroCacheError
 
 
 def kinds(base: type[HeteroCacheError]) -> list[type[HeteroCacheError]]:
-    """Those of `errors`; others are made where they are raised."""
+    """The classes in `errors`; others are made where they are raised."""
     below = (kind for x in base.__subclasses__() for kind in kinds(x))
     return [kind for kind in (base, *below) if kind.__module__ == errors.__name__]
 
@@ -24,7 +24,7 @@ MADE = {
     errors.TraceError: errors.TraceError("a.jsonl", "not JSON", line=3, field="hash_ids"),
     errors.SimulationError: errors.SimulationError("fleet.yaml", "no worker", "links[0].to"),
 }
-"""Those whose constructors take more than a text."""
+"""The classes whose constructors take more than a text."""
 
 
 @pytest.mark.parametrize("kind", kinds(HeteroCacheError), ids=lambda kind: kind.__name__)

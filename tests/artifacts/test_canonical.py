@@ -44,7 +44,7 @@ def test_equal_bytes_mean_equal_values(a: object, b: object) -> None:
         ({"a": None}, {}),
     ],
 )
-def test_near_misses_differ(a: object, b: object) -> None:
+def test_similar_values_have_different_bytes(a: object, b: object) -> None:
     assert encode(a) != encode(b)
 
 

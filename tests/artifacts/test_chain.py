@@ -41,7 +41,7 @@ def test_key_is_the_documented_hash() -> None:
     assert ChainHasher(FINGERPRINT, 2).key(ROOT, [7, 2**32 - 1], b"xyz") == expected
 
 
-def test_ranges_and_parents_chain_up() -> None:
+def test_ranges_and_parents_form_a_chain() -> None:
     chunks = list(chain_of(list(range(11))).chunks())
     assert [(c.start, c.end) for c in chunks] == [(0, 4), (4, 8)]
     assert chunks[0].parent == ROOT
@@ -82,7 +82,7 @@ def test_chunk_sizes_have_disjoint_keys_even_over_the_same_tokens() -> None:
     assert two.ending_at(2).key != four.tail(2).key
 
 
-def test_extra_keys_are_asked_for_each_range_and_change_it_and_all_after() -> None:
+def test_extra_keys_change_their_chunk_and_all_after() -> None:
     asked: list[tuple[int, int]] = []
 
     def extra(start: int, end: int) -> bytes:
@@ -121,7 +121,7 @@ def test_hashing_is_lazy_and_never_repeated() -> None:
 
 
 @given(TOKENS.filter(bool), st.data())
-def test_a_tail_hangs_under_the_last_full_chunk_before_it(
+def test_the_parent_of_a_tail_is_the_last_full_chunk(
     tokens: list[int], data: st.DataObject
 ) -> None:
     chain = chain_of(tokens)
@@ -151,13 +151,13 @@ def test_no_tail_at_a_boundary_or_beyond_the_tokens(end: int) -> None:
 
 
 @pytest.mark.parametrize("end", [0, -4, 12, 10])
-def test_nothing_ends_beyond_the_tokens(end: int) -> None:
+def test_no_chunk_ends_beyond_the_tokens(end: int) -> None:
     with pytest.raises(ValueError, match=str(end)):
         chain_of(list(range(9))).ending_at(end)
 
 
 @pytest.mark.parametrize("bad", [-1, 2**32, 2**70, None, 1.5])
-def test_a_placeholder_is_refused_and_spoils_nothing_before_it(bad: int) -> None:
+def test_a_placeholder_is_refused_and_earlier_chunks_stay_valid(bad: int) -> None:
     chain = chain_of([1, 2, 3, 4, 5, bad, 7, 8])
     assert [c.key for c in chain.chunks(limit_tokens=4)] == keys([1, 2, 3, 4])
     with pytest.raises(ValueError, match="token ids"):

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from hetero_connector.artifacts.generation import FIRST, Generation
 
 
-def test_an_engines_own_reset_parts_it_from_everybody() -> None:
+def test_after_its_own_reset_an_engine_shares_with_no_other() -> None:
     ann, bob = FIRST.after_own_reset(), FIRST.after_own_reset()
     assert len({ann.tag, bob.tag, FIRST.tag}) == 3
     assert ann.adopted == 0
 
 
-def test_the_fleets_reset_brings_all_together_again() -> None:
+def test_after_a_reset_of_the_fleet_all_share_again() -> None:
     ann = FIRST.after_own_reset().with_fleet(5)
     assert ann.private, "the number it had when the engine parted is no reset"
     assert ann.with_fleet(5) is ann
@@ -22,13 +22,13 @@ def test_the_fleets_reset_brings_all_together_again() -> None:
     assert ann.with_fleet(6).adopted == 6
 
 
-def test_a_number_that_falls_brings_nothing_back() -> None:
+def test_a_smaller_number_of_the_fleet_is_ignored() -> None:
     assert Generation(7).with_fleet(3) == Generation(7)
     assert Generation(7).after_own_reset().with_fleet(3).fleet == 7
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 5)), max_size=12))
-def test_no_tag_ever_comes_back(resets: list[int | None]) -> None:
+def test_no_tag_is_used_twice(resets: list[int | None]) -> None:
     """None: the engine's own reset; a number: what it hears of the fleet's."""
     generation, seen = FIRST, [FIRST.tag]
     for fleet in resets:

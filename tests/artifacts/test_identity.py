@@ -131,7 +131,7 @@ def test_chains_of_two_fingerprints_are_disjoint() -> None:
     assert first_key(BASE) != first_key(dataclasses.replace(BASE, kv_cache_dtype="fp8"))
 
 
-def test_describe_survives_json_and_names_what_matters() -> None:
+def test_a_description_survives_json_and_lists_the_fields() -> None:
     shown = json.loads(json.dumps(dataclasses.replace(BASE, model_name="org/m").describe()))
     assert shown["fingerprint"] == BASE.hex
     assert shown["model_name"] == "org/m"
@@ -151,7 +151,7 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.text(max_size=3), JSON, max_size=4))
-def test_a_config_is_canonical_and_loses_nothing(config: dict[str, Any]) -> None:
+def test_a_canonical_config_keeps_every_value(config: dict[str, Any]) -> None:
     text = canonical_config(config)
     assert json.loads(text) == config
     assert canonical_config(dict(reversed(config.items()))) == text
@@ -162,7 +162,7 @@ class Dtype:
         return "torch.bfloat16"
 
 
-def test_a_config_drops_where_it_came_from_and_spells_what_json_cannot() -> None:
+def test_a_canonical_config_drops_its_origin_and_converts_other_values() -> None:
     told = {
         "rope_scaling": {"factor": 8, "_name_or_path": "/b"},
         "_name_or_path": "/a",

@@ -27,13 +27,13 @@ MODEL = ModelSpec((FULL, replace(FULL, layer="full2"), WINDOW, CHUNKED), alignme
 LAYOUT = ArtifactLayout(MODEL, 48)
 
 
-def test_a_chunk_holds_its_pages_of_every_layer_and_rank() -> None:
+def test_a_chunk_has_its_pages_of_every_layer_and_rank() -> None:
     assert LAYOUT.artifact_bytes(KV, 48, 96) == 2 * 2 * 3 * 100
     assert [s.first_page for s in LAYOUT.segments(KV, 48, 96)] == [3, 3]
     assert [s.offset for s in LAYOUT.segments(KV, 48, 96)] == [0, 2 * 300]
 
 
-def test_a_window_holds_the_blocks_that_cover_it_and_fewer_near_the_start() -> None:
+def test_a_window_has_the_blocks_that_cover_it_and_fewer_near_the_start() -> None:
     assert LAYOUT.artifact_bytes(SWA, 0, 96) == 2 * 3 * 100
     assert LAYOUT.artifact_bytes(SWA, 0, 32) == 2 * 2 * 100
 
@@ -61,7 +61,7 @@ def test_a_chunk_off_the_grid_is_refused(chunk: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek-v4-flash", "deepseek-v4-pro"])
-def test_a_deepseek_v4_checkpoint_leaves_out_the_compressor_state_that_is_dead(name: str) -> None:
+def test_a_deepseek_v4_checkpoint_omits_compressor_state_that_is_not_read(name: str) -> None:
     """A ratio-128 block has just ended at every boundary; ratio-4 blocks and the indexer's
     overlap with the one before."""
     model = PRESETS[name]()
@@ -88,7 +88,7 @@ def test_a_preset_s_chunk_is_its_bytes_per_token(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek-v4-flash", "deepseek-v4-pro"])
-def test_off_the_grid_the_open_blocks_rows_are_kept_too(name: str) -> None:
+def test_off_the_grid_the_rows_of_the_open_block_are_kept(name: str) -> None:
     """At 128 n the ratio-128 block has ended, so that a handoff there is as large as on the grid;
     at 128 n + 45 it holds 45 rows, the ratio-4 block one beside the block before it."""
     model = PRESETS[name]()
@@ -127,7 +127,9 @@ def test_no_handed_off_artifact_is_larger_than_its_slot(name: str, boundary: int
 
 
 @pytest.mark.parametrize(("window", "block"), [(128, 256), (47, 16), (100, 64)])
-def test_nor_where_windows_are_no_whole_blocks(window: int, block: int) -> None:
+def test_no_handed_off_artifact_is_larger_than_its_slot_for_odd_windows(
+    window: int, block: int
+) -> None:
     full = replace(FULL, block_tokens=block)
     windows = replace(WINDOW, block_tokens=block, window=window, boundary_tokens=window - 1)
     model = ModelSpec((full, windows), alignment=block, tp_size=2, exact_handoffs=True)
@@ -137,7 +139,7 @@ def test_nor_where_windows_are_no_whole_blocks(window: int, block: int) -> None:
     assert max(sizes) == layout.max_bytes[SWA]
 
 
-def test_where_a_prompt_may_be_handed_off() -> None:
+def test_the_boundaries_of_handoffs() -> None:
     dense = replace(MODEL, layers=(FULL,))
     assert (dense.handoff_step, MODEL.handoff_step) == (1, 16)
     assert replace(MODEL, alignment=48).handoff_step == 48  # no local chunk ends there

@@ -93,9 +93,7 @@ def test_a_change_of_any_one_tensor_of_a_large_file_is_seen(
         assert weights_digest(base) != weights_digest(tuned)
 
 
-def test_a_large_files_header_counts_where_the_samples_do_not(
-    tmp_path: Path, small_budget: None
-) -> None:
+def test_the_header_of_a_large_file_counts(tmp_path: Path, small_budget: None) -> None:
     names = [{f"{prefix}.{i}": bytes(4000) for i in range(2000)} for prefix in ("a", "b")]
     one, other = (
         model_dir(tmp_path / str(i), {"model.safetensors": safetensors(tensors)})
@@ -189,7 +187,7 @@ def test_a_file_is_hashed_again_only_when_it_changes(
     assert opened[2:] == ["b.safetensors"]
 
 
-def test_a_directory_without_weights_is_an_error_that_says_so(tmp_path: Path) -> None:
+def test_a_directory_without_weights_is_an_error(tmp_path: Path) -> None:
     where = model_dir(tmp_path / "empty", {"config.json": b"{}", "training_args.bin": b"x"})
     with pytest.raises(IdentityError, match=r"contains no weights .*\.safetensors"):
         weights_digest(where)
@@ -228,7 +226,7 @@ def test_every_tokenizer_file_counts_in_full(tmp_path: Path) -> None:
     assert tokenizer_digest(tmp_path / "nowhere") == tokenizer_digest(model_dir(tmp_path / "e", {}))
 
 
-def test_adapters_are_told_apart_by_weights_and_by_config(tmp_path: Path) -> None:
+def test_weights_and_config_of_an_adapter_count(tmp_path: Path) -> None:
     base = {"adapter_model.safetensors": b"w" * 200_000, "adapter_config.json": b'{"r": 8}'}
     reference = lora_digest(model_dir(tmp_path / "base", base))
     weights = {**base, "adapter_model.safetensors": b"w" * 100_000 + b"v" + b"w" * 99_999}
@@ -241,7 +239,7 @@ def test_adapters_are_told_apart_by_weights_and_by_config(tmp_path: Path) -> Non
         lora_digest(model_dir(tmp_path / "none", {"adapter_config.json": b"{}"}))
 
 
-def test_an_adapter_within_the_budget_is_read_whole_beside_its_config(
+def test_an_adapter_within_the_budget_is_read_completely(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = 8 << 20  # as large as no samples cover
@@ -255,8 +253,8 @@ def test_an_adapter_within_the_budget_is_read_whole_beside_its_config(
     assert lora_digest(paths[0]) != lora_digest(paths[1])
 
 
-def test_an_adapter_that_changes_but_keeps_its_size_and_time_is_another(tmp_path: Path) -> None:
-    """As `cp -p` and `rsync -t` leave it."""
+def test_a_changed_adapter_of_equal_size_and_time_has_another_digest(tmp_path: Path) -> None:
+    """`cp -p` and `rsync -t` leave such files."""
     path = model_dir(tmp_path / "a", {"adapter_model.safetensors": b"first"})
     weights = path / "adapter_model.safetensors"
     reference, times = lora_digest(path), weights.stat()
@@ -270,7 +268,7 @@ def test_an_adapter_that_changes_but_keeps_its_size_and_time_is_another(tmp_path
 @pytest.mark.parametrize(
     "name", ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"]
 )
-def test_how_images_are_prepared_counts_in_full(tmp_path: Path, name: str) -> None:
+def test_every_processor_file_counts_in_full(tmp_path: Path, name: str) -> None:
     base = {name: b'{"image_mean": [0.5]}', "model.safetensors": b"w"}
     changed = {**base, name: b'{"image_mean": [0.4]}'}
     reference = processor_digest(model_dir(tmp_path / "base", base))
@@ -300,7 +298,7 @@ def test_a_repo_id_is_found_in_the_local_cache_at_its_revision(
 
 
 @pytest.mark.parametrize("model", ["org/absent", "not a repo id", "/no/such/path"])
-def test_what_cannot_be_found_offline_says_what_to_pass(
+def test_the_error_of_a_missing_model_says_what_to_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     constants = importlib.import_module("huggingface_hub.constants")

@@ -1,4 +1,4 @@
-"""Which bytes of a page are which rank's, against pages cut by numpy."""
+"""The parts of ranks, compared with pages cut by numpy."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_models_artifacts_are_as_large_for_every_tp_size() -> None:
             assert layout.artifact_bytes(kind, 64, 96) == one.artifact_bytes(kind, 64, 96)
 
 
-def test_a_rank_reads_its_heads_and_all_of_what_is_not_cut() -> None:
+def test_a_rank_reads_its_own_heads_and_all_shared_state() -> None:
     layout = ArtifactLayout(model_of(8), 64)
     assert layout.rank_bytes(StateType.DENSE_KV, 0, 64) == 4 * (24 + 40)
     assert layout.artifact_bytes(StateType.DENSE_KV, 0, 64) == 4 * (8 * 24 + 4 * 40)
@@ -108,7 +108,7 @@ def test_a_layer_with_an_unknown_cut_is_refused_by_name_at_every_tp_size() -> No
         assert "recurrent state of delta" in reason
 
 
-def test_ranks_cannot_hold_more_parts_than_there_are_of_them() -> None:
+def test_more_parts_than_ranks_are_refused() -> None:
     layer = replace(LAYERS[0].spec(2), parts=3)
     with pytest.raises(ValueError, match="cannot hold 3 parts"):
         ModelSpec((layer,), alignment=32, tp_size=2)
@@ -130,7 +130,7 @@ def test_more_ranks_than_kv_heads_share_them() -> None:
 
 
 def test_recurrent_pages_that_decide_the_block_size_make_another_model() -> None:
-    """Of 2 KV heads 8 ranks hold 1 each, of 32 value heads 4: a state is fewer tokens long."""
+    """8 ranks have 1 of 2 KV heads each and 4 of 32 value heads: a state is fewer tokens long."""
     one, eight = (PRESETS["qwen3-next-80b-a3b"](tp_size=tp_size) for tp_size in (1, 8))
     assert eight.alignment < one.alignment
     assert whole_model(eight) != whole_model(one)

@@ -29,7 +29,7 @@ class Attention:
     name: str
     heads: int
     head_bytes: int
-    """Of one head in one page: keys and values of its tokens."""
+    """Bytes of one head in one page: keys and values of its tokens."""
     state_type: StateType = StateType.DENSE_KV
     group: int = 0
     window: int | None = None
@@ -71,10 +71,10 @@ class DeltaNet:
     key_heads: int
     value_heads: int
     key_bytes: int
-    """Of one head in one row of the convolution's state."""
+    """Bytes of one head in one row of the convolution's state."""
     value_bytes: int
     state_bytes: int
-    """Of one value head's state."""
+    """Bytes of one value head's state."""
     rows: int = 3
     group: int = 0
     state_type: StateType = StateType.RECURRENT
@@ -105,7 +105,7 @@ class DeltaNet:
         return self.spec(1).page_bytes
 
     def part(self, whole: Bytes, tp_size: int, rank: int) -> Bytes:
-        """As `Attention.part`: every tensor of the state is cut by its own heads."""
+        """Like `Attention.part`: every tensor of the state is cut by its own heads."""
         sections = [
             (self.key_heads, self.key_bytes),
             (self.key_heads, self.key_bytes),

@@ -102,7 +102,7 @@ class SlowPlanner:
     def terms(
         self, chunks: Sequence[StoredChunk], start_tokens: int, replay_tokens: int = 0
     ) -> CostTerms:
-        """Of loading `chunks`, the last with its boundary state unless that is replayed.
+        """The terms of loading `chunks`, the last with its boundary state unless that is replayed.
 
         `start_tokens`: where computing starts when `chunks` is empty.
         """

@@ -424,7 +424,7 @@ def test_a_checkpoint_is_taken_where_it_is_cheaper_than_replay() -> None:
 
 
 def test_a_boundary_where_a_local_chunk_begins_needs_none_of_its_state() -> None:
-    """Of the boundaries at 64, 128 and 192 the last is where chunks of 192 tokens begin."""
+    """A chunk of 192 tokens begins at the last of the boundaries 64, 128 and 192."""
     case = case_of(chain_of([in_tier(Tier.DRAM, KV)] * 4), costs_of(LLAMA4, load=FAST), LLAMA4)
     for decision in (case.decide(), case.decide("always_load")):
         plan = decision.plan

@@ -212,7 +212,7 @@ def test_all_candidates_are_printed_when_asked_for(
 
 
 def compute_s(shown: dict[str, Any]) -> float:
-    """Of restoring nothing."""
+    """Return the compute seconds of restoring nothing."""
     seconds = shown["candidates"][0]["terms"]["compute_s"]
     assert isinstance(seconds, float)
     return seconds

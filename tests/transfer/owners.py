@@ -51,7 +51,7 @@ class Owner:
 
     @property
     def pid(self) -> int:
-        """Of the process that peers meet."""
+        """The number of the process that peers reach."""
         return self._hear()[1]
 
     @property

@@ -1,4 +1,4 @@
-"""Where a process can be connected to."""
+"""The listening sockets of a process, and who can reach them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a failed read's memory is given back, on an agent that does as it is told."""
+"""The memory of a failed read is released at the right time, on a scripted agent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GONE = TransferError(errno.ECONNRESET, "the peer is gone")
 
 
 class Agent:
-    """Stands in for `UcxAgent`."""
+    """Replaces `UcxAgent`."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -75,13 +75,13 @@ def connection(agent: Agent) -> PeerConnection:
 
 
 def read_of(posts: int) -> PeerRead:
-    """Of 4 MiB a post."""
+    """A read in posts of 4 MiB."""
     size = posts * (4 << 20)
     return PeerRead(*describe([PeerExtent(0, 0, 0, 0, size)], REGIONS, REGIONS))
 
 
 def drive(connection: PeerConnection, times: int = 1_000) -> None:
-    """However often: no time is as good as an end."""
+    """Drive it many times: waiting alone never ends a read."""
     for _ in range(times):
         connection.drive()
 

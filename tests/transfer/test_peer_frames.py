@@ -1,4 +1,4 @@
-"""What an engine and its peer process say, in whatever pieces it arrives."""
+"""The messages of an engine and its peer process, arriving in any pieces."""
 
 from __future__ import annotations
 

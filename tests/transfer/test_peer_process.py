@@ -1,4 +1,4 @@
-"""What peers reach is a process with the exported memory and nothing else of its engine."""
+"""Peers reach a process with the exported memory and nothing else of its engine."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ os._exit(0)
 
 
 def write_over_tcp(metadata: bytes, address: int) -> None:
-    """As anybody can who reaches the port and has seen the metadata."""
+    """Write to memory like an attacker who reaches the port and has the metadata."""
     subprocess.run(
         [sys.executable, "-c", _WRITER, metadata.hex(), str(address)],
         check=False,

@@ -126,7 +126,7 @@ def test_after_the_end_of_its_process_a_port_has_new_metadata(join: Join) -> Non
 
 
 def end(peers: PeerTransfers) -> None:
-    """What moves its bytes."""
+    """Return the process that moves its bytes."""
     if isinstance(peers, MemoryPeers):
         peers.restart()
     else:

@@ -42,7 +42,7 @@ def test_shared_memory_cannot_shrink() -> None:
 
 
 def test_large_mappings_start_where_a_huge_page_may() -> None:
-    """Also between the gaps that a process of many mappings has."""
+    """The process has many mappings with gaps between them."""
     anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     pages = [mmap.mmap(-1, mmap.PAGESIZE * (1 + i % 700), anonymous) for i in range(2000)]
     for page in pages[::2]:
@@ -68,7 +68,7 @@ def test_kernels_that_collapse_shared_memory(release: str, knows: bool) -> None:
 
 
 def huge_bytes(address: int) -> int:
-    """How much of this process's mapping at an address is in huge pages."""
+    """Return the bytes in huge pages of this process's mapping at an address."""
     maps = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
     (mapping,) = [m for m in maps if m.startswith(f"{address:x}-")]
     found = re.search(r"ShmemPmdMapped: +(\d+) kB", mapping)
