@@ -139,7 +139,7 @@ class RobustLeastSquares:
             return
         predicted_s = self.predict(features)
         self.errors.add(predicted_s, seconds)
-        sample = Sample(features, seconds, size_class)
+        sample = Observation(features, seconds, size_class)
         if self._changes and self.samples > _GATHERED_SAMPLES:
             changed = self._changes.update(sample, predicted_s, _HUBER * self._deviation)
             if changed:
@@ -149,14 +149,14 @@ class RobustLeastSquares:
         if self.samples <= _SETTLED_SAMPLES or self.samples % _SOLVE_EVERY == 0:
             self._solve()
 
-    def _restart(self, changed: Sequence[Sample]) -> None:
+    def _restart(self, changed: Sequence[Observation]) -> None:
         """Learn the samples of a change almost from nothing."""
         self.fade(_KEEP_AT_CHANGE)
         for sample in changed:
             self._add(sample, self.predict(sample.features), may_be_outlier=False)
             self._solve()
 
-    def _add(self, sample: Sample, predicted_s: float, *, may_be_outlier: bool) -> None:
+    def _add(self, sample: Observation, predicted_s: float, *, may_be_outlier: bool) -> None:
         """Add a sample to the evidence of its size class."""
         unit_s = max(predicted_s, sample.seconds / 2)  # a prediction near 0 would weigh too much
         row = [x * s / unit_s for x, s in zip(sample.features, self._scale, strict=True)]
@@ -258,8 +258,8 @@ _LEAST_CHANGE = 0.25
 _IN_A_ROW = 3
 
 
-class Sample(NamedTuple):
-    """One observation: features and the seconds they took."""
+class Observation(NamedTuple):
+    """A sample: features and the seconds they took."""
 
     features: Sequence[float]
     seconds: float
@@ -277,10 +277,12 @@ class ChangeDetector:
     """
 
     def __init__(self) -> None:
-        self._in_a_row: dict[tuple[int, bool], list[Sample]] = {}
+        self._in_a_row: dict[tuple[int, bool], list[Observation]] = {}
         """By size class, and whether the samples took longer than predicted."""
 
-    def update(self, sample: Sample, predicted_s: float, bound: float) -> Sequence[Sample]:
+    def update(
+        self, sample: Observation, predicted_s: float, bound: float
+    ) -> Sequence[Observation]:
         """Return the samples that make a change, this one last; empty if there is no change.
 
         `bound`: the usual deviation, as a share of the seconds.
