@@ -98,7 +98,7 @@ class MemoryDirectory:
     def claim_owner(self, epoch: Epoch, claims: Sequence[Claim]) -> list[Grant]:
         check_claims(claims)
         with self._lock:
-            now_s = self._enter(epoch)
+            now_s = self._now_if_live(epoch)
             return [self._claim(epoch, claim, now_s) for claim in claims]
 
     def _claim(self, epoch: Epoch, claim: Claim, now_s: float) -> Grant:
@@ -125,7 +125,7 @@ class MemoryDirectory:
 
     def release(self, epoch: Epoch, owned: Mapping[ArtifactId, Token]) -> None:
         with self._lock:
-            now_s = self._enter(epoch)
+            now_s = self._now_if_live(epoch)
             for artifact, token in owned.items():
                 self._release(epoch, artifact, token, now_s)
 
@@ -146,7 +146,7 @@ class MemoryDirectory:
         check_claims(copies)
         check_ttl(ttl_s)
         with self._lock:
-            now_s = self._enter(epoch)
+            now_s = self._now_if_live(epoch)
             return [self._replicate(epoch, claim, ttl_s, now_s) for claim in copies]
 
     def _replicate(self, epoch: Epoch, claim: Claim, ttl_s: float, now_s: float) -> Grant:
@@ -166,13 +166,13 @@ class MemoryDirectory:
     def add_chain_user(self, epoch: Epoch, user: str, chunks: Sequence[ChunkKey]) -> None:
         check_name("user", user)
         with self._lock:
-            self._chain_users.add(epoch, user, chunks, self._enter(epoch))
+            self._chain_users.add(epoch, user, chunks, self._now_if_live(epoch))
 
     def remove_chain_user(
         self, epoch: Epoch, user: str, chunks: Sequence[ChunkKey]
     ) -> list[ChunkKey]:
         with self._lock:
-            now_s = self._enter(epoch)
+            now_s = self._now_if_live(epoch)
             return self._chain_users.remove(epoch, user, chunks, now_s, self._is_live)
 
     def usage(self, chunks: Sequence[ChunkKey]) -> list[Usage]:
@@ -186,7 +186,7 @@ class MemoryDirectory:
 
     def report_generation(self, epoch: Epoch, adopted: int, floor: int) -> int:
         with self._lock:
-            self._enter(epoch)
+            self._now_if_live(epoch)
             return self._leases.report_generation(epoch, adopted, floor)
 
     def generation(self) -> FleetGeneration:
@@ -225,7 +225,7 @@ class MemoryDirectory:
         if group:
             check_name("group", group)
         with self._lock:
-            now_s = self._enter(epoch)
+            now_s = self._now_if_live(epoch)
             grant = self._sessions.begin_turn(
                 epoch, session_id, group, expected, now_s, self._is_live
             )
@@ -242,7 +242,7 @@ class MemoryDirectory:
         boundary_tokens: int,
     ) -> SessionGrant:
         with self._lock:
-            now_s = self._enter(epoch)
+            now_s = self._now_if_live(epoch)
             return self._sessions.end_turn(
                 epoch, session_id, token, boundary, boundary_tokens, now_s
             )
@@ -254,7 +254,7 @@ class MemoryDirectory:
     def note_group(self, epoch: Epoch, group: str, chain_end: ChunkKey) -> None:
         check_name("group", group)
         with self._lock:
-            self._groups.use(group, chain_end, self._enter(epoch))
+            self._groups.use(group, chain_end, self._now_if_live(epoch))
 
     def hot_groups(self, limit: int) -> list[HotGroup]:
         with self._lock:
@@ -275,7 +275,7 @@ class MemoryDirectory:
                     assert record.owner not in holders
                     assert record.token <= self._sequence
 
-    def _enter(self, epoch: Epoch) -> float:
+    def _now_if_live(self, epoch: Epoch) -> float:
         """Return the time. Raises StaleEpochError unless the epoch is live."""
         now_s = self._clock()
         self._leases.require_live(epoch, now_s)
