@@ -128,7 +128,7 @@ def _arena_file(engine_id: str, pid: int) -> Path:
 
 
 def _pid_namespace() -> str:
-    """Return the id of this process's PID namespace: in another one its pid means nothing."""
+    """Return the id of this process's PID namespace; its pid is valid only in there."""
     return str(os.stat("/proc/self/ns/pid").st_ino)
 
 
@@ -137,7 +137,7 @@ def _is_alive(pid: object) -> bool:
 
 
 def _write(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a file whole, or not at all also after a power cut."""
+    """Write the complete file or nothing, also if the power fails."""
     partial = path.with_suffix(".partial")
     with partial.open("w") as file:
         json.dump(document, file)
@@ -183,7 +183,7 @@ _ignored: set[Path] = set()
 
 
 def _ignore(path: Path, error: Exception) -> None:
-    """Pass over a file that is no announcement, with one log line; remove it if it is old."""
+    """Skip a file that is no announcement, with one log line; remove it if it is old."""
     if path not in _ignored:
         _ignored.add(path)
         logger.warning("%s is no announcement of a worker, ignored: %r", path, error)
