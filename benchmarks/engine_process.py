@@ -173,7 +173,7 @@ class Engine:
             raise RuntimeError("the store did not reach the SSD in time")
 
     def bytes_per_slot(self) -> int:
-        return sum(self._store()._tiers.dram.geometry.stride_bytes.values())
+        return sum(self._store().catalog.tiers.dram.geometry.stride_bytes.values())
 
     def restored(self) -> dict[str, int]:
         from prometheus_client import REGISTRY

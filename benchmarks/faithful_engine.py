@@ -33,7 +33,7 @@ class EngineFacts:
     def of(cls, llm: Any) -> EngineFacts:
         """Of a `vllm.LLM` whose engine core runs in this process."""
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        layout, tiers = scheduler.connector._scheduler._layout, _store(llm)._tiers
+        layout, tiers = scheduler.connector._scheduler._layout, _store(llm).catalog.tiers
         pools = scheduler.kv_cache_config
         hbm = (pools.num_blocks - 1) * _block_bytes(layout.model)
         ssd = tiers.ssd.geometry.count if tiers.ssd else 0

@@ -203,9 +203,9 @@ def restore(
 
 def forget_all(store: ArtifactStore) -> None:
     """As if everything had been evicted: after a reset no peer would be read any more."""
-    with store._state.lock:
-        for artifact in list(store._tiers.index.artifacts()):
-            store._tiers.forget(artifact)
+    with store.catalog.locked():
+        for artifact in list(store.catalog.tiers.index.artifacts()):
+            store.catalog.tiers.forget(artifact)
 
 
 def chain() -> list[ChunkRange]:

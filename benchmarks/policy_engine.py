@@ -85,7 +85,7 @@ class SessionEngine(Engine):
     def on_ssd(self) -> tuple[int, int]:
         """Bytes of chunks and of checkpoints on SSD."""
         sizes = dict.fromkeys(Family, 0)
-        for artifact in self._store()._tiers.index.artifacts():
+        for artifact in self._store().catalog.tiers.index.artifacts():
             if artifact.ssd is not None:
                 sizes[artifact.state_type.family] += artifact.size_bytes
         return sizes[Family.PREFIX], sizes[Family.BOUNDARY]

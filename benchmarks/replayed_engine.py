@@ -108,13 +108,13 @@ class SmallStore:
     def expect(self, expected: ExpectedReturn) -> None:
         self.inner.expect(expected)
 
-    def came_back(self, session: Hashable) -> None:
-        self.inner.came_back(session)
+    def session_returned(self, session: Hashable) -> None:
+        self.inner.session_returned(session)
 
-    def reads(
+    def protect_chain(
         self, session: Hashable, leaves: Sequence[ChunkKey], until_s: float, tenant: bytes = b""
     ) -> None:
-        self.inner.reads(session, leaves, until_s, tenant)
+        self.inner.protect_chain(session, leaves, until_s, tenant)
 
     def decline(self, chunks: Sequence[StoredChunk]) -> None:
         self.inner.decline(self._found(chunks))

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +31,10 @@ from hetero_connector.spec.presets import PRESETS
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved
+from hetero_connector.store.catalog.write_budget import DAY_S
 from hetero_connector.store.io_thread import IoThread
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.tier import OpenTransfer, best_transfer
-from hetero_connector.store.ssd.write_budget import DAY_S, WriteBudget
 from hetero_connector.transfer.base import Direction, Extent, FileTransfer, Transfer
 
 SCALES = {"gemma-3-27b": 5120.0, "deepseek-v4-flash": 192.0}
@@ -187,9 +186,9 @@ class SessionDay:
         """End the engine."""
         self._count()
         self._store.inner.check_integrity()
-        tiers = self._store.inner._tiers
+        tiers = self._store.inner.catalog.tiers
         assert tiers.ssd is not None
-        self.result.ssd_chunks = max(map(tiers.ssd.used, self._layout.model.state_types))
+        self.result.ssd_chunks = max(map(tiers.ssd.num_used, self._layout.model.state_types))
         self.result.num_types = len(tiers.ssd.geometry.stride_bytes)
         self.result.slot_bytes = sum(tiers.ssd.geometry.stride_bytes.values())
         self._io_thread.start()
@@ -207,13 +206,12 @@ class SessionDay:
             dram_bytes, self._root, limits.ssd_bytes, spill_delay_s=0.0, shared=False,
             ssd_write_bytes_per_day=limits.write_bytes_per_day,
         )  # fmt: skip
-        with patch.object(IoThread, "start"):
-            store = ArtifactStore.open(
-                slots, config, self._recorder,
-                chunk_tokens=layout.chunk_tokens, fingerprint=FINGERPRINT, description={},
-                clock=lambda: self._now_s, open_transfer=self._open_counted,
-                seconds_saved=SecondsSaved(self._costs.compute.predict),
-            )  # fmt: skip
+        store = ArtifactStore.open(
+            slots, config, self._recorder,
+            chunk_tokens=layout.chunk_tokens, fingerprint=FINGERPRINT, description={},
+            clock=lambda: self._now_s, open_transfer=self._open_counted,
+            seconds_saved=SecondsSaved(self._costs.compute.predict), run_io=False,
+        )  # fmt: skip
         assert store._io_thread is not None
         self._io_thread: IoThread = store._io_thread
         self._store = SmallStore(store, self._scale)
@@ -233,10 +231,10 @@ class SessionDay:
     def _settle(self) -> None:
         """What the I/O thread does until it has nothing left to do."""
         if self._now_s - self._touched_s >= _TOUCH_S:
-            self._io_thread._touch()
+            self._io_thread.housekeep()
             self._touched_s = self._now_s
-        state = self._store.inner._state
-        while self._io_thread.step() or state.spills or state.spilling:
+        writes = self._store.inner.catalog.writes
+        while self._io_thread.step() or len(writes) or writes.num_writing:
             pass
         self._count()
 
@@ -248,7 +246,7 @@ class SessionDay:
             self.result.counters[f"{name}{{{tier}}}" if tier else name] += value
 
     def _budget_left(self) -> float:
-        budget: WriteBudget | None = self._io_thread._budget
+        budget = self._store.inner.catalog.writes.admission.budget
         return math.inf if budget is None else budget.left_bytes
 
 

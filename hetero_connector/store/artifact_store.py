@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
@@ -15,19 +14,19 @@ from hetero_connector.errors import StoreClosedError
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.arena import Arena
-from hetero_connector.store.base import Failure, ReadTiming, Save, StoreConfig, Wanted
+from hetero_connector.store.base import ReadTiming, Save, StoreConfig, Wanted
+from hetero_connector.store.catalog.catalog import Catalog, Snapshot
+from hetero_connector.store.catalog.prefetch_costs import DEFAULT_COSTS, PrefetchCosts
 from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
-from hetero_connector.store.catalog.saving import reserve, taken
+from hetero_connector.store.catalog.restore import ArtifactRestore
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved, default_seconds_saved
 from hetero_connector.store.catalog.slots import SlotGeometry, dram_geometry
-from hetero_connector.store.catalog.state import StoreState
 from hetero_connector.store.catalog.tiers import Tiers
+from hetero_connector.store.catalog.write_budget import WriteBudget
 from hetero_connector.store.garbage import Freezer
 from hetero_connector.store.io_thread import IoThread
 from hetero_connector.store.peers.ports import PeerAccess, PeerPort
 from hetero_connector.store.peers.sharing import Sharing
-from hetero_connector.store.prefetch.weighing import DEFAULT_COSTS, PrefetchCosts
-from hetero_connector.store.restore import ArtifactRestore
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.generation_file import GenerationKeeper
 from hetero_connector.store.ssd.journal_connection import Connect, connect
@@ -37,7 +36,7 @@ from hetero_connector.store.ssd.tier import OpenTransfer, best_transfer, load
 logger = logging.getLogger("vllm.heterocache")
 
 _KEEP_S = 5.0
-"""How long a reset waits for the disk: the engine stands still meanwhile."""
+"""A reset waits so long for the disk: the engine stands still meanwhile."""
 
 _kept_arenas: list[Arena] = []
 """Arenas that a transfer which never ended may still touch."""
@@ -49,22 +48,20 @@ class ArtifactStore:
     def __init__(
         self,
         arena: Arena,
-        state: StoreState,
+        catalog: Catalog,
+        generations: GenerationKeeper,
         io_thread: IoThread | None,
-        port: PeerPort | None = None,
-        storage: str = "",
+        sharing: Sharing | None,
     ) -> None:
-        """Use `open`."""
         self.arena = arena
         """The DRAM tier's memory; offsets in `Save` and `Restore` point into it."""
-        self._state = state
-        self._tiers = state.tiers
+        self.sharing = sharing
+        """For the fleet; None: peers cannot read the DRAM tier, and theirs is not read."""
+        self.catalog = catalog
+        self._generations = generations
         self._io_thread = io_thread
-        self.sharing = None if port is None else Sharing(state, port, storage)
-        """For the fleet; None: peers cannot read the DRAM tier, nor is theirs read."""
-        self._closed = False
-        self._freezer = Freezer(state.tiers.index)
-        self._freezer.start()
+        self._is_closed = False
+        self._freezer = Freezer(catalog.tiers.index)
 
     @classmethod
     def open(
@@ -83,23 +80,25 @@ class ArtifactStore:
         peers: PeerAccess | None = None,
         prefetch_costs: PrefetchCosts = DEFAULT_COSTS,
         size_of: SizeOf | None = None,
+        run_io: bool = True,
     ) -> ArtifactStore:
         """Open the tiers.
 
         `slot_bytes`: the largest artifact of each stored state type (`ArtifactLayout.max_bytes`).
         `chunk_tokens`: tokens of a full chunk. `fingerprint` and `description` name the model; an
         SSD directory of another one is refused. `open_transfer` and `connect` open its slabs and
-        its journal. `seconds_saved`: what artifacts are worth to eviction and admission to SSD;
-        `prefetch_costs`: what prefetching weighs besides; `peers`: the fleet, if it reads this
-        DRAM tier and this engine theirs; `size_of`: what rows of the journal are held against when
-        their artifacts are read. Raises StoreInUseError, FormatError, StoreError, and
-        ConfigError naming the key (`dram_gib`, `ssd_dir`, `ssd_gib`).
+        its journal. `seconds_saved`: the worth of artifacts for eviction and admission to SSD;
+        `prefetch_costs`: further figures for prefetching; `peers`: the fleet, if it reads this
+        DRAM tier and this engine theirs; `size_of`: the size that a journal row must have.
+        `run_io`: False to have `run_io_round` called in place of a thread. Raises
+        StoreInUseError, FormatError, StoreError, and ConfigError naming the key (`dram_gib`,
+        `ssd_dir`, `ssd_gib`).
         """
         geometry = dram_geometry(slot_bytes, config.dram_bytes)
         with contextlib.ExitStack() as undo:
             arena = Arena.create(geometry.size_bytes, shared=config.shared or peers is not None)
             undo.callback(arena.close)
-            ssd, ssd_geometry = None, None
+            directory, ssd_geometry = None, None
             if config.ssd_dir is not None:
                 strides = geometry.stride_bytes
                 directory = SsdDirectory.open(
@@ -120,48 +119,55 @@ class ArtifactStore:
                 generations=None if port is None else port.table.generations,
                 exports=None if port is None else port.feed,
             )
-            generations = GenerationKeeper()
-            if config.ssd_dir is not None:
-                generations = directory.generations
+            ssd, generations = None, GenerationKeeper()
+            if directory is not None:
                 ssd = load(directory, tiers, open_transfer(arena.view, directory))
-            state = StoreState(tiers, config, recorder, clock, generations)
+                generations = directory.generations
+            catalog = Catalog(tiers, config, recorder, clock, generations.latest)
+            catalog.prefetcher.set_costs(prefetch_costs)
+            sharing = None
+            if port is not None:
+                catalog.reads_peers = catalog.prefetcher.gaps_may_close = True
+                storage = "" if directory is None else str(directory.path)
+                sharing = Sharing(catalog, generations, port, storage)
             io_thread = None
-            if state.wants_spills:
-                io_thread = IoThread(state, arena.view, ssd, prefetch_costs, port, size_of)
-                io_thread.start()
+            if catalog.writes.is_active:
+                io_thread = IoThread(catalog, arena.view, recorder, ssd, port, size_of)
+                _open_budget(config, catalog, io_thread)
+                if run_io:
+                    io_thread.start()
             undo.pop_all()
-        tiers.publish_gauges()
-        storage = "" if config.ssd_dir is None else str(directory.path)
-        return cls(arena, state, io_thread, port, storage)
+        catalog.publish_gauges()
+        store = cls(arena, catalog, generations, io_thread, sharing)
+        store._freezer.start()
+        return store
 
     def match(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
         """See `base.Store.match`. Takes no lock: it reads one attribute a chunk."""
         self._check_open()
-        return self._tiers.index.match(chain)
+        return self.catalog.match(chain)
 
     def holdings(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
         """See `base.Store.holdings`. Takes no lock either."""
         self._check_open()
-        return self._tiers.index.holdings(chain)
+        return self.catalog.holdings(chain)
 
     def tails(self, parent: ChunkKey) -> tuple[int, ...]:
         """See `base.Store.tails`."""
         self._check_open()
-        return self._tiers.index.tails(parent)
+        return self.catalog.tails(parent)
 
     def missing(self, chunk: ChunkRange, state_types: Sequence[StateType]) -> list[StateType]:
         """See `base.Store.missing`."""
         self._check_open()
-        node = self._tiers.index.nodes.get(chunk.key)
-        return [t for t in state_types if node is None or t not in node.artifacts]
+        return self.catalog.missing(chunk, state_types)
 
     def begin_restore(
         self, wanted: Sequence[Wanted], copies: Mapping[ArtifactId, PeerCopy] | None = None
     ) -> ArtifactRestore:
         """See `base.Store.begin_restore`."""
         self._check_open()
-        with self._state.lock:
-            return ArtifactRestore(self._state, wanted, copies or {})
+        return self.catalog.begin_restore(wanted, copies or {})
 
     def begin_save(self, chunk: ChunkRange, sizes: Mapping[StateType, int]) -> Save | None:
         """See `base.Store.begin_save`.
@@ -170,100 +176,70 @@ class ArtifactStore:
         a type or size it was not opened for, or one that is already sealed or being saved.
         """
         self._check_open()
-        strides = self._tiers.dram.geometry.stride_bytes
+        strides = self.catalog.tiers.dram.geometry.stride_bytes
         for kind, size_bytes in sizes.items():
             if not 0 < size_bytes <= strides.get(kind, 0):
                 raise ValueError(f"an artifact of {kind.value} cannot have {size_bytes} bytes")
-        with self._state.lock:
-            absent = self.missing(chunk, list(sizes))
-            if not absent or len(absent) < len(sizes):
-                raise ValueError(f"nothing to save, or already saved: {list(sizes)}, {absent=}")
-            if not self._tiers.index.has_place_for(chunk):
-                self._state.fail(Failure.GONE, Tier.DRAM)
-                return None
-            return reserve(self._state, chunk, sizes)
+        reserved = self.catalog.reserve(chunk, sizes)
+        return reserved if isinstance(reserved, Save) else None
 
     def complete_save(self, save: Save) -> None:
         """See `base.Store.complete_save`. Without effect if a `reset` came in between."""
-        state = self._state
-        with state.lock:
-            now, due_s = state.tick(), state.clock() + state.config.spill_delay_s
-            wake = not state.spills
-            for artifact in taken(save):
-                if not artifact.forgotten:
-                    artifact.last_used = now
-                    self._tiers.index.seal(artifact)
-                    state.recorder.add(
-                        "heterocache_saved_bytes",
-                        artifact.size_bytes,
-                        state_type=artifact.state_type.value,
-                    )
-                    if state.wants_spills:
-                        state.queue_write(artifact, due_s)
-                self._tiers.unpin(artifact)
-            if wake and state.spills:
-                state.lock.notify_all()
-            state.refresh_gauges()
+        self.catalog.seal(save)
 
     def abandon_save(self, save: Save) -> None:
         """See `base.Store.abandon_save`."""
-        with self._state.lock:
-            for artifact in taken(save):
-                if not artifact.forgotten:
-                    self._tiers.forget(artifact)
-                self._tiers.unpin(artifact)
+        self.catalog.abandon(save)
 
     @property
     def generation(self) -> Generation:
         """See `base.Store.generation`."""
-        return self._state.generations.latest
+        return self._generations.latest
 
     def reset(self) -> bool:
         """See `base.Store.reset`."""
         self._check_open()
-        generations = self._state.generations
-        self._state.forget_all(generations.part())
+        self.catalog.forget_all(self._generations.part())
         if self.sharing is not None:
             self.sharing.wait_for_fleet()
-        return generations.wait_kept(_KEEP_S)
+        return self._generations.wait_kept(_KEEP_S)
 
     def catch_up(self) -> Generation:
         """See `base.Store.catch_up`."""
         self._check_open()
-        if (latest := self.generation).tag != self._state.generation.tag:
-            self._state.forget_all(latest)
+        if (latest := self.generation).tag != self.catalog.generation.tag:
+            self.catalog.forget_all(latest)
         return latest
 
     def expect(self, expected: ExpectedReturn) -> None:
         """See `base.Store.expect`."""
-        self._state.expect(expected)
+        self.catalog.expect(expected)
 
-    def came_back(self, session: Hashable) -> None:
-        """See `base.Store.came_back`."""
-        self._state.came_back(session)
+    def session_returned(self, session: Hashable) -> None:
+        """See `base.Store.session_returned`."""
+        self.catalog.session_returned(session)
 
-    def reads(
+    def protect_chain(
         self, session: Hashable, leaves: Sequence[ChunkKey], until_s: float, tenant: bytes = b""
     ) -> None:
-        """See `base.Store.reads`."""
-        self._state.reads(session, leaves, until_s, tenant, expire=not self._is_served)
+        """See `base.Store.protect_chain`."""
+        self.catalog.protect_chain(session, leaves, until_s, tenant, is_served=self._is_served)
 
     def decline(self, chunks: Sequence[StoredChunk]) -> None:
-        """See `base.Store.decline`. Where there is an I/O thread, that looks at it later."""
+        """See `base.Store.decline`. Where there is an I/O thread, it does that later."""
         if self._is_served:
-            self._state.declined.append(chunks)
+            self.catalog.decline(chunks)
         else:
-            with self._state.lock:
-                self._tiers.demote(chunks)
+            self.catalog.demote(chunks)
 
     @property
     def reading_bytes(self) -> Mapping[Tier, int]:
         """See `base.Store.reading_bytes`."""
-        return {tier: n for tier, n in self._state.reading_bytes.items() if n}
+        return {tier: n for tier, n in self.catalog.loads.waiting_bytes.items() if n}
 
     def take_timings(self) -> list[ReadTiming]:
         """See `base.Store.take_timings`."""
-        timings = self._state.timings
+        timings = self.catalog.loads.timings
         return [timings.popleft() for _ in range(len(timings))]
 
     def flush(self, deadline_s: float) -> bool:
@@ -273,18 +249,18 @@ class ArtifactStore:
 
     def close(self, deadline_s: float = 30.0) -> None:
         """See `base.Store.close`. Pending restores fail as `closed`."""
-        if self._closed:
+        if self._is_closed:
             return
-        self._closed = True
+        self._is_closed = True
         self._freezer.stop()
         if self.sharing is not None:
             self.sharing.serve_under(0)
         io_thread, self._io_thread = self._io_thread, None
         if io_thread is not None:
-            started_s = self._state.clock()
+            started_s = self.catalog.clock()
             if not self._flush(deadline_s):
                 logger.warning("closing before everything was written to SSD")
-            if not io_thread.stop(max(0.0, deadline_s - (self._state.clock() - started_s))):
+            if not io_thread.stop(max(0.0, deadline_s - (self.catalog.clock() - started_s))):
                 # A device may still write into the arena: it must never be unmapped.
                 logger.error("a transfer did not end; the DRAM arena is kept until exit")
                 _kept_arenas.append(self.arena)
@@ -292,41 +268,45 @@ class ArtifactStore:
         del io_thread  # its views would keep the memory
         self.arena.close()
 
+    # --- for tests, benchmarks and diagnosis ------------------------------------------------------
+
+    def run_io_round(self) -> bool:
+        """Do one round of the I/O thread's work, for a store opened with `run_io=False`."""
+        assert self._io_thread is not None
+        return self._io_thread.step()
+
+    def snapshot(self) -> Snapshot:
+        """Count what is under way."""
+        return self.catalog.snapshot()
+
     def leave_to_ssd(self) -> None:
         """Drop every DRAM copy that is on SSD too and not in use: to measure the SSD."""
-        with self._state.lock:
-            used = set(self._tiers.in_use())
-            for artifact in list(self._tiers.index.artifacts()):
-                if artifact.dram is not None and artifact.ssd is not None and artifact not in used:
-                    self._tiers.drop(artifact, Tier.DRAM)
+        self.catalog.leave_to_ssd()
 
     def publish_gauges(self) -> None:
         """Write occupancy into the recorder now."""
-        with self._state.lock:
-            self._tiers.publish_gauges()
+        self.catalog.publish_gauges()
 
     def check_integrity(self) -> None:
         """Raise AssertionError if index, slots and accounts disagree."""
-        with self._state.lock:
-            self._tiers.check_integrity()
+        self.catalog.check_integrity()
 
     def _flush(self, deadline_s: float) -> bool:
-        state = self._state
-        if self._state.config.ssd_dir is None:
-            return True
-        with state.lock:
-            state.flushing = True
-            state.lock.notify_all()
-            if state.write_again_s < math.inf:
-                state.write_again_s = 0.0  # a pause ends early: once more, then that is that
-            state.lock.wait_for(lambda: state.drained or not state.may_write, timeout=deadline_s)
-            state.flushing = False
-            return state.drained
+        return self.catalog.config.ssd_dir is None or self.catalog.flush(deadline_s)
 
     @property
     def _is_served(self) -> bool:
-        return self._io_thread is not None and self._state.io_alive
+        return self._io_thread is not None and self.catalog.io_alive
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._is_closed:
             raise StoreClosedError("the artifact store is closed")
+
+
+def _open_budget(config: StoreConfig, catalog: Catalog, io_thread: IoThread) -> None:
+    """Limit the writes of a day, going on with what the last engine left of the budget."""
+    if config.ssd_write_bytes_per_day is not None:
+        budget = WriteBudget(config.ssd_write_bytes_per_day, catalog.clock, time.time)
+        if io_thread.ssd is not None:
+            io_thread.ssd.rows.recall_budget(budget)
+        catalog.set_write_budget(budget)

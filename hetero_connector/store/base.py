@@ -207,9 +207,9 @@ class Store(Protocol):
     def reset(self) -> bool:
         """Forget every artifact in every tier, for good: no later process finds one either.
 
-        Running restores and saves end harmlessly. Waits for the disk, a few seconds at most. False,
-        with one line in the log, where the SSD could not be told: it is not used any more by this
-        process, but the next would find what it holds.
+        Running restores and saves end harmlessly. Waits for the disk, a few seconds at most.
+        False, with one line in the log, where the SSD could not be told: it is not used any more
+        by this process, but the next would find what it holds.
         """
         ...
 
@@ -224,18 +224,18 @@ class Store(Protocol):
         """
         ...
 
-    def came_back(self, session: Hashable) -> None:
-        """It is back: what is not staged yet is left to its restore."""
+    def session_returned(self, session: Hashable) -> None:
+        """Expect the session no longer: its restore reads what is not staged yet."""
         ...
 
-    def reads(
+    def protect_chain(
         self, session: Hashable, leaves: Sequence[ChunkKey], until_s: float, tenant: bytes = b""
     ) -> None:
-        """The session may come back to its chain: until then, by the store's clock, it leaves last.
+        """Let the session's chain leave the tiers last, until then by the store's clock.
 
-        `leaves`: where the chain may end, deepest first; the first of them that is here counts.
-        Forks share what they have in common. Replaces what the session read before. `tenant`:
-        whose session it is; of more than the store counts each tenant has its share.
+        `leaves`: where the chain may end, deepest first; the first of them that is stored counts.
+        Forks share their common chunks. Replaces the session's earlier chain. `tenant`: of more
+        sessions than the store remembers each tenant has its share.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""When what fails again and again is not tried any more for a while."""
+"""Pause what fails again and again."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Breaker:
         """Return whether the next failure is one too many."""
         return self.failures == MAX_FAILURES - 1
 
-    def succeeded(self) -> None:
-        """A success ends the row."""
+    def reset(self) -> None:
+        """End the row of failures: a success."""
         self.failures = 0
 
-    def failed(self) -> bool:
-        """Count a failure; True from the one on that is one too many."""
+    def count_failure(self) -> bool:
+        """Count a failure; return whether it is one too many."""
         self.failures += 1
         return self.failures >= MAX_FAILURES
 
-    def try_again(self) -> None:
-        """The pause is over: the next attempt decides."""
+    def allow_one(self) -> None:
+        """End a pause: the next attempt decides."""
         self.failures = MAX_FAILURES - 1

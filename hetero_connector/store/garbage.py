@@ -40,7 +40,8 @@ class Freezer:
     """Freezes the heap after full collections, whenever a big index has grown.
 
     What survives a full collection was in use a moment ago, so hardly any garbage is kept: what
-    was in flight, is part of a cycle and has ended since. Objects without cycles are freed as ever.
+    was in flight, is part of a cycle and has ended since. Objects without cycles are freed as
+    ever.
     """
 
     def __init__(self, index: PrefixIndex) -> None:

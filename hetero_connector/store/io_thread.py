@@ -1,11 +1,11 @@
-"""The store's I/O thread: the only one to touch files, the journal and checksums.
+"""The store's I/O thread: the only one that touches files, the journal and checksums.
 
-Restores come first: a prefetch is started only while no read is queued or under way, a batch of
-writes too, unless it has waited for a second. Both are small enough that a restore arriving
-meanwhile does not wait long. Checksums, and with them what the fleet is shown, wait for no read.
+Restores come first: a prefetch begins only while no read is queued or under way, a batch of writes
+too, unless it has waited for a second. Both are small enough that a restore arriving meanwhile
+does not wait long. Checksums, and with them what the fleet is shown, wait for no read.
 
-Nothing here may wait for the disk: transfers are polled, and what may hang in the kernel (syncs,
-the journal) is called beside this thread (`journal_rows`).
+Nothing here waits for the disk: transfers are polled, and what may hang in the kernel (syncs, the
+journal) runs on threads of its own (`ssd.journal_rows`).
 """
 
 from __future__ import annotations
@@ -14,34 +14,79 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from hetero_connector.artifacts.record import Tier
-from hetero_connector.store.base import Failure
-from hetero_connector.store.catalog.state import StoreState
-from hetero_connector.store.peers.adopter import Adopter
+from hetero_connector.metrics import Recorder
+from hetero_connector.store.batch_runner import BatchRunner
+from hetero_connector.store.catalog.catalog import Catalog
+from hetero_connector.store.checksums import Checksums
+from hetero_connector.store.peers.adopter import Adoption, AdoptionBatch
 from hetero_connector.store.peers.ports import PeerPort
-from hetero_connector.store.peers.reader import PeerReader
-from hetero_connector.store.prefetch.prefetcher import Prefetcher
-from hetero_connector.store.prefetch.weighing import PrefetchCosts
-from hetero_connector.store.ssd.admission import Admission
+from hetero_connector.store.peers.reader import PeerReadBatch, PeerReads
 from hetero_connector.store.ssd.journal_rows import JournalRows
-from hetero_connector.store.ssd.reader import Reader, SizeOf
+from hetero_connector.store.ssd.reader import SizeOf, SsdReadBatch, SsdReads
 from hetero_connector.store.ssd.tier import Ssd
-from hetero_connector.store.ssd.write_budget import WriteBudget
 from hetero_connector.store.ssd.write_health import WriteHealth
-from hetero_connector.store.ssd.writer import Spiller
+from hetero_connector.store.ssd.writer import SsdWrites, WriteBatch
 
 logger = logging.getLogger("vllm.heterocache")
 
 _MIN_POLL_S, _MAX_POLL_S = 20e-6, 2e-3
 _IDLE_S = 1.0
-_TOUCH_S = 30.0
+_HOUSEKEEPING_S = 30.0
 _JOURNAL_CLOSE_S = 0.5
 _PEER_CLOSE_S = 0.5
 """A peer that was stopped is not waited for."""
+
+
+class SsdIo:
+    """The two devices of the SSD tier, and its journal."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        ssd: Ssd,
+        checksums: Checksums,
+        recorder: Recorder,
+        size_of: SizeOf | None,
+        is_reading: Callable[[], bool],
+    ) -> None:
+        """`is_reading`: whether reads are under way, to which writes yield."""
+        self.rows = JournalRows(catalog, ssd.directory)
+        self.health = WriteHealth(catalog, ssd.directory.path)
+        self.read_device = SsdReads(catalog, ssd, checksums, size_of)
+        self.reads = BatchRunner[SsdReadBatch](self.read_device, catalog.clock)
+        self.write_device = SsdWrites(catalog, ssd, self.rows, self.health, recorder, is_reading)
+        self.writes = BatchRunner[WriteBatch](self.write_device, catalog.clock)
+        self._transfer = ssd.transfer
+
+    def close(self, timeout_s: float) -> bool:
+        """Close the files; False if a transfer may still touch the arena."""
+        if not self._transfer.close(timeout_s):
+            return False  # the files stay open, and so must the arena
+        if not self.rows.close(max(timeout_s, _JOURNAL_CLOSE_S)):
+            logger.error("the disk does not answer; the SSD tier's files stay open until exit")
+        return True
+
+
+class FleetIo:
+    """The two devices of a fleet: peers and orphaned storage."""
+
+    def __init__(
+        self, catalog: Catalog, memory: npt.NDArray[np.uint8], port: PeerPort, recorder: Recorder
+    ) -> None:
+        self.peer_device = PeerReads(catalog, memory, port, recorder)
+        self.peers = BatchRunner[PeerReadBatch](self.peer_device, catalog.clock)
+        self.adoption_device = Adoption(catalog, memory, port.peers)
+        self.adoption = BatchRunner[AdoptionBatch](self.adoption_device, catalog.clock)
+
+    def close(self, timeout_s: float) -> bool:
+        """End all reads; False if one may still write into the arena."""
+        is_closed = self.peer_device.close(timeout_s)
+        return self.adoption_device.close(timeout_s) and is_closed
 
 
 class IoThread:
@@ -49,28 +94,26 @@ class IoThread:
 
     def __init__(
         self,
-        state: StoreState,
+        catalog: Catalog,
         memory: npt.NDArray[np.uint8],
-        ssd: Ssd | None,
-        prefetch_costs: PrefetchCosts,
+        recorder: Recorder,
+        ssd: Ssd | None = None,
         port: PeerPort | None = None,
         size_of: SizeOf | None = None,
     ) -> None:
-        self._state = state
-        self._ssd = ssd
-        self._peer_reader = None if port is None else PeerReader(state, memory, port)
-        self._adopter = None if port is None else Adopter(state, memory, port.peers)
-        state.reads_peers = port is not None
-        self._reader = Reader(state, memory, ssd, size_of)
-        self._prefetcher = Prefetcher(state, self._reader, prefetch_costs)
-        self._rows = JournalRows(state, None if ssd is None else ssd.directory)
-        self._health = WriteHealth(state, None if ssd is None else ssd.directory.path)
-        self._budget = self._open_budget()
-        admission = Admission(self._budget, state.tiers.seconds_saved.in_prefills)
-        self._spiller = Spiller(state, memory, ssd, self._rows, self._health, admission)
+        """`memory`: the arena, `[size_bytes] uint8`. `ssd` and `port`: None without such a tier."""
+        self.checksums = Checksums(catalog, memory)
+        self.ssd = (
+            None
+            if ssd is None
+            else SsdIo(catalog, ssd, self.checksums, recorder, size_of, self._is_reading)
+        )
+        self.fleet = None if port is None else FleetIo(catalog, memory, port, recorder)
+        self._catalog = catalog
+        self._recorder = recorder
         self._thread = threading.Thread(target=self._run, name="heterocache-io", daemon=True)
-        self._stop_by_s = float("inf")
-        self._clean = False
+        self._stop_by_s = math.inf
+        self._is_clean = False
 
     def start(self) -> None:
         """Start the thread."""
@@ -81,51 +124,64 @@ class IoThread:
 
         False if a transfer or the thread would not end: the arena must then stay mapped.
         """
-        state = self._state
-        with state.lock:
-            state.closing = True
-            self._stop_by_s = state.clock() + deadline_s
-            for load in list(state.loading.values()):
-                state.disown(load, Failure.CLOSED)
-                state.withdraw(load)
-            state.lock.notify_all()
+        self._stop_by_s = self._catalog.clock() + deadline_s
+        self._catalog.begin_close()
         self._thread.join(deadline_s + _IDLE_S)
-        return not self._thread.is_alive() and self._clean
+        return not self._thread.is_alive() and self._is_clean
 
     def step(self) -> bool:
-        """One round without waiting; True if anything moved. For this thread, or in its place."""
-        state = self._state
-        state.step_began_s = state.clock()
-        expiring = self._expire()
-        moved = self._reader.step() or expiring
-        moved = self._reader.check_sample() or moved
-        if self._peer_reader is not None:
-            moved = self._peer_reader.step() or moved
-        if self._adopter is not None:
-            moved = self._adopter.step() or moved
-        moved = self._spiller.step(self._reading) or moved
-        may_start = not (self._reading or state.has_loads or state.closing) and state.ssd_readable
-        moved = self._prefetcher.step(may_start) or moved
-        state.step_began_s = math.inf
+        """Do one round without waiting; return whether anything changed.
+
+        Called by this thread, or by a test in its place.
+        """
+        catalog = self._catalog
+        catalog.step_began_s = catalog.clock()
+        moved = catalog.expire()
+        if self.ssd is not None:
+            moved = self.ssd.reads.step() or moved
+        moved = self.checksums.check() or moved
+        if self.fleet is not None:
+            moved = self.fleet.peers.step() or moved
+            moved = self.fleet.adoption.step() or moved
+        moved = self.checksums.make(reading=self._is_reading()) or moved
+        if self.ssd is not None:
+            moved = self.ssd.writes.step() or moved
+            moved = self._prefetch(self.ssd) or moved
+        catalog.step_began_s = math.inf
         return moved
 
-    def _expire(self) -> bool:
-        """What has a time to live: copies of what others own, and readers; whether more is due.
+    def housekeep(self) -> None:
+        """Do what is due twice a minute."""
+        self._catalog.queue_used_writes()
+        if self.fleet is not None:
+            self.fleet.peer_device.forget_ended()
+        budget = self._catalog.writes.admission.budget
+        if budget is not None:
+            self._recorder.set("heterocache_ssd_written_24h_bytes", budget.spent_today_bytes)
+        if self.ssd is not None:
+            self.ssd.rows.touch(self.ssd.health.give_up)
 
-        A few at a time: the scheduler waits for the lock.
-        """
-        state = self._state
-        is_left = False
-        for mortal in (state.replicas, state.readers):
-            if mortal.look_s <= state.clock():
-                with state.lock:
-                    is_left = mortal.expire() or is_left
-        return is_left
+    def _prefetch(self, ssd: SsdIo) -> bool:
+        catalog = self._catalog
+        is_idle = not (self._is_reading() or catalog.has_loads or catalog.closing)
+        moved, loads = catalog.next_prefetch(may_start=is_idle and catalog.ssd_readable)
+        if loads:
+            ssd.reads.add(ssd.read_device.batch(loads))
+        return moved
 
-    @property
-    def _reading(self) -> bool:
-        others = (self._peer_reader, self._adopter)
-        return self._reader.active or any(x is not None and x.active for x in others)
+    def _is_reading(self) -> bool:
+        """Return whether reads are under way that somebody may wait for."""
+        fleet = self.fleet is not None and (self.fleet.peers.active or self.fleet.adoption.active)
+        return bool(fleet or (self.ssd is not None and self.ssd.reads.active))
+
+    def _is_writing(self) -> bool:
+        """Return whether a write or a call of the journal is under way that will end soon."""
+        ssd = self.ssd
+        return (
+            ssd is not None
+            and bool(ssd.writes.active or ssd.rows.is_busy)
+            and not ssd.write_device.is_stalled()
+        )
 
     def _run(self) -> None:
         try:
@@ -133,92 +189,36 @@ class IoThread:
         except Exception:
             # A bug: say so, and let the engine go on with what is in DRAM.
             logger.exception("The store's I/O thread ended; SSD is not used any more")
-            self._give_up()
+            self._catalog.on_io_death()
         finally:
-            self._clean = self._close()
+            self._is_clean = self._close()
 
     def _serve(self) -> None:
-        pause_s, touch_due_s = _MIN_POLL_S, self._state.clock() + _TOUCH_S
-        while not self._finished():
+        catalog = self._catalog
+        pause_s, housekeeping_due_s = _MIN_POLL_S, catalog.clock() + _HOUSEKEEPING_S
+        while not self._has_finished():
             if self.step():
                 pause_s = _MIN_POLL_S
-            elif self._reading or self._spiller.active:
+            elif self._is_reading() or self._is_writing():
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MAX_POLL_S)
             else:
-                self._wait()
-            if self._state.clock() >= touch_due_s:
-                touch_due_s = self._state.clock() + _TOUCH_S
-                self._touch()
+                rows_due_s = math.inf if self.ssd is None else self.ssd.rows.due_s
+                catalog.wait(_IDLE_S, rows_due_s=rows_due_s)
+            if catalog.clock() >= housekeeping_due_s:
+                housekeeping_due_s = catalog.clock() + _HOUSEKEEPING_S
+                self.housekeep()
 
-    def _finished(self) -> bool:
-        state = self._state
-        if not state.closing:
+    def _has_finished(self) -> bool:
+        catalog = self._catalog
+        if not catalog.closing:
             return False
-        busy = self._reading or self._spiller.active or state.has_loads
-        return not busy or state.clock() >= self._stop_by_s
-
-    def _wait(self) -> None:
-        """Sleep until there is something to do, at most a second."""
-        state = self._state
-        with state.lock:
-            state.refresh_gauges()
-            if state.has_loads or state.closing or self._rows.due:
-                return
-            timeout_s = min(_IDLE_S, self._prefetcher.wake_s - state.clock())
-            if self._spiller.waits_for_rows:
-                timeout_s = min(timeout_s, self._rows.retry_s - state.clock())
-            elif state.spills:
-                due_s = 0.0 if state.flushing else state.spills.first.due_s
-                timeout_s = min(timeout_s, due_s - state.clock())
-            if timeout_s > 0:
-                state.lock.wait(timeout_s)
-
-    def _give_up(self) -> None:
-        state = self._state
-        with state.lock:
-            state.io_alive = False
-            state.ssd_writable = False
-            state.ssd_readable = False
-            state.stop_writing()
-            state.spilling = 0
-            state.fail(Failure.IO_ERROR, Tier.SSD)
-            for load in list(state.loading.values()):
-                state.disown(load, Failure.IO_ERROR)
-                state.withdraw(load)
-            state.publish_health()
-            state.lock.notify_all()
-
-    def _open_budget(self) -> WriteBudget | None:
-        per_day = self._state.config.ssd_write_bytes_per_day
-        if per_day is None:
-            return None
-        budget = WriteBudget(per_day, self._state.clock, time.time)
-        self._rows.recall_budget(budget)
-        return budget
-
-    def _touch(self) -> None:
-        self._spiller.ask_again()
-        if self._peer_reader is not None:
-            self._peer_reader.forget_ended()
-        if self._budget is not None:
-            self._state.recorder.set(
-                "heterocache_ssd_written_24h_bytes", self._budget.spent_today_bytes
-            )
-        self._rows.touch(self._health.give_up)
+        is_busy = self._is_reading() or self._is_writing() or catalog.has_loads
+        return not is_busy or catalog.clock() >= self._stop_by_s
 
     def _close(self) -> bool:
-        closing = [x for x in (self._peer_reader, self._adopter) if x is not None]
-        let_go = [x.close(_PEER_CLOSE_S) for x in closing]
-        return self._close_ssd() and all(let_go)
-
-    def _close_ssd(self) -> bool:
-        if self._ssd is None:
-            return True
-        remaining_s = max(0.1, min(10.0, self._stop_by_s - self._state.clock()))
-        if not self._ssd.transfer.close(remaining_s):
-            return False  # the files stay open, and so must the arena
-        remaining_s = max(_JOURNAL_CLOSE_S, min(10.0, self._stop_by_s - self._state.clock()))
-        if not self._rows.close(remaining_s):
-            logger.error("the disk does not answer; the SSD tier's files stay open until exit")
-        return True
+        is_clean = self.fleet is None or self.fleet.close(_PEER_CLOSE_S)
+        if self.ssd is None:
+            return is_clean
+        remaining_s = max(0.1, min(10.0, self._stop_by_s - self._catalog.clock()))
+        return self.ssd.close(remaining_s) and is_clean

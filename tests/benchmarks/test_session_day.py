@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.agent_sessions import scaled, synthetic, token_turns
 from benchmarks.session_day import SCALES, DayResult, Limits, SessionDay, starts_over_a_day
-from hetero_connector.store.ssd.write_budget import DAY_S, burst_bytes
+from hetero_connector.store.catalog.write_budget import DAY_S, burst_bytes
 
 _DRAM_CHUNKS = 96
 _RESTART_S = DAY_S / 2

@@ -183,14 +183,14 @@ def assert_no_leaks(llm: Any) -> None:
     store, saver = side._store, side._saver
     assert store.flush(60.0)  # what is being written is pinned
     store.check_integrity()
-    tiers = store._tiers
-    until(lambda: not tiers.in_use())  # a sampled hit is pinned while it is checked
-    assert len(tiers._holds) == 0
+    tiers = store.catalog.tiers
+    until(lambda: not tiers.pinned())  # a sampled hit is pinned while it is checked
+    assert len(tiers._pins) == 0
     artifacts = list(tiers.index.artifacts())
     assert all(artifact.sealed for artifact in artifacts)
     for kind in tiers.dram.geometry.stride_bytes:
         in_dram = [a for a in artifacts if a.state_type is kind and a.dram]
-        assert tiers.dram.used(kind) == len(in_dram)
+        assert tiers.dram.num_used(kind) == len(in_dram)
     assert (side._trackers, side._admissions.loading, side._replays._running) == ({}, {}, {})
     assert (side._admissions.admitted, side._predictions._open) == ([], {})
     assert not side._early
@@ -205,10 +205,10 @@ def forget_checkpoints(llm: Any) -> None:
     settle(llm)
     store = scheduler_side(llm)._store
     assert store.flush(30.0)
-    with store._state.lock:
+    with store.catalog.locked():
         for artifact in sealed(llm):
             if artifact.state_type.family is Family.BOUNDARY:
-                store._tiers.forget(artifact)
+                store.catalog.tiers.forget(artifact)
 
 
 @contextmanager
@@ -221,16 +221,16 @@ def no_restores(llm: Any) -> Iterator[None]:
 
 def sealed(llm: Any) -> list[Artifact]:
     """Return every sealed artifact."""
-    return [a for a in scheduler_side(llm)._store._tiers.index.artifacts() if a.sealed]
+    return [a for a in scheduler_side(llm)._store.catalog.tiers.index.artifacts() if a.sealed]
 
 
 @contextmanager
 def wiped(llm: Any, state_type: StateType) -> Iterator[None]:
     """Set the stored bytes of one state type to zero in DRAM; no sampled hit reveals it."""
     store = scheduler_side(llm)._store
-    samples = store._state.samples
+    samples = store.catalog.samples
     assert store.flush(30.0)  # the checksums are those of the right bytes
-    until(lambda: not samples and not store._tiers.in_use())
+    until(lambda: not samples and not store.catalog.tiers.pinned())
     spans = [
         store.arena.view[a.dram_offset :][: a.size_bytes]
         for a in sealed(llm)
@@ -251,7 +251,7 @@ def leave_on_ssd_only(llm: Any) -> None:
     settle(llm)
     store = scheduler_side(llm)._store
     assert store.flush(30.0)
-    until(lambda: not store._tiers.in_use())  # a sampled hit is pinned while it is checked
+    until(lambda: not store.catalog.tiers.pinned())  # a sampled hit is pinned while it is checked
     assert all(artifact.ssd is not None for artifact in sealed(llm))
     store.leave_to_ssd()
 

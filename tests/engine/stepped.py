@@ -141,4 +141,4 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 
 def in_use(engine: Engine) -> list:  # type: ignore[type-arg]
-    return engine.store._tiers.in_use()
+    return engine.store.catalog.tiers.pinned()

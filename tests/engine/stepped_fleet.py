@@ -95,7 +95,7 @@ class Fleet:
 
     def records(self, engine: Engine) -> dict[ArtifactId, ArtifactRecord]:
         """Return the directory's records of everything that an engine stores."""
-        stored = list(engine.store._tiers.index.artifacts())
+        stored = list(engine.store.catalog.tiers.index.artifacts())
         keys = [a.node.key for a in stored]
         view = MemoryDirectory.lookup(self.directory, keys)
         pairs = zip(stored, view.chunks, strict=True)
@@ -105,7 +105,7 @@ class Fleet:
         """Wait until all that the engine stores is claimed and the engine knows the owners."""
 
         def judged() -> bool:
-            stored = list(engine.store._tiers.index.artifacts())
+            stored = list(engine.store.catalog.tiers.index.artifacts())
             known = self.records(engine)
             return len(known) == len(stored) and all(a.token or a.replica for a in stored)
 

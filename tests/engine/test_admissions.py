@@ -95,10 +95,10 @@ def test_a_replay_that_begins_earlier_is_as_exact(engine_of: Engines) -> None:
     engine = Engine(model, window_replay=WindowReplay.of(model))
     engine.side._restorer._planner.replay_when_missing = True
     engine.run(FakeRequest("a", tokens(400)))
-    with engine.store._state.lock:
-        for artifact in list(engine.store._tiers.index.artifacts()):
+    with engine.store.catalog.locked():
+        for artifact in list(engine.store.catalog.tiers.index.artifacts()):
             if artifact.state_type is SWA:
-                engine.store._tiers.forget(artifact)
+                engine.store.catalog.tiers.forget(artifact)
     request = FakeRequest("b", tokens(420))
     meta = admitted(engine, request, 304, 256)
     (load,) = meta.loads

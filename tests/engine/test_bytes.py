@@ -92,7 +92,7 @@ def stored_bytes(llm: Any, tier: Tier) -> dict[StateType, int]:
 
 
 def _accounts(llm: Any) -> dict[tuple[Tier, StateType], int]:
-    return dict(scheduler_side(llm)._store._tiers._bytes)
+    return dict(scheduler_side(llm)._store.catalog.tiers._bytes)
 
 
 def test_every_artifact_has_its_useful_bytes_and_no_more(llm: Any, model: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from hetero_connector.artifacts.record import ArtifactId, Tier
 from hetero_connector.spec import StateType
-from hetero_connector.store.catalog.evictability import Standing
+from hetero_connector.store.catalog.evictability import Evictability
 from ownership.directory import ArtifactRecord
 from tests.engine.fakes import DENSE, HYBRID, FakeRequest
 from tests.engine.stepped import CHUNK, Engine, tokens
@@ -50,7 +50,7 @@ def continuing(fleet: Fleet, folder: Path, name: str, **given: Any) -> Engine:
     assert engine.run(FakeRequest("first", PROMPT)) == 4 * CHUNK
     fleet.settle(engine)
     assert engine.store.flush(WAIT_S)
-    artifacts = list(engine.store._tiers.index.artifacts())
+    artifacts = list(engine.store.catalog.tiers.index.artifacts())
     ours, theirs = [a for a in artifacts if a.token], [a for a in artifacts if a.replica]
     assert len(ours) + len(theirs) == len(artifacts)
     assert {a.node.chunk.end for a in theirs} == {CHUNK, 2 * CHUNK, 3 * CHUNK, 4 * CHUNK}
@@ -74,7 +74,7 @@ def test_after_a_restart_the_beginning_comes_from_its_owner_and_the_rest_from_ss
     bob = join(fleet, tmp_path, "bob")
     assert bob.run(FakeRequest("second", PROMPT)) == RESTORED
     assert hits(fleet, bob) == {Tier.PEER: 4 * CHUNK, Tier.SSD: RESTORED - 4 * CHUNK}
-    assert bob.store._tiers.index.gaps == 0
+    assert bob.store.catalog.tiers.index.gaps == 0
     # The next time all of it is here.
     assert bob.run(FakeRequest("third", PROMPT)) == RESTORED
     assert hits(fleet, bob)[Tier.PEER] == 4 * CHUNK
@@ -106,7 +106,7 @@ def test_tokens_of_the_gap_in_the_engines_own_pages_are_not_looked_up(
     bob.finish(request)
     bob.step()
     assert hits(fleet, bob) == {Tier.SSD: RESTORED - 4 * CHUNK}
-    assert bob.store._tiers.index.gaps == 0, "and from its pages the gap is closed again"
+    assert bob.store.catalog.tiers.index.gaps == 0, "and from its pages the gap is closed again"
 
 
 def test_a_gap_without_any_copy_is_a_miss_until_it_is_computed_again(
@@ -122,7 +122,7 @@ def test_a_gap_without_any_copy_is_a_miss_until_it_is_computed_again(
     assert bob.run(FakeRequest("second", PROMPT)) == 0
     fleet.settle(bob)
     assert bob.store.flush(WAIT_S)
-    artifacts = list(bob.store._tiers.index.artifacts())
+    artifacts = list(bob.store.catalog.tiers.index.artifacts())
     assert all(a.ssd is not None for a in artifacts), "all of it is its own by now"
     anew = {a.node.chunk.end for a in artifacts if a.dram is not None}
     assert anew == {CHUNK, 2 * CHUNK, 3 * CHUNK, 4 * CHUNK}, "what was there is not saved again"
@@ -153,7 +153,7 @@ def test_a_full_dram_evicts_copies_before_the_chunks_after_them(
     assert bob.run(FakeRequest("other", other)) == 0
     fleet.settle(bob)
     assert bob.store.flush(WAIT_S), "what is being written keeps its place in DRAM"
-    index = bob.store._tiers.index
+    index = bob.store.catalog.tiers.index
     until(lambda: index.gaps > 0 or not any(a.replica for a in index.artifacts()))
     assert index.gaps > 0
     assert bob.run(FakeRequest("second", PROMPT)) == RESTORED
@@ -167,15 +167,15 @@ def test_a_checkpoint_alone_does_not_count_as_the_chunk(tmp_path: Path) -> None:
     with joined(HYBRID) as fleet:
         owning(fleet, tmp_path, "ann")
         bob = continuing(fleet, tmp_path, "bob")
-        store, index = bob.store, bob.store._tiers.index
+        store, index = bob.store, bob.store.catalog.tiers.index
         fourth = next(n for n in index.nodes.values() if n.chunk.end == 4 * CHUNK)
         assert store.sharing is not None
         store.sharing.judged({ArtifactId(fourth.key, StateType.WINDOW_SWA): 9}, ())
         assert store.flush(WAIT_S)
-        with store._state.lock:
+        with store.catalog.locked():
             theirs = fourth.artifacts[StateType.DENSE_KV]
-            assert index.standing(theirs, Tier.DRAM) is not Standing.HELD
-            store._tiers.drop(theirs, Tier.DRAM)
+            assert index.evictability(theirs, Tier.DRAM) is not Evictability.BLOCKED
+            store.catalog.tiers.drop(theirs, Tier.DRAM)
             assert index.gaps == 0
         assert bob.run(FakeRequest("second", PROMPT)) == RESTORED
         assert hits(fleet, bob)[Tier.PEER] == 5 * CHUNK, "the fourth chunk once more"
@@ -193,7 +193,7 @@ def test_a_dead_engines_continuation_is_adopted_with_its_beginning_from_a_third(
     assert hits(fleet, cay) == {Tier.PEER: 4 * CHUNK, Tier.SSD: RESTORED - 4 * CHUNK}
     fleet.settle(cay)
     assert cay.store.flush(WAIT_S)
-    adopted = [a for a in cay.store._tiers.index.artifacts() if a.token]
+    adopted = [a for a in cay.store.catalog.tiers.index.artifacts() if a.token]
     assert adopted
     assert all(a.ssd is not None for a in adopted)
     cay.side.close()
@@ -204,7 +204,7 @@ def test_a_dead_engines_continuation_is_adopted_with_its_beginning_from_a_third(
 
 def _owned(fleet: Fleet, engine: Engine) -> list[ArtifactRecord]:
     """Return the directory's records of the artifacts that an engine owns."""
-    ours = {a.id for a in engine.store._tiers.index.artifacts() if a.token}
+    ours = {a.id for a in engine.store.catalog.tiers.index.artifacts() if a.token}
     return [record for artifact, record in fleet.records(engine).items() if artifact in ours]
 
 
@@ -215,10 +215,10 @@ def test_a_peers_chunks_after_a_local_gap_are_found(fleet: Fleet, tmp_path: Path
     second = [*PROMPT, *tokens(50, seed=3)]
     assert ann.run(FakeRequest("second", second)) == RESTORED
     fleet.settle(ann)
-    with ann.store._state.lock:
-        for artifact in list(ann.store._tiers.index.artifacts()):
+    with ann.store.catalog.locked():
+        for artifact in list(ann.store.catalog.tiers.index.artifacts()):
             if artifact.replica:
-                ann.store._tiers.forget(artifact)
+                ann.store.catalog.tiers.forget(artifact)
     fleet.settle(ann)
     until(lambda: not any(h.replicas for h in _owned(fleet, bob)))
     bob.side.close()

@@ -189,7 +189,7 @@ def test_a_late_timing_is_compared_with_its_own_step(engine: Engine) -> None:
 
 def test_reads_of_the_store_teach_the_ssd(engine: Engine) -> None:
     for _ in range(20):
-        engine.store._state.timings.append(ReadTiming(Tier.SSD, {KV: 1 << 20}, 0, 0.125))
+        engine.store.catalog.loads.timings.append(ReadTiming(Tier.SSD, {KV: 1 << 20}, 0, 0.125))
         step(engine)
     assert engine.costs.load.errors(Tier.SSD).count == 20
     assert engine.costs.load.predict(Tier.SSD, {KV: 1 << 20}) == pytest.approx(0.125, rel=0.1)
@@ -202,9 +202,9 @@ def test_reads_while_computing_are_learned_apart_from_idle_ones(
     engine.admit(FakeRequest("a", tokens(20_000)))
     for _ in range(20):
         step(engine, a=1)
-        engine.store._state.timings.append(ReadTiming(Tier.SSD, {KV: 1 << 20}, 0, 0.25))
+        engine.store.catalog.loads.timings.append(ReadTiming(Tier.SSD, {KV: 1 << 20}, 0, 0.25))
         step(engine)
-        engine.store._state.timings.append(ReadTiming(Tier.SSD, {KV: 1 << 20}, 0, 0.125))
+        engine.store.catalog.loads.timings.append(ReadTiming(Tier.SSD, {KV: 1 << 20}, 0, 0.125))
         step(engine, a=1)
     load = engine.costs.load
     assert load.predict(Tier.SSD, {KV: 1 << 20}) == pytest.approx(0.125, rel=0.1)
@@ -218,7 +218,7 @@ def test_reads_that_were_given_up_are_lower_bounds(engine: Engine) -> None:
     for seconds in (1.0, 1e-6):
         for _ in range(4):
             timing = ReadTiming(Tier.SSD, size, 0, seconds, whole=False)
-            engine.store._state.timings.append(timing)
+            engine.store.catalog.loads.timings.append(timing)
             step(engine)
         assert engine.costs.load.predict(Tier.SSD, size) == pytest.approx(1.0, rel=0.1)
 
@@ -309,7 +309,7 @@ def test_the_engine_s_load_counts_running_requests(engine: Engine) -> None:
     engine.step(a=150, b=200)
     engine.ask(FakeRequest("c", tokens(200)))
     load = engine.side._engine_load(engine.side._trackers["c"])
-    assert (load.queued_tokens, load.running_decodes, load.waiting_tokens) == (50, 1, 0)
+    assert (load.queued_tokens, load.running_decodes, load.waiters_tokens) == (50, 1, 0)
     assert load.layerwise
     assert load.in_flight_bytes == {}
 
@@ -333,8 +333,8 @@ def test_requests_that_were_matched_earlier_are_ahead(engine: Engine) -> None:
     left = [(200 - 32), (200 - 192)]
     for name, waiting in (("computes", 0), ("new", sum(left)), ("later", sum(left) + 200)):
         load = engine.side._engine_load(trackers[name])
-        assert (load.queued_tokens, load.waiting_tokens) == (0, waiting)
+        assert (load.queued_tokens, load.waiters_tokens) == (0, waiting)
     engine.grow_table(engine.requests["computes"])
     engine.side.on_allocated(engine.requests["computes"], 0)  # type: ignore[arg-type]
     load = engine.side._engine_load(trackers["new"])
-    assert (load.queued_tokens, load.waiting_tokens) == (200, sum(left[1:]))
+    assert (load.queued_tokens, load.waiters_tokens) == (200, sum(left[1:]))

@@ -99,7 +99,7 @@ class Engine:
     def checkpoints(self) -> set[int]:
         """Return the boundaries, in tokens, whose boundary state is stored."""
         needed = set(self.side._layout.model.state_types)
-        nodes = self.side._store._tiers.index.nodes.values()
+        nodes = self.side._store.catalog.tiers.index.nodes.values()
         return {node.chunk.end for node in nodes if needed <= node.artifacts.keys()}
 
     def use_policy(self, name: str) -> None:

@@ -52,7 +52,7 @@ def test_a_read_artifact_is_a_listed_replica_and_not_a_second_owner(fleet: Fleet
     fleet.settle(bob)
     until(lambda: all(h.replicas for h in fleet.records(bob).values()))
     assert {record.owner for record in fleet.records(bob).values()} == owners
-    assert all(a.replica for a in bob.store._tiers.index.artifacts())
+    assert all(a.replica for a in bob.store.catalog.tiers.index.artifacts())
 
 
 def test_state_that_both_computed_is_written_to_ssd_by_its_owner_only(
@@ -67,8 +67,8 @@ def test_state_that_both_computed_is_written_to_ssd_by_its_owner_only(
         fleet.settle(engine)
     for engine in (ann, bob):
         assert engine.store.flush(WAIT_S)
-    assert all(a.ssd is not None for a in ann.store._tiers.index.artifacts())
-    assert all(a.ssd is None for a in bob.store._tiers.index.artifacts())
+    assert all(a.ssd is not None for a in ann.store.catalog.tiers.index.artifacts())
+    assert all(a.ssd is None for a in bob.store.catalog.tiers.index.artifacts())
     until(lambda: all(h.copy.on_ssd for h in fleet.records(ann).values()))
 
 
@@ -96,8 +96,8 @@ def test_a_replica_becomes_its_holders_own_when_the_owner_is_gone(fleet: Fleet) 
     bob.run(FakeRequest("b", PROMPT))
     fleet.settle(bob)
     ann.side.close()
-    until(lambda: all(a.token for a in bob.store._tiers.index.artifacts()))
-    assert not any(a.replica for a in bob.store._tiers.index.artifacts())
+    until(lambda: all(a.token for a in bob.store.catalog.tiers.index.artifacts()))
+    assert not any(a.replica for a in bob.store.catalog.tiers.index.artifacts())
     third = fleet.join("cay")
     assert third.run(FakeRequest("c", PROMPT)) == 3 * CHUNK + 32
 
@@ -137,7 +137,7 @@ def test_chunks_used_by_a_peers_session_are_evicted_last_at_their_owner(
     assert bob.run(FakeRequest("b", PROMPT)) == 3 * CHUNK + 32
     monkeypatch.setattr(sessions, "_PROTECTED_S", 0.0)
     ann.run(FakeRequest("other", tokens(2 * CHUNK, seed=30)))
-    until(lambda: bool(ann.store._state.readers.read_elsewhere()))
+    until(lambda: bool(ann.store.catalog.users.foreign_ends()))
     for seed in range(31, 35):
         ann.run(FakeRequest(f"other {seed}", tokens(2 * CHUNK, seed=seed)))
     assert ann.run(FakeRequest("again", PROMPT)) >= 3 * CHUNK

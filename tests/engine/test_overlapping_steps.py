@@ -20,9 +20,9 @@ from tests.engine.stepped import Engine, tokens
 def engine() -> Iterator[Engine]:
     engine = Engine(DENSE)
     yield engine
-    tiers = engine.store._tiers
-    assert tiers.in_use() == []
-    assert len(tiers._holds) == 0
+    tiers = engine.store.catalog.tiers
+    assert tiers.pinned() == []
+    assert len(tiers._pins) == 0
     assert all(a.sealed for a in tiers.index.artifacts())
     assert not engine.side.has_work
     engine.store.check_integrity()
@@ -142,9 +142,9 @@ def test_preempted_and_admitted_again_before_the_report(engine: Engine) -> None:
     second = schedule(engine, b=8)
     assert len(second.loads) == 1
     engine.report(first)
-    assert len(engine.store._tiers._holds) == 1, "the second load is still under way"
+    assert len(engine.store.catalog.tiers._pins) == 1, "the second load is still under way"
     engine.report(second)
-    assert len(engine.store._tiers._holds) == 0
+    assert len(engine.store.catalog.tiers._pins) == 0
     engine.finish(request)
     engine.step()
 

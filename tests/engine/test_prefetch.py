@@ -104,7 +104,7 @@ def serving(
         side = scheduler_side(llm)
         with (
             patch.object(side._sessions, "_clock", serving.clock),
-            patch.object(side.store._state, "clock", serving.clock),
+            patch.object(side.store.catalog, "clock", serving.clock),
         ):
             yield serving
 
@@ -116,7 +116,9 @@ def _empty(serving: Serving) -> Iterator[None]:
         yield
     settle(serving.llm)
     assert serving.store.flush(30.0)
-    until(lambda: not serving.store._tiers.in_use())  # a sampled hit is pinned while it is checked
+    until(
+        lambda: not serving.store.catalog.tiers.pinned()
+    )  # a sampled hit is pinned while it is checked
     serving.store.check_integrity()
 
 
@@ -168,7 +170,7 @@ def test_power_the_answer_is_computed_from_what_was_staged(serving: Serving) -> 
     serving.push_out(seed=16)
     serving.later(3600)
     until(outcome_counted(serving, "staged"))
-    staged = serving.store._tiers.prefetched._waiting
+    staged = serving.store.catalog.tiers.prefetched._waiting
     assert staged
     for artifact in staged:
         serving.store.arena.view[artifact.dram_offset :][: artifact.size_bytes] = 0
@@ -200,7 +202,7 @@ def test_spoiled_bytes_are_found_when_they_are_staged_and_the_turn_is_right(
     with no_restores(serving.llm):
         reference = generate(serving.llm, prompt, max_tokens=8)
     serving.push_out(seed=19)
-    directory = serving.store._io_thread._ssd.directory
+    directory = serving.store._io_thread.ssd.rows._directory
     for slab in directory.path.glob("*.slab"):
         with slab.open("r+b") as file:
             size = slab.stat().st_size

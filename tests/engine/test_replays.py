@@ -42,10 +42,10 @@ def new_engine() -> Engine:
 
 
 def forget_checkpoints(engine: Engine) -> None:
-    with engine.store._state.lock:
-        for artifact in list(engine.store._tiers.index.artifacts()):
+    with engine.store.catalog.locked():
+        for artifact in list(engine.store.catalog.tiers.index.artifacts()):
             if artifact.state_type.family is Family.BOUNDARY:
-                engine.store._tiers.forget(artifact)
+                engine.store.catalog.tiers.forget(artifact)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from hetero_connector.engine.scheduler.restorer import without
 from hetero_connector.metrics import COUNTERS, TIMINGS
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Wanted
-from hetero_connector.store.ssd.reader import Reader
+from hetero_connector.store.io_thread import IoThread
 from tests.engine.fakes import DENSE, FakeRequest
 from tests.engine.stepped import LOAD_DEADLINE_S, Engine, tokens
 from tests.planner.chains import KV, SWA, chain_of
@@ -171,7 +171,7 @@ def test_the_staging_delay_while_decoding_is_learned_once(tmp_path: Path) -> Non
     engine.admit(FakeRequest("decoding", tokens(50, seed=3)))
     engine.step(decoding=50)
     request = FakeRequest("staged", tokens(400))
-    with patch.object(Reader, "step", return_value=False):  # nothing is read before it has asked
+    with patch.object(IoThread, "step", return_value=False):  # nothing is read before it has asked
         assert engine.ask(request) is None
     assert staging_delay.delay_s(1.0) == 0.5
     restore = engine.side._trackers["staged"].restore

@@ -92,7 +92,7 @@ def engine_of() -> Iterator[Engines]:
 
 def checkpoints(engine: Engine, kind: StateType = SWA) -> list[int]:
     """Return the boundaries, in tokens, with sealed boundary state."""
-    artifacts = engine.store._tiers.index.artifacts()
+    artifacts = engine.store.catalog.tiers.index.artifacts()
     return sorted(a.node.chunk.end for a in artifacts if a.sealed and a.state_type is kind)
 
 

@@ -68,11 +68,11 @@ class Turns:
 
     @property
     def expected(self) -> dict[object, ExpectedReturn]:
-        return self.store._state.returns._expected
+        return self.store.catalog.prefetcher.schedule._expected
 
     def readers(self, prompt: list[int]) -> list[int]:
         """Return the number of sessions that use each full chunk of the prompt."""
-        nodes = self.store._tiers.index.nodes
+        nodes = self.store.catalog.tiers.index.nodes
         return [nodes[chunk.key].readers for chunk in chain_of(prompt).chunks(len(prompt))]
 
 
@@ -176,10 +176,10 @@ def test_a_session_that_is_not_back_in_time_protects_nothing(turns: Turns) -> No
     put(turns, tokens(200))
     params = {"expected_back_s": 5}
     turns.turn(asking("a", tokens(200), session_id="s", kv_transfer_params=params))
-    (reading,) = turns.store._state.readers._readings.values()
+    (reading,) = turns.store.catalog.users._uses.values()
     assert turns.now_s + 5 < reading.until_s < turns.now_s + 60
     turns.turn(asking("b", tokens(200), session_id="s"))
-    (reading,) = turns.store._state.readers._readings.values()
+    (reading,) = turns.store.catalog.users._uses.values()
     assert reading.until_s == turns.now_s + sessions._PROTECTED_S, "without a hint nothing is known"
 
 
@@ -290,7 +290,7 @@ def test_no_hint_keeps_a_chain_for_longer_than_an_hour(turns: Turns) -> None:
     put(turns, prompt)
     params = {"expected_back_s": 86_400.0 * 30}
     session = turns.turn(asking("a", prompt, session_id="s", kv_transfer_params=params))
-    readings = turns.store._state.readers._readings
+    readings = turns.store.catalog.users._uses
     assert readings[session].until_s <= turns.now_s + 3_600.0
     assert turns.expected[session].latest_s > turns.now_s + 86_400.0, "it is staged when it is due"
 
@@ -298,7 +298,7 @@ def test_no_hint_keeps_a_chain_for_longer_than_an_hour(turns: Turns) -> None:
 def test_many_sessions_of_one_salt_do_not_displace_anothers(
     turns: Turns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns.store._state.returns, "_shares", FairShares(20))
+    monkeypatch.setattr(turns.store.catalog.prefetcher.schedule, "_shares", FairShares(20))
     hint = {"kv_transfer_params": {"expected_back_s": 60}}
     ann = turns.turn(asking("a", tokens(128), session_id="s", cache_salt="ann", **hint))
     for number in range(100):

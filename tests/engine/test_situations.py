@@ -13,7 +13,7 @@ from unittest.mock import PropertyMock, patch
 import pytest
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.store.restore import ArtifactRestore
+from hetero_connector.store.catalog.restore import ArtifactRestore
 from tests.engine.harness import (
     BF16_MODELS,
     Completion,

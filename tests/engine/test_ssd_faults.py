@@ -82,8 +82,8 @@ class Slab:
     """Return a state type's slab file, to be damaged from outside."""
 
     def __init__(self, llm: Any, state_type: StateType) -> None:
-        tiers = scheduler_side(llm)._store._tiers
-        directory = scheduler_side(llm)._store._io_thread._ssd.directory
+        tiers = scheduler_side(llm)._store.catalog.tiers
+        directory = scheduler_side(llm)._store._io_thread.ssd.rows._directory
         self.path: Path = directory.path / f"{state_type.value}.slab"
         self.fd: int = directory.files[directory.file_of(state_type)].fd
         self._offset = tiers.ssd.slab_offset
@@ -175,7 +175,7 @@ def test_a_slab_that_cannot_be_written_is_only_read(
                     break
             forget_local(on_ssd)
             restored = generate(on_ssd, PROMPT, max_tokens=8)
-        assert not store._state.ssd_writable
+        assert not store.catalog.writes.is_writable
         (line,) = (r for r in caplog.records if "writing is tried again" in r.getMessage())
         assert str(slab.path.parent) in line.getMessage()
     finally:

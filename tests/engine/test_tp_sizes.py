@@ -174,7 +174,7 @@ def test_engines_read_each_other_over_nixl(producer: int, consumer: int) -> None
         # It has stored what it read, with the same checksum, so a third engine can read it.
         needed = {i for i in copies if i.state_type.family is Family.PREFIX}
         needed |= {i for i in copies if i.chunk == chunks[-1].key}
-        assert {a.id for a in other.store._tiers.index.artifacts() if a.sealed} == needed
+        assert {a.id for a in other.store.catalog.tiers.index.artifacts() if a.sealed} == needed
     finally:
         other.store.close()
         one.store.close()

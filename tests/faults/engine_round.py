@@ -79,6 +79,7 @@ class EngineRound(Life):
             clock=self._clock,
             open_transfer=partial(FaultyFiles, self._disk),
             connect=connector(self._disk),
+            run_io=self._threaded,
             size_of=self._layout.artifact_bytes,
         )
         self._engine = SmallEngine(self._rng, self._layout, store, self._recorder, self._weights)
@@ -194,8 +195,8 @@ class EngineRound(Life):
 
     def _unsettled(self) -> list[str]:
         side = self._engine.side
-        with self._store._state.lock:
-            held = len(self._store._tiers.in_use()) - self._never_ending(Direction.READ)
+        with self._store.catalog.locked():
+            held = len(self._store.catalog.tiers.pinned()) - self._never_ending(Direction.READ)
         queues = {
             "requests": len(side._trackers),
             "loads of requests": len(side._admissions.loading) + len(side._admissions.admitted),

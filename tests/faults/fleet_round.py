@@ -26,8 +26,7 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Restore, Save, StoreConfig, Wanted
-from hetero_connector.store.catalog.jobs import Load
-from hetero_connector.store.catalog.state import StoreState
+from hetero_connector.store.catalog.loads import Load, Loads, Source
 from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from ownership.directory import Claim, Directory, Grant
@@ -293,14 +292,15 @@ class Member:
 
     def unsettled(self) -> list[str]:
         """Say what is not in order between the store, its disk and the directory."""
-        state, tiers = self.store._state, self.store._tiers
-        with state.lock:
+        catalog, tiers = self.store.catalog, self.store.catalog.tiers
+        with catalog.locked():
+            now = catalog.snapshot()
             artifacts = [a for a in tiers.index.artifacts() if a.sealed]
             queues = {
-                "loads": len(state.loading),
-                "writes queued": len(state.spills),
-                "writes under way": state.spilling,
-                "waiting for the fleet's word": len(state.unjudged._until_s),
+                "loads": now.loads,
+                "writes queued": now.writes_queued,
+                "writes under way": now.writing,
+                "waiting for the fleet's word": now.pending_claims,
                 "rows to forget": len(tiers.forgotten),
             }
             unsummed = sum(a.checksum is None for a in artifacts)
@@ -343,7 +343,7 @@ class FleetRound:
         with ExitStack() as undo:
             undo.callback(partial(shutil.rmtree, top, ignore_errors=True))
             undo.enter_context(patch("hetero_connector.store.artifact_store._KEEP_S", 0.05))
-            undo.enter_context(patch.object(StoreState, "settle_fetched", self._noting_reads()))
+            undo.enter_context(patch.object(Loads, "finish_fetch", self._noting_reads()))
             undo.enter_context(quiet())
             try:
                 for name in ("ann", "bob", "cleo"):
@@ -439,18 +439,18 @@ class FleetRound:
         self._unheard = [(place, number) for place, number in self._unheard if number > heard]
 
     def _noting_reads(self) -> Callable[..., bool]:
-        """Stand for `StoreState.settle_fetched`: what a peer has sent is served from now on."""
-        settle, history = StoreState.settle_fetched, self.directory.history
+        """Stand for `Loads.finish_fetch`: what a peer has sent is served from now on."""
+        settle, history = Loads.finish_fetch, self.directory.history
 
-        def settle_fetched(state: StoreState, load: Load, failure: Failure | None) -> bool:
-            is_here = settle(state, load, failure)
+        def finish_fetch(loads: Loads, load: Load, failure: Failure | None) -> bool:
+            is_here = settle(loads, load, failure)
             copy = load.copy
-            if is_here and copy is not None and not load.adopts:
-                served = Served(load.artifact.id, copy.holder, copy.token, copy.asked_s, id(state))
+            if is_here and copy is not None and load.source is Source.PEER:
+                served = Served(load.artifact.id, copy.holder, copy.token, copy.asked_s, id(loads))
                 history.append(served)
             return is_here
 
-        return settle_fetched
+        return finish_fetch
 
     def _change_disk(self, member: Member) -> None:
         name = self.rng.choice(("calm", "errors", "full", "short", "lying", "hanging"))
@@ -477,8 +477,8 @@ class FleetRound:
         for member in self.members:
             io_thread = member.store._io_thread
             assert io_thread is not None
-            assert io_thread._peer_reader is not None
-            found.append(cast(MemoryPeers, io_thread._peer_reader._transfers))
+            assert io_thread.fleet is not None
+            found.append(cast(MemoryPeers, io_thread.fleet.peer_device._transfers))
         return found
 
     def _stop(self, member: Member) -> None:

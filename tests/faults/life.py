@@ -29,7 +29,6 @@ from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
-from hetero_connector.store.io_thread import IoThread
 from hetero_connector.store.ssd.background import in_background
 from hetero_connector.store.ssd.generation_file import GenerationKeeper
 from hetero_connector.transfer.base import Direction
@@ -191,7 +190,6 @@ class Life(ABC):
         with ExitStack() as undo:
             undo.callback(partial(shutil.rmtree, self._top, ignore_errors=True))
             if not self._threaded:
-                undo.enter_context(patch.object(IoThread, "start"))
                 undo.enter_context(patch(_BACKGROUND, self._in_this_step))
                 undo.enter_context(patch.object(GenerationKeeper, "part", _part_and_wait))
             undo.enter_context(patch("hetero_connector.store.io_thread._IDLE_S", 0.01))
@@ -292,11 +290,11 @@ class Life(ABC):
     def _close_files(self) -> None:
         """As the kernel does for a process that has ended."""
         assert self._store._io_thread is not None
-        ssd = self._store._io_thread._ssd
+        ssd = self._store._io_thread.ssd
         assert ssd is not None
-        ssd.directory.close()
-        assert isinstance(ssd.transfer, FaultyFiles)
-        ssd.transfer.end_process()
+        ssd.rows._directory.close()
+        assert isinstance(ssd._transfer, FaultyFiles)
+        ssd._transfer.end_process()
 
     def _swap_disk(self) -> None:
         """Go on from the image, on a disk without faults."""
@@ -324,8 +322,7 @@ class Life(ABC):
         if self._threaded:
             time.sleep(0.0005)
         else:
-            assert self._store._io_thread is not None
-            self._store._io_thread.step()
+            self._store.run_io_round()
 
     def _passes(self) -> None:
         seconds = self._rng.choice((0.01, 0.3, 1.5, 5.0, 11.0, 61.0))
@@ -380,7 +377,7 @@ class Life(ABC):
     def _judge(self) -> None:
         self._store.check_integrity()
         self._judge_answers()
-        if not (self._store._state.io_alive or self._disk.is_off or self._known_dead):
+        if not (self._store.catalog.io_alive or self._disk.is_off or self._known_dead):
             self._known_dead = True
             self._died("the I/O thread ended")
         self._count()
@@ -403,16 +400,17 @@ class Life(ABC):
 
     def _unsettled(self) -> list[str]:
         """Say what waits for something, or was left out without being counted."""
-        state, tiers = self._store._state, self._store._tiers
-        with state.lock:
+        catalog, tiers = self._store.catalog, self._store.catalog.tiers
+        with catalog.locked():
+            now = catalog.snapshot()
             queues: dict[str, int] = {
-                "loads queued": len(state.loads),
-                "loads under way": len(state.loading) - self._never_ending(Direction.READ),
-                "writes queued": len(state.spills),
-                "writes under way": state.spilling,
+                "loads queued": now.loads_queued,
+                "loads under way": now.loads - self._never_ending(Direction.READ),
+                "writes queued": now.writes_queued,
+                "writes under way": now.writing,
             }
-            if state.ssd_writable or not self._gave_up():
-                queues["rows to forget"] = len(tiers.forgotten) + tiers.journal_stale
+            if catalog.writes.is_writable or not self._gave_up():
+                queues["rows to forget"] = now.rows_to_forget
             unwritten = [
                 a
                 for a in tiers.index.artifacts()
@@ -423,10 +421,10 @@ class Life(ABC):
                 here = sum(
                     a.dram is not None and a.state_type is kind for a in tiers.index.artifacts()
                 )
-                lost = tiers.dram.used(kind) - here - self._never_ending()
+                lost = tiers.dram.num_used(kind) - here - self._never_ending()
                 queues[f"DRAM slots of {kind} without an artifact"] = max(0, lost)
         found = [f"{count} {what}" for what, count in queues.items() if count > 0]
-        if state.ssd_writable:
+        if catalog.writes.is_writable:
             if len(unwritten) > self._refused():
                 found.append(f"{len(unwritten)} sealed, neither on SSD nor counted as refused")
             if unsummed and len(unsummed) > self._refused():
@@ -439,7 +437,7 @@ class Life(ABC):
         """Artifacts that a transfer which will not end still touches."""
         io_thread = self._store._io_thread
         assert io_thread is not None
-        files = io_thread._ssd.transfer  # type: ignore[union-attr]
+        files = io_thread.ssd._transfer  # type: ignore[union-attr]
         assert isinstance(files, FaultyFiles)
         return sum(
             len(t.extents)

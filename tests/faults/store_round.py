@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Restore, Save, StoreConfig
+from hetero_connector.store.catalog.prefetch_costs import PrefetchCosts
 from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
-from hetero_connector.store.prefetch.weighing import PrefetchCosts
 from tests.faults.journals import connector
 from tests.faults.life import SETTLING_STEPS, Action, Life
 from tests.faults.slabs import FaultyFiles
@@ -51,6 +52,7 @@ class StoreRound(Life):
             clock=self._clock,
             open_transfer=partial(FaultyFiles, self._disk),
             connect=connector(self._disk),
+            run_io=self._threaded,
             prefetch_costs=PrefetchCosts(used_within=lambda idle_s, within_s: 0.9),
         )
 
@@ -128,7 +130,7 @@ class StoreRound(Life):
     def _touch(self) -> None:
         if not self._threaded:
             assert self._store._io_thread is not None
-            self._store._io_thread._touch()
+            self._store._io_thread.housekeep()
 
     def _expect(self) -> None:
         name = self._rng.choice(list(self._trunks))
@@ -157,8 +159,20 @@ class StoreRound(Life):
             return
         self._saves.append(save)
         self._complete(save)
-        for _ in range(TRIES):  # a busy machine may take longer than a deadline by a fast clock
-            restore = begin(self._store, ids_of(fresh))
+        self._is_restored(fresh, "a new chunk")
+        for _ in range(SETTLING_STEPS):
+            now = self._store.snapshot()
+            if not (now.writes_queued or now.writing):
+                break
+            self._pass(1.0)
+        self._store.leave_to_ssd()
+        if self._store.catalog.ssd_readable:
+            self._is_restored(fresh, "a new chunk that has left DRAM")
+
+    def _is_restored(self, chunks: Sequence[ChunkRange], what: str) -> None:
+        """Restore them; a busy machine may take longer than a deadline by a fast clock."""
+        for _ in range(TRIES):
+            restore = begin(self._store, ids_of(chunks))
             for _ in range(SETTLING_STEPS):
                 if restore.done:
                     break
@@ -166,9 +180,10 @@ class StoreRound(Life):
             if restore.done and not restore.failed:
                 self._restores.append((restore, self._oracle.weights))
                 self._judge()
+                self._restores.pop()[0].release()
                 return
             restore.release()
-        self.verdict.stuck.append(f"a new chunk is not restored: {restore.failed}")
+        self.verdict.stuck.append(f"{what} is not restored: {restore.failed}")
 
     def _judge_answers(self) -> None:
         for restore, weights in self._restores:

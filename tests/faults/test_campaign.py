@@ -15,9 +15,9 @@ import pytest
 from hetero_connector.engine.scheduler import requests
 from hetero_connector.engine.scheduler.restorer import Restorer
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.peers.reader import PeerReader
-from hetero_connector.store.ssd import reader as reading
-from hetero_connector.store.ssd.reader import Reader
+from hetero_connector.store.checksums import Checksums
+from hetero_connector.store.peers.reader import PeerReads
+from hetero_connector.store.ssd import reader
 from ownership.directory.memory import MemoryDirectory
 from ownership.member.record_audit import RecordAudit
 from tests.engine.adversarial_device import AdversarialDevice
@@ -94,7 +94,7 @@ def _open_files() -> set[str]:
 
 
 def test_bytes_that_nobody_checks_are_found() -> None:
-    with patch.object(Reader, "_intact", lambda *_: True):
+    with patch.object(Checksums, "is_intact", lambda *_: True):
         assert "wrong_answers" in found()
 
 
@@ -104,7 +104,7 @@ def test_a_reset_that_forgets_nothing_is_found() -> None:
 
 
 def test_reads_that_are_never_begun_are_found() -> None:
-    with patch.object(reading, "_IN_FLIGHT_BYTES", 0):
+    with patch.object(reader, "_IN_FLIGHT_BYTES", 0):
         assert "stuck" in found()
 
 
@@ -144,7 +144,7 @@ def test_records_that_nobody_claims_again_are_found() -> None:
 
 @pytest.mark.slow
 def test_a_fleet_that_reads_what_lies_anywhere_is_found() -> None:
-    with patch.object(PeerReader, "_verify", lambda *_: None):
+    with patch.object(PeerReads, "_verify", lambda *_: None):
         assert any(FleetRound(seed).run().wrong_answers for seed in range(1, 30))
 
 

@@ -187,8 +187,8 @@ class _Worker:
         self._store.check_integrity()
         for key, number in (self._recorder.drain() or {}).get(COUNTERS, {}).items():
             self._counters[key] += number  # type: ignore[assignment]
-        with self._store._state.lock:
-            sealed = [a for a in self._store._tiers.index.artifacts() if a.sealed]
+        with self._store.catalog.locked():
+            sealed = [a for a in self._store.catalog.tiers.index.artifacts() if a.sealed]
             tokens = {a.id: a.token for a in sealed if not a.replica}
             replicas = frozenset(a.id for a in sealed if a.replica)
         lease = self._fleet._keeper.lease

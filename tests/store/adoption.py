@@ -79,8 +79,8 @@ def leave(root: Path) -> Copies:
 
 
 def records(store: ArtifactStore, root: Path) -> Copies:
-    with store._state.lock:
-        found = list(store._tiers.index.artifacts())
+    with store.catalog.locked():
+        found = list(store.catalog.tiers.index.artifacts())
     storage = str(model_directory(root, FINGERPRINT))
     return {
         a.id: PeerCopy(DEAD, -1, 0, a.size_bytes, a.checksum or b"", storage=storage) for a in found

@@ -18,9 +18,9 @@ from hetero_connector.metrics import COUNTERS, GAUGES, Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Restore, Save, StoreConfig, Wanted
+from hetero_connector.store.catalog.prefetch_costs import DEFAULT_COSTS, PrefetchCosts
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved, default_seconds_saved
 from hetero_connector.store.peers.ports import PeerAccess
-from hetero_connector.store.prefetch.weighing import DEFAULT_COSTS, PrefetchCosts
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.journal_connection import Connect, connect
 from hetero_connector.store.ssd.reader import SizeOf
@@ -60,7 +60,7 @@ def begin(store: ArtifactStore, ids: Iterable[ArtifactId]) -> Restore:
 
 def answer(store: ArtifactStore, key: ChunkKey) -> StoredChunk:
     """What `match` says of the chunk; something outdated if the store does not have it."""
-    node = store._tiers.index.nodes.get(key)
+    node = store.catalog.tiers.index.nodes.get(key)
     found = None if node is None else node.stored
     return found or StoredChunk(ChunkRange(key, ROOT, 0, CHUNK), {})
 
@@ -96,11 +96,11 @@ def put(
 
 def forget_all(store: ArtifactStore) -> None:
     """As if everything had been evicted: what a reset does besides, peers notice."""
-    with store._state.lock:
-        used = set(store._tiers.in_use())
-        for artifact in list(store._tiers.index.artifacts()):
+    with store.catalog.locked():
+        used = set(store.catalog.tiers.pinned())
+        for artifact in list(store.catalog.tiers.index.artifacts()):
             if artifact not in used and not artifact.forgotten:
-                store._tiers.forget(artifact)
+                store.catalog.tiers.forget(artifact)
 
 
 def wait(restore: Restore, timeout_s: float = 20.0) -> Restore:
@@ -193,6 +193,8 @@ class Bench:
         prefetch_costs: PrefetchCosts = DEFAULT_COSTS,
         seconds_saved: SecondsSaved = default_seconds_saved,
         peers: PeerAccess | None = None,
+        *,
+        run_io: bool = True,
         **config: object,
     ) -> ArtifactStore:
         self.recorder = Recorder()
@@ -211,6 +213,7 @@ class Bench:
             peers=peers,
             connect=self.connect,
             size_of=self.size_of,
+            run_io=run_io,
             **({"open_transfer": self.disk} if self.disk else {}),
         )
 

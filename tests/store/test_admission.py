@@ -15,11 +15,11 @@ from hetero_connector.metrics import COUNTERS, GAUGES
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure
+from hetero_connector.store.catalog.admission import Admission, expected_reuse
 from hetero_connector.store.catalog.nodes import Artifact, Node
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved, default_prefill_seconds
+from hetero_connector.store.catalog.write_budget import DAY_S, WriteBudget
 from hetero_connector.store.io_thread import IoThread
-from hetero_connector.store.ssd.admission import Admission, expected_reuse
-from hetero_connector.store.ssd.write_budget import DAY_S, WriteBudget
 
 BUCKETS_A_DAY = 8
 
@@ -42,17 +42,17 @@ class Written:
         self.open()
 
     def open(self) -> None:
-        with patch.object(IoThread, "start"):
-            self.store = self.bench.open(
-                ssd_write_bytes_per_day=self.budget,
-                **self.sizes,  # type: ignore[arg-type]
-            )
+        self.store = self.bench.open(
+            ssd_write_bytes_per_day=self.budget,
+            run_io=False,
+            **self.sizes,  # type: ignore[arg-type]
+        )
 
     def settle(self) -> None:
         """Let the I/O thread do all it has to do, the half-minute's round included."""
-        io_thread, state = self.io_thread, self.store._state
-        io_thread._touch()
-        while io_thread.step() or state.spills or state.spilling:
+        io_thread, writes = self.io_thread, self.store.catalog.writes
+        io_thread.housekeep()
+        while io_thread.step() or len(writes) or writes.num_writing:
             pass
 
     @property
@@ -79,7 +79,7 @@ class Written:
         return sum(set(SIZES) <= self.kinds_on_ssd(c) for c in chunks)
 
     def kinds_on_ssd(self, chunk: ChunkRange) -> set[StateType]:
-        node = self.store._tiers.index.nodes.get(chunk.key)
+        node = self.store.catalog.tiers.index.nodes.get(chunk.key)
         artifacts = () if node is None else node.artifacts.values()
         return {a.state_type for a in artifacts if a.ssd is not None}
 
@@ -170,7 +170,7 @@ def test_no_child_of_a_refused_chunk_is_written(opened: list[Written], tmp_path:
     chunks = chain("late", 3)
     w.put(chunks[:1])
     for c in chunks[1:]:  # worth more than any before it, had it a parent
-        w.store._tiers.index.nodes[c.parent].artifacts[DENSE].uses = 50
+        w.store.catalog.tiers.index.nodes[c.parent].artifacts[DENSE].uses = 50
         w.put([c])
     assert [w.kinds_on_ssd(c) for c in chunks] == [set(), set(), set()]
 
@@ -179,11 +179,13 @@ def test_an_empty_bucket_writes_nothing_and_flush_and_close_end(
     opened: list[Written], tmp_path: Path
 ) -> None:
     w = written(opened, tmp_path, 2 * BUCKETS_A_DAY)
-    budget = w.io_thread._budget
+    budget = w.store.catalog.writes.admission.budget
     assert budget is not None
     assert budget.spend(2 * CHUNK_BYTES)
-    w.io_thread._rows.prepare(pytest.fail, budget)
-    until(lambda: w.io_thread._rows.poll(patiently=True))
+    assert w.io_thread.ssd is not None
+    rows = w.io_thread.ssd.rows
+    rows.prepare(lambda error: None, budget)
+    until(lambda: rows.poll(patiently=True))
     w.io_thread.start()
     put(w.store, chain("a", 4))
     assert w.store.flush(20)
@@ -210,17 +212,17 @@ def test_every_attempt_of_a_failing_write_is_paid_for(
         return w.on_ssd(chain("a", 1)) == 1
 
     until(written_after_a_while)
-    budget = w.io_thread._budget
+    budget = w.store.catalog.writes.admission.budget
     assert budget is not None
     assert budget.spent_today_bytes == 3 * CHUNK_BYTES == w.bench.disk.written_bytes
 
 
 def test_what_found_no_slot_costs_nothing(opened: list[Written], tmp_path: Path) -> None:
     w = written(opened, tmp_path, 8 * BUCKETS_A_DAY)
-    assert w.store._tiers.ssd is not None
-    with patch.object(w.store._tiers.ssd, "take", return_value=None):
+    assert w.store.catalog.tiers.ssd is not None
+    with patch.object(w.store.catalog.tiers.ssd, "take", return_value=None):
         w.put(chain("a", 1))
-    budget = w.io_thread._budget
+    budget = w.store.catalog.writes.admission.budget
     assert budget is not None
     assert budget.spent_today_bytes == 0
     assert budget.fullness == 1
@@ -340,10 +342,10 @@ def test_two_days_of_sessions_stay_within_capacity_and_budget(
         assert disk.written_bytes - day_ago <= a_day * CHUNK_BYTES
         w.store.check_integrity()
     assert disk.written_bytes > 1.5 * a_day * CHUNK_BYTES, "the budget is used"
-    came_back = [c for s in sessions for c in chain(s.name, s.length)]
+    session_returned = [c for s in sessions for c in chain(s.name, s.length)]
     nobody = [c for i in range(one_shots - 100, one_shots) for c in chain(f"one {i}", 2)]
     # Written first come, first served, it is none of the one and a fifth of the other.
-    assert w.on_ssd(came_back) > len(came_back) / 2
+    assert w.on_ssd(session_returned) > len(session_returned) / 2
     assert w.on_ssd(nobody) < len(nobody) / 50
     payload = w.bench.recorder.drain() or {}
     today = payload[GAUGES]["heterocache_ssd_written_24h_bytes{}"]

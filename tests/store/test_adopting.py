@@ -83,7 +83,7 @@ def test_what_a_dead_engine_left_becomes_ours(
     assert survivor.count("heterocache_adopted_bytes") == 3 * sum(SIZES.values())
     assert survivor.count("heterocache_read_bytes", Tier.SSD) == 3 * sum(SIZES.values())
     assert survivor.count("heterocache_read_bytes", Tier.PEER) == 0
-    artifacts = list(survivor.store._tiers.index.artifacts())
+    artifacts = list(survivor.store.catalog.tiers.index.artifacts())
     assert not any(a.replica for a in artifacts), "it is not somebody else's any more"
     assert survivor.store.sharing is not None
     told = {c.id for c in survivor.store.sharing.take_exports() if c.copy is not None}
@@ -221,7 +221,7 @@ def test_a_file_system_that_hangs_costs_a_deadline_and_its_slots_stay_in_quarant
 ) -> None:
     hangs = threading.Event()
     begun = reading_takes(monkeypatch, lambda _: hangs.wait(20))
-    pool = survivor.store._state.tiers.dram
+    pool = survivor.store.catalog.tiers.dram
     restore = survivor.begin(left)
     until(lambda: len(begun) == 1)
     assert survivor.store.reading_bytes == {Tier.SSD: 3 * sum(SIZES.values())}, "no peer is read"
@@ -231,7 +231,7 @@ def test_a_file_system_that_hangs_costs_a_deadline_and_its_slots_stay_in_quarant
     assert set(restore.failed.values()) == {Failure.DEADLINE}
     assert survivor.count("heterocache_failures", Tier.SSD) == 6
     restore.release()
-    assert sum(map(pool.used, SIZES)) == 6, "slots that a late read may fill are free"
+    assert sum(map(pool.num_used, SIZES)) == 6, "slots that a late read may fill are free"
     second = survivor.adopt(left)
     assert set(second.failed.values()) == {Failure.UNREACHABLE}, "nobody waits for it twice"
     second.release()
@@ -239,7 +239,7 @@ def test_a_file_system_that_hangs_costs_a_deadline_and_its_slots_stay_in_quarant
     assert len(begun) == 1
     assert all(x.daemon for x in threading.enumerate() if x.name == "heterocache-adopt")
     hangs.set()
-    until(lambda: sum(map(pool.used, SIZES)) == 4)
+    until(lambda: sum(map(pool.num_used, SIZES)) == 4)
     assert stored(survivor.store, CHUNKS) == 2
     assert len(begun) == 1, "nobody waits for the others"
     lock = DirectoryLock.try_acquire(Path(next(iter(left.values())).storage) / "lock")
@@ -275,8 +275,8 @@ def test_what_was_read_by_the_deadline_counts(
     assert intact(survivor.store, restore)
     restore.release()
     hangs.set()
-    pool = survivor.store._state.tiers.dram
-    until(lambda: sum(map(pool.used, SIZES)) == 2)
+    pool = survivor.store.catalog.tiers.dram
+    until(lambda: sum(map(pool.num_used, SIZES)) == 2)
 
 
 def test_a_miss_is_counted_once_though_its_read_fails_after_it_was_given_up(
@@ -297,8 +297,8 @@ def test_a_miss_is_counted_once_though_its_read_fails_after_it_was_given_up(
     assert set(restore.failed.values()) == {Failure.DEADLINE}
     restore.release()
     hangs.set()
-    pool = survivor.store._state.tiers.dram
-    until(lambda: sum(map(pool.used, SIZES)) == 0)
+    pool = survivor.store.catalog.tiers.dram
+    until(lambda: sum(map(pool.num_used, SIZES)) == 0)
     assert survivor.count("heterocache_failures") == len(restore.failed) == 6
     survivor.store.close()
     survivor.store.check_integrity()
@@ -331,6 +331,6 @@ def test_a_restore_that_was_given_up_leaves_nothing_behind(
 ) -> None:
     survivor.begin(left).release()
     survivor.store.reset()
-    pool = survivor.store._state.tiers.dram
-    until(lambda: sum(map(pool.used, SIZES)) == 0)
+    pool = survivor.store.catalog.tiers.dram
+    until(lambda: sum(map(pool.num_used, SIZES)) == 0)
     assert not survivor.adopt(left).failed

@@ -170,10 +170,10 @@ def test_a_hold_ends_with_each_restore_of_its_own(store: ArtifactStore) -> None:
     restores = [begin(store, ids_of(chunks)) for _ in range(3)]
     store.reset()
     for restore in restores:
-        assert store._tiers.dram.used(DENSE) == 8
+        assert store.catalog.tiers.dram.num_used(DENSE) == 8
         assert intact(store, restore)
         restore.release()
-    assert store._tiers.dram.used(DENSE) == 0
+    assert store.catalog.tiers.dram.num_used(DENSE) == 0
 
 
 def test_reset_forgets_all_but_keeps_pinned_memory_until_released(store: ArtifactStore) -> None:

@@ -13,12 +13,13 @@ import pytest
 
 from hetero_connector.errors import StoreError
 from hetero_connector.store import io_thread
+from hetero_connector.store.catalog.loads import Load
 from hetero_connector.store.io_thread import IoThread
 from hetero_connector.store.ssd import journal_rows, write_health
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.directory_lock import DirectoryLock
 from hetero_connector.store.ssd.journal import Journal
-from hetero_connector.store.ssd.reader import HeldRead, Reader
+from hetero_connector.store.ssd.reader import SsdReadBatch, SsdReads
 from tests.store.filling import SIZES, Bench, Disk, begin, chain, ids_of, put, stored, until, wait
 
 CHUNKS = chain("a", 4)
@@ -34,10 +35,10 @@ def test_what_was_sealed_while_writing_paused_is_written_when_it_goes_on(
     for i in range(6):
         put(store, chain(f"b{i}", 1))
         store.flush(20)
-    assert not store._state.ssd_writable
+    assert not store.catalog.writes.is_writable
     put(store, CHUNKS[:2])
     disk.files._failures.clear()
-    until(lambda: store._state.ssd_writable)
+    until(lambda: store.catalog.writes.is_writable)
     put(store, CHUNKS[2:])
     assert store.flush(20)
     store.close()
@@ -85,10 +86,10 @@ def test_a_journal_that_never_forgets_costs_no_checksums_and_no_core(
     ):
         store.reset()
         put(store, CHUNKS)
-        until(lambda: not store._state.ssd_writable)
+        until(lambda: not store.catalog.writes.is_writable)
         put(store, chain("b", 1))
-        until(lambda: not store._state.spills)
-        artifacts = list(store._tiers.index.artifacts())
+        until(lambda: not store.catalog.writes)
+        artifacts = list(store.catalog.tiers.index.artifacts())
         assert len(artifacts) == 5 * len(SIZES)
         assert all(a.checksum is not None for a in artifacts)
         assert rounds[0] < 200, "it waits between two tries"
@@ -98,15 +99,15 @@ def test_a_journal_that_never_forgets_costs_no_checksums_and_no_core(
 def test_files_that_cannot_be_reached_any_more_do_not_end_the_thread(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(io_thread, "_TOUCH_S", 0.02)
+    monkeypatch.setattr(io_thread, "_HOUSEKEEPING_S", 0.02)
     store = bench.open()
     put(store, CHUNKS[:1])
     assert store.flush(20)
     stale = OSError(errno.ESTALE, "Stale file handle")
     with caplog.at_level(logging.ERROR), patch.object(os, "fstat", side_effect=stale):
-        until(lambda: not store._state.ssd_writable)
+        until(lambda: not store.catalog.writes.is_writable)
     assert "its files cannot be reached any more" in caplog.text
-    assert store._state.io_alive
+    assert store.catalog.io_alive
     restore = wait(begin(store, ids_of(CHUNKS[:1])))
     assert not restore.failed
     restore.release()
@@ -118,21 +119,21 @@ def test_a_reset_between_taking_a_read_and_beginning_it(bench: Bench) -> None:
     put(store, CHUNKS[:2])
     assert store.flush(20)
     store.leave_to_ssd()
-    begun, resets = Reader.begin, [store.reset]
+    begun, resets = SsdReads.batch, [store.reset]
 
-    def late(reader: Reader, reads: list[HeldRead]) -> None:
+    def late(device: SsdReads, loads: list[Load]) -> SsdReadBatch:
         if resets:
             assert resets.pop()()
-        begun(reader, reads)
+        return begun(device, loads)
 
-    with patch.object(Reader, "begin", late):
+    with patch.object(SsdReads, "batch", late):
         restore = wait(begin(store, ids_of(CHUNKS[:2])))
     assert len(restore.failed) == 2 * len(SIZES)
     restore.release()
-    assert store._state.io_alive
+    assert store.catalog.io_alive
     put(store, CHUNKS[:2])
     assert store.flush(20)
-    until(lambda: not store._state.loading)
+    until(lambda: not store.catalog.loads.by_artifact)
     store.check_integrity()
     store.close()
 

@@ -13,7 +13,7 @@ from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import EvictionName
 from hetero_connector.store.catalog import eviction
-from hetero_connector.store.catalog.evictability import Standing
+from hetero_connector.store.catalog.evictability import Evictability
 from hetero_connector.store.catalog.eviction import EvictionPolicy, LeafLru, Lru, Value, make_policy
 from hetero_connector.store.catalog.nodes import Artifact, Node
 from hetero_connector.store.catalog.seconds_saved import (
@@ -46,8 +46,8 @@ def artifact(end: int = 256, last_used: int = 0) -> Artifact:
     return made
 
 
-def leaf(_: Artifact) -> Standing:
-    return Standing.LEAF
+def leaf(_: Artifact) -> Evictability:
+    return Evictability.FREE
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -72,9 +72,9 @@ def test_a_held_one_is_never_popped_and_comes_back_when_offered(policy: Eviction
     held, free = artifact(last_used=1), artifact(last_used=2)
     policy.offer(held)
     policy.offer(free)
-    standing = {held: Standing.HELD, free: Standing.LEAF}
-    assert policy.pop(standing.__getitem__) is free
-    assert policy.pop(standing.__getitem__) is None
+    evictability = {held: Evictability.BLOCKED, free: Evictability.FREE}
+    assert policy.pop(evictability.__getitem__) is free
+    assert policy.pop(evictability.__getitem__) is None
     policy.offer(held)
     assert policy.pop(leaf) is held
 
@@ -117,12 +117,12 @@ def test_what_was_forgotten_is_let_go_of_though_nothing_is_ever_popped(
         policy.offer(gone)
         gone.forgotten = True  # the index dropped it some other way
     assert artifacts_in_memory() - before < 200
-    standing = dict.fromkeys(kept, Standing.LEAF)
-    popped = [policy.pop(lambda a: standing.get(a, Standing.HELD)) for _ in kept]
+    evictability = dict.fromkeys(kept, Evictability.FREE)
+    popped = [policy.pop(lambda a: evictability.get(a, Evictability.BLOCKED)) for _ in kept]
     assert set(popped) == set(kept)
 
 
-STANDINGS = st.sampled_from(Standing)
+STANDINGS = st.sampled_from(Evictability)
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("offer"), st.integers(0, 7)),
@@ -141,16 +141,18 @@ class Trial:
         self.tick = 0
         self.policy = make(name, lambda: self.tick)
         self.artifacts = [artifact(end=256 * (1 + i % 3)) for i in range(8)]
-        self.standing = dict.fromkeys(self.artifacts, Standing.LEAF)
+        self.evictability = dict.fromkeys(self.artifacts, Evictability.FREE)
         self.offered: set[Artifact] = set()
         self.popped: list[int | None] = []
 
     def pop(self) -> Artifact | None:
-        victim = self.policy.pop(self.standing.__getitem__)
+        victim = self.policy.pop(self.evictability.__getitem__)
         self.popped.append(None if victim is None else self.artifacts.index(victim))
         return victim
 
-    def step(self, kind: str, which: int = 0, standing: Standing = Standing.LEAF) -> None:
+    def step(
+        self, kind: str, which: int = 0, evictability: Evictability = Evictability.FREE
+    ) -> None:
         chosen = self.artifacts[which]
         if kind == "offer":
             self.policy.offer(chosen)
@@ -159,19 +161,19 @@ class Trial:
             self.tick += 1
             chosen.last_used, chosen.uses = self.tick, chosen.uses + 1
         elif kind == "stand":
-            was, self.standing[chosen] = self.standing[chosen], standing
-            if was is Standing.HELD and standing is not Standing.HELD:
+            was, self.evictability[chosen] = self.evictability[chosen], evictability
+            if was is Evictability.BLOCKED and evictability is not Evictability.BLOCKED:
                 self.step("offer", which)  # as the index does
         else:
             self.check_victim(self.pop())
 
     def check_victim(self, victim: Artifact | None) -> None:
-        free = [a for a in self.offered if self.standing[a] is not Standing.HELD]
+        free = [a for a in self.offered if self.evictability[a] is not Evictability.BLOCKED]
         if victim is None:
             assert not free
             return
         assert victim in free
-        leaves = [a for a in free if self.standing[a] is Standing.LEAF]
+        leaves = [a for a in free if self.evictability[a] is Evictability.FREE]
         if not isinstance(self.policy, Lru) and leaves:
             assert victim in leaves
         if not isinstance(self.policy, Value):
@@ -183,7 +185,7 @@ class Trial:
 @pytest.mark.parametrize("name", NAMES)
 @given(steps=STEPS)
 def test_a_victim_is_offered_free_and_first_in_order_however_it_came_about(
-    name: EvictionName, steps: list[tuple[str, int, Standing]]
+    name: EvictionName, steps: list[tuple[str, int, Evictability]]
 ) -> None:
     trial, again = Trial(name), Trial(name)
     for step in steps:
@@ -192,7 +194,7 @@ def test_a_victim_is_offered_free_and_first_in_order_however_it_came_about(
     while (victim := trial.pop()) is not None:
         trial.check_victim(victim)
         again.pop()
-    assert not [a for a in trial.offered if trial.standing[a] is not Standing.HELD]
+    assert not [a for a in trial.offered if trial.evictability[a] is not Evictability.BLOCKED]
     again.pop()
     assert again.popped == trial.popped, "the same calls, other victims"
 
@@ -217,22 +219,22 @@ def test_lru_pops_the_deepest_of_equally_recent_ones(policy: EvictionPolicy) -> 
 @pytest.mark.parametrize("policy", ["leaf_lru", "value"], indirect=True)
 def test_backed_ones_are_taken_only_when_there_is_no_leaf(policy: EvictionPolicy) -> None:
     backed, young_leaf = artifact(last_used=1), artifact(last_used=5)
-    standing = {backed: Standing.BACKED, young_leaf: Standing.LEAF}
+    evictability = {backed: Evictability.BACKED, young_leaf: Evictability.FREE}
     for _ in range(3):  # offering a backed one again must not multiply it
         policy.offer(backed)
         policy.offer(young_leaf)
-        assert policy.pop(standing.__getitem__) is young_leaf
-    assert policy.pop(standing.__getitem__) is backed
-    assert policy.pop(standing.__getitem__) is None
+        assert policy.pop(evictability.__getitem__) is young_leaf
+    assert policy.pop(evictability.__getitem__) is backed
+    assert policy.pop(evictability.__getitem__) is None
 
 
 def test_lru_takes_the_oldest_though_something_rests_on_it() -> None:
     policy = Lru()
     backed, leaf = artifact(last_used=1), artifact(last_used=5)
-    standing = {backed: Standing.BACKED, leaf: Standing.LEAF}
+    evictability = {backed: Evictability.BACKED, leaf: Evictability.FREE}
     policy.offer(backed)
     policy.offer(leaf)
-    assert policy.pop(standing.__getitem__) is backed
+    assert policy.pop(evictability.__getitem__) is backed
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -242,15 +244,15 @@ def test_pinned_ones_are_looked_at_once_not_at_every_eviction(name: EvictionName
     for a in pinned:
         policy.offer(a)
 
-    def standing(a: Artifact) -> Standing:
+    def evictability(a: Artifact) -> Evictability:
         nonlocal looks
         looks += 1
-        return Standing.HELD if a in pinned else Standing.LEAF
+        return Evictability.BLOCKED if a in pinned else Evictability.FREE
 
     for i in range(100):
         free = artifact(last_used=2000 + i)
         policy.offer(free)
-        assert policy.pop(standing) is free
+        assert policy.pop(evictability) is free
     assert looks == 1000 + 100
 
 
@@ -305,8 +307,8 @@ def test_value_ages_from_the_last_use_not_from_when_it_was_noticed() -> None:
 def test_value_of_a_held_one_is_not_renewed_by_offering_it_again() -> None:
     w = Worth()
     held, young = w.seal(1.5), w.seal(1.0)
-    standing = {held: Standing.HELD, young: Standing.LEAF}
-    assert w.policy.pop(standing.__getitem__) is young
+    evictability = {held: Evictability.BLOCKED, young: Evictability.FREE}
+    assert w.policy.pop(evictability.__getitem__) is young
     for _ in range(4):  # the clock goes to 5
         w.policy.pop(leaf)
         w.seal(1.0)

@@ -7,7 +7,7 @@ from hypothesis.stateful import invariant, rule
 from test_store_machine import DEPTH, TRUNKS, StoreMachine, chains
 
 from hetero_connector.artifacts.record import ArtifactId, Tier
-from hetero_connector.store.catalog.evictability import Standing
+from hetero_connector.store.catalog.evictability import Evictability
 from hetero_connector.store.catalog.nodes import Artifact, Node
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
@@ -34,7 +34,7 @@ class FleetMachine(StoreMachine):
 
     def judge(self, key: bytes) -> None:
         """What the fleet says of everything of the chunk that is here."""
-        node = self.store._tiers.index.nodes.get(key)  # type: ignore[call-overload]
+        node = self.store.catalog.tiers.index.nodes.get(key)  # type: ignore[call-overload]
         assert self.store.sharing is not None
         ids = [] if node is None else [a.id for a in node.artifacts.values() if a.sealed]
         if key in THEIRS - self.promoted:
@@ -52,13 +52,13 @@ class FleetMachine(StoreMachine):
     @rule(name=chains)
     def a_replica_expires(self, name: str) -> None:
         for chunk in TRUNKS[name]:
-            node = self.store._tiers.index.nodes.get(chunk.key)
+            node = self.store.catalog.tiers.index.nodes.get(chunk.key)
             for artifact in node.artifacts.values() if node else ():
                 if artifact.replica and artifact.dram is not None:
-                    self.store._tiers.demoted.add(artifact, Tier.DRAM)
+                    self.store.catalog.tiers.evict_first.add(artifact, Tier.DRAM)
 
     def may_be_a_gap(self, node: Node) -> bool:
-        nodes = self.store._tiers.index.nodes.values()
+        nodes = self.store.catalog.tiers.index.nodes.values()
         only_gaps_below = not any(n.artifacts for n in nodes if n.parent is node)
         return node.key in THEIRS or only_gaps_below
 
@@ -76,7 +76,7 @@ class FleetMachine(StoreMachine):
 
     @invariant()
     def what_others_own_was_not_written(self) -> None:
-        for artifact in self.store._tiers.index.artifacts():
+        for artifact in self.store.catalog.tiers.index.artifacts():
             if artifact.node.key in THEIRS - self.promoted:
                 assert artifact.ssd is None
 
@@ -84,12 +84,14 @@ class FleetMachine(StoreMachine):
     def whatever_may_leave_a_tier_will(self) -> None:
         """Where nothing is held in place: each is known to its policy, and there is one, but on an
         SSD for what DRAM alone has."""
-        tiers = self.store._tiers
-        if tiers._holds:
+        tiers = self.store.catalog.tiers
+        if tiers._pins:
             return
         for (tier, kind), policy in tiers._policies.items():
             here = [a for a in tiers.index.artifacts() if a.state_type is kind and a.slot(tier)]
-            free = [a for a in here if tiers.index.standing(a, tier) is not Standing.HELD]
+            free = [
+                a for a in here if tiers.index.evictability(a, tier) is not Evictability.BLOCKED
+            ]
             known = set[Artifact]()
             for part in (policy._first, policy._last):
                 known |= part._leaves._members | part._backed._members  # type: ignore[attr-defined]

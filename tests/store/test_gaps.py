@@ -26,9 +26,9 @@ from filling import (
 
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange, Tier
 from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.catalog import writes
 from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
-from hetero_connector.store.ssd import write_queue as spill_queue
 from hetero_connector.store.ssd.space import model_directory
 from hetero_connector.tools.inspection import inspect_model
 from hetero_connector.tools.verification import verify_model
@@ -83,8 +83,8 @@ def hold(store: ArtifactStore, ours: Sequence[ChunkRange] = OURS) -> None:
 
 
 def on_ssd(store: ArtifactStore) -> set[ArtifactId]:
-    with store._state.lock:
-        return {a.id for a in store._tiers.index.artifacts() if a.ssd is not None}
+    with store.catalog.locked():
+        return {a.id for a in store.catalog.tiers.index.artifacts() if a.ssd is not None}
 
 
 def held(store: ArtifactStore, chunks: Sequence[ChunkRange]) -> list[bool]:
@@ -155,7 +155,7 @@ def test_an_expired_replica_leaves_before_all_else_though_something_on_ssd_rests
     judge(store, chain("older", 2), ())
     begin(store, ids_of(THEIRS)).release()  # used last
     engines.clock.passes(60.0)
-    until(lambda: store._state.replicas.look_s > engines.clock())
+    until(lambda: store.catalog.replicas.look_s > engines.clock())
     put(store, chain("new", 6))
     assert stored(store, chain("older", 2)) == 2
     assert held(store, CHAIN) == [False] * 3 + [True] * 3
@@ -169,7 +169,7 @@ def test_a_replica_stays_while_what_rests_on_it_is_in_dram_alone(
     judge(store, (), THEIRS)  # nobody has said whose the rest is: it is not written yet
     put(store, chain("others", 2))
     put(store, chain("more", 3))
-    index = store._tiers.index
+    index = store.catalog.tiers.index
     for chunk in CHAIN:
         below = [c for c in CHAIN if c.parent == chunk.key and c.key in index.nodes]
         assert chunk.key in index.nodes or not below
@@ -186,7 +186,7 @@ def test_what_nobody_can_reach_ages_like_anything_else(engines: Engines) -> None
         judge(store, chain(name, 2), ())
         assert store.flush(20)
     assert held(store, CHAIN) in ([], [False] * 6), "the oldest on SSD"
-    assert store._tiers.index.gaps == 0
+    assert store.catalog.tiers.index.gaps == 0
     assert all(stored(store, chain(name, 2)) == 2 for name in "abc")
     store.close()
 
@@ -211,12 +211,12 @@ def test_what_is_queued_waits_for_what_it_continues_to_become_ours(
     engines: Engines, batch_bytes: int, budget_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was queued first: its parent was another's then. In batches of one chunk, and in one."""
-    monkeypatch.setattr(spill_queue, "_BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(writes, "_BATCH_BYTES", batch_bytes)
     store = engines.open(spill_delay_s=1.0, ssd_write_bytes_per_day=budget_bytes)
     put(store, THEIRS)
     judge(store, (), THEIRS)
     engines.clock.passes(2.0)
-    until(lambda: not store._state.spills)
+    until(lambda: not store.catalog.writes)
     put(store, OURS)
     judge(store, OURS, ())
     judge(store, THEIRS, ())

@@ -52,9 +52,9 @@ def hit(store: ArtifactStore, chunks: list[ChunkRange]) -> bool:
     assert restore.done
     was_right = intact(store, restore)
     restore.release()
-    with store._state.lock:
-        store._state.lock.notify_all()  # else the I/O thread looks once a second
-    until(lambda: not store._state.samples)
+    with store.catalog.locked():
+        store.catalog._lock.notify_all()  # else the I/O thread looks once a second
+    until(lambda: not store.catalog.samples)
     return was_right
 
 
@@ -65,7 +65,7 @@ def bench(tmp_path: Path) -> Bench:
 
 def open_sampling(bench: Bench, one_in: int) -> ArtifactStore:
     store = bench.open(verify="sample")
-    store._state.samples = HitSamples(one_in, Random(3))
+    store.catalog.samples = HitSamples(one_in, Random(3))
     return store
 
 
@@ -85,7 +85,7 @@ def test_a_bit_that_flips_in_dram_is_found_as_soon_as_its_artifact_is_sampled(
         expected.hit(ids)  # type: ignore[arg-type]
     while expected.take() is not None:
         pass
-    artifact = store._tiers.index.find(last)
+    artifact = store.catalog.tiers.index.find(last)
     assert artifact is not None
     store.arena.view[artifact.dram_offset + 17] ^= 0x10
     served = 0
@@ -110,11 +110,11 @@ def test_a_bit_that_flips_in_dram_is_found_as_soon_as_its_artifact_is_sampled(
 
 def test_nothing_is_sampled_unless_asked(bench: Bench) -> None:
     store = bench.open(verify="ssd")
-    store._state.samples = HitSamples(1, Random(3))
+    store.catalog.samples = HitSamples(1, Random(3))
     chunks = chain("a", 4)
     put(store, chunks)
     assert store.flush(20.0)
-    artifact = store._tiers.index.find(ids_of(chunks)[0])
+    artifact = store.catalog.tiers.index.find(ids_of(chunks)[0])
     assert artifact is not None
     store.arena.view[artifact.dram_offset] ^= 1
     for _ in range(10):

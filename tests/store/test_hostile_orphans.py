@@ -214,8 +214,8 @@ def test_so_many_storages_may_hang_and_no_more(
         survivor.store.reset()
     assert give_up(survivor, copies[2], hang) == {Failure.UNREACHABLE}
     hang.end()
-    pool = survivor.store._state.tiers.dram
-    until(lambda: sum(pool.used(kind) for kind in pool.geometry.stride_bytes) == 0)
+    pool = survivor.store.catalog.tiers.dram
+    until(lambda: sum(pool.num_used(kind) for kind in pool.geometry.stride_bytes) == 0)
     assert not survivor.adopt(copies[2]).failed
     survivor.store.close()
     survivor.store.check_integrity()

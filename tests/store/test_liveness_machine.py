@@ -18,8 +18,8 @@ from test_store_machine import DEPTH, TRUNKS, StoreMachine, chains
 
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Restore, Save
+from hetero_connector.store.catalog.catalog import ReservedSave
 from hetero_connector.store.catalog.nodes import Artifact
-from hetero_connector.store.catalog.saving import ReservedSave
 from hetero_connector.store.peers import sharing
 from hetero_connector.transfer.base import Direction
 
@@ -101,13 +101,14 @@ class Faults(StoreMachine):
 
     @invariant()
     def nothing_is_queued_in_vain(self) -> None:
-        state = self.store._state
-        assert all(load.waiting for load in (*state.loads, *state.peer_loads))
-        queued = [spill.artifact for spill in (*state.spills, *state.unsummed)]
-        queued += [*state.unjudged._until_s, *state.used]
+        catalog, writes = self.store.catalog, self.store.catalog.writes
+        queues = catalog.loads._queues
+        assert all(load.waiters for queue in queues.values() for load in queue)
+        queued = [pending.artifact for pending in (*writes._queue, *writes._unsummed)]
+        queued += [*writes.claims._until_s, *catalog._used]
         assert not [artifact for artifact in queued if artifact.forgotten]
-        limit = len(list(self.store._tiers.index.artifacts()))
-        assert max(len(state.spills), len(state.unsummed), len(state.used)) <= limit
+        limit = len(list(self.store.catalog.tiers.index.artifacts()))
+        assert max(len(writes), writes.num_unsummed, len(catalog._used)) <= limit
 
     @rule()
     def what_hangs_goes_on(self) -> None:
@@ -137,9 +138,9 @@ class Faults(StoreMachine):
             self.seal_one_while_something_is_read()
         self.settle()
         if goes_on:
-            assert self.store._state.ssd_writable
-            assert self.store._state.ssd_readable
-            assert not self.store._state.late_bytes
+            assert self.store.catalog.writes.is_writable
+            assert self.store.catalog.ssd_readable
+            assert not self.store.catalog.late_bytes
 
     def teardown(self) -> None:
         self.calm()
@@ -169,35 +170,36 @@ class Faults(StoreMachine):
 
     def waits(self) -> list[str]:
         """What is not as it should be once everything has come to its end."""
-        state = self.store._state
+        catalog, now = self.store.catalog, self.store.snapshot()
         queues = {
-            "loads": len(state.loads) + len(state.peer_loads),
-            "reads": sum(not load.late for load in state.loading.values()),
-            "checksums": len(state.unsummed),
-            "writes": len(state.spills),
-            "writes under way": state.spilling,
-            "claims": len(state.unjudged._until_s),
+            "loads": now.loads_queued,
+            "reads": sum(not load.is_late for load in catalog.loads.by_artifact.values()),
+            "checksums": now.unsummed,
+            "writes": now.writes_queued,
+            "writes under way": now.writing,
+            "claims": now.pending_claims,
         }
         found = [f"{count} {name}" for name, count in queues.items() if count]
         found += [f"without a checksum: {a}" for a in self.sealed_here() if self.lacks_sum(a)]
-        if state.ssd_writable:
+        if catalog.writes.is_writable:
             left = [a for a in self.sealed_here() if a.ssd is None and not a.replica]
             if len(left) > self.given_up():
                 found.append(f"neither on SSD nor counted as given up: {left}")
-            if state.tiers.forgotten or state.tiers.journal_stale:
+            if now.rows_to_forget:
                 found.append("rows to forget")
         elif not (self.beside.is_stuck or self.hanging(Direction.WRITE)):
             found.append("nothing is written, and nothing hangs")
-        if not state.ssd_readable and not self.hanging(Direction.READ):
+        if not catalog.ssd_readable and not self.hanging(Direction.READ):
             found.append("nothing is read, and nothing hangs")
         return found
 
     def lacks_sum(self, artifact: Artifact) -> bool:
-        state = self.store._state
-        return artifact.checksum is None and (state.ssd_writable or state.wants_checksums)
+        return artifact.checksum is None and self.store.catalog.writes.is_active
 
     def sealed_here(self) -> list[Artifact]:
-        return [a for a in self.store._tiers.index.artifacts() if a.sealed and a.dram is not None]
+        return [
+            a for a in self.store.catalog.tiers.index.artifacts() if a.sealed and a.dram is not None
+        ]
 
     def given_up(self) -> float:
         """Artifacts that are not on SSD, and were counted as that."""
@@ -212,20 +214,22 @@ class Faults(StoreMachine):
 
     def check_slots(self) -> None:
         """Every DRAM slot holds an artifact, or something that hangs may still touch it."""
-        tiers = self.store._tiers
+        tiers = self.store.catalog.tiers
         for kind in SIZES:
             here = [a for a in tiers.index.artifacts() if a.state_type is kind and a.dram]
-            late = [x for x in self.store._state.loading.values() if x.target is not None]
+            late = [
+                x for x in self.store.catalog.loads.by_artifact.values() if x.target is not None
+            ]
             elsewhere = [x.artifact for x in late]
             elsewhere += [a for save in self.saves for a in taken_by(save) if a.forgotten]
             others = sum(artifact.state_type is kind for artifact in elsewhere)
-            assert tiers.dram.used(kind) == len(here) + others, "a slot was lost"
-            touched = tiers.dram.quarantined(kind)
+            assert tiers.dram.num_used(kind) == len(here) + others, "a slot was lost"
+            touched = tiers.dram.num_quarantined(kind)
             assert not touched or self.hanging(Direction.WRITE) or self.hanging(Direction.READ)
 
     def seal_one_while_something_is_read(self) -> None:
         """Its checksum waits for no read, its write for a second: though reads never pause."""
-        state = self.store._state
+        writes = self.store.catalog.writes
         reading = self.read_that_goes_on()
         depths = {name: len(self.store.match(trunk)) for name, trunk in TRUNKS.items()}
         name = next((n for n, depth in depths.items() if depth < DEPTH), None)
@@ -235,15 +239,15 @@ class Faults(StoreMachine):
         for _ in range(BESIDE_READS_STEPS):
             self.time.passes(0.25)
             self.round()
-        assert not state.unsummed, "checksums wait for reads"
-        assert not (state.spills and state.ssd_writable), "writes wait for reads"
+        assert not writes.num_unsummed, "checksums wait for reads"
+        assert not (len(writes) and writes.is_writable), "writes wait for reads"
         self.disk.files._hangs = 0
         self.disk.files.resume()
         reading.release()
 
     def read_that_goes_on(self) -> Restore | None:
         """A restore from SSD that has just begun and does not end; None if there is none."""
-        if not self.store._state.ssd_readable or self.hanging(Direction.WRITE):
+        if not self.store.catalog.ssd_readable or self.hanging(Direction.WRITE):
             return None
         self.store.leave_to_ssd()
         for trunk in TRUNKS.values():

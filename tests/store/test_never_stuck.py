@@ -16,10 +16,8 @@ from hetero_connector.errors import StoreError
 from hetero_connector.metrics import GAUGES
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Restore
-from hetero_connector.store.io_thread import IoThread
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
-from hetero_connector.store.ssd import journal_rows, read_health
-from hetero_connector.store.ssd import reader as reading
+from hetero_connector.store.ssd import journal_rows, read_health, reader
 from hetero_connector.store.ssd import writer as spilling
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.transfer.memory_files import MemoryFiles
@@ -49,9 +47,8 @@ class Driven:
     def __init__(self, root: Path, **options: object) -> None:
         self.disk, self.clock, self.beside = Disk(), Clock(), Beside()
         self.bench = Bench(root, self.disk, self.clock)
-        with patch.object(IoThread, "start"):
-            self.store = self.bench.open(**options)  # type: ignore[arg-type]
-        self.state = self.store._state
+        self.store = self.bench.open(run_io=False, **options)  # type: ignore[arg-type]
+        self.catalog = self.store.catalog
         assert self.store._io_thread is not None
         self.io_thread = self.store._io_thread
 
@@ -64,7 +61,7 @@ class Driven:
             put(self.store, [chunk])
             self.rounds()
         self.store.leave_to_ssd()
-        assert self.store._tiers.dram.used(DENSE) == 0
+        assert self.store.catalog.tiers.dram.num_used(DENSE) == 0
 
     def restore(self, chunks: list[ChunkRange]) -> Restore:
         restore = begin(self.store, ids_of(chunks))
@@ -76,17 +73,16 @@ class Driven:
         for chunk in chunks:
             self.disk.files.hang_next()
             self.restore([chunk]).release()
-            self.clock.passes(self.state.config.load_deadline_s)
+            self.clock.passes(self.catalog.config.load_deadline_s)
             self.rounds()
 
     @property
     def free_slots(self) -> int:
-        return self.store._tiers.dram.free(DENSE)
+        return self.store.catalog.tiers.dram.num_free(DENSE)
 
     def gauge(self, name: str) -> float:
         self.clock.passes(1.0)
-        with self.state.lock:
-            self.state.refresh_gauges()
+        self.store.publish_gauges()
         payload = self.bench.recorder.drain() or {}
         return float(payload[GAUGES][f"{name}{{}}"])
 
@@ -124,18 +120,18 @@ def test_a_read_that_never_ends_stops_no_write_and_no_checksum(
         driven.hang_reads(CHUNKS[:1])
     assert len(caplog.records) == 1
     assert "a read has not ended after 10 s" in caplog.text
-    assert driven.state.late_bytes == 12_288 + 4_096
+    assert driven.catalog.late_bytes == 12_288 + 4_096
     for i in range(20):
         put(driven.store, chain(f"b{i}", 1))
         driven.rounds()
-    assert driven.state.drained
-    artifacts = list(driven.store._tiers.index.artifacts())
+    assert driven.catalog.writes.is_drained
+    artifacts = list(driven.store.catalog.tiers.index.artifacts())
     assert len(artifacts) == 2 * 22
     assert all(a.checksum is not None and a.ssd is not None for a in artifacts)
     driven.disk.files.resume()
     driven.rounds()
-    assert driven.state.late_bytes == 0
-    assert driven.free_slots == 8 - driven.store._tiers.dram.used(DENSE)
+    assert driven.catalog.late_bytes == 0
+    assert driven.free_slots == 8 - driven.store.catalog.tiers.dram.num_used(DENSE)
 
 
 def test_a_write_that_never_ends_keeps_a_quarter_of_the_dram_at_most(driven: Driven) -> None:
@@ -145,7 +141,7 @@ def test_a_write_that_never_ends_keeps_a_quarter_of_the_dram_at_most(driven: Dri
     driven.rounds(2)
     driven.clock.passes(61.0)
     driven.rounds()
-    assert not driven.state.ssd_writable
+    assert not driven.catalog.writes.is_writable
     put(driven.store, chain("b", 6))
     restore = driven.restore(chain("b", 6))
     assert restore.done
@@ -173,7 +169,7 @@ def test_what_a_late_read_brings_at_last_is_kept_and_until_then_nobody_waits_for
 def test_after_three_reads_that_never_end_none_is_begun_until_one_has(driven: Driven) -> None:
     driven.on_ssd_only(CHUNKS)
     driven.hang_reads(CHUNKS[:3])
-    assert not driven.state.ssd_readable
+    assert not driven.catalog.ssd_readable
     assert driven.gauge("heterocache_ssd_readable") == 0
     assert driven.gauge("heterocache_ssd_quarantined_bytes") == 3 * (12_288 + 4_096)
     refused = begin(driven.store, ids_of(CHUNKS[3:4]))
@@ -182,7 +178,7 @@ def test_after_three_reads_that_never_end_none_is_begun_until_one_has(driven: Dr
     refused.release()
     put(driven.store, chain("b", 2))
     driven.rounds()
-    assert driven.state.drained, "writes go on"
+    assert driven.catalog.writes.is_drained, "writes go on"
     driven.disk.files.resume()
     driven.rounds()
     assert driven.gauge("heterocache_ssd_readable") == 1
@@ -199,16 +195,16 @@ def test_reads_are_tried_again_a_minute_later_and_one_that_hangs_is_enough_then(
     driven.hang_reads(CHUNKS[:3])
     driven.clock.passes(60.0)
     driven.rounds()
-    assert driven.state.ssd_readable
+    assert driven.catalog.ssd_readable
     driven.hang_reads(CHUNKS[3:4])
-    assert not driven.state.ssd_readable
+    assert not driven.catalog.ssd_readable
     driven.clock.passes(60.0)
     driven.rounds()
     restore = driven.restore(CHUNKS[4:6])
     assert not restore.failed
     restore.release()
     driven.hang_reads(CHUNKS[6:7])
-    assert driven.state.ssd_readable, "two have succeeded since"
+    assert driven.catalog.ssd_readable, "two have succeeded since"
 
 
 def test_dram_that_hung_reads_keep_back_is_bounded(
@@ -223,7 +219,7 @@ def test_dram_that_hung_reads_keep_back_is_bounded(
         driven.store.leave_to_ssd()
         driven.clock.passes(60.0)
         driven.rounds()
-    assert driven.state.late_bytes == 2 * (12_288 + 4_096)
+    assert driven.catalog.late_bytes == 2 * (12_288 + 4_096)
     assert driven.free_slots == 6
 
 
@@ -235,7 +231,7 @@ def test_a_write_that_has_waited_for_a_second_goes_beside_reads_and_its_checksum
     reading = driven.restore(CHUNKS[:1])
     put(driven.store, chain("b", 1))
     driven.rounds()
-    fresh = driven.store._tiers.index.find(ids_of(chain("b", 1))[0])
+    fresh = driven.store.catalog.tiers.index.find(ids_of(chain("b", 1))[0])
     assert fresh is not None
     assert fresh.checksum is not None
     assert fresh.ssd is None, "reads come first"
@@ -266,16 +262,18 @@ def test_a_journal_that_hangs_costs_no_restore_and_no_slot(
         assert driven.gauge("heterocache_ssd_writable") == 0
         put(driven.store, chain("y", 1))
         driven.rounds()
-        assert not driven.state.spills, "nothing queues up"
+        assert not len(driven.catalog.writes), "nothing queues up"
         driven.beside.resume()
         driven.rounds()
     assert [r.levelno for r in caplog.records] == [logging.ERROR, logging.WARNING]
     assert driven.gauge("heterocache_ssd_writable") == 1
-    assert driven.state.drained
+    assert driven.catalog.writes.is_drained
     for name in "xy":
         assert all(
             a.ssd is not None
-            for a in driven.store._tiers.index.nodes[chain(name, 1)[0].key].artifacts.values()
+            for a in driven.store.catalog.tiers.index.nodes[
+                chain(name, 1)[0].key
+            ].artifacts.values()
         ), "written, or written again, when the disk is back"
 
 
@@ -292,7 +290,7 @@ def test_a_write_that_hangs_pauses_writing_until_it_ends(driven: Driven) -> None
     driven.disk.files.resume()
     driven.rounds()
     assert driven.gauge("heterocache_ssd_writable") == 1
-    assert all(a.ssd is not None for a in driven.store._tiers.index.artifacts())
+    assert all(a.ssd is not None for a in driven.store.catalog.tiers.index.artifacts())
 
 
 @pytest.mark.parametrize("hangs", ["record", "forget", "touch", "close"])
@@ -318,7 +316,7 @@ def test_close_ends_within_its_deadline_though_the_journal_hangs(
 def test_a_thread_that_hangs_in_the_kernel_costs_one_deadline_and_no_slot(driven: Driven) -> None:
     driven.on_ssd_only(CHUNKS)
     put(driven.store, CHUNKS[:0])
-    driven.state.step_began_s = driven.clock()  # a step that does not end
+    driven.catalog.step_began_s = driven.clock()  # a step that does not end
     waiting = [begin(driven.store, ids_of([chunk])) for chunk in CHUNKS]
     assert driven.free_slots == 0
     driven.clock.passes(10.0)
@@ -343,20 +341,20 @@ def test_a_restore_that_is_let_go_in_the_queue_frees_its_slots_at_once(driven: D
     assert driven.free_slots == 0
     restore.release()
     assert driven.free_slots == 8
-    assert not driven.state.loads
-    assert not driven.state.loading
+    assert not driven.catalog.loads.any_queued
+    assert not driven.catalog.loads.by_artifact
 
 
 def test_what_is_forgotten_leaves_every_queue(driven: Driven) -> None:
     for i in range(40):
         put(driven.store, chain(f"b{i}", 1))
-    assert len(driven.state.spills) == len(driven.state.unsummed) == 2 * 8
+    assert len(driven.catalog.writes) == driven.catalog.writes.num_unsummed == 2 * 8
     begin(driven.store, ids_of(chain("b39", 1))).release()
-    assert len(driven.state.used) == 2
+    assert len(driven.catalog._used) == 2
     driven.store.reset()
-    state = driven.state
-    for queue in (state.spills, state.unsummed, state.used, state.unjudged, state.loads):
-        assert not queue
+    now = driven.store.snapshot()
+    assert (now.writes_queued, now.unsummed, now.pending_claims, now.loads_queued) == (0,) * 4
+    assert not driven.catalog._used
 
 
 def test_a_bug_of_the_io_thread_leaves_dram_whole(bench: Bench) -> None:
@@ -367,11 +365,11 @@ def test_a_bug_of_the_io_thread_leaves_dram_whole(bench: Bench) -> None:
     store.leave_to_ssd()
     with patch.object(MemoryFiles, "submit", side_effect=RuntimeError("a bug")):
         restores = [begin(store, ids_of([chunk])) for chunk in CHUNKS]
-        until(lambda: not store._state.io_alive)
+        until(lambda: not store.catalog.io_alive)
     assert all(wait(restore).failed for restore in restores)
     for restore in restores:
         restore.release()
-    taken = store._tiers.dram.used(DENSE)
+    taken = store.catalog.tiers.dram.num_used(DENSE)
     assert taken <= 8, "at most what was under way"
     put(store, chain("b", 8 - taken))
     restore = begin(store, ids_of(chain("b", 8 - taken)))
@@ -391,9 +389,9 @@ def test_a_fleet_engine_that_may_not_write_flushes_and_closes_at_once(
 ) -> None:
     _, store = joined(tmp_path / "ssd", disk)
     put(store, CHUNKS[:2])
-    until(lambda: len(store._state.unjudged._until_s) == 4)
+    until(lambda: len(store.catalog.writes.claims._until_s) == 4)
     assert store._io_thread is not None
-    store._io_thread._health.give_up("files deleted")
+    store._io_thread.ssd.health.give_up("files deleted")
     began_s = time.monotonic()
     assert store.flush(60.0) is False
     store.close(deadline_s=60.0)
@@ -407,7 +405,7 @@ def test_close_writes_everything_though_writing_has_paused_if_the_disk_is_back(
     store = bench.open()
     disk.files.fail_next(1000)
     put(store, CHUNKS[:2])
-    until(lambda: not store._state.ssd_writable)
+    until(lambda: not store.catalog.writes.is_writable)
     put(store, CHUNKS[2:4])
     if healed:
         disk.files._failures.clear()
@@ -434,7 +432,7 @@ def test_a_stall_is_told_once_and_ends_with_what_hung(
                 driven.rounds()
             driven.disk.files.resume()
             driven.rounds()
-            assert driven.state.ssd_writable
+            assert driven.catalog.writes.is_writable
     assert len(caplog.records) == 3
 
 
@@ -451,8 +449,8 @@ def test_more_restores_than_the_disk_can_serve_are_told_at_once(
     """Else each would wait for nearly as long as it may, and then be thrown away half read."""
     driven = Driven(tmp_path / "ssd", dram_chunks=40, ssd_chunks=40)
     monkeypatch.setattr(journal_rows, "in_background", driven.beside)
-    monkeypatch.setattr(reading, "_IN_FLIGHT_BYTES", 1)
-    monkeypatch.setattr(reading, "_BATCH_BYTES", 10_000)
+    monkeypatch.setattr(reader, "_IN_FLIGHT_BYTES", 1)
+    monkeypatch.setattr(reader, "_BATCH_BYTES", 10_000)
     chunks = [chain(f"session {i}", 1)[0] for i in range(40)]
     driven.on_ssd_only(chunks)
 

@@ -108,10 +108,10 @@ def restored(store: ArtifactStore, peers: KnownPeers, told: Told) -> int:
     arrived = len(restore.offsets)
     restore.release()
     keys = {chunk.key for chunk in CHUNKS}
-    with store._state.lock:
-        for artifact in list(store._tiers.index.artifacts()):
+    with store.catalog.locked():
+        for artifact in list(store.catalog.tiers.index.artifacts()):
             if artifact.id.chunk in keys:
-                store._tiers.forget(artifact)
+                store.catalog.tiers.forget(artifact)
     return arrived
 
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from enum import StrEnum
 from errno import EIO
 from functools import partial
-from unittest.mock import patch
 
 from filling import CHUNK, CHUNK_BYTES, FINGERPRINT, SIZES, chain, fill
 from hypothesis import settings
@@ -27,10 +26,9 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, StoreConfig, Wanted
-from hetero_connector.store.catalog.jobs import Load
-from hetero_connector.store.io_thread import IoThread
+from hetero_connector.store.catalog.loads import Load
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
-from hetero_connector.store.peers.reader import ARENA, PeerReader
+from hetero_connector.store.peers.reader import ARENA, PeerReads
 from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers, MemoryRead
 from hetero_connector.transfer.peer_base import PeerExtent
 
@@ -93,16 +91,16 @@ class Peer:
         self.epoch = epoch
         self.copies: dict[ArtifactId, PeerCopy] = {}
         """What the directory has ever said of it, much of it outdated."""
-        with patch.object(IoThread, "start"):
-            self.store = ArtifactStore.open(
-                SIZES,
-                StoreConfig(4 * CHUNK_BYTES, spill_delay_s=0.0),
-                Recorder(),
-                chunk_tokens=CHUNK,
-                fingerprint=FINGERPRINT,
-                description={"model": "test"},
-                peers=PeerAccess(KnownPeers(), partial(MemoryPeers, network)),
-            )
+        self.store = ArtifactStore.open(
+            SIZES,
+            StoreConfig(4 * CHUNK_BYTES, spill_delay_s=0.0),
+            Recorder(),
+            chunk_tokens=CHUNK,
+            fingerprint=FINGERPRINT,
+            description={"model": "test"},
+            peers=PeerAccess(KnownPeers(), partial(MemoryPeers, network)),
+            run_io=False,
+        )
         assert self.store.sharing is not None
         assert self.store._io_thread is not None
         self.sharing, self.io_thread = self.store.sharing, self.store._io_thread
@@ -110,8 +108,8 @@ class Peer:
 
     @property
     def metadata(self) -> bytes:
-        assert self.io_thread._peer_reader is not None
-        return self.io_thread._peer_reader._transfers.metadata
+        assert self.io_thread.fleet is not None
+        return self.io_thread.fleet.peer_device._transfers.metadata
 
     def save(self, chunks: Sequence[ChunkRange]) -> None:
         """Store these, and have them listed."""
@@ -157,10 +155,10 @@ class PeerLivenessMachine(FleetLivenessMachine):
         return PeerAccess(self.known, partial(UnreliablePeers, self.fates, self.network))
 
     @property
-    def reader(self) -> PeerReader:
+    def reader(self) -> PeerReads:
         assert self.store._io_thread is not None
-        assert self.store._io_thread._peer_reader is not None
-        return self.store._io_thread._peer_reader
+        assert self.store._io_thread.fleet is not None
+        return self.store._io_thread.fleet.peer_device
 
     @rule(
         reads=st.lists(
@@ -185,7 +183,7 @@ class PeerLivenessMachine(FleetLivenessMachine):
         self.restore_from_peer(name, 2, is_begun)
         if fate is Fate.IS_LATE:
             self.time_passes(PASSED_S, asked=True)
-            assert not any(load.waiting for load in self.loads_from_peers()), "its deadline passed"
+            assert not any(load.waiters for load in self.loads_from_peers()), "its deadline passed"
             self.seal(["a"], 1)
             self.restore("a", 1)
         if fate is Fate.PEER_DIES:
@@ -202,16 +200,18 @@ class PeerLivenessMachine(FleetLivenessMachine):
             self.time.passes(AVOIDED_S)
 
     def loads_from_peers(self) -> list[Load]:
-        return [load for load in self.store._state.loading.values() if load.tier is Tier.PEER]
+        return [
+            load for load in self.store.catalog.loads.by_artifact.values() if load.tier is Tier.PEER
+        ]
 
     def forget_replicas(self) -> None:
         """As if they had been evicted."""
-        state = self.store._state
-        with state.lock:
-            used = set(state.tiers.in_use())
-            for artifact in list(state.tiers.index.artifacts()):
+        tiers = self.store.catalog.tiers
+        with self.store.catalog.locked():
+            used = set(tiers.pinned())
+            for artifact in list(tiers.index.artifacts()):
                 if artifact.replica and artifact not in used and not artifact.forgotten:
-                    state.tiers.forget(artifact)
+                    tiers.forget(artifact)
 
     @rule(name=chains, depth=st.integers(1, DEPTH), rounds=st.integers(0, 3))
     def restore_from_peer(self, name: str, depth: int, rounds: int) -> None:
@@ -272,13 +272,13 @@ class PeerLivenessMachine(FleetLivenessMachine):
         """Both engines hear of the fleet's latest reset, and before of the one before."""
         for store in (self.store, self.peer.store):
             for number in (self.resets - 1, self.resets):
-                store._state.generations.told(number, store.generation)
+                store._generations.told(number, store.generation)
                 store.catch_up()
 
     @invariant()
     def what_a_late_read_may_fill_is_nobodys(self) -> None:
-        late = {read.target for batch in self.reader._late for read in batch.reads}
-        artifacts = self.store._tiers.index.artifacts()
+        late = {load.target for batch in self.reader._late for load in batch.loads}
+        artifacts = self.store.catalog.tiers.index.artifacts()
         assert late.isdisjoint(a.dram for a in artifacts if a.dram is not None)
 
     def what_hangs_goes_on(self) -> None:
@@ -293,7 +293,9 @@ class PeerLivenessMachine(FleetLivenessMachine):
     def the_faults_end(self, goes_on: bool, reading: bool) -> None:
         super().the_faults_end(goes_on, reading)
         reader = self.reader
-        assert not reader.active
+        assert self.store._io_thread is not None
+        assert self.store._io_thread.fleet is not None
+        assert not self.store._io_thread.fleet.peers.active
         if goes_on:
             assert not reader._late, "its slots never come back"
             assert not reader._transfers.in_flight
@@ -311,12 +313,6 @@ class PeerLivenessMachine(FleetLivenessMachine):
             assert restore.done
             assert set(restore.failed.values()) <= {Failure.NO_SLOT}
             restore.release()
-
-    def waits(self) -> list[str]:
-        late = sum(len(batch.reads) for batch in self.reader._late)
-        found = [what for what in super().waits() if not what.endswith(" reads")]
-        reads = sum(not load.late for load in self.store._state.loading.values()) - late
-        return [*found, f"{reads} reads"] if reads else found
 
     def hanging(self, direction: object) -> int:
         """Also what a peer's late answer may touch."""

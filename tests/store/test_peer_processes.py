@@ -115,24 +115,24 @@ def test_an_owner_that_is_stopped_costs_a_deadline_and_its_late_bytes_harm_nobod
     peers: KnownPeers,
 ) -> None:
     reader = open_store(peers, chunks=6, peer_deadline_s=0.3)
-    pool = reader._state.tiers.dram
+    pool = reader.catalog.tiers.dram
     with engines(1) as (owner,):
         copies = owner.register(peers)
         owner.stop()
         restore = fetch(reader, copies)
         assert set(restore.failed.values()) == {Failure.DEADLINE}
         restore.release()
-        assert sum(map(pool.used, BIG)) == len(CONTENTS), "slots a late read may fill are free"
+        assert sum(map(pool.num_used, BIG)) == len(CONTENTS), "slots a late read may fill are free"
         mine = chain("mine", 3)
         Writer(reader).put(mine)
         owner.resume()
-        until(lambda: sum(map(pool.used, BIG)) == len(CONTENTS))
+        until(lambda: sum(map(pool.num_used, BIG)) == len(CONTENTS))
         for chunk, stored in zip(mine, reader.match(mine), strict=True):
             offsets = np.frombuffer(stored.offsets, np.int64)
             for kind, data in right(chunk).items():
                 at = int(offsets[kind.position])  # type: ignore[attr-defined]
                 assert np.array_equal(reader.arena.view[at : at + len(data)], data)
-        until(lambda: pool.free(next(iter(BIG))) == 3)
+        until(lambda: pool.num_free(next(iter(BIG))) == 3)
         until(lambda: not fetch_failed(reader, copies))
     reader.close()
 

@@ -46,7 +46,7 @@ def test_random_faults_bring_no_wrong_byte_no_hang_and_leave_nothing_behind() ->
     known = KnownPeers()
     store = open_store(known, chunks=12, peer_deadline_s=0.3)
     writer, mine = Writer(store), own_contents(MINE)
-    pool, outcomes = store._state.tiers.dram, Counter[Failure | None]()
+    pool, outcomes = store.catalog.tiers.dram, Counter[Failure | None]()
     owners = [Engine(epoch, churns=epoch == 1) for epoch in (1, 2)]
     epoch = 2
     try:
@@ -68,7 +68,7 @@ def test_random_faults_bring_no_wrong_byte_no_hang_and_leave_nothing_behind() ->
             outcomes.update(restore.failed.values())
             outcomes[None] += len(restore.offsets)
             restore.release()
-            if not store.match(MINE) and all(pool.free(kind) >= len(MINE) for kind in BIG):
+            if not store.match(MINE) and all(pool.num_free(kind) >= len(MINE) for kind in BIG):
                 writer.put(MINE)
             check_own(store, mine)
             if fault == "stop":
@@ -81,7 +81,7 @@ def test_random_faults_bring_no_wrong_byte_no_hang_and_leave_nothing_behind() ->
                 forget_all(store)
             store.check_integrity()
         forget_all(store)
-        until(lambda: sum(map(pool.used, BIG)) == 0)
+        until(lambda: sum(map(pool.num_used, BIG)) == 0)
         until(lambda: not sum(map(pool.quarantined, BIG)))
         assert outcomes[None], "nothing was ever read"
         assert {Failure.UNREACHABLE, Failure.IO_ERROR} & set(outcomes), "no fault was ever met"

@@ -327,12 +327,12 @@ def test_a_peer_that_stops_costs_one_deadline_and_its_slots_stay_in_quarantine(
     copies = exports(owner, 8)
     agent = PeerCard.decode(fleet.peers.cards[OWNER]).agent
     fleet.network.stopped.add(agent)
-    pools = reader._state.tiers.dram
+    pools = reader.catalog.tiers.dram
     restore = wait(fetch(reader, copies))
     assert set(restore.failed.values()) == {Failure.DEADLINE}
     restore.release()
-    assert sum(pools.used(kind) for kind in SIZES) == 8, "a late read may still fill them"
-    assert set(reader._state.reading_bytes.values()) == {0}, "nobody waits for it"
+    assert sum(pools.num_used(kind) for kind in SIZES) == 8, "a late read may still fill them"
+    assert set(reader.catalog.loads.waiting_bytes.values()) == {0}, "nobody waits for it"
     at_once = fetch(reader, copies)
     wait(at_once)
     assert at_once.offsets == {}
@@ -343,12 +343,12 @@ def test_a_peer_that_stops_costs_one_deadline_and_its_slots_stay_in_quarantine(
     mine = chain("b", 2)
     put(reader, mine)
     fleet.network.stopped.discard(agent)
-    until(lambda: sum(pools.used(kind) for kind in SIZES) == 4)
+    until(lambda: sum(pools.num_used(kind) for kind in SIZES) == 4)
     check = wait(begin(reader, ids_of(mine)))
     assert intact(reader, check), "the late bytes went into a slot that was reused"
     check.release()
     assert reader.match(CHUNKS) == []
-    assert set(reader._state.reading_bytes.values()) == {0}
+    assert set(reader.catalog.loads.waiting_bytes.values()) == {0}
 
 
 def test_a_late_peer_does_not_keep_the_engine_from_ending(
@@ -374,7 +374,7 @@ def test_a_reset_while_reading_ends_harmlessly(
     assert set(restore.failed.values()) == {Failure.GONE}
     fleet.network.stopped.discard(agent)
     restore.release()
-    until(lambda: sum(reader._state.tiers.dram.used(kind) for kind in SIZES) == 0)
+    until(lambda: sum(reader.catalog.tiers.dram.num_used(kind) for kind in SIZES) == 0)
     assert reader.match(CHUNKS) == []
 
 
@@ -485,7 +485,7 @@ def test_stores_that_follow_the_fleets_reset_read_from_each_other_again(
 ) -> None:
     exports(owner, 8)
     for store in (owner, reader):
-        store._state.generations.told(5, store.generation)
+        store._generations.told(5, store.generation)
         assert store.catch_up().fleet == 5
     put(owner, CHUNKS)
     restore = wait(fetch(reader, exports(owner, 8)))

@@ -27,10 +27,10 @@ from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, 
 from hetero_connector.metrics import COUNTERS
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Restore
+from hetero_connector.store.catalog import prefetch as prefetching
+from hetero_connector.store.catalog.prefetch_costs import PrefetchCosts
 from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
-from hetero_connector.store.io_thread import IoThread
-from hetero_connector.store.prefetch import prefetcher as prefetching
-from hetero_connector.store.prefetch.weighing import PrefetchCosts
+from hetero_connector.store.catalog.seconds_saved import SecondsSaved
 
 A, B = chain("a", 4), chain("b", 4)
 CHAIN_BYTES = 4 * SIZES[DENSE] + SIZES[WINDOW]
@@ -52,8 +52,7 @@ class Stage:
         costs = PrefetchCosts(
             used_within=lambda idle_s, within_s: self.used_within(idle_s, within_s)
         )
-        with patch.object(IoThread, "start"):
-            self.store = self.bench.open(dram_chunks, 16, prefetch_costs=costs, **config)
+        self.store = self.bench.open(dram_chunks, 16, prefetch_costs=costs, run_io=False, **config)
         return self
 
     def close(self) -> None:
@@ -65,8 +64,7 @@ class Stage:
 
     def rounds(self) -> None:
         """Run the I/O thread's rounds until nothing moves."""
-        assert self.store._io_thread is not None
-        while self.store._io_thread.step():
+        while self.store.run_io_round():
             self.store.check_integrity()
 
     def on_ssd_only(self, *chains: list[ChunkRange]) -> None:
@@ -78,12 +76,12 @@ class Stage:
 
     def write_out(self) -> None:
         """Everything sealed goes to SSD."""
-        state = self.store._state
-        self.now_s += state.config.spill_delay_s
+        writes = self.store.catalog.writes
+        self.now_s += self.store.catalog.config.spill_delay_s
 
         def written() -> bool:
             self.rounds()
-            return not (state.spills or state.spilling)
+            return not (len(writes) or writes.num_writing)
 
         until(written)
 
@@ -141,7 +139,7 @@ def test_what_is_due_is_staged_and_not_before(stage: Stage) -> None:
     assert stage.store.match(A)[2].tiers[WINDOW] is Tier.SSD, "no other is needed"
     assert stage.outcomes() == {"staged": 1}
     assert stage.total("prefetched_bytes") == CHAIN_BYTES
-    stage.store.came_back(A[0].key)
+    stage.store.session_returned(A[0].key)
     restore = stage.restore(A)
     assert restore.done, "nothing is left to read"
     assert intact(stage.store, restore)
@@ -181,9 +179,9 @@ def test_a_session_that_comes_early_reads_for_itself_and_nothing_twice(stage: St
     stage.on_ssd_only(A)
     stage.expect(A, 0.0, 10.0)
     stage.disk.files.hang_next()
-    with patch.object(prefetching, "_BATCH_BYTES", 2 * SIZES[DENSE]):
+    with patch.object(prefetching, "BATCH_BYTES", 2 * SIZES[DENSE]):
         stage.rounds()  # two chunks are under way
-    stage.store.came_back(A[0].key)
+    stage.store.session_returned(A[0].key)
     restore = stage.restore(A)
     stage.rounds()
     assert not restore.done
@@ -203,7 +201,7 @@ def test_a_session_that_comes_early_reads_for_itself_and_nothing_twice(stage: St
 def test_a_session_that_is_back_is_not_staged(stage: Stage) -> None:
     stage.on_ssd_only(A)
     stage.expect(A, 10.0, 20.0)
-    stage.store.came_back(A[0].key)
+    stage.store.session_returned(A[0].key)
     stage.now_s = 15.0
     stage.rounds()
     assert stage.tiers(A) == [Tier.SSD] * 4
@@ -231,7 +229,7 @@ def test_a_restore_does_not_wait_for_a_prefetch_that_hangs(stage: Stage) -> None
     stage.on_ssd_only(A, B)
     stage.expect(A, 0.0, 1e9)
     stage.disk.files.hang_next()
-    with patch.object(prefetching, "_BATCH_BYTES", SIZES[DENSE]):
+    with patch.object(prefetching, "BATCH_BYTES", SIZES[DENSE]):
         stage.rounds()
         assert stage.disk.files.in_flight == 1
         assert stage.store.reading_bytes == {Tier.SSD: SIZES[DENSE]}, "one batch, no more"
@@ -248,7 +246,7 @@ def test_what_is_under_way_takes_slots_and_what_waits_does_not(stage: Stage) -> 
     stage.on_ssd_only(A, B)
     stage.expect(A, 0.0, 1e9)
     stage.disk.files.hang_next()
-    with patch.object(prefetching, "_BATCH_BYTES", SIZES[DENSE]):
+    with patch.object(prefetching, "BATCH_BYTES", SIZES[DENSE]):
         stage.rounds()
     restore = stage.restore(B[:3])
     stage.rounds()
@@ -339,11 +337,10 @@ def test_where_computing_is_cheaper_than_staging_that_is_what_counts(stage: Stag
     """At a snail's SSD everything would be worth its slot, did a request wait for the SSD."""
     stage.close()
     costs = PrefetchCosts(lambda artifact: 1e3, lambda idle_s, within_s: 0.5)
-    with patch.object(IoThread, "start"):
-        stage.store = stage.bench.open(4, 16, prefetch_costs=costs)
+    saved = SecondsSaved(lambda new, context: new + context)
+    stage.store = stage.bench.open(4, 16, prefetch_costs=costs, seconds_saved=saved, run_io=False)
     stage.on_ssd_only(A)
     put(stage.store, B[:3])
-    stage.store._tiers.seconds_saved = lambda artifact: float(artifact.node.chunk.end)
     stage.expect(A, 0.0, 10.0, probability=0.55)
     stage.rounds()
     # A's first chunk takes the free slot; its chunks save 0.55 * 640 s each, B's third 0.5 * 768 s
@@ -430,7 +427,7 @@ def test_a_restore_that_outlasts_the_expectation_still_counts_as_use(stage: Stag
     stage.expect(A, 0.0, 10.0)
     stage.rounds()
     stage.now_s = 9.0
-    stage.store.came_back(A[0].key)
+    stage.store.session_returned(A[0].key)
     restore = stage.restore(A)
     stage.rounds()
     stage.now_s = 11.0
@@ -451,17 +448,17 @@ def test_a_read_error_is_a_counted_end_of_the_prefetch(stage: Stage) -> None:
     stage.expect(B, 0.0, 10.0)
     stage.rounds()
     assert stage.tiers(B) == [Tier.DRAM] * 4, "others go on"
-    assert stage.store._tiers.in_use() == []
+    assert stage.store.catalog.tiers.pinned() == []
 
 
 def test_a_corrupt_slot_is_found_before_the_session_is_back(stage: Stage) -> None:
     stage.on_ssd_only(A)
     stage.expect(A, 0.0, 10.0)
-    spoiled = stage.store._tiers.index.find(ArtifactId(A[2].key, DENSE))
+    spoiled = stage.store.catalog.tiers.index.find(ArtifactId(A[2].key, DENSE))
     assert spoiled is not None
     assert spoiled.ssd is not None
-    assert stage.store._tiers.ssd is not None
-    at = stage.store._tiers.ssd.slab_offset(spoiled.ssd)
+    assert stage.store.catalog.tiers.ssd is not None
+    at = stage.store.catalog.tiers.ssd.slab_offset(spoiled.ssd)
     stage.disk.slabs[list(SIZES).index(DENSE)][at] ^= 1
     stage.rounds()
     assert stage.outcomes() == {"failed": 1}
@@ -486,7 +483,7 @@ def test_a_reset_in_the_middle_ends_it(stage: Stage) -> None:
     assert stage.store.match(A) == []
     assert stage.total("prefetch_used_bytes") == 0
     assert stage.total("prefetch_wasted_bytes") == stage.total("prefetched_bytes")
-    assert len(stage.store._tiers.prefetched) == 0
+    assert len(stage.store.catalog.tiers.prefetched) == 0
 
 
 def test_what_the_planner_left_alone_leaves_the_ssd_first(tmp_path: Path) -> None:
@@ -539,7 +536,7 @@ def test_it_wakes_by_itself_and_reads_real_files(tmp_path: Path) -> None:
 def test_without_an_ssd_nothing_is_expected() -> None:
     store = Bench(None).open(dram_chunks=2)
     store.expect(ExpectedReturn("a", (A[0].key,), 0.0, 1.0, 1.0))
-    store.came_back("a")
-    assert len(store._state.returns) == 0
-    assert not store._state.back
+    store.session_returned("a")
+    assert len(store.catalog.prefetcher.schedule) == 0
+    assert not store.catalog.prefetcher._returned
     store.close()

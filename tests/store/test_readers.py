@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hetero_connector.artifacts.record import ROOT, ChunkRange
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.catalog.chain_users import Readers
+from hetero_connector.store.catalog.chain_users import ChainUsers
 from hetero_connector.store.catalog.fair_shares import FairShares
 from hetero_connector.store.catalog.nodes import Node
 
@@ -32,10 +32,10 @@ class Clocked:
         self.store = bench.open(dram_chunks=dram_chunks)
 
     def reads(self, session: str, chunks: Sequence[ChunkRange], for_s: float = LONG_S) -> None:
-        self.store.reads(session, (chunks[-1].key,), self.now_s + for_s)
+        self.store.protect_chain(session, (chunks[-1].key,), self.now_s + for_s)
 
     def readers(self, chunk: ChunkRange) -> int:
-        return self.store._tiers.index.nodes[chunk.key].readers
+        return self.store.catalog.tiers.index.nodes[chunk.key].users
 
 
 @pytest.fixture
@@ -69,11 +69,11 @@ def test_the_last_readers_going_makes_the_chain_leave_in_its_turn(clocked: Clock
     clocked.reads("bob", TRUNK)
     put(store, NEW)  # sets aside what is read, and evicts the other
     put(store, OTHER)
-    clocked.store._state.readers.leaves("ann")
+    clocked.store.catalog.users.remove("ann")
     assert clocked.readers(TRUNK[0]) == 1
     put(store, NEW)
     assert stored(store, TRUNK) == 2, "bob still reads it"
-    clocked.store._state.readers.leaves("bob")
+    clocked.store.catalog.users.remove("bob")
     use(store, NEW)
     put(store, OTHER)
     assert stored(store, TRUNK) == 0
@@ -86,7 +86,7 @@ def test_forks_share_their_trunk_and_each_keeps_its_own(clocked: Clocked) -> Non
     clocked.reads("ann", [*TRUNK, *LEFT])
     clocked.reads("bob", [*TRUNK, *RIGHT])
     assert [clocked.readers(c) for c in (*TRUNK, *LEFT, *RIGHT)] == [2, 2, 1, 1]
-    clocked.store._state.readers.leaves("ann")
+    clocked.store.catalog.users.remove("ann")
     assert [clocked.readers(c) for c in (*TRUNK, *LEFT, *RIGHT)] == [1, 1, 0, 1]
     use(store, LEFT)
     put(store, chain("one more", 1))
@@ -105,17 +105,17 @@ def test_where_everything_is_read_the_oldest_leaves_and_nothing_hangs(clocked: C
     assert stored(store, OTHER) == 2
     put(store, TRUNK)  # ann's chain again: not hers until she reads it anew
     assert clocked.readers(TRUNK[0]) == 0
-    clocked.store._state.readers.leaves("ann")
+    clocked.store.catalog.users.remove("ann")
     assert clocked.readers(TRUNK[0]) == 0
 
 
 def test_one_tenants_many_readers_do_not_unprotect_anothers_chain(clocked: Clocked) -> None:
-    readers = clocked.store._state.readers
+    readers = clocked.store.catalog.users
     readers._shares = FairShares(20)
     put(clocked.store, [*TRUNK, *OTHER])
-    clocked.store.reads("ann", (TRUNK[-1].key,), clocked.now_s + LONG_S, b"ann")
+    clocked.store.protect_chain("ann", (TRUNK[-1].key,), clocked.now_s + LONG_S, b"ann")
     for number in range(100):
-        clocked.store.reads(number, (OTHER[-1].key,), clocked.now_s + LONG_S, b"eve")
+        clocked.store.protect_chain(number, (OTHER[-1].key,), clocked.now_s + LONG_S, b"eve")
     assert clocked.readers(TRUNK[-1]) == 1
     assert clocked.readers(OTHER[-1]) == 19
 
@@ -126,10 +126,10 @@ def test_a_session_goes_on_to_its_next_turns_chain_and_its_time_ends(clocked: Cl
     clocked.reads("ann", [*TRUNK, *LEFT], for_s=20.0)
     assert [clocked.readers(c) for c in (*TRUNK, *LEFT)] == [1, 1, 1]
     clocked.now_s += 15.0
-    clocked.store._state.readers.expire()
+    clocked.store.catalog.users.expire()
     assert clocked.readers(LEFT[0]) == 1, "the first turn's time was replaced"
     clocked.now_s += 5.0
-    clocked.store._state.readers.expire()
+    clocked.store.catalog.users.expire()
     assert [clocked.readers(c) for c in (*TRUNK, *LEFT)] == [0, 0, 0]
 
 
@@ -138,14 +138,14 @@ def test_a_session_that_reads_nothing_stored_reads_nothing(clocked: Clocked) -> 
     clocked.reads("ann", TRUNK)
     clocked.reads("ann", OTHER)
     assert clocked.readers(TRUNK[0]) == 0
-    assert len(clocked.store._state.readers) == 0
+    assert len(clocked.store.catalog.users) == 0
 
 
 def test_after_a_reset_nobody_reads(clocked: Clocked) -> None:
     put(clocked.store, TRUNK)
     clocked.reads("ann", TRUNK)
     clocked.store.reset()
-    assert len(clocked.store._state.readers) == 0
+    assert len(clocked.store.catalog.users) == 0
     put(clocked.store, TRUNK)
     assert clocked.readers(TRUNK[0]) == 0
 
@@ -169,19 +169,19 @@ def test_on_ssd_too_what_is_read_leaves_last(tmp_path: Path) -> None:
 def test_of_many_whose_time_is_over_a_few_go_at_once() -> None:
     now_s = 0.0
     unread: list[Node] = []
-    readers = Readers(lambda: now_s, unread.append)
+    readers = ChainUsers(lambda: now_s, unread.append)
     root = Node(ChunkRange(ROOT, ROOT, 0, 0), None)
     nodes = [Node(chunk, root) for i in range(20) for chunk in chain(f"c{i}", 1)]
     for i, node in enumerate(nodes):
-        readers.reads(i, node, 1.0)
+        readers.add(i, node, 1.0)
     now_s = 1.0
     assert readers.expire(1), "others are left"
-    assert len(readers) == root.readers == 19
+    assert len(readers) == root.users == 19
     assert readers.expire(9), "each reads two chunks"
     assert len(readers) == 16
     assert readers.look_s <= now_s, "the I/O thread comes back at once"
     assert not readers.expire()
-    assert len(readers) == root.readers == 0
+    assert len(readers) == root.users == 0
     assert len(unread) == 21
     assert readers.look_s == float("inf")
 
@@ -189,14 +189,14 @@ def test_of_many_whose_time_is_over_a_few_go_at_once() -> None:
 def test_the_scheduler_lets_nobody_go_where_there_is_an_io_thread(tmp_path: Path) -> None:
     clocked = Clocked(dram_chunks=4, root=tmp_path / "ssd")
     put(clocked.store, TRUNK)
-    state = clocked.store._state
-    with state.lock:  # the I/O thread waits
+    catalog = clocked.store.catalog
+    with catalog.locked():  # the I/O thread waits
         for i in range(10):
             clocked.reads(f"s{i}", TRUNK, for_s=1.0)
         clocked.now_s += 1.0
         clocked.reads("ann", TRUNK)
-        assert len(state.readers) == 11
-    until(lambda: len(state.readers) == 1)
+        assert len(catalog.users) == 11
+    until(lambda: len(catalog.users) == 1)
     clocked.store.close()
 
 
@@ -207,17 +207,17 @@ def test_without_an_io_thread_each_that_comes_lets_one_go(clocked: Clocked) -> N
     clocked.now_s += 1.0
     for left in range(9, -1, -1):
         clocked.reads("ann", TRUNK)
-        assert len(clocked.store._state.readers) == left + 1
+        assert len(clocked.store.catalog.users) == left + 1
 
 
 def test_only_so_many_readers_count() -> None:
-    readers = Readers(lambda: 0.0, lambda _: None, capacity=3)
+    readers = ChainUsers(lambda: 0.0, lambda _: None, capacity=3)
     node = Node(ChunkRange(ROOT, ROOT, 0, 0), None)
     for i in range(10):
-        readers.reads(i, node, LONG_S)
-    assert len(readers) == node.readers == 3
+        readers.add(i, node, LONG_S)
+    assert len(readers) == node.users == 3
     for _ in range(1_000):
-        readers.reads(9, node, LONG_S)
+        readers.add(9, node, LONG_S)
     assert len(readers._ends) < 100, "readings that were replaced pile up"
 
 
@@ -235,7 +235,7 @@ def test_counts_are_those_of_the_readers_and_room_is_always_found(
     rng = random.Random(5)
     branches = [[*TRUNK[:1], *chain(f"b{i}", 2, TRUNK[0])] for i in range(8)]
     clocked = Clocked(dram_chunks=5)
-    store, readers = clocked.store, clocked.store._state.readers
+    store, readers = clocked.store, clocked.store.catalog.users
     for kind, which in steps:
         missing = [c for c in branches[which] if store.missing(c, list(SIZES))]
         if kind == "put":
@@ -243,18 +243,18 @@ def test_counts_are_those_of_the_readers_and_room_is_always_found(
         elif kind == "reads":
             clocked.reads(f"s{which}", branches[rng.randrange(8)], for_s=float(which))
         elif kind == "leaves":
-            readers.leaves(f"s{which}")
+            readers.remove(f"s{which}")
         else:
             clocked.now_s += 1.0
             readers.expire()
-        counted = dict.fromkeys(store._tiers.index.nodes.values(), 0)
-        for reading in readers._readings.values():
+        counted = dict.fromkeys(store.catalog.tiers.index.nodes.values(), 0)
+        for reading in readers._uses.values():
             node: Node | None = reading.node
             while node is not None:
                 if node in counted:
                     counted[node] += 1
                 node = node.parent
-        assert all(node.readers == n for node, n in counted.items())
+        assert all(node.users == n for node, n in counted.items())
         store.check_integrity()
     for branch in branches:
         put(store, [c for c in branch if store.missing(c, list(SIZES))])
@@ -268,6 +268,6 @@ def test_set_aside_bookkeeping_does_not_grow_with_what_has_passed_through() -> N
         chunks = chain(f"c{i}", 2)
         put(clocked.store, chunks)
         clocked.reads(f"s{i}", chunks)
-    for policy in clocked.store._tiers._policies.values():
+    for policy in clocked.store.catalog.tiers._policies.values():
         assert len(policy._aside) < 200
     clocked.store.close()

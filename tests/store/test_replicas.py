@@ -53,7 +53,7 @@ class Shared:
     def pass_time(self, seconds: float) -> None:
         """Until the I/O thread has looked."""
         self.now_s += seconds
-        until(lambda: self.store._state.replicas.look_s > self.now_s)
+        until(lambda: self.store.catalog.replicas.look_s > self.now_s)
 
     @property
     def expired(self) -> float:
@@ -116,7 +116,7 @@ def test_it_is_counted_once_however_often_the_fleet_says_so(shared: Shared) -> N
         shared.pass_time(TTL_S)
         shared.judge()
     assert shared.expired == len(ids_of(THEIRS))
-    assert len(shared.store._state.replicas) == len(ids_of(THEIRS))
+    assert len(shared.store.catalog.replicas) == len(ids_of(THEIRS))
 
 
 def test_what_becomes_ours_does_not_leave_first(shared: Shared) -> None:
@@ -131,8 +131,8 @@ def test_what_becomes_ours_does_not_leave_first(shared: Shared) -> None:
 
 def test_of_many_that_are_due_a_few_are_looked_at_at_once(shared: Shared) -> None:
     shared.hold_theirs()
-    replicas = shared.store._state.replicas
-    with shared.store._state.lock:  # the I/O thread waits
+    replicas = shared.store.catalog.replicas
+    with shared.store.catalog.locked():  # the I/O thread waits
         shared.now_s += TTL_S
         for left in range(len(ids_of(THEIRS)) - 1, 0, -1):
             assert replicas.expire(1), "others are left"
@@ -144,9 +144,10 @@ def test_of_many_that_are_due_a_few_are_looked_at_at_once(shared: Shared) -> Non
 def test_the_io_thread_goes_on_until_all_that_are_due_were_looked_at(
     shared: Shared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state, expire = shared.store._state, shared.store._state.replicas.expire
+    replicas = shared.store.catalog.replicas
+    expire = replicas.expire
     shared.hold_theirs()
-    monkeypatch.setattr(state.replicas, "expire", lambda: expire(1))
+    monkeypatch.setattr(replicas, "expire", lambda: expire(1))
     shared.pass_time(TTL_S)
     assert shared.expired == len(ids_of(THEIRS))
 
@@ -154,12 +155,12 @@ def test_the_io_thread_goes_on_until_all_that_are_due_were_looked_at(
 def test_looks_do_not_pile_up_where_owners_change(shared: Shared) -> None:
     """One look an artifact: what was ours meanwhile is not looked at twice for ever."""
     shared.hold_theirs()
-    replicas, index = shared.store._state.replicas, shared.store._tiers.index
+    replicas, index = shared.store.catalog.replicas, shared.store.catalog.tiers.index
     artifact = index.find(ids_of(THEIRS)[0])
     assert artifact is not None
-    with shared.store._state.lock:
+    with shared.store.catalog.locked():
         for _ in range(1_000):
-            replicas.is_ours(artifact)
+            replicas.promote(artifact)
             replicas.add(artifact)
         assert len(replicas._looks) < 100
     for _ in range(2):
@@ -172,9 +173,9 @@ def test_what_left_or_was_reset_is_not_looked_after(shared: Shared) -> None:
     put(shared.store, chain("more", 4))
     assert stored(shared.store, THEIRS) == 0
     shared.pass_time(TTL_S)
-    assert len(shared.store._state.replicas) == 0
+    assert len(shared.store.catalog.replicas) == 0
     put(shared.store, THEIRS)
     shared.judge()
     shared.store.reset()
-    assert len(shared.store._state.replicas) == 0
+    assert len(shared.store.catalog.replicas) == 0
     assert shared.expired == 0

@@ -70,7 +70,7 @@ def test_rows_of_another_generation_go_from_the_journal(bench: Bench) -> None:
         assert store.reset()
         store.close()
     with reopened(bench) as store:
-        until(lambda: not store._tiers.journal_stale)
+        until(lambda: not store.catalog.tiers.journal_stale)
         put(store, chain("b", 1))
         assert store.flush(20)
     assert bench.root is not None
@@ -110,7 +110,7 @@ def test_a_disk_that_cannot_be_told_makes_the_reset_false(
 
     with patch.object(GenerationFile, "write", bad):
         assert not store.reset()
-        until(lambda: not store._state.generations._is_writing)
+        until(lambda: not store._generations._is_writing)
     assert not stored(store, CHUNKS), "this process forgets all the same"
     assert served(store, "a") == 0
     (line,) = [r for r in caplog.records if "will not outlive" in r.message]
@@ -139,14 +139,14 @@ def test_the_fleets_reset_is_followed_and_kept(bench: Bench) -> None:
     store = bench.open()
     put(store, CHUNKS)
     assert store.flush(20)
-    store._state.generations.told(5, store.generation)
+    store._generations.told(5, store.generation)
     assert store.generation == Generation(5)
     assert store.catch_up() == Generation(5)
     assert not stored(store, CHUNKS)
     put(store, chain("b", 2))
     assert store.catch_up() == Generation(5)
     assert stored(store, chain("b", 2)) == 2, "it is followed once"
-    assert store._state.generations.wait_kept(20)
+    assert store._generations.wait_kept(20)
     store.close()
     with reopened(bench) as store:
         assert store.generation == Generation(5)
@@ -215,9 +215,9 @@ def test_killed_at_any_step_nothing_from_before_a_reset_is_served(steps: list[st
                     points.forbidden = frozenset(names)
                 elif step == "fleet":  # it takes two numbers after a reset of its own
                     for _ in range(2):
-                        store._state.generations.told(store.generation.fleet + 1, store.generation)
+                        store._generations.told(store.generation.fleet + 1, store.generation)
                     assert not store.catch_up().private
-                    assert store._state.generations.wait_kept(20)
+                    assert store._generations.wait_kept(20)
                     points.forbidden = frozenset(names)
                 else:
                     store.close()
@@ -290,7 +290,7 @@ def test_nothing_of_a_batch_under_way_is_listed_after_a_reset(bench: Bench, disk
     store = bench.open()
     disk.files.hang_next()
     put(store, CHUNKS[:2])
-    until(lambda: bool(store._state.spilling))
+    until(lambda: bool(store.catalog.writes.num_writing))
     assert store.reset()
     disk.files.resume()
     assert store.flush(20)

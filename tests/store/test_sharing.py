@@ -78,8 +78,8 @@ def told(store: ArtifactStore, count: int) -> dict[ArtifactId, ExportChange]:
 
 
 def on_ssd(store: ArtifactStore) -> set[ArtifactId]:
-    with store._state.lock:
-        return {a.id for a in store._tiers.index.artifacts() if a.ssd is not None}
+    with store.catalog.locked():
+        return {a.id for a in store.catalog.tiers.index.artifacts() if a.ssd is not None}
 
 
 def test_what_is_ours_is_written_and_what_is_anothers_is_not(store: ArtifactStore) -> None:
@@ -135,7 +135,7 @@ def test_a_child_that_is_ours_takes_its_parents_along(
     sharing(store).serve_under(EPOCH)
     put(store, CHUNKS)
     told(store, 6)
-    until(lambda: len(store._state.unjudged._until_s) == 6)
+    until(lambda: len(store.catalog.writes.claims._until_s) == 6)
     assert sharing(store).judged(dict.fromkeys(ids_of(CHUNKS[2:]), 4), []) == []
     until(lambda: on_ssd(store) == set(ids_of(CHUNKS)))
 
@@ -146,14 +146,14 @@ def test_a_child_waits_for_its_parents_also_when_everything_is_to_be_written(
     monkeypatch.setattr(unjudged, "_PATIENCE_S", 3600.0)
     sharing(store).serve_under(EPOCH)
     put(store, CHUNKS)
-    waiting = store._state.unjudged
+    waiting = store.catalog.writes.claims
     until(lambda: len(waiting._until_s) == 6)
-    with store._state.lock:
+    with store.catalog.locked():
         parents_last = sorted(waiting._until_s, key=lambda a: -a.node.chunk.end)
         first = waiting.sift(parents_last, at_once=True)
         assert {a.id for a in first} == set(ids_of(CHUNKS[:1]))
         for artifact in first:
-            store._state.offer(artifact)
+            store.catalog.writes.offer(artifact)
     assert store.flush(20)
     assert on_ssd(store) == set(ids_of(CHUNKS))
 
@@ -218,8 +218,8 @@ def test_a_reader_is_told_with_the_ends_of_each_owners_part_of_its_chain(
 ) -> None:
     put(store, CHUNKS)
     sharing(store).judged(dict.fromkeys(ids_of(CHUNKS[2:]), 4), ids_of(CHUNKS[:2]))
-    store.reads(b"\x0a", (CHUNKS[2].key,), 1e9)
-    store.reads(7, (CHUNKS[1].key,), 1e9)
+    store.protect_chain(b"\x0a", (CHUNKS[2].key,), 1e9)
+    store.protect_chain(7, (CHUNKS[1].key,), 1e9)
     assert sharing(store).take_readers() == {
         "0a": (CHUNKS[2].key, CHUNKS[1].key),
         "7": (CHUNKS[1].key,),

@@ -41,13 +41,13 @@ def test_a_slot_under_a_transfer_is_not_reused_until_it_ends() -> None:
     pool = SlotPool(Tier.DRAM, SlotGeometry(1, {A: 4096}))
     ref = pool.take(A)
     assert ref is not None
-    pool.hold(ref)
-    pool.hold(ref)
-    pool.give_back(ref)
-    pool.unhold(ref)
+    pool.begin_transfer(ref)
+    pool.begin_transfer(ref)
+    pool.release(ref)
+    pool.end_transfer(ref)
     assert pool.take(A) is None
-    assert pool.quarantined(A) == 1
-    pool.unhold(ref)
+    assert pool.num_quarantined(A) == 1
+    pool.end_transfer(ref)
     again = pool.take(A)
     assert again == SlotRef(Tier.DRAM, A, 0, ref.generation + 1)
 
@@ -56,12 +56,12 @@ def test_a_stale_reference_is_refused() -> None:
     pool = SlotPool(Tier.DRAM, SlotGeometry(1, {A: 4096}))
     old = pool.take(A)
     assert old is not None
-    pool.give_back(old)
+    pool.release(old)
     pool.take(A)
     with pytest.raises(AssertionError):
-        pool.give_back(old)
+        pool.release(old)
     with pytest.raises(AssertionError):
-        pool.hold(old)
+        pool.begin_transfer(old)
 
 
 def test_adopted_slots_are_never_handed_out() -> None:
@@ -74,7 +74,7 @@ def test_adopted_slots_are_never_handed_out() -> None:
     while (ref := pool.take(A)) is not None:
         taken.append(ref.slot)
     assert sorted(taken) == [0, 1, 3]
-    pool.give_back(SlotRef(Tier.SSD, A, 2, 7))
+    pool.release(SlotRef(Tier.SSD, A, 2, 7))
     assert pool.take(A) == SlotRef(Tier.SSD, A, 2, 8)
     pool.check_integrity()
 
@@ -108,28 +108,28 @@ class SlotMachine(RuleBasedStateMachine):
     def give_back(self, data: st.DataObject) -> None:
         ref = data.draw(st.sampled_from(self.used))
         self.used.remove(ref)
-        self.pool.give_back(ref)
+        self.pool.release(ref)
 
     @precondition(lambda self: self.used)
     @rule(data=st.data())
     def hold(self, data: st.DataObject) -> None:
         ref = data.draw(st.sampled_from(self.used))
         self.held.append(ref)
-        self.pool.hold(ref)
+        self.pool.begin_transfer(ref)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def unhold(self, data: st.DataObject) -> None:
         ref = data.draw(st.sampled_from(self.held))
         self.held.remove(ref)
-        self.pool.unhold(ref)
+        self.pool.end_transfer(ref)
 
     @invariant()
     def counts_agree(self) -> None:
         self.pool.check_integrity()
         for kind in (A, B):
-            assert self.pool.free(kind) == 5 - len(self.busy(kind))
-            assert self.pool.used(kind) == sum(r.state_type is kind for r in self.used)
+            assert self.pool.num_free(kind) == 5 - len(self.busy(kind))
+            assert self.pool.num_used(kind) == sum(r.state_type is kind for r in self.used)
 
 
 SlotMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

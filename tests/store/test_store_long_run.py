@@ -11,12 +11,13 @@ from unittest.mock import patch
 import pytest
 from filling import DENSE, Bench, Disk, begin, chain, ids_of, intact, put, stored, until, wait
 
+from hetero_connector.artifacts.generation import Generation
 from hetero_connector.errors import StoreError
 from hetero_connector.metrics import Recorder
 from hetero_connector.store import io_thread
 from hetero_connector.store.base import StoreConfig
+from hetero_connector.store.catalog.catalog import Catalog
 from hetero_connector.store.catalog.slots import SlotGeometry
-from hetero_connector.store.catalog.state import StoreState
 from hetero_connector.store.catalog.tiers import Tiers
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.space import model_directories
@@ -35,10 +36,10 @@ def test_eviction_s_bookkeeping_does_not_grow_with_what_has_passed_through(bench
         assert store.flush(20)
     tracked = sum(
         len(policy._backed) + len(policy._leaves)  # type: ignore[attr-defined]
-        for both in store._tiers._policies.values()
+        for both in store.catalog.tiers._policies.values()
         for policy in (both._first, both._last)
     )
-    assert len(list(store._tiers.index.artifacts())) <= 64
+    assert len(list(store.catalog.tiers.index.artifacts())) <= 64
     assert tracked < 600, "150 sessions of 8 artifacts went by"
     store.close()
 
@@ -70,7 +71,7 @@ def test_a_slow_sync_does_not_hold_up_a_restore(bench: Bench) -> None:
 def test_a_store_deleted_under_the_engine_is_noticed(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(io_thread, "_TOUCH_S", 0.02)
+    monkeypatch.setattr(io_thread, "_HOUSEKEEPING_S", 0.02)
     store = bench.open()
     put(store, chain("a", 2))
     assert store.flush(20)
@@ -78,7 +79,7 @@ def test_a_store_deleted_under_the_engine_is_noticed(
     with caplog.at_level(logging.ERROR, logger="vllm.heterocache"):
         shutil.rmtree(bench.root)
         until(lambda: "deleted under this engine" in caplog.text)
-    assert not store._state.ssd_writable
+    assert not store.catalog.writes.is_writable
     put(store, chain("b", 1))
     assert stored(store, chain("b", 1)) == 1, "DRAM goes on"
     store.close()
@@ -95,32 +96,33 @@ def test_writing_pauses_after_three_failures_and_is_tried_again_after_a_minute(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
-    tiers = Tiers(256, SlotGeometry.fit({DENSE: 4096}, 8192), None, Recorder())
-    state = StoreState(tiers, StoreConfig(0, tmp_path), Recorder(), clock)
-    health = WriteHealth(state, tmp_path)
+    geometry = SlotGeometry.fit({DENSE: 4096}, 8192)
+    tiers = Tiers(256, geometry, geometry, Recorder())
+    catalog = Catalog(tiers, StoreConfig(0, tmp_path), Recorder(), clock, Generation())
+    health = WriteHealth(catalog, tmp_path)
     with caplog.at_level(logging.ERROR, logger="vllm.heterocache"):
         for _ in range(2):
-            health.failed(StoreError("full"))
-        assert state.ssd_writable
-        health.failed(StoreError("full"))
-        assert not state.ssd_writable
+            health.on_failure(StoreError("full"))
+        assert catalog.writes.is_writable
+        health.on_failure(StoreError("full"))
+        assert not catalog.writes.is_writable
         clock.now_s = 59.0
         health.probe()
-        assert not state.ssd_writable
+        assert not catalog.writes.is_writable
         clock.now_s = 60.0
         health.probe()
-        assert state.ssd_writable
-        health.failed(StoreError("still full"))
-        assert not state.ssd_writable, "one failure is enough now"
+        assert catalog.writes.is_writable
+        health.on_failure(StoreError("still full"))
+        assert not catalog.writes.is_writable, "one failure is enough now"
         clock.now_s = 121.0
         health.probe()
-        health.succeeded()
-        health.failed(StoreError("a hiccup"))
-        assert state.ssd_writable
+        health.on_success()
+        health.on_failure(StoreError("a hiccup"))
+        assert catalog.writes.is_writable
         health.give_up("gone")
         clock.now_s = 1e9
         health.probe()
-        assert not state.ssd_writable
+        assert not catalog.writes.is_writable
     assert len(caplog.records) == 2, "one line for the pause, however often it is tried again"
 
 

@@ -31,10 +31,9 @@ from hetero_connector.metrics import COUNTERS
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import EvictionName, Failure, Restore, Save
 from hetero_connector.store.catalog.nodes import Node
+from hetero_connector.store.catalog.prefetch_costs import PrefetchCosts
 from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
-from hetero_connector.store.io_thread import IoThread
 from hetero_connector.store.peers.ports import PeerAccess
-from hetero_connector.store.prefetch.weighing import PrefetchCosts
 from hetero_connector.store.ssd import journal_rows
 
 DEPTH = 4
@@ -75,16 +74,16 @@ class StoreMachine(RuleBasedStateMachine):
 
     def open(self) -> ArtifactStore:
         self.counted, self.counted_by_key = Counter(), Counter()
-        with patch.object(IoThread, "start"):
-            return self.bench.open(
-                dram_chunks=4,
-                ssd_chunks=6,
-                verify=self.verify,
-                eviction=self.eviction,
-                ssd_write_bytes_per_day=self.budget_bytes,
-                prefetch_costs=PrefetchCosts(used_within=lambda idle_s, within_s: self.used_within),
-                peers=self.peers(),
-            )
+        return self.bench.open(
+            dram_chunks=4,
+            ssd_chunks=6,
+            verify=self.verify,
+            eviction=self.eviction,
+            ssd_write_bytes_per_day=self.budget_bytes,
+            prefetch_costs=PrefetchCosts(used_within=lambda idle_s, within_s: self.used_within),
+            peers=self.peers(),
+            run_io=False,
+        )
 
     def clock(self) -> Callable[[], float]:
         """The store's."""
@@ -109,12 +108,12 @@ class StoreMachine(RuleBasedStateMachine):
                 assert self.round(), "nothing moves but a restore is pending"
 
     def round(self) -> bool:
-        return self.store._io_thread is not None and self.store._io_thread.step()
+        return self.store._io_thread is not None and self.store.run_io_round()
 
     def drained(self) -> bool:
         """Whether nothing waits to be written. A round may find a sync still under way."""
         self.round()
-        return not (self.store._state.spills or self.store._state.spilling)
+        return not (self.store.catalog.writes or self.store.catalog.writes.num_writing)
 
     @rule(name=chains, now=st.booleans())
     def save_next(self, name: str, now: bool) -> None:
@@ -181,7 +180,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(name=chains)
     def come_back(self, name: str) -> None:
-        self.store.came_back(name)
+        self.store.session_returned(name)
 
     @rule(name=chains, depth=st.integers(0, DEPTH))
     def decline(self, name: str, depth: int) -> None:
@@ -197,7 +196,7 @@ class StoreMachine(RuleBasedStateMachine):
     def touch(self) -> None:
         """What the I/O thread does every half minute."""
         assert self.store._io_thread is not None
-        self.store._io_thread._touch()
+        self.store._io_thread.housekeep()
 
     @rule()
     def reset(self) -> None:
@@ -214,18 +213,18 @@ class StoreMachine(RuleBasedStateMachine):
             until(self.drained)
         durable = {
             a.id
-            for a in self.store._tiers.index.artifacts()
-            if a.ssd is not None and not self.store._tiers.journal_stale
+            for a in self.store.catalog.tiers.index.artifacts()
+            if a.ssd is not None and not self.store.catalog.tiers.journal_stale
         }
         for restore in self.restores:
             restore.release()
         self.restores.clear()
         self.saves.clear()
         assert self.store._io_thread is not None
-        self.store._io_thread._ssd.directory.close()  # as the kernel does for a killed process
+        self.store._io_thread.ssd.rows._directory.close()  # as the kernel does for a killed process
         self.store.arena.close()
         self.store = self.open()
-        back = {a.id for a in self.store._tiers.index.artifacts()}
+        back = {a.id for a in self.store.catalog.tiers.index.artifacts()}
         self.check_restarted(back)
         if not kill:
             assert back >= {i for i in durable if self.comes_back(i, durable)}
@@ -263,13 +262,13 @@ class StoreMachine(RuleBasedStateMachine):
         came, used, wasted = (
             self.counted[f"heterocache_prefetch{x}_bytes"] for x in ("ed", "_used", "_wasted")
         )
-        waiting = self.store._tiers.prefetched._waiting
+        waiting = self.store.catalog.tiers.prefetched._waiting
         assert all(artifact.dram is not None for artifact in waiting)
         assert came == used + wasted + sum(artifact.size_bytes for artifact in waiting)
 
     @invariant()
     def only_sealed_chunks_are_visible_and_all_are_reachable(self) -> None:
-        index = self.store._tiers.index
+        index = self.store.catalog.tiers.index
         for node in index.nodes.values():
             above = node.parent
             while node.stored is not None and above is not None and above is not index.root:
@@ -332,7 +331,7 @@ class BudgetMachine(StoreMachine):
 
     @invariant()
     def what_is_on_ssd_is_of_use_after_a_restart(self) -> None:
-        for artifact in self.store._tiers.index.artifacts():
+        for artifact in self.store.catalog.tiers.index.artifacts():
             above = artifact.node.parent
             if artifact.ssd is not None and above is not None and above.parent is not None:
                 assert any(a.ssd is not None for a in above.artifacts.values())

@@ -214,7 +214,7 @@ def test_a_leaf_that_lost_its_state_keeps_nothing_of_its_chain_in_place(
     bench = Bench(tmp_path / "ssd", disk, clock)
     store = on_ssd_only(bench, dram_chunks=8)
     bad = ArtifactId(CHUNKS[5].key, DENSE)
-    artifact = store._tiers.index.find(bad)
+    artifact = store.catalog.tiers.index.find(bad)
     assert artifact is not None
     assert artifact.ssd is not None
     if failure is Failure.CHECKSUM:
@@ -330,12 +330,12 @@ def test_rows_below_a_lost_one_are_reached_again_when_it_was_computed_anew(bench
     store = bench.open()
     put(store, CHUNKS)
     assert store.flush(20)
-    directory = store._io_thread._ssd.directory  # type: ignore[union-attr]
+    directory = store._io_thread.ssd.rows._directory  # type: ignore[union-attr]
     directory.journal.forget(ids_of(CHUNKS[2:3]))
     store = restarted(bench, store)
     assert stored(store, CHUNKS) == 2
     assert [bool(x.tiers) for x in store.holdings(CHUNKS)] == [True, True, False, True, True, True]
-    assert store._tiers.ssd.used(DENSE) == 5  # type: ignore[union-attr]
+    assert store.catalog.tiers.ssd.num_used(DENSE) == 5  # type: ignore[union-attr]
     put(store, CHUNKS[2:3])
     assert store.flush(20)
     assert stored(store, CHUNKS) == 6
@@ -351,14 +351,14 @@ def test_nothing_is_written_below_a_chunk_that_is_not_on_ssd(bench: Bench) -> No
     store = bench.open()
     put(store, CHUNKS[:2])
     assert store.flush(20)
-    with store._state.lock:
-        lost = store._tiers.index.find(ArtifactId(CHUNKS[1].key, DENSE))
+    with store.catalog.locked():
+        lost = store.catalog.tiers.index.find(ArtifactId(CHUNKS[1].key, DENSE))
         assert lost is not None
-        store._tiers.drop(lost, Tier.SSD)
+        store.catalog.tiers.drop(lost, Tier.SSD)
     put(store, CHUNKS[2:])
     assert store.flush(20)
-    assert store._tiers.ssd.used(DENSE) == 1  # type: ignore[union-attr]
-    assert store._tiers.ssd.used(WINDOW) == 6  # type: ignore[union-attr]
+    assert store.catalog.tiers.ssd.num_used(DENSE) == 1  # type: ignore[union-attr]
+    assert store.catalog.tiers.ssd.num_used(WINDOW) == 6  # type: ignore[union-attr]
     store.check_integrity()
     store.close()
 
@@ -428,7 +428,7 @@ def test_reset_during_a_read(bench: Bench, disk: Disk) -> None:
     assert store.begin_save(CHUNKS[0], SIZES) is None, "the read still owns every slot"
     disk.files.resume()
     until(lambda: disk.files.in_flight == 0)
-    until(lambda: store._tiers.dram.used(DENSE) == 0)
+    until(lambda: store.catalog.tiers.dram.num_used(DENSE) == 0)
     put(store, CHUNKS)
     assert store.flush(20)
     restore = begin(store, ids_of(CHUNKS))
@@ -524,8 +524,8 @@ def test_recency_survives_a_restart(bench: Bench) -> None:
     assert store.flush(20)
     begin(store, ids_of(used)).release()
     store = restarted(bench, store, ssd_chunks=16)
-    tiers = store._tiers
-    with store._state.lock:
+    tiers = store.catalog.tiers
+    with store.catalog.locked():
         assert tiers.evict_ssd(DENSE)
     assert len(store.match(old)) == 1, "its window went with it"
     assert store.match(used)[1].tiers == {DENSE: Tier.SSD, WINDOW: Tier.SSD}
@@ -556,7 +556,7 @@ def test_an_artifact_found_bad_while_it_is_written_is_not_on_ssd_afterwards(
     disk.files.hang_next()
     put(store, CHUNKS[:1])
     until(lambda: disk.files.in_flight == 1)
-    store.arena.view[store._tiers.index.find(bad).dram_offset] ^= 1  # type: ignore[union-attr]
+    store.arena.view[store.catalog.tiers.index.find(bad).dram_offset] ^= 1  # type: ignore[union-attr]
     restore = wait(begin(store, ids_of(CHUNKS[:1])))
     assert restore.failed[bad] is Failure.CHECKSUM
     restore.release()
@@ -564,7 +564,7 @@ def test_an_artifact_found_bad_while_it_is_written_is_not_on_ssd_afterwards(
     assert store.flush(20)
     store = restarted(bench, store)
     assert store.match(CHUNKS) == [], "a window alone is of no use"
-    assert store._tiers.ssd.free(DENSE) == store._tiers.ssd.geometry.count  # type: ignore[union-attr]
+    assert store.catalog.tiers.ssd.num_free(DENSE) == store.catalog.tiers.ssd.geometry.count  # type: ignore[union-attr]
     store.close()
 
 
@@ -667,7 +667,7 @@ def test_where_locks_do_not_reach_the_older_engine_stops_writing_and_nothing_wro
     monkeypatch.setattr(fcntl, "flock", lambda fd, how: None)
     older, newer = Bench(tmp_path), Bench(tmp_path)
     first, second = older.open(dram_chunks=4), newer.open(dram_chunks=4)
-    assert second._tiers.ssd is not None
+    assert second.catalog.tiers.ssd is not None
     put(first, chain("x", 3))
     assert first.flush(5) is False
     put(second, chain("y", 3))
@@ -686,7 +686,7 @@ def test_where_locks_do_not_reach_the_older_engine_stops_writing_and_nothing_wro
     second.close()
     told = [r.getMessage() for r in caplog.records if "locks do not work" in r.getMessage()]
     assert len(told) == 2, "one line each"
-    assert "nothing is written there any more" in told[0]
+    assert "SSD writes are disabled until restart" in told[0]
     assert "was still using" in told[1]
     again = Bench(tmp_path).open()
     assert stored(again, chain("y", 3)) == 3, "what the newer one wrote is whole"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_connector.store.ssd.write_budget import DAY_S, WriteBudget
+from hetero_connector.store.catalog.write_budget import DAY_S, WriteBudget
 
 PER_DAY = 80_000
 

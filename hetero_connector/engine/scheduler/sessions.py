@@ -108,7 +108,7 @@ class Sessions:
             )
         self._think_times.on_turn_start(tracker.session, self._clock())
         if self._mode != "off":
-            self._store.came_back(tracker.session)
+            self._store.session_returned(tracker.session)
 
     def on_finished(self, tracker: RequestTracker, computed: int) -> None:
         """End the request's turn; it has `computed` tokens in its pages."""
@@ -126,7 +126,7 @@ class Sessions:
             until_s = now_s + _PROTECTED_S if expected is None else expected.latest_s
             if hint_s is not None:
                 until_s = min(until_s, now_s + _LONGEST_PROTECTED_S)
-            self._store.reads(session, leaves, until_s, _tenant(tracker.request))
+            self._store.protect_chain(session, leaves, until_s, _tenant(tracker.request))
         if expected is None or self._mode == "off" or (hint_s is None and self._mode == "hint"):
             return
         if leaves:

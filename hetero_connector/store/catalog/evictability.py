@@ -1,4 +1,4 @@
-"""What may leave a tier (`standing`):
+"""What may leave a tier (`evictability`):
 
 - Never: an artifact that is pinned or not sealed.
 - From DRAM, while a copy is on SSD: any; those with no child in DRAM first.
@@ -22,33 +22,33 @@ from hetero_connector.artifacts.record import Tier
 from hetero_connector.store.catalog.nodes import ANY, Artifact
 
 
-class Standing(Enum):
+class Evictability(Enum):
     """Whether an artifact may leave a tier."""
 
-    LEAF = "leaf"
+    FREE = "free"
     """Nothing deeper in the tier needs it: evict this kind first."""
     BACKED = "backed"
     """A deeper chunk rests on it, but another tier keeps a copy of it or of what is deeper."""
-    HELD = "held"
+    BLOCKED = "blocked"
     """Must stay for now; `PrefixIndex` offers it again when that may have changed."""
 
 
-def standing(artifact: Artifact, tier: Tier) -> Standing:
+def evictability(artifact: Artifact, tier: Tier) -> Evictability:
     """Whether the artifact may leave `tier` now."""
     if artifact.pins or artifact.forgotten or not artifact.sealed:
-        return Standing.HELD
+        return Evictability.BLOCKED
     if artifact.slot(tier) is None:
-        return Standing.HELD
+        return Evictability.BLOCKED
     node, kind = artifact.node, artifact.state_type
     if tier is Tier.DRAM and (artifact.ssd is not None or may_leave_a_gap(artifact)):
-        return Standing.BACKED if node.held_in_dram & ANY[kind] else Standing.LEAF
+        return Evictability.BACKED if node.held_in_dram & ANY[kind] else Evictability.FREE
     if tier is Tier.SSD and artifact.dram is not None:
         if node.held_on_ssd & ANY[kind]:
-            return Standing.HELD
-        return Standing.BACKED if node.held & ANY[kind] else Standing.LEAF
+            return Evictability.BLOCKED
+        return Evictability.BACKED if node.held & ANY[kind] else Evictability.FREE
     if node.held & ANY[kind] or (node.num_children and len(node.artifacts) == 1):
-        return Standing.HELD
-    return Standing.LEAF
+        return Evictability.BLOCKED
+    return Evictability.FREE
 
 
 def may_leave_a_gap(artifact: Artifact) -> bool:

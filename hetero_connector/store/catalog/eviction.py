@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from itertools import count
 from math import log2
 from typing import Protocol
 
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import EvictionName
-from hetero_connector.store.catalog.evictability import Standing
+from hetero_connector.store.catalog.evictability import Evictability
 from hetero_connector.store.catalog.nodes import Artifact
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved
 
@@ -27,7 +30,7 @@ class EvictionPolicy(Protocol):
         """The artifact may have become evictable. Cheap; offering twice changes nothing."""
         ...
 
-    def pop(self, standing: Callable[[Artifact], Standing]) -> Artifact | None:
+    def pop(self, evictability: Callable[[Artifact], Evictability]) -> Artifact | None:
         """The next victim, or None if all are held. A held artifact is offered again later.
 
         The caller evicts the victim: the policy no longer knows it.
@@ -60,6 +63,7 @@ def make_policy(
 Rank = tuple[float, int]
 """The lowest leaves first. May change only when the artifact is used, and then only grow."""
 _SWEEP_FROM = 64
+_EVICT_FIRST_CAPACITY = 16_384
 _MAX_MOMENTS = 4096
 
 
@@ -138,10 +142,10 @@ class Lru:
         """See `EvictionPolicy.offer`. O(log n)."""
         self._heap.push(artifact)
 
-    def pop(self, standing: Callable[[Artifact], Standing]) -> Artifact | None:
+    def pop(self, evictability: Callable[[Artifact], Evictability]) -> Artifact | None:
         """See `EvictionPolicy.pop`."""
         while (artifact := self._heap.pop()) is not None:
-            if standing(artifact) is not Standing.HELD:
+            if evictability(artifact) is not Evictability.BLOCKED:
                 return artifact
         return None
 
@@ -167,17 +171,17 @@ class LeafFirst:
         """See `EvictionPolicy.offer`. O(log n)."""
         self._leaves.push(artifact)
 
-    def pop(self, standing: Callable[[Artifact], Standing]) -> Artifact | None:
+    def pop(self, evictability: Callable[[Artifact], Evictability]) -> Artifact | None:
         """See `EvictionPolicy.pop`."""
         while (artifact := self._leaves.pop()) is not None:
-            found = standing(artifact)
-            if found is Standing.LEAF:
+            found = evictability(artifact)
+            if found is Evictability.FREE:
                 return artifact
-            if found is Standing.BACKED:
+            if found is Evictability.BACKED:
                 self._backed.push(artifact)
-                self._sweep(standing)
+                self._sweep(evictability)
         while (artifact := self._backed.pop()) is not None:
-            if standing(artifact) is not Standing.HELD:
+            if evictability(artifact) is not Evictability.BLOCKED:
                 return artifact
         return None
 
@@ -190,10 +194,10 @@ class LeafFirst:
         self._leaves.clear()
         self._backed.clear()
 
-    def _sweep(self, standing: Callable[[Artifact], Standing]) -> None:
+    def _sweep(self, evictability: Callable[[Artifact], Evictability]) -> None:
         """Drop what left the tier some other way, whenever the heap has doubled."""
         if len(self._backed) > 2 * self._swept + _SWEEP_FROM:
-            self._backed.keep(lambda artifact: standing(artifact) is not Standing.HELD)
+            self._backed.keep(lambda artifact: evictability(artifact) is not Evictability.BLOCKED)
             self._swept = len(self._backed)
 
 
@@ -235,9 +239,9 @@ class Value(LeafFirst):
         self._clocks: list[float] = []
         """What it rose to, in the unit of worth."""
 
-    def pop(self, standing: Callable[[Artifact], Standing]) -> Artifact | None:
+    def pop(self, evictability: Callable[[Artifact], Evictability]) -> Artifact | None:
         """See `EvictionPolicy.pop`."""
-        victim = super().pop(standing)
+        victim = super().pop(evictability)
         if victim is not None:
             self._raise_clock(self._value(victim)[0])
         return victim
@@ -260,3 +264,107 @@ class Value(LeafFirst):
         if len(self._moments) > _MAX_MOMENTS:
             # Every second one goes: what was used in between counts as a little older.
             del self._moments[1::2], self._clocks[1::2]
+
+
+class UsersLast:
+    """An `EvictionPolicy` made of two alike: chunks without users leave first.
+
+    An artifact with users is set aside when it is met, so an eviction costs O(log n), amortised.
+    """
+
+    def __init__(self, unused: EvictionPolicy, used: EvictionPolicy) -> None:
+        self._first = unused
+        self._last = used
+        self._aside: set[Artifact] = set()
+        """Artifacts in `_last`, for their users."""
+        self._swept = 0
+        """Artifacts that the last sweep of `_aside` kept."""
+
+    def offer(self, artifact: Artifact) -> None:
+        """See `EvictionPolicy.offer`."""
+        self._first.offer(artifact)
+
+    def on_unused(self, artifact: Artifact) -> None:
+        """Let an artifact leave when its turn comes: its last user has gone."""
+        if artifact in self._aside:
+            self._aside.remove(artifact)
+            self._first.offer(artifact)
+
+    def pop(self, evictability: Callable[[Artifact], Evictability]) -> Artifact | None:
+        """See `EvictionPolicy.pop`."""
+
+        def unless_used(artifact: Artifact) -> Evictability:
+            found = evictability(artifact)
+            if found is Evictability.BLOCKED or not artifact.node.users:
+                return found
+            self._set_aside(artifact)
+            return Evictability.BLOCKED
+
+        victim = self._first.pop(unless_used)
+        if victim is None and (victim := self._last.pop(evictability)) is not None:
+            self._aside.discard(victim)
+        return victim
+
+    def soon(self, count: int) -> list[Artifact]:
+        """See `EvictionPolicy.soon`. Without what has been set aside."""
+        return self._first.soon(count)
+
+    def clear(self) -> None:
+        """See `EvictionPolicy.clear`."""
+        self._first.clear()
+        self._last.clear()
+        self._aside.clear()
+
+    def _set_aside(self, artifact: Artifact) -> None:
+        if len(self._aside) > 2 * self._swept + _SWEEP_FROM:
+            self._aside = {other for other in self._aside if not other.forgotten}
+            self._swept = len(self._aside)
+        self._aside.add(artifact)
+        self._last.offer(artifact)
+
+
+class EvictFirst:
+    """Artifacts that leave their tier before the eviction policy is asked.
+
+    State that is cheaper to compute than to load, prefetched state whose session did not come, and
+    other workers' state that was not used for a while. Nothing is dropped while there is room. Of
+    each tier and state type the newest count. A private part of `Catalog`, which holds the lock.
+    """
+
+    def __init__(self) -> None:
+        self._places: defaultdict[tuple[Tier, StateType], dict[Artifact, None]]
+        self._places = defaultdict(dict)
+
+    def add(self, artifact: Artifact, tier: Tier) -> None:
+        """Let an artifact leave `tier` first. Of a chain add parents first."""
+        place = self._places[tier, artifact.state_type]
+        place.pop(artifact, None)
+        place[artifact] = None
+        if len(place) > _EVICT_FIRST_CAPACITY:
+            del place[next(iter(place))]
+
+    def discard(self, artifacts: Iterable[Artifact]) -> None:
+        """Let artifacts leave when their turn comes: they were used after all."""
+        if not any(self._places.values()):
+            return
+        for artifact in artifacts:
+            for tier in (Tier.DRAM, Tier.SSD):
+                self._places[tier, artifact.state_type].pop(artifact, None)
+
+    def pop(
+        self,
+        tier: Tier,
+        state_type: StateType,
+        evictability: Callable[[Artifact], Evictability],
+    ) -> Artifact | None:
+        """Remove and return the next to leave; drop those that deeper chunks depend on by now."""
+        place = self._places[tier, state_type]
+        while place:
+            artifact, _ = place.popitem()
+            if evictability(artifact) is Evictability.FREE:
+                return artifact
+        return None
+
+    def clear(self) -> None:
+        """Forget every artifact."""
+        self._places.clear()

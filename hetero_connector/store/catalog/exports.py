@@ -39,13 +39,13 @@ class ExportFeed:
         self._changed = changed
         self._has_lost = False
 
-    def here(self, artifact: Artifact) -> None:
+    def on_changed(self, artifact: Artifact) -> None:
         """It has come, moved or lost one of its places. Told once its checksum is known."""
         change = as_it_stands(artifact)
         if change is not None:
             self._append(change)
 
-    def gone(self, artifact: Artifact) -> None:
+    def on_forgotten(self, artifact: Artifact) -> None:
         """It leaves the store."""
         if artifact.checksum is not None:
             node = artifact.node

@@ -1,8 +1,8 @@
 """Who leaves a full map that clients of several tenants fill.
 
 A tenant is a cache salt: whose requests come under one share their state, and nobody else's. No
-tenant's entries drive out another's while it has more than its share of them: so many keys that one
-client makes up cost that client's own. With one tenant it is the oldest, as anywhere.
+tenant's entries drive out another's while it has more than its share of them: so many keys that
+one client makes up cost that client's own. With one tenant it is the oldest, as anywhere.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ A node is one chunk; its edges are whole chunks, so walking a chain is one dicti
 look-up a chunk. Not thread-safe: the store's lock guards it, except `match` and
 `tails`, which read single attributes and may run beside a writer.
 
-Chunks of which nothing is here and something below is are *gaps*: see `standing`. What is below one
-is reached again when a peer's copy closes it, or when it has been computed anew. Of a gap that a
-restart left only the last chunk is known, by its name: it is *adrift*, held below the root until
-whoever adds it says what it continues.
+Chunks of which nothing is here and something below is are *gaps*: see `evictability`. What is
+below one is reached again when a peer's copy closes it, or when it has been computed anew. Of a
+gap that a restart left only the last chunk is known, by its name: it is *adrift*, held below the
+root until whoever adds it says what it continues.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hetero_connector.artifacts.record import (
     Tier,
 )
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.catalog.evictability import Standing, may_leave_a_gap, standing
+from hetero_connector.store.catalog.evictability import Evictability, evictability, may_leave_a_gap
 from hetero_connector.store.catalog.nodes import ANY, ONE, Artifact, Node, check_node
 from hetero_connector.store.catalog.tail_lengths import TailLengths
 
@@ -240,9 +240,9 @@ class PrefixIndex:
         self.gaps = 0
         return gone
 
-    def standing(self, artifact: Artifact, tier: Tier) -> Standing:
+    def evictability(self, artifact: Artifact, tier: Tier) -> Evictability:
         """Whether the artifact may leave `tier` now."""
-        return standing(artifact, tier)
+        return evictability(artifact, tier)
 
     def _uncount(self, artifact: Artifact, tier: Tier | None) -> None:
         """The parent has one child less that holds the type in `tier` (None: at all)."""
@@ -291,8 +291,8 @@ class PrefixIndex:
         parent.num_children += 1
         node.chunk, node.parent = chunk, parent
         above: Node | None = parent
-        while above is not None and above is not self.root:  # which their readers count already
-            above.readers += node.readers
+        while above is not None and above is not self.root:  # which their users count already
+            above.users += node.users
             above = above.parent
 
     def _refresh(self, node: Node) -> None:

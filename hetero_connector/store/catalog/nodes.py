@@ -88,7 +88,7 @@ class Node:
 
     __slots__ = (
         "artifacts", "chunk", "held", "held_in_dram", "held_on_ssd", "num_children", "parent",
-        "readers", "stored",
+        "stored", "users",
     )  # fmt: skip
 
     def __init__(self, chunk: ChunkRange, parent: Node | None) -> None:
@@ -101,8 +101,8 @@ class Node:
         self.held_in_dram = 0
         """How many hold one there, in the same way."""
         self.held_on_ssd = 0
-        self.readers = 0
-        """Sessions whose chains go through this chunk, see `store.readers`."""
+        self.users = 0
+        """Sessions whose chains go through this chunk, see `ChainUsers`."""
         self.stored: StoredChunk | None = None
         """What `match` answers; None while nothing is sealed."""
 

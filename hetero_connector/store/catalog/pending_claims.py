@@ -1,8 +1,8 @@
-"""Sealed artifacts of which the fleet has not said yet whose they are.
+"""Pending claims: sealed artifacts whose ownership claim has not been answered yet.
 
-They wait beside the queue of writes: what another worker owns is not written a second time. An
-answer that does not come in time is not waited for; neither is one while the worker is not
-registered, or when the store is flushed. Guarded by the store's lock.
+They are not queued for their write meanwhile: what another worker owns is not written a second
+time. An answer that does not come in time is not waited for. Nothing waits while the worker is not
+registered, or while the store is flushed. A private part of `Catalog`, which holds the lock.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from hetero_connector.store.catalog.nodes import Artifact
 _PATIENCE_S = 1.0
 
 
-class Unjudged:
-    """Artifacts in the order they were set aside, which is parents first."""
+class PendingClaims:
+    """Artifacts in the order in which they were set aside, which is parents first."""
 
     def __init__(self, clock: Callable[[], float], offer: Callable[[Artifact], None]) -> None:
-        """`offer`: queues an artifact's write."""
+        """`offer` queues an artifact's write."""
         self.joined = False
-        """Whether an answer is to be expected."""
+        """True while the worker is registered: an answer may come."""
         self._clock = clock
         self._offer = offer
         self._until_s: dict[Artifact, float] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._until_s)
+    def __len__(self) -> int:
+        return len(self._until_s)
 
     def sift(self, due: Sequence[Artifact], *, at_once: bool) -> list[Artifact]:
-        """Those to write now; the others are set aside, or not ours to write."""
+        """Return those to write now; set aside those that wait, drop those of other workers."""
         now_s, kept = self._clock(), []
         for artifact in due:
             overdue = self._until_s.pop(artifact, now_s + _PATIENCE_S) <= now_s
@@ -43,11 +43,11 @@ class Unjudged:
         return kept
 
     def _continues_one(self, artifact: Artifact) -> bool:
-        """Whether what it continues still waits: written before that it would be out of reach."""
+        """Return whether its parent still waits: written before it, it would be out of reach."""
         return _above(artifact) in self._until_s
 
-    def is_ours(self, artifact: Artifact) -> None:
-        """Queue it, and before it what it continues: a restart finds nothing without that."""
+    def resolve_owned(self, artifact: Artifact) -> None:
+        """Queue its write, and before it those of its parents: a restart needs them to find it."""
         chain = []
         above: Artifact | None = artifact
         while above is not None and above in self._until_s:
@@ -57,16 +57,16 @@ class Unjudged:
             self._until_s[waiting] = 0.0
             self._offer(waiting)
 
-    def is_not_ours(self, artifact: Artifact) -> None:
-        """It is not written."""
+    def discard(self, artifact: Artifact) -> None:
+        """Stop waiting for an answer; it is not written."""
         self._until_s.pop(artifact, None)
 
     def clear(self) -> None:
-        """Wait for no answer: nothing is written."""
+        """Stop waiting for every answer; nothing is written."""
         self._until_s.clear()
 
     def offer_overdue(self, *, at_once: bool) -> None:
-        """Queue what has waited for long enough."""
+        """Queue the writes that have waited for long enough."""
         now_s = self._clock()
         for artifact, until_s in list(self._until_s.items()):
             if until_s > 0.0 and (until_s <= now_s or at_once or not self.joined):
@@ -75,6 +75,6 @@ class Unjudged:
 
 
 def _above(artifact: Artifact) -> Artifact | None:
-    """The parent chunk's artifact of the same type."""
+    """Return the parent chunk's artifact of the same type."""
     parent = artifact.node.parent
     return None if parent is None else parent.artifacts.get(artifact.state_type)

@@ -1,14 +1,15 @@
-"""Which session's state is to be brought to DRAM when. Pure: time is passed in."""
+"""The sessions that are expected back, and when staging their state begins. Pure: time comes in."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from itertools import count
 
 from hetero_connector.artifacts.record import ChunkKey
+from hetero_connector.metrics import Recorder
+from hetero_connector.store.catalog.expiring_heap import ExpiringHeap
 from hetero_connector.store.catalog.fair_shares import FairShares
+from hetero_connector.store.catalog.nodes import Artifact
 
 _LEAD = 2.0
 """Staging begins this many times its predicted seconds ahead of the session, and"""
@@ -47,49 +48,81 @@ class PrefetchSchedule:
     def __init__(self, capacity: int = 4096) -> None:
         self._shares = FairShares(capacity)
         self._expected: dict[Hashable, ExpectedReturn] = {}
-        self._by_start: list[tuple[float, int, ExpectedReturn]] = []
-        """May hold entries that are not in `_expected` any more."""
-        self._order = count()
+        self._by_start = ExpiringHeap[Hashable, ExpectedReturn](self._expected)
 
     def __len__(self) -> int:
         return len(self._expected)
 
+    @property
+    def next_s(self) -> float:
+        """When `take_due` has something; infinite if nothing is expected."""
+        return self._by_start.next_s
+
     def expect(self, expected: ExpectedReturn) -> None:
-        """Replaces what was expected of the session before."""
+        """Expect a session; replaces what was expected of it before."""
         self._expected[expected.session] = expected
-        heapq.heappush(self._by_start, (expected.start_s, next(self._order), expected))
+        self._by_start.push(expected.start_s, expected.session, expected)
         if (oldest := self._shares.add(expected.session, expected.tenant)) is not None:
             del self._expected[oldest]
-        if len(self._by_start) > 2 * len(self._expected) + 64:
-            self._by_start = [x for x in self._by_start if self._counts(x[2])]
-            heapq.heapify(self._by_start)
+            self._by_start.prune()
 
     def cancel(self, session: Hashable) -> None:
-        """The session is back, or gone."""
+        """Expect the session no longer: it is back, or gone."""
         self._expected.pop(session, None)
         self._shares.remove(session)
+        self._by_start.prune()
 
     def clear(self) -> None:
-        """Expect nobody."""
+        """Expect no session."""
         self._expected.clear()
         self._shares.clear()
         self._by_start.clear()
 
-    @property
-    def next_s(self) -> float:
-        """When `take_due` will have something; infinite if nothing is expected."""
-        while self._by_start and not self._counts(self._by_start[0][2]):
-            heapq.heappop(self._by_start)
-        return self._by_start[0][0] if self._by_start else float("inf")
-
     def take_due(self, now_s: float) -> ExpectedReturn | None:
-        """The one that should have begun first; those whose time is over are dropped."""
-        while self.next_s <= now_s:
-            expected = heapq.heappop(self._by_start)[2]
-            self.cancel(expected.session)
+        """Return the session that should have begun first; drop those whose time is over."""
+        while (session := self._by_start.pop_due(now_s)) is not None:
+            expected = self._expected[session]
+            self.cancel(session)
             if now_s < expected.latest_s:
                 return expected
         return None
 
-    def _counts(self, expected: ExpectedReturn) -> bool:
-        return self._expected.get(expected.session) is expected
+
+class Prefetched:
+    """Artifacts that were staged ahead of a session's return and have not been used yet.
+
+    Every byte that is counted as prefetched is counted once more: as used, by whichever restore,
+    or as wasted, when it is evicted first or the session is not expected any more. Costs nothing
+    while nothing is prefetched.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._waiting: dict[Artifact, ExpectedReturn] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def expected(self, artifact: Artifact) -> ExpectedReturn | None:
+        """Return the return that the artifact waits for."""
+        return self._waiting.get(artifact)
+
+    def add(self, artifact: Artifact, expected: ExpectedReturn) -> None:
+        """Count an artifact that has arrived in DRAM."""
+        self._waiting[artifact] = expected
+        self._count("heterocache_prefetched_bytes", artifact)
+
+    def count_used(self, artifacts: Iterable[Artifact]) -> None:
+        """Count those of the artifacts as used that were prefetched."""
+        if self._waiting:
+            for artifact in artifacts:
+                if self._waiting.pop(artifact, None) is not None:
+                    self._count("heterocache_prefetch_used_bytes", artifact)
+
+    def discard(self, artifact: Artifact) -> None:
+        """Count the artifact as wasted if it was prefetched and is still unused."""
+        if self._waiting.pop(artifact, None) is not None:
+            self._count("heterocache_prefetch_wasted_bytes", artifact)
+
+    def _count(self, name: str, artifact: Artifact) -> None:
+        self._recorder.add(name, artifact.size_bytes, state_type=artifact.state_type.value)

@@ -1,4 +1,4 @@
-"""Fixed-size slots of one tier: which are free, which are held by a transfer.
+"""Fixed-size slots of one tier: free, used, quarantined or retired.
 
 A tier is cut into one region per state type with the same number of slots in each, as
 many as the capacity holds: a chunk needs one slot of each type, so equal counts run
@@ -64,11 +64,16 @@ def dram_geometry(slot_bytes: Mapping[StateType, int], dram_bytes: int) -> SlotG
     return geometry
 
 
-class SlotPool:
-    """Free and used slots of one tier. The caller holds the store's lock.
+def padded(size_bytes: int) -> int:
+    """Return the bytes to move for an artifact: whole 4 KiB blocks, as O_DIRECT asks."""
+    return -(-size_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
-    A slot given back while a transfer still touches it is quarantined: it becomes free
-    only when the last hold ends.
+
+class SlotPool:
+    """Free and used slots of one tier. A private part of `Catalog`, which holds the lock.
+
+    A slot that is released while a transfer touches it is quarantined: it becomes free when the
+    last transfer ends.
     """
 
     def __init__(
@@ -84,7 +89,7 @@ class SlotPool:
         self._offsets = geometry.region_offsets
 
     def take(self, state_type: StateType) -> SlotRef | None:
-        """A free slot with its next generation, or None."""
+        """Take a free slot, with its next generation; None if there is none."""
         region = self._regions[state_type]
         slot = region.pop_free()
         if slot is None:
@@ -103,28 +108,28 @@ class SlotPool:
         region.set_generation(ref.slot, ref.generation)
         return True
 
-    def give_back(self, ref: SlotRef) -> None:
-        """The slot's bytes are no longer wanted."""
+    def release(self, ref: SlotRef) -> None:
+        """Free a slot; while a transfer touches it, it is quarantined."""
         region = self._current(ref)
-        region.give_back(ref.slot, quarantined=ref.slot in region.holds)
+        region.release(ref.slot, quarantined=ref.slot in region.transfers)
 
     def retire(self, ref: SlotRef) -> None:
-        """Never hand the slot out again once it is given back: its place is bad."""
+        """Never use the slot again once it is released: its place on the device is bad."""
         self._current(ref)
         self._regions[ref.state_type].bad.add(ref.slot)
 
-    def hold(self, ref: SlotRef) -> None:
-        """A transfer starts to touch the slot."""
+    def begin_transfer(self, ref: SlotRef) -> None:
+        """Note that a transfer touches the slot from now."""
         region = self._current(ref)
-        region.holds[ref.slot] = region.holds.get(ref.slot, 0) + 1
+        region.transfers[ref.slot] = region.transfers.get(ref.slot, 0) + 1
 
-    def unhold(self, ref: SlotRef) -> None:
-        """The transfer is terminal."""
+    def end_transfer(self, ref: SlotRef) -> None:
+        """Note that a transfer does not touch the slot any more."""
         region = self._regions[ref.state_type]
-        assert region.generations[ref.slot] == ref.generation, "a held slot was reused"
-        region.holds[ref.slot] -= 1
-        if not region.holds[ref.slot]:
-            del region.holds[ref.slot]
+        assert region.generations[ref.slot] == ref.generation, "a slot was reused during a transfer"
+        region.transfers[ref.slot] -= 1
+        if not region.transfers[ref.slot]:
+            del region.transfers[ref.slot]
             region.end_quarantine(ref.slot)
 
     def offset(self, ref: SlotRef) -> int:
@@ -135,17 +140,17 @@ class SlotPool:
         """Byte offset inside the region of its own type (a slab file)."""
         return ref.slot * self.geometry.stride_bytes[ref.state_type]
 
-    def used(self, state_type: StateType) -> int:
-        """Slots that hold or await an artifact."""
+    def num_used(self, state_type: StateType) -> int:
+        """Return the number of slots that hold an artifact or are reserved for one."""
         return self._regions[state_type].num_used
 
-    def free(self, state_type: StateType) -> int:
-        """Slots that `take` can hand out."""
+    def num_free(self, state_type: StateType) -> int:
+        """Return the number of slots that `take` can still hand out."""
         region = self._regions[state_type]
         return self.geometry.count - region.num_used - len(region.quarantined) - region.num_retired
 
-    def quarantined(self, state_type: StateType) -> int:
-        """Slots given back that a transfer still touches."""
+    def num_quarantined(self, state_type: StateType) -> int:
+        """Return the number of released slots that a transfer still touches."""
         return len(self._regions[state_type].quarantined)
 
     def check_integrity(self) -> None:
@@ -167,15 +172,15 @@ class _Region:
     def __init__(self, count: int, published: memoryview | None) -> None:
         self.state = bytearray(count)
         self.num_used = 0
-        self.given_back: list[int] = []
+        self.released: list[int] = []
         """Free slots that were used before: the first to be used again."""
         self.fresh = 0
         """From here on no slot was ever handed out: a big tier costs nothing to open."""
         self.quarantined: set[int] = set()
         self.bad: set[int] = set()
-        """Retired when they are given back."""
+        """Retired when they are released."""
         self.num_retired = 0
-        self.holds: dict[int, int] = {}
+        self.transfers: dict[int, int] = {}
         self.generations = array("Q", bytes(8 * count))
         """64-bit words, grown before the slot's bytes may change."""
         self._published = published
@@ -187,8 +192,8 @@ class _Region:
             self._published[slot] = generation
 
     def pop_free(self) -> int | None:
-        if self.given_back:
-            slot = self.given_back.pop()
+        if self.released:
+            slot = self.released.pop()
         else:
             slot = self.state.find(_FREE, self.fresh)
             self.fresh = len(self.state) if slot < 0 else slot + 1
@@ -198,11 +203,11 @@ class _Region:
         return slot
 
     def adopt(self, slot: int) -> None:
-        if slot in self.given_back:
-            self.given_back.remove(slot)
+        if slot in self.released:
+            self.released.remove(slot)
         self._use(slot)
 
-    def give_back(self, slot: int, *, quarantined: bool) -> None:
+    def release(self, slot: int, *, quarantined: bool) -> None:
         self.num_used -= 1
         if quarantined:
             self.state[slot] = _QUARANTINED
@@ -225,17 +230,17 @@ class _Region:
             self.num_retired += 1
             return
         self.state[slot] = _FREE
-        self.given_back.append(slot)
+        self.released.append(slot)
 
     def check_integrity(self) -> None:
         used, quarantined = self.state.count(_USED), self.state.count(_QUARANTINED)
         assert (used, quarantined) == (self.num_used, len(self.quarantined))
         assert self.state.count(_RETIRED) == self.num_retired <= len(self.bad)
-        assert len(self.given_back) == len(set(self.given_back)), "a slot is free twice"
-        assert all(self.state[slot] == _FREE for slot in self.given_back)
+        assert len(self.released) == len(set(self.released)), "a slot is free twice"
+        assert all(self.state[slot] == _FREE for slot in self.released)
         below = {slot for slot, x in enumerate(self.state[: self.fresh]) if x == _FREE}
-        assert below <= set(self.given_back), "a slot was lost"
+        assert below <= set(self.released), "a slot was lost"
         assert all(self.state[slot] == _QUARANTINED for slot in self.quarantined)
-        assert self.quarantined <= set(self.holds)
-        assert all(self.state[slot] != _FREE for slot in self.holds)
-        assert all(n > 0 for n in self.holds.values())
+        assert self.quarantined <= set(self.transfers)
+        assert all(self.state[slot] != _FREE for slot in self.transfers)
+        assert all(n > 0 for n in self.transfers.values())

@@ -1,4 +1,4 @@
-"""When a moment of the store's logical clock was, in seconds."""
+"""The times of the logical clock's ticks, in seconds."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ from bisect import bisect_right
 _MAX_NOTED = 4096
 
 
-class Moments:
-    """Remembers some ticks' times: the finer the more recent. Guarded by the store's lock."""
+class TickTimes:
+    """Remembers the times of some ticks, the more recent the more of them.
+
+    A private part of `Catalog`, which holds the lock.
+    """
 
     def __init__(self, now_s: float) -> None:
-        """`now_s`: what was before counts as now."""
+        """`now_s` stands for all ticks before the first that is noted."""
         self._ticks = [0]
         self._times_s = [now_s]
 
     def note(self, tick: int, now_s: float) -> None:
-        """`tick`, later than all before, is now."""
+        """Note the time of a tick that is later than all before."""
         self._ticks.append(tick)
         self._times_s.append(now_s)
         if len(self._ticks) > _MAX_NOTED:
-            # Every second one of the older half goes.
+            # Drop every second one of the older half.
             half = _MAX_NOTED // 2
             self._ticks[:half] = self._ticks[:half:2]
             self._times_s[:half] = self._times_s[:half:2]
 
-    def when_s(self, tick: int) -> float:
-        """The time of the tick, or of the last one noted before it."""
+    def time_s(self, tick: int) -> float:
+        """Return the time of the tick, or of the last one that was noted before it."""
         return self._times_s[max(0, bisect_right(self._ticks, tick) - 1)]

@@ -1,35 +1,41 @@
-"""What lies where: the index, the slots of both tiers and their eviction, kept consistent.
+"""The index, the slots of both tiers and their eviction, kept consistent.
 
-Every method needs the store's lock held. Slot life cycle: `take` reserves one (evicting
-from DRAM if needed), `attach` puts an artifact into it, `drop` and `forget` give it back;
-a DRAM slot waits for the artifact's pins and holds, an SSD slot for the journal to forget its row
-(`Forgotten`), and either for transfers that still touch it.
+A private part of `Catalog`, which holds the lock. The life of a slot: `take_dram` (or `ssd.take`)
+reserves it, `attach` puts an artifact into it, `drop` and `forget` release it. A DRAM slot is free
+once the artifact has no pins, an SSD slot once the journal has forgotten its row (`Forgotten`),
+and either once no transfer touches it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from hetero_connector.artifacts.record import ArtifactId, SlotRef, StoredChunk, Tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import Family, StateType
 from hetero_connector.store.base import EvictionName
-from hetero_connector.store.catalog.chain_users import ReadersLast
-from hetero_connector.store.catalog.evict_first import Demoted
-from hetero_connector.store.catalog.evictability import Standing
-from hetero_connector.store.catalog.eviction import make_policy
+from hetero_connector.store.catalog.evictability import Evictability
+from hetero_connector.store.catalog.eviction import EvictFirst, UsersLast, make_policy
 from hetero_connector.store.catalog.exports import ExportFeed
-from hetero_connector.store.catalog.hold import Hold, Holds
 from hetero_connector.store.catalog.index import PrefixIndex
-from hetero_connector.store.catalog.jobs import Forgotten
 from hetero_connector.store.catalog.nodes import Artifact, Node
-from hetero_connector.store.catalog.prefetched import Prefetched
+from hetero_connector.store.catalog.pins import ChainPin, ChainPins
+from hetero_connector.store.catalog.prefetch_schedule import Prefetched
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved, default_seconds_saved
 from hetero_connector.store.catalog.slots import Generations, SlotGeometry, SlotPool
 
 _SHORT = 8
 """A tier with less than one in so many slots free is about to evict."""
+
+
+@dataclass(frozen=True)
+class Forgotten:
+    """An SSD slot whose journal row must be gone before the slot may be written again."""
+
+    id: ArtifactId
+    ref: SlotRef
 
 
 class Tiers:
@@ -49,22 +55,22 @@ class Tiers:
         self.index = PrefixIndex(chunk_tokens, self._offer)
         self.dram = SlotPool(Tier.DRAM, dram, generations)
         self.feed = exports
-        """What the fleet is told, as it changes; None: there is no fleet."""
+        """Changes for the fleet; None without one."""
         self.ssd = None if ssd is None else SlotPool(Tier.SSD, ssd)
         self.forgotten: list[Forgotten] = []
-        """SSD slots waiting for the journal."""
+        """SSD slots whose rows the journal must forget."""
         self.on_forgotten: Callable[[Artifact], None] = lambda artifact: None
-        """Called for each artifact that leaves the index."""
+        """Called with each artifact that leaves the index."""
         self.journal_stale = False
-        """The whole journal must be cleared (`clear` was called)."""
+        """True after `clear`: the whole journal must be cleared."""
         self.seconds_saved = seconds_saved
         self.prefetched = Prefetched(recorder)
-        self.demoted = Demoted()
+        self.evict_first = EvictFirst()
         self._has_prefix = any(t.family is Family.PREFIX for t in dram.stride_bytes)
-        self._holds = Holds()
+        self._pins = ChainPins()
         self._recorder = recorder
-        self._policies: dict[tuple[Tier, StateType], ReadersLast] = {
-            (tier, t): ReadersLast(
+        self._policies: dict[tuple[Tier, StateType], UsersLast] = {
+            (tier, t): UsersLast(
                 make_policy(eviction, seconds_saved, lambda: self._tick),
                 make_policy(eviction, seconds_saved, lambda: self._tick),
             )
@@ -76,16 +82,16 @@ class Tiers:
         self._tick = 0
 
     def tick(self) -> int:
-        """The next moment of the store's logical clock: recency without time stamps."""
+        """Advance the logical clock, which orders uses, and return its time."""
         self._tick += 1
         return self._tick
 
     def take_dram(
         self, state_type: StateType, spares: Callable[[Artifact], bool] | None = None
     ) -> SlotRef | None:
-        """A DRAM slot, evicting as needed; None if everything of the type is held.
+        """Take a DRAM slot, evicting as needed; None if all artifacts of the type are blocked.
 
-        `spares`: asked of the next victim; where it says so, the victim stays and the answer
+        `spares`: asked about the next victim; if it returns True the victim stays and the result
         is None.
         """
         while (ref := self.dram.take(state_type)) is None:
@@ -96,80 +102,82 @@ class Tiers:
         return ref
 
     def evict_ssd(self, state_type: StateType) -> bool:
-        """Drop the next SSD victim; its slot is free once the journal has forgotten it."""
+        """Evict from SSD; False if nothing can be. The slot is free once its row is forgotten."""
         victim = self._pop(Tier.SSD, state_type)
         if victim is not None:
             self._evict(victim, Tier.SSD)
         return victim is not None
 
-    def used(self, artifacts: Sequence[Artifact], now: int) -> None:
-        """A restore used them, at this moment of the logical clock."""
+    def mark_used(self, artifacts: Sequence[Artifact], now: int) -> None:
+        """Count a use by a restore, at this tick of the logical clock."""
         for artifact in artifacts:
             artifact.last_used = now
             artifact.uses += 1
-        self.prefetched.used(artifacts)
-        self.demoted.used(artifacts)
+        self.prefetched.count_used(artifacts)
+        self.evict_first.discard(artifacts)
 
     def demote(self, chunks: Sequence[StoredChunk]) -> None:
-        """They leave the tier they are in before others, while nobody uses them."""
+        """Let chunks leave the tier they are in before others, until they are used again."""
         for stored in chunks:
             node = self.index.nodes.get(stored.chunk.key)
             for artifact in node.artifacts.values() if node else ():
                 if artifact.sealed and not artifact.pins:
                     tier = Tier.SSD if artifact.dram is None else Tier.DRAM
-                    self.demoted.add(artifact, tier)
+                    self.evict_first.add(artifact, tier)
 
-    def is_theirs(self, artifact: Artifact) -> None:
-        """Another worker owns it: it may leave DRAM where our own could not."""
+    def mark_replica(self, artifact: Artifact) -> None:
+        """Note that another worker owns it: it may leave DRAM where our own could not."""
         artifact.replica = True
         self._offer(artifact)
 
     def attach(self, artifact: Artifact, ref: SlotRef) -> None:
-        """The artifact lies in `ref` from now."""
+        """Note that the artifact is in `ref`."""
         offset = self.dram.offset(ref) if ref.tier is Tier.DRAM else -1
         self.index.attach(artifact, ref, offset)
         self._account(artifact, ref.tier, 1)
         if self.feed is not None:
-            self.feed.here(artifact)
+            self.feed.on_changed(artifact)
 
-    def adopted(self, artifacts: Iterable[Artifact]) -> None:
-        """They are in the index and on SSD: visible from now."""
+    def show_adopted(self, artifacts: Iterable[Artifact]) -> None:
+        """Make artifacts visible that a journal lists."""
         self.index.show_adopted()
         for artifact in artifacts:
             self._account(artifact, Tier.SSD, 1)
-            if self.index.standing(artifact, Tier.SSD) is not Standing.HELD:  # offered later
+            if (
+                self.index.evictability(artifact, Tier.SSD) is not Evictability.BLOCKED
+            ):  # offered later
                 self._offer(artifact)
         for node in list(self.index.nodes.values()):
             self.forget_remains(node)
 
     def drop(self, artifact: Artifact, tier: Tier) -> None:
-        """Drop the copy in `tier`, and with the last copy the artifact."""
+        """Drop the copy in `tier`; with its last copy the artifact is forgotten."""
         other = artifact.ssd if tier is Tier.DRAM else artifact.dram
         if other is None:
             self.forget(artifact)
             return
         if tier is Tier.DRAM:
-            self.prefetched.left(artifact)
+            self.prefetched.discard(artifact)
         self._account(artifact, tier, -1)
-        self._give_back(artifact.id, self.index.detach(artifact, tier))
+        self._release(artifact.id, self.index.detach(artifact, tier))
         if self.feed is not None:
-            self.feed.here(artifact)
+            self.feed.on_changed(artifact)
 
     def forget(self, artifact: Artifact) -> None:
-        """Remove it from the index; memory still pinned is given back with the last pin."""
+        """Remove it from the index; pinned memory is released with the last pin."""
         self.index.remove(artifact)
         self._forgotten(artifact)
 
     def lose(self, artifact: Artifact) -> None:
-        """Forget what could not be read or is wrong, and what is left of its chunk."""
+        """Forget an artifact that cannot be used, and what is left of its chunk."""
         self.forget(artifact)
         self.forget_remains(artifact.node)
 
     def forget_remains(self, node: Node) -> None:
         """Forget what is left of a leaf that has lost its prefix-proportional state.
 
-        Nobody can restore it, and it would keep the chunks above in place: a tier has as many
-        slots for checkpoints as for chunks, so where few chunks have one they are never short.
+        It cannot be restored, and it would keep the chunks above it in place for ever where few
+        chunks have a checkpoint: slots for checkpoints are never short there.
         """
         while self._has_prefix and node.parent is not None and not node.num_children:
             remains = list(node.artifacts.values())
@@ -188,55 +196,48 @@ class Tiers:
             self._forgotten(artifact)
         for policy in self._policies.values():
             policy.clear()
-        self.demoted.clear()
+        self.evict_first.clear()
         self.journal_stale = self.ssd is not None
 
     def unpin(self, artifact: Artifact) -> None:
-        """Drop one pin (pins are taken by adding to `artifact.pins`)."""
+        """Drop one pin. Pins are taken by adding to `artifact.pins`."""
         artifact.pins -= 1
         if artifact.pins == 0:
             self._freed(artifact)
 
     def soon_to_leave(self, count: int) -> list[Node]:
-        """Chunks of our own among the next to leave a full DRAM tier, about `count` a type."""
+        """Return our own chunks among the next to leave a full DRAM tier, about `count` a type."""
         found: dict[Node, None] = {}
         for kind in self.dram.geometry.stride_bytes:
-            if self.dram.free(kind) * _SHORT <= self.dram.geometry.count:
+            if self.dram.num_free(kind) * _SHORT <= self.dram.geometry.count:
                 for artifact in self._policies[Tier.DRAM, kind].soon(count):
-                    is_leaf = self.index.standing(artifact, Tier.DRAM) is Standing.LEAF
+                    is_leaf = self.index.evictability(artifact, Tier.DRAM) is Evictability.FREE
                     if is_leaf and not artifact.replica:
                         found[artifact.node] = None
         return list(found)
 
-    def unread(self, node: Node) -> None:
-        """Nobody reads the chunk any more: it leaves when its turn comes."""
+    def on_unused(self, node: Node) -> None:
+        """Let a chunk without users leave when its turn comes."""
         for artifact in node.artifacts.values():
             for tier in (Tier.DRAM, Tier.SSD):
-                self._policies[tier, artifact.state_type].unread(artifact)
+                self._policies[tier, artifact.state_type].on_unused(artifact)
 
-    def hold(self, hold: Hold) -> None:
-        """Keep in place what it covers, until `let_go`."""
-        self._holds.add(hold)
+    def pin_chain(self, pin: ChainPin) -> None:
+        """Keep the artifacts of a chain in place until `unpin_chain`."""
+        self._pins.add(pin)
 
-    def let_go(self, hold: Hold) -> None:
-        """End a hold: what was passed over for its sake is looked at again."""
-        for artifact in self._holds.remove(hold):
+    def unpin_chain(self, pin: ChainPin) -> None:
+        """End a pin. Artifacts that an eviction passed over for it may be evicted again."""
+        for artifact in self._pins.remove(pin):
             if not artifact.pins:
                 self._freed(artifact)
 
-    def held(self, artifact: Artifact) -> bool:
-        """Return whether a restore needs the artifact where it is. O(1), amortised over the holds.
-
-        If so it is offered again when the last hold of it ends.
-        """
-        return self._holds.pass_over(artifact)
-
-    def in_use(self) -> list[Artifact]:
-        """What a pin or a hold keeps in place now. For tests and diagnosis: O(artifacts)."""
+    def pinned(self) -> list[Artifact]:
+        """List the pinned artifacts. For tests and diagnosis: O(artifacts)."""
         return [
             artifact
             for artifact in self.index.artifacts()
-            if artifact.pins or self._holds.has(artifact)
+            if artifact.pins or self._pins.has(artifact)
         ]
 
     def publish_gauges(self) -> None:
@@ -269,22 +270,22 @@ class Tiers:
                 pool.check_integrity()
                 for kind in pool.geometry.stride_bytes:
                     stored = sum(r.state_type is kind for r in occupied[pool.tier])
-                    assert stored <= pool.used(kind)
+                    assert stored <= pool.num_used(kind)
 
     def _offer(self, artifact: Artifact) -> None:
         if artifact.pins or not artifact.sealed:
-            return  # offered again when the last pin goes
+            return  # it is offered again with its last unpin
         if artifact.dram is not None:
             self._policies[Tier.DRAM, artifact.state_type].offer(artifact)
         if artifact.ssd is not None:
             self._policies[Tier.SSD, artifact.state_type].offer(artifact)
 
     def _freed(self, artifact: Artifact) -> None:
-        """No pin is left: it may be evicted; if it is forgotten its memory is free."""
+        """Free the memory of a forgotten artifact without pins; offer another to eviction."""
         if not artifact.forgotten:
             self._offer(artifact)
-        elif artifact.dram is not None and not self.held(artifact):
-            self.dram.give_back(artifact.dram)
+        elif artifact.dram is not None and not self._pins.pass_over(artifact):
+            self.dram.release(artifact.dram)
             artifact.dram = None
 
     def _pop(
@@ -293,10 +294,12 @@ class Tiers:
         state_type: StateType,
         spares: Callable[[Artifact], bool] | None = None,
     ) -> Artifact | None:
-        def standing(artifact: Artifact) -> Standing:
-            return Standing.HELD if self.held(artifact) else self.index.standing(artifact, tier)
+        def evictability(artifact: Artifact) -> Evictability:
+            if self._pins.pass_over(artifact):
+                return Evictability.BLOCKED
+            return self.index.evictability(artifact, tier)
 
-        victim = self.demoted.pop(tier, state_type, standing)
+        victim = self.evict_first.pop(tier, state_type, evictability)
         if victim is not None:
             self._recorder.add(
                 "heterocache_evicted_first_bytes",
@@ -305,7 +308,7 @@ class Tiers:
                 state_type=state_type.value,
             )
             return victim
-        victim = self._policies[tier, state_type].pop(standing)
+        victim = self._policies[tier, state_type].pop(evictability)
         if victim is not None and spares is not None and spares(victim):
             self._offer(victim)
             return None
@@ -322,21 +325,21 @@ class Tiers:
 
     def _forgotten(self, artifact: Artifact) -> None:
         self.on_forgotten(artifact)
-        self.prefetched.left(artifact)
+        self.prefetched.discard(artifact)
         if self.feed is not None:
-            self.feed.gone(artifact)
+            self.feed.on_forgotten(artifact)
         if artifact.dram is not None:
             self._account(artifact, Tier.DRAM, -1)
             if not artifact.pins:
                 self._freed(artifact)
         if artifact.ssd is not None:
             self._account(artifact, Tier.SSD, -1)
-            self._give_back(artifact.id, artifact.ssd)
+            self._release(artifact.id, artifact.ssd)
             artifact.ssd = None
 
-    def _give_back(self, artifact_id: ArtifactId, ref: SlotRef) -> None:
+    def _release(self, artifact_id: ArtifactId, ref: SlotRef) -> None:
         if ref.tier is Tier.DRAM:
-            self.dram.give_back(ref)
+            self.dram.release(ref)
         else:
             self.forgotten.append(Forgotten(artifact_id, ref))
 

@@ -31,10 +31,10 @@ from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.errors import StoreError, StoreInUseError
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Failure
+from hetero_connector.store.catalog.slots import padded
 from hetero_connector.store.ssd.directory_lock import holder, is_locked, shared
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.journal_connection import connect
-from hetero_connector.store.ssd.reader import padded
 from hetero_connector.store.ssd.space import JOURNAL_NAME, LOCK_NAME, OPENING_LOCK_NAME, SLAB_SUFFIX
 from hetero_connector.transfer.checksum import checksum
 

@@ -50,8 +50,9 @@ class DirectoryLock:
     def acquire(cls, path: Path, wait_s: float = 0.0, readers_wait_s: float = 0.0) -> DirectoryLock:
         """Raises StoreInUseError naming the holder after `wait_s`, OSError if it cannot be made.
 
-        `readers_wait_s`: how long those who share it (`shared`) are waited for. A lock of this host
-        whose holder does not live is a file server's: it is waited for, with one line in the log.
+        `readers_wait_s`: how long those who share it (`shared`) are waited for. A lock of this
+        host whose holder does not live is a file server's: it is waited for, with one line in the
+        log.
         """
         started_s, is_servers = time.monotonic(), False
         while (lock := cls.try_acquire(path)) is None:

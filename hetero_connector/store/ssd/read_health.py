@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from hetero_connector.store.breaker import Breaker
-from hetero_connector.store.catalog.state import StoreState
+from hetero_connector.store.catalog.catalog import Catalog
 
 logger = logging.getLogger("vllm.heterocache")
 
@@ -18,10 +18,10 @@ _MAX_LATE_BYTES = 64 << 20
 
 
 class ReadHealth:
-    """Counts failures and late reads and holds `StoreState.ssd_readable`."""
+    """Counts failures and late reads and sets `Catalog.ssd_readable`."""
 
-    def __init__(self, state: StoreState) -> None:
-        self._state = state
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
         self._breaker = Breaker()
         self._again_s = float("inf")
 
@@ -30,14 +30,14 @@ class ReadHealth:
         """Return whether the next failure pauses reading: then little is begun at once."""
         return self._breaker.on_trial
 
-    def succeeded(self) -> None:
-        """A read has brought its bytes."""
-        self._breaker.succeeded()
+    def on_success(self) -> None:
+        """Note a read that brought its bytes."""
+        self._breaker.reset()
 
-    def failed(self, error: str) -> None:
+    def on_failure(self, error: str) -> None:
         """Count a read that failed, or that was given up."""
-        state = self._state
-        if self._breaker.failed() and state.ssd_readable:
+        catalog = self._catalog
+        if self._breaker.count_failure() and catalog.ssd_readable:
             logger.error(
                 "SSD tier: %d reads in a row failed, the last: %s; nothing is read there for %.0f s"
                 ", what it holds is computed",
@@ -45,28 +45,28 @@ class ReadHealth:
                 error,
                 _PAUSE_S,
             )
-            self._stop(state.clock() + _PAUSE_S)
+            self._stop(catalog.clock() + _PAUSE_S)
 
-    def late(self, size_bytes: int) -> None:
-        """A read of so many bytes was given up; negative: one of those has ended."""
-        state = self._state
-        state.late_bytes += size_bytes
+    def add_late(self, size_bytes: int) -> None:
+        """Note a read of so many bytes that was given up; negative: one that has ended."""
+        catalog = self._catalog
+        catalog.late_bytes += size_bytes
         if size_bytes < 0:
-            self._again_s = min(self._again_s, state.clock())
-        elif state.late_bytes >= _MAX_LATE_BYTES and state.ssd_readable:
+            self._again_s = min(self._again_s, catalog.clock())
+        elif catalog.late_bytes >= _MAX_LATE_BYTES and catalog.ssd_readable:
             logger.error("SSD tier: too many reads do not end; nothing is read there until one has")
             self._stop(float("inf"))
 
     def probe(self) -> None:
         """End a pause whose time has come."""
-        state = self._state
-        if state.ssd_readable or state.clock() < self._again_s:
+        catalog = self._catalog
+        if catalog.ssd_readable or catalog.clock() < self._again_s:
             return
         self._again_s = float("inf")
-        if state.late_bytes < _MAX_LATE_BYTES:
-            self._breaker.try_again()
-            state.ssd_readable = True
+        if catalog.late_bytes < _MAX_LATE_BYTES:
+            self._breaker.allow_one()
+            catalog.ssd_readable = True
 
     def _stop(self, again_s: float) -> None:
-        self._state.ssd_readable = False
+        self._catalog.ssd_readable = False
         self._again_s = again_s

@@ -89,7 +89,7 @@ def adopt_rows(rows: Iterable[RowValues], tiers: Tiers) -> list[ArtifactId]:
         if pool.adopt(ref):
             artifact = index.adopt(ChunkKey(key), ChunkKey(parent), start, end, size, ref)
             if artifact is None:
-                pool.give_back(ref)
+                pool.release(ref)
         if artifact is None:
             refused.append(ArtifactId(ChunkKey(key), kind))
             continue
@@ -98,5 +98,5 @@ def adopt_rows(rows: Iterable[RowValues], tiers: Tiers) -> list[ArtifactId]:
         used_at.append(when)
     for at in np.argsort(used_at, kind="stable").tolist():
         adopted[at].last_used = tiers.tick()
-    tiers.adopted(adopted)
+    tiers.show_adopted(adopted)
     return refused

@@ -15,14 +15,14 @@ from hetero_connector.artifacts.record import ROOT, ChunkRange, SlotRef, Tier
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.sessions import ThinkTimes
 from hetero_connector.store.catalog.nodes import Artifact, Node
+from hetero_connector.store.catalog.prefetch_costs import BATCH_BYTES, PrefetchCosts, PrefetchWorth
 from hetero_connector.store.catalog.prefetch_schedule import (
     ExpectedReturn,
     PrefetchSchedule,
     staging_start_s,
 )
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved
-from hetero_connector.store.catalog.tick_times import Moments
-from hetero_connector.store.prefetch.weighing import BATCH_BYTES, PrefetchCosts, Weighing
+from hetero_connector.store.catalog.tick_times import TickTimes
 from ownership.simulator.clock import EventLoop
 from ownership.simulator.machine.channel import Channel
 from ownership.simulator.state.memory import WorkerMemory
@@ -69,10 +69,10 @@ class Prefetching:
         self._pace = shape.footprint.pace(costs.load.rates(Tier.SSD))
         self._batch_chunks = max(1, BATCH_BYTES // max(1, shape.stored.chunk_bytes))
         self._think_times, self._schedule = ThinkTimes(), PrefetchSchedule()
-        self._moments = Moments(loop.now_s)
+        self._tick_times = TickTimes(loop.now_s)
         chunk_s = shape.chunk_tokens * self._pace.token_s
         prices = PrefetchCosts(lambda _: chunk_s, self._think_times.return_probability)
-        self._weighing = Weighing(prices, seconds_saved)
+        self._worth = PrefetchWorth(prices, seconds_saved)
         self._chains: dict[int, BlockRuns] = {}
         """Of the sessions that are expected."""
         self._job: _Job | None = None
@@ -92,7 +92,7 @@ class Prefetching:
         now_s, chunks = self._loop.now_s, chain.num_blocks
         if self._memory.now > self._noted:
             self._noted = self._memory.now
-            self._moments.note(self._noted, now_s)
+            self._tick_times.note(self._noted, now_s)
         expected = self._think_times.on_turn_end(session, now_s)
         if expected is None or not chunks:
             return
@@ -127,7 +127,7 @@ class Prefetching:
         if memory.resumable(in_dram, boundary) == boundary:
             return None
         at_stake_s = fmean(
-            self._weighing.at_stake_s(self._chunk(number, number <= on_ssd.chunks))
+            self._worth.at_stake_s(self._chunk(number, number <= on_ssd.chunks))
             for number in range(1, boundary + 1)
         )
         return _Job(expected, chain.head(boundary), expected.probability * at_stake_s)
@@ -186,9 +186,9 @@ class Prefetching:
         assert self._job is not None
         now_s, memory = self._loop.now_s, self._memory
         on_ssd = memory.ssd.has(run.chain())
-        idle_s = now_s - self._moments.when_s(run.last_used)
+        idle_s = now_s - self._tick_times.time_s(run.last_used)
         within_s = self._job.expected.latest_s - now_s
-        loss_s = self._weighing.loss_s(self._chunk(run.end, on_ssd), idle_s, within_s)
+        loss_s = self._worth.loss_s(self._chunk(run.end, on_ssd), idle_s, within_s)
         return loss_s >= self._job.gain_s
 
     def _chunk(self, number: int, on_ssd: bool) -> Artifact:

@@ -16,9 +16,9 @@ from hetero_connector.planner.checkpoints import (
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.planner import Mode
 from hetero_connector.planner.pricing import EngineLoad
+from hetero_connector.store.catalog.admission import Admission as SsdAdmission
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved
-from hetero_connector.store.ssd.admission import Admission as SsdAdmission
-from hetero_connector.store.ssd.write_budget import WriteBudget
+from hetero_connector.store.catalog.write_budget import WriteBudget
 from ownership.scheduling.fleet import Role, WorkerLoad, WorkerView
 from ownership.simulator.clock import EventLoop
 from ownership.simulator.machine.admission import Admission

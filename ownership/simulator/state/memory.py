@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple, TypeVar, get_args
 
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import EvictionName
+from hetero_connector.store.catalog.admission import Admission
 from hetero_connector.store.catalog.eviction import LeafLru, make_policy
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved
-from hetero_connector.store.ssd.admission import Admission
 from ownership.scheduling.step import WorkerPrefix
 from ownership.simulator.state.gapped import Added, GappedChunks, lacking
 from ownership.simulator.state.owners import Owners, Stretch, append, covers

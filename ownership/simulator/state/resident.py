@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.catalog.eviction import EvictionPolicy
-from ownership.simulator.state.runs import NOTHING, ChunkSizes, Found, Run, Tail, standing
+from ownership.simulator.state.runs import NOTHING, ChunkSizes, Found, Run, Tail, evictability
 from ownership.simulator.traces.block_runs import BlockRuns
 
 
@@ -267,7 +267,7 @@ class ResidentChunks:
             self._offers = True
             for run in self.runs():
                 self._offer(run)
-        tail = self._eviction.pop(standing)
+        tail = self._eviction.pop(evictability)
         if tail is None:
             return None
         assert isinstance(tail, Tail)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hetero_connector.artifacts.record import ROOT, ChunkRange
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.catalog.evictability import Standing
+from hetero_connector.store.catalog.evictability import Evictability
 from hetero_connector.store.catalog.nodes import Artifact, Node
 from ownership.simulator.traces.block_runs import BlockRuns
 
@@ -113,9 +113,9 @@ class ChunkSizes(NamedTuple):
     checkpoint_bytes: int
 
 
-def standing(artifact: Artifact) -> Standing:
+def evictability(artifact: Artifact) -> Evictability:
     """Whether a run's last chunk may leave."""
     assert isinstance(artifact, Tail)
     run = artifact.run
     held = artifact.forgotten or run.pins or run.children
-    return Standing.HELD if held else Standing.LEAF
+    return Evictability.BLOCKED if held else Evictability.FREE

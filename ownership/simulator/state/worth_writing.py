@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange, SlotRef, Tier
 from hetero_connector.spec.state_types import Family, StateType
+from hetero_connector.store.catalog.admission import Admission
 from hetero_connector.store.catalog.nodes import Artifact, Node
-from hetero_connector.store.ssd.admission import Admission
 from ownership.simulator.state.runs import Found, Run
 from ownership.simulator.state.shape import StateShape
 

@@ -55,7 +55,7 @@ class Engine:
     def save(self, seed: int = 0) -> None:
         put(self.store, self.chain(seed))
         ids = [ArtifactId(c.key, kind) for c in self.chain(seed) for kind in SIZES]
-        find = self.store._tiers.index.find
+        find = self.store.catalog.tiers.index.find
         until(lambda: all((a := find(i)) is not None and (a.token or a.replica) for i in ids))
 
     def restored(self, seed: int = 0) -> int:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_connector.store.ssd.write_budget import DAY_S, burst_bytes
+from hetero_connector.store.catalog.write_budget import DAY_S, burst_bytes
 from ownership.scheduling.registry import POLICIES
 from ownership.simulator.fleet_file import Failure
 from ownership.simulator.traces.session import Session, Trace

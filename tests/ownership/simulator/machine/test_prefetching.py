@@ -9,7 +9,7 @@ import pytest
 
 from hetero_connector.spec.presets import PRESETS
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved
-from hetero_connector.store.catalog.tick_times import Moments
+from hetero_connector.store.catalog.tick_times import TickTimes
 from ownership.simulator.clock import EventLoop
 from ownership.simulator.machine.channel import Channel
 from ownership.simulator.machine.prefetching import Prefetching
@@ -95,7 +95,7 @@ def test_any_number_of_sessions_may_come_to_nothing_at_once() -> None:
 def test_a_moment_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two turns end without a use between them."""
     noted: list[int] = []
-    monkeypatch.setattr(Moments, "note", lambda _, tick, now_s: noted.append(tick))
+    monkeypatch.setattr(TickTimes, "note", lambda _, tick, now_s: noted.append(tick))
     OneWorker(sessions=2).loop.run()
     assert noted
     assert noted == sorted(set(noted))

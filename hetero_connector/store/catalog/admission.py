@@ -20,8 +20,8 @@ from itertools import groupby
 
 from hetero_connector.spec.state_types import Family
 from hetero_connector.store.catalog.nodes import Artifact, Node
-from hetero_connector.store.ssd.reader import padded
-from hetero_connector.store.ssd.write_budget import WriteBudget
+from hetero_connector.store.catalog.slots import padded
+from hetero_connector.store.catalog.write_budget import WriteBudget
 
 _FREE_FROM = 0.5
 """Fullness of the bucket from which on nothing is refused."""

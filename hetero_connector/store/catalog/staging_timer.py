@@ -24,54 +24,49 @@ class _Reads:
     bytes_by_type: Counter[StateType] = field(default_factory=Counter)
     arrived_bytes: int = 0
     left: int = 0
-    telling: bool = True
-    """Whether the time is that of these bytes."""
+    is_representative: bool = True
+    """False if the time is not that of these bytes."""
 
 
 class StagingTimer:
     """One per restore."""
 
     def __init__(self, started_s: float, ahead_bytes: Mapping[Tier, int]) -> None:
-        """`ahead_bytes`: by tier, what others wait for when it begins."""
+        """`ahead_bytes`: bytes that others wait for when it begins, by tier."""
         self.started_s = started_s
         self._ahead_bytes = dict(ahead_bytes)
         self._reads: dict[Tier, _Reads] = {}
 
-    def begun(self, tier: Tier, state_type: StateType, size_bytes: int) -> None:
-        """The restore asks for a read of its own."""
+    def add(self, tier: Tier, state_type: StateType, size_bytes: int) -> None:
+        """Add a read that the restore began."""
         reads = self._reads.setdefault(tier, _Reads())
         reads.bytes_by_type[state_type] += size_bytes
         reads.left += 1
 
-    def untold(self, tier: Tier) -> None:
-        """It waits for a read whose time says nothing of the tier.
-
-        Somebody else's, begun earlier, or one that is from elsewhere.
-        """
+    def add_foreign(self, tier: Tier) -> None:
+        """Add a read whose time is not that of the tier: it began earlier, or is from elsewhere."""
         reads = self._reads.setdefault(tier, _Reads())
         reads.left += 1
-        reads.telling = False
+        reads.is_representative = False
 
-    def ended(
-        self, tier: Tier, size_bytes: int, now_s: float, *, failed: bool
-    ) -> ReadTiming | None:
-        """One of them has ended, of so many bytes; a timing if it was the tier's last."""
+    def end(self, tier: Tier, size_bytes: int, now_s: float, *, failed: bool) -> ReadTiming | None:
+        """Note that a read has ended; return a timing if it was the tier's last."""
         reads = self._reads[tier]
         reads.left -= 1
         if not failed:
             reads.arrived_bytes += size_bytes
         elif tier is Tier.PEER:  # it has its own deadline, and the other peers are not it
-            reads.telling = False
+            reads.is_representative = False
         return None if reads.left else self._timing(tier, now_s)
 
-    def given_up(self, now_s: float) -> list[ReadTiming]:
-        """Nobody waits for the rest: a timing of each tier that something is missing of."""
+    def give_up(self, now_s: float) -> list[ReadTiming]:
+        """Wait no longer; return a timing of each tier that has not ended."""
         timings = [self._timing(tier, now_s) for tier, reads in self._reads.items() if reads.left]
         return [timing for timing in timings if timing is not None]
 
     def _timing(self, tier: Tier, now_s: float) -> ReadTiming | None:
         reads = self._reads[tier]
-        if not reads.telling or tier is Tier.DRAM:
+        if not reads.is_representative or tier is Tier.DRAM:
             return None
         asked_bytes = reads.bytes_by_type.total()
         part = max(reads.arrived_bytes / asked_bytes, 0.5)

@@ -1,0 +1,752 @@
+"""The catalog: what is stored where, and what the I/O thread has to do next.
+
+The one lock of the store, and the only code that changes an artifact. Every public method holds
+the lock from its beginning to its end and waits for nothing but the lock; the few that need no
+lock say so. Three threads call it: the scheduler's (`match` to `decline`), the fleet's
+(`set_joined` to `set_foreign_users`) and the I/O thread (the rest). No files and no threads here;
+the clock is a parameter.
+
+The life of an artifact: *reserved* with its DRAM slot (`reserve`), *sealed* and so visible
+(`seal`), *stored* once it is on SSD too (`finish_writes`), *forgotten* when its last copy leaves.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from random import Random
+from typing import Concatenate, ParamSpec, TypeVar
+
+from hetero_connector.artifacts.copies import ExportChange, PeerCopy
+from hetero_connector.artifacts.generation import Generation
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, StoredChunk, Tier
+from hetero_connector.metrics import Recorder
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.base import Failure, Save, StoreConfig, Wanted
+from hetero_connector.store.catalog.chain_users import ChainUsers
+from hetero_connector.store.catalog.exports import as_it_stands
+from hetero_connector.store.catalog.hit_samples import ONE_IN, HitSamples
+from hetero_connector.store.catalog.loads import Load, Loads, Source
+from hetero_connector.store.catalog.nodes import Artifact
+from hetero_connector.store.catalog.prefetch import Prefetcher
+from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
+from hetero_connector.store.catalog.replicas import Replicas
+from hetero_connector.store.catalog.restore import ArtifactRestore
+from hetero_connector.store.catalog.tick_times import TickTimes
+from hetero_connector.store.catalog.tiers import Forgotten, Tiers
+from hetero_connector.store.catalog.write_budget import WriteBudget
+from hetero_connector.store.catalog.writes import Write, Writes
+
+GAUGE_INTERVAL_S = 1.0
+_INVENTORY_CHUNKS = 64
+"""Chunks of the inventory in one batch: the lock is held for one batch."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class ReservedSave(Save):
+    """A save with the artifacts that wait for its bytes."""
+
+    artifacts: list[Artifact]
+    """Pinned once each; emptied when the save ends."""
+
+
+@dataclass(frozen=True)
+class RowsToForget:
+    """Journal rows to delete; their slots are free once that is done."""
+
+    slots: Sequence[Forgotten]
+    cleared_for: bytes | None
+    """The tag of the generation for which the whole journal is cleared instead; None: it is not."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Counts of what is under way, for tests and diagnosis."""
+
+    loads_queued: int
+    loads: int
+    writes_queued: int
+    writing: int
+    unsummed: int
+    pending_claims: int
+    rows_to_forget: int
+    pinned: int
+
+
+def _locked(
+    method: Callable[Concatenate[Catalog, P], R],
+) -> Callable[Concatenate[Catalog, P], R]:
+    """Run a method with the lock held."""
+
+    @wraps(method)
+    def call(catalog: Catalog, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with catalog._lock:
+            return method(catalog, *args, **kwargs)
+
+    return call
+
+
+class Catalog:
+    """See the module. `tiers`, `loads`, ... are its private parts: only with the lock held."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        config: StoreConfig,
+        recorder: Recorder,
+        clock: Callable[[], float],
+        generation: Generation,
+    ) -> None:
+        self.config = config
+        self.clock = clock
+        self.generation = generation
+        """Everything stored belongs to this one."""
+        self.on_generation: Callable[[Generation], None] = lambda generation: None
+        """Called with the lock held when everything was forgotten for another generation."""
+        self.reads_peers = False
+        """True if loads from peers and orphaned storage will be served."""
+        self.ssd_readable = True
+        """False while no read from SSD is begun."""
+        self.late_bytes = 0
+        """Bytes of SSD reads that were given up and may still fill their DRAM slots."""
+        self.io_alive = True
+        """False once the I/O thread has ended."""
+        self.step_began_s = math.inf
+        """When the I/O thread's present step began; infinite between steps."""
+        self.closing = False
+        self.tiers = tiers
+        self.loads = Loads(tiers, config, recorder, clock)
+        sums = config.verify == "all" or tiers.feed is not None
+        self.writes = Writes(tiers, recorder, clock, sums=sums)
+        self.tick_times = TickTimes(clock())
+        self.users = ChainUsers(clock, tiers.on_unused)
+        self.replicas = Replicas(
+            config.replica_ttl_s, clock, self.tick_times, tiers.evict_first, recorder
+        )
+        self.prefetcher = Prefetcher(tiers, self.loads, self.tick_times, config, recorder, clock)
+        self.prefetcher.tick = self._tick
+        self.samples = HitSamples(ONE_IN, Random())
+        """Artifacts that were served from DRAM and are to be checked."""
+        self.write_again_s = math.inf
+        """When a pause of writing ends; infinite without one, and where that is not known."""
+        tiers.on_forgotten = self._on_forgotten
+        self._lock = threading.Condition()
+        self._recorder = recorder
+        self._used: dict[Artifact, None] = {}
+        """Artifacts that restores used, for the order of use in the journal."""
+        self._gauges_due_s = 0.0
+
+    # --- the scheduler's thread: finding ----------------------------------------------------------
+
+    def match(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
+        """See `base.Store.match`. Needs no lock: it reads one attribute a chunk."""
+        return self.tiers.index.match(chain)
+
+    def holdings(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
+        """See `base.Store.holdings`. Needs no lock."""
+        return self.tiers.index.holdings(chain)
+
+    def tails(self, parent: ChunkKey) -> tuple[int, ...]:
+        """See `base.Store.tails`. Needs no lock."""
+        return self.tiers.index.tails(parent)
+
+    def missing(self, chunk: ChunkRange, state_types: Sequence[StateType]) -> list[StateType]:
+        """See `base.Store.missing`. Needs no lock."""
+        node = self.tiers.index.nodes.get(chunk.key)
+        return [t for t in state_types if node is None or t not in node.artifacts]
+
+    # --- restores and saves -----------------------------------------------------------------------
+
+    @_locked
+    def begin_restore(
+        self, wanted: Sequence[Wanted], copies: Mapping[ArtifactId, PeerCopy]
+    ) -> ArtifactRestore:
+        """Pin what is in DRAM, and begin loads of the rest; see `base.Store.begin_restore`."""
+        restore = ArtifactRestore(self, wanted, copies, self.clock())
+        if restore._start():
+            self._lock.notify_all()
+        return restore
+
+    @_locked
+    def is_restore_done(self, restore: ArtifactRestore) -> bool:
+        """Return whether a restore waits for nothing; at its deadline the rest fails."""
+        return restore._check_deadline(self.clock())
+
+    @_locked
+    def end_restore(self, restore: ArtifactRestore) -> None:
+        """Count the uses of a restore and drop its pins."""
+        used = restore._end(self._tick())
+        if self.config.verify == "sample" and self.io_alive:
+            self.samples.hit(used)
+        if self.config.ssd_dir is not None and self.io_alive:
+            self._used.update(dict.fromkeys(used))
+
+    @_locked
+    def reserve(self, chunk: ChunkRange, sizes: Mapping[StateType, int]) -> ReservedSave | Failure:
+        """Reserve DRAM slots for a chunk's artifacts: all or none.
+
+        A failure is counted. ValueError for a type that is sealed or reserved already.
+        """
+        if set(self.missing(chunk, list(sizes))) != set(sizes) or not sizes:
+            raise ValueError(f"nothing to save, or already saved: {list(sizes)} of {chunk}")
+        if not self.tiers.index.has_place_for(chunk):
+            self.loads.count_failure(Failure.GONE, Tier.DRAM)
+            return Failure.GONE
+        # The artifacts enter the index first: that keeps their parents.
+        artifacts = [self.tiers.index.add(chunk, kind, size) for kind, size in sizes.items()]
+        for artifact in artifacts:
+            artifact.pins = 1
+        for artifact in artifacts:
+            ref = self.tiers.take_dram(artifact.state_type)
+            if ref is None:
+                self.loads.count_failure(Failure.NO_SLOT, Tier.DRAM)
+                self._undo(artifacts)
+                return Failure.NO_SLOT
+            self.tiers.attach(artifact, ref)
+        offsets = {a.state_type: a.dram_offset for a in artifacts}
+        return ReservedSave(chunk, offsets, dict(sizes), artifacts)
+
+    @_locked
+    def seal(self, save: Save) -> None:
+        """Make a save's artifacts visible, and queue their writes."""
+        now, due_s = self._tick(), self.clock() + self.config.spill_delay_s
+        was_idle = not len(self.writes)
+        for artifact in _end_save(save):
+            if not artifact.forgotten:
+                artifact.last_used = now
+                self.tiers.index.seal(artifact)
+                self._recorder.add(
+                    "heterocache_saved_bytes",
+                    artifact.size_bytes,
+                    state_type=artifact.state_type.value,
+                )
+                if self.writes.is_active:
+                    self.writes.queue(artifact, due_s)
+            self.tiers.unpin(artifact)
+        if was_idle and len(self.writes):
+            self._lock.notify_all()
+        self._refresh_gauges()
+
+    @_locked
+    def abandon(self, save: Save) -> None:
+        """Free a save's slots; nothing becomes visible."""
+        self._undo(_end_save(save))
+
+    @_locked
+    def forget_all(self, generation: Generation) -> None:
+        """Forget every artifact. What is stored from now belongs to `generation`."""
+        self.generation = generation
+        self.on_generation(generation)
+        loads = list(self.loads.by_artifact.values())
+        for load in loads:
+            self.loads.disown(load, Failure.GONE)
+        self.tiers.clear()
+        for load in loads:
+            self.loads.withdraw(load)
+        self.replicas.clear()
+        self.users.clear()
+        self.prefetcher.clear()
+        self._lock.notify_all()
+
+    # --- sessions ---------------------------------------------------------------------------------
+
+    @_locked
+    def expect(self, expected: ExpectedReturn) -> None:
+        """Expect a session; see `base.Store.expect`."""
+        if self.config.ssd_dir is not None and self.io_alive:
+            self.prefetcher.schedule.expect(expected)
+            if self.prefetcher.schedule.next_s >= expected.start_s:  # the I/O thread sleeps longer
+                self._lock.notify_all()
+
+    @_locked
+    def session_returned(self, session: Hashable) -> None:
+        """See `base.Store.session_returned`."""
+        if self.config.ssd_dir is not None and self.io_alive:
+            self.prefetcher.session_returned(session)
+
+    @_locked
+    def protect_chain(
+        self,
+        session: Hashable,
+        leaves: Sequence[ChunkKey],
+        until_s: float,
+        tenant: bytes,
+        *,
+        is_served: bool,
+    ) -> None:
+        """Make the session a user of its chain; see `base.Store.protect_chain`.
+
+        `is_served`: an I/O thread removes users whose time is over; else that is done here.
+        """
+        node = next(filter(None, map(self.tiers.index.nodes.get, leaves)), None)
+        if not is_served:
+            self.users.expire(1)
+        if node is None:
+            self.users.remove(session)
+        else:
+            self.users.add(session, node, until_s, tenant)
+
+    @_locked
+    def demote(self, chunks: Sequence[StoredChunk]) -> None:
+        """Let chunks leave first, at once; see `base.Store.decline`."""
+        self.tiers.demote(chunks)
+
+    def decline(self, chunks: Sequence[StoredChunk]) -> None:
+        """Have the I/O thread demote chunks later. Needs no lock."""
+        self.prefetcher.declined.append(chunks)
+
+    # --- the fleet's thread -----------------------------------------------------------------------
+
+    @_locked
+    def set_joined(self, *, is_joined: bool) -> None:
+        """Say whether the fleet answers claims; peers are shown the generation anew."""
+        self.writes.claims.joined = is_joined
+        self.on_generation(self.generation)
+
+    @_locked
+    def resolve_claims(
+        self, owned: Mapping[ArtifactId, int], foreign: Iterable[ArtifactId]
+    ) -> list[ArtifactId]:
+        """Note the fleet's answers: ours by fencing token, and those that others own.
+
+        Returns the artifacts that are gone. Ours are written to SSD; others' are replicas.
+        """
+        gone, ours, promoted = list[ArtifactId](), list[Artifact](), list[Artifact]()
+        for artifact_id, token in owned.items():
+            artifact = self._find_sealed(artifact_id)
+            if artifact is None:
+                gone.append(artifact_id)
+                continue
+            was_replica, artifact.replica = artifact.replica, False
+            artifact.token = token
+            (promoted if was_replica else ours).append(artifact)
+        # Parents first: written before its parent an artifact would stay in DRAM alone.
+        for artifact in sorted(promoted, key=lambda a: (a.node.chunk.end, a.node.key)):
+            self.replicas.promote(artifact)
+            self.writes.offer(artifact)
+        for artifact in ours:
+            self.writes.claims.resolve_owned(artifact)
+        for artifact_id in foreign:
+            artifact = self._find_sealed(artifact_id)
+            if artifact is None:
+                gone.append(artifact_id)
+                continue
+            artifact.token = 0
+            self.tiers.mark_replica(artifact)
+            self.replicas.add(artifact)
+            self.writes.claims.discard(artifact)
+        self._lock.notify_all()
+        return gone
+
+    @_locked
+    def find_gone(self, artifacts: Iterable[ArtifactId]) -> list[ArtifactId]:
+        """Return those of the artifacts that are not stored here."""
+        return [artifact for artifact in artifacts if self._find_sealed(artifact) is None]
+
+    def inventory(self) -> Iterator[list[ExportChange]]:
+        """Yield everything that is stored and has a checksum, in batches, parents first.
+
+        Holds the lock for one batch at a time.
+        """
+        keys = list(self.tiers.index.nodes)
+        for first in range(0, len(keys), _INVENTORY_CHUNKS):
+            batch = self._inventory_of(keys[first : first + _INVENTORY_CHUNKS])
+            if batch:
+                yield batch
+
+    @_locked
+    def _inventory_of(self, keys: Sequence[ChunkKey]) -> list[ExportChange]:
+        nodes = filter(None, map(self.tiers.index.nodes.get, keys))
+        sealed = (a for node in nodes for a in node.artifacts.values() if a.sealed)
+        return [change for change in map(as_it_stands, sealed) if change is not None]
+
+    @_locked
+    def take_changed_users(self) -> list[Hashable]:
+        """Return the sessions whose chains changed since the last call."""
+        return self.users.take_changed()
+
+    @_locked
+    def chain_ends(self, session: Hashable) -> tuple[ChunkKey, ...]:
+        """Return the last chunk of each owner's in a session's chain, deepest first."""
+        return self.users.chain_ends(session)
+
+    @_locked
+    def soon_to_leave(self, count: int) -> list[ChunkKey]:
+        """Return chunks for which it matters now whether other engines use them.
+
+        At most twice `count`: half of it for the next to leave DRAM, the rest for chunks with
+        foreign users, those that were asked about longest ago.
+        """
+        soon = [node.key for node in self.tiers.soon_to_leave(count)]
+        foreign = self.users.foreign_ends()
+        asked = dict.fromkeys([*foreign[:count], *soon, *foreign[count:]])
+        return list(asked)[: 2 * count]
+
+    @_locked
+    def set_foreign_users(self, has_users: Mapping[ChunkKey, bool], for_s: float) -> None:
+        """Say up to which chunks sessions of other engines use a chain, valid for so long."""
+        for chunk, is_used in has_users.items():
+            node = self.tiers.index.nodes.get(chunk)
+            if is_used and node is not None:
+                self.users.add_foreign(node, self.clock() + for_s, self._tick())
+            else:
+                self.users.remove_foreign(chunk)
+
+    # --- the I/O thread: loads --------------------------------------------------------------------
+
+    @property
+    def serves_loads(self) -> bool:
+        """Return whether the I/O thread neither ended nor hangs in the kernel. Needs no lock."""
+        return self.io_alive and self.clock() - self.step_began_s < self.config.load_deadline_s
+
+    @property
+    def has_loads(self) -> bool:
+        """Return whether a load waits for its device. Needs no lock."""
+        return self.loads.any_queued
+
+    @_locked
+    def next_loads(self, source: Source, limit_bytes: int) -> list[Load]:
+        """Take the next loads of a source; see `Loads.take`."""
+        if source is Source.SSD and not self.ssd_readable:
+            self.loads.fail_all(source, Failure.IO_ERROR)
+        return self.loads.take(source, limit_bytes)
+
+    @_locked
+    def finish_load(self, load: Load, failure: Failure | None, *, is_lost: bool = False) -> None:
+        """End a load. `failure` is None if the verified bytes are in its target.
+
+        `is_lost`: its own SSD copy cannot be read any more.
+        """
+        artifact = load.artifact
+        if load.source is Source.SSD:
+            self.loads.finish_read(load, failure, is_lost=is_lost)
+        elif load.source is Source.DRAM:
+            self.loads.finish_check(load, failure)
+        elif self.loads.finish_fetch(load, failure):
+            if load.source is Source.PEER:
+                self.replicas.add(artifact)
+                return
+            self._recorder.add(
+                "heterocache_adopted_bytes",
+                artifact.size_bytes,
+                state_type=artifact.state_type.value,
+            )
+            self.writes.offer(artifact)
+
+    def on_ssd_read(self, size_bytes: int, began_s: float) -> None:
+        """Learn from a batch that was read from SSD. Needs no lock."""
+        now_s = self.clock()
+        self._recorder.observe("heterocache_ssd_read_seconds", now_s - began_s)
+        self.loads.read_pace.ended(size_bytes, began_s, now_s)
+
+    @_locked
+    def give_up_load(self, load: Load) -> None:
+        """Fail a load at its deadline; its slots stay protected until `finish_load`."""
+        self.loads.give_up(load)
+
+    @_locked
+    def take_sample(self) -> Artifact | None:
+        """Return an artifact in DRAM to be checked, pinned until `finish_sample`."""
+        while (artifact := self.samples.take()) is not None:
+            if not artifact.forgotten and artifact.dram is not None and artifact.checksum:
+                artifact.pins += 1
+                return artifact
+        return None
+
+    @_locked
+    def finish_sample(self, artifact: Artifact, *, is_intact: bool) -> None:
+        """End a check of bytes that were served from DRAM."""
+        if not is_intact:
+            self.loads.lose_from_dram(artifact, Failure.CHECKSUM)
+        self.tiers.unpin(artifact)
+
+    def next_prefetch(self, *, may_start: bool) -> tuple[bool, list[Load]]:
+        """Look after staged sessions and, if `may_start`, begin reads for the next one.
+
+        Returns whether anything changed, and the reads. Searches a chain without the lock.
+        """
+        prefetcher = self.prefetcher
+        with self._lock:
+            moved = prefetcher.tend()
+            if not (may_start or prefetcher.is_ending):
+                return moved, []
+            if prefetcher.has_job:
+                return True, prefetcher.advance()
+            expected = prefetcher.take_due()
+        if expected is None:
+            return moved, []
+        prefetcher.start(prefetcher.open(expected))
+        return True, []
+
+    # --- the I/O thread: checksums and writes -----------------------------------------------------
+
+    @_locked
+    def next_sums(self, *, reading: bool) -> list[Artifact]:
+        """Return sealed artifacts without a checksum, pinned until `finish_sums`."""
+        return self.writes.take_unsummed(reading=reading)
+
+    @_locked
+    def finish_sums(self, artifacts: Sequence[Artifact], checksums: Sequence[bytes]) -> None:
+        """Note checksums; peers may read the artifacts from now."""
+        self.writes.finish_sums(artifacts, checksums)
+
+    @_locked
+    def admit_writes(self) -> list[Artifact]:
+        """Return the next artifacts that are worth their write; see `Writes.admit`."""
+        admitted = self.writes.admit()
+        if not admitted:
+            self._lock.notify_all()  # for `flush`
+        return admitted
+
+    @_locked
+    def place_writes(self, artifacts: Sequence[Artifact]) -> list[Write]:
+        """Give admitted artifacts their SSD slots; see `Writes.place`."""
+        return self.writes.place(artifacts)
+
+    @_locked
+    def put_off_writes(self, artifacts: Sequence[Artifact]) -> None:
+        """Queue admitted artifacts again, for a moment later."""
+        self.writes.put_off(artifacts)
+        self._lock.notify_all()
+
+    @_locked
+    def give_up_writes(self, writes: Sequence[Write]) -> None:
+        """Treat writes that do not end as if they had not begun."""
+        self.writes.give_up(writes)
+        self._lock.notify_all()
+
+    @_locked
+    def release_write_sources(self, writes: Sequence[Write]) -> None:
+        """Note that the device has read the DRAM slots of these writes."""
+        self.writes.release_sources(writes)
+
+    @_locked
+    def finish_writes(self, writes: Sequence[Write], *, is_stored: bool, is_late: bool) -> None:
+        """End writes; see `Writes.finish`."""
+        self.writes.finish(writes, is_stored=is_stored, is_late=is_late)
+        self._lock.notify_all()
+
+    @_locked
+    def queue_used_writes(self) -> None:
+        """Queue what restores used and only DRAM has: it is worth more than when it was refused."""
+        if self.writes.admission.budget is not None:
+            self.writes.offer_all(list(self._used))
+
+    @_locked
+    def pause_writing(self, again_s: float) -> None:
+        """Write nothing until then by the clock; infinite: until `resume_writing`."""
+        self.write_again_s = again_s
+        self.writes.stop()
+        self._lock.notify_all()
+
+    @_locked
+    def resume_writing(self) -> None:
+        """Write again. What was sealed meanwhile is queued: chunks below depend on it."""
+        self.write_again_s = math.inf
+        self.writes.is_writable = True
+        self.writes.offer_all(self.tiers.index.artifacts())
+        self._lock.notify_all()
+
+    def set_write_budget(self, budget: WriteBudget) -> None:
+        """Limit what is written. Call it before the I/O thread starts."""
+        self.writes.admission.budget = budget
+
+    # --- the I/O thread: the journal --------------------------------------------------------------
+
+    @property
+    def has_rows_to_forget(self) -> bool:
+        """Return whether the journal lists what was forgotten. Needs no lock."""
+        return bool(self.tiers.forgotten) or self.tiers.journal_stale
+
+    @_locked
+    def take_rows_to_forget(self) -> RowsToForget:
+        """Return the journal rows to delete, to be handed to `finish_rows`."""
+        tiers = self.tiers
+        gone, tiers.forgotten = tiers.forgotten, []
+        is_stale, tiers.journal_stale = tiers.journal_stale, False
+        return RowsToForget(gone, self.generation.tag if is_stale else None)
+
+    @_locked
+    def finish_rows(self, rows: RowsToForget, *, are_gone: bool) -> None:
+        """Free the slots of deleted rows, or take the rows back to be deleted later."""
+        tiers = self.tiers
+        if are_gone:
+            assert tiers.ssd is not None
+            for item in rows.slots:
+                tiers.ssd.release(item.ref)
+            self._lock.notify_all()
+        else:
+            tiers.forgotten[:0] = rows.slots
+            tiers.journal_stale |= rows.cleared_for is not None
+
+    @_locked
+    def take_used(self) -> list[tuple[ArtifactId, int]]:
+        """Return (artifact, uses) of what restores used since the last call, least recent first.
+
+        Nothing while the SSD is not written to.
+        """
+        used = sorted((a for a in self._used if a.ssd), key=lambda a: a.last_used)
+        self._used.clear()
+        return [(a.id, a.uses) for a in used] if self.writes.is_writable else []
+
+    # --- the I/O thread itself --------------------------------------------------------------------
+
+    def expire(self) -> bool:
+        """Let some chain users and replicas go whose time is over; return whether more are due."""
+        now_s, is_left = self.clock(), False
+        for mortal in (self.replicas, self.users):
+            if mortal.look_s <= now_s:
+                with self._lock:
+                    is_left = mortal.expire() or is_left
+        return is_left
+
+    @_locked
+    def wait(self, timeout_s: float, *, rows_due_s: float) -> None:
+        """Sleep until there is something to do, at most `timeout_s`.
+
+        `rows_due_s`: when journal rows can be deleted again; writes wait for that. Infinite if
+        there are none.
+        """
+        self._refresh_gauges()
+        if self.has_loads or self.closing:
+            return
+        due_s = rows_due_s
+        if self.ssd_readable:
+            due_s = min(due_s, self.prefetcher.wake_s)
+        if rows_due_s == math.inf or not self.writes.is_writable:
+            due_s = min(due_s, self.writes.next_due_s)
+        timeout_s = min(timeout_s, due_s - self.clock())
+        if timeout_s > 0:
+            self._lock.wait(timeout_s)
+
+    @_locked
+    def begin_close(self) -> None:
+        """Fail every restore; the I/O thread ends once its transfers have."""
+        self.closing = True
+        self.loads.disown_all(Failure.CLOSED)
+        self._lock.notify_all()
+
+    @_locked
+    def on_io_death(self) -> None:
+        """Go on with DRAM alone: the I/O thread has ended by a bug."""
+        self.io_alive = self.ssd_readable = False
+        self.writes.end()
+        self.loads.count_failure(Failure.IO_ERROR, Tier.SSD)
+        self.loads.disown_all(Failure.IO_ERROR)
+        self._publish_health()
+        self._lock.notify_all()
+
+    # --- the whole store --------------------------------------------------------------------------
+
+    @_locked
+    def flush(self, deadline_s: float) -> bool:
+        """Write everything that is queued; False if `deadline_s` seconds passed before."""
+        self.writes.flushing = True
+        self._lock.notify_all()
+        if self.write_again_s < math.inf:
+            self.write_again_s = 0.0  # a pause ends early: one more attempt decides
+        self._lock.wait_for(
+            lambda: self.writes.is_drained or not self._may_write, timeout=deadline_s
+        )
+        self.writes.flushing = False
+        return self.writes.is_drained
+
+    @_locked
+    def leave_to_ssd(self) -> None:
+        """Drop every DRAM copy that is on SSD too and not pinned: to measure the SSD."""
+        pinned = set(self.tiers.pinned())
+        for artifact in list(self.tiers.index.artifacts()):
+            if artifact.dram is not None and artifact.ssd is not None and artifact not in pinned:
+                self.tiers.drop(artifact, Tier.DRAM)
+
+    @_locked
+    def publish_gauges(self) -> None:
+        """Write occupancy and health into the recorder now."""
+        self.tiers.publish_gauges()
+        self._publish_health()
+
+    @_locked
+    def check_integrity(self) -> None:
+        """Raise AssertionError if index, slots and accounts disagree."""
+        self.tiers.check_integrity()
+
+    @_locked
+    def snapshot(self) -> Snapshot:
+        """Count what is under way."""
+        return Snapshot(
+            loads_queued=sum(map(self.loads.num_queued, Source)),
+            loads=len(self.loads),
+            writes_queued=len(self.writes),
+            writing=self.writes.num_writing,
+            unsummed=self.writes.num_unsummed,
+            pending_claims=len(self.writes.claims),
+            rows_to_forget=len(self.tiers.forgotten) + self.tiers.journal_stale,
+            pinned=len(self.tiers.pinned()),
+        )
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock: for tests that look at several parts at one moment."""
+        with self._lock:
+            yield
+
+    # --- private ----------------------------------------------------------------------------------
+
+    @property
+    def _may_write(self) -> bool:
+        """Return whether the SSD is written to, or will be tried again at once."""
+        is_due = self.write_again_s <= self.clock()
+        return self.io_alive and (self.writes.is_writable or is_due)
+
+    def _tick(self) -> int:
+        """Advance the logical clock, and note its time."""
+        tick = self.tiers.tick()
+        self.tick_times.note(tick, self.clock())
+        return tick
+
+    def _undo(self, artifacts: Iterable[Artifact]) -> None:
+        """Forget artifacts that are not sealed."""
+        for artifact in artifacts:
+            if not artifact.forgotten:
+                self.tiers.forget(artifact)
+            self.tiers.unpin(artifact)
+
+    def _on_forgotten(self, artifact: Artifact) -> None:
+        self.writes.discard(artifact)
+        self._used.pop(artifact, None)
+
+    def _find_sealed(self, artifact_id: ArtifactId) -> Artifact | None:
+        artifact = self.tiers.index.find(artifact_id)
+        return artifact if artifact is not None and artifact.sealed else None
+
+    def _refresh_gauges(self) -> None:
+        """Publish gauges, at most once a second."""
+        now_s = self.clock()
+        if now_s >= self._gauges_due_s:
+            self._gauges_due_s = now_s + GAUGE_INTERVAL_S
+            self.tiers.publish_gauges()
+            self._publish_health()
+
+    def _publish_health(self) -> None:
+        self._recorder.set("heterocache_io_alive", float(self.serves_loads))
+        if self.config.ssd_dir is not None:
+            self._recorder.set("heterocache_ssd_writable", float(self.writes.is_writable))
+            self._recorder.set("heterocache_ssd_readable", float(self.ssd_readable))
+            self._recorder.set("heterocache_ssd_quarantined_bytes", self.late_bytes)
+
+
+def _end_save(save: Save) -> list[Artifact]:
+    """End a running save and return its artifacts. ValueError if it has ended before."""
+    assert isinstance(save, ReservedSave), "a save that this catalog did not begin"
+    if not save.artifacts:
+        raise ValueError(f"the save of {save.chunk} has ended before")
+    artifacts = list(save.artifacts)
+    save.artifacts.clear()
+    return artifacts

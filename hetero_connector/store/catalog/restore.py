@@ -1,0 +1,286 @@
+"""A restore: artifacts that are brought to DRAM and pinned there until they are copied.
+
+`ArtifactRestore` implements `base.Restore`. Its methods with a leading underscore, and
+`on_loaded`, are called by the catalog, with its lock held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero_connector.artifacts.copies import PeerCopy
+from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkRange, StoredChunk, Tier
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.base import Failure, Wanted
+from hetero_connector.store.catalog.loads import Load, Source
+from hetero_connector.store.catalog.nodes import Artifact
+from hetero_connector.store.catalog.pins import ChainPin
+from hetero_connector.store.catalog.staging_timer import StagingTimer
+
+if TYPE_CHECKING:
+    from hetero_connector.store.catalog.catalog import Catalog
+
+_offsets = attrgetter("offsets")
+_NOWHERE = np.full(len(StateType), -1, np.int64).tobytes()
+_stale = attrgetter("stale")
+
+
+class ArtifactRestore:
+    """Made by `Catalog.begin_restore`; used by the scheduler's thread."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        wanted: Sequence[Wanted],
+        copies: Mapping[ArtifactId, PeerCopy],
+        now_s: float,
+    ) -> None:
+        self._catalog = catalog
+        self._wanted = wanted
+        self._copies = copies
+        self._pin = ChainPin(wanted)
+        self._columns: list[list[int]] = []
+        self._places: dict[ArtifactId, list[tuple[int, int]]] = {}
+        """(column, position) of each artifact that was not ready in DRAM."""
+        self._failed: dict[ArtifactId, Failure] = {}
+        self._pending: dict[ArtifactId, Load] = {}
+        self._timer = StagingTimer(now_s, catalog.loads.waiting_bytes)
+        self._started_s = now_s
+        self._deadline_s = now_s + catalog.config.load_deadline_s
+        self._congested = catalog.loads.is_congested
+        self._released = False
+        self._staged_s = 0.0
+
+    @property
+    def done(self) -> bool:
+        """Return whether all artifacts have arrived or failed, those past the deadline included."""
+        return not self._pending or self._catalog.is_restore_done(self)
+
+    @property
+    def columns(self) -> Sequence[Sequence[int]]:
+        """See `base.Restore.columns`."""
+        return self._columns
+
+    @property
+    def offsets(self) -> Mapping[ArtifactId, int]:
+        """See `base.Restore.offsets`."""
+        return {
+            ArtifactId(stored.chunk.key, kind): at
+            for (kind, chunks), column in zip(self._wanted, self._columns, strict=True)
+            for stored, at in zip(chunks, column, strict=True)
+            if at >= 0
+        }
+
+    @property
+    def failed(self) -> Mapping[ArtifactId, Failure]:
+        """See `base.Restore.failed`."""
+        return self._failed
+
+    @property
+    def staged_s(self) -> float:
+        """See `base.Restore.staged_s`."""
+        return self._staged_s
+
+    def release(self) -> None:
+        """See `base.Restore.release`."""
+        if not self._released:
+            self._released = True
+            self._catalog.end_restore(self)
+
+    # --- called by the catalog --------------------------------------------------------------------
+
+    def on_loaded(self, artifact: Artifact, failure: Failure | None) -> None:
+        """See `loads.Waiter`."""
+        artifact_id = artifact.id
+        load = self._pending.pop(artifact_id)
+        now_s = self._catalog.clock()
+        self._staged_s = now_s - self._started_s
+        timing = self._timer.end(load.tier, artifact.size_bytes, now_s, failed=failure is not None)
+        if timing is not None:
+            is_given_up = failure is Failure.DEADLINE
+            self._catalog.loads.add_timing(timing, self._started_s, is_given_up=is_given_up)
+        if failure is not None:
+            self._failed[artifact_id] = failure
+            return
+        for column, position in self._places[artifact_id]:
+            self._columns[column][position] = artifact.dram_offset
+
+    def _start(self) -> bool:
+        """Pin what is in DRAM, and begin loads of the rest; return whether there are any.
+
+        The pin comes first, so that no slot for a load evicts what is in DRAM.
+        """
+        self._catalog.tiers.pin_chain(self._pin)
+        self._columns = self._in_dram()
+        for place in sorted(self._not_ready(), key=self._begins_at):  # parents first
+            column, position = place
+            kind, chunks = self._wanted[column]
+            self._load(chunks[position].chunk, kind, place)
+        return bool(self._pending)
+
+    def _check_deadline(self, now_s: float) -> bool:
+        """Give up what is missing at the deadline; return whether nothing is missing."""
+        if self._pending and now_s >= self._deadline_s:
+            self._give_up(now_s)
+        return not self._pending
+
+    def _end(self, tick: int) -> list[Artifact]:
+        """Count the uses and drop the pin; return the artifacts that were used."""
+        self._abandon_pending()
+        used = list(self._used())
+        self._catalog.tiers.mark_used(used, tick)
+        self._count_dram_hits(used)
+        self._catalog.tiers.unpin_chain(self._pin)
+        return used
+
+    def _in_dram(self) -> list[list[int]]:
+        """Return the columns as far as the artifacts are ready in DRAM.
+
+        A long prompt has thousands of artifacts, as a rule all in DRAM and where the match of a
+        moment ago said. Then no artifact is looked at.
+        """
+        if self._catalog.config.verify == "all":
+            return [[-1] * len(chunks) for _, chunks in self._wanted]
+        tables: dict[int, npt.NDArray[np.int64]] = {}
+        columns: list[list[int]] = []
+        for kind, chunks in self._wanted:
+            if id(chunks) not in tables:  # columns over the same list share its table
+                packed = b"".join(map(_offsets, self._current(chunks)))
+                tables[id(chunks)] = np.frombuffer(packed, np.int64).reshape(-1, len(StateType))
+            columns.append(tables[id(chunks)][:, kind.position].tolist())
+        return columns
+
+    def _current(self, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
+        """Return what `match` would return for the chunks by now."""
+        if True not in map(_stale, chunks):
+            return chunks
+        nodes = self._catalog.tiers.index.nodes
+        gone = StoredChunk(nodes[ROOT].chunk, {}, _NOWHERE)
+        found = (nodes.get(stored.chunk.key) for stored in chunks)
+        return [gone if node is None else node.stored or gone for node in found]
+
+    def _not_ready(self) -> Iterator[tuple[int, int]]:
+        """Yield (column, position) of artifacts that have no place in DRAM yet."""
+        for column, offsets in enumerate(self._columns):
+            if offsets and min(offsets) < 0:
+                yield from ((column, at) for at, offset in enumerate(offsets) if offset < 0)
+
+    def _begins_at(self, place: tuple[int, int]) -> int:
+        """Return the first token of the artifact of a place."""
+        column, position = place
+        return self._wanted[column].chunks[position].chunk.start
+
+    def _load(self, chunk: ChunkRange, kind: StateType, place: tuple[int, int]) -> None:
+        """Begin or join the load of an artifact, or note why it cannot be had."""
+        catalog, artifact_id = self._catalog, ArtifactId(chunk.key, kind)
+        self._places.setdefault(artifact_id, []).append(place)
+        if artifact_id in self._pending:
+            return  # wanted twice
+        artifact = catalog.tiers.index.find(artifact_id)
+        load = None if artifact is None else catalog.loads.by_artifact.get(artifact)
+        is_joined = load is not None
+        found: Load | tuple[Failure, Tier]
+        if not catalog.serves_loads:
+            found = Failure.IO_ERROR, Tier.SSD
+        elif artifact is None:
+            found = self._fetch(chunk, kind)
+        elif load is not None:
+            # The slot of a late load is all there is, until an unknown time.
+            found = (Failure.DEADLINE, Tier.SSD) if load.is_late else load
+        else:
+            found = self._read(artifact)
+        if isinstance(found, tuple):
+            failure, tier = found
+            self._failed[artifact_id] = failure
+            catalog.loads.count_failure(failure, tier)
+            return
+        if is_joined or found.source is Source.ORPHANED:  # its time is not that of the tier
+            self._timer.add_foreign(found.tier)
+        else:
+            self._timer.add(found.tier, kind, found.size_bytes)
+        found.waiters.append(self)
+        self._pending[artifact_id] = found
+
+    def _fetch(self, chunk: ChunkRange, kind: StateType) -> Load | tuple[Failure, Tier]:
+        """Queue a read of another engine's copy, or say why there is none."""
+        tiers, loads = self._catalog.tiers, self._catalog.loads
+        copy = self._copies.get(ArtifactId(chunk.key, kind))
+        if copy is None or not self._catalog.reads_peers:
+            return Failure.GONE, Tier.DRAM
+        if not 0 < copy.size_bytes <= tiers.dram.geometry.stride_bytes.get(kind, 0):
+            return Failure.BAD_RECORD, Tier.PEER
+        if not tiers.index.has_place_for(chunk):
+            return Failure.GONE, Tier.DRAM  # the chunk could not be reached
+        # The artifact enters the index first: that keeps its parents.
+        artifact = tiers.index.add(chunk, kind, copy.size_bytes)
+        artifact.replica = not copy.storage  # what a dead engine left becomes ours
+        artifact.pins = 1
+        target = tiers.take_dram(kind)
+        if target is None:
+            tiers.forget(artifact)
+            tiers.unpin(artifact)
+            return Failure.NO_SLOT, Tier.DRAM
+        source = Source.ORPHANED if copy.storage else Source.PEER
+        load = loads.begin(artifact, source, target, copy)
+        loads.queue(load)
+        return load
+
+    def _read(self, artifact: Artifact) -> Load | tuple[Failure, Tier]:
+        """Queue a read from SSD, or a check of what is in DRAM, or say why there is none."""
+        tiers, loads = self._catalog.tiers, self._catalog.loads
+        if not artifact.sealed:
+            return Failure.GONE, Tier.DRAM
+        is_on_ssd_alone = artifact.dram is None
+        if is_on_ssd_alone and not self._catalog.ssd_readable:
+            return Failure.IO_ERROR, Tier.SSD
+        if is_on_ssd_alone and self._congested:
+            return Failure.CONGESTED, Tier.SSD
+        artifact.pins += 1
+        target = None
+        if is_on_ssd_alone:
+            target = tiers.take_dram(artifact.state_type)
+            if target is None:
+                tiers.unpin(artifact)
+                return Failure.NO_SLOT, Tier.DRAM
+        load = loads.begin(artifact, Source.SSD if target else Source.DRAM, target)
+        loads.queue(load)
+        return load
+
+    def _used(self) -> Iterator[Artifact]:
+        """Yield what arrived or was there, as far as the index still knows it."""
+        nodes = self._catalog.tiers.index.nodes
+        for (kind, chunks), offsets in zip(self._wanted, self._columns, strict=True):
+            for stored, offset in zip(chunks, offsets, strict=True):
+                node = nodes.get(stored.chunk.key)
+                if offset >= 0 and node is not None and kind in node.artifacts:
+                    yield node.artifacts[kind]
+
+    def _count_dram_hits(self, used: Sequence[Artifact]) -> None:
+        read: dict[StateType, int] = {}
+        for artifact in used:
+            if not self._places or artifact.id not in self._places:
+                kind = artifact.state_type
+                read[kind] = read.get(kind, 0) + artifact.size_bytes
+        for kind, size_bytes in read.items():
+            self._catalog.loads.count_read(Tier.DRAM, kind, size_bytes)
+
+    def _give_up(self, now_s: float) -> None:
+        loads = self._catalog.loads
+        for load in self._pending.values():
+            loads.count_failure(Failure.DEADLINE, load.tier)
+        self._failed.update(dict.fromkeys(self._pending, Failure.DEADLINE))
+        for timing in self._timer.give_up(now_s):
+            loads.add_timing(timing, self._started_s, is_given_up=True)
+        self._abandon_pending()
+
+    def _abandon_pending(self) -> None:
+        """Wait for nothing more; loads that have begun go on, and their artifacts stay cached."""
+        for load in self._pending.values():
+            load.waiters.remove(self)
+            self._catalog.loads.withdraw(load)
+        self._pending.clear()

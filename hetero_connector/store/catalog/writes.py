@@ -1,0 +1,354 @@
+"""Write-back: sealed artifacts on their way to a checksum, to the fleet and to SSD.
+
+A private part of `Catalog`, which holds the lock. The order is always parents first: a restart
+finds nothing that continues what it lacks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from hetero_connector.artifacts.record import ArtifactId, SlotRef, Tier
+from hetero_connector.metrics import Recorder
+from hetero_connector.store.base import Failure
+from hetero_connector.store.catalog.admission import (
+    Admission,
+    could_be_written,
+    deepest_on_ssd,
+    parent_is_there,
+    waits_for_parent,
+)
+from hetero_connector.store.catalog.artifact_queue import ArtifactQueue
+from hetero_connector.store.catalog.nodes import Artifact
+from hetero_connector.store.catalog.pending_claims import PendingClaims
+from hetero_connector.store.catalog.tiers import Forgotten, Tiers
+
+_BATCH_BYTES = 16 << 20
+"""Written at once. A restore that comes in between waits for so much at most."""
+_BATCH_BYTES_WHILE_READING = 4 << 20
+"""Summed at once while reads go on: half a millisecond in which none is polled."""
+_DRAM_SHARE = 4
+"""A batch takes a quarter of the DRAM slots at most: a write that never ends keeps them."""
+_RETRY_S = 1.0
+_MAX_WAIT_S = 1.0
+"""A write that is due waits so long for reads."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A sealed artifact that waits for its write."""
+
+    artifact: Artifact
+    due_s: float
+    """Clock time before which the write need not start."""
+
+
+@dataclass(frozen=True, eq=False)
+class Write:
+    """One artifact to be written to SSD. Both slots are protected until it is finished."""
+
+    artifact: Artifact
+    source: SlotRef
+    target: SlotRef
+
+    @property
+    def id(self) -> ArtifactId:
+        """The artifact's name."""
+        return self.artifact.id
+
+    @property
+    def size_bytes(self) -> int:
+        """Useful bytes."""
+        return self.artifact.size_bytes
+
+
+class Writes:
+    """What waits for a checksum, for the fleet's answer or for its write, and what is written."""
+
+    def __init__(
+        self, tiers: Tiers, recorder: Recorder, clock: Callable[[], float], *, sums: bool
+    ) -> None:
+        """`sums`: artifacts get a checksum even where none is written."""
+        self.claims = PendingClaims(clock, self.offer)
+        """Artifacts whose write waits for the fleet's answer."""
+        self.is_writable = tiers.ssd is not None
+        """False while the SSD is not written to."""
+        self.admission = Admission(None, tiers.seconds_saved.in_prefills)
+        self.num_writing = 0
+        """Artifacts that were taken for a write and are not finished."""
+        self.flushing = False
+        """True while everything queued is due at once."""
+        self._tiers = tiers
+        self._recorder = recorder
+        self._clock = clock
+        self._sums = sums
+        self._unsummed = ArtifactQueue[Pending]()
+        """Sealed artifacts without a checksum; all of them are in `_queue` too."""
+        self._queue = ArtifactQueue[Pending]()
+        self._most_chunks = max(1, tiers.dram.geometry.count // _DRAM_SHARE)
+
+    def __len__(self) -> int:
+        """Return how many artifacts wait for their write."""
+        return len(self._queue)
+
+    def __contains__(self, artifact: object) -> bool:
+        return artifact in self._queue
+
+    @property
+    def num_unsummed(self) -> int:
+        """Artifacts that wait for a checksum."""
+        return len(self._unsummed)
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether a newly sealed artifact is of any interest to the I/O thread."""
+        return self.is_writable or self._sums
+
+    @property
+    def is_drained(self) -> bool:
+        """Return whether everything sealed is written that will be."""
+        return self.is_writable and not (self._queue or self.num_writing or self.claims)
+
+    @property
+    def next_due_s(self) -> float:
+        """When the next write is due, in seconds of the clock; infinite if there is none."""
+        if not self._queue:
+            return float("inf")
+        return 0.0 if self.flushing else self._queue.first.due_s
+
+    @property
+    def waits_too_long(self) -> bool:
+        """Return whether the next write has waited for reads for long enough."""
+        return bool(self._queue) and self._queue.first.due_s + _MAX_WAIT_S <= self._clock()
+
+    # --- queueing -----------------------------------------------------------------------------
+
+    def queue(self, artifact: Artifact, due_s: float) -> None:
+        """Have a sealed artifact summed and written, from `due_s` on."""
+        pending = Pending(artifact, due_s)
+        self._queue.append(artifact, pending)
+        if artifact.checksum is None:
+            self._unsummed.append(artifact, pending)
+
+    def offer(self, artifact: Artifact) -> None:
+        """Queue a write that is due now, if anything is written at all."""
+        if self.is_active:
+            self.queue(artifact, self._clock())
+
+    def offer_all(self, artifacts: Iterable[Artifact]) -> None:
+        """Queue those of them that are in DRAM alone and ours to write."""
+        wanted = (a for a in artifacts if a.sealed and could_be_written(a))
+        for artifact in sorted(wanted, key=_parents_first):
+            self.queue(artifact, self._clock())
+
+    def discard(self, artifact: Artifact) -> None:
+        """Drop an artifact that was forgotten from every queue."""
+        self._queue.discard(artifact)
+        self._unsummed.discard(artifact)
+        self.claims.discard(artifact)
+
+    def stop(self) -> None:
+        """Write nothing of what is queued."""
+        self.is_writable = False
+        self.claims.clear()
+        if not self.is_active:
+            self._queue.clear()
+            self._unsummed.clear()
+
+    def end(self) -> None:
+        """Write and sum nothing any more: there is no I/O thread."""
+        self._sums, self.num_writing = False, 0
+        self.stop()
+
+    # --- checksums ----------------------------------------------------------------------------
+
+    def take_unsummed(self, *, reading: bool) -> list[Artifact]:
+        """Take the next artifacts that are due and have no checksum, pinned."""
+        limit = _BATCH_BYTES_WHILE_READING if reading else _BATCH_BYTES
+        taken, size_bytes, due_s = list[Artifact](), 0, self._due_s
+        while self._unsummed and self._unsummed.first.due_s <= due_s:
+            artifact = self._unsummed.first.artifact
+            if size_bytes >= limit and artifact.node is not taken[-1].node:
+                break
+            self._unsummed.popleft()
+            if artifact.checksum is None and artifact.dram is not None:
+                artifact.pins += 1
+                size_bytes += artifact.size_bytes
+                taken.append(artifact)
+        return taken
+
+    def finish_sums(self, artifacts: Sequence[Artifact], checksums: Sequence[bytes]) -> None:
+        """Note checksums. Peers may read the artifacts from now."""
+        feed = self._tiers.feed
+        for artifact, digest in zip(artifacts, checksums, strict=True):
+            artifact.checksum = digest
+            if feed is not None and not artifact.forgotten:
+                feed.on_changed(artifact)
+            self._tiers.unpin(artifact)
+
+    # --- writes -------------------------------------------------------------------------------
+
+    def admit(self) -> list[Artifact]:
+        """Take the next artifacts that are worth their write, pinned, and evict to make room.
+
+        The slots of what was evicted are free once the journal has forgotten their rows, see
+        `Tiers.forgotten`; then `place` gives each artifact its slot.
+        """
+        self.claims.offer_overdue(at_once=self.flushing)
+        due = self._take_due()
+        if self._tiers.ssd is None or not self.is_writable:
+            self._release(due)
+            return []
+        admitted = self._admit(due)
+        self._make_room(admitted)
+        return admitted
+
+    def place(self, artifacts: Sequence[Artifact]) -> list[Write]:
+        """Give each admitted artifact an SSD slot; those without one stay in DRAM alone."""
+        ssd, writes, homeless = self._tiers.ssd, list[Write](), list[Artifact]()
+        assert ssd is not None
+        placed, num_refused = set[Artifact](), 0
+        for artifact in artifacts:
+            target = None
+            if not artifact.forgotten and parent_is_there(artifact, placed):
+                target = ssd.take(artifact.state_type)
+            if target is None:
+                self.admission.refund(artifact)
+                homeless.append(artifact)
+                if waits_for_parent(artifact, self._queue):
+                    self.offer(artifact)
+                else:
+                    num_refused += not artifact.forgotten
+                continue
+            assert artifact.dram is not None
+            ssd.begin_transfer(target)
+            self._tiers.dram.begin_transfer(artifact.dram)
+            placed.add(artifact)
+            writes.append(Write(artifact, artifact.dram, target))
+        if num_refused:
+            self._recorder.add(
+                "heterocache_failures",
+                num_refused,
+                cause=Failure.NO_SLOT.value,
+                tier=Tier.SSD.value,
+            )
+        self._release(homeless)
+        return writes
+
+    def put_off(self, artifacts: Sequence[Artifact]) -> None:
+        """Queue admitted artifacts again, for a moment later."""
+        self._put_back(artifacts)
+        for artifact in artifacts:
+            self.admission.refund(artifact)
+        self._release(artifacts)
+
+    def give_up(self, writes: Sequence[Write]) -> None:
+        """Treat writes that do not end as if they had not begun. Their slots stay protected."""
+        self._release([write.artifact for write in writes])
+
+    def release_sources(self, writes: Sequence[Write]) -> None:
+        """Note that the device has read the DRAM slots of these writes."""
+        for write in writes:
+            self._tiers.dram.end_transfer(write.source)
+
+    def finish(self, writes: Sequence[Write], *, is_stored: bool, is_late: bool) -> None:
+        """End writes whose DRAM slots are released.
+
+        `is_stored`: their bytes are synced and journaled; else they are written again. `is_late`:
+        they were given up before.
+        """
+        tiers = self._tiers
+        assert tiers.ssd is not None
+        if not (is_stored or is_late):
+            self._put_back([write.artifact for write in writes])
+        for write in writes:
+            artifact = write.artifact
+            tiers.ssd.end_transfer(write.target)
+            if not is_stored:
+                tiers.ssd.release(write.target)
+            elif artifact.forgotten:
+                tiers.forgotten.append(Forgotten(artifact.id, write.target))
+            else:
+                tiers.attach(artifact, write.target)
+                self._queue.discard(artifact)
+                self._recorder.add(
+                    "heterocache_ssd_written_bytes",
+                    artifact.size_bytes,
+                    state_type=artifact.state_type.value,
+                )
+        if not is_late:
+            self._release([write.artifact for write in writes])
+
+    @property
+    def _due_s(self) -> float:
+        return float("inf") if self.flushing else self._clock()
+
+    def _take_due(self) -> list[Artifact]:
+        """Take the next batch from the queue, pinned, parents first. All have checksums."""
+        taken: dict[Artifact, None] = {}
+        size_bytes, num_chunks, chunk, due_s = 0, 0, None, self._due_s
+        while self._queue and self._queue.first.due_s <= due_s:
+            artifact = self._queue.first.artifact
+            is_full = size_bytes >= _BATCH_BYTES or num_chunks >= self._most_chunks
+            if (is_full and artifact.node is not chunk) or artifact in self._unsummed:
+                break
+            self._queue.popleft()
+            if artifact.dram is None or artifact.ssd is not None:
+                continue  # it was written, and has left DRAM since
+            artifact.pins += 1
+            size_bytes += artifact.size_bytes
+            taken[artifact] = None
+            num_chunks += artifact.node is not chunk
+            chunk = artifact.node
+        self.num_writing += len(taken)
+        return sorted(taken, key=_parents_first)
+
+    def _admit(self, due: list[Artifact]) -> list[Artifact]:
+        """Return those that are ours and worth their write; the others stay in DRAM alone."""
+        ours = self.claims.sift(due, at_once=self.flushing)
+        admitted = self.admission.admit(ours)
+        refused = set(ours).difference(admitted)
+        for artifact in ours:
+            if artifact in refused:
+                if waits_for_parent(artifact, self._queue):
+                    self.offer(artifact)
+                else:
+                    self._recorder.add(
+                        "heterocache_ssd_writes_refused", state_type=artifact.state_type.value
+                    )
+        self._release(set(due).difference(admitted))
+        return admitted
+
+    def _make_room(self, artifacts: Sequence[Artifact]) -> None:
+        """Evict from SSD as many artifacts as the batch needs, but none that it continues."""
+        tiers = self._tiers
+        assert tiers.ssd is not None
+        above = [x for x in map(deepest_on_ssd, artifacts) if x is not None]
+        for artifact in above:
+            artifact.pins += 1
+        for kind, count in Counter(a.state_type for a in artifacts).items():
+            short = count - tiers.ssd.num_free(kind)
+            while short > 0 and tiers.evict_ssd(kind):
+                short -= 1
+        for artifact in above:
+            tiers.unpin(artifact)
+
+    def _put_back(self, artifacts: Sequence[Artifact]) -> None:
+        """Return artifacts to the head of the queue: chunks below depend on them."""
+        if self.is_active:
+            due_s = self._clock() + _RETRY_S
+            for artifact in reversed(artifacts):
+                if not artifact.forgotten:
+                    self._queue.append_first(artifact, Pending(artifact, due_s))
+
+    def _release(self, artifacts: Collection[Artifact]) -> None:
+        """Unpin artifacts that were taken for a write."""
+        for artifact in artifacts:
+            self._tiers.unpin(artifact)
+        self.num_writing -= len(artifacts)
+
+
+def _parents_first(artifact: Artifact) -> tuple[int, bytes]:
+    return artifact.node.chunk.end, artifact.node.key
