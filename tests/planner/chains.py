@@ -133,7 +133,7 @@ class SlowPlanner:
             exposed_s = max(dram_s - first_s, 0.0) + dram_s / layers
         waited_s = max(staging_s, queue_s)
         if staging_s or (chunks and not self.load.layerwise):  # it waits, so others go first
-            ahead = self.load.queued_tokens + self.load.waiters_tokens
+            ahead = self.load.queued_tokens + self.load.waiting_tokens
             waited_s = max(waited_s, self.costs.queue_s(ahead))
         held_s = exposed_s + compute_s if self.load.layerwise else compute_s
         weights = self.costs.weights

@@ -29,6 +29,7 @@ _CHUNKS_AT_ONCE = 512
 class _Use:
     node: Node
     """The last chunk of the chain that is used."""
+    until_s: float
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class ChainUsers:
         """Let a user use the chain up to this chunk, and no other, until then by the clock."""
         before = self._uses.pop(user, None)
         self._note_change(user)
-        use = self._uses[user] = _Use(node)
+        use = self._uses[user] = _Use(node, until_s)
         for used in _chain(node):
             used.users += 1
         if before is not None:

@@ -110,19 +110,24 @@ class Prefetched:
     def add(self, artifact: Artifact, expected: ExpectedReturn) -> None:
         """Count an artifact that has arrived in DRAM."""
         self._waiting[artifact] = expected
-        self._count("heterocache_prefetched_bytes", artifact)
+        self._recorder.add("heterocache_prefetched_bytes", artifact.size_bytes, **_labels(artifact))
 
     def count_used(self, artifacts: Iterable[Artifact]) -> None:
         """Count those of the artifacts as used that were prefetched."""
         if self._waiting:
             for artifact in artifacts:
                 if self._waiting.pop(artifact, None) is not None:
-                    self._count("heterocache_prefetch_used_bytes", artifact)
+                    self._recorder.add(
+                        "heterocache_prefetch_used_bytes", artifact.size_bytes, **_labels(artifact)
+                    )
 
     def discard(self, artifact: Artifact) -> None:
         """Count the artifact as wasted if it was prefetched and is still unused."""
         if self._waiting.pop(artifact, None) is not None:
-            self._count("heterocache_prefetch_wasted_bytes", artifact)
+            self._recorder.add(
+                "heterocache_prefetch_wasted_bytes", artifact.size_bytes, **_labels(artifact)
+            )
 
-    def _count(self, name: str, artifact: Artifact) -> None:
-        self._recorder.add(name, artifact.size_bytes, state_type=artifact.state_type.value)
+
+def _labels(artifact: Artifact) -> dict[str, str]:
+    return {"state_type": artifact.state_type.value}
