@@ -3,6 +3,7 @@
 The I/O thread is not started unless a test says so: `Stage.rounds` takes its place.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -540,3 +541,19 @@ def test_without_an_ssd_nothing_is_expected() -> None:
     assert len(store.catalog.prefetcher.schedule) == 0
     assert not store.catalog.prefetcher._returned
     store.close()
+
+
+def test_while_nothing_is_read_from_ssd_a_due_session_does_not_wake_the_io_thread(
+    stage: Stage,
+) -> None:
+    stage.on_ssd_only(A)
+    stage.store.catalog.ssd_readable = False
+    stage.expect(A, at_s=stage.now_s, latest_s=stage.now_s + 100.0)
+    stage.rounds()
+    with patch.object(stage.store.catalog._lock, "wait") as wait:
+        stage.store.catalog.wait(1.0, rows_due_s=math.inf)
+    wait.assert_called_once_with(1.0)
+    stage.store.catalog.ssd_readable = True
+    with patch.object(stage.store.catalog._lock, "wait") as wait:
+        stage.store.catalog.wait(1.0, rows_due_s=math.inf)
+    wait.assert_not_called()
