@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import envs
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from examples.checkpoints import write_checkpoint
@@ -311,6 +312,18 @@ def test_ranks_that_hold_parts_of_tokens_or_layers_are_refused(
     with pytest.raises(
         UnsupportedModelError, match=f"set --{option}-parallel-size 1".replace("_", "-")
     ):
+        check_supported(config)
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_half_a_role_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
+    """A producer loads, too, and vLLM would free pages that a step still writes."""
+    for given in ("kv_both", role):
+        transfer = KVTransferConfig(kv_connector="HeteroConnector", kv_role=given)
+        monkeypatch.setattr(config, "kv_transfer_config", transfer)
+        if given == "kv_both":
+            check_supported(config)
+    with pytest.raises(UnsupportedModelError, match=f"'{role}'.*set \"kv_role\": \"kv_both\""):
         check_supported(config)
 
 

@@ -108,6 +108,12 @@ def unsupported_reason(geometry: WorkerGeometry) -> str | None:
 
 def check_supported(config: VllmConfig) -> None:
     """Raise UnsupportedModelError for settings under which a restore is not shown to be exact."""
+    role = None if config.kv_transfer_config is None else config.kv_transfer_config.kv_role
+    if role not in (None, "kv_both"):
+        raise UnsupportedModelError(
+            f"kv_role {role!r}: HeteroConnector loads and saves in every engine, and vLLM orders its "
+            'own writes against both for one role only; set "kv_role": "kv_both"'
+        )
     parallel = config.parallel_config
     sizes = {
         "pipeline-parallel-size": parallel.pipeline_parallel_size,
