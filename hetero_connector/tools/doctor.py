@@ -216,7 +216,7 @@ def check_index_memory(ssd_dir: Path) -> Iterator[Finding]:
         return  # no model has been stored yet
     for path in found:
         try:
-            journal = Journal.open_existing(path / JOURNAL_NAME, True, check=False)
+            journal = Journal.open_copy(path / JOURNAL_NAME, check=False)
         except StoreError:
             continue  # `heterocache inspect` says what is wrong with it
         slabs = journal.meta.slabs

@@ -72,7 +72,7 @@ def decide(
     `directory`: one model's directory. `profile`: the file of a `CostProfile`. Raises StoreError,
     ConfigError for a bad profile or that of another model, and ValueError for a bad token id.
     """
-    journal = Journal.open_existing(directory / JOURNAL_NAME, read_only=True)
+    journal = Journal.open_copy(directory / JOURNAL_NAME)
     try:
         description, fingerprint = journal.meta.description, journal.meta.fingerprint
         layout = _described(directory, _layout, description)
@@ -139,7 +139,7 @@ def _numbers(text: str) -> list[Any] | None:
 
 def tokenizer(directory: Path) -> Any:
     """Load the tokenizer of the directory's model. Raises StoreError."""
-    journal = Journal.open_existing(directory / JOURNAL_NAME, read_only=True)
+    journal = Journal.open_copy(directory / JOURNAL_NAME)
     name = str(journal.meta.description.get("model_name", ""))
     journal.close()
     try:

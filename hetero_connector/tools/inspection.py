@@ -86,7 +86,7 @@ def find_models(path: Path) -> list[Path]:
 
 def inspect_model(path: Path) -> ModelReport:
     """Read one model's journal; an engine may be using it. Raises StoreError."""
-    journal = Journal.open_existing(path / JOURNAL_NAME, read_only=True)
+    journal = Journal.open_copy(path / JOURNAL_NAME)
     try:
         rows = list(journal.load())
     finally:

@@ -53,7 +53,8 @@ def verify_model(path: Path, repair: bool = False, progress: Progress = iter) ->
     StoreInUseError while an engine uses the directory, StoreError if it cannot be read.
     """
     with _not_in_use(path, exclusive=repair):
-        journal = Journal.open_existing(path / JOURNAL_NAME, read_only=not repair)
+        journal_path = path / JOURNAL_NAME
+        journal = Journal.open_existing(journal_path) if repair else Journal.open_copy(journal_path)
         try:
             report = VerifyReport(str(path))
             keys = []

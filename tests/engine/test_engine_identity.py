@@ -323,7 +323,7 @@ def test_half_a_role_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch, ro
         monkeypatch.setattr(config, "kv_transfer_config", transfer)
         if given == "kv_both":
             check_supported(config)
-    with pytest.raises(UnsupportedModelError, match=f"'{role}'.*set \"kv_role\": \"kv_both\""):
+    with pytest.raises(UnsupportedModelError, match=f'\'{role}\'.*set "kv_role": "kv_both"'):
         check_supported(config)
 
 

@@ -67,7 +67,7 @@ class Engines(Server):
                 time.sleep(0.1)
 
     def _rows(self, path: Path) -> int:
-        journal = Journal.open_existing(path, read_only=True, check=False)
+        journal = Journal.open_copy(path, check=False)
         rows = len(list(journal.load()))
         journal.close()
         return rows

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import sqlite3
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from hetero_connector.store.ssd.journal_format import (
     JournalRow,
     SlabShape,
 )
+from tests.store.filling import Bench, begin, chain, ids_of, intact, put, wait
 
 KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
 META = JournalMeta(
@@ -155,14 +157,16 @@ def test_a_journal_of_something_else_is_refused_and_kept(
     journal: Journal, path: Path, meta: JournalMeta, says: str
 ) -> None:
     journal.record([row(1)])
+    journal.close()
     with pytest.raises(FormatError, match=says):
         Journal.open(path, meta)
-    assert list(journal.load()) == [row(1)]
+    assert _rows(path) == [row(1)]
 
 
 def test_another_format_version_is_refused_with_what_to_do(journal: Journal, path: Path) -> None:
     journal._connection.execute("UPDATE meta SET value='0' WHERE key='format_version'")
     journal._connection.execute("DELETE FROM meta WHERE key='digest'")
+    journal.close()
     with pytest.raises(FormatError, match=r"version 0.*delete this directory"):
         Journal.open(path, META)
 
@@ -320,6 +324,78 @@ def test_used_after_close_is_a_store_error(journal: Journal) -> None:
         journal.record([row(1)])
     with pytest.raises(StoreError):
         list(journal.load())
+
+
+def _record_for_ever(path: Path, ready) -> None:
+    journal = Journal.open(path, META)
+    journal.record([row(1)])
+    ready.send(True)
+    for n in itertools.count():
+        journal.record([row(1 + n % 97), row(1 + n % 97, SWA)])
+        if n % 50 == 49:
+            journal._connection.execute("PRAGMA wal_checkpoint(RESTART)")
+
+
+@pytest.fixture
+def writer(path: Path) -> Iterator[multiprocessing.process.BaseProcess]:
+    """A process that writes the journal at `path` all the time."""
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_record_for_ever, args=(path, send))
+    process.start()
+    assert receive.recv()
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_a_journal_is_read_while_another_process_writes_it(
+    path: Path, writer: multiprocessing.process.BaseProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(path.parent))
+    for _ in range(20):
+        journal = Journal.open_copy(path)
+        rows = list(journal.load())
+        assert rows
+        assert all(r == row(r.chunk.end // 256, r.state_type) for r in rows)
+        journal.close()
+    assert writer.is_alive()
+    assert not list(path.parent.glob("heterocache-journal-*")), "the copies are removed"
+
+
+def test_a_second_writer_is_told_that_the_journal_is_in_use(
+    path: Path, writer: multiprocessing.process.BaseProcess
+) -> None:
+    with pytest.raises(StoreError, match="locked") as caught:
+        Journal.open_existing(path)
+    assert not isinstance(caught.value, CorruptJournalError)
+
+
+def _serve_while_files_are_truncated(root: Path) -> None:
+    store = Bench(root).open()
+    put(store, chain("a", 4))
+    assert store.flush(20)
+    for file in root.rglob("journal.sqlite-*"):
+        os.truncate(file, 0)
+    put(store, chain("b", 4))
+    store.flush(20)
+    assert len(store.match(chain("b", 4))) == 4
+    store.close()
+
+
+def test_a_truncated_index_or_log_of_sqlite_does_not_end_the_process(tmp_path: Path) -> None:
+    """SQLite maps its file `-shm`: a process that reads beyond its end dies of SIGBUS."""
+    child = multiprocessing.get_context("fork").Process(
+        target=_serve_while_files_are_truncated, args=(tmp_path,)
+    )
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    store = Bench(tmp_path).open()
+    chunks = chain("a", 4) + chain("b", 4)
+    restore = wait(begin(store, ids_of([found.chunk for found in store.match(chunks)])))
+    assert intact(store, restore)
+    store.close()
 
 
 def test_a_journal_talks_to_its_file_only_through_the_connection_it_is_given(

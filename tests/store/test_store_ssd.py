@@ -2,6 +2,7 @@
 
 import fcntl
 import logging
+import sqlite3
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.journal import Journal
+from hetero_connector.store.ssd.private_files import create_private
 from hetero_connector.transfer.base import Direction, Extent
 from hetero_connector.transfer.memory_files import MemoryFiles, MemoryTransfer
 from hetero_connector.transfer.pread_files import PreadFiles
@@ -661,11 +663,18 @@ def test_one_stall_teaches_once_however_many_wait_for_it(tmp_path: Path, disk: D
     store.close()
 
 
+def no_locks(path: Path, mode: str) -> sqlite3.Connection:
+    """Connect as on such a file system, where SQLite's own locks do not reach either."""
+    create_private(path)
+    uri = f"{path.absolute().as_uri()}?mode={mode}&vfs=unix-none"
+    return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+
+
 def test_where_locks_do_not_reach_the_older_engine_stops_writing_and_nothing_wrong_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda fd, how: None)
-    older, newer = Bench(tmp_path), Bench(tmp_path)
+    older, newer = Bench(tmp_path, connect=no_locks), Bench(tmp_path, connect=no_locks)
     first, second = older.open(dram_chunks=4), newer.open(dram_chunks=4)
     assert second.catalog.tiers.ssd is not None
     put(first, chain("x", 3))

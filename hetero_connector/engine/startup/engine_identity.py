@@ -111,8 +111,8 @@ def check_supported(config: VllmConfig) -> None:
     role = None if config.kv_transfer_config is None else config.kv_transfer_config.kv_role
     if role not in (None, "kv_both"):
         raise UnsupportedModelError(
-            f"kv_role {role!r}: HeteroConnector loads and saves in every engine, and vLLM orders its "
-            'own writes against both for one role only; set "kv_role": "kv_both"'
+            f"kv_role {role!r}: HeteroConnector loads and saves in every engine, and vLLM orders "
+            'its own writes against both for one role only; set "kv_role": "kv_both"'
         )
     parallel = config.parallel_config
     sizes = {

@@ -7,6 +7,8 @@ before their row is committed, and a row is deleted, committed, before its slot 
 overwritten. So after a kill no row names a slot of other bytes; after a power cut some may, whose
 deletion was lost. Such a row fails its checksum, which costs a miss like a lost row.
 
+A process that opens a journal to write has it alone. Others read a copy (`Journal.open_copy`).
+
 Threads: any one at a time (the store's I/O thread, or the opener before it starts).
 Every method raises StoreError, never a bare sqlite3 error.
 """
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from hetero_connector.store.ssd.journal_connection import (
     SUFFIXES,
     Connect,
     connect,
+    copy_journal,
     move_aside,
     open_connection,
     sqlite_errors,
@@ -80,6 +83,8 @@ class Journal:
         self.check_owner: Callable[[], object] | None = None
         """Called before each transaction; raises StoreTakenError once another engine is here."""
         self._connection = connection
+        self._copy = ExitStack()
+        """Removes the copy that is read, if it is one."""
 
     @classmethod
     def open(
@@ -129,6 +134,30 @@ class Journal:
         settled = not path.with_name(f"{path.name}-wal").exists()
         read_mode = "ro&immutable=1" if settled else "ro"
         connection = open_connection(path, read_mode if read_only else "rw", connect)
+        return cls._opened(path, connection, check)
+
+    @classmethod
+    def open_copy(cls, path: Path, check: bool = True) -> Journal:
+        """Open a journal to read it, as it is now, while an engine may be writing it.
+
+        An engine has its journal alone, so a copy is read, which `close` removes. Raises as
+        `open_existing`.
+        """
+        with sqlite_errors(path):
+            copy = copy_journal(path)
+        if copy is None:
+            return cls.open_existing(path, read_only=True, check=check)
+        with ExitStack() as undo:
+            undo.enter_context(copy)
+            with sqlite_errors(path):
+                connection = connect(Path(copy.name) / path.name, "rw")
+                connection.execute("PRAGMA locking_mode=EXCLUSIVE")
+            journal = cls._opened(path, connection, check)
+            journal._copy = undo.pop_all()
+            return journal
+
+    @classmethod
+    def _opened(cls, path: Path, connection: sqlite3.Connection, check: bool) -> Journal:
         try:
             with sqlite_errors(path):
                 if check:
@@ -313,6 +342,7 @@ class Journal:
         """Idempotent."""
         with sqlite_errors(self.path):
             self._connection.close()
+            self._copy.close()
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from hetero_connector.store.ssd.private_files import create_private
 
 SUFFIXES = ("", "-wal", "-shm")
 """What SQLite appends to the journal's name for the files that belong to it."""
+_WAL_HEADER_BYTES = 32
 Connect = Callable[[Path, str], sqlite3.Connection]
 """Opens a file for SQLite. The mode is that of its URIs: `ro`, `rw`, `rwc`."""
 
@@ -38,10 +41,16 @@ def connect(path: Path, mode: str) -> sqlite3.Connection:
 
 
 def open_connection(path: Path, mode: str, connect: Connect) -> sqlite3.Connection:
-    """Connect as every journal does. CorruptJournalError or StoreError if that fails."""
+    """Connect as every journal does. CorruptJournalError or StoreError if that fails.
+
+    Who may write has the file alone and keeps the WAL's index in memory of its own. In the
+    file `-shm`, which SQLite maps, it would end the process by SIGBUS if that file is truncated.
+    """
     with sqlite_errors(path):
         connection = connect(path, mode)
         try:
+            if not mode.startswith("ro"):
+                connection.execute("PRAGMA locking_mode=EXCLUSIVE")
             connection.execute("PRAGMA synchronous=NORMAL")
         except BaseException:
             connection.close()
@@ -81,6 +90,41 @@ def sqlite_errors(path: Path) -> Iterator[None]:
         if code & 0xFF in _DAMAGE_CODES or (code == sqlite3.SQLITE_READONLY and not is_denied):
             raise CorruptJournalError(path, e) from e
         raise StoreError(f"journal {path}: {e}") from e
+
+
+def copy_journal(path: Path) -> tempfile.TemporaryDirectory[str] | None:
+    """Copy a journal that an engine may be writing; return the folder of the copy.
+
+    None if it has no WAL: then it is whole as it is. The journal is copied before its WAL, so each
+    page that a checkpoint writes meanwhile is in the WAL's copy, too, unless the WAL began anew.
+    Raises OSError.
+    """
+    wal = path.with_name(f"{path.name}-wal")
+    while (began := _wal_header(wal)) is not None:
+        copy = tempfile.TemporaryDirectory(prefix="heterocache-journal-")
+        try:
+            shutil.copyfile(path, Path(copy.name) / path.name)
+            shutil.copyfile(wal, Path(copy.name) / wal.name)
+            if _wal_header(wal) == began:
+                return copy
+        except FileNotFoundError:  # its engine stopped meanwhile
+            if not path.exists():
+                copy.cleanup()
+                raise
+        except BaseException:
+            copy.cleanup()
+            raise
+        copy.cleanup()
+    return None
+
+
+def _wal_header(wal: Path) -> bytes | None:
+    """Return what SQLite changes when it begins a WAL anew; None without one."""
+    try:
+        with wal.open("rb") as file:
+            return file.read(_WAL_HEADER_BYTES)
+    except FileNotFoundError:
+        return None
 
 
 def move_aside(path: Path) -> Path:
