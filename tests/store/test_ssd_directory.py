@@ -211,6 +211,18 @@ def test_a_directory_that_is_not_ours_is_never_removed(tmp_path: Path) -> None:
     assert (root / "0123456789abcdef").is_symlink()
 
 
+@pytest.mark.parametrize("name", ["journal.sqlite", "dense_kv.slab", "generation", "lock"])
+@pytest.mark.parametrize("replace", [Path.mkdir, os.mkfifo], ids=["directory", "pipe"])
+def test_what_is_no_file_in_a_files_place_is_named(tmp_path: Path, name: str, replace) -> None:
+    open_at(tmp_path).close()
+    path = tmp_path / ("aa" * 8) / name
+    path.unlink()
+    replace(path)
+    with pytest.raises(ConfigError, match=rf"'ssd_dir'.*{name} is .*; remove it"):
+        open_at(tmp_path)
+    assert path.exists(), "it is not ours"
+
+
 def test_a_slab_of_no_state_type_is_left_alone(tmp_path: Path) -> None:
     open_at(tmp_path, OTHER).close()
     foreign = tmp_path / ("bb" * 8) / "my_data.slab"

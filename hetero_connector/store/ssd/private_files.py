@@ -26,7 +26,7 @@ def make_private(directory: Path, is_ours: Callable[[str], object]) -> int | Non
     """Take the rights of other users from `directory` and from its files that are ours, by name.
 
     The widest mode that anything had; None if nothing was open to others. ConfigError
-    (`ssd_dir`) if something of ours is a symbolic link, or belongs to another user who lets others
+    (`ssd_dir`) if something of ours is no regular file, or belongs to another user who lets others
     in; OSError if it cannot be looked at.
     """
     found = _close_to_others(directory, os.O_DIRECTORY)
@@ -49,11 +49,18 @@ def _close_to_others(path: Path, flags: int) -> int:
     except FileNotFoundError:  # an engine that stops removes its journal's WAL
         return 0
     except OSError as e:
-        if e.errno not in (errno.ELOOP, errno.ENOTDIR):
+        if e.errno not in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):  # a link, a file, a socket
             raise
         raise ConfigError("ssd_dir", f"{path} is not what this package made: {e}; remove it") from e
     try:
-        mode = stat.S_IMODE(os.fstat(fd).st_mode)
+        kind = os.fstat(fd).st_mode
+        if not stat.S_ISREG(kind) and not flags & os.O_DIRECTORY:
+            what = "a directory" if stat.S_ISDIR(kind) else "no regular file"
+            raise ConfigError(
+                "ssd_dir",
+                f"{path} is {what}, where this package keeps a file of its own; remove it",
+            )
+        mode = stat.S_IMODE(kind)
         if mode & _OTHERS:
             try:
                 os.fchmod(fd, mode & ~_OTHERS)
