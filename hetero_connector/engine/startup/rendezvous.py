@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.heterocache")
 
 _PATIENCE_S = 30.0
+_published: set[str] = set()
+"""Engines whose worker has announced itself from this process."""
 _UNREADABLE_S = 60.0
 """Age from which a file that cannot be read, in this private folder, is removed."""
 
@@ -74,6 +76,7 @@ def publish_geometry(engine_id: str, geometry: WorkerGeometry) -> None:
         "geometry": _encode(geometry),
     }
     _write(_directory() / name, document)
+    _published.add(engine_id)
 
 
 def collect_geometries(
@@ -90,11 +93,17 @@ def collect_geometries(
         found.update(_collect(engine_id))
         if len(found) < world_size:
             if time.monotonic() > deadline:
+                if _published - {engine_id}:
+                    raise StoreError(
+                        "this process already has the KV connector of another engine, and vLLM "
+                        "makes one per process: delete that LLM first, start this one in a process "
+                        "of its own, or leave VLLM_ENABLE_V1_MULTIPROCESSING at 1. After an engine "
+                        "that failed to start here, start a new process"
+                    )
                 raise StoreError(
                     f"only {len(found)} of {world_size} workers announced their KV caches. "
                     "HeteroConnector needs every worker on this host, started by the engine "
-                    "itself: use --distributed-executor-backend uni or mp on one node. If an "
-                    "engine failed to start in this process before, start a new process"
+                    "itself: use --distributed-executor-backend uni or mp on one node"
                 )
             time.sleep(0.01)
     ranks = [found[rank] for rank in sorted(found)]
