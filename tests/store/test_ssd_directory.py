@@ -237,6 +237,7 @@ def test_a_full_disk_speaks_of_mebibytes_below_a_gibibyte(
     monkeypatch.setattr(ssd_space, "free_bytes", lambda root: MIB)
     with pytest.raises(ConfigError, match=r"asks for 3\.\d+ MiB more in .*, where 1 MiB are free"):
         open_at(tmp_path)
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
 def test_a_full_disk_at_start_names_the_key_and_leaves_no_slabs(

@@ -114,6 +114,7 @@ class SsdDirectory:
         path = model_directory(root, fingerprint)
         try:
             root.mkdir(PRIVATE_DIRECTORY_MODE, parents=True, exist_ok=True)
+            is_new = not (root / OPENING_LOCK_NAME).exists()
             opening = DirectoryLock.acquire(root / OPENING_LOCK_NAME, wait_s=_OPEN_WAIT_S)
             try:
                 room = room_beside_live(root, path, ssd_bytes)
@@ -139,6 +140,10 @@ class SsdDirectory:
                 except BaseException:
                     directory._abandon()
                     raise
+            except BaseException:
+                if is_new:  # who waits for it makes another one
+                    (root / OPENING_LOCK_NAME).unlink(missing_ok=True)
+                raise
             finally:
                 opening.release()
             try:
@@ -217,6 +222,10 @@ class SsdDirectory:
         """Close after a failed opening: what it created is removed again, while it is locked."""
         for path in self._created:
             path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if os.listdir(self.path) == [LOCK_NAME]:
+                (self.path / LOCK_NAME).unlink()
+                self.path.rmdir()
         self.close()
 
     def _open_files(self, root: Path, meta: JournalMeta, room_bytes: int, connect: Connect) -> None:
