@@ -187,6 +187,7 @@ def older_format(root: Path) -> None:
 
 def foreign_model(root: Path) -> None:
     rows(root, f"UPDATE meta SET value='{'ab' * 32}' WHERE key='fingerprint'")
+    rows(root, "DELETE FROM meta WHERE key='digest'")  # which would call the table damaged
 
 
 @pytest.mark.parametrize(
