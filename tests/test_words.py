@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NOT_CHECKED = ("hetero_connector/store/", "ownership/simulator/")
+NOT_CHECKED = ("ownership/simulator/",)
 SOURCES = [
     path
     for package in ("hetero_connector", "ownership")

@@ -63,17 +63,17 @@ class StoreConfig:
     peer_deadline_s: float = 2.0
     """A read from a peer that has not ended by then is a miss, and the peer is left alone."""
     adopt_from: Path | None = None
-    """What dead engines left is read only where it lies below; None: nowhere."""
+    """Orphaned storage is read only below this folder; None: nowhere."""
     spill_delay_s: float = 0.2
-    """How long a sealed artifact may wait in DRAM before its write to SSD starts."""
+    """Seconds that a sealed artifact waits in DRAM before its write to SSD."""
     replica_ttl_s: float = 300.0
     """A replica that no restore has used for so long is the first to leave DRAM."""
     eviction: EvictionName = "leaf_lru"
-    """What leaves a full tier first."""
+    """The order in which artifacts leave a full tier."""
     ssd_write_bytes_per_day: int | None = None
     """Most that is written to SSD in any 24 hours, see `write_budget`; None: no limit."""
     shared: bool = True
-    """Whether other processes (tensor-parallel workers) map the DRAM tier too."""
+    """True if other processes (tensor-parallel workers) map the DRAM tier too."""
 
 
 class Wanted(NamedTuple):
@@ -87,15 +87,15 @@ class ReadTiming(NamedTuple):
     """One restore's reads from one tier."""
 
     tier: Tier
-    """Where the bytes came from."""
+    """The tier that the bytes came from."""
     bytes_by_type: Mapping[StateType, int]
     ahead_bytes: int
     """Bytes of the same tier that others waited for when it began."""
     seconds: float
     """From then to the last verified byte."""
     whole: bool = True
-    """Whether all arrived; else `seconds` is what they would have taken at least, as far as can be
-    told from what did: reads failed, or were given up at the deadline."""
+    """False if reads failed or were given up at the deadline: `seconds` is then the least that all
+    of them would have taken, extrapolated from those that arrived."""
 
 
 class Restore(Protocol):
@@ -103,7 +103,7 @@ class Restore(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether every artifact is in DRAM or failed. Never blocks; enforces the deadline."""
+        """Return whether every artifact has arrived or failed. Never blocks."""
         ...
 
     @property
@@ -157,17 +157,18 @@ class Store(Protocol):
         ...
 
     def holdings(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
-        """As `match`, but where chunks are stored that it does not get to, for what they continue
-        is not, it may go on to the last of them: what is not stored in between holds nothing.
+        """Return what is stored of the chain, also after missing ranges, up to its last chunk.
+
+        Chunks in between that are not stored hold nothing.
         """
         ...
 
     def tails(self, parent: ChunkKey) -> tuple[int, ...]:
-        """Token lengths of the chunks shorter than a full one under `parent`: the newest few."""
+        """Return the token lengths of the newest few short chunks after `parent`."""
         ...
 
     def missing(self, chunk: ChunkRange, state_types: Sequence[StateType]) -> list[StateType]:
-        """Those of `state_types` that are neither sealed nor being saved for this chunk."""
+        """Return those of `state_types` that are neither sealed nor being saved for this chunk."""
         ...
 
     def begin_restore(
@@ -197,7 +198,7 @@ class Store(Protocol):
 
     @property
     def generation(self) -> Generation:
-        """What to root chains in from now on: another one after `reset`, or after the fleet's.
+        """Return the root of chains from now on: another one after `reset`, or after the fleet's.
 
         Never blocks; may change at any moment. Where its `tag` is new, call `catch_up` before
         anything is looked for or saved under it.

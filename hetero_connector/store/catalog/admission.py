@@ -1,4 +1,4 @@
-"""What is worth writing to SSD, where a day's writes are limited.
+"""Admission: is an artifact worth its write to SSD, where a day's writes are limited?
 
 Without a budget everything is. With one, everything is while the bucket is at least half
 full. Below that a chunk must be worth more than most of what was lately asked for, the
@@ -42,13 +42,13 @@ class Admission:
         """Worth of what could have been written, per byte."""
 
     def admit(self, batch: Sequence[Artifact]) -> list[Artifact]:
-        """Those to write, in the batch's order; each is paid for. Parents come first."""
+        """Return those to write, in the batch's order; each is paid for. Parents come first."""
         if self.budget is None:
             return list(batch)
         admitted: set[Artifact] = set()
         recent = sorted(self._recent)
         for group in _groups(batch):
-            if _is_restorable(group, admitted) and self._is_worth_it(group, recent, self.budget):
+            if _is_restorable(group, admitted) and self._pay_for(group, recent, self.budget):
                 admitted.update(group)
         return [artifact for artifact in batch if artifact in admitted]
 
@@ -57,12 +57,13 @@ class Admission:
         if self.budget is not None:
             self.budget.refund(padded(artifact.size_bytes))
 
-    def _is_worth_it(
+    def _pay_for(
         self, group: Sequence[Artifact], recent: Sequence[float], budget: WriteBudget
     ) -> bool:
-        """Whether it is better than enough of `recent`, and there is the budget; then it is paid.
+        """Spend the budget for a group that is worth it; False if it is not.
 
-        Strictly better: among equals the last half of the bucket waits for something better.
+        It must be strictly better than enough of `recent`: among equals the last half of the
+        bucket waits for something better.
         """
         worth = self._worth(group[0])
         self._recent.append(worth)
@@ -80,7 +81,7 @@ class Admission:
 
 
 def expected_reuse(artifact: Artifact) -> float:
-    """How often it will be used: once, as often as so far, and its share of what led to it.
+    """Estimate the uses to come: one, as many as so far, and a share of those of its parent.
 
     A chain that is resumed will be resumed again where it grows; many branches share the
     uses of what they have in common.
@@ -96,7 +97,7 @@ def expected_reuse(artifact: Artifact) -> float:
 
 
 def parent_is_there(artifact: Artifact, placed: Collection[Artifact]) -> bool:
-    """Whether the parent chunk's artifact, if it is ours to keep, is on SSD or among `placed`.
+    """Return whether the parent's artifact, if it is ours to keep, is on SSD or among `placed`.
 
     Else the copy would be out of reach after a restart, and would keep its parent in DRAM.
     """
@@ -106,19 +107,19 @@ def parent_is_there(artifact: Artifact, placed: Collection[Artifact]) -> bool:
 
 
 def _stays(artifact: Artifact, placed: Collection[Artifact]) -> bool:
-    """Whether a restart finds it: on SSD, by then, or at the peer who owns it."""
+    """Return whether a restart finds it: on SSD, by then, or at the peer who owns it."""
     return artifact.ssd is not None or artifact in placed or artifact.replica
 
 
 def waits_for_parent(artifact: Artifact, queued: Container[Artifact]) -> bool:
-    """Whether what it continues is queued behind it: another's until it was promoted."""
+    """Return whether its parent is queued behind it: another's until it was promoted."""
     parent = artifact.node.parent
     above = None if parent is None else parent.artifacts.get(artifact.state_type)
     return not artifact.forgotten and above in queued
 
 
 def could_be_written(artifact: Artifact) -> bool:
-    """Whether it lies in DRAM alone and is not a peer's to keep."""
+    """Return whether it is in DRAM alone and not a peer's to keep."""
     return artifact.ssd is None and artifact.dram is not None and not artifact.replica
 
 
@@ -146,7 +147,7 @@ def _groups(batch: Sequence[Artifact]) -> Iterator[list[Artifact]]:
 
 
 def _is_restorable(group: Sequence[Artifact], admitted: Collection[Artifact]) -> bool:
-    """Whether a restart finds all above it, and with boundary state its chunk's prefix state."""
+    """Return whether a restart finds its parents, and the prefix state of its own chunk."""
     if not all(parent_is_there(a, admitted) for a in group):
         return False
     node = group[0].node
@@ -158,7 +159,7 @@ def _is_restorable(group: Sequence[Artifact], admitted: Collection[Artifact]) ->
 
 
 def _has_way_up(node: Node, admitted: Collection[Artifact]) -> bool:
-    """Whether a restart finds anything of the parent chunk, or need not: it is a gap."""
+    """Return whether a restart finds anything of the parent chunk, or need not: it is missing."""
     above = node.parent
     if above is None or not above.artifacts:
         return True

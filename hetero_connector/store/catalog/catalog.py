@@ -119,7 +119,7 @@ class Catalog:
         self.io_alive = True
         """False once the I/O thread has ended."""
         self.step_began_s = math.inf
-        """When the I/O thread's present step began; infinite between steps."""
+        """The clock when the I/O thread's present step began; infinite between steps."""
         self.closing = False
         self.tiers = tiers
         self.loads = Loads(tiers, config, recorder, clock)
@@ -135,7 +135,7 @@ class Catalog:
         self.samples = HitSamples(ONE_IN, Random())
         """Artifacts that were served from DRAM and are to be checked."""
         self.write_again_s = math.inf
-        """When a pause of writing ends; infinite without one, and where that is not known."""
+        """The clock when a pause of writing ends; infinite without one, or if it is not known."""
         tiers.on_forgotten = self._on_forgotten
         self._lock = threading.Condition()
         self._recorder = recorder

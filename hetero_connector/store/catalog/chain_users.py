@@ -67,7 +67,7 @@ class ChainUsers:
 
     @property
     def look_s(self) -> float:
-        """When `expire` may have something to do. May be read without the lock."""
+        """The clock when `expire` has something to do. May be read without the lock."""
         return self._ends.next_s
 
     def add(self, user: Hashable, node: Node, until_s: float, tenant: bytes = b"") -> None:

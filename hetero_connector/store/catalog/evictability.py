@@ -1,4 +1,4 @@
-"""What may leave a tier (`evictability`):
+"""Evictability: may an artifact leave a tier?
 
 - Never: an artifact that is pinned or not sealed.
 - From DRAM, while a copy is on SSD: any; those with no child in DRAM first.
@@ -23,7 +23,7 @@ from hetero_connector.store.catalog.nodes import ANY, Artifact
 
 
 class Evictability(Enum):
-    """Whether an artifact may leave a tier."""
+    """Says if an artifact may leave a tier."""
 
     FREE = "free"
     """Nothing deeper in the tier needs it: evict this kind first."""
@@ -34,7 +34,7 @@ class Evictability(Enum):
 
 
 def evictability(artifact: Artifact, tier: Tier) -> Evictability:
-    """Whether the artifact may leave `tier` now."""
+    """Return whether the artifact may leave `tier` now."""
     if artifact.pins or artifact.forgotten or not artifact.sealed:
         return Evictability.BLOCKED
     if artifact.slot(tier) is None:
@@ -52,7 +52,7 @@ def evictability(artifact: Artifact, tier: Tier) -> Evictability:
 
 
 def may_leave_a_gap(artifact: Artifact) -> bool:
-    """Whether it may leave DRAM although no other copy is here: nothing in DRAM alone rests on it.
+    """Return whether it may leave DRAM with no copy on SSD: no artifact in DRAM alone needs it.
 
     The last of our own artifacts of a chunk stays while a child holds another type there.
     """

@@ -235,9 +235,9 @@ class Value(LeafFirst):
         self._worth = worth
         self._now = now
         self._moments: list[int] = []
-        """When the clock rose, ascending."""
+        """The ticks at which the clock rose, ascending."""
         self._clocks: list[float] = []
-        """What it rose to, in the unit of worth."""
+        """The values that it rose to, in the unit of worth."""
 
     def pop(self, evictability: Callable[[Artifact], Evictability]) -> Artifact | None:
         """See `EvictionPolicy.pop`."""

@@ -18,9 +18,9 @@ class ExpiringHeap(Generic[Key, Value]):
     """Keys in the order in which they are due.
 
     The owner keeps what counts in a mapping of its own: an entry counts while its value is the
-    mapping's. So to cancel a key the owner removes it there, and calls `prune`. Entries that do not
-    count are dropped when they reach the top, and all of them whenever the heap has grown to twice
-    the mapping's size. O(log n) a call, amortised.
+    mapping's. So to cancel a key the owner removes it there, and calls `prune`. Entries that do
+    not count are dropped when they reach the top, and all of them whenever the heap has grown to
+    twice the mapping's size. O(log n) a call, amortised.
     """
 
     def __init__(self, current: Mapping[Key, Value]) -> None:
@@ -28,7 +28,7 @@ class ExpiringHeap(Generic[Key, Value]):
         self._entries: list[tuple[float, int, Key, Value]] = []
         self._order = count()
         self.next_s = math.inf
-        """When the next key is due; infinite if there is none. May be read by any thread."""
+        """The time when the next key is due; infinite without one. May be read by any thread."""
 
     def __len__(self) -> int:
         """Return the number of entries, with those that do not count."""

@@ -1,4 +1,4 @@
-"""What this engine holds, told as it changes: for whoever publishes it to the fleet."""
+"""Exports: changes of what this engine stores, for its member of the fleet to publish."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_CHANGES = 1 << 16
 
 
 def as_it_stands(artifact: Artifact) -> ExportChange | None:
-    """Where it is; None before its checksum is known. Needs the store's lock."""
+    """Return the artifact's places; None before its checksum is known. Needs the lock."""
     if artifact.checksum is None or not (artifact.dram or artifact.ssd):
         return None
     copy = ExportedCopy(

@@ -1,4 +1,4 @@
-"""Who leaves a full map that clients of several tenants fill.
+"""Fair shares of a full map that the clients of several tenants fill.
 
 A tenant is a cache salt: whose requests come under one share their state, and nobody else's. No
 tenant's entries drive out another's while it has more than its share of them: so many keys that

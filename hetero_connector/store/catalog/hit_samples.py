@@ -29,7 +29,7 @@ class HitSamples:
         self._waiting: deque[Artifact] = deque(maxlen=_MAX_WAITING)
 
     def __len__(self) -> int:
-        """How many wait for their check."""
+        """Return how many wait for their check."""
         return len(self._waiting)
 
     def hit(self, artifacts: Sequence[Artifact]) -> None:

@@ -66,10 +66,7 @@ class PrefixIndex:
         return found
 
     def holdings(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
-        """As `match`, and while there are gaps on to the last chunk that has something sealed.
-
-        Chunks in between that have nothing hold nothing.
-        """
+        """Return what is sealed of the chain, also after missing ranges; see `base.Store`."""
         nodes, chunks = self.nodes, iter(chain)
         found = []
         for chunk in chunks:
@@ -114,7 +111,7 @@ class PrefixIndex:
         return artifact
 
     def could_hold(self, chunk: ChunkRange) -> bool:
-        """Whether what is known of the chunk and of the one before it agrees with `chunk`.
+        """Return whether what is known of the chunk and of its parent agrees with `chunk`.
 
         If so it may be added after `presume_parent`.
         """
@@ -129,7 +126,7 @@ class PrefixIndex:
         return on_grid and chunk.key != chunk.parent
 
     def has_place_for(self, chunk: ChunkRange) -> bool:
-        """Whether it may be added: what it continues is here, and what is known agrees with it."""
+        """Return whether it may be added: its parent is known, and what is known agrees with it."""
         return chunk.parent in self.nodes and self.could_hold(chunk)
 
     def presume_parent(self, chunk: ChunkRange) -> None:
@@ -241,7 +238,7 @@ class PrefixIndex:
         return gone
 
     def evictability(self, artifact: Artifact, tier: Tier) -> Evictability:
-        """Whether the artifact may leave `tier` now."""
+        """Return whether the artifact may leave `tier` now."""
         return evictability(artifact, tier)
 
     def _uncount(self, artifact: Artifact, tier: Tier | None) -> None:
@@ -282,7 +279,7 @@ class PrefixIndex:
         return node
 
     def _is_adrift(self, node: Node) -> bool:
-        """Whether it is not known what the chunk continues."""
+        """Return whether the chunk's parent is unknown."""
         return node.parent is self.root and node.chunk.start > 0
 
     def _moor(self, node: Node, chunk: ChunkRange, parent: Node) -> None:

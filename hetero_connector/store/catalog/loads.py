@@ -25,7 +25,7 @@ from hetero_connector.store.catalog.tiers import Tiers
 
 
 class Source(Enum):
-    """Where the bytes of a load come from."""
+    """The place that the bytes of a load come from."""
 
     SSD = "ssd"
     PEER = "peer"

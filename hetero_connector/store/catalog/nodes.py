@@ -97,14 +97,14 @@ class Node:
         self.num_children = 0
         self.artifacts: dict[StateType, Artifact] = {}
         self.held = 0
-        """How many children hold an artifact of each type, in any tier: see `ONE`."""
+        """Counts of children with an artifact of each type, in any tier: see `ONE`."""
         self.held_in_dram = 0
-        """How many hold one there, in the same way."""
+        """The same counts for DRAM; below for SSD."""
         self.held_on_ssd = 0
         self.users = 0
         """Sessions whose chains go through this chunk, see `ChainUsers`."""
         self.stored: StoredChunk | None = None
-        """What `match` answers; None while nothing is sealed."""
+        """The answer of `match`; None while nothing is sealed."""
 
     @property
     def key(self) -> ChunkKey:
@@ -112,7 +112,7 @@ class Node:
         return self.chunk.key
 
     def held_in(self, tier: Tier) -> int:
-        """How many children hold an artifact of each type in the tier: see `ONE`."""
+        """Return the counts of children with an artifact of each type in the tier: see `ONE`."""
         return self.held_in_dram if tier is Tier.DRAM else self.held_on_ssd
 
     def count_held(self, tier: Tier, change: int) -> None:

@@ -18,7 +18,7 @@ _LEAD_S = 0.25
 
 
 def staging_start_s(earliest_s: float, stage_s: float) -> float:
-    """When to begin what takes `stage_s`, for a session that may be back at `earliest_s`."""
+    """Return when to begin staging of `stage_s` for a session that may be back at `earliest_s`."""
     return earliest_s - _LEAD * stage_s - _LEAD_S
 
 
@@ -28,7 +28,7 @@ class ExpectedReturn:
 
     session: Hashable
     leaves: tuple[ChunkKey, ...]
-    """Where its chain may end, deepest first: the first of them that is stored counts."""
+    """Chunks at which its chain may end, deepest first: the first that is stored counts."""
     start_s: float
     """Staging may begin."""
     latest_s: float
@@ -36,7 +36,7 @@ class ExpectedReturn:
     probability: float
     """That it comes back before `latest_s`."""
     tenant: bytes = b""
-    """Whose session it is, see `fair_shares`."""
+    """The session's tenant, see `fair_shares`."""
 
 
 class PrefetchSchedule:
@@ -55,7 +55,7 @@ class PrefetchSchedule:
 
     @property
     def next_s(self) -> float:
-        """When `take_due` has something; infinite if nothing is expected."""
+        """The time at which `take_due` has something; infinite if nothing is expected."""
         return self._by_start.next_s
 
     def expect(self, expected: ExpectedReturn) -> None:

@@ -1,13 +1,13 @@
-"""How fast the SSD answers, and so how much may wait for it. Pure: time comes in."""
+"""The pace of the SSD, and so how much may wait for it. Pure: time comes in."""
 
 from __future__ import annotations
 
 import math
 
 _KEPT = 0.9
-"""Of what was seen before, at each further batch: about ten of them count."""
+"""The weight of earlier batches, at each further one: about ten of them count."""
 _USABLE = 0.5
-"""Of the deadline: what is queued beyond it would be read in vain, and the next after it too."""
+"""The usable share of the deadline: reads that are queued beyond it would come too late."""
 
 
 class ReadPace:
@@ -19,7 +19,7 @@ class ReadPace:
         self._seconds = 0.0
         self._ended_s = -math.inf
         self.most_bytes = math.inf
-        """What may be queued: more would not be read by the deadline. Infinite until known."""
+        """Bytes that may be queued: more would come after the deadline. Infinite until known."""
 
     def ended(self, size_bytes: int, began_s: float, now_s: float) -> None:
         """A batch of so many bytes has been read. It waited for those before it."""

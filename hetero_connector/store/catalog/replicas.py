@@ -56,7 +56,7 @@ class Replicas:
 
     @property
     def look_s(self) -> float:
-        """When `expire` may have something to do. May be read without the lock."""
+        """The clock when `expire` has something to do. May be read without the lock."""
         return self._looks.next_s
 
     def add(self, artifact: Artifact) -> None:

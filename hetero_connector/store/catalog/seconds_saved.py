@@ -1,4 +1,4 @@
-"""What an artifact is worth: the seconds a request saves by finding it.
+"""The worth of an artifact: the seconds that a request saves by finding it.
 
 Eviction by value, admission to SSD and prefetching ask this. An engine answers by what it has
 learned of its own prefill; `default_seconds_saved` is for when nothing has been measured: only
@@ -14,7 +14,7 @@ from hetero_connector.spec.state_types import Family
 from hetero_connector.store.catalog.nodes import Artifact
 
 _SECONDS_PER_TOKEN = 1e-4
-"""Of prefill without attention over the context: a plausible scale, nothing rests on it."""
+"""Prefill without attention over the context: a plausible scale, nothing depends on it."""
 _ATTENTION_TOKENS = 32_768
 """Context at which attention costs a token as much as all else: 2 * parameters = 4 * layers *
 width * context (FLOPs per token), for a dense model of 8e9 parameters, 32 layers, width 4096."""
@@ -22,7 +22,7 @@ _UNIT_TOKENS = 1024
 
 
 def default_prefill_seconds(new_tokens: float, context_tokens: float) -> float:
-    """Of `new_tokens` over `context_tokens`, before anything has been measured."""
+    """Return the seconds for `new_tokens` over `context_tokens` before anything was measured."""
     attended = new_tokens * (context_tokens + new_tokens / 2) / _ATTENTION_TOKENS
     return _SECONDS_PER_TOKEN * (new_tokens + attended)
 
@@ -58,4 +58,4 @@ class SecondsSaved:
 
 
 default_seconds_saved = SecondsSaved()
-"""When nothing has been measured."""
+"""The seconds saved as long as nothing has been measured."""

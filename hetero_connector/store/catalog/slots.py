@@ -23,14 +23,14 @@ Generations = Callable[[StateType], memoryview]
 
 @dataclass(frozen=True)
 class SlotGeometry:
-    """How a capacity is cut: `count` slots of `stride_bytes[t]` for every state type t."""
+    """The cut of a capacity: `count` slots of `stride_bytes[t]` for every state type t."""
 
     count: int
     stride_bytes: Mapping[StateType, int]
 
     @classmethod
     def fit(cls, slot_bytes: Mapping[StateType, int], capacity_bytes: int) -> SlotGeometry:
-        """As many equal-count slots as fit; `slot_bytes` are rounded up to 4 KiB."""
+        """Return as many equal-count slots as fit; `slot_bytes` are rounded up to 4 KiB."""
         if not slot_bytes or min(slot_bytes.values()) <= 0:
             raise ValueError(f"every state type needs a positive slot size, got {dict(slot_bytes)}")
         stride = {t: -(-n // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for t, n in slot_bytes.items()}
@@ -43,7 +43,7 @@ class SlotGeometry:
 
     @property
     def region_offsets(self) -> dict[StateType, int]:
-        """Where each type's region starts if the regions lie one after the other."""
+        """Return where each type's region starts if the regions lie one after the other."""
         offsets, at = {}, 0
         for kind, stride in self.stride_bytes.items():
             offsets[kind] = at

@@ -1,4 +1,4 @@
-"""What a restore's reads take, tier by tier, for the cost model to learn from.
+"""Times a restore's reads, tier by tier, for the cost model to learn from.
 
 From when the restore begins to its last verified byte: queue, transfers, checksums and the
 I/O thread's own pauses. That is what a request waits for; the transfers alone are less.

@@ -1,4 +1,4 @@
-"""How much may be written to SSD: a token bucket over a day.
+"""The write budget of the SSD: a token bucket over a day.
 
 The bucket holds an eighth of a day's budget, so that a burst is not held up, and the other
 seven eighths flow in over 24 hours: whatever 24 hours one looks at, no more than the budget
@@ -15,7 +15,7 @@ from typing import Any
 
 DAY_S = 86_400.0
 _BURST = 1 / 8
-"""Of the daily budget."""
+"""The bucket's size, as a share of the daily budget."""
 _BIN_S = 3_600.0
 
 
@@ -42,11 +42,9 @@ class WriteBudget:
 
     @property
     def left_bytes(self) -> float:
-        """What may be written now, 0 to `burst_bytes`."""
-        now = self._clock()
-        gained = self._rate * max(0.0, now - self._filled_s)
-        self._left, self._filled_s = min(self.burst_bytes, self._left + gained), now
-        return self._left
+        """Return the bytes that may be written now, 0 to `burst_bytes`."""
+        gained = self._rate * max(0.0, self._clock() - self._filled_s)
+        return min(self.burst_bytes, self._left + gained)
 
     @property
     def fullness(self) -> float:
@@ -56,25 +54,28 @@ class WriteBudget:
     @property
     def spent_today_bytes(self) -> int:
         """Written in the last 24 hours, to the hour."""
-        while self._spent and self._spent[0][0] <= self._clock() - DAY_S:
-            self._spent.popleft()
-        return sum(size_bytes for _, size_bytes in self._spent)
+        since_s = self._clock() - DAY_S
+        return sum(size_bytes for begin_s, size_bytes in self._spent if begin_s > since_s)
 
     def spend(self, size_bytes: int) -> bool:
         """Take what a write costs; False if there is not as much."""
-        if size_bytes > self.left_bytes:
+        left = self.left_bytes
+        if size_bytes > left:
             return False
-        self._left -= size_bytes
+        self._left, self._filled_s = left - size_bytes, self._clock()
         self._count(size_bytes)
         return True
 
     def refund(self, size_bytes: int) -> None:
-        """What was taken was not written after all."""
+        """Return bytes that were spent and not written."""
         self._left = min(self.burst_bytes, self.left_bytes + size_bytes)
+        self._filled_s = self._clock()
         self._count(-size_bytes)
 
     def _count(self, size_bytes: int) -> None:
         now = self._clock()
+        while self._spent and self._spent[0][0] <= now - DAY_S:
+            self._spent.popleft()
         if self._spent and now < self._spent[-1][0] + _BIN_S:
             begin, so_far = self._spent[-1]
             self._spent[-1] = (begin, so_far + size_bytes)

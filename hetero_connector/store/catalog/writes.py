@@ -65,7 +65,7 @@ class Write:
 
 
 class Writes:
-    """What waits for a checksum, for the fleet's answer or for its write, and what is written."""
+    """The artifacts that wait for a checksum, the fleet's answer or their write, or are written."""
 
     def __init__(
         self, tiers: Tiers, recorder: Recorder, clock: Callable[[], float], *, sums: bool
@@ -113,7 +113,7 @@ class Writes:
 
     @property
     def next_due_s(self) -> float:
-        """When the next write is due, in seconds of the clock; infinite if there is none."""
+        """Return when the next write is due, in seconds of the clock; infinite without one."""
         if not self._queue:
             return float("inf")
         return 0.0 if self.flushing else self._queue.first.due_s

@@ -59,7 +59,7 @@ class AdoptionBatch:
         self._root = root
         self._num_settled = 0
         self._results: list[Failure | None] = []
-        """How the first reads ended; None for success. Appended by the thread."""
+        """The outcomes of the first reads; None for success. Appended by the thread."""
         self._rest = Failure.IO_ERROR
         """Why the others did not begin. Final once `ended`."""
 

@@ -1,4 +1,4 @@
-"""What an engine publishes so that its peers can read its DRAM tier.
+"""The card that an engine publishes so that its peers can read its DRAM tier.
 
 offset  bytes  little-endian
 0       4      b"HCPC"

@@ -50,7 +50,7 @@ _REGULAR = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def may_adopt_from(root: Path | None, storage: str) -> bool:
-    """Whether a path that the fleet's directory names lies below `root`, as it is spelled."""
+    """Return whether a path that the fleet's directory names is below `root`, as it is spelled."""
     if root is None or "\0" in storage or os.path.normpath(storage) != storage:
         return False
     path = Path(storage)
@@ -58,7 +58,7 @@ def may_adopt_from(root: Path | None, storage: str) -> bool:
 
 
 class OrphanDirectory:
-    """What a dead engine left. Made by `open_orphans`; used by one thread."""
+    """The SSD directory of a dead engine. Made by `open_orphans`; used by one thread."""
 
     def __init__(self, path: Path, folder: int, journal: Journal) -> None:
         """`folder`: the directory at `path`, open; it stays the caller's."""

@@ -1,4 +1,4 @@
-"""What the store needs to know of a fleet to read from its peers.
+"""The ports through which the store reads from the peers of its fleet.
 
 The store asks on its I/O thread, between transfers: answers come from memory, at once.
 """
@@ -29,15 +29,15 @@ class Peers(Protocol):
     """The workers of the fleet, and whether their copies may be used."""
 
     def card(self, holder: int) -> bytes | None:
-        """What the worker of this epoch published (`PeerCard`); None unless its lease lasts."""
+        """Return the `PeerCard` of the worker of this epoch; None unless its lease lasts."""
         ...
 
     def admits(self, artifact: ArtifactId, copy: PeerCopy) -> bool:
-        """Whether a copy may become visible now: its holder was not taken over meanwhile."""
+        """Return whether a copy may become visible now: its holder was not taken over meanwhile."""
         ...
 
     def may_adopt(self, artifact: ArtifactId, copy: PeerCopy) -> bool:
-        """Whether what a dead holder left may become visible now: nobody was seen to have it."""
+        """Return whether a dead holder's copy may become visible now: no other worker has it."""
         ...
 
 
@@ -65,7 +65,7 @@ class KnownPeers:
 
 @dataclass(frozen=True)
 class PeerAccess:
-    """How a store reads from its peers, and lets them read from it."""
+    """The means by which a store reads from its peers, and lets them read from it."""
 
     peers: Peers
     open_transfers: Callable[[Sequence[SharedMemory]], PeerTransfers] = NixlPeers

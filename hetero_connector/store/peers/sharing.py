@@ -25,7 +25,7 @@ _FLEET_S = 1.0
 
 
 class Sharing:
-    """What a fleet's member asks of its store. Methods return at once."""
+    """The store as a member of the fleet uses it. Methods return at once."""
 
     def __init__(
         self, catalog: Catalog, generations: GenerationKeeper, port: PeerPort, storage: str = ""
@@ -37,11 +37,11 @@ class Sharing:
         self._epoch = 0
         catalog.on_generation = self._show_generation
         self.storage = storage
-        """Where others find what this engine wrote, once it is dead; "" for nowhere."""
+        """The directory in which others find this engine's state once it is dead; "" for none."""
 
     @property
     def card(self) -> bytes:
-        """What peers need to read the DRAM tier, for the directory: a `PeerCard`."""
+        """Return the `PeerCard` that peers need to read the DRAM tier, for the directory."""
         return self._port.card
 
     def may_adopt_from(self, storage: str) -> bool:

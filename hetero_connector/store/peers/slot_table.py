@@ -66,7 +66,7 @@ class SlotTable:
         return self._landing + at, self._serving_landing + at
 
     def landed(self, ref: SlotRef) -> tuple[int, int]:
-        """What a read into `ref` brought: the peer's generation and serving word."""
+        """Return the peer's generation and serving word that a read into `ref` brought."""
         generation_at, serving_at = self.landing(ref)
         return self._words[generation_at // WORD_BYTES], self._words[serving_at // WORD_BYTES]
 

@@ -78,9 +78,9 @@ class SsdDirectory:
         self.state_types = tuple(slabs)
         self.slots_per_type = min(s.slots for s in slabs.values())
         self.direct = True
-        """Whether the slabs are open with O_DIRECT."""
+        """True if the slabs are open with O_DIRECT."""
         self.warnings: list[str] = []
-        """What was found wrong and mended at opening; also logged."""
+        """Problems that were found and mended at opening; also logged."""
         self.journal: Journal
         self.generations: GenerationKeeper
         """The resets that the state here has seen."""
@@ -89,7 +89,7 @@ class SsdDirectory:
         self._fds: dict[StateType, int] = {}
         self._created: list[Path] = []
         self._slots_found: dict[StateType, int] = {}
-        """How many the slab files had when they were opened."""
+        """The number of slots that the slab files had when they were opened."""
         self._warned_of_intruder = False
 
     @classmethod

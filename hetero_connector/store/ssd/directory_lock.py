@@ -91,7 +91,7 @@ class DirectoryLock:
         return cls(path, fd, line)
 
     def taken_by(self) -> str | None:
-        """Who took the directory although we hold its lock; None: nobody. Costs one read.
+        """Name the process that took the directory although we hold its lock; None: none has.
 
         Tells the other one that we are here, once. OSError if the file cannot be read.
         """
@@ -106,7 +106,7 @@ class DirectoryLock:
         return _named(content)
 
     def intruder(self) -> str | None:
-        """Who held the directory when we took it, and has noticed; None: nobody has."""
+        """Name the process that held the directory when we took it, and noticed; None: none has."""
         if self._fd is None:
             return None
         content = os.pread(self._fd, _MAX_BYTES, 0)
@@ -123,7 +123,7 @@ class DirectoryLock:
 
 
 def holder(path: Path) -> str:
-    """Who holds the lock at `path`, for error messages.
+    """Name the process that holds the lock at `path`, for error messages.
 
     The kernel's word where it has one (a lock of this host, in this container), else the file's:
     whoever can open the file can lock it without writing his name there.
@@ -185,7 +185,7 @@ def _command(pid: int) -> str:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether somebody holds the lock now, alone. Changes nothing on disk; False without a file."""
+    """Return whether a process holds the lock alone. Only looks; False without a file."""
     try:
         with shared(path) as is_shared:
             return not is_shared

@@ -79,7 +79,7 @@ class Journal:
         self.path = path
         self.meta = meta
         self.moved_aside: Path | None = None
-        """Where a corrupt journal went that was found here; everything in it is forgotten."""
+        """The path of a corrupt journal that was moved aside; everything in it is forgotten."""
         self.check_owner: Callable[[], object] | None = None
         """Called before each transaction; raises StoreTakenError once another engine is here."""
         self._connection = connection
@@ -225,7 +225,7 @@ class Journal:
         return map(as_row, self.load_values())
 
     def load_values(self) -> Iterator[RowValues]:
-        """As `load`, without an object for each row."""
+        """Yield the rows like `load`, without an object for each."""
         check = row_check(self.meta)
         with sqlite_errors(self.path):
             cursor = self._connection.execute(f"SELECT {_COLUMNS} FROM artifacts ORDER BY start")
@@ -244,7 +244,7 @@ class Journal:
             return deleted.rowcount
 
     def count(self) -> int:
-        """How many rows there are, those that make no sense included."""
+        """Return the number of rows, those that make no sense included."""
         with sqlite_errors(self.path):
             return int(self._connection.execute("SELECT count(*) FROM artifacts").fetchone()[0])
 
@@ -318,7 +318,7 @@ class Journal:
             connection.execute(_NOTE, (key, value))
 
     def noted(self, key: str) -> str | None:
-        """What `note` kept."""
+        """Return what `note` kept."""
         with sqlite_errors(self.path):
             cursor = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,))
             found = cursor.fetchone()

@@ -74,7 +74,7 @@ class JournalRow:
 
 @dataclass(frozen=True, slots=True)
 class SlabShape:
-    """How a state type's slab file is cut."""
+    """The cut of a state type's slab file."""
 
     slots: int
     slot_bytes: int
@@ -82,7 +82,7 @@ class SlabShape:
 
 @dataclass(frozen=True)
 class JournalMeta:
-    """Whose state the directory holds and how it is laid out."""
+    """The model whose state the directory holds, and the layout."""
 
     fingerprint: bytes
     slabs: Mapping[StateType, SlabShape]
@@ -139,8 +139,8 @@ def _digest(table: Mapping[str, str]) -> str:
 def parse_meta(path: Path, table: Mapping[str, str]) -> JournalMeta:
     """Read the meta table.
 
-    Raises FormatError for another version, CorruptJournalError for anything unreadable. Journals of
-    earlier releases have no digest.
+    Raises FormatError for another version, CorruptJournalError for anything unreadable. Journals
+    of earlier releases have no digest.
     """
     version = table.get("format_version")
     if version is None:

@@ -71,7 +71,7 @@ class JournalRows:
 
     @property
     def began_s(self) -> float:
-        """When the present call began; infinite if there is none."""
+        """Return the clock when the present call began; infinite without one."""
         return math.inf if self._call is None else self._call.began_s
 
     def poll(self, *, patiently: bool) -> bool:

@@ -157,7 +157,7 @@ class SsdReads:
             failure = Failure.CHECKSUM
         is_lost = failure is not None
         if failure is Failure.IO_ERROR:
-            is_lost = believed and self._has_failed_before(artifact)
+            is_lost = believed and self._note_failure(artifact)
         if failure is None or is_lost:
             self._suspects.pop(artifact, None)
         self._catalog.finish_load(load, failure, is_lost=is_lost)
@@ -184,8 +184,8 @@ class SsdReads:
             return True
         return artifact.size_bytes == self._size_of(artifact.state_type, chunk.start, chunk.end)
 
-    def _has_failed_before(self, artifact: Artifact) -> bool:
-        """Return whether its bytes could not be read a while ago either; note the error."""
+    def _note_failure(self, artifact: Artifact) -> bool:
+        """Note that it could not be read; return whether it could not a while ago either."""
         now_s = self._catalog.clock()
         if artifact not in self._suspects and len(self._suspects) >= _MAX_SUSPECTS:
             del self._suspects[next(iter(self._suspects))]

@@ -25,7 +25,7 @@ logger = logging.getLogger("vllm.heterocache")
 JOURNAL_NAME = "journal.sqlite"
 LOCK_NAME = "lock"
 OPENING_LOCK_NAME = ".lock"
-"""Of an ssd_dir itself, held while an engine opens a directory in it."""
+"""The lock of an ssd_dir itself, held while an engine opens a directory in it."""
 SLAB_SUFFIX = ".slab"
 GIB = 1 << 30
 _READERS_WAIT_S = 2.0
@@ -56,7 +56,7 @@ class ModelDirectory:
 
 
 def model_directory(root: Path, fingerprint: bytes) -> Path:
-    """Where a model's state lies in `root`: named by the fingerprint's first 16 hex digits."""
+    """Return a model's directory in `root`: named by the fingerprint's first 16 hex digits."""
     return root / fingerprint.hex()[:16]
 
 
@@ -66,7 +66,7 @@ def is_own_name(name: str) -> bool:
 
 
 def is_model_directory(path: Path) -> bool:
-    """Whether `path` looks like one that this package made."""
+    """Return whether `path` looks like one that this package made."""
     return path.is_dir() and (path / JOURNAL_NAME).exists()
 
 
@@ -129,7 +129,7 @@ def _modified(path: Path) -> float:
 
 
 def room_beside_live(root: Path, own: Path, limit_bytes: int) -> int:
-    """How much of `limit_bytes` the running engines of other models leave to `own`.
+    """Return the part of `limit_bytes` that running engines of other models leave to `own`.
 
     Raises ConfigError if that is nothing. Call with `root` locked.
     """

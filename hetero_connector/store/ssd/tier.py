@@ -27,7 +27,7 @@ OpenTransfer = Callable[[npt.NDArray[np.uint8], SsdDirectory], FileTransfer]
 
 @dataclass(frozen=True)
 class Ssd:
-    """What the I/O thread needs to read and write slots. Only that thread uses it."""
+    """The files and the transfer of the SSD tier. Only the I/O thread uses it."""
 
     directory: SsdDirectory
     transfer: FileTransfer
