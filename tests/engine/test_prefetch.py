@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,7 @@ import pytest
 from hetero_connector.artifacts.chain import RequestChain
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.sessions import ThinkTimes
+from hetero_connector.store.artifact_store import ArtifactStore
 from tests.engine.harness import (
     Completion,
     delta,
@@ -102,11 +104,21 @@ def serving(
     with engine(request.param, extra, disable_log_stats=False) as llm:
         serving = Serving(llm)
         side = scheduler_side(llm)
-        with (
-            patch.object(side._sessions, "_clock", serving.clock),
-            patch.object(side.store.catalog, "clock", serving.clock),
-        ):
+        with ExitStack() as clocks:
+            clocks.enter_context(patch.object(side._sessions, "_clock", serving.clock))
+            for part, name in clocks_of(serving.store):
+                clocks.enter_context(patch.object(part, name, serving.clock))
             yield serving
+
+
+def clocks_of(store: ArtifactStore) -> list[tuple[object, str]]:
+    """Return the parts of a store that have its clock, and the attribute that it is."""
+    catalog, io_thread = store.catalog, store._io_thread
+    assert io_thread is not None
+    assert io_thread.ssd is not None
+    parts = [catalog.loads, catalog.writes, catalog.writes.claims, catalog.users, catalog.replicas]
+    parts += [catalog.prefetcher, io_thread.ssd.reads, io_thread.ssd.writes]
+    return [(catalog, "clock"), *((part, "_clock") for part in parts)]
 
 
 @pytest.fixture(autouse=True)
