@@ -183,7 +183,7 @@ def test_power_a_mask_after_the_forward_is_seen(
 ) -> None:
     """Only the step that admits a request runs its load hook before the forward by itself."""
     side, scheduler = scheduler_side(llm), scheduler_of(llm)
-    order = side._admissions.order
+    order = side._admissions.order_loads
 
     def late(output: Any, trackers: Any, meta: Any) -> None:
         before = output.has_sync_kv_loads
@@ -192,7 +192,7 @@ def test_power_a_mask_after_the_forward_is_seen(
             output.has_sync_kv_loads = before
             scheduler.max_num_scheduled_tokens = 512
 
-    with steps_of(llm, 32), patch.object(side._admissions, "order", late):
+    with steps_of(llm, 32), patch.object(side._admissions, "order_loads", late):
         wrong = generate(llm, PROMPT, max_tokens=8)
     assert wrong.num_cached_tokens == case.resume
     assert error(wrong, reference) > CLEAR
