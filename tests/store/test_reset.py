@@ -257,7 +257,9 @@ while True:
 def test_killed_around_resets(tmp_path: Path, rounds: int) -> None:
     rng = random.Random(11)
     root, forbidden, allowed, found = tmp_path / "ssd", -1, -1, 0
-    for _ in range(rounds):
+    for played in range(10 * rounds):
+        if played >= rounds and found:
+            break  # in a few rounds it may be that each kill comes right after a reset
         child = subprocess.Popen(
             [sys.executable, "-c", CHILD, str(root), str(Path(__file__).parent), str(allowed + 1)],
             stdout=subprocess.PIPE,
