@@ -68,8 +68,7 @@ class ThrottledFiles:
     @property
     def in_flight(self) -> int:
         now_s = self._clock()
-        self._due_s = [due_s for due_s in self._due_s if due_s > now_s]
-        return max(self._inner.in_flight, len(self._due_s))
+        return max(self._inner.in_flight, sum(due_s > now_s for due_s in self._due_s))
 
     def submit(self, direction: Direction, extents: Sequence[Extent]) -> Transfer:
         inner = self._inner.submit(direction, extents)
@@ -77,7 +76,7 @@ class ThrottledFiles:
             return inner
         seconds = sum(extent.size for extent in extents) / self.read_bandwidth
         self._free_s = max(self._free_s, self._clock()) + seconds
-        self._due_s.append(self._free_s)
+        self._due_s = [*(due_s for due_s in self._due_s if due_s > self._clock()), self._free_s]
         return ThrottledTransfer(inner, self._free_s, self._clock)
 
     def close(self, timeout_s: float = 10.0) -> bool:

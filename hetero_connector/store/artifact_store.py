@@ -127,7 +127,7 @@ class ArtifactStore:
             catalog.prefetcher.set_costs(prefetch_costs)
             sharing = None
             if port is not None:
-                catalog.reads_peers = catalog.prefetcher.gaps_may_close = True
+                catalog.reads_peers = catalog.prefetcher.peers_may_fill = True
                 storage = "" if directory is None else str(directory.path)
                 sharing = Sharing(catalog, generations, port, storage)
             io_thread = None
@@ -199,7 +199,7 @@ class ArtifactStore:
     def reset(self) -> bool:
         """See `base.Store.reset`."""
         self._check_open()
-        self.catalog.forget_all(self._generations.part())
+        self.catalog.forget_all(self._generations.start_own_reset())
         if self.sharing is not None:
             self.sharing.wait_for_fleet()
         return self._generations.wait_kept(_KEEP_S)

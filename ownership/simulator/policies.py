@@ -36,8 +36,8 @@ class PolicySpec:
     peers: str = "named"
     """Whose DRAM engines read: a peer `named` by the scheduling policy, or `any`, by need."""
     handoffs: str = "chunks"
-    """Where a remote prefill is handed off: at its last full chunk's end, or as engines do it, at
-    its last token (`ModelSpec.handoff_end`)."""
+    """The token at which a remote prefill is handed off: its last full chunk's end, or as engines
+    do, its last token (`ModelSpec.handoff_end`)."""
     replicas: str = "none"
     """`hot`: read-only copies of prefixes that many sessions share, see `replicating`."""
     copies: float | None = None

@@ -23,7 +23,7 @@ def tree() -> Tree:
 
 def put_adrift(tree: Tree, below: ChunkRange) -> Artifact:
     """As a journal does, of which the rows before are missing."""
-    assert tree.index.could_hold(below)
+    assert tree.index.agrees_with(below)
     tree.index.presume_parent(below)
     return tree.put(below, DENSE, SSD)
 
@@ -38,7 +38,7 @@ def test_what_lies_after_a_gap_is_told_only_by_holdings(tree: Tree) -> None:
         tree.put(each)
     assert tree.index.holdings([A, D, B]) == tree.index.match([A]), "there is no gap"
     tree.index.remove(tree.index.nodes[B.key].artifacts[DENSE])
-    assert tree.index.gaps == 1
+    assert tree.index.num_missing == 1
     assert [x.chunk for x in tree.index.match([A, B, C])] == [A]
     told = tree.index.holdings([A, B, C, D])
     assert [(x.chunk, bool(x.tiers)) for x in told] == [(A, True), (B, False), (C, True)]
@@ -49,12 +49,12 @@ def test_what_lies_after_a_gap_is_told_only_by_holdings(tree: Tree) -> None:
 def test_a_chunk_whose_beginning_is_unknown_is_adrift_until_somebody_knows(tree: Tree) -> None:
     below = put_adrift(tree, C)
     tree.index.check_integrity()
-    assert (tree.index.gaps, len(tree.index.nodes)) == (1, 3)
+    assert (tree.index.num_missing, len(tree.index.nodes)) == (1, 3)
     with pytest.raises(KeyError):
         tree.index.add(B, DENSE, 1)
     tree.put(A)
     tree.put(B)
-    assert tree.index.gaps == 0
+    assert tree.index.num_missing == 0
     assert [x.chunk for x in tree.index.match([A, B, C])] == [A, B, C]
     assert below.node.parent is not None
     assert below.node.parent.chunk == B
@@ -72,14 +72,14 @@ def test_a_gap_goes_with_the_last_chunk_below_it(tree: Tree) -> None:
     below = put_adrift(tree, C)
     tree.index.remove(below)
     assert list(tree.index.nodes) == [ROOT]
-    assert tree.index.gaps == 0
+    assert tree.index.num_missing == 0
     tree.index.check_integrity()
 
 
 def test_two_chains_that_part_in_a_gap_hang_on_one(tree: Tree) -> None:
     put_adrift(tree, C)
     put_adrift(tree, chunk("c2", B))
-    assert tree.index.gaps == 1
+    assert tree.index.num_missing == 1
     tree.index.check_integrity()
 
 
@@ -109,12 +109,12 @@ def test_readers_below_a_gap_read_what_closes_it(tree: Tree) -> None:
 )
 def test_what_contradicts_its_neighbours_is_refused(tree: Tree, wrong: ChunkRange) -> None:
     put_adrift(tree, C)
-    assert tree.index.could_hold(B)
-    assert not tree.index.could_hold(wrong)
+    assert tree.index.agrees_with(B)
+    assert not tree.index.agrees_with(wrong)
 
 
 def test_an_adrift_chunk_finds_no_place_below_itself(tree: Tree) -> None:
-    """A row whose parent has its own child's name: B, moored there, would continue itself."""
+    """A row whose parent has its own child's name: B, attached there, would continue itself."""
     put_adrift(tree, replace(C, key=A.key, parent=B.key))
     assert tree.index.nodes[B.key].chunk.end == 2 * CHUNK
     assert not tree.index.has_place_for(replace(B, parent=A.key))
@@ -124,8 +124,8 @@ def test_an_adrift_chunk_finds_no_place_below_itself(tree: Tree) -> None:
 
 def test_an_adrift_chunk_keeps_its_place_in_the_chain(tree: Tree) -> None:
     put_adrift(tree, D)
-    assert not tree.index.could_hold(replace(C, start=0, end=CHUNK, parent=ROOT))
-    assert tree.index.could_hold(C)
+    assert not tree.index.agrees_with(replace(C, start=0, end=CHUNK, parent=ROOT))
+    assert tree.index.agrees_with(C)
 
 
 def test_another_workers_copy_may_leave_dram_once_what_rests_on_it_is_on_ssd(tree: Tree) -> None:
@@ -138,7 +138,7 @@ def test_another_workers_copy_may_leave_dram_once_what_rests_on_it_is_on_ssd(tre
     tree.index.detach(ours, Tier.DRAM)
     assert tree.index.evictability(theirs, Tier.DRAM) is Evictability.FREE
     tree.index.remove(theirs)
-    assert tree.index.gaps == 1
+    assert tree.index.num_missing == 1
     tree.index.check_integrity()
 
 
@@ -201,6 +201,6 @@ def test_a_copy_of_a_chunk_with_a_checkpoint_of_our_own_leaves_it_behind(tree: T
     tree.put(B, DENSE, SSD)
     assert tree.index.evictability(theirs, Tier.DRAM) is Evictability.FREE
     tree.index.remove(theirs)
-    assert tree.index.gaps == 0
+    assert tree.index.num_missing == 0
     assert tree.index.match([A, B])[0].tiers == {WINDOW: Tier.SSD}
     assert tree.index.evictability(ours, Tier.SSD) is Evictability.BLOCKED

@@ -29,7 +29,7 @@ def run(engine: Engine, prompt: int = 0) -> int:
 def hear(engine: Engine, fleet: int) -> None:
     """Reset the fleet: its generation becomes `number`, after one that the engine knows."""
     for number in (fleet - 1, fleet):
-        engine.store._generations.told(number, engine.store.generation)
+        engine.store._generations.note_fleet(number, engine.store.generation)
 
 
 def test_state_is_found_with_its_own_weights_alone(engine: Engine) -> None:

@@ -74,7 +74,7 @@ def test_after_a_restart_the_beginning_comes_from_its_owner_and_the_rest_from_ss
     bob = join(fleet, tmp_path, "bob")
     assert bob.run(FakeRequest("second", PROMPT)) == RESTORED
     assert hits(fleet, bob) == {Tier.PEER: 4 * CHUNK, Tier.SSD: RESTORED - 4 * CHUNK}
-    assert bob.store.catalog.tiers.index.gaps == 0
+    assert bob.store.catalog.tiers.index.num_missing == 0
     # The next time all of it is here.
     assert bob.run(FakeRequest("third", PROMPT)) == RESTORED
     assert hits(fleet, bob)[Tier.PEER] == 4 * CHUNK
@@ -106,7 +106,9 @@ def test_tokens_of_the_gap_in_the_engines_own_pages_are_not_looked_up(
     bob.finish(request)
     bob.step()
     assert hits(fleet, bob) == {Tier.SSD: RESTORED - 4 * CHUNK}
-    assert bob.store.catalog.tiers.index.gaps == 0, "and from its pages the gap is closed again"
+    assert bob.store.catalog.tiers.index.num_missing == 0, (
+        "and from its pages the gap is closed again"
+    )
 
 
 def test_a_gap_without_any_copy_is_a_miss_until_it_is_computed_again(
@@ -154,8 +156,8 @@ def test_a_full_dram_evicts_copies_before_the_chunks_after_them(
     fleet.settle(bob)
     assert bob.store.flush(WAIT_S), "what is being written keeps its place in DRAM"
     index = bob.store.catalog.tiers.index
-    until(lambda: index.gaps > 0 or not any(a.replica for a in index.artifacts()))
-    assert index.gaps > 0
+    until(lambda: index.num_missing > 0 or not any(a.replica for a in index.artifacts()))
+    assert index.num_missing > 0
     assert bob.run(FakeRequest("second", PROMPT)) == RESTORED
     found = hits(fleet, bob)
     assert found[Tier.PEER] > 4 * CHUNK, "read once at first, and once more"
@@ -176,7 +178,7 @@ def test_a_checkpoint_alone_does_not_count_as_the_chunk(tmp_path: Path) -> None:
             theirs = fourth.artifacts[StateType.DENSE_KV]
             assert index.evictability(theirs, Tier.DRAM) is not Evictability.BLOCKED
             store.catalog.tiers.drop(theirs, Tier.DRAM)
-            assert index.gaps == 0
+            assert index.num_missing == 0
         assert bob.run(FakeRequest("second", PROMPT)) == RESTORED
         assert hits(fleet, bob)[Tier.PEER] == 5 * CHUNK, "the fourth chunk once more"
 

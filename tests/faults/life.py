@@ -191,7 +191,9 @@ class Life(ABC):
             undo.callback(partial(shutil.rmtree, self._top, ignore_errors=True))
             if not self._threaded:
                 undo.enter_context(patch(_BACKGROUND, self._in_this_step))
-                undo.enter_context(patch.object(GenerationKeeper, "part", _part_and_wait))
+                undo.enter_context(
+                    patch.object(GenerationKeeper, "start_own_reset", _reset_and_wait)
+                )
             undo.enter_context(patch("hetero_connector.store.io_thread._IDLE_S", 0.01))
             undo.enter_context(patch("hetero_connector.store.artifact_store._KEEP_S", 0.05))
             undo.enter_context(patch("secrets.token_bytes", self._rng.randbytes))
@@ -486,14 +488,14 @@ class Life(ABC):
         self.verdict.story.append(what)
 
 
-_part = GenerationKeeper.part
+_start_own_reset = GenerationKeeper.start_own_reset
 
 
-def _part_and_wait(keeper: GenerationKeeper) -> Generation:
+def _reset_and_wait(keeper: GenerationKeeper) -> Generation:
     """Let the file be written before anything else happens, unless that hangs."""
-    parted = _part(keeper)
+    new = _start_own_reset(keeper)
     keeper.wait_kept(0.05)
-    return parted
+    return new
 
 
 def _is_not(thread: threading.Thread) -> bool:

@@ -173,7 +173,7 @@ def test_a_replica_stays_while_what_rests_on_it_is_in_dram_alone(
     for chunk in CHAIN:
         below = [c for c in CHAIN if c.parent == chunk.key and c.key in index.nodes]
         assert chunk.key in index.nodes or not below
-    assert index.gaps == 0
+    assert index.num_missing == 0
 
 
 def test_what_nobody_can_reach_ages_like_anything_else(engines: Engines) -> None:
@@ -186,7 +186,7 @@ def test_what_nobody_can_reach_ages_like_anything_else(engines: Engines) -> None
         judge(store, chain(name, 2), ())
         assert store.flush(20)
     assert held(store, CHAIN) in ([], [False] * 6), "the oldest on SSD"
-    assert store.catalog.tiers.index.gaps == 0
+    assert store.catalog.tiers.index.num_missing == 0
     assert all(stored(store, chain(name, 2)) == 2 for name in "abc")
     store.close()
 

@@ -102,7 +102,7 @@ def test_a_link_in_its_place_is_not_followed(path: Path, tmp_path: Path) -> None
 
 def test_a_keeper_without_a_file_keeps_at_once() -> None:
     keeper = GenerationKeeper()
-    parted = keeper.part()
+    parted = keeper.start_own_reset()
     assert keeper.latest is parted
     assert keeper.wait_kept(0.0)
 
@@ -116,9 +116,9 @@ def test_a_disk_that_hangs_keeps_nobody_and_ends_with_what_was_wanted_last(path:
 
     keeper = GenerationKeeper(GenerationFile.open(path, is_new=True))
     with patch.object(os, "fdatasync", hang):
-        keeper.part()
+        keeper.start_own_reset()
         assert not keeper.wait_kept(0.01)
-        last = keeper.part()
+        last = keeper.start_own_reset()
         assert not keeper.wait_kept(0.01)
         keeper.close()
         goes_on.set()
@@ -136,8 +136,8 @@ def test_a_late_write_does_not_undo_a_later_one(path: Path) -> None:
 
     keeper = GenerationKeeper(GenerationFile.open(path, is_new=True))
     with patch.object(os, "fdatasync", hang):
-        keeper.part()
-        last = keeper.part()
+        keeper.start_own_reset()
+        last = keeper.start_own_reset()
         goes_on.set()
         assert keeper.wait_kept(20)
     keeper.close()
@@ -149,11 +149,11 @@ def test_a_disk_that_fails_is_told_of_and_asked_again(
 ) -> None:
     keeper = GenerationKeeper(GenerationFile.open(path, is_new=True))
     with patch.object(os, "pwrite", side_effect=OSError("Input/output error")):
-        keeper.part()
+        keeper.start_own_reset()
         assert not keeper.wait_kept(20)
         assert "Input/output error" in caplog.text
         assert keeper.kept is not keeper.latest
-    last = keeper.part()
+    last = keeper.start_own_reset()
     assert keeper.wait_kept(20)
     keeper.close()
     assert reopened(path) == last
@@ -164,10 +164,10 @@ def test_what_the_fleet_said_before_a_reset_is_no_answer_after_it(path: Path) ->
     that hold what it was reset for."""
     keeper = GenerationKeeper()
     asked = keeper.latest
-    parted = keeper.part()
-    keeper.told(6, asked)
+    parted = keeper.start_own_reset()
+    keeper.note_fleet(6, asked)
     assert keeper.latest is parted
-    keeper.told(6, parted)
+    keeper.note_fleet(6, parted)
     assert keeper.latest.tag == parted.tag
-    keeper.told(7, keeper.latest)
+    keeper.note_fleet(7, keeper.latest)
     assert keeper.latest == Generation(7)

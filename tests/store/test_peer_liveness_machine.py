@@ -272,7 +272,7 @@ class PeerLivenessMachine(FleetLivenessMachine):
         """Both engines hear of the fleet's latest reset, and before of the one before."""
         for store in (self.store, self.peer.store):
             for number in (self.resets - 1, self.resets):
-                store._generations.told(number, store.generation)
+                store._generations.note_fleet(number, store.generation)
                 store.catch_up()
 
     @invariant()

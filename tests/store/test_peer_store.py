@@ -485,7 +485,7 @@ def test_stores_that_follow_the_fleets_reset_read_from_each_other_again(
 ) -> None:
     exports(owner, 8)
     for store in (owner, reader):
-        store._generations.told(5, store.generation)
+        store._generations.note_fleet(5, store.generation)
         assert store.catch_up().fleet == 5
     put(owner, CHUNKS)
     restore = wait(fetch(reader, exports(owner, 8)))

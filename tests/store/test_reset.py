@@ -139,7 +139,7 @@ def test_the_fleets_reset_is_followed_and_kept(bench: Bench) -> None:
     store = bench.open()
     put(store, CHUNKS)
     assert store.flush(20)
-    store._generations.told(5, store.generation)
+    store._generations.note_fleet(5, store.generation)
     assert store.generation == Generation(5)
     assert store.catch_up() == Generation(5)
     assert not stored(store, CHUNKS)
@@ -215,7 +215,7 @@ def test_killed_at_any_step_nothing_from_before_a_reset_is_served(steps: list[st
                     points.forbidden = frozenset(names)
                 elif step == "fleet":  # it takes two numbers after a reset of its own
                     for _ in range(2):
-                        store._generations.told(store.generation.fleet + 1, store.generation)
+                        store._generations.note_fleet(store.generation.fleet + 1, store.generation)
                     assert not store.catch_up().private
                     assert store._generations.wait_kept(20)
                     points.forbidden = frozenset(names)

@@ -86,11 +86,11 @@ class SlotMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = SlotPool(Tier.DRAM, SlotGeometry(5, {A: 4096, B: 8192}))
         self.used: list[SlotRef] = []
-        self.held: list[SlotRef] = []
+        self.counts: list[SlotRef] = []
         self.last: dict[tuple[StateType, int], int] = {}
 
     def busy(self, kind: StateType) -> set[int]:
-        return {r.slot for r in (*self.used, *self.held) if r.state_type is kind}
+        return {r.slot for r in (*self.used, *self.counts) if r.state_type is kind}
 
     @rule(kind=st.sampled_from([A, B]))
     def take(self, kind: StateType) -> None:
@@ -114,14 +114,14 @@ class SlotMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def hold(self, data: st.DataObject) -> None:
         ref = data.draw(st.sampled_from(self.used))
-        self.held.append(ref)
+        self.counts.append(ref)
         self.pool.begin_transfer(ref)
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.counts)
     @rule(data=st.data())
     def unhold(self, data: st.DataObject) -> None:
-        ref = data.draw(st.sampled_from(self.held))
-        self.held.remove(ref)
+        ref = data.draw(st.sampled_from(self.counts))
+        self.counts.remove(ref)
         self.pool.end_transfer(ref)
 
     @invariant()

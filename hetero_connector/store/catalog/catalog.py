@@ -170,19 +170,19 @@ class Catalog:
     ) -> ArtifactRestore:
         """Pin what is in DRAM, and begin loads of the rest; see `base.Store.begin_restore`."""
         restore = ArtifactRestore(self, wanted, copies, self.clock())
-        if restore._start():
+        if restore.start():
             self._lock.notify_all()
         return restore
 
     @_locked
-    def is_restore_done(self, restore: ArtifactRestore) -> bool:
-        """Return whether a restore waits for nothing; at its deadline the rest fails."""
-        return restore._check_deadline(self.clock())
+    def poll_restore(self, restore: ArtifactRestore) -> bool:
+        """Fail what a restore waits for at its deadline; return whether it waits for nothing."""
+        return restore.check_deadline(self.clock())
 
     @_locked
     def end_restore(self, restore: ArtifactRestore) -> None:
         """Count the uses of a restore and drop its pins."""
-        used = restore._end(self._tick())
+        used = restore.end(self._tick())
         if self.config.verify == "sample" and self.io_alive:
             self.samples.hit(used)
         if self.config.ssd_dir is not None and self.io_alive:

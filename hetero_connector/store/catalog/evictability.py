@@ -6,12 +6,12 @@
   all first. So what is on SSD stays reachable without DRAM, as a restart needs it.
 - The last copy of an artifact: only if no child chunk holds the same state type, and
   only if its chunk either keeps another artifact or has no children.
-- The last copy, in DRAM, of what nothing in DRAM alone rests on: any; those with no child in DRAM
-  first. Of our own that is so only where its owner was another once: see `store.admission`.
+- The last copy, in DRAM, if no artifact in DRAM alone depends on it: any; those with no child in
+  DRAM first. Of our own artifacts that is true only where another worker was the owner once.
 
 So within a chain the deepest chunk of each state type goes first, and every stored chunk stays
-reachable from the root through stored chunks, but for *gaps*: chunks of which nothing is here and
-something below is, which ages like anything else.
+reachable from the root through stored chunks, except through *missing* ones: nothing of them is
+stored while something after them is, which ages like anything else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Evictability(Enum):
     FREE = "free"
     """Nothing deeper in the tier needs it: evict this kind first."""
     BACKED = "backed"
-    """A deeper chunk rests on it, but another tier keeps a copy of it or of what is deeper."""
+    """A deeper chunk depends on it, but another tier has a copy of it or of the deeper chunk."""
     BLOCKED = "blocked"
     """Must stay for now; `PrefixIndex` offers it again when that may have changed."""
 
@@ -40,24 +40,24 @@ def evictability(artifact: Artifact, tier: Tier) -> Evictability:
     if artifact.slot(tier) is None:
         return Evictability.BLOCKED
     node, kind = artifact.node, artifact.state_type
-    if tier is Tier.DRAM and (artifact.ssd is not None or may_leave_a_gap(artifact)):
-        return Evictability.BACKED if node.held_in_dram & ANY[kind] else Evictability.FREE
+    if tier is Tier.DRAM and (artifact.ssd is not None or may_go_missing(artifact)):
+        return Evictability.BACKED if node.counts_dram & ANY[kind] else Evictability.FREE
     if tier is Tier.SSD and artifact.dram is not None:
-        if node.held_on_ssd & ANY[kind]:
+        if node.counts_ssd & ANY[kind]:
             return Evictability.BLOCKED
-        return Evictability.BACKED if node.held & ANY[kind] else Evictability.FREE
-    if node.held & ANY[kind] or (node.num_children and len(node.artifacts) == 1):
+        return Evictability.BACKED if node.counts & ANY[kind] else Evictability.FREE
+    if node.counts & ANY[kind] or (node.num_children and len(node.artifacts) == 1):
         return Evictability.BLOCKED
     return Evictability.FREE
 
 
-def may_leave_a_gap(artifact: Artifact) -> bool:
+def may_go_missing(artifact: Artifact) -> bool:
     """Return whether it may leave DRAM with no copy on SSD: no artifact in DRAM alone needs it.
 
     The last of our own artifacts of a chunk stays while a child holds another type there.
     """
     node, counted = artifact.node, ANY[artifact.state_type]
-    if node.held == node.held_on_ssd:
+    if node.counts == node.counts_ssd:
         return True
-    held = node.held & counted
-    return held == node.held_on_ssd & counted and (artifact.replica or held > 0)
+    held = node.counts & counted
+    return held == node.counts_ssd & counted and (artifact.replica or held > 0)

@@ -1,13 +1,12 @@
-"""The prefix index: a radix over chunks, and what is stored of each.
+"""The prefix index: a tree of chunks, and the artifacts of each.
 
-A node is one chunk; its edges are whole chunks, so walking a chain is one dictionary
-look-up a chunk. Not thread-safe: the store's lock guards it, except `match` and
-`tails`, which read single attributes and may run beside a writer.
+A node is one chunk, so walking a chain is one dictionary look-up a chunk. A private part of
+`Catalog`, which holds the lock; `match` and `tails` need no lock, for they read single attributes.
 
-Chunks of which nothing is here and something below is are *gaps*: see `evictability`. What is
-below one is reached again when a peer's copy closes it, or when it has been computed anew. Of a
-gap that a restart left only the last chunk is known, by its name: it is *adrift*, held below the
-root until whoever adds it says what it continues.
+A chunk is *missing* if nothing of it is stored while something after it is, see `evictability`.
+What follows a missing range can be restored again when a peer's copy fills the range, or when it
+has been computed again. After a restart only the last chunk of a missing range is known, by its
+name. Its parent is unknown: it is kept below the root until it is added with its parent.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from hetero_connector.artifacts.record import (
     Tier,
 )
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.catalog.evictability import Evictability, evictability, may_leave_a_gap
+from hetero_connector.store.catalog.evictability import Evictability, evictability, may_go_missing
 from hetero_connector.store.catalog.nodes import ANY, ONE, Artifact, Node, check_node
 from hetero_connector.store.catalog.tail_lengths import TailLengths
 
@@ -39,22 +38,22 @@ _key = attrgetter("key")
 
 
 class PrefixIndex:
-    """Chunks and artifacts by key. `offer` hears of artifacts that may have become evictable."""
+    """Chunks and artifacts by key. `offer` is called with artifacts that may be evictable now."""
 
     def __init__(self, chunk_tokens: int, offer: Callable[[Artifact], None]) -> None:
         self._chunk_tokens = chunk_tokens
         self._offer = offer
         self.root = Node(ChunkRange(ROOT, ROOT, 0, 0), None)
         self.nodes: dict[ChunkKey, Node] = {ROOT: self.root}
-        self.gaps = 0
-        """Chunks of which nothing is here, held for what is below."""
+        self.num_missing = 0
+        """Missing chunks: nothing of them is stored, and something after them is."""
         self.num_added = 0
         """Chunks that were ever added."""
         self._tails = TailLengths()
         self._tiers = SharedTiers()
 
     def match(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
-        """Longest prefix of `chain` of which every chunk has something sealed."""
+        """Return the longest prefix of `chain` of which every chunk has something sealed."""
         nodes = self.nodes
         found = []
         for chunk in chain:
@@ -73,50 +72,50 @@ class PrefixIndex:
             node = nodes.get(chunk.key)
             stored = None if node is None else node.stored
             if stored is None:
-                rest = [chunk, *chunks] if self.gaps else []
-                # Somebody else's gap, as a rule: an object for each of hundreds costs more.
+                rest = [chunk, *chunks] if self.num_missing else []
+                # As a rule the missing chunks are of another chain: then make no object for each.
                 if not nodes.keys().isdisjoint(map(_key, rest)):
-                    found += self._behind_gaps(rest)
+                    found += self._after_missing(rest)
                 break
             found.append(stored)
         return found
 
     def tails(self, parent: ChunkKey) -> tuple[int, ...]:
-        """Lengths of visible short chunks under `parent`: the newest `MAX_TAILS`."""
+        """Return the lengths of visible short chunks after `parent`: the newest `MAX_TAILS`."""
         return self._tails.of(parent)
 
     def find(self, artifact_id: ArtifactId) -> Artifact | None:
-        """The artifact, sealed or being saved."""
+        """Return the artifact, sealed or being saved."""
         node = self.nodes.get(artifact_id.chunk)
         return None if node is None else node.artifacts.get(artifact_id.state_type)
 
     def artifacts(self) -> Iterator[Artifact]:
-        """Every artifact, in no particular order."""
+        """Yield every artifact, in no particular order."""
         for node in self.nodes.values():
             yield from node.artifacts.values()
 
     def add(self, chunk: ChunkRange, state_type: StateType, size_bytes: int) -> Artifact:
-        """A new, unsealed artifact. `KeyError` if the parent chunk is unknown."""
+        """Add an unsealed artifact. KeyError if the parent chunk is unknown."""
         node = self.nodes.get(chunk.key)
         if node is None:
             node = self._new(chunk, self.nodes[chunk.parent])
         else:
-            if self._is_adrift(node):
-                self._moor(node, chunk, self.nodes[chunk.parent])
-            self.gaps -= not node.artifacts
+            if self._has_unknown_parent(node):
+                self._attach_to_parent(node, chunk, self.nodes[chunk.parent])
+            self.num_missing -= not node.artifacts
         assert state_type not in node.artifacts, "an artifact is saved once"
         artifact = node.artifacts[state_type] = Artifact(node, state_type, size_bytes)
         assert node.parent is not None
-        node.parent.held += ONE[state_type]
+        node.parent.counts += ONE[state_type]
         return artifact
 
-    def could_hold(self, chunk: ChunkRange) -> bool:
+    def agrees_with(self, chunk: ChunkRange) -> bool:
         """Return whether what is known of the chunk and of its parent agrees with `chunk`.
 
         If so it may be added after `presume_parent`.
         """
         node, before = self.nodes.get(chunk.key), self.nodes.get(chunk.parent)
-        if node is not None and not self._is_adrift(node):
+        if node is not None and not self._has_unknown_parent(node):
             return node.chunk == chunk
         if node is not None and (node.chunk.start, node.chunk.end) != (chunk.start, chunk.end):
             return False
@@ -127,7 +126,7 @@ class PrefixIndex:
 
     def has_place_for(self, chunk: ChunkRange) -> bool:
         """Return whether it may be added: its parent is known, and what is known agrees with it."""
-        return chunk.parent in self.nodes and self.could_hold(chunk)
+        return chunk.parent in self.nodes and self.agrees_with(chunk)
 
     def presume_parent(self, chunk: ChunkRange) -> None:
         """Let `chunk` be added although the one before it, a full one, is known by name alone.
@@ -138,7 +137,7 @@ class PrefixIndex:
             start = chunk.start - self._chunk_tokens
             assert start >= 0, chunk
             self._new(ChunkRange(chunk.parent, ROOT, start, chunk.start), self.root)
-            self.gaps += 1
+            self.num_missing += 1
 
     def adopt(
         self, key: ChunkKey, parent: ChunkKey, start: int, end: int, size_bytes: int, ref: SlotRef
@@ -155,13 +154,13 @@ class PrefixIndex:
             parent, start = above.chunk.key, above.chunk.end
         is_new = node is None or node.parent is not above
         chunk = ChunkRange(key, parent, start, end) if node is None or is_new else node.chunk
-        if (chunk.start, chunk.end) != (start, end) or not self.could_hold(chunk):
+        if (chunk.start, chunk.end) != (start, end) or not self.agrees_with(chunk):
             return None
         self.presume_parent(chunk)
         artifact = self.add(chunk, ref.state_type, size_bytes)
         artifact.sealed, artifact.ssd = True, ref
         assert artifact.node.parent is not None
-        artifact.node.parent.held_on_ssd += ONE[ref.state_type]
+        artifact.node.parent.counts_ssd += ONE[ref.state_type]
         return artifact
 
     def show_adopted(self) -> None:
@@ -188,7 +187,7 @@ class PrefixIndex:
             artifact.ssd = ref
         parent = artifact.node.parent
         assert parent is not None
-        parent.count_held(ref.tier, ONE[artifact.state_type])
+        parent.add_counts(ref.tier, ONE[artifact.state_type])
         if ref.tier is Tier.SSD:
             self._offer_above_ssd(parent)
         if artifact.sealed:
@@ -214,7 +213,7 @@ class PrefixIndex:
         assert not artifact.forgotten
         artifact.forgotten = True
         del node.artifacts[artifact.state_type]
-        self.gaps += not node.artifacts
+        self.num_missing += not node.artifacts
         self._uncount(artifact, None)
         for tier in (Tier.DRAM, Tier.SSD):
             if artifact.slot(tier) is not None:
@@ -234,7 +233,7 @@ class PrefixIndex:
         self.root = Node(self.root.chunk, None)
         self.nodes = {ROOT: self.root}
         self._tails = TailLengths()
-        self.gaps = 0
+        self.num_missing = 0
         return gone
 
     def evictability(self, artifact: Artifact, tier: Tier) -> Evictability:
@@ -246,11 +245,11 @@ class PrefixIndex:
         parent, kind = artifact.node.parent, artifact.state_type
         assert parent is not None
         if tier is None:
-            parent.held -= ONE[kind]
+            parent.counts -= ONE[kind]
         else:
-            parent.count_held(tier, -ONE[kind])
+            parent.add_counts(tier, -ONE[kind])
         freed = parent.artifacts.get(kind)
-        counts = parent.held if tier is None else parent.held_in(tier)
+        counts = parent.counts if tier is None else parent.counts_in(tier)
         if freed is not None and not counts & ANY[kind]:
             self._offer(freed)
         self._offer_above_ssd(parent)
@@ -258,19 +257,19 @@ class PrefixIndex:
     def _offer_above_ssd(self, node: Node) -> None:
         """Offer what has no other copy and on which nothing in DRAM alone rests by now."""
         for artifact in node.artifacts.values():
-            if artifact.ssd is None and may_leave_a_gap(artifact):
+            if artifact.ssd is None and may_go_missing(artifact):
                 self._offer(artifact)
 
-    def _behind_gaps(self, chunks: Iterable[ChunkRange]) -> list[StoredChunk]:
-        """Up to the last that has something sealed; of others that they hold nothing."""
-        told: list[StoredChunk] = []
+    def _after_missing(self, chunks: Iterable[ChunkRange]) -> list[StoredChunk]:
+        """Return the chunks up to the last with something sealed; missing ones hold nothing."""
+        found: list[StoredChunk] = []
         last = 0
         for chunk in chunks:
             node = self.nodes.get(chunk.key)
             stored = None if node is None else node.stored
-            told.append(StoredChunk(chunk, _NOTHING) if stored is None else stored)
-            last = last if stored is None else len(told)
-        return told[:last]
+            found.append(StoredChunk(chunk, _NOTHING) if stored is None else stored)
+            last = last if stored is None else len(found)
+        return found[:last]
 
     def _new(self, chunk: ChunkRange, parent: Node) -> Node:
         node = self.nodes[chunk.key] = Node(chunk, parent)
@@ -278,12 +277,12 @@ class PrefixIndex:
         self.num_added += 1
         return node
 
-    def _is_adrift(self, node: Node) -> bool:
+    def _has_unknown_parent(self, node: Node) -> bool:
         """Return whether the chunk's parent is unknown."""
         return node.parent is self.root and node.chunk.start > 0
 
-    def _moor(self, node: Node, chunk: ChunkRange, parent: Node) -> None:
-        """`chunk` is what an adrift node stands for, and continues `parent`."""
+    def _attach_to_parent(self, node: Node, chunk: ChunkRange, parent: Node) -> None:
+        """Give a node whose parent was unknown its parent, and its place in the chain."""
         self.root.num_children -= 1
         parent.num_children += 1
         node.chunk, node.parent = chunk, parent
@@ -318,7 +317,7 @@ class PrefixIndex:
             parent = node.parent
             del self.nodes[node.key]
             parent.num_children -= 1
-            self.gaps -= 1
+            self.num_missing -= 1
             if not parent.num_children:
                 for artifact in parent.artifacts.values():
                     self._offer(artifact)
@@ -335,8 +334,8 @@ class PrefixIndex:
         for node in self.nodes.values():
             below, end = children[node.key], node.chunk.end
             check_node(node, below)
-            assert all(x.chunk.start == end or self._is_adrift(x) for x in below)
-            assert not any(self._is_adrift(x) and x.artifacts for x in below)
+            assert all(x.chunk.start == end or self._has_unknown_parent(x) for x in below)
+            assert not any(self._has_unknown_parent(x) and x.artifacts for x in below)
             assert node is self.root or node.artifacts or below, "an empty leaf"
             stored = node.stored
             if stored is not None:
@@ -344,4 +343,6 @@ class PrefixIndex:
         visible = (x.chunk for x in self.nodes.values() if x.stored is not None)
         lengths = ((x.parent, x.end - x.start) for x in visible)
         self._tails.check(x for x in lengths if x[1] < self._chunk_tokens)
-        assert self.gaps == sum(not x.artifacts for x in self.nodes.values()) - 1, "but the root"
+        assert self.num_missing == sum(not x.artifacts for x in self.nodes.values()) - 1, (
+            "but the root"
+        )

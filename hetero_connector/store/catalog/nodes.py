@@ -1,7 +1,7 @@
-"""The prefix index's own objects: a chunk of the tree, and an artifact of a chunk.
+"""The objects of the prefix index: a chunk of the tree, and an artifact of a chunk.
 
-There are millions of each, outside of any tier's capacity: every field costs memory that nobody
-configured, and every object that may refer to others is one more for the garbage collector.
+There are millions of each, and no tier's capacity includes them: every field costs memory that is
+not configured, and every object that may refer to others is one more for the garbage collector.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hetero_connector.spec.state_types import StateType
 
 _COUNT_BITS = 32
 ONE = {kind: 1 << _COUNT_BITS * kind.position for kind in StateType}
-"""To be added to counts by state type, which are all in one integer: `held_in_dram`."""
+"""One artifact of a type, to be added to counts by state type, which share one integer."""
 _ALL = (1 << _COUNT_BITS) - 1
 ANY = {kind: _ALL << _COUNT_BITS * kind.position for kind in StateType}
 """Mask the bits that count a type: `counts & ANY[kind]` is 0 if there is none."""
@@ -31,15 +31,15 @@ _ARTIFACT_BYTES = 650
 
 
 def index_bytes(num_chunks: int, num_types: int) -> int:
-    """About what an index of so many chunks takes in memory, with an artifact of each type.
+    """Estimate the memory of an index of so many chunks with an artifact of each type, in bytes.
 
-    A quarter more than after a start: what is added while serving waits in eviction's queues.
+    A quarter more than after a start: what is added while serving is in the eviction queues too.
     """
     return num_chunks * (_CHUNK_BYTES + num_types * _ARTIFACT_BYTES)
 
 
 class Artifact:
-    """One artifact: its slots, pins and recency. Mutated by the store, under its lock."""
+    """One artifact: its slots, pins and recency. Changed by the catalog alone, under its lock."""
 
     __slots__ = (
         "checksum", "dram", "dram_offset", "forgotten", "last_used", "node", "pins", "replica",
@@ -56,7 +56,7 @@ class Artifact:
         self.pins = 0
         """Restores, saves and transfers under way."""
         self.forgotten = False
-        """No longer in the index; slots are given back when the last pin goes."""
+        """No longer in the index; its slots are released with the last pin."""
         self.dram: SlotRef | None = None
         self.dram_offset = -1
         self.ssd: SlotRef | None = None
@@ -69,11 +69,11 @@ class Artifact:
 
     @property
     def id(self) -> ArtifactId:
-        """Its name."""
+        """Return the artifact's name."""
         return ArtifactId(self.node.key, self.state_type)
 
     def slot(self, tier: Tier) -> SlotRef | None:
-        """Its place in `tier`, if any."""
+        """Return its place in `tier`, if it has one."""
         return self.dram if tier is Tier.DRAM else self.ssd
 
     def __repr__(self) -> str:
@@ -84,10 +84,10 @@ class Artifact:
 
 
 class Node:
-    """One chunk of the radix."""
+    """One chunk of the tree."""
 
     __slots__ = (
-        "artifacts", "chunk", "held", "held_in_dram", "held_on_ssd", "num_children", "parent",
+        "artifacts", "chunk", "counts", "counts_dram", "counts_ssd", "num_children", "parent",
         "stored", "users",
     )  # fmt: skip
 
@@ -96,11 +96,11 @@ class Node:
         self.parent = parent
         self.num_children = 0
         self.artifacts: dict[StateType, Artifact] = {}
-        self.held = 0
+        self.counts = 0
         """Counts of children with an artifact of each type, in any tier: see `ONE`."""
-        self.held_in_dram = 0
+        self.counts_dram = 0
         """The same counts for DRAM; below for SSD."""
-        self.held_on_ssd = 0
+        self.counts_ssd = 0
         self.users = 0
         """Sessions whose chains go through this chunk, see `ChainUsers`."""
         self.stored: StoredChunk | None = None
@@ -108,33 +108,33 @@ class Node:
 
     @property
     def key(self) -> ChunkKey:
-        """Its chunk's name."""
+        """Return the chunk's name."""
         return self.chunk.key
 
-    def held_in(self, tier: Tier) -> int:
+    def counts_in(self, tier: Tier) -> int:
         """Return the counts of children with an artifact of each type in the tier: see `ONE`."""
-        return self.held_in_dram if tier is Tier.DRAM else self.held_on_ssd
+        return self.counts_dram if tier is Tier.DRAM else self.counts_ssd
 
-    def count_held(self, tier: Tier, change: int) -> None:
-        """Add to `held_in`."""
+    def add_counts(self, tier: Tier, change: int) -> None:
+        """Add to `counts_in(tier)`."""
         if tier is Tier.DRAM:
-            self.held_in_dram += change
+            self.counts_dram += change
         else:
-            self.held_on_ssd += change
+            self.counts_ssd += change
 
 
 def check_node(node: Node, children: Iterable[Node]) -> None:
-    """Raise AssertionError unless what the node counts and says agrees with what it has."""
-    num_children = held = held_in_dram = held_on_ssd = 0
+    """Raise AssertionError unless the node's counts and its answer agree with its artifacts."""
+    num_children = counts = counts_dram = counts_ssd = 0
     for child in children:
         assert (child.parent, child.chunk.parent) == (node, node.key)
         num_children += 1
         for kind, artifact in child.artifacts.items():
-            held += ONE[kind]
-            held_in_dram += ONE[kind] * (artifact.dram is not None)
-            held_on_ssd += ONE[kind] * (artifact.ssd is not None)
-    assert (num_children, held) == (node.num_children, node.held)
-    assert (held_in_dram, held_on_ssd) == (node.held_in_dram, node.held_on_ssd)
+            counts += ONE[kind]
+            counts_dram += ONE[kind] * (artifact.dram is not None)
+            counts_ssd += ONE[kind] * (artifact.ssd is not None)
+    assert (num_children, counts) == (node.num_children, node.counts)
+    assert (counts_dram, counts_ssd) == (node.counts_dram, node.counts_ssd)
     sealed = {a.state_type for a in node.artifacts.values() if a.sealed}
     assert sealed == set(node.stored.tiers if node.stored else ())
     for artifact in node.artifacts.values():

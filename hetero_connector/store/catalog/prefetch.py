@@ -81,7 +81,7 @@ class Prefetcher:
         self.schedule = PrefetchSchedule()
         self.declined: deque[Sequence[StoredChunk]] = deque(maxlen=64)
         """Runs of chunks that the planner did not load; to be demoted. Needs no lock."""
-        self.gaps_may_close = False
+        self.peers_may_fill = False
         """True if missing ranges of a chain can be read from peers."""
         self.tick: Callable[[], int] = tiers.tick
         self._tiers = tiers
@@ -150,7 +150,7 @@ class Prefetcher:
         if leaf is None:
             self._count("gone")
             return None
-        path = _path_to(leaf, self.gaps_may_close)
+        path = _path_to(leaf, self.peers_may_fill)
         boundary = next((n for n in reversed(path) if self._has_boundary(n)), None)
         if boundary is not None:
             path = path[: path.index(boundary) + 1]
@@ -296,11 +296,11 @@ class Prefetcher:
         self._recorder.add("heterocache_prefetches", outcome=outcome)
 
 
-def _path_to(leaf: Node, gaps_may_close: bool) -> list[Node]:
+def _path_to(leaf: Node, peers_may_fill: bool) -> list[Node]:
     """Return the chunks from the first to `leaf`, or from after a range that peers may have."""
     path = []
     node: Node | None = leaf
-    while node is not None and node.parent is not None and (node.artifacts or not gaps_may_close):
+    while node is not None and node.parent is not None and (node.artifacts or not peers_may_fill):
         path.append(node)
         node = node.parent
     return path[::-1]

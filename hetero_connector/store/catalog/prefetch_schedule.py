@@ -34,7 +34,7 @@ class ExpectedReturn:
     latest_s: float
     """It is not expected any more."""
     probability: float
-    """That it comes back before `latest_s`."""
+    """The probability that it comes back before `latest_s`."""
     tenant: bytes = b""
     """The session's tenant, see `fair_shares`."""
 

@@ -1,7 +1,7 @@
 """A restore: artifacts that are brought to DRAM and pinned there until they are copied.
 
-`ArtifactRestore` implements `base.Restore`. Its methods with a leading underscore, and
-`on_loaded`, are called by the catalog, with its lock held.
+`ArtifactRestore` implements `base.Restore`. Its methods `start`, `check_deadline`, `end`
+and `on_loaded` are called by the catalog, with its lock held.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ArtifactRestore:
     @property
     def done(self) -> bool:
         """Return whether all artifacts have arrived or failed, those past the deadline included."""
-        return not self._pending or self._catalog.is_restore_done(self)
+        return not self._pending or self._catalog.poll_restore(self)
 
     @property
     def columns(self) -> Sequence[Sequence[int]]:
@@ -110,7 +110,7 @@ class ArtifactRestore:
         for column, position in self._places[artifact_id]:
             self._columns[column][position] = artifact.dram_offset
 
-    def _start(self) -> bool:
+    def start(self) -> bool:
         """Pin what is in DRAM, and begin loads of the rest; return whether there are any.
 
         The pin comes first, so that no slot for a load evicts what is in DRAM.
@@ -123,13 +123,13 @@ class ArtifactRestore:
             self._load(chunks[position].chunk, kind, place)
         return bool(self._pending)
 
-    def _check_deadline(self, now_s: float) -> bool:
+    def check_deadline(self, now_s: float) -> bool:
         """Give up what is missing at the deadline; return whether nothing is missing."""
         if self._pending and now_s >= self._deadline_s:
             self._give_up(now_s)
         return not self._pending
 
-    def _end(self, tick: int) -> list[Artifact]:
+    def end(self, tick: int) -> list[Artifact]:
         """Count the uses and drop the pin; return the artifacts that were used."""
         self._abandon_pending()
         used = list(self._used())

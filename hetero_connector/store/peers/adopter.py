@@ -136,11 +136,8 @@ class Adoption:
         if not loads:
             return []
         assert loads[0].copy is not None
-        storage, root, now_s = (
-            loads[0].copy.storage,
-            self.catalog.config.adopt_from,
-            self.catalog.clock(),
-        )
+        storage, now_s = loads[0].copy.storage, self.catalog.clock()
+        root = self.catalog.config.adopt_from
         self._batches = {s: b for s, b in self._batches.items() if not b.is_done}
         is_avoided = now_s < self._avoid_until_s.get(storage, 0.0)
         is_busy = storage in self._batches or len(self._batches) >= _MAX_LATE

@@ -68,7 +68,7 @@ class Sharing:
 
         Another one is adopted: at once on disk, by the engine before its next request.
         """
-        self._generations.told(number, asked_in)
+        self._generations.note_fleet(number, asked_in)
 
     def wait_for_fleet(self) -> None:
         """After a reset: wait until the fleet has said which resets it has had by now.

@@ -6,8 +6,8 @@ the other.
 
     block (4 KiB): magic, version, sequence, fleet, knows_fleet, private, digest of these
 
-Where no block can be read, nobody knows what was reset: the store then gets a private generation
-of its own, under which nothing of before is found.
+Where no block can be read it is not known what was reset: the store then gets a private generation
+of its own, under which no earlier state is found.
 """
 
 from __future__ import annotations
@@ -109,15 +109,15 @@ class GenerationKeeper:
         """The generation that the next process would find."""
         return self._kept
 
-    def part(self) -> Generation:
-        """The engine's own reset: the generation after it. Returns at once; see `wait_kept`."""
+    def start_own_reset(self) -> Generation:
+        """Return the generation after the engine's own reset, at once; see `wait_kept`."""
         with self._changed:
             parted = self._latest.after_own_reset()
             self._want(parted)
             return parted
 
-    def told(self, fleet: int, asked_in: Generation) -> None:
-        """The fleet's number was `fleet` when it was asked, in `asked_in`. Returns at once.
+    def note_fleet(self, fleet: int, asked_in: Generation) -> None:
+        """Note that the fleet's number was `fleet` when it was asked, in `asked_in`.
 
         An answer to a question from before a reset says nothing about after it: it is dropped.
         """

@@ -46,7 +46,7 @@ class LiveRequest:
     answered_chain: BlockRuns | None = None
     """The full chunks of the prompt with its answer behind it, where they are known and kept."""
     short: ShortChunk | None = None
-    """Where it is resumed if it is handed off, unless that is where a full chunk ends."""
+    """The token at which it is resumed after a handoff, unless a full chunk ends there."""
     shorts: Sequence[ShortChunk] = ()
     """All that its prompt begins with, this one among them."""
     was_decided: bool = False

@@ -296,7 +296,7 @@ class Worker:
         self.prefetched_bytes += self.shape.moved_bytes(chunks, len(checkpoints))
 
     def _seal_short(self, short: ShortChunk, prompt: BlockRuns) -> None:
-        """Where the prompt is handed off, if what it continues is here."""
+        """Return the token at which the prompt is handed off, if what it continues is here."""
         if self.memory.dram.find(prompt).chunks >= short.before:
             checkpoints = [short.before + 1] if self.shape.has_checkpoints else []
             self._seal(short.behind(prompt), checkpoints, short)

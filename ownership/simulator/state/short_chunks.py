@@ -30,7 +30,7 @@ class ShortChunk(NamedTuple):
 def short_chunk(
     shape: StateShape, chain: BlockRuns, prompt_tokens: int, name: int
 ) -> ShortChunk | None:
-    """What ends where a prompt is resumed that is handed off; None: a full chunk does.
+    """The short chunk that ends where a prompt is resumed after a handoff; None: a full one does.
 
     `name`: for it, where the trace has none for a prompt's unfinished block.
     """

@@ -1,4 +1,4 @@
-"""What a handoff costs beside both engines' steps and the bytes that it moves."""
+"""A handoff costs more than both engines' steps and the bytes that it moves."""
 
 from __future__ import annotations
 
