@@ -15,7 +15,7 @@ SIZE = 1 << 20
 
 
 def _open_arenas() -> int:
-    """The number of descriptors of arenas in this process. Descriptors of other tests come and go."""
+    """Count the descriptors of arenas in this process: those of other tests come and go."""
     links = (os.path.realpath(entry.path) for entry in os.scandir("/proc/self/fd"))
     return sum("heterocache-arena" in link for link in links)
 
