@@ -31,7 +31,7 @@ from filling import (
 from hetero_connector.artifacts.record import ArtifactId, Tier
 from hetero_connector.errors import StoreError, StoreInUseError
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Failure
+from hetero_connector.store.base import Failure, Restore
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.private_files import create_private
@@ -205,6 +205,38 @@ def test_a_flipped_bit_on_disk_is_a_miss(bench: Bench, disk: Disk) -> None:
     assert intact(store, restore)
     restore.release()
     assert bench.counts("heterocache_failures") == {"cause=checksum,tier=ssd": 1}
+    store.close()
+
+
+@pytest.mark.parametrize("is_spoiled", [False, True], ids=["intact", "spoiled"])
+def test_a_restore_is_done_only_when_its_outcome_can_be_read(
+    tmp_path: Path, disk: Disk, is_spoiled: bool
+) -> None:
+    """The scheduler asks at any moment of the I/O thread's work: here at each look at the clock."""
+    restores: list[Restore] = []
+    outcomes: list[int] = []
+
+    def clock() -> float:
+        if restores:
+            restore = restores.pop()  # `done` looks at the clock too
+            if restore.done:
+                outcomes.append(len(restore.offsets) + len(restore.failed))
+            restores.append(restore)
+        return 1_000.0
+
+    bench = Bench(tmp_path / "ssd", disk, clock)
+    store = on_ssd_only(bench, count=1, run_io=False)
+    if is_spoiled:
+        disk.slabs[1][100] ^= 1
+    restores.append(begin(store, ids_of(CHUNKS[:1])))
+    for _ in range(20):  # rounds; a few are enough
+        store.run_io_round()
+    (restore,) = restores
+    assert len(restore.failed) == is_spoiled
+    assert set(outcomes) == {len(SIZES)}
+    restore.release()
+    assert store._io_thread is not None
+    store._io_thread.start()
     store.close()
 
 

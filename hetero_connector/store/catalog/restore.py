@@ -97,7 +97,7 @@ class ArtifactRestore:
     def on_loaded(self, artifact: Artifact, failure: Failure | None) -> None:
         """See `loads.Waiter`."""
         artifact_id = artifact.id
-        load = self._pending.pop(artifact_id)
+        load = self._pending[artifact_id]
         now_s = self._catalog.clock()
         self._staged_s = now_s - self._started_s
         timing = self._timer.end(load.tier, artifact.size_bytes, now_s, failed=failure is not None)
@@ -106,9 +106,10 @@ class ArtifactRestore:
             self._catalog.loads.add_timing(timing, self._started_s, is_given_up=is_given_up)
         if failure is not None:
             self._failed[artifact_id] = failure
-            return
-        for column, position in self._places[artifact_id]:
-            self._columns[column][position] = artifact.dram_offset
+        else:
+            for column, position in self._places[artifact_id]:
+                self._columns[column][position] = artifact.dram_offset
+        del self._pending[artifact_id]  # last: `done` looks at it without the lock
 
     def start(self) -> bool:
         """Pin what is in DRAM, and begin loads of the rest; return whether there are any.
