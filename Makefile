@@ -3,6 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 STAMP  := $(VENV)/.heterocache-setup
+DOCS   := .venv-docs
 
 # An engine on few cores: see examples/serving.py.
 export OMP_NUM_THREADS := 1
@@ -10,7 +11,7 @@ export VLLM_CPU_OMP_THREADS_BIND := nobind
 export VLLM_CPU_KVCACHE_SPACE := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv demo test test-fast test-engine test-second-runner test-search test-slow test-faults lint format bench clean
+.PHONY: help venv demo test test-fast test-engine test-second-runner test-search test-slow test-faults lint format bench docs clean
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -66,6 +67,14 @@ bench: venv  ## Figures and plots
 	$(RUN) -m benchmarks.simulator --json
 	$(RUN) -m benchmarks.xpyd --json
 
+docs: $(DOCS)/.stamp  ## The documentation as a site in build/docs; warnings are errors
+	$(DOCS)/bin/python -m sphinx --fail-on-warning --keep-going --quiet --builder html docs build/docs
+
+$(DOCS)/.stamp: pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -qq --disable-pip-version-check --editable ".[docs]"
+	@touch $@
+
 clean:  ## Remove everything made here, the environment too
-	rm -rf $(VENV) .cache .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(DOCS) .cache .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,57 +1,393 @@
-"""What the documents promise is tested where they say."""
+"""The documents are true where a program can see it.
+
+Links lead somewhere, commands and configurations in examples are accepted, names of keys, metrics,
+tests and files exist, and generated pages are what `docs/generate.py` writes.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
+from hetero_connector.config import KEYS
+from hetero_connector.errors import ConfigError
+from hetero_connector.metrics import METRICS
+from hetero_connector.tools.cli import _parser
+
 ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("examples/**/*.md")])
+PAGES.append(ROOT / "benchmarks/README.md")
+MAX_README_BYTES = 8_000
+MAX_DECISION_BYTES = 4_500
+"""About one page."""
 
 
-def failures() -> list[list[str]]:
-    """The cells of each row of the table of failures."""
-    text = (ROOT / "docs/architecture.md").read_text()
-    section = text.partition("## Failures")[2].partition("\n## ")[0]
-    rows = [line for line in section.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows[1:]]
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
 
 
-def test_every_failure_in_the_table_has_a_test() -> None:
-    rows = failures()
-    assert len(rows) > 30
-    for what, *_, tests in rows:
-        named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", tests)
-        assert named, f"no test is named for: {what}"
-        for file, test in named:
-            source = (ROOT / "tests" / file).read_text()
-            assert f"def {test}(" in source, f"{file} has no {test}, named for: {what}"
+@cache
+def tracked() -> tuple[str, ...]:
+    """Return the files of the repository, those that are not committed yet among them."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    found = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
+    return tuple(found.stdout.splitlines())
 
 
-def pip_arguments() -> list[str]:
-    """Everything that README, the other documents and the examples tell to install with pip."""
-    found = []
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.*")]
-    for page in pages:
-        if page.suffix in (".md", ".sh", ".yml", ".yaml"):
-            commands = re.findall(r"pip install ([^\n`]*)", page.read_text())
-            found += [arg for line in commands for arg in shlex.split(line, comments=True)]
-    return [arg for arg in found if not arg.startswith("-")]
+def prose(path: Path) -> str:
+    """Return the page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("argument", sorted(set(pip_arguments())))
+def inline_code(path: Path) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", prose(path))
+
+
+# --- Sizes and generated pages --------------------------------------------------------------------
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_bytes()) <= MAX_README_BYTES
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("decisions/0*.md")), ids=name)
+def test_a_decision_is_about_one_page(path: Path) -> None:
+    assert len(path.read_bytes()) <= MAX_DECISION_BYTES
+
+
+@cache
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_docs", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    outdated = [name(p) for p, text in generator().pages().items() if p.read_text() != text]
+    assert not outdated, "run: .venv/bin/python docs/generate.py"
+
+
+def test_every_result_is_of_a_benchmark_that_exists() -> None:
+    for benchmark in generator().FIGURES:
+        assert (ROOT / f"benchmarks/{benchmark}.py").exists(), benchmark
+        assert generator().results(benchmark), f"no result of {benchmark}"
+
+
+@pytest.mark.parametrize(
+    ("value", "goal", "met"),
+    [(1.0, "<= 1.05", True), (1.1, "<= 1.05", False), (0.8, ">= 0.9", False), (9.0, "", True)],
+)
+def test_a_figure_is_held_against_its_goal(value: float, goal: str, met: bool) -> None:
+    assert generator().is_met(value, goal) is met
+
+
+# --- Links ----------------------------------------------------------------------------------------
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and MyST make them."""
+    found: set[str] = set()
+    for title in re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)|`", r"\1", title).lower()
+        found.add(re.sub(r"[^\w\- ]", "", plain).strip().replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_every_relative_link_leads_somewhere(path: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", prose(path))
+    for link in links:
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        assert target.exists(), f"{link}: there is no {target}"
+        if anchor:
+            assert anchor in anchors(target), f"{link}: {name(target)} has no such heading"
+
+
+def test_every_page_that_code_names_exists() -> None:
+    for file in tracked():
+        if file.endswith((".py", ".lua", ".yml", ".toml")) and not file.startswith("tests/"):
+            for line in (ROOT / file).read_text().splitlines():
+                for page in re.findall(r"\bdocs/[\w/-]+\.md", line):
+                    elsewhere = "://" in line  # a file of another repository
+                    assert elsewhere or (ROOT / page).exists(), f"{file} names {page}"
+
+
+# --- Examples -------------------------------------------------------------------------------------
+
+
+class Example(NamedTuple):
+    """One fenced block."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+
+
+def examples(*languages: str) -> Iterator[Any]:
+    for path in PAGES:
+        text = path.read_text()
+        for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+            if found[1] in languages:
+                line = text[: found.start()].count("\n") + 1
+                example = Example(name(path), line, found[1], found[2])
+                yield pytest.param(example, id=f"{example.page}:{line}")
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of each command, without variables that are set for it."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words and (words[0] == "export" or re.match(r"\w+=", words[0])):
+            words = words[1:]
+        if words:
+            yield words
+
+
+@pytest.mark.parametrize("example", examples("bash"))
+def test_every_command_is_one_that_is_accepted(example: Example) -> None:
+    for program, *arguments in commands(example.text):
+        check = CHECKS.get(Path(program).name)
+        assert check is not None, f"this test knows no {program!r}"
+        check(arguments)
+
+
+def check_make(arguments: list[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in arguments:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"no target {target}"
+
+
+def check_heterocache(arguments: list[str]) -> None:
+    _parser().parse_args(arguments)  # a wrong argument ends with SystemExit
+
+
+def check_vllm(arguments: list[str]) -> None:
+    assert arguments[0] == "serve"
+    check_transfer_config(json.loads(arguments[arguments.index("--kv-transfer-config") + 1]))
+
+
+def check_python(arguments: list[str]) -> None:
+    if arguments[0] != "-m":
+        assert (ROOT / arguments[0]).exists(), f"there is no {arguments[0]}"
+        return
+    module = ROOT / arguments[1].replace(".", "/")
+    if arguments[1] not in ("pip", "venv", "pytest"):
+        assert module.with_suffix(".py").exists() or (module / "__main__.py").exists(), arguments[1]
+
+
+def check_pip(arguments: list[str]) -> None:
+    assert arguments[0] == "install"  # the arguments are checked below
+
+
+CHECKS = {
+    "make": check_make,
+    "heterocache": check_heterocache,
+    "vllm": check_vllm,
+    "python": check_python,
+    "python3.11": check_python,
+    "pip": check_pip,
+    "cd": lambda arguments: None,
+    "git": lambda arguments: None,
+    "docker": lambda arguments: None,
+}
+
+
+def check_transfer_config(config: Mapping[str, Any]) -> None:
+    assert config["kv_connector"] == "HeteroConnector"
+    assert config["kv_role"] == "kv_both"
+    check_extra_config(config.get("kv_connector_extra_config", {}))
+
+
+DEPEND_ON_MACHINE = ("planner_profile", "peer_host")
+
+
+def check_extra_config(config: Mapping[str, Any]) -> None:
+    by_name = {key.name: key for key in KEYS}
+    for key, value in config.items():
+        assert key in by_name, f"there is no key {key!r}"
+        if key not in DEPEND_ON_MACHINE:
+            by_name[key].parse(key, value)
+
+
+@pytest.mark.parametrize("example", examples("json"))
+def test_every_json_example_is_one_that_is_accepted(example: Example) -> None:
+    value = json.loads(example.text)
+    if "kv_connector" in value:
+        check_transfer_config(value)
+    elif "kv_transfer_params" in value:
+        check_request(value["kv_transfer_params"])
+    else:
+        check_extra_config(value)
+
+
+def check_request(params: Mapping[str, Any]) -> None:
+    from hetero_connector.engine.scheduler import handoff
+    from hetero_connector.engine.scheduler.sessions import SessionHint
+
+    known = {*SessionHint._fields, handoff._TO_DECODE, handoff._PREFILLED, handoff._TOKENS}
+    assert params.keys() <= known
+    SessionHint.of(dict(params))
+
+
+@pytest.mark.parametrize("example", examples("python"))
+def test_every_python_example_runs(example: Example, tmp_path: Path) -> None:
+    code = [sys.executable, "-c", example.text]
+    done = subprocess.run(code, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("example", examples("yaml"))
+def test_every_fleet_file_describes_a_fleet(example: Example, tmp_path: Path) -> None:
+    from ownership.simulator.fleet_file import read_fleet
+
+    assert isinstance(yaml.safe_load(example.text), dict)
+    path = tmp_path / "fleet.yaml"  # the example's profile exists nowhere
+    path.write_text(example.text.replace("profile: profile.json", "hardware: h200"))
+    assert len(read_fleet(path).workers) > 1
+
+
+def test_the_simulator_s_page_has_every_option() -> None:
+    from ownership.simulator import policies
+    from ownership.simulator.sweeps import points
+
+    text = (DOCS / "internals/simulator.md").read_text()
+    section = text.partition("## Policies")[2].partition("\n## ")[0]
+    shown = set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
+    assert shown == set(policies._OPTIONS)
+    swept = re.search(r"`--sweep` takes (.*?)\.\n", section, re.DOTALL)
+    assert swept is not None
+    assert set(re.findall(r"`(\w+)`", swept[1])) == set(points._SWEPT)
+
+
+def pip_arguments() -> set[str]:
+    """Return everything that the documents and the examples tell to install with pip."""
+    found: set[str] = set()
+    for path in [*PAGES, *(ROOT / "examples").rglob("*.*")]:
+        if path.suffix in (".md", ".sh", ".yml", ".yaml"):
+            for line in re.findall(r"pip install ([^\n`]*)", path.read_text()):
+                found.update(shlex.split(line, comments=True))
+    return {argument for argument in found if not argument.startswith("-")}
+
+
+@pytest.mark.parametrize("argument", sorted(pip_arguments()))
 def test_pip_understands_what_the_documents_tell_to_install(argument: str) -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    optional = set(extras["optional-dependencies"])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = set(project["optional-dependencies"])
     local = re.fullmatch(r"\.(\[([\w,-]+)\])?", argument)
     if local:  # this directory, which pip takes as a path and no requirement
         assert set((local[2] or "").split(",")) - {""} <= optional
         return
     requirement = Requirement(argument)
     assert requirement.url is None or "://" in requirement.url, f"{argument} names no URL"
-    if requirement.name == extras["name"]:
+    if requirement.name == project["name"]:
         assert requirement.extras <= optional
+
+
+# --- Names ----------------------------------------------------------------------------------------
+
+HISTORY = ("CHANGELOG.md", "docs/decisions/")
+"""Pages that may name what existed once."""
+
+
+def names_the_present(path: Path) -> bool:
+    return not name(path).startswith(HISTORY)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_every_metric_that_is_named_exists(path: Path) -> None:
+    for code in inline_code(path):
+        if re.match(r"heterocache_[a-z]", code):
+            metric = re.split(r"[{ ]", code)[0].removesuffix("_total")
+            assert metric in METRICS, f"there is no metric {metric}"
+
+
+@pytest.mark.parametrize("path", filter(names_the_present, PAGES), ids=name)
+def test_every_configuration_that_is_named_is_accepted(path: Path) -> None:
+    """Such as `verify: all`, or "the key `directory`"."""
+    by_name = {key.name: key for key in KEYS}
+    text = prose(path)
+    for key in re.findall(r"\bkeys? `(\w+)`", text):
+        assert key in by_name, f"there is no key {key!r}"
+    for key, value in re.findall(r"`(\w+): ([\w:]+)`", text):
+        if key in by_name and value != "periodic:N":
+            try:
+                by_name[key].parse(key, value)
+            except ConfigError as error:
+                pytest.fail(str(error))
+
+
+@pytest.mark.parametrize("path", filter(names_the_present, PAGES), ids=name)
+def test_every_target_of_make_that_is_named_exists(path: Path) -> None:
+    for code in inline_code(path):
+        if code.startswith("make "):
+            check_make([word for word in code.split()[1:] if "=" not in word])
+
+
+ELSEWHERE = ("toy_proxy_server.py", "report.md")
+"""A file of vLLM, and one that a command writes."""
+
+
+@pytest.mark.parametrize("path", filter(names_the_present, PAGES), ids=name)
+def test_every_file_that_is_named_exists(path: Path) -> None:
+    known = tracked()
+    for code in inline_code(path):
+        if re.fullmatch(r"[\w./-]*\w\.(py|lua|toml|md)", code) and code not in ELSEWHERE:
+            assert any(f"/{file}".endswith(f"/{code}") for file in known), f"there is no {code}"
+
+
+@cache
+def known_tests() -> frozenset[str]:
+    found: set[str] = set()
+    for file in tracked():
+        if file.startswith("tests/") and file.endswith(".py"):
+            found.add(Path(file).stem)
+            found.update(re.findall(r"def (test_\w+)\(", (ROOT / file).read_text()))
+    return frozenset(found)
+
+
+@pytest.mark.parametrize("path", filter(names_the_present, PAGES), ids=name)
+def test_every_test_that_is_named_exists(path: Path) -> None:
+    for code in inline_code(path):
+        if re.fullmatch(r"test_\w+", code):
+            assert code in known_tests(), f"there is no {code}"
+
+
+def failures() -> list[list[str]]:
+    """Return the cells of each row of the tables of failures."""
+    lines = (DOCS / "guides/failures.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in x.strip("|").split(" | ")] for x in lines if x[:2] == "| "]
+    return [row for row in rows if row[0] != "failure"]
+
+
+def test_every_failure_in_the_table_has_a_test() -> None:
+    rows = failures()
+    assert len(rows) > 50
+    for what, *_, tests in rows:
+        named = re.findall(r"`([\w/]+\.py)::(?:\w+::)?(test_\w+)`", tests)
+        assert named, f"no test is named for: {what}"
+        for file, test in named:
+            source = (ROOT / "tests" / file).read_text()
+            assert f"def {test}(" in source, f"{file} has no {test}, named for: {what}"

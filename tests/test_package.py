@@ -149,13 +149,3 @@ def test_every_package_says_what_it_owns() -> None:
 def test_no_file_has_a_name_without_meaning() -> None:
     for path in SOURCES:
         assert not re.search(r"utils|helpers|common|misc|manager2", path.name), path
-
-
-def test_the_configuration_table_of_the_readme_is_the_one_that_is_checked() -> None:
-    from hetero_connector.config import KEYS
-
-    readme = (ROOT / "README.md").read_text()
-    for key in KEYS:
-        assert f"| `{key.name}` |" in readme, f"README lacks {key.name}"
-    in_readme = set(re.findall(r"^\| `([a-z_]+)` \|", readme, re.MULTILINE))
-    assert {key.name for key in KEYS} <= in_readme

@@ -2,7 +2,7 @@
 
 An exception that leaves a hook ends the engine for every request. So the connector drops its work
 of that step and counts the error. It logs the first one with its traceback, since it is a defect.
-Errors at start are raised. See `docs/architecture.md` for each hook.
+Errors at start are raised. See `docs/internals/hooks.md` for each hook.
 """
 
 from __future__ import annotations

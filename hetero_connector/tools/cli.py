@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--format", help="format of the trace (default: by its first line)")
     command.add_argument(
-        "--fleet", type=Path, required=True, help="YAML file, see docs/simulator.md"
+        "--fleet", type=Path, required=True, help="YAML file, see docs/internals/simulator.md"
     )
     command.add_argument(
         "--policies",

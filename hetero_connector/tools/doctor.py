@@ -288,7 +288,7 @@ def check_directory(url: str) -> Finding:
     try:
         directory = open_directory(url)
     except ValueError as e:
-        return Finding(name, Status.FAIL, str(e), "see `directory` in the README")
+        return Finding(name, Status.FAIL, str(e), "see docs/guides/several-engines.md")
     try:
         num_workers = len(directory.workers())
         policy = directory.eviction_policy()

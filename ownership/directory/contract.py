@@ -12,7 +12,7 @@ Rules for every method:
 - A call whose answer was lost may be repeated: the second call finds what the first has done.
 - A method takes many items and is one round trip.
 - Time is the directory's own clock. A worker trusts only its own monotonic clock
-  (`member.held_lease`); `docs/directory.md` has the assumptions.
+  (`member.held_lease`); `docs/internals/directory.md` has the assumptions.
 - Methods are thread-safe. A remote directory raises DirectoryUnavailableError no later than its
   deadline.
 """

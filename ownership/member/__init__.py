@@ -8,6 +8,6 @@ which chains sessions use. `chain_lookup` asks which peers have a chain, `live_p
 refuse what a former owner still serves.
 
 May import `ownership.directory` and `hetero_connector`'s values, metrics and errors; never a store
-or an engine: `shared_store` says what it needs of a store. `docs/directory.md` lists the rules that
-a worker has to follow.
+or an engine: `shared_store` says what it needs of a store. `docs/internals/directory.md` lists the
+rules that a worker has to follow.
 """

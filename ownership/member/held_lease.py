@@ -3,7 +3,7 @@
 It asks its own clock, not the directory's, and counts from before it asked for the lease. The
 directory's lease began later, so it ends later, however long the messages took. A margin allows
 for clocks of different rates. So a worker has stopped before another may take over;
-`docs/directory.md` has the assumptions.
+`docs/internals/directory.md` has the assumptions.
 """
 
 from __future__ import annotations

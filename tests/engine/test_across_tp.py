@@ -46,8 +46,8 @@ RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 ANY = {"dram_gib": 0.1, "tp_sizes": "any"}
 PROMPT = prompt_tokens(1400, seed=230)
 TOLERANCES = {"dense": 1e-4, "gemma3": 1e-4, "gptoss": 5e-4}
-"""Largest difference of a logprob; measured: docs/exactness.md. bfloat16 models have none: there
-greedy answers of two TP sizes differ in any case."""
+"""Largest difference of a logprob, as measured (docs/internals/exactness.md). bfloat16 models have
+none: there greedy answers of two TP sizes differ in any case."""
 POWER = 0.05
 """Smallest logprob difference that a wrong cut or another token must cause."""
 STATE_TOLERANCES = {"dense": 1e-5, "gemma3": 1e-5, "gptoss": 1e-4, "qwen3_next": 0.1}

@@ -5,8 +5,8 @@ that differs from the middle on (an earlier boundary, a replay of the windows or
 as policy and planner decide), and another that differs from there on. The reference of each is the
 engine's own prefix hit at the same number of cached tokens, over the whole vocabulary.
 
-`docs/exactness.md` says what the other tests of exactness add. The complete matrix is marked slow,
-except for one case of every model and policy.
+`docs/internals/exactness.md` says what the other tests of exactness add. The complete matrix is
+marked slow, except for one case of every model and policy.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from hetero_connector.engine.prometheus import METRICS, HeteroPromMetrics, HeteroStats
-from hetero_connector.metrics import Recorder
+from hetero_connector.engine.prometheus import HeteroPromMetrics, HeteroStats
+from hetero_connector.metrics import METRICS, Recorder
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [*(ROOT / "hetero_connector").rglob("*.py"), *(ROOT / "ownership").rglob("*.py")]

@@ -1,7 +1,7 @@
 """`SchedulerSide`: one method for each of vLLM's scheduler hooks.
 
 There is one instance per engine, and it owns the store. Its methods run on vLLM's scheduling thread
-in the order described in `docs/architecture.md`. None waits for I/O.
+in the order described in `docs/internals/restore.md`. None waits for I/O.
 """
 
 from __future__ import annotations

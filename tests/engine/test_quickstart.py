@@ -1,0 +1,57 @@
+"""The server that the README tells to start does what the README says."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from examples.checkpoints import write_checkpoint
+from examples.serving import Server
+from tests.engine.harness import CHECKPOINTS, prompt_tokens
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]  # a server start
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def readme_command() -> list[str]:
+    """Return the words of the README's `vllm serve`."""
+    lines = re.findall(r"^\S*vllm serve .*$", README.read_text(), re.MULTILINE)
+    assert len(lines) == 1
+    return shlex.split(lines[0])
+
+
+@dataclass
+class ReadmeServer(Server):
+    """Served by the README's line, with a port and what a small checkpoint needs added."""
+
+    ssd_dir: Path = Path()
+
+    def command(self) -> list[str]:
+        told = [word.replace("/tmp/heterocache", str(self.ssd_dir)) for word in readme_command()]
+        vllm = str(Path(sys.executable).with_name("vllm"))
+        model = [str(self.model) if word == "MODEL" else word for word in told[1:]]
+        settings = super().command()[3:]  # after `python -m module`
+        settings = settings[settings.index("--served-model-name") :]
+        return [vllm, *model, *settings]
+
+
+def test_a_prompt_sent_again_is_restored(tmp_path: Path) -> None:
+    model = write_checkpoint("dense", CHECKPOINTS)
+    log, ssd_dir = tmp_path / "server.log", tmp_path / "ssd"
+    with ReadmeServer(model, log, ssd_dir=ssd_dir) as server:
+        prompt = prompt_tokens(1100, seed=3)
+        first = server.complete(prompt, max_tokens=4)
+        server.reset_prefix_cache()
+        second = server.complete(prompt, max_tokens=4)
+        restored = server.series("heterocache_hit_tokens_total")
+    assert second.tokens == first.tokens
+    assert second.cached_tokens is not None
+    assert second.cached_tokens >= 1024
+    assert sum(value for _, value in restored) >= 1024
+    assert list(ssd_dir.glob("*/journal.sqlite"))
