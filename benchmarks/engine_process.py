@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.serving import ENGINE_ENVIRONMENT, engine_arguments, kv_transfer_config
+from examples.serving import engine_arguments, kv_transfer_config, use_engine_environment
 
 CHECKPOINTS = Path(__file__).parents[1] / ".cache" / "checkpoints"
 _FLUSH_DEADLINE_S = 120.0
@@ -49,7 +49,7 @@ class EngineProcess:
         kind: type[Engine] | None = None,
         **engine_args: Any,
     ) -> None:
-        os.environ.update(ENGINE_ENVIRONMENT)
+        use_engine_environment()
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         context = multiprocessing.get_context("spawn")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from benchmarks.engine_process import CHECKPOINTS, EngineProcess
 from benchmarks.faithful_engine import EngineFacts, FaithfulEngine, policy_of
 from benchmarks.measure import machine_line, rounded, save, table
 from examples.checkpoints import write_checkpoint
-from examples.serving import ENGINE_ENVIRONMENT, engine_arguments
+from examples.serving import engine_arguments, engine_environment
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.profile import CostProfile
 from ownership.simulator.traces.session import Trace
@@ -140,7 +139,7 @@ def calibrated(
     command += ["--dram-gib", "0.25", "--engine-args", json.dumps(dict(arguments))]
     command += ["--connector-args", json.dumps(dict(connector))]
     command += ["--ssd-dir", str(folder)]
-    environment = os.environ | dict(ENGINE_ENVIRONMENT) | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    environment = engine_environment() | {"VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the calibration failed:\n{done.stderr[-4000:]}")

@@ -1,4 +1,4 @@
-"""Starting the stock vLLM OpenAI server and talking to it, for the demo and the tests.
+"""Start stock vLLM OpenAI servers on a CPU and send them requests, for the demo and the tests.
 
 `Server` owns one server in its own process group, so that `kill()` is a real kill -9 of
 the API server, the engine core and its workers together.
@@ -23,6 +23,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from examples.cpu_kernels import PLUGIN_PATH
+
 ENGINE_ENVIRONMENT: Mapping[str, str] = {
     # One thread and no binding: with the default binding on a small shared machine a
     # prefill takes ten times longer and logprobs move between runs.
@@ -31,13 +33,34 @@ ENGINE_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "HETEROCACHE_DEEPSEEK_V4_CPU": "1",
 }
-"""What an engine on a CPU-only machine needs, set before vLLM is imported."""
+"""The settings of an engine on a few CPU cores. vLLM reads them when it is imported."""
 
+_ROOT = str(Path(__file__).resolve().parents[1])
 _START_TIMEOUT_S = 420.0
 _LOG_TAIL_BYTES = 6000
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+def engine_environment() -> dict[str, str]:
+    """Return the environment for a process that runs an engine on a CPU.
+
+    It is this process's, with `ENGINE_ENVIRONMENT` and a path where Python finds this repository
+    and vLLM finds the CPU kernels.
+    """
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    paths += [path for path in (_ROOT, PLUGIN_PATH) if path not in paths]
+    return {**os.environ, **ENGINE_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def use_engine_environment() -> None:
+    """Set `engine_environment` for engines in this process and in those it starts.
+
+    Call it before vLLM is imported.
+    """
+    os.environ.update(engine_environment())
+    if PLUGIN_PATH not in sys.path:
+        sys.path.append(PLUGIN_PATH)
 
 
 def kv_transfer_config(extra: Mapping[str, Any] | None = None, **overrides: Any) -> dict[str, Any]:
@@ -128,7 +151,7 @@ class Server:
     def launch(self) -> None:
         """Start the process and return at once; `start` then waits for it."""
         self.port = self.port or _free_port()
-        environment = os.environ | dict(ENGINE_ENVIRONMENT) | {"VLLM_SERVER_DEV_MODE": "1"}
+        environment = engine_environment() | {"VLLM_SERVER_DEV_MODE": "1"}
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(

@@ -18,7 +18,6 @@ from examples.serving import Server, kv_transfer_config
 CHUNK = 256
 """Tokens per stored chunk, and a boundary at which all small models can resume."""
 VOCABULARY = 512
-_ROOT = Path(__file__).parents[2]
 _JOIN_TIMEOUT_S = 60.0
 
 
@@ -89,7 +88,6 @@ def fleet_of(
                 logs / f"{name}.log",
                 kv_transfer_config(given | _own(name, logs, given), **(connector or {})),
                 {"max_logprobs": VOCABULARY, "max_model_len": 8192, **(engine_args or {})},
-                {"PYTHONPATH": str(_ROOT)},
             )
             for name in names
         ]
@@ -103,7 +101,6 @@ def fleet_of(
         proxy = ProxyServer(
             checkpoint,
             logs / "proxy.log",
-            environment={"PYTHONPATH": str(_ROOT)},
             prefillers=before,
             decoders=[decoder],
         )

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.throttled_files import ThrottledFiles
 from hetero_connector.transfer.base import BLOCK_BYTES, Direction, Extent, TransferState
-from hetero_connector.transfer.memory_files import MemoryFiles
+from tests.transfer.memory_files import MemoryFiles
 
 B = BLOCK_BYTES
 

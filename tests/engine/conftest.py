@@ -8,14 +8,14 @@ from random import Random
 
 import pytest
 
-from examples.cpu_kernels import why_not
-from examples.serving import ENGINE_ENVIRONMENT
+from examples.cpu_kernels import unsupported_reason
+from examples.serving import use_engine_environment
 
-os.environ.update(ENGINE_ENVIRONMENT)
+use_engine_environment()
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-import torch
+import torch  # noqa: E402 - it reads the environment
 
 torch.set_num_threads(1)  # the variable is too late when another test imported torch
 
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Later marks win, so the last one added is the first to apply. And what vLLM has no kernels for
     on this CPU is skipped, by name.
     """
-    lacking = why_not("deepseek_v4")
+    lacking = unsupported_reason("deepseek_v4")
     for item in items:
         if "engine" in item.keywords:
             item.add_marker(pytest.mark.filterwarnings("default"))

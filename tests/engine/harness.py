@@ -25,7 +25,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from examples.checkpoints import write_checkpoint
-from examples.cpu_kernels import why_not
+from examples.cpu_kernels import unsupported_reason
 from examples.serving import engine_arguments, kv_transfer_config
 from hetero_connector.engine.scheduler.scheduler_side import SchedulerSide
 from hetero_connector.spec import Family, StateType
@@ -73,7 +73,7 @@ def make_llm(
     """
     from vllm import LLM
 
-    if reason := why_not(model):
+    if reason := unsupported_reason(model):
         pytest.skip(reason)
     arguments = engine_arguments(model)
     if connector_extra is not None:

@@ -14,11 +14,11 @@ from hetero_connector.errors import DirectoryUnavailableError
 from hetero_connector.metrics import COUNTERS, split_key
 from hetero_connector.spec import ModelSpec
 from hetero_connector.store.peers.ports import PeerAccess
-from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from ownership.directory import ArtifactRecord, ChainView
 from ownership.directory.memory import MemoryDirectory
 from ownership.member.fleet_worker import FleetWorker, MemberTimes
 from tests.engine.stepped import CHUNK, Engine
+from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 LEASE_S = 2.0
 WAIT_S = 20.0

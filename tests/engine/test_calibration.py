@@ -6,7 +6,6 @@ An engine of the same model accepts it whatever its own limits are, and so does 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from examples.checkpoints import write_checkpoint
-from examples.serving import ENGINE_ENVIRONMENT, engine_arguments
+from examples.serving import engine_arguments, engine_environment
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.profile import CostProfile
 from hetero_connector.tools import cli
@@ -36,7 +35,7 @@ def calibrated(model: Path, out: Path, **arguments: object) -> subprocess.Comple
     }
     command += ["--connector-args", json.dumps(serving)]
     return subprocess.run(
-        command, env=os.environ | ENGINE_ENVIRONMENT, cwd=ROOT, capture_output=True, text=True
+        command, env=engine_environment(), cwd=ROOT, capture_output=True, text=True
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.cpu_kernels import why_not
+from examples.cpu_kernels import unsupported_reason
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -22,6 +22,6 @@ def test_the_demo_runs_and_finds_nothing_to_complain_about(tmp_path: Path) -> No
         check=False,
     )
     assert demo.returncode == 0, demo.stdout + demo.stderr
-    third = why_not("deepseek_v4") or "compressed_csa_main"
+    third = unsupported_reason("deepseek_v4") or "compressed_csa_main"
     for shown in ("restored from SSD after kill -9", "window_swa", third):
         assert shown in demo.stdout

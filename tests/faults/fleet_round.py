@@ -28,7 +28,6 @@ from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Restore, Save, StoreConfig, Wanted
 from hetero_connector.store.catalog.loads import Load, Loads, Source
 from hetero_connector.store.peers.ports import PeerAccess
-from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from ownership.directory import Claim, Directory, Grant
 from ownership.directory.identifiers import Epoch
 from ownership.directory.memory import MemoryDirectory
@@ -40,6 +39,7 @@ from tests.faults.oracle import contents
 from tests.faults.slabs import FaultyFiles, faulty_files
 from tests.ownership.history import Cleared, Ended, Event, Served, faults, granted
 from tests.store.filling import CHUNK, CHUNK_BYTES, FINGERPRINT, SIZES, chain
+from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 DEPTH = 3
 ACTIONS = 100

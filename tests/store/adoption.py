@@ -16,7 +16,7 @@ from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Restore, StoreConfig, Wanted
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.store.ssd.space import model_directory
-from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
+from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 CHUNKS = chain("left", 3)
 DEAD = 5

@@ -25,7 +25,7 @@ from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.journal_connection import Connect, connect
 from hetero_connector.store.ssd.reader import SizeOf
 from hetero_connector.transfer.base import Direction, Extent
-from hetero_connector.transfer.memory_files import MemoryFiles, MemoryTransfer
+from tests.transfer.memory_files import MemoryFiles, MemoryTransfer
 
 CHUNK = 256
 DENSE, WINDOW = StateType.DENSE_KV, StateType.WINDOW_SWA

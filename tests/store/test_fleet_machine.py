@@ -10,7 +10,7 @@ from hetero_connector.artifacts.record import ArtifactId, Tier
 from hetero_connector.store.catalog.evictability import Evictability
 from hetero_connector.store.catalog.nodes import Artifact, Node
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
-from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
+from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 THEIRS = {chunk.key for chunk in (*TRUNKS["b"][:2], TRUNKS["c"][1])}
 """What two chains begin with, and the middle of a third."""

@@ -32,7 +32,7 @@ from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.store.ssd.space import model_directory
 from hetero_connector.tools.inspection import inspect_model
 from hetero_connector.tools.verification import verify_model
-from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
+from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 EPOCH = 9
 THEIRS = chain("preamble", 3)

@@ -20,8 +20,6 @@ from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.store.ssd import journal_rows, read_health, reader
 from hetero_connector.store.ssd import writer as spilling
 from hetero_connector.store.ssd.journal import Journal
-from hetero_connector.transfer.memory_files import MemoryFiles
-from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from tests.store.filling import (
     DENSE,
     SIZES,
@@ -37,6 +35,8 @@ from tests.store.filling import (
     until,
     wait,
 )
+from tests.transfer.memory_files import MemoryFiles
+from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 CHUNKS = chain("a", 8)
 

@@ -29,8 +29,8 @@ from hetero_connector.store.base import Failure, StoreConfig, Wanted
 from hetero_connector.store.catalog.loads import Load
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.store.peers.reader import ARENA, PeerReads
-from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers, MemoryRead
 from hetero_connector.transfer.peer_base import PeerExtent
+from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers, MemoryRead
 
 
 class Fate(StrEnum):

@@ -38,9 +38,9 @@ from hetero_connector.store.catalog.slots import SlotGeometry
 from hetero_connector.store.peers.card import PeerCard
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.store.peers.slot_table import SlotTable, table_bytes
-from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from hetero_connector.transfer.peer_base import PeerExtent
 from hetero_connector.transfer.shared_memory import SharedMemory
+from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 CHUNKS = chain("a", 4)
 OWNER = 7

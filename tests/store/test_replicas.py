@@ -11,7 +11,7 @@ from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
-from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
+from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 TTL_S = 60.0
 OURS, THEIRS, NEW = chain("ours", 2), chain("theirs", 2), chain("new", 2)

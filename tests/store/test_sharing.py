@@ -27,7 +27,7 @@ from hetero_connector.store.base import StoreConfig
 from hetero_connector.store.catalog import pending_claims as unjudged
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.store.peers.sharing import Sharing
-from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
+from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 CHUNKS = chain("a", 3)
 EPOCH = 9

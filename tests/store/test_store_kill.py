@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from filling import Bench, chain, ids_of, put
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
-from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
+from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 theirs, network = int(sys.argv[4]), MemoryNetwork()
 peers = PeerAccess(KnownPeers(), lambda regions: MemoryPeers(network, regions))
 store = Bench(Path(sys.argv[1])).open(

@@ -36,8 +36,8 @@ from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.private_files import create_private
 from hetero_connector.transfer.base import Direction, Extent
-from hetero_connector.transfer.memory_files import MemoryFiles, MemoryTransfer
 from hetero_connector.transfer.pread_files import PreadFiles
+from tests.transfer.memory_files import MemoryFiles, MemoryTransfer
 
 CHUNKS = chain("a", 6)
 

@@ -29,9 +29,9 @@ from hetero_connector.transfer.base import (
     TransferState,
     split,
 )
-from hetero_connector.transfer.memory_files import MemoryFiles
 from hetero_connector.transfer.nixl_files import NixlFiles, open_agent
 from hetero_connector.transfer.pread_files import PreadFiles
+from tests.transfer.memory_files import MemoryFiles
 
 B = BLOCK_BYTES
 FILE_BYTES = 3 << 20

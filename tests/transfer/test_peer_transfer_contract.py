@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from hetero_connector.errors import PeerError, StoreClosedError, TransferError
 from hetero_connector.transfer.agent_metadata import AgentMetadata
 from hetero_connector.transfer.base import Transfer, TransferState
-from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from hetero_connector.transfer.nixl_peers import NixlPeers
 from hetero_connector.transfer.peer_base import PeerExtent, PeerTransfers
 from hetero_connector.transfer.peer_connection import describe
 from hetero_connector.transfer.shared_memory import SharedMemory, create_shared
+from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 SIZE = 64 << 10
 Join = Callable[[], tuple[PeerTransfers, np.ndarray]]

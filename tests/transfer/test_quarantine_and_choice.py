@@ -28,10 +28,10 @@ from hetero_connector.transfer.base import (
 )
 from hetero_connector.transfer.checksum import CHECKSUM_BYTES, checksum
 from hetero_connector.transfer.choose import choose_file_transfer, probe
-from hetero_connector.transfer.memory_files import MemoryFiles
 from hetero_connector.transfer.nixl_backends import working_backends
 from hetero_connector.transfer.nixl_files import NixlFiles, open_agent
 from hetero_connector.transfer.pread_files import PreadFiles
+from tests.transfer.memory_files import MemoryFiles
 
 B = BLOCK_BYTES
 

@@ -20,13 +20,13 @@ from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Wanted
 from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.tools.cli import main
-from hetero_connector.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from ownership.directory import Directory, Worker
 from ownership.directory.fleet_reset import reset_fleet
 from ownership.directory.memory import MemoryDirectory
 from ownership.member.fleet_worker import FleetWorker, MemberTimes
 from tests.ownership.fleet_bench import LEASE_S, DirectoryBench, join
 from tests.store.filling import CHUNK, FINGERPRINT, SIZES, Bench, intact, put, until, wait
+from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 TOKENS = 2 * CHUNK
 HASHER = ChainHasher(FINGERPRINT, CHUNK)

