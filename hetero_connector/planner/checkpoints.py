@@ -14,6 +14,7 @@ from typing import Protocol
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ChunkKey, Tier
+from hetero_connector.containers import BoundedDict
 from hetero_connector.planner.compute_model import attention_work
 from hetero_connector.planner.cost_model import CostModel
 
@@ -293,15 +294,11 @@ class KeptBoundaries:
     """The newest boundaries that are kept for any period: `Reuse.kept` is looked up here."""
 
     def __init__(self, capacity: int = 4096) -> None:
-        self._capacity = capacity
-        self._keys: dict[ChunkKey, None] = {}
+        self._keys = BoundedDict[ChunkKey, None](capacity)
 
     def add(self, key: ChunkKey) -> None:
         """Add the boundary at a chunk's end. Beyond the capacity the oldest is dropped."""
-        self._keys.pop(key, None)
         self._keys[key] = None
-        if len(self._keys) > self._capacity:
-            del self._keys[next(iter(self._keys))]
 
     def reuse(self, matched: int, local: int, keys: Iterable[ChunkKey]) -> Reuse:
         """Make the reuse of a request. `keys`: its matched chunks, the last one first."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from hetero_connector.artifacts.record import ChunkKey
+from hetero_connector.containers import BoundedDict
 from ownership.directory.contract import DirectoryLimits, Usage
 from ownership.directory.identifiers import NO_EPOCH, Epoch, Token
 from ownership.directory.sessions import (
@@ -27,7 +27,7 @@ class MemorySessions:
     def __init__(self, limits: DirectoryLimits, next_token: Callable[[], Token]) -> None:
         self._limits = limits
         self._next_token = next_token
-        self._sessions: OrderedDict[str, tuple[Session, float]] = OrderedDict()
+        self._sessions = BoundedDict[str, tuple[Session, float]](limits.max_sessions)
         """Each session and when it was last used, least recently used first."""
 
     def begin_turn(
@@ -47,7 +47,7 @@ class MemorySessions:
             return SessionGrant(False, session)
         token = session.token if owner == epoch else self._next_token()
         begun = session.with_turn_begun(epoch, token, group, now_s)
-        self._put(begun, now_s)
+        self._sessions[session_id] = (begun, now_s)
         return SessionGrant(True, begun)
 
     def end_turn(
@@ -63,19 +63,13 @@ class MemorySessions:
         if (session.decode_owner, session.token) != (epoch, token):
             return SessionGrant(False, session)
         ended = session.with_turn_ended(boundary, boundary_tokens, now_s)
-        self._put(ended, now_s)
+        self._sessions[session_id] = (ended, now_s)
         return SessionGrant(True, ended)
 
     def get(self, session_ids: Sequence[str], now_s: float) -> list[Session | None]:
         oldest_s = now_s - self._limits.session_ttl_s
         found = (self._sessions.get(s) for s in session_ids)
         return [None if x is None or x[1] <= oldest_s else x[0] for x in found]
-
-    def _put(self, session: Session, now_s: float) -> None:
-        self._sessions[session.session_id] = (session, now_s)
-        self._sessions.move_to_end(session.session_id)
-        if len(self._sessions) > self._limits.max_sessions:
-            self._sessions.popitem(last=False)
 
     def _expire(self, now_s: float) -> None:
         oldest_s = now_s - self._limits.session_ttl_s
@@ -122,7 +116,7 @@ class MemoryChainUsers:
     def __init__(self, limits: DirectoryLimits) -> None:
         self._limits = limits
         self._users: dict[ChunkKey, set[tuple[Epoch, str]]] = {}
-        self._used_s: dict[ChunkKey, float] = {}
+        self._used_s = BoundedDict[ChunkKey, float](limits.max_artifacts)
         """The time of each chunk's last use, least recently used first."""
 
     def add(self, epoch: Epoch, user: str, chunks: Sequence[ChunkKey], now_s: float) -> None:
@@ -130,7 +124,7 @@ class MemoryChainUsers:
             users = self._users.setdefault(chunk, set())
             if len(users) < self._limits.max_users:
                 users.add((epoch, user))
-            self._use(chunk, now_s)
+            self._used_s[chunk] = now_s
 
     def remove(
         self,
@@ -145,7 +139,7 @@ class MemoryChainUsers:
             users = self._users.get(chunk, set())
             if (epoch, user) in users:
                 users.remove((epoch, user))
-                self._use(chunk, now_s)
+                self._used_s[chunk] = now_s
             self._prune(chunk, is_live)
             if chunk not in self._users:
                 unused.append(chunk)
@@ -164,12 +158,6 @@ class MemoryChainUsers:
         for chunk in [c for c, used_s in self._used_s.items() if used_s <= oldest_s]:
             if chunk not in self._users:
                 del self._used_s[chunk]
-
-    def _use(self, chunk: ChunkKey, now_s: float) -> None:
-        self._used_s.pop(chunk, None)
-        self._used_s[chunk] = now_s
-        if len(self._used_s) > self._limits.max_artifacts:
-            del self._used_s[next(iter(self._used_s))]
 
     def _prune(self, chunk: ChunkKey, is_live: IsLive) -> None:
         users = {r for r in self._users.get(chunk, ()) if is_live(r[0])}

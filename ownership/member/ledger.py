@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from itertools import islice
 
 from hetero_connector.artifacts.copies import ExportChange
 from hetero_connector.artifacts.record import ArtifactId
+from hetero_connector.containers import BoundedDict
 from hetero_connector.metrics import Recorder
 from ownership.directory import Claim, Copy, Directory, Grant, GrantOutcome
 from ownership.directory.identifiers import NO_TOKEN, Epoch, Token
@@ -77,7 +78,7 @@ class Ledger:
         """Claims of artifacts that came back while their release was not answered."""
         self._refused: dict[ArtifactId, Claim] = {}
         """Artifacts here that are not listed because the directory was full."""
-        self._released: OrderedDict[ArtifactId, tuple[Token, float]] = OrderedDict()
+        self._released = BoundedDict[ArtifactId, tuple[Token, float]](_MAX_REMEMBERED)
         """Recently answered releases and when they were answered, oldest first."""
         self._audit = RecordAudit(
             thread, self._known, self._replicas, self._refused, self._relist, listing_ttl_s, clock
@@ -285,9 +286,6 @@ class Ledger:
         now_s = self._clock()
         for artifact in releases:
             self._released[artifact] = (self._releases.pop(artifact), now_s)
-            self._released.move_to_end(artifact)
-        while len(self._released) > _MAX_REMEMBERED:
-            self._released.popitem(last=False)
         back = [self._postponed.pop(a) for a in releases if a in self._postponed]
         self._thread.publish(back)
 

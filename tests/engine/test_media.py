@@ -15,7 +15,6 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
-from hetero_connector.engine.scheduler import media
 from hetero_connector.engine.scheduler.media import (
     DigestCache,
     MediaItem,
@@ -101,16 +100,13 @@ def test_all_items_that_overlap_a_range_are_found() -> None:
             assert overlaps.within(start, end) == [(o, d) for o, _, d in expected]
 
 
-def test_a_name_is_trusted_while_it_stands_for_one_content(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    names = TrustedNames()
+def test_a_name_is_trusted_while_it_stands_for_one_content() -> None:
+    names = TrustedNames(capacity=3)
     assert all(names.trust(name, b"1") for name in ("a", "b", "a"))
     assert not names.trust("a", b"2")
     assert not names.trust("a", b"1")  # vLLM may still have either's embeddings
     names.distrust("b")
     assert not names.trust("b", b"1")
-    monkeypatch.setattr(media, "_MOST_NAMES", 3)
     for number in range(10):
         assert names.trust(str(number), b"1")
     assert len(names._contents) == 3

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
+from hetero_connector.containers import BoundedDict
 from hetero_connector.engine.messages import Load, StepMetadata, WorkerReport
 from hetero_connector.engine.scheduler.requests import RequestTracker
 from hetero_connector.planner.compute_model import StepMix, attention_work
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _DECODE_STEPS_PER_SAMPLE = 16
 """Steps that only decode are much alike, so few of them are timed."""
 _MAX_UNREPORTED = 64
+"""A step that never ran is never reported."""
 _MARGINS = 31
 
 
@@ -64,7 +66,7 @@ class CostLearner:
         self._last_report_s = clock()
         self._computing = False
         """True if the last step computed anything."""
-        self._timed: dict[int, _TimedStep] = {}
+        self._timed = BoundedDict[int, _TimedStep](_MAX_UNREPORTED)
         self._step = 0
 
     def request_timing(
@@ -93,8 +95,6 @@ class CostLearner:
             output.total_num_scheduled_tokens, work, mix, load_bytes, self._clock()
         )
         meta.timed_as = self._step
-        while len(self._timed) > _MAX_UNREPORTED:  # a step that never ran is never reported
-            del self._timed[next(iter(self._timed))]
 
     def on_report(self, report: WorkerReport) -> None:
         """Learn from the timings of a report."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import weakref
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from itertools import accumulate
@@ -22,6 +21,7 @@ from blake3 import blake3
 
 from hetero_connector.artifacts.canonical import encode
 from hetero_connector.config import HeteroConfig
+from hetero_connector.containers import BoundedDict
 from hetero_connector.errors import IdentityError
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 logger = logging.getLogger("vllm.heterocache")
-
-_MOST_NAMES = 1 << 16
 
 
 class MediaIds(Enum):
@@ -94,8 +92,8 @@ class TrustedNames:
     that was not digested, the cache may return the embeddings of either.
     """
 
-    def __init__(self) -> None:
-        self._contents: OrderedDict[str, bytes | None] = OrderedDict()
+    def __init__(self, capacity: int = 1 << 16) -> None:
+        self._contents = BoundedDict[str, bytes | None](capacity)
         self.any_distrusted = False
         """True once any name was distrusted."""
 
@@ -114,9 +112,6 @@ class TrustedNames:
     def _put(self, name: str, digest: bytes | None) -> None:
         self.any_distrusted |= digest is None
         self._contents[name] = digest
-        self._contents.move_to_end(name)
-        if len(self._contents) > _MOST_NAMES:
-            self._contents.popitem(last=False)
 
 
 def media_ids(config: HeteroConfig, vllm_config: VllmConfig) -> MediaIds:

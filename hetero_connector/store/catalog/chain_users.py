@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 from hetero_connector.artifacts.record import ChunkKey
-from hetero_connector.store.catalog.expiring_heap import ExpiringHeap
+from hetero_connector.containers import BoundedDict, ExpiringHeap
 from hetero_connector.store.catalog.fair_shares import FairShares
 from hetero_connector.store.catalog.nodes import Node
 
@@ -53,8 +53,9 @@ class ChainUsers:
         capacity: int = _CAPACITY,
     ) -> None:
         """`on_unused` is called with chunks that have lost their last user."""
-        self.changed: dict[Hashable, None] = {}
-        """Sessions of this engine that were added, moved or removed since the fleet asked."""
+        self.changed = BoundedDict[Hashable, None](2 * capacity)
+        """Sessions of this engine that were added, moved or removed since the fleet asked. Without
+        a fleet nothing takes them, hence the bound."""
         self._clock = clock
         self._on_unused = on_unused
         self._capacity = capacity
@@ -148,14 +149,13 @@ class ChainUsers:
 
     def take_changed(self) -> list[Hashable]:
         """Return the sessions in `changed`, and start it anew."""
-        changed, self.changed = self.changed, {}
-        return list(changed)
+        changed = list(self.changed)
+        self.changed.clear()
+        return changed
 
     def _note_change(self, user: Hashable) -> None:
         if not isinstance(user, _Foreign):
             self.changed[user] = None
-            if len(self.changed) > 2 * self._capacity:  # there is no fleet that asks
-                del self.changed[next(iter(self.changed))]
 
     def _count_down(self, use: _Use) -> int:
         """Return the number of chunks that were counted down."""

@@ -11,11 +11,13 @@ import heapq
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import count
 from math import log2
 from typing import Protocol
 
 from hetero_connector.artifacts.record import Tier
+from hetero_connector.containers import BoundedDict
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import EvictionName
 from hetero_connector.store.catalog.evictability import Evictability
@@ -332,16 +334,12 @@ class EvictFirst:
     """
 
     def __init__(self) -> None:
-        self._places: defaultdict[tuple[Tier, StateType], dict[Artifact, None]]
-        self._places = defaultdict(dict)
+        self._places: defaultdict[tuple[Tier, StateType], BoundedDict[Artifact, None]]
+        self._places = defaultdict(partial(BoundedDict, _EVICT_FIRST_CAPACITY))
 
     def add(self, artifact: Artifact, tier: Tier) -> None:
         """Let an artifact leave `tier` first. Of a chain add parents first."""
-        place = self._places[tier, artifact.state_type]
-        place.pop(artifact, None)
-        place[artifact] = None
-        if len(place) > _EVICT_FIRST_CAPACITY:
-            del place[next(iter(place))]
+        self._places[tier, artifact.state_type][artifact] = None
 
     def discard(self, artifacts: Iterable[Artifact]) -> None:
         """Let artifacts leave when their turn comes: they were used after all."""

@@ -6,8 +6,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from hetero_connector.artifacts.record import ChunkKey
+from hetero_connector.containers import ExpiringHeap
 from hetero_connector.metrics import Recorder
-from hetero_connector.store.catalog.expiring_heap import ExpiringHeap
 from hetero_connector.store.catalog.fair_shares import FairShares
 from hetero_connector.store.catalog.nodes import Artifact
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hetero_connector.artifacts.record import Tier
+from hetero_connector.containers import ExpiringHeap
 from hetero_connector.metrics import Recorder
 from hetero_connector.store.catalog.eviction import EvictFirst
-from hetero_connector.store.catalog.expiring_heap import ExpiringHeap
 from hetero_connector.store.catalog.nodes import Artifact
 from hetero_connector.store.catalog.tick_times import TickTimes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from hetero_connector.containers import BoundedDict
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Failure
 from hetero_connector.store.catalog.catalog import Catalog
@@ -81,7 +82,7 @@ class SsdReads:
         self._checksums = checksums
         self._size_of = size_of
         self._health = ReadHealth(catalog)
-        self._suspects: dict[Artifact, float] = {}
+        self._suspects = BoundedDict[Artifact, float](_MAX_SUSPECTS)
         """Artifacts that could not be read, and when."""
 
     def tend(self) -> bool:
@@ -187,6 +188,4 @@ class SsdReads:
     def _note_failure(self, artifact: Artifact) -> bool:
         """Note that it could not be read; return whether it could not a while ago either."""
         now_s = self._catalog.clock()
-        if artifact not in self._suspects and len(self._suspects) >= _MAX_SUSPECTS:
-            del self._suspects[next(iter(self._suspects))]
         return now_s - self._suspects.setdefault(artifact, now_s) >= _AGAIN_S

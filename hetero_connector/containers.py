@@ -1,9 +1,10 @@
-"""A heap of keys that are due at a time. Pure: time comes in."""
+"""Containers: a dictionary with a bound, and a heap of keys that are due at a time."""
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections import OrderedDict
 from collections.abc import Mapping
 from itertools import count
 from typing import Generic, TypeVar
@@ -12,6 +13,23 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 _SWEEP_FROM = 64
+
+
+class BoundedDict(OrderedDict[Key, Value]):
+    """A dictionary that drops the key set longest ago when it has more than `capacity`.
+
+    Reading a key does not make it newer. O(1) a call.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity = capacity
+
+    def __setitem__(self, key: Key, value: Value) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self.capacity:
+            self.popitem(last=False)
 
 
 class ExpiringHeap(Generic[Key, Value]):
