@@ -29,6 +29,7 @@ from typing import Any
 from benchmarks import plots, scheduler_hook
 from benchmarks.engine_process import EngineProcess, prompt_tokens
 from benchmarks.measure import DirectDisk, Memcpy, Samples, machine_line, rounded, save, table
+from hetero_connector.units import GIB
 
 GOALS = {
     "dram_over_memcpy": (1.15, "<="),
@@ -40,8 +41,7 @@ GOALS = {
 }
 _RATIO_FROM_BYTES = 50_000_000
 """Below this a restore costs its fixed part, and a ratio to moving the bytes says nothing."""
-_GIB = 1 << 30
-_KV_CACHE_BYTES = 1 << 30  # examples.serving.ENGINE_ENVIRONMENT
+_KV_CACHE_BYTES = GIB  # examples.serving.ENGINE_ENVIRONMENT
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def measure_restore(case: RestoreCase, directory: Path, repeats: int) -> Restore
         one_prompt = slots * engine.bytes_per_slot()
     disk = DirectDisk(directory.parent, restored_bytes)
     try:
-        tight = extra | {"dram_gib": (one_prompt + 4096) / _GIB}
+        tight = extra | {"dram_gib": (one_prompt + 4096) / GIB}
         with EngineProcess(case.model, tight, **engine_args) as engine:
             turns = _Turns(engine, samples, disk, Memcpy(restored_bytes))
             turns.warm(prompts, restored_bytes)

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from hetero_connector import config_values as values
 from hetero_connector import machine
 from hetero_connector.errors import ConfigError
-from hetero_connector.machine import GIB
+from hetero_connector.units import GIB
 
 _MAX_DEFAULT_DRAM_GIB = 32.0
 _MAX_DEFAULT_SSD_GIB = 64.0

@@ -14,7 +14,7 @@ from typing import TypeGuard
 
 from hetero_connector import machine
 from hetero_connector.errors import ConfigError
-from hetero_connector.machine import GIB
+from hetero_connector.units import GIB
 
 _REDIS = tuple(
     f"{scheme}{kind}://" for scheme in ("redis", "rediss") for kind in ("", "+sentinel", "+cluster")

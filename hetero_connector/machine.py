@@ -13,7 +13,6 @@ from pathlib import Path
 
 import psutil
 
-GIB = 1 << 30
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 

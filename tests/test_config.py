@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hetero_connector import machine
 from hetero_connector.config import KEYS, HeteroConfig, markdown_table
 from hetero_connector.errors import ConfigError
-from hetero_connector.machine import GIB, Disk, Memory
+from hetero_connector.machine import Disk, Memory
+from hetero_connector.units import GIB
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,7 @@ import psutil
 import pytest
 
 from hetero_connector import machine
-
-GIB = machine.GIB
+from hetero_connector.units import GIB
 
 
 @pytest.fixture(autouse=True)

@@ -111,7 +111,7 @@ def test_traces_do_not_import_the_simulator() -> None:
 
 def test_scheduling_is_pure() -> None:
     """A router and a simulator run the same policies, so these import no clock and no I/O."""
-    packages = ("errors", "spec", "artifacts", "planner")
+    packages = ("errors", "units", "spec", "artifacts", "planner")
     ours = [f"hetero_connector.{package}" for package in packages]
     ours += ["ownership.scheduling", "ownership.directory"]
     plain = {"__future__", "collections", "dataclasses", "enum", "functools", "math", "typing"}

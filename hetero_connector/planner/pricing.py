@@ -30,8 +30,8 @@ from hetero_connector.planner.compute_model import Tokens
 from hetero_connector.planner.cost_model import CostModel, CostTerms
 from hetero_connector.planner.load_model import TierRates
 from hetero_connector.spec.state_types import StateType
+from hetero_connector.units import GIB
 
-_GIB = 1 << 30
 _TIERS = (Tier.DRAM, Tier.SSD, Tier.PEER)
 
 
@@ -242,7 +242,7 @@ class Pricing:
         self._stall = costs.weights.stall * load.running_decodes
         # A parked load runs during the steps of others; a layer-wise load may delay them.
         self._load_stall = self._stall if load.layerwise else 0.0
-        self._hbm = costs.weights.hbm_s_per_gib_s * grid.page_bytes_per_token * prompt_tokens / _GIB
+        self._hbm = costs.weights.hbm_s_per_gib_s * grid.page_bytes_per_token * prompt_tokens / GIB
         self._num_layers = len(grid.model.stored_layers)
 
     def nothing(self, local_tokens: int) -> CostTerms:

@@ -28,11 +28,12 @@ from hetero_connector.transfer.shared_memory import (
     map_aligned,
     take_huge_pages,
 )
+from hetero_connector.units import GIB
 
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14: reserve and map pages now, report failure as an errno
-_POPULATE_STEP = 1 << 30
+_POPULATE_STEP = GIB
 
 
 @dataclass(frozen=True)
@@ -156,10 +157,9 @@ _registry_lock = threading.Lock()
 
 
 def _too_big(asked: int, available: int) -> ConfigError:
-    gib = 1 << 30
     return ConfigError(
         "dram_gib",
-        f"the DRAM tier needs {asked / gib:.2f} GiB but only {available / gib:.2f} GiB "
+        f"the DRAM tier needs {asked / GIB:.2f} GiB but only {available / GIB:.2f} GiB "
         "are available; ask for less",
     )
 

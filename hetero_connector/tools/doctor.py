@@ -32,6 +32,7 @@ from hetero_connector.transfer.base import Direction, Extent, FileTransfer, Open
 from hetero_connector.transfer.choose import choose_file_transfer, is_direct, open_scratch
 from hetero_connector.transfer.nixl_backends import working_backends
 from hetero_connector.transfer.shared_memory import collapses_shared
+from hetero_connector.units import GIB
 
 _COPY_BYTES = 256 << 20
 _READ_BYTES = 256 << 20
@@ -126,10 +127,8 @@ def check_nixl(backends_of: Callable[[], dict[str, bool]] = working_backends) ->
 def check_memory() -> Finding:
     """Check the free memory, from which the DRAM tier is sized."""
     now = machine.memory()
-    detail = (
-        f"{now.available_bytes / machine.GIB:.1f} of {now.total_bytes / machine.GIB:.1f} GiB free"
-    )
-    if now.available_bytes >= machine.GIB:
+    detail = f"{now.available_bytes / GIB:.1f} of {now.total_bytes / GIB:.1f} GiB free"
+    if now.available_bytes >= GIB:
         return Finding("memory", Status.OK, detail)
     return Finding("memory", Status.WARN, detail, "free some, or set dram_gib to a smaller value")
 
@@ -183,7 +182,7 @@ def check_ssd(ssd_dir: Path) -> Iterator[Finding]:
         return
     try:
         free = machine.disk(directory).free_bytes
-        detail = f"{ssd_dir}, {free / machine.GIB:.1f} GiB free"
+        detail = f"{ssd_dir}, {free / GIB:.1f} GiB free"
         if others_can_replace(directory):
             yield Finding(
                 "SSD directory",
@@ -225,8 +224,8 @@ def check_index_memory(ssd_dir: Path) -> Iterator[Finding]:
         needed, free = index_bytes(chunks, len(slabs)), machine.memory().available_bytes
         name = f"index of {path.name}"
         detail = (
-            f"{chunks:,} chunks of {len(slabs)} state types take {needed / machine.GIB:.2f} GiB of "
-            f"memory in addition to dram_gib, {free / machine.GIB:.1f} GiB are free"
+            f"{chunks:,} chunks of {len(slabs)} state types take {needed / GIB:.2f} GiB of "
+            f"memory in addition to dram_gib, {free / GIB:.1f} GiB are free"
         )
         if needed < free:
             yield Finding(name, Status.OK, detail)

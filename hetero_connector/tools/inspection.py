@@ -19,6 +19,7 @@ from hetero_connector.store.ssd.space import (
     is_model_directory,
     model_directories,
 )
+from hetero_connector.units import size_text
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def as_text(report: ModelReport) -> str:
         f"{report.path}{'  (in use)' if report.in_use else ''}",
         f"  fingerprint {report.fingerprint}, created {_when(report.created)}",
         *(f"  {key}: {value}" for key, value in sorted(report.description.items())),
-        f"  {report.artifacts} artifacts, {_size(report.bytes)}, {report.chains} chains, "
+        f"  {report.artifacts} artifacts, {size_text(report.bytes)}, {report.chains} chains, "
         f"{report.tokens} tokens",
         f"  last used between {_when(report.oldest)} and {_when(report.newest)}",
         f"  {'state type':<22}{'tier':<6}{'artifacts':>10}{'bytes':>12}{'slots':>9}{'used':>7}",
@@ -137,7 +138,7 @@ def as_text(report: ModelReport) -> str:
     for t in report.state_types:
         used = f"{100 * t.artifacts / t.slots:.0f}%"
         lines.append(
-            f"  {t.state_type:<22}{t.tier:<6}{t.artifacts:>10}{_size(t.bytes):>12}"
+            f"  {t.state_type:<22}{t.tier:<6}{t.artifacts:>10}{size_text(t.bytes):>12}"
             f"{t.slots:>9}{used:>7}"
         )
     return "\n".join(lines)
@@ -150,11 +151,3 @@ def _when(seconds: float | None) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):  # a damaged row
         return f"{seconds:g} s after 1970"
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} TiB"

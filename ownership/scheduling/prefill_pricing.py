@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hetero_connector.units import GIB
 from ownership.scheduling.fleet import FleetView, Floats, WorkerTable
 from ownership.scheduling.step import Step
 from ownership.scheduling.weights import PlacementWeights
 
-_GIB = 1 << 30
 _DEPTHS = 3
 """Tiers from which a worker can resume: HBM, DRAM, SSD."""
 
@@ -60,7 +60,7 @@ class PrefillPricing:
         self._state_bytes = footprint.all_token_bytes, footprint.all_checkpoint_bytes
         self._per_layer = 1.0 + 1.0 / footprint.num_layers
         page_bytes = footprint.page_bytes_per_token
-        self.hbm = weights.hbm_s_per_gib_s * page_bytes * self._tokens / _GIB
+        self.hbm = weights.hbm_s_per_gib_s * page_bytes * self._tokens / GIB
         """Seconds of cost for each second that the prompt's pages are occupied."""
         self._in_hbm, self.readable, self._on_ssd = self._prefixes(step, fleet)
         self.resident: Floats = np.maximum(self._in_hbm, self.readable)

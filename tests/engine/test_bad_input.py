@@ -21,9 +21,9 @@ import pytest
 
 from examples.checkpoints import write_checkpoint
 from examples.serving import Server, kv_transfer_config
-from hetero_connector.machine import GIB
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.tools.verification import verify_model
+from hetero_connector.units import GIB
 from tests.engine.harness import (
     CHECKPOINTS,
     Completion,

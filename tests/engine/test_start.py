@@ -20,7 +20,6 @@ from hetero_connector.engine.startup.start import (
     _warnings,
 )
 from hetero_connector.errors import ConfigError
-from hetero_connector.machine import GIB
 from hetero_connector.planner.checkpoints import (
     NEVER,
     Adaptive,
@@ -35,6 +34,7 @@ from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.planner.profile import CostProfile, ProfileSubject
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.store.base import StoreConfig
+from hetero_connector.units import GIB
 from tests.engine.fakes import HYBRID, layer
 
 LAYOUT = ArtifactLayout(HYBRID, 64)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from hetero_connector.artifacts.record import SlotRef, Tier
 from hetero_connector.errors import ConfigError
 from hetero_connector.spec.state_types import StateType
+from hetero_connector.units import GIB
 
 SLOT_ALIGNMENT = 4096
 _FREE, _USED, _QUARANTINED, _RETIRED = range(4)
@@ -59,7 +60,7 @@ def dram_geometry(slot_bytes: Mapping[StateType, int], dram_bytes: int) -> SlotG
         raise ConfigError(
             "dram_gib",
             f"{dram_bytes} bytes do not hold one chunk; a chunk of this model needs {needed} "
-            f"bytes ({needed / 2**30:.3f} GiB): ask for more, or for a smaller chunk_tokens",
+            f"bytes ({needed / GIB:.3f} GiB): ask for more, or for a smaller chunk_tokens",
         )
     return geometry
 

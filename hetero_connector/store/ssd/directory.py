@@ -41,7 +41,6 @@ from hetero_connector.store.ssd.private_files import (
     others_can_replace,
 )
 from hetero_connector.store.ssd.space import (
-    GIB,
     JOURNAL_NAME,
     LOCK_NAME,
     OPENING_LOCK_NAME,
@@ -53,6 +52,7 @@ from hetero_connector.store.ssd.space import (
     room_beside_live,
 )
 from hetero_connector.transfer.base import BLOCK_BYTES, OpenFile
+from hetero_connector.units import GIB
 
 logger = logging.getLogger("vllm.heterocache")
 

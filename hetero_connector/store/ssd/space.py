@@ -19,6 +19,7 @@ from hetero_connector.store.ssd.directory_lock import (
     is_lock_file,
     is_locked,
 )
+from hetero_connector.units import size_text
 
 logger = logging.getLogger("vllm.heterocache")
 
@@ -27,7 +28,6 @@ LOCK_NAME = "lock"
 OPENING_LOCK_NAME = ".lock"
 """The lock of an ssd_dir itself, held while an engine opens a directory in it."""
 SLAB_SUFFIX = ".slab"
-GIB = 1 << 30
 _READERS_WAIT_S = 2.0
 """Peers that read what an engine left let go of it after an artifact, as one is starting now."""
 _FULL = 7 / 8
@@ -139,8 +139,8 @@ def room_beside_live(root: Path, own: Path, limit_bytes: int) -> int:
         users = ", ".join(holder(d.lock_path) for d in live)
         raise ConfigError(
             "ssd_gib",
-            f"{root} may hold {_size(limit_bytes)} and {_size(live_bytes)} of them are in use "
-            f"by {users}; give this engine another ssd_dir, or an ssd_gib for both together",
+            f"{root} may hold {size_text(limit_bytes)} and {size_text(live_bytes)} of them are in "
+            f"use by {users}; give this engine another ssd_dir, or an ssd_gib for both together",
         )
     return limit_bytes - live_bytes
 
@@ -180,8 +180,8 @@ def no_space(root: Path, asked_bytes: int) -> ConfigError:
     """The error for a filesystem that is too full."""
     return ConfigError(
         "ssd_gib",
-        f"asks for {_size(asked_bytes)} more in {root}, where {_size(free_bytes(root))} are "
-        "free; lower ssd_gib, free space, or choose another ssd_dir",
+        f"asks for {size_text(asked_bytes)} more in {root}, where {size_text(free_bytes(root))} "
+        "are free; lower ssd_gib, free space, or choose another ssd_dir",
     )
 
 
@@ -195,7 +195,7 @@ def _remove(victim: ModelDirectory) -> bool:
         logger.warning(
             "removing %s (%s, of a model not in use) to stay within ssd_gib",
             victim.path,
-            _size(victim.disk_bytes),
+            size_text(victim.disk_bytes),
         )
 
         # The journal first: interrupted, this leaves slabs that nothing refers to, and no rows
@@ -214,9 +214,3 @@ def _remove(victim: ModelDirectory) -> bool:
     finally:
         lock.release()
     return True
-
-
-def _size(num_bytes: int) -> str:
-    if num_bytes < GIB:
-        return f"{num_bytes / (1 << 20):.3g} MiB"
-    return f"{num_bytes / GIB:.3g} GiB"
