@@ -70,11 +70,11 @@ def measure(model: str, prefillers: int, mode: str, turns: int) -> dict[str, flo
             outcome = play(running, turns=turns, alone=False)
             time.sleep(_WRITTEN_S)
             written = written_bytes(running) - before
-    if problems := outcome.complaints():
+    if problems := outcome.problems():
         raise RuntimeError("; ".join(problems))
     return {
         "distinct_bytes": outcome.distinct_bytes,
-        "dram_bytes": outcome.held_bytes,
+        "dram_bytes": outcome.stored_bytes,
         "ssd_bytes": written,
         "bytes_moved": outcome.moved_bytes,
         "duplicate_factor": outcome.duplicate_factor,

@@ -1,1 +1,1 @@
-"""What runs without a download: small checkpoints, a served demo and its client."""
+"""Examples that need no download: small checkpoints, servers on a CPU, a demo, a fleet."""

@@ -1,9 +1,9 @@
 """`make demo`: an agent session that survives kill -9 of its server.
 
-For a dense, a sliding-window and a DeepSeek-V4-type model it starts the stock OpenAI
-server with HeteroConnector, plays a session over HTTP, kills the server, starts it again
-and plays the next turn, whose prefix comes back from SSD. It prints what each way to the
-first token costs, what was restored and stored, and how far the answers differ. It ends
+For a dense, a sliding-window and a DeepSeek-V4-type model it starts the stock OpenAI server with
+HeteroConnector, plays a session over HTTP, kills the server, starts it again and plays the next
+turn, whose prefix is restored from SSD. It prints the time to the first token by the source of the
+prefix, the tokens restored, the bytes stored, and the largest difference between answers. It ends
 with status 1 if nothing was restored, an answer differs, or restoring was not faster.
 """
 
@@ -21,7 +21,6 @@ from pathlib import Path
 from examples.agent_session import AgentSession
 from examples.checkpoints import write_checkpoint
 from examples.cpu_kernels import runnable
-from examples.demo_report import print_report
 from examples.serving import (
     Reply,
     Server,
@@ -30,6 +29,7 @@ from examples.serving import (
     stop_servers_on_sigterm,
 )
 from examples.stored_bytes import StoredBytes, measure_stored_bytes
+from examples.tables import table
 
 MODELS = ("dense", "gemma3", "deepseek_v4")
 CHUNK = 256
@@ -37,35 +37,41 @@ CHUNK = 256
 TASK_TOKENS = 20 * CHUNK
 REPLY_TOKENS = 8
 VOCABULARY = 512
-SPILL_WAIT_S, MOST_SPILL_WAIT_S = 2.0, 30.0
-"""What is sealed is written on to SSD within about a second, on a busy machine later: the kill
-comes when nothing has been written for so long."""
+QUIET_S, MAX_WAIT_S = 2.0, 30.0
+"""Sealed state is written to SSD within about a second, later on a busy machine. So the server is
+killed when its store has not changed for `QUIET_S`, or after `MAX_WAIT_S`."""
+_SOURCES = {
+    "cold": "computed cold",
+    "local": "the engine's own prefix hit",
+    "dram": "restored from DRAM",
+    "ssd": "restored from SSD after kill -9",
+}
 
 
 @dataclass
 class Outcome:
-    """What happened with one model."""
+    """The results of one model."""
 
     model: str
     prompt_tokens: int = 0
     replies: dict[str, list[Reply]] = field(default_factory=dict)
-    """Way to the first token -> replies to the same prompt."""
+    """Replies to the same prompt, by the source of its prefix."""
     restored: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Tier -> state type -> tokens restored by one request."""
+    """Tokens restored by one request, by tier and state type."""
     stored: StoredBytes | None = None
     failures: float = 0.0
 
-    def ttft_s(self, way: str) -> float:
-        """Median seconds to the first token."""
-        return statistics.median(reply.ttft_s for reply in self.replies[way])
+    def ttft_s(self, source: str) -> float:
+        """Return the median of the seconds to the first token."""
+        return statistics.median(reply.ttft_s for reply in self.replies[source])
 
-    def delta(self, way: str) -> float:
-        """Largest |difference| of a logprob from the engine's own prefix hit."""
+    def delta(self, source: str) -> float:
+        """Return the largest |difference| of a logprob from the engine's own prefix hit."""
         reference = self.replies["local"][0]
-        return max(logprob_distance(reference, reply) for reply in self.replies[way])
+        return max(logprob_distance(reference, reply) for reply in self.replies[source])
 
-    def complaints(self) -> list[str]:
-        """What a user should not accept; empty when all is well."""
+    def problems(self) -> list[str]:
+        """Return a line for each result that a user should not accept."""
         found = []
         tolerance = 0.0 if self.model == "deepseek_v4" else 1e-4
         for tier in ("dram", "ssd"):
@@ -84,33 +90,33 @@ class Outcome:
 
 
 def prepare(model: str, directory: Path) -> Server:
-    """The server of one model, with an empty store of its own. Not started."""
+    """Return the server of one model, not started, with an empty store of its own."""
     checkpoint = write_checkpoint(model, directory / "checkpoints")
     store = directory / "store" / model
     shutil.rmtree(store, ignore_errors=True)
     log = directory / f"{model}.log"
     log.unlink(missing_ok=True)
     extra = {"dram_gib": 0.5, "ssd_dir": str(store), "ssd_gib": 1, "chunk_tokens": CHUNK}
-    extra["checkpoints"] = "full"  # as the arithmetic counts that the bytes are held against
+    extra["checkpoints"] = "full"  # `stored_bytes` counts a checkpoint for each chunk
     engine_args = {"max_model_len": 8192, "max_logprobs": VOCABULARY}
     return Server(checkpoint, log, kv_transfer_config(extra), engine_args)
 
 
 def play(server: Server, following: Server | None) -> Outcome:
-    """The whole story with one model.
+    """Play the session on one model's server, with a kill before its last turn.
 
-    `following`, the next model's server, starts while this one restarts: starting is
-    most of the demo's time, and nothing is measured meanwhile.
+    `following`, the next model's server, starts while this one restarts: starting takes most of
+    the demo's time, and nothing is measured then.
     """
     model = server.model.name
     outcome = Outcome(model)
     session = AgentSession(server.model / "tokenizer.json", seed=len(model))
-    other = session.text(CHUNK + 50)
+    other = session.draw_text(CHUNK + 50)
     _say(model, "starting the server")
     server.start()
     _warm_up(server, other)
     _say(model, f"first prompt of {TASK_TOKENS:,} tokens, then the session's turns")
-    session.task(TASK_TOKENS)
+    session.add_text(TASK_TOKENS)
     outcome.stored = measure_stored_bytes(server, session.tokens, CHUNK)
     _turns(server, session)
     _measure_live(server, session, outcome)
@@ -129,41 +135,41 @@ def play(server: Server, following: Server | None) -> Outcome:
 
 
 def _warm_up(server: Server, prompt: list[int]) -> None:
-    """The first requests of a process pay for lazy initialisation: let it be this one."""
+    """Send the first requests of a process, which pay for lazy initialisation."""
     server.complete(prompt, REPLY_TOKENS, VOCABULARY)
     server.reset_prefix_cache()
     server.complete(prompt, REPLY_TOKENS, VOCABULARY)
-    time.sleep(0.5)  # the counters of these requests come in first
+    time.sleep(0.5)  # until the counters of these requests are published
 
 
 def _turns(server: Server, session: AgentSession) -> None:
-    """Reply and tool output, three times; the last output ends just after a boundary.
+    """Play three turns. The last tool output ends just after a boundary.
 
-    So the next turn's prompt resumes at the same boundary however its prefix comes back,
-    and answers are compared at the same number of cached tokens.
+    So the next prompt resumes at the same boundary from every source, and answers are compared
+    at the same number of cached tokens.
     """
     for num_tokens in (300, 420):
-        session.reply(server.complete(session.tokens, REPLY_TOKENS, 0).tokens)
-        session.tool_output(num_tokens)
-    session.reply(server.complete(session.tokens, REPLY_TOKENS, 0).tokens)
-    session.tool_output(-len(session.tokens) % CHUNK + 4)
-    session.reply(server.complete(session.tokens, REPLY_TOKENS, 0).tokens)
-    session.tool_output(12)
+        session.add_reply(server.complete(session.tokens, REPLY_TOKENS, 0).tokens)
+        session.add_text(num_tokens)
+    session.add_reply(server.complete(session.tokens, REPLY_TOKENS, 0).tokens)
+    session.add_text(-len(session.tokens) % CHUNK + 4)
+    session.add_reply(server.complete(session.tokens, REPLY_TOKENS, 0).tokens)
+    session.add_text(12)
 
 
 def _measure_live(server: Server, session: AgentSession, outcome: Outcome) -> None:
     prompt = session.tokens
     outcome.prompt_tokens = len(prompt)
-    ways = outcome.replies = {"cold": [], "local": [], "dram": []}
+    replies = outcome.replies = {"cold": [], "local": [], "dram": []}
     for repeat in range(3):
-        ways["local"].append(_ask(server, prompt))
+        replies["local"].append(_ask(server, prompt))
         server.reset_prefix_cache()
         before = _restored(server)
-        ways["dram"].append(_ask(server, prompt))
+        replies["dram"].append(_ask(server, prompt))
         if repeat == 0:
             outcome.restored["dram"] = _since(before, _restored(server, before), "dram")
-    for repeat in range(2):  # a salt makes the same tokens another conversation's
-        ways["cold"].append(_ask(server, prompt, cache_salt=f"another user {repeat}"))
+    for repeat in range(2):  # nothing is stored under a new salt
+        replies["cold"].append(_ask(server, prompt, cache_salt=f"another user {repeat}"))
     outcome.failures += _failures(server)
 
 
@@ -173,10 +179,9 @@ def _store_of(server: Server) -> Path:
 
 
 def _wait_until_written(store: Path) -> None:
-    """Until nothing in the directory has changed for a while."""
     began = changed = time.monotonic()
     last_ns = 0
-    while time.monotonic() < min(changed + SPILL_WAIT_S, began + MOST_SPILL_WAIT_S):
+    while time.monotonic() < min(changed + QUIET_S, began + MAX_WAIT_S):
         newest_ns = max((_changed_ns(path) for path in store.rglob("*")), default=0)
         if newest_ns != last_ns:
             last_ns, changed = newest_ns, time.monotonic()
@@ -186,7 +191,7 @@ def _wait_until_written(store: Path) -> None:
 def _changed_ns(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
-    except FileNotFoundError:  # SQLite's own come and go
+    except FileNotFoundError:  # SQLite creates and removes files of its own
         return 0
 
 
@@ -205,7 +210,10 @@ def _ask(server: Server, prompt: list[int], **request: str) -> Reply:
 def _restored(
     server: Server, unlike: dict[tuple[str, str], int] | None = None
 ) -> dict[tuple[str, str], int]:
-    """(tier, state type) -> tokens restored so far; waits a moment to differ from `unlike`."""
+    """Return the tokens restored so far by (tier, state type).
+
+    With `unlike` it waits up to 3 s for other values than those.
+    """
     deadline = time.monotonic() + (3.0 if unlike is not None else 0.0)
     while True:
         found = {
@@ -226,6 +234,41 @@ def _since(
 
 def _failures(server: Server) -> float:
     return sum(value for _, value in server.series("heterocache_failures_total"))
+
+
+def print_report(outcome: Outcome) -> None:
+    """Print the tables of one model."""
+    print(f"\n== {outcome.model}: next turn of {outcome.prompt_tokens:,} tokens ==")
+    print(f"\n{_time_table(outcome)}\n\n{_restored_table(outcome)}")
+    if outcome.stored is not None:
+        print(f"\n{outcome.stored.as_table()}")
+
+
+def _time_table(outcome: Outcome) -> str:
+    rows = []
+    for source, title in _SOURCES.items():
+        reply = outcome.replies[source][0]
+        speedup = outcome.ttft_s("cold") / outcome.ttft_s(source)
+        rows.append(
+            (
+                title,
+                f"{outcome.ttft_s(source) * 1e3:,.0f} ms",
+                f"{speedup:.1f} x",
+                f"{reply.cached_tokens or 0:,}",
+                f"{outcome.delta(source):.1e}",
+            )
+        )
+    header = ("prefix", "TTFT", "faster", "cached tokens", "max |delta logprob|")
+    return table(header, rows)
+
+
+def _restored_table(outcome: Outcome) -> str:
+    kinds = {kind for tokens in outcome.restored.values() for kind in tokens}
+    rows = [
+        (kind, *(f"{outcome.restored[tier].get(kind, 0):,}" for tier in ("dram", "ssd")))
+        for kind in sorted(kinds)
+    ]
+    return table(("tokens restored", "from DRAM", "from SSD"), rows)
 
 
 def _say(model: str, message: str) -> None:
@@ -250,11 +293,11 @@ def main() -> int:
             server.kill()
     for outcome in outcomes:
         print_report(outcome)
-    complaints = [problem for outcome in outcomes for problem in outcome.complaints()]
+    problems = [problem for outcome in outcomes for problem in outcome.problems()]
     print(f"\n{time.monotonic() - began:.0f} s; logs in {directory}")
-    for problem in complaints:
+    for problem in problems:
         print(f"FAILED  {problem}")
-    return 1 if complaints else 0
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ _START_TIMEOUT_S = 20.0
 _STOP_TIMEOUT_S = 5.0
 _POLL_S = 0.02
 _GUARD = 'read -r _; kill -9 "$1"; rm -rf "$2"'
-"""A shell that ends the server. Its input stays empty, so its read ends when the process that holds
-the other end, and those that it has forked, have ended."""
+"""A shell that kills the server. Nothing is written to its input, so its read returns when the
+process at the other end, and all that it forked, have ended."""
 
 
 def redis_server_binary() -> Path:
@@ -58,7 +58,7 @@ def redis_server_binary() -> Path:
 
 
 class EmbeddedRedis:
-    """One server process, used as a context manager. `start` after `kill` starts it empty.
+    """One server process, used as a context manager. After `kill`, `start` starts it empty.
 
     `options` are lines of a redis.conf, e.g. `"maxmemory 100mb"`; `arguments` are added to the
     command line (`"--sentinel"`). Port and password stay the same after a restart.
@@ -103,7 +103,7 @@ class EmbeddedRedis:
     def start(self) -> EmbeddedRedis:
         """Start it and wait until it answers. Raises DirectoryError with its log if it does not."""
         if self._process is not None:
-            raise DirectoryError(f"the Redis server {self._process.pid} runs already")
+            raise DirectoryError(f"the Redis server {self._process.pid} is already running")
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="heterocache-redis-"))
         config = self._folder / "redis.conf"
@@ -120,7 +120,7 @@ class EmbeddedRedis:
                 start_new_session=True,
             )
         try:
-            self._post_guard(self._process.pid)
+            self._start_guard(self._process.pid)
             self._wait_until_it_answers()
         except DirectoryError:
             self.stop()
@@ -181,14 +181,14 @@ class EmbeddedRedis:
     def _end(self, how: signal.Signals) -> None:
         process, self._process = self._running(), None
         process.send_signal(how)
-        self._dismiss_guard()  # before the server's pid may be another process'
+        self._stop_guard()  # before another process can get the server's pid
         try:
             process.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
-    def _post_guard(self, pid: int) -> None:
+    def _start_guard(self, pid: int) -> None:
         try:
             self._guard = subprocess.Popen(
                 ["/bin/sh", "-c", _GUARD, "guard", str(pid), str(self._folder)],
@@ -198,9 +198,9 @@ class EmbeddedRedis:
                 start_new_session=True,
             )
         except OSError as error:
-            raise DirectoryError(f"the Redis server cannot get a guard: {error}") from error
+            raise DirectoryError(f"the Redis server's guard does not start: {error}") from error
 
-    def _dismiss_guard(self) -> None:
+    def _stop_guard(self) -> None:
         guard, self._guard = self._guard, None
         if guard is not None:
             guard.kill()
@@ -211,7 +211,7 @@ class EmbeddedRedis:
         while not self._answers():
             if self._running().poll() is not None:
                 self._process = None
-                self._dismiss_guard()
+                self._stop_guard()
                 raise DirectoryError(f"{self._binary} ended at start:\n{self.log[-2000:]}")
             if time.monotonic() > deadline:
                 self.kill()
@@ -222,7 +222,7 @@ class EmbeddedRedis:
             time.sleep(_POLL_S)
 
     def _answers(self) -> bool:
-        """Return True if it answers, also if only to ask for the password."""
+        """Return True if it answers, even if it only asks for the password."""
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as connection:
                 connection.sendall(b"PING\r\n")

@@ -64,7 +64,7 @@ def use_engine_environment() -> None:
 
 
 def kv_transfer_config(extra: Mapping[str, Any] | None = None, **overrides: Any) -> dict[str, Any]:
-    """The `--kv-transfer-config` that selects HeteroConnector, with its extra config."""
+    """Return the `--kv-transfer-config` that selects HeteroConnector, with its extra config."""
     return {
         "kv_connector": "HeteroConnector",
         "kv_role": "kv_both",
@@ -74,10 +74,10 @@ def kv_transfer_config(extra: Mapping[str, Any] | None = None, **overrides: Any)
 
 
 def engine_arguments(model: str) -> dict[str, Any]:
-    """Engine arguments a checkpoint of `examples.checkpoints` is served with.
+    """Return the engine arguments for a checkpoint of `examples.checkpoints`.
 
-    Small blocks keep windows tight. With the default retention interval of 0 the engine
-    keeps no sliding-window checkpoints inside a prompt, and would hit nothing there.
+    Blocks are as small as possible. With the default retention interval of 0 the engine's own
+    prefix cache keeps no windows inside a prompt, so it would hit nothing there.
     """
     arguments: dict[str, Any] = {
         "enforce_eager": True,
@@ -92,7 +92,7 @@ def engine_arguments(model: str) -> dict[str, Any]:
     if kind in ("deepseek_v4", "qwen3_next") or model.endswith("-bf16"):
         arguments["dtype"] = "bfloat16"
     if kind == "qwen3_next":
-        # By default it depends on the CPU, and with it how many tokens are a block.
+        # The default depends on the CPU, and the tokens of a block depend on it.
         arguments["mamba_ssm_cache_dtype"] = "float32"
     if kind in ("dense", "gemma3", "gptoss", "llama4", "blip2"):
         arguments["block_size"] = 32  # the smallest the CPU attention kernel takes
@@ -111,13 +111,14 @@ class Reply:
     ttft_s: float
     """Seconds from sending the request to the first streamed token."""
     cached_tokens: int | None
-    """Prompt tokens the server did not compute, local and external; None if not told."""
+    """Prompt tokens that were not computed, local and external; None if it is not reported."""
 
 
 def logprob_distance(one: Reply, other: Reply) -> float:
-    """Largest |difference| of a logprob, over the steps both had the same context.
+    """Return the largest |difference| of a logprob over the steps with the same context.
 
-    Of tokens that both report: all of them if `num_logprobs` was the vocabulary's size.
+    Only tokens that both replies report are compared: the whole vocabulary if `num_logprobs` was
+    its size.
     """
     worst = 0.0
     for step, (a, b) in enumerate(zip(one.top_logprobs, other.top_logprobs, strict=True)):
@@ -129,10 +130,10 @@ def logprob_distance(one: Reply, other: Reply) -> float:
 
 @dataclass
 class Server:
-    """The stock server of `model` (a checkpoint directory). Use it as a context manager.
+    """The stock server of `model`, a checkpoint directory. Use it as a context manager.
 
-    `kv_transfer` is the connector's configuration; None serves without one.
-    `log_path` receives the server's output.
+    `kv_transfer`: the connector's configuration; None for a server without a connector.
+    `log_path` gets the server's output.
     """
 
     model: Path
@@ -145,11 +146,10 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Base address."""
         return f"http://127.0.0.1:{self.port}"
 
     def launch(self) -> None:
-        """Start the process and return at once; `start` then waits for it."""
+        """Start the process without waiting for it."""
         self.port = self.port or _free_port()
         environment = engine_environment() | {"VLLM_SERVER_DEV_MODE": "1"}
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
@@ -163,9 +163,9 @@ class Server:
             )
 
     def start(self, timeout_s: float = _START_TIMEOUT_S) -> Server:
-        """Wait for /health, launching first if need be.
+        """Wait for /health; launch the server first if it was not launched.
 
-        Raises `RuntimeError` with the end of the log when it does not come up.
+        Raises RuntimeError with the end of the log if the server does not start.
         """
         if self._process is None:
             self.launch()
@@ -180,12 +180,11 @@ class Server:
         return self
 
     def command(self) -> list[str]:
-        """The command line."""
         arguments = engine_arguments(self.model.name) | dict(self.engine_args)
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(self.model), "--served-model-name", self.model.name]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
-        # How many cached tokens a reply reports decides which replies may be compared.
+        # Replies are compared only if they report equally many cached tokens.
         command += ["--enable-prompt-tokens-details"]
         for name, value in arguments.items():
             flag = f"--{name.replace('_', '-')}"
@@ -200,7 +199,7 @@ class Server:
     def complete(
         self, prompt: Sequence[int], max_tokens: int = 16, num_logprobs: int = 20, **request: Any
     ) -> Reply:
-        """Greedy completion of a prompt of token ids, streamed from /v1/completions."""
+        """Complete a prompt of token ids greedily, streamed from /v1/completions."""
         body = {
             "model": self.model.name,
             "prompt": list(prompt),
@@ -233,18 +232,18 @@ class Server:
         return Reply(tokens, top_logprobs, ttft_s, cached_tokens)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """What the server answers to a JSON object."""
+        """Send a JSON object and return the answer."""
         with self._send(path, json.dumps(body).encode()) as response:
             return json.load(response)
 
     def metrics(self) -> dict[str, float]:
-        """/metrics: `name{labels}` as printed -> value."""
+        """Return the values of /metrics by `name{labels}` as printed."""
         lines = self._get("/metrics").splitlines()
         pairs = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in pairs}
 
     def series(self, name: str) -> list[tuple[dict[str, str], float]]:
-        """The time series of one metric: its labels and value each."""
+        """Return the labels and the value of each time series of a metric."""
         return [
             (dict(_LABEL.findall(key)), value)
             for key, value in self.metrics().items()
@@ -252,15 +251,15 @@ class Server:
         ]
 
     def reset_prefix_cache(self) -> None:
-        """Empty the engine's own prefix cache; the connector's store stays."""
+        """Empty the engine's own prefix cache, not the connector's store."""
         self._send("/reset_prefix_cache", b"").read()
 
     def kill(self) -> None:
-        """kill -9 of the whole process group. Idempotent."""
+        """Kill the whole process group with SIGKILL. Idempotent."""
         self._signal(signal.SIGKILL)
 
     def stop(self, timeout_s: float = 30.0) -> int:
-        """SIGTERM, and wait for a clean end; kill -9 when that takes too long."""
+        """Send SIGTERM, wait, kill what is left after `timeout_s`; return the exit status."""
         process = self._process
         if process is None:
             return 0
@@ -273,7 +272,7 @@ class Server:
         return -signal.SIGKILL if code is None else code
 
     def log_tail(self) -> str:
-        """The end of what the server printed."""
+        """Return the end of the server's output."""
         return self.log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
 
     def __enter__(self) -> Server:
@@ -326,9 +325,9 @@ class Server:
 
 
 def stop_servers_on_sigterm() -> None:
-    """Let SIGTERM end this process as Ctrl-C does, so that what it started is stopped.
+    """Let SIGTERM end this process as Ctrl-C does, so that its servers are stopped.
 
-    Servers are in sessions of their own: nobody else would tell them.
+    Servers run in sessions of their own, so they do not get the signal themselves.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:

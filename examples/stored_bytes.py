@@ -1,4 +1,4 @@
-"""What the store holds per token, measured on a server, beside the model's arithmetic."""
+"""Compares the bytes stored per token, measured on a server, with the model's arithmetic."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from examples.serving import Server, engine_arguments
+from examples.tables import table
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.spec.from_config import model_spec_from_config
@@ -22,9 +23,9 @@ class StateBytes:
     stored: float
     """Measured: `heterocache_saved_bytes_total`."""
     useful: int
-    """By arithmetic, from config.json alone."""
+    """Computed from config.json alone."""
     padded: int
-    """The same pages at the engine's padded page stride."""
+    """Computed for the same pages at the engine's padded page stride."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,34 @@ class StoredBytes:
     chunk_tokens: int
     states: tuple[StateBytes, ...]
     engine_bytes_per_token: float
-    """What the engine's own KV blocks take: cache size / tokens it can hold."""
+    """Bytes of the engine's own KV cache over the tokens that it can hold."""
+
+    def as_table(self) -> str:
+        """Return the bytes per token, measured and computed."""
+
+        def per_token(size: float) -> str:
+            return f"{size / self.num_tokens:,.1f}"
+
+        columns = ("stored", "useful", "padded")
+        rows = [
+            (state.state_type, *(per_token(getattr(state, column)) for column in columns))
+            for state in self.states
+        ]
+        totals = (sum(getattr(state, column) for state in self.states) for column in columns)
+        rows.append(("all", *map(per_token, totals)))
+        header = ("bytes stored per token", "measured", "useful, computed", "with padding")
+        return (
+            f"{table(header, rows)}\n"
+            f"(a checkpoint every {self.chunk_tokens} tokens included; "
+            f"the engine's own blocks take {self.engine_bytes_per_token:,.0f} B/token)"
+        )
 
 
 def measure_stored_bytes(server: Server, prompt: Sequence[int], chunk_tokens: int) -> StoredBytes:
-    """Serve `prompt`, a multiple of `chunk_tokens` long and new to the store, and weigh it."""
+    """Serve `prompt` and compare what is stored for it.
+
+    It must be a multiple of `chunk_tokens` long, and nothing of it may be stored yet.
+    """
     spec = _model_spec(server.model)
     layout = ArtifactLayout(spec, chunk_tokens)
     before = _saved(server)
@@ -63,7 +87,7 @@ def _model_spec(checkpoint: Path) -> ModelSpec:
 
 
 def _arithmetic(layout: ArtifactLayout, kind: StateType, num_tokens: int) -> tuple[int, int]:
-    """(useful, padded) bytes of every artifact of this type over the prompt's chunks."""
+    """Return the (useful, padded) bytes of this type's artifacts over the prompt's chunks."""
     useful = padded = 0
     for start in range(0, num_tokens, layout.chunk_tokens):
         end = start + layout.chunk_tokens
@@ -81,7 +105,7 @@ def _saved(server: Server) -> dict[str, float]:
 
 
 def _settled(server: Server, timeout_s: float = 5.0) -> dict[str, float]:
-    """The counters once two readings agree: the last saves are reported a step later."""
+    """Wait until two readings agree: the last saves are reported a step later."""
     deadline = time.monotonic() + timeout_s
     last: dict[str, float] = {}
     now = _saved(server)

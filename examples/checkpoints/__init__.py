@@ -1,12 +1,12 @@
 """Small checkpoints with random but well-scaled weights, one per attention type.
 
-`load_format=dummy` weights give nearly constant logits, so a test on them proves
-nothing. These outputs depend on far context: flipping an early prompt token moves the
-last logprobs (`tests/engine/test_power.py` measures it). Everything is seeded.
+`load_format=dummy` weights give nearly constant logits, so a test on them proves nothing. The
+outputs of these depend on distant tokens: another early token in the prompt changes the last
+logprobs (`tests/engine/test_power.py` measures it). All weights are seeded.
 
-`recipes` holds the models that `transformers` can build, `deepseek_v4` the one it is
-not asked to, `blip2` the one that sees images, `tokenizer` the byte-level tokenizer they
-share. To add a model, add a recipe.
+`recipes` has the models that `transformers` builds, `deepseek_v4` one that is written tensor by
+tensor, `blip2` one that takes images, `tokenizer` their common byte-level tokenizer. To add a
+model, add a recipe.
 """
 
 from __future__ import annotations
@@ -37,16 +37,15 @@ _WRITERS: dict[str, Callable[[Path], None]] = {
 }
 
 NAMES = tuple(sorted(_WRITERS))
-"""Every checkpoint this package can write."""
+"""The names of all checkpoints."""
 
 
 def write_checkpoint(name: str, root: Path | str) -> Path:
-    """Write checkpoint `name` to `root/name` unless it is there; return the directory.
+    """Write checkpoint `name` to `root/name` unless it exists; return the directory.
 
-    It is written aside and renamed, so a directory of that name is always complete and
-    two processes may ask for the same one at the same time.
-
-    Raises `KeyError`, naming the ones there are, for a name that is unknown.
+    It is written to a temporary directory and renamed, so a directory of that name is always
+    complete, and two processes may ask for the same one at the same time. Raises KeyError for an
+    unknown name.
     """
     if name not in _WRITERS:
         raise KeyError(f"no checkpoint {name!r}; there are {', '.join(NAMES)}")

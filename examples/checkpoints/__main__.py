@@ -9,7 +9,6 @@ from examples.checkpoints import NAMES, write_checkpoint
 
 
 def main() -> None:
-    """Parse the command line and write what it asks for."""
     parser = argparse.ArgumentParser(prog="python -m examples.checkpoints", description=__doc__)
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("names", nargs="*", metavar="name", help=f"any of {', '.join(NAMES)}")

@@ -1,4 +1,4 @@
-"""A small BLIP-2: vision layers and a Q-Former before the dense model, 32 tokens an image."""
+"""A small BLIP-2: vision layers and a Q-Former before the dense model, 32 tokens per image."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""A DeepSeek-V4-type checkpoint in the released tensor naming, about 46 MiB of bf16.
+"""A DeepSeek-V4-type checkpoint with the released names of tensors, about 46 MiB of bf16.
 
-Five layers: sliding window only, HCA (m' = 128), CSA (m = 4), HCA, CSA, so that every
-state type of the model is there: CSA main and index entries, HCA entries, windows and
-the compressors' tail states. Sizes are the smallest that vLLM's CPU kernels take:
-experts in {64, 128, 256, 384}, experts per token in {6, 8}, index_topk 512,
-head_dim 512 (448 without RoPE, 64 with), index_head_dim 128.
+Five layers: sliding window only, HCA (m' = 128), CSA (m = 4), HCA, CSA. So it has every state type
+of the model: CSA main and index entries, HCA entries, windows and the compressors' tail states.
+Sizes are the smallest that vLLM's CPU kernels accept: experts in {64, 128, 256, 384}, experts per
+token in {6, 8}, index_topk 512, head_dim 512 (448 without RoPE, 64 with), index_head_dim 128.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def write_deepseek_v4(directory: Path) -> None:
     weights = _Weights(seed=1234)
     weights.normal("embed.weight", CONFIG["vocab_size"], _HIDDEN, std=1.0)
     head = weights.normal("head.weight", CONFIG["vocab_size"], _HIDDEN, std=3 / _HIDDEN**0.5)
-    head[NUM_TOKENS:] = 0.0  # ids the tokenizer does not know stay below the best ones
+    head[NUM_TOKENS:] = 0.0  # ids without a token never have the highest logits
     weights.normal("norm.weight", _HIDDEN, std=0.1, mean=1.0)
     streams = CONFIG["hc_mult"]
     weights.normal("hc_head_fn", streams, streams * _HIDDEN, dtype=torch.float32)
@@ -93,7 +92,7 @@ def write_deepseek_v4(directory: Path) -> None:
 
 
 class _Weights:
-    """Named tensors drawn from one seeded generator, in the order they are asked for."""
+    """Named tensors, drawn from one seeded generator in the order of the calls."""
 
     def __init__(self, seed: int) -> None:
         self.rng = torch.Generator().manual_seed(seed)

@@ -1,8 +1,8 @@
 """Checkpoints built by `transformers`: dense, SWA hybrids, a GDN hybrid and MLA.
 
-Weights are normal with a standard deviation of `gain / sqrt(fan_in)`. Gains are raised
-where a random model would otherwise forget: attention logits must be sharp enough that
-single far tokens matter, and what full attention brings must not drown in the rest.
+Weights are normal with a standard deviation of `gain / sqrt(fan_in)`. Some gains are above 1, so
+that outputs depend on distant tokens: attention must be sharp enough for a single token to matter,
+and the output of full attention must not be small against the other layers'.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Recipe:
     model_type: str
     config: dict[str, Any]
     gains: dict[str, float] = field(default_factory=dict)
-    """Regular expression over parameter names -> factor; all that match multiply."""
+    """Factors by regular expression over parameter names; all that match are multiplied."""
     layer_gains: dict[str, float] = field(default_factory=dict)
-    """The same, only in full-attention layers of a hybrid model."""
+    """The same for full-attention layers of a hybrid model only."""
     dtype: torch.dtype = torch.float32
 
 
@@ -79,7 +79,7 @@ _GEMMA3 = Recipe(
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": 32,
     },
-    # Norms around attention undo any gain of v and o; those norms are what counts.
+    # Norms around attention cancel gains of v and o, so the norms themselves get the gain.
     layer_gains={r"post_attention_layernorm": 5.0, r"q_norm": 2.0},
 )
 
@@ -95,7 +95,7 @@ _GPTOSS = Recipe(
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "rope_parameters": {
-            "rope_type": "yarn",  # the only kind vLLM's model knows
+            "rope_type": "yarn",  # the only type that vLLM's model supports
             "rope_theta": 150000.0,
             "factor": 4.0,
             "original_max_position_embeddings": 4096,
@@ -109,7 +109,7 @@ _GPTOSS = Recipe(
 )
 
 _QWEN3_NEXT = Recipe(
-    # The CPU kernels want linear key and value head dims of 128 and a head_dim of 64.
+    # The CPU kernels need linear key and value head dims of 128 and a head_dim of 64.
     "qwen3_next",
     _BASE
     | {
@@ -127,7 +127,7 @@ _QWEN3_NEXT = Recipe(
     },
     gains=_SHARP,
     layer_gains={r"[vo]_proj|q_norm": 2.0},
-    dtype=torch.bfloat16,  # the CPU's GDN kernels take nothing else
+    dtype=torch.bfloat16,  # the only type of the CPU's GDN kernels
 )
 
 _LLAMA4 = Recipe(
@@ -149,8 +149,8 @@ _LLAMA4 = Recipe(
 )
 
 _DENSE_WIDE = Recipe(
-    # 4 layers x K and V x 16 heads x 64 elements x 4 bytes = 32,768 B/token from little compute:
-    # bytes per second of prefill nearer to an accelerator's than the other models' on a CPU.
+    # 4 layers x K and V x 16 heads x 64 elements x 4 bytes = 32,768 B/token with little compute: a
+    # prefill makes nearly as many bytes per second as on an accelerator.
     "llama",
     _BASE
     | {
@@ -215,7 +215,7 @@ def save_random(model: Any, recipe: Recipe, directory: Path) -> None:
     model.float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Seeded by the name: one tensor's shape does not move the others' values.
+            # Seeded by the name, so that one tensor's shape does not change the others' values.
             rng = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             noise = torch.randn(parameter.shape, generator=rng)
             parameter.copy_(_value(recipe, name, noise, parameter))
@@ -228,7 +228,7 @@ def _value(recipe: Recipe, name: str, noise: torch.Tensor, initial: torch.Tensor
     if "embed_tokens" in name:
         return noise
     if "lm_head" in name:
-        noise[NUM_TOKENS:] = 0.0  # ids no tokenizer knows stay below the best ones
+        noise[NUM_TOKENS:] = 0.0  # ids without a token never have the highest logits
         scale: float = 2.0 / noise.shape[1] ** 0.5
         return noise * scale
     if "norm" in name:
@@ -238,7 +238,7 @@ def _value(recipe: Recipe, name: str, noise: torch.Tensor, initial: torch.Tensor
     if "sinks" in name:
         return noise
     if "A_log" in name:
-        return noise - 3.0  # decay exp(-exp(A_log) * softplus(dt)): forget over hundreds of tokens
+        return noise - 3.0  # decay exp(-exp(A_log) * softplus(dt)) over hundreds of tokens
     if "dt_bias" in name:
         return 0.05 * noise - 4.0
     if initial.dim() == 1 or "bias" in name:

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer: token i is a byte, 256 ends the text. Nothing to download."""
+"""A byte-level tokenizer without a download: tokens 0 to 255 are bytes, 256 ends the text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 EOS_TOKEN_ID = 256
 NUM_TOKENS = 257
-"""Byte tokens and the end of text. Model vocabularies are padded beyond it."""
+"""Byte tokens and the end of text. Models have larger, padded vocabularies."""
 
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"

@@ -1,1 +1,1 @@
-"""Prefill and decode on different stock servers: a proxy, and a script that runs the whole."""
+"""Prefill and decode on different stock servers: a proxy, and a script that runs a fleet."""

@@ -1,4 +1,4 @@
-"""A fleet on this machine: embedded Redis, stock servers that share one cache, the proxy."""
+"""A fleet on this machine: embedded Redis, stock servers that share one cache, and the proxy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class ProxyServer(Server):
     decoders: Sequence[Server] = ()
 
     def command(self) -> list[str]:
-        """The command line."""
         command = [sys.executable, "-m", "examples.disaggregated_prefill.proxy"]
         command += ["--prefill", *(server.url for server in self.prefillers)]
         command += ["--decode", *(server.url for server in self.decoders)]
@@ -38,17 +37,17 @@ class ProxyServer(Server):
 
 @dataclass(frozen=True)
 class Fleet:
-    """Everything that runs."""
+    """The processes of a running fleet."""
 
     redis: EmbeddedRedis
     prefillers: list[Server]
     decoder: Server
     proxy: Server
-    """A client of it is a client of the fleet."""
+    """The client of the fleet sends its requests here."""
 
     @property
     def servers(self) -> list[Server]:
-        """All that hold state."""
+        """The servers that store state."""
         return [*self.prefillers, self.decoder]
 
 
@@ -62,11 +61,10 @@ def fleet_of(
     connector: Mapping[str, Any] | None = None,
     engine_args: Mapping[str, Any] | None = None,
 ) -> Iterator[Fleet]:
-    """Start it all, and stop it all whatever happens.
+    """Start a fleet, and stop all of it at the end or at an error.
 
-    `extra`: more of the connector's own config; with `ssd_gib` each server gets a new
-    directory in `logs`. `connector`: more of `--kv-transfer-config`. `engine_args`:
-    more of vLLM's.
+    `extra`: more configuration of the connector; with `ssd_gib` each server gets a new directory
+    in `logs`. `connector`: more of `--kv-transfer-config`. `engine_args`: more arguments of vLLM.
     """
     checkpoint = write_checkpoint(model, checkpoints)
     logs.mkdir(parents=True, exist_ok=True)
@@ -76,9 +74,9 @@ def fleet_of(
             "directory": redis.url,
             "dram_gib": 0.25,
             "chunk_tokens": CHUNK,
-            # So small a model is computed faster than read; the example is about reading.
+            # Computing so small a model is faster than reading its state.
             "planner": "always_load",
-            "load_deadline_s": 100,  # of which 1 s for a lookup: the machine may be busy
+            "load_deadline_s": 100,  # a lookup gets 1 s of it: the machine may be busy
             **(extra or {}),
         }
         names = [*(f"prefill-{i}" for i in range(prefillers)), "decode"]
@@ -96,7 +94,7 @@ def fleet_of(
             server.launch()
         for server in servers:
             server.start()
-            _until_joined(server)
+            _wait_until_joined(server)
         *before, decoder = servers
         proxy = ProxyServer(
             checkpoint,
@@ -109,7 +107,7 @@ def fleet_of(
 
 
 def _own(name: str, logs: Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What servers do not share."""
+    """Return the configuration that differs between servers."""
     own: dict[str, Any] = {"worker_name": name}
     if "ssd_gib" in given:
         own["ssd_dir"] = tempfile.mkdtemp(prefix=f"{name}-", dir=logs)
@@ -117,15 +115,15 @@ def _own(name: str, logs: Path, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value(server: Server, name: str, **labels: str) -> float:
-    """Sum of one of our metric's series with these labels, as of now."""
-    server.complete([1, 2, 3], max_tokens=1)  # metrics come out with a step of the engine
+    """Return the sum of a connector metric's series with these labels, as of now."""
+    server.complete([1, 2, 3], max_tokens=1)  # an engine publishes metrics with a step
     found = [*server.series(f"heterocache_{name}"), *server.series(f"heterocache_{name}_total")]
     return sum(n for have, n in found if labels.items() <= have.items())
 
 
-def _until_joined(server: Server) -> None:
+def _wait_until_joined(server: Server) -> None:
     deadline = time.monotonic() + _JOIN_TIMEOUT_S
     while value(server, "directory_joined") != 1:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"it has not joined the fleet:\n{server.log_tail()}")
+            raise RuntimeError(f"the server has not joined the fleet:\n{server.log_tail()}")
         time.sleep(0.1)

@@ -1,9 +1,9 @@
-"""An OpenAI-compatible proxy before stock servers of one fleet: some prefill, some decode.
+"""An OpenAI-compatible proxy for a fleet of stock servers that prefill or decode.
 
-A prefill is the same request with one token to answer and `do_remote_decode`. What it computed the
-decoder reads from its DRAM: `do_remote_prefill` tells the decoder to look for it, and the
-prefiller's answer where to resume. Nothing else is handed off, so a prefill that fails costs
-time only: the decoder then computes the prompt itself.
+A prefill is the same request with one output token and `do_remote_decode`. The decoder reads the
+state from the prefiller's DRAM: `do_remote_prefill` asks it to look there, and the prefiller's
+answer names the token to resume at. Nothing else is handed off, so a failed prefill costs only
+time: the decoder computes the prompt itself.
 
     python -m examples.disaggregated_prefill.proxy --prefill URL ... --decode URL ...
 """
@@ -25,9 +25,9 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
 
 CONNECT_S = 5.0
 PREFILL_S = 120.0
-AWAY_S = 5.0
-"""How long a prefiller that could not be reached, or hangs, is not asked again."""
-_OF_THE_ANSWER = {
+RETRY_AFTER_S = 5.0
+"""The pause before a prefiller that could not be reached, or did not answer, is asked again."""
+_ANSWER_FIELDS = {
     "best_of",
     "echo",
     "kv_transfer_params",
@@ -40,10 +40,10 @@ _OF_THE_ANSWER = {
     "top_logprobs",
     "use_beam_search",
 }
-"""What a request wants of its answer; a prefill has none."""
-_OF_THE_PREFILLER = "remote_prefill_cached_tokens"
-"""vLLM would count the prefiller's prefix hits as the decoder's."""
-_OF_THE_CONNECTION = {
+"""Fields of a request that a prefill does not need, because its answer is not used."""
+_PREFILLER_HITS = "remote_prefill_cached_tokens"
+"""Not passed on: vLLM would count the prefiller's prefix hits as the decoder's."""
+_CONNECTION_HEADERS = {
     "connection",
     "content-length",
     "expect",
@@ -56,21 +56,21 @@ logger = logging.getLogger("proxy")
 
 
 class Proxy:
-    """Prefills where the least is to do; a session (`session_id`) stays on one decoder."""
+    """Prefills on the server with the fewest requests; keeps a session on one decoder."""
 
     def __init__(
         self, prefillers: Sequence[str], decoders: Sequence[str], prefill_s: float = PREFILL_S
     ) -> None:
-        """Base addresses, `http://host:port`. `prefill_s`: a prefill is given up after that."""
+        """`prefillers`, `decoders`: base addresses, `http://host:port`. `prefill_s`: timeout."""
         self._prefillers, self._decoders = list(prefillers), list(decoders)
         self._prefill_timeout = ClientTimeout(total=prefill_s, sock_connect=CONNECT_S)
         self._outstanding: Counter[str] = Counter()
-        self._away_until_s: defaultdict[str, float] = defaultdict(float)
+        self._skip_until_s: defaultdict[str, float] = defaultdict(float)
         self._client: ClientSession
 
     def app(self) -> web.Application:
-        """The proxy as an application; run it with `handler_cancellation`."""
-        app = web.Application(client_max_size=0)  # prompts of any length: the servers judge them
+        """Return the web application. Run it with `handler_cancellation`."""
+        app = web.Application(client_max_size=0)  # no limit: the servers limit prompts
         app.cleanup_ctx.append(self._connect)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
@@ -113,18 +113,18 @@ class Proxy:
     async def _prefill(
         self, request: web.Request, body: Mapping[str, Any]
     ) -> Mapping[str, Any] | None:
-        """The answer of the prefiller that computed the prompt; None if there is none."""
-        short = {name: value for name, value in body.items() if name not in _OF_THE_ANSWER}
+        """Return the `kv_transfer_params` of a prefiller's answer; None if no prefill succeeded."""
+        short = {name: value for name, value in body.items() if name not in _ANSWER_FIELDS}
         short |= {"max_tokens": 1, "stream": False}
         short["kv_transfer_params"] = {"do_remote_decode": True}
-        headers = _passed_on(request.headers)
+        headers = _forwarded(request.headers)
         for server in sorted(self._prefillers, key=self._outstanding.__getitem__):
-            if time.monotonic() < self._away_until_s[server]:
+            if time.monotonic() < self._skip_until_s[server]:
                 continue
             self._prefillers.remove(server)
-            self._prefillers.append(server)  # of two with as little to do the other is next
+            self._prefillers.append(server)  # equally busy servers take turns
             try:
-                with self._one_more(server):
+                with self._counted(server):
                     post = self._client.post(
                         server + request.path,
                         data=_encoded(short),
@@ -134,8 +134,8 @@ class Proxy:
                     async with post as answer:
                         content = await answer.read()
             except (ClientError, TimeoutError) as error:
-                logger.warning("the prefiller %s is away: %r", server, error)
-                self._away_until_s[server] = time.monotonic() + AWAY_S
+                logger.warning("the prefiller %s cannot be reached: %r", server, error)
+                self._skip_until_s[server] = time.monotonic() + RETRY_AFTER_S
                 if isinstance(error, ClientError):
                     continue
                 return None  # the request has waited for long enough
@@ -148,32 +148,32 @@ class Proxy:
     async def _relay(
         self, request: web.Request, server: str, body: Mapping[str, Any] | None
     ) -> web.StreamResponse:
-        """What the decoder answers, as it comes."""
+        """Stream the decoder's answer to the client."""
         response: web.StreamResponse | None = None
-        headers = _passed_on(request.headers)
+        headers = _forwarded(request.headers)
         url = server + request.path
         try:
-            with self._one_more(server):
+            with self._counted(server):
                 async with self._client.request(
                     request.method, url, data=_encoded(body), headers=headers
                 ) as answer:
                     response = web.StreamResponse(
-                        status=answer.status, headers=_passed_on(answer.headers)
+                        status=answer.status, headers=_forwarded(answer.headers)
                     )
                     await response.prepare(request)
                     async for piece in answer.content.iter_any():
                         await response.write(piece)
         except (ClientError, TimeoutError) as error:
             if response is None:
-                return _error(502, f"the decoder {server} is away: {error!r}")
+                return _error(502, f"the decoder {server} cannot be reached: {error!r}")
             if request.transport is None:
                 return response  # the client has left
-            logger.warning("the decoder %s left in the middle of an answer: %r", server, error)
-            request.transport.close()  # without an end: half an answer is not an answer
+            logger.warning("the decoder %s ended in the middle of an answer: %r", server, error)
+            request.transport.close()  # no end of the stream: the client must see the failure
         return response
 
     @contextmanager
-    def _one_more(self, server: str) -> Iterator[None]:
+    def _counted(self, server: str) -> Iterator[None]:
         self._outstanding[server] += 1
         try:
             yield
@@ -186,7 +186,6 @@ def _encoded(body: Mapping[str, Any] | None) -> io.BytesIO | None:
 
 
 def _handoff_of(content: bytes) -> Mapping[str, Any]:
-    """The `kv_transfer_params` of a prefiller's answer."""
     try:
         params = json.loads(content).get("kv_transfer_params")
     except (ValueError, AttributeError) as error:
@@ -194,11 +193,11 @@ def _handoff_of(content: bytes) -> Mapping[str, Any]:
         return {}
     if not isinstance(params, dict):
         return {}
-    return {name: value for name, value in params.items() if name != _OF_THE_PREFILLER}
+    return {name: value for name, value in params.items() if name != _PREFILLER_HITS}
 
 
-def _passed_on(headers: Mapping[str, str]) -> dict[str, str]:
-    return {k: v for k, v in headers.items() if k.lower() not in _OF_THE_CONNECTION}
+def _forwarded(headers: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in headers.items() if k.lower() not in _CONNECTION_HEADERS}
 
 
 def _error(status: int, message: str) -> web.Response:
@@ -208,7 +207,6 @@ def _error(status: int, message: str) -> web.Response:
 
 
 def main() -> None:
-    """Serve until stopped."""
     parser = argparse.ArgumentParser(prog="python -m examples.disaggregated_prefill.proxy")
     parser.add_argument("--prefill", nargs="*", default=[], metavar="URL", help="none: no prefill")
     parser.add_argument("--decode", nargs="+", required=True, metavar="URL")

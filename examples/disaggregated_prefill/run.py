@@ -1,10 +1,10 @@
-"""`python -m examples.disaggregated_prefill.run`: prefill and decode apart, on this machine.
+"""`python -m examples.disaggregated_prefill.run`: separate prefill and decode on this machine.
 
-For each model it starts an embedded Redis, stock servers that prefill, one that decodes, and
-the proxy; plays a session through the proxy; and prints what the decoder restored from its
-peers, what was moved, how often the fleet holds the same bytes, the times to first token, and
-how far the answers are from those of a single server's own prefix hit. It ends with status 1 if
-nothing was restored or an answer differs. No Docker, no root, no GPU.
+For each model it starts an embedded Redis, stock servers that prefill, one that decodes, and the
+proxy. It plays a session through the proxy and prints the tokens that the decoder restored from
+its peers, the bytes moved, the copies per artifact, the times to the first token, and the largest
+difference between the answers and those of a single server's own prefix hit. It ends with status 1
+if nothing was restored or an answer differs. It needs no Docker, no root and no GPU.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import sys
 from pathlib import Path
 
 from examples.cpu_kernels import runnable
-from examples.demo_report import print_table
 from examples.disaggregated_prefill.fleet import fleet_of
 from examples.disaggregated_prefill.session import Outcome, play
 from examples.serving import stop_servers_on_sigterm
+from examples.tables import table
 
 MODELS = ("dense", "gemma3", "deepseek_v4")
 _MB = 1e6
 
 
 def print_report(outcome: Outcome) -> None:
-    """The session turn by turn, and what it left behind."""
+    """Print the session turn by turn, and the fleet's bytes after it."""
     header = (
         "turn",
         "prompt tokens",
@@ -55,12 +55,12 @@ def print_report(outcome: Outcome) -> None:
             )
         )
     print(f"\n== {outcome.model} ==")
-    print_table(header, rows)
+    print(table(header, rows))
     print(
-        "cached: prompt tokens the decoder did not compute; of these from its peer: restored "
-        "over NIXL in\nthis turn. to prefillers: tokens they restored from others. one server: "
-        "its TTFT when it\nprefills and decodes itself.\n"
-        f"all DRAM tiers: {outcome.held_bytes / _MB:.2f} MB, "
+        "cached: prompt tokens that the decoder did not compute. from its peer: those that it "
+        "restored over\nNIXL in this turn. to prefillers: tokens that prefillers restored from "
+        "other servers. one server:\nTTFT of a server that prefills and decodes itself.\n"
+        f"all DRAM tiers: {outcome.stored_bytes / _MB:.2f} MB, "
         f"{outcome.distinct_bytes / _MB:.2f} MB of it distinct, "
         f"duplicate factor {outcome.duplicate_factor:.2f}; "
         f"moved {outcome.moved_bytes / _MB:.2f} MB"
@@ -68,7 +68,6 @@ def print_report(outcome: Outcome) -> None:
 
 
 def main() -> int:
-    """Play and report."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.disaggregated_prefill.run", description=__doc__
     )
@@ -81,17 +80,17 @@ def main() -> int:
         parser.error("--prefillers and --turns must be at least 1")
     stop_servers_on_sigterm()
     directory = given.dir.absolute()
-    complaints = []
+    problems = []
     for model in runnable(given.models):
         logs = directory / "disaggregated_prefill" / model
         print(f"{model}: starting {given.prefillers} + 1 servers, logs in {logs}", flush=True)
         with fleet_of(model, directory / "checkpoints", logs, given.prefillers) as fleet:
             outcome = play(fleet, turns=given.turns)
         print_report(outcome)
-        complaints += outcome.complaints()
-    for problem in complaints:
+        problems += outcome.problems()
+    for problem in problems:
         print(f"FAILED  {problem}")
-    return 1 if complaints else 0
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A session through the proxy, what it moved, and the same session on a single server."""
+"""Plays a session through the proxy, then the same session on a single server."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from examples.disaggregated_prefill.fleet import CHUNK, VOCABULARY, Fleet, value
 from examples.serving import Reply, Server, logprob_distance
 
 REPLY_TOKENS = 40
-"""Longer than the shortest boundary of most models: what is decoded goes back to prefillers."""
+"""Longer than the shortest boundary of most models, so prefillers read decoded state, too."""
 _AFTER_A_BOUNDARY = 24
-"""Tokens of every prompt after its last chunk: less than a shorter boundary would need."""
+"""Tokens of every prompt after its last chunk: too few for a shorter boundary."""
 _SETTLED_S = 2.2
-"""An idle store publishes what it holds every second or two."""
+"""An idle store publishes its contents every second or two."""
 _SETTLE_TIMEOUT_S = 20.0
 
 
@@ -30,49 +30,49 @@ class Turn:
     from_peer: int
     """Tokens that the decoder restored from a prefiller."""
     moved_bytes: int
-    """Between servers."""
+    """Bytes moved between servers."""
     alone_ttft_s: float = 0.0
-    """On one server, which has its own prefix of the turn before."""
+    """TTFT on one server, whose own prefix cache has the turn before."""
     hit: Reply | None = None
-    """That server's answer from its own prefix of this turn."""
+    """That server's answer when its own prefix cache has this turn."""
 
     @property
     def distance(self) -> float:
-        """Largest difference of a logprob from that answer."""
+        """The largest difference of a logprob from `hit`."""
         assert self.hit is not None
         return logprob_distance(self.hit, self.reply)
 
 
 @dataclass
 class Outcome:
-    """What happened with one model."""
+    """The results of one model."""
 
     model: str
     turns: list[Turn] = field(default_factory=list)
-    held_bytes: float = 0.0
-    """In all DRAM tiers."""
+    stored_bytes: float = 0.0
+    """Bytes in all DRAM tiers."""
     replica_bytes: float = 0.0
-    """Of these, what another server owns."""
+    """Those of them that another server owns."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Transfers and checks that failed, by cause."""
+    """Failed transfers and checks, by cause."""
 
     @property
     def distinct_bytes(self) -> float:
-        """Every artifact has one owner."""
-        return self.held_bytes - self.replica_bytes
+        """Bytes in the DRAM tiers of their owners: every artifact has one."""
+        return self.stored_bytes - self.replica_bytes
 
     @property
     def duplicate_factor(self) -> float:
-        """Bytes held in all DRAM tiers over the distinct ones."""
-        return self.held_bytes / self.distinct_bytes
+        """Bytes in all DRAM tiers over the distinct ones."""
+        return self.stored_bytes / self.distinct_bytes
 
     @property
     def moved_bytes(self) -> int:
-        """Between servers, in all turns."""
+        """Bytes moved between servers in all turns."""
         return sum(turn.moved_bytes for turn in self.turns)
 
-    def complaints(self) -> list[str]:
-        """What a user should not accept; empty when all is well."""
+    def problems(self) -> list[str]:
+        """Return a line for each result that a user should not accept."""
         found = []
         tolerance = 0.0 if self.model == "deepseek_v4" else 1e-4
         for number, turn in enumerate(self.turns, 1):
@@ -80,7 +80,7 @@ class Outcome:
                 found.append(f"turn {number}: the decoder restored nothing from its peer")
             if turn.hit is None:
                 continue
-            # More where a handoff ends off the grid of the engine's own prefix cache.
+            # A handoff may end between the boundaries of the engine's own prefix cache.
             if (turn.reply.cached_tokens or 0) < (turn.hit.cached_tokens or 0):
                 found.append(
                     f"turn {number}: {turn.reply.cached_tokens} cached tokens, fewer than the "
@@ -96,24 +96,24 @@ class Outcome:
 def play(
     fleet: Fleet, task_chunks: int = 12, turns: int = 4, seed: int = 1, *, alone: bool = True
 ) -> Outcome:
-    """A session of `turns` requests, the first with about `task_chunks` chunks.
+    """Play a session of `turns` requests, the first with about `task_chunks` chunks.
 
-    `alone`: then the same session on one of the servers by itself, to compare with.
+    `alone`: then play it again on a single server, as the reference.
     """
     model = fleet.decoder.model
     outcome = Outcome(model.name)
     session = AgentSession(model / "tokenizer.json", seed)
     warm_up(fleet)
-    before = _held(fleet)
-    session.task(task_chunks * CHUNK + _AFTER_A_BOUNDARY)
+    before = _stored_bytes(fleet)
+    session.add_text(task_chunks * CHUNK + _AFTER_A_BOUNDARY)
     for _ in range(turns):
         turn = _turn(fleet, session.tokens)
         outcome.turns.append(turn)
-        session.reply(turn.reply.tokens)
-        session.tool_output(CHUNK)
-        session.tool_output(-len(session.tokens) % CHUNK + _AFTER_A_BOUNDARY)
-    outcome.held_bytes, outcome.replica_bytes = (
-        now - then for now, then in zip(_held(fleet), before, strict=True)
+        session.add_reply(turn.reply.tokens)
+        session.add_text(CHUNK)
+        session.add_text(-len(session.tokens) % CHUNK + _AFTER_A_BOUNDARY)
+    outcome.stored_bytes, outcome.replica_bytes = (
+        now - then for now, then in zip(_stored_bytes(fleet), before, strict=True)
     )
     for turn in outcome.turns if alone else ():
         _play_alone(fleet.prefillers[0], turn)
@@ -123,8 +123,10 @@ def play(
 
 
 def warm_up(fleet: Fleet) -> None:
-    """The first requests of a process pay for what is set up late: let it be these."""
-    prompt = AgentSession(fleet.decoder.model / "tokenizer.json").text(CHUNK + _AFTER_A_BOUNDARY)
+    """Send the first requests of each process, which pay for lazy initialisation."""
+    prompt = AgentSession(fleet.decoder.model / "tokenizer.json").draw_text(
+        CHUNK + _AFTER_A_BOUNDARY
+    )
     for server in fleet.servers:
         server.complete(prompt, REPLY_TOKENS, VOCABULARY, cache_salt=f"warm-up {server.port}")
 
@@ -139,33 +141,33 @@ def _turn(fleet: Fleet, tokens: list[int]) -> Turn:
 
 
 def _play_alone(server: Server, turn: Turn) -> None:
-    """The salt makes the same tokens another conversation's, of which nobody has anything."""
-    salt = "alone"
+    """Serve the turn on one server, first without its state in any cache, then with it."""
+    salt = "alone"  # nothing is stored under it
     turn.alone_ttft_s = server.complete(turn.prompt, 1, 0, cache_salt=salt).ttft_s
     turn.hit = server.complete(turn.prompt, REPLY_TOKENS, VOCABULARY, cache_salt=salt)
 
 
 def _failures(server: Server) -> Counter[str]:
-    server.complete([1, 2, 3], max_tokens=1)  # metrics come out with a step of the engine
+    server.complete([1, 2, 3], max_tokens=1)  # an engine publishes metrics with a step
     found: Counter[str] = Counter()
     for labels, count in server.series("heterocache_failures_total"):
         found[f"{labels['tier']}: {labels['cause']}"] += int(count)
     return +found
 
 
-def _held(fleet: Fleet) -> tuple[float, float]:
-    """Bytes in all DRAM tiers, and of these in replicas, once every server knows what it owns."""
+def _stored_bytes(fleet: Fleet) -> tuple[float, float]:
+    """Wait until claims are settled; return the bytes in all DRAM tiers and in replicas."""
     deadline = time.monotonic() + _SETTLE_TIMEOUT_S
     seen = (-1.0, -1.0)
-    while (now := _held_now(fleet)) != seen:
+    while (now := _stored_bytes_now(fleet)) != seen:
         if time.monotonic() > deadline:
-            raise RuntimeError("the servers do not come to rest")
+            raise RuntimeError("the stored bytes keep changing")
         seen = now
         time.sleep(_SETTLED_S)
     return seen
 
 
-def _held_now(fleet: Fleet) -> tuple[float, float]:
+def _stored_bytes_now(fleet: Fleet) -> tuple[float, float]:
     return (
         sum(value(server, "bytes", tier="dram") for server in fleet.servers),
         sum(value(server, "replica_bytes") for server in fleet.servers),

@@ -76,7 +76,7 @@ def apart(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_prefill_and_decode_apart_answer_as_a_single_server_does(apart: Fleet) -> None:
     (ann,), bob = apart.prefillers, apart.decoder
     outcome = play(apart, task_chunks=4, turns=3)
-    assert outcome.complaints() == [], warnings(*apart.servers)
+    assert outcome.problems() == [], warnings(*apart.servers)
     resumed = [1047, 1559, 2071] if ann.model.name == "dense" else [1024, 1536, 2048]
     assert [turn.reply.cached_tokens for turn in outcome.turns] == resumed
     # Turn by turn the decoder reads what the prefiller has added, and nothing twice but the

@@ -110,15 +110,15 @@ def test_delta_stops_where_the_contexts_part() -> None:
     assert logprob_distance(one, same) == 0.5
 
 
-def test_the_demo_complains_about_a_wrong_or_missing_restore() -> None:
+def test_a_wrong_missing_or_slow_restore_is_a_problem_of_the_demo() -> None:
     good, wrong = _reply([{"a": -1.0}], [1]), _reply([{"a": -1.1}], [1])
     slow = _reply([{"a": -1.0}], [1], ttft_s=1.0)
     outcome = Outcome("dense")
     outcome.replies = {"cold": [slow], "local": [good], "dram": [good], "ssd": [good]}
     outcome.restored = {"dram": {"dense_kv": 256}, "ssd": {"dense_kv": 256}}
-    assert outcome.complaints() == []
+    assert outcome.problems() == []
     outcome.restored["ssd"] = {}
     outcome.replies["dram"] = [wrong]
-    assert len(outcome.complaints()) == 2
+    assert len(outcome.problems()) == 2
     outcome.replies["ssd"] = [slow]
-    assert len(outcome.complaints()) == 3
+    assert len(outcome.problems()) == 3
