@@ -1,1 +1,1 @@
-"""Figures of the package: each benchmark measures ratios against a reference in one run."""
+"""Benchmarks: each measures ratios against a reference in the same run. See README.md."""

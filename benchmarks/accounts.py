@@ -1,4 +1,4 @@
-"""What a run of sessions cost and moved, told alike by an engine and by the simulator."""
+"""The times, hits and bytes moved of a run of sessions, from an engine or the simulator."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ _FLOWS = {
     "fetched": ("heterocache_read_bytes", "peer"),
     "loaded": ("heterocache_restored_bytes", None),
 }
-"""The simulator's flows as the connector counts them: a metric, and a tier of it."""
+"""The connector's metric for each of the simulator's flows, and the tier to count."""
 
 CACHED_TOKENS = "vllm:prompt_tokens_cached"
-"""vLLM's counter of prompt tokens that were not computed, by its name."""
+"""vLLM's counter of prompt tokens that were not computed."""
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _TIERS = ("hbm", "dram", "ssd", "peer")
 
 Counters = Mapping[tuple[str, str, str], float]
-"""By metric, tier and state type; "" without such a label."""
+"""Values by (metric, tier, state type); "" for a label that the metric lacks."""
 
 
 RequestName = tuple[int, int]
-"""Its session's number, and its own in the session."""
+"""The number of the session, and of the request in it."""
 
 
 @dataclass(frozen=True)
 class Account:
-    """Of one run."""
+    """The counts and times of one run."""
 
     hit_tokens: Mapping[str, int]
-    """By tier; `hbm` is the engine's own prefix cache."""
+    """Tokens by tier; `hbm` is the engine's own prefix cache."""
     state_bytes: Flows
-    """By flow, then by state type; what is 0 is left out."""
+    """Bytes by flow, then by state type, without zeros."""
     ttft_s: Mapping[RequestName, float] = field(compare=False)
     session_s: Sequence[float] = field(compare=False)
-    """What each took; where its requests go one by one, all answers together."""
+    """Seconds of each session; the sum of its answers if its requests are sent one by one."""
 
 
 def account_of_engine(
@@ -61,7 +61,10 @@ def account_of_engine(
     ttft_s: Mapping[RequestName, float],
     session_s: Sequence[float],
 ) -> Account:
-    """`cached_tokens`: of all prompts, what was not computed, wherever it came from."""
+    """Make the account of an engine from its counters.
+
+    `cached_tokens`: tokens of all prompts that were not computed, from any source.
+    """
     hits = {
         tier: int(value)
         for (name, tier, _), value in counters.items()
@@ -81,7 +84,7 @@ def account_of_engine(
 def account_of_simulation(
     trace: Trace, fleet: FleetSpec, policy: PolicySpec, chunk_tokens: int
 ) -> Account:
-    """Replays the trace as it is recorded."""
+    """Replay the trace as recorded, and make the account."""
     run, tally = _simulated(trace, fleet, policy, chunk_tokens)
     hits = Hits(*tally.hits)
     flows = _by_flow(state_bytes_of(run))
@@ -91,8 +94,10 @@ def account_of_simulation(
 def accounts_apart(
     trace: Trace, fleet: FleetSpec, policy: PolicySpec, chunk_tokens: int
 ) -> tuple[Account, Account]:
-    """The same of a fleet of one worker that prefills and one that decodes, in this order. Times
-    are the second's, from when requests were sent to the fleet."""
+    """Make the accounts of a fleet's prefill worker and of its decode worker.
+
+    Times are in the second one, from the moment that requests were sent to the fleet.
+    """
     run, tally = _simulated(trace, fleet, policy, chunk_tokens)
     parts = zip(run.workers.values(), (Hits(*tally.hits), tally.decoder_hits), strict=True)
     prefill, decode = (
@@ -103,7 +108,7 @@ def accounts_apart(
 
 
 def by_session(answer_s: Mapping[RequestName, float]) -> list[float]:
-    """Seconds of all requests of each session, in order."""
+    """Return the seconds of all requests of each session, in the order of sessions."""
     total_s: defaultdict[int, float] = defaultdict(float)
     for (session, _), seconds in answer_s.items():
         total_s[session] += seconds
@@ -122,14 +127,14 @@ def _simulated(
 
 @dataclass
 class _NamedTally(Tally):
-    """Knows whose each time is."""
+    """Keeps the times of each request."""
 
     by_name: dict[RequestName, float] = field(default_factory=dict)
-    """To the first token."""
+    """Seconds to the first token."""
     answer_s: dict[RequestName, float] = field(default_factory=dict)
-    """To the last."""
+    """Seconds to the last token."""
     decoder_hits: Hits = field(default_factory=Hits)
-    """Of all remote prefills."""
+    """The decoder's hits in all remote prefills."""
 
     def served(self, request: LiveRequest, now_s: float) -> None:
         super().served(request, now_s)
@@ -143,7 +148,7 @@ class _NamedTally(Tally):
 
 
 def registered() -> Counters:
-    """This process's counters, as of the engine's last step."""
+    """Return this process's counters, as of the engine's last step."""
     from prometheus_client import REGISTRY
 
     found: defaultdict[tuple[str, str, str], float] = defaultdict(float)
@@ -157,35 +162,35 @@ def registered() -> Counters:
 
 
 def scraped(server: Server) -> Counters:
-    """A server's counters, vLLM's own of cached prompt tokens among them."""
-    server.complete([1, 2, 3], max_tokens=1)  # metrics come out with a step of the engine
+    """Return a server's counters, including vLLM's counter of cached prompt tokens."""
+    server.complete([1, 2, 3], max_tokens=1)  # an engine publishes metrics with a step
     found: defaultdict[tuple[str, str, str], float] = defaultdict(float)
     for key, value in server.metrics().items():
         name, _, labels = key.partition("{")
-        told = dict(_LABEL.findall(labels))
+        label = dict(_LABEL.findall(labels))
         if name.endswith("_total") and name.startswith(("heterocache_", CACHED_TOKENS)):
             name = name.removesuffix("_total")
-            found[name, told.get("tier", ""), told.get("state_type", "")] += value
+            found[name, label.get("tier", ""), label.get("state_type", "")] += value
     return found
 
 
 def gained(after: Counters, before: Counters) -> Counters:
-    """What was counted between two readings."""
+    """Return the increase of each counter between two readings."""
     return {key: value - before.get(key, 0.0) for key, value in after.items()}
 
 
 def compared(real: Account, twin: Account) -> Iterator[tuple[str, str, str, str]]:
-    """Of every count: its name, both values, and how the second is to the first."""
+    """Yield the name of each count, both values, and the ratio of the second to the first."""
     for tier in sorted({*real.hit_tokens, *twin.hit_tokens}):
         pair = (x.hit_tokens.get(tier, 0) for x in (real, twin))
-        yield (f"hit tokens, {tier}", *_told(*pair))
+        yield (f"hit tokens, {tier}", *_pair(*pair))
     for flow in sorted({*real.state_bytes, *twin.state_bytes}):
         one, other = (x.state_bytes.get(flow, {}) for x in (real, twin))
         for kind in sorted({*one, *other}):
-            yield (f"bytes {flow}, {kind}", *_told(one.get(kind, 0), other.get(kind, 0)))
+            yield (f"bytes {flow}, {kind}", *_pair(one.get(kind, 0), other.get(kind, 0)))
 
 
-def _told(count: int, other: int) -> tuple[str, str, str]:
+def _pair(count: int, other: int) -> tuple[str, str, str]:
     ratio = "equal" if count == other else f"{other / count if count else 0:.3f}"
     return f"{count:,}", f"{other:,}", ratio
 

@@ -1,11 +1,11 @@
-"""`python -m benchmarks.by_turns BEFORE restore --quick`: did a change make a figure worse?
+"""`python -m benchmarks.by_turns BEFORE restore --quick`: compare a benchmark before and after.
 
-Runs one benchmark of this package in the checkout `BEFORE` and in this one by turns, so that
-a machine whose speed drifts treats both alike, and prints the medians of every figure of its
-`--json` line with their ratio. Make the other checkout with `git worktree add BEFORE COMMIT`; both
-run with this Python.
+It runs one benchmark of this package in the checkout `BEFORE` and in this one by turns, so that a
+change of the machine's speed affects both, and prints the medians of every figure in its `--json`
+line with their ratio. Make the other checkout with `git worktree add BEFORE COMMIT`. Both run with
+this Python.
 
-`spread` is the largest ratio of two runs of the same checkout: a ratio within it says nothing.
+`spread` is the largest ratio of two runs of the same checkout. A smaller ratio means nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HERE = Path(__file__).parents[1]
 
 
 def figures_of(checkout: Path, benchmark: list[str]) -> dict[str, float]:
-    """Run the benchmark in a checkout. Raises `CalledProcessError` if it fails."""
+    """Run the benchmark in a checkout; return its figures. Raises CalledProcessError."""
     name, *arguments = benchmark
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--json"],
@@ -40,7 +40,7 @@ def figures_of(checkout: Path, benchmark: list[str]) -> dict[str, float]:
 
 
 def compare(before: Path, benchmark: list[str], turns: int) -> tuple[str, dict[str, float]]:
-    """Return a table of every figure and the ratios after/before, by figure."""
+    """Return a table of the figures, and their ratios after/before."""
     runs: dict[Path, dict[str, list[float]]] = {
         checkout: defaultdict(list) for checkout in (before, HERE)
     }
@@ -66,7 +66,6 @@ def _ratio(one: float, other: float) -> float:
 
 
 def main() -> None:
-    """Compare and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--turns", type=int, default=3, help="runs of each checkout (default 3)")
     parser.add_argument("before", type=Path, help="a checkout of the commit to compare with")
@@ -75,7 +74,7 @@ def main() -> None:
     if not arguments.benchmark:
         parser.error("name a benchmark, as in: by_turns ../before restore --quick")
     if not (arguments.before / "benchmarks").is_dir():
-        parser.error(f"{arguments.before} is no checkout: it has no folder benchmarks")
+        parser.error(f"{arguments.before} is not a checkout: it has no folder benchmarks")
     text, ratios = compare(arguments.before.resolve(), arguments.benchmark, arguments.turns)
     print(f"{' '.join(arguments.benchmark)}: {arguments.turns} turns, {machine_line()}\n\n{text}")
     print(json.dumps(ratios))

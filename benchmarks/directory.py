@@ -1,18 +1,17 @@
-"""`python -m benchmarks.directory [--json]`: what the directory in Redis costs.
+"""`python -m benchmarks.directory [--json]`: the cost of the directory in Redis.
 
-`lookup_ms_1m`: milliseconds to look up a chain of 1,048,576 tokens, median, the worse of a dense
-and a DeepSeek-V4 model whose chunks were claimed by prefill steps; goal <= 2.
-`claims_per_s`: claims of one client that sends `CLAIMS_PER_CALL` at a time; goal >= 20,000.
+`lookup_ms_1m`: median milliseconds to look up a chain of 1,048,576 tokens, the worse of a dense and
+a DeepSeek-V4 model; prefill steps claimed the chunks. Goal <= 2.
+`claims_per_s`: claims of one client that sends `CLAIMS_PER_CALL` in a call. Goal >= 20,000.
 `redis_bytes_per_artifact`: memory of a server that knows a million artifacts of the dense model,
-over their number; goal <= 300. References from the same run: a PING, the bytes of the dense
-lookup as one plain value, and the same chunks as fields of a plain hash.
-A private server on this machine, by TCP on the loopback.
+over their number. Goal <= 300.
+References from the same run: a PING, the bytes of the dense lookup as one plain value, and the
+same chunks as fields of a plain hash. The server is private, on this machine, over loopback TCP.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from functools import partial
 
 import redis
 
-from benchmarks.measure import machine_line, rounded, save, table, timed
+from benchmarks.measure import machine_line, publish, rounded, table, timed
 from examples.embedded_redis import EmbeddedRedis
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey
 from hetero_connector.spec import StateType
@@ -34,9 +33,9 @@ from ownership.directory.redis import RedisDirectory
 
 TOKENS = 1_048_576
 STEP_TOKENS = 8_192
-"""A prefill step: its chunks are claimed together."""
+"""Tokens of a prefill step, whose chunks are claimed in one call."""
 CHECKPOINT_CHUNKS = 8
-"""Boundary states are kept at every 8th chunk."""
+"""Every 8th chunk has a checkpoint."""
 CLAIMS_PER_CALL = 1_024
 ARTIFACTS = 1_000_000
 MODELS = {"dense": "llama-3.1-8b", "DeepSeek-V4": "deepseek-v4-flash"}
@@ -47,11 +46,11 @@ _COPY_BYTES = 786_432
 
 @dataclass(frozen=True)
 class Chain:
-    """A prompt of `TOKENS` tokens and what a worker claims of it."""
+    """A prompt of `TOKENS` tokens and a worker's claims for it."""
 
     keys: list[ChunkKey]
     claims: list[list[Claim]]
-    """By chunk."""
+    """The claims of each chunk."""
 
     @property
     def num_artifacts(self) -> int:
@@ -72,7 +71,7 @@ class Timing:
 def make_chain(
     rng: random.Random, state_types: Sequence[StateType], chunk_tokens: int, parents: bool = True
 ) -> Chain:
-    """Prefix-proportional states of every chunk, boundary states of every 8th."""
+    """Make a chain: prefix-proportional state in every chunk, checkpoints in every 8th."""
     keys = [ChunkKey(rng.randbytes(16)) for _ in range(TOKENS // chunk_tokens)]
     claims = []
     for index, key in enumerate(keys):
@@ -84,20 +83,20 @@ def make_chain(
 
 
 def chain_of(rng: random.Random, preset: str) -> Chain:
-    """A model's chain at its default chunk size."""
+    """Make a model's chain at its default chunk size."""
     model = PRESETS[preset]()
     return make_chain(rng, model.state_types, model.default_chunk_tokens())
 
 
 def claim_chain(directory: RedisDirectory, epoch: Epoch, chain: Chain, chunks_a_call: int) -> None:
-    """As it happens: the chunks of a step together."""
+    """Claim a chain as engines do: the chunks of a step in one call."""
     for first in range(0, len(chain.keys), chunks_a_call):
         step = chain.claims[first : first + chunks_a_call]
         directory.claim_owner(epoch, [claim for chunk in step for claim in chunk])
 
 
 def fill(directory: RedisDirectory, epoch: Epoch, rng: random.Random, artifacts: int) -> Chain:
-    """Claims chains of the dense model until there are `artifacts`; returns the last."""
+    """Claim chains of the dense model until there are `artifacts`; return the last chain."""
     claimed = 0
     while True:
         chain = chain_of(rng, MODELS["dense"])
@@ -110,7 +109,7 @@ def fill(directory: RedisDirectory, epoch: Epoch, rng: random.Random, artifacts:
 def claim_rates(
     directory: RedisDirectory, epoch: Epoch, rng: random.Random, rounds: int
 ) -> dict[int, float]:
-    """Claims per second by how many go in one call; what was claimed is released again."""
+    """Measure claims per second by the claims in one call. All are released again."""
     rates = {}
     for size in (1, 32, CLAIMS_PER_CALL):
         per_round = []
@@ -140,7 +139,7 @@ def _claim_all(
 
 
 def timing(name: str, call: Callable[[], object], repeats: int, num_artifacts: int = 0) -> Timing:
-    """Of `repeats` calls, after one that is not counted."""
+    """Time `repeats` calls, after one that is not counted."""
     call()
     samples = sorted(1e3 * timed(call) for _ in range(repeats))
     p95_ms = samples[int(0.95 * (len(samples) - 1))]
@@ -150,7 +149,7 @@ def timing(name: str, call: Callable[[], object], repeats: int, num_artifacts: i
 def lookups(
     directory: RedisDirectory, epoch: Epoch, rng: random.Random, dense: Chain, repeats: int
 ) -> list[Timing]:
-    """Lookups of a million tokens, by what is stored and how it was claimed."""
+    """Time lookups of a million tokens, by the state stored and the way it was claimed."""
     deepseek = chain_of(rng, MODELS["DeepSeek-V4"])
     claim_chain(directory, epoch, deepseek, STEP_TOKENS * len(deepseek.keys) // TOKENS)
     small = make_chain(rng, [StateType.DENSE_KV], 128)
@@ -162,8 +161,8 @@ def lookups(
         "dense": dense,
         "DeepSeek-V4": deepseek,
         "dense, chunks of 128 tokens": small,
-        "dense, claimed one by one, parents not told": lone,
-        "a prompt nobody has": unknown,
+        "dense, claimed one by one, without parents": lone,
+        "an unknown prompt": unknown,
     }
     found = [
         timing(name, partial(directory.lookup, chain.keys), repeats, chain.num_artifacts)
@@ -179,7 +178,7 @@ def lookups(
 
 
 def references(client: redis.Redis, dense: Chain, repeats: int) -> list[Timing]:
-    """What the same bytes cost without a directory."""
+    """Time plain Redis commands that move the same bytes."""
     record = 57
     size_bytes = len(dense.keys) * (16 + record)
     client.set("reference-value", bytes(size_bytes))
@@ -197,7 +196,7 @@ def references(client: redis.Redis, dense: Chain, repeats: int) -> list[Timing]:
 
 @contextmanager
 def served() -> Iterator[tuple[RedisDirectory, redis.Redis]]:
-    """A private server's directory, and a plain client."""
+    """Start a private server; yield its directory and a plain client."""
     with EmbeddedRedis() as server:
         directory = RedisDirectory(server.url, deadline_s=60.0)
         client = redis.Redis.from_url(server.url, protocol=2)
@@ -207,7 +206,7 @@ def served() -> Iterator[tuple[RedisDirectory, redis.Redis]]:
 
 
 def measure(artifacts: int = ARTIFACTS, repeats: int = 201) -> tuple[dict[str, float], str]:
-    """The figures, and a report."""
+    """Return the figures and a report."""
     rng = random.Random(1)
     with served() as (directory, client):
         epoch = directory.register(Worker("benchmark"), _LEASE_S).epoch
@@ -234,7 +233,6 @@ def measure(artifacts: int = ARTIFACTS, repeats: int = 201) -> tuple[dict[str, f
 
 
 def report(figures: dict[str, float], timings: Sequence[Timing], rates: dict[int, float]) -> str:
-    """Tables."""
     calls = [
         [x.name, f"{x.num_artifacts:,}", *(f"{y:.2f}" for y in (x.median_ms, x.p95_ms, x.least_ms))]
         for x in timings
@@ -255,10 +253,7 @@ def main() -> None:
     arguments = parser.parse_args()
     figures, tables = measure()
     text = f"{machine_line()}\n\n{tables}"
-    print(text)
-    print(f"\nwritten: {save('directory', text, rounded(figures), {})}")
-    if arguments.json:
-        print(json.dumps(rounded(figures)))
+    publish("directory", text, rounded(figures), {}, as_json=arguments.json)
 
 
 def _copy(rng: random.Random, index: int) -> Copy:

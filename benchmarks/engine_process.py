@@ -1,8 +1,8 @@
-"""A stock vLLM engine in a process of its own, asked for timings one call at a time.
+"""A stock vLLM engine in a process of its own, which times one call at a time.
 
-vLLM keeps its connector in a global of the process, so an engine with HeteroConnector
-and one without cannot share a process. They can take turns: between calls an engine
-is idle, and turns of a few seconds share the machine's noise.
+vLLM keeps its connector in a global variable, so an engine with HeteroConnector and one without
+cannot run in one process. They take turns: between calls an engine is idle, and with turns of a
+few seconds the machine's noise affects both.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _FLUSH_DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class Timing:
-    """One greedy completion."""
+    """The times of one greedy completion."""
 
     ttft_s: float
-    """From handing the request to the engine to its first token."""
+    """Seconds from the call to the first token."""
     token_s: float
     """Seconds per decoded token after the first; 0 without one."""
     cached_tokens: int
@@ -37,9 +37,10 @@ class Timing:
 
 
 class EngineProcess:
-    """Proxy of one engine. `extra`: HeteroConnector's extra config; None: no connector.
+    """An engine in another process.
 
-    `kind`: what runs in the process, an `Engine` with whatever methods `call` is to reach.
+    `extra`: HeteroConnector's configuration; None for no connector. `kind`: the class of the
+    engine, which may add methods for `call`.
     """
 
     def __init__(
@@ -62,25 +63,25 @@ class EngineProcess:
         self._receive()  # ready
 
     def complete(self, prompt: Sequence[int], tokens: int = 1, recompute: bool = False) -> Timing:
-        """Complete a prompt; with `recompute` whatever is cached anywhere is not read."""
+        """Complete a prompt. With `recompute` no cached state is used."""
         timing: Timing = self.call("complete", list(prompt), tokens, recompute)
         return timing
 
     def reset_prefix_cache(self) -> None:
-        """Empty the engine's own prefix cache; what the connector stores stays."""
+        """Empty the engine's own prefix cache, not the connector's store."""
         self.call("reset_prefix_cache")
 
     def flush(self) -> None:
-        """Wait until everything sealed is on SSD."""
+        """Wait until all sealed state is on SSD."""
         self.call("flush")
 
     def restored(self) -> dict[str, int]:
-        """Useful bytes restored since the last call, by the tier they came from."""
+        """Return the bytes restored since the last call, by tier."""
         by_tier: dict[str, int] = self.call("restored")
         return by_tier
 
     def bytes_per_slot(self) -> int:
-        """DRAM bytes of one slot of every state type."""
+        """Return the bytes in DRAM of one slot of each state type together."""
         size_bytes: int = self.call("bytes_per_slot")
         return size_bytes
 
@@ -116,7 +117,7 @@ class EngineProcess:
 
 
 def prompt_tokens(num_tokens: int, seed: int) -> list[int]:
-    """Random byte tokens."""
+    """Return random byte tokens."""
     tokens: list[int] = np.random.default_rng(seed).integers(0, 256, num_tokens).tolist()
     return tokens
 
@@ -135,8 +136,7 @@ class Engine:
         torch.set_num_threads(1)
         arguments = engine_arguments(model) | dict(engine_args)
         if extra is not None:
-            # Measured is what a restore costs, from the tier it is said to come from, not
-            # whether the planner would make it.
+            # The cost of a restore from a given tier is measured, not the planner's choice.
             extra = {"planner": "always_load", "prefetch": "off", **extra}
             arguments["kv_transfer_config"] = kv_transfer_config(extra)
         self._llm = LLM(
@@ -145,7 +145,7 @@ class Engine:
             disable_log_stats=False,
             **arguments,
         )
-        self._told: dict[str, float] = {}
+        self._counted: dict[str, float] = {}
 
     def complete(self, prompt: list[int], tokens: int, recompute: bool) -> Timing:
         from vllm import SamplingParams
@@ -160,8 +160,8 @@ class Engine:
         started = time.perf_counter()
         (output,) = self._llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
         total_s = time.perf_counter() - started
-        told = output.metrics
-        decode_s = told.last_token_ts - told.first_token_ts
+        times = output.metrics
+        decode_s = times.last_token_ts - times.first_token_ts
         return Timing(total_s - decode_s, decode_s / max(1, tokens - 1), output.num_cached_tokens)
 
     def reset_prefix_cache(self) -> None:
@@ -184,12 +184,12 @@ class Engine:
                 if sample.name == "heterocache_restored_bytes_total":
                     tier = sample.labels["tier"]
                     now[tier] = now.get(tier, 0) + sample.value
-        news = {tier: int(value - self._told.get(tier, 0)) for tier, value in now.items()}
-        self._told = now
-        return {tier: value for tier, value in news.items() if value}
+        new = {tier: int(value - self._counted.get(tier, 0)) for tier, value in now.items()}
+        self._counted = now
+        return {tier: value for tier, value in new.items() if value}
 
     def _store(self) -> Any:
-        """The store, reached through the engine: a benchmark may look inside."""
+        """Return the store; a benchmark may use private names."""
         core = self._llm.llm_engine.engine_core.engine_core
         return core.scheduler.connector._scheduler._store
 

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.layerwise_transfer [--json]`: the parts a restore is made of.
+"""`python -m benchmarks.layerwise_transfer [--json]`: the cost of the parts of a restore.
 
-- Copies between the engine's pages and the arena, by state type, geometry and order of
-  block ids, over one plain memcpy of the same bytes (`copy_load_worst`, `copy_save_worst`).
-- TTFT added by a restore from DRAM with layers overlapped with compute, over all layers
-  loaded before it (`overlap_over_at_start`; below 1 overlap wins).
+- Copies between the engine's pages and the arena, by state type, geometry and order of block ids,
+  over one plain memcpy of the same bytes (`copy_load_worst`, `copy_save_worst`).
+- TTFT added by a restore from DRAM whose layers are loaded while earlier ones compute, over the
+  TTFT added if all layers are loaded first (`overlap_over_at_start`; below 1 overlap is faster).
 - SSD transfers by extent size, over an O_DIRECT dd (`nixl_read_over_dd`, `nixl_write_over_dd`:
   the best extent size).
 """
@@ -11,10 +11,13 @@
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import shutil
+import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,30 +28,34 @@ import numpy as np
 from benchmarks import plots
 from benchmarks.engine_process import EngineProcess, prompt_tokens
 from benchmarks.measure import (
-    MIB,
+    DirectDisk,
     Memcpy,
     Samples,
     machine_line,
+    publish,
     rounded,
-    save,
     table,
     timed,
     touched,
 )
-from benchmarks.ssd_transfer import SSD_EXTENTS, measure_ssd
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.spec import Family, ModelSpec, StateType
 from hetero_connector.spec.presets import PRESETS, model_spec_from_config
+from hetero_connector.transfer.base import Direction, Extent, FileTransfer, OpenFile, TransferState
+from hetero_connector.transfer.choose import choose_file_transfer
+from hetero_connector.units import MIB
 
+SSD_EXTENTS = [64 << 10, 256 << 10, MIB, 4 * MIB]
+_SSD_BYTES = 192 * MIB
 _SLOT_ALIGNMENT = 4096
 _ORDERS = ("ascending", "descending", "scattered")
 _MIN_COPY_BYTES = 1 * MIB
-"""Below this a copy fits the processor's cache, and memcpy says nothing about memory."""
+"""A smaller copy fits into the processor's cache, so it does not measure memory."""
 
 
 @dataclass(frozen=True)
 class CopyTimes:
-    """One state type's copies in one order of block ids; seconds are medians."""
+    """The copies of one state type in one order of block ids; seconds are medians."""
 
     model: str
     state_type: StateType
@@ -60,7 +67,7 @@ class CopyTimes:
 
 
 def copy_models() -> dict[str, tuple[ModelSpec, int]]:
-    """Geometry and prompt length, in tokens, of every copy measured."""
+    """Return the geometries to measure, each with a prompt length in tokens."""
     from examples.checkpoints.recipes import RECIPES
 
     def small(name: str) -> ModelSpec:
@@ -78,7 +85,7 @@ def copy_models() -> dict[str, tuple[ModelSpec, int]]:
 
 
 def measure_copies(name: str, model: ModelSpec, tokens: int, repeats: int) -> list[CopyTimes]:
-    """Every state type of a model, in every order of block ids."""
+    """Measure every state type of a model in every order of block ids."""
     results = []
     layout = ArtifactLayout(model, model.default_chunk_tokens())
     for state_type in model.state_types:
@@ -141,7 +148,7 @@ class _TypeCopies:
             self._pages[layer.layer] = HostPages(view[:, : layer.page_bytes])
 
     def order(self, order: str) -> Any:
-        """The whole copy with block ids in that order."""
+        """Return the complete copy with block ids in that order."""
         from hetero_connector.engine.messages import Blocks, PageCopy
 
         blocks = {}
@@ -160,7 +167,7 @@ class _TypeCopies:
         return plan_loads(self._layout, 0, copy)
 
     def move(self, copy: Any, direction: str) -> float:
-        """Seconds of all layers' copies, planned beforehand."""
+        """Return the seconds of all layers' copies, without their planning."""
         plan = self.plan(copy)
         started = time.perf_counter()
         for layer, copies in plan.items():
@@ -170,14 +177,14 @@ class _TypeCopies:
 
 
 def _placed(layout: ArtifactLayout, artifacts: list[Any]) -> list[Any]:
-    """The artifacts in neighbouring slots, as a fresh store hands them out."""
+    """Return the artifacts in consecutive slots, as a new store assigns them."""
     slot = max(layout.rank_bytes(a.state_type, a.start, a.end) for a in artifacts)
     slot = -(-slot // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
     return [a._replace(offset=index * slot) for index, a in enumerate(artifacts)]
 
 
 def measure_overlap(repeats: int) -> dict[str, float]:
-    """Median TTFT, in seconds, of an 8,100-token prompt: own hit, and restored either way."""
+    """Return the median TTFT of an 8,100-token prompt, in seconds: own hit, and both restores."""
     samples = Samples()
     prompt = prompt_tokens(8100, 1)
     arguments: dict[str, Any] = {"max_model_len": 8448}
@@ -187,7 +194,7 @@ def measure_overlap(repeats: int) -> dict[str, float]:
     ):
         engines = {"overlap": on, "at start": off}
         for engine in engines.values():
-            for _ in range(8):  # the cold prefill, and every page of the engine's cache once
+            for _ in range(8):  # computes it, then touches every page of the engine's cache
                 engine.complete(prompt)
                 engine.reset_prefix_cache()
         for _ in range(repeats):
@@ -198,6 +205,63 @@ def measure_overlap(repeats: int) -> dict[str, float]:
     return samples.medians()
 
 
+def measure_ssd(directory: Path, repeats: int) -> dict[str, list[tuple[int, float]]]:
+    """Return, by curve, points of (bytes of an extent, bandwidth over that of dd)."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    memory = touched(_SSD_BYTES)
+    disk = DirectDisk(directory, _SSD_BYTES)
+    try:
+        with _direct_file(directory / "slab", memory) as file:
+            for kind in ("nixl", "pread"):
+                transfer = choose_file_transfer(memory, [file], directory, kind).transfer
+                try:
+                    for size in SSD_EXTENTS:
+                        ratios = _ssd_ratios(transfer, disk, size, repeats)
+                        for direction, ratio in ratios.items():
+                            name = f"{transfer.name} {direction.value}"
+                            curves.setdefault(name, []).append((size, ratio))
+                finally:
+                    transfer.close()
+    finally:
+        disk.close()
+    return curves
+
+
+def _ssd_ratios(
+    transfer: FileTransfer, disk: DirectDisk, extent_bytes: int, repeats: int
+) -> dict[Direction, float]:
+    extents = [Extent(0, at, at, extent_bytes) for at in range(0, _SSD_BYTES, extent_bytes)]
+    references: dict[Direction, Callable[[], float]] = {
+        Direction.READ: disk.read_bandwidth,
+        Direction.WRITE: disk.write_bandwidth,
+    }
+    ratios: dict[Direction, list[float]] = {direction: [] for direction in references}
+    for _ in range(repeats):
+        for direction, reference in references.items():
+            seconds = timed(partial(_move, transfer, direction, extents))
+            ratios[direction].append(_SSD_BYTES / seconds / reference())
+    return {direction: statistics.median(values) for direction, values in ratios.items()}
+
+
+def _move(transfer: FileTransfer, direction: Direction, extents: list[Extent]) -> None:
+    moving = transfer.submit(direction, extents)
+    while moving.poll() is TransferState.PENDING:
+        time.sleep(100e-6)
+    if moving.error is not None:
+        raise moving.error
+
+
+@contextmanager
+def _direct_file(path: Path, memory: np.ndarray) -> Iterator[OpenFile]:
+    path.write_bytes(os.urandom(len(memory)))
+    fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+    try:
+        yield OpenFile(fd, len(memory))
+    finally:
+        os.close(fd)
+        path.unlink()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.layerwise_transfer",
@@ -205,7 +269,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
-    parser.add_argument("--dir", type=Path, help="where the SSD files lie (default: here)")
+    parser.add_argument("--dir", type=Path, help="directory of the SSD files (default: .cache)")
     arguments = parser.parse_args()
     parent = arguments.dir or Path.cwd() / ".cache"
     parent.mkdir(parents=True, exist_ok=True)
@@ -218,11 +282,9 @@ def main() -> None:
         shutil.rmtree(scratch, ignore_errors=True)
     figures = _figures(copies, overlap, ssd)
     text = _report(copies, overlap, ssd, figures)
-    print(text)
     details = {"overlap": overlap, "ssd": ssd, "copies": [vars(c) for c in copies]}
-    print(f"\nwritten: {save('layerwise_transfer', text, figures, details)}, {_plot(copies, ssd)}")
-    if arguments.json:
-        print(json.dumps(figures))
+    plot = partial(_plot, copies, ssd)
+    publish("layerwise_transfer", text, figures, details, as_json=arguments.json, plot=plot)
 
 
 def _figures(

@@ -1,4 +1,4 @@
-"""What every benchmark shares: references (memcpy, dd), medians, tables, the JSON line."""
+"""Common parts of the benchmarks: references (memcpy, dd), medians, tables, result files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,14 +17,16 @@ from typing import Any
 
 import numpy as np
 
+from examples.tables import table as table
+from hetero_connector.units import MIB
+
 RESULTS = Path(__file__).parent / "results"
-MIB = 1 << 20
 _DD_BLOCK = 4 * MIB
 _READERS = 4
 
 
 def timed(job: Callable[[], object]) -> float:
-    """Seconds the job took."""
+    """Return the seconds that the job took."""
     started = time.perf_counter()
     job()
     return time.perf_counter() - started
@@ -32,7 +34,7 @@ def timed(job: Callable[[], object]) -> float:
 
 @dataclass
 class Samples:
-    """Seconds by what was measured."""
+    """Samples in seconds, by name."""
 
     by_name: dict[str, list[float]] = field(default_factory=dict)
 
@@ -46,16 +48,16 @@ class Samples:
         return {name: statistics.median(values) for name, values in self.by_name.items()}
 
     def paired_ratio(self, name: str, reference: str) -> float:
-        """Median of the ratios of samples taken next to each other."""
+        """Return the median of the ratios of samples that were taken together."""
         pairs = zip(self.by_name[name], self.by_name[reference], strict=True)
         return statistics.median(a / b for a, b in pairs)
 
 
 class Memcpy:
-    """One thread's plain copy of `size_bytes`: the least any restore could cost.
+    """A plain copy of `size_bytes` on one thread: the lower limit of a restore's cost.
 
-    Source and target are touched and mapped with huge pages where the kernel gives them,
-    as the arena and the engine's pages are.
+    Source and target are touched, and on huge pages if the kernel has any, as the arena and the
+    engine's pages are.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -64,16 +66,16 @@ class Memcpy:
         self._target = touched(size_bytes)
 
     def reused(self) -> float:
-        """Seconds into memory that is mapped already."""
+        """Return the seconds of a copy to memory that is already mapped."""
         return timed(lambda: np.copyto(self._target, self._source))
 
     def fresh(self) -> float:
-        """Seconds into memory that the copy is the first to touch."""
+        """Return the seconds of a copy to memory that was never touched."""
         return timed(lambda: np.copyto(np.empty_like(self._source), self._source))
 
 
 def touched(size_bytes: int) -> np.ndarray:
-    """`[size_bytes] uint8` whose pages are mapped, huge ones if there are any."""
+    """Return `[size_bytes] uint8` on mapped pages, huge ones if the kernel has any."""
     mapping = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_HUGEPAGE)
     memory = np.frombuffer(mapping, dtype=np.uint8)
@@ -84,8 +86,8 @@ def touched(size_bytes: int) -> np.ndarray:
 class DirectDisk:
     """One file of `size_bytes` (rounded up to dd's block, 4 MiB), read and written O_DIRECT.
 
-    `read_bandwidth` is dd: one read at a time into a small buffer, whose pages may lie
-    anywhere. `limit` is what the device gives at best: reads side by side into huge pages.
+    `read_bandwidth` is that of dd: one read at a time into a small buffer. `limit` is the upper
+    limit of the device: parallel reads into huge pages.
     """
 
     def __init__(self, directory: Path, size_bytes: int) -> None:
@@ -93,16 +95,16 @@ class DirectDisk:
         self._path = directory / "dd.reference"
         self._count = -(-size_bytes // _DD_BLOCK)
         self._memory: np.ndarray | None = None
-        # Random bytes: a device that compresses or drops zeros would look too fast.
+        # Random bytes, because a device that compresses would look too fast.
         self._path.write_bytes(os.urandom(self._count * _DD_BLOCK))
         os.sync()
 
     def read_bandwidth(self) -> float:
-        """Bytes per second of reading the file."""
+        """Read the file; return bytes per second."""
         return self._run(f"if={self._path}", "of=/dev/null", "iflag=direct")
 
     def limit(self) -> float:
-        """Bytes per second of `_READERS` threads that read the file once, together."""
+        """Read the file once by `_READERS` threads together; return bytes per second."""
         if self._memory is None:
             self._memory = touched(self._count * _DD_BLOCK)
         view, blocks = self._memory.data, range(0, len(self._memory), _DD_BLOCK)
@@ -119,7 +121,7 @@ class DirectDisk:
             os.close(fd)
 
     def write_bandwidth(self) -> float:
-        """Bytes per second of writing it again, in place."""
+        """Write the file again in place; return bytes per second."""
         source = "if=/dev/zero"
         return self._run(source, f"of={self._path}", "oflag=direct", "conv=notrunc")
 
@@ -131,35 +133,44 @@ class DirectDisk:
         done = subprocess.run(
             command, capture_output=True, text=True, check=True, env=os.environ | {"LC_ALL": "C"}
         )
-        told = re.search(r"copied, ([0-9.e-]+) s", done.stderr)
-        if told is None:
-            raise RuntimeError(f"dd did not tell its time: {done.stderr}")
-        return self._count * _DD_BLOCK / float(told.group(1))
+        seconds = re.search(r"copied, ([0-9.e-]+) s", done.stderr)
+        if seconds is None:
+            raise RuntimeError(f"dd did not print its time: {done.stderr}")
+        return self._count * _DD_BLOCK / float(seconds.group(1))
 
 
 def machine_line() -> str:
-    """What the figures were taken on."""
+    """Return the processor, its cores and the present load."""
     names = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
     cpu = names[0].partition(": ")[2] if names else "unknown CPU"
     load = ", ".join(f"{x:.2f}" for x in os.getloadavg())
     return f"{cpu}, {os.cpu_count()} cores, load {load}"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns padded to their widest cell; the first is left-aligned."""
-    cells = [[str(x) for x in row] for row in [header, *rows]]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = [
-        "  ".join(
-            x.rjust(w) if i else x.ljust(w) for i, (x, w) in enumerate(zip(r, widths, strict=True))
-        )
-        for r in cells
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+def publish(
+    name: str,
+    text: str,
+    figures: Mapping[str, Any],
+    details: Mapping[str, Any],
+    *,
+    as_json: bool,
+    write: bool = True,
+    plot: Callable[[], Path] | None = None,
+) -> None:
+    """Print the text, write it with a plot to `results/`, and print the figures as JSON.
+
+    `as_json`: print them, as the last line. `write`: write files.
+    """
+    print(text)
+    if write:
+        paths = [save(name, text, figures, details), *([plot()] if plot else [])]
+        print(f"\nwritten: {', '.join(map(str, paths))}")
+    if as_json:
+        print(json.dumps(figures))
 
 
 def save(name: str, text: str, figures: Mapping[str, Any], details: Mapping[str, Any]) -> Path:
-    """Write `results/<name>-<date>.{txt,json}`; returns the text's path."""
+    """Write `results/<name>-<date>.{txt,json}`; return the path of the text."""
     RESULTS.mkdir(exist_ok=True)
     stem = f"{name}-{time.strftime('%Y-%m-%d')}"
     document = {"figures": figures, "machine": machine_line(), "details": details}
@@ -170,5 +181,5 @@ def save(name: str, text: str, figures: Mapping[str, Any], details: Mapping[str,
 
 
 def rounded(figures: Mapping[str, float]) -> dict[str, float]:
-    """Four significant digits."""
+    """Return the figures with four significant digits."""
     return {name: float(f"{value:.4g}") for name, value in figures.items()}

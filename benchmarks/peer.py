@@ -1,18 +1,18 @@
-"""Reading another process's DRAM over NIXL and UCX, over a memcpy from shared memory.
+"""Reads of another process's DRAM over NIXL and UCX, against a memcpy from shared memory.
 
     python -m benchmarks.peer --json
 
-An owner process exports an arena, a memfd as an engine in a fleet has it. The reference is the
-same blocks copied one by one from it, mapped into this process, to the same places: what a cache
-that shares memory on one host would pay. Reads and copies take turns, a median of the ratios of
-neighbours counts. Both sides' peer processes take part, as they do for engines.
+An owner process exports an arena, a memfd as in an engine of a fleet. Both sides have a peer
+process, as engines do. The reference maps the arena into this process and copies the same blocks
+one by one to the same places: the cost of a cache that shares memory on one host. Reads and copies
+take turns; figures are medians of the ratios within a turn.
 
-`limit` is what the kernel gives one thread: the same blocks by `process_vm_readv` alone. Within a
-host UCX reads by that call (CMA) and can be no faster. `small` is one read of 4 KiB, from asking
-for it to seeing its end.
+`limit` is the kernel's limit for one thread: the same blocks by `process_vm_readv` alone. Within a
+host UCX reads by that call (CMA) and cannot be faster. `small` is one read of 4 KiB, from the call
+to the observed end.
 
-`restore` is the whole way through the store: artifacts of 1 MiB read, verified by checksum,
-generation and epoch, and stored; over a plain memcpy of as many bytes.
+`restore` is a complete restore through the store: artifacts of 1 MiB are read, verified by
+checksum, generation and epoch, and stored; against a plain memcpy of as many bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import hashlib
-import json
 import multiprocessing
 import os
 import time
@@ -32,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import MIB, Samples, machine_line, rounded, save, table, timed
+from benchmarks.measure import Samples, machine_line, publish, rounded, table, timed
 from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import (
     ROOT,
@@ -51,6 +50,7 @@ from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.transfer.base import TransferState
 from hetero_connector.transfer.nixl_peers import NixlPeers
 from hetero_connector.transfer.peer_base import PeerExtent
+from hetero_connector.units import MIB
 
 BLOCKS = [16 << 10, 64 << 10, 256 << 10, MIB, 4 * MIB]
 FIGURE_BLOCK = MIB
@@ -64,29 +64,26 @@ _SMALL_READS = 50
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="the figures as a last line of JSON")
+    parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
     parser.add_argument("--quick", action="store_true", help="fewer repeats; writes no results")
     arguments = parser.parse_args()
     samples = measure(3 if arguments.quick else 15)
     figures = rounded(figures_of(samples))
     transports = os.environ.get("UCX_TLS", "not set")
     text = f"{machine_line()}; medians; UCX_TLS {transports}\n\n{report(samples)}"
-    print(text)
-    if not arguments.quick:
-        print(f"\nwritten: {save('peer', text, figures, {'seconds': samples.medians()})}")
-    if arguments.json:
-        print(json.dumps(figures))
+    details = {"seconds": samples.medians()}
+    publish("peer", text, figures, details, as_json=arguments.json, write=not arguments.quick)
 
 
 def measure(repeats: int) -> Samples:
-    """Seconds to move `TOTAL` bytes, by what moved them and the block size."""
+    """Measure the seconds to move `TOTAL` bytes, by method and block size."""
     samples = Samples()
     with owner(export) as (metadata, handle, process_id, address):
         own, shared = Arena.create(TOTAL), Arena.attach(handle)
         peers = NixlPeers([own.shared])
         peers.connect("owner", metadata)
         for size in BLOCKS:
-            # Slots of a store that has run for a while lie anywhere.
+            # In random order, as the slots of a store that has run for a while.
             order = np.random.default_rng(size).permutation(TOTAL // size) * size
             copy = partial(copy_blocks, own.view, shared.view, order.tolist(), size)
             limit = partial(read_process, process_id, own.view, address, order.tolist(), size)
@@ -107,7 +104,7 @@ def measure(repeats: int) -> Samples:
 
 
 def measure_restores(samples: Samples, repeats: int) -> None:
-    """Through a store, next to a memcpy of as many bytes."""
+    """Measure restores through a store, each with a memcpy of as many bytes."""
     with owner(export_store) as (card, copies):
         known = KnownPeers()
         known.cards[EPOCH] = card
@@ -125,7 +122,7 @@ def measure_restores(samples: Samples, repeats: int) -> None:
 
 
 def figures_of(samples: Samples) -> dict[str, float]:
-    """Bandwidth over that of the memcpy."""
+    """Return the figures: bandwidths over that of the memcpy."""
     size = FIGURE_BLOCK
     return {
         "peer_over_memcpy": samples.paired_ratio(f"memcpy {size}", f"peer {size}"),
@@ -138,7 +135,7 @@ def figures_of(samples: Samples) -> dict[str, float]:
 
 
 def report(samples: Samples) -> str:
-    """Bandwidth by block size."""
+    """Return a table of bandwidths by block size."""
     rows = []
     for size in BLOCKS:
         row: list[object] = [f"{size >> 10} KiB"]
@@ -170,7 +167,7 @@ class _Iovec(ctypes.Structure):
 def read_process(
     process_id: int, target: np.ndarray, source: int, offsets: list[int], size: int
 ) -> None:
-    """Block by block from `source`, an address in another process. OSError if that is forbidden."""
+    """Read block by block from `source`, an address in another process. Raises OSError."""
     readv: Any = ctypes.CDLL(None, use_errno=True).process_vm_readv
     one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
     for at in offsets:
@@ -202,14 +199,14 @@ def restore(
 
 
 def forget_all(store: ArtifactStore) -> None:
-    """As if everything had been evicted: after a reset no peer would be read any more."""
+    """Evict all artifacts. A reset would not do: after it no peer is read any more."""
     with store.catalog.locked():
         for artifact in list(store.catalog.tiers.index.artifacts()):
             store.catalog.tiers.forget(artifact)
 
 
 def chain() -> list[ChunkRange]:
-    """Chunks of one artifact of 1 MiB each."""
+    """Return chunks with one artifact of 1 MiB each."""
     chunks, key = [], ROOT
     for i in range(TOTAL // MIB):
         child = ChunkKey(hashlib.blake2b(key + bytes([i]), digest_size=16).digest())
@@ -233,7 +230,7 @@ def open_store(peers: KnownPeers) -> ArtifactStore:
 
 
 def export(pipe: Connection) -> None:
-    """In the owner's process."""
+    """Export an arena, in the owner's process."""
     arena = Arena.create(TOTAL)
     arena.view[:] = np.random.default_rng(0).integers(0, 256, TOTAL, dtype=np.uint8)
     peers = NixlPeers([arena.shared])
@@ -244,11 +241,11 @@ def export(pipe: Connection) -> None:
 
 
 def export_store(pipe: Connection) -> None:
-    """In the owner's process: a store that holds the chain."""
+    """Export a store with the chain, in the owner's process."""
     store = open_store(KnownPeers())
     sharing = store.sharing
     if sharing is None:
-        raise RuntimeError("the store can export nothing: is NIXL there?")
+        raise RuntimeError("the store exports nothing: is NIXL installed?")
     sharing.serve_under(EPOCH)
     rng = np.random.default_rng(0)
     for chunk in chain():
@@ -277,15 +274,15 @@ def export_store(pipe: Connection) -> None:
 
 @contextmanager
 def owner(run: Any) -> Iterator[Any]:
-    """A process of its own that runs `run`; what it sends first."""
+    """Run `run` in a process of its own; yield its first message."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=run, args=(theirs,), daemon=True)
     process.start()
-    theirs.close()  # or its end would not be noticed here
+    theirs.close()  # otherwise this process would not see the other end
     try:
         if not pipe.poll(_START_S):
-            raise TimeoutError(f"the other process said nothing for {_START_S:.0f} s")
+            raise TimeoutError(f"the other process sent nothing for {_START_S:.0f} s")
         yield pipe.recv()
         pipe.send("end")
     finally:

@@ -1,8 +1,8 @@
 """Checkpoint policies on the real CPU engine: bytes on the SSD, and time to the first token.
 
 Sessions are cut to their first turns and scaled down until their prompts fit a small engine. Each
-turn is served with the engine's own prefix cache empty and all stored state on SSD only. What the
-engine answers is what the next prompt continues.
+turn is served with an empty prefix cache of the engine and all stored state on SSD only. The next
+prompt continues the engine's own answer.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _LATENCIES = ("heterocache_stage_seconds_sum", "heterocache_load_seconds_sum")
 
 @dataclass(frozen=True)
 class EngineRun:
-    """One policy on one model."""
+    """The results of one policy on one model."""
 
     model: str
     policy: str
     factor: int
-    """By which the sessions were scaled down."""
+    """The factor by which the sessions were scaled down."""
     chunk_bytes: int
     checkpoint_bytes: int
-    """On SSD at the end; nothing was evicted."""
+    """Bytes on SSD at the end; nothing was evicted."""
     new_tokens: int
     computed_tokens: int
     """Prompt tokens that were not restored."""
     ttft_s: float
-    """Of all turns but each session's first, together."""
+    """The sum over all turns except the first of each session."""
     restore_s: float
-    """Staging and loading, together, by the connector's own clocks."""
+    """Seconds of staging and loading, as the connector measures them."""
 
     @property
     def written_per_token(self) -> float:
@@ -52,17 +52,17 @@ class EngineRun:
 
 
 class SessionEngine(Engine):
-    """`Engine` that serves turns of sessions."""
+    """An `Engine` that serves turns of sessions."""
 
     def __init__(
         self, model: str, extra: Mapping[str, Any] | None, engine_args: Mapping[str, Any]
     ) -> None:
         super().__init__(model, extra, engine_args)
         self._served: list[tuple[np.ndarray, list[int]]] = []
-        """(ids as the trace has them, token ids of the model), prompt and answer."""
+        """The ids in the trace and the model's token ids, of each prompt with its answer."""
 
     def turn(self, ids: list[int], prompt_tokens: int) -> tuple[float, int, int]:
-        """Serve a prompt; returns TTFT in seconds, restored tokens, and tokens never seen."""
+        """Serve a prompt; return TTFT in seconds, cached tokens, and tokens never seen before."""
         from vllm import SamplingParams
 
         wanted = np.array(ids, np.int64)
@@ -83,7 +83,7 @@ class SessionEngine(Engine):
         return output.metrics.first_token_latency, output.num_cached_tokens, len(ids) - shared
 
     def on_ssd(self) -> tuple[int, int]:
-        """Bytes of chunks and of checkpoints on SSD."""
+        """Return the bytes of chunks and of checkpoints on SSD."""
         sizes = dict.fromkeys(Family, 0)
         for artifact in self._store().catalog.tiers.index.artifacts():
             if artifact.ssd is not None:
@@ -91,7 +91,7 @@ class SessionEngine(Engine):
         return sizes[Family.PREFIX], sizes[Family.BOUNDARY]
 
     def restore_s(self) -> float:
-        """Seconds of staging and of loading since the engine started."""
+        """Return the seconds of staging and of loading since the engine started."""
         from prometheus_client import REGISTRY
 
         samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
@@ -104,7 +104,7 @@ def measure(
     models: Sequence[str] = MODELS,
     policies: Sequence[str] = POLICIES,
 ) -> list[EngineRun]:
-    """Every policy on every model, each in an engine of its own with a directory of its own."""
+    """Run every policy on every model, each in a new engine with a new directory."""
     long = [s for s in sessions if len(s.turns) >= _TURNS][:_SESSIONS]
     if not long:
         raise ValueError(f"no session has {_TURNS} turns: take more of them")
@@ -144,9 +144,8 @@ def _run(
 
 
 def report(runs: Sequence[EngineRun]) -> str:
-    """A table."""
     header = [
-        "CPU engine", "policy", "B/token on SSD", "of it checkpoints", "tokens computed",
+        "CPU engine", "policy", "B/token on SSD", "in checkpoints", "tokens computed",
         "restore, s", "TTFT, s",
     ]  # fmt: skip
     rows = [
@@ -169,7 +168,7 @@ def _shared(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def _token_ids(ids: np.ndarray) -> list[int]:
-    """Bytes that look random, a function of an id and its position."""
+    """Return bytes that look random, a function of an id and its position."""
     mixed = (ids.astype(np.uint64) << np.uint64(20)) + np.arange(len(ids), dtype=np.uint64)
     tokens: list[int] = ((mixed * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(56)).tolist()
     return tokens

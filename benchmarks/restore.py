@@ -1,34 +1,34 @@
-"""`python -m benchmarks.restore [--json]`: what restoring and saving cost a real engine.
+"""`python -m benchmarks.restore [--json]`: the cost of restoring and saving on a real engine.
 
-Every figure is a ratio of medians taken in one run, next to their reference:
+Every figure is a ratio of medians from one run, each measured together with its reference:
 
-- `dram_over_memcpy`: (TTFT restored from DRAM - TTFT of the engine's own prefix hit), over
-  one plain memcpy of the restored bytes into mapped memory. Goal <= 1.15.
-- `ssd_over_dd`: bandwidth of the SSD restore, over that of an O_DIRECT dd of the same
-  size in the same directory. Its seconds are what the SSD adds to the TTFT of a restore
-  from DRAM: reading, verifying and being asked again. Goal >= 0.9. `ssd_over_limit`: over
-  the most the device gives, four O_DIRECT reads side by side into huge pages.
-- `prefill_save_ratio`, `decode_ratio`: seconds of a cold prefill and of a decoded token
-  with saving, over the same work in an engine without a connector. Goals <= 1.03, 1.01.
-  `..._vs_off`: over the same engine recomputing what is already stored, which saves nothing.
-- `hook_ms_131k`, `hash_ms_131k`: the scheduler's thread for a 131,072-token prompt that is
-  all in DRAM; the worst of the models tried. Goals <= 1 ms beyond hashing, <= 10 ms.
+- `dram_over_memcpy`: (TTFT restored from DRAM - TTFT of the engine's own prefix hit), over one
+  plain memcpy of the restored bytes into mapped memory. Goal <= 1.15.
+- `ssd_over_dd`: bandwidth of the SSD restore, over that of an O_DIRECT dd of the same size in the
+  same directory. Its seconds are those that the SSD adds to the TTFT of a restore from DRAM: it
+  reads, verifies, and waits until vLLM asks again. Goal >= 0.9. `ssd_over_limit`: over the upper
+  limit of the device, four parallel O_DIRECT reads into huge pages.
+- `prefill_save_ratio`, `decode_ratio`: seconds of a cold prefill and of a decoded token with
+  saving, over the same work in an engine without a connector. Goals <= 1.03, 1.01. `..._vs_off`:
+  over the same engine when it recomputes stored state, and so saves nothing.
+- `hook_ms_131k`, `hash_ms_131k`: time on the scheduler's thread for a 131,072-token prompt that is
+  completely in DRAM; the worst of the models tried. Goals <= 1 ms beyond hashing, <= 10 ms.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import plots, scheduler_hook
 from benchmarks.engine_process import EngineProcess, prompt_tokens
-from benchmarks.measure import DirectDisk, Memcpy, Samples, machine_line, rounded, save, table
+from benchmarks.measure import DirectDisk, Memcpy, Samples, machine_line, publish, rounded, table
 from hetero_connector.units import GIB
 
 GOALS = {
@@ -40,7 +40,7 @@ GOALS = {
     "hash_ms_131k": (10.0, "<="),
 }
 _RATIO_FROM_BYTES = 50_000_000
-"""Below this a restore costs its fixed part, and a ratio to moving the bytes says nothing."""
+"""Smaller restores take mostly their fixed costs, so their ratios are not printed."""
 _KV_CACHE_BYTES = GIB  # examples.serving.ENGINE_ENVIRONMENT
 
 
@@ -64,7 +64,7 @@ _CASES = (
 
 @dataclass(frozen=True)
 class RestoreTimes:
-    """Medians of one case, in seconds, and what was moved."""
+    """The medians of one case, in seconds, and the bytes moved."""
 
     case: RestoreCase
     cached_tokens: int
@@ -90,7 +90,10 @@ class RestoreTimes:
 
 
 def measure_restore(case: RestoreCase, directory: Path, repeats: int) -> RestoreTimes:
-    """Cold, own prefix hit, DRAM and SSD in turns, on two prompts of which DRAM holds one."""
+    """Time cold, own prefix hit, DRAM and SSD by turns, on two prompts.
+
+    DRAM has room for one of them, so that each is restored from SSD and then from DRAM.
+    """
     samples = Samples()
     prompts = [prompt_tokens(case.tokens, seed) for seed in (1, 2)]
     extra: dict[str, Any] = {"ssd_dir": str(directory), "ssd_gib": 0.6}
@@ -126,7 +129,7 @@ def measure_restore(case: RestoreCase, directory: Path, repeats: int) -> Restore
 
 
 class _Turns:
-    """One turn: the same prompt from SSD, from the engine's own cache, and from DRAM."""
+    """Restores one prompt from SSD, from the engine's own cache and from DRAM, in turns."""
 
     def __init__(
         self, engine: EngineProcess, samples: Samples, disk: DirectDisk, memcpy: Memcpy
@@ -136,7 +139,7 @@ class _Turns:
         self.cached_tokens = self.dram_bytes = self.ssd_bytes = 0
 
     def warm(self, prompts: list[list[int]], restored_bytes: int) -> None:
-        """Touch every page of the engine's cache once: that cost is the first prefill's."""
+        """Touch every page of the engine's cache, which costs the first prefill extra time."""
         for turn in range(2 + _KV_CACHE_BYTES // restored_bytes if restored_bytes else 0):
             self._engine.reset_prefix_cache()
             self._engine.complete(prompts[turn % 2])
@@ -170,11 +173,11 @@ class _Turns:
 
 
 def measure_saving(directory: Path, repeats: int) -> dict[str, float]:
-    """Ratios of a 2,048-token prefill and of 64 decoded tokens: engines take short turns.
+    """Return the ratios of a 2,048-token prefill and of 64 decoded tokens.
 
-    The machine's speed drifts within seconds, so a turn lasts about one; ratios are of turns
-    next to each other, and the order rotates. What recomputes without saving takes the
-    prompts of the round before, which its engine has stored.
+    The machine's speed changes within seconds, so engines take turns of about a second. A ratio is
+    between turns of one round, and the order rotates. The turn that recomputes without saving uses
+    the prompts of the round before, which its engine has stored.
     """
     samples = Samples()
     engine_args: dict[str, Any] = {"max_model_len": 4608}
@@ -182,10 +185,10 @@ def measure_saving(directory: Path, repeats: int) -> dict[str, float]:
     with (
         EngineProcess("dense-bench", **engine_args) as plain,
         EngineProcess("dense-bench", {"dram_gib": 1.5}, **engine_args) as saving,
-        EngineProcess("dense-bench", ssd, **engine_args) as spilling,
+        EngineProcess("dense-bench", ssd, **engine_args) as with_ssd,
     ):
         turns = [("plain", plain, False), ("save", saving, False)]
-        turns += [("off", saving, True), ("spill", spilling, False)]
+        turns += [("off", saving, True), ("spill", with_ssd, False)]
         for repeat in range(repeats + 1):
             kept = samples if repeat else Samples()
             first = repeat % len(turns)
@@ -197,7 +200,7 @@ def measure_saving(directory: Path, repeats: int) -> dict[str, float]:
                 seed = max(0, repeat - recompute)
                 prompt = prompt_tokens(256, 2000 + seed)
                 kept.add(f"decode {name}", engine.complete(prompt, 65, recompute).token_s)
-            spilling.flush()  # its background writes belong to no other engine's turn
+            with_ssd.flush()  # its background writes must not run in another engine's turn
     return {
         f"{work}_{name}": samples.paired_ratio(f"{work} {what}", f"{work} {reference}")
         for work in ("prefill", "decode")
@@ -213,8 +216,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.restore", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
-    parser.add_argument("--quick", action="store_true", help="the main model only, few repeats")
-    parser.add_argument("--dir", type=Path, help="where the SSD tier lies (default: here)")
+    parser.add_argument(
+        "--quick", action="store_true", help="main model only, few repeats, no files"
+    )
+    parser.add_argument("--dir", type=Path, help="directory of the SSD tier (default: .cache)")
     arguments = parser.parse_args()
     parent = arguments.dir or Path.cwd() / ".cache"
     parent.mkdir(parents=True, exist_ok=True)
@@ -229,16 +234,20 @@ def main() -> None:
     hooks = scheduler_hook.measure_all()
     figures = _figures(restores[0], saving, hooks)
     text = _report(restores, saving, hooks, figures)
-    print(text)
     details = {
         "restore": {r.case.model: r.seconds for r in restores},
         "saving": saving,
         "hooks": {name: vars(hook) for name, hook in hooks.items()},
     }
-    if not arguments.quick:
-        print(f"\nwritten: {save('restore', text, figures, details)}, {_plot(restores, figures)}")
-    if arguments.json:
-        print(json.dumps(figures))
+    publish(
+        "restore",
+        text,
+        figures,
+        details,
+        as_json=arguments.json,
+        write=not arguments.quick,
+        plot=partial(_plot, restores, figures),
+    )
 
 
 def _figures(
@@ -302,7 +311,7 @@ def _restore_table(restores: list[RestoreTimes]) -> str:
 
 def _saving_table(saving: dict[str, float]) -> str:
     columns = ("plain", "off", "save", "spill")
-    header = ["saving, ms", "no connector", "stored already", "saved", "saved and spilled"]
+    header = ["saving, ms", "no connector", "nothing to save", "saved", "saved, with SSD"]
     rows = [
         [work, *(f"{1e3 * saving[f'{work} {name}']:.2f}" for name in columns)]
         for work in ("prefill", "decode")

@@ -1,20 +1,18 @@
-"""`python -m benchmarks.scheduler_hook [--json]`: what one long prompt costs the scheduler.
+"""`python -m benchmarks.scheduler_hook [--json]`: the cost of one long prompt on the scheduler.
 
-Match, plan, admit and order the load, on the scheduler's thread: `hook_ms_131k`, beyond
-hashing (`hash_ms_131k`), the worst of three models, medians over rounds that take turns.
+`hook_ms_131k`: milliseconds on the scheduler's thread to match, plan, admit and order the load,
+without hashing (`hash_ms_131k`); the worst of three models, medians over rounds by turns.
+`queue_us_1024`: microseconds to find the engine's load before a request, with 1,024 requests that
+decode and 1,024 that wait; it is a part of the match.
 
-The real scheduler side over a real store that holds every chunk of the prompt in DRAM;
-only vLLM's request and block table are stand-ins. Page bytes are shrunk: the hook moves
-no bytes, and half a thousand real chunks would not fit a small machine.
-
-`queue_us_1024`: microseconds in which a request learns what is ahead of it where 1,024 decode
-and 1,024 wait; the match has it in it.
+It runs the real scheduler side over a real store that has every chunk of the prompt in DRAM. Only
+vLLM's request and block table are stand-ins. Pages are small, because the hook moves no bytes and
+512 real chunks would not fit on a small machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +21,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.measure import Samples, machine_line, rounded, save, table, timed
+from benchmarks.measure import Samples, machine_line, publish, rounded, table, timed
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.metrics import Recorder
@@ -54,13 +52,13 @@ class HookTiming:
     step_s: float
     release_s: float
     queue_s: float
-    """Of asking what is ahead, among `CROWD` that decode and `CROWD` that wait."""
+    """To find the load before a request, with `CROWD` that decode and `CROWD` that wait."""
     chunks: int
     state_types: int
 
     @property
     def hook_s(self) -> float:
-        """What the request costs the scheduler up to the worker's order, beyond hashing."""
+        """Seconds on the scheduler up to the worker's order, without hashing."""
         return self.match_s + self.admit_s + self.step_s
 
 
@@ -93,7 +91,7 @@ def measure(preset: str, repeats: int = 31) -> HookTiming:
 
 
 def measure_all(rounds: int = 7) -> dict[str, HookTiming]:
-    """Every model of `MODELS`, in rounds: the machine's speed drifts within seconds."""
+    """Time all models by turns, because the machine's speed changes within seconds."""
     timings = [{name: measure(name, 13) for name in MODELS} for _ in range(rounds)]
     return {name: _median([timing[name] for timing in timings]) for name in MODELS}
 
@@ -112,7 +110,7 @@ def _median(timings: Sequence[HookTiming]) -> HookTiming:
 
 
 def figures_of(timings: Mapping[str, HookTiming]) -> dict[str, float]:
-    """The worst model's, in milliseconds or, where the name says so, microseconds."""
+    """Return the figures of the slowest model, in the units of their names."""
     return {
         "hook_ms_131k": 1e3 * max(timing.hook_s for timing in timings.values()),
         "hash_ms_131k": 1e3 * max(timing.hash_s for timing in timings.values()),
@@ -121,7 +119,7 @@ def figures_of(timings: Mapping[str, HookTiming]) -> dict[str, float]:
 
 
 def report(timings: Mapping[str, HookTiming]) -> str:
-    """A table by part."""
+    """Return a table of the parts."""
     parts = ("hash", "match", "admit", "step", "hook", "release", "queue")
     header = ["131,072 tokens, ms", "chunks", "types", *parts]
     rows = [
@@ -138,18 +136,15 @@ def main() -> None:
     timings = measure_all()
     figures = rounded(figures_of(timings))
     text = f"{machine_line()}; medians\n\n{report(timings)}"
-    print(text)
     details = {name: vars(timing) for name, timing in timings.items()}
-    print(f"\nwritten: {save('scheduler_hook', text, figures, details)}")
-    if arguments.json:
-        print(json.dumps(figures))
+    publish("scheduler_hook", text, figures, details, as_json=arguments.json)
 
 
 def _one_request(side: Any, request_id: str, tokens: list[int], samples: Samples) -> None:
     from hetero_connector.engine.messages import WorkerReport
 
     request = _request(request_id, tokens)
-    tracker = side._track(request)  # as `match` does first; here, to hash beforehand
+    tracker = side._track(request)  # `match` does it first; done here to hash before
 
     def hash_all() -> None:
         tracker.grow()
@@ -163,7 +158,7 @@ def _one_request(side: Any, request_id: str, tokens: list[int], samples: Samples
         raise RuntimeError(f"expected the whole prompt from DRAM, got {found}")
     samples.add("admit", timed(lambda: side.on_allocated(request, PROMPT_TOKENS)))
     request.num_computed_tokens = PROMPT_TOKENS
-    block_ids = side._kv_cache_manager.get_block_ids(request_id)  # vLLM's own, for its workers
+    block_ids = side._kv_cache_manager.get_block_ids(request_id)  # vLLM calls it, too
     output = _output([SimpleNamespace(req_id=request_id, block_ids=block_ids)], {request_id: 1})
     samples.add("step", timed(lambda: side.order_step(output)))
     report = WorkerReport(loaded=Counter({request_id: 1}))
@@ -173,7 +168,7 @@ def _one_request(side: Any, request_id: str, tokens: list[int], samples: Samples
 
 
 def _output(new: Sequence[Any], scheduled: Mapping[str, int]) -> Any:
-    """A `SchedulerOutput`."""
+    """Return a stand-in for a `SchedulerOutput`."""
     return SimpleNamespace(
         scheduled_new_reqs=new,
         num_scheduled_tokens=scheduled,
@@ -186,7 +181,7 @@ def _output(new: Sequence[Any], scheduled: Mapping[str, int]) -> Any:
 
 
 def _crowd(side: Any) -> Any:
-    """`CROWD` short requests that decode and as many that wait; what is known of the last."""
+    """Add `CROWD` requests that decode and as many that wait; return the last one's tracker."""
     from vllm.v1.request import RequestStatus
 
     for number in range(2 * CROWD):

@@ -1,17 +1,15 @@
-"""`python -m benchmarks.scheduling [--json]`: what a scheduling decision takes.
+"""`python -m benchmarks.scheduling [--json]`: the time of a scheduling decision.
 
-`decision_us_64`: microseconds of one decision of the default policy over 64 workers, placement
-included; median, the worst of all step classes. Goal <= 200. Before each decision the loads of
-two workers change, as they do in a router and in a simulator; eight workers hold some of the
-prompt, and the network between workers is uneven. References from the same run: the policy that
-only looks for the least loaded worker, and adding two arrays of 64 numbers, of which a decision
-is some hundred.
+`decision_us_64`: median microseconds of one decision of the default policy over 64 workers, with
+its placement; the worst step class. Goal <= 200. Before each decision the loads of two workers
+change, as in a router or a simulator. Eight workers have parts of the prompt, and the network
+between workers is uneven. References from the same run: the policy that only looks for the least
+loaded worker, and one addition of two arrays of 64 numbers; a decision makes about a hundred.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.measure import machine_line, rounded, save, table, timed
+from benchmarks.measure import machine_line, publish, rounded, table, timed
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
 from hetero_connector.planner.cost_model import CostModel
@@ -50,7 +48,7 @@ _ADDITIONS = 1_000
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of a decision, median."""
+    """The median time of a decision."""
 
     policy: str
     workers: int
@@ -68,7 +66,7 @@ def some_load(rng: random.Random) -> WorkerLoad:
 
 
 def fleet_of(count: int, linked: bool, rng: random.Random) -> FleetView:
-    """H200-like: 100,000 tokens a second, 80 GiB for pages."""
+    """Make a fleet like H200s: 100,000 tokens per second, 80 GiB for pages."""
     model = PRESETS[MODEL]()
     footprint = StateFootprint.of(ArtifactLayout(model, model.default_chunk_tokens()))
     compute = ComputeRegression(ComputeCoefficients(5e-3, 1e-5, 1e-10))
@@ -80,7 +78,7 @@ def fleet_of(count: int, linked: bool, rng: random.Random) -> FleetView:
 
 
 def steps(fleet: FleetView) -> dict[StepClass, Step]:
-    """One of each class; the first workers hold less and less of it."""
+    """Make a step of each class, of which the first workers have shorter and shorter prefixes."""
     owner = fleet.names[0]
     known = _TOKENS - 10_000
     spread = fleet.names[:_HOLDERS]
@@ -102,7 +100,7 @@ def steps(fleet: FleetView) -> dict[StepClass, Step]:
 def measure(
     policy: str, workers: int, repeats: int, linked: bool = False, seed: int = 1
 ) -> list[Timing]:
-    """One policy over one fleet, every class of step."""
+    """Time one policy on one fleet for every step class."""
     rng = random.Random(seed)
     fleet = fleet_of(workers, linked, rng)
     chosen = scheduling_policy(policy, rng)
@@ -119,12 +117,12 @@ def measure(
 
 
 def _place(policy: SchedulingPolicy, step: Step, fleet: FleetView) -> Placement:
-    """The placement is part of what is timed: a decision works it out on demand."""
+    """Decide, and ask for the placement, which a decision computes when it is asked."""
     return policy.decide(step, fleet).placement
 
 
 def addition_us() -> float:
-    """Microseconds of one numpy addition over 64 workers."""
+    """Return the microseconds of one numpy addition of 64 numbers."""
     one, other = np.ones(64), np.ones(64)
 
     def add() -> None:
@@ -135,7 +133,7 @@ def addition_us() -> float:
 
 
 def measure_all(repeats: int) -> tuple[list[Timing], dict[str, float]]:
-    """Every policy over 64 workers, the default over fewer; the figures."""
+    """Time every policy over 64 workers, and the default over fewer; return the figures, too."""
     timings = [x for name in POLICIES for x in measure(name, 64, repeats)]
     timings += measure("ownerserve", 64, repeats, linked=True)
     timings += [x for size in SIZES[:-1] for x in measure("ownerserve", size, repeats)]
@@ -163,12 +161,8 @@ def main() -> None:
     arguments = parser.parse_args()
     timings, figures = measure_all(101 if arguments.quick else 1_001)
     text = _report(timings, figures)
-    print(text)
-    if not arguments.quick:
-        details = {"decisions": [vars(timing) for timing in timings]}
-        print(f"\nwritten: {save('scheduling', text, figures, details)}")
-    if arguments.json:
-        print(json.dumps(figures))
+    details = {"decisions": [vars(timing) for timing in timings]}
+    publish("scheduling", text, figures, details, as_json=arguments.json, write=not arguments.quick)
 
 
 def _report(timings: list[Timing], figures: dict[str, float]) -> str:
@@ -183,7 +177,7 @@ def _report(timings: list[Timing], figures: dict[str, float]) -> str:
         for t in timings
     ]
     goal = "met" if figures["decision_us_64"] <= GOAL_US else "missed"
-    told = [
+    figure_rows = [
         [name, f"{value:.4g}", f"<= {GOAL_US:g}, {goal}" if name == "decision_us_64" else ""]
         for name, value in figures.items()
     ]
@@ -192,7 +186,7 @@ def _report(timings: list[Timing], figures: dict[str, float]) -> str:
         [
             f"{machine_line()}; medians",
             table(header, rows),
-            table(["figure", "value", "goal"], told),
+            table(["figure", "value", "goal"], figure_rows),
         ]
     )
 

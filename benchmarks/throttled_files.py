@@ -1,4 +1,4 @@
-"""A `FileTransfer` slowed down to a bandwidth, to measure with a slower disk."""
+"""A `FileTransfer` with a limited bandwidth, to measure with a slower disk."""
 
 from __future__ import annotations
 

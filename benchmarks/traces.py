@@ -1,7 +1,7 @@
-"""What reading a trace costs a request, and whether that stays the same as the trace grows.
+"""`python -m benchmarks.traces [--trace FILE] [--json]`: the time per request to read a trace.
 
-`python -m benchmarks.traces [--trace FILE] [--json]`. CPU seconds, medians of rounds. Ratios are of
-a trace of ten times as many synthetic sessions over one of `--sessions`.
+Medians of CPU seconds over rounds. `growth_ratio` compares a trace of ten times as many synthetic
+sessions with one of `--sessions`: it is 1 if the time per request does not grow with the trace.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.measure import MIB
+from hetero_connector.units import MIB
 from ownership.simulator.traces.formats import open_trace
 from ownership.simulator.traces.session import Trace
 from ownership.simulator.traces.starts import PoissonStarts
@@ -29,7 +29,7 @@ ROUNDS = 3
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trace", type=Path, help="time reading and measuring this file, too")
+    parser.add_argument("--trace", type=Path, help="also time reading and analysing this file")
     parser.add_argument("--sessions", type=int, default=SESSIONS)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _made(num_sessions: int) -> Trace:
-    """A synthetic trace whose sessions are drawn before the clock runs."""
+    """Make a synthetic trace, with its sessions drawn before the timing."""
     trace = synthetic(
         CODING_AGENT,
         num_sessions=num_sessions,
