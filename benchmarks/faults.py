@@ -117,9 +117,9 @@ class Evictions:
     median_s: float
 
 
-def evict_under_restores(num_restores: int = RESTORES) -> Evictions:
+def evict_under_restores() -> Evictions:
     """Fill a DRAM tier, begin restores of three quarters of it, then save more chunks."""
-    count = num_restores
+    count = RESTORES
     store = ArtifactStore.open(
         SLOT_BYTES,
         StoreConfig(dram_bytes=count * sum(SLOT_BYTES.values())),
@@ -132,7 +132,7 @@ def evict_under_restores(num_restores: int = RESTORES) -> Evictions:
     for chunk in chunks[:count]:
         _save(store, chunk)
     restores = []
-    for number in range(num_restores):
+    for number in range(RESTORES):
         found = store.match([chunks[number % (3 * count // 4)]])
         restores.append(store.begin_restore([Wanted(kind, found) for kind in KINDS]))
     seconds = [_busy(lambda chunk=chunk: _save(store, chunk)) for chunk in chunks[count:]]  # type: ignore[misc]

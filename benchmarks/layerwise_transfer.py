@@ -41,13 +41,14 @@ from benchmarks.measure import (
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.spec import Family, ModelSpec, StateType
 from hetero_connector.spec.presets import PRESETS, model_spec_from_config
-from hetero_connector.transfer.base import Direction, Extent, FileTransfer, OpenFile, TransferState
+from hetero_connector.transfer.base import Direction, Extent, FileTransfer, OpenFile, wait_for
 from hetero_connector.transfer.choose import choose_file_transfer
 from hetero_connector.units import MIB
 
 SSD_EXTENTS = [64 << 10, 256 << 10, MIB, 4 * MIB]
 _SSD_BYTES = 192 * MIB
 _SLOT_ALIGNMENT = 4096
+_TIMEOUT_S = 60.0
 _ORDERS = ("ascending", "descending", "scattered")
 _MIN_COPY_BYTES = 1 * MIB
 """A smaller copy fits into the processor's cache, so it does not measure memory."""
@@ -244,11 +245,7 @@ def _ssd_ratios(
 
 
 def _move(transfer: FileTransfer, direction: Direction, extents: list[Extent]) -> None:
-    moving = transfer.submit(direction, extents)
-    while moving.poll() is TransferState.PENDING:
-        time.sleep(100e-6)
-    if moving.error is not None:
-        raise moving.error
+    wait_for(transfer.submit(direction, extents), _TIMEOUT_S)
 
 
 @contextmanager

@@ -47,7 +47,7 @@ from hetero_connector.store.arena import Arena, ArenaHandle
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig, Wanted
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
-from hetero_connector.transfer.base import TransferState
+from hetero_connector.transfer.base import wait_for
 from hetero_connector.transfer.nixl_peers import NixlPeers
 from hetero_connector.transfer.peer_base import PeerExtent
 from hetero_connector.units import MIB
@@ -55,6 +55,7 @@ from hetero_connector.units import MIB
 BLOCKS = [16 << 10, 64 << 10, 256 << 10, MIB, 4 * MIB]
 FIGURE_BLOCK = MIB
 _START_S = 120.0
+_TIMEOUT_S = 60.0
 TOTAL = 128 * MIB
 EPOCH = 1
 KIND = StateType.DENSE_KV
@@ -180,11 +181,7 @@ def read_process(
 
 def read_blocks(peers: NixlPeers, offsets: list[int], size: int) -> None:
     extents = [PeerExtent(0, at, 0, at, size) for at in offsets]
-    transfer = peers.submit("owner", extents)
-    while transfer.poll() is TransferState.PENDING:
-        time.sleep(50e-6)
-    if transfer.error is not None:
-        raise transfer.error
+    wait_for(peers.submit("owner", extents), _TIMEOUT_S)
 
 
 def restore(

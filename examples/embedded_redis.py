@@ -70,13 +70,11 @@ class EmbeddedRedis:
         *,
         arguments: Sequence[str] = (),
         password: str | None = None,
-        port: int | None = None,
-        binary: Path | None = None,
     ) -> None:
-        """`password`: None for a random one, "" for none. `port`: None for a free one."""
+        """`password`: None for a random one, "" for none."""
         self.password = secrets.token_urlsafe(18) if password is None else password
-        self.port = _free_port() if port is None else port
-        self._binary = binary or redis_server_binary()
+        self.port = _free_port()
+        self._binary = redis_server_binary()
         self._options = tuple(options)
         self._arguments = tuple(arguments)
         self._folder: Path | None = None

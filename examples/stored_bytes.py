@@ -14,6 +14,8 @@ from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.spec.from_config import model_spec_from_config
 
+_SETTLE_TIMEOUT_S = 5.0
+
 
 @dataclass(frozen=True)
 class StateBytes:
@@ -104,9 +106,9 @@ def _saved(server: Server) -> dict[str, float]:
     return {labels["state_type"]: value for labels, value in series}
 
 
-def _settled(server: Server, timeout_s: float = 5.0) -> dict[str, float]:
+def _settled(server: Server) -> dict[str, float]:
     """Wait until two readings agree: the last saves are reported a step later."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + _SETTLE_TIMEOUT_S
     last: dict[str, float] = {}
     now = _saved(server)
     while last != now and time.monotonic() < deadline:

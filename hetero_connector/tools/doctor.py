@@ -19,7 +19,6 @@ from hetero_connector import machine
 from hetero_connector.errors import (
     DirectoryError,
     StoreError,
-    TransferError,
     UnsupportedVersionError,
 )
 from hetero_connector.store.catalog.nodes import index_bytes
@@ -28,7 +27,7 @@ from hetero_connector.store.ssd.private_files import others_can_replace
 from hetero_connector.store.ssd.space import JOURNAL_NAME
 from hetero_connector.supported_vllm import SUPPORTED_VLLM, check_version
 from hetero_connector.tools.inspection import find_models
-from hetero_connector.transfer.base import Direction, Extent, FileTransfer, OpenFile, TransferState
+from hetero_connector.transfer.base import Direction, Extent, FileTransfer, OpenFile, wait_for
 from hetero_connector.transfer.choose import choose_file_transfer, is_direct, open_scratch
 from hetero_connector.transfer.nixl_backends import working_backends
 from hetero_connector.transfer.shared_memory import collapses_shared
@@ -308,13 +307,7 @@ def check_directory(url: str) -> Finding:
 
 def _timed(transfer: FileTransfer, direction: Direction) -> float:
     start = time.perf_counter()
-    moving = transfer.submit(direction, [Extent(0, 0, 0, _READ_BYTES)])
-    while moving.poll() is TransferState.PENDING:
-        if time.perf_counter() - start > _TIMEOUT_S:
-            raise TransferError(f"not finished after {_TIMEOUT_S:.0f} s")
-        time.sleep(1e-4)
-    if moving.error is not None:
-        raise moving.error
+    wait_for(transfer.submit(direction, [Extent(0, 0, 0, _READ_BYTES)]), _TIMEOUT_S)
     return time.perf_counter() - start
 
 

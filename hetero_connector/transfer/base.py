@@ -10,6 +10,8 @@ the caller may drop the transfer, and the `FileTransfer` keeps it in quarantine 
 
 from __future__ import annotations
 
+import errno
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
@@ -19,6 +21,7 @@ from hetero_connector.errors import TransferError
 
 BLOCK_BYTES = 4096
 """Every offset and size is a multiple of this, as O_DIRECT requires."""
+_POLL_S = 50e-6
 
 
 class Direction(StrEnum):
@@ -105,6 +108,20 @@ class FileTransfer(Protocol):
         descriptors must be kept for the life of the process.
         """
         ...
+
+
+def wait_for(transfer: Transfer, timeout_s: float) -> None:
+    """Poll a transfer until it ends. For probes and tools: an I/O thread must not wait.
+
+    Raises the transfer's error if it has failed, and a TransferError at the timeout.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while transfer.poll() is TransferState.PENDING:
+        if time.monotonic() > deadline_s:
+            raise TransferError(errno.ETIMEDOUT, f"no end after {timeout_s:.0f} s")
+        time.sleep(_POLL_S)
+    if transfer.error is not None:
+        raise transfer.error
 
 
 def check_extents(extents: Sequence[Extent], files: Sequence[OpenFile], memory_bytes: int) -> None:

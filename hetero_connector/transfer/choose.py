@@ -7,7 +7,6 @@ import fcntl
 import mmap
 import os
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from hetero_connector.transfer.base import (
     Extent,
     FileTransfer,
     OpenFile,
-    TransferState,
+    wait_for,
 )
 from hetero_connector.transfer.nixl_files import NixlFiles
 from hetero_connector.transfer.pread_files import PreadFiles
@@ -32,7 +31,6 @@ Bytes = npt.NDArray[np.uint8]
 Build = Callable[[Bytes, Sequence[OpenFile]], FileTransfer]
 QUEUES = ("uring", "aio")
 _PROBE_TIMEOUT_S = 5.0
-_POLL_S = 100e-6
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,9 @@ def probe(directory: Path, build: Build) -> None:
         os.ftruncate(fd, BLOCK_BYTES)
         transfer = build(memory, [OpenFile(fd, BLOCK_BYTES)])
         try:
-            _wait(transfer, Direction.WRITE, Extent(0, 0, 0, BLOCK_BYTES))
-            _wait(transfer, Direction.READ, Extent(0, 0, BLOCK_BYTES, BLOCK_BYTES))
+            for direction, at in ((Direction.WRITE, 0), (Direction.READ, BLOCK_BYTES)):
+                moving = transfer.submit(direction, [Extent(0, 0, at, BLOCK_BYTES)])
+                wait_for(moving, _PROBE_TIMEOUT_S)
         finally:
             transfer.close(_PROBE_TIMEOUT_S)
     finally:
@@ -111,14 +110,3 @@ def open_scratch(directory: Path) -> int:
 def is_direct(fd: int) -> bool:
     """True if a descriptor is open with O_DIRECT."""
     return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
-
-
-def _wait(transfer: FileTransfer, direction: Direction, extent: Extent) -> None:
-    deadline = time.monotonic() + _PROBE_TIMEOUT_S
-    moving = transfer.submit(direction, [extent])
-    while moving.poll() is TransferState.PENDING:
-        if time.monotonic() > deadline:
-            raise TransferError(errno.ETIMEDOUT, f"{direction} of 4 KiB timed out")
-        time.sleep(_POLL_S)
-    if moving.error is not None:
-        raise moving.error

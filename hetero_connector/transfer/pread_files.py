@@ -23,6 +23,7 @@ from hetero_connector.transfer.base import (
     split,
 )
 
+_THREADS = 4
 _PART_BYTES = 1 << 20
 """Most bytes of one system call, so that a large extent keeps all threads busy."""
 
@@ -69,13 +70,11 @@ class _Part:
 
 
 class PreadFiles:
-    """Moves extents between `memory` ([n] uint8, writable) and `files` on `threads` threads."""
+    """Moves extents between `memory` ([n] uint8, writable) and `files` on a few threads."""
 
     name = "pread"
 
-    def __init__(
-        self, memory: npt.NDArray[np.uint8], files: Sequence[OpenFile], threads: int = 4
-    ) -> None:
+    def __init__(self, memory: npt.NDArray[np.uint8], files: Sequence[OpenFile]) -> None:
         self._memory_bytes = len(memory)
         self._view = memory.data
         self._files = tuple(files)
@@ -85,7 +84,7 @@ class PreadFiles:
         # Daemons, because a system call stuck on dead storage must not keep the process alive.
         self._threads = [
             threading.Thread(target=self._run, name=f"heterocache-pread-{i}", daemon=True)
-            for i in range(threads)
+            for i in range(_THREADS)
         ]
         for thread in self._threads:
             thread.start()
