@@ -52,7 +52,7 @@ class Outcome:
     stored_bytes: float = 0.0
     """Bytes in all DRAM tiers."""
     replica_bytes: float = 0.0
-    """Those of them that another server owns."""
+    """The bytes of them that another server owns."""
     failures: Counter[str] = field(default_factory=Counter)
     """Failed transfers and checks, by cause."""
 
