@@ -17,7 +17,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,12 +79,7 @@ def measure(preset: str, repeats: int = 31) -> HookTiming:
         store.check_integrity()
     medians = samples.medians()
     return HookTiming(
-        hash_s=medians["hash"],
-        match_s=medians["match"],
-        admit_s=medians["admit"],
-        step_s=medians["step"],
-        release_s=medians["release"],
-        queue_s=medians["queue"],
+        **{f"{part}_s": seconds for part, seconds in medians.items()},
         chunks=PROMPT_TOKENS // layout.chunk_tokens,
         state_types=len(model.state_types),
     )
@@ -97,16 +92,8 @@ def measure_all(rounds: int = 7) -> dict[str, HookTiming]:
 
 
 def _median(timings: Sequence[HookTiming]) -> HookTiming:
-    return HookTiming(
-        hash_s=statistics.median(timing.hash_s for timing in timings),
-        match_s=statistics.median(timing.match_s for timing in timings),
-        admit_s=statistics.median(timing.admit_s for timing in timings),
-        step_s=statistics.median(timing.step_s for timing in timings),
-        release_s=statistics.median(timing.release_s for timing in timings),
-        queue_s=statistics.median(timing.queue_s for timing in timings),
-        chunks=timings[0].chunks,
-        state_types=timings[0].state_types,
-    )
+    names = [field.name for field in fields(HookTiming)]
+    return HookTiming(**{x: statistics.median(getattr(t, x) for t in timings) for x in names})
 
 
 def figures_of(timings: Mapping[str, HookTiming]) -> dict[str, float]:

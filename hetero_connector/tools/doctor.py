@@ -27,8 +27,15 @@ from hetero_connector.store.ssd.private_files import others_can_replace
 from hetero_connector.store.ssd.space import JOURNAL_NAME
 from hetero_connector.supported_vllm import SUPPORTED_VLLM, check_version
 from hetero_connector.tools.inspection import find_models
-from hetero_connector.transfer.base import Direction, Extent, FileTransfer, OpenFile, wait_for
-from hetero_connector.transfer.choose import choose_file_transfer, is_direct, open_scratch
+from hetero_connector.transfer.base import (
+    Direction,
+    Extent,
+    FileTransfer,
+    OpenFile,
+    is_direct,
+    wait_for,
+)
+from hetero_connector.transfer.choose import choose_file_transfer, open_scratch
 from hetero_connector.transfer.nixl_backends import working_backends
 from hetero_connector.transfer.shared_memory import collapses_shared
 from hetero_connector.units import GIB

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +17,7 @@ from hetero_connector.store.ssd.directory_lock import DirectoryLock, holder, is_
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.journal_format import JournalMeta, JournalRow
 from hetero_connector.store.ssd.space import JOURNAL_NAME, LOCK_NAME, SLAB_SUFFIX
-from hetero_connector.transfer.base import BLOCK_BYTES
+from hetero_connector.transfer.base import BLOCK_BYTES, open_direct
 from hetero_connector.transfer.checksum import checksum
 
 Progress = Callable[[list[JournalRow]], Iterable[JournalRow]]
@@ -89,7 +88,7 @@ class _Slabs:
     def __init__(self, path: Path, meta: JournalMeta) -> None:
         self._path = path
         self._meta = meta
-        self._fds: dict[StateType, int | str] = {}
+        self._fds: dict[StateType, int] = {}
         largest = max((s.slot_bytes for s in meta.slabs.values()), default=BLOCK_BYTES)
         # Page-aligned for O_DIRECT, which reads the disk, not the page cache.
         self._buffer = np.frombuffer(mmap.mmap(-1, largest), np.uint8)
@@ -99,41 +98,28 @@ class _Slabs:
 
     def __exit__(self, *_: object) -> None:
         for fd in self._fds.values():
-            if isinstance(fd, int):
-                os.close(fd)
+            os.close(fd)
 
     def check(self, row: JournalRow) -> str | None:
         """Return the problem with the artifact; None if it is intact."""
-        fd = self._open(row.state_type)
-        if isinstance(fd, str):
-            return fd
         size = -(-row.size_bytes // BLOCK_BYTES) * BLOCK_BYTES
         offset = row.slot * self._meta.slabs[row.state_type].slot_bytes
         try:
-            _read(fd, self._buffer[:size], offset)
+            _read(self._open(row.state_type), self._buffer[:size], offset)
         except TransferError as e:
             return str(e)
         if checksum(self._buffer[: row.size_bytes], row.id.seed) != row.checksum:
             return "its bytes do not match its checksum"
         return None
 
-    def _open(self, state_type: StateType) -> int | str:
+    def _open(self, state_type: StateType) -> int:
         if state_type not in self._fds:
             path = self._path / f"{state_type.value}{SLAB_SUFFIX}"
             try:
-                self._fds[state_type] = _open_direct(path)
+                self._fds[state_type] = open_direct(path, os.O_RDONLY)
             except OSError as e:
-                self._fds[state_type] = f"its slab file cannot be opened: {e}"
+                raise TransferError(f"its slab file cannot be opened: {e}") from e
         return self._fds[state_type]
-
-
-def _open_direct(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError as e:
-        if e.errno != errno.EINVAL:
-            raise
-        return os.open(path, os.O_RDONLY)
 
 
 def _read(fd: int, into: np.ndarray[tuple[int], np.dtype[np.uint8]], offset: int) -> None:

@@ -11,6 +11,8 @@ the caller may drop the transfer, and the `FileTransfer` keeps it in quarantine 
 from __future__ import annotations
 
 import errno
+import fcntl
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -108,6 +110,23 @@ class FileTransfer(Protocol):
         descriptors must be kept for the life of the process.
         """
         ...
+
+
+def open_direct(
+    path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, dir_fd: int | None = None
+) -> int:
+    """Open a file with O_DIRECT, or without it if the file system does not support it."""
+    try:
+        return os.open(path, flags | os.O_DIRECT, mode, dir_fd=dir_fd)
+    except OSError as e:
+        if e.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags, mode, dir_fd=dir_fd)
+
+
+def is_direct(fd: int) -> bool:
+    """True if a descriptor is open with O_DIRECT."""
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
 
 
 def wait_for(transfer: Transfer, timeout_s: float) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import mmap
 import os
 import tempfile
@@ -22,6 +20,7 @@ from hetero_connector.transfer.base import (
     Extent,
     FileTransfer,
     OpenFile,
+    open_direct,
     wait_for,
 )
 from hetero_connector.transfer.nixl_files import NixlFiles
@@ -95,18 +94,7 @@ def open_scratch(directory: Path) -> int:
     """Open an unnamed file in `directory`, with O_DIRECT if the filesystem supports it."""
     fd, path = tempfile.mkstemp(prefix=".heterocache-probe-", dir=directory)
     try:
-        direct = os.open(path, os.O_RDWR | os.O_DIRECT)
-    except OSError as e:
-        if e.errno != errno.EINVAL:
-            os.close(fd)
-            raise
-        return fd
+        return open_direct(path, os.O_RDWR)
     finally:
+        os.close(fd)
         os.unlink(path)
-    os.close(fd)
-    return direct
-
-
-def is_direct(fd: int) -> bool:
-    """True if a descriptor is open with O_DIRECT."""
-    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)

@@ -14,7 +14,6 @@ looked at first.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import sqlite3
@@ -36,6 +35,7 @@ from hetero_connector.store.ssd.directory_lock import holder, is_locked, shared
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.journal_connection import connect
 from hetero_connector.store.ssd.space import JOURNAL_NAME, LOCK_NAME, OPENING_LOCK_NAME, SLAB_SUFFIX
+from hetero_connector.transfer.base import open_direct
 from hetero_connector.transfer.checksum import checksum
 
 logger = logging.getLogger("vllm.heterocache")
@@ -119,7 +119,7 @@ class OrphanDirectory:
 
     def _slab(self, state_type: StateType) -> int:
         if state_type not in self._slabs:
-            self._slabs[state_type] = _open_direct(self._folder, f"{state_type.value}{SLAB_SUFFIX}")
+            self._slabs[state_type] = _open_slab(self._folder, f"{state_type.value}{SLAB_SUFFIX}")
         return self._slabs[state_type]
 
 
@@ -209,13 +209,8 @@ def _let_start_first(path: Path) -> None:
         raise StoreInUseError(f"an engine is opening {path.parent}")
 
 
-def _open_direct(folder: int, name: str) -> int:
-    try:
-        slab = os.open(name, _REGULAR | os.O_DIRECT, dir_fd=folder)
-    except OSError as e:
-        if e.errno != errno.EINVAL:
-            raise
-        slab = os.open(name, _REGULAR, dir_fd=folder)
+def _open_slab(folder: int, name: str) -> int:
+    slab = open_direct(name, _REGULAR, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(slab).st_mode):
         os.close(slab)
         raise StoreError(f"{name} is not a regular file")

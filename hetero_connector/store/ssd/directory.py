@@ -51,7 +51,7 @@ from hetero_connector.store.ssd.space import (
     no_space,
     room_beside_live,
 )
-from hetero_connector.transfer.base import BLOCK_BYTES, OpenFile
+from hetero_connector.transfer.base import BLOCK_BYTES, OpenFile, is_direct, open_direct
 from hetero_connector.units import GIB
 
 logger = logging.getLogger("vllm.heterocache")
@@ -301,13 +301,8 @@ class SsdDirectory:
         path, slab = self._slab_path(state_type), self._slabs[state_type]
         size, is_new = slab.slots * slab.slot_bytes, not path.exists()
         flags = os.O_RDWR | os.O_CREAT | PRIVATE_FLAGS
-        try:
-            fd = os.open(path, flags | os.O_DIRECT, PRIVATE_MODE)
-        except OSError as e:
-            if e.errno != errno.EINVAL:
-                raise
-            self.direct = False
-            fd = os.open(path, flags, PRIVATE_MODE)
+        fd = open_direct(path, flags, PRIVATE_MODE)
+        self.direct &= is_direct(fd)
         self._fds[state_type] = fd
         if is_new:
             self._created.append(path)
