@@ -14,7 +14,7 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Protocol
@@ -173,3 +173,14 @@ def split(extent: Extent, part_bytes: int) -> list[Extent]:
         )
         for at in range(0, extent.size, part_bytes)
     ]
+
+
+def batches(sizes: Sequence[int], max_bytes: int, max_count: int) -> Iterator[range]:
+    """Yield ranges of indices with at most `max_count` items and `max_bytes`, or a single item."""
+    start, total = 0, 0
+    for i, size in enumerate(sizes):
+        if i > start and (total + size > max_bytes or i - start >= max_count):
+            yield range(start, i)
+            start, total = i, 0
+        total += size
+    yield range(start, len(sizes))

@@ -14,7 +14,7 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from hetero_connector.transfer.base import (
     Extent,
     OpenFile,
     TransferState,
+    batches,
     check_extents,
     split,
 )
@@ -77,11 +78,11 @@ class NixlTransfer:
         owner: NixlFiles,
         direction: Direction,
         descriptors: list[Extent],
-        batches: list[range],
+        posts: Iterable[range],
     ) -> None:
         self._owner = owner
         self.direction = direction
-        self.waiting = deque(batches)
+        self.waiting = deque(posts)
         self.posted = 0
         self._failure: TransferError | None = None
         self._sides = owner._prepare(descriptors)
@@ -158,8 +159,9 @@ class NixlFiles:
             raise StoreClosedError("submit after close")
         check_extents(extents, self._files, len(self._memory))
         descriptors = [part for extent in extents for part in split(extent, _DESCRIPTOR_BYTES)]
-        batches = list(self._batches(descriptors))
-        transfer = NixlTransfer(self, direction, descriptors, batches)
+        sizes = [d.size for d in descriptors]
+        posts = batches(sizes, _POST_BYTES, self._max_descriptors)
+        transfer = NixlTransfer(self, direction, descriptors, posts)
         self._queued.append(transfer)
         # Reads first: a restoring request waits for them, and nothing waits for a write.
         self._queued.sort(key=lambda t: t.direction is Direction.WRITE)
@@ -181,15 +183,6 @@ class NixlFiles:
 
     def _register(self, regions: list[tuple[int, int, int, str]], kind: str) -> None:
         self._registered.append(self._agent.register_memory(regions, kind))
-
-    def _batches(self, descriptors: list[Extent]) -> Iterator[range]:
-        start, size = 0, 0
-        for i, d in enumerate(descriptors):
-            if i > start and (size + d.size > _POST_BYTES or i - start >= self._max_descriptors):
-                yield range(start, i)
-                start, size = i, 0
-            size += d.size
-        yield range(start, len(descriptors))
 
     def _prepare(self, descriptors: list[Extent]) -> tuple[Any, Any, npt.NDArray[np.int64]]:
         """Prepare the descriptor lists of both sides; return them and the descriptors' sizes."""

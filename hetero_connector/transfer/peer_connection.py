@@ -17,6 +17,7 @@ import numpy as np
 
 from hetero_connector.errors import TransferError
 from hetero_connector.transfer.agent_metadata import AgentMetadata
+from hetero_connector.transfer.base import batches
 from hetero_connector.transfer.peer_base import PeerExtent
 from hetero_connector.transfer.ucx_agent import Descriptors, UcxAgent
 
@@ -34,7 +35,7 @@ class PeerRead:
     def __init__(self, local: Descriptors, remote: Descriptors) -> None:
         self.local = local
         self.remote = remote
-        self.waiting = deque(_batches(local[:, 1]))
+        self.waiting = deque(batches(local[:, 1].tolist(), _POST_BYTES, _POST_DESCRIPTORS))
         self.posted = 0
         self.sides: tuple[int, int] | None = None
         self._failure: TransferError | None = None
@@ -242,13 +243,3 @@ def _merged(
             yield at, remote_at, size
         at, remote_at, size = next_at, next_remote, e.size
     yield at, remote_at, size
-
-
-def _batches(sizes: Descriptors) -> Iterator[range]:
-    start, total = 0, 0
-    for i, size in enumerate(sizes.tolist()):
-        if i > start and (total + size > _POST_BYTES or i - start >= _POST_DESCRIPTORS):
-            yield range(start, i)
-            start, total = i, 0
-        total += size
-    yield range(start, len(sizes))
