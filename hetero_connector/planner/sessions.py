@@ -7,15 +7,14 @@ Stock clients send no session id, so `Conversations` recognises a conversation b
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import NamedTuple
 
 from hetero_connector.artifacts.chain import RequestChain
 from hetero_connector.artifacts.record import ChunkKey
+from hetero_connector.containers import BoundedDict, ExpiringHeap
 
 _MAX_CHUNKS_BACK = 64
 """Chunks searched backwards from where a prompt leaves what is stored."""
@@ -32,11 +31,8 @@ _MOST_GAP_S = 1e9
 _LEAST_SIGMA = 0.05
 _LOST_AT = 0.99
 """Quantile of the gap after which a session counts as lost."""
-_BORROWED = 2.0
-"""Weight, in gaps, of all sessions' variance in the estimate of one session's."""
 _ENOUGH = 4
 """Gaps, of any session, before anything is predicted without a hint."""
-_SWEEP_FROM = 64
 
 
 @dataclass(frozen=True)
@@ -60,8 +56,7 @@ class Conversations:
         """`alignment`: a request's end in the store is a multiple of this, in tokens."""
         self._chunk_tokens = chunk_tokens
         self._alignment = alignment
-        self._capacity = capacity
-        self._turns: OrderedDict[ChunkKey, Sequence[_Turn]] = OrderedDict()
+        self._turns = BoundedDict[ChunkKey, Sequence[_Turn]](capacity)
         """By the last full chunk of the prompt, newest turn last."""
         self._count = 0
 
@@ -88,10 +83,8 @@ class Conversations:
         end = prompt_tokens - prompt_tokens % self._alignment
         turn = _Turn(end, chain.ending_at(end).key, conversation)
         last = chain.ending_at(full * self._chunk_tokens).key
-        others = [t for t in self._turns.pop(last, ()) if t.key != turn.key]
+        others = [t for t in self._turns.get(last, ()) if t.key != turn.key]
         self._turns[last] = (*others, turn)[-_MAX_PER_CHUNK:]
-        if len(self._turns) > self._capacity:
-            self._turns.popitem(last=False)
 
     def _take_recorded(self, chain: RequestChain, prompt_tokens: int, matched: int) -> int | None:
         for chunks in range(matched, max(0, matched - _MAX_CHUNKS_BACK), -1):
@@ -110,30 +103,28 @@ class Conversations:
             del self._turns[key]
 
 
-class _Logs(NamedTuple):
-    """Exponentially weighted mean and variance of logarithms of seconds."""
+class _LogGaps(NamedTuple):
+    """Exponentially weighted mean and variance of the logarithms of gaps."""
 
     weight: float
+    """Gaps that count."""
     mean: float
-    squares: float
-    """Sum of weighted squared deviations."""
+    variance: float
 
-    def with_one(self, log_s: float) -> _Logs:
+    def with_one(self, log_s: float) -> _LogGaps:
         weight = self.weight * _KEEP + 1.0
         deviation = log_s - self.mean
         mean = self.mean + deviation / weight
-        return _Logs(weight, mean, self.squares * _KEEP + deviation * (log_s - mean))
+        change = deviation * (log_s - mean) - self.variance
+        return _LogGaps(weight, mean, self.variance + change / weight)
 
     def normal(self) -> NormalDist:
-        return NormalDist(self.mean, max(_LEAST_SIGMA, math.sqrt(self.squares / self.weight)))
+        return NormalDist(self.mean, max(_LEAST_SIGMA, math.sqrt(self.variance)))
 
 
-_NO_GAPS = _Logs(0.0, 0.0, 0.0)
-_PRIOR_GAPS = _Logs(2.0, math.log(30.0), 2.0 * 1.5**2)
+_PRIOR_GAPS = _LogGaps(2.0, math.log(30.0), 1.5**2)
 """Prior of ln(gap): half a minute, times or divided by 4.5; weighs like two gaps."""
-_PRIOR_WITHIN = _Logs(2.0, 0.0, 2.0 * 1.0**2)
-"""Prior of ln(gap / the session's mean)."""
-_PRIOR_HINT_ERRORS = _Logs(4.0, 0.0, 4.0 * 0.25**2)
+_PRIOR_HINT_ERRORS = _LogGaps(4.0, 0.0, 0.25**2)
 """Prior of ln(gap / hint): a quarter off; weighs like four gaps."""
 
 
@@ -149,62 +140,55 @@ class ReturnWindow:
 
 @dataclass(slots=True)
 class _Session:
-    gaps: _Logs = _NO_GAPS
-    ended_s: float | None = None
-    """End of its last turn; None while a turn runs."""
-    hint_s: float | None = None
+    gaps: _LogGaps | None = None
+    """None before its first gap."""
     running: int = 0
     """Turns that run now: some clients run several at once."""
-    lost_s: float = math.inf
-    """The time from which it counts as lost."""
 
 
-@dataclass
+class _Wait(NamedTuple):
+    """A session's wait for its next turn."""
+
+    ended_s: float
+    hint_s: float | None
+
+
 class ThinkTimes:
     """Learns the gaps between turns and predicts the next. Keeps the newest `max_sessions`.
 
     The gaps of multi-turn traffic are close to log-normal, with parameters that differ by
     deployment (SAECache, arXiv:2605.18825). So the mean and variance of the logarithm are learned
-    online, over all sessions and for each session. A session's own mean is drawn towards that of
-    all sessions, the more so the fewer of its gaps are known and the less sessions differ (the
-    normal random-effects model: Gelman et al., Bayesian Data Analysis, section 5.4). A client's
-    hint is one more log-normal, centred on the hint, as wide as earlier hints were wrong.
+    online, for all sessions together and for each one. A session begins with those of all
+    sessions, which weigh as much as one gap of its own. A client's hint is one more log-normal,
+    centred on the hint, as wide as earlier hints were wrong.
 
     One thread learns; `return_probability` may be called on another.
     """
 
-    max_sessions: int = 4096
-    _sessions: OrderedDict[Hashable, _Session] = field(default_factory=OrderedDict)
-    """By last event, oldest first."""
-    _due: list[tuple[float, int, Hashable]] = field(default_factory=list)
-    """A heap of (time from which a session counts as lost, serial number, session). An entry is
-    out of date once its session has come back; it is removed when it is due, or in a sweep."""
-    _serial: int = 0
-    _all: _Logs = _PRIOR_GAPS
-    _within: _Logs = _PRIOR_WITHIN
-    """Deviations of gaps from the mean of their own session."""
-    _hint_errors: _Logs = _PRIOR_HINT_ERRORS
-    _gaps: int = 0
-    """Gaps learned so far."""
-    _returned: float = 1.0
-    _decided: float = 1.0
-    """Turns whose session returned, and turns of which it is known whether it did; both with
-    fading weight and a prior of one."""
+    def __init__(self, max_sessions: int = 4096) -> None:
+        self._sessions = BoundedDict[Hashable, _Session](max_sessions)
+        self._waits = BoundedDict[Hashable, _Wait](max_sessions)
+        self._lost = ExpiringHeap[Hashable, _Wait](self._waits)
+        """The times from which waiting sessions count as lost."""
+        self._all = _PRIOR_GAPS
+        self._hint_errors = _PRIOR_HINT_ERRORS
+        self._gaps = 0
+        """Gaps learned so far."""
+        self._returned = self._decided = 1.0
+        """Turns whose session returned, and turns of which it is known whether it did; both with
+        fading weight and a prior of one."""
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def on_turn_start(self, key: Hashable, now_s: float) -> None:
         """A turn of the session has arrived."""
-        session = self._sessions.get(key)
-        if session is None:
-            session = self._sessions[key] = _Session()
-        self._sessions.move_to_end(key)
+        session = self._touch(key)
         session.running += 1
-        if session.ended_s is not None:
-            self._learn(session, max(_LEAST_GAP_S, now_s - session.ended_s))
-            session.ended_s, session.lost_s = None, math.inf
-        self._drop_oldest()
+        wait = self._waits.pop(key, None)
+        if wait is not None:
+            self._learn(session, max(_LEAST_GAP_S, now_s - wait.ended_s), wait.hint_s)
+        self._lost.prune()
 
     def on_turn_end(
         self, key: Hashable, now_s: float, hint_s: float | None = None
@@ -214,23 +198,16 @@ class ThinkTimes:
         None while other turns of the session run, and if nothing is known yet. `hint_s`: the
         client's own prediction, in seconds from now.
         """
-        session = self._sessions.get(key)
-        if session is None:
-            session = self._sessions[key] = _Session()
-        self._sessions.move_to_end(key)
+        session = self._touch(key)
         session.running = max(0, session.running - 1)
         if session.running:
             return None
-        session.ended_s = now_s
-        session.hint_s = None
         if hint_s is not None:
-            session.hint_s = min(_MOST_GAP_S, max(_LEAST_GAP_S, hint_s))
-        normal = self._normal(session)
-        session.lost_s = now_s + _quantile_s(normal, _LOST_AT)
-        self._serial += 1
-        heappush(self._due, (session.lost_s, self._serial, key))
-        self._count_lost(now_s)
-        self._drop_oldest()
+            hint_s = min(_MOST_GAP_S, max(_LEAST_GAP_S, hint_s))
+        normal = self._next_gap(session, hint_s)
+        wait = self._waits[key] = _Wait(now_s, hint_s)
+        self._lost.push(now_s + _quantile_s(normal, _LOST_AT), key, wait)
+        self._remove_lost(now_s)
         if hint_s is None and self._gaps < _ENOUGH:
             return None
         return_rate = 1.0 if hint_s is not None else self._returned / self._decided
@@ -251,54 +228,36 @@ class ThinkTimes:
         still_out = 1.0 - return_rate * until_now
         return return_rate * (until_then - until_now) / still_out if still_out > 0.0 else 0.0
 
-    def _learn(self, session: _Session, gap_s: float) -> None:
+    def _touch(self, key: Hashable) -> _Session:
+        """Return the session, now the newest."""
+        session = self._sessions[key] = self._sessions.get(key) or _Session()
+        return session
+
+    def _learn(self, session: _Session, gap_s: float, hint_s: float | None) -> None:
         log_s = math.log(gap_s)
-        if session.gaps.weight:
-            self._within = self._within.with_one(log_s - session.gaps.mean)
-        session.gaps = session.gaps.with_one(log_s)
+        session.gaps = (session.gaps or self._all._replace(weight=1.0)).with_one(log_s)
         self._all = self._all.with_one(log_s)
         self._gaps += 1
         self._count_decided(returned=1.0)
-        if session.hint_s is not None:
-            self._hint_errors = self._hint_errors.with_one(log_s - math.log(session.hint_s))
+        if hint_s is not None:
+            self._hint_errors = self._hint_errors.with_one(log_s - math.log(hint_s))
 
-    def _normal(self, session: _Session) -> NormalDist:
+    def _next_gap(self, session: _Session, hint_s: float | None) -> NormalDist:
         """The distribution of the logarithm of the next gap, in seconds."""
-        if session.hint_s is not None:
-            error = self._hint_errors.normal()
-            return NormalDist(math.log(session.hint_s) + error.mean, error.stdev)
-        everyone, own = self._all.normal(), session.gaps
-        within = self._within.normal().variance
-        between = max(0.0, everyone.variance - within)
-        spread = (_BORROWED * within + own.squares) / (_BORROWED + own.weight)
-        own_share = own.weight * between / (own.weight * between + spread)
-        variance = spread + (1.0 - own_share) * between
-        mean = everyone.mean + own_share * (own.mean - everyone.mean)
-        return NormalDist(mean, max(_LEAST_SIGMA, math.sqrt(variance)))
+        if hint_s is None:
+            return (session.gaps or self._all).normal()
+        return self._hint_errors.normal() + math.log(hint_s)
 
-    def _count_lost(self, now_s: float) -> None:
-        """Remove the sessions that are lost. O(log n) a turn, amortised."""
-        while self._due and self._due[0][0] <= now_s:
-            entry = heappop(self._due)
-            if self._is_valid(entry):
-                del self._sessions[entry[-1]]
-                self._count_decided(returned=0.0)
-        if len(self._due) > 2 * len(self._sessions) + _SWEEP_FROM:
-            self._due = [entry for entry in self._due if self._is_valid(entry)]
-            heapify(self._due)
-
-    def _is_valid(self, entry: tuple[float, int, Hashable]) -> bool:
-        """True if the session has had no event since the entry was made."""
-        session = self._sessions.get(entry[-1])
-        return session is not None and session.lost_s == entry[0]
+    def _remove_lost(self, now_s: float) -> None:
+        """Remove the sessions that are lost."""
+        while (key := self._lost.pop_due(now_s)) is not None:
+            del self._waits[key]
+            self._sessions.pop(key, None)
+            self._count_decided(returned=0.0)
 
     def _count_decided(self, returned: float) -> None:
         self._returned = self._returned * _KEEP + returned
         self._decided = self._decided * _KEEP + 1.0
-
-    def _drop_oldest(self) -> None:
-        while len(self._sessions) > self.max_sessions:
-            self._sessions.popitem(last=False)
 
 
 def _quantile_s(logs: NormalDist, share: float) -> float:

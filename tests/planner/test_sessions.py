@@ -129,7 +129,7 @@ def test_memory_is_bounded() -> None:
         times.on_turn_start("again", float(i))
         times.on_turn_end("again", float(i), hint_s=1e8)
     assert len(times) <= 10
-    assert len(times._due) <= 100
+    assert len(times._lost) <= 100
 
 
 GAPS_S = st.floats(0.0, 1e7)
