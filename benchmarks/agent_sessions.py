@@ -1,9 +1,9 @@
 """Agent sessions as requests with token ids: from a recorded trace, or grown synthetically.
 
 A trace names the 64-token blocks of every prompt, not its tokens. Here all tokens of a block have
-the block's id, for nothing that is measured depends on which they are. What a trace does not tell
-is taken from the session's next request that continues the prompt: the prompt's last, unfinished
-block, and the answer, if the next prompt is long enough to hold it.
+the block's id: no measurement depends on their values. The prompt's last, unfinished block and the
+answer are not in a trace. They are taken from the session's next request that continues the
+prompt, if that is long enough.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ownership.simulator.traces.synthetic_spec import CODING_AGENT
 
 BLOCK_TOKENS = 64
 _LOOK_AHEAD = 16
-"""Requests among which the one that continues a prompt is looked for."""
+"""Later requests that are searched for the one that continues a prompt."""
 _LAST_TOKEN_ID = (1 << 32) - 1
 
 Ids = npt.NDArray[np.int64]
@@ -37,9 +37,9 @@ class Turn:
     """One request of a session."""
 
     at_s: float
-    """Since the session began."""
+    """Seconds since the session began."""
     blocks: Ids
-    """Of the prompt's full blocks. All over the sessions equal ids are equal prefixes."""
+    """Ids of the prompt's full blocks. Equal ids are equal prefixes, in all sessions."""
     prompt_tokens: int
     output_tokens: int
 
@@ -59,17 +59,17 @@ class TokenTurn(NamedTuple):
     session: int
     at_s: float
     tokens: list[int]
-    """The prompt's, then the answer's."""
+    """The prompt and its answer."""
     prompt_tokens: int
 
 
 def token_turns(
     sessions: Sequence[Session], starts_s: Sequence[float] | None = None
 ) -> Iterator[TokenTurn]:
-    """Every turn, made as it is asked for: they are large.
+    """Yield every turn. They are large, so each is made when it is needed.
 
-    Session i begins at `starts_s[i]`, and turns come as they would; without, one session comes
-    after the other.
+    Session i begins at `starts_s[i]`, and turns come in the order of time. Without `starts_s` one
+    session comes after the other.
     """
     starts = starts_s or [0.0] * len(sessions)
     unseen = count(_LAST_TOKEN_ID, -1)
@@ -85,7 +85,7 @@ def token_turns(
 
 
 def recorded(path: Path, num_sessions: int) -> list[Session]:
-    """Evenly spaced sessions of a trace file. Raises TraceError."""
+    """Read evenly spaced sessions of a trace file. Raises TraceError."""
     trace = open_trace(path)
     sessions = list(trace)
     chosen = sessions[:: max(1, len(sessions) // num_sessions)][:num_sessions]
@@ -93,9 +93,9 @@ def recorded(path: Path, num_sessions: int) -> list[Session]:
 
 
 def scaled(session: Session, factor: int, max_turns: int) -> Session:
-    """The first turns with every `factor`-th block of tokens, for an engine of short prompts.
+    """Return the first turns with every `factor`-th block, for an engine of short prompts.
 
-    Blocks are dropped by their id, so what prompts share they go on sharing.
+    Blocks are dropped by their id, so prompts still share what they shared before.
     """
 
     def turn(full: Turn) -> Turn:
@@ -108,7 +108,7 @@ def scaled(session: Session, factor: int, max_turns: int) -> Session:
 
 
 def synthetic(num_sessions: int, seed: int) -> list[Session]:
-    """Sessions that grow like recorded coding agents; 2% of the turns are continued twice."""
+    """Make sessions that grow like recorded coding agents; 2% of the turns are continued twice."""
     trace = synthetic_trace(
         CODING_AGENT.replaced({"fork_fraction": 0.02, "fork_width": 1}),
         num_sessions=num_sessions,
@@ -131,7 +131,7 @@ def _turn(request: Request, block_tokens: int) -> Turn:
 
 
 class _SessionTokens:
-    """Token ids of one session's turns."""
+    """The token ids of one session's turns."""
 
     def __init__(self, session: Session, unseen: Iterator[int]) -> None:
         self._block_tokens = session.block_tokens
@@ -139,13 +139,13 @@ class _SessionTokens:
         self._unseen = unseen
         self._next = [self._continued_by(i) for i in range(len(self._turns))]
         self._last: dict[int, int] = {}
-        """Ids of unfinished last blocks, by turn."""
+        """Id of the unfinished last block, by turn."""
         for index in reversed(range(len(self._turns))):
             later = self._next[index]
             self._last[index] = next(unseen) if later is None else self._block_after(index, later)
 
     def turn(self, index: int) -> tuple[list[int], int]:
-        """Token ids of prompt and answer, and how many are the prompt's."""
+        """Return the token ids of prompt and answer, and the length of the prompt."""
         turn, later = self._turns[index], self._next[index]
         prompt = self._prompt(index, 0, turn.prompt_tokens)
         end = turn.prompt_tokens + turn.output_tokens
@@ -156,7 +156,7 @@ class _SessionTokens:
         return prompt + answer, turn.prompt_tokens
 
     def _continued_by(self, index: int) -> int | None:
-        """The next request whose prompt begins with this one's full blocks and goes on."""
+        """Return the next request whose prompt begins with this one's full blocks and is longer."""
         turn = self._turns[index]
         for later in range(index + 1, min(index + 1 + _LOOK_AHEAD, len(self._turns))):
             other = self._turns[later]
@@ -167,12 +167,12 @@ class _SessionTokens:
         return None
 
     def _block_after(self, index: int, later: int) -> int:
-        """The block that follows the turn's full ones in a later turn that continues it."""
+        """Return the block after the turn's full ones, from a later turn that continues it."""
         blocks, size = self._turns[later].blocks, len(self._turns[index].blocks)
         return int(blocks[size]) if len(blocks) > size else self._last[later]
 
     def _prompt(self, index: int, start: int, end: int) -> list[int]:
-        """Token ids [start, end) of a turn's prompt."""
+        """Return the token ids [start, end) of a turn's prompt."""
         size = self._block_tokens
         ids = np.append(self._turns[index].blocks, self._last[index])
         ids = ids[start // size : -(-end // size)]

@@ -14,8 +14,8 @@ from statistics import median
 from typing import NamedTuple
 
 from benchmarks.accounts import Account
+from hetero_connector.planner.cost_model import HandoffCost
 from hetero_connector.planner.profile import CostProfile
-from hetero_connector.planner.request_overhead import HandoffCost
 from ownership.simulator.traces.session import Trace
 
 

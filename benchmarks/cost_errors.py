@@ -21,17 +21,15 @@ import random
 import shutil
 import statistics
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from benchmarks.engine_process import EngineProcess, prompt_tokens
 from benchmarks.measure import table
 from benchmarks.planned_engine import PlannedEngine
-from hetero_connector.artifacts.record import StoredChunk, Tier
-from hetero_connector.planner.decision import RestoreDecision
-from hetero_connector.planner.planner import Mode, RestorePlanner
+from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.pricing import EngineLoad
 
 MODELS = ("dense-bench", "gemma3")
@@ -99,61 +97,21 @@ class CostErrors:
 class JudgedEngine(PlannedEngine):
     """A `PlannedEngine` that also returns the prediction for a request."""
 
-    def __init__(
-        self, model: str, extra: Mapping[str, Any] | None, engine_args: Mapping[str, Any]
-    ) -> None:
-        super().__init__(model, extra, engine_args)
-        self._recorder = _FirstDecision(self._restorer._planner)
-        self._planner = self._recorder
-
     def judge(self, prompt: list[int]) -> tuple[float, float, int]:
         """Return the predicted and observed TTFT in seconds, and the tokens not computed."""
         tokens = len(prompt)
-        self._recorder.first = None
-        cold = self._recorder.planner.plan([], 0, tokens - 1, tokens, EngineLoad())
+        cold = self._steered.planner.plan([], 0, tokens - 1, tokens, EngineLoad())
+        self._steered.first = None
         observed_s, restored = self.serve(prompt, "planned", 0)
-        decision = self._recorder.first or cold
+        decision = self._steered.first or cold
         return decision.predicted.ttft_s, observed_s, restored
 
     def part_errors(self) -> list[PartError]:
-        costs = self._recorder.planner.costs
+        costs = self._steered.planner.costs
         parts = {"steps": costs.compute.errors} | {
             f"loads from {tier.name}": costs.load.errors(tier) for tier in (Tier.DRAM, Tier.SSD)
         }
         return [PartError(name, e.count, e.median, e.p95) for name, e in parts.items()]
-
-
-class _FirstDecision:
-    """Wraps the planner and keeps its first decision on a request."""
-
-    def __init__(self, planner: RestorePlanner) -> None:
-        self.planner = planner
-        self.first: RestoreDecision | None = None
-
-    @property
-    def mode(self) -> Mode:
-        return self.planner.mode
-
-    @mode.setter
-    def mode(self, mode: Mode) -> None:
-        self.planner.mode = mode
-
-    def plan(
-        self,
-        stored: Sequence[StoredChunk],
-        local_tokens: int,
-        limit_tokens: int,
-        prompt_tokens: int,
-        load: EngineLoad,
-        *,
-        may_replay: bool = True,
-    ) -> RestoreDecision:
-        """See `RestorePlanner.plan`."""
-        decision = self.planner.plan(
-            stored, local_tokens, limit_tokens, prompt_tokens, load, may_replay=may_replay
-        )
-        self.first = self.first or decision
-        return decision
 
 
 def measure(model: str, sessions: int, seed: int = 0) -> CostErrors:

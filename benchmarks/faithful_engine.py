@@ -10,7 +10,15 @@ from typing import Any
 from benchmarks.accounts import Account, account_of_engine, gained, registered
 from benchmarks.closed_loop import Clock, ClosedLoop
 from benchmarks.engine_process import Engine
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.planner.compute_model import (
+    ComputeCoefficients,
+    ComputeRegression,
+    InterferenceCoefficients,
+    InterferenceRegression,
+)
 from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.spec.model_spec import ModelSpec
 from ownership.simulator.fleet_file import FleetSpec
 from ownership.simulator.machine.batching import EngineLimits
@@ -115,3 +123,16 @@ def _publish(llm: Any) -> None:
 
 def _store(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler._store
+
+
+def steps_alone_cost(model: ModelSpec, step_tokens: int, step_s: float) -> CostModel:
+    """Return costs by which every step takes `step_s` seconds, and nothing else takes any time."""
+    compute = ComputeCoefficients(step_s, 0.0, 0.0)
+    decode = InterferenceCoefficients(step_s, 0.0, 0.0, 0.0, 0.0, 0.0)
+    free = TierRates(0.0, dict.fromkeys(model.state_types, 0.0), 0.0)
+    return CostModel(
+        ComputeRegression(compute),
+        LoadModel(model.state_types, dict.fromkeys(Tier, free)),
+        step_tokens=step_tokens,
+        interference=InterferenceRegression(decode, compute),
+    )

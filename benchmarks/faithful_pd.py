@@ -43,9 +43,13 @@ from benchmarks.company import Played, in_company
 from benchmarks.engine_process import CHECKPOINTS, EngineProcess
 from benchmarks.faithful import SESSIONS, calibrated
 from benchmarks.faithful import plain as plain_account
-from benchmarks.faithful_engine import EngineFacts, FaithfulEngine, policy_of
+from benchmarks.faithful_engine import (
+    EngineFacts,
+    FaithfulEngine,
+    policy_of,
+    steps_alone_cost,
+)
 from benchmarks.measure import machine_line, rounded, save, table
-from benchmarks.step_costs import steps_alone_cost
 from examples.disaggregated_prefill.fleet import Fleet, fleet_of, value
 from examples.serving import Server, engine_arguments, stop_servers_on_sigterm
 from hetero_connector.planner.cost_model import CostModel

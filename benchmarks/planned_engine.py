@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from benchmarks.engine_process import Engine, prompt_tokens
 from benchmarks.throttled_files import ThrottledFiles
 from hetero_connector.artifacts.record import StoredChunk
 from hetero_connector.planner.decision import RestoreDecision
-from hetero_connector.planner.planner import Mode
+from hetero_connector.planner.planner import Mode, RestorePlanner
 from hetero_connector.planner.pricing import EngineLoad
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.ssd.directory import SsdDirectory
@@ -20,15 +20,25 @@ from hetero_connector.store.ssd.tier import best_transfer
 from hetero_connector.transfer.base import FileTransfer
 
 CUTS = (0.25, 0.5, 0.75)
-_MODES: dict[str, Mode] = {"never": "never_load", "always": "always_load", "planned": "cost"}
+_MODES: dict[str, Mode] = {
+    "never": "never_load",
+    "always": "always_load",
+    "planned": "cost",
+    "cut": "always_load",
+}
 _UNTHROTTLED = 1e12
 _MAX_STEPS = 100_000
 
 
-class AnyPlanner(Protocol):
-    """The connector's planner, or a replacement."""
+class SteeredPlanner:
+    """The connector's planner, with a limit that a benchmark sets, and its first decision."""
 
-    mode: Mode
+    def __init__(self, planner: RestorePlanner) -> None:
+        self.planner = planner
+        self.limit_tokens: int | None = None
+        """The last boundary to restore, by a checkpoint; None: no limit."""
+        self.first: RestoreDecision | None = None
+        """The first decision since this was set to None."""
 
     def plan(
         self,
@@ -41,7 +51,13 @@ class AnyPlanner(Protocol):
         may_replay: bool = True,
     ) -> RestoreDecision:
         """See `RestorePlanner.plan`."""
-        ...
+        if self.limit_tokens is not None:
+            limit_tokens, may_replay = min(limit_tokens, self.limit_tokens), False
+        decision = self.planner.plan(
+            stored, local_tokens, limit_tokens, prompt_tokens, load, may_replay=may_replay
+        )
+        self.first = self.first or decision
+        return decision
 
 
 class PlannedEngine(Engine):
@@ -57,7 +73,7 @@ class PlannedEngine(Engine):
         super().__init__(model, extra, engine_args)
         core: Any = self._llm.llm_engine.engine_core
         self._restorer = core.engine_core.scheduler.connector._scheduler._restorer
-        self._planner: AnyPlanner = self._restorer._planner
+        self._steered = self._restorer._planner = SteeredPlanner(self._restorer._planner)
         self._on_ssd = False
         self._decoding = 0
         self._seed = 1_000_000
@@ -96,12 +112,9 @@ class PlannedEngine(Engine):
             self._store().leave_to_ssd()
 
     def _set(self, policy: str, num_tokens: int) -> None:
-        if policy.startswith("cut "):
-            limit = int(float(policy.removeprefix("cut ")) * num_tokens)
-            self._restorer._planner = _Cut(self._planner, limit)
-            return
-        self._restorer._planner = self._planner
-        self._planner.mode = _MODES[policy]
+        mode, _, share = policy.partition(" ")
+        self._steered.planner.mode = _MODES[mode]
+        self._steered.limit_tokens = int(float(share) * num_tokens) if share else None
 
     def _start_decoding(self) -> str:
         """Start a request with its own prompt that decodes for longer than a measurement."""
@@ -123,31 +136,3 @@ class PlannedEngine(Engine):
     def _open_throttled(self, memory: np.ndarray, directory: SsdDirectory) -> FileTransfer:
         self._disk = ThrottledFiles(best_transfer(memory, directory), _UNTHROTTLED)
         return self._disk
-
-
-class _Cut:
-    """Replaces the planner: loads everything up to a limit, replays nothing."""
-
-    def __init__(self, planner: AnyPlanner, limit: int) -> None:
-        self._planner = planner
-        self._limit = limit
-
-    def plan(
-        self,
-        stored: Sequence[StoredChunk],
-        local_tokens: int,
-        limit_tokens: int,
-        prompt_tokens: int,
-        load: EngineLoad,
-        *,
-        may_replay: bool = True,
-    ) -> RestoreDecision:
-        """See `RestorePlanner.plan`."""
-        limit = min(limit_tokens, self._limit)
-        mode, self._planner.mode = self._planner.mode, "always_load"
-        try:
-            return self._planner.plan(
-                stored, local_tokens, limit, prompt_tokens, load, may_replay=False
-            )
-        finally:
-            self._planner.mode = mode

@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 
 from hetero_connector.errors import EngineStartError, HeteroCacheError, UnsupportedModelError
 from hetero_connector.planner.cost_fit import RelativeErrors
-from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.cost_model import CostModel, OverheadSample, RequestOverhead
 from hetero_connector.planner.profile import CostProfile, FitError
-from hetero_connector.planner.request_overhead import OverheadSample, RequestOverhead
 
 _SHORTEST = 64
 _ROUNDS = 4

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import UNNUMBERED, StoredChunk, Tier
+from hetero_connector.planner.plan import RestorePlan, chunk_end
 from hetero_connector.spec.state_types import Family, RestoreRule, StateType
 
 Floats = NDArray[np.float64]
@@ -132,16 +133,16 @@ class ChunkTiers(NamedTuple):
         return self.distinct[: bisect_left(self.firsts, count)]
 
 
-class PricedChunks:
-    """Successive chunks on the grid that are priced together, and the tiers of their state.
+class Boundaries:
+    """The boundaries at the ends of successive chunks, and the tiers of the chunks' state.
 
-    All hold the prefix types. The last one, the tail, may be short.
+    All chunks are on the grid and have the prefix types. The last one, the tail, may be short.
     """
 
     def __init__(self, grid: ChunkGrid, chunks: Sequence[StoredChunk], tiers: ChunkTiers) -> None:
         first, last = chunks[0].chunk, chunks[-1].chunk
         index = first.start // grid.layout.chunk_tokens
-        self.tiers = tiers
+        self.grid, self.chunks, self.tiers = grid, chunks, tiers
         self.ends = grid.ends(index, len(chunks))
         """[chunks] in tokens."""
         self.columns = self.cells = grid.columns(index, len(chunks))
@@ -160,7 +161,59 @@ class PricedChunks:
                 t: grid.layout.artifact_bytes(t, last.start, last.end)
                 for t in grid.model.state_types
             }
-        self._grid = grid
+
+    @classmethod
+    def of(cls, grid: ChunkGrid, chunks: Sequence[StoredChunk]) -> Boundaries | None:
+        """Take the chunks before the first that lacks a prefix type; None if there are none."""
+        if not chunks:
+            return None
+        tiers, needed = ChunkTiers.of(chunks), set(grid.model.prefix_types)
+        for mapping, first in zip(tiers.distinct, tiers.firsts, strict=True):
+            if not mapping.keys() >= needed:
+                chunks, tiers = chunks[:first], tiers.up_to(first)
+                break
+        return cls(grid, chunks, tiers) if chunks else None
+
+    def plan(self, index: int, replay_tokens: int = 0) -> RestorePlan:
+        """The plan to restore up to the end of a chunk, by its checkpoint or by a replay."""
+        model, chunks = self.grid.model, self.chunks[: index + 1]
+        boundary = chunk_end(chunks[-1])
+        return RestorePlan(
+            boundary,
+            chunks,
+            model.prefix_types,
+            () if replay_tokens else model.boundary_types_at(boundary),
+            self.tiers.distinct_up_to(index + 1),
+            replay_tokens,
+        )
+
+    def tiers_after(self, tokens: int) -> set[Tier]:
+        """The tiers of the chunks that end after so many tokens."""
+        codes = self.tiers.codes[self.ends.searchsorted(tokens, side="right") :]
+        return tiers_of(self.tiers.distinct[code] for code in np.unique(codes).tolist())
+
+    def load_bytes(self, *, by_replay: bool) -> Iterator[dict[Tier, int]]:
+        """Yield for each chunk the bytes by tier that are loaded to resume at its end.
+
+        Chunk by chunk: for people.
+        """
+        model = self.grid.model
+        prefix_bytes: dict[Tier, int] = {}
+        for stored in self.chunks:
+            self._add_bytes(prefix_bytes, stored, model.prefix_types)
+            load_bytes = dict(prefix_bytes)
+            if not by_replay:
+                self._add_bytes(load_bytes, stored, model.boundary_types_at(chunk_end(stored)))
+            yield load_bytes
+
+    def _add_bytes(
+        self, total: dict[Tier, int], stored: StoredChunk, types: Iterable[StateType]
+    ) -> None:
+        for state_type in types:
+            tier, chunk = stored.tiers.get(state_type), stored.chunk
+            if tier is not None:
+                size_bytes = self.grid.layout.artifact_bytes(state_type, chunk.start, chunk.end)
+                total[tier] = total.get(tier, 0) + size_bytes
 
     def tail_types(self, tier: Tier, types: Iterable[StateType]) -> list[StateType]:
         """The `types` that the tail has in a tier."""
@@ -168,11 +221,11 @@ class PricedChunks:
 
     def incomplete(self) -> NDArray[np.bool_] | None:
         """[distinct tiers, columns] True where a boundary lacks state; None if none does."""
-        types = self._grid.model.boundary_types
+        types = self.grid.model.boundary_types
         lacks = [[t not in tiers for t in types] for tiers in self.tiers.distinct]
         if not any(map(any, lacks)):
             return None
-        missing: NDArray[np.bool_] = np.array(lacks, np.float64).dot(self._grid.boundary_bytes) > 0
+        missing: NDArray[np.bool_] = np.array(lacks, np.float64).dot(self.grid.boundary_bytes) > 0
         return missing
 
 

@@ -165,40 +165,28 @@ class CheckpointRates:
         )
 
 
-@dataclass(frozen=True)
-class CheckpointWeights:
-    """Weights of the parts (no unit): alpha, beta and gamma of `Adaptive`.
-
-    With 1 everywhere, a second of SSD writing counts like a second that a request waits, because
-    writes delay the reads of restores.
-    """
-
-    write: float = 1.0
-    restore: float = 1.0
-    recompute: float = 1.0
-
-
 class Adaptive:
     """A checkpoint every `period` chunks, with the period that costs least for past reuse.
 
     For each p of `PERIODS` it tracks the cost that the observed requests would have had:
 
-        J(p) = alpha w B N / p                      seconds of SSD writing
-             + beta  l sum_i (B [r_i > local_i] - C d_i(p))   seconds of loading, + constant
-             + gamma sum_i T(d_i(p), r_i)           seconds of recomputing
+        J(p) = w B N / p                            seconds of SSD writing
+             + l sum_i (B [r_i > local_i] - C d_i(p))         seconds of loading, + constant
+             + sum_i T(d_i(p), r_i)                 seconds of recomputing
         d_i(p) = min(m_i mod p, m_i - kept_i)       chunks that request i recomputes
         r_i    = m_i - d_i(p)                       boundary where it resumes
         T(d,r) = t c d + a c^2 d (r + d / 2)        including attention over what it resumes with
 
     N is the number of new chunks, m_i the chunks that request i matched, kept_i the turn's end
     (or other boundary kept anyway) before that, B and C the bytes of a checkpoint and of a chunk,
-    c the tokens of a chunk; w, l, t and a are `CheckpointRates`. Each new request reduces the
-    weight of earlier ones by a factor of 1 - 1/`memory_requests`.
+    c the tokens of a chunk; w, l, t and a are `CheckpointRates`. A second of writing counts like a
+    second that a request waits, because writes delay the reads of restores. Each new request
+    reduces the weight of earlier ones by a factor of 1 - 1/`memory_requests`.
 
     If requests leave long chains at random places, d_i(p) is (p - 1)/2 on average. With nu new
-    chunks per request and k = gamma T(1, r) - beta l C seconds lost per chunk, J'(p) = 0 at
+    chunks per request and k = T(1, r) - l C seconds lost per chunk, J'(p) = 0 at
 
-        p* = sqrt(2 alpha w B nu / k)
+        p* = sqrt(2 w B nu / k)
 
     the law of checkpoint intervals (Young, CACM 17(9), 1974). That holds for this one histogram.
     Requests that resume at turns' ends (d_i = 0 for every p), or a common prefix of one length,
@@ -206,9 +194,9 @@ class Adaptive:
     the longest is taken. If k <= 0, loading is slower than computing, and the answer is `NEVER`.
 
     A boundary where a request left the store and missed a checkpoint is kept in addition to the
-    period if one more request that leaves there would pay for the write: gamma t c d - beta l C d
-    > alpha w B. The context is left out: it would favour boundaries deep in a prompt, where a
-    second request is least likely. So a common prefix is recomputed only once (as in Marconi, Pan
+    period if one more request that leaves there would pay for the write: t c d - l C d > w B. The
+    context is left out: it would favour boundaries deep in a prompt, where a second request is
+    least likely. So a common prefix is recomputed only once (as in Marconi, Pan
     et al., 2024).
     """
 
@@ -216,7 +204,6 @@ class Adaptive:
         self,
         sizes: CheckpointSizes,
         *,
-        weights: CheckpointWeights = CheckpointWeights(),
         rates: Callable[[], CheckpointRates] = CheckpointRates,
         memory_requests: int = 256,
         prior_requests: float = 1.0,
@@ -227,7 +214,6 @@ class Adaptive:
         random place and adds 32 chunks.
         """
         self._sizes = sizes
-        self._weights = weights
         self._rates = rates
         self._decay = 1.0 - 1.0 / memory_requests
         self._new_chunks = prior_requests * _PRIOR_NEW_CHUNKS
@@ -259,10 +245,9 @@ class Adaptive:
         self.period = self._cheapest()
 
     def costs_s(self) -> dict[int, float]:
-        """J by period, in weighted seconds."""
+        """J by period, in seconds."""
         checkpoint_s = self._checkpoint_s()
-        load_s = self._weights.restore * self._rates().load_s_per_byte
-        load_s *= self._sizes.checkpoint_bytes
+        load_s = self._rates().load_s_per_byte * self._sizes.checkpoint_bytes
         return {
             p: checkpoint_s * self._new_chunks / p + load_s * loads + self._lost_s(*recomputed)
             for p, loads, *recomputed in zip(
@@ -275,19 +260,18 @@ class Adaptive:
         return min(PERIODS, key=lambda p: (costs[p], -p))
 
     def _checkpoint_s(self) -> float:
-        """Weighted seconds to write one checkpoint."""
-        return self._weights.write * self._rates().write_s_per_byte * self._sizes.checkpoint_bytes
+        """Seconds to write one checkpoint."""
+        return self._rates().write_s_per_byte * self._sizes.checkpoint_bytes
 
     def _lost_s(self, chunks: float, attended: float) -> float:
-        """Weighted seconds lost by recomputing `chunks` instead of loading them.
+        """Seconds lost by recomputing `chunks` instead of loading them.
 
         `attended`: their `attention_work`, in chunks squared.
         """
         rates, tokens = self._rates(), self._sizes.chunk_tokens
         compute_s = rates.recompute_s_per_token * tokens * chunks
         compute_s += rates.attention_s * tokens * tokens * attended
-        load_s = rates.load_s_per_byte * self._sizes.chunk_bytes * chunks
-        return self._weights.recompute * compute_s - self._weights.restore * load_s
+        return compute_s - rates.load_s_per_byte * self._sizes.chunk_bytes * chunks
 
 
 class KeptBoundaries:

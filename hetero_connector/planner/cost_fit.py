@@ -5,7 +5,6 @@ squares in information form: it keeps the normal equations instead of their inve
 three things plain arithmetic that the covariance form cannot do. Evidence is a sum over size
 classes of samples, so that a million decode steps do not wash out what few prefills have taught
 (covariance wind-up). Coefficients are held at or above zero. Evidence fades towards the default.
-The solver is plain Python: three to seven unknowns are too few for numpy to pay.
 
 Two helpers handle what a slowly forgetting fit cannot follow. `ChangeDetector` separates lasting
 changes from outliers, for tiers whose speed changes suddenly. `SpeedFactor` follows the whole
@@ -22,6 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 _FORGETTING = 0.995
 """Weight that a size class's older samples keep at each new one: about 200 count."""
 _HUBER = 2.0
@@ -37,6 +39,8 @@ _SETTLED_SAMPLES = 64
 _SOLVE_EVERY = 8
 """Samples per solution after `_SETTLED_SAMPLES`: one sample changes little, and solving is the
 expensive part."""
+_LEAST_SCALE = 1e-100
+"""Keeps the inverse and the square of a scale within floating point."""
 _DEVIATION_GAIN = 0.05
 _LEAST_DEVIATION = 0.01
 _KEEP_AT_CHANGE = 1e-6
@@ -101,16 +105,12 @@ class RobustLeastSquares:
         `changes`: pass a detector where the truth may change suddenly. At a change almost all
         earlier evidence is dropped.
         """
-        size = len(default)
-        earlier = known or [None] * size
-        self._scale = tuple(k or d for k, d in zip(earlier, default, strict=True))
-        self._pairs = [(i, j) for i in range(size) for j in range(i, size)]
-        guess = [0.0 if k == 0.0 else d for k, d in zip(earlier, default, strict=True)]
-        self._guess = self._as_evidence([_GUESSED] * size, guess)
-        self._known = self._as_evidence(
-            [_KNOWN if k else 0.0 for k in earlier], [k or 0.0 for k in earlier]
-        )
-        self._evidence: dict[int, list[float]] = {}
+        pairs = list(zip(known or [None] * len(default), default, strict=True))
+        self._scale = np.array([max(k or d, _LEAST_SCALE) for k, d in pairs])
+        self._guess = self._as_evidence([(_GUESSED, 0.0 if k == 0.0 else d) for k, d in pairs])
+        self._known = self._as_evidence([(_KNOWN, k) if k else (0.0, 0.0) for k, _ in pairs])
+        self._evidence: dict[int, NDArray[np.float64]] = {}
+        """[features, features + 1] weighted normal equations, by size class."""
         self._deviation = 0.5
         self._changes = changes
         self.errors = RelativeErrors()
@@ -145,112 +145,64 @@ class RobustLeastSquares:
             if changed:
                 self._restart(changed)
                 return
-        self._add(sample, predicted_s, may_be_outlier=True)
+        self._add(sample, self._weight(sample))
         if self.samples <= _SETTLED_SAMPLES or self.samples % _SOLVE_EVERY == 0:
             self._solve()
+
+    def fade(self, keep: float) -> None:
+        """Keep this share, in [0, 1], of all evidence; the coefficients approach the default."""
+        for evidence in (self._known, *self._evidence.values()):
+            evidence *= keep
+        self._solve()
 
     def _restart(self, changed: Sequence[Observation]) -> None:
         """Learn the samples of a change almost from nothing."""
         self.fade(_KEEP_AT_CHANGE)
         for sample in changed:
-            self._add(sample, self.predict(sample.features), may_be_outlier=False)
+            self._add(sample, weight=1.0)
             self._solve()
 
-    def _add(self, sample: Observation, predicted_s: float, *, may_be_outlier: bool) -> None:
-        """Add a sample to the evidence of its size class."""
-        unit_s = max(predicted_s, sample.seconds / 2)  # a prediction near 0 would weigh too much
-        row = [x * s / unit_s for x, s in zip(sample.features, self._scale, strict=True)]
-        weight = 1.0
-        if may_be_outlier:
-            weight = self._weight(abs(sample.seconds - predicted_s) / unit_s, row)
-        target = weight * sample.seconds / unit_s
-        added = [weight * row[i] * row[j] for i, j in self._pairs] + [x * target for x in row]
-        old = self._evidence.get(sample.size_class)
-        if old is not None:
-            added = [_FORGETTING * a + b for a, b in zip(old, added, strict=True)]
-        self._evidence[sample.size_class] = added
-
-    def fade(self, keep: float) -> None:
-        """Keep this share, in [0, 1], of all evidence; the coefficients approach the default."""
-        self._known = [keep * x for x in self._known]
-        for size_class, evidence in self._evidence.items():
-            self._evidence[size_class] = [keep * x for x in evidence]
-        self._solve()
-
-    def _as_evidence(self, weights: Sequence[float], coefficients: Sequence[float]) -> list[float]:
-        """The evidence that `weights` samples of one feature each would leave."""
-        evidence = [weights[i] if i == j else 0.0 for i, j in self._pairs]
-        columns = zip(weights, coefficients, self._scale, strict=True)
-        return evidence + [w * c / s for w, c, s in columns]
-
-    def _weight(self, residual: float, row: Sequence[float]) -> float:
-        """Return 1, or less for an outlier. A row unlike earlier ones may deviate more."""
-        spread = math.sqrt(1.0 + self._leverage(row))
+    def _weight(self, sample: Observation) -> float:
+        """Return 1, or less for an outlier."""
+        deviation = abs(sample.seconds - self.predict(sample.features)) / self._unit_s(sample)
         bound = _HUBER * self._deviation
-        deviation = residual / spread
         step = _DEVIATION_GAIN * (min(deviation, 1.5 * bound) - self._deviation)
         self._deviation = max(_LEAST_DEVIATION, self._deviation + step)
         return 1.0 if deviation <= bound else bound / deviation
 
-    def _leverage(self, row: Sequence[float]) -> float:
-        """Compute row' A^-1 row over the coefficients that are not held at 0."""
-        solved = _forward(self._factor, [row[i] for i in self._free])
-        return sum(x * x for x in solved)
+    def _unit_s(self, sample: Observation) -> float:
+        """The seconds that the sample's residual is relative to: never close to 0."""
+        return max(self.predict(sample.features), sample.seconds / 2)
+
+    def _add(self, sample: Observation, weight: float) -> None:
+        """Add a sample to the evidence of its size class."""
+        row = np.array([*sample.features, sample.seconds]) / self._unit_s(sample)
+        row[:-1] *= self._scale
+        added: NDArray[np.float64] = weight * np.outer(row[:-1], row)
+        old = self._evidence.get(sample.size_class)
+        self._evidence[sample.size_class] = added if old is None else _FORGETTING * old + added
+
+    def _as_evidence(self, known: Sequence[tuple[float, float]]) -> NDArray[np.float64]:
+        """Return the evidence for (weight in samples, coefficient) of each feature."""
+        weights, coefficients = np.array(known).T
+        return np.column_stack([np.diag(weights), weights * coefficients / self._scale])
 
     def _solve(self) -> None:
         """Compute the coefficients; one that would be negative is held at 0."""
-        parts = (self._guess, self._known, *self._evidence.values())
-        total = [sum(column) for column in zip(*parts, strict=True)]
-        size = len(self._scale)
-        entry = dict(zip(self._pairs, total, strict=False))  # the last `size` are not pairs
-        right = total[-size:]
-        free = list(range(size))
+        total = sum(self._evidence.values(), self._guess + self._known)
+        size = len(total)
+        # Rounding may make columns equal that nearly are.
+        matrix, right = total[:, :size] * (1.0 + 1e-12 * np.eye(size)), total[:, size]
+        free = np.arange(size)
         while True:
-            self._factor = _cholesky([[entry[j, i] for j in free if j <= i] for i in free])
-            found = _backward(self._factor, _forward(self._factor, [right[i] for i in free]))
-            lowest = min(range(len(free)), key=found.__getitem__)
+            found = np.linalg.solve(matrix[np.ix_(free, free)], right[free])
+            lowest = int(found.argmin())
             if found[lowest] >= 0.0 or len(free) == 1:
                 break
-            del free[lowest]
-        self._free = free
-        solution = dict(zip(free, found, strict=True))
-        self._coefficients = tuple(
-            max(0.0, solution.get(i, 0.0)) * s for i, s in enumerate(self._scale)
-        )
-
-
-def _cholesky(lower: list[list[float]]) -> list[list[float]]:
-    """Return L with L L' = A, from the rows of the lower triangle of a positive definite A."""
-    factor: list[list[float]] = []
-    for i, row in enumerate(lower):
-        done: list[float] = []
-        for j in range(i):
-            inner = sum(a * b for a, b in zip(done, factor[j], strict=False))
-            done.append((row[j] - inner) / factor[j][j])
-        # Rounding may cancel a pivot when columns are nearly equal.
-        pivot = max(row[i] - sum(a * a for a in done), 1e-12 * row[i])
-        done.append(math.sqrt(pivot))
-        factor.append(done)
-    return factor
-
-
-def _forward(factor: list[list[float]], right: Sequence[float]) -> list[float]:
-    """Solve L x = right."""
-    solved: list[float] = []
-    for row, value in zip(factor, right, strict=True):
-        inner = sum(a * b for a, b in zip(row, solved, strict=False))
-        solved.append((value - inner) / row[-1])
-    return solved
-
-
-def _backward(factor: list[list[float]], right: list[float]) -> list[float]:
-    """Solve L' x = right."""
-    solved = list(right)
-    for i in reversed(range(len(solved))):
-        solved[i] /= factor[i][i]
-        for j in range(i):
-            solved[j] -= factor[i][j] * solved[i]
-    return solved
+            free = np.delete(free, lowest)
+        solution = np.zeros(size)
+        solution[free] = found.clip(0.0)
+        self._coefficients: tuple[float, ...] = tuple((self._scale * solution).tolist())
 
 
 _LEAST_CHANGE = 0.25

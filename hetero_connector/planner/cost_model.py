@@ -1,10 +1,23 @@
-"""The cost of serving a request, in seconds: its terms, and the models that predict them."""
+"""The cost of serving a request, in seconds: its terms, and the models that predict them.
+
+`CostModel` bundles what a request costs an engine: computing (`compute_model`), loading
+(`load_model`), and two parts that are the same for every way to serve it, so that the planner does
+not need them and a simulator does:
+
+    front end: f0 + f1 n    scheduling: s0 + s1 n    handoff: h0 + h1 n    for n prompt tokens
+
+The *front end* receives a request, hashes its blocks and sends its answer. A server does that in
+threads and processes of its own: the request waits for it, the engine does not. *Scheduling* is
+the work of the engine's own loop for each request: look it up in the caches, plan its restore,
+allocate its pages. All other requests wait for that, too.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from statistics import median
 from typing import NamedTuple
 
@@ -14,12 +27,6 @@ from hetero_connector.planner.compute_model import (
     InterferenceRegression,
 )
 from hetero_connector.planner.load_model import LoadModel
-from hetero_connector.planner.request_overhead import (
-    NO_HANDOFF,
-    NO_OVERHEAD,
-    HandoffCost,
-    RequestOverhead,
-)
 
 
 class CostTerms(NamedTuple):
@@ -62,41 +69,79 @@ class CostWeights:
                 raise ValueError(f"weights are finite and at least 0: {self}")
 
 
-_REMEMBERED_WAITS = 31
-_MAX_EXTRA_STEPS = 0.5
-"""A longer wait has another cause: a full engine, for example."""
+class OverheadSample(NamedTuple):
+    """The seconds of one prompt to its first token, on an otherwise idle engine."""
+
+    prompt_tokens: int
+    frontend_s: float
+    """Seconds outside the engine's loop, before and after."""
+    scheduling_s: float
+    """Seconds in the loop, minus those predicted for its steps: may be below 0."""
 
 
-class StagingDelay:
-    """Extra wait of a staged request while the engine decodes, in decode steps.
+class RequestOverhead(NamedTuple):
+    """Coefficients of the front end and of scheduling, all at least 0; 0 unless measured."""
 
-    Staging begins in one of the engine's steps, and its end is noticed between two steps. So a
-    request waits for its staging, for half a step at least, and then for another half step on
-    average. The step in which staging begins is longer than other decode steps (the request is
-    planned in it, and the read shares cores and the interpreter), and the time between steps is
-    part of no step: that extra is learned.
+    frontend_s: float = 0.0
+    """f0: seconds per request."""
+    frontend_token_s: float = 0.0
+    """f1: seconds per prompt token."""
+    scheduling_s: float = 0.0
+    """s0: seconds per request."""
+    scheduling_token_s: float = 0.0
+    """s1: seconds per prompt token."""
+
+    @classmethod
+    def fitted(cls, samples: Sequence[OverheadSample]) -> RequestOverhead:
+        """Fit prompts of several lengths. Without samples there is no overhead."""
+        tokens = [x.prompt_tokens for x in samples]
+        return cls(
+            *_line(tokens, [x.frontend_s for x in samples]),
+            *_line(tokens, [x.scheduling_s for x in samples]),
+        )
+
+    def delay_s(self, prompt_tokens: int) -> float:
+        """Seconds of the front end, in which the engine serves others."""
+        return self.frontend_s + prompt_tokens * self.frontend_token_s
+
+    def blocking_s(self, prompt_tokens: int) -> float:
+        """Seconds of the engine's loop, in which all requests wait."""
+        return self.scheduling_s + prompt_tokens * self.scheduling_token_s
+
+    def total_s(self, prompt_tokens: int) -> float:
+        """Seconds of both, which delay the first token."""
+        return self.delay_s(prompt_tokens) + self.blocking_s(prompt_tokens)
+
+    def in_process(self) -> RequestOverhead:
+        """The overhead of an engine whose front end runs on the engine's own thread: all of it
+        blocks. `vllm.LLM` with `VLLM_ENABLE_V1_MULTIPROCESSING=0` is such an engine."""
+        return RequestOverhead(
+            scheduling_s=self.frontend_s + self.scheduling_s,
+            scheduling_token_s=self.frontend_token_s + self.scheduling_token_s,
+        )
+
+
+class HandoffCost(NamedTuple):
+    """Coefficients of a handoff, at least 0; 0 unless measured.
+
+    Handoff begins when the prefill ends and includes the answer, the router, and the time until
+    the directory has the prompt's artifacts. Both engines' own seconds and the transfer of bytes
+    are not part of it.
     """
 
-    def __init__(self) -> None:
-        self._observed = deque([0.0], _REMEMBERED_WAITS)
-        self._extra_steps = 0.0
+    handoff_s: float = 0.0
+    """h0: seconds per request."""
+    handoff_token_s: float = 0.0
+    """h1: seconds per prompt token."""
 
-    def delay_s(self, step_s: float) -> float:
-        """Average seconds from the end of a staging to the step that admits its request.
+    @classmethod
+    def fitted(cls, samples: Sequence[tuple[int, float]]) -> HandoffCost:
+        """Fit (tokens, seconds not otherwise explained) of prompts of several lengths."""
+        return cls(*_line([tokens for tokens, _ in samples], [s for _, s in samples]))
 
-        `step_s`: seconds of a decode step. A staging shorter than half a step counts as that.
-        """
-        return step_s * (0.5 + self._extra_steps)
-
-    def observe(self, staged_s: float, step_s: float, waited_s: float) -> None:
-        """Learn that a request waited `waited_s` for a staging of `staged_s` while the engine
-        only decoded, in steps of `step_s`."""
-        if staged_s <= 0.0 or step_s <= 0.0:
-            return
-        expected_s = max(staged_s, step_s / 2) + step_s / 2
-        extra = (waited_s - expected_s) / step_s
-        self._observed.append(min(max(extra, -_MAX_EXTRA_STEPS), _MAX_EXTRA_STEPS))
-        self._extra_steps = max(0.0, median(self._observed))
+    def delay_s(self, prompt_tokens: int) -> float:
+        """Seconds from one engine to the other."""
+        return self.handoff_s + prompt_tokens * self.handoff_token_s
 
 
 @dataclass
@@ -111,23 +156,16 @@ class CostModel:
     limit, so everything in one step."""
     interference: InterferenceRegression = field(default_factory=InterferenceRegression)
     """Delays of decodes by prefills. Not used by the planner; a fleet's scheduler asks `delays`."""
-    overhead: RequestOverhead = NO_OVERHEAD
+    overhead: RequestOverhead = field(default_factory=RequestOverhead)
     """The cost of a request besides its steps. Not used by the planner; a simulator adds it."""
-    handoff: HandoffCost = NO_HANDOFF
+    handoff: HandoffCost = field(default_factory=HandoffCost)
     """The additional cost of a prompt that another engine prefilled. For a simulator, too."""
-    staging_delay: StagingDelay = field(default_factory=StagingDelay)
 
     def delays(self) -> InterferenceCoefficients:
         """Return the interference coefficients, guessed from `compute` until one is measured."""
         if self.interference.measured:
             return self.interference.coefficients
         return InterferenceCoefficients.of_compute(self.compute.coefficients)
-
-    def learn_wait(self, decodes: int, staged_s: float, waited_s: float) -> None:
-        """Learn that a request waited `waited_s` for its staging while `decodes` ran."""
-        if decodes:
-            step_s = self.delays().decode_step_s(decodes, 0.0)
-            self.staging_delay.observe(staged_s, step_s, waited_s)
 
     def num_steps(self, tokens: int) -> int:
         """The number of steps in which the engine computes `tokens`."""
@@ -140,3 +178,16 @@ class CostModel:
         """
         step_s, token_s, _ = self.compute.coefficients
         return self.num_steps(queued_tokens) * step_s + queued_tokens * token_s
+
+
+def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Fit the intercept and slope, both at least 0, of a line.
+
+    Medians ignore the few samples that a busy machine delayed (P. K. Sen, Estimates of the
+    Regression Coefficient Based on Kendall's Tau, 1968).
+    """
+    pairs = combinations(zip(x, y, strict=True), 2)
+    slopes = [(d - b) / (c - a) for (a, b), (c, d) in pairs if a != c]
+    slope = max(0.0, median(slopes)) if slopes else 0.0
+    rest = [b - slope * a for a, b in zip(x, y, strict=True)]
+    return max(0.0, median(rest)) if rest else 0.0, slope

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.candidates import RestoreCandidate
-from hetero_connector.planner.decision import RestoreDecision
+from hetero_connector.planner.decision import RestoreCandidate, RestoreDecision
 
 _HEADER = (
     "", "boundary", "resume", "load MB", "queue ms", "load ms", "compute ms", "stall ms",

@@ -1,8 +1,4 @@
-"""The restore plan of one request, and the rules that need no costs.
-
-`plan_restore` finds the deepest boundary with a checkpoint, `plan_replay` the deepest boundary
-whose windows can be rebuilt. The planner adds costs to choose among all of them.
-"""
+"""The restore plan of one request, and how far a replay of its windows has to reach back."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hetero_connector.artifacts.record import StoredChunk, Tier, distinct_tiers
+from hetero_connector.artifacts.record import StoredChunk, Tier
 from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.state_types import StateType
 
@@ -40,42 +36,11 @@ class RestorePlan:
         """The first token that the engine computes."""
         return self.boundary - self.replay_tokens
 
-
-def plan_restore(
-    model: ModelSpec,
-    stored: Sequence[StoredChunk],
-    local_tokens: int,
-    limit_tokens: int,
-) -> RestorePlan | None:
-    """Return the deepest boundary in (`local_tokens`, `limit_tokens`] that can be restored exactly.
-
-    `stored` is one unbroken chain from the first chunk. The engine already has the state of the
-    first `local_tokens` tokens. Prefix-proportional state must be stored for every chunk that
-    reaches past them; boundary state only at the boundary. None if there is no such boundary.
-    """
-    first = bisect_right(stored, local_tokens, key=_end)
-    chunks = stored[first : bisect_right(stored, limit_tokens, key=_end)]
-    tiers = distinct_tiers(chunks)
-    num_types = len(model.state_types)
-    if any(len(mapping) < num_types for mapping in tiers):  # else every chunk has everything
-        chunks = chunks[: _restorable(model, chunks)]
-        tiers = distinct_tiers(chunks)
-    if not chunks:
-        return None
-    boundary = _end(chunks[-1])
-    needed = model.boundary_types_at(boundary)
-    return RestorePlan(boundary, chunks, model.prefix_types, needed, tiers)
-
-
-def _restorable(model: ModelSpec, chunks: Sequence[StoredChunk]) -> int:
-    """The number of chunks up to the deepest complete boundary."""
-    best = 0
-    for count, stored in enumerate(chunks, 1):
-        if any(t not in stored.tiers for t in model.prefix_types):
-            break
-        if model.is_complete(stored.tiers.keys(), _end(stored)):
-            best = count
-    return best
+    @property
+    def source_tiers(self) -> set[Tier]:
+        """The tiers of everything that is loaded."""
+        loaded = {tiers[t] for tiers in self.tiers for t in self.prefix_types}
+        return loaded | {self.chunks[-1].tiers[t] for t in self.boundary_types}
 
 
 @dataclass(frozen=True)
@@ -122,37 +87,18 @@ class WindowReplay:
         return start + self.reach_tokens - self.narrowest_tokens
 
 
-def plan_replay(
-    model: ModelSpec,
-    replay_tokens: int,
-    stored: Sequence[StoredChunk],
-    local_tokens: int,
-    limit_tokens: int,
-) -> RestorePlan | None:
-    """Return the deepest boundary that a replay can reach; arguments as in `plan_restore`.
-
-    None if the replay would begin within the local tokens: that would save nothing, because the
-    engine computes those tokens anyway.
-    """
-    first = bisect_right(stored, local_tokens, key=_end)
-    chunks = list(stored[first : bisect_right(stored, limit_tokens, key=_end)])
-    for count, chunk in enumerate(chunks):
-        if any(t not in chunk.tiers for t in model.prefix_types):
-            del chunks[count:]
-            break
-    if chunks and _end(chunks[-1]) % model.alignment:
-        del chunks[-1]  # a handoff's end: a replay starts and ends on the grid
-    if not chunks or _end(chunks[-1]) - replay_tokens <= local_tokens:
-        return None
-    return RestorePlan(
-        boundary=_end(chunks[-1]),
-        chunks=chunks,
-        prefix_types=model.prefix_types,
-        boundary_types=(),
-        tiers=distinct_tiers(chunks),
-        replay_tokens=replay_tokens,
-    )
+def chunks_between(
+    stored: Sequence[StoredChunk], local_tokens: int, limit_tokens: int
+) -> Sequence[StoredChunk]:
+    """The chunks that end in (`local_tokens`, `limit_tokens`]; usually all of them."""
+    first = 0
+    if stored and chunk_end(stored[0]) <= local_tokens:
+        first = bisect_right(stored, local_tokens, key=chunk_end)
+    if first or (stored and chunk_end(stored[-1]) > limit_tokens):
+        return stored[first : bisect_right(stored, limit_tokens, key=chunk_end)]
+    return stored
 
 
-def _end(stored: StoredChunk) -> int:
+def chunk_end(stored: StoredChunk) -> int:
+    """The boundary at the end of a stored chunk, in tokens."""
     return stored.chunk.end

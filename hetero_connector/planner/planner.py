@@ -9,11 +9,10 @@ from typing import Any, Literal, get_args
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import StoredChunk, Tier
-from hetero_connector.planner.boundaries import ChunkGrid
-from hetero_connector.planner.candidates import CandidateSet
+from hetero_connector.planner.boundaries import Boundaries, ChunkGrid
 from hetero_connector.planner.cost_model import CostModel
-from hetero_connector.planner.decision import RestoreDecision
-from hetero_connector.planner.plan import RestorePlan, plan_replay, plan_restore
+from hetero_connector.planner.decision import CandidateSet, RestoreDecision
+from hetero_connector.planner.plan import chunks_between
 from hetero_connector.planner.pricing import EngineLoad, Pricing, TierTable
 from hetero_connector.spec.model_spec import ModelSpec
 
@@ -83,7 +82,6 @@ class RestorePlanner:
             raise ValueError(f"mode is one of {get_args(Mode)}, not {mode!r}")
         self.costs = costs
         self.mode = mode
-        self._model = model
         self._grid = ChunkGrid(layout)
         # A model without prefix types has nothing to load that a replay could use.
         self._replay_tokens = replay_tokens if model.boundary_types and model.prefix_types else 0
@@ -108,37 +106,19 @@ class RestorePlanner:
         `limit_tokens`. All `prompt_tokens` must be restored or computed. `may_replay`: False if
         this request's windows cannot be rebuilt. Loading wins a tie, and the deeper boundary.
         """
-        replay_tokens = self._replay_tokens if may_replay else 0
         pricing = Pricing(self._grid, self.costs, self._tables, prompt_tokens, load)
+        chunks = chunks_between(stored, local_tokens, limit_tokens)
         considered = CandidateSet(
-            self._grid,
             pricing,
-            stored,
+            Boundaries.of(self._grid, chunks),
             local_tokens,
-            limit_tokens,
-            replay_tokens=replay_tokens,
+            replay_tokens=self._replay_tokens if may_replay else 0,
             deadline_s=self._deadline_s,
         )
         if self.mode == "cost":
-            plan, terms = considered.cheapest()
-            return RestoreDecision(plan, terms, considered)
-        plan = None
+            return RestoreDecision(*considered.cheapest(), considered)
         if self.mode == "always_load":
-            plan = self._deepest(stored, local_tokens, limit_tokens, replay_tokens)
-        return RestoreDecision(plan, considered.terms_of(plan), considered, by_cost=False)
-
-    def _deepest(
-        self,
-        stored: Sequence[StoredChunk],
-        local_tokens: int,
-        limit_tokens: int,
-        replay_tokens: int,
-    ) -> RestorePlan | None:
-        """The plan that leaves the least to compute, whatever it costs."""
-        plan = plan_restore(self._model, stored, local_tokens, limit_tokens)
-        if not (replay_tokens and self.replay_when_missing):
-            return plan
-        replay = plan_replay(self._model, replay_tokens, stored, local_tokens, limit_tokens)
-        if plan is None or (replay is not None and replay.resume_tokens > plan.resume_tokens):
-            return replay
-        return plan
+            plan, terms = considered.deepest(may_replay=self.replay_when_missing)
+        else:
+            plan, terms = None, considered.nothing
+        return RestoreDecision(plan, terms, considered, by_cost=False)

@@ -5,8 +5,8 @@
 *Staging* brings artifacts from SSD or PEER to DRAM while the request waits, so the queue hides it;
 the tiers are read in parallel. The engine notices its end between two steps. While decodes run,
 staging begins in one of their steps, so it takes half of such a step at least, and the request
-waits for a while longer (`StagingDelay`). Requests that waited earlier for loads of their own are
-computed first; a request without a load to wait for overtakes them.
+waits for half a step more. Requests that waited earlier for loads of their own are computed first;
+a request without a load to wait for overtakes them.
 
 What is in DRAM then goes to pages. Layer by layer, compute of the first step hides that, except
 for the first layer, which has nothing to overlap with: max(load, first step) + load / layers
@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.boundaries import ChunkGrid, Floats, PricedChunks, tiers_of
+from hetero_connector.planner.boundaries import Boundaries, ChunkGrid, Floats, tiers_of
 from hetero_connector.planner.compute_model import Tokens
 from hetero_connector.planner.cost_model import CostModel, CostTerms
 from hetero_connector.planner.load_model import TierRates
@@ -56,11 +56,6 @@ class EngineLoad:
     def is_computing(self) -> bool:
         """True if the engine has other work while this request loads."""
         return bool(self.running_decodes or self.queued_tokens)
-
-    @property
-    def only_decodes(self) -> int:
-        """Requests that are being decoded, or 0 if anything else is computed too."""
-        return 0 if self.queued_tokens else self.running_decodes
 
 
 class TierTable:
@@ -108,85 +103,85 @@ class LoadSeconds(NamedTuple):
     """[chunks] from other tiers to DRAM, in parallel; None if everything is in DRAM."""
 
 
-class _Staging(NamedTuple):
-    """Loads from one tier to DRAM."""
+class TierLoad(NamedTuple):
+    """A load of one request from one tier."""
 
     table: TierTable
     overhead_s: float
-    """Seconds of a load besides those of its bytes."""
-    prefixes_s: Floats
-    """[chunks] seconds of the prefix types up to each chunk."""
+    """Seconds besides those of its bytes."""
 
 
 class LoadTimes:
-    """The load times of successive chunks.
+    """The load times of one request.
 
     Every strategy loads the prefix types of all chunks up to the boundary, so these are worked
     out once. The boundary types of the last chunk are loaded too, or rebuilt.
     """
 
     def __init__(
-        self, grid: ChunkGrid, chunks: PricedChunks, dram: TierTable, overhead_s: float
+        self, boundaries: Boundaries, to_pages: TierLoad, to_dram: Sequence[TierLoad]
     ) -> None:
-        """`overhead_s`: seconds of a load from DRAM to pages besides those of its bytes."""
-        self.chunks = chunks
-        self._model, self._dram = grid.model, dram
-        count, tail = len(chunks.ends), chunks.tail_bytes
-        self._to_pages_s = grid.ordinals(count) * dram.chunk_s
+        """`to_pages`: the load from DRAM. `to_dram`: those from the other tiers with state."""
+        grid, tail = boundaries.grid, boundaries.tail_bytes
+        count, chunk_s = len(boundaries.ends), to_pages.table.chunk_s
+        self._boundaries, self._types = boundaries, grid.model.boundary_types
+        self._to_pages, self._to_dram = to_pages, to_dram
+        self._to_pages_s = grid.ordinals(count) * chunk_s
         if tail:
-            full_s = (count - 1) * dram.chunk_s
-            self._to_pages_s[-1] = full_s + dram.seconds(tail, grid.model.prefix_types)
-        self._to_pages_s += overhead_s
-        self._staging: list[_Staging] = []
-
-    def add_tier(self, table: TierTable, overhead_s: float) -> None:
-        """Count the loads from a tier other than DRAM. `overhead_s`: as in the constructor."""
-        tiers, tail = self.chunks.tiers, self.chunks.tail_bytes
-        chunk_s = table.prefixes_here_s(tiers.distinct).take(tiers.codes)
-        if tail:
-            types = self.chunks.tail_types(table.tier, self._model.prefix_types)
-            chunk_s[-1] = table.seconds(tail, types)
-        self._staging.append(_Staging(table, overhead_s, chunk_s.cumsum()))
+            tail_s = to_pages.table.seconds(tail, grid.model.prefix_types)
+            self._to_pages_s[-1] = (count - 1) * chunk_s + tail_s
+        self._to_pages_s += to_pages.overhead_s
+        self._to_dram_s = [self._prefixes_s(table) for table, _ in to_dram]
 
     def prefixes(self) -> LoadSeconds:
         """Load times of the prefix types alone."""
-        return LoadSeconds(
-            self._to_pages_s, _slowest_s([(x.prefixes_s, x.overhead_s) for x in self._staging])
-        )
+        return LoadSeconds(self._to_pages_s, self._slowest_s(self._to_dram_s))
 
     def with_checkpoints(self) -> LoadSeconds:
         """Load times of the prefix types, and of the boundary types at the boundary."""
-        types, chunks = self._model.boundary_types, self.chunks
+        types, at = self._types, self._boundaries
         if not types:
             return self.prefixes()
-        by_cell_s, cells = self._dram.checkpoints_s(), chunks.columns
-        if (incomplete := chunks.incomplete()) is not None:
-            by_cell_s, cells = np.where(incomplete, math.inf, by_cell_s), chunks.cells
+        table = self._to_pages.table
+        by_cell_s, cells = table.checkpoints_s(), at.columns
+        if (incomplete := at.incomplete()) is not None:
+            by_cell_s, cells = np.where(incomplete, math.inf, by_cell_s), at.cells
         to_pages_s = by_cell_s.take(cells)
-        if chunks.tail_bytes:  # the grid has the tail as a full chunk
-            is_whole = self._model.is_complete(chunks.tail_tiers.keys(), int(chunks.ends[-1]))
-            to_pages_s[-1] = self._dram.seconds(chunks.tail_bytes, types) if is_whole else math.inf
+        if at.tail_bytes:  # the grid has the tail as a full chunk
+            is_whole = at.grid.model.is_complete(at.tail_tiers.keys(), int(at.ends[-1]))
+            to_pages_s[-1] = table.seconds(at.tail_bytes, types) if is_whole else math.inf
         to_pages_s += self._to_pages_s
-        staged = [(self._with_checkpoints_s(x), x.overhead_s) for x in self._staging]
-        return LoadSeconds(to_pages_s, _slowest_s(staged))
+        to_dram_s = [
+            self._checkpoints_s(table) + prefixes_s
+            for (table, _), prefixes_s in zip(self._to_dram, self._to_dram_s, strict=True)
+        ]
+        return LoadSeconds(to_pages_s, self._slowest_s(to_dram_s))
 
-    def _with_checkpoints_s(self, staging: _Staging) -> Floats:
-        table, chunks = staging.table, self.chunks
-        load_s: Floats = table.checkpoints_here_s(chunks.tiers.distinct).take(chunks.cells)
-        if chunks.tail_bytes:
-            types = chunks.tail_types(table.tier, self._model.boundary_types)
-            load_s[-1] = table.seconds(chunks.tail_bytes, types)
-        load_s += staging.prefixes_s
+    def _prefixes_s(self, table: TierTable) -> Floats:
+        """[chunks] seconds of the prefix types that are in a tier, up to each chunk."""
+        at = self._boundaries
+        chunk_s = table.prefixes_here_s(at.tiers.distinct).take(at.tiers.codes)
+        if at.tail_bytes:
+            types = at.tail_types(table.tier, at.grid.model.prefix_types)
+            chunk_s[-1] = table.seconds(at.tail_bytes, types)
+        return chunk_s.cumsum()
+
+    def _checkpoints_s(self, table: TierTable) -> Floats:
+        """[chunks] seconds of the boundary types that are in a tier."""
+        at = self._boundaries
+        load_s: Floats = table.checkpoints_here_s(at.tiers.distinct).take(at.cells)
+        if at.tail_bytes:
+            types = at.tail_types(table.tier, self._types)
+            load_s[-1] = table.seconds(at.tail_bytes, types)
         return load_s
 
-
-def _slowest_s(tiers: Iterable[tuple[Floats, float]]) -> Floats | None:
-    """The slowest tier's seconds at each chunk, with its overhead where it loads anything."""
-    slowest_s: Floats | None = None
-    for load_s, overhead_s in tiers:
-        tier_s: Floats = load_s + (load_s > 0.0) * overhead_s
-        slowest_s = tier_s if slowest_s is None else np.maximum(slowest_s, tier_s)
-    return slowest_s
+    def _slowest_s(self, by_tier_s: Sequence[Floats]) -> Floats | None:
+        """[chunks] seconds of the slowest tier, with its overhead where it loads anything."""
+        slowest_s: Floats | None = None
+        for load_s, (_, overhead_s) in zip(by_tier_s, self._to_dram, strict=True):
+            tier_s: Floats = load_s + (load_s > 0.0) * overhead_s
+            slowest_s = tier_s if slowest_s is None else np.maximum(slowest_s, tier_s)
+        return slowest_s
 
 
 class Prices(NamedTuple):
@@ -234,11 +229,9 @@ class Pricing:
             self._behind_s = costs.queue_s(load.queued_tokens + load.waiting_tokens)
         # A request that is parked for its load waits even if everything is in DRAM.
         self._least_wait_s = self._queue_s if load.layerwise else self._behind_s
-        self._half_step_s = self._staging_delay_s = 0.0
+        self._half_step_s = 0.0
         if load.running_decodes:
-            step_s = costs.delays().decode_step_s(load.running_decodes, 0.0)
-            self._half_step_s = step_s / 2
-            self._staging_delay_s = costs.staging_delay.delay_s(step_s)
+            self._half_step_s = costs.delays().decode_step_s(load.running_decodes, 0.0) / 2
         self._stall = costs.weights.stall * load.running_decodes
         # A parked load runs during the steps of others; a layer-wise load may delay them.
         self._load_stall = self._stall if load.layerwise else 0.0
@@ -261,38 +254,35 @@ class Pricing:
         total_s = self._least_wait_s + compute_s * (1.0 + self._hbm + self._stall)
         return total_s * (1.0 - 1e-9)
 
-    def load_times(self, chunks: PricedChunks) -> LoadTimes:
-        """The load times of these chunks, which all strategies share."""
-        dram = self._dram_table
-        times = LoadTimes(self._grid, chunks, dram, self._overhead_s(dram))
-        tiers = tiers_of(chunks.tiers.distinct)
-        for table in self._slow_tables:
-            if table.tier in tiers:
-                times.add_tier(table, self._overhead_s(table))
-        return times
+    def load_times(self, boundaries: Boundaries) -> LoadTimes:
+        """The load times up to these boundaries, which all strategies share."""
+        tiers = tiers_of(boundaries.tiers.distinct)
+        slow = [self._load_from(table) for table in self._slow_tables if table.tier in tiers]
+        return LoadTimes(boundaries, self._load_from(self._dram_table), slow)
 
-    def with_checkpoints(self, times: LoadTimes) -> Prices:
+    def with_checkpoints(self, boundaries: Boundaries, times: LoadTimes) -> Prices:
         """Prices of restoring up to the end of each chunk by the checkpoint stored there."""
-        return self._prices(times.chunks.ends, *times.with_checkpoints())
+        return self._prices(boundaries.ends, *times.with_checkpoints())
 
-    def with_replay(self, times: LoadTimes, replay_tokens: int, local_tokens: int) -> Prices:
+    def with_replay(
+        self, boundaries: Boundaries, times: LoadTimes, replay_tokens: int, local_tokens: int
+    ) -> Prices:
         """Prices of restoring up to the end of each chunk by a replay of so many tokens.
 
         Impossible where the replay would begin within the local tokens, which would save nothing,
         and up to a handoff's end, which is off the grid on which a replay starts and ends.
         """
-        ends = times.chunks.ends
-        resume = ends - replay_tokens
+        resume = boundaries.ends - replay_tokens
         to_pages_s, staged_s = times.prefixes()
         to_pages_s = to_pages_s.copy()
         to_pages_s[: resume.searchsorted(local_tokens, side="right")] = math.inf
-        if ends[-1] % self._grid.model.alignment:
+        if boundaries.ends[-1] % self._grid.model.alignment:
             to_pages_s[-1] = math.inf
         return self._prices(resume, to_pages_s, staged_s)
 
     def _prices(self, resume: Floats, to_pages_s: Floats, staged_s: Floats | None) -> Prices:
         if staged_s is not None and self._half_step_s:
-            noticed_s = np.maximum(staged_s, self._half_step_s) + self._staging_delay_s
+            noticed_s = np.maximum(staged_s, self._half_step_s) + self._half_step_s
             staged_s = noticed_s * (staged_s > 0.0)
         waited_s = self._waited_s(staged_s)
         compute_s = self._computed_s(resume)
@@ -359,6 +349,9 @@ class Pricing:
         full_s = step_s + size * (token_s + attention_s / 2 * size)
         return np.minimum(resume * (size * attention_s) + full_s, compute_s)
 
-    def _overhead_s(self, table: TierTable) -> float:
+    def _load_from(self, table: TierTable) -> TierLoad:
         in_flight_bytes = self._load.in_flight_bytes.get(table.tier, 0)
-        return table.rates.overhead_s(in_flight_bytes, while_computing=self._load.is_computing)
+        overhead_s = table.rates.overhead_s(
+            in_flight_bytes, while_computing=self._load.is_computing
+        )
+        return TierLoad(table, overhead_s)

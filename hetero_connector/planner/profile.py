@@ -24,14 +24,13 @@ from hetero_connector.planner.compute_model import (
     InterferenceRegression,
 )
 from hetero_connector.planner.cost_fit import RelativeErrors
-from hetero_connector.planner.cost_model import CostModel, CostWeights
-from hetero_connector.planner.load_model import LoadModel, TierRates
-from hetero_connector.planner.request_overhead import (
-    NO_HANDOFF,
-    NO_OVERHEAD,
+from hetero_connector.planner.cost_model import (
+    CostModel,
+    CostWeights,
     HandoffCost,
     RequestOverhead,
 )
+from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.spec.state_types import StateType
 
 PROFILE_FORMAT = 2
@@ -159,8 +158,8 @@ class CostProfile:
             weights or CostWeights(),
             step_tokens,
             InterferenceRegression(self.interference, self.compute),
-            self.overhead or NO_OVERHEAD,
-            self.handoff or NO_HANDOFF,
+            self.overhead or RequestOverhead(),
+            self.handoff or HandoffCost(),
         )
 
     def fits(self) -> Iterator[tuple[str, FitError]]:

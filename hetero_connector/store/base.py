@@ -124,11 +124,6 @@ class Restore(Protocol):
         """Artifacts that did not arrive, and why."""
         ...
 
-    @property
-    def staged_s(self) -> float:
-        """Seconds until the last that had to be brought to DRAM was there; 0 if none had to."""
-        ...
-
     def release(self) -> None:
         """Let go. A read still under way keeps its slot until it ends. Idempotent."""
         ...

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.accounts import Account
 from benchmarks.company import Played, decoding_late, handoff_cost
 from benchmarks.faithful_pd import one_by_one
-from hetero_connector.planner.request_overhead import HandoffCost
+from hetero_connector.planner.cost_model import HandoffCost
 from ownership.simulator.traces.session import Session
 from tests.ownership.simulator.small_fleets import prompt, trace_of
 

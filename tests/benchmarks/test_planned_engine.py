@@ -1,32 +1,21 @@
-"""The replacements of the planner in benchmarks answer the connector like the planner."""
+"""A benchmark steers the connector's planner."""
 
-from benchmarks.cost_errors import _FirstDecision
-from benchmarks.planned_engine import _Cut
+from benchmarks.planned_engine import SteeredPlanner
 from tests.engine.fakes import DENSE, FakeRequest
 from tests.engine.stepped import Engine, tokens
 
 
-def test_a_cut_restore_ends_at_the_last_boundary_before_the_limit() -> None:
-    engine = Engine(DENSE, mode="cost")
+def test_a_restore_ends_at_the_last_boundary_before_the_limit() -> None:
+    engine = Engine(DENSE, mode="always_load")
     engine.run(FakeRequest("a", tokens(200)))
     restorer = engine.side._restorer
-    planner = restorer._planner
-    restorer._planner = _Cut(planner, limit=150)  # type: ignore[assignment]
+    steered = restorer._planner = SteeredPlanner(restorer._planner)  # type: ignore[assignment]
+    steered.limit_tokens = 150
     assert engine.admit(FakeRequest("b", tokens(200))) == 128
-    assert planner.mode == "cost"
-    engine.side.close()
-
-
-def test_a_recorded_planner_can_be_cut() -> None:
-    engine = Engine(DENSE, mode="cost")
-    engine.run(FakeRequest("a", tokens(200)))
-    restorer = engine.side._restorer
-    recorder = _FirstDecision(restorer._planner)
-    restorer._planner = _Cut(recorder, limit=150)  # type: ignore[assignment]
-    recorder.mode = "never_load"
-    assert engine.admit(FakeRequest("b", tokens(200))) == 128
-    assert recorder.planner.mode == "never_load"
-    assert recorder.first is not None
-    assert recorder.first.plan is not None
-    assert recorder.first.plan.resume_tokens == 128
+    assert steered.first is not None
+    assert steered.first.plan is not None
+    assert steered.first.plan.resume_tokens == 128
+    steered.limit_tokens = None
+    assert engine.admit(FakeRequest("c", tokens(200))) == 192
+    assert steered.first.plan.resume_tokens == 128, "the first decision is kept"
     engine.side.close()

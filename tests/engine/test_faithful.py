@@ -14,8 +14,7 @@ import pytest
 
 from benchmarks.accounts import account_of_simulation
 from benchmarks.closed_loop import StepClock
-from benchmarks.faithful_engine import EngineFacts, played, policy_of
-from benchmarks.step_costs import steps_alone_cost
+from benchmarks.faithful_engine import EngineFacts, played, policy_of, steps_alone_cost
 from ownership.simulator.traces.session import Trace
 from ownership.simulator.traces.starts import PoissonStarts
 from ownership.simulator.traces.synthetic import synthetic

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -16,7 +15,6 @@ from hetero_connector.engine.scheduler.restorer import without
 from hetero_connector.metrics import COUNTERS, TIMINGS
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Wanted
-from hetero_connector.store.io_thread import IoThread
 from tests.engine.fakes import DENSE, FakeRequest
 from tests.engine.stepped import LOAD_DEADLINE_S, Engine, tokens
 from tests.planner.chains import KV, SWA, chain_of
@@ -163,25 +161,3 @@ def test_a_decision_without_a_load_is_recorded_as_computing(
         "heterocache_actions{action=RECOMPUTE_TAIL}",
     }
     assert payload[TIMINGS]["heterocache_reuse_benefit_seconds{kind=predicted}"] == [0.0]
-
-
-def test_the_staging_delay_while_decoding_is_learned_once(tmp_path: Path) -> None:
-    engine = on_ssd(tmp_path)
-    staging_delay = engine.side.costs.staging_delay
-    engine.admit(FakeRequest("decoding", tokens(50, seed=3)))
-    engine.step(decoding=50)
-    request = FakeRequest("staged", tokens(400))
-    with patch.object(IoThread, "step", return_value=False):  # nothing is read before it has asked
-        assert engine.ask(request) is None
-    assert staging_delay.delay_s(1.0) == 0.5
-    restore = engine.side._trackers["staged"].restore
-    assert restore is not None
-    while not restore.handle.done:
-        time.sleep(1e-3)
-    time.sleep(0.2)  # longer than any step is thought to be
-    assert engine.ask(request) == 384
-    learned = staging_delay.delay_s(1.0)
-    assert learned > 0.5
-    assert engine.ask(request) == 384, "there were no pages"
-    assert staging_delay.delay_s(1.0) == learned
-    engine.side.close()

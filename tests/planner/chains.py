@@ -18,6 +18,8 @@ from hetero_connector.artifacts.record import (
 from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
 from hetero_connector.planner.cost_model import CostModel, CostTerms, CostWeights
 from hetero_connector.planner.load_model import LoadModel, TierRates
+from hetero_connector.planner.plan import RestorePlan
+from hetero_connector.planner.planner import RestorePlanner
 from hetero_connector.planner.pricing import EngineLoad
 from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
 
@@ -88,6 +90,22 @@ def costs_of(
         weights or CostWeights(0.0, 0.0),
         step_tokens,
     )
+
+
+def deepest(
+    model: ModelSpec,
+    stored: Sequence[StoredChunk],
+    local_tokens: int,
+    limit_tokens: int,
+    replay_tokens: int = 0,
+) -> RestorePlan | None:
+    """The plan of `always_load`."""
+    planner = RestorePlanner(
+        model, layout_of(model), costs_of(model), "always_load", replay_tokens=replay_tokens
+    )
+    planner.replay_when_missing = bool(replay_tokens)
+    prompt_tokens = max(local_tokens, limit_tokens) + 1
+    return planner.plan(stored, local_tokens, limit_tokens, prompt_tokens, EngineLoad()).plan
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, count
 
 import pytest
@@ -21,7 +21,6 @@ from hetero_connector.planner.checkpoints import (
     CheckpointPolicy,
     CheckpointRates,
     CheckpointSizes,
-    CheckpointWeights,
     Full,
     KeptBoundaries,
     Periodic,
@@ -32,9 +31,9 @@ from hetero_connector.planner.checkpoints import (
 from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.load_model import LoadModel
-from hetero_connector.planner.plan import plan_restore
 from hetero_connector.spec import StateType
 from hetero_connector.spec.presets import PRESETS
+from tests.planner.chains import deepest
 from tests.planner.stored_chunks import HYBRID
 
 CHUNK = 256
@@ -48,12 +47,13 @@ def plain_rates() -> CheckpointRates:
     return CheckpointRates(WRITE_S / PLAIN.checkpoint_bytes, 0.0, CHUNK_S / CHUNK)
 
 
-def plain(prior_requests: float = 0.0, alpha: float = 1.0) -> Adaptive:
+def plain(prior_requests: float = 0.0, slower_writes: float = 1.0) -> Adaptive:
     """An adaptive policy that forgets nothing."""
+    known = plain_rates()
+    rates = replace(known, write_s_per_byte=slower_writes * known.write_s_per_byte)
     return Adaptive(
         PLAIN,
-        rates=plain_rates,
-        weights=CheckpointWeights(write=alpha),
+        rates=lambda: rates,
         memory_requests=1 << 60,
         prior_requests=prior_requests,
     )
@@ -65,7 +65,7 @@ POLICIES: dict[str, Callable[[], CheckpointPolicy]] = {
     "periodic:7": lambda: Periodic(7),
     "zero": Zero,
     "adaptive": lambda: Adaptive(SIZES),
-    "adaptive, costly writes": lambda: Adaptive(SIZES, weights=CheckpointWeights(write=1e3)),
+    "adaptive, costly writes": lambda: Adaptive(SIZES, rates=lambda: CheckpointRates(1e-6)),
 }
 
 
@@ -327,7 +327,7 @@ def test_the_period_is_the_best_for_the_observed_requests(history: Sequence[Reus
 def test_a_greater_weight_of_writes_means_fewer_writes(
     history: Sequence[Reuse], one: int, more: int
 ) -> None:
-    light, heavy = plain(alpha=2.0**one), plain(alpha=2.0 ** (one + more))
+    light, heavy = plain(slower_writes=2.0**one), plain(slower_writes=2.0 ** (one + more))
     for reuse in history:
         light.observe(reuse)
         heavy.observe(reuse)
@@ -453,6 +453,6 @@ def test_a_sparse_chain_is_resumed_at_its_last_checkpoint(
         )
         for n in range(1, chunks + 1)
     ]
-    plan = plan_restore(HYBRID, chain, local_tokens=0, limit_tokens=left * size)
+    plan = deepest(HYBRID, chain, local_tokens=0, limit_tokens=left * size)
     usable = [n for n in checkpoints if n <= left]
     assert (plan.boundary if plan else 0) == max(usable, default=0) * size

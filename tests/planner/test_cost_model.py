@@ -1,4 +1,4 @@
-"""The staging delay: its default, and what it learns from waits."""
+"""The overhead of a request: fitted among outliers, blocking or not."""
 
 from __future__ import annotations
 
@@ -6,48 +6,55 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_connector.planner.cost_model import CostModel, StagingDelay
-from tests.planner.chains import DENSE, costs_of
+from hetero_connector.planner.cost_model import (
+    HandoffCost,
+    OverheadSample,
+    RequestOverhead,
+)
 
-STEP_S = 0.010
-
-
-def test_the_delay_is_half_a_step_before_the_first_wait() -> None:
-    assert StagingDelay().delay_s(STEP_S) == STEP_S / 2
-
-
-def test_consistently_longer_waits_are_learned() -> None:
-    staging_delay = StagingDelay()
-    for _ in range(3):
-        staging_delay.observe(0.002, STEP_S, 0.012)  # by 2 ms longer than a step
-        staging_delay.observe(0.021, STEP_S, 0.028)  # than 26 ms
-    assert staging_delay.delay_s(STEP_S) == pytest.approx(0.007)
-    assert staging_delay.delay_s(2 * STEP_S) == pytest.approx(0.014)
+coefficients = st.floats(0.0, 1e-2)
 
 
-def test_a_wait_for_a_full_engine_changes_nothing() -> None:
-    staging_delay = StagingDelay()
-    for waited_s in (0.010, 0.010, 3.0):
-        staging_delay.observe(0.002, STEP_S, waited_s)
-    assert staging_delay.delay_s(STEP_S) == pytest.approx(0.005)
+@given(coefficients, st.floats(0.0, 1e-5), coefficients, st.floats(0.0, 1e-5))
+def test_known_coefficients_are_recovered(f0: float, f1: float, s0: float, s1: float) -> None:
+    overhead = RequestOverhead(f0, f1, s0, s1)
+    samples = [
+        OverheadSample(n, overhead.delay_s(n), overhead.blocking_s(n)) for n in (64, 96, 500, 4_000)
+    ]
+    assert RequestOverhead.fitted(samples) == pytest.approx(overhead, abs=1e-9)
 
 
-@given(st.lists(st.tuples(*[st.floats(0.0, 1e3)] * 3), max_size=50))
-def test_the_delay_is_between_half_a_step_and_a_whole_step(
-    seen: list[tuple[float, float, float]],
-) -> None:
-    staging_delay = StagingDelay()
-    for staged_s, step_s, waited_s in seen:
-        staging_delay.observe(staged_s, step_s, waited_s)
-    assert 0.5 * STEP_S <= staging_delay.delay_s(STEP_S) <= STEP_S
+def test_samples_delayed_by_a_busy_machine_are_ignored() -> None:
+    samples = [OverheadSample(n, 1e-3, 2e-3 + 1e-6 * n) for n in range(64, 4_000, 200)]
+    for held_up in (3, 9, 15):
+        tokens, frontend_s, scheduling_s = samples[held_up]
+        samples[held_up] = OverheadSample(tokens, 10 * frontend_s, scheduling_s + 0.5)
+    found = RequestOverhead.fitted(samples)
+    assert found == pytest.approx(RequestOverhead(1e-3, 0.0, 2e-3, 1e-6), rel=1e-6)
 
 
-def test_only_waits_while_decoding_are_learned() -> None:
-    costs: CostModel = costs_of(DENSE)
-    step_s = costs.delays().decode_step_s(4, 0.0)
-    costs.learn_wait(0, 0.001, 2 * step_s)
-    costs.learn_wait(4, 0.0, 2 * step_s)
-    assert costs.staging_delay.delay_s(step_s) == step_s / 2
-    costs.learn_wait(4, 0.001, 1.25 * step_s)
-    costs.learn_wait(4, 0.001, 1.25 * step_s)
-    assert costs.staging_delay.delay_s(step_s) == pytest.approx(0.75 * step_s)
+def test_steps_predicted_too_long_give_no_negative_overhead() -> None:
+    samples = [OverheadSample(n, 1e-3, -1e-3 - 1e-6 * n) for n in (64, 128, 256)]
+    assert RequestOverhead.fitted(samples) == (pytest.approx(1e-3), 0.0, 0.0, 0.0)
+
+
+def test_one_length_gives_no_slope_and_no_sample_no_overhead() -> None:
+    assert RequestOverhead.fitted([OverheadSample(64, 1.0, 2.0)] * 2) == (1.0, 0.0, 2.0, 0.0)
+    assert RequestOverhead.fitted([]) == RequestOverhead()
+
+
+def test_in_the_engines_own_process_all_overhead_blocks() -> None:
+    overhead = RequestOverhead(1.0, 0.1, 2.0, 0.2)
+    assert (overhead.delay_s(10), overhead.blocking_s(10)) == (2.0, 4.0)
+    here = overhead.in_process()
+    assert (here.delay_s(10), here.blocking_s(10)) == (0.0, pytest.approx(6.0))
+    assert here.total_s(10) == pytest.approx(overhead.total_s(10))
+
+
+def test_the_cost_of_a_handoff_is_a_line_through_most_prompts() -> None:
+    handoff = HandoffCost(0.05, 2e-5)
+    samples = [(tokens, handoff.delay_s(tokens)) for tokens in (64, 96, 500, 900, 1_900)]
+    held_up = [(tokens, seconds + (tokens == 500)) for tokens, seconds in samples]
+    assert HandoffCost.fitted(samples) == pytest.approx(handoff)
+    assert HandoffCost.fitted(held_up) == pytest.approx(handoff)
+    assert HandoffCost.fitted([]) == HandoffCost(0.0, 0.0)

@@ -7,17 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_connector.artifacts.record import StoredChunk, Tier
-from hetero_connector.planner.plan import RestorePlan, WindowReplay, plan_replay, plan_restore
+from hetero_connector.planner.plan import RestorePlan, WindowReplay
 from hetero_connector.planner.planner import Mode, RestorePlanner
 from hetero_connector.planner.pricing import EngineLoad
 from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
-from tests.planner.chains import chain_of, costs_of, in_tier, layout_of
+from tests.planner.chains import chain_of, costs_of, deepest, in_tier, layout_of
 from tests.planner.stored_chunks import CHUNK, DENSE, HYBRID, KV, SWA, stored
 
 
 def test_dense_takes_every_chunk_up_to_the_limit() -> None:
     chain = [stored(i, KV) for i in range(4)]
-    plan = plan_restore(DENSE, chain, local_tokens=0, limit_tokens=3 * CHUNK + 5)
+    plan = deepest(DENSE, chain, local_tokens=0, limit_tokens=3 * CHUNK + 5)
     assert plan is not None
     assert plan.boundary == 3 * CHUNK
     assert [x.chunk.start for x in plan.chunks] == [0, CHUNK, 2 * CHUNK]
@@ -25,34 +25,34 @@ def test_dense_takes_every_chunk_up_to_the_limit() -> None:
 
 def test_at_least_one_token_is_left_to_compute() -> None:
     chain = [stored(0, KV)]
-    assert plan_restore(DENSE, chain, 0, CHUNK - 1) is None
-    assert plan_restore(DENSE, chain, 0, CHUNK) is not None
+    assert deepest(DENSE, chain, 0, CHUNK - 1) is None
+    assert deepest(DENSE, chain, 0, CHUNK) is not None
 
 
 def test_a_chunk_that_reaches_past_the_local_tokens_is_loaded() -> None:
     chain = [stored(i, KV) for i in range(3)]
-    plan = plan_restore(DENSE, chain, local_tokens=CHUNK + 16, limit_tokens=3 * CHUNK)
+    plan = deepest(DENSE, chain, local_tokens=CHUNK + 16, limit_tokens=3 * CHUNK)
     assert plan is not None
     assert [x.chunk.start for x in plan.chunks] == [CHUNK, 2 * CHUNK]
 
 
 def test_a_hole_in_the_prefix_ends_the_plan() -> None:
     chain = [stored(0, KV, SWA), stored(1, SWA), stored(2, KV, SWA)]
-    plan = plan_restore(HYBRID, chain, 0, 3 * CHUNK)
+    plan = deepest(HYBRID, chain, 0, 3 * CHUNK)
     assert plan is not None
     assert plan.boundary == CHUNK
 
 
 def test_a_hole_below_the_local_hit_does_not_matter() -> None:
     chain = [stored(0, SWA), stored(1, KV, SWA)]
-    plan = plan_restore(HYBRID, chain, local_tokens=CHUNK, limit_tokens=2 * CHUNK)
+    plan = deepest(HYBRID, chain, local_tokens=CHUNK, limit_tokens=2 * CHUNK)
     assert plan is not None
     assert plan.boundary == 2 * CHUNK
 
 
 def test_boundary_state_is_loaded_at_the_boundary_only() -> None:
     chain = [stored(0, KV, SWA), stored(1, KV), stored(2, KV, SWA), stored(3, KV)]
-    plan = plan_restore(HYBRID, chain, 0, 4 * CHUNK)
+    plan = deepest(HYBRID, chain, 0, 4 * CHUNK)
     assert plan is not None
     assert plan.boundary == 3 * CHUNK
     assert plan.boundary_types == (SWA,)
@@ -60,13 +60,13 @@ def test_boundary_state_is_loaded_at_the_boundary_only() -> None:
 
 
 def test_nothing_when_no_boundary_is_complete() -> None:
-    assert plan_restore(HYBRID, [stored(0, KV), stored(1, KV)], 0, 2 * CHUNK) is None
-    assert plan_restore(HYBRID, [], 0, 2 * CHUNK) is None
+    assert deepest(HYBRID, [stored(0, KV), stored(1, KV)], 0, 2 * CHUNK) is None
+    assert deepest(HYBRID, [], 0, 2 * CHUNK) is None
 
 
 def test_a_tail_is_a_boundary_like_any_other() -> None:
     chain = [stored(0, KV, SWA), stored(1, KV, SWA, end=CHUNK + 16)]
-    plan = plan_restore(HYBRID, chain, 0, CHUNK + 17)
+    plan = deepest(HYBRID, chain, 0, CHUNK + 17)
     assert plan is not None
     assert plan.boundary == CHUNK + 16
 
@@ -83,7 +83,7 @@ def test_the_plan_is_complete_and_as_deep_as_possible(
         stored(i, *([KV] if kv else []), *([SWA] if swa else []))
         for i, (kv, swa) in enumerate(stored_types)
     ]
-    plan = plan_restore(HYBRID, chain, local, limit)
+    plan = deepest(HYBRID, chain, local, limit)
 
     def complete(boundary: int) -> bool:
         if not local < boundary <= limit:
@@ -157,26 +157,26 @@ def test_a_replay_begins_on_the_grid(reach: int, alignment: int) -> None:
 
 def test_a_replay_resumes_before_the_deepest_boundary() -> None:
     chain = [stored(i, KV) for i in range(4)]
-    plan = plan_replay(HYBRID, 80, chain, local_tokens=0, limit_tokens=4 * CHUNK)
+    plan = deepest(HYBRID, chain, 0, 4 * CHUNK, replay_tokens=80)
     assert plan is not None
     assert (plan.boundary, plan.replay_tokens, plan.resume_tokens) == (256, 80, 176)
     assert (plan.prefix_types, plan.boundary_types) == ((KV,), ())
     assert list(plan.chunks) == chain
 
 
-def test_a_hole_in_the_prefix_ends_a_replay_and_checkpoints_do_not_matter() -> None:
-    chain = [stored(0, KV), stored(1, KV, SWA), stored(2, KV), stored(3, SWA)]
-    plan = plan_replay(HYBRID, 80, chain, 0, 4 * CHUNK)
+def test_a_hole_in_the_prefix_ends_a_replay() -> None:
+    chain = [stored(0, KV, SWA), stored(1, KV), stored(2, KV), stored(3, SWA)]
+    plan = deepest(HYBRID, chain, 0, 4 * CHUNK, replay_tokens=80)
     assert plan is not None
     assert (plan.boundary, plan.resume_tokens) == (192, 112)
 
 
 def test_tokens_that_the_engine_computes_anyway_are_not_replayed() -> None:
     chain = [stored(i, KV) for i in range(4)]
-    assert plan_replay(HYBRID, 80, chain, 175, 4 * CHUNK) is not None
-    assert plan_replay(HYBRID, 80, chain, 176, 4 * CHUNK) is None
-    assert plan_replay(HYBRID, 80, chain[:1], 0, 4 * CHUNK) is None  # shorter than a replay
-    assert plan_replay(HYBRID, 80, [], 0, 4 * CHUNK) is None
+    assert deepest(HYBRID, chain, 175, 4 * CHUNK, 80) is not None
+    assert deepest(HYBRID, chain, 176, 4 * CHUNK, 80) is None
+    assert deepest(HYBRID, chain[:1], 0, 4 * CHUNK, 80) is None  # shorter than a replay
+    assert deepest(HYBRID, [], 0, 4 * CHUNK, 80) is None
 
 
 def planned(chain: list[StoredChunk], mode: Mode, *, replays: bool, **options: bool) -> RestorePlan:

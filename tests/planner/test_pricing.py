@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.candidates import RestoreCandidate
 from hetero_connector.planner.cost_model import CostModel, CostTerms, CostWeights
+from hetero_connector.planner.decision import RestoreCandidate
 from hetero_connector.planner.planner import RestorePlanner
 from hetero_connector.planner.pricing import EngineLoad
 from hetero_connector.spec import ModelSpec

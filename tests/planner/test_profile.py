@@ -18,10 +18,14 @@ from hetero_connector.planner.compute_model import (
     InterferenceCoefficients,
     StepMix,
 )
-from hetero_connector.planner.cost_model import CostModel, CostWeights
+from hetero_connector.planner.cost_model import (
+    CostModel,
+    CostWeights,
+    HandoffCost,
+    RequestOverhead,
+)
 from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.planner.profile import CostProfile, FitError, ProfileSubject
-from hetero_connector.planner.request_overhead import NO_OVERHEAD, HandoffCost, RequestOverhead
 from hetero_connector.spec import StateType
 
 KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
@@ -138,7 +142,7 @@ def test_before_interference_is_measured_it_is_guessed_from_compute() -> None:
 def test_a_profile_without_overhead_charges_none() -> None:
     document = good()
     del document["request"]
-    assert read(document).cost_model([KV]).overhead == NO_OVERHEAD
+    assert read(document).cost_model([KV]).overhead == RequestOverhead()
 
 
 def good() -> dict[str, Any]:

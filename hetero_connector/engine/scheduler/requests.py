@@ -24,8 +24,6 @@ class PendingRestore:
     plan: RestorePlan
     handle: Restore
     local_tokens: int
-    only_decodes: int = 0
-    """Number of requests that decoded when staging began, if none was prefilling; else 0."""
     ranks_left: int = 0
     """Reports still to come: one from each tensor-parallel rank for each ordered load."""
     cut: int | None = None

@@ -64,7 +64,6 @@ class Restorer:
         self._store = store
         self._recorder = recorder
         self._planner = planner
-        self._costs = planner.costs
         self._engine_load = engine_load
         self._predictions = predictions
         self._peers = peers
@@ -99,7 +98,6 @@ class Restorer:
             if not pending.handle.done:
                 return None
             if not pending.handle.failed:
-                self._learn_wait(tracker, pending)
                 self._end_staging(tracker)
                 return pending.plan.resume_tokens - local_tokens
             self._exclude(tracker, pending)
@@ -201,7 +199,7 @@ class Restorer:
         tracker.attempts = tracker.attempts or Attempts(now_s)
         tracker.attempts.begin(now_s)
         handle = self._store.begin_restore(_wanted(plan), self._peers.copies(tracker))
-        return PendingRestore(plan, handle, local_tokens, load.only_decodes)
+        return PendingRestore(plan, handle, local_tokens)
 
     def _find_stored(
         self, tracker: RequestTracker, local_tokens: int, limit: int
@@ -242,12 +240,6 @@ class Restorer:
         tracker.attempts.count += 1
         pending.handle.release()
         self._recorder.add("heterocache_restores_replanned")
-
-    def _learn_wait(self, tracker: RequestTracker, pending: PendingRestore) -> None:
-        attempts = tracker.attempts
-        if attempts is not None and attempts.staged_s is None and not attempts.count:
-            waited_s = attempts.seconds(self._clock())
-            self._costs.learn_wait(pending.only_decodes, pending.handle.staged_s, waited_s)
 
     def _end_staging(self, tracker: RequestTracker) -> None:
         """Record the time of staging at the first answer; later answers do not count."""

@@ -54,7 +54,6 @@ class ArtifactRestore:
         self._deadline_s = now_s + catalog.config.load_deadline_s
         self._congested = catalog.loads.is_congested
         self._released = False
-        self._staged_s = 0.0
 
     @property
     def done(self) -> bool:
@@ -81,11 +80,6 @@ class ArtifactRestore:
         """See `base.Restore.failed`."""
         return self._failed
 
-    @property
-    def staged_s(self) -> float:
-        """See `base.Restore.staged_s`."""
-        return self._staged_s
-
     def release(self) -> None:
         """See `base.Restore.release`."""
         if not self._released:
@@ -99,7 +93,6 @@ class ArtifactRestore:
         artifact_id = artifact.id
         load = self._pending[artifact_id]
         now_s = self._catalog.clock()
-        self._staged_s = now_s - self._started_s
         timing = self._timer.end(load.tier, artifact.size_bytes, now_s, failed=failure is not None)
         if timing is not None:
             is_given_up = failure is Failure.DEADLINE

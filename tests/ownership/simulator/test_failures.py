@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_connector.errors import SimulationError
-from hetero_connector.planner.request_overhead import RequestOverhead
+from hetero_connector.planner.cost_model import RequestOverhead
 from ownership.scheduling.fleet import Role
 from ownership.scheduling.registry import POLICIES
 from ownership.simulator.fleet_file import Failure, FleetSpec, read_fleet

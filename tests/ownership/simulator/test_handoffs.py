@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetero_connector.planner.request_overhead import HandoffCost
+from hetero_connector.planner.cost_model import HandoffCost
 from ownership.scheduling.fleet import Role
 from ownership.simulator.fleet_file import Failure, FleetSpec
 from ownership.simulator.traces.session import Session
