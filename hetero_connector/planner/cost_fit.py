@@ -176,9 +176,10 @@ class RobustLeastSquares:
 
     def _add(self, sample: Observation, weight: float) -> None:
         """Add a sample to the evidence of its size class."""
-        row = np.array([*sample.features, sample.seconds]) / self._unit_s(sample)
+        row: NDArray[np.float64] = np.array([*sample.features, sample.seconds])
+        row /= self._unit_s(sample)
         row[:-1] *= self._scale
-        added: NDArray[np.float64] = weight * np.outer(row[:-1], row)
+        added = weight * row[:-1, np.newaxis] * row
         old = self._evidence.get(sample.size_class)
         self._evidence[sample.size_class] = added if old is None else _FORGETTING * old + added
 
