@@ -126,6 +126,7 @@ def results(benchmark: str) -> list[Result]:
         if set(document) < {"figures", "machine"}:
             continue
         machine, _, rest = document["machine"].partition(", ")
+        machine = machine.replace("(R)", "").replace(" Processor @ ", " ")
         if "zen3" in path.stem:
             machine += " without AVX-512"
         rest = rest.partition(";")[0]
@@ -156,12 +157,12 @@ def _ttft(result: Result) -> str:
 def _times() -> str:
     restore, peer = results("restore")[0], results("peer")[0]
     seconds = peer.details["seconds"]["restore"]
+    cores = restore.cores_and_load.partition(",")[0]
+    elsewhere = "" if peer.machine == restore.machine else f" on {peer.machine}"
     return (
-        f"{_ttft(restore)}\n\n"
-        f"{restore.machine}, {restore.cores_and_load.partition(',')[0]}, {restore.date}; small "
-        "checkpoints with random weights. From a peer on the same host, 128 MiB are read and "
-        f"verified in {1e3 * seconds:.0f} ms ({128 * 2**20 / seconds / 1e9:.1f} GB/s; "
-        f"{peer.machine}, {peer.date})."
+        f"{_ttft(restore)}\n\n{restore.machine}, {cores}, {restore.date}; small checkpoints with "
+        f"random weights.\nReading 128 MiB from a peer on the same host takes {1e3 * seconds:.0f} ms"
+        f"{elsewhere}, verified ({128 * 2**20 / seconds / 1e9:.1f} GB/s, {peer.date})."
     )
 
 
@@ -320,7 +321,7 @@ def _figures() -> str:
 def _shown(value: object, goal: str) -> str:
     if not isinstance(value, (int, float)):
         return ""
-    shown = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    shown = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
     return shown if is_met(value, goal) else f"**{shown}**"
 
 
