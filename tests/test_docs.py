@@ -346,6 +346,13 @@ def test_every_target_of_make_that_is_named_exists(path: Path) -> None:
             check_make([word for word in code.split()[1:] if "=" not in word])
 
 
+@pytest.mark.parametrize("path", filter(names_the_present, PAGES), ids=name)
+def test_every_module_that_is_named_can_be_run(path: Path) -> None:
+    for code in inline_code(path):
+        if code.startswith("python -m "):
+            check_python(code.split()[1:])
+
+
 ELSEWHERE = ("toy_proxy_server.py", "report.md")
 """A file of vLLM, and one that a command writes."""
 
