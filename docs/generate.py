@@ -161,8 +161,9 @@ def _times() -> str:
     elsewhere = "" if peer.machine == restore.machine else f" on {peer.machine}"
     return (
         f"{_ttft(restore)}\n\n{restore.machine}, {cores}, {restore.date}; small checkpoints with "
-        f"random weights.\nReading 128 MiB from a peer on the same host takes {1e3 * seconds:.0f} ms"
-        f"{elsewhere}, verified ({128 * 2**20 / seconds / 1e9:.1f} GB/s, {peer.date})."
+        "random weights.\nReading 128 MiB from a peer on the same host takes "
+        f"{1e3 * seconds:.0f} ms{elsewhere}, verified ({128 * 2**20 / seconds / 1e9:.1f} GB/s, "
+        f"{peer.date})."
     )
 
 
