@@ -316,7 +316,47 @@ def _figures() -> str:
             for result in found:
                 where = f"Time to first token, ms; {result.machine}, {result.date}:"
                 parts.append(f"{where}\n\n{_ttft(result)}")
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, _checkpoints(), _separate_prefill()]) + "\n"
+
+
+def _checkpoints() -> str:
+    result = results("checkpoint_policies")[0]
+    header = ["model", "policy", "kB written per token", "seconds of restores"]
+    rows = []
+    for found in result.details["policies"]:
+        written = f"{found['written_per_token'] / 1e3:,.4g}"
+        restores = f"{found['load_s'] + found['recompute_s']:,.4g}"
+        rows.append([found["model"], f"`{found['policy']}`", written, restores])
+    return (
+        "## Checkpoint policies\n\n`python -m benchmarks.checkpoint_policies --trace FILE`, "
+        f"{result.link}\n\nOn recorded requests of coding agents. The forward pass and the SSD are "
+        "priced here, not run, so these figures do not depend on the machine.\n\n"
+        f"{_table(header, rows)}"
+    )
+
+
+def _separate_prefill() -> str:
+    result = results("xpyd")[0]
+    header = ["servers", "every artifact has", "DRAM", "SSD", "MB moved"]
+    factors, on_ssd, moved = (
+        result.figures[name] for name in ("duplicate_factor", "ssd_duplicate_factor", "bytes_moved")
+    )
+    rows = [
+        [
+            servers.upper(),
+            owners,
+            f"{factors[servers][owners]:.2f}",
+            f"{on_ssd[servers][owners]:.2f}",
+            f"{moved[servers][owners] / 1e6:.1f}",
+        ]
+        for servers in factors
+        for owners in factors[servers]
+    ]
+    return (
+        f"## Prefill and decode apart\n\n`python -m benchmarks.xpyd`, {result.link}\n\n"
+        "Bytes in all DRAM tiers and on all SSDs, over the distinct bytes, and bytes moved between "
+        f"servers.\n\n{_table(header, rows)}"
+    )
 
 
 def _shown(value: object, goal: str) -> str:

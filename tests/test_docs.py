@@ -92,12 +92,35 @@ def test_every_result_is_of_a_benchmark_that_exists() -> None:
         assert generator().results(benchmark), f"no result of {benchmark}"
 
 
+def test_simulated_figures_are_those_of_the_results() -> None:
+    page = DOCS / "evidence/simulated-fleets.md"
+    [file] = {code for code in inline_code(page) if "results/simulated_fleets-" in code}
+    results = (ROOT / file).read_text()
+    shown = re.findall(r"(\d+\.\d+)\*{0,2} ± (\d+\.\d+)", page.read_text())
+    assert len(shown) > 100
+    assert not {x for x in shown if f"{x[0]} ± {x[1]}" not in results}
+
+
 @pytest.mark.parametrize(
     ("value", "goal", "met"),
     [(1.0, "<= 1.05", True), (1.1, "<= 1.05", False), (0.8, ">= 0.9", False), (9.0, "", True)],
 )
 def test_a_figure_is_held_against_its_goal(value: float, goal: str, met: bool) -> None:
     assert generator().is_met(value, goal) is met
+
+
+UNPLAIN = re.compile(
+    r"\b(beside|somebody|nobody|lets? go|gives? back|given back|stands? back|hand-?over|hand-off"
+    r"|spills?|spilled|dear(er|est)?|untold|adrift)\b",
+    re.IGNORECASE,
+)
+"""Words that are hard to understand, or for which the glossary has another."""
+
+
+@pytest.mark.parametrize("path", filter(lambda path: path.name != "CHANGELOG.md", PAGES), ids=name)
+def test_the_pages_are_in_plain_words(path: Path) -> None:
+    text = re.sub(r"`[^`\n]*`|\]\([^)]*\)", "", prose(path))
+    assert not [found[0] for found in UNPLAIN.finditer(text)]
 
 
 # --- Links ----------------------------------------------------------------------------------------
