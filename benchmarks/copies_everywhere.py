@@ -20,10 +20,10 @@ _ANY_TOKEN = 1
 class _AllOurs(Sharing):
     """What others own is the store's own."""
 
-    def judged(
+    def resolve_claims(
         self, owned: Mapping[ArtifactId, int], held: Iterable[ArtifactId]
     ) -> list[ArtifactId]:
-        return super().judged({**dict.fromkeys(held, _ANY_TOKEN), **owned}, ())
+        return super().resolve_claims({**dict.fromkeys(held, _ANY_TOKEN), **owned}, ())
 
 
 class CopiesEverywhere(HeteroConnector):

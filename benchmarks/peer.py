@@ -188,7 +188,7 @@ def restore(
     store: ArtifactStore, chunks: list[StoredChunk], copies: dict[ArtifactId, PeerCopy]
 ) -> None:
     running = store.begin_restore([Wanted(KIND, chunks)], copies)
-    while not running.done:
+    while not running.poll():
         time.sleep(100e-6)
     if running.failed:
         raise RuntimeError(f"not everything was read: {set(running.failed.values())}")

@@ -26,7 +26,6 @@ from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.planner.planner import RestorePlanner
 from hetero_connector.planner.profile import CostProfile
 from hetero_connector.spec.presets import PRESETS
-from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
 
 FINGERPRINT = b"checkpoint policies"
@@ -127,7 +126,7 @@ class _Contender:
             model, policy, CheckpointSizes.of(layout), CheckpointRates.learned(costs)
         )
         recorder = Recorder()
-        store = ArtifactStore.open(
+        self._store = SmallStore.open(
             dict.fromkeys(layout.model.state_types, _SLOT_BYTES),
             StoreConfig(_SLOTS * _SLOT_BYTES * len(layout.model.state_types), shared=False),
             recorder,
@@ -136,8 +135,8 @@ class _Contender:
             description={},
         )
         # Slots are all alike here: nothing depends on the sizes in a store that is never full.
-        scale = max(layout.max_bytes.values()) / _SLOT_BYTES
-        self._store = SmallStore(store, scale, priced_as=Tier.SSD)
+        self._store.scale = max(layout.max_bytes.values()) / _SLOT_BYTES
+        self._store.priced_as = Tier.SSD
         planner = RestorePlanner(layout.model, layout, costs)
         self._engine = ReplayedEngine(
             layout, self._store, planner, self._checkpoints, recorder,

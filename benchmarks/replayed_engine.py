@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.agent_sessions import TokenTurn
 from hetero_connector.artifacts.chain import RequestChain
 from hetero_connector.artifacts.copies import PeerCopy
-from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, StoredChunk, Tier
 from hetero_connector.engine.messages import Save as SaveOrder
@@ -34,54 +33,48 @@ from hetero_connector.planner.planner import RestorePlanner
 from hetero_connector.planner.pricing import EngineLoad
 from hetero_connector.spec import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import ReadTiming, Restore, Save, Wanted
-from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
+from hetero_connector.store.base import Save, Wanted
+from hetero_connector.store.catalog.restore import Restore
 
 STEP_TOKENS = 8192
 """Tokens of a step of prefill."""
 
 
-class SmallStore:
-    """An `ArtifactStore` that holds 1/`scale` of every artifact, and counts whole ones.
+class SmallStore(ArtifactStore):
+    """A store of 1/`scale` of every artifact, which counts whole ones."""
 
-    With `priced_as` the planner is told that everything lies in that tier, wherever it does.
-    """
+    scale = 1.0
+    """Set it right after `open`, before anything is saved."""
+    priced_as: Tier | None = None
+    """Not None: the planner is told that everything is in that tier, wherever it is."""
 
-    def __init__(self, inner: ArtifactStore, scale: float, priced_as: Tier | None = None) -> None:
-        self.inner = inner
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.sealed_bytes: defaultdict[StateType, int] = defaultdict(int)
-        """Of whole artifacts, since the start."""
-        self._scale = scale
-        self._priced_as = priced_as
+        """Bytes of whole artifacts, since the start."""
         self._sizes: dict[int, Mapping[StateType, int]] = {}
         self._answers: dict[ChunkKey, tuple[StoredChunk, StoredChunk]] = {}
-        """What the store said of a chunk and what was answered, the tier changed."""
+        """By chunk: the store's answer, and the same with the tier changed."""
         self._tiers: dict[int, dict[StateType, Tier]] = {}
 
     def match(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
-        found = self.inner.match(chain)
-        if self._priced_as is None:
+        found = super().match(chain)
+        if self.priced_as is None:
             return found
         return [self._moved(x) for x in found]
 
     def holdings(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
-        return self.match(chain)  # nothing leaves a gap here
-
-    def tails(self, parent: ChunkKey) -> tuple[int, ...]:
-        return self.inner.tails(parent)
-
-    def missing(self, chunk: ChunkRange, state_types: Sequence[StateType]) -> list[StateType]:
-        return self.inner.missing(chunk, state_types)
+        return self.match(chain)  # no chunk is ever missing here
 
     def begin_restore(
         self, wanted: Sequence[Wanted], copies: Mapping[ArtifactId, PeerCopy] | None = None
     ) -> Restore:
         found = [Wanted(state_type, self._found(chunks)) for state_type, chunks in wanted]
-        return self.inner.begin_restore(found, copies)
+        return super().begin_restore(found, copies)
 
     def begin_save(self, chunk: ChunkRange, sizes: Mapping[StateType, int]) -> Save | None:
-        small = {t: math.ceil(n / self._scale) for t, n in sizes.items()}
-        save = self.inner.begin_save(chunk, small)
+        small = {t: math.ceil(n / self.scale) for t, n in sizes.items()}
+        save = super().begin_save(chunk, small)
         if save is not None:
             self._sizes[id(save)] = sizes
         return save
@@ -89,62 +82,28 @@ class SmallStore:
     def complete_save(self, save: Save) -> None:
         for state_type, size_bytes in self._sizes.pop(id(save)).items():
             self.sealed_bytes[state_type] += size_bytes
-        self.inner.complete_save(save)
+        super().complete_save(save)
 
     def abandon_save(self, save: Save) -> None:
         del self._sizes[id(save)]
-        self.inner.abandon_save(save)
-
-    @property
-    def generation(self) -> Generation:
-        return self.inner.generation
-
-    def reset(self) -> bool:
-        return self.inner.reset()
-
-    def catch_up(self) -> Generation:
-        return self.inner.catch_up()
-
-    def expect(self, expected: ExpectedReturn) -> None:
-        self.inner.expect(expected)
-
-    def session_returned(self, session: Hashable) -> None:
-        self.inner.session_returned(session)
-
-    def protect_chain(
-        self, session: Hashable, leaves: Sequence[ChunkKey], until_s: float, tenant: bytes = b""
-    ) -> None:
-        self.inner.protect_chain(session, leaves, until_s, tenant)
+        super().abandon_save(save)
 
     def decline(self, chunks: Sequence[StoredChunk]) -> None:
-        self.inner.decline(self._found(chunks))
-
-    @property
-    def reading_bytes(self) -> Mapping[Tier, int]:
-        return self.inner.reading_bytes
-
-    def take_timings(self) -> list[ReadTiming]:
-        return self.inner.take_timings()
-
-    def flush(self, deadline_s: float) -> bool:
-        return self.inner.flush(deadline_s)
-
-    def close(self, deadline_s: float = 30.0) -> None:
-        self.inner.close(deadline_s)
+        super().decline(self._found(chunks))
 
     def _found(self, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
-        """What the store itself said of chunks that `match` answered with."""
-        if self._priced_as is None:
+        """Return the store's own answers for chunks that `match` returned."""
+        if self.priced_as is None:
             return chunks
         return [self._answers[x.chunk.key][0] for x in chunks]
 
     def _moved(self, stored: StoredChunk) -> StoredChunk:
-        """As if in the other tier; chunks that hold the same share one mapping, as in the index."""
+        """Return the answer for the other tier; equal ones share one mapping, as in the index."""
         said, answer = self._answers.get(stored.chunk.key, (None, stored))
         if said is not stored:
-            assert self._priced_as is not None
+            assert self.priced_as is not None
             if id(stored.tiers) not in self._tiers:
-                self._tiers[id(stored.tiers)] = dict.fromkeys(stored.tiers, self._priced_as)
+                self._tiers[id(stored.tiers)] = dict.fromkeys(stored.tiers, self.priced_as)
             answer = StoredChunk(stored.chunk, self._tiers[id(stored.tiers)], stored.offsets)
             self._answers[stored.chunk.key] = (stored, answer)
         return answer

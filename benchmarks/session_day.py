@@ -28,7 +28,6 @@ from hetero_connector.metrics import COUNTERS, Recorder, split_key
 from hetero_connector.planner.checkpoints import CheckpointRates, CheckpointSizes, policy_named
 from hetero_connector.planner.planner import RestorePlanner
 from hetero_connector.spec.presets import PRESETS
-from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved
 from hetero_connector.store.catalog.write_budget import DAY_S
@@ -185,8 +184,8 @@ class SessionDay:
     def close(self) -> None:
         """End the engine."""
         self._count()
-        self._store.inner.check_integrity()
-        tiers = self._store.inner.catalog.tiers
+        self._store.check_integrity()
+        tiers = self._store.catalog.tiers
         assert tiers.ssd is not None
         self.result.ssd_chunks = max(map(tiers.ssd.num_used, self._layout.model.state_types))
         self.result.num_types = len(tiers.ssd.geometry.stride_bytes)
@@ -206,15 +205,15 @@ class SessionDay:
             dram_bytes, self._root, limits.ssd_bytes, spill_delay_s=0.0, shared=False,
             ssd_write_bytes_per_day=limits.write_bytes_per_day,
         )  # fmt: skip
-        store = ArtifactStore.open(
+        self._store = SmallStore.open(
             slots, config, self._recorder,
             chunk_tokens=layout.chunk_tokens, fingerprint=FINGERPRINT, description={},
             clock=lambda: self._now_s, open_transfer=self._open_counted,
             seconds_saved=SecondsSaved(self._costs.compute.predict), run_io=False,
         )  # fmt: skip
-        assert store._io_thread is not None
-        self._io_thread: IoThread = store._io_thread
-        self._store = SmallStore(store, self._scale)
+        self._store.scale = self._scale
+        assert self._store._io_thread is not None
+        self._io_thread: IoThread = self._store._io_thread
         planner = RestorePlanner(layout.model, layout, self._costs)
         self._engine = ReplayedEngine(
             layout, self._store, planner, self._checkpoints, self._recorder,
@@ -233,7 +232,7 @@ class SessionDay:
         if self._now_s - self._touched_s >= _TOUCH_S:
             self._io_thread.housekeep()
             self._touched_s = self._now_s
-        writes = self._store.inner.catalog.writes
+        writes = self._store.catalog.writes
         while self._io_thread.step() or len(writes) or writes.num_writing:
             pass
         self._count()
@@ -246,7 +245,7 @@ class SessionDay:
             self.result.counters[f"{name}{{{tier}}}" if tier else name] += value
 
     def _budget_left(self) -> float:
-        budget = self._store.inner.catalog.writes.admission.budget
+        budget = self._store.catalog.writes.admission.budget
         return math.inf if budget is None else budget.left_bytes
 
 

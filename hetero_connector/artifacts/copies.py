@@ -57,7 +57,7 @@ class PeerCopy:
     checksum: bytes
     """xxh3-128 of the bytes, seeded with the artifact's id."""
     token: int = 0
-    """The fencing token it was listed under. Only the fence uses it, see `Peers.admits`."""
+    """The fencing token it was listed under. Only the fence uses it, see `Peers.may_use`."""
     asked_s: float = 0.0
     """The fence's clock before the directory was asked."""
     storage: str = ""

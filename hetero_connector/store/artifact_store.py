@@ -1,4 +1,9 @@
-"""`ArtifactStore`: the store an engine's scheduler talks to. See `base.Store`."""
+"""`ArtifactStore`: the content-addressed store of artifacts that an engine's scheduler calls.
+
+Threads: every method is called from the scheduler's thread and returns without waiting for I/O,
+except `flush`, `reset` and `close`. The store's own I/O thread moves bytes; the catalog's lock
+guards what they share and is never held during I/O.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Self
 
 from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.generation import Generation
@@ -16,9 +22,12 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.arena import Arena
 from hetero_connector.store.base import ReadTiming, Save, StoreConfig, Wanted
 from hetero_connector.store.catalog.catalog import Catalog, Snapshot
-from hetero_connector.store.catalog.prefetch_costs import DEFAULT_COSTS, PrefetchCosts
-from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
-from hetero_connector.store.catalog.restore import ArtifactRestore
+from hetero_connector.store.catalog.prefetch_schedule import (
+    DEFAULT_COSTS,
+    ExpectedReturn,
+    PrefetchCosts,
+)
+from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved, default_seconds_saved
 from hetero_connector.store.catalog.slots import SlotGeometry, dram_geometry
 from hetero_connector.store.catalog.tiers import Tiers
@@ -43,7 +52,7 @@ _kept_arenas: list[Arena] = []
 
 
 class ArtifactStore:
-    """Implements `base.Store`. Made by `open`; with no `ssd_dir` it lives in DRAM alone."""
+    """Sealed artifacts over DRAM and SSD. Made by `open`; without `ssd_dir` in DRAM alone."""
 
     def __init__(
         self,
@@ -81,7 +90,7 @@ class ArtifactStore:
         prefetch_costs: PrefetchCosts = DEFAULT_COSTS,
         size_of: SizeOf | None = None,
         run_io: bool = True,
-    ) -> ArtifactStore:
+    ) -> Self:
         """Open the tiers.
 
         `slot_bytes`: the largest artifact of each stored state type (`ArtifactLayout.max_bytes`).
@@ -143,37 +152,50 @@ class ArtifactStore:
         return store
 
     def match(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
-        """See `base.Store.match`. Takes no lock: it reads one attribute a chunk."""
+        """Return the longest prefix of `chain` whose chunks each have a sealed artifact.
+
+        No side effect: no pin, no recency. Stops at the first chunk that is unknown, so a lazily
+        hashed chain is consumed only as far as it matches. Takes no lock: it reads one attribute
+        a chunk.
+        """
         self._check_open()
         return self.catalog.match(chain)
 
     def holdings(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
-        """See `base.Store.holdings`. Takes no lock either."""
+        """Return what is stored of the chain, also after missing ranges, up to its last chunk.
+
+        Chunks in between that are not stored have no tiers. Takes no lock either.
+        """
         self._check_open()
         return self.catalog.holdings(chain)
 
     def tails(self, parent: ChunkKey) -> tuple[int, ...]:
-        """See `base.Store.tails`."""
+        """Return the token lengths of the newest few short chunks after `parent`."""
         self._check_open()
         return self.catalog.tails(parent)
 
     def missing(self, chunk: ChunkRange, state_types: Sequence[StateType]) -> list[StateType]:
-        """See `base.Store.missing`."""
+        """Return those of `state_types` that are neither sealed nor being saved for this chunk."""
         self._check_open()
         return self.catalog.missing(chunk, state_types)
 
     def begin_restore(
         self, wanted: Sequence[Wanted], copies: Mapping[ArtifactId, PeerCopy] | None = None
-    ) -> ArtifactRestore:
-        """See `base.Store.begin_restore`."""
+    ) -> Restore:
+        """Pin what is in DRAM, and begin to read the rest, in order. Marks all as used.
+
+        What is not stored here is read from the peer that `copies` names, and is stored here from
+        then on; anything else is read from SSD. Always `release()` what is returned.
+        """
         self._check_open()
         return self.catalog.begin_restore(wanted, copies or {})
 
     def begin_save(self, chunk: ChunkRange, sizes: Mapping[StateType, int]) -> Save | None:
-        """See `base.Store.begin_save`.
+        """Reserve DRAM slots for a chunk's artifacts, evicting leaves if needed.
 
-        Also None (counted as `gone`) when the store does not know the parent chunk. ValueError for
-        a type or size it was not opened for, or one that is already sealed or being saved.
+        None (counted) if all is pinned, or if the store does not know the parent chunk. ValueError
+        for a type or size it was not opened for, or one that is sealed or being saved already: see
+        `missing`.
         """
         self._check_open()
         strides = self.catalog.tiers.dram.geometry.stride_bytes
@@ -184,20 +206,32 @@ class ArtifactStore:
         return reserved if isinstance(reserved, Save) else None
 
     def complete_save(self, save: Save) -> None:
-        """See `base.Store.complete_save`. Without effect if a `reset` came in between."""
+        """Seal: the bytes are in the arena. Visible to `match` from now; queued for SSD.
+
+        Has no effect if a `reset` came in between.
+        """
         self.catalog.seal(save)
 
     def abandon_save(self, save: Save) -> None:
-        """See `base.Store.abandon_save`."""
+        """Release the slots of a save; nothing becomes visible."""
         self.catalog.abandon(save)
 
     @property
     def generation(self) -> Generation:
-        """See `base.Store.generation`."""
+        """Return the root of chains from now on: another one after `reset`, or after the fleet's.
+
+        Never blocks; may change at any moment. Where its `tag` is new, call `catch_up` before
+        anything is matched or saved under it.
+        """
         return self._generations.latest
 
     def reset(self) -> bool:
-        """See `base.Store.reset`."""
+        """Forget every artifact in every tier, for good: no later process finds one either.
+
+        Running restores and saves end harmlessly. Waits for the disk, a few seconds at most. False,
+        with one line in the log, if the new generation could not be written to the SSD: this
+        process does not use it any more, but the next would find what it has.
+        """
         self._check_open()
         self.catalog.forget_all(self._generations.start_own_reset())
         if self.sharing is not None:
@@ -205,28 +239,39 @@ class ArtifactStore:
         return self._generations.wait_kept(_KEEP_S)
 
     def catch_up(self) -> Generation:
-        """See `base.Store.catch_up`."""
+        """Forget at once what was stored before the latest generation, and return that."""
         self._check_open()
         if (latest := self.generation).tag != self.catalog.generation.tag:
             self.catalog.forget_all(latest)
         return latest
 
     def expect(self, expected: ExpectedReturn) -> None:
-        """See `base.Store.expect`."""
+        """Expect a session back: stage its chain in DRAM, if that pays. Replaces earlier ones.
+
+        Never at the expense of a restore; see `catalog.prefetch`.
+        """
         self.catalog.expect(expected)
 
     def session_returned(self, session: Hashable) -> None:
-        """See `base.Store.session_returned`."""
+        """Expect the session no longer: its restore reads what is not staged yet."""
         self.catalog.session_returned(session)
 
     def protect_chain(
         self, session: Hashable, leaves: Sequence[ChunkKey], until_s: float, tenant: bytes = b""
     ) -> None:
-        """See `base.Store.protect_chain`."""
+        """Evict the session's chain last, until then by the store's clock.
+
+        `leaves`: where the chain may end, deepest first; the first of them that is stored counts.
+        Forks share their common chunks. Replaces the session's earlier chain. The store remembers
+        a bounded number of sessions, of which each `tenant` has its share.
+        """
         self.catalog.protect_chain(session, leaves, until_s, tenant, is_served=self._is_served)
 
     def decline(self, chunks: Sequence[StoredChunk]) -> None:
-        """See `base.Store.decline`. Where there is an I/O thread, it does that later."""
+        """Evict these chunks first when room is needed: computing them is cheaper than loading.
+
+        Where there is an I/O thread, it does that later.
+        """
         if self._is_served:
             self.catalog.decline(chunks)
         else:
@@ -234,21 +279,27 @@ class ArtifactStore:
 
     @property
     def reading_bytes(self) -> Mapping[Tier, int]:
-        """See `base.Store.reading_bytes`."""
+        """Return the bytes that restores wait for, by the tier they come from."""
         return {tier: n for tier, n in self.catalog.loads.waiting_bytes.items() if n}
 
     def take_timings(self) -> list[ReadTiming]:
-        """See `base.Store.take_timings`."""
+        """Return reads that ended or were given up since the last call: the newest 256 at most."""
         timings = self.catalog.loads.timings
         return [timings.popleft() for _ in range(len(timings))]
 
     def flush(self, deadline_s: float) -> bool:
-        """See `base.Store.flush`."""
+        """Wait until everything sealed is on SSD; False if the deadline passed first.
+
+        What the write budget refuses is not waited for.
+        """
         self._check_open()
         return self._flush(deadline_s)
 
     def close(self, deadline_s: float = 30.0) -> None:
-        """See `base.Store.close`. Pending restores fail as `closed`."""
+        """Flush, stop the I/O thread, release files and memory. Idempotent.
+
+        Pending restores fail as `closed`.
+        """
         if self._is_closed:
             return
         self._is_closed = True

@@ -39,7 +39,7 @@ class Device(Protocol[B]):
         ...
 
     def may_begin(self, active: Sequence[B], late: Sequence[B]) -> bool:
-        """Return whether another batch may begin beside these."""
+        """Return whether another batch may begin while these are under way."""
         ...
 
     def begin(self) -> list[B]:
@@ -61,7 +61,7 @@ class BatchRunner(Generic[B]):
     def __init__(self, device: Device[B], clock: Callable[[], float]) -> None:
         self.device = device
         self.active: list[B] = []
-        """Batches that somebody may wait for."""
+        """Batches under way, before their deadline."""
         self.late: list[B] = []
         """Given up, but not done: the device may still touch their memory."""
         self._clock = clock

@@ -1,7 +1,7 @@
 """Keeping a big index out of Python's garbage collections.
 
 A full collection looks at every object that may refer to others, and no thread runs meanwhile: a
-second and more for the millions of objects of a big tier's index, of which it can never free one,
+second and more for the millions of objects of a big tier's index, none of which it can ever free,
 for whatever the index forgets is not part of a cycle. vLLM freezes its heap once, at its start,
 for the same reason; what is loaded later or grows while serving has to be frozen as well.
 """

@@ -26,10 +26,10 @@ from hetero_connector.store.checksums import Checksums
 from hetero_connector.store.peers.adopter import Adoption, AdoptionBatch
 from hetero_connector.store.peers.ports import PeerPort
 from hetero_connector.store.peers.reader import PeerReadBatch, PeerReads
+from hetero_connector.store.ssd.health import WriteHealth
 from hetero_connector.store.ssd.journal_rows import JournalRows
 from hetero_connector.store.ssd.reader import SizeOf, SsdReadBatch, SsdReads
 from hetero_connector.store.ssd.tier import Ssd
-from hetero_connector.store.ssd.write_health import WriteHealth
 from hetero_connector.store.ssd.writer import SsdWrites, WriteBatch
 
 logger = logging.getLogger("vllm.heterocache")
@@ -170,7 +170,7 @@ class IoThread:
         return moved
 
     def _is_reading(self) -> bool:
-        """Return whether reads are under way that somebody may wait for."""
+        """Return whether reads are under way that restores or prefetches may wait for."""
         fleet = self.fleet is not None and (self.fleet.peers.active or self.fleet.adoption.active)
         return bool(fleet or (self.ssd is not None and self.ssd.reads.active))
 

@@ -97,7 +97,7 @@ class ChainUserExchange:
 
     def _take_changes(self) -> None:
         """Take the store's changes, also without a directory: the store's list is bounded, too."""
-        for session, chunks in self._store.take_readers().items():
+        for session, chunks in self._store.take_changed_users().items():
             self._remove(session)
             if chunks:
                 self._add(session, chunks)
@@ -127,7 +127,7 @@ class ChainUserExchange:
             self._epoch = epoch
             self._reported.clear()
             self._to_report = dict.fromkeys(self._counts)
-        chunks = self._store.soon_to_leave(_CHUNKS_PER_CALL) if self._has_to_ask else []
+        chunks = self._store.next_victims(_CHUNKS_PER_CALL) if self._has_to_ask else []
         self._has_to_ask = False
         if chunks:
             self._ask(directory, chunks)
@@ -139,7 +139,7 @@ class ChainUserExchange:
             chunk: usage.num_users > self._is_counted(chunk)
             for chunk, usage in zip(chunks, directory.usage(chunks), strict=True)
         }
-        self._store.read_elsewhere(is_used, _VALID_PERIODS * self._period_s)
+        self._store.set_foreign_users(is_used, _VALID_PERIODS * self._period_s)
 
     def _is_counted(self, chunk: ChunkKey) -> bool:
         """Return True if this engine is one of the users that the directory counts."""
@@ -156,7 +156,7 @@ class ChainUserExchange:
             unused = directory.remove_chain_user(epoch, _NAME, left)
             self._reported.difference_update(left)
             self._settle(left)
-            self._store.read_elsewhere(dict.fromkeys(unused, False), 0.0)
+            self._store.set_foreign_users(dict.fromkeys(unused, False), 0.0)
 
     def _settle(self, chunks: list[ChunkKey]) -> None:
         for chunk in chunks:

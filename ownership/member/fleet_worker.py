@@ -209,7 +209,7 @@ class FleetWorker:
         assert self._ledger is not None
         assert self._chain_users is not None
         assert self._store is not None
-        if self._store.exports_lost():
+        if self._store.take_export_loss():
             # An artifact that has left unnoticed would stay this worker's for ever.
             self._keeper.start_over()
         if self._keeper.take_loss():
@@ -264,4 +264,4 @@ class FleetWorker:
         assert self._store is not None
         asked_in = self._store.generation
         number = directory.report_generation(epoch, self._store.adopted, asked_in.fleet)
-        self._store.hear_generation(number, asked_in)
+        self._store.note_fleet_generation(number, asked_in)

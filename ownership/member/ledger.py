@@ -136,7 +136,7 @@ class Ledger:
         oldest_s = self._clock() - self._remembered_s
         recent = {a: token for a, (token, at_s) in self._released.items() if at_s >= oldest_s}
         self._released.clear()
-        for artifact in self._store.gone(recent):
+        for artifact in self._store.find_gone(recent):
             self._releases.setdefault(artifact, recent[artifact])
 
     def reclaim(self) -> None:
@@ -165,10 +165,10 @@ class Ledger:
         outcomes = Counter(grant.outcome for grant in grants)
         for outcome, count in outcomes.items():
             self._recorder.add("heterocache_directory_claims", count, outcome=outcome.value)
-        for artifact in self._store.judged(owned, foreign):
+        for artifact in self._store.resolve_claims(owned, foreign):
             self._release(artifact, Token(owned.get(artifact, NO_TOKEN)))
         self._refused.update(refused)
-        for artifact in (*owned, *foreign, *self._store.gone(refused)):
+        for artifact in (*owned, *foreign, *self._store.find_gone(refused)):
             self._refused.pop(artifact, None)
         self._set_gauges()
 
@@ -177,7 +177,7 @@ class Ledger:
 
         A claim whose answer was lost leaves such records.
         """
-        for artifact in self._store.judged(owned, ()):
+        for artifact in self._store.resolve_claims(owned, ()):
             self._release(artifact, owned[artifact])
 
     def _all_claims(self) -> ClaimBatches:

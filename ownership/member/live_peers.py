@@ -50,7 +50,7 @@ class LivePeers:
         """Return what the worker of this epoch published; None unless its lease lasts."""
         return None if self._is_outdated() else self._cards.get(holder)
 
-    def admits(self, artifact: ArtifactId, copy: PeerCopy) -> bool:
+    def may_use(self, artifact: ArtifactId, copy: PeerCopy) -> bool:
         """Return True if the copy may become visible now: its holder lives and still has it."""
         if self.card(copy.holder) is None:
             return False

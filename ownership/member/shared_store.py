@@ -44,7 +44,7 @@ class SharedStore(Protocol):
         """The fleet's generation in which it durably shares state; 0: none."""
         ...
 
-    def hear_generation(self, number: int, asked_in: Generation) -> None:
+    def note_fleet_generation(self, number: int, asked_in: Generation) -> None:
         """Adopt the fleet's generation `number`, which was asked for in its own `asked_in`."""
         ...
 
@@ -52,7 +52,7 @@ class SharedStore(Protocol):
         """Return the artifacts that came, moved or left since the last call."""
         ...
 
-    def exports_lost(self) -> bool:
+    def take_export_loss(self) -> bool:
         """Return True if changes were dropped since the last call because too many waited."""
         ...
 
@@ -60,7 +60,7 @@ class SharedStore(Protocol):
         """Iterate over all artifacts in batches, each as it is when it is taken."""
         ...
 
-    def judged(
+    def resolve_claims(
         self, owned: Mapping[ArtifactId, int], held: Iterable[ArtifactId]
     ) -> list[ArtifactId]:
         """Record the artifacts it owns, by token, and those that others own (`held`).
@@ -69,21 +69,21 @@ class SharedStore(Protocol):
         """
         ...
 
-    def gone(self, artifacts: Iterable[ArtifactId]) -> list[ArtifactId]:
+    def find_gone(self, artifacts: Iterable[ArtifactId]) -> list[ArtifactId]:
         """Return those of the artifacts that it does not have any more."""
         ...
 
-    def take_readers(self) -> Mapping[str, tuple[ChunkKey, ...]]:
+    def take_changed_users(self) -> Mapping[str, tuple[ChunkKey, ...]]:
         """Return the sessions that changed since the last call, with the ends of their chains.
 
         A session that has left has none.
         """
         ...
 
-    def soon_to_leave(self, count: int) -> list[ChunkKey]:
+    def next_victims(self, count: int) -> list[ChunkKey]:
         """Return the chunks that leave DRAM next, at most twice `count`."""
         ...
 
-    def read_elsewhere(self, is_read: Mapping[ChunkKey, bool], for_s: float) -> None:
+    def set_foreign_users(self, is_read: Mapping[ChunkKey, bool], for_s: float) -> None:
         """Record for `for_s` seconds whether other engines use the chains up to these chunks."""
         ...

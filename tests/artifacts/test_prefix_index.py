@@ -1,7 +1,7 @@
 import pytest
 
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, Tier
-from hetero_connector.store.catalog import tail_lengths
+from hetero_connector.store.catalog import index as index_module
 from hetero_connector.store.catalog.evictability import Evictability
 from tests.artifacts.trees import DENSE, WINDOW, A, B, C, Tree, chunk, slot
 
@@ -133,7 +133,7 @@ def test_a_chunk_without_its_parent_is_refused(tree: Tree) -> None:
 
 
 def test_tails_are_the_visible_short_children(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tail_lengths, "MAX_TAILS", 8)
+    monkeypatch.setattr(index_module, "MAX_TAILS", 8)
     tree.put(A)
     shorts = [chunk(f"t{n}", A, 16 * n) for n in range(1, 11)]
     artifacts = [tree.put(c) for c in shorts]

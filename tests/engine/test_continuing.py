@@ -172,7 +172,7 @@ def test_a_checkpoint_alone_does_not_count_as_the_chunk(tmp_path: Path) -> None:
         store, index = bob.store, bob.store.catalog.tiers.index
         fourth = next(n for n in index.nodes.values() if n.chunk.end == 4 * CHUNK)
         assert store.sharing is not None
-        store.sharing.judged({ArtifactId(fourth.key, StateType.WINDOW_SWA): 9}, ())
+        store.sharing.resolve_claims({ArtifactId(fourth.key, StateType.WINDOW_SWA): 9}, ())
         assert store.flush(WAIT_S)
         with store.catalog.locked():
             theirs = fourth.artifacts[StateType.DENSE_KV]

@@ -13,7 +13,7 @@ import pytest
 
 from hetero_connector.engine.scheduler import peer_matcher, sessions
 from hetero_connector.engine.scheduler.handoff import handoff_answer, handoff_tokens
-from hetero_connector.store.catalog.tail_lengths import MAX_TAILS
+from hetero_connector.store.catalog.index import MAX_TAILS
 from hetero_connector.store.peers.card import PeerCard
 from ownership.directory import Claim
 from ownership.directory.memory import MemoryDirectory

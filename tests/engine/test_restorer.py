@@ -77,7 +77,7 @@ class OneLost:
             return restore
         kind, chunks = wanted[0]
         failed = {ArtifactId(chunks[-1].chunk.key, kind): Failure.IO_ERROR}
-        return SimpleNamespace(done=True, failed=failed, release=restore.release)
+        return SimpleNamespace(poll=lambda: True, failed=failed, release=restore.release)
 
 
 class FailingReads:
@@ -92,7 +92,7 @@ class FailingReads:
         self._failing()
         lost = [ArtifactId(x.chunk.key, kind) for kind, chunks in wanted for x in chunks]
         failed = dict.fromkeys(lost, Failure.DEADLINE)
-        return SimpleNamespace(done=True, failed=failed, release=lambda: None)
+        return SimpleNamespace(poll=lambda: True, failed=failed, release=lambda: None)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from unittest.mock import PropertyMock, patch
 import pytest
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.store.catalog.restore import ArtifactRestore
+from hetero_connector.store.catalog.restore import Restore
 from tests.engine.harness import (
     BF16_MODELS,
     Completion,
@@ -86,9 +86,7 @@ class Staging:
     """While entered, no restore gets further than being read from SSD."""
 
     def __enter__(self) -> None:
-        self._patch = patch.object(
-            ArtifactRestore, "done", new_callable=PropertyMock, return_value=False
-        )
+        self._patch = patch.object(Restore, "done", new_callable=PropertyMock, return_value=False)
         self._patch.start()
 
     def __exit__(self, *_: object) -> None:

@@ -22,7 +22,8 @@ from hetero_connector.errors import ConfigError, UnsupportedModelError
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec import Family
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Restore, StoreConfig, Wanted
+from hetero_connector.store.base import StoreConfig, Wanted
+from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from tests.artifacts.whole_pages import LAYERS, TP_SIZES, model_of
 from tests.engine.ranks import CHUNK, NUM_BLOCKS, Ranks, whole_pages
@@ -143,7 +144,7 @@ class Engine:
 
 def done(restore: Restore) -> Restore:
     deadline_s = time.monotonic() + 30
-    while not restore.done:
+    while not restore.poll():
         assert time.monotonic() < deadline_s
         time.sleep(1e-3)
     return restore

@@ -25,8 +25,9 @@ from hetero_connector.errors import DirectoryUnavailableError, HeteroCacheError
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Failure, Restore, Save, StoreConfig, Wanted
+from hetero_connector.store.base import Failure, Save, StoreConfig, Wanted
 from hetero_connector.store.catalog.loads import Load, Loads, Source
+from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.peers.ports import PeerAccess
 from ownership.directory import Claim, Directory, Grant
 from ownership.directory.identifiers import Epoch
@@ -249,7 +250,7 @@ class Member:
         """Wait for the oldest restore, and judge it."""
         if self.restores:
             restore = self.restores.pop(0)
-            self.fleet.wait_for("a restore", lambda: restore.done)
+            self.fleet.wait_for("a restore", lambda: restore.poll())
             self.judge(restore)
             restore.release()
 

@@ -29,8 +29,8 @@ from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
-from hetero_connector.store.ssd.background import in_background
 from hetero_connector.store.ssd.generation_file import GenerationKeeper
+from hetero_connector.store.ssd.journal_rows import in_background
 from hetero_connector.transfer.base import Direction
 from tests.faults.disk import CALM, Cut, Disk, Fate, Weather
 from tests.faults.failpoints import MOMENTS, Failpoints

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Restore
+from hetero_connector.store.catalog.restore import Restore
 from tests.store.filling import SIZES
 
 

@@ -7,9 +7,9 @@ from functools import partial
 
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Restore, Save, StoreConfig
-from hetero_connector.store.catalog.prefetch_costs import PrefetchCosts
-from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
+from hetero_connector.store.base import Save, StoreConfig
+from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn, PrefetchCosts
+from hetero_connector.store.catalog.restore import Restore
 from tests.faults.journals import connector
 from tests.faults.life import SETTLING_STEPS, Action, Life
 from tests.faults.slabs import FaultyFiles
@@ -174,10 +174,10 @@ class StoreRound(Life):
         for _ in range(TRIES):
             restore = begin(self._store, ids_of(chunks))
             for _ in range(SETTLING_STEPS):
-                if restore.done:
+                if restore.poll():
                     break
                 self._pass(0.1)
-            if restore.done and not restore.failed:
+            if restore.poll() and not restore.failed:
                 self._restores.append((restore, self._oracle.weights))
                 self._judge()
                 self._restores.pop()[0].release()
@@ -187,6 +187,6 @@ class StoreRound(Life):
 
     def _judge_answers(self) -> None:
         for restore, weights in self._restores:
-            assert restore.done in (True, False)
+            assert restore.poll() in (True, False)
             for wrong in self._oracle.judge(self._store, restore, weights):
                 self._wrong(wrong)

@@ -134,7 +134,7 @@ class LossyFleet(SteppedFleet, RuleBasedStateMachine):
                 self._use(member, what, copy, asked_s)
 
     def _use(self, member: Member, what: Any, copy: PeerCopy, asked_s: float) -> None:
-        if member.worker.peers.admits(what, copy):
+        if member.worker.peers.may_use(what, copy):
             reader = (member.name, id(member))
             self.history.append(Served(what, copy.holder, copy.token, asked_s, reader))
 

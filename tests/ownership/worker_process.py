@@ -241,7 +241,7 @@ class _Worker:
     ) -> bool:
         """Return True if anything failed. Present bytes are checked in any case."""
         restore = self._store.begin_restore([Wanted(kind, found) for kind in SIZES], copies)
-        while not restore.done:
+        while not restore.poll():
             time.sleep(1e-3)
         for artifact, at in restore.offsets.items():
             data = self._store.arena.view[at : at + SIZES[artifact.state_type]]

@@ -13,7 +13,8 @@ from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier
 from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Restore, StoreConfig, Wanted
+from hetero_connector.store.base import StoreConfig, Wanted
+from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.store.ssd.space import model_directory
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers

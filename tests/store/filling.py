@@ -17,8 +17,9 @@ from hetero_connector.errors import StoreError
 from hetero_connector.metrics import COUNTERS, GAUGES, Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Restore, Save, StoreConfig, Wanted
-from hetero_connector.store.catalog.prefetch_costs import DEFAULT_COSTS, PrefetchCosts
+from hetero_connector.store.base import Save, StoreConfig, Wanted
+from hetero_connector.store.catalog.prefetch_schedule import DEFAULT_COSTS, PrefetchCosts
+from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved, default_seconds_saved
 from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.store.ssd.directory import SsdDirectory
@@ -104,7 +105,7 @@ def forget_all(store: ArtifactStore) -> None:
 
 
 def wait(restore: Restore, timeout_s: float = 20.0) -> Restore:
-    until(lambda: restore.done, timeout_s)
+    until(lambda: restore.poll(), timeout_s)
     return restore
 
 

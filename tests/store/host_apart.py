@@ -61,14 +61,14 @@ def read() -> None:
         remote = [StoredChunk(c, dict.fromkeys(BIG, Tier.PEER)) for c in CHUNKS]
         began_s = time.monotonic()
         restore = store.begin_restore([Wanted(kind, remote) for kind in BIG], copies)
-        while not restore.done and time.monotonic() < began_s + 10 * DEADLINE_S:
+        while not restore.poll() and time.monotonic() < began_s + 10 * DEADLINE_S:
             time.sleep(0.001)
         is_exact = all(
             np.array_equal(store.arena.view[at : at + BIG[a.state_type]], contents[a])
             for a, at in restore.offsets.items()
         )
         say(
-            is_done=restore.done,
+            is_done=restore.poll(),
             is_exact=is_exact,
             arrived=len(restore.offsets),
             failed=sorted({str(cause) for cause in restore.failed.values()}),

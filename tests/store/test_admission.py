@@ -68,7 +68,7 @@ class Written:
         """Restore what is there, and let go again."""
         found = self.store.match(chunks)
         restore = begin(self.store, (i for x in found for i in ids_of([x.chunk], x.tiers)))
-        while not restore.done:
+        while not restore.poll():
             self.io_thread.step()
         assert set(restore.failed.values()) <= {Failure.NO_SLOT}
         restore.release()

@@ -225,7 +225,7 @@ def test_a_file_system_that_hangs_costs_a_deadline_and_its_slots_stay_in_quarant
     restore = survivor.begin(left)
     until(lambda: len(begun) == 1)
     assert survivor.store.reading_bytes == {Tier.SSD: 3 * sum(SIZES.values())}, "no peer is read"
-    assert not restore.done
+    assert not restore.poll()
     survivor.clock.passes(PEER_DEADLINE_S)
     wait(restore)
     assert set(restore.failed.values()) == {Failure.DEADLINE}
@@ -293,7 +293,7 @@ def test_a_miss_is_counted_once_though_its_read_fails_after_it_was_given_up(
     restore = survivor.begin(left)
     until(lambda: len(begun) == 1)
     survivor.clock.passes(PEER_DEADLINE_S / 2)
-    assert restore.done
+    assert restore.poll()
     assert set(restore.failed.values()) == {Failure.DEADLINE}
     restore.release()
     hangs.set()

@@ -53,7 +53,7 @@ def test_what_was_saved_is_matched_and_restored_byte_for_byte(store: ArtifactSto
     assert [x.chunk for x in found] == chunks
     assert found[0].tiers == {DENSE: Tier.DRAM, WINDOW: Tier.DRAM}
     restore = begin(store, ids_of(chunks))
-    assert restore.done
+    assert restore.poll()
     assert set(restore.offsets) == set(ids_of(chunks))
     assert not restore.failed
     assert intact(store, restore)
@@ -67,7 +67,7 @@ def test_nothing_is_visible_before_it_is_complete(store: ArtifactStore) -> None:
     assert stored(store, [chunk]) == 0
     assert store.missing(chunk, [DENSE, WINDOW, StateType.RECURRENT]) == [StateType.RECURRENT]
     restore = begin(store, ids_of([chunk]))
-    assert restore.done
+    assert restore.poll()
     assert set(restore.failed.values()) == {Failure.GONE}
     store.complete_save(save)
     assert stored(store, [chunk]) == 1
@@ -220,7 +220,7 @@ def test_asking_twice_for_one_artifact_is_harmless(store: ArtifactStore) -> None
     chunks = chain("a", 1)
     put(store, chunks)
     restore = begin(store, ids_of(chunks) * 2)
-    assert restore.done
+    assert restore.poll()
     restore.release()
     store.reset()
     put(store, chain("b", 8))

@@ -15,7 +15,7 @@ from hetero_connector.errors import StoreError
 from hetero_connector.store import io_thread
 from hetero_connector.store.catalog.loads import Load
 from hetero_connector.store.io_thread import IoThread
-from hetero_connector.store.ssd import journal_rows, write_health
+from hetero_connector.store.ssd import health, journal_rows
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.directory_lock import DirectoryLock
 from hetero_connector.store.ssd.journal import Journal
@@ -29,7 +29,7 @@ def test_what_was_sealed_while_writing_paused_is_written_when_it_goes_on(
     bench: Bench, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else nothing that continues it would ever be written either."""
-    monkeypatch.setattr(write_health, "_PAUSE_S", 0.5)
+    monkeypatch.setattr(health, "_PAUSE_S", 0.5)
     store = bench.open(dram_chunks=16)
     disk.files.fail_next(100)
     for i in range(6):

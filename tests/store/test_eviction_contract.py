@@ -15,7 +15,7 @@ from hetero_connector.store.base import EvictionName
 from hetero_connector.store.catalog import eviction
 from hetero_connector.store.catalog.evictability import Evictability
 from hetero_connector.store.catalog.eviction import EvictionPolicy, LeafLru, Lru, Value, make_policy
-from hetero_connector.store.catalog.nodes import Artifact, Node
+from hetero_connector.store.catalog.nodes import Artifact, Life, Node
 from hetero_connector.store.catalog.seconds_saved import (
     SecondsSaved,
     default_prefill_seconds,
@@ -115,7 +115,7 @@ def test_what_was_forgotten_is_let_go_of_though_nothing_is_ever_popped(
     for _ in range(2000):
         gone = artifact()
         policy.offer(gone)
-        gone.forgotten = True  # the index dropped it some other way
+        gone.life = Life.FORGOTTEN  # the index dropped it some other way
     assert artifacts_in_memory() - before < 200
     evictability = dict.fromkeys(kept, Evictability.FREE)
     popped = [policy.pop(lambda a: evictability.get(a, Evictability.BLOCKED)) for _ in kept]

@@ -38,9 +38,9 @@ class FleetMachine(StoreMachine):
         assert self.store.sharing is not None
         ids = [] if node is None else [a.id for a in node.artifacts.values() if a.sealed]
         if key in THEIRS - self.promoted:
-            self.store.sharing.judged({}, ids)
+            self.store.sharing.resolve_claims({}, ids)
         else:
-            self.store.sharing.judged(dict.fromkeys(ids, 1), ())
+            self.store.sharing.resolve_claims(dict.fromkeys(ids, 1), ())
 
     @rule(name=chains, depth=st.integers(0, DEPTH - 1))
     def promote(self, name: str, depth: int) -> None:

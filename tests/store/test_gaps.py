@@ -71,7 +71,7 @@ def store(engines: Engines) -> Iterator[ArtifactStore]:
 
 def judge(store: ArtifactStore, ours: Sequence[ChunkRange], theirs: Sequence[ChunkRange]) -> None:
     assert store.sharing is not None
-    store.sharing.judged(dict.fromkeys(ids_of(ours), 4), ids_of(theirs))
+    store.sharing.resolve_claims(dict.fromkeys(ids_of(ours), 4), ids_of(theirs))
 
 
 def hold(store: ArtifactStore, ours: Sequence[ChunkRange] = OURS) -> None:
@@ -234,7 +234,7 @@ def test_a_checkpoint_of_our_own_on_anothers_chunk_stays_while_something_continu
     put(store, OURS)
     checkpoint = ArtifactId(THEIRS[-1].key, WINDOW)
     assert store.sharing is not None
-    store.sharing.judged(
+    store.sharing.resolve_claims(
         dict.fromkeys([checkpoint, *ids_of(OURS)], 4), [ArtifactId(c.key, DENSE) for c in THEIRS]
     )
     assert store.flush(20)

@@ -179,7 +179,7 @@ def give_up(survivor: Survivor, copies: Copies, hang: Hang) -> set[Failure]:
     """Restore from a storage, and let the deadline pass once its read waits."""
     before = len(hang.waiting)
     restore = survivor.begin(copies)
-    until(lambda: len(hang.waiting) > before or restore.done)
+    until(lambda: len(hang.waiting) > before or restore.poll())
     survivor.clock.passes(PEER_DEADLINE_S)
     wait(restore)
     failures = set(restore.failed.values())

@@ -17,9 +17,10 @@ from test_fleet_machine import THEIRS, FleetMachine
 from test_store_machine import DEPTH, TRUNKS, StoreMachine, chains
 
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Failure, Restore, Save
+from hetero_connector.store.base import Failure, Save
 from hetero_connector.store.catalog.catalog import ReservedSave
 from hetero_connector.store.catalog.nodes import Artifact
+from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.peers import sharing
 from hetero_connector.transfer.base import Direction
 
@@ -67,7 +68,7 @@ class Faults(StoreMachine):
     def time_passes(self, seconds: float, asked: bool) -> None:
         self.time.passes(seconds)
         if asked:  # before the I/O thread has noticed
-            assert all(restore.done in (True, False) for restore in self.restores)
+            assert all(restore.poll() in (True, False) for restore in self.restores)
         self.round()
 
     @rule()
@@ -255,7 +256,7 @@ class Faults(StoreMachine):
                 self.disk.files.hang_next()
                 restore = begin(self.store, ids_of([stored.chunk], stored.tiers))
                 self.round()
-                if not restore.done:
+                if not restore.poll():
                     return restore
                 restore.release()
                 self.disk.files._hangs = 0

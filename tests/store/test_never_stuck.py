@@ -15,9 +15,10 @@ from hetero_connector.artifacts.record import ChunkRange
 from hetero_connector.errors import StoreError
 from hetero_connector.metrics import GAUGES
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Failure, Restore
+from hetero_connector.store.base import Failure
+from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
-from hetero_connector.store.ssd import journal_rows, read_health, reader
+from hetero_connector.store.ssd import health, journal_rows, reader
 from hetero_connector.store.ssd import writer as spilling
 from hetero_connector.store.ssd.journal import Journal
 from tests.store.filling import (
@@ -144,7 +145,7 @@ def test_a_write_that_never_ends_keeps_a_quarter_of_the_dram_at_most(driven: Dri
     assert not driven.catalog.writes.is_writable
     put(driven.store, chain("b", 6))
     restore = driven.restore(chain("b", 6))
-    assert restore.done
+    assert restore.poll()
     assert not restore.failed
     restore.release()
 
@@ -155,13 +156,13 @@ def test_what_a_late_read_brings_at_last_is_kept_and_until_then_nobody_waits_for
     driven.on_ssd_only(CHUNKS[:2])
     driven.hang_reads(CHUNKS[:1])
     again = driven.restore(CHUNKS[:2])
-    assert again.done
+    assert again.poll()
     assert again.failed == dict.fromkeys(ids_of(CHUNKS[:1]), Failure.DEADLINE)
     again.release()
     driven.disk.files.resume()
     driven.rounds()
     third = begin(driven.store, ids_of(CHUNKS[:2]))
-    assert third.done
+    assert third.poll()
     assert not third.failed
     third.release()
 
@@ -173,7 +174,7 @@ def test_after_three_reads_that_never_end_none_is_begun_until_one_has(driven: Dr
     assert driven.gauge("heterocache_ssd_readable") == 0
     assert driven.gauge("heterocache_ssd_quarantined_bytes") == 3 * (12_288 + 4_096)
     refused = begin(driven.store, ids_of(CHUNKS[3:4]))
-    assert refused.done
+    assert refused.poll()
     assert set(refused.failed.values()) == {Failure.IO_ERROR}
     refused.release()
     put(driven.store, chain("b", 2))
@@ -183,7 +184,7 @@ def test_after_three_reads_that_never_end_none_is_begun_until_one_has(driven: Dr
     driven.rounds()
     assert driven.gauge("heterocache_ssd_readable") == 1
     again = driven.restore(CHUNKS[3:5])
-    assert again.done
+    assert again.poll()
     assert not again.failed
     again.release()
 
@@ -210,7 +211,7 @@ def test_reads_are_tried_again_a_minute_later_and_one_that_hangs_is_enough_then(
 def test_dram_that_hung_reads_keep_back_is_bounded(
     driven: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_health, "_MAX_LATE_BYTES", 2 * (12_288 + 4_096))
+    monkeypatch.setattr(health, "_MAX_LATE_BYTES", 2 * (12_288 + 4_096))
     driven.on_ssd_only(CHUNKS)
     for chunk in CHUNKS[:6]:
         driven.hang_reads([chunk])
@@ -252,7 +253,7 @@ def test_a_journal_that_hangs_costs_no_restore_and_no_slot(
     driven.rounds()
     for chunk in CHUNKS[:5]:
         restore = driven.restore([chunk])
-        assert restore.done
+        assert restore.poll()
         assert not restore.failed
         restore.release()
     assert driven.store.begin_save(chain("new", 1)[0], SIZES) is not None
@@ -320,10 +321,10 @@ def test_a_thread_that_hangs_in_the_kernel_costs_one_deadline_and_no_slot(driven
     waiting = [begin(driven.store, ids_of([chunk])) for chunk in CHUNKS]
     assert driven.free_slots == 0
     driven.clock.passes(10.0)
-    assert all(restore.done for restore in waiting)
+    assert all(restore.poll() for restore in waiting)
     assert driven.free_slots == 8
     refused = begin(driven.store, ids_of(CHUNKS[:1]))
-    assert refused.done, "nobody waits a second time"
+    assert refused.poll(), "nobody waits a second time"
     assert driven.gauge("heterocache_io_alive") == 0
     put(driven.store, chain("b", 8))
     for restore in (*waiting, refused):
@@ -373,7 +374,7 @@ def test_a_bug_of_the_io_thread_leaves_dram_whole(bench: Bench) -> None:
     assert taken <= 8, "at most what was under way"
     put(store, chain("b", 8 - taken))
     restore = begin(store, ids_of(chain("b", 8 - taken)))
-    assert restore.done
+    assert restore.poll()
     assert not restore.failed
     restore.release()
     gauges = (bench.recorder.drain() or {})[GAUGES]
@@ -463,20 +464,20 @@ def test_more_restores_than_the_disk_can_serve_are_told_at_once(
         driven.io_thread.step()
 
     first = begin(driven.store, ids_of(chunks[:1]))
-    while not first.done:
+    while not first.poll():
         a_second_passes()
     waiting = [begin(driven.store, ids_of([chunk])) for chunk in chunks[1:]]
-    refused = [r for r in waiting if r.done]
+    refused = [r for r in waiting if r.poll()]
     assert all(set(r.failed.values()) == {Failure.CONGESTED} for r in refused)
     assert 3 <= len(waiting) - len(refused) <= 8, "what can be read in half the deadline"
     for _ in range(10):
         a_second_passes()
-        assert all(r.done or not r.failed for r in waiting)
-    assert all(r.done for r in waiting)
+        assert all(r.poll() or not r.failed for r in waiting)
+    assert all(r.poll() for r in waiting)
     assert Failure.DEADLINE not in {f for r in waiting for f in r.failed.values()}
     again = begin(driven.store, ids_of(chunks[-1:]))
     a_second_passes()
-    assert again.done
+    assert again.poll()
     assert not again.failed, "once the queue is shorter they are read again"
     for restore in (first, again, *waiting):
         restore.release()

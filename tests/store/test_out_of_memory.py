@@ -96,7 +96,9 @@ def save(store: ArtifactStore, number: int) -> None:
             for kind, offset in made.offsets.items():
                 store.arena.view[offset : offset + BIG[kind]] = right(chunk)[kind]
             store.complete_save(made)
-            store.sharing.judged({ArtifactId(chunk.key, kind): 1 for kind in made.offsets}, [])
+            store.sharing.resolve_claims(
+                {ArtifactId(chunk.key, kind): 1 for kind in made.offsets}, []
+            )
 
 
 def restored(store: ArtifactStore, peers: KnownPeers, told: Told) -> int:

@@ -310,7 +310,7 @@ class PeerLivenessMachine(FleetLivenessMachine):
         self.restore_from_peer("b", 1, 8)
         if before < len(self.restores):
             restore = self.restores.pop()
-            assert restore.done
+            assert restore.poll()
             assert set(restore.failed.values()) <= {Failure.NO_SLOT}
             restore.release()
 

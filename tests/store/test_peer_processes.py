@@ -15,7 +15,8 @@ from peer_engine import BIG, CHUNKS, Writer, engines, open_store, right
 from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Failure, Restore, Wanted
+from hetero_connector.store.base import Failure, Wanted
+from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.peers.ports import KnownPeers
 
 CONTENTS = {

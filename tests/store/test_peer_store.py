@@ -33,7 +33,8 @@ from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier
 from hetero_connector.errors import PeerError, StoreError
 from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Failure, Restore, StoreConfig, Wanted
+from hetero_connector.store.base import Failure, StoreConfig, Wanted
+from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.catalog.slots import SlotGeometry
 from hetero_connector.store.peers.card import PeerCard
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
@@ -143,7 +144,7 @@ def test_an_owners_chain_is_read_verified_and_then_stored_here(
     restore.release()
     assert [x.tiers for x in reader.match(CHUNKS)] == [dict.fromkeys(SIZES, Tier.DRAM)] * 4
     again = begin(reader, ids_of(CHUNKS))
-    assert again.done
+    assert again.poll()
     assert intact(reader, again)
     again.release()
     payload = fleet.recorders[reader].drain()
@@ -178,7 +179,7 @@ def test_two_restores_share_one_read(
     copies = exports(owner, 8)
     fleet.network.stopped.add(PeerCard.decode(fleet.peers.cards[OWNER]).agent)
     first, second = fetch(reader, copies), fetch(reader, copies)
-    assert not first.done
+    assert not first.poll()
     fleet.network.stopped.clear()
     wait(first)
     wait(second)
@@ -370,7 +371,7 @@ def test_a_reset_while_reading_ends_harmlessly(
     fleet.network.stopped.add(agent)
     restore = fetch(reader, exports(owner, 8))
     reader.reset()
-    assert restore.done
+    assert restore.poll()
     assert set(restore.failed.values()) == {Failure.GONE}
     fleet.network.stopped.discard(agent)
     restore.release()
@@ -416,7 +417,7 @@ def test_without_peers_to_be_had_the_store_says_so_once_and_works(
     assert store.sharing is None
     copy = PeerCopy(OWNER, 0, 1, SIZES[DENSE], bytes(16))
     restore = fetch(store, dict.fromkeys(ids_of(CHUNKS), copy))
-    assert restore.done
+    assert restore.poll()
     assert set(restore.failed.values()) == {Failure.GONE}
     restore.release()
     put(store, CHUNKS)

@@ -27,10 +27,9 @@ from filling import (
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, Tier
 from hetero_connector.metrics import COUNTERS
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Restore
 from hetero_connector.store.catalog import prefetch as prefetching
-from hetero_connector.store.catalog.prefetch_costs import PrefetchCosts
-from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
+from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn, PrefetchCosts
+from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved
 
 A, B = chain("a", 4), chain("b", 4)
@@ -142,7 +141,7 @@ def test_what_is_due_is_staged_and_not_before(stage: Stage) -> None:
     assert stage.total("prefetched_bytes") == CHAIN_BYTES
     stage.store.session_returned(A[0].key)
     restore = stage.restore(A)
-    assert restore.done, "nothing is left to read"
+    assert restore.poll(), "nothing is left to read"
     assert intact(stage.store, restore)
     restore.release()
     assert stage.total("prefetch_used_bytes") == CHAIN_BYTES
@@ -185,11 +184,11 @@ def test_a_session_that_comes_early_reads_for_itself_and_nothing_twice(stage: St
     stage.store.session_returned(A[0].key)
     restore = stage.restore(A)
     stage.rounds()
-    assert not restore.done
+    assert not restore.poll()
     assert stage.total("read_bytes") == 2 * SIZES[DENSE] + SIZES[WINDOW], "the rest, at once"
     stage.disk.files.resume()
     stage.rounds()
-    assert restore.done
+    assert restore.poll()
     assert intact(stage.store, restore)
     restore.release()
     assert stage.outcomes() == {"early": 1}
@@ -221,7 +220,7 @@ def test_no_prefetch_begins_while_a_restore_waits(stage: Stage) -> None:
     assert stage.tiers(A) == [Tier.SSD] * 4
     stage.disk.files.resume()
     stage.rounds()
-    assert restore.done
+    assert restore.poll()
     assert stage.tiers(A) == [Tier.DRAM] * 4
     restore.release()
 
@@ -236,7 +235,7 @@ def test_a_restore_does_not_wait_for_a_prefetch_that_hangs(stage: Stage) -> None
         assert stage.store.reading_bytes == {Tier.SSD: SIZES[DENSE]}, "one batch, no more"
         restore = stage.restore(B)
         stage.rounds()
-    assert restore.done
+    assert restore.poll()
     assert intact(stage.store, restore)
     assert stage.disk.files.in_flight == 1
     restore.release()
@@ -251,7 +250,7 @@ def test_what_is_under_way_takes_slots_and_what_waits_does_not(stage: Stage) -> 
         stage.rounds()
     restore = stage.restore(B[:3])
     stage.rounds()
-    assert restore.done
+    assert restore.poll()
     assert not restore.failed, "three of four slots are free"
     restore.release()
 
@@ -271,7 +270,7 @@ def in_dram(stage: Stage, chunks: list[ChunkRange]) -> None:
     """Bring them back from SSD, as restores would."""
     restore = stage.restore(chunks)
     stage.rounds()
-    assert restore.done
+    assert restore.poll()
     restore.release()
 
 

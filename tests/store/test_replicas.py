@@ -45,7 +45,7 @@ class Shared:
     def judge(self) -> None:
         """What the fleet says, again and again."""
         assert self.store.sharing is not None
-        self.store.sharing.judged(dict.fromkeys(ids_of(OURS), 3), ids_of(THEIRS))
+        self.store.sharing.resolve_claims(dict.fromkeys(ids_of(OURS), 3), ids_of(THEIRS))
 
     def use(self) -> None:
         begin(self.store, ids_of(THEIRS)).release()
@@ -123,7 +123,7 @@ def test_what_becomes_ours_does_not_leave_first(shared: Shared) -> None:
     shared.hold_theirs()
     shared.pass_time(TTL_S)
     assert shared.store.sharing is not None
-    shared.store.sharing.judged(dict.fromkeys(ids_of(THEIRS), 5), ())
+    shared.store.sharing.resolve_claims(dict.fromkeys(ids_of(THEIRS), 5), ())
     put(shared.store, NEW)
     assert stored(shared.store, THEIRS) == 2
     assert stored(shared.store, OURS) == 0

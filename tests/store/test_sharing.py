@@ -24,7 +24,7 @@ from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.metrics import Recorder
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
-from hetero_connector.store.catalog import pending_claims as unjudged
+from hetero_connector.store.catalog import writes
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.store.peers.sharing import Sharing
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
@@ -87,7 +87,7 @@ def test_what_is_ours_is_written_and_what_is_anothers_is_not(store: ArtifactStor
     put(store, CHUNKS)
     assert all(c.copy and not c.copy.on_ssd for c in told(store, 6).values())
     ours, theirs = ids_of(CHUNKS[:2]), ids_of(CHUNKS[2:])
-    assert sharing(store).judged(dict.fromkeys(ours, 4), theirs) == []
+    assert sharing(store).resolve_claims(dict.fromkeys(ours, 4), theirs) == []
     until(lambda: on_ssd(store) == set(ours))
     written = told(store, len(ours))
     assert all(c.copy and c.copy.on_ssd and c.token == 4 for c in written.values())
@@ -98,7 +98,7 @@ def test_what_is_ours_is_written_and_what_is_anothers_is_not(store: ArtifactStor
 def test_nothing_is_written_before_the_fleet_has_said_whose_it_is(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unjudged, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(writes, "_CLAIM_PATIENCE_S", 0.3)
     sharing(store).serve_under(EPOCH)
     started_s = time.monotonic()
     put(store, CHUNKS)
@@ -109,7 +109,7 @@ def test_nothing_is_written_before_the_fleet_has_said_whose_it_is(
 def test_without_a_lease_nobody_is_waited_for(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unjudged, "_PATIENCE_S", 3600.0)
+    monkeypatch.setattr(writes, "_CLAIM_PATIENCE_S", 3600.0)
     put(store, CHUNKS[:1])
     until(lambda: on_ssd(store) == set(ids_of(CHUNKS[:1])))
     sharing(store).serve_under(EPOCH)
@@ -120,7 +120,7 @@ def test_without_a_lease_nobody_is_waited_for(
 
 
 def test_a_flush_waits_for_nobody(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unjudged, "_PATIENCE_S", 3600.0)
+    monkeypatch.setattr(writes, "_CLAIM_PATIENCE_S", 3600.0)
     sharing(store).serve_under(EPOCH)
     put(store, CHUNKS)
     told(store, 6)
@@ -131,19 +131,19 @@ def test_a_flush_waits_for_nobody(store: ArtifactStore, monkeypatch: pytest.Monk
 def test_a_child_that_is_ours_takes_its_parents_along(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unjudged, "_PATIENCE_S", 3600.0)
+    monkeypatch.setattr(writes, "_CLAIM_PATIENCE_S", 3600.0)
     sharing(store).serve_under(EPOCH)
     put(store, CHUNKS)
     told(store, 6)
     until(lambda: len(store.catalog.writes.claims._until_s) == 6)
-    assert sharing(store).judged(dict.fromkeys(ids_of(CHUNKS[2:]), 4), []) == []
+    assert sharing(store).resolve_claims(dict.fromkeys(ids_of(CHUNKS[2:]), 4), []) == []
     until(lambda: on_ssd(store) == set(ids_of(CHUNKS)))
 
 
 def test_a_child_waits_for_its_parents_also_when_everything_is_to_be_written(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unjudged, "_PATIENCE_S", 3600.0)
+    monkeypatch.setattr(writes, "_CLAIM_PATIENCE_S", 3600.0)
     sharing(store).serve_under(EPOCH)
     put(store, CHUNKS)
     waiting = store.catalog.writes.claims
@@ -162,10 +162,10 @@ def test_a_replica_that_becomes_ours_is_written(store: ArtifactStore) -> None:
     sharing(store).serve_under(EPOCH)
     put(store, CHUNKS)
     told(store, 6)
-    assert sharing(store).judged({}, ids_of(CHUNKS)) == []
+    assert sharing(store).resolve_claims({}, ids_of(CHUNKS)) == []
     assert store.flush(20)
     assert on_ssd(store) == set()
-    assert sharing(store).judged(dict.fromkeys(ids_of(CHUNKS), 5), []) == []
+    assert sharing(store).resolve_claims(dict.fromkeys(ids_of(CHUNKS), 5), []) == []
     until(lambda: on_ssd(store) == set(ids_of(CHUNKS)))
 
 
@@ -173,13 +173,13 @@ def test_a_verdict_on_what_is_gone_is_told_back(store: ArtifactStore) -> None:
     put(store, CHUNKS)
     told(store, 6)
     store.reset()
-    gone = sharing(store).judged(dict.fromkeys(ids_of(CHUNKS[:1]), 4), ids_of(CHUNKS[1:]))
+    gone = sharing(store).resolve_claims(dict.fromkeys(ids_of(CHUNKS[:1]), 4), ids_of(CHUNKS[1:]))
     assert set(gone) == set(ids_of(CHUNKS))
 
 
 def test_what_is_gone_is_named(store: ArtifactStore) -> None:
     put(store, CHUNKS[:2])
-    assert sharing(store).gone(ids_of(CHUNKS)) == ids_of(CHUNKS[2:])
+    assert sharing(store).find_gone(ids_of(CHUNKS)) == ids_of(CHUNKS[2:])
 
 
 def test_a_restarted_engine_has_its_ssd_to_tell(tmp_path: Path) -> None:
@@ -217,31 +217,31 @@ def test_a_reader_is_told_with_the_ends_of_each_owners_part_of_its_chain(
     store: ArtifactStore,
 ) -> None:
     put(store, CHUNKS)
-    sharing(store).judged(dict.fromkeys(ids_of(CHUNKS[2:]), 4), ids_of(CHUNKS[:2]))
+    sharing(store).resolve_claims(dict.fromkeys(ids_of(CHUNKS[2:]), 4), ids_of(CHUNKS[:2]))
     store.protect_chain(b"\x0a", (CHUNKS[2].key,), 1e9)
     store.protect_chain(7, (CHUNKS[1].key,), 1e9)
-    assert sharing(store).take_readers() == {
+    assert sharing(store).take_changed_users() == {
         "0a": (CHUNKS[2].key, CHUNKS[1].key),
         "7": (CHUNKS[1].key,),
     }
-    assert sharing(store).take_readers() == {}
+    assert sharing(store).take_changed_users() == {}
     store.reset()
-    assert sharing(store).take_readers() == {"0a": (), "7": ()}
+    assert sharing(store).take_changed_users() == {"0a": (), "7": ()}
 
 
 def test_what_others_read_of_ours_is_asked_when_dram_is_full_and_then_leaves_last() -> None:
     store = open_store(None, dram_chunks=6)
     put(store, CHUNKS)
-    sharing(store).judged(dict.fromkeys(ids_of(CHUNKS), 4), ())
-    assert sharing(store).soon_to_leave(9) == [], "there is room"
+    sharing(store).resolve_claims(dict.fromkeys(ids_of(CHUNKS), 4), ())
+    assert sharing(store).next_victims(9) == [], "there is room"
     put(store, chain("b", 3))
-    assert {CHUNKS[2].key, chain("b", 3)[2].key} <= set(sharing(store).soon_to_leave(9))
-    sharing(store).read_elsewhere({CHUNKS[2].key: True, chain("b", 3)[2].key: False}, 60.0)
-    assert CHUNKS[2].key in sharing(store).soon_to_leave(9), "or nobody would hear that they left"
+    assert {CHUNKS[2].key, chain("b", 3)[2].key} <= set(sharing(store).next_victims(9))
+    sharing(store).set_foreign_users({CHUNKS[2].key: True, chain("b", 3)[2].key: False}, 60.0)
+    assert CHUNKS[2].key in sharing(store).next_victims(9), "or nobody would hear that they left"
     put(store, chain("c", 3))
     assert len(store.match(CHUNKS)) == 3
     assert store.match(chain("b", 3)) == []
-    sharing(store).read_elsewhere({CHUNKS[2].key: False}, 0.0)
+    sharing(store).set_foreign_users({CHUNKS[2].key: False}, 0.0)
     put(store, chain("d", 3))
     assert store.match(CHUNKS) == []
     store.close()
@@ -251,12 +251,12 @@ def test_what_would_leave_next_is_asked_also_when_much_is_read_elsewhere() -> No
     store = open_store(None, dram_chunks=14)
     trunks = [chain(f"t{i}", 1)[0] for i in range(10)]
     put(store, trunks)
-    sharing(store).read_elsewhere(dict.fromkeys([c.key for c in trunks], True), 60.0)
+    sharing(store).set_foreign_users(dict.fromkeys([c.key for c in trunks], True), 60.0)
     put(store, chain("b", 4))
     put(store, chain("c", 1))  # sets aside what is read
     # What has not got its checksum yet cannot leave.
-    until(lambda: chain("c", 1)[0].key in sharing(store).soon_to_leave(4))
-    asked = sharing(store).soon_to_leave(4)
+    until(lambda: chain("c", 1)[0].key in sharing(store).next_victims(4))
+    asked = sharing(store).next_victims(4)
     assert len(asked) == 8
     assert asked[:4] == [c.key for c in trunks[:4]], "those asked longest ago"
     store.close()

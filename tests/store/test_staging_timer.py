@@ -5,7 +5,7 @@ from __future__ import annotations
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.spec import StateType
 from hetero_connector.store.base import ReadTiming
-from hetero_connector.store.catalog.staging_timer import StagingTimer
+from hetero_connector.store.catalog.restore import StagingTimer
 
 DENSE, WINDOW = StateType.DENSE_KV, StateType.WINDOW_SWA
 

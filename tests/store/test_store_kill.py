@@ -32,7 +32,7 @@ while True:  # more than fits: slots are evicted and written again, too
     put(store, chunks)
     if theirs:
         ours = dict.fromkeys(ids_of(chunks[theirs:]), 1)
-        store.sharing.judged(ours, ids_of(chunks[:theirs]))
+        store.sharing.resolve_claims(ours, ids_of(chunks[:theirs]))
     i += 1
     if i % 4 == 0:
         store.flush(10)

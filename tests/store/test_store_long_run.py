@@ -20,8 +20,8 @@ from hetero_connector.store.catalog.catalog import Catalog
 from hetero_connector.store.catalog.slots import SlotGeometry
 from hetero_connector.store.catalog.tiers import Tiers
 from hetero_connector.store.ssd.directory import SsdDirectory
+from hetero_connector.store.ssd.health import WriteHealth
 from hetero_connector.store.ssd.space import model_directories
-from hetero_connector.store.ssd.write_health import WriteHealth
 
 
 @pytest.fixture

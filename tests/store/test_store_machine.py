@@ -29,10 +29,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange, Tier
 from hetero_connector.metrics import COUNTERS
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import EvictionName, Failure, Restore, Save
+from hetero_connector.store.base import EvictionName, Failure, Save
 from hetero_connector.store.catalog.nodes import Node
-from hetero_connector.store.catalog.prefetch_costs import PrefetchCosts
-from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
+from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn, PrefetchCosts
+from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.store.ssd import journal_rows
 
@@ -104,7 +104,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def finish_restores(self) -> None:
         for restore in self.restores:
-            while not restore.done:
+            while not restore.poll():
                 assert self.round(), "nothing moves but a restore is pending"
 
     def round(self) -> bool:

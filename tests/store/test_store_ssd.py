@@ -31,7 +31,8 @@ from filling import (
 from hetero_connector.artifacts.record import ArtifactId, Tier
 from hetero_connector.errors import StoreError, StoreInUseError
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Failure, Restore
+from hetero_connector.store.base import Failure
+from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.private_files import create_private
@@ -73,7 +74,7 @@ def test_saved_restarted_restored(tmp_path: Path, disk: Disk, real_files: bool) 
     restore.release()
     assert store.match(CHUNKS)[5].tiers == {DENSE: Tier.DRAM, WINDOW: Tier.DRAM}
     again = begin(store, ids_of(CHUNKS))
-    assert again.done, "now it is in DRAM"
+    assert again.poll(), "now it is in DRAM"
     again.release()
     counts = bench.counts("heterocache_read_bytes")
     assert counts["state_type=dense_kv,tier=ssd"] == counts["state_type=dense_kv,tier=dram"]
@@ -218,8 +219,8 @@ def test_a_restore_is_done_only_when_its_outcome_can_be_read(
 
     def clock() -> float:
         if restores:
-            restore = restores.pop()  # `done` looks at the clock too
-            if restore.done:
+            restore = restores.pop()  # `poll` looks at the clock too
+            if restore.poll():
                 outcomes.append(len(restore.offsets) + len(restore.failed))
             restores.append(restore)
         return 1_000.0
@@ -304,7 +305,7 @@ def test_a_late_read_is_a_miss_at_the_deadline_and_its_slot_stays_in_quarantine(
     disk.files.resume()
     until(lambda: store.match(CHUNKS)[5].tiers == {DENSE: Tier.DRAM, WINDOW: Tier.DRAM})
     again = begin(store, ids_of(CHUNKS))
-    assert again.done, "what came late is kept"
+    assert again.poll(), "what came late is kept"
     assert intact(store, again)
     again.release()
     put(store, chain("b", 1))
@@ -456,7 +457,7 @@ def test_reset_during_a_read(bench: Bench, disk: Disk) -> None:
     restore = begin(store, ids_of(CHUNKS))
     until(lambda: disk.files.in_flight == 1)
     store.reset()
-    assert restore.done
+    assert restore.poll()
     assert set(restore.failed.values()) == {Failure.GONE}
     restore.release()
     assert store.begin_save(CHUNKS[0], SIZES) is None, "the read still owns every slot"
@@ -519,7 +520,7 @@ def test_close_with_a_read_that_never_ends_keeps_the_memory(bench: Bench, disk: 
     started = time.monotonic()
     store.close(deadline_s=0.2)
     assert time.monotonic() - started < 10
-    assert restore.done
+    assert restore.poll()
     assert set(restore.failed.values()) == {Failure.CLOSED}
     assert store.arena.view is view, "a device may still write there"
     store.arena.close()
@@ -611,7 +612,7 @@ def test_a_dead_io_thread_is_a_miss_not_a_hang(
         assert set(restore.failed.values()) == {Failure.IO_ERROR}
         restore.release()
         again = begin(store, ids_of(CHUNKS))
-        assert again.done
+        assert again.poll()
         assert set(again.failed.values()) == {Failure.IO_ERROR}
     put(store, chain("b", 1))
     assert stored(store, chain("b", 1)) == 1
@@ -681,13 +682,13 @@ def test_one_stall_teaches_once_however_many_wait_for_it(tmp_path: Path, disk: D
     disk.files.hang_next(100)
     waiting = [begin(store, ids_of(CHUNKS[i : i + 1])) for i in range(3)]
     clock.passes(11.0)
-    assert all(restore.done for restore in waiting)
+    assert all(restore.poll() for restore in waiting)
     (told,) = store.take_timings()
     assert told.seconds == 22.0
     clock.passes(1.0)
     later = begin(store, ids_of(CHUNKS[3:4]))
     clock.passes(11.0)
-    assert later.done
+    assert later.poll()
     assert len(store.take_timings()) == 1, "it is as slow for one that began afterwards"
     disk.files.resume()
     for restore in [*waiting, later]:

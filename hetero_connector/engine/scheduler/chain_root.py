@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.engine.scheduler.weight_updates import Weights
-from hetero_connector.store.base import Store
+from hetero_connector.store.artifact_store import ArtifactStore
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -26,7 +26,7 @@ class ChainRoot:
     def __init__(
         self,
         hasher: ChainHasher,
-        store: Store,
+        store: ArtifactStore,
         on_change: Callable[[ChainHasher], None],
         has_outdated_requests: Callable[[], bool],
     ) -> None:

@@ -21,7 +21,7 @@ from hetero_connector.engine.scheduler.requests import RequestTracker
 from hetero_connector.planner.compute_model import StepMix, attention_work
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.spec import StateType
-from hetero_connector.store.base import Store
+from hetero_connector.store.artifact_store import ArtifactStore
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -54,7 +54,7 @@ class CostLearner:
         self,
         costs: CostModel,
         layout: ArtifactLayout,
-        store: Store,
+        store: ArtifactStore,
         clock: Callable[[], float],
     ) -> None:
         self._costs = costs

@@ -30,7 +30,8 @@ from hetero_connector.engine.scheduler.handoff import handoff_tokens, was_prefil
 from hetero_connector.engine.scheduler.requests import RequestTracker
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec import StateType
-from hetero_connector.store.base import Failure, Store
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import Failure
 
 _HANDOFF_SHARE = 20
 """The chunks of a handoff are waited for up to this fraction of a restore's deadline, by default
@@ -115,7 +116,7 @@ class PeerMatcher:
     def __init__(
         self,
         layout: ArtifactLayout,
-        store: Store,
+        store: ArtifactStore,
         fleet: Fleet | None,
         recorder: Recorder,
         clock: Callable[[], float],

@@ -10,7 +10,7 @@ from hetero_connector.artifacts.record import StoredChunk
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.decision import RestoreAction, RestoreDecision
 from hetero_connector.planner.load_model import LoadModel
-from hetero_connector.store.base import Store
+from hetero_connector.store.artifact_store import ArtifactStore
 
 
 class Prediction(NamedTuple):
@@ -55,7 +55,7 @@ class Predictions:
     """
 
     def __init__(
-        self, recorder: Recorder, load: LoadModel, store: Store, clock: Callable[[], float]
+        self, recorder: Recorder, load: LoadModel, store: ArtifactStore, clock: Callable[[], float]
     ) -> None:
         self._recorder = recorder
         self._load = load

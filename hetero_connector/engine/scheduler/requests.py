@@ -11,7 +11,7 @@ from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.engine.scheduler.request_identifier import RequestIdentity, extra_keys
 from hetero_connector.planner.checkpoints import Reuse
 from hetero_connector.planner.plan import RestorePlan
-from hetero_connector.store.base import Restore
+from hetero_connector.store.catalog.restore import Restore
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

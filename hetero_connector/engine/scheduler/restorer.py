@@ -16,6 +16,7 @@ from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import (
     ArtifactId,
     SharedTiers,
+    StoredChunk,
     Tier,
     distinct_tiers,
     num_unbroken,
@@ -37,7 +38,8 @@ from hetero_connector.planner.plan import RestorePlan
 from hetero_connector.planner.planner import RestorePlanner
 from hetero_connector.planner.pricing import EngineLoad
 from hetero_connector.spec import StateType
-from hetero_connector.store.base import Store, StoredChunk, Wanted
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import Wanted
 
 _MAX_ATTEMPTS = 4
 """Failed plans of one request after which it restores only from DRAM."""
@@ -49,7 +51,7 @@ class Restorer:
     def __init__(
         self,
         layout: ArtifactLayout,
-        store: Store,
+        store: ArtifactStore,
         recorder: Recorder,
         planner: RestorePlanner,
         engine_load: Callable[[RequestTracker], EngineLoad],
@@ -95,7 +97,7 @@ class Restorer:
             if pending is None:
                 self._end_staging(tracker)
                 return 0
-            if not pending.handle.done:
+            if not pending.handle.poll():
                 return None
             if not pending.handle.failed:
                 self._end_staging(tracker)
@@ -134,7 +136,7 @@ class Restorer:
             return False
         plan = RestorePlan(end, chunks, pending.plan.prefix_types, needed, distinct_tiers(chunks))
         handle = self._store.begin_restore(_wanted(plan), self._peers.copies(tracker))
-        if not handle.done or handle.failed:
+        if not handle.poll() or handle.failed:
             handle.release()
             return False
         pending.handle.release()

@@ -32,8 +32,8 @@ from hetero_connector.planner.checkpoints import (
 )
 from hetero_connector.planner.plan import RestorePlan
 from hetero_connector.spec import StateType
+from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Save as StoreSave
-from hetero_connector.store.base import Store
 
 
 @dataclass
@@ -78,7 +78,7 @@ class _Reserved:
 class Reservations:
     """Reservations of one engine by save id. Sealed when every rank has copied its share."""
 
-    def __init__(self, store: Store, tp_size: int) -> None:
+    def __init__(self, store: ArtifactStore, tp_size: int) -> None:
         self._store = store
         self._tp_size = tp_size
         self._reserved: dict[int, _Reserved] = {}
@@ -149,7 +149,11 @@ class Saver:
     """Reserves slots for the state that a step completes, and orders the copies."""
 
     def __init__(
-        self, layout: ArtifactLayout, store: Store, tp_size: int, checkpoints: CheckpointPolicy
+        self,
+        layout: ArtifactLayout,
+        store: ArtifactStore,
+        tp_size: int,
+        checkpoints: CheckpointPolicy,
     ) -> None:
         self._layout = layout
         self._model = layout.model

@@ -22,7 +22,7 @@ from hetero_connector.artifacts.record import ChunkKey, Tier
 from hetero_connector.engine.scheduler.requests import RequestTracker
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.sessions import Conversations, ThinkTimes
-from hetero_connector.store.base import Store
+from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn, staging_start_s
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Sessions:
     def __init__(
         self,
         layout: ArtifactLayout,
-        store: Store,
+        store: ArtifactStore,
         costs: CostModel,
         think_times: ThinkTimes,
         clock: Callable[[], float],

@@ -45,7 +45,7 @@ from hetero_connector.planner.sessions import ThinkTimes
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
-from hetero_connector.store.catalog.prefetch_costs import PrefetchCosts
+from hetero_connector.store.catalog.prefetch_schedule import PrefetchCosts
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved
 from hetero_connector.store.catalog.write_budget import burst_bytes
 from hetero_connector.store.peers.ports import PeerAccess

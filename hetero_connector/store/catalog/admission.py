@@ -5,7 +5,7 @@ full. Below that a chunk must be worth more than most of what was lately asked f
 more so the emptier the bucket: expected reuse times seconds saved, per byte written. What
 is refused stays in DRAM and is asked for again when it has been used.
 
-A chunk's prefix-proportional state is judged as one, then its boundary state: part of
+A chunk's prefix-proportional state is admitted or refused as one, then its boundary state: part of
 either restores nothing. Nothing is written that a restart could reach neither from here nor
 from a peer's copy of what it continues, or that would be of no use then. Needs the store's
 lock; runs on the I/O thread.

@@ -14,7 +14,7 @@ Entry = TypeVar("Entry")
 class ArtifactQueue(Generic[Entry]):
     """First in, first out. Guarded by the store's lock. Every call is O(1).
 
-    What the store forgets is discarded, so a queue that nobody serves is no longer than the index.
+    What the store forgets is discarded, so even a queue that is not served is bounded by the index.
     """
 
     def __init__(self) -> None:

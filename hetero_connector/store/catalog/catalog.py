@@ -35,7 +35,7 @@ from hetero_connector.store.catalog.nodes import Artifact
 from hetero_connector.store.catalog.prefetch import Prefetcher
 from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
 from hetero_connector.store.catalog.replicas import Replicas
-from hetero_connector.store.catalog.restore import ArtifactRestore
+from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.catalog.tick_times import TickTimes
 from hetero_connector.store.catalog.tiers import Forgotten, Tiers
 from hetero_connector.store.catalog.write_budget import WriteBudget
@@ -146,19 +146,19 @@ class Catalog:
     # --- the scheduler's thread: finding ----------------------------------------------------------
 
     def match(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
-        """See `base.Store.match`. Needs no lock: it reads one attribute a chunk."""
+        """See `ArtifactStore.match`. Needs no lock: it reads one attribute a chunk."""
         return self.tiers.index.match(chain)
 
     def holdings(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
-        """See `base.Store.holdings`. Needs no lock."""
+        """See `ArtifactStore.holdings`. Needs no lock."""
         return self.tiers.index.holdings(chain)
 
     def tails(self, parent: ChunkKey) -> tuple[int, ...]:
-        """See `base.Store.tails`. Needs no lock."""
+        """See `ArtifactStore.tails`. Needs no lock."""
         return self.tiers.index.tails(parent)
 
     def missing(self, chunk: ChunkRange, state_types: Sequence[StateType]) -> list[StateType]:
-        """See `base.Store.missing`. Needs no lock."""
+        """See `ArtifactStore.missing`. Needs no lock."""
         node = self.tiers.index.nodes.get(chunk.key)
         return [t for t in state_types if node is None or t not in node.artifacts]
 
@@ -167,20 +167,20 @@ class Catalog:
     @_locked
     def begin_restore(
         self, wanted: Sequence[Wanted], copies: Mapping[ArtifactId, PeerCopy]
-    ) -> ArtifactRestore:
-        """Pin what is in DRAM, and begin loads of the rest; see `base.Store.begin_restore`."""
-        restore = ArtifactRestore(self, wanted, copies, self.clock())
+    ) -> Restore:
+        """Pin what is in DRAM, and begin loads of the rest; see `ArtifactStore.begin_restore`."""
+        restore = Restore(self, wanted, copies, self.clock())
         if restore.start():
             self._lock.notify_all()
         return restore
 
     @_locked
-    def poll_restore(self, restore: ArtifactRestore) -> bool:
+    def poll_restore(self, restore: Restore) -> bool:
         """Fail what a restore waits for at its deadline; return whether it waits for nothing."""
         return restore.check_deadline(self.clock())
 
     @_locked
-    def end_restore(self, restore: ArtifactRestore) -> None:
+    def end_restore(self, restore: Restore) -> None:
         """Count the uses of a restore and drop its pins."""
         used = restore.end(self._tick())
         if self.config.verify == "sample" and self.io_alive:
@@ -259,7 +259,7 @@ class Catalog:
 
     @_locked
     def expect(self, expected: ExpectedReturn) -> None:
-        """Expect a session; see `base.Store.expect`."""
+        """Expect a session; see `ArtifactStore.expect`."""
         if self.config.ssd_dir is not None and self.io_alive:
             self.prefetcher.schedule.expect(expected)
             if self.prefetcher.schedule.next_s >= expected.start_s:  # the I/O thread sleeps longer
@@ -267,7 +267,7 @@ class Catalog:
 
     @_locked
     def session_returned(self, session: Hashable) -> None:
-        """See `base.Store.session_returned`."""
+        """See `ArtifactStore.session_returned`."""
         if self.config.ssd_dir is not None and self.io_alive:
             self.prefetcher.session_returned(session)
 
@@ -281,7 +281,7 @@ class Catalog:
         *,
         is_served: bool,
     ) -> None:
-        """Make the session a user of its chain; see `base.Store.protect_chain`.
+        """Make the session a user of its chain; see `ArtifactStore.protect_chain`.
 
         `is_served`: an I/O thread removes users whose time is over; else that is done here.
         """
@@ -295,7 +295,7 @@ class Catalog:
 
     @_locked
     def demote(self, chunks: Sequence[StoredChunk]) -> None:
-        """Let chunks leave first, at once; see `base.Store.decline`."""
+        """Let chunks leave first, at once; see `ArtifactStore.decline`."""
         self.tiers.demote(chunks)
 
     def decline(self, chunks: Sequence[StoredChunk]) -> None:
@@ -378,13 +378,13 @@ class Catalog:
         return self.users.chain_ends(session)
 
     @_locked
-    def soon_to_leave(self, count: int) -> list[ChunkKey]:
+    def next_victims(self, count: int) -> list[ChunkKey]:
         """Return chunks for which it matters now whether other engines use them.
 
         At most twice `count`: half of it for the next to leave DRAM, the rest for chunks with
         foreign users, those that were asked about longest ago.
         """
-        soon = [node.key for node in self.tiers.soon_to_leave(count)]
+        soon = [node.key for node in self.tiers.next_victims(count)]
         foreign = self.users.foreign_ends()
         asked = dict.fromkeys([*foreign[:count], *soon, *foreign[count:]])
         return list(asked)[: 2 * count]
@@ -444,7 +444,7 @@ class Catalog:
         """Learn from a batch that was read from SSD. Needs no lock."""
         now_s = self.clock()
         self._recorder.observe("heterocache_ssd_read_seconds", now_s - began_s)
-        self.loads.read_pace.ended(size_bytes, began_s, now_s)
+        self.loads.read_pace.add_batch(size_bytes, began_s, now_s)
 
     @_locked
     def give_up_load(self, load: Load) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from enum import Enum
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.store.catalog.nodes import ANY, Artifact
+from hetero_connector.store.catalog.nodes import ANY, Artifact, Life
 
 
 class Evictability(Enum):
@@ -35,7 +35,7 @@ class Evictability(Enum):
 
 def evictability(artifact: Artifact, tier: Tier) -> Evictability:
     """Return whether the artifact may leave `tier` now."""
-    if artifact.pins or artifact.forgotten or not artifact.sealed:
+    if artifact.pins or artifact.life is not Life.SEALED:
         return Evictability.BLOCKED
     if artifact.slot(tier) is None:
         return Evictability.BLOCKED

@@ -1,4 +1,4 @@
-"""Which artifact leaves a tier next.
+"""Eviction policies: the order in which artifacts leave a full tier.
 
 To add a policy: implement `EvictionPolicy`, name it in `make_policy` and in
 `base.EvictionName`, and add it to `POLICIES` in tests/store/test_eviction_contract.py.
@@ -29,19 +29,18 @@ class EvictionPolicy(Protocol):
     """Orders the artifacts of one state type in one tier. The caller holds the store's lock."""
 
     def offer(self, artifact: Artifact) -> None:
-        """The artifact may have become evictable. Cheap; offering twice changes nothing."""
+        """Note that the artifact may be evictable now. Cheap; a second offer changes nothing."""
         ...
 
     def pop(self, evictability: Callable[[Artifact], Evictability]) -> Artifact | None:
-        """The next victim, or None if all are held. A held artifact is offered again later.
+        """Return the next victim; None if all are blocked. Those are offered again later.
 
         The caller evicts the victim: the policy no longer knows it.
         """
         ...
 
     def soon(self, count: int) -> list[Artifact]:
-        """About the next `count`, as far as that is known without a look at each: some may be
-        held. O(count)."""
+        """Return about the next `count` victims; some of them may be blocked. O(count)."""
         ...
 
     def clear(self) -> None:
@@ -52,7 +51,7 @@ class EvictionPolicy(Protocol):
 def make_policy(
     name: EvictionName, seconds_saved: SecondsSaved, now: Callable[[], int]
 ) -> EvictionPolicy:
-    """The policy of that name. `now`: the logical clock that `Artifact.last_used` is of."""
+    """Return the policy of that name. `now`: the logical clock that `Artifact.last_used` is of."""
     match name:
         case "leaf_lru":
             return LeafLru()
@@ -73,8 +72,8 @@ class LazyHeap:
     """Artifacts by rank. An entry's place is checked when it is popped.
 
     So using an artifact costs nothing here, and every entry popped in vain was paid for by
-    one `push` or one use: O(log n) amortised. What the index has forgotten meanwhile is let
-    go of whenever the heap has doubled, for a tier that is never short of slots pops nothing.
+    one `push` or one use: O(log n) amortised. What the index has forgotten meanwhile is
+    dropped whenever the heap has doubled, for a tier that is never short of slots pops nothing.
     """
 
     def __init__(self, rank: Callable[[Artifact], Rank]) -> None:
@@ -109,7 +108,7 @@ class LazyHeap:
         return None
 
     def low(self, count: int) -> list[Artifact]:
-        """So many of the lowest, about: those nearest to the heap's top."""
+        """Return about `count` of the lowest: those nearest to the heap's top."""
         return [entry[-1] for entry in self._entries[:count]]
 
     def keep(self, wanted: Callable[[Artifact], bool]) -> None:
@@ -220,8 +219,8 @@ class Value(LeafFirst):
     more is overtaken. Worth is seconds saved, in a unit that stays what it is while the engine's
     speed is being learned (`SecondsSaved.in_prefills`): ranks are kept, and the clock is one.
 
-    Uses count by their logarithm, where the paper's count each: all turns of a session use its
-    beginning, and when it has ended nobody does. With each counted it stayed for as many rounds
+    Uses count by their logarithm, where the paper counts each: all turns of a session use its
+    beginning, and none do after its end. With each counted it stayed for as many rounds
     of the clock. All artifacts of a policy fill slots of one size: seconds per slot order them as
     seconds per byte do, and a short tail gets no bonus for the room it wastes.
 

@@ -30,7 +30,7 @@ def as_it_stands(artifact: Artifact) -> ExportChange | None:
 class ExportFeed:
     """Changes in the order they happened. Written under the store's lock.
 
-    Bounded: if nobody takes them the oldest are lost, and `take_loss` says so.
+    Bounded: if they are not taken the oldest are lost, and `take_loss` returns True.
     """
 
     def __init__(self, changed: Callable[[], None] | None = None) -> None:
@@ -40,19 +40,19 @@ class ExportFeed:
         self._has_lost = False
 
     def on_changed(self, artifact: Artifact) -> None:
-        """It has come, moved or lost one of its places. Told once its checksum is known."""
+        """Note an artifact that was added, moved or lost a copy, once its checksum is known."""
         change = as_it_stands(artifact)
         if change is not None:
             self._append(change)
 
     def on_forgotten(self, artifact: Artifact) -> None:
-        """It leaves the store."""
+        """Note an artifact that leaves the store."""
         if artifact.checksum is not None:
             node = artifact.node
             self._append(ExportChange(node.chunk, artifact.state_type, None, artifact.token))
 
     def take(self) -> list[ExportChange]:
-        """Everything since the last call, oldest first. Needs no lock."""
+        """Return every change since the last call, oldest first. Needs no lock."""
         taken: list[ExportChange] = []
         # Until it is empty: only then does the next change call `changed` again.
         with contextlib.suppress(IndexError):

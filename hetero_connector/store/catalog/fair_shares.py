@@ -1,8 +1,8 @@
 """Fair shares of a full map that the clients of several tenants fill.
 
-A tenant is a cache salt: whose requests come under one share their state, and nobody else's. No
-tenant's entries drive out another's while it has more than its share of them: so many keys that
-one client makes up cost that client's own. With one tenant it is the oldest, as anywhere.
+A tenant is a cache salt: requests with the same salt share their state, and no others do. A full
+map drops the oldest key of a tenant that has more than its share, so a client that makes up many
+keys drives out its own. With one tenant that is the oldest key of all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class FairShares:
         return len(self._tenant_of)
 
     def add(self, key: Hashable, tenant: bytes) -> Hashable | None:
-        """Add a key, or make it the newest; the key that has to leave, if there are too many.
+        """Add a key, or make it the newest; return the key to drop, if there are too many.
 
         That one is removed already. O(1) for a tenant that has its share, else O(tenants).
         """

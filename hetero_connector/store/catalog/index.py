@@ -12,8 +12,9 @@ name. Its parent is unknown: it is kept below the root until it is added with it
 from __future__ import annotations
 
 import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from operator import attrgetter
 
 from hetero_connector.artifacts.record import (
@@ -28,13 +29,14 @@ from hetero_connector.artifacts.record import (
 )
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.catalog.evictability import Evictability, evictability, may_go_missing
-from hetero_connector.store.catalog.nodes import ANY, ONE, Artifact, Node, check_node
-from hetero_connector.store.catalog.tail_lengths import TailLengths
+from hetero_connector.store.catalog.nodes import ANY, ONE, Artifact, Life, Node, check_node
 
 _OFFSETS = struct.Struct(f"={len(StateType)}q")
 _NOTHING: Mapping[StateType, Tier] = {}
 _NOWHERE = _OFFSETS.pack(*[-1] * len(StateType))
 _key = attrgetter("key")
+MAX_TAILS = 32
+"""Lengths that are returned. Each costs a search for a tail one hash of that many tokens."""
 
 
 class PrefixIndex:
@@ -65,7 +67,7 @@ class PrefixIndex:
         return found
 
     def holdings(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
-        """Return what is sealed of the chain, also after missing ranges; see `base.Store`."""
+        """Return what is sealed of the chain, also after missing ranges; see `ArtifactStore`."""
         nodes, chunks = self.nodes, iter(chain)
         found = []
         for chunk in chunks:
@@ -158,7 +160,7 @@ class PrefixIndex:
             return None
         self.presume_parent(chunk)
         artifact = self.add(chunk, ref.state_type, size_bytes)
-        artifact.sealed, artifact.ssd = True, ref
+        artifact.life, artifact.ssd = Life.SEALED, ref
         assert artifact.node.parent is not None
         artifact.node.parent.counts_ssd += ONE[ref.state_type]
         return artifact
@@ -171,7 +173,7 @@ class PrefixIndex:
 
     def seal(self, artifact: Artifact) -> None:
         """Make it visible to `match`, and evictable once unpinned."""
-        artifact.sealed = True
+        artifact.life = Life.SEALED
         self._refresh(artifact.node)
         # Another artifact of the chunk may have been kept only for being the last one.
         for sibling in artifact.node.artifacts.values():
@@ -208,10 +210,10 @@ class PrefixIndex:
         return ref
 
     def remove(self, artifact: Artifact) -> None:
-        """Forget it. Its slots stay noted on it, for the store to give back."""
+        """Forget it. Its slots stay noted on it, for `Tiers` to release."""
         node = artifact.node
         assert not artifact.forgotten
-        artifact.forgotten = True
+        artifact.life = Life.FORGOTTEN
         del node.artifacts[artifact.state_type]
         self.num_missing += not node.artifacts
         self._uncount(artifact, None)
@@ -228,7 +230,7 @@ class PrefixIndex:
                 node.stored.stale = True
         gone = list(self.artifacts())
         for artifact in gone:
-            artifact.forgotten = True
+            artifact.life = Life.FORGOTTEN
             artifact.node.artifacts.clear()  # else these two would be a cycle
         self.root = Node(self.root.chunk, None)
         self.nodes = {ROOT: self.root}
@@ -255,7 +257,7 @@ class PrefixIndex:
         self._offer_above_ssd(parent)
 
     def _offer_above_ssd(self, node: Node) -> None:
-        """Offer what has no other copy and on which nothing in DRAM alone rests by now."""
+        """Offer what has no other copy and what no artifact in DRAM alone depends on any more."""
         for artifact in node.artifacts.values():
             if artifact.ssd is None and may_go_missing(artifact):
                 self._offer(artifact)
@@ -346,3 +348,33 @@ class PrefixIndex:
         assert self.num_missing == sum(not x.artifacts for x in self.nodes.values()) - 1, (
             "but the root"
         )
+
+
+class TailLengths:
+    """Counts visible chunks shorter than a full one by their parent and their length in tokens."""
+
+    def __init__(self) -> None:
+        self._counts: dict[ChunkKey, dict[int, int]] = {}
+        """By parent; the newest length is last."""
+
+    def of(self, parent: ChunkKey) -> tuple[int, ...]:
+        """Return the newest `MAX_TAILS` lengths. Needs no lock."""
+        return tuple(islice(reversed(self._counts.get(parent, {})), MAX_TAILS))
+
+    def count(self, parent: ChunkKey, length: int, step: int) -> None:
+        """Add `step` to the count: 1 for a chunk that became visible, -1 for one that left."""
+        lengths = self._counts.setdefault(parent, {})
+        count = lengths.get(length, 0) + step
+        if step > 0 or not count:
+            lengths.pop(length, None)
+        if count:
+            lengths[length] = count
+        elif not lengths:
+            del self._counts[parent]
+
+    def check(self, visible: Iterable[tuple[ChunkKey, int]]) -> None:
+        """Raise AssertionError unless exactly these (parent, length) are counted."""
+        lengths: defaultdict[ChunkKey, Counter[int]] = defaultdict(Counter)
+        for parent, length in visible:
+            lengths[parent][length] += 1
+        assert lengths == self._counts

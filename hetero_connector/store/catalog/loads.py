@@ -20,8 +20,12 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Failure, ReadTiming, StoreConfig
 from hetero_connector.store.catalog.artifact_queue import ArtifactQueue
 from hetero_connector.store.catalog.nodes import Artifact
-from hetero_connector.store.catalog.read_pace import ReadPace
 from hetero_connector.store.catalog.tiers import Tiers
+
+_KEPT = 0.9
+"""The weight of earlier batches, at each further one: about ten of them count."""
+_USABLE = 0.5
+"""The usable share of the deadline: reads that are queued beyond it would come too late."""
 
 
 class Source(Enum):
@@ -94,7 +98,7 @@ class Loads:
         self.by_artifact: dict[Artifact, Load] = {}
         """Every load that is not settled."""
         self.waiting_bytes = dict.fromkeys((Tier.SSD, Tier.PEER), 0)
-        """Bytes that somebody waits for, by tier."""
+        """Bytes that restores or prefetches wait for, by tier."""
         self.read_pace = ReadPace(config.load_deadline_s)
         self.timings: deque[ReadTiming] = deque(maxlen=256)
         """For the cost model. Appended and taken without the lock."""
@@ -335,3 +339,26 @@ class Loads:
 def _storage(load: Load) -> str:
     assert load.copy is not None
     return load.copy.storage
+
+
+class ReadPace:
+    """The pace of the SSD, and so how many bytes may be queued for it. Pure: time comes in.
+
+    Bytes per second over the last batches, while there was something to read.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self._usable_s = _USABLE * deadline_s
+        self._bytes = 0.0
+        self._seconds = 0.0
+        self._ended_s = -math.inf
+        self.most_bytes = math.inf
+        """Bytes that may be queued: more would come after the deadline. Infinite until known."""
+
+    def add_batch(self, size_bytes: int, began_s: float, now_s: float) -> None:
+        """Learn from a batch of so many bytes that was read, after those before it."""
+        self._bytes = _KEPT * self._bytes + size_bytes
+        self._seconds = _KEPT * self._seconds + now_s - max(began_s, self._ended_s)
+        self._ended_s = now_s
+        if self._seconds > 0:
+            self.most_bytes = self._usable_s * self._bytes / self._seconds

@@ -7,6 +7,7 @@ not configured, and every object that may refer to others is one more for the ga
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import Enum
 
 from hetero_connector.artifacts.record import (
     ArtifactId,
@@ -38,12 +39,26 @@ def index_bytes(num_chunks: int, num_types: int) -> int:
     return num_chunks * (_CHUNK_BYTES + num_types * _ARTIFACT_BYTES)
 
 
+class Life(Enum):
+    """The stages of an artifact's life, in order.
+
+    A sealed artifact is *stored* while it has an SSD slot: then a restart finds it again.
+    """
+
+    RESERVED = "reserved"
+    """It has a DRAM slot, whose bytes are being written. Not visible."""
+    SEALED = "sealed"
+    """Its bytes are complete, in at least one tier."""
+    FORGOTTEN = "forgotten"
+    """It has left the index; its slots are released with its last pin."""
+
+
 class Artifact:
     """One artifact: its slots, pins and recency. Changed by the catalog alone, under its lock."""
 
     __slots__ = (
-        "checksum", "dram", "dram_offset", "forgotten", "last_used", "node", "pins", "replica",
-        "sealed", "size_bytes", "ssd", "state_type", "token", "uses",
+        "checksum", "dram", "dram_offset", "last_used", "life", "node", "pins", "replica",
+        "size_bytes", "ssd", "state_type", "token", "uses",
     )  # fmt: skip
 
     def __init__(self, node: Node, state_type: StateType, size_bytes: int) -> None:
@@ -52,11 +67,10 @@ class Artifact:
         self.size_bytes = size_bytes
         self.checksum: bytes | None = None
         """xxh3-128 of the bytes; None until the I/O thread has computed it."""
-        self.sealed = False
+        self.life = Life.RESERVED
+        """Changed by the index alone."""
         self.pins = 0
         """Restores, saves and transfers under way."""
-        self.forgotten = False
-        """No longer in the index; its slots are released with the last pin."""
         self.dram: SlotRef | None = None
         self.dram_offset = -1
         self.ssd: SlotRef | None = None
@@ -72,6 +86,16 @@ class Artifact:
         """Return the artifact's name."""
         return ArtifactId(self.node.key, self.state_type)
 
+    @property
+    def sealed(self) -> bool:
+        """Return whether its bytes are complete and `match` may find it."""
+        return self.life is Life.SEALED
+
+    @property
+    def forgotten(self) -> bool:
+        """Return whether it has left the index."""
+        return self.life is Life.FORGOTTEN
+
     def slot(self, tier: Tier) -> SlotRef | None:
         """Return its place in `tier`, if it has one."""
         return self.dram if tier is Tier.DRAM else self.ssd
@@ -79,7 +103,7 @@ class Artifact:
     def __repr__(self) -> str:
         return (
             f"Artifact({self.node.key.hex()[:8]}, {self.state_type.value}, dram={self.dram}, "
-            f"ssd={self.ssd}, sealed={self.sealed}, pins={self.pins}, gone={self.forgotten})"
+            f"ssd={self.ssd}, {self.life.value}, pins={self.pins})"
         )
 
 

@@ -5,7 +5,7 @@ time, and only that protects slots: a restore that comes meanwhile reads the res
 what is under way, so nothing is read twice and a restore waits for that batch at most.
 
 A slot is taken from the next victim of eviction, and only if the expected gain is larger, see
-`prefetch_costs`. A staged artifact is as evictable as one that was just used. When its session is
+`PrefetchWorth`. A staged artifact is as evictable as one that was just used. When its session is
 not expected any more it leaves first.
 
 A private part of `Catalog`, which holds the lock.
@@ -25,8 +25,13 @@ from hetero_connector.store.base import Failure, StoreConfig, Wanted
 from hetero_connector.store.catalog.loads import Load, Loads, Source
 from hetero_connector.store.catalog.nodes import Artifact, Node
 from hetero_connector.store.catalog.pins import ChainPin
-from hetero_connector.store.catalog.prefetch_costs import BATCH_BYTES, PrefetchCosts, PrefetchWorth
-from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn, PrefetchSchedule
+from hetero_connector.store.catalog.prefetch_schedule import (
+    BATCH_BYTES,
+    ExpectedReturn,
+    PrefetchCosts,
+    PrefetchSchedule,
+    PrefetchWorth,
+)
 from hetero_connector.store.catalog.tick_times import TickTimes
 from hetero_connector.store.catalog.tiers import Tiers
 

@@ -1,12 +1,13 @@
 """A restore: artifacts that are brought to DRAM and pinned there until they are copied.
 
-`ArtifactRestore` implements `base.Restore`. Its methods `start`, `check_deadline`, `end`
-and `on_loaded` are called by the catalog, with its lock held.
+The catalog calls `start`, `check_deadline`, `end` and `on_loaded`, with its lock held.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -16,11 +17,10 @@ import numpy.typing as npt
 from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkRange, StoredChunk, Tier
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.base import Failure, Wanted
+from hetero_connector.store.base import Failure, ReadTiming, Wanted
 from hetero_connector.store.catalog.loads import Load, Source
 from hetero_connector.store.catalog.nodes import Artifact
 from hetero_connector.store.catalog.pins import ChainPin
-from hetero_connector.store.catalog.staging_timer import StagingTimer
 
 if TYPE_CHECKING:
     from hetero_connector.store.catalog.catalog import Catalog
@@ -30,8 +30,8 @@ _NOWHERE = np.full(len(StateType), -1, np.int64).tobytes()
 _stale = attrgetter("stale")
 
 
-class ArtifactRestore:
-    """Made by `Catalog.begin_restore`; used by the scheduler's thread."""
+class Restore:
+    """Made by `Catalog.begin_restore`; used by the scheduler's thread. Always `release` it."""
 
     def __init__(
         self,
@@ -55,19 +55,27 @@ class ArtifactRestore:
         self._congested = catalog.loads.is_congested
         self._released = False
 
-    @property
-    def done(self) -> bool:
-        """Return whether all artifacts have arrived or failed, those past the deadline included."""
-        return not self._pending or self._catalog.poll_restore(self)
+    def poll(self) -> bool:
+        """Return whether every artifact has arrived or failed. Never blocks.
+
+        Fails what is missing once the deadline has passed.
+        """
+        if not self._pending:
+            return True
+        is_overdue = self._catalog.clock() >= self._deadline_s
+        return is_overdue and self._catalog.poll_restore(self)
 
     @property
     def columns(self) -> Sequence[Sequence[int]]:
-        """See `base.Restore.columns`."""
+        """For each `Wanted`, the arena byte offset of each chunk's artifact; -1 if it failed.
+
+        Final once `poll` returns True, valid until `release`.
+        """
         return self._columns
 
     @property
     def offsets(self) -> Mapping[ArtifactId, int]:
-        """See `base.Restore.offsets`."""
+        """Return the same by artifact, only those that arrived. Built anew at each call."""
         return {
             ArtifactId(stored.chunk.key, kind): at
             for (kind, chunks), column in zip(self._wanted, self._columns, strict=True)
@@ -77,11 +85,11 @@ class ArtifactRestore:
 
     @property
     def failed(self) -> Mapping[ArtifactId, Failure]:
-        """See `base.Restore.failed`."""
+        """Artifacts that did not arrive, and why."""
         return self._failed
 
     def release(self) -> None:
-        """See `base.Restore.release`."""
+        """Drop the pins. A read still under way keeps its slot until it ends. Idempotent."""
         if not self._released:
             self._released = True
             self._catalog.end_restore(self)
@@ -102,7 +110,7 @@ class ArtifactRestore:
         else:
             for column, position in self._places[artifact_id]:
                 self._columns[column][position] = artifact.dram_offset
-        del self._pending[artifact_id]  # last: `done` looks at it without the lock
+        del self._pending[artifact_id]  # last: `poll` looks at it without the lock
 
     def start(self) -> bool:
         """Pin what is in DRAM, and begin loads of the rest; return whether there are any.
@@ -278,3 +286,71 @@ class ArtifactRestore:
             load.waiters.remove(self)
             self._catalog.loads.withdraw(load)
         self._pending.clear()
+
+
+@dataclass
+class _Reads:
+    bytes_by_type: Counter[StateType] = field(default_factory=Counter)
+    arrived_bytes: int = 0
+    left: int = 0
+    is_representative: bool = True
+    """False if the time is not that of these bytes."""
+
+
+class StagingTimer:
+    """Times a restore's reads, tier by tier, for the cost model to learn from.
+
+    From when the restore begins to its last verified byte: queue, transfers, checksums and the
+    I/O thread's own pauses. That is what a request waits for; the transfers alone are less.
+
+    A restore that is given up at its deadline teaches the most: without it the planner would choose
+    a tier that became slow again and again. Its time is extrapolated from the bytes that arrived,
+    to twice the time at most.
+    """
+
+    def __init__(self, started_s: float, ahead_bytes: Mapping[Tier, int]) -> None:
+        """`ahead_bytes`: bytes that others wait for when it begins, by tier."""
+        self.started_s = started_s
+        self._ahead_bytes = dict(ahead_bytes)
+        self._reads: dict[Tier, _Reads] = {}
+
+    def add(self, tier: Tier, state_type: StateType, size_bytes: int) -> None:
+        """Add a read that the restore began."""
+        reads = self._reads.setdefault(tier, _Reads())
+        reads.bytes_by_type[state_type] += size_bytes
+        reads.left += 1
+
+    def add_foreign(self, tier: Tier) -> None:
+        """Add a read whose time is not that of the tier: it began earlier, or is from elsewhere."""
+        reads = self._reads.setdefault(tier, _Reads())
+        reads.left += 1
+        reads.is_representative = False
+
+    def end(self, tier: Tier, size_bytes: int, now_s: float, *, failed: bool) -> ReadTiming | None:
+        """Note that a read has ended; return a timing if it was the tier's last."""
+        reads = self._reads[tier]
+        reads.left -= 1
+        if not failed:
+            reads.arrived_bytes += size_bytes
+        elif tier is Tier.PEER:  # it has its own deadline, and the other peers are not it
+            reads.is_representative = False
+        return None if reads.left else self._timing(tier, now_s)
+
+    def give_up(self, now_s: float) -> list[ReadTiming]:
+        """Wait no longer; return a timing of each tier that has not ended."""
+        timings = [self._timing(tier, now_s) for tier, reads in self._reads.items() if reads.left]
+        return [timing for timing in timings if timing is not None]
+
+    def _timing(self, tier: Tier, now_s: float) -> ReadTiming | None:
+        reads = self._reads[tier]
+        if not reads.is_representative or tier is Tier.DRAM:
+            return None
+        asked_bytes = reads.bytes_by_type.total()
+        part = max(reads.arrived_bytes / asked_bytes, 0.5)
+        return ReadTiming(
+            tier,
+            reads.bytes_by_type,
+            self._ahead_bytes.get(tier, 0),
+            (now_s - self.started_s) / part,
+            whole=reads.arrived_bytes == asked_bytes,
+        )

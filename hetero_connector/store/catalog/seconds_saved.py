@@ -40,7 +40,7 @@ class SecondsSaved:
     now. Called often, on either of the store's threads, with the store's lock held."""
 
     def __call__(self, artifact: Artifact) -> float:
-        """Seconds by which a request that resumes with it is ahead of one that cannot."""
+        """Return the seconds that a request saves if it can resume with the artifact."""
         start, end = artifact.node.chunk.start, artifact.node.chunk.end
         if artifact.state_type.family is Family.BOUNDARY:
             node = artifact.node.parent
@@ -49,10 +49,10 @@ class SecondsSaved:
         return self.prefill_seconds(end - start, start)
 
     def in_prefills(self, artifact: Artifact) -> float:
-        """The same in prefills of 1,024 tokens: what artifacts are worth beside one another.
+        """Return the same in prefills of 1,024 tokens.
 
-        Unlike seconds it can be kept and compared later: an engine that turns out to be ten
-        times as fast as was thought, or slows down for a while, has all seconds change alike.
+        Unlike seconds it can be kept and compared later: when the engine turns out to be ten times
+        as fast as was thought, or slows down for a while, all seconds change by the same factor.
         """
         return self(artifact) / self.prefill_seconds(_UNIT_TOKENS, 0)
 

@@ -205,7 +205,7 @@ class Tiers:
         if artifact.pins == 0:
             self._freed(artifact)
 
-    def soon_to_leave(self, count: int) -> list[Node]:
+    def next_victims(self, count: int) -> list[Node]:
         """Return our own chunks among the next to leave a full DRAM tier, about `count` a type."""
         found: dict[Node, None] = {}
         for kind in self.dram.geometry.stride_bytes:

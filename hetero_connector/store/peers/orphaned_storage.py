@@ -1,15 +1,15 @@
 """A dead engine's SSD directory, read by another: never written, and only while no engine has it.
 
-The engine's death lets go of the directory's lock, however it died; a stopped one keeps it. While
-its orphans are read the lock is shared among those who read, so an engine that starts there waits
-until they let go: between two artifacts they look whether one does. Where locks do not reach (a
-network file system that keeps them local) the checksum, which is the directory's record's and is
-seeded with the artifact's id, still tells bytes that somebody overwrites.
+An engine's death releases the directory's lock, however it died; a stopped engine keeps it. The
+readers share the lock, so an engine that starts there waits for them: between two artifacts they
+check whether one does, and release it. Where locks do not reach (a network file system that keeps
+them local) the checksum still finds bytes that are being overwritten: it comes from the fleet's
+record, and is seeded with the artifact's id.
 
-Where it lies is what the directory of the fleet says; what it holds may be anybody's work. Neither
-is believed: the path must lie below a folder that the configuration names, no symbolic link is
+The fleet's record names the path, and any program may have written what lies there. Neither is
+believed: the path must lie below a folder that the configuration names, no symbolic link is
 followed below that, files must be regular ones, and SQLite gets a deadline and a schema that is
-looked at first.
+checked first.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Peers(Protocol):
         """Return the `PeerCard` of the worker of this epoch; None unless its lease lasts."""
         ...
 
-    def admits(self, artifact: ArtifactId, copy: PeerCopy) -> bool:
+    def may_use(self, artifact: ArtifactId, copy: PeerCopy) -> bool:
         """Return whether a copy may become visible now: its holder was not taken over meanwhile."""
         ...
 
@@ -42,19 +42,19 @@ class Peers(Protocol):
 
 
 class KnownPeers:
-    """Implements `Peers` by what it is told: for tests and the simulator."""
+    """Implements `Peers` from what its caller sets: for tests and the simulator."""
 
     def __init__(self) -> None:
         self.cards: dict[int, bytes] = {}
         """By epoch; take one out and its lease has ended."""
         self.fenced: set[ArtifactId] = set()
-        """Artifacts that somebody else took over."""
+        """Artifacts that another worker took over."""
 
     def card(self, holder: int) -> bytes | None:
         """See `Peers`."""
         return self.cards.get(holder)
 
-    def admits(self, artifact: ArtifactId, copy: PeerCopy) -> bool:
+    def may_use(self, artifact: ArtifactId, copy: PeerCopy) -> bool:
         """See `Peers`."""
         return copy.holder in self.cards and artifact not in self.fenced
 
@@ -88,7 +88,7 @@ class PeerPort:
 
     @property
     def card(self) -> bytes:
-        """For the directory: a `PeerCard`. Another one when `transfers` were started again."""
+        """Return the `PeerCard` for the directory: a new one when `transfers` were restarted."""
         return PeerCard(self.geometry, self.transfers.metadata).encode()
 
     @classmethod
@@ -110,7 +110,7 @@ class PeerPort:
         return cls(access.peers, table, transfers, feed, geometry, access.changed)
 
     def close(self, timeout_s: float) -> bool:
-        """False if a transfer may still write into the arena: it must then stay mapped."""
+        """Close; False if a transfer may still write into the arena, which must stay mapped."""
         is_done = self.transfers.close(timeout_s)
         self.table.close()
         return is_done

@@ -7,7 +7,7 @@ come in one transfer, and the owner takes no part in it. What arrived counts onl
   slot held while it was read, a wrong byte is never accepted;
 - the generation is the record's: else the slot holds something else by now;
 - the serving word is that of the record's epoch and of the resets that we have seen, and the
-  directory's fence still admits the epoch: else the owner has stopped serving, was taken over, or
+  directory's fence still allows the epoch: else the owner has stopped serving, was taken over, or
   one of us was reset.
 
 Everything else is a miss. A peer that does not answer by the deadline, or whose answers fail, is
@@ -249,7 +249,7 @@ class PeerReads:
         artifact, copy, target = load.artifact, _copy(load), _target(load)
         generation, _ = self._port.table.landed(target)
         expected = serving_word(copy.holder, self.catalog.generation.tag)
-        if serving != expected or not self._port.peers.admits(artifact.id, copy):
+        if serving != expected or not self._port.peers.may_use(artifact.id, copy):
             return Failure.FENCED
         if generation != copy.generation:
             return Failure.REUSED

@@ -55,7 +55,7 @@ class Sharing:
 
     @property
     def generation(self) -> Generation:
-        """Under which state is stored and found; see `base.Store.generation`."""
+        """Under which state is stored and found; see `ArtifactStore.generation`."""
         return self._generations.latest
 
     @property
@@ -63,7 +63,7 @@ class Sharing:
         """The fleet's generation that state is shared in, also after a kill; 0: none."""
         return self._generations.kept.adopted
 
-    def hear_generation(self, number: int, asked_in: Generation) -> None:
+    def note_fleet_generation(self, number: int, asked_in: Generation) -> None:
         """The fleet's generation was `number` when it was asked, in `asked_in` of ours.
 
         Another one is adopted: at once on disk, by the engine before its next request.
@@ -87,7 +87,7 @@ class Sharing:
         """Return what changed here since the last call; see `ExportFeed`."""
         return self._port.feed.take()
 
-    def exports_lost(self) -> bool:
+    def take_export_loss(self) -> bool:
         """Return whether changes were lost since the last call: only `inventory` tells all then."""
         return self._port.feed.take_loss()
 
@@ -95,7 +95,7 @@ class Sharing:
         """Yield all that is here and has a checksum, a batch at a time, parents first."""
         return self._catalog.inventory()
 
-    def judged(
+    def resolve_claims(
         self, owned: Mapping[ArtifactId, int], held: Iterable[ArtifactId]
     ) -> list[ArtifactId]:
         """Note the fleet's answers: ours by fencing token, and those that others own.
@@ -104,11 +104,11 @@ class Sharing:
         """
         return self._catalog.resolve_claims(owned, held)
 
-    def gone(self, artifacts: Iterable[ArtifactId]) -> list[ArtifactId]:
+    def find_gone(self, artifacts: Iterable[ArtifactId]) -> list[ArtifactId]:
         """Return those that are not here any more."""
         return self._catalog.find_gone(artifacts)
 
-    def take_readers(self) -> dict[str, tuple[ChunkKey, ...]]:
+    def take_changed_users(self) -> dict[str, tuple[ChunkKey, ...]]:
         """Return the sessions whose chain changed since the last call, with their chains' ends.
 
         The last chunk of each owner's, deepest first; empty for a session that uses none.
@@ -116,11 +116,11 @@ class Sharing:
         changed = self._catalog.take_changed_users()
         return {_name(session): self._catalog.chain_ends(session) for session in changed}
 
-    def soon_to_leave(self, count: int) -> list[ChunkKey]:
+    def next_victims(self, count: int) -> list[ChunkKey]:
         """Return chunks for which it matters now whether others use them; see `Catalog`."""
-        return self._catalog.soon_to_leave(count)
+        return self._catalog.next_victims(count)
 
-    def read_elsewhere(self, is_read: Mapping[ChunkKey, bool], for_s: float) -> None:
+    def set_foreign_users(self, is_read: Mapping[ChunkKey, bool], for_s: float) -> None:
         """Say whether other engines' sessions use chains up to these chunks, valid for so long."""
         self._catalog.set_foreign_users(is_read, for_s)
 

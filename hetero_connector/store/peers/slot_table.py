@@ -1,4 +1,4 @@
-"""Show peers more of the slots than their bytes: who serves them, and their generations.
+"""The slot table: the words that tell peers who serves the slots, and their generations.
 
     offset              bytes
     0                   8       `serving_word` of the epoch under which this engine serves, and of
@@ -7,7 +7,7 @@
     64 + 8 n            8 n     for our own reads, slot by slot: the peer's generation
     64 + 16 n           8 n     the same: the peer's serving word
 
-Native little-endian 64-bit words. The memory is registered for peers beside the arena; they
+Native little-endian 64-bit words. The memory is registered for peers like the arena; they
 read the words one-sidedly with the bytes, so serving costs the owner nothing. A slot's
 generation grows before the slot's bytes change, because taking the slot sets it. Whoever reaches
 the port that serves them can write the words, too: only what a read landed is read back here.

@@ -61,7 +61,7 @@ _ROW_BYTES = 512
 _WAL_BYTES = 8 << 20
 _OPEN_WAIT_S = 30.0
 _READERS_WAIT_S = 30.0
-"""Peers that read what an engine left here let go of it after an artifact."""
+"""Peers that adopt from here release the lock after an artifact."""
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 _NO_ACCESS |= {errno.ENOENT, errno.ELOOP}
@@ -105,8 +105,8 @@ class SsdDirectory:
         """Open or create a model's directory in `root`, all of which stays within `ssd_bytes`.
 
         `slot_bytes`: a slot's size by state type, 4 KiB multiples. Every state type gets the
-        same number of slots, as many as fit beside the running engines of other models;
-        state of models not in use makes way. Rows whose slots are no more (a lower
+        same number of slots, as many as fit next to the running engines of other models;
+        state of models that are not in use is removed. Rows whose slots are no more (a lower
         `ssd_bytes`, a truncated slab) are forgotten. Raises
         ConfigError (`ssd_dir`, `ssd_gib`), StoreInUseError, FormatError, StoreError.
         """
@@ -209,7 +209,7 @@ class SsdDirectory:
             )
 
     def close(self) -> None:
-        """Close the journal and the slabs, let go of the lock. Idempotent."""
+        """Close the journal and the slabs, release the lock. Idempotent."""
         if hasattr(self, "journal"):
             self.journal.close()
         if hasattr(self, "generations"):

@@ -75,7 +75,7 @@ class DirectoryLock:
 
     @classmethod
     def try_acquire(cls, path: Path) -> DirectoryLock | None:
-        """The lock, or None if somebody holds it."""
+        """Return the lock, or None if another process has it."""
         fd = _flocked(path, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
         if fd is None:
             return None
@@ -195,7 +195,7 @@ def is_locked(path: Path) -> bool:
 
 @contextmanager
 def shared(path: Path) -> Iterator[bool]:
-    """Keep others from acquiring the lock for a while; False if somebody has. Any number may.
+    """Share the lock, so that no process can acquire it; yield False if one already has.
 
     Changes nothing on disk. Raises OSError, where there is no lock file for one.
     """
@@ -210,7 +210,7 @@ def shared(path: Path) -> Iterator[bool]:
 
 
 def _flocked(path: Path, flags: int, operation: int) -> int | None:
-    """The file at `path`, opened and locked; None if somebody has it locked otherwise."""
+    """Return the file at `path`, opened and locked; None if another lock forbids it."""
     while True:
         fd = os.open(path, flags | PRIVATE_FLAGS, PRIVATE_MODE)
         try:
@@ -227,7 +227,7 @@ def _flocked(path: Path, flags: int, operation: int) -> int | None:
 
 
 def _in_use(path: Path) -> str:
-    """Why the lock cannot be had. Those who only read it leave the last holder's name in it."""
+    """Say why the lock cannot be had. Readers leave the last holder's name in the file."""
     if is_locked(path):
         who, advice = f"in use by {holder(path)}", "stop that engine"
     else:

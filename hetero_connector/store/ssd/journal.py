@@ -125,11 +125,11 @@ class Journal:
     ) -> Journal:
         """Open a journal as it is, whatever model it belongs to.
 
-        `check`: read all of it first; else damage may go unseen, and who asks must judge what it
+        `check`: read all of it first; else damage may go unseen, and the caller must check what it
         finds. Raises CorruptJournalError if it is damaged, FormatError for another format version,
         StoreError if it cannot be read.
         """
-        # Only a WAL that somebody may be writing needs the shared-memory file, which cannot
+        # Only a WAL that another process may be writing needs the shared-memory file, which cannot
         # be made in a read-only directory.
         settled = not path.with_name(f"{path.name}-wal").exists()
         read_mode = "ro&immutable=1" if settled else "ro"
@@ -171,7 +171,7 @@ class Journal:
 
     @classmethod
     def _create(cls, path: Path, meta: JournalMeta, connect: Connect) -> Journal:
-        for suffix in SUFFIXES[1:]:  # of a journal somebody deleted: not this one's
+        for suffix in SUFFIXES[1:]:  # of a deleted journal, not of this one
             path.with_name(path.name + suffix).unlink(missing_ok=True)
         connection = open_connection(path, "rwc", connect)
         try:
@@ -313,7 +313,7 @@ class Journal:
             )
 
     def note(self, key: str, value: str) -> None:
-        """Keep a text beside the rows, in place of the last one of this key."""
+        """Store a text under a key, in place of the last one."""
         with self._transaction() as connection:
             connection.execute(_NOTE, (key, value))
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from typing import TypeVar
 
 from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.errors import StoreError
 from hetero_connector.store.catalog.catalog import Catalog, RowsToForget
 from hetero_connector.store.catalog.write_budget import WriteBudget
-from hetero_connector.store.ssd.background import in_background
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.journal_format import JournalRow
@@ -30,6 +31,7 @@ _PATIENCE_S = 0.005
 """The I/O thread waits so long for a call if there is nothing to read meanwhile."""
 
 Ended = Callable[[Exception | None], None]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -217,3 +219,19 @@ def _forget(journal: Journal, rows: RowsToForget) -> None:
 def _touch(journal: Journal, used: Sequence[tuple[ArtifactId, float, int]]) -> None:
     if used:
         journal.touch(used)
+
+
+def in_background(call: Callable[[], Result]) -> Future[Result]:
+    """Make the call on a daemon: one that never ends does not keep the process from exiting."""
+    ended = Future[Result]()
+
+    def run() -> None:
+        try:
+            result = call()
+        except Exception as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(result)
+
+    threading.Thread(target=run, name="heterocache-sync", daemon=True).start()
+    return ended

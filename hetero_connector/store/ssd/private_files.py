@@ -13,7 +13,7 @@ from hetero_connector.errors import ConfigError
 PRIVATE_MODE = 0o600
 PRIVATE_DIRECTORY_MODE = 0o700
 PRIVATE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
-"""A symbolic link in our place would make us write where somebody else points to."""
+"""No symbolic links: one at our path would let another user choose where we write."""
 _OTHERS = 0o077
 
 
@@ -25,7 +25,7 @@ def create_private(path: Path) -> None:
 def make_private(directory: Path, is_ours: Callable[[str], object]) -> int | None:
     """Take the rights of other users from `directory` and from its files that are ours, by name.
 
-    The widest mode that anything had; None if nothing was open to others. ConfigError
+    Returns the widest mode that any had; None if nothing was open to others. ConfigError
     (`ssd_dir`) if something of ours is no regular file, or belongs to another user who lets others
     in; OSError if it cannot be looked at.
     """

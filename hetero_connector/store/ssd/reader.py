@@ -13,7 +13,7 @@ from hetero_connector.store.catalog.loads import Load, Source
 from hetero_connector.store.catalog.nodes import Artifact
 from hetero_connector.store.catalog.slots import padded
 from hetero_connector.store.checksums import Checksums
-from hetero_connector.store.ssd.read_health import ReadHealth
+from hetero_connector.store.ssd.health import ReadHealth
 from hetero_connector.store.ssd.tier import Ssd
 from hetero_connector.transfer.base import Direction, Extent, Transfer, TransferState
 

@@ -29,9 +29,9 @@ OPENING_LOCK_NAME = ".lock"
 """The lock of an ssd_dir itself, held while an engine opens a directory in it."""
 SLAB_SUFFIX = ".slab"
 _READERS_WAIT_S = 2.0
-"""Peers that read what an engine left let go of it after an artifact, as one is starting now."""
+"""Peers that adopt from a directory release its lock after an artifact when an engine starts."""
 _FULL = 7 / 8
-"""An engine takes nearly all of its ssd_gib; what is left beside it is not worth a tier."""
+"""An engine takes nearly all of its ssd_gib; the rest is too small for another tier."""
 _MODEL_DIRECTORY = re.compile(r"[0-9a-f]{16}")
 _SLABS = "|".join(re.escape(f"{t.value}{SLAB_SUFFIX}") for t in StateType)
 _OURS = re.compile(
@@ -199,7 +199,7 @@ def _remove(victim: ModelDirectory) -> bool:
         )
 
         # The journal first: interrupted, this leaves slabs that nothing refers to, and no rows
-        # without the generation that they are judged by.
+        # without the generation that they belong to.
         def order(name: str) -> tuple[bool, bool, str]:
             return name == LOCK_NAME, name != JOURNAL_NAME, name
 
@@ -208,7 +208,7 @@ def _remove(victim: ModelDirectory) -> bool:
                 (victim.path / name).unlink()
         victim.path.rmdir()
     except OSError as e:
-        if e.errno != errno.ENOTEMPTY:  # somebody's own files: they stay, ours are gone
+        if e.errno != errno.ENOTEMPTY:  # a user's own files: they stay, ours are gone
             logger.warning("cannot remove %s: %s", victim.path, e)
             return False
     finally:

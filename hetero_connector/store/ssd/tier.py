@@ -38,19 +38,19 @@ class Ssd:
 
 
 def best_transfer(memory: npt.NDArray[np.uint8], directory: SsdDirectory) -> FileTransfer:
-    """NIXL where it works on this directory, else preadv; says which in the log."""
+    """Open NIXL where it works on this directory, else preadv, and log which."""
     chosen = choose_file_transfer(memory, directory.files, directory.path)
     logger.info("SSD tier %s uses %s: %s", directory.path, chosen.transfer.name, chosen.reason)
     return chosen.transfer
 
 
 def load(directory: SsdDirectory, tiers: Tiers, transfer: FileTransfer) -> Ssd:
-    """Let the tiers know what the directory holds; `transfer` moves it.
+    """Add what the directory's journal lists to the tiers; `transfer` moves the bytes.
 
-    Rows from before a reset are not even looked at: all of them go, once the I/O thread has begun.
+    Rows from before a reset are not read: the I/O thread deletes all of them when it starts.
     """
     if directory.is_outdated:
-        logger.info("SSD tier %s: what was stored before a reset goes", directory.path)
+        logger.info("SSD tier %s: what was stored before a reset is deleted", directory.path)
         tiers.journal_stale = True
     else:
         adopt_journal(directory, tiers)
@@ -61,8 +61,8 @@ def adopt_journal(directory: SsdDirectory, tiers: Tiers) -> None:
     """Put every row of the journal into the index.
 
     What a row continues may be missing: another engine's, which is not written here, or lost.
-    Rows that contradict another are deleted from the journal, and so are checkpoints of which
-    nothing else is left.
+    Rows that contradict another are deleted from the journal, and so are checkpoints whose
+    chunk has nothing else left.
     """
     journal = directory.journal
     with frozen_load(journal.count()):
@@ -75,8 +75,8 @@ def adopt_journal(directory: SsdDirectory, tiers: Tiers) -> None:
 def adopt_rows(rows: Iterable[RowValues], tiers: Tiers) -> list[ArtifactId]:
     """Put rows, parents first, into an empty SSD tier; return those that contradict another one.
 
-    That is what names a chunk or a slot that the other knows otherwise. No fleet hears of any of
-    it: whoever joins one tells all that is here.
+    Two rows contradict each other if they name one chunk or one slot differently. The fleet is not
+    told here: an engine that joins one lists all it has.
     """
     pool, index = tiers.ssd, tiers.index
     assert pool is not None

@@ -17,10 +17,10 @@ from hetero_connector.store.catalog.catalog import Catalog
 from hetero_connector.store.catalog.nodes import Artifact
 from hetero_connector.store.catalog.slots import padded
 from hetero_connector.store.catalog.writes import Write
+from hetero_connector.store.ssd.health import WriteHealth
 from hetero_connector.store.ssd.journal_format import JournalRow
 from hetero_connector.store.ssd.journal_rows import JournalRows
 from hetero_connector.store.ssd.tier import Ssd
-from hetero_connector.store.ssd.write_health import WriteHealth
 from hetero_connector.transfer.base import Direction, Extent, Transfer, TransferState
 
 _DEADLINE_S = 60.0

@@ -15,10 +15,12 @@ from hetero_connector.artifacts.record import ROOT, ChunkRange, SlotRef, Tier
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.sessions import ThinkTimes
 from hetero_connector.store.catalog.nodes import Artifact, Node
-from hetero_connector.store.catalog.prefetch_costs import BATCH_BYTES, PrefetchCosts, PrefetchWorth
 from hetero_connector.store.catalog.prefetch_schedule import (
+    BATCH_BYTES,
     ExpectedReturn,
+    PrefetchCosts,
     PrefetchSchedule,
+    PrefetchWorth,
     staging_start_s,
 )
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.catalog.eviction import EvictionPolicy
+from hetero_connector.store.catalog.nodes import Life
 from ownership.simulator.state.runs import NOTHING, ChunkSizes, Found, Run, Tail, evictability
 from ownership.simulator.traces.block_runs import BlockRuns
 
@@ -309,7 +310,7 @@ class ResidentChunks:
         assert parent is not None
         del parent.children[run.first]
         if run.tail is not None:
-            run.tail.forgotten = True
+            run.tail.life = Life.FORGOTTEN
         if run is self._leaving:
             self._leaving = None
         return parent

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hetero_connector.artifacts.record import ROOT, ChunkRange
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.catalog.evictability import Evictability
-from hetero_connector.store.catalog.nodes import Artifact, Node
+from hetero_connector.store.catalog.nodes import Artifact, Life, Node
 from ownership.simulator.traces.block_runs import BlockRuns
 
 _NOWHERE = ChunkRange(ROOT, ROOT, 0, 0)
@@ -63,7 +63,7 @@ class Tail(Artifact):
         node = Node(_NOWHERE, None) if placed else _SHARED
         super().__init__(node, state_type, size_bytes)
         self.run = run
-        self.sealed = True
+        self.life = Life.SEALED
 
     def place(self, chunk_tokens: int) -> None:
         """Say which chunk the run's last one is by now."""

@@ -62,7 +62,7 @@ class ListedStore:
     def adopted(self) -> int:
         return self.generation.adopted
 
-    def hear_generation(self, number: int, asked_in: Generation) -> None:
+    def note_fleet_generation(self, number: int, asked_in: Generation) -> None:
         if asked_in is self.generation:
             self.generation = asked_in.with_fleet(number)
 
@@ -87,24 +87,24 @@ class ListedStore:
         taken, self._changes = self._changes, []
         return taken
 
-    def exports_lost(self) -> bool:
+    def take_export_loss(self) -> bool:
         has_lost, self.has_lost = self.has_lost, False
         return has_lost
 
     def inventory(self) -> Iterator[list[ExportChange]]:
         yield [replace(made, token=self.tokens.get(a, 0)) for a, made in self.here.items()]
 
-    def take_readers(self) -> dict[str, tuple[ChunkKey, ...]]:
+    def take_changed_users(self) -> dict[str, tuple[ChunkKey, ...]]:
         taken, self.readers = self.readers, {}
         return taken
 
-    def soon_to_leave(self, count: int) -> list[ChunkKey]:
+    def next_victims(self, count: int) -> list[ChunkKey]:
         return self.soon[:count]
 
-    def read_elsewhere(self, is_read: Mapping[ChunkKey, bool], for_s: float) -> None:
+    def set_foreign_users(self, is_read: Mapping[ChunkKey, bool], for_s: float) -> None:
         self.elsewhere.update(is_read)
 
-    def judged(
+    def resolve_claims(
         self, owned: Mapping[ArtifactId, int], held: Iterable[ArtifactId]
     ) -> list[ArtifactId]:
         gone = [a for a in (*owned, *held) if a not in self.here]
@@ -114,7 +114,7 @@ class ListedStore:
         self.replicas.update(held)
         return gone
 
-    def gone(self, artifacts: Iterable[ArtifactId]) -> list[ArtifactId]:
+    def find_gone(self, artifacts: Iterable[ArtifactId]) -> list[ArtifactId]:
         return [a for a in artifacts if a not in self.here]
 
 

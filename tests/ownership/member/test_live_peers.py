@@ -45,14 +45,14 @@ def test_a_live_worker_has_a_card_and_its_copies_are_admitted(
 ) -> None:
     assert peers.card(ANN) == b"card"
     assert peers.was_live(ANN)
-    assert peers.admits(ARTIFACT, copy_of(ANN, clock.now_s))
+    assert peers.may_use(ARTIFACT, copy_of(ANN, clock.now_s))
 
 
 def test_an_answer_is_used_for_no_longer_than_a_lease(peers: LivePeers, clock: Clock) -> None:
     asked_s = clock.now_s
     clock.now_s += LEASE_S
     assert peers.card(ANN) is None
-    assert not peers.admits(ARTIFACT, copy_of(ANN, asked_s))
+    assert not peers.may_use(ARTIFACT, copy_of(ANN, asked_s))
     peers.refresh({ANN: Worker("ann", b"card")}, clock.now_s)
     assert peers.card(ANN) == b"card"
 
@@ -70,18 +70,18 @@ def test_a_worker_that_is_no_longer_listed_has_ended_for_good(
     before = copy_of(ANN, clock.now_s)
     peers.refresh({BOB: Worker("bob", b"other")}, clock.now_s)
     assert peers.card(ANN) is None
-    assert not peers.admits(ARTIFACT, before)
+    assert not peers.may_use(ARTIFACT, before)
     # A directory that contradicts itself does not revive an ended epoch.
     peers.refresh({ANN: Worker("ann", b"card")}, clock.now_s)
-    assert not peers.admits(ARTIFACT, before)
+    assert not peers.may_use(ARTIFACT, before)
 
 
 def test_after_a_takeover_was_seen_the_old_owners_copy_is_refused(
     peers: LivePeers, clock: Clock
 ) -> None:
     peers.note_token(ARTIFACT, Token(6))
-    assert not peers.admits(ARTIFACT, copy_of(ANN, clock.now_s, token=5))
-    assert peers.admits(ARTIFACT, copy_of(BOB, clock.now_s, token=6))
+    assert not peers.may_use(ARTIFACT, copy_of(ANN, clock.now_s, token=5))
+    assert peers.may_use(ARTIFACT, copy_of(BOB, clock.now_s, token=6))
 
 
 def test_a_worker_without_a_card_is_not_a_peer(clock: Clock) -> None:

@@ -90,7 +90,7 @@ def work(fleet: SteppedFleet, seed: random.Random) -> None:
     assert lookup.poll()
     for what, copies in zip(IDS, lookup.found, strict=False):
         for copy in copies.get(KV, ()):  # used as the store does
-            member.worker.peers.admits(what, copy)
+            member.worker.peers.may_use(what, copy)
             member.worker.peers.may_adopt(what, copy)
             assert copy.size_bytes > 0
             assert copy.dram_offset >= -1
