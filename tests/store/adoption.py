@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from filling import CHUNK, CHUNK_BYTES, FINGERPRINT, SIZES, Bench, Clock, chain, put, wait
 
 from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier
@@ -17,6 +16,17 @@ from hetero_connector.store.base import StoreConfig, Wanted
 from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.store.ssd.space import model_directory
+from tests.store.filling import (
+    CHUNK,
+    CHUNK_BYTES,
+    FINGERPRINT,
+    SIZES,
+    Bench,
+    Clock,
+    chain,
+    put,
+    wait,
+)
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 CHUNKS = chain("left", 3)

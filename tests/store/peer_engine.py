@@ -10,7 +10,6 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import psutil
-from filling import CHUNK, DENSE, FINGERPRINT, WINDOW, chain, contents, forget_all, until
 
 from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange
@@ -18,6 +17,16 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from tests.store.filling import (
+    CHUNK,
+    DENSE,
+    FINGERPRINT,
+    WINDOW,
+    chain,
+    contents,
+    forget_all,
+    until,
+)
 
 BIG = {DENSE: (1 << 20) + 5, WINDOW: 200_000}
 CHUNKS = chain("shared", 3)

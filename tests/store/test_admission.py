@@ -8,7 +8,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from filling import CHUNK_BYTES, DENSE, SIZES, WINDOW, Bench, Disk, begin, chain, ids_of, put, until
 
 from hetero_connector.artifacts.record import ChunkRange
 from hetero_connector.metrics import COUNTERS, GAUGES
@@ -20,6 +19,19 @@ from hetero_connector.store.catalog.nodes import Artifact, Node
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved, default_prefill_seconds
 from hetero_connector.store.catalog.write_budget import DAY_S, WriteBudget
 from hetero_connector.store.io_thread import IoThread
+from tests.store.filling import (
+    CHUNK_BYTES,
+    DENSE,
+    SIZES,
+    WINDOW,
+    Bench,
+    Disk,
+    begin,
+    chain,
+    ids_of,
+    put,
+    until,
+)
 
 BUCKETS_A_DAY = 8
 

@@ -9,18 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from adoption import CHUNKS, DEAD, PEER_DEADLINE_S, Bytes, Copies, Survivor, leave, records
-from filling import (
-    FINGERPRINT,
-    SIZES,
-    Bench,
-    ids_of,
-    intact,
-    put,
-    stored,
-    until,
-    wait,
-)
 
 from hetero_connector.artifacts.record import ArtifactId, Tier
 from hetero_connector.errors import StoreInUseError
@@ -32,6 +20,27 @@ from hetero_connector.store.ssd import journal
 from hetero_connector.store.ssd.directory_lock import DirectoryLock, shared
 from hetero_connector.store.ssd.journal_format import CorruptJournalError
 from hetero_connector.store.ssd.space import model_directory
+from tests.store.adoption import (
+    CHUNKS,
+    DEAD,
+    PEER_DEADLINE_S,
+    Bytes,
+    Copies,
+    Survivor,
+    leave,
+    records,
+)
+from tests.store.filling import (
+    FINGERPRINT,
+    SIZES,
+    Bench,
+    ids_of,
+    intact,
+    put,
+    stored,
+    until,
+    wait,
+)
 
 
 @pytest.fixture

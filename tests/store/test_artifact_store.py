@@ -4,7 +4,15 @@ import threading
 
 import numpy as np
 import pytest
-from filling import (
+
+from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkRange, Tier
+from hetero_connector.errors import ConfigError, StoreClosedError
+from hetero_connector.metrics import Recorder
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.arena import Arena
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import Failure, StoreConfig, Wanted
+from tests.store.filling import (
     CHUNK,
     CHUNK_BYTES,
     DENSE,
@@ -23,14 +31,6 @@ from filling import (
     until,
     wait,
 )
-
-from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkRange, Tier
-from hetero_connector.errors import ConfigError, StoreClosedError
-from hetero_connector.metrics import Recorder
-from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.arena import Arena
-from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Failure, StoreConfig, Wanted
 
 
 @pytest.fixture

@@ -8,8 +8,6 @@ import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
-from filling import CHUNK, DENSE, FINGERPRINT, SLOTS, WINDOW
-
 from hetero_connector.artifacts.record import ROOT, Tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.store.catalog.nodes import Artifact, Node, index_bytes
@@ -20,6 +18,7 @@ from hetero_connector.store.ssd.directory_lock import is_locked
 from hetero_connector.store.ssd.journal_connection import connect
 from hetero_connector.store.ssd.journal_format import RowValues, as_row
 from hetero_connector.store.ssd.tier import adopt_rows
+from tests.store.filling import CHUNK, DENSE, FINGERPRINT, SLOTS, WINDOW
 
 CHAINS, DEPTH = 32, 64
 CHUNKS = CHAINS * DEPTH

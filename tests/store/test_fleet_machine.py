@@ -1,15 +1,15 @@
 """The store's model test where other engines own some of the chains' chunks."""
 
-from filling import DENSE, ids_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
-from test_store_machine import DEPTH, TRUNKS, StoreMachine, chains
 
 from hetero_connector.artifacts.record import ArtifactId, Tier
 from hetero_connector.store.catalog.evictability import Evictability
 from hetero_connector.store.catalog.nodes import Artifact, Node
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from tests.store.filling import DENSE, ids_of
+from tests.store.test_store_machine import DEPTH, TRUNKS, StoreMachine, chains
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 THEIRS = {chunk.key for chunk in (*TRUNKS["b"][:2], TRUNKS["c"][1])}

@@ -7,11 +7,11 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
-from filling import CHUNK
 
 from hetero_connector.store import garbage
 from hetero_connector.store.catalog.index import PrefixIndex
 from hetero_connector.store.garbage import BIG, Freezer, frozen_load
+from tests.store.filling import CHUNK
 
 
 class Looked:

@@ -7,13 +7,25 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from filling import DENSE, SIZES, Bench, Disk, begin, chain, ids_of, intact, put, stored, until
 
 from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.catalog.hit_samples import HitSamples
 from hetero_connector.store.catalog.nodes import Artifact, Node
+from tests.store.filling import (
+    DENSE,
+    SIZES,
+    Bench,
+    Disk,
+    begin,
+    chain,
+    ids_of,
+    intact,
+    put,
+    stored,
+    until,
+)
 
 
 def artifacts(count: int) -> list[Artifact]:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from peer_engine import BIG, CHUNKS
 
 from tests.network import Network, why_not_apart
+from tests.store.peer_engine import BIG, CHUNKS
 
 pytestmark = pytest.mark.slow
 
@@ -55,12 +55,12 @@ class Program:
         device = "lo" if link is None else link.devices[role]
         environment = {
             **os.environ,
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/store'}",
+            "PYTHONPATH": str(ROOT),
             "UCX_TLS": "tcp",  # on one machine it would read the other's memory
             "UCX_NET_DEVICES": device,
         }
         self._process = subprocess.Popen(
-            [*enter, sys.executable, str(Path(__file__).with_name("host_apart.py")), role],
+            [*enter, sys.executable, "-m", "tests.store.host_apart", role],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -9,12 +9,9 @@ from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
-from filling import SIZES, Clock, begin, ids_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
-from test_fleet_machine import THEIRS, FleetMachine
-from test_store_machine import DEPTH, TRUNKS, StoreMachine, chains
 
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Save
@@ -23,6 +20,9 @@ from hetero_connector.store.catalog.nodes import Artifact
 from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.peers import sharing
 from hetero_connector.transfer.base import Direction
+from tests.store.filling import SIZES, Clock, begin, ids_of
+from tests.store.test_fleet_machine import THEIRS, FleetMachine
+from tests.store.test_store_machine import DEPTH, TRUNKS, StoreMachine, chains
 
 SETTLING_STEPS = 150
 """Of two seconds each: a hang is noticed in one minute, a pause ends in another."""

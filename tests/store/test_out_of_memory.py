@@ -20,9 +20,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from filling import chain, until, wait
-from memory_group import MemoryGroup, memory_group, why_no_groups
-from peer_engine import BIG, CHUNKS, Told, engines, open_store, right
 
 from hetero_connector import machine
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange, StoredChunk, Tier
@@ -32,6 +29,9 @@ from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Wanted
 from hetero_connector.store.peers.ports import KnownPeers
 from hetero_connector.tools.verification import verify_model
+from tests.store.filling import chain, until, wait
+from tests.store.memory_group import MemoryGroup, memory_group, why_no_groups
+from tests.store.peer_engine import BIG, CHUNKS, Told, engines, open_store, right
 
 MIB = 1 << 20
 EPOCH, OTHERS = 7, 8

@@ -11,13 +11,9 @@ from enum import StrEnum
 from errno import EIO
 from functools import partial
 
-from filling import CHUNK, CHUNK_BYTES, FINGERPRINT, SIZES, chain, fill
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule, run_state_machine_as_test
-from test_fleet_machine import THEIRS
-from test_liveness_machine import FleetLivenessMachine
-from test_store_machine import DEPTH, TRUNKS, chains
 
 from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange, StoredChunk, Tier
@@ -30,6 +26,10 @@ from hetero_connector.store.catalog.loads import Load
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.store.peers.reader import ARENA, PeerReads
 from hetero_connector.transfer.peer_base import PeerExtent
+from tests.store.filling import CHUNK, CHUNK_BYTES, FINGERPRINT, SIZES, chain, fill
+from tests.store.test_fleet_machine import THEIRS
+from tests.store.test_liveness_machine import FleetLivenessMachine
+from tests.store.test_store_machine import DEPTH, TRUNKS, chains
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers, MemoryRead
 
 

@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pytest
-from filling import chain, forget_all, until, wait
-from peer_engine import BIG, CHUNKS, Writer, engines, open_store, right
 
 from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier
@@ -18,6 +16,8 @@ from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Wanted
 from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.peers.ports import KnownPeers
+from tests.store.filling import chain, forget_all, until, wait
+from tests.store.peer_engine import BIG, CHUNKS, Writer, engines, open_store, right
 
 CONTENTS = {
     ArtifactId(chunk.key, kind): data for chunk in CHUNKS for kind, data in right(chunk).items()

@@ -9,7 +9,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from filling import (
+
+from hetero_connector.artifacts.copies import PeerCopy
+from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier
+from hetero_connector.errors import PeerError, StoreError
+from hetero_connector.metrics import COUNTERS, Recorder
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import Failure, StoreConfig, Wanted
+from hetero_connector.store.catalog.restore import Restore
+from hetero_connector.store.catalog.slots import SlotGeometry
+from hetero_connector.store.peers.card import PeerCard
+from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from hetero_connector.store.peers.slot_table import SlotTable, table_bytes
+from hetero_connector.transfer.peer_base import PeerExtent
+from hetero_connector.transfer.shared_memory import SharedMemory
+from tests.store.filling import (
     CHUNK,
     CHUNK_BYTES,
     DENSE,
@@ -27,20 +41,6 @@ from filling import (
     until,
     wait,
 )
-
-from hetero_connector.artifacts.copies import PeerCopy
-from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier
-from hetero_connector.errors import PeerError, StoreError
-from hetero_connector.metrics import COUNTERS, Recorder
-from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Failure, StoreConfig, Wanted
-from hetero_connector.store.catalog.restore import Restore
-from hetero_connector.store.catalog.slots import SlotGeometry
-from hetero_connector.store.peers.card import PeerCard
-from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
-from hetero_connector.store.peers.slot_table import SlotTable, table_bytes
-from hetero_connector.transfer.peer_base import PeerExtent
-from hetero_connector.transfer.shared_memory import SharedMemory
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 CHUNKS = chain("a", 4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import overload
 
-from filling import CHUNK, CHUNK_BYTES, DENSE, SLOTS, WINDOW, chain, put
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from hetero_connector.store.base import StoreConfig, Wanted
 from hetero_connector.store.catalog import pins
 from hetero_connector.store.catalog.nodes import Artifact, Node
 from hetero_connector.store.catalog.pins import ChainPin, ChainPins
+from tests.store.filling import CHUNK, CHUNK_BYTES, DENSE, SLOTS, WINDOW, chain, put
 
 KINDS = (DENSE, WINDOW)
 KEYS = [ChunkKey(bytes([n + 1]) * 16) for n in range(6)]

@@ -9,7 +9,15 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from filling import (
+
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, Tier
+from hetero_connector.metrics import COUNTERS
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.catalog import prefetch as prefetching
+from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn, PrefetchCosts
+from hetero_connector.store.catalog.restore import Restore
+from hetero_connector.store.catalog.seconds_saved import SecondsSaved
+from tests.store.filling import (
     DENSE,
     SIZES,
     WINDOW,
@@ -23,14 +31,6 @@ from filling import (
     until,
     wait,
 )
-
-from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, Tier
-from hetero_connector.metrics import COUNTERS
-from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.catalog import prefetch as prefetching
-from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn, PrefetchCosts
-from hetero_connector.store.catalog.restore import Restore
-from hetero_connector.store.catalog.seconds_saved import SecondsSaved
 
 A, B = chain("a", 4), chain("b", 4)
 CHAIN_BYTES = 4 * SIZES[DENSE] + SIZES[WINDOW]

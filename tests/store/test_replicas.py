@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from filling import CHUNK, CHUNK_BYTES, FINGERPRINT, SIZES, begin, chain, ids_of, put, stored, until
 
 from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from tests.store.filling import (
+    CHUNK,
+    CHUNK_BYTES,
+    FINGERPRINT,
+    SIZES,
+    begin,
+    chain,
+    ids_of,
+    put,
+    stored,
+    until,
+)
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 TTL_S = 60.0

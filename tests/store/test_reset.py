@@ -231,14 +231,14 @@ def test_killed_at_any_step_nothing_from_before_a_reset_is_served(steps: list[st
             found.close()
 
 
+ROOT = Path(__file__).parents[2]
 CHILD = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from filling import Bench, chain, put
+from tests.store.filling import Bench, chain, put
 store = Bench(Path(sys.argv[1])).open(dram_chunks=32, ssd_chunks=24)
 print("open", flush=True)
-i = int(sys.argv[3])
+i = int(sys.argv[2])
 while True:
     put(store, chain(f"c{i}", 2))
     print("put", i, flush=True)
@@ -261,7 +261,8 @@ def test_killed_around_resets(tmp_path: Path, rounds: int) -> None:
         if played >= rounds and found:
             break  # in a few rounds it may be that each kill comes right after a reset
         child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(root), str(Path(__file__).parent), str(allowed + 1)],
+            [sys.executable, "-c", CHILD, str(root), str(allowed + 1)],
+            cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from filling import (
+
+from hetero_connector.artifacts.copies import ExportChange
+from hetero_connector.artifacts.record import ArtifactId
+from hetero_connector.metrics import Recorder
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import StoreConfig
+from hetero_connector.store.catalog import writes
+from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from hetero_connector.store.peers.sharing import Sharing
+from tests.store.filling import (
     CHUNK,
     CHUNK_BYTES,
     FINGERPRINT,
@@ -18,15 +27,6 @@ from filling import (
     put,
     until,
 )
-
-from hetero_connector.artifacts.copies import ExportChange
-from hetero_connector.artifacts.record import ArtifactId
-from hetero_connector.metrics import Recorder
-from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import StoreConfig
-from hetero_connector.store.catalog import writes
-from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
-from hetero_connector.store.peers.sharing import Sharing
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 CHUNKS = chain("a", 3)

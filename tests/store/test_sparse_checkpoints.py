@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from filling import DENSE, SIZES, Bench, Disk, chain, put
 
 from hetero_connector.artifacts.record import ChunkRange
 from hetero_connector.store.artifact_store import ArtifactStore
+from tests.store.filling import DENSE, SIZES, Bench, Disk, chain, put
 
 BARE = {DENSE: SIZES[DENSE]}
 

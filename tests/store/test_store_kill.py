@@ -7,26 +7,27 @@ import time
 from pathlib import Path
 
 import pytest
-from filling import Bench, begin, chain, ids_of, intact, put, stored, wait
 
+from tests.store.filling import Bench, begin, chain, ids_of, intact, put, stored, wait
+
+ROOT = Path(__file__).parents[2]
 CHAINS = 40
 
 CHILD = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from filling import Bench, chain, ids_of, put
+from tests.store.filling import Bench, chain, ids_of, put
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
-theirs, network = int(sys.argv[4]), MemoryNetwork()
+theirs, network = int(sys.argv[3]), MemoryNetwork()
 peers = PeerAccess(KnownPeers(), lambda regions: MemoryPeers(network, regions))
 store = Bench(Path(sys.argv[1])).open(
     dram_chunks=32, ssd_chunks=24, peers=peers if theirs else None
 )
 print("open", flush=True)
-i = int(sys.argv[3])
+i = int(sys.argv[2])
 while True:  # more than fits: slots are evicted and written again, too
-    chunks = chain(f"c{i % 40}-{sys.argv[3]}", 3)
+    chunks = chain(f"c{i % 40}-{sys.argv[2]}", 3)
     if theirs:
         store.sharing.serve_under(9)  # nothing is written before it is known whose it is
     put(store, chunks)
@@ -50,10 +51,8 @@ def test_killed_while_spilling(tmp_path: Path, rounds: int, theirs: int) -> None
     found = 0
     for seed in range(rounds):
         child = subprocess.Popen(
-            [
-                *(sys.executable, "-c", CHILD, str(root), str(Path(__file__).parent)),
-                *(str(seed), str(theirs)),
-            ],
+            [sys.executable, "-c", CHILD, str(root), str(seed), str(theirs)],
+            cwd=ROOT,
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -9,7 +9,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from filling import DENSE, Bench, Disk, begin, chain, ids_of, intact, put, stored, until, wait
 
 from hetero_connector.artifacts.generation import Generation
 from hetero_connector.errors import StoreError
@@ -22,6 +21,19 @@ from hetero_connector.store.catalog.tiers import Tiers
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.health import WriteHealth
 from hetero_connector.store.ssd.space import model_directories
+from tests.store.filling import (
+    DENSE,
+    Bench,
+    Disk,
+    begin,
+    chain,
+    ids_of,
+    intact,
+    put,
+    stored,
+    until,
+    wait,
+)
 
 
 @pytest.fixture

@@ -9,19 +9,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
-from filling import (
-    CHUNK_BYTES,
-    SIZES,
-    Bench,
-    Beside,
-    Disk,
-    begin,
-    chain,
-    contents,
-    fill,
-    ids_of,
-    until,
-)
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -35,6 +22,19 @@ from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn, Pre
 from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.store.ssd import journal_rows
+from tests.store.filling import (
+    CHUNK_BYTES,
+    SIZES,
+    Bench,
+    Beside,
+    Disk,
+    begin,
+    chain,
+    contents,
+    fill,
+    ids_of,
+    until,
+)
 
 DEPTH = 4
 TRUNKS = {name: chain(name, DEPTH) for name in "abc"}

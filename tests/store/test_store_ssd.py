@@ -10,7 +10,18 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from filling import (
+
+from hetero_connector.artifacts.record import ArtifactId, Tier
+from hetero_connector.errors import StoreError, StoreInUseError
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import Failure
+from hetero_connector.store.catalog.restore import Restore
+from hetero_connector.store.ssd.directory import SsdDirectory
+from hetero_connector.store.ssd.journal import Journal
+from hetero_connector.store.ssd.private_files import create_private
+from hetero_connector.transfer.base import Direction, Extent
+from hetero_connector.transfer.pread_files import PreadFiles
+from tests.store.filling import (
     DENSE,
     SIZES,
     WINDOW,
@@ -27,17 +38,6 @@ from filling import (
     until,
     wait,
 )
-
-from hetero_connector.artifacts.record import ArtifactId, Tier
-from hetero_connector.errors import StoreError, StoreInUseError
-from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Failure
-from hetero_connector.store.catalog.restore import Restore
-from hetero_connector.store.ssd.directory import SsdDirectory
-from hetero_connector.store.ssd.journal import Journal
-from hetero_connector.store.ssd.private_files import create_private
-from hetero_connector.transfer.base import Direction, Extent
-from hetero_connector.transfer.pread_files import PreadFiles
 from tests.transfer.memory_files import MemoryFiles, MemoryTransfer
 
 CHUNKS = chain("a", 6)

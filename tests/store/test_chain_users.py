@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from filling import SIZES, Bench, Disk, begin, chain, ids_of, put, stored, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.catalog.chain_users import ChainUsers
 from hetero_connector.store.catalog.fair_shares import FairShares
 from hetero_connector.store.catalog.nodes import Node
+from tests.store.filling import SIZES, Bench, Disk, begin, chain, ids_of, put, stored, until
 
 TRUNK, OTHER, NEW = chain("trunk", 2), chain("other", 2), chain("new", 2)
 LEFT = chain("left", 1, TRUNK[-1])

@@ -6,7 +6,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from filling import (
+
+from hetero_connector.artifacts.record import ArtifactId, ChunkRange, Tier
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.catalog import writes
+from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
+from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from hetero_connector.store.ssd.space import model_directory
+from hetero_connector.tools.inspection import inspect_model
+from hetero_connector.tools.verification import verify_model
+from tests.store.filling import (
     DENSE,
     FINGERPRINT,
     SIZES,
@@ -23,15 +32,6 @@ from filling import (
     until,
     wait,
 )
-
-from hetero_connector.artifacts.record import ArtifactId, ChunkRange, Tier
-from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.catalog import writes
-from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
-from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
-from hetero_connector.store.ssd.space import model_directory
-from hetero_connector.tools.inspection import inspect_model
-from hetero_connector.tools.verification import verify_model
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 EPOCH = 9
