@@ -21,7 +21,7 @@ def tree() -> Tree:
     return Tree()
 
 
-def put_adrift(tree: Tree, below: ChunkRange) -> Artifact:
+def put_detached(tree: Tree, below: ChunkRange) -> Artifact:
     """As a journal does, of which the rows before are missing."""
     assert tree.index.agrees_with(below)
     tree.index.presume_parent(below)
@@ -33,21 +33,21 @@ def replica(artifact: Artifact) -> Artifact:
     return artifact
 
 
-def test_what_lies_after_a_gap_is_told_only_by_holdings(tree: Tree) -> None:
+def test_only_holdings_returns_chunks_after_a_missing_range(tree: Tree) -> None:
     for each in (A, B, C):
         tree.put(each)
-    assert tree.index.holdings([A, D, B]) == tree.index.match([A]), "there is no gap"
+    assert tree.index.holdings([A, D, B]) == tree.index.match([A]), "nothing is missing"
     tree.index.remove(tree.index.nodes[B.key].artifacts[DENSE])
     assert tree.index.num_missing == 1
     assert [x.chunk for x in tree.index.match([A, B, C])] == [A]
     told = tree.index.holdings([A, B, C, D])
     assert [(x.chunk, bool(x.tiers)) for x in told] == [(A, True), (B, False), (C, True)]
-    assert tree.index.holdings([A, chunk("b2", A), D]) == tree.index.match([A]), "another's gap"
+    assert tree.index.holdings([A, chunk("b2", A), D]) == tree.index.match([A]), "another chain's"
     tree.index.check_integrity()
 
 
-def test_a_chunk_whose_beginning_is_unknown_is_adrift_until_somebody_knows(tree: Tree) -> None:
-    below = put_adrift(tree, C)
+def test_a_chunk_without_a_known_beginning_is_detached_until_it_is_known(tree: Tree) -> None:
+    below = put_detached(tree, C)
     tree.index.check_integrity()
     assert (tree.index.num_missing, len(tree.index.nodes)) == (1, 3)
     with pytest.raises(KeyError):
@@ -61,30 +61,30 @@ def test_a_chunk_whose_beginning_is_unknown_is_adrift_until_somebody_knows(tree:
     tree.index.check_integrity()
 
 
-def test_a_gap_of_one_chunk_is_never_adrift(tree: Tree) -> None:
-    put_adrift(tree, B)
+def test_a_missing_range_of_one_chunk_is_never_detached(tree: Tree) -> None:
+    put_detached(tree, B)
     tree.put(A)
     assert [x.chunk for x in tree.index.match([A, B])] == [A, B]
     tree.index.check_integrity()
 
 
-def test_a_gap_goes_with_the_last_chunk_below_it(tree: Tree) -> None:
-    below = put_adrift(tree, C)
+def test_a_missing_range_ends_with_the_last_chunk_below_it(tree: Tree) -> None:
+    below = put_detached(tree, C)
     tree.index.remove(below)
     assert list(tree.index.nodes) == [ROOT]
     assert tree.index.num_missing == 0
     tree.index.check_integrity()
 
 
-def test_two_chains_that_part_in_a_gap_hang_on_one(tree: Tree) -> None:
-    put_adrift(tree, C)
-    put_adrift(tree, chunk("c2", B))
+def test_two_chains_that_part_in_a_missing_range_share_it(tree: Tree) -> None:
+    put_detached(tree, C)
+    put_detached(tree, chunk("c2", B))
     assert tree.index.num_missing == 1
     tree.index.check_integrity()
 
 
-def test_readers_below_a_gap_read_what_closes_it(tree: Tree) -> None:
-    below = put_adrift(tree, C)
+def test_users_below_a_missing_range_use_what_fills_it(tree: Tree) -> None:
+    below = put_detached(tree, C)
     node = below.node
     while node is not None:  # as `ChainUsers` counts
         node.users += 1
@@ -108,22 +108,22 @@ def test_readers_below_a_gap_read_what_closes_it(tree: Tree) -> None:
     ids=["off the grid", "its own parent", "a beginning in the middle", "too deep", "no beginning"],
 )
 def test_what_contradicts_its_neighbours_is_refused(tree: Tree, wrong: ChunkRange) -> None:
-    put_adrift(tree, C)
+    put_detached(tree, C)
     assert tree.index.agrees_with(B)
     assert not tree.index.agrees_with(wrong)
 
 
-def test_an_adrift_chunk_finds_no_place_below_itself(tree: Tree) -> None:
+def test_a_detached_chunk_has_no_place_below_itself(tree: Tree) -> None:
     """A row whose parent has its own child's name: B, attached there, would continue itself."""
-    put_adrift(tree, replace(C, key=A.key, parent=B.key))
+    put_detached(tree, replace(C, key=A.key, parent=B.key))
     assert tree.index.nodes[B.key].chunk.end == 2 * CHUNK
     assert not tree.index.has_place_for(replace(B, parent=A.key))
     assert not tree.index.has_place_for(replace(B, parent=A.key, start=3 * CHUNK, end=4 * CHUNK))
     assert not tree.index.has_place_for(D), "what it continues is not known"
 
 
-def test_an_adrift_chunk_keeps_its_place_in_the_chain(tree: Tree) -> None:
-    put_adrift(tree, D)
+def test_a_detached_chunk_keeps_its_place_in_the_chain(tree: Tree) -> None:
+    put_detached(tree, D)
     assert not tree.index.agrees_with(replace(C, start=0, end=CHUNK, parent=ROOT))
     assert tree.index.agrees_with(C)
 
@@ -171,7 +171,7 @@ def test_what_became_ours_and_is_not_written_is_not_held_by_what_is(tree: Tree) 
     assert tree.index.evictability(promoted, Tier.DRAM) is Evictability.FREE
 
 
-def test_our_own_last_copy_above_a_gap_stays_on_ssd_and_may_leave_dram(tree: Tree) -> None:
+def test_our_last_copy_above_a_missing_range_stays_on_ssd_and_may_leave_dram(tree: Tree) -> None:
     for name, tiers, expected in (
         ("ssd", SSD, Evictability.BLOCKED),
         ("dram", (Tier.DRAM,), Evictability.FREE),

@@ -37,7 +37,7 @@ FINGERPRINT = b"f" * 16
 
 
 def chain(name: str, count: int, parent: ChunkRange | None = None) -> list[ChunkRange]:
-    """`count` full chunks after `parent`, their keys derived from `name`."""
+    """Return `count` full chunks after `parent`; their keys derive from `name`."""
     chunks = []
     key, start = (parent.key, parent.end) if parent else (ROOT, 0)
     for i in range(count):
@@ -60,7 +60,7 @@ def begin(store: ArtifactStore, ids: Iterable[ArtifactId]) -> Restore:
 
 
 def answer(store: ArtifactStore, key: ChunkKey) -> StoredChunk:
-    """What `match` says of the chunk; something outdated if the store does not have it."""
+    """Return the answer of `match` for the chunk; an outdated one if the store does not have it."""
     node = store.catalog.tiers.index.nodes.get(key)
     found = None if node is None else node.stored
     return found or StoredChunk(ChunkRange(key, ROOT, 0, CHUNK), {})
@@ -84,8 +84,8 @@ def put(
     chunks: Iterable[ChunkRange],
     sizes: Mapping[StateType, int] = SIZES,
 ) -> None:
-    """Save whole chunks; every one must find room, if need be once the I/O thread has let go of
-    what it is making checksums of."""
+    """Save whole chunks. There must be room for each, if need be after the I/O thread has made the
+    checksums of earlier ones: until then it pins them."""
     for chunk in chunks:
         deadline = time.monotonic() + 5.0
         while (save := store.begin_save(chunk, sizes)) is None:
@@ -96,7 +96,7 @@ def put(
 
 
 def forget_all(store: ArtifactStore) -> None:
-    """As if everything had been evicted: what a reset does besides, peers notice."""
+    """Drop everything, as eviction would: peers notice more of a reset."""
     with store.catalog.locked():
         used = set(store.catalog.tiers.pinned())
         for artifact in list(store.catalog.tiers.index.artifacts()):
@@ -117,7 +117,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 
 def intact(store: ArtifactStore, restore: Restore) -> bool:
-    """Whether every artifact that arrived has its own bytes."""
+    """Return True if every artifact that arrived has its own bytes."""
     return all(
         np.array_equal(
             store.arena.view[at : at + SIZES[i.state_type]], contents(i, SIZES[i.state_type])
@@ -131,7 +131,7 @@ def stored(store: ArtifactStore, chunks: Sequence[ChunkRange]) -> int:
 
 
 class Clock:
-    """Stands still, however busy the machine is, until a test says that time passes."""
+    """A clock that stands still until a test advances it, however busy the machine is."""
 
     def __init__(self) -> None:
         self.now_s = 1_000.0
@@ -144,7 +144,7 @@ class Clock:
 
 
 class CountedFiles(MemoryFiles):
-    """Tells a `Disk` what was written to it, whatever became of the write."""
+    """Count in a `Disk` the bytes of every write, failed ones included."""
 
     disk: Disk
 
@@ -155,7 +155,7 @@ class CountedFiles(MemoryFiles):
 
 
 class Disk:
-    """Slab contents that outlive a store: a `MemoryFiles` for every opening of a directory."""
+    """Slabs in memory that outlive a store; each opening of a directory gets a `MemoryFiles`."""
 
     def __init__(self) -> None:
         self.written_bytes = 0
@@ -219,14 +219,14 @@ class Bench:
         )
 
     def counts(self, name: str) -> dict[str, float]:
-        """Counters and gauges of a name since the last call, by label text."""
+        """Return the counters and gauges of a name since the last call, by label text."""
         payload = self.recorder.drain() or {}
         found = {**payload.get(COUNTERS, {}), **payload.get(GAUGES, {})}
         return {k[len(name) + 1 : -1]: v for k, v in found.items() if k.startswith(name + "{")}
 
 
 class Beside:
-    """Stands for `background.in_background`: makes each call at once, or one that hangs not yet."""
+    """A stand-in for `background.in_background`: it makes each call at once, or holds it back."""
 
     def __init__(self) -> None:
         self._calls_left = math.inf
@@ -246,28 +246,28 @@ class Beside:
         return ended
 
     def hang_after(self, calls: int) -> None:
-        """After so many calls none ends, until `resume`."""
+        """Hold back all calls after this number of them, until `resume`."""
         self._calls_left = calls
 
     def fail_next(self, count: int) -> None:
-        """The next `count` calls are not made, and fail."""
+        """Fail the next `count` calls without making them."""
         self._failures = count
 
     def calm(self) -> None:
-        """No further call fails or hangs; those that hang go on hanging."""
+        """Let new calls succeed; those held back stay so."""
         self._calls_left, self._failures = math.inf, 0
 
     def drop(self) -> None:
-        """Those that hang will never be made: their process has ended."""
+        """Drop the calls held back: their process has ended."""
         self._held.clear()
 
     @property
     def is_stuck(self) -> bool:
-        """Return whether a call hangs."""
+        """Return whether a call is held back."""
         return bool(self._held)
 
     def resume(self) -> None:
-        """Nothing hangs any more."""
+        """Make the calls held back, and hold back no more."""
         self._calls_left = math.inf
         held, self._held = self._held, []
         for call, ended in held:

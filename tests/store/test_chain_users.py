@@ -1,4 +1,4 @@
-"""Chains that sessions read leave last; the last reader's going makes a chain leave in turn."""
+"""Chains with users leave a tier last; without users a chain leaves in its turn."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Clocked:
     def reads(self, session: str, chunks: Sequence[ChunkRange], for_s: float = LONG_S) -> None:
         self.store.protect_chain(session, (chunks[-1].key,), self.now_s + for_s)
 
-    def readers(self, chunk: ChunkRange) -> int:
+    def users(self, chunk: ChunkRange) -> int:
         return self.store.catalog.tiers.index.nodes[chunk.key].users
 
 
@@ -50,7 +50,7 @@ def use(store: ArtifactStore, chunks: Sequence[ChunkRange]) -> None:
     begin(store, ids_of(chunks)).release()
 
 
-def test_what_a_session_reads_leaves_after_what_was_used_later(clocked: Clocked) -> None:
+def test_a_chain_with_users_leaves_after_one_that_was_used_later(clocked: Clocked) -> None:
     store = clocked.store
     put(store, TRUNK)
     put(store, OTHER)
@@ -61,7 +61,7 @@ def test_what_a_session_reads_leaves_after_what_was_used_later(clocked: Clocked)
     assert stored(store, OTHER) == 0
 
 
-def test_the_last_readers_going_makes_the_chain_leave_in_its_turn(clocked: Clocked) -> None:
+def test_a_chain_without_its_last_user_leaves_in_its_turn(clocked: Clocked) -> None:
     store = clocked.store
     put(store, TRUNK)
     put(store, OTHER)
@@ -70,7 +70,7 @@ def test_the_last_readers_going_makes_the_chain_leave_in_its_turn(clocked: Clock
     put(store, NEW)  # sets aside what is read, and evicts the other
     put(store, OTHER)
     clocked.store.catalog.users.remove("ann")
-    assert clocked.readers(TRUNK[0]) == 1
+    assert clocked.users(TRUNK[0]) == 1
     put(store, NEW)
     assert stored(store, TRUNK) == 2, "bob still reads it"
     clocked.store.catalog.users.remove("bob")
@@ -85,16 +85,16 @@ def test_forks_share_their_trunk_and_each_keeps_its_own(clocked: Clocked) -> Non
     put(store, [*TRUNK, *LEFT, *RIGHT])
     clocked.reads("ann", [*TRUNK, *LEFT])
     clocked.reads("bob", [*TRUNK, *RIGHT])
-    assert [clocked.readers(c) for c in (*TRUNK, *LEFT, *RIGHT)] == [2, 2, 1, 1]
+    assert [clocked.users(c) for c in (*TRUNK, *LEFT, *RIGHT)] == [2, 2, 1, 1]
     clocked.store.catalog.users.remove("ann")
-    assert [clocked.readers(c) for c in (*TRUNK, *LEFT, *RIGHT)] == [1, 1, 0, 1]
+    assert [clocked.users(c) for c in (*TRUNK, *LEFT, *RIGHT)] == [1, 1, 0, 1]
     use(store, LEFT)
     put(store, chain("one more", 1))
     assert stored(store, [*TRUNK, *RIGHT]) == 3
-    assert stored(store, [*TRUNK, *LEFT]) == 2, "its one reader has gone"
+    assert stored(store, [*TRUNK, *LEFT]) == 2, "its one user has ended"
 
 
-def test_where_everything_is_read_the_oldest_leaves_and_nothing_hangs(clocked: Clocked) -> None:
+def test_where_every_chain_has_users_the_oldest_leaves_and_nothing_hangs(clocked: Clocked) -> None:
     store = clocked.store
     put(store, TRUNK)
     put(store, OTHER)
@@ -104,53 +104,52 @@ def test_where_everything_is_read_the_oldest_leaves_and_nothing_hangs(clocked: C
     assert stored(store, TRUNK) == 0
     assert stored(store, OTHER) == 2
     put(store, TRUNK)  # ann's chain again: not hers until she reads it anew
-    assert clocked.readers(TRUNK[0]) == 0
+    assert clocked.users(TRUNK[0]) == 0
     clocked.store.catalog.users.remove("ann")
-    assert clocked.readers(TRUNK[0]) == 0
+    assert clocked.users(TRUNK[0]) == 0
 
 
-def test_one_tenants_many_readers_do_not_unprotect_anothers_chain(clocked: Clocked) -> None:
-    readers = clocked.store.catalog.users
-    readers._shares = FairShares(20)
+def test_many_users_of_one_tenant_leave_the_chain_of_another_protected(clocked: Clocked) -> None:
+    clocked.store.catalog.users._shares = FairShares(20)
     put(clocked.store, [*TRUNK, *OTHER])
     clocked.store.protect_chain("ann", (TRUNK[-1].key,), clocked.now_s + LONG_S, b"ann")
     for number in range(100):
         clocked.store.protect_chain(number, (OTHER[-1].key,), clocked.now_s + LONG_S, b"eve")
-    assert clocked.readers(TRUNK[-1]) == 1
-    assert clocked.readers(OTHER[-1]) == 19
+    assert clocked.users(TRUNK[-1]) == 1
+    assert clocked.users(OTHER[-1]) == 19
 
 
-def test_a_session_goes_on_to_its_next_turns_chain_and_its_time_ends(clocked: Clocked) -> None:
+def test_a_session_uses_the_chain_of_its_next_turn_until_its_time_ends(clocked: Clocked) -> None:
     put(clocked.store, [*TRUNK, *LEFT])
     clocked.reads("ann", TRUNK, for_s=10.0)
     clocked.reads("ann", [*TRUNK, *LEFT], for_s=20.0)
-    assert [clocked.readers(c) for c in (*TRUNK, *LEFT)] == [1, 1, 1]
+    assert [clocked.users(c) for c in (*TRUNK, *LEFT)] == [1, 1, 1]
     clocked.now_s += 15.0
     clocked.store.catalog.users.expire()
-    assert clocked.readers(LEFT[0]) == 1, "the first turn's time was replaced"
+    assert clocked.users(LEFT[0]) == 1, "the first turn's time was replaced"
     clocked.now_s += 5.0
     clocked.store.catalog.users.expire()
-    assert [clocked.readers(c) for c in (*TRUNK, *LEFT)] == [0, 0, 0]
+    assert [clocked.users(c) for c in (*TRUNK, *LEFT)] == [0, 0, 0]
 
 
-def test_a_session_that_reads_nothing_stored_reads_nothing(clocked: Clocked) -> None:
+def test_a_session_of_which_nothing_is_stored_uses_nothing(clocked: Clocked) -> None:
     put(clocked.store, TRUNK)
     clocked.reads("ann", TRUNK)
     clocked.reads("ann", OTHER)
-    assert clocked.readers(TRUNK[0]) == 0
+    assert clocked.users(TRUNK[0]) == 0
     assert len(clocked.store.catalog.users) == 0
 
 
-def test_after_a_reset_nobody_reads(clocked: Clocked) -> None:
+def test_after_a_reset_no_chain_has_users(clocked: Clocked) -> None:
     put(clocked.store, TRUNK)
     clocked.reads("ann", TRUNK)
     clocked.store.reset()
     assert len(clocked.store.catalog.users) == 0
     put(clocked.store, TRUNK)
-    assert clocked.readers(TRUNK[0]) == 0
+    assert clocked.users(TRUNK[0]) == 0
 
 
-def test_on_ssd_too_what_is_read_leaves_last(tmp_path: Path) -> None:
+def test_on_ssd_too_chains_with_users_leave_last(tmp_path: Path) -> None:
     clocked = Clocked(dram_chunks=2, root=tmp_path / "ssd")
     store = clocked.store
     for chunks in (TRUNK, *(chain(f"c{i}", 2) for i in range(7))):
@@ -166,27 +165,27 @@ def test_on_ssd_too_what_is_read_leaves_last(tmp_path: Path) -> None:
     store.check_integrity()
 
 
-def test_of_many_whose_time_is_over_a_few_go_at_once() -> None:
+def test_users_whose_time_is_over_are_removed_a_few_at_a_time() -> None:
     now_s = 0.0
-    unread: list[Node] = []
-    readers = ChainUsers(lambda: now_s, unread.append)
+    unused: list[Node] = []
+    users = ChainUsers(lambda: now_s, unused.append)
     root = Node(ChunkRange(ROOT, ROOT, 0, 0), None)
     nodes = [Node(chunk, root) for i in range(20) for chunk in chain(f"c{i}", 1)]
     for i, node in enumerate(nodes):
-        readers.add(i, node, 1.0)
+        users.add(i, node, 1.0)
     now_s = 1.0
-    assert readers.expire(1), "others are left"
-    assert len(readers) == root.users == 19
-    assert readers.expire(9), "each reads two chunks"
-    assert len(readers) == 16
-    assert readers.look_s <= now_s, "the I/O thread comes back at once"
-    assert not readers.expire()
-    assert len(readers) == root.users == 0
-    assert len(unread) == 21
-    assert readers.look_s == float("inf")
+    assert users.expire(1), "others are left"
+    assert len(users) == root.users == 19
+    assert users.expire(9), "each uses two chunks"
+    assert len(users) == 16
+    assert users.look_s <= now_s, "the I/O thread comes back at once"
+    assert not users.expire()
+    assert len(users) == root.users == 0
+    assert len(unused) == 21
+    assert users.look_s == float("inf")
 
 
-def test_the_scheduler_lets_nobody_go_where_there_is_an_io_thread(tmp_path: Path) -> None:
+def test_with_an_io_thread_the_scheduler_removes_no_user(tmp_path: Path) -> None:
     clocked = Clocked(dram_chunks=4, root=tmp_path / "ssd")
     put(clocked.store, TRUNK)
     catalog = clocked.store.catalog
@@ -200,7 +199,7 @@ def test_the_scheduler_lets_nobody_go_where_there_is_an_io_thread(tmp_path: Path
     clocked.store.close()
 
 
-def test_without_an_io_thread_each_that_comes_lets_one_go(clocked: Clocked) -> None:
+def test_without_an_io_thread_each_new_user_removes_one_that_is_over(clocked: Clocked) -> None:
     put(clocked.store, TRUNK)
     for i in range(10):
         clocked.reads(f"s{i}", TRUNK, for_s=1.0)
@@ -210,15 +209,15 @@ def test_without_an_io_thread_each_that_comes_lets_one_go(clocked: Clocked) -> N
         assert len(clocked.store.catalog.users) == left + 1
 
 
-def test_only_so_many_readers_count() -> None:
-    readers = ChainUsers(lambda: 0.0, lambda _: None, capacity=3)
+def test_only_so_many_users_count() -> None:
+    users = ChainUsers(lambda: 0.0, lambda _: None, capacity=3)
     node = Node(ChunkRange(ROOT, ROOT, 0, 0), None)
     for i in range(10):
-        readers.add(i, node, LONG_S)
-    assert len(readers) == node.users == 3
+        users.add(i, node, LONG_S)
+    assert len(users) == node.users == 3
     for _ in range(1_000):
-        readers.add(9, node, LONG_S)
-    assert len(readers._ends) < 100, "readings that were replaced pile up"
+        users.add(9, node, LONG_S)
+    assert len(users._ends) < 100, "uses that were replaced pile up"
 
 
 STEPS = st.lists(
@@ -228,14 +227,14 @@ STEPS = st.lists(
 
 @settings(deadline=None)
 @given(STEPS)
-def test_counts_are_those_of_the_readers_and_room_is_always_found(
+def test_counts_are_those_of_the_users_and_there_is_always_room(
     steps: list[tuple[str, int]],
 ) -> None:
     """A tree of eight branches, of which the store holds five chunks."""
     rng = random.Random(5)
     branches = [[*TRUNK[:1], *chain(f"b{i}", 2, TRUNK[0])] for i in range(8)]
     clocked = Clocked(dram_chunks=5)
-    store, readers = clocked.store, clocked.store.catalog.users
+    store, users = clocked.store, clocked.store.catalog.users
     for kind, which in steps:
         missing = [c for c in branches[which] if store.missing(c, list(SIZES))]
         if kind == "put":
@@ -243,13 +242,13 @@ def test_counts_are_those_of_the_readers_and_room_is_always_found(
         elif kind == "reads":
             clocked.reads(f"s{which}", branches[rng.randrange(8)], for_s=float(which))
         elif kind == "leaves":
-            readers.remove(f"s{which}")
+            users.remove(f"s{which}")
         else:
             clocked.now_s += 1.0
-            readers.expire()
+            users.expire()
         counted = dict.fromkeys(store.catalog.tiers.index.nodes.values(), 0)
-        for reading in readers._uses.values():
-            node: Node | None = reading.node
+        for use in users._uses.values():
+            node: Node | None = use.node
             while node is not None:
                 if node in counted:
                     counted[node] += 1
@@ -258,7 +257,7 @@ def test_counts_are_those_of_the_readers_and_room_is_always_found(
         store.check_integrity()
     for branch in branches:
         put(store, [c for c in branch if store.missing(c, list(SIZES))])
-        assert stored(store, branch) == 3, "with readers everywhere there was no room"
+        assert stored(store, branch) == 3, "with users everywhere there was no room"
     store.close()
 
 

@@ -1,4 +1,4 @@
-"""What is ours below what others own: written, found again, evictable, and no burden on DRAM."""
+"""Artifacts of this engine that continue another engine's chain: written, found and evicted."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_with_a_write_budget_too(engines: Engines) -> None:
     store.close()
 
 
-def test_tools_find_a_directory_with_gaps_in_order(
+def test_tools_accept_a_directory_with_missing_ranges(
     engines: Engines, store: ArtifactStore, tmp_path: Path
 ) -> None:
     real = Bench(tmp_path / "real").open(
@@ -176,7 +176,7 @@ def test_a_replica_stays_while_what_rests_on_it_is_in_dram_alone(
     assert index.num_missing == 0
 
 
-def test_what_nobody_can_reach_ages_like_anything_else(engines: Engines) -> None:
+def test_an_unreachable_artifact_ages_as_any_other(engines: Engines) -> None:
     store = engines.open(ssd_chunks=6)
     hold(store)
     store.close()
@@ -246,7 +246,7 @@ def test_a_checkpoint_of_our_own_on_anothers_chunk_stays_while_something_continu
     again.close()
 
 
-def test_a_session_expected_back_is_staged_from_after_the_gap(
+def test_an_expected_session_is_staged_from_after_its_missing_range(
     engines: Engines, store: ArtifactStore
 ) -> None:
     hold(store)

@@ -1,4 +1,4 @@
-"""kill -9 in the middle of spilling: what the journal lists afterwards is all there and right."""
+"""kill -9 during write-back: all that the journal lists afterwards is there and right."""
 
 import random
 import subprocess
@@ -45,7 +45,7 @@ while True:  # more than fits: slots are evicted and written again, too
 @pytest.mark.parametrize(
     "rounds", [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 )
-def test_killed_while_spilling(tmp_path: Path, rounds: int, theirs: int) -> None:
+def test_killed_while_writing_back(tmp_path: Path, rounds: int, theirs: int) -> None:
     rng = random.Random(7)
     root = tmp_path / "ssd"
     found = 0

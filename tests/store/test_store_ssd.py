@@ -82,7 +82,7 @@ def test_saved_restarted_restored(tmp_path: Path, disk: Disk, real_files: bool) 
     store.close()
 
 
-def test_the_spill_starts_by_itself(bench: Bench) -> None:
+def test_write_back_begins_by_itself(bench: Bench) -> None:
     store = bench.open(spill_delay_s=0.01)
     put(store, CHUNKS)
     until(lambda: "state_type=dense_kv" in bench.counts("heterocache_ssd_written_bytes"))
@@ -620,7 +620,7 @@ def test_a_dead_io_thread_is_a_miss_not_a_hang(
     store.close()
 
 
-def test_a_save_under_way_is_not_spilled(bench: Bench) -> None:
+def test_a_save_under_way_is_not_written_back(bench: Bench) -> None:
     store = bench.open()
     save = store.begin_save(CHUNKS[0], SIZES)
     assert save is not None

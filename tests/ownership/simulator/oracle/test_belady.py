@@ -27,7 +27,7 @@ def prompts(draw: st.DrawFn, most: int = 8) -> list[BlockRuns]:
     return chains_of(*([int(f"1{t[: i + 1]}", 36) for i in range(len(t))] for t in texts))
 
 
-def test_by_hand() -> None:
+def test_the_hits_of_a_worked_example() -> None:
     """a b c a c b a: with room for two a and c are kept, then a; with room for one only a."""
     chains = chains_of([1], [20], [300], [1], [300], [20], [1])
     assert belady_hits(chains, 2) == 3
