@@ -11,7 +11,10 @@ export VLLM_CPU_OMP_THREADS_BIND := nobind
 export VLLM_CPU_KVCACHE_SPACE := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help venv demo test test-fast test-engine test-second-runner test-search test-slow test-faults lint format bench docs clean
+# Two processes; tests that share an engine run in the same one, see tests/engine/conftest.py.
+ON_ENGINE := -n 2 --dist loadgroup --no-loadscope-reorder
+
+.PHONY: help venv demo check test test-fast test-engine test-second-runner test-search test-slow test-faults lint format bench docs clean
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,16 +29,20 @@ $(STAMP): pyproject.toml scripts/setup_venv.py
 demo: venv  ## A session that survives kill -9, on three kinds of model
 	$(RUN) -m examples.demo
 
+check: lint  ## Before a commit: lint, types, the short tests, one engine of each kind
+	$(RUN) -m pytest -q -n 2 --dist worksteal -m "not engine and not slow and not long"
+	$(RUN) -m pytest -q $(ON_ENGINE) -m smoke tests/engine
+
 test: test-fast test-engine test-second-runner  ## Every layer but the slow one
 
 test-fast: venv  ## Tests that need no engine
 	$(RUN) -m pytest -q -n 2 --dist worksteal -m "not engine and not slow"
 
 test-engine: venv  ## Tests on the real engine
-	$(RUN) -m pytest -q -n 2 --dist loadfile --durations=12 -m "engine and not slow"
+	$(RUN) -m pytest -q $(ON_ENGINE) --durations=12 -m "engine and not slow"
 
 test-second-runner: venv  ## Engine tests on vLLM's second model runner, the default on CUDA
-	PYTHONPATH=tests/second_runner $(RUN) -m pytest -q -n 2 --dist loadfile -p second_runner -m "engine and not slow" \
+	PYTHONPATH=tests/second_runner $(RUN) -m pytest -q $(ON_ENGINE) -p second_runner -m "engine and not slow" \
 		-k "not deepseek_v4" $(addprefix tests/engine/test_,exactness.py async_scheduling.py situations.py)
 
 test-search: venv  ## The fast tests, property tests with new examples

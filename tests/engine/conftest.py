@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,8 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 import torch  # noqa: E402 - it reads the environment
+
+from tests.engine import harness  # noqa: E402
 
 torch.set_num_threads(1)  # the variable is too late when another test imported torch
 
@@ -40,16 +43,75 @@ def _adversarial_device(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """vLLM and its dependencies warn about each other; here only our warnings are errors.
+@pytest.fixture
+def shared_llm(model: str) -> Iterator[Any]:
+    """The engine that several modules share, with empty caches and its settings as at its start.
 
-    Later marks win, so the last one added is the first to apply. And what vLLM has no kernels for
-    on this CPU is skipped, by name.
+    A test that leaves anything behind fails, and the next one gets a new engine.
+    """
+    try:
+        llm = harness.shared_engine(model)
+        harness.forget(llm)
+        yield llm
+        harness.assert_shared_engine_is_as_at_its_start()
+    except BaseException:
+        harness.end_shared_engine()
+        raise
+
+
+@pytest.fixture
+def stock_llm(model: str) -> Any:
+    """The shared engine without the connector, its own prefix cache empty."""
+    llm = harness.shared_engine(model, has_connector=False)
+    assert llm.reset_prefix_cache()
+    return llm
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_shared_engine_at_the_end() -> Iterator[None]:
+    yield
+    harness.end_shared_engine()
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist then finds the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order and group the tests on a real engine; let only warnings of this project be errors.
+
+    Tests of one shared engine follow each other, and pytest-xdist runs them in one process. So it
+    does with tests that share a fixture of their module; all others may run anywhere. Those with
+    the longest time limits come first: two processes then end at nearly the same time.
     """
     lacking = unsupported_reason("deepseek_v4")
-    for item in items:
+    on_engine, first_of_group = [], dict[str, int]()
+    for place, item in enumerate(items):
         if "engine" in item.keywords:
+            # Later marks win, so the last one added is the first to apply.
             item.add_marker(pytest.mark.filterwarnings("default"))
             item.add_marker(pytest.mark.filterwarnings("error:::hetero_connector.*"))
             if lacking and "deepseek_v4" in item.name:
                 item.add_marker(pytest.mark.skip(reason=lacking))
+        if item.get_closest_marker("engine"):
+            on_engine.append(item)
+            if group := _group(item):
+                item.add_marker(pytest.mark.xdist_group(group))
+            first_of_group.setdefault(group or item.nodeid, place)
+
+    def rank(item: pytest.Item) -> tuple[float, int]:
+        limit = item.get_closest_marker("timeout")
+        return -limit.args[0] if limit else 0, first_of_group[_group(item) or item.nodeid]
+
+    items[:] = [item for item in items if not item.get_closest_marker("engine")]
+    items += sorted(on_engine, key=rank)
+
+
+def _group(item: pytest.Item) -> str | None:
+    """Return the name of the engine or module whose fixtures the test shares with others."""
+    assert isinstance(item, pytest.Function)
+    if "shared_llm" in item.fixturenames or "stock_llm" in item.fixturenames:
+        values = item.callspec.params.values()
+        (model,) = {str(getattr(v, "name", v)) for v in values}.intersection(harness.MODELS)
+        return f"{'shared' if 'shared_llm' in item.fixturenames else 'stock'} {model}"
+    fixtures = (item._fixtureinfo.name2fixturedefs.get(name, ()) for name in item.fixturenames)
+    if any(found.scope == "module" for defined in fixtures for found in defined):
+        return item.path.stem
+    return None

@@ -6,12 +6,16 @@
         again = generate(llm, prompt, max_tokens=8)
         assert delta(first, again) <= 1e-4
 
-`conftest.py` sets the environment before vLLM is imported. One engine at a time.
+`conftest.py` sets the environment before vLLM is imported. A process has one engine at a time.
+A start takes as long as several tests, so the shared engines live on: `shared_engine` returns the
+one that runs if it is the one asked for. Tests get it from the fixture `shared_llm`.
 """
 
 from __future__ import annotations
 
 import gc
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -66,10 +70,11 @@ def make_llm(
 ) -> Any:
     """Build an engine; with `connector_extra` (even empty) it runs HeteroConnector.
 
-    Whatever is stored is restored, from where it was left, and every chunk boundary gets a
-    checkpoint, so that a test may resume at any, unless `connector_extra` says otherwise.
-    Keyword arguments override `engine_arguments(model)`; `kv_transfer_config` may be given
-    whole. End it with `shutdown`. Skips the test where vLLM cannot run the model on this CPU.
+    The shared engine is shut down first. Whatever is stored is restored, from where it was left,
+    and every chunk boundary gets a checkpoint, so that a test may resume at any, unless
+    `connector_extra` says otherwise. Keyword arguments override `engine_arguments(model)`;
+    `kv_transfer_config` may be given whole. End it with `shutdown`. Skips the test where vLLM
+    cannot run the model on this CPU.
     """
     from vllm import LLM
 
@@ -87,6 +92,7 @@ def make_llm(
         )
     arguments["skip_tokenizer_init"] = True
     arguments |= engine_args
+    end_shared_engine()
     with _nothing_left_of_a_failed_start():
         return LLM(
             model=str(write_checkpoint(model, CHECKPOINTS)),
@@ -306,6 +312,93 @@ def engine(
         yield llm
     finally:
         shutdown(llm)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """The shared engine that runs."""
+
+    model: str
+    has_connector: bool
+    ssd_dir: Path
+    llm: Any
+    settings: tuple[object, ...]
+
+
+_shared: _Shared | None = None
+
+
+def shared_arguments(model: str) -> dict[str, Any]:
+    """Return arguments with which a cold prompt takes several steps."""
+    if model == "qwen3_next":
+        # Its alignment is 640 tokens; by default the engine passes on the recurrent state of a
+        # prompt's last boundary only.
+        return {"max_num_batched_tokens": 768, "prefix_cache_retention_interval": 640}
+    return {"max_num_batched_tokens": 512}
+
+
+def shared_engine(model: str, *, has_connector: bool = True) -> Any:
+    """Return the shared engine of a model; start it if it does not run.
+
+    With the connector it has more DRAM than any test fills, and an SSD directory of its own.
+    Without, it is the stock engine with its default arguments.
+    """
+    if _shared is None or (_shared.model, _shared.has_connector) != (model, has_connector):
+        end_shared_engine()
+        _start_shared(model, has_connector, Path(tempfile.mkdtemp(prefix="shared-engine-")))
+    assert _shared is not None
+    return _shared.llm
+
+
+def restart_shared_engine() -> Any:
+    """Shut the shared engine down, start it again on its SSD directory, and return it."""
+    assert _shared is not None
+    model, has_connector, ssd_dir = _shared.model, _shared.has_connector, _shared.ssd_dir
+    _stop_shared()
+    _start_shared(model, has_connector, ssd_dir)
+    return _shared.llm
+
+
+def end_shared_engine() -> None:
+    """Shut down the shared engine, if one runs, and delete its SSD directory."""
+    if _shared is not None:
+        ssd_dir = _shared.ssd_dir
+        _stop_shared()
+        shutil.rmtree(ssd_dir)
+
+
+def assert_shared_engine_is_as_at_its_start() -> None:
+    """Check that a test has left nothing in the shared engine, and no setting changed."""
+    assert _shared is not None
+    assert_no_leaks(_shared.llm)
+    assert _settings_of(_shared.llm) == _shared.settings
+
+
+def _start_shared(model: str, has_connector: bool, ssd_dir: Path) -> None:
+    global _shared
+    if has_connector:
+        extra = {"dram_gib": 0.25, "ssd_gib": 0.5, "ssd_dir": str(ssd_dir)}
+        llm = make_llm(model, extra, disable_log_stats=False, **shared_arguments(model))
+        _shared = _Shared(model, True, ssd_dir, llm, _settings_of(llm))
+    else:
+        # Of several MLA backends the one that takes float32 and runs on any CPU.
+        llm = make_llm(model, **({"attention_backend": "CPU_MLA"} if model == "mla" else {}))
+        _shared = _Shared(model, False, ssd_dir, llm, ())
+
+
+def _stop_shared() -> None:
+    global _shared
+    assert _shared is not None
+    llm, _shared = _shared.llm, None
+    shutdown(llm)
+
+
+def _settings_of(llm: Any) -> tuple[object, ...]:
+    """Return what tests change in a running engine, and must change back."""
+    side = scheduler_side(llm)
+    scheduler, planner = llm.llm_engine.engine_core.engine_core.scheduler, side._restorer._planner
+    tokens = scheduler.max_num_scheduled_tokens
+    return planner.mode, planner.replay_when_missing, side._saver._policy, tokens
 
 
 def _completion(output: Any) -> Completion:

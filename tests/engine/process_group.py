@@ -1,9 +1,27 @@
-"""The processes of a process group that still run."""
+"""Processes of tests: code in one of its own, and those of a group that still run."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
+
+from examples.serving import engine_environment
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_apart(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run code that starts an engine in a new Python process; its stdout has both streams."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=engine_environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def living(group: int) -> list[str]:

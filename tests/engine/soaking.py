@@ -30,6 +30,7 @@ LIVES = 5
 # An engine registers its counters anew, from 0.
 PREEMPTIONS = "vllm:num_preemptions_total"
 HITS = "heterocache_hit_tokens_total"
+EVICTIONS = "heterocache_evictions_total"
 
 
 def arguments(model: str) -> dict[str, Any]:

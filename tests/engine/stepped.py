@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -43,6 +44,8 @@ class Engine:
         window_replay: WindowReplay | None = None,
         fleet: Fleet | None = None,
         peers: PeerAccess | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        run_io: bool = True,
         **store: Any,
     ) -> None:
         self.asks_again = fleet is not None
@@ -55,7 +58,9 @@ class Engine:
             chunk_tokens=CHUNK,
             fingerprint=b"f" * 32,
             description={},
+            clock=clock,
             peers=peers,
+            run_io=run_io,
         )
         if fleet is not None:
             assert self.store.sharing is not None
@@ -66,7 +71,7 @@ class Engine:
         self.side = SchedulerSide(
             self.layout, ChainHasher(b"f" * 32, CHUNK), self.store, self.recorder,
             Policies(planner, checkpoints or Full(), window_replay),
-            layerwise=True, load_deadline_s=LOAD_DEADLINE_S, fleet=fleet,
+            layerwise=True, load_deadline_s=LOAD_DEADLINE_S, fleet=fleet, clock=clock,
         )  # fmt: skip
         self.tables = FakeBlockTables()
         self.side.bind(self.tables)  # type: ignore[arg-type]

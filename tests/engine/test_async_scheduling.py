@@ -33,6 +33,7 @@ from tests.engine.harness import (
     prompt_tokens,
     scheduler_side,
     settle,
+    shared_arguments,
     wiped,
 )
 from tests.engine.overlapping import REPLAYED, watched
@@ -67,10 +68,8 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.fixture(scope="module")
 def llm(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     extra = {"dram_gib": 0.25, "ssd_dir": str(tmp_path_factory.mktemp("ssd")), "ssd_gib": 0.5}
-    arguments: dict[str, Any] = {"max_num_batched_tokens": 512}
-    if case is RECURRENT:  # see test_exactness
-        arguments = {"max_num_batched_tokens": 768, "prefix_cache_retention_interval": 640}
-    with async_engine(case.name, extra, disable_log_stats=False, **arguments) as llm:
+    arguments = {"disable_log_stats": False, **shared_arguments(case.name)}
+    with async_engine(case.name, extra, **arguments) as llm:
         scheduler_side(llm)._restorer._planner.replay_when_missing = True
         yield llm
 

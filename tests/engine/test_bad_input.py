@@ -7,6 +7,7 @@ On the real engine. The same faults without an engine: `tests/test_config.py`,
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import resource
 import shutil
@@ -36,7 +37,7 @@ from tests.engine.harness import (
     settle,
     shutdown,
 )
-from tests.engine.process_group import assert_gone
+from tests.engine.process_group import assert_gone, run_apart
 
 pytestmark = pytest.mark.engine
 
@@ -213,11 +214,17 @@ def test_a_wrong_key_ends_the_server_with_one_error_and_no_process(tmp_path: Pat
 
 
 def test_a_second_engine_gets_the_name_of_the_directorys_owner(
-    ssd_dir: Path, tmp_path: Path, cold: Completion
+    ssd_dir: Path, cold: Completion
 ) -> None:
     with engine(MODEL, extra(ssd_dir)) as first:
-        log = server_ends(tmp_path, extra(ssd_dir))
-        assert f"is in use by process {os.getpid()} on " in log
+        second = run_apart(
+            "import json, sys; from tests.engine.harness import make_llm;"
+            "make_llm(sys.argv[1], json.loads(sys.argv[2]))",
+            MODEL,
+            json.dumps(extra(ssd_dir)),
+        )
+        assert second.returncode != 0
+        assert f"is in use by process {os.getpid()} on " in second.stdout
         restored = generate(first, PROMPT, max_tokens=8)
         assert restored.num_cached_tokens == BOUNDARY
         same(restored, cold)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from hetero_connector.spec import StateType
 from tests.engine.harness import (
     HYBRID_MODELS,
     engine,
-    forget,
     forget_local,
     generate,
     leave_on_ssd_only,
@@ -74,16 +72,9 @@ def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module")
-def llm(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    extra = {"dram_gib": 0.1, "ssd_dir": str(tmp_path_factory.mktemp("ssd")), "ssd_gib": 0.2}
-    with engine(model, extra) as llm:
-        yield llm
-
-
-@pytest.fixture(autouse=True)
-def _empty_store(llm: Any) -> None:
-    forget(llm)
+@pytest.fixture
+def llm(shared_llm: Any) -> Any:
+    return shared_llm
 
 
 def stored_bytes(llm: Any, tier: Tier) -> dict[StateType, int]:
@@ -115,10 +106,7 @@ def test_a_prompt_stores_its_tokens_and_its_checkpoints(llm: Any, model: str) ->
     last = 1300 // layout.model.alignment * layout.model.alignment
     expected = {kind: size * last for kind, size in PER_TOKEN[model].items()}
     for kind, size in PER_CHECKPOINT[model].items():
-        checkpoints = -(-last // layout.chunk_tokens)
-        if kind is StateType.RECURRENT:
-            checkpoints = 1  # by default the engine passes on a prompt's last one
-        expected[kind] = size * checkpoints
+        expected[kind] = size * -(-last // layout.chunk_tokens)
     assert stored_bytes(llm, Tier.DRAM) == expected
     # The SSD holds the same bytes; what a restore moves is the last checkpoint alone.
     leave_on_ssd_only(llm)
@@ -148,3 +136,12 @@ def test_a_restore_moves_the_prefix_and_one_checkpoint(llm: Any, model: str) -> 
         moved
         == {k: size * boundary for k, size in PER_TOKEN[model].items()} | (PER_CHECKPOINT[model])
     )
+
+
+@pytest.mark.slow
+def test_by_default_recurrent_state_is_stored_at_a_prompts_last_boundary_only() -> None:
+    with engine("qwen3_next", {"dram_gib": 0.1}) as llm:
+        generate(llm, prompt_tokens(1300, seed=32))
+        settle(llm)
+        stored = stored_bytes(llm, Tier.DRAM)
+    assert stored[StateType.RECURRENT] == PER_CHECKPOINT["qwen3_next"][StateType.RECURRENT]

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -34,20 +33,16 @@ from tests.engine.harness import (
     BF16_MODELS,
     HYBRID_MODELS,
     Completion,
-    assert_no_leaks,
     delta,
     flipped,
-    forget,
     forget_local,
     generate,
     leave_on_ssd_only,
-    make_llm,
     metric,
     no_restores,
     prompt_tokens,
     scheduler_side,
     settle,
-    shutdown,
 )
 
 pytestmark = pytest.mark.engine
@@ -73,6 +68,8 @@ ONE_WAY = {
     "adaptive": (("cost", Tier.DRAM), ("cost with dear loads", Tier.SSD)),
 }
 """Planner and tier by policy, for models that are not tried with all."""
+REFERENCES: dict[str, dict[tuple[tuple[int, ...], int], Completion]] = {}
+"""Each engine's own answers, by model, and by prompt and cached tokens."""
 
 
 @dataclass
@@ -81,7 +78,7 @@ class Engine:
 
     model: str
     llm: Any
-    references: dict[tuple[tuple[int, ...], int], Completion] = field(default_factory=dict)
+    references: dict[tuple[tuple[int, ...], int], Completion]
 
     @property
     def side(self) -> SchedulerSide:
@@ -164,28 +161,11 @@ class Engine:
         assert delta(restored, reference) <= (0.0 if self.model in BF16_MODELS else 1e-4)
 
 
-@pytest.fixture(scope="module")
-def engine(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
-    engine = start(request.param, tmp_path_factory.mktemp("ssd"))
-    yield engine
-    shutdown(engine.llm)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left_behind(engine: Engine) -> Iterator[None]:
-    forget(engine.llm)
-    yield
-    assert_no_leaks(engine.llm)
-
-
-def start(model: str, ssd_dir: Path) -> Engine:
-    extra = {"dram_gib": 0.25, "ssd_dir": str(ssd_dir), "ssd_gib": 0.5}
-    arguments: dict[str, Any] = {"max_num_batched_tokens": 512}
-    if model == "qwen3_next":  # see test_exactness
-        arguments = {"max_num_batched_tokens": 768, "prefix_cache_retention_interval": 640}
-    return Engine(model, make_llm(model, extra, disable_log_stats=False, **arguments))
+@pytest.fixture
+def engine(model: str, shared_llm: Any) -> Iterator[Engine]:
+    saver = scheduler_side(shared_llm)._saver
+    with patch.multiple(saver, _policy=saver._policy, _kept=saver._kept):  # see `use_policy`
+        yield Engine(model, shared_llm, REFERENCES.setdefault(model, {}))
 
 
 def kept(engine: Engine, policy: str) -> set[int]:
@@ -207,13 +187,13 @@ def deepest(engine: Engine, planner: str, checkpoints: set[int], limit: int) -> 
     return max(loaded, limit - replayed) if planner == "cost" else loaded
 
 
-@pytest.mark.parametrize("engine", MODELS, indirect=True)
+@pytest.mark.parametrize("model", MODELS)
 def test_power_a_flipped_early_token_shows(engine: Engine) -> None:
     base = engine.own_hit(PROMPT, 0)
     assert delta(base, engine.own_hit(flipped(PROMPT, 3), 0)) > CLEAR
 
 
-@pytest.mark.parametrize("engine", MODELS, indirect=True)
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_restored_where_policy_and_planner_say_and_exactly(engine: Engine, policy: str) -> None:
     planner, tier = ONE_WAY[policy][MODELS.index(engine.model) % 2]
@@ -221,7 +201,7 @@ def test_restored_where_policy_and_planner_say_and_exactly(engine: Engine, polic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", MODELS, indirect=True)
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("tier", TIERS)
@@ -247,7 +227,7 @@ def restore_and_compare(engine: Engine, policy: str, planner: str, tier: Tier) -
             checkpoints.add(limit)
 
 
-@pytest.mark.parametrize("engine", ["gemma3", "deepseek_v4"], indirect=True)
+@pytest.mark.parametrize("model", ["gemma3", "deepseek_v4"])
 @pytest.mark.parametrize(
     "policy", ["zero", *(pytest.param(x, marks=pytest.mark.slow) for x in POLICIES if x != "zero")]
 )

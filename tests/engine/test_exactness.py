@@ -6,9 +6,8 @@ cached tokens. The power tests show that wrong state would change the logprobs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from tests.engine.harness import (
     BF16_MODELS,
     HYBRID_MODELS,
     Completion,
-    assert_no_leaks,
     delta,
     flipped,
     forget,
@@ -26,13 +24,12 @@ from tests.engine.harness import (
     generate,
     generate_batch,
     leave_on_ssd_only,
-    make_llm,
     metric,
     no_restores,
     prompt_tokens,
+    restart_shared_engine,
     scheduler_side,
     settle,
-    shutdown,
     wiped,
 )
 
@@ -45,25 +42,10 @@ PROMPT = prompt_tokens(1400, seed=21)
 
 @dataclass
 class Engine:
-    """One model's engine, which a test may restart on the same SSD directory."""
+    """One model's engine."""
 
     model: str
-    ssd_dir: Path
-    llm: Any = None
-
-    def start(self) -> None:
-        arguments: dict[str, Any] = {"max_num_batched_tokens": 512}
-        if self.model == "qwen3_next":
-            # Its alignment is 640 tokens; by default the engine passes on the recurrent
-            # state of a prompt's last boundary only.
-            arguments = {"max_num_batched_tokens": 768, "prefix_cache_retention_interval": 640}
-        self.llm = make_llm(
-            self.model,
-            {"dram_gib": 0.25, "ssd_dir": str(self.ssd_dir), "ssd_gib": 0.5},
-            # Cold prompts and long new parts take several steps.
-            disable_log_stats=False,
-            **arguments,
-        )
+    llm: Any
 
     @property
     def tolerance(self) -> float:
@@ -91,21 +73,20 @@ class Engine:
         assert delta(restored, reference) <= self.tolerance
 
 
-@pytest.fixture(scope="module", params=("dense", *HYBRID_MODELS))
-def engine(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
-    engine = Engine(request.param, tmp_path_factory.mktemp("ssd"))
-    engine.start()
-    yield engine
-    shutdown(engine.llm)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(model, marks=pytest.mark.smoke if model in ("dense", "gemma3") else ())
+        for model in ("dense", *HYBRID_MODELS)
+    ],
+)
+def model(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-@pytest.fixture(autouse=True)
-def _empty_store(engine: Engine) -> Iterator[None]:
-    forget(engine.llm)
-    yield
-    assert_no_leaks(engine.llm)
+@pytest.fixture
+def engine(model: str, shared_llm: Any) -> Engine:
+    return Engine(model, shared_llm)
 
 
 def test_power_a_flipped_early_token_shows(engine: Engine) -> None:
@@ -242,8 +223,7 @@ def test_restored_from_ssd_after_a_restart(engine: Engine) -> None:
     generate(engine.llm, PROMPT)
     settle(engine.llm)
     reference = engine.own_hit([PROMPT], max_tokens=8)[0]
-    shutdown(engine.llm)
-    engine.start()
+    engine.llm = restart_shared_engine()
     before = metric("heterocache_hit_tokens_total", tier="ssd")
     restored = generate(engine.llm, PROMPT, max_tokens=8)
     assert restored.num_cached_tokens == engine.boundary(len(PROMPT))

@@ -80,7 +80,7 @@ def without_rows(llm: Any, boundary: int, window: int) -> Iterator[None]:
     artifact[:] = kept
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_off_the_grid_it_resumes_at_the_last_token_and_exactly(llm: Any, steps: int) -> None:
     prompt = prompt_tokens(steps * STEP + 1, seed=steps)
     reference = cold(llm, prompt)

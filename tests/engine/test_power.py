@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from tests.engine.harness import (
     BF16_MODELS,
     MODELS,
     delta,
-    engine,
     flipped,
     generate,
     prompt_tokens,
@@ -30,12 +28,9 @@ def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module")
-def llm(model: str) -> Iterator[Any]:
-    # Of several MLA backends the one that takes float32 and runs on any CPU.
-    arguments = {"attention_backend": "CPU_MLA"} if model == "mla" else {}
-    with engine(model, **arguments) as llm:
-        yield llm
+@pytest.fixture
+def llm(stock_llm: Any) -> Any:
+    return stock_llm
 
 
 def test_a_flipped_early_token_moves_the_last_logprobs(llm: Any) -> None:
@@ -45,7 +40,6 @@ def test_a_flipped_early_token_moves_the_last_logprobs(llm: Any) -> None:
 
 
 def test_computing_a_prompt_again_does_not_move_its_logprobs(llm: Any) -> None:
-    llm.reset_prefix_cache()
     cold = generate(llm, PROMPT, max_tokens=8)
     llm.reset_prefix_cache()
     again = generate(llm, PROMPT, max_tokens=8)
@@ -55,7 +49,6 @@ def test_computing_a_prompt_again_does_not_move_its_logprobs(llm: Any) -> None:
 
 
 def test_the_engine_hits_its_own_prefix(llm: Any, model: str) -> None:
-    llm.reset_prefix_cache()
     cold = generate(llm, PROMPT, max_tokens=8)
     hit = generate(llm, PROMPT, max_tokens=8)
     if model == "mla":  # vLLM switches prefix caching off with this backend

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from hetero_connector.engine.startup.geometry import model_spec
 from hetero_connector.engine.startup.heads import ModelHeads
 from hetero_connector.spec import ModelSpec
 from hetero_connector.spec.from_config import model_spec_from_config
-from tests.engine.harness import CHECKPOINTS, MODELS, engine
+from tests.engine.harness import CHECKPOINTS, MODELS
 
 pytestmark = pytest.mark.engine
 
@@ -33,16 +34,16 @@ OTHERS = sorted(set(MODELS) - set(IN_MAKE_TEST))
 @pytest.mark.parametrize(
     "model", [*IN_MAKE_TEST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 )
-def test_preset_equals_the_engines_geometry(model: str) -> None:
-    with engine(model) as llm:
-        core = llm.llm_engine.engine_core.engine_core
-        worker = core.model_executor.driver_worker.worker
-        heads = ModelHeads.of(llm.llm_engine.vllm_config)
-        live = model_spec(worker.model_runner.kv_cache_config, heads=heads)
-        cache = llm.llm_engine.vllm_config.cache_config
-        path = llm.llm_engine.vllm_config.model_config.model
-        kv_dtype, ssm_dtype = cache.cache_dtype, cache.mamba_ssm_cache_dtype
-        own_dtype = str(llm.llm_engine.vllm_config.model_config.dtype)
+def test_preset_equals_the_engines_geometry(stock_llm: Any) -> None:
+    core = stock_llm.llm_engine.engine_core.engine_core
+    worker = core.model_executor.driver_worker.worker
+    engine_config = stock_llm.llm_engine.vllm_config
+    heads = ModelHeads.of(engine_config)
+    live = model_spec(worker.model_runner.kv_cache_config, heads=heads)
+    path = engine_config.model_config.model
+    kv_dtype = engine_config.cache_config.cache_dtype
+    ssm_dtype = engine_config.cache_config.mamba_ssm_cache_dtype
+    own_dtype = str(engine_config.model_config.dtype)
     config = json.loads((CHECKPOINTS / path / "config.json").read_text())
     preset = model_spec_from_config(
         config | {"torch_dtype": own_dtype, "dtype": own_dtype},

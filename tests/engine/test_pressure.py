@@ -27,7 +27,7 @@ from tests.engine.harness import (
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("model", ["gemma3", "deepseek_v4"])
+@pytest.mark.parametrize("model", ["gemma3", pytest.param("deepseek_v4", marks=pytest.mark.slow)])
 def test_without_the_engines_prefix_cache(model: str) -> None:
     prompt = prompt_tokens(1400, seed=51)
     with engine(model) as llm:
@@ -102,6 +102,7 @@ def conversations(turns: int) -> list[list[int]]:
     return prompts
 
 
+@pytest.mark.slow
 def test_a_soak_in_which_everything_is_evicted_again(tmp_path: Path) -> None:
     prompts = conversations(100)
     batches = [prompts[i : i + 4] for i in range(0, len(prompts), 4)]

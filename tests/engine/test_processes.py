@@ -19,6 +19,7 @@ from tests.engine.harness import (
     prompt_tokens,
     settle,
 )
+from tests.engine.process_group import run_apart
 
 pytestmark = pytest.mark.engine
 
@@ -104,11 +105,14 @@ def test_a_child_of_multi_connector(tmp_path: Path) -> None:
     assert delta(restored, reference) <= 1e-4
 
 
-def test_a_process_may_begin_with_a_few_tokens(tmp_path: Path) -> None:
+def test_a_process_may_begin_with_a_few_tokens() -> None:
     """After a restore few tokens are left. That ends stock vLLM 0.32.0 on CPUs with AMX tiles."""
-    model = write_checkpoint("dense-bf16", CHECKPOINTS)
-    with Server(model, tmp_path / "server.log", kv_transfer_config(EXTRA)) as server:
-        assert len(server.complete(PROMPT[:4], max_tokens=2).tokens) == 2
+    ended = run_apart("""
+from tests.engine.harness import engine, generate, prompt_tokens
+with engine("dense-bf16", {"dram_gib": 0.1}) as llm:
+    assert len(generate(llm, prompt_tokens(4), max_tokens=2).tokens) == 2
+""")
+    assert ended.returncode == 0, ended.stdout[-4000:]
 
 
 @pytest.mark.slow

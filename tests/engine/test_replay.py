@@ -27,7 +27,6 @@ from hetero_connector.tools.inspection import find_models
 from tests.engine.harness import (
     Completion,
     _completion,
-    assert_no_leaks,
     delta,
     forget,
     forget_checkpoints,
@@ -35,14 +34,12 @@ from tests.engine.harness import (
     generate,
     generate_batch,
     leave_on_ssd_only,
-    make_llm,
     metric,
     no_restores,
     prompt_tokens,
     scheduler_side,
     sealed,
     settle,
-    shutdown,
 )
 from tests.engine.replays import (
     CASES,
@@ -69,27 +66,27 @@ def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
 
-@pytest.fixture(scope="module")
-def llm(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    extra = {"dram_gib": 0.25, "ssd_dir": str(tmp_path_factory.mktemp("ssd")), "ssd_gib": 0.5}
-    llm = make_llm(case.name, extra, max_num_batched_tokens=512, disable_log_stats=False)
-    yield llm
-    shutdown(llm)
+@pytest.fixture
+def model(case: Case) -> str:
+    return case.name
 
 
-@pytest.fixture(autouse=True)
-def _replaying(llm: Any) -> Iterator[None]:
-    forget(llm)
-    side = scheduler_side(llm)
-    side._restorer._planner.replay_when_missing = True
-    yield
-    assert_no_leaks(llm)
+@pytest.fixture
+def llm(shared_llm: Any) -> Iterator[Any]:
+    with patch.object(scheduler_side(shared_llm)._restorer._planner, "replay_when_missing", True):
+        yield shared_llm
 
 
-@pytest.fixture(scope="module")
-def own_hit(llm: Any) -> Completion:
-    """Return the engine's own hit on PROMPT."""
-    return own_hits(llm, [PROMPT], max_tokens=64)[0]
+own_hits_on_prompt: dict[str, Completion] = {}
+"""The engine's own hit on PROMPT, by model."""
+
+
+@pytest.fixture
+def own_hit(llm: Any, case: Case) -> Completion:
+    if case.name not in own_hits_on_prompt:
+        own_hits_on_prompt[case.name] = own_hits(llm, [PROMPT], max_tokens=64)[0]
+        forget(llm)
+    return own_hits_on_prompt[case.name]
 
 
 @pytest.fixture

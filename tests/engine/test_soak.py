@@ -25,6 +25,7 @@ from tests.engine.harness import (
 )
 from tests.engine.soaking import (
     BLOCKS,
+    EVICTIONS,
     HITS,
     LIVES,
     LONG,
@@ -67,7 +68,7 @@ def test_everything_restored_every_answer_is_the_engines_own(
     ("model", "life"),
     [
         ("gemma3", 0),
-        ("deepseek_v4", 0),
+        pytest.param("deepseek_v4", 0, marks=_slow),
         *(pytest.param(m, life, marks=_slow) for m in MODELS for life in range(1, LIVES + 1)),
     ],
 )
@@ -98,6 +99,7 @@ def lives(
             assert_no_leaks(llm)
         counts[HITS] += int(metric(HITS))
         counts[PREEMPTIONS] += int(metric(PREEMPTIONS))
+        counts[EVICTIONS] += int(metric(EVICTIONS))
         counts["on disk"] += int(metric(HITS, tier="ssd"))
         for choice in ("compute", "load", "load_part", "replay"):
             counts[choice] += int(metric("heterocache_decisions_total", choice=choice))
@@ -106,8 +108,9 @@ def lives(
 
 
 def assert_hard_times(model: str, counts: Counter[str]) -> None:
-    """Check that the soak had restores and preemptions."""
+    """Check that the soak had restores, evictions and preemptions."""
     assert counts[HITS] > 0
+    assert counts[EVICTIONS] > 0
     assert counts["load"] + counts["load_part"] > 0
     if model != "deepseek_v4":  # vLLM asks for so many blocks that they are never short
         assert counts[PREEMPTIONS] > 0, "blocks were never short"

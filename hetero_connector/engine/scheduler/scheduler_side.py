@@ -7,6 +7,7 @@ in the order described in `docs/internals/restore.md`. None waits for I/O.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -90,6 +91,7 @@ class SchedulerSide:
         load_deadline_s: float,
         fleet: Fleet | None = None,
         identifier: RequestIdentifier | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.costs = policies.planner.costs
         self.store = self._store = store
@@ -101,8 +103,8 @@ class SchedulerSide:
         # the step that admits the request: such models load between steps.
         self._parked = StateType.RECURRENT in layout.model.state_types
         self._layerwise = layerwise and not self._parked
-        self._predictions = Predictions(recorder, self.costs.load, store, time.monotonic)
-        self._peers = PeerMatcher(layout, store, fleet, recorder, time.monotonic, load_deadline_s)
+        self._predictions = Predictions(recorder, self.costs.load, store, clock)
+        self._peers = PeerMatcher(layout, store, fleet, recorder, clock, load_deadline_s)
         self._restorer = Restorer(
             layout,
             store,
@@ -112,12 +114,12 @@ class SchedulerSide:
             self._predictions,
             self._peers,
             deadline_s=load_deadline_s,
-            clock=time.monotonic,
+            clock=clock,
         )
-        self._learner = CostLearner(self.costs, layout, store, time.monotonic)
+        self._learner = CostLearner(self.costs, layout, store, clock)
         self._saver = Saver(layout, store, self._tp_size, policies.checkpoints)
         self._sessions = Sessions(
-            layout, store, self.costs, policies.think_times, time.monotonic, policies.prefetch
+            layout, store, self.costs, policies.think_times, clock, policies.prefetch
         )
         self.identifier = identifier or RequestIdentifier(recorder)
         self._trackers: dict[str, RequestTracker] = {}
