@@ -33,6 +33,6 @@ class CopiesEverywhere(HeteroConnector):
         super().__init__(*given, **named)
         if self._scheduler is None:
             return
-        sharing = self._scheduler._store.sharing
+        sharing = self._scheduler.store.sharing
         assert sharing is not None, "the benchmark's servers share a cache"
         sharing.__class__ = _AllOurs  # the fleet's thread has this very object

@@ -191,7 +191,7 @@ class Engine:
     def _store(self) -> Any:
         """Return the store; a benchmark may use private names."""
         core = self._llm.llm_engine.engine_core.engine_core
-        return core.scheduler.connector._scheduler._store
+        return core.scheduler.connector._scheduler.store
 
     def shutdown(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()

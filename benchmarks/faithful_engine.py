@@ -41,7 +41,7 @@ class EngineFacts:
     def of(cls, llm: Any) -> EngineFacts:
         """Of a `vllm.LLM` whose engine core runs in this process."""
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        layout, tiers = scheduler.connector._scheduler._layout, _store(llm).catalog.tiers
+        layout, tiers = scheduler.connector._scheduler.layout, _store(llm).catalog.tiers
         pools = scheduler.kv_cache_config
         hbm = (pools.num_blocks - 1) * _block_bytes(layout.model)
         ssd = tiers.ssd.geometry.count if tiers.ssd else 0
@@ -122,7 +122,7 @@ def _publish(llm: Any) -> None:
 
 
 def _store(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler._store
+    return llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler.store
 
 
 def steps_alone_cost(model: ModelSpec, step_tokens: int, step_s: float) -> CostModel:

@@ -148,6 +148,12 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def group(self) -> int:
+        """The process group of the running server, which is its own process id."""
+        assert self._process is not None
+        return self._process.pid
+
     def launch(self) -> None:
         """Start the process without waiting for it."""
         self.port = self.port or _free_port()

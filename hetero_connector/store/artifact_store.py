@@ -68,7 +68,8 @@ class ArtifactStore:
         """For the fleet; None: peers cannot read the DRAM tier, and theirs is not read."""
         self.catalog = catalog
         self._generations = generations
-        self._io_thread = io_thread
+        self.io_thread = io_thread
+        """None where nothing but DRAM is read and written."""
         self._is_closed = False
         self._freezer = Freezer(catalog.tiers.index)
 
@@ -306,7 +307,7 @@ class ArtifactStore:
         self._freezer.stop()
         if self.sharing is not None:
             self.sharing.serve_under(0)
-        io_thread, self._io_thread = self._io_thread, None
+        io_thread, self.io_thread = self.io_thread, None
         if io_thread is not None:
             started_s = self.catalog.clock()
             if not self._flush(deadline_s):
@@ -323,8 +324,8 @@ class ArtifactStore:
 
     def run_io_round(self) -> bool:
         """Do one round of the I/O thread's work, for a store opened with `run_io=False`."""
-        assert self._io_thread is not None
-        return self._io_thread.step()
+        assert self.io_thread is not None
+        return self.io_thread.step()
 
     def snapshot(self) -> Snapshot:
         """Count what is under way."""
@@ -347,7 +348,7 @@ class ArtifactStore:
 
     @property
     def _is_served(self) -> bool:
-        return self._io_thread is not None and self.catalog.io_alive
+        return self.io_thread is not None and self.catalog.io_alive
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -186,7 +186,7 @@ def assert_no_leaks(llm: Any) -> None:
     """Check that ended requests have left no pins, no slots and no other state."""
     settle(llm)
     side = scheduler_side(llm)
-    store, saver = side._store, side._saver
+    store, saver = side.store, side._saver
     assert store.flush(60.0)  # what is being written is pinned
     store.check_integrity()
     tiers = store.catalog.tiers
@@ -209,7 +209,7 @@ def assert_no_leaks(llm: Any) -> None:
 def forget_checkpoints(llm: Any) -> None:
     """Drop all boundary state, as eviction would; prefix-proportional state stays."""
     settle(llm)
-    store = scheduler_side(llm)._store
+    store = scheduler_side(llm).store
     assert store.flush(30.0)
     with store.catalog.locked():
         for artifact in sealed(llm):
@@ -227,13 +227,13 @@ def no_restores(llm: Any) -> Iterator[None]:
 
 def sealed(llm: Any) -> list[Artifact]:
     """Return every sealed artifact."""
-    return [a for a in scheduler_side(llm)._store.catalog.tiers.index.artifacts() if a.sealed]
+    return [a for a in scheduler_side(llm).store.catalog.tiers.index.artifacts() if a.sealed]
 
 
 @contextmanager
 def wiped(llm: Any, state_type: StateType) -> Iterator[None]:
     """Set the stored bytes of one state type to zero in DRAM; no sampled hit reveals it."""
-    store = scheduler_side(llm)._store
+    store = scheduler_side(llm).store
     samples = store.catalog.samples
     assert store.flush(30.0)  # the checksums are those of the right bytes
     until(lambda: not samples and not store.catalog.tiers.pinned())
@@ -255,7 +255,7 @@ def wiped(llm: Any, state_type: StateType) -> Iterator[None]:
 def leave_on_ssd_only(llm: Any) -> None:
     """Write everything to SSD, then drop the DRAM copies, as eviction would."""
     settle(llm)
-    store = scheduler_side(llm)._store
+    store = scheduler_side(llm).store
     assert store.flush(30.0)
     until(lambda: not store.catalog.tiers.pinned())  # a sampled hit is pinned while it is checked
     assert all(artifact.ssd is not None for artifact in sealed(llm))
@@ -396,7 +396,7 @@ def _stop_shared() -> None:
 def _settings_of(llm: Any) -> tuple[object, ...]:
     """Return what tests change in a running engine, and must change back."""
     side = scheduler_side(llm)
-    scheduler, planner = llm.llm_engine.engine_core.engine_core.scheduler, side._restorer._planner
+    scheduler, planner = llm.llm_engine.engine_core.engine_core.scheduler, side.planner
     tokens = scheduler.max_num_scheduled_tokens
     return planner.mode, planner.replay_when_missing, side._saver._policy, tokens
 

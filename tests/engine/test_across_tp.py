@@ -58,7 +58,7 @@ CUT_BY_HEADS = (StateType.DENSE_KV, StateType.WINDOW_SWA, StateType.RECURRENT)
 @contextmanager
 def heads_swapped(llm: Any, *kinds: StateType) -> Iterator[None]:
     """Swap the halves of each page in DRAM, as if ranks had been mixed up."""
-    store, layout = scheduler_side(llm)._store, scheduler_side(llm)._layout
+    store, layout = scheduler_side(llm).store, scheduler_side(llm).layout
 
     def swap() -> None:
         for artifact in sealed(llm):
@@ -138,14 +138,14 @@ class Pages(NamedTuple):
 def state_of(llm: Any) -> dict[Pages, np.ndarray]:
     """Return each layer's state in DRAM, `[pages, halves, numbers]`, of heads 0 and 1."""
     side = scheduler_side(llm)
-    whole = {layer.layer: layer for layer in whole_model(side._layout.model).layers}
+    whole = {layer.layer: layer for layer in whole_model(side.layout.model).layers}
     state = {}
     for artifact in sealed(llm):
         chunk = artifact.node.chunk
-        for segment in side._layout.segments(artifact.state_type, chunk.start, chunk.end):
+        for segment in side.layout.segments(artifact.state_type, chunk.start, chunk.end):
             if artifact.dram is not None and segment.num_pages:
                 at, spec = artifact.dram_offset + segment.offset, whole[segment.layer.layer]
-                pages = side._store.arena.view[at : at + segment.size_bytes]
+                pages = side.store.arena.view[at : at + segment.size_bytes]
                 numbers = numbers_of(spec, pages.reshape(segment.num_pages, -1))
                 key = Pages(spec.layer, artifact.state_type, chunk.start, chunk.end)
                 state[key] = numbers.reshape(len(numbers), 2, -1)

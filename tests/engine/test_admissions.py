@@ -93,7 +93,7 @@ def test_a_replay_that_begins_earlier_is_as_exact(engine_of: Engines) -> None:
     windows = [layer(f"swa.{i}", 1, SWA, window=32) for i in range(3)]
     model = ModelSpec((layer("full", 0), *windows), alignment=16)
     engine = Engine(model, window_replay=WindowReplay.of(model))
-    engine.side._restorer._planner.replay_when_missing = True
+    engine.side.planner.replay_when_missing = True
     engine.run(FakeRequest("a", tokens(400)))
     with engine.store.catalog.locked():
         for artifact in list(engine.store.catalog.tiers.index.artifacts()):

@@ -70,7 +70,7 @@ def llm(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     extra = {"dram_gib": 0.25, "ssd_dir": str(tmp_path_factory.mktemp("ssd")), "ssd_gib": 0.5}
     arguments = {"disable_log_stats": False, **shared_arguments(case.name)}
     with async_engine(case.name, extra, **arguments) as llm:
-        scheduler_side(llm)._restorer._planner.replay_when_missing = True
+        scheduler_side(llm).planner.replay_when_missing = True
         yield llm
 
 
@@ -102,7 +102,7 @@ def test_power(llm: Any, reference: Completion, case: Case) -> None:
     with no_restores(llm):
         assert error(generate(llm, flipped(PROMPT, 3)), reference) > CLEAR
     moved = {}
-    for state_type in scheduler_side(llm)._layout.model.state_types:
+    for state_type in scheduler_side(llm).layout.model.state_types:
         if case.name == "deepseek_v4" and "INDEX" in state_type.name:
             continue  # which selects every entry of a prompt this short, whatever it holds
         forget_local(llm)

@@ -41,7 +41,7 @@ def test_with_workers_in_processes_of_their_own() -> None:
         assert restored.num_cached_tokens == gemma3.boundary()
         gemma3.same(restored, reference)
         drain(llm)
-        scheduler_side(llm)._restorer._planner.replay_when_missing = True
+        scheduler_side(llm).planner.replay_when_missing = True
         forget_local(llm)
         forget_checkpoints(llm)
         with steps_of(llm, 100), watched(llm) as events:
@@ -71,11 +71,11 @@ def test_a_soak(model: str, kind: str, tmp_path: Path) -> None:
     extra = {**TIERS[model], "ssd_dir": str(tmp_path)}
     extra |= {"planner": "cost", "checkpoints": "adaptive"} if kind == "by cost" else {}
     with async_engine(model, extra, **(arguments(model) | few_blocks)) as llm:
-        scheduler_side(llm)._restorer._planner.replay_when_missing = kind == "replays"
+        scheduler_side(llm).planner.replay_when_missing = kind == "replays"
 
         def after_round() -> None:
             drain(llm)
-            scheduler_side(llm)._store.check_integrity()
+            scheduler_side(llm).store.check_integrity()
             if kind == "replays":
                 forget_checkpoints(llm)
 

@@ -83,7 +83,7 @@ def stored_bytes(llm: Any, tier: Tier) -> dict[StateType, int]:
 
 
 def _accounts(llm: Any) -> dict[tuple[Tier, StateType], int]:
-    return dict(scheduler_side(llm)._store.catalog.tiers._bytes)
+    return dict(scheduler_side(llm).store.catalog.tiers._bytes)
 
 
 def test_every_artifact_has_its_useful_bytes_and_no_more(llm: Any, model: str) -> None:
@@ -102,7 +102,7 @@ def test_every_artifact_has_its_useful_bytes_and_no_more(llm: Any, model: str) -
 def test_a_prompt_stores_its_tokens_and_its_checkpoints(llm: Any, model: str) -> None:
     generate(llm, prompt_tokens(1300, seed=32))
     settle(llm)
-    layout = scheduler_side(llm)._layout
+    layout = scheduler_side(llm).layout
     last = 1300 // layout.model.alignment * layout.model.alignment
     expected = {kind: size * last for kind, size in PER_TOKEN[model].items()}
     for kind, size in PER_CHECKPOINT[model].items():
@@ -131,7 +131,7 @@ def test_a_restore_moves_the_prefix_and_one_checkpoint(llm: Any, model: str) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(side._recorder, "add", count)
         boundary = generate(llm, prompt).num_cached_tokens
-    assert boundary == 1299 // side._layout.model.alignment * side._layout.model.alignment
+    assert boundary == 1299 // side.layout.model.alignment * side.layout.model.alignment
     assert (
         moved
         == {k: size * boundary for k, size in PER_TOKEN[model].items()} | (PER_CHECKPOINT[model])

@@ -88,9 +88,9 @@ def draft_state_zeroed(llm: Any) -> Iterator[None]:
     side = scheduler_side(llm)
     for artifact in sealed(llm):
         chunk = artifact.node.chunk
-        segments = side._layout.segments(StateType.DENSE_KV, chunk.start, chunk.end)
+        segments = side.layout.segments(StateType.DENSE_KV, chunk.start, chunk.end)
         for segment in segments[4:]:
-            _bytes_of(side._store.arena.view, artifact.dram_offset, segment)[:] = 0
+            _bytes_of(side.store.arena.view, artifact.dram_offset, segment)[:] = 0
     yield
 
 

@@ -49,16 +49,16 @@ def test_a_page_that_becomes_recurrent_is_not_saved_as_attention_state(
     }
     with engine("qwen3_next", {"dram_gib": 0.25}, **arguments) as llm:
         side = scheduler_side(llm)
-        recurrent = {x.group for x in side._layout.model.page_groups[StateType.RECURRENT]}
+        recurrent = {x.group for x in side.layout.model.page_groups[StateType.RECURRENT]}
         contested: set[int] = set()
-        begin_save, finished, take = side._store.begin_save, side.on_finished, EarlySaves.take
+        begin_save, finished, take = side.store.begin_save, side.on_finished, EarlySaves.take
 
         def no_room(chunk: Any, sizes: Any) -> Any:
             return None if StateType.DENSE_KV in sizes else begin_save(chunk, sizes)
 
         def room_at_the_end(request: Any, block_ids: Any) -> int:
             if request.all_token_ids[:BLOCK] == finishing:
-                monkeypatch.setattr(side._store, "begin_save", begin_save)
+                monkeypatch.setattr(side.store, "begin_save", begin_save)
             return finished(request, block_ids)
 
         def watched(early: EarlySaves, output: Any) -> list[Save]:
@@ -77,7 +77,7 @@ def test_a_page_that_becomes_recurrent_is_not_saved_as_attention_state(
         step(llm, 2)
         add(llm, finishing, max_tokens=1)
         add(llm, behind_it, max_tokens=1)
-        monkeypatch.setattr(side._store, "begin_save", no_room)
+        monkeypatch.setattr(side.store, "begin_save", no_room)
         step(llm, 14)
         assert contested, "no page went from attention to recurrent state: nothing was tried"
 

@@ -86,17 +86,17 @@ class Engine:
 
     @property
     def chunk(self) -> int:
-        return self.side._layout.chunk_tokens
+        return self.side.layout.chunk_tokens
 
     def boundary(self, num_tokens: int) -> int:
         """Return the last token at which a prompt of `num_tokens` can resume."""
-        alignment = self.side._layout.model.alignment
+        alignment = self.side.layout.model.alignment
         return (num_tokens - 1) // alignment * alignment
 
     def checkpoints(self) -> set[int]:
         """Return the boundaries, in tokens, whose boundary state is stored."""
-        needed = set(self.side._layout.model.state_types)
-        nodes = self.side._store.catalog.tiers.index.nodes.values()
+        needed = set(self.side.layout.model.state_types)
+        nodes = self.side.store.catalog.tiers.index.nodes.values()
         return {node.chunk.end for node in nodes if needed <= node.artifacts.keys()}
 
     def use_policy(self, name: str) -> None:
@@ -104,7 +104,7 @@ class Engine:
 
         With these rates `adaptive` keeps every eighth boundary, and those where matches ended.
         """
-        sizes, rate = CheckpointSizes.of(self.side._layout), 1e-4
+        sizes, rate = CheckpointSizes.of(self.side.layout), 1e-4
         write = 0.9 * rate * self.chunk / max(1, sizes.checkpoint_bytes)
         rates = CheckpointRates(write, 1e-12, rate)
         self.side._saver._policy = policy_named(name, sizes, lambda: rates)
@@ -114,16 +114,16 @@ class Engine:
     def planned(self, planner: str) -> Iterator[None]:
         """Let the planner decide by these costs, whatever the machine's are."""
         side, dear = self.side, planner == "cost with dear loads"
-        types = side._layout.model.state_types
+        types = side.layout.model.state_types
         rates = TierRates(30.0 if dear else 1e-5, dict.fromkeys(types, 1e-11), 1e-11)
         with ExitStack() as patches:
             mode = planner.split()[0]
-            patches.enter_context(patch.object(side._restorer._planner, "mode", mode))
+            patches.enter_context(patch.object(side.planner, "mode", mode))
             load = LoadModel(types, dict.fromkeys(TIERS, rates))
             patches.enter_context(patch.object(side.costs, "load", load))
             compute = ComputeRegression(ComputeCoefficients(1e-3, 1e-3, 0.0))
             patches.enter_context(patch.object(side.costs, "compute", compute))
-            patches.enter_context(patch.object(side._restorer._planner, "_deadline_s", 60.0))
+            patches.enter_context(patch.object(side.planner, "_deadline_s", 60.0))
             yield
 
     def restore(self, prompt: Sequence[int], planner: str, tier: Tier) -> Completion:
@@ -172,7 +172,7 @@ def kept(engine: Engine, policy: str) -> set[int]:
     """Return the boundaries of PROMPT that have a checkpoint under a policy."""
     chunk, last = engine.chunk, len(PROMPT) // engine.chunk * engine.chunk
     every = {"full": 1, "periodic:3": 3}.get(policy)
-    if not engine.side._layout.model.boundary_types:
+    if not engine.side.layout.model.boundary_types:
         every = 1
     ends = {last, last if engine.model == "qwen3_next" else engine.boundary(len(PROMPT))}
     return ends | (set(range(every * chunk, last, every * chunk)) if every else set())

@@ -53,11 +53,11 @@ class Engine:
 
     @property
     def state_types(self) -> tuple[StateType, ...]:
-        return scheduler_side(self.llm)._layout.model.state_types
+        return scheduler_side(self.llm).layout.model.state_types
 
     def boundary(self, num_tokens: int) -> int:
         """Return the last token at which a prompt of `num_tokens` can resume."""
-        alignment = scheduler_side(self.llm)._layout.model.alignment
+        alignment = scheduler_side(self.llm).layout.model.alignment
         return (num_tokens - 1) // alignment * alignment
 
     def own_hit(self, prompts: Sequence[Sequence[int]], max_tokens: int = 1) -> list[Completion]:
@@ -143,7 +143,7 @@ def test_restored_from_ssd(engine: Engine) -> None:
 @pytest.mark.parametrize("shared", [300, 700, 1100])
 def test_restored_at_an_earlier_boundary_with_another_suffix(engine: Engine, shared: int) -> None:
     other = PROMPT[:shared] + prompt_tokens(150, seed=shared)
-    chunk = scheduler_side(engine.llm)._layout.chunk_tokens
+    chunk = scheduler_side(engine.llm).layout.chunk_tokens
     generate(engine.llm, PROMPT)
     settle(engine.llm)
     reference = engine.own_hit([other], max_tokens=4)[0]

@@ -187,8 +187,7 @@ def test_a_server_stopped_for_longer_than_its_lease_takes_nothing_back(tmp_path:
     prompts = [prompt_tokens(1400, seed=400 + i) for i in range(2)]
     with EmbeddedRedis() as redis, fleet("gemma3", tmp_path, redis.url, "ann", "bob") as (ann, bob):
         answers = [computed(ann, prompt) for prompt in prompts]
-        assert ann._process is not None
-        os.killpg(ann._process.pid, signal.SIGSTOP)
+        os.killpg(ann.group, signal.SIGSTOP)
         try:
             time.sleep(2 * LEASE_S)
             for prompt, answer in zip(prompts, answers, strict=True):
@@ -196,7 +195,7 @@ def test_a_server_stopped_for_longer_than_its_lease_takes_nothing_back(tmp_path:
             assert value(bob, "hit_tokens", tier="peer") == 0
             until("bob owns it", lambda: value(bob, "directory_claims", outcome="owned") > 0)
         finally:
-            os.killpg(ann._process.pid, signal.SIGCONT)
+            os.killpg(ann.group, signal.SIGCONT)
         until("ann has replicas", lambda: value(ann, "replicas") > 0)
         assert value(bob, "replicas") == 0
         for prompt, answer in zip(prompts, answers, strict=True):

@@ -104,12 +104,11 @@ class Faults:
         self.start(owner)
 
     def owner_stopped(self, owner: Server, reader: Server, other: Server) -> None:
-        assert owner._process is not None
-        os.killpg(owner._process.pid, signal.SIGSTOP)
+        os.killpg(owner.group, signal.SIGSTOP)
         self.ask(reader)
         time.sleep(1.5 * LEASE_S)
         self.ask(other)
-        os.killpg(owner._process.pid, signal.SIGCONT)
+        os.killpg(owner.group, signal.SIGCONT)
 
     def redis_gone(self, owner: Server, reader: Server, other: Server) -> None:
         self.redis.kill()

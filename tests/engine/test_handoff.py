@@ -70,9 +70,9 @@ def without_rows(llm: Any, boundary: int, window: int) -> Iterator[None]:
         for a in sealed(llm)
         if a.state_type is StateType.TAIL_STATE and a.node.chunk.end == boundary
     )
-    artifact = side._store.arena.view[stored.dram_offset :][: stored.size_bytes]
+    artifact = side.store.arena.view[stored.dram_offset :][: stored.size_bytes]
     kept = artifact.copy()
-    for segment in side._layout.segments(StateType.TAIL_STATE, stored.node.chunk.start, boundary):
+    for segment in side.layout.segments(StateType.TAIL_STATE, stored.node.chunk.start, boundary):
         if segment.layer.window == window:
             assert artifact[segment.offset :][: segment.size_bytes].any()
             artifact[segment.offset :][: segment.size_bytes] = 0

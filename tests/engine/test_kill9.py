@@ -112,8 +112,7 @@ def killed_under_traffic(
     for thread in threads:
         thread.start()
     time.sleep(rng.uniform(0.3, 3.0))
-    assert server._process is not None
-    group = server._process.pid
+    group = server.group
     kill(server)
     for thread in threads:
         thread.join(60)
@@ -182,8 +181,7 @@ def test_sigterm_writes_everything_before_the_end(tmp_path: Path) -> None:
     first = PROMPTS[0]
     # Without it vLLM ends before its next step, in which a request's last boundary is saved.
     with server_at(tmp_path, shutdown_timeout=30) as server:
-        assert server._process is not None
-        group = server._process.pid
+        group = server.group
         reply = server.complete(first, 150)
         server.stop()  # at once, while the last saves are in DRAM only
     assert_gone(group)

@@ -76,7 +76,7 @@ if torch.cpu._is_amx_tile_supported():  # else vLLM has no other MLA backend for
         settle(llm)
         forget_local(llm)
         right = generate(llm, PROMPT)
-        assert scheduler_side(llm)._layout.model.state_types == (StateType.MLA_LATENT,)
+        assert scheduler_side(llm).layout.model.state_types == (StateType.MLA_LATENT,)
         assert delta(right, generate(llm, flipped(PROMPT, 3))) > CLEAR
         forget_local(llm)
         with wiped(llm, StateType.MLA_LATENT):

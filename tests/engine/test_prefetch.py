@@ -82,8 +82,8 @@ class Serving:
         chain = RequestChain(side.root.hasher)
         chain.extend(prompt)
         stored = self.store.match(chain.chunks())
-        assert len(stored) == len(prompt) // side._layout.chunk_tokens
-        types = side._layout.model.prefix_types
+        assert len(stored) == len(prompt) // side.layout.chunk_tokens
+        types = side.layout.model.prefix_types
         return {chunk.tiers[t] for chunk in stored for t in types} == {Tier.DRAM}
 
     def moved(self, name: str, **labels: str) -> float:
@@ -113,7 +113,7 @@ def serving(
 
 def clocks_of(store: ArtifactStore) -> list[tuple[object, str]]:
     """Return the parts of a store that have its clock, and the attribute that it is."""
-    catalog, io_thread = store.catalog, store._io_thread
+    catalog, io_thread = store.catalog, store.io_thread
     assert io_thread is not None
     assert io_thread.ssd is not None
     parts = [catalog.loads, catalog.writes, catalog.writes.claims, catalog.users, catalog.replicas]
@@ -163,7 +163,7 @@ def test_a_hinted_session_is_staged_when_it_is_due_and_its_answer_is_exact(
     again = serving.ask(prompt, tokens=8, session_id="hinted")
     settle(serving.llm)
     assert again.num_cached_tokens == len(TURN) + len(first.tokens) - 1 - (
-        (len(TURN) + len(first.tokens) - 1) % scheduler_side(serving.llm)._layout.model.alignment
+        (len(TURN) + len(first.tokens) - 1) % scheduler_side(serving.llm).layout.model.alignment
     )
     assert delta(again, reference) <= EXACT
     serving.ask(prompt_tokens(40, seed=14), tokens=2)  # one more step: counters are shipped
@@ -214,7 +214,7 @@ def test_spoiled_bytes_are_found_when_they_are_staged_and_the_turn_is_right(
     with no_restores(serving.llm):
         reference = generate(serving.llm, prompt, max_tokens=8)
     serving.push_out(seed=19)
-    directory = serving.store._io_thread.ssd.rows._directory
+    directory = serving.store.io_thread.ssd.rows.directory
     for slab in directory.path.glob("*.slab"):
         with slab.open("r+b") as file:
             size = slab.stat().st_size

@@ -38,7 +38,7 @@ def test_without_the_engines_prefix_cache(model: str) -> None:
         generate(llm, prompt)
         settle(llm)
         restored = generate(llm, prompt, max_tokens=16)
-        layout = scheduler_side(llm)._layout
+        layout = scheduler_side(llm).layout
         assert restored.num_cached_tokens == 1399 // layout.model.alignment * layout.model.alignment
         if model in BF16_MODELS:
             assert restored.num_cached_tokens == reference.num_cached_tokens
@@ -117,7 +117,7 @@ def test_a_soak_in_which_everything_is_evicted_again(tmp_path: Path) -> None:
             _compare(generate_batch(llm, batch, max_tokens=4), right)
             if number % 2:
                 forget_local(llm)
-            scheduler_side(llm)._store.check_integrity()
+            scheduler_side(llm).store.check_integrity()
         assert_no_leaks(llm)
         after = {name: metric(name) - before[name] for name in names}
     assert after["heterocache_hits_total"] > 10, after

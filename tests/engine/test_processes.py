@@ -99,7 +99,7 @@ def test_a_child_of_multi_connector(tmp_path: Path) -> None:
         assert llm.reset_prefix_cache()
         restored = generate(llm, PROMPT, max_tokens=8)
         ours = core.scheduler.connector._connectors[0]._scheduler
-        assert [a for a in ours._store.catalog.tiers.index.artifacts() if a.uses]
+        assert [a for a in ours.store.catalog.tiers.index.artifacts() if a.uses]
     assert restored.num_cached_tokens == 1376
     assert restored.tokens == cold.tokens == reference.tokens
     assert delta(restored, reference) <= 1e-4

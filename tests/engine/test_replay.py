@@ -73,7 +73,7 @@ def model(case: Case) -> str:
 
 @pytest.fixture
 def llm(shared_llm: Any) -> Iterator[Any]:
-    with patch.object(scheduler_side(shared_llm)._restorer._planner, "replay_when_missing", True):
+    with patch.object(scheduler_side(shared_llm).planner, "replay_when_missing", True):
         yield shared_llm
 
 
@@ -103,7 +103,7 @@ def replay_rule(llm: Any, rule: WindowReplay) -> Iterator[None]:
     side = scheduler_side(llm)
     with (
         patch.object(side._replays, "_rule", rule),
-        patch.object(side._restorer._planner, "_replay_tokens", rule.tokens),
+        patch.object(side.planner, "_replay_tokens", rule.tokens),
     ):
         yield
 
@@ -249,7 +249,7 @@ def test_the_planner_chooses_a_replay_if_it_is_cheapest(llm: Any, case: Case) ->
     generate(llm, prompt)  # from which it learns what computing takes
     forget_local(llm)
     forget_checkpoints(llm)
-    planner = scheduler_side(llm)._restorer._planner
+    planner = scheduler_side(llm).planner
     with patch.object(planner, "mode", "cost"):
         assert generate(llm, prompt).num_cached_tokens == (
             case.boundary(len(prompt)) - case.replayed

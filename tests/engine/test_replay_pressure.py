@@ -41,7 +41,7 @@ _slow = pytest.mark.slow
 def test_without_the_engines_prefix_cache() -> None:
     prompt = prompt_tokens(1400, seed=91)
     with engine("gemma3", {"dram_gib": 0.1}, enable_prefix_caching=False) as llm:
-        scheduler_side(llm)._restorer._planner.replay_when_missing = True
+        scheduler_side(llm).planner.replay_when_missing = True
         cold = generate(llm, prompt, max_tokens=16)
         forget_checkpoints(llm)
         replayed = generate(llm, prompt, max_tokens=16)
@@ -67,7 +67,7 @@ def test_every_answer_is_the_engines_own(
     extra = {"dram_gib": 0.05, "ssd_dir": str(tmp_path), "ssd_gib": 0.1, "checkpoints": "zero"}
     with engine(model, extra, **(arguments(model) | few)) as llm:
         side = scheduler_side(llm)
-        side._restorer._planner.replay_when_missing = True
+        side.planner.replay_when_missing = True
         reset = llm.llm_engine.engine_core.engine_core.scheduler.reset_connector_cache
         answers = play(llm, traffic.rounds, reset, lambda: forget_checkpoints(llm))
         assert_no_leaks(llm)

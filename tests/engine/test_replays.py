@@ -35,7 +35,7 @@ def new_engine() -> Engine:
     """Return an engine with prefix-proportional state of `STORED` tokens, no checkpoint, and
     replays."""
     engine = Engine(MODEL, window_replay=REPLAY)
-    engine.side._restorer._planner.replay_when_missing = True
+    engine.side.planner.replay_when_missing = True
     engine.run(FakeRequest("before", tokens(STORED)))
     forget_checkpoints(engine)
     return engine
@@ -91,7 +91,7 @@ def pages(engine: Engine, group: int, start: int, stop: int, name: str = "a") ->
 
 
 def test_nothing_is_replayed_unless_asked(engine: Engine) -> None:
-    engine.side._restorer._planner.replay_when_missing = False
+    engine.side.planner.replay_when_missing = False
     assert engine.admit(request()) == 0
     engine.step(a=450)
     engine.finish(engine.requests["a"])

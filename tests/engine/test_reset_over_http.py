@@ -91,8 +91,7 @@ def test_state_from_before_a_reset_is_not_served_after_a_kill(tmp_path: Path, co
         assert server.reset(external=True)
         kept = server.generations()
         assert len({FIRST, *kept}) == 1 + count, "each engine has a generation of its own"
-        assert server._process is not None
-        group = server._process.pid
+        group = server.group
         server.kill()
         assert_gone(group)
     with Engines(tmp_path, count) as server:

@@ -64,7 +64,7 @@ def same(model: str, completion: Completion, reference: Completion) -> None:
 
 
 def boundary(llm: Any, num_tokens: int) -> int:
-    alignment = scheduler_side(llm)._layout.model.alignment
+    alignment = scheduler_side(llm).layout.model.alignment
     return (num_tokens - 1) // alignment * alignment
 
 

@@ -93,7 +93,7 @@ def lives(
     counts: Counter[str] = Counter()
     for rounds in parts:
         with engine(model, TIERS[model] | extra, **few_blocks) as llm:
-            store = scheduler_side(llm)._store
+            store = scheduler_side(llm).store
             reset = llm.llm_engine.engine_core.engine_core.scheduler.reset_connector_cache
             answers += play(llm, rounds, reset, store.check_integrity)
             assert_no_leaks(llm)

@@ -82,8 +82,8 @@ class Slab:
     """Return a state type's slab file, to be damaged from outside."""
 
     def __init__(self, llm: Any, state_type: StateType) -> None:
-        tiers = scheduler_side(llm)._store.catalog.tiers
-        directory = scheduler_side(llm)._store._io_thread.ssd.rows._directory
+        tiers = scheduler_side(llm).store.catalog.tiers
+        directory = scheduler_side(llm).store.io_thread.ssd.rows.directory
         self.path: Path = directory.path / f"{state_type.value}.slab"
         self.fd: int = directory.files[directory.file_of(state_type)].fd
         self._offset = tiers.ssd.slab_offset
@@ -161,7 +161,7 @@ def test_a_slab_that_cannot_be_written_is_only_read(
     on_ssd: Any, cold: Completion, caplog: pytest.LogCaptureFixture
 ) -> None:
     """This must be the last test: after it the SSD tier is not written."""
-    store = scheduler_side(on_ssd)._store
+    store = scheduler_side(on_ssd).store
     slab = Slab(on_ssd, StateType.DENSE_KV)
     read_only = os.open(slab.path, os.O_RDONLY)
     kept = os.dup(slab.fd)

@@ -71,8 +71,7 @@ def own_answer(server: Server, prompt: Sequence[int]) -> Reply:
 
 
 def ranks_of(server: Server) -> list[psutil.Process]:
-    assert server._process is not None
-    children = psutil.Process(server._process.pid).children(recursive=True)
+    children = psutil.Process(server.group).children(recursive=True)
     found = [child for child in children if "VLLM::Worker" in child.name()]
     assert len(found) == 2, [child.name() for child in children]
     return found
@@ -152,8 +151,7 @@ def test_a_killed_rank_ends_the_engine_and_the_next_one_has_its_directory(
     for thread in asked:
         thread.start()
     time.sleep(0.05)
-    assert server._process is not None
-    group = server._process.pid
+    group = server.group
     ranks_of(server)[1].kill()
     server._process.wait(60)
     for thread in asked:

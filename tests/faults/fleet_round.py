@@ -476,7 +476,7 @@ class FleetRound:
     def _transfers(self) -> list[MemoryPeers]:
         found = []
         for member in self.members:
-            io_thread = member.store._io_thread
+            io_thread = member.store.io_thread
             assert io_thread is not None
             assert io_thread.fleet is not None
             found.append(cast(MemoryPeers, io_thread.fleet.peer_device._transfers))

@@ -291,10 +291,10 @@ class Life(ABC):
 
     def _close_files(self) -> None:
         """As the kernel does for a process that has ended."""
-        assert self._store._io_thread is not None
-        ssd = self._store._io_thread.ssd
+        assert self._store.io_thread is not None
+        ssd = self._store.io_thread.ssd
         assert ssd is not None
-        ssd.rows._directory.close()
+        ssd.rows.directory.close()
         assert isinstance(ssd._transfer, FaultyFiles)
         ssd._transfer.end_process()
 
@@ -437,7 +437,7 @@ class Life(ABC):
 
     def _never_ending(self, direction: Direction | None = None) -> int:
         """Artifacts that a transfer which will not end still touches."""
-        io_thread = self._store._io_thread
+        io_thread = self._store.io_thread
         assert io_thread is not None
         files = io_thread.ssd._transfer  # type: ignore[union-attr]
         assert isinstance(files, FaultyFiles)

@@ -129,8 +129,8 @@ class StoreRound(Life):
 
     def _touch(self) -> None:
         if not self._threaded:
-            assert self._store._io_thread is not None
-            self._store._io_thread.housekeep()
+            assert self._store.io_thread is not None
+            self._store.io_thread.housekeep()
 
     def _expect(self) -> None:
         name = self._rng.choice(list(self._trunks))

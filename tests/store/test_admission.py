@@ -69,8 +69,8 @@ class Written:
 
     @property
     def io_thread(self) -> IoThread:
-        assert self.store._io_thread is not None
-        return self.store._io_thread
+        assert self.store.io_thread is not None
+        return self.store.io_thread
 
     def put(self, chunks: Iterable[ChunkRange]) -> None:
         put(self.store, chunks)

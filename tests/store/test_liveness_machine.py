@@ -146,7 +146,7 @@ class Faults(StoreMachine):
     def teardown(self) -> None:
         self.calm()
         self.what_hangs_goes_on()
-        if self.store._io_thread is not None:
+        if self.store.io_thread is not None:
             self.settle()
         super().teardown()
 

@@ -50,8 +50,8 @@ class Driven:
         self.bench = Bench(root, self.disk, self.clock)
         self.store = self.bench.open(run_io=False, **options)  # type: ignore[arg-type]
         self.catalog = self.store.catalog
-        assert self.store._io_thread is not None
-        self.io_thread = self.store._io_thread
+        assert self.store.io_thread is not None
+        self.io_thread = self.store.io_thread
 
     def rounds(self, count: int = 50) -> None:
         for _ in range(count):
@@ -391,8 +391,8 @@ def test_a_fleet_engine_that_may_not_write_flushes_and_closes_at_once(
     _, store = joined(tmp_path / "ssd", disk)
     put(store, CHUNKS[:2])
     until(lambda: len(store.catalog.writes.claims._until_s) == 4)
-    assert store._io_thread is not None
-    store._io_thread.ssd.health.give_up("files deleted")
+    assert store.io_thread is not None
+    store.io_thread.ssd.health.give_up("files deleted")
     began_s = time.monotonic()
     assert store.flush(60.0) is False
     store.close(deadline_s=60.0)

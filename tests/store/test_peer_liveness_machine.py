@@ -102,8 +102,8 @@ class Peer:
             run_io=False,
         )
         assert self.store.sharing is not None
-        assert self.store._io_thread is not None
-        self.sharing, self.io_thread = self.store.sharing, self.store._io_thread
+        assert self.store.io_thread is not None
+        self.sharing, self.io_thread = self.store.sharing, self.store.io_thread
         self.sharing.serve_under(epoch)
 
     @property
@@ -156,9 +156,9 @@ class PeerLivenessMachine(FleetLivenessMachine):
 
     @property
     def reader(self) -> PeerReads:
-        assert self.store._io_thread is not None
-        assert self.store._io_thread.fleet is not None
-        return self.store._io_thread.fleet.peer_device
+        assert self.store.io_thread is not None
+        assert self.store.io_thread.fleet is not None
+        return self.store.io_thread.fleet.peer_device
 
     @rule(
         reads=st.lists(
@@ -293,9 +293,9 @@ class PeerLivenessMachine(FleetLivenessMachine):
     def the_faults_end(self, goes_on: bool, reading: bool) -> None:
         super().the_faults_end(goes_on, reading)
         reader = self.reader
-        assert self.store._io_thread is not None
-        assert self.store._io_thread.fleet is not None
-        assert not self.store._io_thread.fleet.peers.active
+        assert self.store.io_thread is not None
+        assert self.store.io_thread.fleet is not None
+        assert not self.store.io_thread.fleet.peers.active
         if goes_on:
             assert not reader._late, "its slots never come back"
             assert not reader._transfers.in_flight

@@ -56,9 +56,9 @@ class Stage:
         return self
 
     def close(self) -> None:
-        assert self.store._io_thread is not None
+        assert self.store.io_thread is not None
         self.disk.files.resume()
-        self.store._io_thread.start()
+        self.store.io_thread.start()
         self.store.check_integrity()
         self.store.close()
 

@@ -96,8 +96,8 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for restore in self.restores:
             restore.release()
-        if self.store._io_thread is not None:
-            self.store._io_thread.start()
+        if self.store.io_thread is not None:
+            self.store.io_thread.start()
         self.store.close()
         self.patched.stop()
         shutil.rmtree(self.root)
@@ -108,7 +108,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert self.round(), "nothing moves but a restore is pending"
 
     def round(self) -> bool:
-        return self.store._io_thread is not None and self.store.run_io_round()
+        return self.store.io_thread is not None and self.store.run_io_round()
 
     def drained(self) -> bool:
         """Whether nothing waits to be written. A round may find a sync still under way."""
@@ -195,8 +195,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def touch(self) -> None:
         """What the I/O thread does every half minute."""
-        assert self.store._io_thread is not None
-        self.store._io_thread.housekeep()
+        assert self.store.io_thread is not None
+        self.store.io_thread.housekeep()
 
     @rule()
     def reset(self) -> None:
@@ -220,8 +220,8 @@ class StoreMachine(RuleBasedStateMachine):
             restore.release()
         self.restores.clear()
         self.saves.clear()
-        assert self.store._io_thread is not None
-        self.store._io_thread.ssd.rows._directory.close()  # as the kernel does for a killed process
+        assert self.store.io_thread is not None
+        self.store.io_thread.ssd.rows.directory.close()  # as the kernel does for a killed process
         self.store.arena.close()
         self.store = self.open()
         back = {a.id for a in self.store.catalog.tiers.index.artifacts()}

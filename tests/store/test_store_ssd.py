@@ -236,8 +236,8 @@ def test_a_restore_is_done_only_when_its_outcome_can_be_read(
     assert len(restore.failed) == is_spoiled
     assert set(outcomes) == {len(SIZES)}
     restore.release()
-    assert store._io_thread is not None
-    store._io_thread.start()
+    assert store.io_thread is not None
+    store.io_thread.start()
     store.close()
 
 
@@ -365,7 +365,7 @@ def test_rows_below_a_lost_one_are_reached_again_when_it_was_computed_anew(bench
     store = bench.open()
     put(store, CHUNKS)
     assert store.flush(20)
-    directory = store._io_thread.ssd.rows._directory  # type: ignore[union-attr]
+    directory = store.io_thread.ssd.rows.directory  # type: ignore[union-attr]
     directory.journal.forget(ids_of(CHUNKS[2:3]))
     store = restarted(bench, store)
     assert stored(store, CHUNKS) == 2

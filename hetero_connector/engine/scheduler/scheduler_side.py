@@ -93,9 +93,10 @@ class SchedulerSide:
         identifier: RequestIdentifier | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.planner = policies.planner
         self.costs = policies.planner.costs
-        self.store = self._store = store
-        self._layout = layout
+        self.store = store
+        self.layout = layout
         self.root = ChainRoot(hasher, store, self._on_new_root, self._has_outdated_requests)
         self._recorder = recorder
         self._tp_size = layout.model.tp_size
@@ -199,7 +200,7 @@ class SchedulerSide:
 
     def order_step(self, output: SchedulerOutput) -> StepMetadata:
         """`build_connector_meta`: order this step's loads and saves."""
-        meta = StepMetadata(arena=self._store.arena.handle)
+        meta = StepMetadata(arena=self.store.arena.handle)
         self._admissions.order_loads(output, self._trackers, meta)
         try:
             self._order_saves(output, meta)
@@ -274,7 +275,7 @@ class SchedulerSide:
         """Leave the fleet, write sealed artifacts to SSD and release the tiers."""
         self.identifier.close()
         self._peers.close()
-        self._store.close()
+        self.store.close()
 
     def _on_new_root(self, hasher: ChainHasher) -> None:
         """Drop everything about running requests that belongs to the old root of the chains."""
@@ -300,7 +301,7 @@ class SchedulerSide:
     def _engine_load(self, new: RequestTracker) -> EngineLoad:
         """Return the tracked work that the engine has before the request `new`."""
         queued, decodes, waiting = self._queue.work_ahead_of(new)
-        reading = self._store.reading_bytes
+        reading = self.store.reading_bytes
         return EngineLoad(queued, decodes, reading, self._layerwise, waiting)
 
     def _track(self, request: Request) -> RequestTracker | UnidentifiedReason:

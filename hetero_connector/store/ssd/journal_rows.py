@@ -46,7 +46,7 @@ class JournalRows:
 
     def __init__(self, catalog: Catalog, directory: SsdDirectory) -> None:
         self._catalog = catalog
-        self._directory = directory
+        self.directory = directory
         self._call: _Call | None = None
         self._is_forgetting = False
         self._retry_s = 0.0
@@ -115,7 +115,7 @@ class JournalRows:
 
     def record(self, rows: Sequence[JournalRow], ended: Ended) -> None:
         """Sync the slabs, then add rows. Their bytes must have been written."""
-        directory = self._directory
+        directory = self.directory
 
         def call() -> None:
             directory.sync()
@@ -131,7 +131,7 @@ class JournalRows:
         """
         if self.is_busy:
             return
-        directory, rows, reasons = self._directory, self._take_used(), list[str]()
+        directory, rows, reasons = self.directory, self._take_used(), list[str]()
 
         def call() -> None:
             reason = directory.why_lost()
@@ -149,7 +149,7 @@ class JournalRows:
 
     def recall_budget(self, budget: WriteBudget) -> None:
         """Go on with what the last engine left of it. StoreError if the journal cannot say."""
-        noted = self._directory.journal.noted(_BUDGET)
+        noted = self.directory.journal.noted(_BUDGET)
         if noted is not None:
             budget.load(noted)
 
@@ -162,7 +162,7 @@ class JournalRows:
             wait([self._call.future], timeout_s)
             if not self.poll(patiently=False):
                 return False
-        directory = self._directory
+        directory = self.directory
         used, rows = self._take_used(), self._catalog.take_rows_to_forget()
 
         def call() -> None:
@@ -183,7 +183,7 @@ class JournalRows:
         return True
 
     def _forget(self, ended: Ended, then: Callable[[SsdDirectory], None]) -> None:
-        directory, rows = self._directory, self._catalog.take_rows_to_forget()
+        directory, rows = self.directory, self._catalog.take_rows_to_forget()
 
         def call() -> None:
             _forget(directory.journal, rows)
