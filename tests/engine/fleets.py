@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,14 @@ TOLERANCE = 1e-4
 WAIT_S = 60.0
 
 
-def server_of(model: str, folder: Path, name: str, directory: str, **extra: Any) -> Server:
+def server_of(
+    model: str,
+    folder: Path,
+    name: str,
+    directory: str,
+    engine_args: Mapping[str, Any] | None = None,
+    **extra: Any,
+) -> Server:
     given = {
         "dram_gib": 0.1,
         "planner": "always_load",
@@ -30,7 +37,10 @@ def server_of(model: str, folder: Path, name: str, directory: str, **extra: Any)
         **extra,
     }
     return Server(
-        write_checkpoint(model, CHECKPOINTS), folder / f"{name}.log", kv_transfer_config(given)
+        write_checkpoint(model, CHECKPOINTS),
+        folder / f"{name}.log",
+        kv_transfer_config(given),
+        engine_args or {},
     )
 
 

@@ -63,7 +63,7 @@ MODELS = [
 
 @pytest.fixture(scope="module")
 def apart(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A server that prefills, one that decodes and the proxy before them, for three tests. The
+    """A server that prefills, one that decodes and the proxy before them, for four tests. The
     lease is long because the machine may be busy, or stop for seconds.
     """
     logs = tmp_path_factory.mktemp("fleet")
@@ -114,6 +114,41 @@ def test_the_parameters_of_vllms_own_proxy_make_a_handoff_too(apart: Fleet) -> N
 
 
 @pytest.mark.parametrize("apart", MODELS, indirect=True)
+def test_a_killed_server_finds_on_its_ssd_what_continues_anothers_chain(
+    apart: Fleet, tmp_path: Path
+) -> None:
+    """The beginning comes from its owner again. The lease is long because the machine may be busy:
+    an owner that is not served for its length has lost what it owned.
+    """
+    (ann,) = apart.prefillers
+    preamble, task = prompt_tokens(1100, seed=600), prompt_tokens(900, seed=601)
+    prompt = preamble + task
+    extra = {"ssd_dir": str(tmp_path / "ssd"), "ssd_gib": 0.2, "lease_s": 30}
+
+    def start_bob() -> Server:
+        engine_args = ann.engine_args  # the length is a part of the model's identity
+        return server_of(ann.model.name, tmp_path, "bob", apart.redis.url, engine_args, **extra)
+
+    computed(ann, preamble)
+    with start_bob() as bob:
+        until("bob has joined", lambda: value(bob, "directory_joined") == 1)
+        answer = computed(bob, prompt)
+        until("what is bob's is on its SSD", lambda: all_written(bob))
+        assert value(bob, "replicas") > 0
+        bob.kill()
+    with start_bob() as bob:
+        until("bob is back", lambda: value(bob, "directory_joined") == 1)
+        assert value(bob, "artifacts", tier="ssd") > 0
+        reply = bob.complete(prompt, MAX_TOKENS)
+        same(reply, answer)
+        from_ann, from_ssd = (value(bob, "hit_tokens", tier=t) for t in ("peer", "ssd"))
+        assert from_ann == 1024, warnings(ann, bob)
+        assert from_ssd >= 512
+        assert reply.cached_tokens == from_ann + from_ssd >= 1792
+        assert value(bob, "restores_replanned") == 0
+
+
+@pytest.mark.parametrize("apart", MODELS, indirect=True)
 def test_a_server_restores_what_another_computed_and_outlives_it_and_the_directory(
     apart: Fleet,
 ) -> None:
@@ -147,39 +182,6 @@ def test_a_server_restores_what_another_computed_and_outlives_it_and_the_directo
     ann.kill()
     same(bob.complete(prompts[3], MAX_TOKENS), answers[3])
     same(bob.complete(prompts[3], MAX_TOKENS), answers[3])
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_a_killed_server_finds_on_its_ssd_what_continues_anothers_chain(
-    model: str, tmp_path: Path
-) -> None:
-    """The beginning comes from its owner again. The lease is long because the machine may be busy:
-    an owner that is not served for its length has lost what it owned.
-    """
-    preamble, task = prompt_tokens(1100, seed=600), prompt_tokens(900, seed=601)
-    prompt, lease_s = preamble + task, 30
-    extra = {"ssd_dir": str(tmp_path / "ssd"), "ssd_gib": 0.2, "lease_s": lease_s}
-    with (
-        EmbeddedRedis() as redis,
-        fleet(model, tmp_path, redis.url, "ann", lease_s=lease_s) as (ann,),
-    ):
-        computed(ann, preamble)
-        with server_of(model, tmp_path, "bob", redis.url, **extra) as bob:
-            until("bob has joined", lambda: value(bob, "directory_joined") == 1)
-            answer = computed(bob, prompt)
-            until("what is bob's is on its SSD", lambda: all_written(bob))
-            assert value(bob, "replicas") > 0
-            bob.kill()
-        with server_of(model, tmp_path, "bob", redis.url, **extra) as bob:
-            until("bob is back", lambda: value(bob, "directory_joined") == 1)
-            assert value(bob, "artifacts", tier="ssd") > 0
-            reply = bob.complete(prompt, MAX_TOKENS)
-            same(reply, answer)
-            from_ann, from_ssd = (value(bob, "hit_tokens", tier=t) for t in ("peer", "ssd"))
-            assert from_ann == 1024, warnings(ann, bob)
-            assert from_ssd >= 512
-            assert reply.cached_tokens == from_ann + from_ssd >= 1792
-            assert value(bob, "restores_replanned") == 0
 
 
 @pytest.mark.slow
