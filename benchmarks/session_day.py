@@ -212,8 +212,8 @@ class SessionDay:
             seconds_saved=SecondsSaved(self._costs.compute.predict), run_io=False,
         )  # fmt: skip
         self._store.scale = self._scale
-        assert self._store._io_thread is not None
-        self._io_thread: IoThread = self._store._io_thread
+        assert self._store.io_thread is not None
+        self._io_thread: IoThread = self._store.io_thread
         planner = RestorePlanner(layout.model, layout, self._costs)
         self._engine = ReplayedEngine(
             layout, self._store, planner, self._checkpoints, self._recorder,

@@ -52,6 +52,7 @@ def shared_llm(model: str) -> Iterator[Any]:
     try:
         llm = harness.shared_engine(model)
         harness.forget(llm)
+        assert harness.sealed(llm) == [], "something of an earlier test could be restored"
         yield llm
         harness.assert_shared_engine_is_as_at_its_start()
     except BaseException:
