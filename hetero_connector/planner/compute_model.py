@@ -23,13 +23,12 @@ in a batch of decodes, such as the full CUDA graph that the batch can no longer 
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hetero_connector.planner.cost_fit import RelativeErrors, RobustLeastSquares, SpeedFactor
+from hetero_connector.planner.cost_fit import RelativeErrors, RobustLeastSquares
 
 Tokens = TypeVar("Tokens", float, NDArray[np.float64])
 """A number of tokens, or `[n] float64` of them."""
@@ -59,8 +58,6 @@ class ComputeCoefficients(NamedTuple):
 SLOW_ENGINE = ComputeCoefficients(5e-3, 1e-4, 1e-9)
 """In force before the first step: 10,000 tokens a second, attention as costly at a context of
 100,000. Pessimistic, so that a restore is tried and loading can be learned."""
-_TRUSTED_SAMPLES = 16
-"""Steps before which an error is taken for an error of the coefficients, not of the speed."""
 
 
 class ComputeRegression:
@@ -69,21 +66,21 @@ class ComputeRegression:
     def __init__(self, profile: ComputeCoefficients | None = None) -> None:
         """`profile`: coefficients measured earlier, to start from."""
         self._fit = RobustLeastSquares(SLOW_ENGINE, profile)
-        self._speed = SpeedFactor()
-        self.coefficients = self._present_coefficients()
-        """The present fit, at the machine's present speed."""
-        self.errors = RelativeErrors()
-        """Errors of steps, each predicted before it was learned from."""
 
     @property
-    def usual_coefficients(self) -> ComputeCoefficients:
-        """The present fit at the machine's usual speed, for use beyond the next seconds."""
+    def coefficients(self) -> ComputeCoefficients:
+        """The present fit."""
         return ComputeCoefficients(*self._fit.coefficients)
 
     @property
     def samples(self) -> int:
         """Steps observed."""
         return self._fit.samples
+
+    @property
+    def errors(self) -> RelativeErrors:
+        """Errors of steps, each predicted before it was learned from."""
+        return self._fit.errors
 
     def observe(self, new_tokens: float, context_tokens: float, seconds: float) -> None:
         """Learn from a step that computed one request."""
@@ -96,29 +93,17 @@ class ComputeRegression:
         """
         if new_tokens > 0:
             size_class = int(new_tokens).bit_length() // 3  # 1-3, 4-31, 32-255, 256-2047, ...
-            row = (1.0, new_tokens, work)
-            fitted_s = self._fit.predict(row)
-            if 0.0 < seconds < math.inf:
-                self.errors.add(self._speed.value * fitted_s, seconds)
-                if self.samples >= _TRUSTED_SAMPLES and fitted_s > 0.0:
-                    self._speed.update(seconds / fitted_s, size_class)
-            self._fit.observe(row, seconds, size_class)
-            self.coefficients = self._present_coefficients()
+            self._fit.observe((1.0, new_tokens, work), seconds, size_class)
 
     def predict(self, new_tokens: Tokens, context_tokens: Tokens) -> Tokens:
         """Seconds, at least 0, of one step of `new_tokens`, above 0, over `context_tokens`.
 
         Both may be arrays of one shape.
         """
-        step_s, token_s, attention_s = self.coefficients
+        step_s, token_s, attention_s = self._fit.coefficients
         return (
             step_s + token_s * new_tokens + attention_s * attention_work(new_tokens, context_tokens)
         )
-
-    def _present_coefficients(self) -> ComputeCoefficients:
-        factor = self._speed.value
-        step_s, token_s, attention_s = self._fit.coefficients
-        return ComputeCoefficients(factor * step_s, factor * token_s, factor * attention_s)
 
 
 class StepMix(NamedTuple):

@@ -6,11 +6,8 @@ three things plain arithmetic that the covariance form cannot do. Evidence is a 
 classes of samples, so that a million decode steps do not wash out what few prefills have taught
 (covariance wind-up). Coefficients are held at or above zero. Evidence fades towards the default.
 
-Two helpers handle what a slowly forgetting fit cannot follow. `ChangeDetector` separates lasting
-changes from outliers, for tiers whose speed changes suddenly. `SpeedFactor` follows the whole
-machine's speed over seconds, for computing.
-
-`RelativeErrors` keeps score of predictions.
+`ChangeDetector` separates lasting changes from outliers, for tiers whose speed changes suddenly: a
+slowly forgetting fit cannot follow them. `RelativeErrors` keeps score of predictions.
 """
 
 from __future__ import annotations
@@ -252,56 +249,3 @@ class ChangeDetector:
             return ()
         self._in_a_row.clear()
         return in_a_row
-
-
-_FADING = 0.9
-"""Weight that older samples keep in the autocorrelation: about 10 count."""
-_PRIOR_VARIANCE = 0.01
-"""Variance of a level before the first sample, all of it taken for noise."""
-_USUAL_GAIN = 0.01
-_MAX_LOG = 2.0
-"""Logarithm of the greatest ratio that counts: about 7."""
-
-
-class SpeedFactor:
-    """The ratio of the machine's present seconds to its usual seconds.
-
-    Clocks throttle, other processes come and go: everything takes half as long again for some
-    seconds, short steps and long ones alike. Samples of all sizes show that one factor within a
-    few of them; separate coefficients would need dozens.
-
-    Drift lasts and noise does not, so the factor is the best guess of a first-order
-    autoregressive process: the last level times the autocorrelation of levels. A single outlier
-    does not move it, two in a row do.
-    """
-
-    def __init__(self) -> None:
-        self.value = 1.0
-        """Present seconds for each usual second."""
-        self._log = 0.0
-        self._last_level = 0.0
-        self._covariance, self._variance = 0.0, _PRIOR_VARIANCE
-        self._usual: dict[int, float] = {}
-        """Usual logarithm of the ratio, by size class."""
-
-    def update(self, ratio: float, size_class: int) -> None:
-        """Learn that a sample took `ratio`, above 0, times its fitted seconds.
-
-        Each size class counts by its difference from its own usual ratio: an error of the
-        coefficients in short steps says nothing about long ones.
-        """
-        log_ratio = min(_MAX_LOG, max(-_MAX_LOG, math.log(ratio)))
-        usual = self._usual.get(size_class, 0.0)
-        level = log_ratio - usual
-        self._usual[size_class] = usual + _USUAL_GAIN * level
-        autocorrelation = self._update_autocorrelation(level)
-        # The median of the present factor and the last two levels ignores a single outlier.
-        median = sorted((self._log, self._last_level, level))[1]
-        self._log, self._last_level = autocorrelation * median, level
-        self.value = math.exp(self._log)
-
-    def _update_autocorrelation(self, level: float) -> float:
-        """Add a level and return the share of a level, in [0, 1], that the next one repeats."""
-        self._covariance = _FADING * self._covariance + (1 - _FADING) * level * self._last_level
-        self._variance = _FADING * self._variance + (1 - _FADING) * level * level
-        return min(1.0, max(0.0, self._covariance / self._variance))

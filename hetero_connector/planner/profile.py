@@ -135,7 +135,7 @@ class CostProfile:
         return cls(
             model,
             subject,
-            costs.compute.usual_coefficients,
+            costs.compute.coefficients,
             FitError.of(costs.compute.errors),
             {tier: costs.load.rates(tier) for tier in measured},
             measured,
