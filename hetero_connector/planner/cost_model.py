@@ -160,6 +160,9 @@ class CostModel:
     """The cost of a request besides its steps. Not used by the planner; a simulator adds it."""
     handoff: HandoffCost = field(default_factory=HandoffCost)
     """The additional cost of a prompt that another engine prefilled. For a simulator, too."""
+    staging_delay_steps: float = 0.5
+    """Wait of a staged request while the engine decodes, in decode steps: the end of staging is
+    noticed between two steps, so half a step on average."""
 
     def delays(self) -> InterferenceCoefficients:
         """Return the interference coefficients, guessed from `compute` until one is measured."""

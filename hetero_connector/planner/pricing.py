@@ -5,8 +5,8 @@
 *Staging* brings artifacts from SSD or PEER to DRAM while the request waits, so the queue hides it;
 the tiers are read in parallel. The engine notices its end between two steps. While decodes run,
 staging begins in one of their steps, so it takes half of such a step at least, and the request
-waits for half a step more. Requests that waited earlier for loads of their own are computed first;
-a request without a load to wait for overtakes them.
+waits for a while longer (`CostModel.staging_delay_steps`). Requests that waited earlier for loads
+of their own are computed first; a request without a load to wait for overtakes them.
 
 What is in DRAM then goes to pages. Layer by layer, compute of the first step hides that, except
 for the first layer, which has nothing to overlap with: max(load, first step) + load / layers
@@ -229,9 +229,10 @@ class Pricing:
             self._behind_s = costs.queue_s(load.queued_tokens + load.waiting_tokens)
         # A request that is parked for its load waits even if everything is in DRAM.
         self._least_wait_s = self._queue_s if load.layerwise else self._behind_s
-        self._half_step_s = 0.0
+        self._decode_step_s = 0.0
         if load.running_decodes:
-            self._half_step_s = costs.delays().decode_step_s(load.running_decodes, 0.0) / 2
+            self._decode_step_s = costs.delays().decode_step_s(load.running_decodes, 0.0)
+        self._staging_delay_s = costs.staging_delay_steps * self._decode_step_s
         self._stall = costs.weights.stall * load.running_decodes
         # A parked load runs during the steps of others; a layer-wise load may delay them.
         self._load_stall = self._stall if load.layerwise else 0.0
@@ -281,8 +282,8 @@ class Pricing:
         return self._prices(resume, to_pages_s, staged_s)
 
     def _prices(self, resume: Floats, to_pages_s: Floats, staged_s: Floats | None) -> Prices:
-        if staged_s is not None and self._half_step_s:
-            noticed_s = np.maximum(staged_s, self._half_step_s) + self._half_step_s
+        if staged_s is not None and self._decode_step_s:
+            noticed_s = np.maximum(staged_s, self._decode_step_s / 2) + self._staging_delay_s
             staged_s = noticed_s * (staged_s > 0.0)
         waited_s = self._waited_s(staged_s)
         compute_s = self._computed_s(resume)

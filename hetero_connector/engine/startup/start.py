@@ -61,6 +61,9 @@ logger = logging.getLogger("vllm.heterocache")
 _PEER_SHARE = 5
 """A peer, an adapter or a media item may take this fraction of a restore's deadline, so that time
 is left to read or compute otherwise."""
+_STAGING_DELAY_STEPS = 1.0
+"""More than half a step: the step in which staging begins is longer than others, and the engine
+works between steps, too (docs/decisions/0046-planner-terms-that-pay.md)."""
 _THIS_HOST = (None, "", "localhost", "127.0.0.1", "::1")
 
 
@@ -217,6 +220,7 @@ def _planner(
     else:
         profile = CostProfile.read(config.planner_profile, subject)
         costs = profile.cost_model(types, step_tokens=step_tokens)
+    costs.staging_delay_steps = _STAGING_DELAY_STEPS
     return RestorePlanner(
         layout.model,
         layout,
