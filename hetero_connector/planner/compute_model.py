@@ -66,11 +66,8 @@ class ComputeRegression:
     def __init__(self, profile: ComputeCoefficients | None = None) -> None:
         """`profile`: coefficients measured earlier, to start from."""
         self._fit = RobustLeastSquares(SLOW_ENGINE, profile)
-
-    @property
-    def coefficients(self) -> ComputeCoefficients:
+        self.coefficients = ComputeCoefficients(*self._fit.coefficients)
         """The present fit."""
-        return ComputeCoefficients(*self._fit.coefficients)
 
     @property
     def samples(self) -> int:
@@ -94,13 +91,14 @@ class ComputeRegression:
         if new_tokens > 0:
             size_class = int(new_tokens).bit_length() // 3  # 1-3, 4-31, 32-255, 256-2047, ...
             self._fit.observe((1.0, new_tokens, work), seconds, size_class)
+            self.coefficients = ComputeCoefficients(*self._fit.coefficients)
 
     def predict(self, new_tokens: Tokens, context_tokens: Tokens) -> Tokens:
         """Seconds, at least 0, of one step of `new_tokens`, above 0, over `context_tokens`.
 
         Both may be arrays of one shape.
         """
-        step_s, token_s, attention_s = self._fit.coefficients
+        step_s, token_s, attention_s = self.coefficients
         return (
             step_s + token_s * new_tokens + attention_s * attention_work(new_tokens, context_tokens)
         )

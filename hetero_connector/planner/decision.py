@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.boundaries import Boundaries, Floats
+from hetero_connector.planner.boundaries import Floats
 from hetero_connector.planner.cost_model import CostTerms
 from hetero_connector.planner.plan import RestorePlan, chunk_end
 from hetero_connector.planner.pricing import LoadTimes, Prices, Pricing
@@ -68,39 +68,38 @@ class CandidateSet:
     def __init__(
         self,
         pricing: Pricing,
-        boundaries: Boundaries | None,
+        load_times: LoadTimes | None,
         local_tokens: int,
         *,
         replay_tokens: int,
         deadline_s: float,
     ) -> None:
-        """`boundaries`: those after the local tokens; None if there are none."""
-        self.pricing, self.boundaries = pricing, boundaries
-        self.local_tokens = local_tokens
+        """`load_times`: up to the boundaries after the local tokens; None if there are none."""
+        self.pricing, self.local_tokens = pricing, local_tokens
+        self.boundaries = load_times.boundaries if load_times else None
+        self.nothing = pricing.nothing(local_tokens)
+        """The cost of restoring nothing."""
+        self._load_times = load_times
         self._replay_tokens = replay_tokens
         self._deadline_s = deadline_s
         self._strategies: dict[int, Strategy] = {}
         """By replayed tokens."""
 
-    @cached_property
-    def nothing(self) -> CostTerms:
-        """The cost of restoring nothing."""
-        return self.pricing.nothing(self.local_tokens)
-
     def cheapest(self) -> tuple[RestorePlan | None, CostTerms]:
         """The cheapest candidate; loading wins a tie, and the deeper of two boundaries."""
-        at, nothing_s = self.boundaries, self.nothing.total_s
-        if at is None:
+        times, nothing_s = self._load_times, self.nothing.total_s
+        if times is None:
             return None, self.nothing
-        best = self._strategy(at, 0)
+        best = self._strategy(times, 0)
         if self._replay_tokens:
-            latest = chunk_end(at.chunks[-1]) - self._replay_tokens
+            latest = float(times.boundaries.ends[-1]) - self._replay_tokens
             # Usually a checkpoint is near, and computing that many tokens again costs more.
             if self.pricing.lower_bound_s(latest) <= min(best.best_s, nothing_s):
-                best = min(best, self._strategy(at, self._replay_tokens), key=_order)
+                best = min(best, self._strategy(times, self._replay_tokens), key=_order)
         if best.best_s > nothing_s:
             return None, self.nothing
-        return at.plan(best.best, best.replay_tokens), self.pricing.terms(best.prices, best.best)
+        plan = times.boundaries.plan(best.best, best.replay_tokens)
+        return plan, self.pricing.terms(best.prices, best.best)
 
     def deepest(self, *, may_replay: bool) -> tuple[RestorePlan | None, CostTerms]:
         """The candidate that leaves the least to compute, whatever it costs.
@@ -119,24 +118,18 @@ class CandidateSet:
 
     def strategies(self) -> Iterator[Strategy]:
         """Every strategy with its prices; none if there are no boundaries."""
-        if self.boundaries is not None:
-            yield self._strategy(self.boundaries, 0)
+        if self._load_times is not None:
+            yield self._strategy(self._load_times, 0)
             if self._replay_tokens:
-                yield self._strategy(self.boundaries, self._replay_tokens)
+                yield self._strategy(self._load_times, self._replay_tokens)
 
-    @cached_property
-    def _load_times(self) -> LoadTimes:
-        assert self.boundaries is not None
-        return self.pricing.load_times(self.boundaries)
-
-    def _strategy(self, at: Boundaries, replay_tokens: int) -> Strategy:
+    def _strategy(self, times: LoadTimes, replay_tokens: int) -> Strategy:
         if (known := self._strategies.get(replay_tokens)) is not None:
             return known
         if replay_tokens:
-            times, local_tokens = self._load_times, self.local_tokens
-            prices = self.pricing.with_replay(at, times, replay_tokens, local_tokens)
+            prices = self.pricing.with_replay(times, replay_tokens, self.local_tokens)
         else:
-            prices = self.pricing.with_checkpoints(at, self._load_times)
+            prices = self.pricing.with_checkpoints(times)
         total_s, staged_s = prices.total_s, prices.staged_s
         best = _last_argmin(total_s)
         if staged_s is not None and staged_s[best] > self._deadline_s:

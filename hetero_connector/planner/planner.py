@@ -107,10 +107,10 @@ class RestorePlanner:
         this request's windows cannot be rebuilt. Loading wins a tie, and the deeper boundary.
         """
         pricing = Pricing(self._grid, self.costs, self._tables, prompt_tokens, load)
-        chunks = chunks_between(stored, local_tokens, limit_tokens)
+        boundaries = Boundaries.of(self._grid, chunks_between(stored, local_tokens, limit_tokens))
         considered = CandidateSet(
             pricing,
-            Boundaries.of(self._grid, chunks),
+            pricing.load_times(boundaries) if boundaries else None,
             local_tokens,
             replay_tokens=self._replay_tokens if may_replay else 0,
             deadline_s=self._deadline_s,

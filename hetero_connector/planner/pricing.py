@@ -124,7 +124,7 @@ class LoadTimes:
         """`to_pages`: the load from DRAM. `to_dram`: those from the other tiers with state."""
         grid, tail = boundaries.grid, boundaries.tail_bytes
         count, chunk_s = len(boundaries.ends), to_pages.table.chunk_s
-        self._boundaries, self._types = boundaries, grid.model.boundary_types
+        self.boundaries, self._types = boundaries, grid.model.boundary_types
         self._to_pages, self._to_dram = to_pages, to_dram
         self._to_pages_s = grid.ordinals(count) * chunk_s
         if tail:
@@ -139,7 +139,7 @@ class LoadTimes:
 
     def with_checkpoints(self) -> LoadSeconds:
         """Load times of the prefix types, and of the boundary types at the boundary."""
-        types, at = self._types, self._boundaries
+        types, at = self._types, self.boundaries
         if not types:
             return self.prefixes()
         table = self._to_pages.table
@@ -152,27 +152,28 @@ class LoadTimes:
             to_pages_s[-1] = table.seconds(at.tail_bytes, types) if is_whole else math.inf
         to_pages_s += self._to_pages_s
         to_dram_s = [
-            self._checkpoints_s(table) + prefixes_s
+            self._with_checkpoints_s(table, prefixes_s)
             for (table, _), prefixes_s in zip(self._to_dram, self._to_dram_s, strict=True)
         ]
         return LoadSeconds(to_pages_s, self._slowest_s(to_dram_s))
 
     def _prefixes_s(self, table: TierTable) -> Floats:
         """[chunks] seconds of the prefix types that are in a tier, up to each chunk."""
-        at = self._boundaries
+        at = self.boundaries
         chunk_s = table.prefixes_here_s(at.tiers.distinct).take(at.tiers.codes)
         if at.tail_bytes:
             types = at.tail_types(table.tier, at.grid.model.prefix_types)
             chunk_s[-1] = table.seconds(at.tail_bytes, types)
         return chunk_s.cumsum()
 
-    def _checkpoints_s(self, table: TierTable) -> Floats:
-        """[chunks] seconds of the boundary types that are in a tier."""
-        at = self._boundaries
+    def _with_checkpoints_s(self, table: TierTable, prefixes_s: Floats) -> Floats:
+        """[chunks] seconds of the prefix types and the boundary types that are in a tier."""
+        at = self.boundaries
         load_s: Floats = table.checkpoints_here_s(at.tiers.distinct).take(at.cells)
         if at.tail_bytes:
             types = at.tail_types(table.tier, self._types)
             load_s[-1] = table.seconds(at.tail_bytes, types)
+        load_s += prefixes_s
         return load_s
 
     def _slowest_s(self, by_tier_s: Sequence[Floats]) -> Floats | None:
@@ -261,23 +262,22 @@ class Pricing:
         slow = [self._load_from(table) for table in self._slow_tables if table.tier in tiers]
         return LoadTimes(boundaries, self._load_from(self._dram_table), slow)
 
-    def with_checkpoints(self, boundaries: Boundaries, times: LoadTimes) -> Prices:
+    def with_checkpoints(self, times: LoadTimes) -> Prices:
         """Prices of restoring up to the end of each chunk by the checkpoint stored there."""
-        return self._prices(boundaries.ends, *times.with_checkpoints())
+        return self._prices(times.boundaries.ends, *times.with_checkpoints())
 
-    def with_replay(
-        self, boundaries: Boundaries, times: LoadTimes, replay_tokens: int, local_tokens: int
-    ) -> Prices:
+    def with_replay(self, times: LoadTimes, replay_tokens: int, local_tokens: int) -> Prices:
         """Prices of restoring up to the end of each chunk by a replay of so many tokens.
 
         Impossible where the replay would begin within the local tokens, which would save nothing,
         and up to a handoff's end, which is off the grid on which a replay starts and ends.
         """
-        resume = boundaries.ends - replay_tokens
+        ends = times.boundaries.ends
+        resume = ends - replay_tokens
         to_pages_s, staged_s = times.prefixes()
         to_pages_s = to_pages_s.copy()
         to_pages_s[: resume.searchsorted(local_tokens, side="right")] = math.inf
-        if boundaries.ends[-1] % self._grid.model.alignment:
+        if ends[-1] % self._grid.model.alignment:
             to_pages_s[-1] = math.inf
         return self._prices(resume, to_pages_s, staged_s)
 
