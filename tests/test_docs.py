@@ -389,6 +389,36 @@ def test_every_file_that_is_named_exists(path: Path) -> None:
 
 
 @cache
+def known_words() -> frozenset[str]:
+    """Return every word of the code: identifiers, keys, values and file names."""
+    found: set[str] = set()
+    for file in tracked():
+        if file.endswith((".py", ".lua", ".toml", "Makefile", "_venv.py")):
+            found.update(re.findall(r"\w+", (ROOT / file).read_text()))
+            found.update(re.findall(r"\w+", file))
+    return frozenset(found)
+
+
+NOT_OURS = frozenset(
+    {"NixlConnector", "kv_load_failure_policy", "int8_", "fp8_", "int4_per_token_head"}
+    | {"VLLM_NIXL_SIDE_CHANNEL_HOST", "no_new_privs", "CAP_SYS_PTRACE", "yama", "ptrace_scope"}
+)
+"""Names of vLLM and of Linux."""
+
+
+@pytest.mark.parametrize(
+    "path", [x for x in PAGES if names_the_present(x) and x.stem != "metrics"], ids=name
+)
+def test_every_name_of_the_code_exists(path: Path) -> None:
+    """Such as `Catalog.seal`, `begin_restore` or `LongName`; plain words are not checked."""
+    for code in inline_code(path):
+        is_name = re.fullmatch(r"[A-Za-z_][\w.]*(\(.*\))?", code)
+        if is_name and re.search(r"_|[a-z][A-Z]", code) and not code.startswith("heterocache_"):
+            unknown = set(re.findall(r"\w+", code.partition("(")[0])) - known_words() - NOT_OURS
+            assert not unknown, f"{code}: there is no {unknown}"
+
+
+@cache
 def known_tests() -> frozenset[str]:
     found: set[str] = set()
     for file in tracked():
