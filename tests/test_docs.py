@@ -401,7 +401,8 @@ def known_words() -> frozenset[str]:
 
 NOT_OURS = frozenset(
     {"NixlConnector", "kv_load_failure_policy", "int8_", "fp8_", "int4_per_token_head"}
-    | {"VLLM_NIXL_SIDE_CHANNEL_HOST", "no_new_privs", "CAP_SYS_PTRACE", "yama", "ptrace_scope"}
+    | {"AMX_MLA", "VLLM_NIXL_SIDE_CHANNEL_HOST", "_PORT"}
+    | {"no_new_privs", "CAP_SYS_PTRACE", "yama", "ptrace_scope"}
 )
 """Names of vLLM and of Linux."""
 
