@@ -23,9 +23,9 @@ TIERS = {
 }
 BLOCKS = {"gemma3": 97, "deepseek_v4": 256, "qwen3_next": 12}
 """KV blocks: a little more than the longest request needs."""
-SHORT, LONG = 8, 250
+SHORT, LONG = 8, 60
 """Rounds of a soak."""
-LIVES = 5
+LIVES = 3
 """Number of engines of a long soak; each has its own seeds."""
 # An engine registers its counters anew, from 0.
 PREEMPTIONS = "vllm:num_preemptions_total"

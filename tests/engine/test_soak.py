@@ -123,7 +123,7 @@ def test_without_preemptions_it_deviates_no_more_than_the_stock_engine(
 ) -> None:
     exactly = 1e-4
     with engine(model, **arguments(model)) as llm:
-        traffic = record(llm, seed=1, num_rounds=100)
+        traffic = record(llm, seed=1, num_rounds=40)
         llm.reset_prefix_cache()
         stock = deviating(play(llm, traffic.rounds), traffic, exactly)
     with engine(model, {**TIERS[model], "ssd_dir": str(tmp_path)}, **arguments(model)) as llm:
