@@ -425,7 +425,7 @@ def _metrics() -> str:
 
 
 def _cli() -> str:
-    from hetero_connector.tools.cli import _parser
+    from hetero_connector.tools.cli import build_parser
 
     parts = [
         f"{_NOTE}# Commands\n\n"
@@ -433,7 +433,7 @@ def _cli() -> str:
         "problem was found, 2 if the input cannot be used. `trace` and `simulate` need the extra "
         "`sim`, `reset` needs the extra `redis`."
     ]
-    for name, about, command in _commands(_parser(), ""):
+    for name, about, command in _commands(build_parser(), ""):
         title = f"## {name}\n\n{about[:1].upper()}{about[1:]}."
         usage = " ".join(command.format_usage().removeprefix("usage: ").split())
         usage = re.sub(r"\[-h\] ", "", usage)
@@ -516,17 +516,17 @@ def _requests() -> str:
     sessions = [[f"`{name}`", *about] for name, about in _HINTS.items()]
     handoffs = [
         [
-            f"`{handoff._TO_DECODE}`",
+            f"`{handoff.TO_DECODE}`",
             "to the prefiller",
             "`true`: another engine decodes this prompt. Send it with `max_tokens` 1",
         ],
         [
-            f"`{handoff._PREFILLED}`",
+            f"`{handoff.PREFILLED}`",
             "from the prefiller to the decoder",
             "`true`: another engine has just computed this prompt",
         ],
         [
-            f"`{handoff._TOKENS}`",
+            f"`{handoff.PREFILLED_TOKENS}`",
             "from the prefiller to the decoder",
             "The token up to which the prompt is stored, and at which the decoder may resume; 0 if "
             "nothing is stored. The decoder waits for no more than that",

@@ -26,7 +26,7 @@ from packaging.requirements import Requirement
 from hetero_connector.config import KEYS
 from hetero_connector.errors import ConfigError
 from hetero_connector.metrics import METRICS
-from hetero_connector.tools.cli import _parser
+from hetero_connector.tools.cli import build_parser
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -204,7 +204,7 @@ def check_make(arguments: list[str]) -> None:
 
 
 def check_heterocache(arguments: list[str]) -> None:
-    _parser().parse_args(arguments)  # a wrong argument ends with SystemExit
+    build_parser().parse_args(arguments)  # a wrong argument ends with SystemExit
 
 
 def check_vllm(arguments: list[str]) -> None:
@@ -270,7 +270,7 @@ def check_request(params: Mapping[str, Any]) -> None:
     from hetero_connector.engine.scheduler import handoff
     from hetero_connector.engine.scheduler.sessions import SessionHint
 
-    known = {*SessionHint._fields, handoff._TO_DECODE, handoff._PREFILLED, handoff._TOKENS}
+    known = {*SessionHint._fields, handoff.TO_DECODE, handoff.PREFILLED, handoff.PREFILLED_TOKENS}
     assert params.keys() <= known
     SessionHint.of(dict(params))
 

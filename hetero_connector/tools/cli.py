@@ -22,7 +22,7 @@ EXIT_OK, EXIT_BAD, EXIT_UNUSABLE = 0, 1, 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `heterocache ARGV`. 0: all is well; 1: a problem was found; 2: the input is unusable."""
-    args = _parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     try:
         code: int = args.run(args)
         sys.stdout.flush()
@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line. Reference pages are made from it."""
     parser = argparse.ArgumentParser(
         prog="heterocache", description="Examine and manage HeteroCache's state on this machine."
     )

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-_TO_DECODE = "do_remote_decode"
-_PREFILLED = "do_remote_prefill"
-_TOKENS = "prefilled_tokens"
+TO_DECODE = "do_remote_decode"
+PREFILLED = "do_remote_prefill"
+PREFILLED_TOKENS = "prefilled_tokens"
 
 
 def is_prefill(request: Request) -> bool:
     """Return True if another engine will decode this request."""
-    return bool(_params(request).get(_TO_DECODE))
+    return bool(_params(request).get(TO_DECODE))
 
 
 def was_prefilled(request: Request) -> bool:
     """Return True if another engine has just computed this request's prompt."""
-    return bool(_params(request).get(_PREFILLED))
+    return bool(_params(request).get(PREFILLED))
 
 
 def handoff_tokens(request: Request, limit: int) -> int | None:
@@ -33,7 +33,7 @@ def handoff_tokens(request: Request, limit: int) -> int | None:
 
     None if the request names no number, or one beyond `limit`.
     """
-    tokens = _params(request).get(_TOKENS)
+    tokens = _params(request).get(PREFILLED_TOKENS)
     if not was_prefilled(request) or type(tokens) is not int:
         return None
     return tokens if 0 <= tokens <= limit else None
@@ -44,7 +44,7 @@ def handoff_answer(request: Request, tokens: int) -> dict[str, Any] | None:
 
     `tokens`: the boundary at which the decoder may resume; 0: nothing is stored.
     """
-    return {_PREFILLED: True, _TOKENS: tokens} if is_prefill(request) else None
+    return {PREFILLED: True, PREFILLED_TOKENS: tokens} if is_prefill(request) else None
 
 
 def _params(request: Request) -> dict[str, Any]:
