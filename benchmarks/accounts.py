@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from examples.serving import Server
+from ownership.simulator.figures import Tally
 from ownership.simulator.fleet_file import FleetSpec
 from ownership.simulator.machine.request import Hits, LiveRequest
-from ownership.simulator.measuring import state_bytes_of
 from ownership.simulator.policies import PolicySpec
-from ownership.simulator.results import Tally
+from ownership.simulator.simulate import state_bytes_of
 from ownership.simulator.simulation import FleetSimulation
 from ownership.simulator.state.shape import StateShape
 from ownership.simulator.traces.session import Trace
@@ -87,7 +87,7 @@ def account_of_simulation(
     """Replay the trace as recorded, and make the account."""
     run, tally = _simulated(trace, fleet, policy, chunk_tokens)
     hits = Hits(*tally.hits)
-    flows = _by_flow(state_bytes_of(run))
+    flows = _by_flow(state_bytes_of(run.shape, run.workers.values()))
     return Account(_by_tier(hits), flows, tally.by_name, list(tally.task_s))
 
 
@@ -101,7 +101,7 @@ def accounts_apart(
     run, tally = _simulated(trace, fleet, policy, chunk_tokens)
     parts = zip(run.workers.values(), (Hits(*tally.hits), tally.decoder_hits), strict=True)
     prefill, decode = (
-        Account(_by_tier(hits), _by_flow(state_bytes_of(run, [worker])), {}, ())
+        Account(_by_tier(hits), _by_flow(state_bytes_of(run.shape, [worker])), {}, ())
         for worker, hits in parts
     )
     return prefill, replace(decode, ttft_s=tally.by_name, session_s=by_session(tally.answer_s))
@@ -136,8 +136,8 @@ class _NamedTally(Tally):
     decoder_hits: Hits = field(default_factory=Hits)
     """The decoder's hits in all remote prefills."""
 
-    def served(self, request: LiveRequest, now_s: float) -> None:
-        super().served(request, now_s)
+    def on_answered(self, request: LiveRequest, now_s: float) -> None:
+        super().on_answered(request, now_s)
         name = request.session, request.index
         self.by_name[name] = request.first_token_s - request.arrived_s
         self.answer_s[name] = now_s - request.arrived_s

@@ -9,7 +9,7 @@ prompt, if that is long enough.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -17,12 +17,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ownership.simulator.traces.formats import open_trace
+from benchmarks.synthetic_sessions import CODING_AGENT, Constant
+from benchmarks.synthetic_sessions import synthetic as synthetic_trace
+from ownership.simulator.traces.readers import open_trace
 from ownership.simulator.traces.session import Request
 from ownership.simulator.traces.session import Session as TraceSession
-from ownership.simulator.traces.starts import PoissonStarts
-from ownership.simulator.traces.synthetic import synthetic as synthetic_trace
-from ownership.simulator.traces.synthetic_spec import CODING_AGENT
 
 BLOCK_TOKENS = 64
 _LOOK_AHEAD = 16
@@ -110,9 +109,9 @@ def scaled(session: Session, factor: int, max_turns: int) -> Session:
 def synthetic(num_sessions: int, seed: int) -> list[Session]:
     """Make sessions that grow like recorded coding agents; 2% of the turns are continued twice."""
     trace = synthetic_trace(
-        CODING_AGENT.replaced({"fork_fraction": 0.02, "fork_width": 1}),
-        num_sessions=num_sessions,
-        starts=PoissonStarts(1.0),
+        replace(CODING_AGENT, fork_fraction=0.02, fork_width=Constant(1)),
+        sessions=num_sessions,
+        rate=1.0,
         block_tokens=BLOCK_TOKENS,
         seed=seed,
     )

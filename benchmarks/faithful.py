@@ -26,35 +26,30 @@ from benchmarks.accounts import Account, account_of_simulation, compared
 from benchmarks.engine_process import CHECKPOINTS, EngineProcess
 from benchmarks.faithful_engine import EngineFacts, FaithfulEngine, policy_of
 from benchmarks.measure import machine_line, rounded, save, table
+from benchmarks.synthetic_sessions import CODING_AGENT, Constant, Geometric, LogNormal, synthetic
 from examples.checkpoints import write_checkpoint
 from examples.serving import engine_arguments, engine_environment
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.profile import CostProfile
 from ownership.simulator.traces.session import Trace
-from ownership.simulator.traces.starts import PoissonStarts
-from ownership.simulator.traces.synthetic import synthetic
-from ownership.simulator.traces.synthetic_spec import CODING_AGENT
 
-SESSIONS = CODING_AGENT.replaced(
-    {
-        "num_preambles": 2,
-        "preamble_tokens": "constant(value=300)",
-        "first_tokens": "lognormal(p50=1000, p90=1600)",
-        "turns": "geometric(mean=5)",
-        "tool_tokens": "lognormal(p50=250, p90=500)",
-        "user_tokens": "lognormal(p50=250, p90=500)",
-        "output_tokens": "lognormal(p50=30, p90=60)",
-        "tool_latency_s": "lognormal(p50=0.8, p90=2.0)",
-        "think_s": "lognormal(p50=1.5, p90=3.0)",
-        "fork_fraction": 0.1,
-        "fork_width": "constant(value=1)",
-        "fork_turns": "constant(value=1)",
-        "context_tokens": 3900,
-        "summary_tokens": "constant(value=300)",
-    }
+SESSIONS = replace(
+    CODING_AGENT,
+    num_preambles=2,
+    preamble_tokens=Constant(300),
+    first_tokens=LogNormal(1000, 1600),
+    turns=Geometric(5),
+    tool_tokens=LogNormal(250, 500),
+    user_tokens=LogNormal(250, 500),
+    output_tokens=LogNormal(30, 60),
+    tool_latency_s=LogNormal(0.8, 2.0),
+    think_s=LogNormal(1.5, 3.0),
+    fork_fraction=0.1,
+    fork_width=Constant(1),
+    fork_turns=Constant(1),
+    context_tokens=3900,
+    summary_tokens=Constant(300),
 )
-_WRITE_BANDWIDTH = 1e9
-"""Of the SSD; writes hold nothing up, so that nothing depends on it."""
 
 
 class Setting(NamedTuple):
@@ -122,11 +117,8 @@ def compare(model: str, sessions: int) -> Pair:
 
 
 def trace_of(block_tokens: int, sessions: int, seed: int = 0) -> Trace:
-    """What is played."""
-    starts = PoissonStarts(1.0)
-    return synthetic(
-        SESSIONS, num_sessions=sessions, starts=starts, block_tokens=block_tokens, seed=seed
-    )
+    """Draw the sessions to play."""
+    return synthetic(SESSIONS, sessions=sessions, rate=1.0, block_tokens=block_tokens, seed=seed)
 
 
 def calibrated(
@@ -149,7 +141,7 @@ def calibrated(
 def simulated(facts: EngineFacts, costs: CostModel, trace: Trace, checkpoints: str) -> Account:
     """The simulator's account."""
     own = replace(costs, overhead=costs.overhead.in_process())  # as its engine core runs
-    fleet = facts.fleet((facts.worker(own, _WRITE_BANDWIDTH),))
+    fleet = facts.fleet((facts.worker(own),))
     return account_of_simulation(trace, fleet, policy_of(checkpoints), facts.chunk_tokens)
 
 

@@ -21,7 +21,7 @@ from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.spec.model_spec import ModelSpec
 from ownership.simulator.fleet_file import FleetSpec
-from ownership.simulator.machine.batching import EngineLimits
+from ownership.simulator.machine.engine import EngineLimits
 from ownership.simulator.machine.worker import WorkerSpec
 from ownership.simulator.policies import PolicySpec, parse_policy
 from ownership.simulator.state.memory import TierBytes
@@ -58,9 +58,9 @@ class EngineFacts:
             ),
         )
 
-    def worker(self, costs: CostModel, write_bandwidth: float) -> WorkerSpec:
-        """Its twin; `write_bandwidth` of the SSD in bytes per second."""
-        return WorkerSpec("engine", costs, self.capacity, write_bandwidth)
+    def worker(self, costs: CostModel) -> WorkerSpec:
+        """Return its twin."""
+        return WorkerSpec("engine", costs, self.capacity)
 
     def fleet(self, workers: tuple[WorkerSpec, ...]) -> FleetSpec:
         """Of engines like this one."""

@@ -7,10 +7,10 @@ them) plays agent sessions, one request after the other: who waits for whom woul
 evicted. The simulator plays them under `static_pd`, by a clock of steps. Tokens hit by tier and
 bytes moved by flow and state type are compared server by server.
 
-Times are compared with a second simulation, whose steps take what `heterocache calibrate` has
-measured here just before, and whose handoffs and decodes what those of other sessions took,
-played before and after (`company`). Compared are first tokens as the client sees them, and of each
-session all answers together, for thinking is left out.
+Times are compared with a second simulation. Its steps take what `heterocache calibrate` measured
+here just before; its handoffs and decodes take what those of other sessions took, played before and
+after (`contention`). Compared are first tokens as the client sees them, and all answers of each
+session together, without think times.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from benchmarks.accounts import (
     scraped,
 )
 from benchmarks.closed_loop import SessionText
-from benchmarks.company import Played, in_company
+from benchmarks.contention import Played, with_contention
 from benchmarks.engine_process import CHECKPOINTS, EngineProcess
 from benchmarks.faithful import SESSIONS, calibrated
 from benchmarks.faithful import plain as plain_account
@@ -50,33 +50,31 @@ from benchmarks.faithful_engine import (
     steps_alone_cost,
 )
 from benchmarks.measure import machine_line, rounded, save, table
+from benchmarks.synthetic_sessions import LogNormal, synthetic
 from examples.disaggregated_prefill.fleet import Fleet, fleet_of, value
 from examples.serving import Server, engine_arguments, stop_servers_on_sigterm
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.profile import CostProfile
 from ownership.scheduling.fleet import Role
 from ownership.simulator.traces.session import Request, Trace
-from ownership.simulator.traces.starts import PoissonStarts
-from ownership.simulator.traces.synthetic import synthetic
 
 PREFILL, DECODE = "prefill", "decode"
 STEP_S = 0.01
 POLICY = "static_pd+peers=any+handoffs=tokens"
-ONE_BY_ONE = SESSIONS.replaced(
-    {
-        "fork_fraction": 0.0,
-        "first_tokens": "lognormal(p50=500, p90=900)",
-        "context_tokens": 1900,
-        "tool_latency_s": "lognormal(p50=8, p90=20)",
-        "think_s": "lognormal(p50=15, p90=30)",
-    }
+ONE_BY_ONE = replace(
+    SESSIONS,
+    fork_fraction=0.0,
+    first_tokens=LogNormal(500, 900),
+    context_tokens=1900,
+    tool_latency_s=LogNormal(8, 20),
+    think_s=LogNormal(15, 30),
 )
 """With so much between two turns no two requests meet."""
 _TOLD_WITHIN_S = 30.0
 _POLL_S = 0.2
 _OTHERS = 5
-"""Sessions that teach what company costs, with one text before those that are judged, with another
-after."""
+"""Number of sessions that teach the cost of contention: one text before the compared sessions, and
+another after them."""
 
 
 class Setting(NamedTuple):
@@ -139,7 +137,7 @@ def compare(
         return played[0], twin
     free = timed_by(facts, profile, other)
     others = [Played(other, took[DECODE], free) for took in (played[0], played[2])]
-    profile = in_company(profile, others)
+    profile = with_contention(profile, others)
     print(f"{profile.overhead}\n{profile.handoff}", file=sys.stderr)
     times = timed_by(facts, profile, trace)
     twin[DECODE] = replace(twin[DECODE], ttft_s=times.ttft_s, session_s=times.session_s)
@@ -148,10 +146,7 @@ def compare(
 
 def drawn(block_tokens: int, sessions: int, seed: int) -> Trace:
     """What is played."""
-    starts = PoissonStarts(0.02)
-    return synthetic(
-        ONE_BY_ONE, num_sessions=sessions, starts=starts, block_tokens=block_tokens, seed=seed
-    )
+    return synthetic(ONE_BY_ONE, sessions=sessions, rate=0.02, block_tokens=block_tokens, seed=seed)
 
 
 def timed_by(facts: EngineFacts, profile: CostProfile, trace: Trace) -> Account:
@@ -162,7 +157,7 @@ def timed_by(facts: EngineFacts, profile: CostProfile, trace: Trace) -> Account:
 
 def simulated(facts: EngineFacts, trace: Trace, costs: CostModel) -> Accounts:
     """The simulator's accounts."""
-    worker = facts.worker(costs, 1e9)
+    worker = facts.worker(costs)
     workers = (
         replace(worker, name=PREFILL, role=Role.PREFILL),
         replace(worker, name=DECODE, role=Role.DECODE),

@@ -21,14 +21,14 @@ from random import Random
 from typing import Any
 
 from benchmarks.measure import rounded, save, table
+from benchmarks.research.bound import oracle_result
+from benchmarks.research.hindsight import Hindsight, Outcome
 from benchmarks.simulated_fleets import fleet_for, read
 from benchmarks.simulated_studies import STUDIES
 from ownership.scheduling.ownerserve import OwnerServe
 from ownership.scheduling.step_pricing import Route
 from ownership.scheduling.weights import PlacementWeights
-from ownership.simulator.oracle.hindsight import Hindsight, Outcome
-from ownership.simulator.oracle.result import oracle_result
-from ownership.simulator.simulating import chunk_tokens_of
+from ownership.simulator.simulate import chunk_tokens_of
 from ownership.simulator.traces.session import Trace
 from ownership.simulator.workload import Workload
 

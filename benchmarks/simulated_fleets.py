@@ -23,20 +23,19 @@ from typing import Any
 
 from benchmarks.measure import RESULTS
 from benchmarks.plots import errorbars
+from benchmarks.research.belady import belady_hits, policy_hits
+from benchmarks.research.bound import oracle_result
 from benchmarks.simulated_studies import GPUS, ORACLE, STUDIES, Study
 from benchmarks.simulator import fleet_of
 from ownership.simulator.fleet_file import FleetSpec
-from ownership.simulator.oracle.belady import belady_hits
-from ownership.simulator.oracle.replay import policy_hits
-from ownership.simulator.oracle.result import oracle_result
 from ownership.simulator.policies import parse_policy
-from ownership.simulator.simulating import simulate
+from ownership.simulator.simulate import simulate
 from ownership.simulator.state.chunks import chunk_runs
 from ownership.simulator.state.memory import EVICTIONS
-from ownership.simulator.sweeps.points import Point
-from ownership.simulator.sweeps.summary import Estimate, Row, rows
+from ownership.simulator.sweeps.report import Estimate, Row, rows
+from ownership.simulator.sweeps.running import Point
 from ownership.simulator.traces.block_runs import BlockRuns
-from ownership.simulator.traces.formats import open_trace
+from ownership.simulator.traces.readers import open_trace
 from ownership.simulator.traces.session import Trace
 
 _GIB = 1 << 30
@@ -48,6 +47,7 @@ _KEPT = (
     "ssd_written_bytes", "owner_hit_rate", "busy_share", "hbm_gib_per_session",
     "decode_late_share", "token_mean_s",
 )  # fmt: skip
+OVER_ORACLE = "task_wait_mean_s_over_oracle"
 _CHUNK_TOKENS = 512
 _REPLAYED = {"agents": 60, "mooncake": 6_000}
 """Sessions in the replay of eviction policies."""
@@ -108,10 +108,36 @@ def read_results(path: Path) -> dict[tuple[str, Point], dict[str, Any]]:
     return {(result["study"], Point(**result["point"])): result for result in results}
 
 
+def over_oracle(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Add a task's waiting over the oracle's of the same setting and seed.
+
+    There is no such figure if a policy refused a request, because the bound is for all of them.
+    """
+    bounds = {_place(x): x["figures"] for x in found if x["point"]["policy"] == ORACLE}
+    refused = {_row_of(x) for x in found if x["figures"].get("refused")}
+    with_ratio = []
+    for result in found:
+        bound, figures = bounds.get(_place(result)), dict(result["figures"])
+        if bound and _row_of(result) not in refused:
+            figures[OVER_ORACLE] = figures["task_wait_mean_s"] / bound["task_wait_mean_s"]
+        with_ratio.append({**result, "figures": figures})
+    return with_ratio
+
+
+def _place(result: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return everything of a point but its policy."""
+    return tuple((n, v) for n, v in sorted(result["point"].items()) if n != "policy")
+
+
+def _row_of(result: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return everything of a point but its seed."""
+    return tuple((n, v) for n, v in sorted(result["point"].items()) if n != "seed")
+
+
 def study_as_markdown(study: Study, found: Sequence[Mapping[str, Any]]) -> list[str]:
     """A table for each setting."""
     lines = [f"## {study.name}: {study.trace}, {study.model}", ""]
-    table = rows(found)
+    table = rows(over_oracle(found))
     for setting in dict.fromkeys(row.setting for row in table):
         lines += [", ".join(f"{name} {value:g}" for name, value in setting), ""]
         lines += [
@@ -128,7 +154,7 @@ def _line(row: Row) -> str:
     found = row.figures
     saved = found["saved_tokens"].mean / found["prompt_tokens"].mean
     refused = "refused" in found and found["refused"].mean > 0.0
-    over = found.get("task_wait_mean_s_over_oracle")
+    over = found.get(OVER_ORACLE)
     cells = [
         f"{row.policy} (refused some)" if refused else row.policy,
         _told(found["ttft_mean_s"], 3),
@@ -192,8 +218,8 @@ def plot(name: str, found: Sequence[Mapping[str, Any]]) -> Path:
         ("mooncake-workers", "workers"),
     ):  # fmt: skip
         curves: dict[str, list[tuple[float, float, float]]] = {}
-        for row in rows(result for result in found if result["study"] == study):
-            over = row.figures.get("task_wait_mean_s_over_oracle")
+        for row in rows(over_oracle([x for x in found if x["study"] == study])):
+            over = row.figures.get(OVER_ORACLE)
             if over and row.policy != ORACLE:
                 place = dict(row.setting)[swept]
                 curves.setdefault(row.policy, []).append((place, *over))

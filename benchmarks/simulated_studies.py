@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ownership.simulator.sweeps.points import Point
+from ownership.simulator.sweeps.running import Point
 
 DENSE, HYBRID = "llama-3.1-8b", "deepseek-v4-flash"
 GPUS = {DENSE: 1, HYBRID: 2}
@@ -18,8 +18,7 @@ SCHEDULING = (
 CACHES = (
     "colocated", "colocated+checkpoints=full", "colocated+checkpoints=periodic:4",
     "colocated+checkpoints=zero", "colocated+eviction=lru", "colocated+eviction=value",
-    "colocated+eviction=session", "colocated+tiers=dram", "colocated+tiers=gpu",
-    "colocated+state=paged", ORACLE,
+    "colocated+tiers=dram", "colocated+tiers=gpu", "colocated+state=paged", ORACLE,
 )  # fmt: skip
 """Of one worker: where a request runs makes no difference."""
 

@@ -24,23 +24,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.measure import machine_line, rounded, save, table
+from benchmarks.synthetic_sessions import CODING_AGENT, synthetic
 from hetero_connector.spec.presets import PRESETS
 from ownership.scheduling.fleet import Role
+from ownership.simulator.figures import SimulationResult
 from ownership.simulator.fleet_file import FleetSpec
-from ownership.simulator.machine.batching import EngineLimits
-from ownership.simulator.machine.costs import derived_costs, page_bytes_of, write_bandwidth_of
-from ownership.simulator.machine.hardware import H200
-from ownership.simulator.machine.models import COMPUTE
+from ownership.simulator.machine.costs import COMPUTE, H200, derived_costs, page_bytes_of
+from ownership.simulator.machine.engine import EngineLimits
 from ownership.simulator.machine.worker import WorkerSpec
 from ownership.simulator.policies import parse_policy
-from ownership.simulator.results import SimulationResult
-from ownership.simulator.simulating import simulate
+from ownership.simulator.simulate import simulate
 from ownership.simulator.state.memory import TierBytes
-from ownership.simulator.traces.formats import open_trace
+from ownership.simulator.traces.readers import open_trace
 from ownership.simulator.traces.session import Trace
-from ownership.simulator.traces.starts import PoissonStarts
-from ownership.simulator.traces.synthetic import synthetic
-from ownership.simulator.traces.synthetic_spec import CODING_AGENT
 from ownership.simulator.workload import Workload
 
 DENSE, HYBRID = "llama-3.1-8b", "deepseek-v4-flash"
@@ -61,8 +57,7 @@ def fleet_of(model_name: str, count: int, gpus: int) -> FleetSpec:
     model, compute = PRESETS[model_name](tp_size=gpus), COMPUTE[model_name]
     costs = derived_costs(H200, gpus, model, compute, _STEP_TOKENS)
     capacity = TierBytes(page_bytes_of(H200, gpus, compute), 256 * _GIB, 2048 * _GIB)
-    bandwidth = write_bandwidth_of(H200, gpus, costs)
-    workers = [WorkerSpec(f"w{i:02}", costs, capacity, bandwidth, Role.BOTH) for i in range(count)]
+    workers = [WorkerSpec(f"w{i:02}", costs, capacity, Role.BOTH) for i in range(count)]
     limits = EngineLimits(_STEP_TOKENS, 256)
     return FleetSpec("benchmark", model_name, model, tuple(workers), limits, {})
 
@@ -116,9 +111,7 @@ def growth(sessions: int) -> dict[str, float]:
 
 def _synthetic(sessions: int, rate: float) -> Trace:
     """Sessions that are drawn before the clock runs."""
-    trace = synthetic(
-        CODING_AGENT, num_sessions=sessions, starts=PoissonStarts(rate), block_tokens=64, seed=0
-    )
+    trace = synthetic(CODING_AGENT, sessions=sessions, rate=rate, block_tokens=64, seed=0)
     drawn = list(trace)
     return replace(trace, sessions=lambda: iter(drawn))
 

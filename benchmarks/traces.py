@@ -14,13 +14,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.synthetic_sessions import CODING_AGENT, synthetic
 from hetero_connector.units import MIB
-from ownership.simulator.traces.formats import open_trace
+from ownership.simulator.traces.readers import open_trace
 from ownership.simulator.traces.session import Trace
-from ownership.simulator.traces.starts import PoissonStarts
 from ownership.simulator.traces.statistics import TraceStatistics, measure
-from ownership.simulator.traces.synthetic import synthetic
-from ownership.simulator.traces.synthetic_spec import CODING_AGENT
 
 SESSIONS = 60
 GROWTH = 10
@@ -54,8 +52,8 @@ def _made(num_sessions: int) -> Trace:
     """Make a synthetic trace, with its sessions drawn before the timing."""
     trace = synthetic(
         CODING_AGENT,
-        num_sessions=num_sessions,
-        starts=PoissonStarts(0.05),
+        sessions=num_sessions,
+        rate=0.05,
         block_tokens=64,
         seed=0,
     )

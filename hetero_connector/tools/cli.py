@@ -108,14 +108,13 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     command.set_defaults(run=_reset)
 
-    trace = commands.add_parser("trace", help="analyse recorded requests (needs the extra `sim`)")
+    trace = commands.add_parser("trace", help="analyse recorded requests")
     actions = trace.add_subparsers(required=True, metavar="ACTION")
     command = actions.add_parser("stats", help="print prefix reuse statistics")
     command.add_argument(
         "file", type=Path, help="a trace, plain or gzip, or a directory of its files"
     )
     command.add_argument("--format", help="format of the trace (default: by its first line)")
-    command.add_argument("--plot", type=Path, metavar="PNG", help="also draw them, to this file")
     command.set_defaults(run=_trace_stats)
 
     command = commands.add_parser("simulate", help="simulate a fleet on a recorded trace")
@@ -288,12 +287,10 @@ def _reset(args: argparse.Namespace) -> int:
 
 
 def _trace_stats(args: argparse.Namespace) -> int:
-    try:
-        from ownership.simulator.traces.command import stats
+    from ownership.simulator.traces.tables import print_stats
 
-        stats(args.file, args.format, args.plot, as_json=args.json)
-    except ModuleNotFoundError as e:
-        return _complain(f"{e.name} is missing: pip install 'heterocache[sim]'")
+    try:
+        print_stats(args.file, args.format, as_json=args.json)
     except (HeteroCacheError, OSError) as e:
         return _complain(e)
     return EXIT_OK

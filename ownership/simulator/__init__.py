@@ -1,12 +1,13 @@
 """The simulator: traces in, the package's own policies on a virtual clock, figures out.
 
-Owns what drives and what measures a simulated fleet: the clock, the sessions that send requests
-(`sessions`, `workload`), the fleet's file (`fleet_file`), what is compared (`policies`), carrying
-out what a policy decides (`simulation`, `replicating`), the figures (`results`, `measuring`), and
-`simulate` (`simulating`). `state` is what workers hold, `machine` how fast they are, `sweeps` many
-simulations and their report, `traces` where requests come from. Nothing is decided here: planner,
-checkpoint, eviction and scheduling policies are the classes that engines and routers run. May
-import the pure rooms of `hetero_connector` (`spec`, `artifacts`, `planner`, `store` policies),
-`ownership.scheduling` and the directory's groups; never an engine. A new figure is a field of
-`Figures`. Needs extra `sim`.
+- `simulate`: the entry point. `simulation`: a fleet that serves sessions. `clock`: virtual time.
+- `fleet_file`, `policies`, `workload`: the inputs besides a trace. `figures`: the output.
+- `sessions`: closed loops that send requests.
+- Folders: `state` is what a worker holds, `machine` how fast it is, `sweeps` many simulations and
+  their report, `traces` where requests come from.
+
+The simulator makes no decisions: planner, checkpoint, eviction and scheduling policies are the
+classes that engines and routers run. May import the pure packages of `hetero_connector` (`spec`,
+`artifacts`, `planner`, `store` policies) and `ownership.scheduling`; never an engine. A new figure
+is a field of `Figures`. Needs the extra `sim`.
 """

@@ -1,4 +1,4 @@
-"""Virtual time: what happens next, and when."""
+"""Virtual time: an event loop that jumps from event to event."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 class EventLoop:
-    """Calls what is due, in the order of time; of what is due at once, endings before beginnings.
+    """Calls events in the order of time. At one moment, ends come before beginnings.
 
-    Of equals the first that was announced comes first, so that a run can be repeated.
+    Otherwise equal events come in the order of their announcement, so a run can be repeated.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class EventLoop:
     def at(
         self, time_s: float, call: Callable[..., None], *args: Any, begins: bool = False
     ) -> None:
-        """Call `call(*args)` then. `begins`: it starts something new, as an arrival does.
+        """Call `call(*args)` at `time_s`. `begins`: the event starts something, like an arrival.
 
         Raises:
             ValueError: the time has passed.
@@ -32,7 +32,7 @@ class EventLoop:
         heapq.heappush(self._events, (time_s, begins, self._announced, call, args))
 
     def run(self) -> None:
-        """Until nothing is due any more."""
+        """Run until no event is left."""
         events = self._events
         while events:
             self.now_s, _, _, call, args = heapq.heappop(events)

@@ -1,4 +1,4 @@
-"""A fleet as a YAML file, checked and worked out."""
+"""The fleet of a simulation, read from a YAML file."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from hetero_connector.planner.profile import CostProfile
 from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.presets import PRESETS
 from ownership.scheduling.fleet import Link, Role
-from ownership.simulator.machine.batching import EngineLimits
-from ownership.simulator.machine.costs import derived_costs, page_bytes_of, write_bandwidth_of
-from ownership.simulator.machine.hardware import HARDWARE
-from ownership.simulator.machine.models import COMPUTE
+from ownership.simulator.machine.costs import COMPUTE, HARDWARE, derived_costs, page_bytes_of
+from ownership.simulator.machine.engine import EngineLimits
 from ownership.simulator.machine.worker import WorkerSpec
 from ownership.simulator.state.memory import TierBytes
 
@@ -52,37 +50,19 @@ class _Link(msgspec.Struct, forbid_unknown_fields=True, rename={"source": "from"
     latency_us: _Size = 0.0
 
 
-class _Failure(msgspec.Struct, forbid_unknown_fields=True):
-    worker: str
-    at_s: _Size
-    for_s: _Above0
-
-
 class _Fleet(msgspec.Struct, forbid_unknown_fields=True):
     model: str
     workers: Annotated[list[_Worker], Meta(min_length=1)]
     links: list[_Link] = []
-    failures: list[_Failure] = []
     chunk_tokens: _Count | None = None
     step_tokens: _Count = 8192
     max_running: _Count = 256
     retention_interval: Annotated[int, Meta(ge=0, le=1 << 30)] | None = 0
-    lease_s: Annotated[float, Meta(ge=1, le=3600)] = 10.0
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A worker's process dies and comes back with what its SSD holds."""
-
-    worker: str
-    at_s: float
-    """On the trace's clock."""
-    for_s: float
 
 
 @dataclass(frozen=True)
 class FleetSpec:
-    """What is simulated. Of one model, for which every worker has the same tensor parallelism."""
+    """Workers of one model, all with the same tensor parallelism."""
 
     source: str
     model_name: str
@@ -92,19 +72,16 @@ class FleetSpec:
     links: Mapping[tuple[str, str], Link]
     chunk_tokens: int | None = None
     """None: the least that fits trace and model, see `chunk_tokens_for`."""
-    failures: tuple[Failure, ...] = ()
-    lease_s: float = 10.0
-    """What a worker that died owned is its own for so long."""
 
     def of_size(self, count: int) -> FleetSpec:
-        """With so many workers: the first of them, or more by repeating them in turn.
+        """Return a fleet of `count` workers: the first ones, or more by repeating them in turn.
 
-        Raises SimulationError where links or failures name workers, which then would be others.
+        Raises SimulationError if links name workers.
         """
         if count == len(self.workers):
             return self
-        if self.links or self.failures:
-            problem = "a sweep over workers needs a fleet without links and failures"
+        if self.links:
+            problem = "a sweep over workers needs a fleet without links"
             raise SimulationError(self.source, problem)
         repeated = [self.workers[i % len(self.workers)] for i in range(count)]
         named = (replace(w, name=f"{w.name}.{i}") for i, w in enumerate(repeated))
@@ -115,7 +92,7 @@ def read_fleet(path: Path) -> FleetSpec:
     """Read a fleet.
 
     Raises:
-        SimulationError: the file cannot be read, is no YAML, or describes no fleet that could be;
+        SimulationError: the file cannot be read, is no YAML, or describes an impossible fleet;
             names file, and line or field.
     """
     try:
@@ -138,7 +115,7 @@ def read_fleet(path: Path) -> FleetSpec:
 
 
 class _Reader:
-    """Works a file's fleet out."""
+    """Makes the fleet that a file describes."""
 
     def __init__(self, path: Path, fleet: _Fleet) -> None:
         self._path, self._fleet = path, fleet
@@ -156,7 +133,9 @@ class _Reader:
             problem = f"{found.chunk_tokens} is no multiple of the model's {model.alignment}"
             raise self._error(problem, "chunk_tokens")
         if found.step_tokens <= found.max_running:
-            problem = f"{found.step_tokens} leaves no token to a prefill beside {found.max_running}"
+            problem = (
+                f"{found.step_tokens} leaves no token for a prefill next to {found.max_running}"
+            )
             raise self._error(f"{problem} decodes (max_running)", "step_tokens")
         workers = tuple(self._workers(model))
         names = {worker.name for worker in workers}
@@ -165,26 +144,23 @@ class _Reader:
         return FleetSpec(
             str(self._path), found.model, model, workers,
             EngineLimits(found.step_tokens, found.max_running, found.retention_interval),
-            dict(self._links(names)), found.chunk_tokens, tuple(self._failures(names)),
-            found.lease_s,
+            dict(self._links(names)), found.chunk_tokens,
         )  # fmt: skip
 
     def _workers(self, model: ModelSpec) -> Iterator[WorkerSpec]:
         for at, kind in enumerate(self._fleet.workers):
             field = f"workers[{at}]"
             costs = self._costs(kind, model, field)
-            hardware = HARDWARE.get(kind.hardware or "")
             capacity = TierBytes(
                 self._hbm_bytes(kind, field),
                 int(kind.dram_gib * _GIB),
                 int(kind.ssd_gib * _GIB),
             )
             if capacity.ssd and not capacity.dram:
-                raise self._error("an SSD needs DRAM: what is read passes it", f"{field}.dram_gib")
-            bandwidth = write_bandwidth_of(hardware, kind.gpus, costs)
+                raise self._error("an SSD needs DRAM: reads pass through it", f"{field}.dram_gib")
             for number in range(kind.count):
                 name = f"{kind.name}-{number}" if kind.count > 1 else kind.name
-                yield WorkerSpec(name, costs, capacity, bandwidth, Role(kind.role))
+                yield WorkerSpec(name, costs, capacity, Role(kind.role))
 
     def _costs(self, kind: _Worker, model: ModelSpec, field: str) -> CostModel:
         if (kind.hardware is None) == (kind.profile is None):
@@ -227,17 +203,6 @@ class _Reader:
                     raise self._error(f"no worker {end!r}", f"links[{at}].{field}")
             seconds_per_byte = 8.0 / (link.gbit_per_s * 1e9)
             yield (link.source, link.target), Link(link.latency_us * 1e-6, seconds_per_byte)
-
-    def _failures(self, names: set[str]) -> Iterator[Failure]:
-        back_s: dict[str, float] = {}
-        listed = enumerate(self._fleet.failures)
-        for at, found in sorted(listed, key=lambda one: one[1].at_s):
-            if found.worker not in names:
-                raise self._error(f"no worker {found.worker!r}", f"failures[{at}].worker")
-            if found.at_s <= back_s.get(found.worker, -1.0):
-                raise self._error("it is not back from the one before", f"failures[{at}].at_s")
-            back_s[found.worker] = found.at_s + found.for_s
-            yield Failure(found.worker, found.at_s, found.for_s)
 
     def _error(self, problem: str, field: str) -> SimulationError:
         return SimulationError(str(self._path), problem, field)

@@ -1,4 +1,4 @@
-"""What is compared: a scheduling policy, with what HeteroCache does at each worker."""
+"""The policies that a comparison names: how requests are placed, and what workers do with state."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from ownership.scheduling.ownerserve import OwnerServe
 from ownership.scheduling.policy import SchedulingPolicy
 from ownership.scheduling.registry import POLICIES, scheduling_policy
 from ownership.simulator.machine.worker import CachePolicy, WorkerSpec
-from ownership.simulator.state.memory import EVICTIONS, TierBytes
+from ownership.simulator.state.memory import EVICTIONS
 
-_GIB = 1 << 30
-_MOST = 1e12
+_LIMIT = 1e12
 
 
 @dataclass(frozen=True)
@@ -28,25 +27,24 @@ class PolicySpec:
     scheduling: str
     cache: CachePolicy = field(default_factory=CachePolicy)
     tiers: str = "all"
-    """`all`, `dram`: no SSD, `gpu`: only the engine's own prefix cache."""
+    """`all`; `dram`: no SSD; `gpu`: only the engine's own prefix cache."""
     state: str = "typed"
-    """`paged`: the dense baseline, every layer's pages for every token."""
+    """`typed`; `paged`: the dense baseline, every layer keeps the pages of all tokens."""
     answers: str = "lost"
-    """`kept`: the state of decoded tokens too, where a prompt that follows can begin with them."""
+    """`lost`; `kept`: the state of decoded tokens is kept if a later prompt can begin with them."""
     peers: str = "named"
-    """Whose DRAM engines read: a peer `named` by the scheduling policy, or `any`, by need."""
+    """`named`: engines read from the peer that the scheduling policy names; `any`: from the peer
+    that has most of what their planner wants."""
     handoffs: str = "chunks"
-    """The token at which a remote prefill is handed off: its last full chunk's end, or as engines
-    do, its last token (`ModelSpec.handoff_end`)."""
-    replicas: str = "none"
-    """`hot`: read-only copies of prefixes that many sessions share, see `replicating`."""
+    """`chunks`: a remote prefill is handed off at the end of its last full chunk; `tokens`: at its
+    last token or just before, as engines do (`ModelSpec.handoff_end`)."""
     copies: float | None = None
-    """`ownerserve`'s price of state that is held twice (`PlacementWeights.copy`); None: its own."""
+    """The price of duplicates under `ownerserve` (`PlacementWeights.copy`); None: the default."""
     ttft_objective_s: float | None = None
-    """Above it requests are refused."""
+    """Requests that are predicted to take longer to the first token are refused."""
 
     def scheduler(self, rng: random.Random) -> SchedulingPolicy:
-        """A new scheduling policy."""
+        """Return a new scheduling policy."""
         policy = scheduling_policy(self.scheduling, rng)
         if self.copies is not None and isinstance(policy, OwnerServe):
             policy = replace(policy, weights=replace(policy.weights, copy=self.copies))
@@ -55,19 +53,13 @@ class PolicySpec:
         return GatedPolicy(policy, TtftObjective(self.ttft_objective_s))
 
     def limited(self, workers: Sequence[WorkerSpec]) -> list[WorkerSpec]:
-        """The workers with only the tiers that the policy uses.
-
-        Raises SimulationError where writes are limited and an SSD has no DRAM before it.
-        """
-        if self.tiers == "all":
-            if self.cache.ssd_bytes_per_day is not None:
-                _check_dram(self.text, workers)
-            return list(workers)
-        return [replace(w, capacity=_without(w, dram=self.tiers == "gpu")) for w in workers]
+        """Return the workers with only the tiers that the policy uses."""
+        without = {"all": {}, "dram": {"ssd": 0}, "gpu": {"ssd": 0, "dram": 0}}[self.tiers]
+        return [replace(w, capacity=replace(w.capacity, **without)) for w in workers]
 
 
 def parse_policy(text: str) -> PolicySpec:
-    """From `ownerserve` or `colocated+eviction=lru+checkpoints=full+tiers=dram`.
+    """Read `ownerserve` or `colocated+eviction=lru+checkpoints=full+tiers=dram`.
 
     Raises SimulationError that names the part and lists what it may be.
     """
@@ -88,18 +80,11 @@ def _with(spec: PolicySpec, name: str, value: str) -> PolicySpec:
     read = _OPTIONS.get(name)
     if read is None:
         raise _unknown(spec.text, f"no option {name!r}", _OPTIONS)
-    changed: dict[str, Any] = {_FIELDS.get(name, name): read(spec.text, name, value)}
-    if changed.keys() <= set(CachePolicy._fields):
+    field_name = "ttft_objective_s" if name == "ttft" else name
+    changed: dict[str, Any] = {field_name: read(spec.text, name, value)}
+    if name in CachePolicy._fields:
         return replace(spec, cache=spec.cache._replace(**changed))
     return replace(spec, **changed)
-
-
-def _check_dram(text: str, workers: Sequence[WorkerSpec]) -> None:
-    """Admission judges what is in DRAM: without any, nothing would ever be written."""
-    for worker in workers:
-        if worker.capacity.ssd and not worker.capacity.dram:
-            problem = f"worker {worker.name!r} has an SSD and no DRAM, from which it is written"
-            raise SimulationError(f"policy {text!r}", problem, "ssd_writes")
 
 
 def _one_of(*known: str) -> Callable[[str, str, str], str]:
@@ -109,10 +94,6 @@ def _one_of(*known: str) -> Callable[[str, str, str], str]:
         return value
 
     return read
-
-
-def _switch(text: str, name: str, value: str) -> bool:
-    return _one_of("on", "off")(text, name, value) == "on"
 
 
 def _checkpoints(text: str, name: str, value: str) -> str:
@@ -125,18 +106,13 @@ def _checkpoints(text: str, name: str, value: str) -> str:
     return value
 
 
-def _bytes_per_day(text: str, name: str, value: str) -> int | None:
-    return None if value == "all" else int(_above_0(text, name, value) * _GIB) or 1
-
-
 def _above_0(text: str, name: str, value: str) -> float:
-    """Seconds, or GiB a day."""
     try:
         number = float(value)
     except ValueError:
         number = 0.0
-    if not 0.0 < number < _MOST:
-        problem = f"{value!r} is no number above 0 and below {_MOST:g}"
+    if not 0.0 < number < _LIMIT:
+        problem = f"{value!r} is no number above 0 and below {_LIMIT:g}"
         raise SimulationError(f"policy {text!r}", problem, name)
     return number
 
@@ -145,27 +121,16 @@ _OPTIONS: dict[str, Callable[[str, str, str], object]] = {
     "checkpoints": _checkpoints,
     "eviction": _one_of(*EVICTIONS),
     "restores": _one_of(*get_args(Mode)),
-    "replay": _switch,
     "tiers": _one_of("all", "dram", "gpu"),
     "state": _one_of("typed", "paged"),
     "answers": _one_of("lost", "kept"),
     "peers": _one_of("named", "any"),
     "handoffs": _one_of("chunks", "tokens"),
-    "replicas": _one_of("none", "hot"),
-    "ssd_writes": _bytes_per_day,
-    "prefetch": _switch,
     "copies": _above_0,
     "ttft": _above_0,
 }
-"""How each option is read: the policy's text, the option's name and value, for what to set."""
-_FIELDS = {"ssd_writes": "ssd_bytes_per_day", "ttft": "ttft_objective_s"}
-"""What an option sets, where the field of `CachePolicy` or `PolicySpec` has not its name."""
+"""The readers of options: (policy's text, option's name, its value) -> the field's value."""
 
 
 def _unknown(text: str, problem: str, known: Iterable[str]) -> SimulationError:
     return SimulationError(f"policy {text!r}", f"{problem}; there are {', '.join(known)}")
-
-
-def _without(worker: WorkerSpec, *, dram: bool) -> TierBytes:
-    capacity = replace(worker.capacity, ssd=0)
-    return replace(capacity, dram=0) if dram else capacity

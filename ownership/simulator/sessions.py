@@ -1,4 +1,4 @@
-"""Who sends requests, and when: sessions that wait for their answers, or arrivals as recorded."""
+"""Sessions under way: each sends its next request after the answer and the recorded think time."""
 
 from __future__ import annotations
 
@@ -8,35 +8,34 @@ from dataclasses import dataclass, field
 
 from ownership.simulator.clock import EventLoop
 from ownership.simulator.machine.request import LiveRequest
-from ownership.simulator.state.chunks import chunk_runs
-from ownership.simulator.state.short_chunks import ShortChunk
+from ownership.simulator.state.chunks import ShortChunk, chunk_runs
 from ownership.simulator.traces.block_runs import BlockRuns
 from ownership.simulator.traces.session import Request, Session, Trigger
 
 
 @dataclass(slots=True)
 class LiveSession:
-    """A session that is under way."""
+    """A session under way. Requests are named by their index in it."""
 
     number: int
     session: Session
     started_s: float
     followers: dict[int, list[int]]
-    """By request: those that wait for its answer."""
+    """For each request, those that wait for its answer."""
     left: int
-    """Requests not answered yet."""
+    """Number of requests without an answer."""
     instant_s: float
-    """What it would take if answers came at once: thinking, tools, and waiting for its own time."""
+    """Its duration if answers came at once: thinking, tools, and recorded offsets."""
     owner: str | None = None
-    """The worker that it decodes at."""
+    """The worker that decodes it."""
     waiting_for_tools: dict[int, str] = field(default_factory=dict)
-    """By request to come: the worker whose state waits for it."""
-    shorts: dict[int, ShortChunk] = field(default_factory=dict)
-    """By request that was handed off."""
+    """For each request that waits for a tool, the worker that has its state."""
+    short_chunks: dict[int, ShortChunk] = field(default_factory=dict)
+    """The short chunks of requests that were handed off."""
 
     @classmethod
     def of(cls, number: int, session: Session, started_s: float) -> LiveSession:
-        """A session that starts now."""
+        """Start a session."""
         followers: defaultdict[int, list[int]] = defaultdict(list)
         for index, request in enumerate(session.requests):
             if request.parent is not None:
@@ -45,18 +44,20 @@ class LiveSession:
         return cls(number, session, started_s, followers, left, instant)
 
     def request(self, index: int) -> Request:
-        """One of its requests, as recorded."""
+        """Return a request as recorded."""
         return self.session.requests[index]
 
     def is_fork(self, index: int) -> bool:
-        """Whether others continue what this one continues."""
+        """Return True if several requests continue the same answer."""
         parent = self.request(index).parent
         return parent is not None and len(self.followers[parent]) > 1
 
     def answered(self, index: int, block_tokens: int) -> BlockRuns | None:
-        """The blocks of a prompt and its answer, where the trace does not say from the first prompt
-        that follows and can begin with both; None: there is none. The last token of an answer is
-        never computed."""
+        """Return the full blocks of a prompt with its answer; None if they are not known.
+
+        If the trace does not say, they are those of the first prompt that follows, shares the whole
+        prompt and is long enough. The state of an answer's last token is never computed.
+        """
         request = self.request(index)
         tokens = request.input_tokens + request.output_tokens - 1
         if request.answered is not None:
@@ -69,7 +70,7 @@ class LiveSession:
         return None
 
     def begins_with(self, index: int, block_tokens: int) -> Iterator[int]:
-        """The requests before it whose whole prompts its own begins with, the last one first."""
+        """Yield earlier requests whose whole prompts this one begins with, the last one first."""
         request = before = self.request(index)
         while before.parent is not None:
             number, before = before.parent, self.request(before.parent)
@@ -81,7 +82,7 @@ class LiveSession:
             yield number
 
     def boundary_tokens(self, index: int, block_tokens: int) -> int:
-        """Tokens of the prompt that were computed when the turn before it ended."""
+        """Return the tokens of a prompt that were computed when the turn before it ended."""
         request = self.request(index)
         if request.parent is None:
             return 0
@@ -91,7 +92,7 @@ class LiveSession:
 
 
 class Sessions:
-    """Sends requests in closed loops: the next when the answer is there and was thought about."""
+    """Sends the requests of sessions in closed loops."""
 
     def __init__(
         self,
@@ -99,33 +100,33 @@ class Sessions:
         sessions: Iterator[Session],
         blocks_per_chunk: int,
         send: Callable[[LiveSession, LiveRequest], None],
-        closed: Callable[[LiveSession], None],
+        on_closed: Callable[[LiveSession], None],
         *,
         block_tokens: int,
         keep_answers: bool,
     ) -> None:
-        """`sessions` in the order of their starts, which all have one. `keep_answers`: what
-        follows an answer and is long enough is taken to begin with it.
+        """`sessions`: in the order of their starts, which all have one.
 
-        `closed` is told of every session whose last request was answered or given up.
+        `keep_answers`: the state of answers is kept if a later prompt can begin with them.
+        `on_closed` is called when the last request of a session was answered or refused.
         """
         self.live: dict[int, LiveSession] = {}
         self.most_live = 0
         self.first_start_s = 0.0
-        self._loop, self._send, self._closed = loop, send, closed
+        self._loop, self._send, self._report_closed = loop, send, on_closed
         self._coming = enumerate(sessions)
         self._blocks_per_chunk = blocks_per_chunk
         self._block_tokens, self._keep_answers = block_tokens, keep_answers
 
     def start(self) -> None:
-        """Announce the first session; each announces the one after it."""
+        """Announce the next session; each announces the one after it."""
         for number, session in self._coming:
             assert session.start_s is not None
             self._loop.at(session.start_s, self._open, number, session, begins=True)
             return
 
-    def answered(self, request: LiveRequest) -> LiveSession:
-        """A request has its answer: those that wait for it follow."""
+    def on_answered(self, request: LiveRequest) -> LiveSession:
+        """Announce the requests that wait for this answer; return the session."""
         live, now_s = self.live[request.session], self._loop.now_s
         live.left -= 1
         for index in live.followers.get(request.index, ()):
@@ -133,8 +134,8 @@ class Sessions:
         self._close_if_done(live)
         return live
 
-    def gave_up(self, request: LiveRequest) -> None:
-        """A request was refused: what would have followed is not sent either."""
+    def on_refused(self, request: LiveRequest) -> None:
+        """Give up a refused request and all that would have followed it."""
         live, lost = self.live[request.session], [request.index]
         while lost:
             live.left -= 1
@@ -144,7 +145,7 @@ class Sessions:
     def _close_if_done(self, live: LiveSession) -> None:
         if not live.left:
             del self.live[live.number]
-            self._closed(live)
+            self._report_closed(live)
 
     def _open(self, number: int, session: Session) -> None:
         now_s = self._loop.now_s
@@ -189,7 +190,7 @@ class Sessions:
 
 
 def instant_s(requests: Sequence[Request]) -> float:
-    """From the first request to the last, if every answer came at once."""
+    """Return the seconds from the first request to the last if every answer came at once."""
     sent_s: list[float] = []
     for request in requests:
         at_s = request.offset_s

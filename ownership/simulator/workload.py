@@ -1,8 +1,8 @@
-"""How a trace is sent: at which rate, with how much in common, with which seed."""
+"""The load of a simulation: which sessions of a trace are sent, when, and what they share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -10,51 +10,72 @@ from itertools import islice
 import numpy as np
 
 from hetero_connector.errors import SimulationError, TraceError
-from ownership.simulator.traces.bootstrap import bootstrap
-from ownership.simulator.traces.session import Session, Trace
-from ownership.simulator.traces.starts import PoissonStarts
+from ownership.simulator.traces.block_runs import BlockRuns
+from ownership.simulator.traces.session import Request, Session, Trace
+
+
+@dataclass(frozen=True)
+class PoissonStarts:
+    """Sessions start independently of each other, at a mean rate."""
+
+    rate_per_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate_per_s < float("inf"):
+            problem = f"{self.rate_per_s!r} is not a number greater than 0"
+            raise TraceError("arrivals", problem, field="rate_per_s")
+
+    def starts_s(self, rng: np.random.Generator) -> Iterator[float]:
+        """Yield seconds since the trace's start, ascending, without end."""
+        time_s = 0.0
+        while True:
+            time_s += float(rng.exponential(1 / self.rate_per_s))
+            yield time_s
+
+    @property
+    def caveat(self) -> str:
+        """The sentence that a report has to print."""
+        return f"Arrivals are invented: Poisson, {self.rate_per_s:g} sessions per second."
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What of a trace is invented or changed."""
+    """The changes that are made to a trace."""
 
     rate: float | None = None
     """Sessions started per second; None: as recorded."""
     sharing: float | None = None
-    """Share of each preamble that all sessions have in common, see `bootstrap`; None: sessions are
-    not drawn but taken as they are, once each."""
+    """Share of each preamble that all sessions have in common, see `draw_sessions`; None: sessions
+    are not drawn but taken as they are, once each."""
     sessions: int | None = None
-    """How many; None: as many as the trace has."""
+    """Number of sessions; None: as many as the trace has."""
     seed: int = 0
 
     def trace(self, recorded: Trace) -> Trace:
-        """The trace to replay; every session of it has a start.
+        """Return the trace to replay; each of its sessions has a start.
 
         Raises:
-            SimulationError: no rate is given and none recorded, or one is and all start at once
-                (then by the first session).
+            SimulationError: no rate is given and none recorded; or one is given and all recorded
+                sessions start at once (raised with the first session).
             TraceError: a number is out of its range, or the trace is bad.
         """
         if self.sessions is not None and self.sessions < 1:
             raise TraceError("workload", f"{self.sessions} is not above 0", field="sessions")
         if self.sharing is not None:
             number = self.sessions or sum(1 for _ in recorded)
-            return bootstrap(
-                recorded, num_sessions=number, starts=self._starts(recorded),
-                shared_fraction=self.sharing, seed=self.seed,
-            )  # fmt: skip
+            starts = self._starts(recorded)
+            return draw_sessions(recorded, number, starts, self.sharing, self.seed)
         if not recorded.starts_recorded:
             starts = self._starts(recorded)
             return replace(
                 recorded,
                 sessions=partial(_started, recorded, self.sessions, starts, self.seed),
                 starts_recorded=True,
-                caveats=(*recorded.caveats, f"Arrivals are invented: {starts.as_text()}."),
+                caveats=(*recorded.caveats, starts.caveat),
             )
         if self.rate is None:
             return replace(recorded, sessions=partial(_first, recorded, self.sessions))
-        PoissonStarts(self.rate)  # says what is wrong with a rate
+        PoissonStarts(self.rate)  # checks the rate
         return replace(
             recorded,
             sessions=partial(_at_rate, recorded, self.sessions, self.rate),
@@ -74,14 +95,14 @@ def _first(recorded: Trace, number: int | None) -> Iterator[Session]:
 def _started(
     recorded: Trace, number: int | None, starts: PoissonStarts, seed: int
 ) -> Iterator[Session]:
-    """Sessions in file order, one at each start."""
+    """Yield sessions in file order, one at each start."""
     times = starts.starts_s(np.random.default_rng([seed, 2]))
     for session, start_s in zip(_first(recorded, number), times, strict=False):
         yield replace(session, start_s=start_s)
 
 
 def _at_rate(recorded: Trace, number: int | None, rate: float) -> Iterator[Session]:
-    """The recorded starts, stretched so that their mean rate is another."""
+    """Yield sessions with their recorded starts stretched to another mean rate."""
     starts = [s.start_s or 0.0 for s in _first(recorded, number)]
     factor = 1.0
     if len(starts) > 1:
@@ -92,3 +113,98 @@ def _at_rate(recorded: Trace, number: int | None, rate: float) -> Iterator[Sessi
         factor = (len(starts) - 1) / rate / span_s
     for session, start_s in zip(_first(recorded, number), starts, strict=True):
         yield replace(session, start_s=start_s * factor)
+
+
+def draw_sessions(
+    trace: Trace, number: int, starts: PoissonStarts, shared_fraction: float, seed: int
+) -> Trace:
+    """Draw sessions of a trace with replacement, with invented arrivals and sharing.
+
+    Two copies of a session share only what all sessions share: the first `shared_fraction` of each
+    session's tools and system prompt (`preamble_tokens`) is taken to be the same text in all of
+    them, as far as each reaches. Recorded sharing between sessions is dropped. Holds the recorded
+    sessions in memory, not the drawn ones.
+
+    Raises:
+        TraceError: the trace is bad or empty, or a parameter is out of its range.
+    """
+    if not 0 <= shared_fraction <= 1:
+        problem = f"{shared_fraction!r} is not between 0 and 1"
+        raise TraceError("workload", problem, field="sharing")
+    recorded = list(trace)
+    if not recorded:
+        raise TraceError(trace.source, "no session to draw from")
+    sessions: Callable[[], Iterator[Session]] = partial(
+        _drawn, recorded, trace.block_tokens, number, starts, shared_fraction, seed
+    )
+    return Trace(
+        source=f"{number} sessions drawn from {trace.source}, seed {seed}",
+        format=trace.format,
+        block_tokens=trace.block_tokens,
+        sessions=sessions,
+        caveats=(
+            starts.caveat,
+            f"Sharing is invented: {shared_fraction:.0%} of each preamble is common to all.",
+        ),
+    )
+
+
+def _drawn(
+    recorded: Sequence[Session],
+    block_tokens: int,
+    number: int,
+    starts: PoissonStarts,
+    shared_fraction: float,
+    seed: int,
+) -> Iterator[Session]:
+    choices, times = (np.random.default_rng([seed, part]) for part in range(2))
+    shared_blocks = [int(shared_fraction * s.preamble_tokens) // block_tokens for s in recorded]
+    next_id = max(shared_blocks)
+    starts_s = starts.starts_s(times)
+    for copy in range(number):
+        which = int(choices.integers(len(recorded)))
+        session = recorded[which]
+        yield Session(
+            id=f"{session.id}#{copy}",
+            requests=_renamed(session.requests, shared_blocks[which], next_id),
+            start_s=next(starts_s),
+            preamble_tokens=session.preamble_tokens,
+        )
+        next_id += _id_span(session)
+
+
+def _renamed(requests: Sequence[Request], shared_blocks: int, first_id: int) -> tuple[Request, ...]:
+    """Return the requests with new block ids, except in the part that all sessions share."""
+    common = requests[0].blocks.head(shared_blocks)
+    shift = first_id - _lowest_id(requests)
+
+    def renamed(blocks: BlockRuns) -> BlockRuns:
+        """The common part has ids from 0 on, the same in every session."""
+        head = blocks.shared_with(common)
+        return BlockRuns.of_runs([(0, head), *blocks.tail(head).shifted(shift).runs])
+
+    return tuple(
+        replace(
+            request,
+            blocks=renamed(request.blocks),
+            answered=None if request.answered is None else renamed(request.answered),
+        )
+        for request in requests
+    )
+
+
+def _lowest_id(requests: Sequence[Request]) -> int:
+    return min((first for first, _ in _runs(requests)), default=0)
+
+
+def _id_span(session: Session) -> int:
+    """Return the number of ids from a session's lowest to its highest."""
+    ends = (first + count for first, count in _runs(session.requests))
+    return max(ends, default=0) - _lowest_id(session.requests)
+
+
+def _runs(requests: Sequence[Request]) -> Iterator[tuple[int, int]]:
+    for request in requests:
+        yield from request.blocks.runs
+        if request.answered is not None:
+            yield from request.answered.runs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.accounts import Account
-from benchmarks.company import Played, decoding_late, handoff_cost
+from benchmarks.contention import Played, decoding_late, handoff_cost
 from benchmarks.faithful_pd import one_by_one
 from hetero_connector.planner.cost_model import HandoffCost
 from ownership.simulator.traces.session import Session

@@ -6,6 +6,7 @@ exactly: which requests share a step, and when each prompt's first token comes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,38 +16,32 @@ import pytest
 from benchmarks.accounts import account_of_simulation
 from benchmarks.closed_loop import StepClock
 from benchmarks.faithful_engine import EngineFacts, played, policy_of, steps_alone_cost
+from benchmarks.synthetic_sessions import CODING_AGENT, Constant, Geometric, LogNormal, synthetic
 from ownership.simulator.traces.session import Trace
-from ownership.simulator.traces.starts import PoissonStarts
-from ownership.simulator.traces.synthetic import synthetic
-from ownership.simulator.traces.synthetic_spec import CODING_AGENT
 from tests.engine.harness import engine, scheduler_side
 
 STEP_S = 0.01
-SESSIONS = CODING_AGENT.replaced(
-    {
-        "num_preambles": 2,
-        "preamble_tokens": "constant(value=200)",
-        "first_tokens": "lognormal(p50=500, p90=900)",
-        "turns": "geometric(mean=5)",
-        "tool_tokens": "lognormal(p50=80, p90=200)",
-        "user_tokens": "lognormal(p50=80, p90=200)",
-        "output_tokens": "lognormal(p50=20, p90=40)",
-        "tool_latency_s": "lognormal(p50=0.3, p90=0.6)",
-        "think_s": "lognormal(p50=0.5, p90=1.0)",
-        "fork_fraction": 0.2,
-        "fork_width": "constant(value=1)",
-        "fork_turns": "constant(value=1)",
-        "context_tokens": 1500,
-        "summary_tokens": "constant(value=200)",
-    }
+SESSIONS = replace(
+    CODING_AGENT,
+    num_preambles=2,
+    preamble_tokens=Constant(200),
+    first_tokens=LogNormal(500, 900),
+    turns=Geometric(5),
+    tool_tokens=LogNormal(80, 200),
+    user_tokens=LogNormal(80, 200),
+    output_tokens=LogNormal(20, 40),
+    tool_latency_s=LogNormal(0.3, 0.6),
+    think_s=LogNormal(0.5, 1.0),
+    fork_fraction=0.2,
+    fork_width=Constant(1),
+    fork_turns=Constant(1),
+    context_tokens=1500,
+    summary_tokens=Constant(200),
 )
 
 
 def sessions(block_tokens: int, seed: int, number: int = 5) -> Trace:
-    starts = PoissonStarts(2.0)
-    return synthetic(
-        SESSIONS, num_sessions=number, starts=starts, block_tokens=block_tokens, seed=seed
-    )
+    return synthetic(SESSIONS, sessions=number, rate=2.0, block_tokens=block_tokens, seed=seed)
 
 
 @pytest.mark.engine
@@ -71,7 +66,7 @@ def test_an_engine_and_its_twin_agree(
         with patch.object(scheduler_side(llm).store, "protect_chain"):
             real, _ = played(llm, trace, StepClock(STEP_S))
     costs = steps_alone_cost(facts.model, facts.limits.step_tokens, STEP_S)
-    fleet = facts.fleet((facts.worker(costs, 1e9),))
+    fleet = facts.fleet((facts.worker(costs),))
     twin = account_of_simulation(trace, fleet, policy_of(checkpoints), facts.chunk_tokens)
     assert real.hit_tokens.keys() == tiers, "nothing was asked of a tier"
     assert twin == real

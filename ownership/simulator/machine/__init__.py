@@ -1,7 +1,9 @@
-"""What a simulated worker is: how fast it computes and moves bytes, and how it batches.
+"""A simulated worker: how fast it computes and moves bytes, and how it batches.
 
-Owns the public figures of hardware (`hardware`) and of models' compute (`models`), the cost model
-made of both or read from a profile (`costs`), channels that bytes queue for (`channel`), and the
-engine (`batching`: continuous batching with chunked prefill, by `steps`' durations). Costs are the
-planner's own model and classes; nothing here decides what is restored or where a request runs.
+- `costs`: cost models from public figures of hardware and models. `channel`: drives and networks.
+- `engine`: continuous batching with chunked prefill. `admission`: pages and restores.
+- `worker`: an engine with its tiers. `request`: a request with its progress.
+
+Costs are the planner's own model and classes. What is restored is the planner's decision, and where
+a request runs is a scheduling policy's.
 """

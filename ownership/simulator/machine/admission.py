@@ -1,4 +1,4 @@
-"""From waiting to running: pages for a prompt, what of it is cached, and what is restored."""
+"""Admission of requests to an engine: pages, the prefix cache, and the restore of a prompt."""
 
 from __future__ import annotations
 
@@ -9,86 +9,137 @@ from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.pricing import EngineLoad
 from ownership.simulator.machine.channel import Channel, Flow
-from ownership.simulator.machine.decode_pages import DecodePages
 from ownership.simulator.machine.request import Hits, LiveRequest
+from ownership.simulator.state.checkpoints import Retention
+from ownership.simulator.state.chunks import longest_short_chunk
 from ownership.simulator.state.memory import WorkerMemory
 from ownership.simulator.state.restoring import Restore, Restorer
-from ownership.simulator.state.retention import Retention
-from ownership.simulator.state.runs import NOTHING, Run
-from ownership.simulator.state.short_chunks import longest
+from ownership.simulator.state.runs import NO_MATCH, Run
 from ownership.simulator.traces.block_runs import BlockRuns
 
 
-class Verdict(Enum):
-    """What came of asking for admission."""
+class Admitted(Enum):
+    """The outcome of a request for admission."""
 
-    ADMITTED = "admitted"
+    YES = "yes"
     STAGING = "staging"
-    """State is read from SSD first; it asks again when that is done."""
+    """State is read from SSD first; the request asks again when that has ended."""
     NO_PAGES = "no_pages"
 
 
-class Admission:
-    """Gives out a worker's pages, and takes them back."""
+class DecodePages:
+    """The steps in which running decodes need their next pages.
+
+    Decodes are grouped by the step in which they begin a new page, modulo `page_tokens`. Steps are
+    counted from the engine's start. Every call is O(`page_tokens`).
+    """
+
+    def __init__(self, page_tokens: int) -> None:
+        self._beginning = [0] * page_tokens
+        """Number of decodes by the step, modulo a page's tokens, whose token begins a page."""
+        self._decodes = 0
+
+    def add(self, tokens: int, step: int) -> None:
+        """Add a decode that holds `tokens` before `step`."""
+        self._beginning[self._place(tokens, step)] += 1
+        self._decodes += 1
+
+    def remove(self, tokens: int, step: int) -> None:
+        """Remove a decode that holds `tokens` before `step`."""
+        self._beginning[self._place(tokens, step)] -= 1
+        self._decodes -= 1
+
+    def needed(self, step: int, steps: int) -> int:
+        """Return the number of new pages in `steps` steps from `step` on."""
+        ring = self._beginning
+        if steps == 1:
+            return ring[step % len(ring)]
+        rounds, rest = divmod(steps, len(ring))
+        first = step % len(ring)
+        pages = rounds * self._decodes + sum(ring[first : first + rest])
+        return pages + sum(ring[: max(0, first + rest - len(ring))])
+
+    def fitting(self, step: int, steps: int, pages: int) -> int:
+        """Return how many of `steps` steps from `step` on need no more than `pages` new pages."""
+        if self.needed(step, steps) <= pages:
+            return steps
+        ring, done = self._beginning, 0
+        rounds = pages // self._decodes
+        done, pages = rounds * len(ring), pages - rounds * self._decodes
+        while (pages := pages - ring[(step + done) % len(ring)]) >= 0:
+            done += 1
+        return done
+
+    def _place(self, tokens: int, step: int) -> int:
+        return (step - tokens) % len(self._beginning)
+
+
+class RequestAdmission:
+    """Takes and frees a worker's pages, and starts what a restore needs."""
 
     def __init__(
-        self, memory: WorkerMemory, restorer: Restorer, costs: CostModel, ssd: Channel,
+        self, memory: WorkerMemory, restorer: Restorer, costs: CostModel, ssd_reads: Channel,
         staged: Flow, retention: Retention,
     ) -> None:  # fmt: skip
         self._memory, self._restorer = memory, restorer
-        self._ssd, self._staged, self._retention = ssd, staged, retention
+        self._ssd_reads, self._staged, self._retention = ssd_reads, staged, retention
         footprint = memory.shape.footprint
         self._dram_pace = footprint.pace(costs.load.rates(Tier.DRAM))
         self._ssd_pace = footprint.pace(costs.load.rates(Tier.SSD))
 
     def admit(
         self, request: LiveRequest, now_s: float, decodes: int,
-        staged: Callable[[LiveRequest, float, Run | None], None],
-    ) -> Verdict:  # fmt: skip
-        """Take pages for the whole prompt. `staged(request, end_s, pinned)`: it is being staged."""
+        stage: Callable[[LiveRequest, float, Run], None],
+    ) -> Admitted:  # fmt: skip
+        """Take pages for the whole prompt.
+
+        `stage(request, end_s, pinned)` is called if state has to be read from SSD first.
+        """
         memory, shape = self._memory, self._memory.shape
         size, total = shape.chunk_tokens, request.prompt_tokens + request.generated
-        found = memory.hbm.find(request.chain)
+        match = memory.hbm.match(request.chain)
         limit = (request.prompt_tokens - 1) // size
-        local = memory.resumable(found, limit)
-        cached = memory.hbm.find(request.chain.head(local)) if local < found.chunks else found
-        run = memory.hbm.use(cached, memory.tick())
+        local = memory.resumable(match, limit)
+        cached = memory.hbm.match(request.chain.head(local)) if local < match.chunks else match
+        run = memory.hbm.use(cached, memory.next_tick())
         memory.hbm.pin(run)
         if not memory.hbm.reserve(shape.request_bytes(total - local * size)):
             memory.hbm.unpin(run)
-            return Verdict.NO_PAGES
-        request.junction_chunks = min(found.chunks, limit) if found.chunks > local else 0
+            return Admitted.NO_PAGES
+        request.junction_chunks = min(match.chunks, limit) if match.chunks > local else 0
         dram, ssd = memory.stored(request.chain)
         request.stored_chunks = min(max(dram.chunks, ssd.chunks), limit)
         if request.matched_tokens < 0:
-            matched = max(found.chunks, dram.chunks, ssd.chunks) * size
+            matched = max(match.chunks, dram.chunks, ssd.chunks) * size
             request.matched_tokens = min(matched, request.prompt_tokens)
         if request.was_staged:
-            ssd = NOTHING
+            ssd = NO_MATCH
         restore = None
-        short = longest(request.shorts, request.chain, request.stored_chunks, memory.dram)
+        short = longest_short_chunk(
+            request.short_chunks, request.chain, request.stored_chunks, memory.dram
+        )
         if short is not None or max(dram.chunks, ssd.chunks) > local:
-            load = EngineLoad(0, decodes, self._in_flight(now_s))
+            load = EngineLoad(0, decodes, self._bytes_in_flight(now_s))
             restore = self._restorer.plan(
                 dram, ssd, request.prompt_tokens, local, load, short=short
             )
-        if restore is not None and restore.staged:
+        if restore is not None and restore.is_staged:
             memory.hbm.release(shape.request_bytes(total - local * size))
             memory.hbm.unpin(run)
-            self._stage(request, restore, now_s, staged)
-            return Verdict.STAGING
+            self._read_ssd(request, restore, now_s, stage)
+            return Admitted.STAGING
         self._start(request, run, local, restore, total)
         request.waited_s += now_s - request.queued_s
         request.admitted_s = now_s
-        return Verdict.ADMITTED
+        return Admitted.YES
 
-    def prefilled(self, request: LiveRequest) -> None:
-        """The prompt is computed: its full pages go to the prefix cache."""
+    def cache_prompt(self, request: LiveRequest) -> None:
+        """Add the full pages of a computed prompt to the prefix cache."""
         memory, shape = self._memory, self._memory.shape
         full = min(request.prompt_tokens // shape.chunk_tokens, request.num_chunks)
         cached_tokens = full * shape.chunk_tokens
         memory.hbm.release(shape.request_bytes(request.computed - request.cached_tokens))
-        # What stays the request's own first: a checkpoint must not take its place.
+        # The request's own pages first: a checkpoint must not take their place.
         kept = memory.hbm.reserve(shape.request_bytes(request.computed - cached_tokens))
         if request.pinned is not None:
             memory.hbm.unpin(request.pinned)
@@ -98,32 +149,23 @@ class Admission:
         memory.hbm.pin(run)
         request.pinned, request.cached_tokens = run, cached_tokens
 
-    def let_go(self, request: LiveRequest, tokens: int) -> None:
-        """The pages of the request's `tokens` are not needed any more."""
+    def free_pages(self, request: LiveRequest, tokens: int) -> None:
+        """Free the pages of a request that holds `tokens` tokens."""
         memory = self._memory
         memory.hbm.release(memory.shape.request_bytes(tokens - request.cached_tokens))
         if request.pinned is not None:
             memory.hbm.unpin(request.pinned)
             request.pinned = None
 
-    def ended(self, request: LiveRequest, tokens: int) -> None:
-        """The request is done with its `tokens`; those of its answer go to the prefix cache too."""
-        self.let_go(request, tokens)
+    def end(self, request: LiveRequest, tokens: int) -> None:
+        """Free the pages of a finished request, and add those of its answer to the prefix cache."""
+        self.free_pages(request, tokens)
         chain = request.answered_chain
         if chain is not None and not request.decodes_elsewhere:
             self._cache_pages(request, chain, chain.num_blocks)
 
-    def _cache_pages(self, request: LiveRequest, chain: BlockRuns, chunks: int) -> tuple[Run, int]:
-        checkpoints = []
-        if self._memory.shape.has_checkpoints:
-            checkpoints = self._retention.boundaries(
-                request.prompt_tokens, request.junction_chunks, request.local_chunks,
-                request.resumed_chunks, chunks,
-            )  # fmt: skip
-        return self._memory.cache_pages(chain, chunks, checkpoints)
-
     def grow(self, decodes: DecodePages, step: int, steps: int) -> int:
-        """Pages for all decodes over `steps` steps, or as many steps as there is room for."""
+        """Take pages for all decodes over `steps` steps; return for how many there is room."""
         hbm, page_bytes = self._memory.hbm, self._memory.shape.page_bytes
         wanted_bytes = decodes.needed(step, steps) * page_bytes
         if not wanted_bytes:
@@ -135,25 +177,35 @@ class Admission:
         hbm.reserved_bytes += wanted_bytes
         return steps
 
-    def hold_step(self, prefilled_tokens: int) -> int:
-        """Pages that windows need while a step computes; how many bytes, for `release_step`."""
+    def shrink(self, decodes: DecodePages, step: int, steps: int) -> None:
+        """Undo `grow` for steps that are not made."""
+        self._memory.hbm.release(decodes.needed(step, steps) * self._memory.shape.page_bytes)
+
+    def take_step_pages(self, prefilled_tokens: int) -> int:
+        """Take the window pages that a step with a prefill needs; return the bytes taken."""
         hbm, shape = self._memory.hbm, self._memory.shape
         wanted_bytes = prefilled_tokens * shape.step_bytes_per_token
-        held_bytes = min(wanted_bytes, hbm.make_room(wanted_bytes)) if wanted_bytes else 0
-        hbm.reserved_bytes += held_bytes
-        return held_bytes
+        taken_bytes = min(wanted_bytes, hbm.make_room(wanted_bytes)) if wanted_bytes else 0
+        hbm.reserved_bytes += taken_bytes
+        return taken_bytes
 
-    def release_step(self, held_bytes: int) -> None:
-        """Undo `hold_step`."""
-        self._memory.hbm.release(held_bytes)
+    def free_step_pages(self, taken_bytes: int) -> None:
+        """Free the pages that `take_step_pages` took."""
+        self._memory.hbm.release(taken_bytes)
 
-    def shrink(self, decodes: DecodePages, step: int, steps: int) -> None:
-        """Undo `grow`."""
-        self._memory.hbm.release(decodes.needed(step, steps) * self._memory.shape.page_bytes)
+    def _cache_pages(self, request: LiveRequest, chain: BlockRuns, chunks: int) -> tuple[Run, int]:
+        checkpoints = []
+        if self._memory.shape.has_checkpoints:
+            checkpoints = self._retention.boundaries(
+                request.prompt_tokens, request.junction_chunks, request.local_chunks,
+                request.resumed_chunks, chunks,
+            )  # fmt: skip
+        return self._memory.cache_pages(chain, chunks, checkpoints)
 
     def _start(
         self, request: LiveRequest, run: Run, local: int, restore: Restore | None, total: int
     ) -> None:
+        """Begin to compute, and count what the request did not have to compute."""
         size, tokens = self._memory.shape.chunk_tokens, local * self._memory.shape.chunk_tokens
         request.pinned, request.cached_tokens = run, tokens
         request.local_chunks, request.restore = local, restore
@@ -165,56 +217,39 @@ class Admission:
             boundary_tokens = restore.boundary_tokens(size)
             request.load_s = pace.latency_s + (boundary_tokens - tokens) * pace.token_s
             request.load_s += restore.dram_checkpoints * pace.checkpoint_s
-            # A checkpoint alone makes its chunk the peer's, as an engine counts.
+            # If the peer sent only a checkpoint, its chunk counts as the peer's, as in an engine.
             own = min(request.own_chunks, request.peer_chunks - self._memory.shape.has_checkpoints)
             fetched = min(request.peer_chunks * size, boundary_tokens) - max(local, own) * size
             gained = restore.resume_tokens - tokens
-            staged = request.staged_chunks * size
-            if request.staged_stretches:  # what continues what was fetched
-                last = min(boundary_tokens, restore.resume_tokens)
-                parts = ((max(s * size, tokens), e * size) for s, e in request.staged_stretches)
-                staged = sum(max(0, min(end, last) - start) for start, end in parts)
-                fetched = min(request.peer_chunks * size, last) - max(local, own) * size - staged
             hits.peer = min(max(0, fetched), gained)
-            hits.ssd = min(staged, gained - hits.peer)
+            hits.ssd = min(request.staged_chunks * size, gained - hits.peer)
             hits.dram = gained - hits.peer - hits.ssd
-        if request.handed_off and not request.generated:
+        if request.is_handed_off and not request.generated:
             request.decoder_hits = hits
         elif not request.generated:
             request.hits = hits
 
-    def _stage(
+    def _read_ssd(
         self, request: LiveRequest, restore: Restore, now_s: float,
-        staged: Callable[[LiveRequest, float, Run | None], None],
+        stage: Callable[[LiveRequest, float, Run], None],
     ) -> None:  # fmt: skip
-        """Read from SSD into DRAM what the plan wants of it."""
-        end_s = self.read_ssd(request, restore, now_s)
-        self._memory.dram.pin(run := self.hold_staged(request, restore))
-        request.waited_s += now_s - request.queued_s
-        request.staged_s += end_s - now_s
-        staged(request, end_s, run)
-
-    def read_ssd(self, request: LiveRequest, restore: Restore, now_s: float) -> float:
-        """Begin to read what a plan takes from SSD; when that has ended."""
+        """Begin to read from SSD into DRAM, where the slots are taken at once."""
         memory, pace = self._memory, self._ssd_pace
-        size = memory.shape.chunk_tokens
-        seconds = pace.latency_s + restore.ssd_chunks * size * pace.token_s
+        seconds = pace.latency_s + restore.ssd_chunks * memory.shape.chunk_tokens * pace.token_s
         seconds += restore.ssd_checkpoints * pace.checkpoint_s
-        moved = memory.shape.moved_bytes(restore.ssd_chunks, restore.ssd_checkpoints)
         checkpoints = [restore.boundary_chunks] if restore.ssd_checkpoints else []
         self._staged.add(restore.ssd_chunks, checkpoints)
         request.was_staged, request.staged_chunks = True, restore.ssd_chunks
-        request.staged_stretches = restore.ssd_stretches
-        return self._ssd.start(now_s, seconds, moved)
+        end_s = self._ssd_reads.start(now_s, seconds)
+        chunks = restore.stored_chunks
+        run, _, _ = memory.dram.add(
+            request.chain.head(chunks), chunks, checkpoints, memory.next_tick()
+        )
+        memory.dram.pin(run)
+        request.waited_s += now_s - request.queued_s
+        request.staged_s += end_s - now_s
+        stage(request, end_s, run)
 
-    def hold_staged(self, request: LiveRequest, restore: Restore) -> Run:
-        """Give what is read from SSD its slots in DRAM, right behind what is there."""
-        memory, chunks = self._memory, restore.own_chunks
-        checkpoints = [restore.boundary_chunks] if restore.ssd_checkpoints else []
-        chain = request.chain.head(chunks)
-        run, _, _ = memory.dram.add(chain, chunks, checkpoints, memory.tick())
-        return run
-
-    def _in_flight(self, now_s: float) -> dict[Tier, int]:
-        pending_s, pace = self._ssd.pending_s(now_s), self._ssd_pace.ahead_s_per_byte
+    def _bytes_in_flight(self, now_s: float) -> dict[Tier, int]:
+        pending_s, pace = self._ssd_reads.pending_s(now_s), self._ssd_pace.ahead_s_per_byte
         return {Tier.SSD: int(pending_s / pace)} if pending_s and pace else {}

@@ -6,31 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hetero_connector.planner.checkpoints import Reuse
+from ownership.simulator.state.chunks import ShortChunk
 from ownership.simulator.state.restoring import Restore
 from ownership.simulator.state.runs import Run
-from ownership.simulator.state.short_chunks import ShortChunk
 from ownership.simulator.traces.block_runs import BlockRuns
 
 
 @dataclass(slots=True, eq=False)
 class Hits:
-    """Prompt tokens that were not computed, by where their state came from. Of a remote prefill
-    where it was prefilled: what is handed off then was computed for it."""
+    """Prompt tokens that were not computed, by the tier their state came from.
+
+    Those of a remote prefill are counted at the worker that prefilled.
+    """
 
     hbm: int = 0
     dram: int = 0
     ssd: int = 0
     peer: int = 0
 
-    @property
-    def tokens(self) -> int:
-        """All of them."""
-        return self.hbm + self.dram + self.ssd + self.peer
-
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """What a request asks for, where it stands, and what it has waited for so far."""
+    """A request with its progress. Lengths are tokens, `_chunks` are counted from the start."""
 
     session: int
     index: int
@@ -38,94 +35,76 @@ class LiveRequest:
     arrived_s: float
     prompt_tokens: int
     output_tokens: int
-    """To be decoded; at least 1."""
+    """Tokens to decode, at least 1."""
     chain: BlockRuns
-    """Its prompt's chunks."""
+    """The chunks of its prompt."""
     num_chunks: int
-    """The last may be partial: it takes a slot, but nothing can resume behind it."""
+    """The last one may be partial: it takes a slot, but no request can resume after it."""
     answered_chain: BlockRuns | None = None
-    """The full chunks of the prompt with its answer behind it, where they are known and kept."""
-    short: ShortChunk | None = None
-    """The token at which it is resumed after a handoff, unless a full chunk ends there."""
-    shorts: Sequence[ShortChunk] = ()
-    """All that its prompt begins with, this one among them."""
-    was_decided: bool = False
-    """Where it runs; once more if a worker dies."""
+    """The full chunks of the prompt and its answer, if they are known and kept."""
+    handoff_chunk: ShortChunk | None = None
+    """The short chunk at whose end a handoff resumes; None: a full chunk ends there."""
+    short_chunks: Sequence[ShortChunk] = ()
+    """All short chunks on its prompt, `handoff_chunk` included."""
     decodes_elsewhere: bool = False
     """It is only prefilled here, and handed off."""
-    handed_off: bool = False
+    is_handed_off: bool = False
     """It was prefilled elsewhere."""
     expected_tokens: int = 0
-    """What was thought to be left to compute when it was queued."""
+    """The tokens left to compute, as estimated when it was queued."""
 
-    # Where it stands at its worker.
+    # Progress at its worker.
     reuse: Reuse | None = None
-    """What it found stored there."""
     computed: int = 0
     """Tokens whose state is in pages."""
     total: int = 0
     """Tokens to have in pages before the next one is sampled."""
     generated: int = 0
     step_tokens: int = 0
-    """Computed by the step under way."""
+    """Tokens computed by the current step."""
     finish_step: int = 0
     pinned: Run | None = None
     cached_tokens: int = 0
-    """Of its pages, those that belong to the prefix cache."""
+    """Tokens whose pages belong to the prefix cache."""
     local_chunks: int = 0
-    """Of the engine's own prefix cache."""
+    """Chunks found in the engine's prefix cache."""
     junction_chunks: int = 0
-    """Up to which its pages were cached, where that is further than it could resume."""
+    """Chunks whose pages were cached, if that is more than it could resume from; else 0."""
     stored_chunks: int = 0
-    """Leading chunks that were in DRAM or on SSD."""
+    """Chunks that were in DRAM or on SSD."""
     restore: Restore | None = None
     load_s: float = 0.0
-    """From DRAM to pages, still to be done."""
+    """Seconds of loading from DRAM to pages that are left."""
     was_staged: bool = False
     staged_chunks: int = 0
-    """Read from SSD for it."""
-    staged_stretches: Sequence[tuple[int, int]] = ()
-    """Where, if a peer was read for what they continue."""
+    """Chunks read from SSD for it."""
     own_chunks: int = 0
-    """Chunks that its worker had in DRAM before a peer was read."""
+    """Chunks that its worker had in DRAM before it read from a peer."""
     peer_chunks: int = 0
-    """Chunks up to which its worker's DRAM was filled by a peer, for it; a short one counts."""
-    peer_checkpoint: bool = False
-    """Whether the peer sent a checkpoint with them."""
+    """Chunks in its worker's DRAM after a peer was read for it, a short one included; 0: none."""
 
-    @property
-    def resumed_chunks(self) -> int:
-        """Before which nothing was computed."""
-        return self.restore.boundary_chunks if self.restore else self.local_chunks
-
-    # What came of it.
+    # Results.
     matched_tokens: int = -1
-    """Leading tokens that were anywhere at its worker when it was admitted first."""
+    """Leading tokens that were in any tier of its worker when it was first admitted."""
     hits: Hits = field(default_factory=Hits)
     decoder_hits: Hits | None = None
-    """Of a remote prefill: what its decoder did not compute, nearly all of it."""
+    """Tokens that the decoder of a remote prefill did not compute: nearly all."""
     queued_s: float = 0.0
-    """When it was last queued."""
+    """Time when it was last queued."""
     waited_s: float = 0.0
-    """Queueing, all together."""
+    """Seconds in queues."""
     network_s: float = 0.0
     staged_s: float = 0.0
     admitted_s: float = 0.0
     first_token_s: float = -1.0
-    preemptions: int = 0
+
+    @property
+    def resumed_chunks(self) -> int:
+        """Number of leading chunks that were not computed."""
+        return self.restore.boundary_chunks if self.restore else self.local_chunks
 
     def hand_off(self) -> None:
-        """It was prefilled: from now on it is its decoder's, where nothing was read for it yet."""
-        self.decodes_elsewhere, self.handed_off = False, True
-        self.was_staged, self.staged_stretches = False, ()
-        self.peer_checkpoint = False
-        self.staged_chunks = self.own_chunks = self.peer_chunks = 0
-
-    def start_over(self) -> None:
-        """Its worker died: nothing of it is left but what was told."""
-        self.computed = self.total = self.generated = self.step_tokens = 0
-        self.pinned = self.restore = self.reuse = None
-        self.was_staged = self.decodes_elsewhere = self.handed_off = False
-        self.peer_checkpoint = False
-        self.staged_stretches = ()
+        """Change from the worker that prefilled it to its decoder."""
+        self.decodes_elsewhere, self.is_handed_off = False, True
+        self.was_staged = False
         self.staged_chunks = self.own_chunks = self.peer_chunks = 0

@@ -7,65 +7,48 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.checkpoints import (
-    CheckpointPolicy,
-    CheckpointRates,
-    CheckpointSizes,
-    policy_named,
-)
+from hetero_connector.planner.checkpoints import CheckpointRates, CheckpointSizes, policy_named
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.planner import Mode
 from hetero_connector.planner.pricing import EngineLoad
-from hetero_connector.store.catalog.admission import Admission as SsdAdmission
+from hetero_connector.store.base import EvictionName
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved
-from hetero_connector.store.catalog.write_budget import WriteBudget
-from ownership.scheduling.fleet import Role, WorkerLoad, WorkerView
+from ownership.scheduling.fleet import Link, Role, WorkerLoad, WorkerView
 from ownership.simulator.clock import EventLoop
-from ownership.simulator.machine.admission import Admission
-from ownership.simulator.machine.batching import BatchEngine, EngineLimits
-from ownership.simulator.machine.channel import Channel, Flow
-from ownership.simulator.machine.prefetching import Prefetching
+from ownership.simulator.machine.admission import RequestAdmission
+from ownership.simulator.machine.channel import Channel, Flow, transfer_between
+from ownership.simulator.machine.engine import BatchEngine, EngineLimits, StepTimes
 from ownership.simulator.machine.request import LiveRequest
-from ownership.simulator.machine.ssd_writes import SsdWrites
-from ownership.simulator.machine.steps import StepTimes
-from ownership.simulator.state.gapped import Added
-from ownership.simulator.state.memory import Eviction, TierBytes, WorkerMemory
-from ownership.simulator.state.owners import Owners
-from ownership.simulator.state.restoring import Restore, Restorer, StoredChunks
-from ownership.simulator.state.retention import Retention
-from ownership.simulator.state.sealing import Sealer
+from ownership.simulator.state.checkpoints import CheckpointKeeper, Retention
+from ownership.simulator.state.chunks import ShortChunk
+from ownership.simulator.state.memory import TierBytes, WorkerMemory
+from ownership.simulator.state.owners import ChunkOwners
+from ownership.simulator.state.restoring import Restore, Restorer, StoredChunkTable
 from ownership.simulator.state.shape import StateShape
-from ownership.simulator.state.short_chunks import ShortChunk
 from ownership.simulator.traces.block_runs import BlockRuns
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """One worker as a fleet's file describes it, worked out."""
+    """One worker of a fleet."""
 
     name: str
     costs: CostModel
     capacity: TierBytes
-    ssd_write_bandwidth: float
-    """Bytes per second."""
     role: Role = Role.BOTH
 
 
 class CachePolicy(NamedTuple):
-    """What HeteroCache's side of a worker does."""
+    """The cache policies of every worker."""
 
     checkpoints: str = "adaptive"
-    eviction: Eviction = "leaf_lru"
+    eviction: EvictionName = "leaf_lru"
     restores: Mode = "cost"
-    replay: bool = False
-    ssd_bytes_per_day: int | None = None
-    """Written at most; None: all that there is."""
-    prefetch: bool = False
 
 
 @dataclass
 class Flows:
-    """What was moved at one worker."""
+    """Everything that was moved at one worker."""
 
     sealed: Flow = field(default_factory=Flow)
     written: Flow = field(default_factory=Flow)
@@ -79,7 +62,7 @@ class Flows:
 
 
 class Worker:
-    """One worker of the fleet. `served(worker, request)` hears of every request that ends here."""
+    """One worker of the fleet."""
 
     def __init__(
         self,
@@ -88,75 +71,62 @@ class Worker:
         shape: StateShape,
         policy: CachePolicy,
         limits: EngineLimits,
-        known: StoredChunks,
-        owners: Owners,
-        served: Callable[[Worker, LiveRequest], None],
-        prefilled: Callable[[LiveRequest], None],
+        table: StoredChunkTable,
+        owners: ChunkOwners,
+        on_finished: Callable[[Worker, LiveRequest], None],
+        on_prefilled: Callable[[LiveRequest], None],
     ) -> None:
+        """`on_finished(worker, request)` is called for every request that ends here."""
         self.spec, self.name, self.shape = spec, spec.name, shape
         self.flows = Flows()
-        self.ssd_reads = Channel()
-        self.incoming, self.outgoing = Channel(), Channel()
-        self.idle_sessions = 0
-        """Sessions that decode here and wait for a tool."""
-        self.up = True
+        self.ssd_reads, self.incoming, self.outgoing = Channel(), Channel(), Channel()
         self.sessions = 0
         """Sessions that decode here."""
-        self.idle_s = self.busy_while_idle_s = 0.0
-        self._idle_since_s = 0.0
+        self.tool_sessions = 0
+        """Those of them that wait for a tool."""
+        self.tool_s = self.busy_tool_s = 0.0
+        """Seconds with such a session; and those of them in which the engine computed."""
+        self._tool_since_s = 0.0
         self._loop = loop
         costs = spec.costs
         self._overhead = costs.overhead
-        self._arriving: dict[LiveRequest, float] = {}
-        """At the front end, in order; until when."""
+        self._at_front_end: dict[LiveRequest, None] = {}
         saved_s = SecondsSaved(costs.compute.predict)
-        self.budget = self._budget(policy.ssd_bytes_per_day)
-        ssd_admission = None
-        if self.budget is not None:
-            ssd_admission = SsdAdmission(self.budget, saved_s.in_prefills)
         self.memory = WorkerMemory(
-            spec.name, shape, spec.capacity, policy.eviction, saved_s, owners, ssd_admission
+            spec.name, shape, spec.capacity, policy.eviction, saved_s, owners
         )
-        self._writes = SsdWrites(spec.ssd_write_bandwidth)
-        self._restorer = restorer = Restorer(
-            shape, costs, policy.restores, replay=policy.replay, known=known
+        self._restorer = Restorer(shape, costs, policy.restores, table)
+        retention = Retention(shape.chunk_tokens, limits.retention_interval, shape.window_chunks)
+        admission = RequestAdmission(
+            self.memory, self._restorer, costs, self.ssd_reads, self.flows.staged, retention
         )
-        self._admission = admission = Admission(
-            self.memory, restorer, costs, self.ssd_reads, self.flows.staged,
-            Retention(shape.chunk_tokens, limits.retention_interval, shape.window_chunks),
-        )  # fmt: skip
         self.engine = BatchEngine(
             loop, StepTimes(costs), self.memory, admission, limits,
-            self._prefilled, self._finished, self._worked,
+            self._on_prefilled, self._on_finished, self._on_step,
         )  # fmt: skip
-        self._sealer = Sealer(self._checkpoint_policy(policy.checkpoints, costs))
-        self._told_prefilled, self._served = prefilled, served
-        self._saved_s = saved_s
-        self.prefetched_bytes = 0
-        """Of what was staged: ahead of its session."""
-        self._prefetching = self._new_prefetching() if policy.prefetch else None
-        footprint = shape.footprint
-        self._peer_pace = footprint.pace(costs.load.rates(Tier.PEER))
+        rates = CheckpointRates.learned(costs, has_ssd=spec.capacity.ssd > 0)
+        sizes = CheckpointSizes.of(shape.layout)
+        self._keeper = CheckpointKeeper(policy_named(policy.checkpoints, sizes, lambda: rates))
+        self._report_prefilled, self._report_finished = on_prefilled, on_finished
+        self._peer_pace = shape.footprint.pace(costs.load.rates(Tier.PEER))
         self._ssd_ahead = costs.load.rates(Tier.SSD).ahead_s_per_byte
 
     def submit(self, request: LiveRequest) -> None:
-        """Queue a request once the front end has taken it in."""
-        if self._prefetching is not None:
-            self._prefetching.began(request.session)
+        """Send a request through the front end to the engine's queue."""
         delay_s = self._overhead.delay_s(request.prompt_tokens)
         if not delay_s:
             self.engine.submit(request)
             return
-        self._arriving[request] = end_s = self._loop.now_s + delay_s
-        self._loop.at(end_s, self._taken_in, request, end_s)
+        self._at_front_end[request] = None
+        self._loop.at(self._loop.now_s + delay_s, self._leave_front_end, request)
 
     def view(self) -> WorkerView:
-        """As a scheduler sees it."""
+        """Return the worker as a scheduler sees it."""
         spec = self.spec
         return WorkerView(spec.name, spec.costs, spec.capacity.hbm, spec.role, self.load())
 
     def load(self) -> WorkerLoad:
-        """What it is busy with at this moment."""
+        """Return its present load."""
         engine, now_s = self.engine, self._loop.now_s
         peer_s, ssd_s = self.incoming.pending_s(now_s), self.ssd_reads.pending_s(now_s)
         peer_ahead = self._peer_pace.ahead_s_per_byte
@@ -166,9 +136,10 @@ class Worker:
             pages += request.total
         used_bytes = pages * self.shape.page_bytes_per_token
         used_bytes += running * self.shape.pages.checkpoint_bytes
+        arriving_tokens = sum(r.expected_tokens for r in self._at_front_end)
         return WorkerLoad(
-            max(0, engine.queued_tokens) + sum(r.expected_tokens for r in self._arriving),
-            len(engine.waiting) + len(self._arriving),
+            max(0, engine.queued_tokens) + arriving_tokens,
+            len(engine.waiting) + len(self._at_front_end),
             running,
             pages,
             min(used_bytes, self.spec.capacity.hbm),
@@ -176,75 +147,93 @@ class Worker:
             int(peer_s / peer_ahead) if peer_s and peer_ahead else 0,
             int(ssd_s / self._ssd_ahead) if ssd_s and self._ssd_ahead else 0,
             int(self.outgoing.pending_s(now_s) / peer_ahead) if peer_ahead else 0,
-            self.up,
+            True,
             self.sessions,
         )
 
-    def reads_from(self, peer: Worker, request: LiveRequest) -> Restore | None:
-        """What the planner here restores of a prompt with a peer's help; None: it needs none."""
-        memory, chain, tokens = self.memory, request.chain, request.prompt_tokens
-        local = memory.resumable(memory.hbm.find(chain), (tokens - 1) // self.shape.chunk_tokens)
+    def is_transferring(self) -> bool:
+        """Return True while bytes move to or from this worker."""
+        channels = (self.incoming, self.outgoing, self.ssd_reads)
+        return max(channel.busy_until_s for channel in channels) > self._loop.now_s
+
+    def plan_with(self, peer: Worker, request: LiveRequest) -> Restore | None:
+        """Plan a restore that reads from a peer; None if the planner wants nothing of it."""
+        if not self.spec.capacity.dram:
+            return None
+        memory, tokens = self.memory, request.prompt_tokens
+        limit = (tokens - 1) // self.shape.chunk_tokens
+        local = memory.resumable(memory.hbm.match(request.chain), limit)
         load = EngineLoad(0, self.engine.running_decodes)
-        in_dram, at_peer = memory.dram.find(chain), peer.memory.dram.find(chain)
-        restore = self._restorer.plan(
-            in_dram, memory.ssd.reached(chain, max(in_dram.chunks, at_peer.chunks)), tokens, local,
-            load, at_peer,
-        )  # fmt: skip
+        at_peer = peer.memory.dram.match(request.chain)
+        restore = self._restorer.plan(*memory.stored(request.chain), tokens, local, load, at_peer)
         return restore if restore is not None and restore.from_peer else None
 
-    def read_ssd(self, request: LiveRequest, restore: Restore) -> float:
-        """Begin to read what such a plan takes from the SSD here; when it is in DRAM, if what it
-        continues is."""
-        if not restore.staged:
-            return self._loop.now_s
-        if not restore.ssd_stretches:
-            self._admission.hold_staged(request, restore)
-        return self._admission.read_ssd(request, restore, self._loop.now_s)
+    def read_from(
+        self,
+        source: Worker,
+        chain: BlockRuns,
+        limit: int,
+        link: Link | None,
+        on_read: Callable[[int], None],
+        short: ShortChunk | None = None,
+    ) -> bool:
+        """Read what DRAM lacks of a chain's first `limit` chunks from another worker's DRAM.
 
-    def peer_seconds(self, tokens: int, checkpoints: int) -> float:
-        """Of reading so much from a peer, nothing else being read."""
+        Returns False if there is nothing to read. Otherwise `on_read(chunks)` is called when DRAM
+        has the chain up to there. `short`: the last chunk, if it is a short one. `link`: the
+        network between both, if it is slower than this worker's own.
+        """
+        if not self.spec.capacity.dram:
+            return False
+        there, here = source.memory.dram.match(chain), self.memory.dram.match(chain)
+        boundary = source.memory.resumable(there, limit)
+        if boundary <= self.memory.resumable(here, limit):
+            return False
+        shape = self.shape
+        checkpoints = [boundary] if shape.has_checkpoints else []
+        chunks = max(0, boundary - here.chunks)
+        if short is not None and boundary <= short.before:
+            short = None
+        short_tokens = short.end - short.start if short else 0
+        tokens = chunks * shape.chunk_tokens
+        if short_tokens and chunks:
+            tokens += short_tokens - shape.chunk_tokens
         pace = self._peer_pace
-        return pace.latency_s + tokens * pace.token_s + checkpoints * pace.checkpoint_s
+        seconds = pace.latency_s + tokens * pace.token_s + len(checkpoints) * pace.checkpoint_s
+        if link is not None:
+            size_bytes = shape.moved_bytes(chunks, len(checkpoints), short_tokens)
+            seconds = max(seconds, link.latency_s + size_bytes * link.seconds_per_byte)
+        end_s = transfer_between(source.outgoing, self.incoming, self._loop.now_s, seconds)
+        spans = source.memory.owners_of(chain, boundary)
+        pinned = self.memory.pin_match(self.memory.dram.match(chain.head(boundary)))
 
-    @property
-    def has_transfers(self) -> bool:
-        """Whether bytes are under way to or from it."""
-        now_s, ssd_until_s = self._loop.now_s, self.ssd_reads.busy_until_s
-        return max(self.incoming.busy_until_s, self.outgoing.busy_until_s, ssd_until_s) > now_s
+        def on_arrival() -> None:
+            self.flows.fetched.add(chunks, checkpoints, short)
+            self.memory.dram.unpin(pinned)
+            self.memory.add_read(chain, spans, checkpoints)
+            on_read(boundary)
 
-    def crash(self) -> list[LiveRequest]:
-        """It is gone until `up` is set again; the requests it had."""
-        self.up, now_s = False, self._loop.now_s
-        self.ssd_reads.cut(now_s)
-        self._writes.lose(now_s, self.memory.ssd)
-        self.memory.lose()
-        if self._prefetching is not None:
-            self._prefetching.stop()
-            self._prefetching = self._new_prefetching()
-        lost = [*self._arriving, *self.engine.crash()]
-        self._arriving.clear()
-        return lost
+        self._loop.at(end_s, on_arrival)
+        return True
 
-    def session_waits(self, change: int) -> None:
-        """A session that decodes here begins (1) or ends (-1) to wait for a tool."""
+    def change_tool_sessions(self, change: int) -> None:
+        """Count a session that begins (1) or ends (-1) to wait for a tool."""
         now_s = self._loop.now_s
-        if self.idle_sessions:
-            self.idle_s += now_s - self._idle_since_s
-        self._idle_since_s = now_s
-        self.idle_sessions += change
+        if self.tool_sessions:
+            self.tool_s += now_s - self._tool_since_s
+        self._tool_since_s = now_s
+        self.tool_sessions += change
 
-    def _taken_in(self, request: LiveRequest, end_s: float) -> None:
-        if self._arriving.get(request) == end_s:  # else it was lost meanwhile
-            del self._arriving[request]
-            self.engine.submit(request)
+    def _leave_front_end(self, request: LiveRequest) -> None:
+        del self._at_front_end[request]
+        self.engine.submit(request)
 
-    def _worked(self, seconds: float) -> None:
-        if self.idle_sessions:
-            self.busy_while_idle_s += seconds
+    def _on_step(self, seconds: float) -> None:
+        if self.tool_sessions:
+            self.busy_tool_s += seconds
 
-    def _prefilled(self, request: LiveRequest) -> None:
-        """Seal the prompt, and write what is new to SSD."""
-        size = self.shape.chunk_tokens
+    def _on_prefilled(self, request: LiveRequest) -> None:
+        """Count what was loaded, and seal the prompt."""
         checkpoints: list[int] = []
         restore = request.restore
         if restore is not None:
@@ -253,24 +242,23 @@ class Worker:
             boundaries = [restore.boundary_chunks + more] * kept
             self.flows.loaded.add(chunks + more, boundaries, short)
         if self.shape.has_checkpoints:
-            checkpoints, reuse = self._sealer.prompt(
-                request.chain, request.prompt_tokens, size,
+            checkpoints, reuse = self._keeper.prompt(
+                request.chain, request.prompt_tokens, self.shape.chunk_tokens,
                 stored=request.stored_chunks, local=request.local_chunks,
-                resumed=request.resumed_chunks,
-                fetched=request.peer_chunks if request.peer_checkpoint else 0,
+                resumed=request.resumed_chunks, fetched=request.peer_chunks,
             )  # fmt: skip
             request.reuse = request.reuse or reuse
         self._seal(request.chain, checkpoints)
-        self._told_prefilled(request)
+        self._report_prefilled(request)
 
-    def _finished(self, request: LiveRequest) -> None:
-        """Seal what the answer filled, and the request's end."""
+    def _on_finished(self, request: LiveRequest) -> None:
+        """Seal the chunks that the answer filled, and the end of the request."""
         chain, checkpoints = request.answered_chain, []
         decoded_tokens = request.output_tokens - 1
         if request.decodes_elsewhere:
             chain, decoded_tokens = None, 0
         if request.reuse is not None:
-            checkpoints = self._sealer.ended(
+            checkpoints = self._keeper.answer(
                 chain,
                 request.prompt_tokens // self.shape.chunk_tokens,
                 (request.prompt_tokens + decoded_tokens) // self.shape.chunk_tokens,
@@ -279,60 +267,22 @@ class Worker:
             request.reuse = None
         if chain is not None:
             self._seal(chain, checkpoints)
-        if request.decodes_elsewhere and request.short is not None:
-            self._seal_short(request.short, request.chain)
-        if self._prefetching is not None:
-            self._prefetching.ended(request.session, chain or request.chain)
-        self._served(self, request)
-
-    def _new_prefetching(self) -> Prefetching:
-        return Prefetching(
-            self._loop, self.memory, self.spec.costs, self._saved_s, self.ssd_reads,
-            self._prefetched,
-        )  # fmt: skip
-
-    def _prefetched(self, chunks: int, checkpoints: Sequence[int]) -> None:
-        self.flows.staged.add(chunks, checkpoints)
-        self.prefetched_bytes += self.shape.moved_bytes(chunks, len(checkpoints))
+        if request.decodes_elsewhere and request.handoff_chunk is not None:
+            self._seal_short(request.handoff_chunk, request.chain)
+        self._report_finished(self, request)
 
     def _seal_short(self, short: ShortChunk, prompt: BlockRuns) -> None:
-        """Return the token at which the prompt is handed off, if what it continues is here."""
-        if self.memory.dram.find(prompt).chunks >= short.before:
+        """Seal the end of a prompt that is handed off, if the chunks before it are here."""
+        if self.memory.dram.match(prompt).chunks >= short.before:
             checkpoints = [short.before + 1] if self.shape.has_checkpoints else []
-            self._seal(short.behind(prompt), checkpoints, short)
+            self._seal(short.appended_to(prompt), checkpoints, short)
 
     def _seal(
         self, chain: BlockRuns, checkpoints: Sequence[int], short: ShortChunk | None = None
     ) -> None:
-        """`short`: the chain's last chunk, if it is no full one."""
+        """Add a chain to the tiers. `short`: its last chunk, if it is a short one."""
         sealed = self.memory.seal(chain, checkpoints)
-        chunks, boundaries, new = _with_short(sealed.dram, short)
-        self.flows.sealed.add(chunks, boundaries, new)
-        for added in sealed.ssd:
-            chunks, boundaries, new = _with_short(added, short)
-            if chunks or boundaries:
-                self.flows.written.add(chunks, boundaries, new)
-                short_tokens = new.end - new.start if new else 0
-                size_bytes = self.shape.moved_bytes(chunks, len(boundaries), short_tokens)
-                head, first = chain.head(added.end), added.end - chunks
-                self._writes.start(self._loop.now_s, size_bytes, head, first, chunks, boundaries)
-
-    def _budget(self, bytes_per_day: int | None) -> WriteBudget | None:
-        """A journal keeps it over a death."""
-        if bytes_per_day is None:
-            return None
-        return WriteBudget(bytes_per_day, self._now_s, self._now_s)
-
-    def _now_s(self) -> float:
-        return self._loop.now_s
-
-    def _checkpoint_policy(self, name: str, costs: CostModel) -> CheckpointPolicy:
-        rates = CheckpointRates.learned(costs, has_ssd=self.spec.capacity.ssd > 0)
-        return policy_named(name, CheckpointSizes.of(self.shape.layout), lambda: rates)
-
-
-def _with_short(
-    added: Added, short: ShortChunk | None
-) -> tuple[int, Sequence[int], ShortChunk | None]:
-    """Chunks, boundaries, and the last of the chunks if it is the short one."""
-    return added.chunks, added.checkpoints, short if short and added.end > short.before else None
+        written = ((self.flows.written, added) for added in sealed.ssd)
+        for flow, added in ((self.flows.sealed, sealed.dram), *written):
+            is_short = short is not None and added.end > short.before
+            flow.add(added.chunks, added.checkpoints, short if is_short else None)

@@ -1,20 +1,25 @@
-"""The chunks of a prompt, from the blocks of its trace."""
+"""The chunks of a prompt, made from the blocks of its trace."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import NamedTuple
 
+from hetero_connector.spec.state_types import StateType
+from ownership.simulator.state.resident import ResidentChunks
+from ownership.simulator.state.shape import StateShape
 from ownership.simulator.traces.block_runs import BlockRuns
 
 _RESIDUE = 1 << 52
-"""Above every id of a trace: keeps names of different places in a chunk apart."""
+"""Greater than every id of a trace; separates chunks that end at different places of a run."""
 
 
 def chunk_runs(blocks: BlockRuns, blocks_per_chunk: int) -> BlockRuns:
-    """The full chunks of `blocks_per_chunk` blocks, under ids of their own.
+    """Return the full chunks of `blocks_per_chunk` blocks, as runs of ids of their own.
 
-    A chunk is named by its last block, which names the whole prefix. Within a run those are
-    `blocks_per_chunk` apart; here they are numbered so that they follow each other.
+    The last block of a chunk names its whole prefix, so it names the chunk. Within a run of blocks
+    those ids are `blocks_per_chunk` apart; the chunks' ids are consecutive.
     """
     if blocks_per_chunk == 1:
         return blocks
@@ -30,6 +35,57 @@ def chunk_runs(blocks: BlockRuns, blocks_per_chunk: int) -> BlockRuns:
 
 
 def chunk_tokens_for(block_tokens: int, alignment: int, at_least: int = 256) -> int:
-    """The least multiple of a trace's blocks and a model's alignment of so many tokens."""
+    """Return the smallest common multiple of blocks and alignment with at least so many tokens."""
     step = math.lcm(block_tokens, alignment)
     return -(-at_least // step) * step
+
+
+class ShortChunk(NamedTuple):
+    """The unfinished last chunk of a prompt that one worker hands off to another.
+
+    In a tier it is a chunk after the full ones and takes a slot as they do.
+    """
+
+    id: int
+    """Its id in a chain. Traces do not name unfinished blocks, so no other prompt has it."""
+    before: int
+    """Number of full chunks before it."""
+    start: int
+    end: int
+    """First token, and the token after its last."""
+
+    def appended_to(self, chain: BlockRuns) -> BlockRuns:
+        """Return the prompt's full chunks with this one after them."""
+        return BlockRuns.of_runs((*chain.head(self.before).runs, (self.id, 1)))
+
+
+def short_chunk(
+    shape: StateShape, chain: BlockRuns, prompt_tokens: int, unused_id: int
+) -> ShortChunk | None:
+    """Make the short chunk that ends where a prompt resumes after a handoff.
+
+    None if a full chunk ends there. `unused_id`: its id if the trace does not name the block.
+    """
+    if StateType.RECURRENT in shape.model.state_types:
+        return None  # recurrent state is kept at the end of full chunks only
+    size, end = shape.chunk_tokens, shape.model.handoff_end(prompt_tokens)
+    before, rest = divmod(end, size)
+    if not rest:
+        return None
+    unfinished = chain.tail(before).runs if prompt_tokens // size == before else ()
+    return ShortChunk(unfinished[0][0] if unfinished else unused_id, before, before * size, end)
+
+
+def longest_short_chunk(
+    known: Iterable[ShortChunk], chain: BlockRuns, chunks: int, dram: ResidentChunks
+) -> ShortChunk | None:
+    """Return the longest of `known` that DRAM has right after a prompt's first `chunks` chunks."""
+    here = (x for x in known if x.before == chunks and _is_complete(x, chain, dram))
+    return max(here, key=lambda short: short.end, default=None)
+
+
+def _is_complete(short: ShortChunk, chain: BlockRuns, dram: ResidentChunks) -> bool:
+    match = dram.match(short.appended_to(chain))
+    if match.chunks <= short.before:
+        return False
+    return not dram.sizes.checkpoint_bytes or match.deepest_checkpoint(match.chunks) > short.before

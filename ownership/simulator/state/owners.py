@@ -1,9 +1,9 @@
-"""Who owns each chunk of a simulated fleet: what the directory's records come to.
+"""The owner of each chunk in a simulated fleet, as the directory's records would say it.
 
-A chunk that is sealed is its first claimant's until that has it no more, or has died and its lease
-has run out. What others compute of it meanwhile are replicas, as what they fetched is. The
-directory keeps a record of each artifact, with tokens and expiries; here it is a name for each
-chunk, and whether the owner still has it is asked when somebody else would like to.
+The first worker that claims a chunk owns it until it has the chunk no more. A copy at any other
+worker is a replica, whether it was read or computed there. The directory keeps a record of each
+artifact with tokens and leases; here it is one name for each chunk, and the owner is asked whether
+it still has the chunk when another worker claims it.
 """
 
 from __future__ import annotations
@@ -13,33 +13,32 @@ from typing import NamedTuple
 
 from ownership.simulator.traces.block_runs import BlockRuns
 
-Stretches = Sequence[tuple[int, int]]
-"""Of a chain, in order: from where, up to where. They may overlap."""
-Owned = Callable[[str, BlockRuns], Stretches]
-"""(worker, chain) -> what of the chain it has, and not as a replica."""
+ChunkRanges = Sequence[tuple[int, int]]
+"""Ranges of a chain's chunks, `(start, end)`, in order. They may overlap."""
+OwnedChunks = Callable[[str, BlockRuns], ChunkRanges]
+"""(worker, chain) -> the ranges that the worker has, replicas not counted."""
 
 
-class Stretch(NamedTuple):
-    """A chain's chunks up to `end`, from where the stretch before ends."""
+class OwnedSpan(NamedTuple):
+    """The chunks of a chain from the end of the span before up to `end`."""
 
     end: int
     owner: str
 
 
-class Owners:
-    """A fleet's. Chunks' names are their prefixes', so one name is one chunk."""
+class ChunkOwners:
+    """The owners of a fleet's chunks. A chunk's id names its whole prefix."""
 
-    def __init__(self, owned: Owned) -> None:
+    def __init__(self, owned: OwnedChunks) -> None:
         self.owned = owned
         self._names: dict[int, str] = {}
 
-    def claim(self, name: str, chain: BlockRuns, first: int) -> list[Stretch]:
-        """Whose a chain's chunks are behind its first ones: a worker's that claims them, unless
-        another has them."""
+    def claim(self, name: str, chain: BlockRuns, first: int) -> list[OwnedSpan]:
+        """Claim the chunks after a chain's first ones for a worker; return their owners."""
         recorded = self._recorded(name, chain, first)
         if len(recorded) == 1 and recorded[0].owner == name:
             return recorded
-        stretches: list[Stretch] = []
+        spans: list[OwnedSpan] = []
         begin = first
         for last, owner in recorded:
             kept = () if owner == name else self.owned(owner, chain.head(last))
@@ -48,19 +47,19 @@ class Owners:
                 if owner != name and start > begin:
                     lost = chain.head(start).tail(begin).ids().tolist()
                     self._names.update(dict.fromkeys(lost, name))
-                for upto, whose in ((start, name), (end, owner)):
+                for upto, of in ((start, name), (end, owner)):
                     if upto > begin:
-                        append(stretches, Stretch(upto, whose))
+                        append_span(spans, OwnedSpan(upto, of))
                         begin = upto
-        return stretches
+        return spans
 
-    def _recorded(self, name: str, chain: BlockRuns, first: int) -> list[Stretch]:
-        """Who claimed the chunks first; `name` those that nobody has claimed."""
-        stretches: list[Stretch] = []
+    def _recorded(self, name: str, chain: BlockRuns, first: int) -> list[OwnedSpan]:
+        """Record `name` for chunks without an owner; return the recorded owners of all."""
+        spans: list[OwnedSpan] = []
         names, end, last = self._names, first, name
         for start, count in chain.tail(first).runs:
             chunks = range(start, start + count)
-            if last == name and names.keys().isdisjoint(chunks):  # as a rule nobody has claimed any
+            if last == name and names.keys().isdisjoint(chunks):  # the usual case: all are new
                 names.update(dict.fromkeys(chunks, name))
                 end += count
                 continue
@@ -68,22 +67,22 @@ class Owners:
                 owner = names.setdefault(chunk, name)
                 if owner != last:
                     if end > first:
-                        stretches.append(Stretch(end, last))
+                        spans.append(OwnedSpan(end, last))
                     last = owner
                 end += 1
-        return [*stretches, Stretch(end, last)]
+        return [*spans, OwnedSpan(end, last)]
 
 
-def append(stretches: list[Stretch], stretch: Stretch) -> None:
-    """Put a stretch behind others; it is one with the last of them if that has its owner."""
-    if stretches and stretches[-1].owner == stretch.owner:
-        stretches.pop()
-    stretches.append(stretch)
+def append_span(spans: list[OwnedSpan], span: OwnedSpan) -> None:
+    """Append a span, joined with the one before it if both have the same owner."""
+    if spans and spans[-1].owner == span.owner:
+        spans.pop()
+    spans.append(span)
 
 
-def covers(stretches: Stretches, start: int, end: int) -> bool:
-    """Whether they leave nothing out from `start` up to `end`."""
-    for begins, ends in stretches:
+def are_covered(ranges: ChunkRanges, start: int, end: int) -> bool:
+    """Return True if the ranges contain every chunk from `start` to `end`."""
+    for begins, ends in ranges:
         if begins <= start < ends:
             start = ends
     return start >= end

@@ -1,4 +1,4 @@
-"""What a model's state weighs in pages and in slots: plain numbers, made once for a simulation."""
+"""Sizes of a model's state in pages and in slots, computed once for a simulation."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ class StateShape:
     """Bytes of KV pages on one rank, padding included."""
     page_bytes_per_token: int
     page_tokens: int
-    """Pages of prefix-proportional state are taken as a whole."""
+    """Tokens of a page of prefix-proportional state."""
     step_bytes_per_token: int
-    """Pages of windows that a step needs for each token it prefills, until the next step."""
+    """Bytes of window pages for each token that a step prefills, held until the next step."""
     prefix_bytes: Mapping[StateType, int]
-    """Of a full chunk."""
-    boundary_bytes: Mapping[StateType, int]
-    """At a boundary behind full windows."""
+    """Bytes of each prefix-proportional type in a full chunk."""
+    has_checkpoints: bool
+    """True if a request can resume only where boundary state was kept."""
 
     @classmethod
     def of(cls, model: ModelSpec, chunk_tokens: int) -> StateShape:
-        """Raises ValueError where chunks are no multiple of the model's alignment."""
+        """Compute it. Raises ValueError if chunks are no multiple of the model's alignment."""
         layout = ArtifactLayout(model, chunk_tokens)
         grid, sizes = ChunkGrid(layout), CheckpointSizes.of(layout)
         page_bytes = math.ceil(grid.page_bytes_per_token)
-        boundary_bytes = {t: layout.max_bytes[t] for t in model.boundary_types}
         return cls(
             layout,
             StateFootprint.of(layout),
@@ -52,54 +51,49 @@ class StateShape:
             _page_tokens(model),
             _window_page_bytes(model),
             grid.prefix_bytes,
-            boundary_bytes,
+            bool(model.boundary_types),
         )
 
     @cached_property
     def model(self) -> ModelSpec:
-        """The model's specification."""
         return self.layout.model
 
     @cached_property
     def chunk_tokens(self) -> int:
-        """Tokens of a chunk."""
         return self.stored.tokens
 
     @cached_property
     def window_chunks(self) -> int:
-        """Chunks before a boundary that the longest window reaches into; at least 1."""
+        """Number of chunks before a boundary that the longest window needs; at least 1."""
         reach = max((layer.boundary_tokens for layer in self.model.layers), default=0)
         return max(1, -(-reach // self.chunk_tokens))
 
-    @cached_property
-    def has_checkpoints(self) -> bool:
-        """Whether a request can resume only where boundary state was kept."""
-        return bool(self.boundary_bytes)
-
     def moved_bytes(self, chunks: int, checkpoints: int, short_tokens: int = 0) -> int:
-        """Useful bytes of so many chunks and checkpoints. `short_tokens`: of the last chunk, where
-        it is no full one."""
+        """Return the useful bytes of chunks and checkpoints.
+
+        `short_tokens`: the length of the last chunk if it is a short one.
+        """
         sizes = self.stored
         size_bytes = chunks * sizes.chunk_bytes + checkpoints * sizes.checkpoint_bytes
         if short_tokens and chunks:
-            size_bytes += self._prefix_bytes_of(short_tokens) - sizes.chunk_bytes
+            size_bytes -= sizes.chunk_bytes
+            size_bytes += sum(
+                self.layout.artifact_bytes(t, 0, short_tokens) for t in self.prefix_bytes
+            )
         return size_bytes
 
-    def _prefix_bytes_of(self, tokens: int) -> int:
-        return sum(self.layout.artifact_bytes(t, 0, tokens) for t in self.prefix_bytes)
-
     def request_bytes(self, tokens: int) -> int:
-        """Pages that a running request needs for so many tokens, on one rank."""
+        """Return the bytes of pages that a running request of `tokens` tokens needs on one rank."""
         return -(-tokens // self.page_tokens) * self.page_bytes + self.pages.checkpoint_bytes
 
     @cached_property
     def page_bytes(self) -> int:
-        """Of one page in all layers, on one rank."""
+        """Bytes of one page in all layers, on one rank."""
         return self.page_tokens * self.page_bytes_per_token
 
 
 def _boundary_page_bytes(model: ModelSpec) -> int:
-    """Pages of windows, tails and recurrent state that a running request holds on one rank."""
+    """Return the bytes of boundary-state pages of a running request, on one rank."""
     far = 1 << 20
     return sum(
         len(layer.pages_needed(far, far)) * layer.page_stride_bytes
@@ -109,13 +103,16 @@ def _boundary_page_bytes(model: ModelSpec) -> int:
 
 
 def _page_tokens(model: ModelSpec) -> int:
-    """Where layers differ, what the longest page covers."""
+    """Return the tokens of a page; if layers differ, of the longest one."""
     rule = RestoreRule.EVERY_TOKEN
     return max((x.block_tokens for x in model.layers if x.restore_rule is rule), default=1)
 
 
 def _window_page_bytes(model: ModelSpec) -> int:
-    """Of one token: an engine frees the pages before a window only once they are computed."""
+    """Return the bytes of window pages for one token.
+
+    An engine frees the pages before a window only after the step that computed past them.
+    """
     return math.ceil(
         sum(
             layer.page_stride_bytes / layer.block_tokens
@@ -126,9 +123,11 @@ def _window_page_bytes(model: ModelSpec) -> int:
 
 
 def dense_paged(model: ModelSpec) -> ModelSpec:
-    """The same model where every layer with a window keeps the pages of all tokens, padding
-    included: what an allocator does that knows one kind of block. Recurrent state stays."""
-    # Under a type that the model has: its costs are known for those only.
+    """Return the model as an allocator with one kind of block stores it.
+
+    Every layer with a window keeps the pages of all tokens, with padding. Recurrent state stays.
+    """
+    # A type that the model has, because costs are known for those only.
     dense = model.prefix_types[0] if model.prefix_types else StateType.DENSE_KV
     layers = tuple(
         replace(

@@ -1,6 +1,5 @@
-"""Many simulations: which ones, running them side by side, and telling what came of them.
+"""Sweeps: many simulations, run in parallel, and their report.
 
-Owns the points of a sweep (`points`), running and resuming them (`running`), the summary over
-seeds (`summary`), the report as Markdown and as one HTML file (`report`, `pictures`), and the
-command (`command`). A new thing to sweep is a field of `Point`.
+`running`: the points of a sweep and their results. `report`: tables over seeds. `command`:
+`heterocache simulate`. A new thing to sweep is a field of `Point`.
 """

@@ -1,4 +1,4 @@
-"""`heterocache simulate`: a trace, a fleet and policies; a directory with what came of it."""
+"""`heterocache simulate`: simulate policies on a fleet, and write results into a directory."""
 
 from __future__ import annotations
 
@@ -12,25 +12,29 @@ from tqdm import tqdm
 
 from hetero_connector.errors import SimulationError
 from ownership.simulator.fleet_file import FleetSpec, read_fleet
-from ownership.simulator.simulating import chunk_tokens_of
-from ownership.simulator.sweeps.pictures import pictures
-from ownership.simulator.sweeps.points import Point, parse_sweep, points
-from ownership.simulator.sweeps.report import about, as_html, as_markdown
-from ownership.simulator.sweeps.running import Inputs, ResultFile, run
-from ownership.simulator.sweeps.summary import rows
-from ownership.simulator.traces.formats import open_trace
+from ownership.simulator.simulate import chunk_tokens_of
+from ownership.simulator.sweeps.report import about, as_markdown, rows
+from ownership.simulator.sweeps.running import (
+    Inputs,
+    Point,
+    ResultFile,
+    parse_sweep,
+    points,
+    run,
+)
+from ownership.simulator.traces.readers import open_trace
 
 
 def sweep(
     inputs: Inputs, policies: Sequence[str], sweeps: Sequence[str], out: Path, processes: int,
     *, as_json: bool,
 ) -> None:  # fmt: skip
-    """Simulate and write `results.jsonl`, `report.md` and `report.html` into `out`.
+    """Simulate, and write `results.jsonl` and `report.md` into `out`.
 
-    What is in `results.jsonl` already is not simulated again.
+    Points that are in `results.jsonl` already are not simulated again.
 
     Raises:
-        SimulationError, TraceError: the inputs make no sense; nothing has been simulated then.
+        SimulationError, TraceError: the inputs are wrong; nothing was simulated.
         OSError: the directory cannot be written.
     """
     wanted = list(points(policies, _values(sweeps)))
@@ -47,10 +51,8 @@ def sweep(
     ) as bar:  # fmt: skip
         run(inputs, wanted, results, processes, lambda point: _progress(bar, point))
     found = results.ordered(wanted)
-    table, told = rows(found), about(found, _command(inputs, policies, sweeps))
-    markdown = as_markdown(table, told)
+    markdown = as_markdown(rows(found), about(found, _command(inputs, policies, sweeps)))
     (out / "report.md").write_text(markdown)
-    (out / "report.html").write_text(as_html(table, told, pictures(table)))
     print(json.dumps(found) if as_json else markdown)
 
 
@@ -65,7 +67,7 @@ def _values(sweeps: Sequence[str]) -> Mapping[str, Sequence[float]]:
 
 
 def _check_trace(inputs: Inputs, wanted: Sequence[Point], fleet: FleetSpec) -> None:
-    """Say now what the first simulation would say."""
+    """Raise now what the first simulation would raise."""
     trace = open_trace(inputs.trace, inputs.format)
     next(iter(trace), None)
     chunk_tokens_of(trace, fleet, fleet.model)

@@ -1,15 +1,71 @@
-"""A sweep as a Markdown table and as one HTML file that needs nothing else."""
+"""The report of a sweep: figures over seeds, as Markdown tables."""
 
 from __future__ import annotations
 
-import html
+import math
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ownership.simulator.sweeps.pictures import Picture
-from ownership.simulator.sweeps.summary import BOUNDED, Estimate, Row
+from ownership.simulator.sweeps.running import Point
 
 _GIB = float(1 << 30)
+Setting = tuple[tuple[str, float], ...]
+_STUDENT = (
+    12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+    2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+"""97.5 % quantiles of Student's distribution for 1 to 30 degrees of freedom."""
+
+
+class Estimate(NamedTuple):
+    """A mean over seeds and half the width of its 95 % confidence interval; 0 of one seed."""
+
+    mean: float
+    half: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        """Estimate from at least one value."""
+        freedom = len(values) - 1
+        if not freedom:
+            return cls(values[0], 0.0)
+        student = _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else 1.96
+        half = student * statistics.stdev(values) / math.sqrt(len(values))
+        return cls(statistics.fmean(values), half)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy in one setting, over all its seeds."""
+
+    policy: str
+    setting: Setting
+    seeds: tuple[int, ...]
+    figures: Mapping[str, Estimate]
+    overhead_us: float | None
+    """Measured median of a decision; None: not measured."""
+
+
+def rows(results: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """Return a row for each policy and setting, in the order in which they come first."""
+    grouped: dict[tuple[Setting, str], list[Mapping[str, Any]]] = {}
+    for result in results:
+        point = Point(**result["point"])
+        grouped.setdefault((point.setting, point.policy), []).append(result)
+    return [_row(policy, setting, found) for (setting, policy), found in grouped.items()]
+
+
+def _row(policy: str, setting: Setting, found: Sequence[Mapping[str, Any]]) -> Row:
+    figures = {
+        name: Estimate.of([result["figures"][name] for result in found])
+        for name in found[0]["figures"]
+    }
+    decisions = [r["overhead"]["decision_p50_us"] for r in found if "overhead" in r]
+    overhead_us = statistics.fmean(decisions) if decisions else None
+    return Row(policy, setting, tuple(r["point"]["seed"] for r in found), figures, overhead_us)
 
 
 class Column(NamedTuple):
@@ -32,7 +88,6 @@ COLUMNS = (
     Column("step p99, s", "step_p99_s"),
     Column("token, ms", "token_mean_s", 1e3, 1),
     Column("refused", "refused", digits=0),
-    Column("sent again", "resent", digits=0),
     Column("HBM per session, GiB", "hbm_gib_per_session"),
     Column("live sessions, most", "most_live_sessions", digits=0),
     Column("running, most", "most_running", digits=0),
@@ -54,22 +109,14 @@ COLUMNS = (
     Column("to pages, ms", "restore_exposed_mean_s", 1e3, 2),
     Column("preempted", "preemptions", digits=0),
 )
-"""Means are over all requests: what a restore from SSD took is divided by those without one."""
+"""Means are over all requests, also those without a restore."""
 
 _OVERHEAD = "decision, us (measured)"
-_ALONE = Column("of it waiting, mean, each alone, s", "task_wait_mean_alone_s", digits=1)
 _NONE = "-"
-_OVER_ORACLE = tuple(
-    zip(
-        ("TTFT mean", "TTFT p95", "step p95", "task mean", "task time waiting"),
-        (f"{name}_over_oracle" for name in BOUNDED),
-        strict=True,
-    )
-)
 
 
 def as_markdown(rows: Sequence[Row], about: Sequence[str]) -> str:
-    """Headings, the caveats and a table for each setting."""
+    """Return headings, the caveats and a table for each setting."""
     lines = ["# Simulation", "", *(f"- {sentence}" for sentence in about), ""]
     for setting, cells in _tables(rows):
         lines += [f"## {setting}", ""]
@@ -79,21 +126,8 @@ def as_markdown(rows: Sequence[Row], about: Sequence[str]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def as_html(rows: Sequence[Row], about: Sequence[str], pictures: Iterable[Picture]) -> str:
-    """The same with pictures, which are inside the file."""
-    parts = ["<h1>Simulation</h1>", _list(about)]
-    parts += [f"<h2>{html.escape(p.title)}</h2>\n{p.svg}" for p in pictures]
-    for setting, cells in _tables(rows):
-        parts.append(f"<h2>{html.escape(setting)}</h2>\n{_table(cells)}")
-    body = "\n".join(parts)
-    return (
-        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>Simulation</title>"
-        f"<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
-    )
-
-
 def about(results: Sequence[Mapping[str, Any]], command: str) -> list[str]:
-    """What the numbers depend on, in sentences."""
+    """Return sentences that say what the figures depend on."""
     first = results[0]
     seeds = sorted({result["point"]["seed"] for result in results})
     caveats = dict.fromkeys(c for result in results for c in result["caveats"])
@@ -107,15 +141,8 @@ def about(results: Sequence[Mapping[str, Any]], command: str) -> list[str]:
     return [*told, *caveats]
 
 
-_STYLE = (
-    "body{font:14px sans-serif;margin:2em;max-width:110em}table{border-collapse:collapse}"
-    "td,th{border:1px solid #ccc;padding:.2em .5em;text-align:right;white-space:nowrap}"
-    "td:first-child,th:first-child{text-align:left}svg{max-width:100%;height:auto}"
-)
-
-
-def _tables(rows: Sequence[Row]) -> Iterable[tuple[str, list[list[str]]]]:
-    """By setting: a heading, and a table whose rows are figures and whose columns policies."""
+def _tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[list[str]]]]:
+    """Yield a heading and a table for each setting: a row for a figure, a column for a policy."""
     settings = dict.fromkeys(row.setting for row in rows)
     for setting in settings:
         here = [row for row in rows if row.setting == setting]
@@ -123,23 +150,9 @@ def _tables(rows: Sequence[Row]) -> Iterable[tuple[str, list[list[str]]]]:
         for column in COLUMNS:
             found = [row.figures.get(column.figure) for row in here]
             cells.append([column.title, *(_cell(estimate, column) for estimate in found)])
-        cells += _over_oracle(here)
         cells.append([_OVERHEAD, *(_measured(row.overhead_us) for row in here)])
         named = ", ".join(f"{name} {value:g}" for name, value in setting)
         yield named or "as recorded", cells
-
-
-def _over_oracle(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """The bound of each session alone, and figures over the bound's of the same seed; nothing
-    without a bound."""
-    alone = [row.figures.get(_ALONE.figure) for row in rows]
-    if any(alone):
-        yield [_ALONE.title, *(_cell(estimate, _ALONE) for estimate in alone)]
-    for title, name in _OVER_ORACLE:
-        found = [row.figures.get(name) for row in rows]
-        if any(found):
-            column = Column(f"{title} over oracle", name, digits=3)
-            yield [column.title, *(_cell(estimate, column) for estimate in found)]
 
 
 def _measured(overhead_us: float | None) -> str:
@@ -153,16 +166,3 @@ def _cell(estimate: Estimate | None, column: Column) -> str:
     if estimate.half:
         text += f" ± {estimate.half * column.scale:,.{column.digits}f}"
     return text
-
-
-def _list(sentences: Sequence[str]) -> str:
-    items = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences)
-    return f"<ul>{items}</ul>"
-
-
-def _table(cells: Sequence[Sequence[str]]) -> str:
-    def line(row: Sequence[str], mark: str) -> str:
-        return "<tr>" + "".join(f"<{mark}>{html.escape(x)}</{mark}>" for x in row) + "</tr>"
-
-    head, *rest = cells
-    return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rest)}</table>"

@@ -1,40 +1,118 @@
-"""Runs the points of a sweep, side by side, and keeps what is done in a file of JSON lines."""
+"""The simulations of a sweep: which ones, running them in parallel, and resuming them."""
 
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from hashlib import sha256
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from hetero_connector.errors import SimulationError
 from ownership.simulator.fleet_file import read_fleet
-from ownership.simulator.oracle.result import is_oracle, oracle_result
 from ownership.simulator.policies import parse_policy
-from ownership.simulator.simulating import simulate
-from ownership.simulator.sweeps.points import Point
-from ownership.simulator.traces.formats import open_trace
+from ownership.simulator.simulate import simulate
+from ownership.simulator.traces.readers import open_trace
+from ownership.simulator.workload import Workload
 
-RESULTS_FORMAT = 4
-"""Version of what a line means."""
+RESULTS_FORMAT = 5
+"""Version of the lines."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One simulation of a sweep. Every field may be swept."""
+
+    policy: str
+    workers: int | None = None
+    """Number of workers; None: all of the fleet's file."""
+    rate: float | None = None
+    sharing: float | None = None
+    sessions: int | None = None
+    seed: int = 0
+
+    @property
+    def workload(self) -> Workload:
+        """The changes to the trace."""
+        return Workload(self.rate, self.sharing, self.sessions, self.seed)
+
+    @property
+    def key(self) -> str:
+        """A stable text that no other point has."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def setting(self) -> tuple[tuple[str, float], ...]:
+        """The given values, without policy and seed."""
+        values = asdict(self)
+        return tuple((n, values[n]) for n in _SWEPT if n != "seed" and values[n] is not None)
+
+
+_LEAST: Mapping[str, float] = {"workers": 1, "rate": 0, "sharing": 0, "sessions": 1, "seed": 0}
+_MOST: Mapping[str, float] = {"sharing": 1, "workers": 100_000}
+_WHOLE = {"workers", "sessions", "seed"}
+_SWEPT = tuple(field.name for field in fields(Point) if field.name != "policy")
+
+
+def parse_sweep(text: str) -> tuple[str, list[float]]:
+    """Read `rate=0.1,0.2`: a field of `Point` and its values. Raises SimulationError."""
+    name, _, listed = text.partition("=")
+    if name not in _SWEPT:
+        raise SimulationError("--sweep", f"no {name!r}; there are {', '.join(_SWEPT)}")
+    values = [_value(name, value) for value in listed.split(",")]
+    if len(set(values)) < len(values):  # the same seed is no second sample
+        raise SimulationError("--sweep", f"a value is given twice: {listed}", name)
+    return name, values
+
+
+def points(policies: Sequence[str], sweeps: Mapping[str, Sequence[float]]) -> Iterator[Point]:
+    """Yield all combinations, the policies of each together.
+
+    Raises SimulationError for an unknown policy, one given twice, and none at all.
+    """
+    if not policies:
+        raise SimulationError("--policies", "names none, e.g. ownerserve,dynamo_kv")
+    if len(set(policies)) < len(policies):
+        raise SimulationError("--policies", f"one is given twice: {','.join(policies)}")
+    for policy in policies:
+        parse_policy(policy)
+    names = [name for name in _SWEPT if name in sweeps]
+    for values in product(*(sweeps[name] for name in names)):
+        for policy in policies:
+            made = dict(zip(names, values, strict=True))
+            whole = {n: int(v) if n in _WHOLE else v for n, v in made.items()}
+            yield Point(policy, **whole)  # type: ignore[arg-type]
+
+
+def _value(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    good = _LEAST[name] <= value <= _MOST.get(name, 1e12)
+    if not good or (name in _WHOLE and value != int(value)) or (name == "rate" and not value):
+        problem = f"{text!r} is no {'whole ' if name in _WHOLE else ''}number in its range"
+        raise SimulationError("--sweep", problem, name)
+    return value
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What every point of a sweep is made from."""
+    """The files that every simulation of a sweep reads."""
 
     trace: Path
     format: str | None
     fleet: Path
 
     def digest(self) -> str:
-        """Of the format's version, the fleet's file, the profiles beside it that it may name, and
-        the trace's name and size: results of other inputs are not taken up again."""
+        """Hash the format's version, the fleet's file with its profiles, and the trace's name and
+        size. Results of other inputs are not used again."""
         found = sha256(f"{RESULTS_FORMAT} {self.format} {self.trace.name}".encode())
         files = sorted(self.trace.iterdir()) if self.trace.is_dir() else [self.trace]
         found.update(repr([(file.name, file.stat().st_size) for file in files]).encode())
@@ -46,10 +124,10 @@ class Inputs:
 
 
 class ResultFile:
-    """The lines of a sweep: one for each point that is done, written as it is done."""
+    """The results of a sweep, a line for each point, written as soon as it is simulated."""
 
     def __init__(self, path: Path, digest: str) -> None:
-        """Raises SimulationError where the file is of other inputs, or no file of results."""
+        """Raises SimulationError if the file has other inputs, or is no file of results."""
         self._path, self._digest = path, digest
         self._lines: dict[str, str] = {}
         if path.exists():
@@ -59,7 +137,7 @@ class ResultFile:
         return point.key in self._lines
 
     def add(self, point: Point, result: Mapping[str, Any]) -> None:
-        """Write one more line."""
+        """Append a line."""
         document = {"inputs": self._digest, "point": json.loads(point.key), **result}
         line = json.dumps(document)
         self._lines[point.key] = line
@@ -67,7 +145,7 @@ class ResultFile:
             file.write(f"{line}\n")
 
     def ordered(self, wanted: Iterable[Point]) -> list[dict[str, Any]]:
-        """The results of those points; the file has them in that order from now on, first."""
+        """Return the results of those points, and rewrite the file in their order, others last."""
         keys = [point.key for point in wanted]
         known = set(keys)
         others = [key for key in self._lines if key not in known]
@@ -90,7 +168,7 @@ class ResultFile:
                 problem = "of another trace, fleet or version: name another --out"
                 raise SimulationError(str(self._path), problem, line=number)
             self._lines[key] = line
-        if last:  # written while something was killed
+        if last:  # the process was killed while it wrote
             self._path.write_text(text[: len(text) - len(last)])
 
 
@@ -101,7 +179,7 @@ def run(
     processes: int,
     progress: Callable[[Point], None],
 ) -> None:
-    """Simulate every point that has no result yet. `progress` is told of each that is done."""
+    """Simulate every point without a result. `progress` is called after each."""
     left = [point for point in wanted if point not in results]
     for point, result in _simulated(inputs, left, processes):
         results.add(point, result)
@@ -126,11 +204,9 @@ def _simulated(
 
 
 def simulate_point(inputs: Inputs, point: Point) -> dict[str, Any]:
-    """One point's result as plain values."""
+    """Return the result of one point as plain values."""
     fleet = read_fleet(inputs.fleet)
     if point.workers is not None:
         fleet = fleet.of_size(point.workers)
     trace = open_trace(inputs.trace, inputs.format)
-    if is_oracle(point.policy):
-        return oracle_result(point.policy, trace, fleet, point.workload)
     return simulate(trace, fleet, parse_policy(point.policy), point.workload).as_json()

@@ -1,6 +1,9 @@
-"""Request traces: one model of sessions and requests, and where they come from.
+"""Request traces: one model of sessions and requests, and the readers of recorded traces.
 
-Owns the readers of recorded traces, the synthetic generator, the bootstrap and the statistics.
-May import `hetero_connector.errors` and nothing else of the package. A new format is a reader
-module that yields `Session`s and a line in `formats.py`.
+- `session`, `block_runs`: the model. `readers`: every format, `agent_sessions` one of them.
+- `lines`: lines of files, with errors that name the line. `prefix_tree`: prompts by their blocks.
+- `statistics`, `tables`: what `heterocache trace stats` prints.
+
+May import `hetero_connector.errors` and nothing else of the project. A new format is a function
+that returns a `Trace`, and a line in `readers.READERS`.
 """

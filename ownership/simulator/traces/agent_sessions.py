@@ -2,9 +2,9 @@
 
 A line is `{"id", "block_size", "tool_tokens", "system_tokens", "requests": [...]}`; a request has
 `t` (seconds since the session's start), `in` and `out` tokens, `runs` (`[[first, count], ...]` of
-its full blocks) or `hash_ids` (the same one by one), `input_types`, `model`, and where they were
-recorded `api_time` and `think_time` in seconds. An entry of type `subagent` holds `requests` of its
-own, timed from its start, in the parent's id space.
+its full blocks) or `hash_ids` (the same ids one by one), `input_types`, `model`, and optionally
+`api_time` and `think_time` in seconds. An entry of type `subagent` has `requests` of its own, timed
+from its start, with ids of the parent's id space.
 
 Source: https://github.com/callanjfox/kv-cache-tester, `docs/trace_replay_tester.md`; its `traces/`
 is a directory with a file of one such line for each session.
@@ -22,15 +22,22 @@ from msgspec import Meta
 
 from hetero_connector.errors import TraceError
 from ownership.simulator.traces.block_runs import BlockRuns
-from ownership.simulator.traces.lines import BlockId, Count, Line, Time, Tokens, read_lines
-from ownership.simulator.traces.prompts import PromptReader
+from ownership.simulator.traces.lines import (
+    BlockId,
+    Count,
+    Line,
+    PromptReader,
+    Time,
+    Tokens,
+    read_lines,
+)
 from ownership.simulator.traces.session import Request, Session, Trace, Trigger, in_time_order
 
 FORMAT = "agent-sessions"
 
 
 class _Call(msgspec.Struct, tag_field="type", gc=False):
-    """A request as it is written."""
+    """A request in the file."""
 
     t: Time
     input_tokens: Tokens = msgspec.field(name="in")
@@ -66,7 +73,7 @@ class _Session(msgspec.Struct):
 
 
 def read(path: Path) -> Trace:
-    """The sessions of a file or of a directory's files; the block size is the first line's.
+    """Read the sessions of a file or of a directory's files; the first line has the block size.
 
     Raises:
         TraceError: the file cannot be read or its first line is not a session.
@@ -115,7 +122,7 @@ class _SessionReader:
         self._made: list[Request] = []
 
     def requests(self) -> tuple[Request, ...]:
-        """In the order they were sent; a subagent's are a fork after the request before it."""
+        """Return them in the order they were sent; a subagent forks from the request before it."""
         last: int | None = None
         for index, entry in enumerate(self._session.requests):
             where = f"requests[{index}]"
@@ -138,7 +145,7 @@ class _SessionReader:
             before = self._made[parent]
             if offset_s < before.offset_s:
                 raise self._line.error("is before the request that it follows", f"{where}.t")
-            if think_s is None:  # of a subagent's first request, or not recorded
+            if think_s is None:  # a subagent's first request, or not recorded
                 think_s = max(0.0, offset_s - before.offset_s - (before.service_s or 0.0))
         self._made.append(
             Request(
@@ -167,7 +174,7 @@ class _SessionReader:
 
 
 def _trigger(input_types: list[str]) -> Trigger:
-    """A tool's answer alone; where a person wrote too, the person is who was waited for."""
+    """Return the source of the new text; if both a person and a tool wrote, it is the person."""
     if "text" in input_types:
         return Trigger.USER
     return Trigger.TOOL_RESULT if "tool_result" in input_types else Trigger.UNKNOWN

@@ -1,7 +1,6 @@
 """The block ids of a prompt, run-length coded.
 
-A prompt of 100,000 tokens is 1,500 blocks but rarely more than a few runs of consecutive ids, so
-that everything that can be said about runs is said without ever listing the blocks.
+A prompt of 100,000 tokens has 1,500 blocks but rarely more than a few runs of consecutive ids.
 """
 
 from __future__ import annotations
@@ -13,23 +12,23 @@ import numpy as np
 import numpy.typing as npt
 
 _FEW = 512
-"""Ids up to which a loop is faster."""
+"""Number of ids up to which a loop is faster than numpy."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRuns:
     """Ids of a prompt's blocks in order, as `(first id, number of ids)` runs.
 
-    Ids name prefixes: two prompts of a trace have the same id at a position if and only if all
-    their blocks up to there are equal (the readers see to it). No run is empty, and neighbouring
-    runs do not continue each other; so equal prompts have equal runs.
+    An id names a prefix: two prompts of a trace have the same id at a place if and only if all
+    their blocks up to there are equal (the readers ensure it). No run is empty, and none continues
+    the run before it; so equal prompts have equal runs.
     """
 
     runs: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of_runs(cls, runs: Iterable[tuple[int, int]]) -> BlockRuns:
-        """From runs that may be empty or continue each other."""
+        """Make it from runs that may be empty or continue each other."""
         merged: list[tuple[int, int]] = []
         for first, count in runs:
             if merged and merged[-1][0] + merged[-1][1] == first:
@@ -40,7 +39,7 @@ class BlockRuns:
 
     @classmethod
     def of_ids(cls, ids: npt.ArrayLike) -> BlockRuns:
-        """From ids one by one (`[num_blocks] int64`)."""
+        """Make it from single ids (`[num_blocks] int64`)."""
         if isinstance(ids, list) and len(ids) < _FEW:
             return cls._of_few(ids)
         array = np.asarray(ids, dtype=np.int64)
@@ -52,7 +51,6 @@ class BlockRuns:
 
     @classmethod
     def _of_few(cls, ids: list[int]) -> BlockRuns:
-        """The same: numpy's calls take longer than a prompt of the usual length."""
         runs, first, last = [], 0, -2
         for block in ids:
             if block != last + 1:
@@ -66,14 +64,14 @@ class BlockRuns:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks."""
         blocks = 0
         for _, count in self.runs:  # a loop is faster than a sum of so few
             blocks += count
         return blocks
 
     def ids(self) -> npt.NDArray[np.int64]:
-        """Every id (`[num_blocks] int64`); made anew at each call."""
+        """Return every id (`[num_blocks] int64`), in a new array."""
         if not self.runs:
             return np.empty(0, dtype=np.int64)
         runs = np.asarray(self.runs, dtype=np.int64)
@@ -83,7 +81,7 @@ class BlockRuns:
         return ids
 
     def shared_with(self, other: BlockRuns) -> int:
-        """How many leading blocks both prompts share."""
+        """Return the number of leading blocks that both prompts share."""
         shared = 0
         for (first, count), (other_first, other_count) in zip(self.runs, other.runs, strict=False):
             if first != other_first:
@@ -94,7 +92,7 @@ class BlockRuns:
         return shared
 
     def head(self, num_blocks: int) -> BlockRuns:
-        """The first `num_blocks` blocks (all of them if there are fewer)."""
+        """Return the first `num_blocks` blocks, or all if there are fewer."""
         kept: list[tuple[int, int]] = []
         for first, count in self.runs:
             if count >= num_blocks:
@@ -106,7 +104,7 @@ class BlockRuns:
         return BlockRuns(tuple(kept))
 
     def tail(self, skipped_blocks: int) -> BlockRuns:
-        """What follows the first `skipped_blocks` blocks."""
+        """Return the blocks after the first `skipped_blocks`."""
         for at, (first, count) in enumerate(self.runs):
             if skipped_blocks < count:
                 cut = (first + skipped_blocks, count - skipped_blocks)
@@ -115,12 +113,5 @@ class BlockRuns:
         return BlockRuns()
 
     def shifted(self, by: int) -> BlockRuns:
-        """The same blocks under ids that are `by` greater."""
+        """Return blocks with ids that are greater by `by`."""
         return BlockRuns(tuple((first + by, count) for first, count in self.runs))
-
-    def chunk_ids(self, blocks_per_chunk: int) -> npt.NDArray[np.int64]:
-        """Names of the full chunks of `blocks_per_chunk` blocks: each the id of its last block.
-
-        Since an id names the whole prefix that ends with it, so does the chunk's.
-        """
-        return self.ids()[blocks_per_chunk - 1 :: blocks_per_chunk]

@@ -1,4 +1,4 @@
-"""Lines of trace files, plain or gzip, and errors that say where in it something is wrong."""
+"""Lines of trace files, plain or gzip, checked with errors that name file, line and field."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import msgspec
 from msgspec import Meta
 
 from hetero_connector.errors import TraceError
+from ownership.simulator.traces.block_runs import BlockRuns
+from ownership.simulator.traces.prefix_tree import PrefixTree
 
-# What a field may hold, for the readers' structures.
 Time = Annotated[float, Meta(ge=0, lt=1e15)]
 """In the format's own unit."""
 Tokens = Annotated[int, Meta(ge=0, lt=2**48)]
@@ -38,11 +39,11 @@ class Line:
     text: bytes
 
     def error(self, problem: str, field: str | None = None) -> TraceError:
-        """An error that names file and line."""
+        """Return an error that names file and line."""
         return TraceError(self.source, problem, line=self.number, field=field)
 
     def decoded(self, decoder: msgspec.json.Decoder[_T]) -> _T:
-        """What the decoder makes of it.
+        """Decode the line.
 
         Raises:
             TraceError: it is not JSON, or a field is missing, of the wrong type or out of range.
@@ -59,7 +60,7 @@ class Line:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """Every line that is not blank; of a directory, those of its JSON and CSV files by name.
+    """Yield every line that is not blank; of a directory, those of its JSON and CSV files by name.
 
     Raises:
         TraceError: a file cannot be read, or its gzip stream is damaged or ends early.
@@ -90,7 +91,7 @@ def _lines_of(path: Path) -> Iterator[Line]:
 
 
 def _open(path: Path) -> IO[bytes]:
-    """The file's bytes, decompressed where it starts like a gzip file, whatever its name."""
+    """Open a file, decompressed if it starts like a gzip file, whatever its name."""
     try:
         with path.open("rb") as file:
             zipped = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
@@ -100,8 +101,37 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _field(found: re.Match[str] | None, problem: str) -> str | None:
-    """The field at fault: msgspec names a missing one in its text, every other by its path."""
+    """Return the wrong field. msgspec names a missing one in its text, others by their path."""
     parts = [found["field"]] if found else []
     if missing := re.search(r"missing required field `(.+?)`", problem):
         parts.append(missing[1])
     return ".".join(part for part in parts if part) or None
+
+
+class PromptReader:
+    """Checks the prompts of one id space, and gives their blocks ids that name prefixes.
+
+    Some recordings name blocks by their prefix, some by their content, and some do not say. After
+    this all ids are those of a radix tree, as `BlockRuns` promises.
+    """
+
+    def __init__(self, block_tokens: int, first_id: int = 0) -> None:
+        self._block_tokens = block_tokens
+        self._tree = PrefixTree(first_id)
+
+    @property
+    def next_id(self) -> int:
+        """A number greater than every id so far."""
+        return self._tree.next_name
+
+    def blocks(self, recorded: BlockRuns, input_tokens: int, line: Line, field: str) -> BlockRuns:
+        """Return the prompt with its new ids.
+
+        Raises:
+            TraceError: a prompt of `input_tokens` does not have that many blocks.
+        """
+        size, have = self._block_tokens, recorded.num_blocks
+        if not input_tokens - size < have * size < input_tokens + size:
+            problem = f"{have} blocks of {size} tokens do not make a prompt of {input_tokens}"
+            raise line.error(problem, field)
+        return self._tree.add(recorded).names

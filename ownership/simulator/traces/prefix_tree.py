@@ -1,7 +1,7 @@
-"""A counted radix tree over prompts: what is shared, how often, and since when.
+"""A radix tree over prompts that counts what they share.
 
-Its edges are runs of block ids, so that adding a prompt costs its runs and the nodes on its path,
-however many blocks they are.
+Its edges are runs of block ids, so adding a prompt costs its runs and the nodes on its path,
+however many blocks it has.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ _Runs = tuple[tuple[int, int], ...]
 
 
 class Touched(NamedTuple):
-    """Neighbouring blocks of a prompt that the same earlier prompt was the last to use."""
+    """Consecutive blocks of a prompt that the same earlier prompt used last."""
 
     num_blocks: int
     last_use: int
-    """The `use` that prompt was added with."""
+    """The `use` of that prompt."""
 
 
 class Added(NamedTuple):
-    """What the tree knew of a prompt when it came."""
+    """The part of a prompt that was in the tree before, and its new ids."""
 
     known_blocks: int
-    """Leading blocks that were there already."""
+    """Leading blocks that were in the tree."""
     names: BlockRuns
-    """The prompt under ids that name prefixes (see `BlockRuns`), whatever its own ids name."""
+    """The prompt with ids that name prefixes (see `BlockRuns`)."""
     touched: tuple[Touched, ...]
     """The known blocks, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """A node of the tree: blocks that the same prompts, and only they, share."""
+    """A node of the tree: blocks that exactly the same prompts share."""
 
     depth_blocks: int
-    """Blocks before them."""
+    """Number of blocks before them."""
     num_blocks: int
     prompts: int
 
 
 class _Node:
-    """Blocks without a fork; `name` is the first of their names, which are consecutive."""
+    """Blocks without a fork. Their names are consecutive from `name` on."""
 
     __slots__ = ("children", "label", "last_use", "name", "num_blocks", "prompts")
 
@@ -57,7 +57,7 @@ class _Node:
         self.children: dict[int, _Node] = {}
 
     def split(self, at: int) -> None:
-        """Cut behind `at` blocks; what follows becomes the only child."""
+        """Cut after `at` blocks; the rest becomes the only child."""
         label = BlockRuns(self.label)
         rest = _Node(label.tail(at).runs, self.num_blocks - at, self.name + at)
         rest.prompts, rest.last_use, rest.children = self.prompts, self.last_use, self.children
@@ -66,7 +66,7 @@ class _Node:
 
 
 class _Rest:
-    """What of a prompt is still to be found: a place in its runs."""
+    """The rest of a prompt that is not matched yet: a place in its runs."""
 
     __slots__ = ("_index", "_runs", "_skipped", "at_end", "first")
 
@@ -76,7 +76,7 @@ class _Rest:
         self.first = runs[0][0] if runs else -1
 
     def take_shared(self, label: _Runs) -> int:
-        """Move past as many blocks as the label begins with, and say how many they were."""
+        """Skip the blocks that the label begins with, and return their number."""
         runs, index, skipped = self._runs, self._index, self._skipped
         shared = 0
         for label_first, label_count in label:
@@ -99,21 +99,21 @@ class _Rest:
         return shared
 
     def runs(self) -> _Runs:
-        """The blocks not yet taken."""
+        """Return the blocks that are left."""
         first, count = self._runs[self._index]
         head = (first + self._skipped, count - self._skipped)
         return (head, *self._runs[self._index + 1 :])
 
 
 class PrefixTree:
-    """Prompts by their blocks; two prompts meet as far as their ids are equal from the start on."""
+    """Prompts by their blocks. Two prompts share a path as far as their ids are equal."""
 
     def __init__(self, first_name: int = 0) -> None:
         self._root = _Node((), 0, 0)
         self.next_name = first_name
 
     def add(self, blocks: BlockRuns, use: int = 0) -> Added:
-        """Count a prompt in, used at `use` (a number that grows from prompt to prompt)."""
+        """Add a prompt, used at `use` (a number that grows from prompt to prompt)."""
         node, known, rest = self._root, 0, _Rest(blocks.runs)
         names: list[tuple[int, int]] = []
         touched: list[Touched] = []
@@ -145,7 +145,7 @@ class PrefixTree:
         return leaf
 
     def prefixes(self) -> Iterator[SharedPrefix]:
-        """Every node, parents before their children."""
+        """Yield every node, parents before their children."""
         waiting = [(0, child) for child in self._root.children.values()]
         while waiting:
             depth, node = waiting.pop()
@@ -153,7 +153,7 @@ class PrefixTree:
             waiting.extend((depth + node.num_blocks, child) for child in node.children.values())
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where a node's children contradict it."""
+        """Raise AssertionError if a node contradicts its children."""
         waiting = list(self._root.children.items())
         named: list[tuple[int, int]] = []
         while waiting:

@@ -1,8 +1,7 @@
-"""What every trace is made of: sessions of requests.
+"""The model of every trace: sessions of requests.
 
-Times are seconds, lengths are tokens. Block ids hold for the whole trace and name prefixes (see
-`BlockRuns`): where a recording numbers them per session, or names blocks by their content alone,
-its reader renumbers them.
+Times are seconds, lengths are tokens. Block ids are those of the whole trace and name prefixes (see
+`BlockRuns`). If a recording numbers blocks per session or by content, its reader renames them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from ownership.simulator.traces.block_runs import BlockRuns
 
 
 class Trigger(Enum):
-    """What the client answers with: what is new in a prompt."""
+    """The source of the new text in a prompt."""
 
     USER = "user"
     TOOL_RESULT = "tool_result"
@@ -28,28 +27,27 @@ class Request:
     """One call of the model."""
 
     offset_s: float
-    """When it was sent, since the session's start; as recorded."""
+    """Recorded time when it was sent, since the session's start."""
     input_tokens: int
     output_tokens: int
     blocks: BlockRuns
-    """Of the prompt. The last block may be partial (then they reach past `input_tokens`), or a
-    partial one may be missing (then they end before it)."""
+    """Blocks of the prompt. A partial last block may be included or left out."""
     parent: int | None = None
-    """Index in the session of the request whose answer this one waits for; None: of none. Two
-    requests with the same parent are a fork."""
+    """Index in the session of the request whose answer this one waits for, if any. Two requests
+    with the same parent are a fork."""
     think_s: float | None = None
-    """Between the parent's answer and this request: a tool ran or a person read. None: not
-    recorded; then it is sent at `offset_s`, though not before that answer."""
+    """Time between the parent's answer and this request, in which a tool ran or a person read.
+    None: not recorded; then it is sent at `offset_s`, but not before that answer."""
     service_s: float | None = None
-    """What the recorded server took to answer; for comparison, never for replay."""
+    """Time that the recorded server took to answer; never used for replay."""
     trigger: Trigger = Trigger.UNKNOWN
     model: str | None = None
-    """Which model was called, where the trace says so."""
+    """The model that was called, if recorded."""
     answered: BlockRuns | None = None
-    """The full blocks of the prompt with its answer behind it, where they are known."""
+    """The full blocks of the prompt with its answer, if they are known."""
 
     def covered_tokens(self, num_blocks: int, block_tokens: int) -> int:
-        """Prompt tokens in the first `num_blocks` blocks."""
+        """Return the number of prompt tokens in the first `num_blocks` blocks."""
         return min(num_blocks * block_tokens, self.input_tokens)
 
 
@@ -60,27 +58,27 @@ class Session:
     id: str
     requests: tuple[Request, ...]
     start_s: float | None = None
-    """When its first request was sent, since the trace's start; None: not recorded."""
+    """Time of its first request since the trace's start; None: not recorded."""
     preamble_tokens: int = 0
-    """Tools and system prompt at the head of the first prompt, which other sessions may share."""
+    """Tools and system prompt at the start of the first prompt, which other sessions may share."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Sessions in order of their start (in file order where no start is recorded).
+    """Sessions in the order of their starts, or of the file if no start is recorded.
 
-    Iterating reads the source again and again yields the same sessions; nothing is kept.
+    Each iteration reads the source again and yields the same sessions; nothing is kept in memory.
     """
 
     source: str
-    """File, or how it was made; for messages and reports."""
+    """The file, or a description; for messages and reports."""
     format: str
     block_tokens: int
     sessions: Callable[[], Iterator[Session]]
     starts_recorded: bool = True
-    """Whether every session has a `start_s`, or none: then arrivals must be invented."""
+    """True if every session has a `start_s`; otherwise none has, and arrivals must be invented."""
     caveats: tuple[str, ...] = ()
-    """What the recording leaves open: sentences that belong into every report on it."""
+    """Sentences that every report must print: what the recording does not say."""
 
     def __iter__(self) -> Iterator[Session]:
         """Yield the sessions, reading as it goes.
@@ -92,7 +90,7 @@ class Trace:
 
 
 def in_time_order(requests: Sequence[Request]) -> tuple[Request, ...]:
-    """A session's requests by when they were sent, where branches were listed one by one.
+    """Sort the requests of a session whose branches were listed one after the other.
 
     A parent comes before its children in both orders.
     """

@@ -1,22 +1,47 @@
-"""Statistics of a trace as Markdown and as JSON."""
+"""`heterocache trace stats`: the statistics of a trace as Markdown and as JSON."""
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from ownership.simulator.traces.samples import Samples
-from ownership.simulator.traces.session import Trigger
-from ownership.simulator.traces.statistics import TraceStatistics
+from tqdm import tqdm
+
+from ownership.simulator.traces.readers import open_trace
+from ownership.simulator.traces.session import Trace, Trigger
+from ownership.simulator.traces.statistics import Samples, TraceStatistics, measure
 
 REUSE_WITHIN_S = (10, 60, 300, 3600)
 SHARED_BY = (1, 2, 10, 100, 1000)
 _ANSWERED = {Trigger.USER: "a person", Trigger.TOOL_RESULT: "a tool", Trigger.UNKNOWN: "unknown"}
 
 
-def as_markdown(found: TraceStatistics) -> str:
-    """A heading, the caveats and three tables."""
+def print_stats(path: Path, format: str | None, *, as_json: bool) -> None:
+    """Print the statistics of a trace file.
+
+    Raises:
+        TraceError: the file is not a trace of the format; names file, line and field.
+    """
+    found = measure(_with_progress(open_trace(path, format)))
+    print(json.dumps(to_json(found), indent=2) if as_json else to_markdown(found))
+
+
+def _with_progress(trace: Trace) -> Trace:
+    """Add a progress bar, if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        return trace
+    bar = partial(tqdm, trace, unit=" sessions", desc="read", leave=False)
+    return replace(trace, sessions=lambda: iter(bar()))
+
+
+def to_markdown(found: TraceStatistics) -> str:
+    """Return a heading, the caveats and three tables."""
     lines = [f"# {found.source} ({found.format}, {found.block_tokens}-token blocks)", ""]
     lines += [f"- {caveat}" for caveat in found.caveats]
     lines += [""] if found.caveats else []
@@ -32,8 +57,8 @@ def as_markdown(found: TraceStatistics) -> str:
     return "\n".join(lines).rstrip()
 
 
-def as_json(found: TraceStatistics) -> dict[str, Any]:
-    """The same figures under their names, in tokens and seconds."""
+def to_json(found: TraceStatistics) -> dict[str, Any]:
+    """Return the figures by name, in tokens and seconds."""
     return {
         "source": found.source,
         "format": found.format,
@@ -71,7 +96,7 @@ def _totals(found: TraceStatistics) -> Iterator[tuple[str, str]]:
     for limit_s in REUSE_WITHIN_S:
         if found.reuse_s.total:
             share = found.reuse_s.share_up_to(limit_s)
-            yield f"of what comes back, within {limit_s:,} s", f"{share:.1%}"
+            yield f"of reused tokens, within {limit_s:,} s", f"{share:.1%}"
     for share, tokens in found.prefixes.longest.items():
         yield f"longest prefix of at least {share:.0%} of the prompts", f"{tokens:,} tokens"
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
+from benchmarks.synthetic_sessions import CODING_AGENT, Geometric, LogNormal, synthetic
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.compute_model import (
     ComputeCoefficients,
@@ -18,14 +20,11 @@ from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.presets import PRESETS
 from ownership.scheduling.fleet import Role
 from ownership.simulator.fleet_file import FleetSpec
-from ownership.simulator.machine.batching import EngineLimits
+from ownership.simulator.machine.engine import EngineLimits
 from ownership.simulator.machine.worker import WorkerSpec
 from ownership.simulator.state.memory import TierBytes
 from ownership.simulator.traces.block_runs import BlockRuns
 from ownership.simulator.traces.session import Request, Session, Trace
-from ownership.simulator.traces.starts import PoissonStarts
-from ownership.simulator.traces.synthetic import synthetic
-from ownership.simulator.traces.synthetic_spec import CODING_AGENT
 
 GIB = 1 << 30
 DENSE, HYBRID = "llama-3.1-8b", "deepseek-v4-flash"
@@ -74,8 +73,7 @@ def fleet(
 ) -> FleetSpec:
     found = cost_model or costs(model, step_tokens=limits.step_tokens)
     workers = tuple(
-        WorkerSpec(f"w{i}", found, capacity, 5e9, roles[i] if roles else Role.BOTH)
-        for i in range(count)
+        WorkerSpec(f"w{i}", found, capacity, roles[i] if roles else Role.BOTH) for i in range(count)
     )
     return FleetSpec("test", model, preset(model), workers, limits, {}, chunk_tokens)
 
@@ -88,21 +86,17 @@ def preset(model: str) -> ModelSpec:
 
 def agents(sessions: int = 12, rate: float = 0.05, seed: int = 0, block_tokens: int = 64) -> Trace:
     """Synthetic agent sessions of a few turns, some of which fork."""
-    spec = CODING_AGENT.replaced(
-        {
-            "turns": "geometric(mean=8)",
-            "fork_fraction": 0.1,
-            "first_tokens": "lognormal(p50=2000, p90=9000)",
-            "preamble_tokens": "lognormal(p50=1500, p90=4000)",
-            "output_tokens": "lognormal(p50=40, p90=200)",
-            "context_tokens": 30_000,
-            "summary_tokens": "lognormal(p50=500, p90=1000)",
-        }
+    spec = replace(
+        CODING_AGENT,
+        turns=Geometric(8),
+        fork_fraction=0.1,
+        first_tokens=LogNormal(2000, 9000),
+        preamble_tokens=LogNormal(1500, 4000),
+        output_tokens=LogNormal(40, 200),
+        context_tokens=30_000,
+        summary_tokens=LogNormal(500, 1000),
     )
-    starts = PoissonStarts(rate)
-    return synthetic(
-        spec, num_sessions=sessions, starts=starts, block_tokens=block_tokens, seed=seed
-    )
+    return synthetic(spec, sessions=sessions, rate=rate, block_tokens=block_tokens, seed=seed)
 
 
 def trace_of(*sessions: Session, block_tokens: int = 256) -> Trace:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hetero_connector.planner.cost_model import RequestOverhead
-from ownership.simulator.machine.batching import EngineLimits
+from ownership.simulator.machine.engine import EngineLimits
 from ownership.simulator.state.memory import TierBytes
 from ownership.simulator.traces.session import Session, Trigger
 from tests.ownership.simulator.checked_runs import figures

@@ -12,8 +12,7 @@ from hetero_connector.planner.profile import CostProfile, ProfileSubject
 from hetero_connector.spec.presets import PRESETS
 from ownership.scheduling.fleet import Link, Role
 from ownership.simulator.fleet_file import read_fleet
-from ownership.simulator.machine.hardware import HARDWARE
-from ownership.simulator.machine.models import COMPUTE
+from ownership.simulator.machine.costs import COMPUTE, HARDWARE
 
 GOOD = """
 model: llama-3.1-8b

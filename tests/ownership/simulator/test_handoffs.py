@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from hetero_connector.planner.cost_model import HandoffCost
 from ownership.scheduling.fleet import Role
-from ownership.simulator.fleet_file import Failure, FleetSpec
+from ownership.simulator.fleet_file import FleetSpec
 from ownership.simulator.traces.session import Session
 from tests.ownership.simulator.checked_runs import figures
 from tests.ownership.simulator.small_fleets import COMPUTE, costs, fleet, prompt, trace_of
@@ -18,11 +16,11 @@ COST = HandoffCost(0.3, 1e-5)
 PREFILL_S = COMPUTE.step_s + 8_192 * COMPUTE.token_s + COMPUTE.attention_s * 8_192**2 / 2
 
 
-def apart(cost: HandoffCost, *failures: Failure) -> FleetSpec:
+def apart(cost: HandoffCost) -> FleetSpec:
     cost_model = costs(bytes_per_s=100e9)
     cost_model.handoff = cost
     roles = (Role.PREFILL, Role.DECODE, Role.DECODE)
-    return replace(fleet(3, roles=roles, cost_model=cost_model), failures=failures)
+    return fleet(3, roles=roles, cost_model=cost_model)
 
 
 def test_a_first_token_is_later_by_it() -> None:
@@ -35,12 +33,3 @@ def test_a_first_token_is_later_by_it() -> None:
 def test_who_decodes_what_it_prefilled_pays_nothing() -> None:
     free, dear = (figures(TRACE, apart(cost), "colocated") for cost in (HandoffCost(), COST))
     assert dear == free
-
-
-@pytest.mark.parametrize(("dead", "resent"), [("w0", 0), ("w1", 1)])
-def test_a_worker_that_dies_meanwhile_is_done_without(dead: str, resent: int) -> None:
-    """A failed prefill is computed by the decoder; a failed decoder is replaced by another."""
-    spec = apart(COST, Failure(dead, PREFILL_S + 0.1, 100.0))
-    found = figures(TRACE, spec, "static_pd")
-    assert (found.requests, found.resent) == (1, resent)
-    assert found.ttft_p50_s > PREFILL_S + 0.3

@@ -10,7 +10,6 @@ from ownership.scheduling.admission import GatedPolicy
 from ownership.scheduling.ownerserve import OwnerServe
 from ownership.simulator.machine.worker import CachePolicy
 from ownership.simulator.policies import parse_policy
-from ownership.simulator.state.memory import TierBytes
 from tests.ownership.simulator.small_fleets import fleet
 
 
@@ -21,16 +20,12 @@ def test_a_name_is_a_policy_with_its_defaults() -> None:
 
 
 def test_options_follow_the_name() -> None:
-    text = "colocated+checkpoints=periodic:4+eviction=session+restores=never_load+replay=on"
+    text = "colocated+checkpoints=periodic:4+eviction=lru+restores=never_load"
     spec = parse_policy(f"{text}+tiers=dram+state=paged+ttft=1.5")
-    assert spec.cache == CachePolicy("periodic:4", "session", "never_load", True)
+    assert spec.cache == CachePolicy("periodic:4", "lru", "never_load")
     assert (spec.tiers, spec.state, spec.ttft_objective_s) == ("dram", "paged", 1.5)
     assert parse_policy("colocated+answers=kept").answers == "kept"
-    assert parse_policy("colocated+replicas=hot").replicas == "hot"
     assert parse_policy("colocated+peers=any").peers == "any"
-    assert parse_policy("colocated+ssd_writes=1.5").cache.ssd_bytes_per_day == 3 << 29
-    assert parse_policy("colocated+prefetch=on").cache.prefetch
-    assert parse_policy("colocated+ssd_writes=all").cache.ssd_bytes_per_day is None
     assert isinstance(spec.scheduler(random.Random(0)), GatedPolicy)
     cheaper = parse_policy("ownerserve+copies=1").scheduler(random.Random(0))
     assert isinstance(cheaper, OwnerServe)
@@ -57,12 +52,9 @@ def test_tiers_are_left_out() -> None:
         ("ownerserve+copies=0", "copies: '0' is no number above 0"),
         ("colocated+copies=3", "copies: colocated has no price of copies"),
         ("colocated+ttft=-1", "ttft: '-1' is no number"),
-        ("colocated+prefetch=auto", "prefetch is 'auto'; there are on, off"),
-        ("colocated+ssd_writes=0", "ssd_writes: '0' is no number above 0"),
-        ("colocated+ssd_writes=1e300", "ssd_writes: '1e300' is no number above 0 and below"),
-        ("colocated+replay", "replay is ''"),
+        ("colocated+ttft=1e300", "ttft: '1e300' is no number above 0 and below"),
+        ("colocated+replay=on", "no option 'replay'; there are checkpoints"),
         ("colocated+peers=all", "peers is 'all'; there are named, any"),
-        ("colocated+replicas=cold", "replicas is 'cold'; there are none, hot"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, problem: str) -> None:
@@ -70,12 +62,3 @@ def test_what_is_wrong_is_named(text: str, problem: str) -> None:
         parse_policy(text)
     assert problem in str(raised.value)
     assert repr(text) in str(raised.value)
-
-
-def test_limited_writes_need_dram_before_the_ssd() -> None:
-    workers = [replace(w, capacity=TierBytes(1 << 30, 0, 1 << 30)) for w in fleet(1).workers]
-    problem = "ssd_writes: worker 'w0' has an SSD and no DRAM"
-    with pytest.raises(SimulationError, match=problem):
-        parse_policy("colocated+ssd_writes=8").limited(workers)
-    assert parse_policy("colocated").limited(workers) == workers
-    parse_policy("colocated+ssd_writes=8+tiers=dram").limited(workers)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ownership.scheduling.registry import POLICIES
-from ownership.simulator.machine.batching import EngineLimits
+from ownership.simulator.machine.engine import EngineLimits
 from ownership.simulator.state.chunks import chunk_tokens_for
 from ownership.simulator.state.memory import TierBytes
 from ownership.simulator.state.shape import StateShape

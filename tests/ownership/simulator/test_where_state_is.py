@@ -26,7 +26,7 @@ from tests.ownership.simulator.small_fleets import (
 )
 
 
-def test_a_fetch_brings_the_checkpoint_where_only_that_is_lacking() -> None:
+def test_a_fetch_brings_the_checkpoint_where_only_that_is_missing_ranges() -> None:
     trace = trace_of(Session("a", (prompt(0, 8_192, output=20),), 0.0))
     roles = (Role.PREFILL, Role.DECODE)
     spec = fleet(2, HYBRID, roles=roles, cost_model=costs(HYBRID, bytes_per_s=100e9))
@@ -35,7 +35,7 @@ def test_a_fetch_brings_the_checkpoint_where_only_that_is_lacking() -> None:
     )
     reader = run.workers["w1"].memory
     (request,) = next(iter(trace)).requests
-    reader.dram.add(request.blocks, 32, (), reader.tick())
+    reader.dram.add(request.blocks, 32, (), reader.next_tick())
     run.run()
     assert (
         run.workers["w1"].flows.fetched.chunks,

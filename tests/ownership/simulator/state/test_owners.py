@@ -10,7 +10,7 @@ from hetero_connector.spec.state_types import StateType
 from ownership.directory import CHECKSUM_BYTES, Claim, Copy, Worker
 from ownership.directory.identifiers import Epoch, Token
 from ownership.directory.memory import MemoryDirectory
-from ownership.simulator.state.owners import Owners, Stretch, covers
+from ownership.simulator.state.owners import ChunkOwners, OwnedSpan, are_covered
 from ownership.simulator.traces.block_runs import BlockRuns
 from tests.ownership.simulator.state.few_chunks import names, prompts
 
@@ -22,7 +22,7 @@ class Fleet:
     """Workers that hold what they claim, beside a directory that is told of all of it."""
 
     def __init__(self) -> None:
-        self.owners = Owners(self._owned)
+        self.owners = ChunkOwners(self._owned)
         self.owned: dict[str, dict[int, Token]] = {name: {} for name in WORKERS}
         self.directory = MemoryDirectory(lambda: 0.0)
         self.epochs: dict[str, Epoch] = {}
@@ -89,10 +89,10 @@ def test_what_its_owner_still_has_of_a_chain_stays_its() -> None:
     (chain,) = names([[0, 1, 2, 3, 4]])
     fleet.claim("a", chain.head(4), 0)
     fleet.lose("a", chain, 3, 4)
-    assert fleet.owners.claim("b", chain, 0) == [Stretch(3, "a"), Stretch(5, "b")]
+    assert fleet.owners.claim("b", chain, 0) == [OwnedSpan(3, "a"), OwnedSpan(5, "b")]
     assert fleet.claim("b", chain, 0)[1] == ["a", "a", "a", "b", "b"]
-    assert fleet.owners.claim("b", chain, 4) == [Stretch(5, "b")]
-    assert fleet.owners.claim("c", chain, 2) == [Stretch(3, "a"), Stretch(5, "b")]
+    assert fleet.owners.claim("b", chain, 4) == [OwnedSpan(5, "b")]
+    assert fleet.owners.claim("c", chain, 2) == [OwnedSpan(3, "a"), OwnedSpan(5, "b")]
 
 
 def test_a_hole_is_anybodys() -> None:
@@ -100,7 +100,7 @@ def test_a_hole_is_anybodys() -> None:
     (chain,) = names([[0, 1, 2, 3, 4]])
     fleet.claim("a", chain, 0)
     fleet.lose("a", chain, 1, 3)
-    owned = [Stretch(1, "a"), Stretch(3, "b"), Stretch(5, "a")]
+    owned = [OwnedSpan(1, "a"), OwnedSpan(3, "b"), OwnedSpan(5, "a")]
     assert fleet.owners.claim("b", chain, 0) == owned
-    assert not covers(fleet.owners.owned("a", chain), 0, 5)
-    assert covers(fleet.owners.owned("a", chain), 3, 5)
+    assert not are_covered(fleet.owners.owned("a", chain), 0, 5)
+    assert are_covered(fleet.owners.owned("a", chain), 3, 5)

@@ -64,17 +64,17 @@ def test_runs_hold_what_single_chunks_would(texts: list[list[int]], capacity: in
         runs.check_integrity()
 
 
-@pytest.mark.parametrize("policy", ["lru", "value", "session"])
+@pytest.mark.parametrize("policy", ["lru", "value"])
 @given(prompts, st.integers(0, 300), st.data())
 def test_bytes_are_conserved_and_capacity_holds(
     policy: str, texts: list[list[int]], capacity: int, data: st.DataObject
 ) -> None:
     now = [0]
     value = Value(default_seconds_saved.in_prefills, lambda: now[0])
-    made = {"lru": Lru(), "session": LeafLru(), "value": value}
+    made = {"lru": Lru(), "value": value}
     resident = ResidentChunks(
         SIZES, capacity, made[policy], StateType.DENSE_KV,
-        by_recency=policy != "value", whole_sessions=policy == "session",
+        by_recency=policy != "value",
     )  # fmt: skip
     added = reserved = 0
     for chain in names(texts):
@@ -99,10 +99,10 @@ def test_what_is_pinned_stays() -> None:
     run, *_ = resident.add(one.head(2), 2, (), 1)
     resident.pin(run)
     assert resident.add(other, 3, (), 2)[1] == 2
-    assert resident.find(one).chunks == 2
+    assert resident.match(one).chunks == 2
     resident.unpin(run)
     assert resident.add(other, 3, (), 3)[1] == 1
-    assert resident.find(one).chunks == 1
+    assert resident.match(one).chunks == 1
 
 
 def test_what_was_used_least_recently_goes_even_while_another_is_leaving() -> None:
@@ -113,13 +113,13 @@ def test_what_was_used_least_recently_goes_even_while_another_is_leaving() -> No
     for tick, chain in ((2, older), (3, newest)):
         resident.add(chain, 3, (), tick)
     assert resident.make_room(20) == 20
-    assert resident.find(older).chunks == 2
+    assert resident.match(older).chunks == 2
     resident.unpin(pinned)
     assert resident.make_room(40) == 40
-    assert [resident.find(x).chunks for x in (oldest, older, newest)] == [1, 2, 3]
-    resident.use(resident.find(oldest), 4)
+    assert [resident.match(x).chunks for x in (oldest, older, newest)] == [1, 2, 3]
+    resident.use(resident.match(oldest), 4)
     assert resident.make_room(60) == 60
-    assert [resident.find(x).chunks for x in (oldest, older, newest)] == [1, 0, 3]
+    assert [resident.match(x).chunks for x in (oldest, older, newest)] == [1, 0, 3]
 
 
 def test_a_pin_outlives_a_split() -> None:
@@ -129,7 +129,7 @@ def test_a_pin_outlives_a_split() -> None:
     resident.pin(run)
     resident.add(short, 3, (), 2)
     assert resident.make_room(1000) == 1000 - 40
-    assert (resident.find(long).chunks, resident.find(short).chunks) == (4, 2)
+    assert (resident.match(long).chunks, resident.match(short).chunks) == (4, 2)
     resident.unpin(run)
     assert resident.make_room(1000) == 1000
 
@@ -138,22 +138,12 @@ def test_the_deepest_checkpoint_within_reach() -> None:
     resident = tier(1000)
     chain, branch = names([[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 9]])
     resident.add(chain, 6, [2, 4, 6], 1)
-    found = resident.find(branch)
+    found = resident.match(branch)
     assert (found.chunks, found.deepest_checkpoint(9), found.deepest_checkpoint(3)) == (4, 4, 2)
     assert list(found.checkpoints()) == [4, 2]
     resident.use(found, 2)  # splits the run
-    assert list(resident.find(chain).checkpoints()) == [6, 4, 2]
-    assert resident.find(branch).deepest_checkpoint(1) == 0
-
-
-def test_a_session_goes_as_a_whole() -> None:
-    now = 0
-    resident = ResidentChunks(SIZES, 100, LeafLru(), StateType.DENSE_KV, whole_sessions=True)
-    first, second, third = names([[0, 1, 2, 3], [0, 7, 8], [5] * 6])
-    for now, chain in enumerate((first, second, third), 1):
-        resident.add(chain, chain.num_blocks, (), now)
-    # Room for two more chunks was needed, and three went: what the first shared with nobody.
-    assert [resident.find(x).chunks for x in (first, second, third)] == [1, 3, 6]
+    assert list(resident.match(chain).checkpoints()) == [6, 4, 2]
+    assert resident.match(branch).deepest_checkpoint(1) == 0
 
 
 @given(prompts, st.integers(0, 60))

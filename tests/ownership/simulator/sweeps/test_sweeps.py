@@ -10,9 +10,8 @@ import pytest
 from hetero_connector.errors import SimulationError
 from hetero_connector.tools.cli import EXIT_OK, EXIT_UNUSABLE, main
 from ownership.simulator.sweeps import running
-from ownership.simulator.sweeps.points import Point, parse_sweep, points
-from ownership.simulator.sweeps.running import Inputs, ResultFile
-from ownership.simulator.sweeps.summary import BOUNDED, Estimate, rows
+from ownership.simulator.sweeps.report import Estimate, rows
+from ownership.simulator.sweeps.running import Inputs, Point, ResultFile, parse_sweep, points
 
 FLEET = "model: llama-3.1-8b\nworkers: [{hardware: h200, count: 2, dram_gib: 8, ssd_gib: 32}]\n"
 
@@ -49,58 +48,12 @@ def lines(files: Path, out: str = "out") -> list[dict[str, object]]:
     return found
 
 
-def test_policies_are_told_over_the_oracle(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulated(files, "--policies", "colocated,oracle") == EXIT_OK
-    cells = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
-    over = {x[0].strip("| "): x[1:] for x in cells if x[0].endswith("over oracle")}
-    assert len(over) == 5
-    assert all(float(x[0]) >= 1.0 and x[1] == "1.000 |" for x in over.values())
-    assert "<svg" in (files / "out" / "report.html").read_text()
-
-
-def result(policy: str, seed: int, seconds: float, refused: int = 0) -> dict[str, object]:
-    figures = {"refused": refused, **dict.fromkeys(BOUNDED, seconds)}
-    return {"point": {"policy": policy, "seed": seed}, "figures": figures}
-
-
-def test_over_the_oracle_of_the_same_seed() -> None:
-    """By hand: 3 over 2 and 5 over 4. Of what refuses some there is none."""
-    found = [result("oracle", 0, 2.0), result("oracle", 1, 4.0)]
-    found += [result("colocated", 0, 3.0), result("colocated", 1, 5.0)]
-    found += [result("conductor", 0, 3.0, refused=1), result("conductor", 1, 5.0)]
-    oracle, colocated, conductor = rows(found)
-    name = f"{BOUNDED[0]}_over_oracle"
-    assert oracle.figures[name] == Estimate(1.0, 0.0)
-    assert colocated.figures[name].mean == pytest.approx(1.375)
-    assert colocated.overhead_us is None
-    assert name not in conductor.figures
-
-
-def test_a_policy_is_told_over_the_oracle_of_its_kind() -> None:
-    name = f"{BOUNDED[0]}_over_oracle"
-    kept = [result("oracle+answers=kept", 0, 1.0), result("colocated+answers=kept", 0, 1.5)]
-    lost = [result("oracle", 0, 2.0), result("colocated", 0, 4.0)]
-    for found in (kept + lost, lost + kept):
-        told = {row.policy: row.figures[name].mean for row in rows(found)}
-        assert (told["colocated+answers=kept"], told["colocated"]) == (1.5, 2.0)
-    alone = rows([lost[0], kept[1]])
-    assert name not in alone[1].figures
-
-
-def test_handoffs_at_the_last_token_are_not_told_over_the_oracle() -> None:
-    found = [result("oracle", 0, 2.0), result("static_pd+handoffs=tokens", 0, 3.0)]
-    assert f"{BOUNDED[0]}_over_oracle" not in rows(found)[1].figures
-
-
 def test_a_trace_a_fleet_and_two_policies(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulated(files, "--policies", "ownerserve,colocated+tiers=gpu") == EXIT_OK
     told = capsys.readouterr().out
     assert "| figure | ownerserve | colocated+tiers=gpu |" in told
     assert "Sessions are not recorded" in told
     assert told.strip() == (files / "out" / "report.md").read_text().strip()
-    page = (files / "out" / "report.html").read_text()
-    assert "<svg" in page
-    assert not any(x in page for x in ("<script src", "<link", "<img", "url(http"))
     found = lines(files)
     assert [x["point"]["policy"] for x in found] == ["ownerserve", "colocated+tiers=gpu"]  # type: ignore[index]
     assert all(x["figures"]["requests"] == 12 for x in found)  # type: ignore[index]
@@ -116,9 +69,9 @@ def test_the_same_command_gives_the_same_numbers_in_any_number_of_processes(file
     table = (files / "one" / "report.md").read_text()
     assert "## rate 0.5" in table
     assert "±" in table
-    html = [(files / out / "report.html").read_text() for out in ("one", "two")]
-    measured = [[x for x in page.split("<tr>") if "measured" not in x] for page in html]
-    assert measured[0] == measured[1]
+    tables = [(files / out / "report.md").read_text().splitlines() for out in ("one", "two")]
+    repeated = [[line for line in table if "measured" not in line] for table in tables]
+    assert repeated[0] == repeated[1]
 
 
 def test_what_is_done_is_not_done_again(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

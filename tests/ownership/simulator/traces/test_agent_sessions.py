@@ -11,8 +11,7 @@ from hypothesis import given
 from hetero_connector.errors import TraceError
 from ownership.simulator.traces import agent_sessions
 from ownership.simulator.traces.session import Session, Trigger
-
-from .trace_files import agent_session, call, write_lines
+from tests.ownership.simulator.traces.trace_files import agent_session, call, write_lines
 
 
 def sessions(path: Path) -> list[Session]:

@@ -23,8 +23,6 @@ def test_a_prompt_of_three_runs() -> None:
     assert blocks.runs == ((1, 3), (7, 2), (5, 1))
     assert blocks.num_blocks == 6
     assert blocks.ids().tolist() == [1, 2, 3, 7, 8, 5]
-    assert blocks.chunk_ids(2).tolist() == [2, 7, 5]
-    assert blocks.chunk_ids(4).tolist() == [7]
 
 
 def test_runs_that_continue_each_other_are_one() -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from hetero_connector.tools import cli
-
-from .trace_files import write_lines
+from tests.ownership.simulator.traces.trace_files import write_lines
 
 
 @pytest.fixture
@@ -34,7 +30,7 @@ def test_tables(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "| requests | 2 |",
         "| from first to last arrival | 3 s |",
         "| hit rate of an endless cache, by tokens | 25.00% |",
-        "| of what comes back, within 10 s | 100.0% |",
+        "| of reused tokens, within 10 s | 100.0% |",
         "| longest prefix of at least 50% of the prompts | 1,024 tokens |",
         "| prompt, tokens | 2 | 1,024 | 1,024 | 1,024 | 1,024 | 1,024 | 1,024 |",
         "| time since last use, s (by tokens) | 512 | 3 | 3 | 3 | 3 | 3 | 3 |",
@@ -53,15 +49,6 @@ def test_json(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["think_s"]["user"]["p50"] is None
 
 
-def test_a_picture(trace: Path, tmp_path: Path) -> None:
-    picture = tmp_path / "picture"
-    assert cli.main(["trace", "stats", str(trace), "--plot", str(picture)]) == cli.EXIT_OK
-    head = picture.read_bytes()[:24]
-    assert head[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = struct.unpack(">II", head[16:])
-    assert width > 800 < height * 2
-
-
 def test_what_is_wrong_is_said_and_nothing_is_printed(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,21 +59,9 @@ def test_what_is_wrong_is_said_and_nothing_is_printed(
         ([str(tmp_path / "trace.jsonl.gz" / "x")], "Not a directory"),
         ([str(trace), "--format", "azure"], f"{trace}:1: header: is not TIMESTAMP,"),
         ([str(trace), "--format", "x"], "no format 'x'; there are agent-sessions, mooncake"),
-        ([str(trace), "--plot", str(tmp_path / "no/where.png")], "No such file"),
     ):
         assert cli.main(["trace", "stats", *arguments]) == cli.EXIT_UNUSABLE
         out, error = capsys.readouterr()
         assert out == ""
         assert error.startswith("heterocache: ")
         assert problem in error
-
-
-def test_without_the_extra_it_says_what_to_install(trace: Path, tmp_path: Path) -> None:
-    arguments = ["trace", "stats", str(trace), "--plot", str(tmp_path / "p.png")]
-    program = (
-        f"import sys; sys.modules['matplotlib'] = None; from hetero_connector.tools import cli;"
-        f"sys.exit(cli.main({arguments}))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == cli.EXIT_UNUSABLE
-    assert done.stderr == "heterocache: matplotlib is missing: pip install 'heterocache[sim]'\n"

@@ -1,16 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from benchmarks.synthetic_sessions import CODING_AGENT, Constant, synthetic
 from ownership.simulator.traces import prefix_tree
-from ownership.simulator.traces.arrivals import arrivals
 from ownership.simulator.traces.block_runs import BlockRuns
 from ownership.simulator.traces.prefix_tree import PrefixTree, SharedPrefix, Touched
-from ownership.simulator.traces.starts import PoissonStarts
-from ownership.simulator.traces.synthetic import synthetic
-from ownership.simulator.traces.synthetic_spec import CODING_AGENT
+from ownership.simulator.traces.statistics import arrivals
 
 prompts = st.lists(st.lists(st.integers(0, 4), max_size=9), max_size=12)
 
@@ -83,9 +83,8 @@ def test_a_prompt_costs_the_same_however_many_were_before(monkeypatch: pytest.Mo
     per_prompt = []
     for num_sessions in (20, 200):
         visits, prompts, tree = 0, 0, PrefixTree()
-        starts = PoissonStarts(0.05)
-        spec = CODING_AGENT.replaced({"turns": 20})
-        trace = synthetic(spec, num_sessions=num_sessions, starts=starts, block_tokens=64, seed=0)
+        spec = replace(CODING_AGENT, turns=Constant(20))
+        trace = synthetic(spec, sessions=num_sessions, rate=0.05, block_tokens=64, seed=0)
         for arrival in arrivals(trace):
             tree.add(arrival.request.blocks, prompts)
             prompts += 1

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ownership.simulator.traces.formats import open_trace
+from ownership.simulator.traces.readers import open_trace
 from ownership.simulator.traces.session import Trigger
 from ownership.simulator.traces.statistics import TraceStatistics, measure
 

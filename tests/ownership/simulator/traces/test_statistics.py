@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from ownership.simulator.traces.arrivals import arrivals
 from ownership.simulator.traces.block_runs import BlockRuns
-from ownership.simulator.traces.formats import open_trace
-from ownership.simulator.traces.lines import Line
-from ownership.simulator.traces.prompts import PromptReader
-from ownership.simulator.traces.recency import Recency
-from ownership.simulator.traces.samples import Collector
+from ownership.simulator.traces.lines import Line, PromptReader
+from ownership.simulator.traces.readers import open_trace
 from ownership.simulator.traces.session import Request, Session, Trace, Trigger
-from ownership.simulator.traces.statistics import TraceStatistics, measure
-
-from .trace_files import agent_session, call, write_lines
+from ownership.simulator.traces.statistics import (
+    Collector,
+    Recency,
+    TraceStatistics,
+    arrivals,
+    measure,
+)
+from tests.ownership.simulator.traces.trace_files import agent_session, call, write_lines
 
 
 def spread(found: TraceStatistics, name: str) -> list[tuple[float, float]]:

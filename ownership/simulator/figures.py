@@ -1,0 +1,212 @@
+"""The figures of a simulation, and the sums they are computed from."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ownership.simulator.machine.request import LiveRequest
+from ownership.simulator.state.resident import ResidentChunks
+from ownership.simulator.traces.block_runs import BlockRuns
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures of one simulation. The same inputs and seed give the same figures, bit by bit."""
+
+    requests: int
+    refused: int
+    sessions: int
+    span_s: float
+    """Virtual time from the first arrival to the last answer."""
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p95_s: float
+    ttft_p99_s: float
+    task_mean_s: float
+    """A task is a whole session, from its first arrival to its last answer."""
+    task_p50_s: float
+    task_p95_s: float
+    task_wait_mean_s: float
+    """The part of a task's time that the fleet took: what is more than if answers came at once."""
+    task_wait_p95_s: float
+    step_p50_s: float
+    """A step is one request of a session, from its arrival to its last token."""
+    step_p95_s: float
+    step_p99_s: float
+    token_mean_s: float
+    """Between two tokens of an answer."""
+    hbm_gib_per_session: float
+    """Pages of a request on one rank, mean over the time it holds them."""
+    most_live_sessions: int
+    """Sessions in progress at once, including those that think or run tools."""
+    most_running: int
+    """Requests with pages at one worker at once."""
+    sessions_in_hbm: float
+    """Number of requests whose pages, of the mean size, fit the fleet's HBM."""
+    prompt_tokens: int
+    matched_tokens: int
+    """Leading tokens that some tier had where the request ran, usable or not."""
+    saved_tokens: int
+    """Prompt tokens that were not computed."""
+    hbm_hit_tokens: int
+    dram_hit_tokens: int
+    ssd_hit_tokens: int
+    peer_hit_tokens: int
+    duplicate_factor: float
+    """Chunks in the memory of all workers over distinct ones; mean over samples."""
+    moved_bytes: int
+    """Over the network, from SSD and to SSD."""
+    moved_bytes_times_copies: float
+    """`moved_bytes` x `duplicate_factor`: the cost of keeping state where it is needed."""
+    network_bytes: int
+    ssd_read_bytes: int
+    ssd_written_bytes: int
+    dram_loaded_bytes: int
+    sealed_bytes: int
+    write_amplification: float
+    """Bytes written to SSD over those of all distinct chunks; copies, rewrites and checkpoints
+    raise it."""
+    owner_hit_rate: float
+    """Share of turns that were prefilled at the session's owner, among turns that had one."""
+    moved_sessions: int
+    """Turns that changed the owner of their session."""
+    decode_late_share: float
+    """Share of the decodes' time that prefills in the same steps added."""
+    busy_share: float
+    """Share of the workers' time in which their engines computed."""
+    tool_idle_busy_share: float
+    """The same share, of the time in which a session of the worker waited for a tool."""
+    queue_mean_s: float
+    restore_network_mean_s: float
+    """Exposed seconds of a restore from peers, mean over all requests. Then from SSD, and from DRAM
+    to pages."""
+    restore_ssd_mean_s: float
+    restore_exposed_mean_s: float
+    preemptions: int
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """The time that decisions took on the machine that simulates; different each time."""
+
+    decisions: int
+    decision_p50_us: float
+    decision_mean_us: float
+    decision_p99_us: float
+    wall_s: float
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """The figures of a simulation, with everything they depend on."""
+
+    policy: str
+    workers: int
+    model: str
+    trace: str
+    caveats: tuple[str, ...]
+    seed: int
+    parameters: Mapping[str, float]
+    figures: Figures
+    state_bytes: Mapping[str, Mapping[str, int]]
+    """Bytes by flow (`written`, `staged`, `fetched`, `loaded`, `sealed`), then by state type."""
+    overhead: Overhead
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return asdict(self)
+
+
+def _column() -> array[float]:
+    return array("d")
+
+
+@dataclass
+class Tally:
+    """Sums over requests, and 8 bytes for each figure of a request."""
+
+    ttft_s: array[float] = field(default_factory=_column)
+    step_s: array[float] = field(default_factory=_column)
+    task_s: array[float] = field(default_factory=_column)
+    task_wait_s: array[float] = field(default_factory=_column)
+    decision_s: array[float] = field(default_factory=_column)
+    duplicates: array[float] = field(default_factory=_column)
+    refused: int = 0
+    prompt_tokens: int = 0
+    matched_tokens: int = 0
+    hits: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
+    """Tokens by tier, in the order of the fields of `Hits`."""
+    waits_s: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    """Seconds in queues, for peers, for SSDs."""
+    owned_turns: int = 0
+    owner_hits: int = 0
+    moved_sessions: int = 0
+
+    def on_answered(self, request: LiveRequest, now_s: float) -> None:
+        """Add a request that has its answer."""
+        self.ttft_s.append(request.first_token_s - request.arrived_s)
+        self.step_s.append(now_s - request.arrived_s)
+        self.prompt_tokens += request.prompt_tokens
+        self.matched_tokens += request.matched_tokens
+        hits = request.hits
+        for at, tokens in enumerate((hits.hbm, hits.dram, hits.ssd, hits.peer)):
+            self.hits[at] += tokens
+        for at, wait_s in enumerate((request.waited_s, request.network_s, request.staged_s)):
+            self.waits_s[at] += wait_s
+
+
+class ChunkSet:
+    """A set of chunks as runs of ids, 16 bytes each; counted when asked."""
+
+    def __init__(self) -> None:
+        self._firsts, self._counts = array("q"), array("q")
+
+    def add(self, chain: BlockRuns) -> None:
+        """Add the chunks of a prompt."""
+        for first, count in chain.runs:
+            self._firsts.append(first)
+            self._counts.append(count)
+
+    @classmethod
+    def of(cls, tiers: Iterable[ResidentChunks]) -> ChunkSet:
+        """Return the chunks in tiers."""
+        chunks = cls()
+        for tier in tiers:
+            for run in tier.runs():
+                chunks._firsts.append(run.first)
+                chunks._counts.append(run.count)
+        return chunks
+
+    def total(self) -> int:
+        """Count each chunk as often as it was added."""
+        return sum(self._counts)
+
+    def distinct(self) -> int:
+        """Count each chunk once. O(n log n) in the number of runs."""
+        if not self._firsts:
+            return 0
+        firsts = np.frombuffer(self._firsts, np.int64)
+        ends = firsts + np.frombuffer(self._counts, np.int64)
+        order = np.argsort(firsts, kind="stable")
+        firsts, ends = firsts[order], ends[order]
+        reached = np.maximum.accumulate(np.concatenate([firsts[:1], ends[:-1]]))
+        return int(np.maximum(ends - np.maximum(firsts, reached), 0).sum())
+
+    def duplicate_factor(self) -> float:
+        """Return how often a distinct chunk was added on average; 1 if none was."""
+        return self.total() / self.distinct() if self._firsts else 1.0
+
+
+def percentile(values: array[float], q: float) -> float:
+    """Return the least value that `q` percent do not exceed; 0 if there is none."""
+    return float(np.percentile(values, q, method="inverted_cdf")) if values else 0.0
+
+
+def mean(values: array[float]) -> float:
+    """Return the mean; 0 if there is no value."""
+    return float(np.mean(values)) if values else 0.0

@@ -1,0 +1,198 @@
+"""`simulate`: replay a trace on a fleet under a policy, and return its figures."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import TypeVar
+
+from hetero_connector.errors import SimulationError
+from hetero_connector.spec.model_spec import ModelSpec
+from hetero_connector.spec.state_types import StateType
+from ownership.simulator.figures import Figures, Overhead, SimulationResult, mean, percentile
+from ownership.simulator.fleet_file import FleetSpec
+from ownership.simulator.machine.channel import Flow
+from ownership.simulator.machine.worker import Flows, Worker
+from ownership.simulator.policies import PolicySpec
+from ownership.simulator.simulation import FleetSimulation
+from ownership.simulator.state.chunks import chunk_tokens_for
+from ownership.simulator.state.shape import StateShape, dense_paged
+from ownership.simulator.traces.session import Trace
+from ownership.simulator.workload import Workload
+
+_GIB = 1 << 30
+_Number = TypeVar("_Number", int, float)
+
+
+def simulate(
+    trace: Trace,
+    fleet: FleetSpec,
+    policy: PolicySpec,
+    workload: Workload | None = None,
+    *,
+    on_answer: Callable[[], None] | None = None,
+    timer: Callable[[], float] = time.perf_counter,
+) -> SimulationResult:
+    """Simulate from the first arrival to the last answer.
+
+    `workload`: how the trace is sent; None: as recorded. `on_answer` is called after every answer.
+    `timer` measures what decisions take; the figures do not depend on it.
+
+    Raises:
+        TraceError: the trace is not what its format says.
+        SimulationError: it has no starts and no rate is given, or chunks do not fit its blocks.
+    """
+    workload = workload or Workload()
+    sent = workload.trace(trace)
+    model = fleet.model if policy.state == "typed" else dense_paged(fleet.model)
+    shape = StateShape.of(model, chunk_tokens_of(trace, fleet, model))
+    begun = timer()
+    run = FleetSimulation(
+        fleet, policy, shape, iter(sent), trace.block_tokens, workload.seed, timer, on_answer
+    )
+    collecting = gc.isenabled()
+    gc.disable()  # only runs of chunks are in reference cycles, and there are few of them
+    try:
+        run.run()
+    finally:
+        if collecting:
+            gc.enable()
+    decisions = run.tally.decision_s
+    return SimulationResult(
+        policy=policy.text,
+        workers=len(fleet.workers),
+        model=fleet.model_name,
+        trace=sent.source,
+        caveats=sent.caveats,
+        seed=workload.seed,
+        parameters={k: v for k, v in asdict(workload).items() if v is not None and k != "seed"},
+        figures=figures_of(run),
+        state_bytes=state_bytes_of(run.shape, run.workers.values()),
+        overhead=Overhead(
+            len(decisions),
+            1e6 * percentile(decisions, 50),
+            1e6 * mean(decisions),
+            1e6 * percentile(decisions, 99),
+            timer() - begun,
+        ),
+    )
+
+
+def chunk_tokens_of(trace: Trace, fleet: FleetSpec, model: ModelSpec) -> int:
+    """Return the fleet's chunk size, or else the least that fits the trace and the model."""
+    block, wanted = trace.block_tokens, fleet.chunk_tokens
+    if wanted is None:
+        return chunk_tokens_for(block, model.alignment)
+    if wanted % block:
+        problem = f"{wanted} is no multiple of the {block}-token blocks of {trace.source}"
+        raise SimulationError(fleet.source, problem, "chunk_tokens")
+    return wanted
+
+
+def figures_of(run: FleetSimulation) -> Figures:
+    """Return the figures of a simulation that has run."""
+    tally, workers = run.tally, list(run.workers.values())
+    answered = len(tally.step_s)
+
+    def total(count: Callable[[Worker], _Number]) -> _Number:
+        return sum((count(w) for w in workers[1:]), count(workers[0]))
+
+    def moved(flow: str) -> int:
+        return sum(_flow_bytes(run.shape, getattr(w.flows, flow)) for w in workers)
+
+    span_s = max(0.0, run.ended_s - run.sessions.first_start_s)
+    decode_s = total(lambda w: w.engine.totals.decode_s)
+    resident_s = total(lambda w: w.engine.totals.resident_s)
+    session_bytes = _ratio(total(lambda w: w.engine.totals.resident_byte_s), resident_s)
+    distinct_bytes = run.shape.moved_bytes(run.prompt_chunks.distinct(), 0)
+    busy_s, tool_s = total(lambda w: w.engine.totals.busy_s), total(lambda w: w.tool_s)
+    hbm, dram, ssd, peer = tally.hits
+    waits_s = [_ratio(wait_s, answered) for wait_s in tally.waits_s]
+    written_bytes, network_bytes, read_bytes = moved("written"), moved("fetched"), moved("staged")
+    moved_bytes = written_bytes + network_bytes + read_bytes
+    copies = mean(tally.duplicates) or run.duplicate_factor()
+    return Figures(
+        requests=answered,
+        refused=tally.refused,
+        sessions=len(tally.task_s),
+        span_s=span_s,
+        ttft_mean_s=mean(tally.ttft_s),
+        ttft_p50_s=percentile(tally.ttft_s, 50),
+        ttft_p95_s=percentile(tally.ttft_s, 95),
+        ttft_p99_s=percentile(tally.ttft_s, 99),
+        task_mean_s=mean(tally.task_s),
+        task_p50_s=percentile(tally.task_s, 50),
+        task_p95_s=percentile(tally.task_s, 95),
+        task_wait_mean_s=mean(tally.task_wait_s),
+        task_wait_p95_s=percentile(tally.task_wait_s, 95),
+        step_p50_s=percentile(tally.step_s, 50),
+        step_p95_s=percentile(tally.step_s, 95),
+        step_p99_s=percentile(tally.step_s, 99),
+        token_mean_s=_ratio(decode_s, total(lambda w: w.engine.totals.decoded_tokens)),
+        hbm_gib_per_session=session_bytes / _GIB,
+        most_live_sessions=run.sessions.most_live,
+        most_running=max(w.engine.totals.most_running for w in workers),
+        sessions_in_hbm=_ratio(total(lambda w: w.spec.capacity.hbm), session_bytes),
+        prompt_tokens=tally.prompt_tokens,
+        matched_tokens=tally.matched_tokens,
+        saved_tokens=hbm + dram + ssd + peer,
+        hbm_hit_tokens=hbm,
+        dram_hit_tokens=dram,
+        ssd_hit_tokens=ssd,
+        peer_hit_tokens=peer,
+        duplicate_factor=copies,
+        moved_bytes=moved_bytes,
+        moved_bytes_times_copies=moved_bytes * copies,
+        network_bytes=network_bytes,
+        ssd_read_bytes=read_bytes,
+        ssd_written_bytes=written_bytes,
+        dram_loaded_bytes=moved("loaded"),
+        sealed_bytes=moved("sealed"),
+        write_amplification=_ratio(written_bytes, distinct_bytes),
+        owner_hit_rate=_ratio(tally.owner_hits, tally.owned_turns),
+        moved_sessions=tally.moved_sessions,
+        decode_late_share=_ratio(total(lambda w: w.engine.totals.late_s), decode_s),
+        busy_share=_ratio(busy_s, span_s * len(workers)),
+        tool_idle_busy_share=_ratio(total(lambda w: w.busy_tool_s), tool_s),
+        queue_mean_s=waits_s[0],
+        restore_network_mean_s=waits_s[1],
+        restore_ssd_mean_s=waits_s[2],
+        restore_exposed_mean_s=_ratio(total(lambda w: w.engine.totals.exposed_s), answered),
+        preemptions=total(lambda w: w.engine.totals.preemptions),
+    )
+
+
+def state_bytes_of(shape: StateShape, workers: Iterable[Worker]) -> Mapping[str, Mapping[str, int]]:
+    """Return the bytes that workers moved, by flow and state type."""
+    chosen = list(workers)
+    return {
+        name: {
+            state_type.value: sum(
+                _type_bytes(shape, getattr(worker.flows, name), state_type) for worker in chosen
+            )
+            for state_type in shape.model.state_types
+        }
+        for name in Flows.__dataclass_fields__
+    }
+
+
+def _flow_bytes(shape: StateShape, flow: Flow) -> int:
+    return sum(_type_bytes(shape, flow, kind) for kind in shape.model.state_types)
+
+
+def _type_bytes(shape: StateShape, flow: Flow, state_type: StateType) -> int:
+    is_prefix, artifact_bytes = state_type in shape.prefix_bytes, shape.layout.artifact_bytes
+    short = flow.short_chunks if is_prefix else flow.short_checkpoints
+    short_bytes = sum(count * artifact_bytes(state_type, *span) for span, count in short.items())
+    if is_prefix:
+        return flow.chunks * shape.prefix_bytes[state_type] + short_bytes
+    return short_bytes + sum(
+        count * artifact_bytes(state_type, 0, boundary * shape.chunk_tokens)
+        for boundary, count in flow.checkpoints.items()
+    )
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,60 @@
+"""Reads between workers, and the state at both ends during a read."""
+
+from __future__ import annotations
+
+import pytest
+
+from ownership.scheduling.fleet import Role
+from ownership.simulator.fleet_file import FleetSpec
+from ownership.simulator.policies import parse_policy
+from ownership.simulator.simulation import FleetSimulation
+from ownership.simulator.state.memory import TierBytes
+from ownership.simulator.state.shape import StateShape
+from ownership.simulator.traces.block_runs import BlockRuns
+from ownership.simulator.traces.session import Session
+from tests.ownership.simulator.small_fleets import CHUNK_BYTES, GIB, costs, fleet, prompt
+
+LONG, OTHER = BlockRuns(((0, 60),)), BlockRuns(((500, 50),))
+PAIR = (Role.PREFILL, Role.DECODE)
+
+
+def simulation(spec: FleetSpec, *sessions: Session, policy: str = "static_pd") -> FleetSimulation:
+    """Return a simulation that has not begun."""
+    shape = StateShape.of(spec.model, 256)
+    return FleetSimulation(spec, parse_policy(policy), shape, iter(sessions), 256, 0)
+
+
+def test_what_a_read_continues_stays_during_the_read() -> None:
+    """The reader seals another prompt between the read's start and its end."""
+    run = simulation(fleet(2, capacity=TierBytes(GIB, 60 * CHUNK_BYTES)))
+    source, target = run.workers.values()
+    dram = target.memory.dram
+    source.memory.dram.add(LONG, 60, (), 1)
+    dram.add(LONG.head(40), 40, (), target.memory.next_tick())
+    read: list[int] = []
+    assert target.read_from(source, LONG, 60, None, read.append)
+    _, sealed, _ = dram.add(OTHER, 50, (), target.memory.next_tick())
+    run.loop.run()
+    assert read == [60]
+    fetched = target.flows.fetched.chunks
+    assert (dram.used_bytes + dram.evicted_bytes) // CHUNK_BYTES == 40 + sealed + fetched
+    assert not any(one.pins for one in (dram.root, *dram.runs()))
+
+
+@pytest.mark.parametrize(("policy", "used"), [("static_pd+peers=any", True), ("static_pd", False)])
+def test_an_ssd_is_read_behind_what_a_peer_sends(policy: str, used: bool) -> None:
+    """The reader's SSD has 40 of 101 chunks, behind 60 that only a peer has."""
+    spec = fleet(2, roles=PAIR, cost_model=costs(bytes_per_s=100e9))
+    turn = prompt(0, 101 * 256)
+    run = simulation(spec, Session("a", (turn,), 0.0), policy=f"{policy}+restores=always_load")
+    reader, peer = (worker.memory for worker in run.workers.values())
+    reader.ssd.write(turn.blocks.head(100), 60, (), reader.next_tick())
+    peer.seal(turn.blocks.head(60), ())
+    run.run()
+    flows = run.workers["w0"].flows
+    assert (flows.staged.chunks, flows.fetched.chunks) == ((40, 60) if used else (0, 0))
+    assert list(run.tally.hits) == ([0, 0, 40 * 256, 60 * 256] if used else [0, 0, 0, 0])
+    if used:
+        assert [one.owner for one in reader.dram.runs()][:2] == ["w1", None]
+        assert flows.written.chunks == 1, "the last chunk; the peer's are the peer's"
+    assert not any(one.pins for one in (reader.dram.root, *reader.dram.runs()))
