@@ -294,7 +294,7 @@ def test_every_fleet_file_describes_a_fleet(example: Example, tmp_path: Path) ->
 
 def test_the_simulator_s_page_has_every_option() -> None:
     from ownership.simulator import policies
-    from ownership.simulator.sweeps import points
+    from ownership.simulator.sweeps import running
 
     text = (DOCS / "internals/simulator.md").read_text()
     section = text.partition("## Policies")[2].partition("\n## ")[0]
@@ -302,7 +302,7 @@ def test_the_simulator_s_page_has_every_option() -> None:
     assert shown == set(policies._OPTIONS)
     swept = re.search(r"`--sweep` takes (.*?)\.\n", section, re.DOTALL)
     assert swept is not None
-    assert set(re.findall(r"`(\w+)`", swept[1])) == set(points._SWEPT)
+    assert set(re.findall(r"`(\w+)`", swept[1])) == set(running._SWEPT)
 
 
 def pip_arguments() -> set[str]:

@@ -1,16 +1,17 @@
-"""A bound on what any policy can reach, for each request and each session: a relaxation.
+"""A lower bound on the times of any policy, for each request and each session: a relaxation.
 
-Given away: transfers and restores take no time, state is never evicted and is everywhere as soon as
-it is computed, at every boundary; every engine serves one request at a time, without a queue, by
-the best coefficients of the fleet. What is left, and why nothing is faster (times are those
+Assumed away: transfers and restores take no time; state is never evicted, and is everywhere as soon
+as it is computed, at every boundary; every engine serves one request at a time, without a queue, by
+the best coefficients of the fleet. The rest, and the proof that nothing is faster (times are those
 of the simulator's `StepTimes`):
 
 1. *Chunks.* A chunk of a request's prompt that no other request uses but those that wait for its
    answer is computed by that request, after it was sent (`first_use`). So it computes at least
    n = prompt - b tokens, b being the end of the last chunk before those.
 2. *First token.* n tokens take ceil(n / step tokens) steps. One of n_i tokens takes at least
-   c0 + c1 n_i + c2 w_i alone and d0 + m + p1 n_i + p2 w_i beside decodes (other prefills only add
-   to it), so min(c0, d0 + m) + min(c1, p1) n_i + min(c2, p2) w_i. The w_i sum to n (b + n / 2).
+   c0 + c1 n_i + c2 w_i alone and d0 + m + p1 n_i + p2 w_i together with decodes (other prefills
+   only add to it), so min(c0, d0 + m) + min(c1, p1) n_i + min(c2, p2) w_i. The w_i sum to
+   n (b + n / 2).
    A request that is sent at a fixed time a could wait for chunks of one that comes later, and has
    its first token after that one was sent. If that is not before a + T, T being its time without
    those chunks, waiting is no better than T.
@@ -20,9 +21,9 @@ of the simulator's `StepTimes`):
 4. *Session.* A request is sent when what it waits for was answered and thought about. By induction
    over a session no request is sent, and none answered, earlier than the bounds add up to.
 
-These hold request by request, so they hold for means and for every percentile. Of means
-there is a second bound, which knows how many engines there are: `shadow_price`. Requests that are
-refused are outside of it: no figure of a policy that refuses is compared.
+These hold request by request, so they hold for means and for every percentile. Means have a second
+bound, which takes the number of engines into account: `shadow_price`. Figures of a policy that
+refuses requests are not compared.
 
 Tokens not computed: every distinct chunk is computed once (or decoded, if answers are kept), so all
 chunks minus the distinct ones is the most that any policy saves.
@@ -120,22 +121,21 @@ class LeastTimes(NamedTuple):
 
 @dataclass
 class Bound:
-    """Seconds that no policy is below, request by request and session by session; in the mean by as
-    much more as sessions wait for engines (`shadow_price`)."""
+    """Seconds that no policy is below, for each request and each session."""
 
     ttft_s: array[float]
     step_s: array[float]
     task_s: array[float]
     task_wait_s: array[float]
     ttft_queue_s: float
-    """Of the TTFTs' mean: how far it is above that of `ttft_s`; and of the sessions' mean:"""
+    """Seconds of waiting for engines (`shadow_price`), in the mean TTFT; then in the mean task."""
     task_queue_s: float
     saved_tokens: int
-    """Prompt tokens that need not be computed, at most."""
+    """The most prompt tokens that need not be computed."""
     prompt_tokens: int
 
     def figures(self) -> dict[str, float]:
-        """Under the names of `Figures`, as far as there is a bound."""
+        """Return the bounds under the names of `Figures`."""
         return {
             "requests": len(self.ttft_s),
             "sessions": len(self.task_s),
@@ -161,26 +161,26 @@ class Bound:
 
 @dataclass(slots=True)
 class _Known:
-    """A request, its chunks, and what is known of it so far."""
+    """A request, its chunks, and its bounds so far."""
 
     request: Request
     number: int
-    """In the trace."""
+    """Its number in the trace."""
     chain: BlockRuns
     kept: BlockRuns
-    """The same with its answer, where that is kept."""
+    """The chunks with its answer, if that is kept."""
     begun_tokens: int = 0
-    """Leading tokens that may be found of a prompt that was handed off and kept."""
+    """Leading tokens that a kept earlier prompt covers, after its handoff."""
     reused: int = 0
     """Leading chunks that others may have computed."""
     reused_ever: int = 0
-    """The same, however long this one waits for them."""
+    """The same, if this request waits without limit."""
     sent_s: float = 0.0
     first_token_s: float = 0.0
-    """After it was sent."""
+    """Seconds after it was sent."""
     answer_s: float = 0.0
     others_s: float = math.inf
-    """Before which no other is sent that may compute more of it."""
+    """No request that may compute more of it is sent before."""
     waited: bool = False
     """It was sent at a time that depends on an answer."""
 
@@ -192,7 +192,7 @@ class _Known:
 def bound(
     trace: Trace, fleet: FleetSpec, chunk_tokens: int, *, keep_answers: bool = False
 ) -> Bound:
-    """Of a trace whose sessions all have a start. Holds all its requests at once.
+    """Compute the bound of a trace whose sessions all have a start. Holds all requests in memory.
 
     `keep_answers`: for policies with `answers=kept`.
     """
@@ -240,19 +240,19 @@ class _Bounding:
         )
 
     def _queue_s(self, sessions: Iterable[Sequence[Demand]], count: int) -> float:
-        """How much of the time of each of `count` is spent waiting for engines, in the mean."""
+        """Return the mean seconds that each of `count` sessions waits for engines."""
         begin_s = min((known.sent_s for known in self._known), default=0.0)
         prices = ShadowPrices(sessions, self._workers, self._least.empty_s, begin_s)
         return prices.waiting_s() / max(1, count)
 
     def _first_token(self, known: _Known) -> Sequence[Demand]:
-        """What a first token takes, if it is asked for at a fixed time."""
+        """Return the demand of a first token, if the request is sent at a fixed time."""
         if known.request.parent is not None:
             return ()
         return (Demand(known.sent_s + known.first_token_s, *self._prompt(known)),)
 
     def _chain(self, requests: Sequence[_Known]) -> Sequence[Demand]:
-        """What a session takes whose end waits for each of these, one after the other."""
+        """Return the demands of the requests that the end of a session waits for, in order."""
         last = max(requests, key=lambda known: known.sent_s + known.answer_s, default=None)
         chain: list[Demand] = []
         while last is not None:
@@ -276,7 +276,7 @@ class _Bounding:
         )
 
     def _prompt(self, known: _Known) -> tuple[float, float, float]:
-        """What its prompt takes, see `Demand`."""
+        """Return the demand of a prompt: the second to fourth field of `Demand`."""
         least, tokens = self._least, known.prompt_tokens
         ever = self._reused_ever(known)
         own_s = least.prefill_work_s(tokens, ever)
@@ -284,7 +284,7 @@ class _Bounding:
         return own_s, more_s, max(0.0, known.others_s - known.sent_s - known.first_token_s)
 
     def _read(self, session: Session, first: int) -> list[_Known]:
-        """A session's requests, numbered from `first` on."""
+        """Read the requests of a session, numbered from `first` on."""
         per_chunk = self._size // self._block_tokens
         live = LiveSession.of(0, session, 0.0)
         found: list[_Known] = []
@@ -300,7 +300,7 @@ class _Bounding:
         return found
 
     def _find_reuse(self) -> None:
-        """Step 1, whenever others are sent."""
+        """Make step 1, without regard to the time at which others are sent."""
         uses = FirstUses(self._family.follows)
         for known in self._known:
             self._use(uses, known, 0.0)
@@ -309,7 +309,7 @@ class _Bounding:
             known.reused = known.reused_ever = found.chunks
 
     def _most_saved(self) -> int:
-        """Prompt tokens that are not computed, at most."""
+        """Return the most prompt tokens that are not computed."""
         tokens = sum(map(self._reused_ever, self._known))
         if not self._keep:
             asked = ChunkSet()
@@ -319,7 +319,7 @@ class _Bounding:
         return tokens
 
     def _limit_reuse_by_time(self) -> None:
-        """Step 2, of requests that are sent at a fixed time."""
+        """Make step 2 for requests that are sent at a fixed time."""
         uses = FirstUses(self._family.follows)
         for known in sorted(self._known, key=lambda known: known.sent_s):
             self._use(uses, known, known.sent_s)
@@ -336,7 +336,7 @@ class _Bounding:
             uses.add(known.number, known.kept, sent_s)
 
     def _find_times(self) -> None:
-        """Steps 2 to 4."""
+        """Make steps 2 to 4."""
         for session, found in self._sessions:
             begun_s = session.start_s or 0.0
             for known in found:
@@ -365,11 +365,11 @@ class _Bounding:
         return max(known.begun_tokens, min(known.reused_ever, self._cacheable(known)) * self._size)
 
     def _cacheable(self, known: _Known) -> int:
-        """Chunks that an engine may find of a prompt: all full ones, but for its last token."""
+        """Return the chunks of a prompt that an engine may find: all before its last token."""
         return (known.prompt_tokens - 1) // self._size
 
     def _findable_tokens(self, known: _Known) -> int:
-        """Tokens that an engine may find of what was computed for this very request."""
+        """Return the tokens of a prompt that an engine may find if this request computed them."""
         if self._workers == 1:
             return self._cacheable(known) * self._size
         return self._model.handoff_end(known.prompt_tokens)

@@ -1,10 +1,12 @@
-"""A schedule by one who knows what comes: a policy's placements, improved a few at a time.
+"""A search for better placements than a policy's, with knowledge of all requests to come.
 
-The bound is below every schedule and `search` tries all placements of a few requests. Between them
-is this: placements that a policy made are simulated again with a few of them changed, and the
-changed ones kept where tasks wait less. What it finds is a schedule of the same engines, so the
-best placement is as good or better; and it knew the future, so no policy need come as near. How far
-it is from the best placement nobody knows: it ends where its tries do.
+The placements that a policy made are simulated again with a few of them changed, and a change is
+kept if tasks wait less. The result is a schedule of the same engines, so the best placement is as
+good or better; how much better is unknown, because the search ends after a number of tries. It
+knows the future, so a policy may never reach it.
+
+Changes are random, but not uniform: a request is drawn with the weight of its waiting, and the
+change is to its own placement or to one of the requests that shared its worker.
 """
 
 from __future__ import annotations
@@ -33,69 +35,68 @@ from ownership.simulator.state.shape import StateShape
 from ownership.simulator.traces.session import Trace
 
 _NEAR = 12
-"""Requests before and after one that it is exchanged with."""
+"""A request is exchanged with one of so many before or after it."""
 _MEANWHILE = 50
-"""Requests before and after one among which those at its worker are looked for."""
+"""Requests at the same worker are searched among so many before and after."""
 _WINDOWS_S = (1.0, 3.0, 10.0, 30.0)
 
 
 class Turn(NamedTuple):
-    """A request: the session's n-th that is placed. Where forks come together their order is
-    that of the trace, so it is the request's place in the session."""
+    """A request by its session and its place in it: the n-th that is placed."""
 
     session_id: str
     number: int
 
 
 class Served(NamedTuple):
-    """When a request was at the fleet."""
+    """The times of a request."""
 
     turn: Turn
     arrived_s: float
     answered_s: float
     waited_s: float
-    """Longer than it decodes alone."""
+    """Seconds that it took longer than decoding alone."""
 
 
 class Changes:
-    """Of one schedule on at least two workers."""
+    """Draws changes to one schedule on at least two workers."""
 
     def __init__(
         self, placed: Mapping[Turn, Route], served: Sequence[Served], workers: int, rng: Random
     ) -> None:
-        """`served`: in the order in which they came."""
+        """`served`: in the order of arrivals."""
         self._placed, self._served, self._workers, self._rng = placed, served, workers, rng
         self._waited_s = list(accumulate(one.waited_s for one in served))
 
     def draw(self) -> tuple[str, dict[Turn, Route]]:
-        """A kind of change, and what is placed elsewhere by it."""
+        """Draw a kind of change, and the placements that it changes."""
         at = self._drawn()
         kind = self._rng.choices(
             ("one", "exchange", "window", "few", "session"), (46, 20, 12, 14, 8)
         )[0]
         match kind:
             case "one":
-                changed = self._few([self._beside(at)])
+                changed = self._few([self._neighbour(at)])
             case "exchange":
-                changed = self._exchange(self._beside(at))
+                changed = self._exchange(self._neighbour(at))
             case "window":
                 changed = self._window(self._served[at].arrived_s)
             case "session":
                 changed = self._session(self._served[at].turn)
             case _:
-                near = self._near(self._beside(at))
+                near = self._near(self._neighbour(at))
                 changed = self._few(
                     self._rng.sample(near, min(len(near), self._rng.choice((2, 3))))
                 )
         return kind, changed
 
     def _drawn(self) -> int:
-        """A request, by how long it waited."""
+        """Draw a request with the weight of its waiting."""
         drawn = self._rng.random() * self._waited_s[-1]
         return min(bisect(self._waited_s, drawn), len(self._served) - 1)
 
-    def _beside(self, at: int) -> int:
-        """The request itself, or one that was where it was prefilled or decoded meanwhile."""
+    def _neighbour(self, at: int) -> int:
+        """Draw the request itself, or one that was at its workers at the same time."""
         if self._rng.random() < 0.5:
             return at
         one, route = self._served[at], self._placed[self._served[at].turn]
@@ -117,7 +118,7 @@ class Changes:
         return {turn: self._elsewhere(self._placed[turn]) for turn in turns}
 
     def _elsewhere(self, route: Route) -> Route:
-        """Another route, most often without the network."""
+        """Draw another route, most often one without the network."""
         rng, all_workers = self._rng, range(self._workers)
         other, second = rng.sample(all_workers, 2)
         if other == route.decode:
@@ -135,7 +136,7 @@ class Changes:
         return Route(other, other)
 
     def _exchange(self, at: int) -> dict[Turn, Route]:
-        """The routes of two requests that came at about the same time."""
+        """Exchange the routes of two requests that arrived at about the same time."""
         turn = self._served[at].turn
         route = self._placed[turn]
         others = [self._served[i].turn for i in self._near(at)]
@@ -146,7 +147,7 @@ class Changes:
         return {turn: self._placed[other], other: route}
 
     def _window(self, begun_s: float) -> dict[Turn, Route]:
-        """Two workers, for all that came within a while."""
+        """Exchange two workers for all requests that arrived within a short time."""
         until_s = begun_s + self._rng.choice(_WINDOWS_S)
         workers = list(range(self._workers))
         first, second = self._rng.sample(workers, 2)
@@ -155,7 +156,7 @@ class Changes:
         return {turn: _renamed(self._placed[turn], workers) for turn in turns}
 
     def _session(self, turn: Turn) -> dict[Turn, Route]:
-        """A session, from one of its turns on: it takes its state along."""
+        """Move a session with its state, from one of its turns on."""
         route = self._elsewhere(self._placed[turn])
         source = self._placed[turn].decode
         changed = {turn: route._replace(source=None if source == route.prefill else source)}
@@ -174,31 +175,31 @@ Placements = Mapping[Turn, Route]
 
 
 class Outcome(NamedTuple):
-    """What came of placements."""
+    """The outcome of placements."""
 
     wait_s: float
-    """Of a task, on average; infinite where a request was refused."""
+    """Mean waiting of a task; infinite if a request was refused."""
     ttft_s: float
     late_share: float
-    """Of the time that tokens were decoded in: prefills in the same steps."""
+    """Share of the decodes' time that prefills in the same steps added."""
     placed: Placements
-    """All of them."""
+    """All placements."""
     served: tuple[Served, ...]
-    """In the order in which requests came."""
+    """All requests in the order of arrivals."""
 
 
 class Found(NamedTuple):
-    """What a search did."""
+    """The result of a search."""
 
     best: Outcome
     tried: Mapping[str, int]
-    """Changes that were simulated, by their kind."""
+    """Number of simulated changes by kind."""
     kept: Mapping[str, int]
-    """Those that made tasks wait less."""
+    """Number of changes after which tasks waited less."""
 
 
 class Hindsight:
-    """One case, simulated again and again."""
+    """Simulates one case many times."""
 
     def __init__(self, trace: Trace, fleet: FleetSpec, chunk_tokens: int) -> None:
         self._sessions = list(trace)
@@ -210,9 +211,9 @@ class Hindsight:
             for session in self._sessions
         ]
 
-    def outcome(self, told: Placements, policy: SchedulingPolicy) -> Outcome:
-        """Of placing as told, and as the policy does what nothing was told about."""
-        following = Following(told, policy)
+    def outcome(self, given: Placements, policy: SchedulingPolicy) -> Outcome:
+        """Simulate given placements; the policy decides those that are not given."""
+        following = Following(given, policy)
         spec = _Spec("hindsight", "hindsight", follows=following)
         sessions = iter(self._sessions)
         run = FleetSimulation(self._fleet, spec, self._shape, sessions, self._block_tokens, 0)
@@ -234,7 +235,7 @@ class Hindsight:
         return Outcome(wait_s, mean(tally.ttft_s), late_share, following.placed, came)
 
     def improved(self, start: Outcome, policy: SchedulingPolicy, tries: int, rng: Random) -> Found:
-        """The best of `tries` changes on changes, from `start` on."""
+        """Try `tries` changes, each from the best outcome so far, which is `start` at first."""
         best, tried, kept = start, Counter[str](), Counter[str]()
         changes = Changes(best.placed, best.served, len(self._fleet.workers), rng)
         for _ in range(tries):
@@ -253,21 +254,21 @@ class Hindsight:
 
 @dataclass
 class Following:
-    """Places as it was told, as another policy does what it was not told about."""
+    """Places requests as given; another policy decides those that are not given."""
 
-    told: Placements
+    given: Placements
     policy: SchedulingPolicy
     base: Baseline = field(default_factory=Baseline)
     name: str = "hindsight"
     placed: dict[Turn, Route] = field(default_factory=dict)
-    """What it has decided."""
+    """All its decisions."""
     _turns: Counter[str] = field(default_factory=Counter)
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
-        """Where the step runs."""
+        """Decide where a step runs."""
         turn = Turn(step.session_id, self._turns[step.session_id])
         self._turns[step.session_id] += 1
-        route = self.told.get(turn)
+        route = self.given.get(turn)
         if route is None:
             decision = self.policy.decide(step, fleet)
         else:
@@ -280,7 +281,7 @@ class Following:
 
 @dataclass(frozen=True)
 class _Spec(PolicySpec):
-    """Runs the policy that it was given, everything else by default."""
+    """A policy with the defaults of everything else."""
 
     follows: SchedulingPolicy = field(kw_only=True)
 
@@ -289,7 +290,7 @@ class _Spec(PolicySpec):
 
 
 class _Tally(Tally):
-    """Keeps the requests, too."""
+    """Keeps the requests."""
 
     def __init__(self) -> None:
         super().__init__()

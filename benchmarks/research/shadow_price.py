@@ -1,4 +1,4 @@
-"""A bound on means that counts that engines are few: what they are worth when they are short.
+"""A lower bound on mean latency under limited engine capacity (Lagrangian shadow prices).
 
 Let a second of a worker that computes cost p up to a time H, and nothing after it. Of M workers the
 first of which is asked at A, all that is computed by then costs at most p M (H - A) (the price is a
@@ -12,25 +12,25 @@ T >= d0 + sum e + sum q (without decodes sum q <= T). So decodes can be charged 
 prefills q_i, and no second is charged twice.
 
 *A token* takes a step, T >= d0 + e, and T + p e T / (T - d0) in all: least at T = d0 + sqrt(p d0 e)
-or, if that is less, at T = d0 + e. (The first is a batch of sqrt(p d0 / e): who pays for engines
-shares them.) Or it comes after a preemption, `again_s` later, and is charged that prefill. As a
-function of e this is concave, and e grows by as much with each token, so all tokens of an answer
-take at least what as many of the mean of its first and last would.
+or, if that is less, at T = d0 + e. (The first is a batch of sqrt(p d0 / e): a price on engines
+makes requests share them.) Or it comes after a preemption, `again_s` later, and is charged that
+prefill. As a function of e this is concave, and e grows by as much with each token. So all tokens
+of an answer take at least as long as so many tokens with the mean e of the first and the last.
 
 *A request* that is answered by H takes its first token's least time (`bound`), its tokens, and p
-times the prefill that no other can have done for it. Of what another may do that comes later it
-either takes p times that too, or it waits until that one is sent. Let `added` be how much the less
-of both is above its time alone.
+times the prefill that no other can have done for it. For the part that a later request may do, it
+either takes p times that too, or it waits until that request is sent. Let `added` be the smaller of
+both minus its time alone.
 
 *A session* is a chain of requests each of which is sent when the one before it was answered and
 thought about; its last answer ends the session. If all are answered by H, time and prices are above
 the session's bound by the sum of `added`. Else let k be the first that is not: those before it were
-charged, and as k is answered H - (its earliest answer) late or more, so is the last. Of both the
-larger holds, and of all k the least.
+charged, and as k is answered H - (its earliest answer) late or more, so is the last. The larger of
+both holds, and the least over all k.
 
-Of requests beside the chain nothing is charged. For TTFTs every request that is sent at a fixed
-time is a session without further tokens, and no other is charged: an answer that is held back, for
-which a mean of TTFTs does not pay, moves what waits for it behind H.
+Requests that are not in the chain are charged nothing. For TTFTs every request that is sent at a
+fixed time is a session without further tokens, and no other is charged: delaying an answer costs a
+mean of TTFTs nothing, and moves the requests that wait for it past H.
 """
 
 from __future__ import annotations
@@ -45,30 +45,31 @@ from numpy.typing import NDArray
 _Floats = NDArray[np.float64]
 _PRICES_AN_OCTAVE, _LEAST_PRICE = 3, 1 / 64
 _ENDS = 24
-"""Values of H that are tried at first, and again about the best of them."""
+"""Number of values of H that are tried first, and again around the best of them."""
 
 
 class Demand(NamedTuple):
-    """What a request takes of engines, at least. Seconds."""
+    """The least that a request takes of engines, in seconds."""
 
     done_s: float
-    """When it is done at the earliest; on the trace's clock."""
+    """Its earliest end, on the trace's clock."""
     prefill_s: float
-    """Of a worker, for what of the prompt no other request can compute."""
+    """Worker seconds for the part of the prompt that no other request can compute."""
     awaitable_s: float = 0.0
-    """Of a worker, for what another can that comes later; and for how long, behind the time when it
-    could be done, it would wait for that one:"""
+    """Worker seconds for the part that a later request can compute."""
     others_s: float = math.inf
+    """Seconds past its earliest first token that it would wait for that request."""
     tokens: int = 0
-    """After the first one."""
+    """Tokens after the first one."""
     decoding_s: float = 0.0
-    """From the first token to the last, alone."""
+    """Seconds from the first token to the last, alone."""
     first_s: float = 0.0
-    """What the first of them adds to a step, and the last one:"""
+    """Seconds that the first of them adds to a step; then the last."""
     last_s: float = 0.0
     again_s: float = math.inf
-    """Until a token comes after a preemption; of that, what it adds to a step:"""
+    """Seconds until a token comes after a preemption."""
     again_work_s: float = 0.0
+    """The part of it that it adds to a step."""
 
 
 class ShadowPrices:
@@ -77,7 +78,7 @@ class ShadowPrices:
     def __init__(
         self, sessions: Iterable[Sequence[Demand]], workers: int, empty_s: float, begin_s: float
     ) -> None:
-        """`empty_s`: of a step of decodes, whatever is in it. `begin_s`: the first arrival."""
+        """`empty_s`: constant part of a step of decodes. `begin_s`: the first arrival."""
         found = [session for session in sessions if session]
         table = np.array([demand for session in found for demand in session], np.float64)
         self._table = table.reshape(-1, len(Demand._fields)).T
@@ -86,23 +87,23 @@ class ShadowPrices:
         self._workers, self._empty_s, self._begin_s = workers, empty_s, begin_s
 
     def waiting_s(self) -> float:
-        """Seconds that all sessions together take longer than each of them alone, at least."""
+        """Return the least seconds that all sessions together take longer than each alone."""
         if not len(self._firsts):
             return 0.0
         return max(map(self._waiting_s, self._prices()), default=0.0)
 
     def at_s(self, price: float, end_s: float) -> float:
-        """The bound by one price up to one time; may be negative. O(requests)."""
+        """Return the bound for one price and one H; may be negative. O(requests)."""
         return self._by_end_s(price, self._added_s(price))(end_s)
 
     def _prices(self) -> Iterator[float]:
-        """Up to as many as there are requests: more cannot wait for a second."""
+        """Yield prices up to the number of requests: more cannot wait for a second."""
         octaves = math.log2(len(self._table[0]) / _LEAST_PRICE)
         for step in range(math.ceil(_PRICES_AN_OCTAVE * octaves) + 1):
             yield _LEAST_PRICE * 2.0 ** (step / _PRICES_AN_OCTAVE)
 
     def _waiting_s(self, price: float) -> float:
-        """With the best of some ends."""
+        """Return the bound for one price and the best of some H."""
         added_s, done_s = self._added_s(price), self._table[0]
         most_s = float((done_s + added_s).max())
         ends_s = np.concatenate(
@@ -115,7 +116,7 @@ class ShadowPrices:
         return max(0.0, found[at], *map(up_to_s, near_s))
 
     def _by_end_s(self, price: float, added_s: _Floats) -> Callable[[float], float]:
-        """The bound by one price, by the time up to which it is charged."""
+        """Return the bound for one price as a function of H."""
         done_s, firsts = self._table[0], self._firsts
         before_s = np.cumsum(added_s) - added_s
         before_s -= np.repeat(before_s[firsts], self._lengths)
@@ -129,7 +130,7 @@ class ShadowPrices:
         return up_to_s
 
     def _added_s(self, price: float) -> _Floats:
-        """[requests] what each takes more, in time and price, than its time alone."""
+        """Return `[requests]`: time and price of each, minus its time alone."""
         (
             _,
             prefill_s,
@@ -150,7 +151,7 @@ class ShadowPrices:
         return added_s
 
     def _token_s(self, price: float, work_s: _Floats) -> _Floats:
-        """[requests] time and price of a token that adds so much to a step."""
+        """Return `[requests]`: time and price of a token that adds `work_s` to a step."""
         empty_s = self._empty_s
         priced_s = price * empty_s
         alone_s = (1.0 + price) * (empty_s + work_s)

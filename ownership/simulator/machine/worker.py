@@ -83,7 +83,7 @@ class Worker:
         self.sessions = 0
         """Sessions that decode here."""
         self.tool_sessions = 0
-        """Those of them that wait for a tool."""
+        """The part of them that waits for a tool."""
         self.tool_s = self.busy_tool_s = 0.0
         """Seconds with such a session; and those of them in which the engine computed."""
         self._tool_since_s = 0.0

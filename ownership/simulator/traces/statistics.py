@@ -112,7 +112,7 @@ class Recency:
 
 @dataclass(frozen=True)
 class PrefixRepetition:
-    """How many prompts share a prefix, in whole blocks."""
+    """The number of prompts that share a prefix, in whole blocks."""
 
     distinct: Samples
     """Number of prompts that share a token, each distinct token once."""

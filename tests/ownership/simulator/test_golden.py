@@ -1,8 +1,9 @@
 """The simulated tables of small workloads, under every placement policy, are what they were.
 
 `python -m tests.ownership.simulator.test_golden` writes `golden.json` anew, after a change that is
-meant to change them. The sessions are drawn from whole numbers only, so every machine draws the
-same ones.
+meant to change them. Counts are equal, seconds are equal to eight digits: a fit of the planner may
+round its last ones in another way. The sessions are drawn from whole numbers only, so every machine
+draws the same ones.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def test_the_simulated_tables_are_what_they_were(workload: str, policy: str) -> 
     assert found.keys() == golden.keys()
     for name, value in golden.items():
         if isinstance(value, float):
-            assert found[name] == pytest.approx(value, rel=1e-12), name
+            assert found[name] == pytest.approx(value, rel=1e-8), name
         else:
             assert found[name] == value, name
 
