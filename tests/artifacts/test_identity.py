@@ -163,7 +163,7 @@ class Dtype:
 
 
 def test_a_canonical_config_drops_its_origin_and_converts_other_values() -> None:
-    told = {
+    config = {
         "rope_scaling": {"factor": 8, "_name_or_path": "/b"},
         "_name_or_path": "/a",
         "_commit_hash": "c",
@@ -173,7 +173,7 @@ def test_a_canonical_config_drops_its_origin_and_converts_other_values() -> None
         "layers": (1, 2),
         "names": {"b", "a"},
     }
-    assert json.loads(canonical_config(told)) == {
+    assert json.loads(canonical_config(config)) == {
         "rope_scaling": {"factor": 8},
         "dtype": "torch.bfloat16",
         "id2label": {"0": "a"},

@@ -22,7 +22,7 @@ def tree() -> Tree:
 
 
 def put_detached(tree: Tree, below: ChunkRange) -> Artifact:
-    """As a journal does, of which the rows before are missing."""
+    """Add a chunk as a journal without the rows before it does."""
     assert tree.index.agrees_with(below)
     tree.index.presume_parent(below)
     return tree.put(below, DENSE, SSD)
@@ -40,8 +40,8 @@ def test_only_holdings_returns_chunks_after_a_missing_range(tree: Tree) -> None:
     tree.index.remove(tree.index.nodes[B.key].artifacts[DENSE])
     assert tree.index.num_missing == 1
     assert [x.chunk for x in tree.index.match([A, B, C])] == [A]
-    told = tree.index.holdings([A, B, C, D])
-    assert [(x.chunk, bool(x.tiers)) for x in told] == [(A, True), (B, False), (C, True)]
+    found = tree.index.holdings([A, B, C, D])
+    assert [(x.chunk, bool(x.tiers)) for x in found] == [(A, True), (B, False), (C, True)]
     assert tree.index.holdings([A, chunk("b2", A), D]) == tree.index.match([A]), "another chain's"
     tree.index.check_integrity()
 

@@ -105,7 +105,7 @@ class DeltaNet:
         return self.spec(1).page_bytes
 
     def part(self, whole: Bytes, tp_size: int, rank: int) -> Bytes:
-        """Like `Attention.part`: every tensor of the state is cut by its own heads."""
+        """Return the rank's part, as `Attention.part` does: each tensor is cut by its own heads."""
         sections = [
             (self.key_heads, self.key_bytes),
             (self.key_heads, self.key_bytes),
@@ -130,7 +130,7 @@ LAYERS: tuple[Layer, ...] = (
     Attention("tail", 0, 32, StateType.TAIL_STATE, 3, window=17),
     DeltaNet("delta", 8, 16, 8, 16, 40, group=4),
 )
-"""Every way to be cut: heads shared out, heads on several ranks, alike on all, run by run."""
+"""All kinds of cuts: heads on one rank, heads on several, equal on all ranks, run by run."""
 
 
 def model_of(tp_size: int, layers: tuple[Layer, ...] = LAYERS) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""The compose file, which cannot be run where there is no Docker: what can be checked of it."""
+"""Checks of the compose file that need no Docker."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class FakeServer:
         self.asked: list[dict[str, Any]] = []
         self.headers: list[Mapping[str, str]] = []
         self.asked_s: list[float] = []
-        self.url = "http://127.0.0.1:1"  # nobody listens there
+        self.url = "http://127.0.0.1:1"  # no server listens there
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
@@ -83,7 +83,7 @@ class Bench:
 async def proxied(
     prefillers: list[FakeServer], decoders: list[FakeServer], prefill_s: float = 20.0
 ) -> AsyncIterator[Bench]:
-    """Servers that nobody has started are away."""
+    """Servers that were not started cannot be reached."""
     proxy = Proxy([s.url for s in prefillers], [s.url for s in decoders], prefill_s)
     runner = web.AppRunner(proxy.app(), handler_cancellation=True, shutdown_timeout=0.1)
     url = await listen(runner)
@@ -154,7 +154,7 @@ def test_a_prefill_with_one_token_then_the_whole_to_the_decoder(path: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("said", "handed"),
+    ("content", "handed"),
     [
         (b'{"kv_transfer_params": {"prefilled_tokens": 2}}', {"prefilled_tokens": 2}),
         (b'{"kv_transfer_params": {"remote_prefill_cached_tokens": 2}}', {}),
@@ -164,9 +164,9 @@ def test_a_prefill_with_one_token_then_the_whole_to_the_decoder(path: str) -> No
         (b"{", {}),
     ],
 )
-def test_the_prefillers_answer_goes_to_the_decoder(said: bytes, handed: dict[str, Any]) -> None:
+def test_the_prefillers_answer_goes_to_the_decoder(content: bytes, handed: dict[str, Any]) -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
-        return web.Response(body=said)
+        return web.Response(body=content)
 
     async def test() -> None:
         (prefiller,), (decoder,) = await started(answer), await started(done)
@@ -288,7 +288,7 @@ def test_a_prefill_that_fails_leaves_the_whole_to_the_decoder(status: int) -> No
 def test_a_prefiller_that_hangs_is_waited_for_once() -> None:
     async def never(request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(60)
-        raise AssertionError("nobody waits that long")
+        raise AssertionError("the test did not end before this answer")
 
     async def test() -> None:
         prefiller, decoder = await started(never, done)
@@ -361,7 +361,7 @@ def test_a_client_that_leaves_is_not_computed_for(phase: str) -> None:
             except asyncio.CancelledError:
                 cancelled.set()
                 raise
-            raise AssertionError("nobody waits that long")
+            raise AssertionError("the test did not end before this answer")
 
         prefiller, decoder = await started(*((long, done) if phase == "prefill" else (done, long)))
         async with proxied([prefiller], [decoder]) as bench:

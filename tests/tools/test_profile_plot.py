@@ -62,8 +62,8 @@ def test_the_summary_lists_the_error_of_each_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["calibrate", "model", "--out", str(tmp_path / "profile.json")]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told[1:] == [
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == [
         "time to first token: median error 7%, 95% within 30%",
         "steps: median error 5%, 95% within 20%",
         "loads from ssd: median error 3%, 95% within 13%",

@@ -264,9 +264,9 @@ def test_extents_outside_our_own_memory_are_refused(
 
 
 def test_metadata_with_false_regions_read_nothing(reader: NixlPeers, owner: Owner) -> None:
-    """The envelope says more than NIXL was told: NIXL refuses the addresses."""
-    told = AgentMetadata.decode(owner.metadata)
-    wide = AgentMetadata(told.agent, ((told.regions[0][0], 1 << 40),), told.nixl)
+    """The envelope says more than NIXL was metadata: NIXL refuses the addresses."""
+    metadata = AgentMetadata.decode(owner.metadata)
+    wide = AgentMetadata(metadata.agent, ((metadata.regions[0][0], 1 << 40),), metadata.nixl)
     reader.connect("w", wide.encode())
     failed = reader.submit("w", [PeerExtent(0, 1 << 39, 0, 0, 4_096)])
     assert wait(failed) is TransferState.FAILED
@@ -276,8 +276,8 @@ def test_metadata_with_false_regions_read_nothing(reader: NixlPeers, owner: Owne
 
 
 def test_metadata_under_another_agents_name_is_not_used(reader: NixlPeers, owner: Owner) -> None:
-    told = AgentMetadata.decode(owner.metadata)
-    reader.connect("w", AgentMetadata("somebody", told.regions, told.nixl).encode())
+    metadata = AgentMetadata.decode(owner.metadata)
+    reader.connect("w", AgentMetadata("another", metadata.regions, metadata.nixl).encode())
     assert wait(reader.submit("w", WHOLE)) is TransferState.FAILED
     reader.disconnect("w")
     with pytest.raises(PeerError, match="own"):
@@ -291,18 +291,18 @@ from hetero_connector.transfer.base import TransferState
 from hetero_connector.transfer.nixl_peers import NixlPeers
 from hetero_connector.transfer.peer_base import PeerExtent
 from hetero_connector.transfer.shared_memory import create_shared
-told = AgentMetadata.decode(bytes.fromhex(sys.argv[1]))
+metadata = AgentMetadata.decode(bytes.fromhex(sys.argv[1]))
 peers = NixlPeers([create_shared("reader", 8192)])
 rng, ended = random.Random(1), 0
 for i in range(40):
-    blob = bytearray(told.nixl)
+    blob = bytearray(metadata.nixl)
     if i % 4 == 0:
         del blob[rng.randrange(len(blob)):]
     else:
         for _ in range(1 + i % 3):
             at = rng.randrange(len(blob) // 2)
             blob[at] = rng.randrange(256)
-    peers.connect("w", AgentMetadata(f"agent {i}", told.regions, bytes(blob)).encode())
+    peers.connect("w", AgentMetadata(f"agent {i}", metadata.regions, bytes(blob)).encode())
     read = peers.submit("w", [PeerExtent(0, 0, 0, 0, 4096)])
     while read.poll() is TransferState.PENDING:
         pass

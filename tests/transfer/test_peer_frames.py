@@ -27,14 +27,14 @@ extents = st.builds(PeerExtent, st.integers(0, 15), sizes, st.integers(0, 15), s
 
 
 @given(st.lists(frames, max_size=8), st.lists(st.integers(1, 40), min_size=1))
-def test_frames_are_decoded_complete_and_in_order(said: list[Frame], cuts: list[int]) -> None:
-    data = b"".join(frame.encode() for frame in said)
-    reader, heard, at, i = FrameReader(), list[Frame](), 0, 0
+def test_frames_are_decoded_complete_and_in_order(sent: list[Frame], cuts: list[int]) -> None:
+    data = b"".join(frame.encode() for frame in sent)
+    reader, received, at, i = FrameReader(), list[Frame](), 0, 0
     while at < len(data):
         size = cuts[i % len(cuts)]
-        heard += reader.feed(data[at : at + size])
+        received += reader.feed(data[at : at + size])
         at, i = at + size, i + 1
-    assert heard == said
+    assert received == sent
 
 
 @given(st.binary(max_size=400))

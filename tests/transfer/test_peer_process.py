@@ -54,13 +54,13 @@ from hetero_connector.errors import TransferError
 from hetero_connector.transfer.agent_metadata import AgentMetadata
 from hetero_connector.transfer.ucx_agent import UcxAgent
 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-told, address = AgentMetadata.decode(bytes.fromhex(sys.argv[1])), int(sys.argv[2])
+metadata, address = AgentMetadata.decode(bytes.fromhex(sys.argv[1])), int(sys.argv[2])
 own = np.full(4096, 66, np.uint8)
 agent = UcxAgent("writer", [(own.ctypes.data, 4096)])
-region = told.regions[0][0]
-agent.load(told.nixl.replace(struct.pack("<Q", region), struct.pack("<Q", address)))
+region = metadata.regions[0][0]
+agent.load(metadata.nixl.replace(struct.pack("<Q", region), struct.pack("<Q", address)))
 local = agent.prepare(None, np.array([(own.ctypes.data, 8, 0)], np.uint64))
-remote = agent.prepare(told.agent, np.array([(address, 8, 0)], np.uint64))
+remote = agent.prepare(metadata.agent, np.array([(address, 8, 0)], np.uint64))
 index, nixl = np.array([0], np.int32), agent._bindings
 request = agent._agent.makeXferReq(
     nixl.NIXL_WRITE, local, index, remote, index, "", [], True
@@ -94,8 +94,8 @@ def test_an_attacker_on_the_port_writes_the_exported_memory_and_nothing_of_the_e
     exported = create_shared("test", SIZE)
     secret = np.full(4_096, 1, np.uint8)
     victim = NixlPeers([exported])
-    told = AgentMetadata.decode(victim.metadata)
-    write_over_tcp(victim.metadata, told.regions[0][0])
+    metadata = AgentMetadata.decode(victim.metadata)
+    write_over_tcp(victim.metadata, metadata.regions[0][0])
     assert (exported.view[:8] == 66).all(), "else this shows nothing: that is what remains open"
     for address in (secret.ctypes.data, exported.view.ctypes.data + 4_096):
         until(lambda: not victim.maintain() and psutil.pid_exists(victim.process_id))
@@ -267,23 +267,23 @@ def test_a_failed_start_of_the_process_is_tried_again_later(
     assert peers.close()
 
 
-@pytest.mark.parametrize("said", ["garbage", "an unknown read", "silence", "exits"])
+@pytest.mark.parametrize("behaviour", ["garbage", "an unknown read", "silence", "exits"])
 def test_a_process_that_sends_malformed_messages_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: str
 ) -> None:
-    """It may be in others' hands: the engine believes nothing and lives."""
+    """It may be under attack: the engine trusts nothing it sends, and lives."""
     (tmp_path / "hostile.py").write_text(
         "import os, socket, sys, time\n"
         "from hetero_connector.transfer.agent_metadata import AgentMetadata\n"
         "from hetero_connector.transfer.peer_frames import Frame, Kind\n"
         "engine = socket.socket(fileno=int(sys.argv[2]))\n"
-        "told = AgentMetadata('hostile', ((4096, 4096),), b'x').encode()\n"
-        "engine.sendall(Frame(Kind.READY, 0, told).encode())\n"
-        f"said = {said!r}\n"
+        "metadata = AgentMetadata('hostile', ((4096, 4096),), b'x').encode()\n"
+        "engine.sendall(Frame(Kind.READY, 0, metadata).encode())\n"
+        f"behaviour = {behaviour!r}\n"
         "engine.recv(1)\n"
-        "if said == 'garbage': engine.sendall(bytes([255]) * 4096)\n"
-        "if said == 'an unknown read': engine.sendall(Frame(Kind.ENDED, 99, b'').encode())\n"
-        "if said != 'exits': time.sleep(60)\n"
+        "if behaviour == 'garbage': engine.sendall(bytes([255]) * 4096)\n"
+        "if behaviour == 'an unknown read': engine.sendall(Frame(Kind.ENDED, 99, b'').encode())\n"
+        "if behaviour != 'exits': time.sleep(60)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(peer_child, "_MODULE", "hostile")
@@ -291,7 +291,7 @@ def test_a_process_that_sends_malformed_messages_is_killed(
     other = AgentMetadata("other", ((4096, 4096),), b"y").encode()
     peers.connect("other", other)
     read = peers.submit("other", [PeerExtent(0, 0, 0, 0, 8)])
-    if said == "silence":
+    if behaviour == "silence":
         assert read.poll() is TransferState.PENDING
         assert peers.close(timeout_s=0.1)
     until(lambda: read.poll() is not TransferState.PENDING)

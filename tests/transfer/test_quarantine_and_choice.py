@@ -276,15 +276,15 @@ def test_nixl_prints_nothing_even_on_a_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "says"),
+    ("script", "message"),
     [("exit 3", "exit 3"), ("echo cannot start >&2; kill -9 $$", "cannot start")],
 )
 def test_a_crash_of_nixl_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, says: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str
 ) -> None:
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    with pytest.raises(StoreError, match=says):
+    with pytest.raises(StoreError, match=message):
         working_backends()
