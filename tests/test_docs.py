@@ -68,7 +68,10 @@ def test_the_readme_is_short() -> None:
 
 @pytest.mark.parametrize("path", sorted(DOCS.glob("decisions/0*.md")), ids=name)
 def test_a_decision_is_about_one_page(path: Path) -> None:
-    assert len(path.read_bytes()) <= MAX_DECISION_BYTES
+    text = path.read_text()
+    assert len(text.encode()) <= MAX_DECISION_BYTES
+    for part in ("Context", "Decision", "Consequence"):
+        assert f"**{part}" in text, f"no part is named {part}"
 
 
 @cache
