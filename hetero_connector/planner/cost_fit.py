@@ -189,11 +189,11 @@ class RobustLeastSquares:
         """Compute the coefficients; one that would be negative is held at 0."""
         total = sum(self._evidence.values(), self._guess + self._known)
         size = len(total)
-        # Rounding may make columns equal that nearly are.
-        matrix, right = total[:, :size] * (1.0 + 1e-12 * np.eye(size)), total[:, size]
+        matrix, right = total[:, :size], total[:, size]
         free = np.arange(size)
         while True:
-            found = np.linalg.solve(matrix[np.ix_(free, free)], right[free])
+            factor = _cholesky(matrix[np.ix_(free, free)])
+            found = np.linalg.solve(factor.T, np.linalg.solve(factor, right[free]))
             lowest = int(found.argmin())
             if found[lowest] >= 0.0 or len(free) == 1:
                 break
@@ -201,6 +201,14 @@ class RobustLeastSquares:
         solution = np.zeros(size)
         solution[free] = found.clip(0.0)
         self._coefficients: tuple[float, ...] = tuple((self._scale * solution).tolist())
+
+
+def _cholesky(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return L with L L' = `matrix`, which is positive definite but for rounding."""
+    try:
+        return np.linalg.cholesky(matrix)
+    except np.linalg.LinAlgError:  # columns that are nearly equal have cancelled
+        return np.linalg.cholesky(matrix * (1.0 + 1e-12 * np.eye(len(matrix))))
 
 
 _LEAST_CHANGE = 0.25
