@@ -16,7 +16,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -203,7 +203,7 @@ class RobustLeastSquares:
         self._coefficients: tuple[float, ...] = tuple((self._scale * solution).tolist())
 
 
-def _cholesky(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
+def _cholesky(matrix: NDArray[np.float64]) -> NDArray[np.floating[Any]]:
     """Return L with L L' = `matrix`, which is positive definite but for rounding."""
     try:
         return np.linalg.cholesky(matrix)
