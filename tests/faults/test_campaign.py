@@ -154,6 +154,7 @@ def test_a_token_that_is_given_to_two_owners_is_found() -> None:
         assert any("the token was" in what for what in FleetRound(1).run().wrong_answers)
 
 
+@pytest.mark.long
 def test_every_failpoint_and_every_fault_is_met() -> None:
     """Of the rounds by hand, which are the same each time."""
     reached, injected = Counter[str](), Counter[str]()
@@ -166,6 +167,7 @@ def test_every_failpoint_and_every_fault_is_met() -> None:
     assert {name.rpartition(":")[2] for name in injected} >= set(Fate) - {Fate.WORKS}
 
 
+@pytest.mark.long
 def test_a_minute_of_the_rounds_of_today() -> None:
     """Others each day: what they find is real, and `make test-faults` goes on from here."""
     result = run_campaign(rounds=1_000, seed=seed_of_the_day(), budget_s=60.0)

@@ -12,7 +12,7 @@ from hetero_connector.artifacts.record import ChunkRange
 from tests.ownership.fleet_of_processes import ProcessFleet, processes, until, verified
 from tests.ownership.worker_process import LEASE_S, LOAD_DEADLINE_S, SIZES, WorkerProcess, prompt
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 CHUNKS = 6
 CHAIN, OTHER = prompt("a", CHUNKS), prompt("b", CHUNKS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -17,6 +18,8 @@ from tests.ownership.fleet_bench import LEASE_S
 from tests.ownership.history import Served
 from tests.ownership.member.ledgers import KV, change
 from tests.ownership.stepped_members import CHAIN, IDS, NAMES, NUMBERS, Member, SteppedFleet
+
+pytestmark = pytest.mark.long
 
 HASHES = ("fleet", "epochs", "names", "peers", "chunks", "runs")
 names = st.sampled_from(NAMES)

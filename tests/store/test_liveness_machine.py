@@ -24,6 +24,8 @@ from tests.store.filling import SIZES, Clock, begin, ids_of
 from tests.store.test_fleet_machine import THEIRS, FleetMachine
 from tests.store.test_store_machine import DEPTH, TRUNKS, StoreMachine, chains
 
+pytestmark = pytest.mark.long
+
 SETTLING_STEPS = 150
 """Of two seconds each: a hang is noticed in one minute, a pause ends in another."""
 BESIDE_READS_STEPS = 12

@@ -11,6 +11,7 @@ from enum import StrEnum
 from errno import EIO
 from functools import partial
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule, run_state_machine_as_test
@@ -31,6 +32,8 @@ from tests.store.test_fleet_machine import THEIRS
 from tests.store.test_liveness_machine import FleetLivenessMachine
 from tests.store.test_store_machine import DEPTH, TRUNKS, chains
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers, MemoryRead
+
+pytestmark = pytest.mark.long
 
 
 class Fate(StrEnum):

@@ -19,6 +19,8 @@ from hetero_connector.store.peers.ports import KnownPeers
 from tests.store.filling import chain, forget_all, until, wait
 from tests.store.peer_engine import BIG, CHUNKS, Writer, engines, open_store, right
 
+pytestmark = pytest.mark.long
+
 CONTENTS = {
     ArtifactId(chunk.key, kind): data for chunk in CHUNKS for kind, data in right(chunk).items()
 }

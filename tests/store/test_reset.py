@@ -251,6 +251,7 @@ while True:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "rounds", [4, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 )

@@ -10,6 +10,8 @@ import pytest
 
 from tests.store.filling import Bench, begin, chain, ids_of, intact, put, stored, wait
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 CHAINS = 40
 

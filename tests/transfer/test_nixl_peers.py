@@ -27,6 +27,8 @@ from hetero_connector.transfer.peer_base import PeerExtent
 from hetero_connector.transfer.shared_memory import SharedMemory, create_shared
 from tests.transfer.owners import SIZES, Owner, contents, owners
 
+pytestmark = pytest.mark.long
+
 MIB = 1 << 20
 WHOLE = [PeerExtent(0, 0, 0, 0, SIZES[0])]
 CMA, TCP = "cma", "tcp"

@@ -27,6 +27,8 @@ from hetero_connector.transfer.nixl_peers import NixlPeers, listening_addresses
 from hetero_connector.transfer.peer_base import PeerExtent
 from hetero_connector.transfer.shared_memory import create_shared
 
+pytestmark = pytest.mark.long
+
 SIZE = 1 << 20
 ROOT = Path(__file__).parents[2]
 

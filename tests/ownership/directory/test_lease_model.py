@@ -7,6 +7,8 @@ import pytest
 from tests.ownership.directory.lease_explorer import explore
 from tests.ownership.directory.lease_model import Bounds, Model, Rules, ViolationError
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     ("bounds", "states"),

@@ -18,6 +18,8 @@ from ownership.directory.redis.scripts import fleet_key
 from ownership.member.fleet_worker import FleetWorker
 from tests.ownership.member.ledgers import KV, RunningWorker, change, record_of, until
 
+pytestmark = pytest.mark.long
+
 LEASE_S = 2.0
 NUMBERS = range(1, 601)
 IDS = [change(number).id for number in NUMBERS]

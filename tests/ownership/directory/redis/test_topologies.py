@@ -20,6 +20,8 @@ from ownership.directory.redis import RedisDirectory
 from tests.ownership.fleet_bench import KV, artifact, claim, claim_of, join
 from tests.ownership.member.ledgers import RunningWorker, change, record_of
 
+pytestmark = pytest.mark.long
+
 DEADLINE_S = 10.0
 PASSWORD = "hush"
 
