@@ -430,8 +430,8 @@ def _cli() -> str:
     parts = [
         f"{_NOTE}# Commands\n\n"
         "The package installs one command, `heterocache`. Exit codes: 0 if all is well, 1 if a "
-        "problem was found, 2 if the input cannot be used. `trace` and `simulate` need the extra "
-        "`sim`, `reset` needs the extra `redis`."
+        "problem was found, 2 if the input cannot be used. `simulate` needs the extra "
+        "`sim`, `reset` the extra `redis`."
     ]
     for name, about, command in _commands(build_parser(), ""):
         title = f"## {name}\n\n{about[:1].upper()}{about[1:]}."
@@ -468,9 +468,6 @@ def _option(action: argparse.Action) -> str:
 def _errors() -> str:
     from hetero_connector import errors
 
-    tree = inspect.getdoc(errors)
-    assert tree is not None
-    drawing = "\n".join(x for x in tree.splitlines() if x.startswith(("Hetero", "├", "│", "└")))
     classes = [
         x
         for x in vars(errors).values()
@@ -488,11 +485,19 @@ because the answer would be wrong: `LoadLostError` ([hooks](../internals/hooks.m
 All are in `hetero_connector.errors`, and pickling keeps their text and attributes.
 
 ```text
-{drawing}
+{_tree(errors.HeteroCacheError)}
 ```
 
 {_table(["error", "meaning"], rows)}
 """
+
+
+def _tree(kind: type, depth: int = 0) -> str:
+    """Return the class and those derived from it, each on a line, indented by its depth."""
+    derived = [
+        _tree(x, depth + 1) for x in kind.__subclasses__() if x.__module__ == kind.__module__
+    ]
+    return "\n".join([f"{'    ' * depth}{kind.__name__}", *derived])
 
 
 _HINTS = {

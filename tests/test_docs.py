@@ -121,7 +121,7 @@ UNPLAIN = re.compile(
 """Words that are hard to understand, or for which the glossary has another."""
 
 
-@pytest.mark.parametrize("path", filter(lambda path: path.name != "CHANGELOG.md", PAGES), ids=name)
+@pytest.mark.parametrize("path", [x for x in PAGES if x.name != "CHANGELOG.md"], ids=name)
 def test_the_pages_are_in_plain_words(path: Path) -> None:
     text = re.sub(r"`[^`\n]*`|\]\([^)]*\)", "", prose(path))
     assert not [found[0] for found in UNPLAIN.finditer(text)]
@@ -346,8 +346,7 @@ HISTORY = ("CHANGELOG.md", "docs/decisions/")
 """Pages that may name what existed once."""
 
 
-def names_the_present(path: Path) -> bool:
-    return not name(path).startswith(HISTORY)
+PRESENT = [path for path in PAGES if not name(path).startswith(HISTORY)]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name)
@@ -358,7 +357,7 @@ def test_every_metric_that_is_named_exists(path: Path) -> None:
             assert metric in METRICS, f"there is no metric {metric}"
 
 
-@pytest.mark.parametrize("path", filter(names_the_present, PAGES), ids=name)
+@pytest.mark.parametrize("path", PRESENT, ids=name)
 def test_every_configuration_that_is_named_is_accepted(path: Path) -> None:
     """Such as `verify: all`, or "the key `directory`"."""
     by_name = {key.name: key for key in KEYS}
@@ -373,14 +372,14 @@ def test_every_configuration_that_is_named_is_accepted(path: Path) -> None:
                 pytest.fail(str(error))
 
 
-@pytest.mark.parametrize("path", filter(names_the_present, PAGES), ids=name)
+@pytest.mark.parametrize("path", PRESENT, ids=name)
 def test_every_target_of_make_that_is_named_exists(path: Path) -> None:
     for code in inline_code(path):
         if code.startswith("make "):
             check_make([word for word in code.split()[1:] if "=" not in word])
 
 
-@pytest.mark.parametrize("path", filter(names_the_present, PAGES), ids=name)
+@pytest.mark.parametrize("path", PRESENT, ids=name)
 def test_every_module_that_is_named_can_be_run(path: Path) -> None:
     for code in inline_code(path):
         if code.startswith("python -m "):
@@ -391,7 +390,7 @@ ELSEWHERE = ("toy_proxy_server.py", "report.md")
 """A file of vLLM, and one that a command writes."""
 
 
-@pytest.mark.parametrize("path", filter(names_the_present, PAGES), ids=name)
+@pytest.mark.parametrize("path", PRESENT, ids=name)
 def test_every_file_that_is_named_exists(path: Path) -> None:
     known = tracked()
     for code in inline_code(path):
@@ -418,9 +417,7 @@ NOT_OURS = frozenset(
 """Names of vLLM and of Linux."""
 
 
-@pytest.mark.parametrize(
-    "path", [x for x in PAGES if names_the_present(x) and x.stem != "metrics"], ids=name
-)
+@pytest.mark.parametrize("path", [x for x in PRESENT if x.stem != "metrics"], ids=name)
 def test_every_name_of_the_code_exists(path: Path) -> None:
     """Such as `Catalog.seal`, `begin_restore` or `LongName`; plain words are not checked."""
     for code in inline_code(path):
@@ -440,7 +437,7 @@ def known_tests() -> frozenset[str]:
     return frozenset(found)
 
 
-@pytest.mark.parametrize("path", filter(names_the_present, PAGES), ids=name)
+@pytest.mark.parametrize("path", PRESENT, ids=name)
 def test_every_test_that_is_named_exists(path: Path) -> None:
     for code in inline_code(path):
         if re.fullmatch(r"test_\w+", code):
