@@ -27,6 +27,7 @@ from benchmarks.research.belady import belady_hits, policy_hits
 from benchmarks.research.bound import oracle_result
 from benchmarks.simulated_studies import GPUS, ORACLE, STUDIES, Study
 from benchmarks.simulator import fleet_of
+from hetero_connector.units import GIB
 from ownership.simulator.fleet_file import FleetSpec
 from ownership.simulator.policies import parse_policy
 from ownership.simulator.simulate import simulate
@@ -38,7 +39,6 @@ from ownership.simulator.traces.block_runs import BlockRuns
 from ownership.simulator.traces.readers import open_trace
 from ownership.simulator.traces.session import Trace
 
-_GIB = 1 << 30
 _KEPT = (
     "requests", "refused", "ttft_mean_s", "ttft_p50_s", "ttft_p95_s", "step_p95_s", "task_mean_s",
     "task_wait_mean_s", "task_wait_mean_alone_s", "task_wait_p95_s", "prompt_tokens",
@@ -67,7 +67,7 @@ def read(path: Path, number: int | None = None, *, arrivals: bool) -> Trace:
 def fleet_for(study: Study, workers: int) -> FleetSpec:
     """H200 workers with the study's tiers."""
     fleet = fleet_of(study.model, workers, GPUS[study.model])
-    sizes = {"dram": int(study.dram_gib * _GIB), "ssd": int(study.ssd_gib * _GIB)}
+    sizes = {"dram": int(study.dram_gib * GIB), "ssd": int(study.ssd_gib * GIB)}
     tiered = (replace(w, capacity=replace(w.capacity, **sizes)) for w in fleet.workers)
     return replace(fleet, workers=tuple(tiered))
 
@@ -165,9 +165,9 @@ def _line(row: Row) -> str:
     ]
     if row.policy != ORACLE:
         cells += [
-            _told(found["moved_bytes"], 0, 1 / _GIB),
+            _told(found["moved_bytes"], 0, 1 / GIB),
             _told(found["duplicate_factor"], 2),
-            _told(found["moved_bytes_times_copies"], 0, 1 / _GIB),
+            _told(found["moved_bytes_times_copies"], 0, 1 / GIB),
             f"{found['owner_hit_rate'].mean:.1%}",
         ]
     return f"| {' | '.join(cells)} |"

@@ -26,6 +26,7 @@ from pathlib import Path
 from benchmarks.measure import machine_line, rounded, save, table
 from benchmarks.synthetic_sessions import CODING_AGENT, synthetic
 from hetero_connector.spec.presets import PRESETS
+from hetero_connector.units import GIB
 from ownership.scheduling.fleet import Role
 from ownership.simulator.figures import SimulationResult
 from ownership.simulator.fleet_file import FleetSpec
@@ -47,7 +48,6 @@ GOALS = {
     "peak_gib": "< 4",
     "decision_us_64": "<= 200",
 }
-_GIB = 1 << 30
 _STEP_TOKENS = 8192
 _GROWTH_ROUNDS = 3
 
@@ -56,7 +56,7 @@ def fleet_of(model_name: str, count: int, gpus: int) -> FleetSpec:
     """H200 workers with a quarter of a TiB of DRAM and two TiB of SSD."""
     model, compute = PRESETS[model_name](tp_size=gpus), COMPUTE[model_name]
     costs = derived_costs(H200, gpus, model, compute, _STEP_TOKENS)
-    capacity = TierBytes(page_bytes_of(H200, gpus, compute), 256 * _GIB, 2048 * _GIB)
+    capacity = TierBytes(page_bytes_of(H200, gpus, compute), 256 * GIB, 2048 * GIB)
     workers = [WorkerSpec(f"w{i:02}", costs, capacity, Role.BOTH) for i in range(count)]
     limits = EngineLimits(_STEP_TOKENS, 256)
     return FleetSpec("benchmark", model_name, model, tuple(workers), limits, {})
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.sessions:
         figures |= agents(arguments.sessions)
     figures |= decisions(4 if arguments.quick else 16) | growth(2 if arguments.quick else 40)
-    figures["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
+    figures["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
     figures = rounded(figures)
     rows = [[name, f"{value:.4g}", GOALS.get(name, "")] for name, value in figures.items()]
     text = f"{machine_line()}\n\n{table(['figure', 'value', 'goal'], rows)}"

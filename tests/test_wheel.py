@@ -14,13 +14,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PUBLIC = {"hetero_connector", "ownership"}
-FOR_USERS = {
-    "ownership.scheduling.explain": "explains a placement to people",
-    "ownership.scheduling.prefixes": "a router makes its steps' prefixes with it",
+FOR_A_ROUTER = {
+    "ownership.scheduling.explain",
+    "ownership.scheduling.prefixes",
+    "ownership.scheduling.replication",
 }
-"""Modules that nothing in the wheel imports, and the reason why they are in it."""
-RESEARCH = ("ownership.simulator.oracle.", "ownership.simulator.traces.synthetic")
-"""Bounds, searches and synthetic traces, which benchmarks import."""
+"""Modules that nothing in the wheel imports: a router needs them."""
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +84,8 @@ def test_every_module_of_the_wheel_has_a_caller_in_it(wheel: zipfile.ZipFile) ->
     for name, source in sources.items():
         called |= mentioned(source) - {name}
     packages = {name for name in sources if any(n.startswith(f"{name}.") for n in sources)}
-    uncalled = sources.keys() - called - packages - FOR_USERS.keys()
-    assert not {name for name in uncalled if not name.startswith(RESEARCH)}
+    uncalled = sources.keys() - called - packages
+    assert uncalled == FOR_A_ROUTER
 
 
 def test_types_and_scripts_are_in_the_wheel(wheel: zipfile.ZipFile) -> None:

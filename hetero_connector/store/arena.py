@@ -144,8 +144,8 @@ class Arena:
         assert mapping is not None
         if self._fd is not None:
             os.close(self._fd)
-        # BufferError: someone still has a view. The mapping then lives exactly as long as
-        # that view: unmapping under it would turn a late access into a crash.
+        # BufferError: a view is still in use. The mapping then lives exactly as long as that
+        # view: without it, a late access would be a crash.
         with contextlib.suppress(BufferError):
             mapping.close()
 

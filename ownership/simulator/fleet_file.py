@@ -16,13 +16,13 @@ from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.profile import CostProfile
 from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.presets import PRESETS
+from hetero_connector.units import GIB
 from ownership.scheduling.fleet import Link, Role
 from ownership.simulator.machine.costs import COMPUTE, HARDWARE, derived_costs, page_bytes_of
 from ownership.simulator.machine.engine import EngineLimits
 from ownership.simulator.machine.worker import WorkerSpec
 from ownership.simulator.state.memory import TierBytes
 
-_GIB = 1 << 30
 _Count = Annotated[int, Meta(ge=1, le=100_000)]
 _Size = Annotated[float, Meta(ge=0, le=1e9)]
 _Above0 = Annotated[float, Meta(gt=0, le=1e9)]
@@ -153,8 +153,8 @@ class _Reader:
             costs = self._costs(kind, model, field)
             capacity = TierBytes(
                 self._hbm_bytes(kind, field),
-                int(kind.dram_gib * _GIB),
-                int(kind.ssd_gib * _GIB),
+                int(kind.dram_gib * GIB),
+                int(kind.ssd_gib * GIB),
             )
             if capacity.ssd and not capacity.dram:
                 raise self._error("an SSD needs DRAM: reads pass through it", f"{field}.dram_gib")
@@ -183,16 +183,16 @@ class _Reader:
 
     def _hbm_bytes(self, kind: _Worker, field: str) -> int:
         if kind.hbm_gib is not None:
-            if kind.hbm_gib * _GIB < 1:
+            if kind.hbm_gib * GIB < 1:
                 raise self._error("less than a byte", f"{field}.hbm_gib")
-            return int(kind.hbm_gib * _GIB)
+            return int(kind.hbm_gib * GIB)
         if kind.hardware is None:
             raise self._error("a profile does not say how much there is", f"{field}.hbm_gib")
         size_bytes = page_bytes_of(HARDWARE[kind.hardware], kind.gpus, COMPUTE[self._fleet.model])
         if size_bytes <= 0:
             problem = f"{self._fleet.model} does not fit {kind.gpus} x {kind.hardware}"
             raise self._error(
-                f"{problem}: {-size_bytes / _GIB:.0f} GiB are missing", f"{field}.gpus"
+                f"{problem}: {-size_bytes / GIB:.0f} GiB are missing", f"{field}.gpus"
             )
         return size_bytes
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 from hetero_connector.errors import SimulationError
 from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.state_types import StateType
+from hetero_connector.units import GIB
 from ownership.simulator.figures import Figures, Overhead, SimulationResult, mean, percentile
 from ownership.simulator.fleet_file import FleetSpec
 from ownership.simulator.machine.channel import Flow
@@ -22,7 +23,6 @@ from ownership.simulator.state.shape import StateShape, dense_paged
 from ownership.simulator.traces.session import Trace
 from ownership.simulator.workload import Workload
 
-_GIB = 1 << 30
 _Number = TypeVar("_Number", int, float)
 
 
@@ -131,7 +131,7 @@ def figures_of(run: FleetSimulation) -> Figures:
         step_p95_s=percentile(tally.step_s, 95),
         step_p99_s=percentile(tally.step_s, 99),
         token_mean_s=_ratio(decode_s, total(lambda w: w.engine.totals.decoded_tokens)),
-        hbm_gib_per_session=session_bytes / _GIB,
+        hbm_gib_per_session=session_bytes / GIB,
         most_live_sessions=run.sessions.most_live,
         most_running=max(w.engine.totals.most_running for w in workers),
         sessions_in_hbm=_ratio(total(lambda w: w.spec.capacity.hbm), session_bytes),

@@ -16,7 +16,7 @@ from hetero_connector.store.ssd.journal_format import CorruptJournalError
 from hetero_connector.store.ssd.private_files import create_private
 
 SUFFIXES = ("", "-wal", "-shm")
-"""The suffixes of the files that SQLite makes beside the journal."""
+"""The suffixes of the files that SQLite makes next to the journal."""
 _WAL_HEADER_BYTES = 32
 Connect = Callable[[Path, str], sqlite3.Connection]
 """Opens a file for SQLite. The mode is that of its URIs: `ro`, `rw`, `rwc`."""

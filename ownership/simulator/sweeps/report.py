@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from hetero_connector.units import GIB
 from ownership.simulator.sweeps.running import Point
 
-_GIB = float(1 << 30)
 Setting = tuple[tuple[str, float], ...]
 _STUDENT = (
     12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
@@ -93,11 +93,11 @@ COLUMNS = (
     Column("running, most", "most_running", digits=0),
     Column("saved, M tokens", "saved_tokens", 1e-6, 1),
     Column("duplicates", "duplicate_factor"),
-    Column("moved, GiB", "moved_bytes", 1 / _GIB, 1),
-    Column("moved x duplicates, GiB", "moved_bytes_times_copies", 1 / _GIB, 1),
-    Column("network, GiB", "network_bytes", 1 / _GIB, 1),
-    Column("SSD read, GiB", "ssd_read_bytes", 1 / _GIB, 1),
-    Column("SSD written, GiB", "ssd_written_bytes", 1 / _GIB, 1),
+    Column("moved, GiB", "moved_bytes", 1 / GIB, 1),
+    Column("moved x duplicates, GiB", "moved_bytes_times_copies", 1 / GIB, 1),
+    Column("network, GiB", "network_bytes", 1 / GIB, 1),
+    Column("SSD read, GiB", "ssd_read_bytes", 1 / GIB, 1),
+    Column("SSD written, GiB", "ssd_written_bytes", 1 / GIB, 1),
     Column("write amplification", "write_amplification"),
     Column("owner hits, %", "owner_hit_rate", 100, 1),
     Column("decodes late, %", "decode_late_share", 100, 1),
