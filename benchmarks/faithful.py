@@ -29,7 +29,7 @@ from benchmarks.measure import machine_line, rounded, save, table
 from benchmarks.synthetic_sessions import CODING_AGENT, Constant, Geometric, LogNormal, synthetic
 from examples.checkpoints import write_checkpoint
 from examples.serving import engine_arguments, engine_environment
-from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.cost_model import CostModel, RequestOverhead
 from hetero_connector.planner.profile import CostProfile
 from ownership.simulator.traces.session import Trace
 
@@ -140,8 +140,10 @@ def calibrated(
 
 def simulated(facts: EngineFacts, costs: CostModel, trace: Trace, checkpoints: str) -> Account:
     """The simulator's account."""
-    own = replace(costs, overhead=costs.overhead.in_process())  # as its engine core runs
-    fleet = facts.fleet((facts.worker(own),))
+    # The engine core runs in the benchmark's own process, so the front end blocks it, too.
+    frontend_s, frontend_token_s, scheduling_s, token_s = costs.overhead
+    blocking = RequestOverhead(0.0, 0.0, frontend_s + scheduling_s, frontend_token_s + token_s)
+    fleet = facts.fleet((facts.worker(replace(costs, overhead=blocking)),))
     return account_of_simulation(trace, fleet, policy_of(checkpoints), facts.chunk_tokens)
 
 

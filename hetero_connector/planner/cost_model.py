@@ -112,14 +112,6 @@ class RequestOverhead(NamedTuple):
         """Seconds of both, which delay the first token."""
         return self.delay_s(prompt_tokens) + self.blocking_s(prompt_tokens)
 
-    def in_process(self) -> RequestOverhead:
-        """The overhead of an engine whose front end runs on the engine's own thread: all of it
-        blocks. `vllm.LLM` with `VLLM_ENABLE_V1_MULTIPROCESSING=0` is such an engine."""
-        return RequestOverhead(
-            scheduling_s=self.frontend_s + self.scheduling_s,
-            scheduling_token_s=self.frontend_token_s + self.scheduling_token_s,
-        )
-
 
 class HandoffCost(NamedTuple):
     """Coefficients of a handoff, at least 0; 0 unless measured.

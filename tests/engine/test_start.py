@@ -181,6 +181,7 @@ def test_the_planner_starts_from_the_profile(tmp_path: Path) -> None:
     assert planner.mode == "cost"
     assert planner.costs.compute.coefficients == pytest.approx(coefficients)
     assert planner.costs.step_tokens == 2048
+    assert planner.costs.staging_delay_steps == 1.0
     elsewhere = replace(subject, machine="another")
     with pytest.raises(ConfigError, match=r"planner_profile.*'a machine' there, 'another' here"):
         _planner(HeteroConfig.from_extra_config(extra), layout, 2048, None, elsewhere)

@@ -43,12 +43,10 @@ def test_one_length_gives_no_slope_and_no_sample_no_overhead() -> None:
     assert RequestOverhead.fitted([]) == RequestOverhead()
 
 
-def test_in_the_engines_own_process_all_overhead_blocks() -> None:
+def test_the_front_end_delays_and_scheduling_blocks() -> None:
     overhead = RequestOverhead(1.0, 0.1, 2.0, 0.2)
     assert (overhead.delay_s(10), overhead.blocking_s(10)) == (2.0, 4.0)
-    here = overhead.in_process()
-    assert (here.delay_s(10), here.blocking_s(10)) == (0.0, pytest.approx(6.0))
-    assert here.total_s(10) == pytest.approx(overhead.total_s(10))
+    assert overhead.total_s(10) == 6.0
 
 
 def test_the_cost_of_a_handoff_is_a_line_through_most_prompts() -> None:

@@ -197,6 +197,9 @@ def test_while_decoding_staging_takes_half_a_step_and_is_noticed_half_a_step_lat
     )
     # A step of 4 decodes takes 10 ms + 4 x 1 ms.
     assert busy - idle == pytest.approx(0.014 / 2)
+    costs.staging_delay_steps = 1.0
+    busy = candidates(costs, [Tier.SSD], EngineLoad(running_decodes=4))[-1].terms.load_s
+    assert busy - idle == pytest.approx(0.014)
     in_dram = [
         candidates(costs, [Tier.DRAM], EngineLoad(running_decodes=n))[-1].terms.load_s
         for n in (0, 4)
