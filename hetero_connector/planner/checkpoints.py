@@ -183,15 +183,11 @@ class Adaptive:
     second that a request waits, because writes delay the reads of restores. Each new request
     reduces the weight of earlier ones by a factor of 1 - 1/`memory_requests`.
 
-    If requests leave long chains at random places, d_i(p) is (p - 1)/2 on average. With nu new
-    chunks per request and k = T(1, r) - l C seconds lost per chunk, J'(p) = 0 at
-
-        p* = sqrt(2 w B nu / k)
-
-    the law of checkpoint intervals (Young, CACM 17(9), 1974). That holds for this one histogram.
-    Requests that resume at turns' ends (d_i = 0 for every p), or a common prefix of one length,
-    make other curves, some of them falling without end. Hence the search over `PERIODS`; of equals
-    the longest is taken. If k <= 0, loading is slower than computing, and the answer is `NEVER`.
+    If requests leave long chains at random places, this is the law of checkpoint intervals (Young,
+    CACM 17(9), 1974): the best period grows with the square root of the cost of a write. Requests
+    that resume at turns' ends, or a common prefix of one length, make other curves, some of them
+    falling without end. Hence the search over `PERIODS`; of equals the longest is taken. If
+    loading is slower than computing, the answer is `NEVER`.
 
     A boundary where a request left the store and missed a checkpoint is kept in addition to the
     period if one more request that leaves there would pay for the write: t c d - l C d > w B. The
