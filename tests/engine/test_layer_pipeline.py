@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from hetero_connector.engine.worker import layer_pipeline
 from hetero_connector.engine.worker.layer_pipeline import LayerPipeline
+from tests.interleaving import at_each_step
 
 
 @pytest.fixture
@@ -88,6 +90,23 @@ def test_a_jobs_error_is_raised_by_drain_and_the_other_jobs_run(
     pipeline.start([("c", lambda: ran.append("c"))], overlap)
     pipeline.drain()
     assert ran == ["b", "b", "c"]
+
+
+def test_it_is_active_until_the_last_layer_is_copied(pipeline: LayerPipeline) -> None:
+    """The forward asks at any moment of the other thread's work, and does not wait if it is not."""
+    copied: list[str] = []
+    too_early: list[list[str]] = []
+
+    def ask() -> None:
+        if len(copied) < 2 and not pipeline.active:
+            too_early.append(list(copied))
+
+    pipeline.start([(x, lambda x=x: copied.append(x)) for x in "ab"], overlap=False)
+    with at_each_step(ask, layer_pipeline):
+        pipeline.drain()
+    assert copied == ["a", "b"]
+    assert not too_early
+    assert not pipeline.active
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -36,7 +36,7 @@ class LayerPipeline:
 
     @property
     def active(self) -> bool:
-        """True while layers of this step have not been copied."""
+        """True while layers of this step have not been copied. Takes no lock."""
         return bool(self._jobs or self._running)
 
     def ensure(self, layer: str) -> None:
@@ -67,10 +67,11 @@ class LayerPipeline:
     def _run(self, layer: str) -> bool:
         """Run the layer's job here, unless another thread has taken it."""
         with self._lock:
-            job = self._jobs.pop(layer, None)
+            job = self._jobs.get(layer)
             if job is None:
                 return False
             done = self._running[layer] = threading.Event()
+            del self._jobs[layer]  # last: `active` looks without the lock
         try:
             job()
         except Exception as error:  # `drain` raises it: all loads of the step have failed
