@@ -79,8 +79,6 @@ class Figures:
     """Share of the decodes' time that prefills in the same steps added."""
     busy_share: float
     """Share of the workers' time in which their engines computed."""
-    tool_idle_busy_share: float
-    """The same share, of the time in which a session of the worker waited for a tool."""
     queue_mean_s: float
     restore_network_mean_s: float
     """Exposed seconds of a restore from peers, mean over all requests. Then from SSD, and from DRAM
@@ -96,9 +94,6 @@ class Overhead:
 
     decisions: int
     decision_p50_us: float
-    decision_mean_us: float
-    decision_p99_us: float
-    wall_s: float
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from ownership.simulator.clock import EventLoop
 from ownership.simulator.machine.request import LiveRequest
 from ownership.simulator.state.chunks import ShortChunk, chunk_runs
 from ownership.simulator.traces.block_runs import BlockRuns
-from ownership.simulator.traces.session import Request, Session, Trigger
+from ownership.simulator.traces.session import Request, Session
 
 
 @dataclass(slots=True)
@@ -28,8 +28,6 @@ class LiveSession:
     """Its duration if answers came at once: thinking, tools, and recorded offsets."""
     owner: str | None = None
     """The worker that decodes it."""
-    waiting_for_tools: dict[int, str] = field(default_factory=dict)
-    """For each request that waits for a tool, the worker that has its state."""
     short_chunks: dict[int, ShortChunk] = field(default_factory=dict)
     """The short chunks of requests that were handed off."""
 
@@ -125,14 +123,13 @@ class Sessions:
             self._loop.at(session.start_s, self._open, number, session, begins=True)
             return
 
-    def on_answered(self, request: LiveRequest) -> LiveSession:
-        """Announce the requests that wait for this answer; return the session."""
+    def on_answered(self, request: LiveRequest) -> None:
+        """Announce the requests that wait for this answer."""
         live, now_s = self.live[request.session], self._loop.now_s
         live.left -= 1
         for index in live.followers.get(request.index, ()):
             self._announce(live, index, now_s)
         self._close_if_done(live)
-        return live
 
     def on_refused(self, request: LiveRequest) -> None:
         """Give up a refused request and all that would have followed it."""
@@ -164,8 +161,6 @@ class Sessions:
             at_s = max(answered_s, live.started_s + request.offset_s)
         else:
             at_s = answered_s + request.think_s
-        if request.trigger is Trigger.TOOL_RESULT and live.owner is not None:
-            live.waiting_for_tools[index] = live.owner
         self._loop.at(at_s, self._arrive, live, index, begins=True)
 
     def _arrive(self, live: LiveSession, index: int) -> None:

@@ -48,36 +48,30 @@ def simulate(
     sent = workload.trace(trace)
     model = fleet.model if policy.state == "typed" else dense_paged(fleet.model)
     shape = StateShape.of(model, chunk_tokens_of(trace, fleet, model))
-    begun = timer()
-    run = FleetSimulation(
-        fleet, policy, shape, iter(sent), trace.block_tokens, workload.seed, timer, on_answer
-    )
     collecting = gc.isenabled()
-    gc.disable()  # only runs of chunks are in reference cycles, and there are few of them
+    gc.disable()  # only runs of chunks are in reference cycles: all are freed after the simulation
     try:
+        run = FleetSimulation(
+            fleet, policy, shape, iter(sent), trace.block_tokens, workload.seed, timer, on_answer
+        )
         run.run()
+        decisions = run.tally.decision_s
+        parameters = {k: v for k, v in asdict(workload).items() if v is not None and k != "seed"}
+        return SimulationResult(
+            policy=policy.text,
+            workers=len(fleet.workers),
+            model=fleet.model_name,
+            trace=sent.source,
+            caveats=sent.caveats,
+            seed=workload.seed,
+            parameters=parameters,
+            figures=figures_of(run),
+            state_bytes=state_bytes_of(shape, run.workers.values()),
+            overhead=Overhead(len(decisions), 1e6 * percentile(decisions, 50)),
+        )
     finally:
         if collecting:
             gc.enable()
-    decisions = run.tally.decision_s
-    return SimulationResult(
-        policy=policy.text,
-        workers=len(fleet.workers),
-        model=fleet.model_name,
-        trace=sent.source,
-        caveats=sent.caveats,
-        seed=workload.seed,
-        parameters={k: v for k, v in asdict(workload).items() if v is not None and k != "seed"},
-        figures=figures_of(run),
-        state_bytes=state_bytes_of(run.shape, run.workers.values()),
-        overhead=Overhead(
-            len(decisions),
-            1e6 * percentile(decisions, 50),
-            1e6 * mean(decisions),
-            1e6 * percentile(decisions, 99),
-            timer() - begun,
-        ),
-    )
 
 
 def chunk_tokens_of(trace: Trace, fleet: FleetSpec, model: ModelSpec) -> int:
@@ -107,7 +101,7 @@ def figures_of(run: FleetSimulation) -> Figures:
     resident_s = total(lambda w: w.engine.totals.resident_s)
     session_bytes = _ratio(total(lambda w: w.engine.totals.resident_byte_s), resident_s)
     distinct_bytes = run.shape.moved_bytes(run.prompt_chunks.distinct(), 0)
-    busy_s, tool_s = total(lambda w: w.engine.totals.busy_s), total(lambda w: w.tool_s)
+    busy_s = total(lambda w: w.engine.totals.busy_s)
     hbm, dram, ssd, peer = tally.hits
     waits_s = [_ratio(wait_s, answered) for wait_s in tally.waits_s]
     written_bytes, network_bytes, read_bytes = moved("written"), moved("fetched"), moved("staged")
@@ -155,7 +149,6 @@ def figures_of(run: FleetSimulation) -> Figures:
         moved_sessions=tally.moved_sessions,
         decode_late_share=_ratio(total(lambda w: w.engine.totals.late_s), decode_s),
         busy_share=_ratio(busy_s, span_s * len(workers)),
-        tool_idle_busy_share=_ratio(total(lambda w: w.busy_tool_s), tool_s),
         queue_mean_s=waits_s[0],
         restore_network_mean_s=waits_s[1],
         restore_ssd_mean_s=waits_s[2],

@@ -94,9 +94,6 @@ class FleetSimulation:
 
     def _send(self, live: LiveSession, request: LiveRequest) -> None:
         """Decide where a request that has arrived runs, and bring it there."""
-        waited_at = live.waiting_for_tools.pop(request.index, None)
-        if waited_at is not None:
-            self.workers[waited_at].change_tool_sessions(-1)
         tally = self.tally
         step = self._step(live, request)
         self._report_loads()
@@ -235,11 +232,7 @@ class FleetSimulation:
         self.ended_s = self.loop.now_s
         self.tally.on_answered(request, self.ended_s)
         self._output_tokens += 0.01 * (request.output_tokens - self._output_tokens)
-        live = self.sessions.on_answered(request)
-        for index in live.followers.get(request.index, ()):
-            waiting_at = live.waiting_for_tools.get(index)
-            if waiting_at is not None:
-                self.workers[waiting_at].change_tool_sessions(1)
+        self.sessions.on_answered(request)
         self.prompt_chunks.add(request.chain)
         if len(self.tally.step_s) % _SAMPLE_EVERY == 0 and len(self.workers) > 1:
             self.tally.duplicates.append(self.duplicate_factor())

@@ -115,8 +115,6 @@ class BatchEngine:
     limits: EngineLimits
     on_prefilled: Callable[[LiveRequest], None]
     on_finished: Callable[[LiveRequest], None]
-    on_step: Callable[[float], None]
-    """Called with the seconds of every step."""
     totals: EngineTotals = field(default_factory=EngineTotals)
     waiting: deque[LiveRequest] = field(default_factory=deque)
     prefilling: list[LiveRequest] = field(default_factory=list)
@@ -267,7 +265,6 @@ class BatchEngine:
         steps = event.steps if event else 1
         seconds = self.loop.now_s - event.begun_s if event else self._mixed_s
         self.totals.busy_s += seconds
-        self.on_step(seconds)
         if decodes:
             self.totals.decode_s += decodes * seconds
             self.totals.decoded_tokens += decodes * steps

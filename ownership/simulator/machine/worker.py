@@ -82,11 +82,6 @@ class Worker:
         self.ssd_reads, self.incoming, self.outgoing = Channel(), Channel(), Channel()
         self.sessions = 0
         """Sessions that decode here."""
-        self.tool_sessions = 0
-        """The part of them that waits for a tool."""
-        self.tool_s = self.busy_tool_s = 0.0
-        """Seconds with such a session; and those of them in which the engine computed."""
-        self._tool_since_s = 0.0
         self._loop = loop
         costs = spec.costs
         self._overhead = costs.overhead
@@ -102,7 +97,7 @@ class Worker:
         )
         self.engine = BatchEngine(
             loop, StepTimes(costs), self.memory, admission, limits,
-            self._on_prefilled, self._on_finished, self._on_step,
+            self._on_prefilled, self._on_finished,
         )  # fmt: skip
         rates = CheckpointRates.learned(costs, has_ssd=spec.capacity.ssd > 0)
         sizes = CheckpointSizes.of(shape.layout)
@@ -216,21 +211,9 @@ class Worker:
         self._loop.at(end_s, on_arrival)
         return True
 
-    def change_tool_sessions(self, change: int) -> None:
-        """Count a session that begins (1) or ends (-1) to wait for a tool."""
-        now_s = self._loop.now_s
-        if self.tool_sessions:
-            self.tool_s += now_s - self._tool_since_s
-        self._tool_since_s = now_s
-        self.tool_sessions += change
-
     def _leave_front_end(self, request: LiveRequest) -> None:
         del self._at_front_end[request]
         self.engine.submit(request)
-
-    def _on_step(self, seconds: float) -> None:
-        if self.tool_sessions:
-            self.busy_tool_s += seconds
 
     def _on_prefilled(self, request: LiveRequest) -> None:
         """Count what was loaded, and seal the prompt."""

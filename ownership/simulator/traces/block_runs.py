@@ -11,9 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-_FEW = 512
-"""Number of ids up to which a loop is faster than numpy."""
-
 
 @dataclass(frozen=True, slots=True)
 class BlockRuns:
@@ -38,19 +35,8 @@ class BlockRuns:
         return cls(tuple(merged))
 
     @classmethod
-    def of_ids(cls, ids: npt.ArrayLike) -> BlockRuns:
-        """Make it from single ids (`[num_blocks] int64`)."""
-        if isinstance(ids, list) and len(ids) < _FEW:
-            return cls._of_few(ids)
-        array = np.asarray(ids, dtype=np.int64)
-        if not len(array):
-            return cls()
-        starts = np.flatnonzero(np.diff(array, prepend=array[0] - 2) != 1)
-        counts = np.diff(starts, append=len(array))
-        return cls(tuple(zip(array[starts].tolist(), counts.tolist(), strict=True)))
-
-    @classmethod
-    def _of_few(cls, ids: list[int]) -> BlockRuns:
+    def of_ids(cls, ids: Iterable[int]) -> BlockRuns:
+        """Make it from single ids, none of which is negative."""
         runs, first, last = [], 0, -2
         for block in ids:
             if block != last + 1:

@@ -9,7 +9,7 @@ import pytest
 from hetero_connector.planner.cost_model import RequestOverhead
 from ownership.simulator.machine.engine import EngineLimits
 from ownership.simulator.state.memory import TierBytes
-from ownership.simulator.traces.session import Session, Trigger
+from ownership.simulator.traces.session import Session
 from tests.ownership.simulator.checked_runs import figures
 from tests.ownership.simulator.small_fleets import (
     COMPUTE,
@@ -98,16 +98,6 @@ def test_the_next_turn_comes_after_answer_and_thought() -> None:
     assert found.task_wait_mean_s == pytest.approx(found.task_mean_s - 7.0)
     assert found.hbm_hit_tokens == 2_048
     assert found.owner_hit_rate == 1.0
-
-
-def test_a_tool_leaves_its_worker_idle() -> None:
-    first = prompt(0, 2_048)
-    tool = replace(prompt(0, 2_560), parent=0, think_s=10.0, trigger=Trigger.TOOL_RESULT)
-    other = Session("b", (prompt(900, 10_240),), 3.0)
-    alone = figures(trace_of(Session("a", (first, tool), 0.0)), fleet())
-    busy = figures(trace_of(Session("a", (first, tool), 0.0), other), fleet())
-    assert alone.tool_idle_busy_share == 0.0
-    assert busy.tool_idle_busy_share == pytest.approx(busy.step_p99_s / 10.0, rel=0.01)
 
 
 def test_a_small_step_limit_makes_more_steps() -> None:
