@@ -124,12 +124,21 @@ def _report(path: Path, meta: JournalMeta, rows: Sequence[JournalRow], in_use: b
     )
 
 
+_MAX_VALUE = 100
+"""Longest value of a description that is printed. `--json` has the others, such as all layers."""
+
+
 def as_text(report: ModelReport) -> str:
-    """Return the report for people."""
+    """Return the report for people: of the description only what fits on a line each."""
+    shown = {
+        key: value
+        for key, value in sorted(report.description.items())
+        if value is not None and key != "fingerprint" and len(str(value)) <= _MAX_VALUE
+    }
     lines = [
         f"{report.path}{'  (in use)' if report.in_use else ''}",
         f"  fingerprint {report.fingerprint}, created {_when(report.created)}",
-        *(f"  {key}: {value}" for key, value in sorted(report.description.items())),
+        *(f"  {key}: {value}" for key, value in shown.items()),
         f"  {report.artifacts} artifacts, {size_text(report.bytes)}, {report.chains} chains, "
         f"{report.tokens} tokens",
         f"  last used between {_when(report.oldest)} and {_when(report.newest)}",

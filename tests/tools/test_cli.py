@@ -123,6 +123,18 @@ def test_inspect_prints_text_and_works_while_an_engine_runs(store: Path, run: Ru
     assert "dense_kv" in out
 
 
+def test_inspect_prints_no_wall_of_text(tmp_path: Path, run: Run) -> None:
+    """A model's description has every layer: `--json` prints it, the text does not."""
+    description = {"model": "tiny-llama", "model_spec": {"layers": ["layer"] * 100}, "gone": None}
+    SsdDirectory.open(tmp_path, b"\1" * 32, SLOTS, 4 << 20, description).close()
+    _, out, _ = run("inspect", tmp_path)
+    assert "model: tiny-llama" in out
+    assert "gone" not in out
+    assert max(map(len, out.splitlines())) < 150
+    _, out, _ = run("inspect", tmp_path, "--json")
+    assert json.loads(out)[0]["description"]["model_spec"] == description["model_spec"]
+
+
 def test_inspect_an_empty_store(tmp_path: Path, run: Run) -> None:
     SsdDirectory.open(tmp_path, MODEL, SLOTS, 4 << 20).close()
     code, out, _ = run("inspect", tmp_path)
