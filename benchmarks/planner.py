@@ -111,9 +111,7 @@ def _decision_s(
     repeats: int,
 ) -> float:
     costs = CostModel(ComputeRegression(), LoadModel(model.state_types), step_tokens=_STEP_TOKENS)
-    planner = RestorePlanner(
-        model, layout, costs, replay_tokens=replay_tokens, deadline_s=_DEADLINE_S
-    )
+    planner = RestorePlanner(layout, costs, replay_tokens=replay_tokens, deadline_s=_DEADLINE_S)
     limit = stored[-1].chunk.end
     samples = []
     for repeat in range(repeats + 1):

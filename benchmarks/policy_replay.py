@@ -137,7 +137,7 @@ class _Contender:
         # Slots are all alike here: nothing depends on the sizes in a store that is never full.
         self._store.scale = max(layout.max_bytes.values()) / _SLOT_BYTES
         self._store.priced_as = Tier.SSD
-        planner = RestorePlanner(layout.model, layout, costs)
+        planner = RestorePlanner(layout, costs)
         self._engine = ReplayedEngine(
             layout, self._store, planner, self._checkpoints, recorder,
             clock=lambda: 0.0, count_hits=False,

@@ -192,7 +192,7 @@ def _scheduler_side(
         hasher,
         store,
         recorder,
-        Policies(RestorePlanner(layout.model, layout, costs), Full(), prefetch="auto"),
+        Policies(RestorePlanner(layout, costs), Full(), prefetch="auto"),
         layerwise=True,
         load_deadline_s=10.0,
     )

@@ -214,7 +214,7 @@ class SessionDay:
         self._store.scale = self._scale
         assert self._store.io_thread is not None
         self._io_thread: IoThread = self._store.io_thread
-        planner = RestorePlanner(layout.model, layout, self._costs)
+        planner = RestorePlanner(layout, self._costs)
         self._engine = ReplayedEngine(
             layout, self._store, planner, self._checkpoints, self._recorder,
             clock=lambda: self._now_s, step_io=self._io_thread.step,

@@ -14,7 +14,6 @@ from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.decision import CandidateSet, RestoreDecision
 from hetero_connector.planner.plan import chunks_between
 from hetero_connector.planner.pricing import EngineLoad, Pricing, TierTable
-from hetero_connector.spec.model_spec import ModelSpec
 
 Mode = Literal["cost", "always_load", "never_load"]
 ENGINE_SETTINGS = "engine_settings"
@@ -65,7 +64,6 @@ class RestorePlanner:
 
     def __init__(
         self,
-        model: ModelSpec,
         layout: ArtifactLayout,
         costs: CostModel,
         mode: Mode = "cost",
@@ -84,6 +82,7 @@ class RestorePlanner:
         self.mode = mode
         self._grid = ChunkGrid(layout)
         # A model without prefix types has nothing to load that a replay could use.
+        model = layout.model
         self._replay_tokens = replay_tokens if model.boundary_types and model.prefix_types else 0
         self.replay_when_missing = False
         """True: `always_load` replays too, if that resumes later than any checkpoint."""

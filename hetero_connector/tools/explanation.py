@@ -95,7 +95,6 @@ def decide(
             types, step_tokens=settings.step_tokens
         )
     planner = RestorePlanner(
-        layout.model,
         layout,
         costs,
         settings.planner,

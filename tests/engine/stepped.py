@@ -67,7 +67,7 @@ class Engine:
             fleet.start(self.store.sharing)
         self.costs = CostModel(ComputeRegression(), LoadModel(model.state_types))
         replay_tokens = window_replay.tokens if window_replay else 0
-        planner = RestorePlanner(model, self.layout, self.costs, mode, replay_tokens=replay_tokens)
+        planner = RestorePlanner(self.layout, self.costs, mode, replay_tokens=replay_tokens)
         self.side = SchedulerSide(
             self.layout, ChainHasher(b"f" * 32, CHUNK), self.store, self.recorder,
             Policies(planner, checkpoints or Full(), window_replay),

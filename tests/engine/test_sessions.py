@@ -50,7 +50,7 @@ class Turns:
         costs = CostModel(ComputeRegression(), LoadModel(HYBRID.state_types))
         self.side = SchedulerSide(
             layout, ChainHasher(b"f" * 32, CHUNK), self.store, Recorder(),
-            Policies(RestorePlanner(HYBRID, layout, costs), Full(), prefetch=mode),
+            Policies(RestorePlanner(layout, costs), Full(), prefetch=mode),
             layerwise=True, load_deadline_s=1.0,
         )  # fmt: skip
         self.side.bind(FakeBlockTables())  # type: ignore[arg-type]

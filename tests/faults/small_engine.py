@@ -195,7 +195,7 @@ class SmallEngine:
             ChainHasher(b"e" * 32, CHUNK),
             store,
             recorder,
-            Policies(RestorePlanner(model, self._layout, costs, "always_load"), Full()),
+            Policies(RestorePlanner(self._layout, costs, "always_load"), Full()),
             layerwise=True,
             load_deadline_s=LOAD_DEADLINE_S,
         )

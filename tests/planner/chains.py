@@ -101,7 +101,7 @@ def deepest(
 ) -> RestorePlan | None:
     """The plan of `always_load`."""
     planner = RestorePlanner(
-        model, layout_of(model), costs_of(model), "always_load", replay_tokens=replay_tokens
+        layout_of(model), costs_of(model), "always_load", replay_tokens=replay_tokens
     )
     planner.replay_when_missing = bool(replay_tokens)
     prompt_tokens = max(local_tokens, limit_tokens) + 1

@@ -15,7 +15,7 @@ LOAD = {Tier.DRAM: rates(0.0, 1e-9), Tier.SSD: rates(1e-3, 1e-3)}
 def decide(in_dram: int, on_ssd: int, mode: str = "cost", **options: float) -> RestoreDecision:
     tiers = [in_tier(Tier.DRAM, KV)] * in_dram + [in_tier(Tier.SSD, KV)] * on_ssd
     chain = chain_of(tiers)
-    planner = RestorePlanner(DENSE, layout_of(DENSE), costs_of(DENSE, load=LOAD), mode, **options)  # type: ignore[arg-type]
+    planner = RestorePlanner(layout_of(DENSE), costs_of(DENSE, load=LOAD), mode, **options)  # type: ignore[arg-type]
     prompt = len(chain) * CHUNK + 1
     return planner.plan(chain, 0, prompt - 1, prompt, EngineLoad())
 

@@ -180,7 +180,7 @@ def test_tokens_that_the_engine_computes_anyway_are_not_replayed() -> None:
 
 
 def planned(chain: list[StoredChunk], mode: Mode, *, replays: bool, **options: bool) -> RestorePlan:
-    planner = RestorePlanner(HYBRID, layout_of(HYBRID), costs_of(HYBRID), mode, replay_tokens=80)
+    planner = RestorePlanner(layout_of(HYBRID), costs_of(HYBRID), mode, replay_tokens=80)
     planner.replay_when_missing = replays
     plan = planner.plan(chain, 0, 4 * CHUNK, 4 * CHUNK + 1, EngineLoad(), **options).plan
     assert plan is not None

@@ -101,7 +101,7 @@ class Case:
     load: EngineLoad
 
     def decide(self, mode: str = "cost", **options: float) -> RestoreDecision:
-        planner = RestorePlanner(self.model, layout_of(self.model), self.costs, mode, **options)
+        planner = RestorePlanner(layout_of(self.model), self.costs, mode, **options)
         limit = self.prompt_tokens - 1
         return planner.plan(self.stored, self.local_tokens, limit, self.prompt_tokens, self.load)
 
@@ -457,7 +457,7 @@ def test_load_bytes_are_listed_by_tier() -> None:
 
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="sometimes"):
-        RestorePlanner(DENSE, layout_of(DENSE), costs_of(DENSE), "sometimes")  # type: ignore[arg-type]
+        RestorePlanner(layout_of(DENSE), costs_of(DENSE), "sometimes")  # type: ignore[arg-type]
 
 
 def test_prompts_longer_than_the_planners_first_arrays() -> None:
@@ -469,7 +469,7 @@ def test_prompts_longer_than_the_planners_first_arrays() -> None:
         StoredChunk(dataclasses.replace(key, start=i * CHUNK, end=(i + 1) * CHUNK), tiers)
         for i in range(3000)
     ]
-    planner = RestorePlanner(DENSE, layout_of(DENSE), costs_of(DENSE, load=FAST))
+    planner = RestorePlanner(layout_of(DENSE), costs_of(DENSE, load=FAST))
     plan = planner.plan(stored, 0, math.inf, 3000 * CHUNK + 1, IDLE).plan  # type: ignore[arg-type]
     assert plan is not None
     assert plan.boundary == 3000 * CHUNK

@@ -38,7 +38,7 @@ def candidates(
 ) -> list[RestoreCandidate]:
     """The candidates of a chain whose chunks are in these tiers."""
     chain = chain_of([in_tier(tier, *model.state_types) for tier in tiers])
-    planner = RestorePlanner(model, layout_of(model), costs)
+    planner = RestorePlanner(layout_of(model), costs)
     limit = prompt_tokens - 1
     return list(planner.plan(chain, local_tokens, limit, prompt_tokens, load).candidates())
 
@@ -105,7 +105,7 @@ def test_boundary_state_costs_at_its_own_boundary_only_by_its_own_rate() -> None
     chain = chain_of(
         [in_tier(Tier.DRAM, KV) | in_tier(Tier.SSD, SWA), in_tier(Tier.DRAM, KV, SWA)] * 2
     )
-    planner = RestorePlanner(HYBRID, layout_of(HYBRID), costs_of(HYBRID, load=load))
+    planner = RestorePlanner(layout_of(HYBRID), costs_of(HYBRID, load=load))
     found = planner.plan(chain, 0, 999, 1000, EngineLoad(layerwise=False)).candidates()
     # Four pages of window at 64 tokens, five from 80 on.
     expected = [0.0, 4000 * 1e-4, 0.0, 5000 * 1e-4, 0.0]

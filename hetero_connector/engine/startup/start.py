@@ -222,7 +222,6 @@ def _planner(
         costs = profile.cost_model(types, step_tokens=step_tokens)
     costs.staging_delay_steps = _STAGING_DELAY_STEPS
     return RestorePlanner(
-        layout.model,
         layout,
         costs,
         config.planner,

@@ -86,7 +86,7 @@ class Restorer:
     ) -> None:
         """`table`: may be shared by all workers of a model."""
         self._shape, self._table = shape, table
-        self._planner = RestorePlanner(shape.model, shape.layout, costs, mode, replay_tokens=0)
+        self._planner = RestorePlanner(shape.layout, costs, mode, replay_tokens=0)
 
     def plan(
         self, dram: Match, on_ssd: Match, prompt_tokens: int, local_chunks: int, load: EngineLoad,

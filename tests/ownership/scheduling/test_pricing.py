@@ -82,7 +82,7 @@ def test_a_worker_is_priced_as_its_own_planner_prices_the_request(model, tier, q
     load = {Tier.DRAM: rates(1e-4, 1e-7), Tier.SSD: rates(1e-3, 1e-6)}
     costs = planner_costs(model, (0.01, 1e-3, 1e-6), load, WEIGHTS, step_tokens=100)
     prompt = 9 * CHUNK
-    planner = RestorePlanner(model, layout, costs)
+    planner = RestorePlanner(layout, costs)
     chain = chain_of([in_tier(tier, KV, SWA)] * 8)
     planned = planner.plan(chain, 0, prompt - 1, prompt, EngineLoad(queued_tokens=queued))
     assert planned.plan is not None
