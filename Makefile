@@ -73,6 +73,7 @@ bench: venv  ## Figures and plots
 	$(RUN) -m benchmarks.scheduling --json
 	$(RUN) -m benchmarks.simulator --json
 	$(RUN) -m benchmarks.xpyd --json
+	$(RUN) docs/generate.py
 
 docs: $(DOCS)/.stamp  ## The documentation as a site in build/docs; warnings are errors
 	$(DOCS)/bin/python -m sphinx --fail-on-warning --keep-going --quiet --builder html docs build/docs
