@@ -3,15 +3,14 @@
 For each request it compares the predicted seconds to the first token (queue, load and compute
 together) with the observed seconds from the request's submission to its first token. Every
 prediction is made before its request runs, by a cost model that starts without a profile and
-learns online. If nothing is stored the connector does not ask its planner, so the benchmark asks
-it just before.
+learns online. The connector asks its planner only if something is stored; otherwise the benchmark
+asks it just before the request.
 
 Requests are turns of sessions: 256 to 8,000 tokens, the first turn cold, the others restored from
 DRAM or from an SSD slowed to `SSD_BANDWIDTH`. The first `LEARNING` requests are not counted. Then
 every session is served twice, with other tokens but the same lengths and tiers, in random order:
-two requests of equal cost. The difference of such a pair is noise that no model can predict:
-|a - b| / sqrt 2, over their mean, is distributed like the error of a predictor that knows the true
-mean.
+two requests of equal cost. Their difference is noise that no model can predict: |a - b| / sqrt 2,
+over their mean, is distributed like the error of a predictor that knows the true mean.
 """
 
 from __future__ import annotations

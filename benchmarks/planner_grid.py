@@ -11,13 +11,13 @@ model learns online, from the earlier runs.
   decodes makes two clusters of times.
 - `worst_choice_over_best`: the same, over the cells in which the planner in most turns chose
   differently from the better of never and always; 1 if there are none. `worst_alike`: over the
-  other cells; that is the difference of two equal requests on this machine. No goals.
+  other cells, where it shows how much two equal requests differ on this machine. No goals.
 - `surely_over`: the number of cells in which that median is above its goal with 95 % confidence (a
-  sign test for each cell). Of a hundred medians on a busy machine some are above by chance. Goal 0.
+  sign test for each cell). On a busy machine some of a hundred medians are above by chance. Goal 0.
 - `geomean_over_single`: geometric mean over the cells of planned TTFT, divided by that of the
   better single policy. Goal <= 0.85.
 - `geomean_limit`: the same for the best policy of each cell, which planning cannot beat on this
-  grid. No goal; if it is above 0.85 that goal is out of reach.
+  grid. No goal; if it is above 0.85, no planner can reach that goal.
 - `regret_p95`: planned TTFT divided by that of the best policy, by turns, minus 1, at the 95th
   percentile of cells. Goal <= 0.10.
 """
@@ -63,11 +63,11 @@ _COMPARED = (*_SINGLE_POLICIES, "planned")
 _CUTS = tuple(f"cut {share:g}" for share in CUTS)
 _POLICIES = (*_COMPARED, *_CUTS)
 _COMPARED_S, _CUT_S = 0.8, 0.4
-"""Seconds that a policy runs in a cell. Times of 10 ms differ by half, so they need many turns."""
+"""Seconds that a policy runs in a cell. Short times vary by half, so they need many turns."""
 _MOST_TURNS = 60
 _FEWEST_TURNS = 5
 _CUT_TURNS = 2
-"""The least turns of a cut."""
+"""Fewest turns of a cut."""
 
 
 class Cell(NamedTuple):
@@ -163,10 +163,12 @@ def _measure_cell(engine: EngineProcess, cell: Cell, prompt: list[int], repeats:
     resumed: dict[str, list[int]] = {policy: [] for policy in _POLICIES}
     order = random.Random(repr(cell))
     for _ in range(_MOST_TURNS):
-        for policy in order.sample(_POLICIES, len(_POLICIES)):  # none behind another each time
+        for policy in order.sample(
+            _POLICIES, len(_POLICIES)
+        ):  # no policy always follows the same one
             least, enough_s = (_CUT_TURNS, _CUT_S) if policy in _CUTS else (repeats, _COMPARED_S)
             if len(times[policy]) >= least and sum(times[policy]) > enough_s:
-                continue  # for good: a policy's turns have no gaps
+                continue  # and never again, so that the turns of a policy have no gaps
             ttft_s, cached = engine.call("serve", prompt, policy, cell.decodes)
             times[policy].append(ttft_s)
             resumed[policy].append(cached)
@@ -255,9 +257,7 @@ def main() -> None:
     parser.add_argument("--model", choices=list(_MODELS), help="this one only; nothing is written")
     arguments = parser.parse_args()
     if arguments.repeats < _FEWEST_TURNS:
-        parser.error(
-            f"of fewer than {_FEWEST_TURNS} turns nothing can be told with 95 % confidence"
-        )
+        parser.error(f"{_FEWEST_TURNS} turns at least are needed for 95 % confidence")
     parent = Path.cwd() / ".cache"
     parent.mkdir(exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="planner-grid-", dir=parent))
