@@ -498,6 +498,11 @@ class Catalog:
         self.writes.finish_sums(artifacts, checksums)
 
     @_locked
+    def has_overdue_write(self) -> bool:
+        """Return whether the next write has waited for reads for long enough."""
+        return self.writes.waits_too_long
+
+    @_locked
     def admit_writes(self) -> list[Artifact]:
         """Return the next artifacts that are worth their write; see `Writes.admit`."""
         admitted = self.writes.admit()

@@ -67,8 +67,10 @@ class ExportFeed:
 
     def take_loss(self) -> bool:
         """Return whether changes were lost since the last call. Needs no lock."""
-        has_lost, self._has_lost = self._has_lost, False
-        return has_lost
+        if not self._has_lost:  # else a loss that is noted right now would be wiped out
+            return False
+        self._has_lost = False
+        return True
 
     def _append(self, change: ExportChange) -> None:
         if len(self._changes) == self._changes.maxlen:

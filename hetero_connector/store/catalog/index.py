@@ -294,23 +294,26 @@ class PrefixIndex:
             above = above.parent
 
     def _refresh(self, node: Node) -> None:
-        """Recompute what `match` answers for this chunk. A new object: old answers stay true."""
+        """Recompute what `match` answers for this chunk. A new object: old answers stay true.
+
+        It is put in place at once: `match` looks without the lock, and would miss it in between.
+        """
         tiers: dict[StateType, Tier] = {}
         offsets = [-1] * len(StateType)
         for kind, artifact in node.artifacts.items():
             if artifact.sealed:
                 tiers[kind] = Tier.SSD if artifact.dram is None else Tier.DRAM
                 offsets[kind.position] = artifact.dram_offset
-        was_visible = node.stored is not None
-        if node.stored is not None:
-            node.stored.stale = True
-        node.stored = None
+        before, stored = node.stored, None
         if tiers:
             shared, number = self._tiers.share(tiers)
             packed = _OFFSETS.pack(*offsets) if max(offsets) >= 0 else _NOWHERE
-            node.stored = StoredChunk(node.chunk, shared, packed, stale=False, number=number)
+            stored = StoredChunk(node.chunk, shared, packed, stale=False, number=number)
+        node.stored = stored
+        if before is not None:
+            before.stale = True
         length = node.chunk.end - node.chunk.start
-        if was_visible != bool(tiers) and length < self._chunk_tokens:
+        if (before is None) != (stored is None) and length < self._chunk_tokens:
             self._tails.count(node.chunk.parent, length, 1 if tiers else -1)
 
     def _prune(self, node: Node) -> None:
@@ -355,7 +358,7 @@ class TailLengths:
 
     def __init__(self) -> None:
         self._counts: dict[ChunkKey, dict[int, int]] = {}
-        """By parent; the newest length is last."""
+        """By parent; the newest length is last. Replaced, never changed: `of` takes no lock."""
 
     def of(self, parent: ChunkKey) -> tuple[int, ...]:
         """Return the newest `MAX_TAILS` lengths. Needs no lock."""
@@ -363,14 +366,16 @@ class TailLengths:
 
     def count(self, parent: ChunkKey, length: int, step: int) -> None:
         """Add `step` to the count: 1 for a chunk that became visible, -1 for one that left."""
-        lengths = self._counts.setdefault(parent, {})
+        lengths = dict(self._counts.get(parent, {}))
         count = lengths.get(length, 0) + step
         if step > 0 or not count:
             lengths.pop(length, None)
         if count:
             lengths[length] = count
-        elif not lengths:
-            del self._counts[parent]
+        if lengths:
+            self._counts[parent] = lengths
+        else:
+            self._counts.pop(parent, None)
 
     def check(self, visible: Iterable[tuple[ChunkKey, int]]) -> None:
         """Raise AssertionError unless exactly these (parent, length) are counted."""

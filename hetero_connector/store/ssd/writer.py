@@ -188,7 +188,7 @@ class SsdWrites:
         """See `Device.may_begin`. While nothing is written, what is queued is dropped."""
         if active:
             return False
-        yields = self._is_reading() and not self.catalog.writes.waits_too_long
+        yields = self._is_reading() and not self.catalog.has_overdue_write()
         waits = bool(late) or self.rows.is_pending or self.rows.is_busy or yields
         return not (waits and self.catalog.writes.is_writable)
 
