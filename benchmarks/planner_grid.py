@@ -163,9 +163,8 @@ def _measure_cell(engine: EngineProcess, cell: Cell, prompt: list[int], repeats:
     resumed: dict[str, list[int]] = {policy: [] for policy in _POLICIES}
     order = random.Random(repr(cell))
     for _ in range(_MOST_TURNS):
-        for policy in order.sample(
-            _POLICIES, len(_POLICIES)
-        ):  # no policy always follows the same one
+        # In random order, so that no policy always follows the same one.
+        for policy in order.sample(_POLICIES, len(_POLICIES)):
             least, enough_s = (_CUT_TURNS, _CUT_S) if policy in _CUTS else (repeats, _COMPARED_S)
             if len(times[policy]) >= least and sum(times[policy]) > enough_s:
                 continue  # and never again, so that the turns of a policy have no gaps
