@@ -1,7 +1,7 @@
-"""A trace's sessions, sent to an engine in this process as people and tools would send them.
+"""Send the sessions of a trace to an engine in this process, as clients with tools would.
 
-What a trace leaves open is made up here: text is random bytes, and what follows an answer begins
-with the tokens that the engine did answer. So prompts share with each other what the trace says.
+The parts that a trace does not record are invented: text is random bytes, and a prompt that follows
+an answer begins with the engine's own tokens. So prompts share exactly what the trace says.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ _FLUSH_S = 60.0
 
 
 class Clock(Protocol):
-    """What time it is for those who send requests, in seconds since it was made."""
+    """The time of the clients, in seconds since the clock was made."""
 
     def now_s(self) -> float:
-        """Now."""
+        """Return the time."""
         ...
 
     def idle(self, due_s: float) -> None:
-        """Nothing happens before `due_s`: wait, for a while at least."""
+        """Wait at least a short time; nothing is due before `due_s`."""
         ...
 
     def computed(self) -> None:
-        """The engine has computed a step."""
+        """Count a step that the engine has computed."""
         ...
 
     @property
     def waits_for_io(self) -> bool:
-        """Whether reads and writes of the store take no time, so that each step waits for them."""
+        """True if I/O of the store takes no time, so each step waits for its end."""
         ...
 
 
 class WallClock:
-    """What a client sees."""
+    """The time of a real client."""
 
     def __init__(self) -> None:
         self._begun_s = time.perf_counter()
@@ -57,11 +57,11 @@ class WallClock:
     waits_for_io = False
 
     def computed(self) -> None:
-        """Takes the time it takes."""
+        """Change nothing: the step took real time."""
 
 
 class StepClock:
-    """Every step takes the same time, and nothing else any: runs can be repeated exactly."""
+    """Every step takes the same time, and nothing else any, so a run can be repeated exactly."""
 
     waits_for_io = True
 
@@ -80,7 +80,7 @@ class StepClock:
 
 @dataclass
 class Sent:
-    """One request, in seconds since the start."""
+    """The times of one request, in seconds since the start."""
 
     session: int
     index: int
@@ -93,12 +93,12 @@ class Sent:
 
     @property
     def ttft_s(self) -> float:
-        """From when it was due to its first token."""
+        """Seconds from its due time to its first token."""
         return self.first_token_s - self.due_s
 
 
 class SessionText:
-    """Token ids of one session's prompts."""
+    """The token ids of one session's prompts."""
 
     def __init__(self, session: Session, number: int, seed: int) -> None:
         self._requests = session.requests
@@ -107,10 +107,10 @@ class SessionText:
         name = first[0][0] if first and session.preamble_tokens else 0
         self._preamble = _text([seed, 0, name], session.preamble_tokens)
         self._texts: dict[int, list[int]] = {}
-        """By request that was answered: its prompt and its answer."""
+        """Prompt and answer of each answered request."""
 
     def prompt(self, index: int) -> list[int]:
-        """Of one request; what it continues was answered."""
+        """Return the prompt of a request whose parent was answered."""
         request = self._requests[index]
         head = self._preamble
         if request.parent is not None and self._continues(request, request.parent):
@@ -119,11 +119,11 @@ class SessionText:
         return head + _text([self._seed, 1, self._number, index], new_tokens)
 
     def answered(self, index: int, prompt: list[int], answer: Sequence[int]) -> None:
-        """What the engine said."""
+        """Keep the engine's answer."""
         self._texts[index] = prompt + list(answer)
 
     def _continues(self, request: Request, parent: int) -> bool:
-        """Whether it begins with its parent's answer, and not a summary of it."""
+        """Return True if the prompt begins with its parent's answer, not with a summary."""
         before = self._requests[parent].answered
         assert before is not None, "the trace does not say where answers are"
         return request.blocks.shared_with(before) == before.num_blocks
@@ -149,11 +149,13 @@ class ClosedLoop:
         self._due: list[tuple[float, int, int]] = []
         self._running: dict[str, Sent] = {}
         self.sent: list[Sent] = []
-        """In the order they were answered."""
+        """All requests in the order of their answers."""
 
     def play(self, clock: Clock | None = None) -> list[float]:
-        """Until all is answered and saved. Seconds that each session took; by default as seen by
-        a client."""
+        """Play until all is answered and saved; return the seconds of each session.
+
+        `clock`: by default the wall clock.
+        """
         for number, live in enumerate(self._live):
             for index, request in enumerate(live.session.requests):
                 if request.parent is None:
@@ -209,7 +211,7 @@ class ClosedLoop:
                 self._answered(self._running.pop(name), output.outputs[0].token_ids)
 
     def _wait_for_io(self) -> None:
-        """What was to be written is, what was to be staged has arrived."""
+        """Wait until the store has written and read all that is queued."""
         store = self._core.scheduler.connector._scheduler.store
         if not store.flush(_FLUSH_S):
             raise RuntimeError("the store did not reach the SSD in time")

@@ -1,8 +1,8 @@
-"""A fleet without owners, for `benchmarks.xpyd`: all keep what they read as their own.
+"""A fleet without owners, for `benchmarks.xpyd`: every server keeps what it reads as its own.
 
-A connector for one benchmark's servers, named to them by `kv_connector_module_path`. It differs
-from `HeteroConnector` in one answer: of what another server owns its store is told that it is
-the store's own. So it is written to this server's SSD too.
+A connector for the servers of one benchmark, selected by `kv_connector_module_path`. It differs
+from `HeteroConnector` in one point: claims of artifacts that another server owns are answered as
+owned. So they are written to this server's SSD too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ANY_TOKEN = 1
 
 
 class _AllOurs(Sharing):
-    """What others own is the store's own."""
+    """Resolves every claim as owned."""
 
     def resolve_claims(
         self, owned: Mapping[ArtifactId, int], held: Iterable[ArtifactId]
@@ -27,7 +27,7 @@ class _AllOurs(Sharing):
 
 
 class CopiesEverywhere(HeteroConnector):
-    """Replicas are nobody else's."""
+    """A connector whose replicas are all its own."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -35,4 +35,4 @@ class CopiesEverywhere(HeteroConnector):
             return
         sharing = self._scheduler.store.sharing
         assert sharing is not None, "the benchmark's servers share a cache"
-        sharing.__class__ = _AllOurs  # the fleet's thread has this very object
+        sharing.__class__ = _AllOurs  # the fleet's thread uses the same object

@@ -1,12 +1,10 @@
-"""Whether the simulator is faithful: the same sessions on a real engine, and simulated.
-
-    python -m benchmarks.faithful --json
+"""`python -m benchmarks.faithful --json`: compare the simulator with a real engine.
 
 Agent sessions (`SESSIONS`: closed loops with think times, forks and a shared preamble) are played
-on the stock CPU engine with HeteroConnector, whose pages hold a few prompts only. Then the
+on the stock CPU engine with HeteroConnector, whose pages hold only a few prompts. Then the
 simulator plays them with the same model, chunks, capacities and policies, and the costs that
-`heterocache calibrate` has measured here just before. Tokens hit by tier and bytes moved by state
-type have to be equal, and times alike: each is told as simulated over real.
+`heterocache calibrate` measured just before. Tokens hit by tier and bytes moved by state type are
+equal if the simulator is right; times are compared as simulated over real.
 """
 
 from __future__ import annotations
@@ -53,12 +51,12 @@ SESSIONS = replace(
 
 
 class Setting(NamedTuple):
-    """How one model is served."""
+    """The settings of one model."""
 
     num_blocks: int
-    """KV blocks: room for a few prompts."""
+    """KV blocks, with room for a few prompts."""
     extra: Mapping[str, Any]
-    """Of HeteroConnector."""
+    """Configuration of HeteroConnector."""
 
 
 SETTINGS = {
@@ -76,7 +74,7 @@ def main() -> None:
     given = parser.parse_args()
     sessions, rounds = (3, 1) if given.quick else (8, given.rounds)
     found: dict[str, list[Pair]] = {model: [] for model in given.models}
-    for _ in range(rounds):  # by turns: a busy machine is so for minutes
+    for _ in range(rounds):  # by turns, because a machine is busy for minutes
         for model, pairs in found.items():
             pairs.append(compare(model, sessions))
     figures = {model: headline(pairs) for model, pairs in found.items()}
@@ -95,11 +93,11 @@ def main() -> None:
 
 
 Pair = tuple[Account, Account]
-"""What an engine did, and what the simulator says of it."""
+"""The account of an engine, and of the simulator."""
 
 
 def compare(model: str, sessions: int) -> Pair:
-    """What an engine did, and what the simulator says of it."""
+    """Play one model's sessions on an engine and in the simulator."""
     setting = SETTINGS[model]
     extra = {"dram_gib": 0.25, "checkpoints": "full", **setting.extra}
     arguments = engine_arguments(model) | {
@@ -124,7 +122,7 @@ def trace_of(block_tokens: int, sessions: int, seed: int = 0) -> Trace:
 def calibrated(
     model: str, arguments: Mapping[str, Any], connector: Mapping[str, Any], folder: Path
 ) -> CostProfile:
-    """What `heterocache calibrate` says of this machine."""
+    """Return the profile that `heterocache calibrate` measures on this machine."""
     path = folder / "profile.json"
     command = [sys.executable, "-m", "hetero_connector.tools.cli", "calibrate"]
     command += [str(write_checkpoint(model, CHECKPOINTS)), "--out", str(path)]
@@ -139,7 +137,7 @@ def calibrated(
 
 
 def simulated(facts: EngineFacts, costs: CostModel, trace: Trace, checkpoints: str) -> Account:
-    """The simulator's account."""
+    """Return the simulator's account."""
     # The engine core runs in the benchmark's own process, so the front end blocks it, too.
     frontend_s, frontend_token_s, scheduling_s, token_s = costs.overhead
     blocking = RequestOverhead(0.0, 0.0, frontend_s + scheduling_s, frontend_token_s + token_s)
@@ -148,7 +146,7 @@ def simulated(facts: EngineFacts, costs: CostModel, trace: Trace, checkpoints: s
 
 
 def headline(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Ratios are simulated over real: of each round, and their median."""
+    """Return simulated over real: of each round, and the median."""
     by_round = {
         "ttft": [
             median(twin.ttft_s.values()) / median(real.ttft_s.values()) for real, twin in pairs
@@ -164,7 +162,7 @@ def headline(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def plain(account: Account) -> dict[str, Any]:
-    """As JSON values."""
+    """Return an account as JSON values."""
     ttft_s = {f"{session}-{index}": s for (session, index), s in sorted(account.ttft_s.items())}
     return {**vars(account), "ttft_s": ttft_s}
 

@@ -1,4 +1,4 @@
-"""A real engine that plays a trace, and what the simulator has to know to do the same."""
+"""A real engine that plays a trace, and the facts that the simulator needs to do the same."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ownership.simulator.traces.session import Trace
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What an engine is made of."""
+    """The model, chunks, capacities and limits of an engine."""
 
     model: ModelSpec
     chunk_tokens: int
@@ -39,7 +39,7 @@ class EngineFacts:
 
     @classmethod
     def of(cls, llm: Any) -> EngineFacts:
-        """Of a `vllm.LLM` whose engine core runs in this process."""
+        """Read them from a `vllm.LLM` whose engine core runs in this process."""
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         layout, tiers = scheduler.connector._scheduler.layout, _store(llm).catalog.tiers
         pools = scheduler.kv_cache_config
@@ -63,19 +63,19 @@ class EngineFacts:
         return WorkerSpec("engine", costs, self.capacity)
 
     def fleet(self, workers: tuple[WorkerSpec, ...]) -> FleetSpec:
-        """Of engines like this one."""
+        """Return a fleet of engines like this one."""
         return FleetSpec(
             "an engine", "its own", self.model, workers, self.limits, {}, self.chunk_tokens
         )
 
 
 def policy_of(checkpoints: str, scheduling: str = "colocated") -> PolicySpec:
-    """What an engine of these benchmarks does: it restores all it can, answers included."""
+    """Return the policy of these benchmarks: restore everything, answers included."""
     return parse_policy(f"{scheduling}+checkpoints={checkpoints}+restores=always_load+answers=kept")
 
 
 def played(llm: Any, trace: Trace, clock: Clock | None = None) -> tuple[Account, ClosedLoop]:
-    """Play a trace on an engine in this process, and say what it came to."""
+    """Play a trace on an engine in this process; return the account."""
     _publish(llm)
     before = registered()
     loop = ClosedLoop(llm, trace)
@@ -90,13 +90,13 @@ def played(llm: Any, trace: Trace, clock: Clock | None = None) -> tuple[Account,
 
 
 class FaithfulEngine(Engine):
-    """In its process."""
+    """The engine in its own process."""
 
     def __init__(
         self, model: str, extra: Mapping[str, Any] | None, engine_args: Mapping[str, Any]
     ) -> None:
         super().__init__(model, extra, engine_args)
-        self.complete([1, 2, 3], 40, False)  # the first steps pay for what is set up late
+        self.complete([1, 2, 3], 40, False)  # the first steps include late setup
 
     def facts(self) -> EngineFacts:
         return EngineFacts.of(self._llm)
@@ -106,7 +106,7 @@ class FaithfulEngine(Engine):
 
 
 def _block_bytes(model: ModelSpec) -> int:
-    """Of one block of the pool, which any group of layers may take for its pages."""
+    """Return the bytes of one block of the pool, which any group of layers may use."""
     by_group: Counter[int] = Counter()
     for layer in model.layers:
         by_group[layer.group] += layer.page_stride_bytes
@@ -114,7 +114,7 @@ def _block_bytes(model: ModelSpec) -> int:
 
 
 def _publish(llm: Any) -> None:
-    """Counters come out with a step of the engine. So short a prompt leaves nothing behind."""
+    """Make a step, which publishes counters. The prompt is too short to be stored."""
     from vllm import SamplingParams
 
     parameters = SamplingParams(max_tokens=1, detokenize=False)

@@ -1,14 +1,12 @@
-"""Whether the simulator is faithful where prefill and decode are apart.
+"""`python -m benchmarks.faithful_pd --json`: compare the simulator with two servers.
 
-    python -m benchmarks.faithful_pd --json
-
-The fleet of `examples.disaggregated_prefill` (one server prefills, one decodes, its proxy before
-them) plays agent sessions, one request after the other: who waits for whom would change what is
+The fleet of `examples.disaggregated_prefill` (one server prefills, one decodes, behind a proxy)
+plays agent sessions, one request after the other, because the order of requests decides what is
 evicted. The simulator plays them under `static_pd`, by a clock of steps. Tokens hit by tier and
 bytes moved by flow and state type are compared server by server.
 
 Times are compared with a second simulation. Its steps take what `heterocache calibrate` measured
-here just before; its handoffs and decodes take what those of other sessions took, played before and
+just before; its handoffs and decodes take what those of other sessions took, played before and
 after (`contention`). Compared are first tokens as the client sees them, and all answers of each
 session together, without think times.
 """
@@ -69,8 +67,8 @@ ONE_BY_ONE = replace(
     tool_latency_s=LogNormal(8, 20),
     think_s=LogNormal(15, 30),
 )
-"""With so much between two turns no two requests meet."""
-_TOLD_WITHIN_S = 30.0
+"""Think times are so long that no two requests overlap."""
+_CLAIMS_WITHIN_S = 30.0
 _POLL_S = 0.2
 _OTHERS = 5
 """Number of sessions that teach the cost of contention: one text before the compared sessions, and
@@ -78,10 +76,10 @@ another after them."""
 
 
 class Setting(NamedTuple):
-    """How one model is served."""
+    """The settings of one model."""
 
     num_blocks: int
-    """KV blocks: room for a few prompts."""
+    """KV blocks, with room for a few prompts."""
 
 
 SETTINGS = {"gemma3": Setting(700), "dense": Setting(110)}
@@ -108,13 +106,13 @@ def main() -> None:
 
 
 Accounts = dict[str, Account]
-"""By server."""
+"""The account of each server."""
 
 
 def compare(
     model: str, sessions: int, seed: int = 0, *, timed: bool = False
 ) -> tuple[Accounts, Accounts]:
-    """What the servers did, and what the simulator says of them; `timed`: of times, too."""
+    """Play sessions on servers and in the simulator. `timed`: compare times too."""
     limits = {"max_model_len": 3072, "num_gpu_blocks_override": SETTINGS[model].num_blocks}
     extra = {"dram_gib": 0.25, "checkpoints": "full", "chunk_tokens": 32}
     with EngineProcess(model, extra, FaithfulEngine, **limits) as engine:
@@ -145,18 +143,18 @@ def compare(
 
 
 def drawn(block_tokens: int, sessions: int, seed: int) -> Trace:
-    """What is played."""
+    """Draw the sessions to play."""
     return synthetic(ONE_BY_ONE, sessions=sessions, rate=0.02, block_tokens=block_tokens, seed=seed)
 
 
 def timed_by(facts: EngineFacts, profile: CostProfile, trace: Trace) -> Account:
-    """What the simulator says a client sees, where all takes what a profile says."""
+    """Simulate what a client sees, with the times of a profile."""
     costs = profile.cost_model(facts.model.state_types, step_tokens=facts.limits.step_tokens)
     return simulated(facts, trace, costs)[DECODE]
 
 
 def simulated(facts: EngineFacts, trace: Trace, costs: CostModel) -> Accounts:
-    """The simulator's accounts."""
+    """Return the simulator's accounts."""
     worker = facts.worker(costs)
     workers = (
         replace(worker, name=PREFILL, role=Role.PREFILL),
@@ -168,10 +166,10 @@ def simulated(facts: EngineFacts, trace: Trace, costs: CostModel) -> Accounts:
 
 
 def play(fleet: Fleet, trace: Trace, seed: int = 0) -> Accounts:
-    """Send a trace through the proxy, a request when the one before it is answered and told, to
-    servers whose own caches are empty.
+    """Send a trace through the proxy to servers whose prefix caches are empty.
 
-    `seed`: of what the trace leaves open, its text.
+    A request is sent when the one before it was answered and its claims were. `seed`: for the text
+    of the prompts, which a trace does not record.
     """
     (prefiller,) = fleet.prefillers
     servers = {PREFILL: prefiller, DECODE: fleet.decoder}
@@ -192,11 +190,11 @@ def play(fleet: Fleet, trace: Trace, seed: int = 0) -> Accounts:
         ttft_s[request], answer_s[request] = reply.ttft_s, time.perf_counter() - begun_s
         text.answered(turn.number, prompt, reply.tokens)
         for server in servers.values():
-            _until_told(server)
+            _wait_for_claims(server)
     accounts = {}
     for name, server in servers.items():
         if value(server, "evictions", tier="dram"):
-            raise RuntimeError(f"{name} had too little DRAM, and _until_told needs all of it")
+            raise RuntimeError(f"{name} had too little DRAM, and _wait_for_claims needs all of it")
         counters = gained(scraped(server), before[name])
         cached_tokens = int(counters[CACHED_TOKENS, "", ""])
         accounts[name] = account_of_engine(counters, cached_tokens, {}, ())
@@ -205,7 +203,7 @@ def play(fleet: Fleet, trace: Trace, seed: int = 0) -> Accounts:
 
 
 class Turn(NamedTuple):
-    """A request that is sent while no other is served."""
+    """A request that does not overlap with another."""
 
     session: int
     number: int
@@ -213,10 +211,10 @@ class Turn(NamedTuple):
 
 
 def one_by_one(trace: Trace, step_s: float) -> Iterator[Turn]:
-    """A trace's requests in the order of their arrivals, where every step takes as long.
+    """Yield a trace's requests in the order of their arrivals, if every step takes `step_s`.
 
-    A prompt takes a step at either server, each further token one at the decoder. Raises
-    ValueError where a request comes while another is served.
+    A prompt takes a step at each server, each further token one at the decoder. Raises ValueError
+    if a request arrives while another is served.
     """
     sessions = list(trace)
     due = [
@@ -239,23 +237,23 @@ def one_by_one(trace: Trace, step_s: float) -> Iterator[Turn]:
                 heappush(due, (free_s + (request.think_s or 0.0), number, follower))
 
 
-def _until_told(server: Server) -> None:
-    """Wait until the fleet knows whose everything is that a server holds."""
-    deadline = time.monotonic() + _TOLD_WITHIN_S
-    while not _all_told(server):
+def _wait_for_claims(server: Server) -> None:
+    """Wait until all claims of a server are answered."""
+    deadline = time.monotonic() + _CLAIMS_WITHIN_S
+    while not _are_claims_answered(server):
         if time.monotonic() > deadline:
             raise RuntimeError("a server does not come to rest")
         time.sleep(_POLL_S)
 
 
-def _all_told(server: Server) -> bool:
-    """Of one whose DRAM has lost nothing."""
+def _are_claims_answered(server: Server) -> bool:
+    """Return True if so, for a server that has evicted nothing from DRAM."""
     owned = value(server, "directory_claims", outcome="owned")
     return owned + value(server, "replicas") >= value(server, "artifacts", tier="dram")
 
 
 def headline(real: Accounts, twin: Accounts) -> dict[str, float | bool]:
-    """Ratios are simulated over real."""
+    """Return ratios, simulated over real."""
     times = {what: simulated_s / real_s for what, real_s, simulated_s in _medians(real, twin)}
     times |= {f"{what}_one_by_one": median(ratios) for what, ratios in _ratios(real, twin)}
     return rounded(times) | {
@@ -266,7 +264,7 @@ def headline(real: Accounts, twin: Accounts) -> dict[str, float | bool]:
 
 
 def plain(accounts: Accounts) -> dict[str, Any]:
-    """As JSON values."""
+    """Return accounts as JSON values."""
     return {name: plain_account(account) for name, account in accounts.items()}
 
 
@@ -294,7 +292,7 @@ def _medians(real: Accounts, twin: Accounts) -> Iterator[tuple[str, float, float
 
 
 def _ratios(real: Accounts, twin: Accounts) -> Iterator[tuple[str, list[float]]]:
-    """Simulated over real, of each request and of each session."""
+    """Yield simulated over real of each request, then of each session."""
     one, other = real[DECODE], twin[DECODE]
     yield "ttft", [other.ttft_s[name] / seconds for name, seconds in one.ttft_s.items()]
     yield "session", [b / a for a, b in zip(one.session_s, other.session_s, strict=True)]

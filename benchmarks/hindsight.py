@@ -1,11 +1,9 @@
-"""How much of the distance to the oracle's bound placement can win.
+"""`python -m benchmarks.hindsight --mooncake FILE --sessions FILE`: what placement can win.
 
-`python -m benchmarks.hindsight --mooncake FILE --sessions FILE [--quick]`
-
-For a few requests on four workers: what tasks wait under `ownerserve`, with other weights of its
-prices, and after placements were changed by a search that knows what comes (`oracle/hindsight.py`),
-beside the bound. What the search found is a schedule of the same engines; that nobody finds a
-better one it does not say. Writes `results/hindsight-<date>.{txt,json}`.
+For a few requests on four workers, it prints the waiting of tasks under `ownerserve`, with other
+weights of its prices, and after a search that knows the future has changed placements
+(`research/hindsight.py`), next to the lower bound. The search's result is a schedule of the same
+engines; a better one may exist. Writes `results/hindsight-<date>.{txt,json}`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Is a point on or under the front of others? Two costs, the smaller the better."""
+"""Compare points with the Pareto front of others: two costs, smaller is better."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Point = tuple[float, float]
 
 
 def front(points: Iterable[Point]) -> list[Point]:
-    """Those that no other beats, by the first cost. Of equal ones only one."""
+    """Return the points that no other beats, by the first cost, without duplicates."""
     kept: list[Point] = []
     for point in sorted(set(points)):
         if not kept or point[1] < kept[-1][1]:
@@ -17,7 +17,7 @@ def front(points: Iterable[Point]) -> list[Point]:
 
 
 def hull(points: Iterable[Point]) -> list[Point]:
-    """The front's lower convex hull: what mixtures of the points reach."""
+    """Return the front's lower convex hull: the costs that mixtures of the points reach."""
     kept: list[Point] = []
     for point in front(points):
         while len(kept) > 1 and _is_above(kept[-1], kept[-2], point):
@@ -27,14 +27,14 @@ def hull(points: Iterable[Point]) -> list[Point]:
 
 
 def is_beaten(point: Point, others: Iterable[Point]) -> bool:
-    """Whether another costs no more of either and less of one."""
+    """Return True if another point costs no more of either and less of one."""
     return any(x <= point[0] and y <= point[1] and (x, y) != point for x, y in others)
 
 
 def over_hull(point: Point, others: Sequence[Point]) -> float:
-    """The second cost over the hull's at the same first cost: at most 1 on or under the hull.
+    """Return the second cost over the hull's at the same first cost: at most 1 on or under it.
 
-    Cheaper than all others by the first cost a point is under any hull: 0.
+    0 if the first cost is smaller than that of all others.
     """
     line = hull(others)
     if point[0] < line[0][0]:
@@ -51,6 +51,6 @@ def over_hull(point: Point, others: Sequence[Point]) -> float:
 
 
 def _is_above(point: Point, start: Point, end: Point) -> bool:
-    """Whether the point lies on or above the line from `start` to `end`."""
+    """Return True if the point lies on or above the line from `start` to `end`."""
     (x0, y0), (x, y), (x1, y1) = start, point, end
     return (y - y0) * (x1 - x0) >= (y1 - y0) * (x - x0)

@@ -46,7 +46,7 @@ class SmallStore(ArtifactStore):
     scale = 1.0
     """Set it right after `open`, before anything is saved."""
     priced_as: Tier | None = None
-    """Not None: the planner is told that everything is in that tier, wherever it is."""
+    """The planner is given this tier for everything, wherever it is; None: the true tier."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -54,7 +54,7 @@ class SmallStore(ArtifactStore):
         """Bytes of whole artifacts, since the start."""
         self._sizes: dict[int, Mapping[StateType, int]] = {}
         self._answers: dict[ChunkKey, tuple[StoredChunk, StoredChunk]] = {}
-        """By chunk: the store's answer, and the same with the tier changed."""
+        """The store's answer for each chunk, and the same with the tier changed."""
         self._tiers: dict[int, dict[StateType, Tier]] = {}
 
     def match(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
@@ -99,8 +99,8 @@ class SmallStore(ArtifactStore):
 
     def _moved(self, stored: StoredChunk) -> StoredChunk:
         """Return the answer for the other tier; equal ones share one mapping, as in the index."""
-        said, answer = self._answers.get(stored.chunk.key, (None, stored))
-        if said is not stored:
+        original, answer = self._answers.get(stored.chunk.key, (None, stored))
+        if original is not stored:
             assert self.priced_as is not None
             if id(stored.tiers) not in self._tiers:
                 self._tiers[id(stored.tiers)] = dict.fromkeys(stored.tiers, self.priced_as)
@@ -111,7 +111,7 @@ class SmallStore(ArtifactStore):
 
 @dataclass
 class ReplayedRequest:
-    """What the scheduler side reads of vLLM's request."""
+    """The fields of vLLM's request that the scheduler side reads."""
 
     request_id: str
     all_token_ids: list[int]
@@ -158,18 +158,18 @@ class _Decisions(Predictions):
 
 @dataclass(frozen=True)
 class Served:
-    """What came of one request."""
+    """The result of one request."""
 
     stored_tokens: int
-    """Leading tokens whose state was stored, in part at least."""
+    """Leading tokens whose state was stored, at least in part."""
     resumed_tokens: int
-    """Where the engine computed from."""
+    """Tokens before the first one that the engine computed."""
     new_tokens: int
-    """Tokens, decoded ones included, of which nothing was stored."""
+    """Tokens without any stored state, decoded ones included."""
     load_s: float
-    """Predicted, of loading: staging, and what the forward pass does not hide."""
+    """Predicted seconds of loading: staging, and what the forward pass does not hide."""
     recompute_s: float
-    """Predicted, of computing stored tokens again, for want of a checkpoint or by choice."""
+    """Predicted seconds of computing stored tokens again: no checkpoint, or cheaper."""
 
     @property
     def restore_s(self) -> float:
@@ -191,9 +191,9 @@ class ReplayedEngine:
         step_io: Callable[[], object] = lambda: None,
         count_hits: bool = True,
     ) -> None:
-        """`step_io`: lets the store's I/O thread do something while a request is staged.
+        """`step_io` runs one round of the store's I/O while a request is staged.
 
-        `count_hits`: whether restores are counted in the metrics, which takes a while.
+        `count_hits`: count restores in the metrics, which takes time.
         """
         self.store = store
         self._layout, self._planner, self._step_io = layout, planner, step_io
@@ -221,7 +221,7 @@ class ReplayedEngine:
         self._served = 0
 
     def serve(self, turn: TokenTurn, chain: RequestChain) -> Served:
-        """Restore, compute and save one request. `chain`: of all of the turn's tokens."""
+        """Restore, compute and save one request. `chain`: all tokens of the turn."""
         self._served += 1
         request = ReplayedRequest(
             str(self._served), turn.tokens, turn.prompt_tokens, turn.prompt_tokens
@@ -252,7 +252,7 @@ class ReplayedEngine:
             tracker.restore = None
 
     def _compute(self, tracker: RequestTracker, restored: int, total_tokens: int) -> None:
-        """Prefill by steps, decode by chunks: between chunk ends there is nothing to save."""
+        """Prefill by steps, decode by chunks: nothing is saved between the ends of chunks."""
         request: Any = tracker.request
         done = restored
         for computed in self._steps(restored, request.num_prompt_tokens, total_tokens):
@@ -271,7 +271,7 @@ class ReplayedEngine:
         self._saver.forget(tracker)
 
     def _steps(self, start: int, prompt_tokens: int, total_tokens: int) -> Iterator[int]:
-        """How many tokens are computed after each step that may complete a chunk."""
+        """Yield the number of computed tokens after each step that may complete a chunk."""
         while start < prompt_tokens:
             start = min(start + STEP_TOKENS, prompt_tokens)
             yield start
@@ -279,7 +279,7 @@ class ReplayedEngine:
         yield from range((prompt_tokens // size + 1) * size, total_tokens, size)
 
     def _pages(self, computed: int) -> list[_Pages]:
-        """By group, what the engine holds when a step begins after `computed` tokens.
+        """Return the pages of each group that the engine holds after `computed` tokens.
 
         vLLM frees the pages of a window group that no later token reads.
         """

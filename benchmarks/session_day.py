@@ -1,9 +1,9 @@
 """A day of agent sessions against an SSD's capacity and its daily write budget.
 
 The package's own store on real files, its write budget, admission and eviction, on a virtual
-clock. Artifacts are held at 1/`scale`, so a day of a large model takes minutes and fits a small
-disk; budget, capacity and what is written are at that scale, too. Half-way through the day the
-engine is restarted: DRAM is lost, and the budget goes on where it was.
+clock. Artifacts have 1/`scale` of their size, so a day of a large model takes minutes and fits a
+small disk; budget, capacity and written bytes have that scale too. The engine is restarted at noon:
+DRAM is lost, and the budget continues.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from hetero_connector.store.ssd.tier import OpenTransfer, best_transfer
 from hetero_connector.transfer.base import Direction, Extent, FileTransfer, Transfer
 
 SCALES = {"gemma-3-27b": 5120.0, "deepseek-v4-flash": 192.0}
-"""By how much artifacts are smaller than the model's: a chunk's smallest fits a block."""
+"""The divisor of artifact sizes by model: the smallest artifact of a chunk fits a block."""
 SHARES = ((None, None), (0.5, None), (0.125, None), (None, 0.25), (0.25, 0.25))
-"""(budget, capacity) of a sweep's days: shares of what the first one wrote and took."""
+"""(budget, capacity) of a sweep's days, as shares of what the first day wrote and used."""
 _AMPLE_BYTES = 2 << 30
 _BLOCK = 4096
 _TOUCH_S = 30.0
@@ -47,7 +47,7 @@ _TOUCH_S = 30.0
 
 @dataclass(frozen=True)
 class Limits:
-    """What the day must stay within, in bytes on the disk (already at the scale)."""
+    """The limits of a day, in bytes on the disk (already scaled)."""
 
     ssd_bytes: int
     write_bytes_per_day: int | None = None
@@ -57,34 +57,33 @@ class Limits:
 
 @dataclass
 class DayResult:
-    """What came of the day."""
+    """The result of a day."""
 
     model: str
     limits: Limits
     written: list[tuple[float, int]] = field(default_factory=list)
-    """(seconds since the day began, bytes on the disk's side), one for each request."""
+    """(seconds since the day began, bytes written to disk) of each request."""
     disk_bytes: int = 0
-    """The most that all files together took."""
+    """The largest size of all files together."""
     ssd_chunks: int = 0
-    """Slots of one state type in use at the end, the most of any."""
+    """Slots in use at the end, of the state type with most."""
     slot_bytes: int = 0
-    """Of one slot of every state type."""
+    """Bytes of one slot of every state type together."""
     num_types: int = 0
     prompt_tokens: int = 0
     counters: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """The store's and the restorer's, labels other than the tier summed up: `name` or
-    `name{tier}`."""
+    """Counters of store and restorer as `name` or `name{tier}`, summed over other labels."""
     budget_left: tuple[float, float] = (0.0, 0.0)
-    """Before the restart, and after it."""
+    """Bytes before the restart, and after it."""
 
     @property
     def written_bytes(self) -> int:
-        """Over the whole day."""
+        """Bytes written in the whole day."""
         return sum(size for _, size in self.written)
 
     @property
     def worst_day_bytes(self) -> int:
-        """The most in any 24 hours."""
+        """The most bytes written in any 24 hours."""
         sums, begin, total = 0, 0, 0
         for at_s, size in self.written:
             total += size
@@ -105,13 +104,13 @@ class DayResult:
         return self.worst_day_bytes / (self.limits.write_bytes_per_day or math.inf)
 
     def bytes_for(self, share: float) -> int:
-        """What `ssd_bytes` must be to hold a share of the chunks of this day."""
+        """Return the `ssd_bytes` that hold a share of the chunks of this day."""
         # 512 bytes of journal are set aside for a slot of each type, and a sixteenth in all.
         slots = max(8, round(share * self.ssd_chunks))
         return slots * (self.slot_bytes + 512 * self.num_types) * 16 // 15 + (1 << 20)
 
     def details(self) -> dict[str, Any]:
-        """For a file."""
+        """Return the details for a file."""
         return {
             "model": self.model,
             **vars(self.limits),
@@ -124,7 +123,7 @@ class DayResult:
         }
 
     def hit_share(self, tier: str) -> float:
-        """Of all prompt tokens, those restored from a tier."""
+        """Return the share of prompt tokens that were restored from a tier."""
         return self.counters[f"heterocache_hit_tokens{{{tier}}}"] / max(1, self.prompt_tokens)
 
 
@@ -164,7 +163,7 @@ class SessionDay:
         return self.result
 
     def serve(self, turn: TokenTurn) -> None:
-        """One request at its time, and all the writing that is due after it."""
+        """Serve one request at its time, with all the writing that is due after it."""
         self._now_s = turn.at_s
         chain = RequestChain(self._hasher)
         chain.extend(turn.tokens)
@@ -224,11 +223,11 @@ class SessionDay:
         return CountedWrites(self._open_transfer(memory, directory), self)
 
     def wrote(self, size_bytes: int) -> None:
-        """A write was submitted."""
+        """Count a write that was submitted."""
         self._written_bytes += size_bytes
 
     def _settle(self) -> None:
-        """What the I/O thread does until it has nothing left to do."""
+        """Run the store's I/O until nothing is left to do."""
         if self._now_s - self._touched_s >= _TOUCH_S:
             self._io_thread.housekeep()
             self._touched_s = self._now_s
@@ -250,7 +249,7 @@ class SessionDay:
 
 
 class CountedWrites:
-    """A `FileTransfer` that tells a day what was written."""
+    """A `FileTransfer` that counts the bytes written."""
 
     def __init__(self, inner: FileTransfer, day: SessionDay) -> None:
         self._inner = inner
@@ -274,13 +273,13 @@ class CountedWrites:
 
 
 def starts_over_a_day(num_sessions: int, seed: int) -> list[float]:
-    """When sessions begin: anywhere in the day, in no order."""
+    """Draw the times at which sessions begin, uniform over the day."""
     starts_s: list[float] = np.random.default_rng(seed).uniform(0.0, DAY_S, num_sessions).tolist()
     return starts_s
 
 
 def sweep(sessions: Sequence[Session], root: Path, seed: int) -> list[DayResult]:
-    """A day without limits and, by what it took, days with less and less, for every model."""
+    """Run a day without limits and then days with shares of what it used, for every model."""
     starts_s = starts_over_a_day(len(sessions), seed)
     results: list[DayResult] = []
     for model in SCALES:
@@ -301,7 +300,7 @@ def sweep(sessions: Sequence[Session], root: Path, seed: int) -> list[DayResult]
 
 
 def figures_of(days: Sequence[DayResult]) -> dict[str, float]:
-    """The worst of all days."""
+    """Return the worst figures of all days."""
     return rounded(
         {
             "day_over_budget": max(day.over_budget for day in days),
@@ -311,7 +310,7 @@ def figures_of(days: Sequence[DayResult]) -> dict[str, float]:
 
 
 def report(days: Sequence[DayResult]) -> str:
-    """A table; bytes as if artifacts were whole."""
+    """Return a table, with bytes of unscaled artifacts."""
     header = [
         "a day, restarted at noon", "budget, GB", "ssd, GB", "written, GB", "refused",
         "evicted from SSD", "hit in DRAM", "from SSD", "budget left at noon, GB",

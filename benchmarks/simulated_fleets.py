@@ -52,7 +52,7 @@ _CHUNK_TOKENS = 512
 _REPLAYED = {"agents": 60, "mooncake": 6_000}
 """Sessions in the replay of eviction policies."""
 _SHARES_OF_CACHE = (0.05, 0.2, 0.5)
-"""Of the distinct chunks: room in the replay of eviction policies."""
+"""Room in the replay of eviction policies, as shares of the distinct chunks."""
 
 
 def read(path: Path, number: int | None = None, *, arrivals: bool) -> Trace:
@@ -102,7 +102,7 @@ def simulated(
 
 
 def read_results(path: Path) -> dict[tuple[str, Point], dict[str, Any]]:
-    """What an interrupted run had done; the line it was writing is left out."""
+    """Read the results of an interrupted run, without the line that it was writing."""
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     results = [json.loads(line) for line in lines]
     return {(result["study"], Point(**result["point"])): result for result in results}

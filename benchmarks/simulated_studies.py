@@ -1,4 +1,4 @@
-"""What `benchmarks.simulated_fleets` simulates: which traces, models, sizes and policies."""
+"""The studies of `benchmarks.simulated_fleets`: traces, models, sizes and policies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CACHES = (
     "colocated+checkpoints=zero", "colocated+eviction=lru", "colocated+eviction=value",
     "colocated+tiers=dram", "colocated+tiers=gpu", "colocated+state=paged", ORACLE,
 )  # fmt: skip
-"""Of one worker: where a request runs makes no difference."""
+"""Policies of one worker, where placement makes no difference."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Study:
 
 AGENTS_A_WORKER_S = 0.05
 MOONCAKE_A_WORKER_S = 0.83
-"""As recorded (3.3 a second) over four workers."""
+"""The recorded rate (3.3 a second) over four workers."""
 
 STUDIES = (
     Study(

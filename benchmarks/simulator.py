@@ -1,14 +1,15 @@
-"""How fast the simulator is.
+"""`python -m benchmarks.simulator --mooncake FILE --sessions FILE [--json]`: the simulator's speed.
 
-`python -m benchmarks.simulator --mooncake FILE --sessions FILE [--json]`
+- `mooncake_requests_per_s`: requests of the Mooncake file simulated per CPU second on one core,
+  with chunks of 512 tokens, four H200 workers and all three tiers, reading included. Goal >= 5,000.
+- `agent_file_s`: CPU seconds for all coding-agent sessions on four workers of a DeepSeek-V4-type
+  model, under `ownerserve`. Goal < 60.
+- `growth_ratio`: the time of a request in a trace of ten times as many synthetic sessions, over the
+  shorter one. Goal: about 1.
+- `peak_gib`: the largest memory of all of it. Goal < 4.
+- `decision_us_64`: median of a decision over 64 workers while sessions are simulated. Goal <= 200.
 
-`mooncake_requests_per_s`: requests of the Mooncake file simulated per CPU second on one core, with
-chunks of 512 tokens, four H200 workers and all three tiers; reading the file is part of it. Goal
->= 5,000. `agent_file_s`: CPU seconds for all coding-agent sessions on four workers of a
-DeepSeek-V4-type model, under `ownerserve`. Goal < 60. `growth_ratio`: what a request costs in a
-trace of ten times as many synthetic sessions, over the shorter one. Goal: about 1. `peak_gib`: the
-most memory all of it took. Goal < 4. `decision_us_64`: a decision over 64 workers while sessions
-are simulated, median. Goal <= 200. Without a file its figures are left out.
+Figures of a file that is not given are left out.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _GROWTH_ROUNDS = 3
 
 
 def fleet_of(model_name: str, count: int, gpus: int) -> FleetSpec:
-    """H200 workers with a quarter of a TiB of DRAM and two TiB of SSD."""
+    """Return H200 workers with a quarter of a TiB of DRAM and two TiB of SSD."""
     model, compute = PRESETS[model_name](tp_size=gpus), COMPUTE[model_name]
     costs = derived_costs(H200, gpus, model, compute, _STEP_TOKENS)
     capacity = TierBytes(page_bytes_of(H200, gpus, compute), 256 * GIB, 2048 * GIB)
@@ -65,7 +66,7 @@ def fleet_of(model_name: str, count: int, gpus: int) -> FleetSpec:
 def timed(
     trace: Trace, fleet: FleetSpec, policy: str, sent: Workload
 ) -> tuple[float, SimulationResult]:
-    """CPU seconds of a simulation."""
+    """Return the CPU seconds of a simulation, and its result."""
     gc.collect()
     begun = time.process_time()
     result = simulate(trace, fleet, parse_policy(policy), sent)
@@ -73,7 +74,7 @@ def timed(
 
 
 def mooncake(path: Path, rounds: int) -> dict[str, float]:
-    """Requests per second, best of a few rounds: others on the machine only ever slow it down."""
+    """Measure requests per second, best of some rounds: other processes only slow it down."""
     fleet, sent = fleet_of(DENSE, 4, 1), Workload()
     runs = [timed(open_trace(path), fleet, "colocated", sent) for _ in range(rounds)]
     requests = runs[0][1].figures.requests
@@ -85,21 +86,21 @@ def mooncake(path: Path, rounds: int) -> dict[str, float]:
 
 
 def agents(path: Path) -> dict[str, float]:
-    """The whole file."""
+    """Simulate the whole file."""
     trace = open_trace(path)
     seconds, result = timed(trace, fleet_of(HYBRID, 4, 2), "ownerserve", Workload(rate=0.1))
     return {"agent_file_s": seconds, "agent_requests": result.figures.requests}
 
 
 def decisions(sessions: int) -> dict[str, float]:
-    """Over 64 workers, while they serve."""
+    """Measure decisions over 64 workers while they serve."""
     trace = _synthetic(sessions, rate=4.0)
     _, result = timed(trace, fleet_of(HYBRID, 64, 2), "ownerserve", Workload())
     return {"decision_us_64": result.overhead.decision_p50_us}
 
 
 def growth(sessions: int) -> dict[str, float]:
-    """What a request costs as the trace grows, at the same rate; best of a few rounds."""
+    """Measure the time of a request as the trace grows, at the same rate; best of some rounds."""
     fleet = fleet_of(HYBRID, 2, 2)
     us = []
     for number in (sessions, 10 * sessions):
@@ -110,7 +111,7 @@ def growth(sessions: int) -> dict[str, float]:
 
 
 def _synthetic(sessions: int, rate: float) -> Trace:
-    """Sessions that are drawn before the clock runs."""
+    """Make sessions, drawn before the timing."""
     trace = synthetic(CODING_AGENT, sessions=sessions, rate=rate, block_tokens=64, seed=0)
     drawn = list(trace)
     return replace(trace, sessions=lambda: iter(drawn))

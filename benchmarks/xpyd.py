@@ -1,11 +1,9 @@
-"""How often a fleet holds the same bytes, and what it moves: one owner, or a copy everywhere.
+"""`python -m benchmarks.xpyd --json`: the copies that a fleet holds, and the bytes it moves.
 
-    python -m benchmarks.xpyd --json
-
-Sessions of `examples.disaggregated_prefill` through stock servers, prefill and decode apart, each
-with an SSD directory of its own, twice: with one owner for every artifact, as it is; and with
-servers that keep all they read as their own, on SSD too (`benchmarks.copies_everywhere`).
-Bytes, not seconds.
+Sessions of `examples.disaggregated_prefill` are played through stock servers with separate prefill
+and decode, each with its own SSD directory, twice: with one owner for every artifact, as usual; and
+with servers that keep everything they read as their own, also on SSD (`copies_everywhere`). Bytes
+are counted, not seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ MODES: dict[str, dict[str, Any]] = {
     },
 }
 _WRITTEN_S = 3.0
-"""What is sealed is written within about two seconds, also where nobody has said whose it is."""
+"""Sealed artifacts are written within about two seconds, also if their claim was not answered."""
 _MB = 1e6
 
 
@@ -57,9 +55,9 @@ def main() -> None:
 
 
 def measure(model: str, prefillers: int, mode: str, turns: int) -> dict[str, float]:
-    """What one fleet holds and has moved after a session."""
+    """Play a session; return the bytes that the fleet holds and has moved."""
     with tempfile.TemporaryDirectory() as folder:
-        extra = {"ssd_gib": 0.25, "checkpoints": "full"}  # what is kept must not depend on time
+        extra = {"ssd_gib": 0.25, "checkpoints": "full"}  # independent of measured times
         fleet = fleet_of(
             model, CHECKPOINTS, Path(folder), prefillers, extra=extra, connector=MODES[mode]
         )
@@ -87,7 +85,7 @@ def written_bytes(fleet: Fleet) -> float:
 
 
 def headline(figures: dict[str, dict[str, dict[str, float]]]) -> dict[str, Any]:
-    """By fleet and mode; `duplicate_factor` is of DRAM."""
+    """Return the figures by fleet and mode; `duplicate_factor` is that of DRAM."""
     return {
         name: {
             fleet: {mode: round(row[name], 3) for mode, row in modes.items()}
