@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from tests.engine.harness import (
@@ -75,6 +76,14 @@ CASES = (
     Case("gptoss", grid=32, replayed=256),  # 63 x 4
     Case("deepseek_v4", grid=256, replayed=768),  # 127 x 5
 )
+
+
+def params(*cases: Case) -> list[Any]:
+    """Return the cases as pytest's parameters. gpt-oss is slow: its windows are those of Gemma."""
+    return [
+        pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name == "gptoss" else ())
+        for case in cases
+    ]
 
 
 def own_hits(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int = 8) -> list[Completion]:

@@ -37,7 +37,7 @@ from tests.engine.harness import (
     wiped,
 )
 from tests.engine.overlapping import REPLAYED, watched
-from tests.engine.replays import CASES, CLEAR, PROMPT, Case, error, own_hits, steps_of
+from tests.engine.replays import CASES, CLEAR, PROMPT, Case, error, own_hits, params, steps_of
 from tests.engine.single_steps import add, step
 from tests.engine.soaking import HITS
 
@@ -45,21 +45,10 @@ pytestmark = pytest.mark.engine
 
 RECURRENT = Case("qwen3_next", grid=640, replayed=0)
 """The model's state is loaded between two steps, and never rebuilt by a replay."""
-_replaying = pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, marks=pytest.mark.slow) if c.name == "gptoss" else c for c in CASES],
-    indirect=True,
-    ids=lambda case: case.name,
-)
+_replaying = pytest.mark.parametrize("case", params(*CASES), indirect=True)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(c, id=c.name, marks=pytest.mark.slow if c.name == "gptoss" else ())
-        for c in (*CASES, RECURRENT)
-    ],
-)
+@pytest.fixture(scope="module", params=params(*CASES, RECURRENT))
 def case(request: pytest.FixtureRequest) -> Case:
     assert isinstance(request.param, Case)
     return request.param

@@ -49,6 +49,7 @@ from tests.engine.replays import (
     cut,
     error,
     own_hits,
+    params,
     scheduler_of,
     steps_of,
 )
@@ -57,10 +58,11 @@ from tests.engine.single_steps import add, step, worker_connector
 pytestmark = pytest.mark.engine
 
 
-PLAIN = CASES[:2]
+_uncompressed = pytest.mark.parametrize("case", params(*CASES[:2]), indirect=True)
+_compressing = pytest.mark.parametrize("case", params(*CASES[2:]), indirect=True)
 
 
-@pytest.fixture(scope="module", params=CASES, ids=[case.name for case in CASES])
+@pytest.fixture(scope="module", params=params(*CASES))
 def case(request: pytest.FixtureRequest) -> Case:
     assert isinstance(request.param, Case)
     return request.param
@@ -134,7 +136,7 @@ def test_power_with_too_short_a_replay(llm: Any, case: Case, reference: Completi
     assert error(wrong, reference) > CLEAR
 
 
-@pytest.mark.parametrize("case", CASES[2:], indirect=True, ids=lambda case: case.name)
+@_compressing
 def test_power_with_a_replay_one_step_of_the_grid_too_short(llm: Any, case: Case) -> None:
     """The length is the least that the grid has: 635 tokens are needed, 512 are not enough.
 
@@ -159,7 +161,7 @@ def test_power_with_a_replay_one_step_of_the_grid_too_short(llm: Any, case: Case
     assert error(wrong, right) > CLEAR
 
 
-@pytest.mark.parametrize("case", CASES[2:], indirect=True, ids=lambda case: case.name)
+@_compressing
 def test_power_without_a_mask_of_what_is_compressed(
     llm: Any, reference: Completion, case: Case
 ) -> None:
@@ -230,7 +232,7 @@ def test_replayed_from_ssd(llm: Any, reference: Completion, case: Case) -> None:
     case.same(replayed, reference)
 
 
-@pytest.mark.parametrize("case", CASES[2:], indirect=True, ids=lambda case: case.name)
+@_compressing
 def test_replayed_where_the_index_selects(llm: Any, case: Case) -> None:
     """With fewer tokens it takes every compressed entry, whatever it holds."""
     prompt = prompt_tokens(3000, seed=22)
@@ -290,7 +292,7 @@ def test_recycled_pages_are_cleared(llm: Any, case: Case, reference: Completion)
         case.same(generate(llm, PROMPT, max_tokens=64), reference)
 
 
-@pytest.mark.parametrize("case", PLAIN, indirect=True, ids=lambda case: case.name)
+@_uncompressed
 def test_power_of_clearing(llm: Any, case: Case, reference: Completion) -> None:
     with patch.object(HostPages, "clear", poison):
         wrong = generate(llm, PROMPT, max_tokens=64)
@@ -315,7 +317,7 @@ def test_the_engine_holds_a_part(llm: Any, reference: Completion, case: Case) ->
     case.same(replayed, reference)
 
 
-@pytest.mark.parametrize("case", PLAIN, indirect=True, ids=lambda case: case.name)
+@_uncompressed
 def test_the_engine_holds_a_part_of_the_first_window(
     llm: Any, reference: Completion, case: Case
 ) -> None:
