@@ -7,7 +7,7 @@ test_pressure.py.
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import PropertyMock, patch
+from unittest.mock import patch
 
 import pytest
 
@@ -72,7 +72,7 @@ class Staging:
     """While entered, no restore gets further than being read from SSD."""
 
     def __enter__(self) -> None:
-        self._patch = patch.object(Restore, "done", new_callable=PropertyMock, return_value=False)
+        self._patch = patch.object(Restore, "poll", return_value=False)
         self._patch.start()
 
     def __exit__(self, *_: object) -> None:
