@@ -3,7 +3,8 @@
 - `catalog`: what is stored where, and what the I/O thread has to do next, under one lock.
 - `ssd`: slab files, the journal, reads and writes of our own SSD tier.
 - `peers`: reads of other engines' DRAM and of what dead engines left, and the fleet's view of us.
-- `base`: the contract. `artifact_store` implements it, `arena` is the DRAM tier's memory.
+- `artifact_store`: the store, as the engine's scheduler side calls it; `base` has the values that
+  they exchange, `arena` is the DRAM tier's memory.
 - `io_thread`: the only thread that touches files and checksums; a `batch_runner` for each device.
 
 May import `artifacts`, `spec` and `transfer`; knows no engine. To add an eviction policy see
