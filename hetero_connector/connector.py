@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -54,6 +55,8 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         self._recorder = Recorder()
         self._errors = HookErrors(self._recorder)
         self._scheduler = self._worker = None
+        self._closing = threading.Lock()
+        """Held while a side is closed: by vLLM's thread, or by the one that watches the parent."""
         self._engine_id = str(self._kv_transfer_config.engine_id)
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = open_scheduler_side(
@@ -243,10 +246,11 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Write what is sealed to SSD; stop threads; release memory."""
-        for side in (self._worker, self._scheduler):
-            if side is not None:
-                side.close()
-        self._worker = self._scheduler = None
+        with self._closing:
+            for side in (self._worker, self._scheduler):
+                if side is not None:
+                    side.close()
+            self._worker = self._scheduler = None
         if self._role is KVConnectorRole.SCHEDULER:
             rendezvous.withdraw_arena(self._engine_id)
 
@@ -267,10 +271,14 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         return HeteroPromMetrics(*args, **kwargs)
 
     def _release(self) -> None:
-        """Close the store of an engine whose parent is dead; every later hook is a miss."""
-        side, self._scheduler = self._scheduler, None
-        if side is not None:
-            side.close()
+        """Close the store of an engine whose parent is dead; every later match is a miss.
+
+        Called on a thread of its own. The side stays: a hook that runs meanwhile uses it, and the
+        loads that vLLM has admitted must still be ordered.
+        """
+        with self._closing:
+            if self._scheduler is not None:
+                self._scheduler.close()
 
     def _step(self) -> StepMetadata:
         metadata = self._get_connector_metadata()

@@ -241,7 +241,6 @@ class ArtifactStore:
 
     def catch_up(self) -> Generation:
         """Forget at once what was stored before the latest generation, and return that."""
-        self._check_open()
         if (latest := self.generation).tag != self.catalog.generation.tag:
             self.catalog.forget_all(latest)
         return latest

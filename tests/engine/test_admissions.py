@@ -125,6 +125,26 @@ def test_a_load_that_cannot_be_ordered_is_reported_as_lost(
     end(engine, request)
 
 
+@pytest.mark.parametrize("num_tokens", [128, 192])
+def test_what_was_answered_before_the_store_is_closed_is_loaded_or_lost(
+    engine_of: Engines, num_tokens: int
+) -> None:
+    """The thread that watches the parent closes it at any moment."""
+    engine, request = engine_of(HYBRID), FakeRequest("b", tokens(200))
+    assert engine.ask(request) == 192
+    engine.side.close()
+    engine.requests["b"] = request
+    engine.grow_table(request)
+    engine.side.on_allocated(request, num_tokens)  # type: ignore[arg-type]
+    request.num_computed_tokens = num_tokens
+    meta = engine.step(b=200 - num_tokens)
+    assert [load.resume_tokens for load in meta.loads] == [192] * (num_tokens == 192)
+    assert [load.request_id for load in meta.lost] == ["b"] * (num_tokens == 128)
+    assert not meta.saves
+    assert engine.ask(FakeRequest("c", tokens(200))) == 0
+    end(engine, request)
+
+
 def test_once_a_worker_is_broken_nothing_is_restored_or_saved(engine_of: Engines) -> None:
     engine = engine_of(DENSE)
     engine.side.on_report(WorkerReport(broken=True))

@@ -9,15 +9,17 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from hetero_connector.connector import HeteroConnector
+from hetero_connector.engine.hook_errors import HookErrors
 from hetero_connector.engine.messages import StepMetadata
 from hetero_connector.engine.startup.parent_watch import watch_parent
+from tests.engine.fakes import DENSE, FakeRequest, scheduled
+from tests.engine.stepped import Engine, tokens
 
 _PARENT = """
 import multiprocessing, os, signal, sys, threading
@@ -91,21 +93,36 @@ def test_a_process_without_a_parent_is_not_watched() -> None:
     assert "heterocache-parent-watch" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_once_released_every_hook_is_a_miss() -> None:
+def test_once_released_nothing_is_restored_or_saved() -> None:
+    engine = Engine(DENSE)
+    engine.run(FakeRequest("a", tokens(200)))
     connector = HeteroConnector.__new__(HeteroConnector)
-    side = Mock()
-    connector._scheduler, connector._worker = side, None
+    connector._scheduler, connector._worker = engine.side, None
+    connector._closing, connector._errors = threading.Lock(), HookErrors(engine.recorder)
     connector._role = KVConnectorRole.WORKER  # no geometry was left for workers to find
+    early, late = FakeRequest("b", tokens(200)), FakeRequest("c", tokens(200))
+    assert connector.get_num_new_matched_tokens(early, 0) == (192, False)  # type: ignore[arg-type]
     connector._release()
-    side.close.assert_called_once()
-    request = SimpleNamespace(request_id="r", kv_transfer_params=None)
-    connector.on_new_request(request)  # type: ignore[arg-type]
-    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)  # type: ignore[arg-type]
-    connector.update_state_after_alloc(request, Mock(), 0)  # type: ignore[arg-type]
-    assert connector.build_connector_meta(Mock()) == StepMetadata()
-    connector.update_connector_output(Mock(kv_connector_worker_meta=None))
-    assert connector.request_finished_all_groups(request, ([],)) == (False, None)  # type: ignore[arg-type]
+    engine.requests = {"b": early, "c": late}
+    for request, num_tokens in ((early, 192), (late, 0)):
+        if not num_tokens:
+            connector.on_new_request(request)  # type: ignore[arg-type]
+            assert connector.get_num_new_matched_tokens(request, 0) == (0, False)  # type: ignore[arg-type]
+        engine.grow_table(request)
+        connector.update_state_after_alloc(request, Mock(), num_tokens)  # type: ignore[arg-type]
+        request.num_computed_tokens = num_tokens
+    meta = connector.build_connector_meta(scheduled(b=8, c=200))  # type: ignore[arg-type]
+    assert isinstance(meta, StepMetadata)
+    assert [load.request_id for load in meta.loads] == ["b"], "vLLM counts on its tokens"
+    assert not meta.saves
+    engine.report(meta)
+    for request in (early, late):
+        request.num_computed_tokens = 200
+        ids = engine.tables.ids[request.request_id]
+        assert connector.request_finished_all_groups(request, ids) == (False, None)  # type: ignore[arg-type]
     assert not connector.has_pending_push_work()
+    assert connector.reset_cache() is False
+    connector.on_weights_changed("2")
     connector._release()
     connector.shutdown()
-    assert len(side.mock_calls) == 1
+    assert connector.get_num_new_matched_tokens(late, 0) == (0, False)  # type: ignore[arg-type]

@@ -66,12 +66,11 @@ class Admissions:
         """
         if not tokens:
             self._restorer.forget(tracker)
-        elif self._restorer.admit(tracker, tokens):
-            tracker.attempts = None
-            self.admitted.append(tracker)
         else:
-            problem = f"vLLM admitted {tokens} tokens, but no stored state ends there"
-            self._report_lost(tracker, "admission", ValueError(problem))
+            try:
+                self._admit_restore(tracker, tokens)
+            except Exception as error:
+                self._report_lost(tracker, "admission", error)
         try:
             self._replays.on_admitted(tracker, manager)
         except Exception as error:  # vLLM may have published windows that are not exact
@@ -120,6 +119,13 @@ class Admissions:
         if tracker in self.admitted:
             self.admitted.remove(tracker)
         self.lost = [x for x in self.lost if x.request_id != request_id]
+
+    def _admit_restore(self, tracker: RequestTracker, tokens: int) -> None:
+        """Order the load of these tokens in the next step. Raises ValueError if it cannot be."""
+        if not self._restorer.admit(tracker, tokens):
+            raise ValueError(f"vLLM admitted {tokens} tokens, but no stored state ends there")
+        tracker.attempts = None
+        self.admitted.append(tracker)
 
     def _report_lost(self, tracker: RequestTracker, hook: str, error: Exception) -> None:
         """Let the workers report to vLLM that the request's tokens will not be loaded."""

@@ -139,7 +139,8 @@ class SchedulerSide:
         )
         self._early = EarlySaves(self._saver, recorder, layout.model)
         self._broken = False
-        """True once a load has failed on a worker: it loads and saves nothing from then on."""
+        """True once a load has failed on a worker, which loads and saves nothing from then on, or
+        once the store is closed."""
         self._has_unanswered = False
         """True if a request got no answer from `match` since the last step."""
         self._kv_cache_manager: KVCacheManager | None = None
@@ -272,7 +273,12 @@ class SchedulerSide:
         return self._saver.awaits_reports or bool(self._early)
 
     def close(self) -> None:
-        """Leave the fleet, write sealed artifacts to SSD and release the tiers."""
+        """Leave the fleet, write sealed artifacts to SSD and release the tiers. Idempotent.
+
+        Another thread may call it. Then nothing is restored or saved any more, but what vLLM has
+        admitted is still loaded: it counts on the tokens.
+        """
+        self._broken = True
         self.identifier.close()
         self._peers.close()
         self.store.close()
