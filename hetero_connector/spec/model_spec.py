@@ -10,6 +10,7 @@ from typing import Any
 
 from hetero_connector.spec.state_types import Family, RestoreRule, StateType
 
+_MIN_CHUNK_TOKENS = 256
 _BOUNDARY_RULES = (RestoreRule.WINDOW, RestoreRule.CHUNK_START, RestoreRule.AT_BOUNDARY)
 
 
@@ -256,6 +257,6 @@ class ModelSpec:
         """Useful prefix-proportional bytes per token on one rank."""
         return sum(layer.bytes_per_token for layer in self.layers)
 
-    def default_chunk_tokens(self, at_least: int = 256) -> int:
-        """Return the smallest multiple of the alignment that is at least `at_least` tokens."""
-        return math.ceil(at_least / self.alignment) * self.alignment
+    def default_chunk_tokens(self) -> int:
+        """Return the smallest multiple of the alignment that is at least 256 tokens."""
+        return math.ceil(_MIN_CHUNK_TOKENS / self.alignment) * self.alignment

@@ -29,7 +29,6 @@ class FleetReset:
 def reset_fleet(
     directory: Directory,
     wait_s: float = 0.0,
-    clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> FleetReset:
     """Begin a new generation, and wait at most `wait_s` until all live engines have adopted it.
@@ -38,14 +37,14 @@ def reset_fleet(
     within `wait_s` which engines have adopted it.
     """
     number = directory.reset_generation()
-    until_s = clock() + wait_s
+    until_s = time.monotonic() + wait_s
     while True:
         try:
             reset = _adoption(directory, number)
-            if reset.is_complete or clock() >= until_s:
+            if reset.is_complete or time.monotonic() >= until_s:
                 return reset
         except DirectoryUnavailableError:
-            if clock() >= until_s:
+            if time.monotonic() >= until_s:
                 raise
         sleep(_POLL_S)
 

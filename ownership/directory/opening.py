@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from ownership.directory.contract import Directory, DirectoryLimits
+from ownership.directory.contract import Directory
 from ownership.directory.memory import MemoryDirectory
 
 MEMORY_URL = "memory://"
@@ -12,16 +12,14 @@ DEFAULT_DEADLINE_S = 1.0
 _NEEDED = ("redis", "msgpack")
 
 
-def open_directory(
-    url: str, limits: DirectoryLimits | None = None, deadline_s: float = DEFAULT_DEADLINE_S
-) -> Directory:
+def open_directory(url: str, deadline_s: float = DEFAULT_DEADLINE_S) -> Directory:
     """Return the directory of `url`: `memory://`, or a Redis URL as `redis.address` describes it.
 
     `deadline_s`: the longest that one call may take. A connection is made by the first call.
     Raises ValueError, with what to change, for a bad URL or if the packages for Redis are missing.
     """
     if url == MEMORY_URL:
-        return MemoryDirectory(limits=limits)
+        return MemoryDirectory()
     if not url.startswith("redis"):
         raise ValueError(
             f"expected {MEMORY_URL}, redis:// or rediss://, got {url.split('@')[-1]!r}"
@@ -33,4 +31,4 @@ def open_directory(
         )
     from ownership.directory.redis import RedisDirectory
 
-    return RedisDirectory(url, limits, deadline_s)
+    return RedisDirectory(url, deadline_s=deadline_s)

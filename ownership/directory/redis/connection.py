@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ssl
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -52,16 +51,11 @@ _LATER_CODES = ("BUSY", "NOREPLICAS", "MISCONF", "UNKILLABLE")
 class RedisConnection:
     """Runs scripts on a fleet's Redis. Thread-safe; connects when first used."""
 
-    def __init__(
-        self,
-        address: RedisAddress,
-        deadline_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, address: RedisAddress, deadline_s: float) -> None:
         """`deadline_s`: longest time of one call; connecting and the answer may take half each."""
         self.address = address
         self._deadline_s = deadline_s
-        self._breaker = CircuitBreaker(clock)
+        self._breaker = CircuitBreaker()
         self._lock = threading.Lock()
         self._client: Any = None
 
