@@ -36,7 +36,7 @@ def test_prompts_share_what_the_trace_says() -> None:
     assert any(told for _, told in shared)
 
 
-def test_a_step_clock_knows_steps_and_waiting_only() -> None:
+def test_a_step_clock_advances_with_steps_and_waiting_only() -> None:
     clock = StepClock(0.5)
     clock.computed()
     clock.idle(0.2)

@@ -16,7 +16,7 @@ def follows(parent: int, think_s: float) -> dict[str, object]:
     return {"parent": parent, "think_s": think_s}
 
 
-def test_turns_come_when_their_time_of_thinking_is_over() -> None:
+def test_turns_come_after_their_think_time() -> None:
     turns = (prompt(0, 256), prompt(0, 512, **follows(0, 2.0)), prompt(0, 768, **follows(1, 5.0)))
     other = (prompt(9, 256), prompt(9, 512, **follows(0, 2.5)))
     trace = trace_of(Session("a", turns, 1.0), Session("b", other, 2.0))
@@ -41,7 +41,7 @@ def test_the_cost_of_a_handoff_is_the_delay_of_first_tokens() -> None:
     assert handoff_cost([Played(trace, real, free)]) == pytest.approx(HandoffCost(0.05, 1e-4))
 
 
-def test_decoding_is_late_by_what_answers_took_behind_their_first_tokens() -> None:
+def test_decoding_is_late_by_the_time_of_later_tokens() -> None:
     turns = (prompt(0, 256, output=11), prompt(0, 512, output=21, **follows(0, 2.0)))
     others = [Session(name, (prompt(9, 512, output=11),), 9.0) for name in "bc"]
     one_token = Session("d", (prompt(9, 512, output=1),), 19.0)

@@ -1,4 +1,4 @@
-"""The campaign's script on a small study: every policy is told over the oracle, and it resumes."""
+"""The script on a small study: every policy is compared with the oracle, and a run is resumed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ownership.simulator.small_fleets import agents
 STUDY = Study("small", "agents", DENSE, [Setting(2, 0.5, 4)], ("ownerserve", "oracle"))
 
 
-def test_policies_stand_beside_the_oracle() -> None:
+def test_policies_are_compared_with_the_oracle() -> None:
     trace = replace(agents(4), starts_recorded=False)
     found = list(simulated([STUDY], {"agents": trace}, 1.0, {}))
     assert len(found) == 2 * 3
@@ -26,7 +26,7 @@ def test_policies_stand_beside_the_oracle() -> None:
     assert cells["| oracle"][4] == "1.000 ± 0.000"
 
 
-def test_what_is_known_is_not_simulated_again(
+def test_known_results_are_not_simulated_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traces = {"agents": replace(agents(4), starts_recorded=False)}
@@ -37,13 +37,13 @@ def test_what_is_known_is_not_simulated_again(
     assert list(simulated([STUDY], traces, 1.0, read_results(path))) == found
 
 
-def test_evictions_are_told_over_min() -> None:
+def test_evictions_are_reported_as_a_share_of_the_optimum() -> None:
     rows = [line.split(" | ") for line in evictions({"agents": agents(8)}, 1.0) if "agents" in line]
     assert len(rows) == 3
     assert all(0.0 <= float(cell.strip(" |")) <= 1.0 for row in rows for cell in row[3:])
 
 
-def test_every_study_names_what_there_is() -> None:
+def test_every_study_has_points_and_an_oracle() -> None:
     assert len({study.name for study in STUDIES}) == len(STUDIES)
     for study in STUDIES:
         points = list(study.points(0.1))

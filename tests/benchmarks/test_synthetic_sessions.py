@@ -137,7 +137,7 @@ def test_a_session_is_the_same_in_a_longer_trace_and_another_under_another_seed(
     assert list(made(CODING_AGENT, 3, seed=1)) != few
 
 
-def test_the_coding_agent_is_like_what_it_follows() -> None:
+def test_the_coding_agent_is_like_the_recorded_sessions() -> None:
     trace = synthetic(CODING_AGENT, sessions=80, rate=0.05, block_tokens=64, seed=0)
     found = measure(trace)
     assert found.hit_rate == pytest.approx(0.95, abs=0.04)

@@ -126,24 +126,23 @@ class Worker:
         peer_s, ssd_s = self.incoming.pending_s(now_s), self.ssd_reads.pending_s(now_s)
         peer_ahead = self._peer_pace.ahead_s_per_byte
         running = engine.running_decodes + len(engine.prefilling)
-        pages = engine.context_tokens
+        tokens = engine.context_tokens
         for request in engine.prefilling:
-            pages += request.total
-        used_bytes = pages * self.shape.page_bytes_per_token
+            tokens += request.total
+        used_bytes = tokens * self.shape.page_bytes_per_token
         used_bytes += running * self.shape.pages.checkpoint_bytes
         arriving_tokens = sum(r.expected_tokens for r in self._at_front_end)
         return WorkerLoad(
-            max(0, engine.queued_tokens) + arriving_tokens,
-            len(engine.waiting) + len(self._at_front_end),
-            running,
-            pages,
-            min(used_bytes, self.spec.capacity.hbm),
-            engine.residence_s,
-            int(peer_s / peer_ahead) if peer_s and peer_ahead else 0,
-            int(ssd_s / self._ssd_ahead) if ssd_s and self._ssd_ahead else 0,
-            int(self.outgoing.pending_s(now_s) / peer_ahead) if peer_ahead else 0,
-            True,
-            self.sessions,
+            queued_tokens=max(0, engine.queued_tokens) + arriving_tokens,
+            waiting_requests=len(engine.waiting) + len(self._at_front_end),
+            running_requests=running,
+            context_tokens=tokens,
+            hbm_used_bytes=min(used_bytes, self.spec.capacity.hbm),
+            residence_s=engine.residence_s,
+            peer_bytes=int(peer_s / peer_ahead) if peer_s and peer_ahead else 0,
+            ssd_bytes=int(ssd_s / self._ssd_ahead) if ssd_s and self._ssd_ahead else 0,
+            outgoing_bytes=int(self.outgoing.pending_s(now_s) / peer_ahead) if peer_ahead else 0,
+            sessions=self.sessions,
         )
 
     def is_transferring(self) -> bool:

@@ -130,14 +130,14 @@ def about(results: Sequence[Mapping[str, Any]], command: str) -> list[str]:
     first = results[0]
     seeds = sorted({result["point"]["seed"] for result in results})
     caveats = dict.fromkeys(c for result in results for c in result["caveats"])
-    told = [
+    sentences = [
         f"Command: `{command}`. The same command gives the same figures; only `{_OVERHEAD}` is "
         "measured while simulating.",
         f"Model: {first['model']}. Inputs: {first['inputs']}. Seeds: {', '.join(map(str, seeds))}.",
     ]
     if len(seeds) > 1:
-        told.append("± is half of the 95 % confidence interval over seeds (Student).")
-    return [*told, *caveats]
+        sentences.append("± is half of the 95 % confidence interval over seeds (Student).")
+    return [*sentences, *caveats]
 
 
 def _tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[list[str]]]]:

@@ -1,4 +1,4 @@
-"""Statistics of a trace: what an endless cache would hit, and what is used again when."""
+"""Statistics of a trace: the hits of an endless cache, and the times of reuse."""
 
 from __future__ import annotations
 

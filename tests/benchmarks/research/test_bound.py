@@ -109,14 +109,14 @@ def test_the_first_to_come_computes_what_is_shared() -> None:
     assert least.saved_tokens == 4_096
 
 
-def test_it_may_wait_for_one_that_comes_soon() -> None:
+def test_a_request_may_wait_for_one_that_comes_soon() -> None:
     """Computing all takes 0.054 s: after 0.03 s another might have computed what they share."""
     least = bound(pair(second_s=0.03), fleet(), 256)
     assert least.ttft_s[0] == pytest.approx(prefill_s(256, 4_096))
     assert bound(pair(second_s=0.06), fleet(), 256).ttft_s[0] == pytest.approx(prefill_s(4_352, 0))
 
 
-def test_who_comes_when_an_answer_is_there_may_come_after_anybody() -> None:
+def test_a_request_after_an_answer_may_come_after_any_other() -> None:
     least = bound(pair(second_s=50.0, think=True), fleet(), 256)
     assert least.ttft_s[0] == pytest.approx(prefill_s(4_352, 0))
     assert least.ttft_s[2] == pytest.approx(prefill_s(256, 4_096))
@@ -124,8 +124,8 @@ def test_who_comes_when_an_answer_is_there_may_come_after_anybody() -> None:
     assert early.ttft_s[0] == pytest.approx(prefill_s(256, 4_096))
 
 
-def test_what_only_its_followers_use_is_computed() -> None:
-    """A prompt, and two that go on from it beside each other: each computes its own end."""
+def test_chunks_that_only_followers_use_are_computed() -> None:
+    """A prompt that two others continue: each computes its own end."""
     first = prompt(0, 1_024, output=1)
     ends = [
         replace(first, input_tokens=1_536, blocks=first.blocks.of_runs([(0, 4), (i, 2)]),

@@ -25,7 +25,7 @@ def two_at_once() -> Trace:
     return trace_of(*(Session(n, (prompt(i, 8_192),), 0.0) for n, i in (("a", 0), ("b", 900))))
 
 
-def test_two_prompts_queued_at_one_worker_are_taken_apart() -> None:
+def test_a_search_separates_two_prompts_queued_at_one_worker() -> None:
     case = Hindsight(two_at_once(), fleet(2), 256)
     queued = case.outcome({Turn("a", 0): AT_0, Turn("b", 0): AT_0}, OWNERSERVE)
     found = case.improved(queued, OWNERSERVE, 20, Random(0))
@@ -43,7 +43,7 @@ def test_a_search_never_ends_worse_than_it_began(trace: Trace) -> None:
     assert case.improved(begun, OWNERSERVE, 30, Random(1)).best.wait_s <= begun.wait_s
 
 
-def test_what_a_policy_placed_is_followed_to_the_same_figures() -> None:
+def test_the_placements_of_a_policy_give_its_figures() -> None:
     trace, spec = agents(6, rate=0.5), fleet(2)
     case = Hindsight(trace, spec, 256)
     begun = case.outcome({}, OWNERSERVE)
@@ -65,7 +65,7 @@ def test_the_same_seed_finds_the_same() -> None:
 
 
 def schedule(workers: int = 3) -> tuple[dict[Turn, Route], list[Served]]:
-    """A session of three turns at worker 0, others beside it; the fourth alone waited."""
+    """A session of three turns at worker 0, with others; only the first waited."""
     turns = [Turn("s", n) for n in range(3)] + [Turn(str(n), 0) for n in range(9)]
     placed = {turn: Route(n % workers, n % workers) for n, turn in enumerate(turns)}
     placed |= {Turn("s", n): AT_0 for n in range(3)}
@@ -80,8 +80,8 @@ def test_changes_are_of_every_kind_and_change_what_was_near_a_request_that_waite
     drawn = [changes.draw() for _ in range(300)]
     assert {kind for kind, _ in drawn} == {"one", "exchange", "window", "few", "session"}
     # Only the first waited; at worker 0 while it was there were the session's next two turns.
-    beside = {Turn("s", 0), Turn("s", 1), Turn("s", 2)}
-    assert {turn for kind, new in drawn if kind == "one" for turn in new} == beside
+    near = {Turn("s", 0), Turn("s", 1), Turn("s", 2)}
+    assert {turn for kind, new in drawn if kind == "one" for turn in new} == near
     for kind, new in drawn:
         for turn, route in new.items():
             assert route.source not in (route.prefill,), kind

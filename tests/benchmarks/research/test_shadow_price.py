@@ -1,4 +1,4 @@
-"""What waiting for engines costs at least: by hand, and against everything that can be done."""
+"""The least cost of waiting for engines: by hand, and compared with every policy."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def test_four_at_once_by_hand() -> None:
     assert 2.2 < found.waiting_s() <= 6.0
 
 
-def test_nobody_waits_where_there_are_as_many_workers() -> None:
+def test_no_session_waits_if_there_are_as_many_workers() -> None:
     assert waiting_s(prefills(4), 4) == 0.0
     assert waiting_s([], 4) == 0.0
     assert waiting_s([[]], 4) == 0.0
 
 
 def test_decodes_share_steps_but_these_get_longer() -> None:
-    """Of 200 answers of 100 tokens at once each decode adds a tenth of a step: one batch takes 21
+    """In 200 answers of 100 tokens at once each decode adds a tenth of a step: one batch takes 21
     times as long as one alone, and smaller ones wait for each other."""
     alone = Demand(1.1, 0.0, tokens=100, decoding_s=1.1, first_s=1e-3, last_s=1e-3)
     found = waiting_s([[alone]] * 200, 1, empty_s=0.01)
@@ -61,21 +61,21 @@ def test_decodes_share_steps_but_these_get_longer() -> None:
     assert 0.2 * together_s < found <= together_s
 
 
-def test_a_session_pays_for_all_its_answers() -> None:
+def test_a_session_is_charged_for_all_its_answers() -> None:
     """A second prompt takes as much again, later: until 4 s eight pay for two, or are late."""
     found = ShadowPrices([[Demand(1.0, 1.0), Demand(2.0, 1.0)]] * 8, 1, 0.0, 0.0)
     assert found.at_s(1.0, 4.0) == pytest.approx(8 * 2.0 - 4.0)
     assert found.at_s(1.0, 3.5) == pytest.approx(8 * 1.5 - 3.5)
 
 
-def test_who_need_not_compute_waits_at_most_until_others_come() -> None:
-    """Of 2 s half could be done by one that comes a quarter of a second too late."""
+def test_a_request_waits_at_most_until_another_can_compute_its_prompt() -> None:
+    """Another request could do half of 2 s, but comes a quarter of a second too late."""
     found = ShadowPrices([[Demand(2.0, 1.0, 1.0, 0.25)]], 1, 0.0, 0.0)
     assert found.at_s(1.0, 10.0) + 10.0 == pytest.approx(1.25)
     assert found.at_s(0.125, 10.0) + 1.25 == pytest.approx(0.25)
 
 
-def test_what_is_done_behind_the_end_is_not_charged() -> None:
+def test_requests_after_the_end_are_not_charged() -> None:
     """The second of a session is not done by then, and late by half a second at least."""
     found = ShadowPrices([[Demand(1.0, 1.0), Demand(2.0, 1.0)]], 1, 0.0, 0.0)
     assert found.at_s(4.0, 2.5) == pytest.approx(min(8.0, max(4.0, 0.5), 1.5) - 4.0 * 2.5)
@@ -86,7 +86,7 @@ def test_what_is_done_behind_the_end_is_not_charged() -> None:
     empty_s=st.floats(0.0, 1.0),
     price=st.floats(0.0, 50.0),
 )
-def test_no_step_costs_less_than_its_tokens(
+def test_no_step_takes_less_time_than_its_tokens(
     works_s: list[float], empty_s: float, price: float
 ) -> None:
     step_s = empty_s + sum(works_s)
@@ -118,7 +118,7 @@ def rush(draw: st.DrawFn) -> Trace:
     context_s=st.sampled_from([0.0, 1e-8, 1e-6]),
     ample=st.booleans(),
 )
-def test_no_policy_beats_it_in_a_rush(
+def test_no_policy_beats_the_bound_in_a_rush(
     trace: Trace, policy: str, workers: int, context_s: float, ample: bool
 ) -> None:
     capacity = AMPLE if ample else TierBytes(3 * GIB, GIB, 4 * GIB)
@@ -133,13 +133,13 @@ def test_no_policy_beats_it_in_a_rush(
     policy=st.sampled_from(sorted(POLICIES)),
     options=st.sampled_from(["", "+answers=kept"]),
 )
-def test_no_policy_beats_it_when_all_sessions_begin_at_once(
+def test_no_policy_beats_the_bound_when_all_sessions_begin_at_once(
     seed: int, model: str, policy: str, options: str
 ) -> None:
     check(agents(8, 20.0, seed), fleet(1, model), policy + options)
 
 
-def test_where_many_come_it_is_above_the_bound_for_each_alone() -> None:
+def test_with_many_requests_the_bound_is_above_that_of_each_alone() -> None:
     requests: list[Request] = [prompt(1_000 * i, 8_192, output=200) for i in range(12)]
     trace = trace_of(*(Session(str(i), (r,), 0.0) for i, r in enumerate(requests)))
     spec = fleet(2)

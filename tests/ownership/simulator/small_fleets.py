@@ -37,7 +37,7 @@ TIGHT = {
 }
 """Room for few prompts of `agents`."""
 CHUNK_BYTES = 256 * 131_072
-"""Of a chunk of 256 tokens of the dense model."""
+"""Size of a chunk of 256 tokens of the dense model."""
 LIMITS = EngineLimits()
 FREE = ComputeCoefficients(0.0, 0.0, 0.0)
 AT_ONCE = InterferenceCoefficients(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)

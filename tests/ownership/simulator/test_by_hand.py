@@ -36,10 +36,10 @@ def test_one_request_by_hand() -> None:
     assert (found.saved_tokens, found.busy_share) == (0, pytest.approx(1.0))
 
 
-def test_a_prefill_holds_up_the_decodes_beside_it() -> None:
-    beside = Session("b", (prompt(100, 1_024, output=1),), 0.2)
+def test_a_prefill_delays_the_decodes_in_its_step() -> None:
+    other = Session("b", (prompt(100, 1_024, output=1),), 0.2)
     alone = Session("a", (prompt(0, 1_024, output=60),), 0.0)
-    found = figures(trace_of(alone, beside), fleet())
+    found = figures(trace_of(alone, other), fleet())
     late_s = DECODE.delay_s(1_024, 1_024**2 / 2, 1)
     calm = figures(trace_of(alone), fleet())
     assert found.step_p95_s == pytest.approx(calm.step_p95_s + late_s)
@@ -48,13 +48,13 @@ def test_a_prefill_holds_up_the_decodes_beside_it() -> None:
     assert found.queue_mean_s < DECODE.decode_step_s(1, 1_100) / 2
 
 
-def test_scheduling_holds_up_the_engine_and_the_front_end_only_the_request() -> None:
+def test_scheduling_delays_the_engine_and_the_front_end_only_the_request() -> None:
     cost_model = costs()
     cost_model.overhead = overhead = RequestOverhead(0.05, 1e-6, 0.03, 2e-6)
     spec = fleet(cost_model=cost_model)
-    beside = Session("b", (prompt(100, 1_024, output=1),), 0.2)
+    other = Session("b", (prompt(100, 1_024, output=1),), 0.2)
     alone = Session("a", (prompt(0, 1_024, output=60),), 0.0)
-    calm, found = figures(trace_of(alone), spec), figures(trace_of(alone, beside), spec)
+    calm, found = figures(trace_of(alone), spec), figures(trace_of(alone, other), spec)
     prefill_s = COMPUTE.step_s + 1_024 * COMPUTE.token_s + COMPUTE.attention_s * 1_024**2 / 2
     assert overhead.delay_s(1_024) == pytest.approx(0.051_024)
     assert overhead.blocking_s(1_024) == pytest.approx(0.032_048)
@@ -65,16 +65,16 @@ def test_scheduling_holds_up_the_engine_and_the_front_end_only_the_request() -> 
     assert found.decode_late_share == pytest.approx(late_s / decodes_s)
 
 
-def test_every_decode_is_held_up() -> None:
+def test_every_decode_is_delayed() -> None:
     pair = [Session(n, (prompt(i, 512, output=80),), 0.0) for n, i in (("a", 0), ("b", 50))]
-    beside = Session("c", (prompt(100, 1_024, output=1),), 0.3)
-    found = figures(trace_of(*pair, beside), fleet())
-    # The second prompt of the pair is computed beside the first one's decode.
+    other = Session("c", (prompt(100, 1_024, output=1),), 0.3)
+    found = figures(trace_of(*pair, other), fleet())
+    # The second prompt of the pair is computed during the first one's decode.
     late_s = 2 * DECODE.delay_s(1_024, 1_024**2 / 2, 1) + DECODE.delay_s(512, 512**2 / 2, 1)
     assert found.decode_late_share * found.token_mean_s * 2 * 79 == pytest.approx(late_s)
 
 
-def test_a_load_runs_beside_the_first_step_but_for_its_first_layer() -> None:
+def test_a_load_overlaps_with_the_first_step_except_for_its_first_layer() -> None:
     again = [Session(n, (prompt(0, 8_192, output=1),), s) for n, s in (("a", 0.0), ("c", 20.0))]
     again.insert(1, Session("b", (prompt(900, 8_192, output=1),), 9.0))
     fast = costs(bytes_per_s=100e9)
@@ -90,7 +90,7 @@ def test_a_load_runs_beside_the_first_step_but_for_its_first_layer() -> None:
     assert found.restore_exposed_mean_s == pytest.approx((first_s - compute_s) / 3)
 
 
-def test_the_next_turn_comes_after_answer_and_thought() -> None:
+def test_the_next_turn_comes_after_the_answer_and_the_think_time() -> None:
     first = prompt(0, 2_048, output=5)
     second = replace(prompt(0, 2_560, output=5), parent=0, think_s=7.0)
     found = figures(trace_of(Session("a", (first, second), 1.0)), fleet())

@@ -18,7 +18,7 @@ def test_time_never_goes_back(events: list[tuple[int, bool]]) -> None:
     assert [n for _, n in seen] == sorted(range(len(events)), key=lambda n: (*events[n], n))
 
 
-def test_what_is_announced_on_the_way_is_called_too() -> None:
+def test_an_event_may_announce_others() -> None:
     loop, seen = EventLoop(), []
 
     def first() -> None:

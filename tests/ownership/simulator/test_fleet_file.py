@@ -45,7 +45,7 @@ def test_a_fleet(tmp_path: Path) -> None:
     assert first.costs.load.rates(Tier.DRAM).ahead_s_per_byte == pytest.approx(1 / (0.8 * 64e9))
 
 
-def test_a_profile_is_read_from_beside_the_fleet(tmp_path: Path) -> None:
+def test_a_profile_is_read_from_the_folder_of_the_fleet(tmp_path: Path) -> None:
     types = PRESETS["llama-3.1-8b"]().state_types
     rates = TierRates(0.5, dict.fromkeys(types, 1e-9), 1e-9)
     subject = ProfileSubject("Tiny", "c0ffee", "bfloat16", "", "auto", 1, "a machine")
@@ -108,13 +108,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_what_is_wrong_is_named(text: str, tmp_path: Path) -> None:
+def test_an_error_names_what_is_wrong(text: str, tmp_path: Path) -> None:
     with pytest.raises(SimulationError, match=BAD[text]) as raised:
         read_fleet(written(tmp_path, text))
     assert str(raised.value).startswith(str(tmp_path / "fleet.yaml"))
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SimulationError, match="No such file"):
         read_fleet(tmp_path / "none.yaml")
 

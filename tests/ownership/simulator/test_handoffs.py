@@ -23,13 +23,13 @@ def apart(cost: HandoffCost) -> FleetSpec:
     return fleet(3, roles=roles, cost_model=cost_model)
 
 
-def test_a_first_token_is_later_by_it() -> None:
+def test_a_handoff_delays_the_first_token_by_its_cost() -> None:
     free, dear = (figures(TRACE, apart(cost), "static_pd") for cost in (HandoffCost(), COST))
     assert dear.ttft_p50_s == pytest.approx(free.ttft_p50_s + 0.3 + 8_192e-5)
     moving_s = pytest.approx(free.restore_network_mean_s)
     assert dear.restore_network_mean_s == moving_s, "nothing moves meanwhile"
 
 
-def test_who_decodes_what_it_prefilled_pays_nothing() -> None:
+def test_a_worker_that_decodes_its_own_prefill_pays_no_handoff() -> None:
     free, dear = (figures(TRACE, apart(cost), "colocated") for cost in (HandoffCost(), COST))
     assert dear == free

@@ -57,7 +57,7 @@ def test_tiers_are_left_out() -> None:
         ("colocated+peers=all", "peers is 'all'; there are named, any"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, problem: str) -> None:
+def test_an_error_names_what_is_wrong(text: str, problem: str) -> None:
     with pytest.raises(SimulationError) as raised:
         parse_policy(text)
     assert problem in str(raised.value)

@@ -85,7 +85,7 @@ def test_a_turn_that_grows_within_the_chunk_finds_it_at_the_prefiller() -> None:
     assert list(run_of(trace, apart(), f"{POLICY}+answers=kept").tally.hits) == [0, 0, 0, 0]
 
 
-def test_what_computing_it_took_is_saved() -> None:
+def test_a_short_chunk_makes_the_first_token_earlier() -> None:
     trace = trace_of(Session("a", (prompt(0, 8_192, output=20),), 0.0))
     whole, exact = (figures(trace, apart(), policy) for policy in ("static_pd", POLICY))
     assert exact.ttft_p50_s < whole.ttft_p50_s
@@ -99,7 +99,7 @@ def test_what_computing_it_took_is_saved() -> None:
     options=st.sampled_from(["", "+answers=kept", "+answers=kept+peers=any", "+eviction=value"]),
     tight=st.booleans(),
 )
-def test_no_policy_with_such_handoffs_beats_the_oracle(
+def test_no_policy_with_short_chunks_beats_the_oracle(
     seed: int, model: str, scheduling: str, options: str, tight: bool
 ) -> None:
     trace = agents(5, rate=0.5, seed=seed)

@@ -1,4 +1,4 @@
-"""Whole simulations: what must hold whatever is simulated."""
+"""Properties that every simulation must have."""
 
 from __future__ import annotations
 
@@ -83,7 +83,9 @@ def test_every_policy_serves_everything_within_its_tiers(policy: str, model: str
     st.sampled_from(EVICTIONS),
     st.sampled_from(["named", "any"]),
 )
-def test_nothing_is_lost_whatever_is_evicted(seed: int, eviction: str, peers: str) -> None:
+def test_every_session_ends_under_every_eviction_policy(
+    seed: int, eviction: str, peers: str
+) -> None:
     trace = agents(6, rate=2.0, seed=seed)
     policy = f"colocated+eviction={eviction}+checkpoints=periodic:2+answers=kept+peers={peers}"
     run = run_of(trace, fleet(2, HYBRID, TierBytes(GIB // 4, GIB // 8, GIB // 4)), policy)
@@ -111,7 +113,7 @@ def test_the_same_inputs_give_the_same_figures() -> None:
     assert changed.figures != one.figures
 
 
-def test_without_pages_the_last_request_is_preempted_and_ends_all_the_same() -> None:
+def test_the_last_request_is_preempted_without_pages_and_still_ends() -> None:
     sessions = [Session(str(i), (prompt(100 * i, 1_024, output=1_500),), 0.0) for i in range(3)]
     capacity = TierBytes(131_072 * 5_000, 0, 0)
     run = run_of(trace_of(*sessions), fleet(capacity=capacity), "colocated")

@@ -45,7 +45,7 @@ def largest_request(trace: Trace, shape: StateShape) -> int:
     workers=st.integers(1, 2),
     spare=st.floats(0.0, 0.5),
 )
-def test_everything_is_served_where_hardly_more_than_one_request_fits(
+def test_everything_is_served_if_hardly_more_than_one_request_fits(
     seed: int, model: str, policy: str, options: str, retention: int | None, workers: int,
     spare: float,
 ) -> None:  # fmt: skip
@@ -60,7 +60,7 @@ def test_everything_is_served_where_hardly_more_than_one_request_fits(
 
 
 @pytest.mark.parametrize("turns", [2, 5])
-def test_checkpoints_of_a_requests_own_prefix_give_way_to_it(turns: int) -> None:
+def test_checkpoints_of_its_own_prefix_are_evicted_for_a_request(turns: int) -> None:
     """Each turn resumes behind the one before: a checkpoint more than there is room for."""
     sizes = [2_048 * (turn + 1) for turn in range(turns)]
     requests = [prompt(0, sizes[0], output=300)]

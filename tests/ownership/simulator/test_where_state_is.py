@@ -26,7 +26,7 @@ from tests.ownership.simulator.small_fleets import (
 )
 
 
-def test_a_fetch_brings_the_checkpoint_where_only_that_is_missing_ranges() -> None:
+def test_a_fetch_brings_the_checkpoint_if_only_that_is_missing() -> None:
     trace = trace_of(Session("a", (prompt(0, 8_192, output=20),), 0.0))
     roles = (Role.PREFILL, Role.DECODE)
     spec = fleet(2, HYBRID, roles=roles, cost_model=costs(HYBRID, bytes_per_s=100e9))
@@ -60,7 +60,7 @@ def test_an_engine_reads_what_it_lacks_from_any_peer_if_its_planner_wants_it(
     assert list(run.tally.hits) == [2_048, 0, 0, read * 256]
 
 
-def test_what_does_not_fit_into_dram_is_staged_once_and_then_computed() -> None:
+def test_chunks_that_do_not_fit_into_dram_are_computed() -> None:
     again = [Session(n, (prompt(i, 8_192),), s) for n, i, s in (("a", 0, 0.0), ("b", 900, 9.0))]
     again.append(replace(again[0], id="c", start_s=20.0))
     capacity = TierBytes(131_072 * 8_300, 131_072 * 1_024, 8 * GIB)
@@ -70,7 +70,7 @@ def test_what_does_not_fit_into_dram_is_staged_once_and_then_computed() -> None:
     assert found.requests == 3
 
 
-def test_what_two_workers_compute_is_in_both_memories_and_on_one_ssd() -> None:
+def test_chunks_that_two_workers_compute_are_on_one_ssd() -> None:
     same = [Session(n, (prompt(0, 8_192),), 0.0) for n in ("a", "b")]
     found = figures(trace_of(*same), fleet(2))
     assert (found.write_amplification, found.duplicate_factor) == (1.0, 2.0)
@@ -80,9 +80,7 @@ def test_what_two_workers_compute_is_in_both_memories_and_on_one_ssd() -> None:
 
 @pytest.mark.parametrize("share", [1.0, 0.25, 0.1])
 @pytest.mark.parametrize("policy", ["round_robin_pd", "static_pd", "ownerserve"])
-def test_what_another_owns_is_not_written_where_dram_has_no_room_for_it(
-    policy: str, share: float
-) -> None:
+def test_foreign_chunks_are_not_written_if_dram_has_no_room(policy: str, share: float) -> None:
     room = TIGHT[DENSE]
     capacity = TierBytes(room.hbm, int(share * room.dram), 256 * GIB)
     run = run_of(agents(12, rate=0.5), fleet(3, capacity=capacity), policy)

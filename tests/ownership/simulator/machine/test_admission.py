@@ -18,9 +18,7 @@ def pages_of(tokens: int) -> int:
     st.integers(0, 20),
     st.integers(0, 30),
 )
-def test_pages_are_those_of_each_decode_by_itself(
-    held: list[int], step: int, steps: int, free: int
-) -> None:
+def test_pages_are_the_sum_over_decodes(held: list[int], step: int, steps: int, free: int) -> None:
     decodes = DecodePages(PAGE)
     for tokens in (*held, 7):
         decodes.add(tokens, step)

@@ -13,7 +13,7 @@ TIMES = StepTimes(costs())
 
 
 @given(st.integers(1, 200), st.integers(0, 1_000_000), st.integers(1, 50))
-def test_steps_in_a_row_take_what_they_take_one_by_one(
+def test_consecutive_steps_take_the_sum_of_their_times(
     decodes: int, context: int, steps: int
 ) -> None:
     each = [TIMES.decode_s(decodes, context + i * decodes) for i in range(steps)]
@@ -24,7 +24,7 @@ def test_steps_in_a_row_take_what_they_take_one_by_one(
     st.integers(1, 200), st.integers(0, 1_000_000), st.floats(0, 60),
     st.sampled_from([DECODE, DECODE._replace(context_s=0.0)]),
 )  # fmt: skip
-def test_the_step_under_way_at_a_moment(
+def test_the_current_step_at_a_time(
     decodes: int, context: int, elapsed_s: float, delays: InterferenceCoefficients
 ) -> None:
     times = StepTimes(costs(decode=delays))

@@ -42,7 +42,7 @@ def test_what_a_read_continues_stays_during_the_read() -> None:
 
 
 @pytest.mark.parametrize(("policy", "used"), [("static_pd+peers=any", True), ("static_pd", False)])
-def test_an_ssd_is_read_behind_what_a_peer_sends(policy: str, used: bool) -> None:
+def test_an_ssd_is_read_after_the_chunks_that_a_peer_sends(policy: str, used: bool) -> None:
     """The reader's SSD has 40 of 101 chunks, behind 60 that only a peer has."""
     spec = fleet(2, roles=PAIR, cost_model=costs(bytes_per_s=100e9))
     turn = prompt(0, 101 * 256)

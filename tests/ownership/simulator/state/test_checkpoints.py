@@ -37,12 +37,12 @@ def test_a_prompts_end_is_kept_under_every_policy() -> None:
     assert kept(CheckpointKeeper(Zero()), 200) == []
 
 
-def test_what_was_computed_is_asked_for_boundary_by_boundary() -> None:
+def test_the_policy_is_asked_about_each_computed_boundary() -> None:
     assert kept(CheckpointKeeper(Full()), 11 * 256 + 1, stored=6, resumed=6) == [7, 8, 9, 10, 11]
     assert kept(CheckpointKeeper(Periodic(4)), 11 * 256 + 1, resumed=2) == [4, 8, 11]
 
 
-def test_where_a_checkpoint_was_missed_one_is_kept() -> None:
+def test_a_missed_boundary_gets_a_checkpoint() -> None:
     rates = CheckpointRates(write_s_per_byte=1e-9, load_s_per_byte=0.0, recompute_s_per_token=1e-4)
 
     def keeper() -> CheckpointKeeper:
@@ -52,7 +52,7 @@ def test_where_a_checkpoint_was_missed_one_is_kept() -> None:
     assert kept(keeper(), 9 * 256 + 1, stored=0, resumed=2) == [9]
 
 
-def test_where_a_peer_sent_a_checkpoint_none_was_missed() -> None:
+def test_a_checkpoint_from_a_peer_counts_as_kept() -> None:
     for fetched, kept_chunks in ((0, 0), (6, 6), (5, 0)):
         _, reuse = CheckpointKeeper(Zero()).prompt(
             CHAIN, 9 * 256 + 1, 256, stored=6, local=0, resumed=6, fetched=fetched
@@ -60,7 +60,7 @@ def test_where_a_peer_sent_a_checkpoint_none_was_missed() -> None:
         assert (reuse.matched, reuse.kept) == (6, kept_chunks)
 
 
-def test_the_policy_hears_of_reuse() -> None:
+def test_the_policy_learns_reuse_at_the_end_of_a_request() -> None:
     policy = Adaptive(SIZES)
     keeper, before = CheckpointKeeper(policy), policy.costs_s()
     _, reuse = asked(keeper, 9 * 256 + 1, 6, 6)
@@ -69,7 +69,7 @@ def test_the_policy_hears_of_reuse() -> None:
     assert policy.costs_s() != before
 
 
-def test_the_end_of_an_answer_is_kept_and_on_the_way_to_it_what_the_policy_keeps() -> None:
+def test_the_end_of_an_answer_is_always_kept() -> None:
     reuse = Reuse(6)
     assert CheckpointKeeper(Zero()).answer(CHAIN, 8, 11, reuse) == [11]
     assert CheckpointKeeper(Full()).answer(CHAIN, 8, 11, reuse) == [9, 10, 11]
@@ -102,12 +102,12 @@ def test_boundaries_of_32_tokens(
     assert Retention(32, interval).boundaries(prompt_tokens, junction, 0, first, last) == kept
 
 
-def test_what_lies_between_two_windows_that_touch_is_kept_too() -> None:
+def test_boundaries_between_two_windows_that_touch_are_kept() -> None:
     assert Retention(32, 256, 2).boundaries(1_056, 0, 30, 1, 33) == [8, 16, 24, 30, 31, 32]
     assert Retention(32, 256, 2).boundaries(1_056, 0, 29, 29, 33) == [29, 32]
 
 
-def test_a_window_is_kept_from_before_its_boundary_is_reached() -> None:
+def test_part_of_a_window_is_kept_before_its_boundary_is_reached() -> None:
     assert Retention(32, 256, 2).boundaries(963, 0, 0, 25, 31) == [30, 31]
     assert Retention(32, 256, 2).boundaries(930, 0, 0, 25, 30) == [29]
 

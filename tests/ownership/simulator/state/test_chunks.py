@@ -12,7 +12,7 @@ texts = st.lists(st.lists(st.integers(0, 2), max_size=24), min_size=2, max_size=
 
 
 @given(texts, st.integers(1, 5))
-def test_chunks_are_equal_where_all_their_blocks_are(texts: list[list[int]], size: int) -> None:
+def test_chunks_are_equal_if_all_their_blocks_are(texts: list[list[int]], size: int) -> None:
     tree = PrefixTree()
     prompts = [(text, tree.add(BlockRuns.of_ids(text)).names) for text in texts]
     for text, blocks in prompts:

@@ -19,7 +19,7 @@ COPY = Copy(1, bytes(CHECKSUM_BYTES))
 
 
 class Fleet:
-    """Workers that hold what they claim, beside a directory that is told of all of it."""
+    """Workers that hold what they claim, with a directory that gets the same claims."""
 
     def __init__(self) -> None:
         self.owners = ChunkOwners(self._owned)
@@ -33,7 +33,7 @@ class Fleet:
         self.epochs[name] = self.directory.register(Worker(name, b""), 10.0).epoch
 
     def claim(self, name: str, chain: BlockRuns, first: int) -> tuple[list[str], list[str]]:
-        """Whose the chunks are, by name and by the directory."""
+        """Return the owners of the chunks by name, and by the directory."""
         chunks = chain.tail(first).ids().tolist()
         by_name, begin = list[str](), first
         for end, owner in self.owners.claim(name, chain, first):
@@ -84,7 +84,7 @@ def test_claims_are_granted_as_by_the_directory(
             fleet.die(other)
 
 
-def test_what_its_owner_still_has_of_a_chain_stays_its() -> None:
+def test_chunks_that_their_owner_has_stay_its_own() -> None:
     fleet = Fleet()
     (chain,) = names([[0, 1, 2, 3, 4]])
     fleet.claim("a", chain.head(4), 0)
@@ -95,7 +95,7 @@ def test_what_its_owner_still_has_of_a_chain_stays_its() -> None:
     assert fleet.owners.claim("c", chain, 2) == [OwnedSpan(3, "a"), OwnedSpan(5, "b")]
 
 
-def test_a_hole_is_anybodys() -> None:
+def test_chunks_that_their_owner_lost_can_be_claimed() -> None:
     fleet = Fleet()
     (chain,) = names([[0, 1, 2, 3, 4]])
     fleet.claim("a", chain, 0)

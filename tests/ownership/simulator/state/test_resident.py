@@ -93,7 +93,7 @@ def test_bytes_are_conserved_and_capacity_holds(
     assert (resident.used_bytes, list(resident.runs())) == (0, [])
 
 
-def test_what_is_pinned_stays() -> None:
+def test_pinned_chunks_stay() -> None:
     resident = tier(40)
     one, other = names([[0, 1, 2], [5, 6, 7]])
     run, *_ = resident.add(one.head(2), 2, (), 1)
@@ -105,7 +105,7 @@ def test_what_is_pinned_stays() -> None:
     assert resident.match(one).chunks == 1
 
 
-def test_what_was_used_least_recently_goes_even_while_another_is_leaving() -> None:
+def test_an_older_run_leaves_before_the_rest_of_the_current_victim() -> None:
     resident = tier(100)
     oldest, older, newest = names([[0, 1, 2], [5, 6, 7], [9, 9, 9]])
     pinned, *_ = resident.add(oldest, 3, (), 1)
@@ -147,7 +147,7 @@ def test_the_deepest_checkpoint_within_reach() -> None:
 
 
 @given(prompts, st.integers(0, 60))
-def test_checkpoints_of_what_is_pinned_leave_last_where_nothing_pins_them(
+def test_checkpoints_of_pinned_chunks_leave_last_if_they_are_not_pinned(
     texts: list[list[int]], wanted: int
 ) -> None:
     resident = ResidentChunks(SIZES, 150, LeafLru(), StateType.DENSE_KV, pins_checkpoints=False)

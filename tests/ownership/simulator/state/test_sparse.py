@@ -51,7 +51,9 @@ def unreached(held: set[int], chain: Iterable[int], covered: int) -> int:
 
 
 @given(prompts, st.data())
-def test_it_is_what_single_chunks_would_be(texts: list[list[int]], data: st.DataObject) -> None:
+def test_a_sparse_tier_holds_what_single_chunks_would(
+    texts: list[list[int]], data: st.DataObject
+) -> None:
     resident, here = tier(), set[int]()
     checkpoints = set[int]()
     chains = names(texts)
@@ -107,7 +109,7 @@ def test_bytes_are_conserved_and_capacity_holds(
     assert list(resident.runs()) == []
 
 
-def test_a_gap_goes_with_the_last_that_continues_it() -> None:
+def test_a_missing_run_is_removed_with_the_last_chunk_after_it() -> None:
     resident = tier(50)
     one, other, third = names([[0, 1, 2, 3], [0, 1, 7, 8], [9] * 5])
     assert hold(resident, one, 2, 1) == 2
@@ -119,7 +121,7 @@ def test_a_gap_goes_with_the_last_that_continues_it() -> None:
     assert [run.count for run in resident.runs()] == [5]
 
 
-def test_a_gap_is_filled_as_far_as_there_is_room() -> None:
+def test_a_missing_run_is_filled_as_far_as_there_is_room() -> None:
     resident = tier(50)
     (chain,) = names([[0, 1, 2, 3, 4, 5, 6]])
     assert hold(resident, chain, 4, 1) == 3
@@ -134,8 +136,8 @@ def test_a_gap_is_filled_as_far_as_there_is_room() -> None:
 
 
 @pytest.mark.parametrize("room", range(11))
-def test_a_gap_that_is_larger_than_the_tier(room: int) -> None:
-    """What was behind it makes room for its beginning."""
+def test_a_missing_run_may_be_larger_than_the_tier(room: int) -> None:
+    """The chunks after it are evicted for its beginning."""
     resident = tier(10 * room)
     (chain,) = names([list(range(10))])
     assert hold(resident, chain, 8, 1) == min(2, room)

@@ -50,10 +50,10 @@ def lines(files: Path, out: str = "out") -> list[dict[str, object]]:
 
 def test_a_trace_a_fleet_and_two_policies(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulated(files, "--policies", "ownerserve,colocated+tiers=gpu") == EXIT_OK
-    told = capsys.readouterr().out
-    assert "| figure | ownerserve | colocated+tiers=gpu |" in told
-    assert "Sessions are not recorded" in told
-    assert told.strip() == (files / "out" / "report.md").read_text().strip()
+    printed = capsys.readouterr().out
+    assert "| figure | ownerserve | colocated+tiers=gpu |" in printed
+    assert "Sessions are not recorded" in printed
+    assert printed.strip() == (files / "out" / "report.md").read_text().strip()
     found = lines(files)
     assert [x["point"]["policy"] for x in found] == ["ownerserve", "colocated+tiers=gpu"]  # type: ignore[index]
     assert all(x["figures"]["requests"] == 12 for x in found)  # type: ignore[index]
@@ -74,7 +74,9 @@ def test_the_same_command_gives_the_same_numbers_in_any_number_of_processes(file
     assert repeated[0] == repeated[1]
 
 
-def test_what_is_done_is_not_done_again(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_points_are_not_simulated_again(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     simulated(files, "--policies", "colocated", "--sweep", "rate=1,2")
     results = files / "out" / "results.jsonl"
     before = results.read_text()
@@ -159,7 +161,7 @@ def test_points_are_all_combinations() -> None:
     assert len({p.key for p in found}) == 4
 
 
-def test_seeds_are_summed_up() -> None:
+def test_figures_are_means_over_seeds() -> None:
     assert Estimate.of([3.0]) == (3.0, 0.0)
     mean, half = Estimate.of([1.0, 2.0, 3.0])
     assert (mean, half) == (2.0, pytest.approx(4.303 / 3**0.5))

@@ -1,4 +1,4 @@
-"""The recorded traces are checked only where somebody has them: `pytest --traces DIR`."""
+"""Tests on recorded traces run only if their directory is given: `pytest --traces DIR`."""
 
 from __future__ import annotations
 

@@ -46,13 +46,13 @@ def test_two_turns(tmp_path: Path, zipped: bool) -> None:
     assert list(trace) == [first, second], "a second reading yields the same"
 
 
-def test_an_unrecorded_think_time_is_what_the_answer_left_of_the_gap(tmp_path: Path) -> None:
+def test_an_unrecorded_think_time_is_the_gap_minus_the_answer(tmp_path: Path) -> None:
     requests = [call(0.0, 64, [[1, 1]], api_time=2.5), call(10.0, 64, [[1, 1]])]
     (session,) = sessions(write_lines(tmp_path / "t", [agent_session("s", requests)]))
     assert session.requests[1].think_s == 7.5
 
 
-def test_a_subagent_forks_from_the_request_before_it_and_runs_beside_the_next(
+def test_a_subagent_forks_from_the_request_before_it(
     tmp_path: Path,
 ) -> None:
     inner = [call(0.0, 64, [[50, 1]]), call(20.0, 128, [[50, 2]], think_time=15.0)]
@@ -67,7 +67,7 @@ def test_a_subagent_forks_from_the_request_before_it_and_runs_beside_the_next(
     assert [r.think_s for r in session.requests[1:]] == [1.0, 8.0, 15.0]
 
 
-def test_upstream_lists_ids_one_by_one(tmp_path: Path) -> None:
+def test_ids_may_be_listed_one_by_one(tmp_path: Path) -> None:
     request = {"t": 0, "type": "s", "in": 250, "out": 1, "hash_ids": [4, 5, 9]}
     (session,) = sessions(write_lines(tmp_path / "t", [agent_session("s", [request])]))
     assert session.requests[0].blocks.num_blocks == 3
@@ -176,14 +176,14 @@ def test_a_bad_line_is_named_with_its_field(tmp_path: Path, case: str) -> None:
     assert str(error).startswith(f"{path}:2: " + (f"{field}: " if field else ""))
 
 
-def test_a_download_that_broke_off(tmp_path: Path) -> None:
+def test_an_interrupted_download_is_an_error(tmp_path: Path) -> None:
     whole = write_lines(tmp_path / "whole", [TWO_TURNS] * 400, zipped=True).read_bytes()
     (broken := tmp_path / "broken").write_bytes(whole[: len(whole) - 20])
     with pytest.raises(TraceError, match=rf"{broken}:\d+: damaged gzip data .*fetch"):
         sessions(broken)
 
 
-def test_a_file_cut_within_a_line(tmp_path: Path) -> None:
+def test_a_file_that_ends_within_a_line_is_an_error(tmp_path: Path) -> None:
     text = json.dumps(TWO_TURNS)
     (path := tmp_path / "t").write_text(f"{text}\n{text[:-9]}")
     with pytest.raises(TraceError, match=f"{path}:2: not JSON"):

@@ -45,7 +45,7 @@ def test_head_and_tail_cut_a_prompt_in_two(ids: list[int], at: int) -> None:
 
 
 @given(distinct_ids, distinct_ids, st.integers(0, 8))
-def test_what_two_prompts_share(left: list[int], right: list[int], same: int) -> None:
+def test_the_blocks_that_two_prompts_share(left: list[int], right: list[int], same: int) -> None:
     first, second = chained(left, [*left[:same], *right])
     expected = np.equal(
         first.ids()[: (n := min(first.num_blocks, second.num_blocks))], second.ids()[:n]

@@ -49,7 +49,7 @@ def test_json(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["think_s"]["user"]["p50"] is None
 
 
-def test_what_is_wrong_is_said_and_nothing_is_printed(
+def test_a_wrong_file_is_an_error_and_prints_nothing(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = write_lines(tmp_path / "bad", ['{"timestamp": 1, "hash_ids": []}'])

@@ -42,7 +42,7 @@ def test_three_prompts_worked_by_hand() -> None:
 
 
 @given(prompts)
-def test_it_knows_what_a_list_of_all_prompts_knows(prompts: list[list[int]]) -> None:
+def test_the_tree_agrees_with_a_list_of_all_prompts(prompts: list[list[int]]) -> None:
     tree = PrefixTree()
     for use, ids in enumerate(prompts):
         earlier = prompts[:use]

@@ -58,7 +58,9 @@ def read(tmp_path: Path, rows: list[Any], format: str | None = None) -> list[Ses
 
 @pytest.mark.parametrize("zipped", [False, True])
 @pytest.mark.parametrize("format", READERS)
-def test_a_file_is_told_by_what_is_in_it(tmp_path: Path, format: str, zipped: bool) -> None:
+def test_a_format_is_recognised_by_the_first_line(
+    tmp_path: Path, format: str, zipped: bool
+) -> None:
     path = write_lines(tmp_path / "t", ["", *EXAMPLES[format]], zipped=zipped)
     trace = open_trace(path)
     assert trace.format == format
@@ -192,12 +194,12 @@ def test_a_bad_line_is_named_with_its_field(tmp_path: Path, case: str) -> None:
         ("version https://git-lfs.github.com/spec/v1", "git lfs pull"),
     ],
 )
-def test_what_is_no_trace(tmp_path: Path, text: str, problem: str) -> None:
+def test_other_files_are_errors(tmp_path: Path, text: str, problem: str) -> None:
     with pytest.raises(TraceError, match=problem):
         read(tmp_path, [text])
 
 
-def test_a_format_that_is_not_there(tmp_path: Path) -> None:
+def test_an_unknown_format_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="no format 'csv'; there are agent-sessions, mooncake"):
         read(tmp_path, MOONCAKE, "csv")
 
@@ -219,7 +221,7 @@ ids_of_a_prompt = st.lists(st.integers(0, 4), min_size=1, max_size=6)
     st.lists(st.integers(0, 3), min_size=8, max_size=8),
     st.sampled_from(["mooncake", "block-agents", "bailian"]),
 )
-def test_whatever_is_written_is_read(
+def test_every_written_session_is_read(
     tmp_path_factory: pytest.TempPathFactory,
     prompts: list[list[int]],
     sessions: list[int],
@@ -253,7 +255,7 @@ def test_whatever_is_written_is_read(
 
 
 @given(format=st.sampled_from(list(READERS)), data=st.data())
-def test_spoilt_bytes_are_read_or_refused(
+def test_damaged_bytes_are_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, format: str, data: st.DataObject
 ) -> None:
     path = write_lines(tmp_path_factory.mktemp("t") / "t", EXAMPLES[format])

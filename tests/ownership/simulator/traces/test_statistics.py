@@ -79,7 +79,7 @@ def test_a_session_with_a_tool_a_person_and_a_fork(tmp_path: Path) -> None:
     assert [v for v, _ in spread(found, "reuse_distance_tokens")] == [0, 0, 64, 64]
 
 
-def test_across_sessions_without_starts_there_is_reuse_but_no_time(tmp_path: Path) -> None:
+def test_reuse_between_sessions_without_starts_has_no_time(tmp_path: Path) -> None:
     rows = [agent_session(n, [call(9.0, 64, [[1, 1]])], hash_id_scope="global") for n in "ab"]
     found = measure(open_trace(write_lines(tmp_path / "t", rows)))
     assert (found.hit_tokens, found.reuse_s.total, found.reuse_distance_tokens.total) == (64, 0, 0)
@@ -144,7 +144,7 @@ def test_the_figures_are_those_of_a_count_block_by_block(trace: Trace) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30), st.integers(0, 9))))
-def test_recency_is_a_list_of_counts(steps: list[tuple[int, int, int]]) -> None:
+def test_recency_agrees_with_a_list_of_counts(steps: list[tuple[int, int, int]]) -> None:
     recency, counts = Recency(), []
     for blocks, which, forgotten in steps:
         assert recency.use(blocks) == len(counts)
