@@ -4,7 +4,8 @@
 its placement; the worst step class. Goal <= 200. Before each decision the loads of two workers
 change, as in a router or a simulator. Eight workers have parts of the prompt, and the network
 between workers is uneven. References from the same run: the policy that only looks for the least
-loaded worker, and one addition of two arrays of 64 numbers; a decision makes about a hundred.
+loaded worker, and one addition of two arrays of 64 numbers: a decision takes as long as several
+hundred of them.
 """
 
 from __future__ import annotations
