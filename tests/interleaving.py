@@ -7,8 +7,11 @@ or at the n-th.
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -17,6 +20,10 @@ from typing import Any
 
 _BLOCKED_AFTER_S = 0.02
 """A step that has not ended by then waits for a lock of this thread, as a rule."""
+
+_LEAST_SHARE = 1 / 128
+"""A thread pauses at this share of the lines that it runs, more often at those it runs rarely."""
+_PAUSES_S = (0.0, 0.0, 1e-5, 1e-4, 1e-3)
 
 
 @contextmanager
@@ -94,3 +101,37 @@ def try_every_switch(
         if not switch.finish():
             return tries
     raise AssertionError("unreachable")
+
+
+@contextmanager
+def random_switches(seed: int, package: str) -> Iterator[None]:
+    """Let this thread, and all that are started inside, pause at random lines of a package.
+
+    The pauses of each thread follow from the seed and the thread's name; what the other threads do
+    meanwhile is up to the machine.
+    """
+    rngs = threading.local()
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if package not in frame.f_code.co_filename:
+            return None
+        if not hasattr(rngs, "own"):
+            rngs.own = random.Random(f"{seed} {threading.current_thread().name}")
+            rngs.runs = Counter()
+        if event == "line":
+            line = frame.f_code, frame.f_lineno
+            rngs.runs[line] += 1
+            if rngs.own.random() < max(_LEAST_SHARE, 1 / rngs.runs[line]):
+                time.sleep(rngs.own.choice(_PAUSES_S))
+        return trace
+
+    before, interval_s = sys.gettrace(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threading.settrace(trace)
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+        threading.settrace(None)  # type: ignore[arg-type]
+        sys.setswitchinterval(interval_s)

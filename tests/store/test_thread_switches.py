@@ -1,15 +1,20 @@
 """Threads may switch between any two bytecodes: no answer without the lock is wrong there."""
 
+import threading
+import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
-from hetero_connector.artifacts.record import ChunkKey, ChunkRange
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange
+from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Failure
+from hetero_connector.store.base import Failure, StoreConfig, Wanted
 from hetero_connector.store.catalog import (
     artifact_queue,
     catalog,
@@ -22,8 +27,15 @@ from hetero_connector.store.catalog import (
 )
 from hetero_connector.store.catalog.exports import ExportFeed
 from hetero_connector.store.catalog.nodes import Artifact, Node
-from tests.interleaving import at_each_step, try_every_switch
+from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
+from hetero_connector.store.catalog.restore import Restore
+from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from tests.faults.oracle import Oracle
+from tests.interleaving import at_each_step, random_switches, try_every_switch
 from tests.store.filling import (
+    CHUNK,
+    CHUNK_BYTES,
+    FINGERPRINT,
     SIZES,
     Bench,
     Clock,
@@ -34,6 +46,7 @@ from tests.store.filling import (
     ids_of,
     put,
 )
+from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 CHUNKS = chain("a", 6)
 
@@ -153,3 +166,174 @@ def test_a_loss_of_exports_is_always_noticed(monkeypatch: pytest.MonkeyPatch) ->
         return lambda: noticed.append(feed.take_loss()), lambda: feed.on_forgotten(artifact)
 
     assert try_every_switch(prepare, exports) > 3
+
+
+class _Engine:
+    """The scheduler's and the fleet's thread of a small store, with an oracle of bytes."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.wrong: list[str] = []
+        self.num_restored = 0
+        self._rng = Random(seed)
+        self._oracle = Oracle()
+        self._restores: list[tuple[Restore, int, int]] = []
+        """Each with the number of its artifacts, and the weights when it began."""
+        self._is_over = False
+        self._tag = b""
+        self._store = ArtifactStore.open(
+            SIZES,
+            StoreConfig(
+                6 * CHUNK_BYTES,
+                ssd_dir=folder,
+                ssd_bytes=14 * CHUNK_BYTES,
+                spill_delay_s=0.0,
+                load_deadline_s=60.0,
+                verify=self._rng.choice(("ssd", "sample", "all")),
+                eviction=self._rng.choice(("leaf_lru", "lru", "value")),
+            ),
+            Recorder(),
+            chunk_tokens=CHUNK,
+            fingerprint=FINGERPRINT,
+            description={},
+            open_transfer=Disk(),
+            peers=PeerAccess(KnownPeers(), lambda regions: MemoryPeers(MemoryNetwork(), regions)),
+        )
+
+    def run(self, seconds: float) -> None:
+        """Use the store for so long, then close it."""
+        fleet = threading.Thread(target=self._guard, args=(self._use_as_fleet,), name="fleet")
+        fleet.start()
+        until_s = time.monotonic() + seconds
+        acts = (self._save, self._restore, self._restore, self._release, self._release, self._hint)
+        while time.monotonic() < until_s and not self.wrong:
+            if self._rng.random() < 0.02:
+                self._store.reset()
+            self._adopt_generation()
+            self._guard(self._rng.choice(acts))
+            self._guard(self._look)
+        self._is_over = True
+        fleet.join()
+        for begun, _, _ in self._restores:
+            begun.release()
+        if not self._store.catalog.io_alive:
+            self.wrong.append("the I/O thread has ended")
+        self._store.close()
+        self._store.check_integrity()
+
+    def _guard(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception:
+            self.wrong.append(traceback.format_exc())
+
+    def _trunk(self) -> list[ChunkRange]:
+        name = self._rng.choice("abcdef")
+        trunk = chain(f"{self._tag.hex()}{name}", 4)
+        end = trunk[-1].end
+        tail = ChunkRange(ChunkKey(trunk[0].key[::-1]), trunk[-1].key, end, end + CHUNK // 2)
+        return [*trunk, tail]
+
+    def _save(self) -> None:
+        for chunk in self._trunk():
+            missing = self._store.missing(chunk, list(SIZES))
+            if not missing:
+                continue
+            save = self._store.begin_save(chunk, {t: SIZES[t] for t in missing})
+            if save is None:
+                return
+            for kind, at in save.offsets.items():
+                bytes_ = self._oracle.contents(ArtifactId(chunk.key, kind))
+                self._store.arena.view[at : at + len(bytes_)] = bytes_
+            self._store.complete_save(save)
+
+    def _restore(self) -> None:
+        found = self._store.match(self._trunk())
+        if not found or len(self._restores) >= 3:
+            return
+        if self._rng.random() < 0.7:
+            self._store.leave_to_ssd()
+        wanted = [
+            Wanted(kind, chunks)
+            for kind in SIZES
+            if (chunks := [x for x in found if kind in x.tiers])
+        ]
+        count = sum(len(x.chunks) for x in wanted)
+        begun = self._store.begin_restore(wanted)
+        self._restores.append((begun, count, self._oracle.weights))
+
+    def _look(self) -> None:
+        """Ask until there is nothing to wait for, or for long enough."""
+        until_s = time.monotonic() + 0.05
+        waiting = list(self._restores)
+        while waiting and time.monotonic() < until_s:
+            for begun in [x for x in waiting if x[0].poll()]:
+                waiting.remove(begun)
+                answer, count, _ = begun
+                if len(answer.offsets) + len(answer.failed) != count:
+                    self.wrong.append(f"of {count}: {answer.offsets}, {answer.failed}")
+
+    def _release(self) -> None:
+        if self._restores and self._restores[0][0].poll():
+            ended, _, weights = self._restores.pop(0)
+            self.wrong += self._oracle.judge(self._store, ended, weights)
+            self.num_restored += len(ended.offsets)
+            ended.release()
+
+    def _hint(self) -> None:
+        trunk, now_s = self._trunk(), time.monotonic()
+        leaves = [chunk.key for chunk in reversed(trunk)]
+        self._store.tails(trunk[3].key)
+        self._store.decline(self._store.holdings(trunk)[2:])
+        self._store.protect_chain(trunk[0].key, leaves, now_s + 1.0)
+        self._store.expect(ExpectedReturn(trunk[0].key, tuple(leaves), now_s, now_s + 1.0, 0.9))
+        self._store.take_timings()
+
+    def _adopt_generation(self) -> None:
+        """After a reset, of this engine or of the fleet, other bytes are right."""
+        latest = self._store.catch_up().tag
+        if latest != self._tag:
+            self._oracle.on_reset(self._tag, is_kept=True)
+            self._tag = latest
+
+    def _use_as_fleet(self) -> None:
+        sharing, rng = self._store.sharing, Random(0)
+        assert sharing is not None
+        sharing.serve_under(1)
+        number = 0
+        while not self._is_over:
+            number += rng.random() < 0.02
+            sharing.note_fleet_generation(number, sharing.generation)
+            sharing.take_export_loss()
+            changes = [x for x in sharing.take_exports() if x.copy is not None]
+            ids = [ArtifactId(x.chunk.key, x.state_type) for x in changes]
+            owned = {artifact: 1 for artifact in ids if rng.random() < 0.8}
+            sharing.resolve_claims(owned, set(ids).difference(owned))
+            known = [change for batch in sharing.inventory() for change in batch]
+            sharing.find_gone([ArtifactId(x.chunk.key, x.state_type) for x in known])
+            sharing.set_foreign_users(
+                {key: rng.random() < 0.5 for key in sharing.next_victims(4)}, 1
+            )
+            sharing.take_changed_users()
+            time.sleep(0.002)
+
+
+def play(folder: Path, seed: int, seconds: float) -> None:
+    with random_switches(seed, "hetero_connector/store/"):
+        engine = _Engine(folder, seed)
+        engine.run(seconds)
+    assert not engine.wrong, "\n".join(engine.wrong)
+    assert engine.num_restored
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+def test_no_answer_is_wrong_however_threads_switch(tmp_path: Path, seed: int) -> None:
+    play(tmp_path / "ssd", seed, seconds=2.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 130))
+def test_no_answer_is_wrong_however_threads_switch_in_many_rounds(
+    tmp_path: Path, seed: int
+) -> None:
+    play(tmp_path / "ssd", seed, seconds=5.0)
