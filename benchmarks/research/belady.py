@@ -9,11 +9,12 @@ and an engine can use every hit.
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from hetero_connector.containers import ExpiringHeap
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import EvictionName
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved, default_seconds_saved
@@ -57,8 +58,7 @@ def belady_hits(chains: Sequence[BlockRuns], capacity_chunks: int) -> int:
     next_use = _next_uses(ids, prompts, len(chains)).tolist()
     kept: dict[int, int] = {}
     """For each chunk, the prompt that uses it next."""
-    latest: list[tuple[int, int]] = []
-    """(-next use, chunk), some of them out of date."""
+    latest_first: ExpiringHeap[int, int] = ExpiringHeap(kept)
     hits, place, listed = 0, 0, ids.tolist()
     for length in lengths:
         for at in range(place, place + length):
@@ -66,13 +66,13 @@ def belady_hits(chains: Sequence[BlockRuns], capacity_chunks: int) -> int:
             hits += chunk in kept
             if following < len(chains):
                 kept[chunk] = following
-                heapq.heappush(latest, (-following, chunk))
+                latest_first.push(-following, chunk, following)
             else:
                 kept.pop(chunk, None)
         while len(kept) > capacity_chunks:
-            following, chunk = heapq.heappop(latest)
-            if kept.get(chunk) == -following:
-                del kept[chunk]
+            evicted = latest_first.pop_due(math.inf)
+            assert evicted is not None
+            del kept[evicted]
         place += length
     return hits
 
