@@ -62,7 +62,7 @@ def test_an_engine_and_its_twin_agree(
     limits = {"num_gpu_blocks_override": num_blocks, "max_model_len": 2048}
     with engine(model, extra, disable_log_stats=False, max_num_batched_tokens=512, **limits) as llm:
         facts, trace = EngineFacts.of(llm), sessions(32, seed=int(model == "gemma3"))
-        # The simulator has no readers, who order what leaves DRAM.
+        # The simulator has no chain users, which would order evictions from DRAM.
         with patch.object(scheduler_side(llm).store, "protect_chain"):
             real, _ = played(llm, trace, StepClock(STEP_S))
     costs = steps_alone_cost(facts.model, facts.limits.step_tokens, STEP_S)
