@@ -173,7 +173,7 @@ class _Engine:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.wrong: list[str] = []
-        self.num_restored = 0
+        self._num_restored = 0
         self._rng = Random(seed)
         self._oracle = Oracle()
         self._restores: list[tuple[Restore, int, int]] = []
@@ -199,13 +199,12 @@ class _Engine:
             peers=PeerAccess(KnownPeers(), lambda regions: MemoryPeers(MemoryNetwork(), regions)),
         )
 
-    def run(self, seconds: float) -> None:
-        """Use the store for so long, then close it."""
+    def run(self, restores: int) -> None:
+        """Use the store until so many artifacts were restored, then close it."""
         fleet = threading.Thread(target=self._guard, args=(self._use_as_fleet,), name="fleet")
         fleet.start()
-        until_s = time.monotonic() + seconds
         acts = (self._save, self._restore, self._restore, self._release, self._release, self._hint)
-        while time.monotonic() < until_s and not self.wrong:
+        while self._num_restored < restores and not self.wrong:
             if self._rng.random() < 0.02:
                 self._store.reset()
             self._adopt_generation()
@@ -276,7 +275,7 @@ class _Engine:
         if self._restores and self._restores[0][0].poll():
             ended, _, weights = self._restores.pop(0)
             self.wrong += self._oracle.judge(self._store, ended, weights)
-            self.num_restored += len(ended.offsets)
+            self._num_restored += len(ended.offsets)
             ended.release()
 
     def _hint(self) -> None:
@@ -317,18 +316,17 @@ class _Engine:
             time.sleep(0.002)
 
 
-def play(folder: Path, seed: int, seconds: float) -> None:
+def play(folder: Path, seed: int, restores: int) -> None:
     with random_switches(seed, "hetero_connector/store/"):
         engine = _Engine(folder, seed)
-        engine.run(seconds)
+        engine.run(restores)
     assert not engine.wrong, "\n".join(engine.wrong)
-    assert engine.num_restored
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_no_answer_is_wrong_however_threads_switch(tmp_path: Path, seed: int) -> None:
-    play(tmp_path / "ssd", seed, seconds=2.0)
+    play(tmp_path / "ssd", seed, restores=50)
 
 
 @pytest.mark.slow
@@ -336,4 +334,4 @@ def test_no_answer_is_wrong_however_threads_switch(tmp_path: Path, seed: int) ->
 def test_no_answer_is_wrong_however_threads_switch_in_many_rounds(
     tmp_path: Path, seed: int
 ) -> None:
-    play(tmp_path / "ssd", seed, seconds=5.0)
+    play(tmp_path / "ssd", seed, restores=300)
