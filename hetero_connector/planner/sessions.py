@@ -177,6 +177,8 @@ class ThinkTimes:
         self._returned = self._decided = 1.0
         """Turns whose session returned, and turns of which it is known whether it did; both with
         fading weight and a prior of one."""
+        self._return_rate = 1.0
+        """Their ratio, as one value: another thread reads it."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -210,7 +212,7 @@ class ThinkTimes:
         self._remove_lost(now_s)
         if hint_s is None and self._gaps < _ENOUGH:
             return None
-        return_rate = 1.0 if hint_s is not None else self._returned / self._decided
+        return_rate = 1.0 if hint_s is not None else self._return_rate
         return ReturnWindow(
             now_s + _quantile_s(normal, EARLY),
             now_s + _quantile_s(normal, LATE),
@@ -222,7 +224,7 @@ class ThinkTimes:
 
         For an unknown session: for state of which only the last use is known.
         """
-        normal, return_rate = self._all.normal(), self._returned / self._decided
+        normal, return_rate = self._all.normal(), self._return_rate
         until_now = normal.cdf(math.log(max(_LEAST_GAP_S, idle_s)))
         until_then = normal.cdf(math.log(max(_LEAST_GAP_S, idle_s + within_s)))
         still_out = 1.0 - return_rate * until_now
@@ -258,6 +260,7 @@ class ThinkTimes:
     def _count_decided(self, returned: float) -> None:
         self._returned = self._returned * _KEEP + returned
         self._decided = self._decided * _KEEP + 1.0
+        self._return_rate = self._returned / self._decided
 
 
 def _quantile_s(logs: NormalDist, share: float) -> float:

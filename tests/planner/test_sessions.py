@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
+from hetero_connector.planner import sessions
 from hetero_connector.planner.sessions import EARLY, LATE, Conversations, ThinkTimes
+from tests.interleaving import at_each_step
 
 
 def played(rng: random.Random, sessions: int, turns: int, sigma: float) -> tuple[ThinkTimes, float]:
@@ -152,6 +154,16 @@ def test_answers_are_valid_for_any_sequence_of_events(
     chance = times.return_probability(idle_s, within_s)
     assert 0.0 <= chance <= 1.0
     assert times.return_probability(idle_s, 2 * within_s) >= chance
+
+
+def test_another_thread_gets_a_probability_at_any_moment() -> None:
+    times = ThinkTimes()
+    times.on_turn_end("a", 0.0)
+    answers: list[float] = []
+    with at_each_step(lambda: answers.append(times.return_probability(1e-3, 1e6)), sessions):
+        times.on_turn_start("a", 30.0)
+    assert answers
+    assert max(answers) <= 1.0
 
 
 def test_a_longer_idle_session_is_less_likely_to_return_soon() -> None:
