@@ -2,9 +2,10 @@
 
 The one lock of the store, and the only code that changes an artifact. Every public method holds
 the lock from its beginning to its end and waits for nothing but the lock; the few that need no
-lock say so. Three threads call it: the scheduler's (`match` to `decline`), the fleet's
-(`set_joined` to `set_foreign_users`) and the I/O thread (the rest). No files and no threads here;
-the clock is a parameter.
+lock say so. What they read is one attribute, which is replaced as a whole, and last: the thread
+that changes it may lose the interpreter after any bytecode. Three threads call it: the scheduler's
+(`match` to `decline`), the fleet's (`set_joined` to `set_foreign_users`) and the I/O thread (the
+rest). No files and no threads here; the clock is a parameter.
 
 The life of an artifact: *reserved* with its DRAM slot (`reserve`), *sealed* and so visible
 (`seal`), *stored* once it is on SSD too (`finish_writes`), *forgotten* when its last copy leaves.
