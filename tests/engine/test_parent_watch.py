@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,9 +18,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from hetero_connector.connector import HeteroConnector
 from hetero_connector.engine.hook_errors import HookErrors
 from hetero_connector.engine.messages import StepMetadata
+from hetero_connector.engine.scheduler import admissions, restorer, scheduler_side
 from hetero_connector.engine.startup.parent_watch import watch_parent
-from tests.engine.fakes import DENSE, FakeRequest, scheduled
+from hetero_connector.store import artifact_store
+from tests.engine.fakes import DENSE, HYBRID, FakeRequest, scheduled
 from tests.engine.stepped import Engine, tokens
+from tests.interleaving import try_every_switch
 
 _PARENT = """
 import multiprocessing, os, signal, sys, threading
@@ -93,36 +97,69 @@ def test_a_process_without_a_parent_is_not_watched() -> None:
     assert "heterocache-parent-watch" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_once_released_nothing_is_restored_or_saved() -> None:
-    engine = Engine(DENSE)
-    engine.run(FakeRequest("a", tokens(200)))
+def connector_of(engine: Engine) -> HeteroConnector:
     connector = HeteroConnector.__new__(HeteroConnector)
     connector._scheduler, connector._worker = engine.side, None
     connector._closing, connector._errors = threading.Lock(), HookErrors(engine.recorder)
     connector._role = KVConnectorRole.WORKER  # no geometry was left for workers to find
-    early, late = FakeRequest("b", tokens(200)), FakeRequest("c", tokens(200))
-    assert connector.get_num_new_matched_tokens(early, 0) == (192, False)  # type: ignore[arg-type]
-    connector._release()
-    engine.requests = {"b": early, "c": late}
-    for request, num_tokens in ((early, 192), (late, 0)):
-        if not num_tokens:
-            connector.on_new_request(request)  # type: ignore[arg-type]
-            assert connector.get_num_new_matched_tokens(request, 0) == (0, False)  # type: ignore[arg-type]
-        engine.grow_table(request)
-        connector.update_state_after_alloc(request, Mock(), num_tokens)  # type: ignore[arg-type]
-        request.num_computed_tokens = num_tokens
-    meta = connector.build_connector_meta(scheduled(b=8, c=200))  # type: ignore[arg-type]
+    return connector
+
+
+def schedule(
+    connector: HeteroConnector, engine: Engine, request: FakeRequest, most_tokens: int = 192
+) -> tuple[int, StepMetadata]:
+    """Call the hooks of one step as vLLM does; return the tokens that it counts as restored."""
+    tokens, _ = connector.get_num_new_matched_tokens(request, 0)  # type: ignore[arg-type]
+    assert tokens is not None
+    tokens = min(tokens, most_tokens)
+    engine.grow_table(request)
+    connector.update_state_after_alloc(request, Mock(), tokens)  # type: ignore[arg-type]
+    request.num_computed_tokens = tokens
+    output = scheduled(**{request.request_id: 200 - tokens})
+    meta = connector.build_connector_meta(output)  # type: ignore[arg-type]
     assert isinstance(meta, StepMetadata)
-    assert [load.request_id for load in meta.loads] == ["b"], "vLLM counts on its tokens"
-    assert not meta.saves
+    return tokens, meta
+
+
+@pytest.mark.parametrize("most_tokens", [128, 192])
+def test_an_engine_released_at_any_moment_loads_what_it_has_promised(most_tokens: int) -> None:
+    promised: set[int] = set()
+    engines: list[Engine] = []
+
+    def prepare() -> tuple[Callable[[], object], Callable[[], object]]:
+        engine = Engine(HYBRID)
+        engines.append(engine)
+        engine.run(FakeRequest("a", tokens(200)))
+        connector, request = connector_of(engine), FakeRequest("b", tokens(200))
+
+        def first() -> None:
+            count, meta = schedule(connector, engine, request, most_tokens)
+            promised.add(count)
+            assert [x.request_id for x in [*meta.loads, *meta.lost]] == ["b"] * bool(count)
+
+        return first, connector._release
+
+    modules = (scheduler_side, restorer, admissions, artifact_store)
+    assert try_every_switch(prepare, *modules, every=53) > 5
+    assert promised == {0, most_tokens}
+    engines[-1].side.close()
+
+
+def test_once_released_nothing_is_restored_or_saved() -> None:
+    engine = Engine(DENSE)
+    engine.run(FakeRequest("a", tokens(200)))
+    connector, request = connector_of(engine), FakeRequest("b", tokens(200))
+    connector._release()
+    connector.on_new_request(request)  # type: ignore[arg-type]
+    count, meta = schedule(connector, engine, request)
+    assert (count, meta.loads, meta.saves, meta.lost) == (0, [], [], [])
     engine.report(meta)
-    for request in (early, late):
-        request.num_computed_tokens = 200
-        ids = engine.tables.ids[request.request_id]
-        assert connector.request_finished_all_groups(request, ids) == (False, None)  # type: ignore[arg-type]
+    request.num_computed_tokens = 200
+    ids = engine.tables.ids["b"]
+    assert connector.request_finished_all_groups(request, ids) == (False, None)  # type: ignore[arg-type]
     assert not connector.has_pending_push_work()
     assert connector.reset_cache() is False
     connector.on_weights_changed("2")
     connector._release()
     connector.shutdown()
-    assert connector.get_num_new_matched_tokens(late, 0) == (0, False)  # type: ignore[arg-type]
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)  # type: ignore[arg-type]
