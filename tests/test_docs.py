@@ -74,6 +74,15 @@ def test_a_decision_is_about_one_page(path: Path) -> None:
         assert f"**{part}" in text, f"no part is named {part}"
 
 
+def test_ci_runs_what_the_readme_tells_to_run_first() -> None:
+    text = (ROOT / "README.md").read_text()
+    targets = re.findall(r"^make (\w+)", text, re.MULTILINE)
+    assert targets == ["demo", "test"]
+    ci = (ROOT / ".ci/run").read_text()
+    for target in targets:
+        assert re.search(rf"^make (--keep-going )?{target}\b", ci, re.MULTILINE), target
+
+
 @cache
 def generator() -> ModuleType:
     spec = importlib.util.spec_from_file_location("generate_docs", DOCS / "generate.py")
