@@ -3,9 +3,13 @@
 import gc
 import os
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
+
+from tests.engine.groups import group_of
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a wrong name is wrong at once, not after retries
 
@@ -17,6 +21,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="engines in this process copy as late or as early as may be, drawn for each copy",
     )
+
+
+class GroupScheduling(LoadScopeScheduling):
+    """Give each process of pytest-xdist whole groups of tests."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
+    return GroupScheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 @pytest.hookimpl(wrapper=True)

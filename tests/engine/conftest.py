@@ -19,6 +19,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 import torch  # noqa: E402 - it reads the environment
 
 from tests.engine import harness  # noqa: E402
+from tests.engine.groups import group_of  # noqa: E402
 
 torch.set_num_threads(1)  # the variable is too late when another test imported torch
 
@@ -74,13 +75,11 @@ def _no_shared_engine_at_the_end() -> Iterator[None]:
     harness.end_shared_engine()
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist then finds the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order and group the tests on a real engine; let only warnings of this project be errors.
 
-    Tests of one shared engine follow each other, and pytest-xdist runs them in one process. So it
-    does with tests that share a fixture of their module; all others may run anywhere. Those with
-    the longest time limits come first: two processes then end at nearly the same time.
+    Tests of one shared engine follow each other (`groups`). Those with the longest time limits come
+    first: two processes then end at nearly the same time.
     """
     lacking = unsupported_reason("deepseek_v4")
     on_engine, first_of_group = [], dict[str, int]()
@@ -93,26 +92,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=lacking))
         if item.get_closest_marker("engine"):
             on_engine.append(item)
-            if group := _group(item):
-                item.add_marker(pytest.mark.xdist_group(group))
-            first_of_group.setdefault(group or item.nodeid, place)
+            first_of_group.setdefault(group_of(item.nodeid), place)
 
     def rank(item: pytest.Item) -> tuple[float, int]:
         limit = item.get_closest_marker("timeout")
-        return -limit.args[0] if limit else 0, first_of_group[_group(item) or item.nodeid]
+        return -limit.args[0] if limit else 0, first_of_group[group_of(item.nodeid)]
 
     items[:] = [item for item in items if not item.get_closest_marker("engine")]
     items += sorted(on_engine, key=rank)
-
-
-def _group(item: pytest.Item) -> str | None:
-    """Return the name of the engine or module whose fixtures the test shares with others."""
-    assert isinstance(item, pytest.Function)
-    if "shared_llm" in item.fixturenames or "stock_llm" in item.fixturenames:
-        values = item.callspec.params.values()
-        (model,) = {str(getattr(v, "name", v)) for v in values}.intersection(harness.MODELS)
-        return f"{'shared' if 'shared_llm' in item.fixturenames else 'stock'} {model}"
-    fixtures = (item._fixtureinfo.name2fixturedefs.get(name, ()) for name in item.fixturenames)
-    if any(found.scope == "module" for defined in fixtures for found in defined):
-        return item.path.stem
-    return None

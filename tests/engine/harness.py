@@ -34,10 +34,10 @@ from examples.serving import engine_arguments, kv_transfer_config
 from hetero_connector.engine.scheduler.scheduler_side import SchedulerSide
 from hetero_connector.spec import Family, StateType
 from hetero_connector.store.catalog.nodes import Artifact
+from tests.engine.groups import MODELS as MODELS
 
 CHECKPOINTS = Path(__file__).parents[2] / ".cache" / "checkpoints"
 HYBRID_MODELS = ("gemma3", "gptoss", "deepseek_v4", "qwen3_next")
-MODELS = ("dense", *HYBRID_MODELS, "mla")
 BF16_MODELS = ("deepseek_v4", "qwen3_next")
 """The CPU kernels of these take bfloat16 only; the others run in float32."""
 
