@@ -1,10 +1,11 @@
 """Threads may switch between any two bytecodes: no answer without the lock is wrong there."""
 
 import math
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -34,6 +35,7 @@ from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
 from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.store.ssd import journal_rows, reader, writer
+from tests.faults.life import MEMORY
 from tests.faults.oracle import Oracle
 from tests.interleaving import at_each_step, random_switches, try_every_switch
 from tests.store.filling import (
@@ -64,9 +66,16 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def store(tmp_path: Path, disk: Disk, clock: Clock) -> ArtifactStore:
+def folder() -> Iterator[Path]:
+    """A folder in memory, where a sync takes no time."""
+    with tempfile.TemporaryDirectory(prefix="switches-", dir=MEMORY) as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def store(folder: Path, disk: Disk, clock: Clock) -> ArtifactStore:
     """A store whose I/O thread's rounds are done by hand."""
-    return Bench(tmp_path / "ssd", disk, clock).open(run_io=False)
+    return Bench(folder / "ssd", disk, clock).open(run_io=False)
 
 
 def rounds(store: ArtifactStore, count: int = 40) -> None:
@@ -282,9 +291,9 @@ class _Rounds:
     [pytest.param(4001, marks=pytest.mark.long), pytest.param(61, marks=pytest.mark.slow)],
 )
 def test_the_scheduler_may_act_at_any_moment_of_the_io_threads_rounds(
-    tmp_path: Path, act: Callable[[ArtifactStore, list[Restore]], None], every: int
+    folder: Path, act: Callable[[ArtifactStore, list[Restore]], None], every: int
 ) -> None:
-    tries = _Rounds(tmp_path, act)
+    tries = _Rounds(folder, act)
     assert try_every_switch(tries.prepare, *_IO, every=every) > 3
     tries.judge()
 
@@ -446,13 +455,11 @@ def play(folder: Path, seed: int, restores: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
-def test_no_answer_is_wrong_however_threads_switch(tmp_path: Path, seed: int) -> None:
-    play(tmp_path / "ssd", seed, restores=50)
+def test_no_answer_is_wrong_however_threads_switch(folder: Path, seed: int) -> None:
+    play(folder / "ssd", seed, restores=50)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 112))
-def test_no_answer_is_wrong_however_threads_switch_in_many_rounds(
-    tmp_path: Path, seed: int
-) -> None:
-    play(tmp_path / "ssd", seed, restores=300)
+def test_no_answer_is_wrong_however_threads_switch_in_many_rounds(folder: Path, seed: int) -> None:
+    play(folder / "ssd", seed, restores=300)
