@@ -141,7 +141,7 @@ def arenas_of_others() -> set[str]:
     "rounds",
     [
         pytest.param(2, marks=pytest.mark.smoke),
-        pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+        pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(5400)]),
     ],
 )
 def test_an_engine_killed_at_random_moments_restores_exactly(
