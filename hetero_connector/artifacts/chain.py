@@ -16,6 +16,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 
 from hetero_connector.artifacts.canonical import encode
 from hetero_connector.artifacts.generation import FIRST
@@ -24,6 +25,7 @@ from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange
 KEY_BYTES = 16
 _TOKEN_TYPE = "I"  # uint32: four bytes on every platform CPython supports
 _EXTRA_LENGTH = struct.Struct("<Q")
+_key = attrgetter("key")
 
 ExtraKeys = Callable[[int, int], bytes]
 """(start, end) -> what identifies the state over these tokens besides the tokens; b"" for nothing.
@@ -139,6 +141,12 @@ class RequestChain:
         if end % size or not 0 < end <= self.num_tokens:
             return self.tail(end)
         return self._chunk(end // size - 1)
+
+    def keys_back_from(self, num_chunks: int) -> Iterator[ChunkKey]:
+        """Iterate over the keys of the first `num_chunks` full chunks, the last one first."""
+        if num_chunks:
+            self._chunk(num_chunks - 1)
+        return map(_key, reversed(self._chunks[:num_chunks]))
 
     def _chunk(self, index: int) -> ChunkRange:
         size = self._hasher.chunk_tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -87,8 +88,7 @@ class Conversations:
         self._turns[last] = (*others, turn)[-_MAX_PER_CHUNK:]
 
     def _take_recorded(self, chain: RequestChain, prompt_tokens: int, matched: int) -> int | None:
-        for chunks in range(matched, max(0, matched - _MAX_CHUNKS_BACK), -1):
-            key = chain.ending_at(chunks * self._chunk_tokens).key
+        for key in islice(chain.keys_back_from(matched), _MAX_CHUNKS_BACK):
             for turn in reversed(self._turns.get(key, ())):
                 if turn.end <= prompt_tokens and chain.ending_at(turn.end).key == turn.key:
                     self._remove(key, turn)

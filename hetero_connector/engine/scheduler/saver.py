@@ -185,8 +185,7 @@ class Saver:
         if computed > matched * size:
             tracker.reuse = Reuse(matched, matched, local)
         else:
-            ends = range(matched * size, 0, -size)
-            keys = (tracker.chain.ending_at(end).key for end in ends)
+            keys = tracker.chain.keys_back_from(matched)
             tracker.reuse = self._kept.reuse(matched, local, keys)
         tracker.missed_chunks = matched - tracker.next_chunk
 

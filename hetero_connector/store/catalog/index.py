@@ -56,31 +56,38 @@ class PrefixIndex:
 
     def match(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
         """Return the longest prefix of `chain` of which every chunk has something sealed."""
-        nodes = self.nodes
-        found = []
-        for chunk in chain:
-            node = nodes.get(chunk.key)
-            stored = None if node is None else node.stored
-            if stored is None:
-                break
-            found.append(stored)
-        return found
+        return self._stored_prefix(chain)[0]
 
     def holdings(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
         """Return what is sealed of the chain, also after missing ranges; see `ArtifactStore`."""
-        nodes, chunks = self.nodes, iter(chain)
-        found = []
-        for chunk in chunks:
-            node = nodes.get(chunk.key)
-            stored = None if node is None else node.stored
-            if stored is None:
-                rest = [chunk, *chunks] if self.num_missing else []
-                # As a rule the missing chunks are of another chain: then make no object for each.
-                if not nodes.keys().isdisjoint(map(_key, rest)):
-                    found += self._after_missing(rest)
-                break
-            found.append(stored)
+        chunks = iter(chain)
+        found, missing = self._stored_prefix(chunks)
+        if missing is not None and self.num_missing:
+            rest = [missing, *chunks]
+            # As a rule the missing chunks are of another chain: then make no object for each.
+            if not self.nodes.keys().isdisjoint(map(_key, rest)):
+                found += self._after_missing(rest)
         return found
+
+    def _stored_prefix(
+        self, chain: Iterable[ChunkRange]
+    ) -> tuple[list[StoredChunk], ChunkRange | None]:
+        """Return what is sealed of the chain, and its first chunk without anything, if any.
+
+        A long prompt has hundreds of chunks, all there as a rule: the loop does no more for each
+        than it must.
+        """
+        nodes = self.nodes
+        found: list[StoredChunk] = []
+        for chunk in chain:
+            try:
+                stored = nodes[chunk.key].stored
+            except KeyError:
+                return found, chunk
+            if stored is None:
+                return found, chunk
+            found.append(stored)
+        return found, None
 
     def tails(self, parent: ChunkKey) -> tuple[int, ...]:
         """Return the lengths of visible short chunks after `parent`: the newest `MAX_TAILS`."""

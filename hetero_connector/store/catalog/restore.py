@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from hetero_connector.artifacts.copies import PeerCopy
-from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkRange, StoredChunk, Tier
+from hetero_connector.artifacts.record import ArtifactId, ChunkRange, StoredChunk, Tier
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Failure, ReadTiming, Wanted
 from hetero_connector.store.catalog.loads import Load, Source
@@ -25,9 +24,7 @@ from hetero_connector.store.catalog.pins import ChainPin
 if TYPE_CHECKING:
     from hetero_connector.store.catalog.catalog import Catalog
 
-_offsets = attrgetter("offsets")
 _NOWHERE = np.full(len(StateType), -1, np.int64).tobytes()
-_stale = attrgetter("stale")
 
 
 class Restore:
@@ -152,24 +149,24 @@ class Restore:
         columns: list[list[int]] = []
         for kind, chunks in self._wanted:
             if id(chunks) not in tables:  # columns over the same list share its table
-                packed = b"".join(map(_offsets, self._current(chunks)))
+                packed = b"".join(self._offsets(chunks))
                 tables[id(chunks)] = np.frombuffer(packed, np.int64).reshape(-1, len(StateType))
             columns.append(tables[id(chunks)][:, kind.position].tolist())
         return columns
 
-    def _current(self, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
-        """Return what `match` would return for the chunks by now."""
-        if True not in map(_stale, chunks):
-            return chunks
+    def _offsets(self, chunks: Sequence[StoredChunk]) -> Sequence[bytes]:
+        """Return the `StoredChunk.offsets` that `match` would return for the chunks by now."""
+        offsets = [stored.offsets for stored in chunks if not stored.stale]
+        if len(offsets) == len(chunks):
+            return offsets
         nodes = self._catalog.tiers.index.nodes
-        gone = StoredChunk(nodes[ROOT].chunk, {}, _NOWHERE)
         found = (nodes.get(stored.chunk.key) for stored in chunks)
-        return [gone if node is None else node.stored or gone for node in found]
+        return [_NOWHERE if x is None or x.stored is None else x.stored.offsets for x in found]
 
     def _not_ready(self) -> Iterator[tuple[int, int]]:
         """Yield (column, position) of artifacts that have no place in DRAM yet."""
         for column, offsets in enumerate(self._columns):
-            if offsets and min(offsets) < 0:
+            if -1 in offsets:
                 yield from ((column, at) for at, offset in enumerate(offsets) if offset < 0)
 
     def _begins_at(self, place: tuple[int, int]) -> int:
