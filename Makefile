@@ -31,7 +31,7 @@ demo: venv  ## A session that survives kill -9, on three kinds of model
 
 check: lint  ## Before a commit: lint, types, the short tests, one engine of each kind
 	$(RUN) -m pytest -q -n 2 --dist worksteal -m "not engine and not slow and not long"
-	$(RUN) -m pytest -q $(ON_ENGINE) -m smoke tests/engine
+	$(RUN) -m pytest -q $(ON_ENGINE) -m smoke tests/engine/test_exactness.py tests/engine/test_kill9.py
 
 test: test-fast test-engine test-second-runner  ## Every layer but the slow one
 

@@ -1,6 +1,10 @@
 """The benchmark of the directory still claims and finds what it says."""
 
+import pytest
+
 from benchmarks import directory
+
+pytestmark = pytest.mark.long
 
 
 def test_a_small_run_has_every_figure() -> None:

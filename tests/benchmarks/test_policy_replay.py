@@ -8,6 +8,8 @@ from benchmarks.agent_sessions import scaled, synthetic
 from benchmarks.checkpoint_policies import figures_of
 from benchmarks.policy_replay import PolicyRun, replay
 
+pytestmark = pytest.mark.long
+
 MODEL = "deepseek-v4-flash"
 
 

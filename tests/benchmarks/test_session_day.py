@@ -10,6 +10,8 @@ from benchmarks.agent_sessions import scaled, synthetic, token_turns
 from benchmarks.session_day import SCALES, DayResult, Limits, SessionDay, starts_over_a_day
 from hetero_connector.store.catalog.write_budget import DAY_S, burst_bytes
 
+pytestmark = pytest.mark.long
+
 _DRAM_CHUNKS = 96
 _RESTART_S = DAY_S / 2
 

@@ -44,6 +44,8 @@ from tests.engine.small_pages import (
     page_caches,
 )
 
+pytestmark = pytest.mark.long
+
 SLOT_BYTES, SLOTS = 2048, 32
 STALE = 0xDD
 LAYOUT = ArtifactLayout(MODEL, CHUNK)

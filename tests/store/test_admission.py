@@ -33,6 +33,8 @@ from tests.store.filling import (
     until,
 )
 
+pytestmark = pytest.mark.long
+
 BUCKETS_A_DAY = 8
 
 

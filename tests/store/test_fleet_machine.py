@@ -1,5 +1,6 @@
 """The store's model test where other engines own some of the chains' chunks."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
@@ -11,6 +12,8 @@ from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from tests.store.filling import DENSE, ids_of
 from tests.store.test_store_machine import DEPTH, TRUNKS, StoreMachine, chains
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
+
+pytestmark = pytest.mark.long
 
 THEIRS = {chunk.key for chunk in (*TRUNKS["b"][:2], TRUNKS["c"][1])}
 """What two chains begin with, and the middle of a third."""

@@ -27,6 +27,8 @@ from tests.store.filling import (
     wait,
 )
 
+pytestmark = pytest.mark.long
+
 CHUNKS = chain("a", 100)
 FLIPS = 60
 """Flips in one test: about three seconds."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -39,6 +40,8 @@ from tests.ownership.fleet_bench import (
     artifact,
     claim_of,
 )
+
+pytestmark = pytest.mark.long
 
 NAMES = ("ann", "bob")
 ARTIFACTS = [artifact("machine", 0), artifact("machine", 1)]

@@ -19,6 +19,8 @@ from tests.ownership.directory.lease_model import (
 )
 from tests.ownership.fleet_bench import artifact, claim_of
 
+pytestmark = pytest.mark.long
+
 BOUNDS = Bounds(workers=2, artifacts=2, lease_ticks=4, epochs=3, late=2)
 
 

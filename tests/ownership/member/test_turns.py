@@ -18,6 +18,8 @@ from ownership.member.lease_keeper import LeaseKeeper
 from tests.ownership.fleet_bench import artifact, chain, claim_of, lookup
 from tests.ownership.member.ledgers import ListedStore, change, record_of
 
+pytestmark = pytest.mark.long
+
 LEASE_S = 10.0
 TURN_S = 1e-3
 

@@ -22,6 +22,8 @@ from ownership.directory import GrantOutcome, Lease
 from ownership.directory.redis import RedisDirectory
 from tests.ownership.fleet_bench import KV, artifact, chain, claim, claim_of, join
 
+pytestmark = pytest.mark.long
+
 DEADLINE_S = 0.5
 SLACK_S = 5.0
 """A busy machine wakes a thread late. A hang takes minutes."""

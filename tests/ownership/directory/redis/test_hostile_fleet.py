@@ -15,6 +15,8 @@ from tests.ownership.fleet_bench import LEASE_S
 from tests.ownership.member.ledgers import KV, change
 from tests.ownership.stepped_members import CHAIN, IDS, NUMBERS, SteppedFleet
 
+pytestmark = pytest.mark.long
+
 EXTREMES = [0, 1, -1, 2**31, 2**52, 2**53 + 1, 2**63 - 1, -(2**63), 1e308, -1e308, 0.5, 1e18]
 WORDS: list[Any] = [*EXTREMES, None, True, False, b"", b"x" * 300, [], [[]], {}, [b"a", 1]]
 
