@@ -19,6 +19,8 @@ from ownership.simulator.state.sparse import Added, SparseChunks, missing_ranges
 from ownership.simulator.traces.block_runs import BlockRuns
 
 EVICTIONS: tuple[EvictionName, ...] = get_args(EvictionName)
+BY_RECENCY: frozenset[EvictionName] = frozenset({"leaf_lru", "lru"})
+"""Policies that rank by `last_used` alone. Any other is asked again after each chunk."""
 
 _Tier = TypeVar("_Tier", bound=ResidentChunks)
 
@@ -34,7 +36,7 @@ def make_tier(
 ) -> _Tier:
     """Make an empty tier. `now`: the logical clock that its ticks are of."""
     policy = make_policy(eviction, seconds_saved, now)
-    return kind(sizes, capacity_bytes, policy, state_type, by_recency=eviction != "value")
+    return kind(sizes, capacity_bytes, policy, state_type, by_recency=eviction in BY_RECENCY)
 
 
 @dataclass(frozen=True)
