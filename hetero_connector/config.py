@@ -123,8 +123,9 @@ class HeteroConfig:
     load_deadline_s: float = _key(
         "number > 0",
         values.number,
-        "Seconds after which a restore gives up and the rest is computed; the limit is a fifth of "
-        "that for a peer, a hundredth for the fleet's directory",
+        "Seconds after which a request's restore gives up, whatever was planned again, and uses "
+        "what DRAM has. A peer, a dead engine's SSD, an adapter or a media item may take a fifth "
+        "of that, a handoff a twentieth, the fleet's directory a hundredth",
         10.0,
     )
     directory: str = _key(
@@ -212,8 +213,9 @@ class HeteroConfig:
     verify: _Verify = _choice(
         _Verify,
         "sample",
-        "Verify checksums of reads from SSD; also of one in 128 artifacts served from DRAM, "
-        "afterwards, given an SSD tier or a directory; or of all before they are served",
+        "Checksums to verify: of what is read from SSD; also of one in 128 artifacts served from "
+        "DRAM, afterwards (with an SSD tier or a directory only); or of everything, before it is "
+        "served",
     )
 
     @property

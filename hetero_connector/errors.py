@@ -7,7 +7,7 @@ HeteroCacheError
 ├── EngineStartError       vLLM refuses the model or its arguments; says which
 ├── UnsupportedVersionError  this vLLM is not one the package was tested with
 ├── StoreError             a tier cannot be opened or is not usable
-│   ├── StoreInUseError    another engine owns the directory
+│   ├── StoreInUseError    another engine uses the directory
 │   ├── StoreTakenError    another engine took the directory while this one used it
 │   ├── FormatError        the directory holds another format version or another geometry
 │   └── StoreClosedError   used after close()
@@ -79,7 +79,7 @@ class StoreError(HeteroCacheError, RuntimeError):
 
 
 class StoreInUseError(StoreError):
-    """Another engine owns the SSD directory."""
+    """Another engine uses the SSD directory."""
 
 
 class StoreTakenError(StoreError):

@@ -60,7 +60,7 @@ _COUNTERS = {
         "Artifacts that were not written to SSD because the write budget is spent.", _TYPE
     ),
     "heterocache_read_bytes": Metric(
-        "Bytes read into DRAM from SSD or from a peer, without padding.", _TIER_AND_TYPE
+        "Bytes that restores and prefetches took from a tier, without padding.", _TIER_AND_TYPE
     ),
     "heterocache_evictions": Metric("Artifacts evicted from a tier.", _TIER_AND_TYPE),
     "heterocache_evicted_first_bytes": Metric(

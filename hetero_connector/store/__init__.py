@@ -5,7 +5,8 @@
 - `peers`: reads of other engines' DRAM and of what dead engines left, and the fleet's view of us.
 - `artifact_store`: the store, as the engine's scheduler side calls it; `base` has the values that
   they exchange, `arena` is the DRAM tier's memory.
-- `io_thread`: the only thread that touches files and checksums; a `batch_runner` for each device.
+- `io_thread`: the thread that moves bytes and makes checksums; a `batch_runner` for each device.
+  Calls that may hang have threads of their own: the journal's, the generation file's, adoption's.
 
 May import `artifacts`, `spec` and `transfer`; knows no engine. To add an eviction policy see
 `catalog.eviction`; to add a tier: a `record.Tier`, a `SlotPool` for it in `catalog.tiers`, a

@@ -1,7 +1,7 @@
 """The port through which bytes move between the DRAM arena and slab files.
 
 Threads: a `FileTransfer` and the transfers it hands out belong to one I/O thread. No
-method waits for I/O, except `close`.
+method waits for I/O, except `close`. `choose` says which implementation a machine uses.
 
 Memory: the device may touch an extent's memory until its transfer is `terminal`. Until then the
 caller must neither reuse nor free it, even if it no longer wants the bytes. There is no cancel:
@@ -86,7 +86,7 @@ class FileTransfer(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in logs and metrics: `nixl-posix-uring`, `pread`, ..."""
+        """Its name in logs and errors: `nixl-posix-uring`, `pread`, ..."""
         ...
 
     @property

@@ -3,7 +3,7 @@
 For vLLM the request resumes at `plan.resume_tokens` and computes from there, in any number of
 steps. Until it reaches `plan.boundary`, each step loads the stored prefix-proportional state of the
 tokens that it computes, and the forward must not write that state. The windows are written as in
-any prefill. `planner.window_replay` explains why they end up exact.
+any prefill. `docs/decisions/0013-window-replay.md` explains why they end up exact.
 """
 
 from __future__ import annotations
