@@ -1,8 +1,8 @@
 """`SchedulerSide`: one method for each of vLLM's scheduler hooks.
 
 There is one instance per engine, and it owns the store. Its methods run on vLLM's scheduling thread
-in the order described in `docs/internals/restore.md`. Only `reset` and `close` wait for I/O; another
-thread may call `close`.
+in the order described in `docs/internals/restore.md`. Only `reset` and `close` wait for I/O;
+another thread may call `close`.
 """
 
 from __future__ import annotations
