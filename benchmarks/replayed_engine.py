@@ -67,10 +67,13 @@ class SmallStore(ArtifactStore):
         return self.match(chain)  # no chunk is ever missing here
 
     def begin_restore(
-        self, wanted: Sequence[Wanted], copies: Mapping[ArtifactId, PeerCopy] | None = None
+        self,
+        wanted: Sequence[Wanted],
+        copies: Mapping[ArtifactId, PeerCopy] | None = None,
+        within_s: float | None = None,
     ) -> Restore:
         found = [Wanted(state_type, self._found(chunks)) for state_type, chunks in wanted]
-        return super().begin_restore(found, copies)
+        return super().begin_restore(found, copies, within_s)
 
     def begin_save(self, chunk: ChunkRange, sizes: Mapping[StateType, int]) -> Save | None:
         small = {t: math.ceil(n / self.scale) for t, n in sizes.items()}

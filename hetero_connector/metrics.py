@@ -33,7 +33,7 @@ _COUNTERS = {
     # Restores
     "heterocache_hits": Metric("Requests that restored at least one token."),
     "heterocache_hit_tokens": Metric(
-        "Restored tokens, by the slowest tier that their chunk needed.", ("tier",)
+        "Restored tokens, by the farthest tier that their chunk needed.", ("tier",)
     ),
     "heterocache_restored_tokens": Metric(
         "Restored tokens, counted once for each state type.", _TIER_AND_TYPE

@@ -1,8 +1,9 @@
 """`ArtifactStore`: the content-addressed store of artifacts that an engine's scheduler calls.
 
 Threads: every method is called from the scheduler's thread and returns without waiting for I/O,
-except `flush`, `reset` and `close`. The store's own I/O thread moves bytes; the catalog's lock
-guards what they share and is never held during I/O.
+except `flush`, `reset` and `close`. The thread that watches the parent process calls `close`, too.
+The store's own I/O thread moves bytes; the catalog's lock guards what they share and is never held
+during I/O.
 """
 
 from __future__ import annotations
@@ -181,15 +182,20 @@ class ArtifactStore:
         return self.catalog.missing(chunk, state_types)
 
     def begin_restore(
-        self, wanted: Sequence[Wanted], copies: Mapping[ArtifactId, PeerCopy] | None = None
+        self,
+        wanted: Sequence[Wanted],
+        copies: Mapping[ArtifactId, PeerCopy] | None = None,
+        within_s: float | None = None,
     ) -> Restore:
-        """Pin what is in DRAM, and begin to read the rest, in order. Marks all as used.
+        """Pin what is in DRAM, and begin to read the rest, in order.
 
-        What is not stored here is read from the peer that `copies` names, and is stored here from
-        then on; anything else is read from SSD. Always `release()` what is returned.
+        What is not stored here is read from the peer or the orphaned storage that `copies` names,
+        and is stored here from then on; anything else is read from SSD. What is missing after
+        `within_s` seconds fails; None: after `StoreConfig.load_deadline_s`. Always `release()` or
+        `abandon()` what is returned.
         """
         self._check_open()
-        return self.catalog.begin_restore(wanted, copies or {})
+        return self.catalog.begin_restore(wanted, copies or {}, within_s)
 
     def begin_save(self, chunk: ChunkRange, sizes: Mapping[StateType, int]) -> Save | None:
         """Reserve DRAM slots for a chunk's artifacts, evicting leaves if needed.

@@ -23,9 +23,10 @@ class Failure(StrEnum):
     NO_SLOT = "no_slot"
     """No DRAM slot could be freed: everything in the tier is pinned."""
     GONE = "gone"
-    """Evicted between the match and the restore."""
+    """It is not stored any more: evicted or reset since the match, or no copy of it is known."""
     UNREACHABLE = "unreachable"
-    """The peer's lease has ended, it cannot be connected to, or it has just failed."""
+    """The peer's lease has ended, it cannot be connected to, or it has just failed; or orphaned
+    storage is in use or busy."""
     FENCED = "fenced"
     """The peer does not serve under the record's epoch any more, or was taken over."""
     REUSED = "reused"

@@ -1,11 +1,11 @@
-"""The store's I/O thread: the only one that touches files, the journal and checksums.
+"""The store's I/O thread: it moves bytes between tiers, and makes and checks checksums.
 
 Restores come first: a prefetch begins only while no read is queued or under way, a batch of writes
 too, unless it has waited for a second. Both are small enough that a restore arriving meanwhile
 does not wait long. Checksums, and with them what the fleet is shown, wait for no read.
 
-Nothing here waits for the disk: transfers are polled, and what may hang in the kernel (syncs, the
-journal) runs on threads of its own (`ssd.journal_rows`).
+Nothing here waits for the disk: transfers are polled, and what may hang in the kernel runs on
+threads of its own: syncs and the journal (`ssd.journal_rows`), orphaned storage (`peers.adopter`).
 """
 
 from __future__ import annotations

@@ -67,17 +67,22 @@ class OneLost:
 
     def __init__(self, store: ArtifactStore, losing: set[int]) -> None:
         self.begun = 0
+        self.limits_s: list[float] = []
+        """What each restore was given."""
+        self.on_lost: Callable[[], None] = lambda: None
         self._begin = store.begin_restore
         self._losing = losing
 
-    def __call__(self, wanted: Sequence[Wanted], copies: Any) -> Any:
+    def __call__(self, wanted: Sequence[Wanted], copies: Any, within_s: float) -> Any:
         self.begun += 1
-        restore = self._begin(wanted, copies)
+        self.limits_s.append(within_s)
+        restore = self._begin(wanted, copies, within_s)
         if self.begun not in self._losing:
             return restore
         kind, chunks = wanted[0]
         failed = {ArtifactId(chunks[-1].chunk.key, kind): Failure.IO_ERROR}
-        return SimpleNamespace(poll=lambda: True, failed=failed, release=restore.release)
+        self.on_lost()
+        return SimpleNamespace(poll=lambda: True, failed=failed, abandon=restore.abandon)
 
 
 class FailingReads:
@@ -87,12 +92,12 @@ class FailingReads:
         self.begun = 0
         self._failing = failing
 
-    def __call__(self, wanted: Sequence[Wanted], copies: object) -> Any:
+    def __call__(self, wanted: Sequence[Wanted], copies: object, within_s: float) -> Any:
         self.begun += 1
         self._failing()
         lost = [ArtifactId(x.chunk.key, kind) for kind, chunks in wanted for x in chunks]
         failed = dict.fromkeys(lost, Failure.DEADLINE)
-        return SimpleNamespace(poll=lambda: True, failed=failed, release=lambda: None)
+        return SimpleNamespace(poll=lambda: True, failed=failed, abandon=lambda: None)
 
 
 @pytest.fixture
@@ -137,6 +142,26 @@ def test_waiting_for_pages_does_not_shorten_a_new_restores_deadline(
     assert reads.begun == len(losing) + 2
     timings = (engine.recorder.drain() or {})[TIMINGS]
     assert timings["heterocache_stage_seconds{}"] == [0.0, 0.0]
+    engine.side.close()
+
+
+def test_all_attempts_of_a_request_share_one_deadline(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first attempt loses an artifact after most of the time."""
+    engine = on_ssd(tmp_path)
+    now_s = 0.0
+
+    def pass_time() -> None:
+        nonlocal now_s
+        now_s += 0.75 * LOAD_DEADLINE_S
+
+    monkeypatch.setattr(engine.side._restorer, "_clock", lambda: now_s)
+    reads = OneLost(engine.store, {1})
+    reads.on_lost = pass_time
+    monkeypatch.setattr(engine.store, "begin_restore", reads)
+    assert answer(engine, FakeRequest("b", tokens(400)), local=0) == 320
+    assert reads.limits_s == [LOAD_DEADLINE_S, 0.25 * LOAD_DEADLINE_S]
     engine.side.close()
 
 

@@ -267,6 +267,23 @@ def test_metrics(store: ArtifactStore, bench: Bench) -> None:
     assert gauges["heterocache_capacity_bytes{tier=dram}"] == 8 * CHUNK_BYTES
 
 
+def test_only_what_was_copied_counts_as_used(store: ArtifactStore, bench: Bench) -> None:
+    chunks = chain("a", 2)
+    put(store, chunks)
+    nodes = store.catalog.tiers.index.nodes
+    artifacts = [nodes[c.key].artifacts[DENSE] for c in chunks]
+    before = [artifact.uses for artifact in artifacts]
+    abandoned = begin(store, ids_of(chunks))
+    assert abandoned.poll()
+    abandoned.abandon()
+    abandoned.release()  # it has ended already
+    assert [artifact.uses for artifact in artifacts] == before
+    assert "heterocache_read_bytes" not in str(bench.recorder.drain())
+    assert store.snapshot().pinned == 0
+    begin(store, ids_of(chunks)).release()
+    assert [artifact.uses for artifact in artifacts] == [n + 1 for n in before]
+
+
 def test_no_thread_without_ssd_or_verification(store: ArtifactStore) -> None:
     assert "heterocache-io" not in {t.name for t in threading.enumerate()}
     assert store.flush(0.0)

@@ -11,11 +11,11 @@ from unittest.mock import patch
 
 import pytest
 
-from hetero_connector.artifacts.record import ChunkRange
+from hetero_connector.artifacts.record import ArtifactId, ChunkRange
 from hetero_connector.errors import StoreError
 from hetero_connector.metrics import GAUGES
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Failure
+from hetero_connector.store.base import Failure, Wanted
 from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.store.ssd import health, journal_rows, reader
@@ -148,6 +148,20 @@ def test_a_write_that_never_ends_keeps_a_quarter_of_the_dram_at_most(driven: Dri
     assert restore.poll()
     assert not restore.failed
     restore.release()
+
+
+def test_a_restore_gives_up_when_its_own_time_is_over(driven: Driven) -> None:
+    driven.on_ssd_only(CHUNKS[:1])
+    driven.disk.files.hang_next()
+    found = driven.store.match(CHUNKS[:1])
+    restore = driven.store.begin_restore([Wanted(DENSE, found)], within_s=0.5)
+    driven.rounds()
+    driven.clock.passes(0.49)
+    assert not restore.poll()
+    driven.clock.passes(0.01)
+    assert restore.poll()
+    assert restore.failed == {ArtifactId(CHUNKS[0].key, DENSE): Failure.DEADLINE}
+    restore.abandon()
 
 
 def test_what_a_late_read_brings_at_last_is_kept_and_until_then_nobody_waits_for_it(

@@ -34,8 +34,8 @@ from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure
 
 _HANDOFF_SHARE = 20
-"""The chunks of a handoff are waited for up to this fraction of a restore's deadline, by default
-half a second. The other engine needs about 10 ms to seal them, sum their bytes and claim them."""
+"""The chunks of a handoff are waited for up to a twentieth of a restore's deadline, by default half
+a second. The other engine needs about 10 ms to seal them, sum their bytes and claim them."""
 _ANSWER_VALID_S = 5.0
 """A request that is not admitted within this time asks again."""
 

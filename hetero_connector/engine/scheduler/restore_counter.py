@@ -13,6 +13,8 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.planner.plan import RestorePlan
 from hetero_connector.spec import StateType
 
+_NEAREST_FIRST = (Tier.DRAM, Tier.SSD, Tier.PEER)
+
 
 class RestoreCounter:
     """Records restores whose loads have ended."""
@@ -77,10 +79,9 @@ def _in_dram(plan: RestorePlan) -> bool:
 
 
 def _tokens_by_tier(plan: RestorePlan, local_tokens: int) -> dict[str, int]:
-    """Return the restored tokens by the tier that their chunk waited for.
+    """Return the restored tokens by the farthest tier that their chunk needed.
 
-    That is DRAM if all of the chunk's artifacts were there, else the tier of its first state type
-    that was elsewhere. Replayed tokens are computed, so they do not count.
+    Replayed tokens are computed, so they do not count.
     """
     total = plan.resume_tokens - local_tokens
     if _in_dram(plan):
@@ -90,12 +91,12 @@ def _tokens_by_tier(plan: RestorePlan, local_tokens: int) -> dict[str, int]:
         needed = plan.prefix_types
         if stored is plan.chunks[-1]:
             needed += plan.boundary_types
-        slow = [stored.tiers[t] for t in needed if stored.tiers[t] is not Tier.DRAM]
-        if slow:
+        farthest = max((stored.tiers[t] for t in needed), key=_NEAREST_FIRST.index)
+        if farthest is not Tier.DRAM:
             chunk = stored.chunk
             covered = min(chunk.end, plan.resume_tokens) - max(chunk.start, local_tokens)
             if covered <= 0:
                 continue
-            tokens[slow[0].value] = tokens.get(slow[0].value, 0) + covered
+            tokens[farthest.value] = tokens.get(farthest.value, 0) + covered
     in_dram = total - sum(tokens.values())
     return ({Tier.DRAM.value: in_dram} if in_dram else {}) | tokens

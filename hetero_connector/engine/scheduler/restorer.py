@@ -82,7 +82,7 @@ class Restorer:
         """
         pending = tracker.restore
         if pending is not None and not pending.fits(local_tokens):
-            pending.handle.release()
+            pending.handle.abandon()
             pending = None
         elif pending is not None:
             # The engine's own cache may have grown; its pages must not be written.
@@ -137,9 +137,9 @@ class Restorer:
         plan = RestorePlan(end, chunks, pending.plan.prefix_types, needed, distinct_tiers(chunks))
         handle = self._store.begin_restore(_wanted(plan), self._peers.copies(tracker))
         if not handle.poll() or handle.failed:
-            handle.release()
+            handle.abandon()
             return False
-        pending.handle.release()
+        pending.handle.abandon()
         pending.plan, pending.handle = plan, handle
         return True
 
@@ -149,7 +149,7 @@ class Restorer:
         tracker.attempts = None
         self._peers.forget(tracker)
         if tracker.restore is not None:
-            tracker.restore.handle.release()
+            tracker.restore.handle.abandon()
             tracker.restore = None
 
     def build_load(self, tracker: RequestTracker, table: BlockTable, parked: bool) -> Load:
@@ -200,7 +200,9 @@ class Restorer:
         now_s = self._clock()
         tracker.attempts = tracker.attempts or Attempts(now_s)
         tracker.attempts.begin(now_s)
-        handle = self._store.begin_restore(_wanted(plan), self._peers.copies(tracker))
+        left_s = self._deadline_s - tracker.attempts.seconds(now_s)
+        copies = self._peers.copies(tracker)
+        handle = self._store.begin_restore(_wanted(plan), copies, within_s=left_s)
         return PendingRestore(plan, handle, local_tokens)
 
     def _find_stored(
@@ -240,7 +242,7 @@ class Restorer:
         assert tracker.attempts is not None
         tracker.attempts.failed.update(self._peers.switch_copies(tracker, pending.handle.failed))
         tracker.attempts.count += 1
-        pending.handle.release()
+        pending.handle.abandon()
         self._recorder.add("heterocache_restores_replanned")
 
     def _end_staging(self, tracker: RequestTracker) -> None:

@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.heterocache")
 
 _PEER_SHARE = 5
-"""A peer, an adapter or a media item may take this fraction of a restore's deadline, so that time
-is left to read or compute otherwise."""
+"""A peer, an adapter or a media item may take a fifth of a restore's deadline, so that time is left
+to read or compute otherwise."""
 _STAGING_DELAY_STEPS = 1.0
 """More than half a step: the step in which staging begins is longer than others, and the engine
 works between steps, too (docs/decisions/0046-planner-terms-that-pay.md)."""

@@ -95,7 +95,11 @@ def _locked(
 
 
 class Catalog:
-    """See the module. `tiers`, `loads`, ... are its private parts: only with the lock held."""
+    """See the module.
+
+    `tiers`, `loads` and `writes` are its parts. They change only with the lock held; without it
+    other modules read no more of them than geometry, flags and single counts.
+    """
 
     def __init__(
         self,
@@ -167,10 +171,14 @@ class Catalog:
 
     @_locked
     def begin_restore(
-        self, wanted: Sequence[Wanted], copies: Mapping[ArtifactId, PeerCopy]
+        self,
+        wanted: Sequence[Wanted],
+        copies: Mapping[ArtifactId, PeerCopy],
+        within_s: float | None = None,
     ) -> Restore:
         """Pin what is in DRAM, and begin loads of the rest; see `ArtifactStore.begin_restore`."""
-        restore = Restore(self, wanted, copies, self.clock())
+        limit_s = self.config.load_deadline_s if within_s is None else within_s
+        restore = Restore(self, wanted, copies, self.clock(), limit_s)
         if restore.start():
             self._lock.notify_all()
         return restore
@@ -181,9 +189,15 @@ class Catalog:
         return restore.check_deadline(self.clock())
 
     @_locked
+    def abandon_restore(self, restore: Restore) -> None:
+        """Drop the pins of a restore that is not copied."""
+        restore.end()
+
+    @_locked
     def end_restore(self, restore: Restore) -> None:
         """Count the uses of a restore and drop its pins."""
-        used = restore.end(self._tick())
+        used = restore.count_uses(self._tick())
+        restore.end()
         if self.config.verify == "sample" and self.io_alive:
             self.samples.hit(used)
         if self.config.ssd_dir is not None and self.io_alive:

@@ -1,7 +1,7 @@
 """Eviction policies: the order in which artifacts leave a full tier.
 
-To add a policy: implement `EvictionPolicy`, name it in `make_policy` and in
-`base.EvictionName`, and add it to `POLICIES` in tests/store/test_eviction_contract.py.
+To add a policy: implement `EvictionPolicy`, name it in `make_policy`, in `base.EvictionName` and in
+the help of the key in `config`, and add it to `POLICIES` in tests/store/test_eviction_contract.py.
 Every policy is deterministic: the same calls give the same victims.
 """
 

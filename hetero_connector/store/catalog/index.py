@@ -1,7 +1,8 @@
 """The prefix index: a tree of chunks, and the artifacts of each.
 
 A node is one chunk, so walking a chain is one dictionary look-up a chunk. A private part of
-`Catalog`, which holds the lock; `match` and `tails` need no lock, for they read single attributes.
+`Catalog`, which holds the lock; `match`, `holdings` and `tails` need no lock, for they read single
+attributes.
 
 A chunk is *missing* if nothing of it is stored while something after it is, see `evictability`.
 What follows a missing range can be restored again when a peer's copy fills the range, or when it

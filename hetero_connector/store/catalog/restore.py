@@ -1,6 +1,6 @@
 """A restore: artifacts that are brought to DRAM and pinned there until they are copied.
 
-The catalog calls `start`, `check_deadline`, `end` and `on_loaded`, with its lock held.
+The catalog calls `start` and what follows it, with its lock held.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _NOWHERE = np.full(len(StateType), -1, np.int64).tobytes()
 
 
 class Restore:
-    """Made by `Catalog.begin_restore`; used by the scheduler's thread. Always `release` it."""
+    """Made by `Catalog.begin_restore`; used by the scheduler's thread.
+
+    Ends with `release` once its artifacts have been copied, or with `abandon`.
+    """
 
     def __init__(
         self,
@@ -36,6 +39,7 @@ class Restore:
         wanted: Sequence[Wanted],
         copies: Mapping[ArtifactId, PeerCopy],
         now_s: float,
+        limit_s: float,
     ) -> None:
         self._catalog = catalog
         self._wanted = wanted
@@ -48,7 +52,7 @@ class Restore:
         self._pending: dict[ArtifactId, Load] = {}
         self._timer = StagingTimer(now_s, catalog.loads.waiting_bytes)
         self._started_s = now_s
-        self._deadline_s = now_s + catalog.config.load_deadline_s
+        self._deadline_s = now_s + limit_s
         self._congested = catalog.loads.is_congested
         self._released = False
 
@@ -86,10 +90,16 @@ class Restore:
         return self._failed
 
     def release(self) -> None:
-        """Drop the pins. A read still under way keeps its slot until it ends. Idempotent."""
+        """Count the uses and drop the pins: the artifacts have been copied. Idempotent."""
         if not self._released:
             self._released = True
             self._catalog.end_restore(self)
+
+    def abandon(self) -> None:
+        """Drop the pins without a copy. Reads under way go on, and their artifacts stay stored."""
+        if not self._released:
+            self._released = True
+            self._catalog.abandon_restore(self)
 
     # --- called by the catalog --------------------------------------------------------------------
 
@@ -128,14 +138,17 @@ class Restore:
             self._give_up(now_s)
         return not self._pending
 
-    def end(self, tick: int) -> list[Artifact]:
-        """Count the uses and drop the pin; return the artifacts that were used."""
-        self._abandon_pending()
+    def count_uses(self, tick: int) -> list[Artifact]:
+        """Count one use of each artifact that arrived or was there; return them."""
         used = list(self._used())
         self._catalog.tiers.mark_used(used, tick)
         self._count_dram_hits(used)
-        self._catalog.tiers.unpin_chain(self._pin)
         return used
+
+    def end(self) -> None:
+        """Wait for nothing more, and drop the pin."""
+        self._abandon_pending()
+        self._catalog.tiers.unpin_chain(self._pin)
 
     def _in_dram(self) -> list[list[int]]:
         """Return the columns as far as the artifacts are ready in DRAM.
@@ -185,7 +198,7 @@ class Restore:
         is_joined = load is not None
         found: Load | tuple[Failure, Tier]
         if not catalog.serves_loads:
-            found = Failure.IO_ERROR, Tier.SSD
+            found = Failure.IO_ERROR, Tier.PEER if artifact is None else Tier.SSD
         elif artifact is None:
             found = self._fetch(chunk, kind)
         elif load is not None:
