@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetero_connector.artifacts.copies import ExportChange
-from hetero_connector.artifacts.record import ArtifactId
+from hetero_connector.artifacts.record import ArtifactId, ChunkRange
 from hetero_connector.metrics import Recorder
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
@@ -229,18 +229,22 @@ def test_a_reader_is_told_with_the_ends_of_each_owners_part_of_its_chain(
     assert sharing(store).take_changed_users() == {"0a": (), "7": ()}
 
 
+def put_summed(store: ArtifactStore, chunks: list[ChunkRange]) -> None:
+    """Save whole chunks, and wait for their checksums: until then they are pinned."""
+    put(store, chunks)
+    until(lambda: store.snapshot().pinned == 0)
+
+
 def test_what_others_read_of_ours_is_asked_when_dram_is_full_and_then_leaves_last() -> None:
     store = open_store(None, dram_chunks=6)
-    put(store, CHUNKS)
+    put_summed(store, CHUNKS)
     sharing(store).resolve_claims(dict.fromkeys(ids_of(CHUNKS), 4), ())
     assert sharing(store).next_victims(9) == [], "there is room"
-    put(store, chain("b", 3))
-    leaves = {CHUNKS[2].key, chain("b", 3)[2].key}
-    # What has not got its checksum yet cannot leave.
-    until(lambda: leaves <= set(sharing(store).next_victims(9)))
+    put_summed(store, chain("b", 3))
+    assert {CHUNKS[2].key, chain("b", 3)[2].key} <= set(sharing(store).next_victims(9))
     sharing(store).set_foreign_users({CHUNKS[2].key: True, chain("b", 3)[2].key: False}, 60.0)
     assert CHUNKS[2].key in sharing(store).next_victims(9), "or nobody would hear that they left"
-    put(store, chain("c", 3))
+    put_summed(store, chain("c", 3))
     assert len(store.match(CHUNKS)) == 3
     assert store.match(chain("b", 3)) == []
     sharing(store).set_foreign_users({CHUNKS[2].key: False}, 0.0)
@@ -252,11 +256,11 @@ def test_what_others_read_of_ours_is_asked_when_dram_is_full_and_then_leaves_las
 def test_what_would_leave_next_is_asked_also_when_much_is_read_elsewhere() -> None:
     store = open_store(None, dram_chunks=14)
     trunks = [chain(f"t{i}", 1)[0] for i in range(10)]
-    put(store, trunks)
+    put_summed(store, trunks)
     sharing(store).set_foreign_users(dict.fromkeys([c.key for c in trunks], True), 60.0)
-    put(store, chain("b", 4))
-    put(store, chain("c", 1))  # sets aside what is read
-    until(lambda: chain("c", 1)[0].key in sharing(store).next_victims(4))
+    put_summed(store, chain("b", 4))
+    put_summed(store, chain("c", 1))  # sets aside what is read
+    assert chain("c", 1)[0].key in sharing(store).next_victims(4)
     asked = sharing(store).next_victims(4)
     assert len(asked) == 8
     assert asked[:4] == [c.key for c in trunks[:4]], "those asked longest ago"
