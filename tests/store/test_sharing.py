@@ -230,9 +230,9 @@ def test_a_reader_is_told_with_the_ends_of_each_owners_part_of_its_chain(
 
 
 def put_summed(store: ArtifactStore, chunks: list[ChunkRange]) -> None:
-    """Save whole chunks, and wait for their checksums: until then they are pinned."""
+    """Save whole chunks, and wait for their checksums: while one is made its artifact is pinned."""
     put(store, chunks)
-    until(lambda: store.snapshot().pinned == 0)
+    until(lambda: (now := store.snapshot()).unsummed == now.pinned == 0)
 
 
 def test_what_others_read_of_ours_is_asked_when_dram_is_full_and_then_leaves_last() -> None:
