@@ -155,6 +155,21 @@ def test_a_drafter_that_is_left_out_finds_its_pages_loaded_in_the_next_step(
     assert report.loaded["r"] == 1
 
 
+def test_a_load_is_reported_once_all_layers_are_copied(worker: Worker) -> None:
+    """With a drafter vLLM asks for the report before the step's end."""
+    blocks = [3, 4, 5, 6]
+    worker.begin(StepMetadata(loads=[load(64, blocks)]))
+    worker.side.ensure_loaded("target")
+    early = worker.side.take_report()
+    assert early is None or not early.loaded, "the scheduler would unpin what is not copied yet"
+    assert values(worker.caches["draft"][blocks]) == {OLD}
+    worker.begin(StepMetadata())  # the drafter was left out, and so was the step's end
+    report = worker.side.take_report()
+    assert report is not None
+    assert report.loaded["r"] == 1
+    assert values(worker.caches["draft"][blocks]) == {STORED}
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_pages_are_saved_once_the_last_microbatch_has_written_them(known: bool) -> None:
     """vLLM calls every layer hook once per microbatch, whether microbatches are known or not."""

@@ -160,7 +160,9 @@ class Admissions:
             self.end_replay(request_id)
 
     def _release_if_loaded(self, request_id: str) -> None:
+        """Release the request's oldest restore if all ranks have made its loads."""
         loading = self.loading[request_id]
+        # A replay belongs to the newest restore, and orders a load in each of its steps.
         replayed = len(loading) == 1 and request_id in self._replays
         if replayed or loading[0].ranks_left > 0:
             return

@@ -169,7 +169,6 @@ class WorkerSide:
             sync = [load for load in meta.loads if not load.parked]
             self._start_layerwise(meta, sync, hooks_called)
             end_wait()
-        self.outcome.on_loads_ended(meta.loads)
         self._recorder.observe("heterocache_load_seconds", time.perf_counter() - started)
 
     def protect_replays(
@@ -270,7 +269,6 @@ class WorkerSide:
             with self.outcome.loading(meta.loads):
                 self._pipeline.drain()
                 if not step.loading:
-                    self.outcome.on_loads_ended(meta.loads)
                     raise StoreError("the step ended without its loads")
         with self.outcome.saving(step):
             if self._timer:
@@ -279,6 +277,7 @@ class WorkerSide:
                 self._copy_remaining_layers(step)
             if meta.saves or meta.loads or meta.early_saves:
                 self._get_device().finish()
+        self.outcome.on_loads_ended(meta.loads)
         copied = not (step.broken or self.outcome.broken)
         self.outcome.on_saves_ended(meta.early_saves, copied=copied and step.begun)
         self.outcome.on_saves_ended(meta.saves, copied=copied)

@@ -3,6 +3,9 @@
 To add a policy: implement `EvictionPolicy`, name it in `make_policy`, in `base.EvictionName` and in
 the help of the key in `config`, and add it to `POLICIES` in tests/store/test_eviction_contract.py.
 Every policy is deterministic: the same calls give the same victims.
+
+A full tier asks for a victim in this order: `EvictFirst`, then the policy over the artifacts of
+chains that no session uses, then the policy over the others (`UsersLast`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,16 @@
 """Loads: artifacts on their way to DRAM, and the restores and prefetches that wait for them.
 
 A private part of `Catalog`, which holds the lock. An artifact has one load at a time; whoever else
-wants it waits for the same load.
+wants it waits for the same load. The life of a load:
+
+    begin, queue    a restore or a prefetch wants it and has pinned the artifact
+    take            its device reads; its slots are in quarantine until the transfer has ended
+    finish_...      the device is done, with or without success
+    give_up         its deadline passes before that: the waiters are told, `finish_...` comes later
+    withdraw        nobody waits any more, and no device has taken it
+    fail_all        its device cannot read at present
+
+All but `give_up` end in `_settle`, which tells the waiters and unpins the artifact.
 """
 
 from __future__ import annotations
@@ -225,10 +234,14 @@ class Loads:
 
         `failure` is None if the verified bytes are in the load's target.
         """
+        assert load.target is not None
+        self._tiers.dram.end_transfer(load.target)
+        return self._end_fetch(load, failure)
+
+    def _end_fetch(self, load: Load, failure: Failure | None) -> bool:
         artifact, copy, target, tiers = load.artifact, load.copy, load.target, self._tiers
         assert copy is not None
         assert target is not None
-        tiers.dram.end_transfer(target)
         if artifact.forgotten:
             failure = failure or Failure.GONE
         if failure is None:
@@ -312,9 +325,7 @@ class Loads:
     def _fail_queued(self, load: Load, failure: Failure) -> None:
         """End a load that no device has taken."""
         if load.copy is not None:
-            assert load.target is not None
-            self._tiers.dram.begin_transfer(load.target)
-            self.finish_fetch(load, failure)
+            self._end_fetch(load, failure)
             return
         if load.target is not None:
             self._tiers.dram.release(load.target)
