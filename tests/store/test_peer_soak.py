@@ -68,8 +68,9 @@ def test_random_faults_bring_no_wrong_byte_no_hang_and_leave_nothing_behind() ->
             outcomes.update(restore.failed.values())
             outcomes[None] += len(restore.offsets)
             restore.release()
-            if not store.match(MINE) and all(pool.num_free(kind) >= len(MINE) for kind in BIG):
-                writer.put(MINE)
+            gone = [c for c in MINE if len(store.missing(c, list(BIG))) == len(BIG)]
+            if gone and all(pool.num_free(kind) >= len(MINE) for kind in BIG):
+                writer.put(gone)
             check_own(store, mine)
             if fault == "stop":
                 owner.resume()
@@ -82,7 +83,8 @@ def test_random_faults_bring_no_wrong_byte_no_hang_and_leave_nothing_behind() ->
             store.check_integrity()
         forget_all(store)
         until(lambda: sum(map(pool.num_used, BIG)) == 0)
-        until(lambda: not sum(map(pool.quarantined, BIG)))
+        # UCX notices a peer that was killed in the middle of a read after tens of seconds.
+        until(lambda: not sum(map(pool.num_quarantined, BIG)), 120)
         assert outcomes[None], "nothing was ever read"
         assert {Failure.UNREACHABLE, Failure.IO_ERROR} & set(outcomes), "no fault was ever met"
         allowed = {Failure.UNREACHABLE, Failure.IO_ERROR, Failure.DEADLINE, Failure.REUSED}

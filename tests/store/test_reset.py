@@ -273,10 +273,10 @@ def test_killed_around_resets(tmp_path: Path, rounds: int) -> None:
         time.sleep(rng.random() * 0.01)
         child.send_signal(signal.SIGKILL)
         said += child.stdout.readlines()
-        child.wait()
+        assert child.wait() == -signal.SIGKILL, f"it ended before, after {said[-3:]}"
         child.stdout.close()
         lines = [line.split() for line in said]
-        assert all(len(line) == 2 for line in lines), said
+        assert all(len(line) == 2 for line in lines), said[-3:]
         for what, number in lines:
             allowed = max(allowed, int(number))
             if what == "reset":
