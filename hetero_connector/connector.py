@@ -147,7 +147,7 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
 
         The bytes were in DRAM already, so only a defect makes a load fail.
         """
-        done, failed = self._worker.outcome.take_transfers() if self._worker else (set(), set())
+        done, failed = self._worker.take_transfers() if self._worker else (set(), set())
         return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
 
     @is_a_miss(set)
@@ -211,6 +211,8 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         """Seal what all ranks have saved; unpin what all ranks have loaded."""
         meta = connector_output.kv_connector_worker_meta
         if self._scheduler:
+            if connector_output.invalid_block_ids:
+                self._scheduler.on_invalid_blocks()
             report = meta if isinstance(meta, WorkerReport) else WorkerReport()
             self._scheduler.on_report(report)
 

@@ -111,10 +111,15 @@ class Engine:
 
     def step(self, **num_tokens: int) -> StepMetadata:
         """Run one engine step, in which the workers report everything as done."""
+        meta = self.order(**num_tokens)
+        self.report(meta)
+        return meta
+
+    def order(self, **num_tokens: int) -> StepMetadata:
+        """Order a step that the workers have not reported yet."""
         meta = self.side.order_step(scheduled(**num_tokens))  # type: ignore[arg-type]
         for request_id, count in num_tokens.items():
             self.requests[request_id].num_computed_tokens += count
-        self.report(meta)
         return meta
 
     def report(self, meta: StepMetadata) -> None:

@@ -180,6 +180,37 @@ def test_a_local_hit_that_overtakes_the_plan_drops_it(dense: Engine) -> None:
     assert not in_use(dense)
 
 
+def test_a_request_that_ends_while_another_connector_loads_it_is_not_saved(dense: Engine) -> None:
+    """In a MultiConnector vLLM counts the tokens of the other's load, which has not ended."""
+    request = FakeRequest("a", tokens(130))
+    dense.admit(request)
+    request.num_computed_tokens = 129
+    dense.step()
+    dense.finish(request)
+    dense.step()
+    assert dense.ask(FakeRequest("b", tokens(130))) == 0
+
+
+def test_nothing_computed_beside_pages_that_were_not_loaded_is_sealed(dense: Engine) -> None:
+    """Another request may share them, also one that ends at once, or in a step under way."""
+    ended, running = FakeRequest("a", tokens(130)), FakeRequest("b", tokens(130, seed=1))
+    for request in (ended, running):
+        dense.admit(request)
+    meta = dense.order(a=130, b=70)
+    dense.finish(ended)
+    dense.side.on_invalid_blocks()
+    dense.report(meta)
+    dense.step(b=60)
+    dense.finish(running)
+    dense.step()
+    assert not dense.side.has_work
+    assert dense.ask(FakeRequest("c", tokens(131))) == 0
+    assert dense.ask(FakeRequest("d", tokens(131, seed=1))) == 0
+    later = FakeRequest("e", tokens(130))
+    dense.run(later)
+    assert dense.ask(FakeRequest("f", tokens(131))) == 128
+
+
 def test_other_salt_and_other_tokens_do_not_match(dense: Engine) -> None:
     dense.run(FakeRequest("a", tokens(200)))
     assert dense.admit(FakeRequest("b", tokens(200, seed=1))) == 0

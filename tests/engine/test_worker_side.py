@@ -170,6 +170,36 @@ def test_a_load_is_reported_once_all_layers_are_copied(worker: Worker) -> None:
     assert values(worker.caches["draft"][blocks]) == {STORED}
 
 
+def test_a_failed_load_is_known_when_a_step_with_a_drafter_gives_its_results(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks before the step's end, and answers from what is reported later."""
+    worker.begin(meta := StepMetadata(loads=[load(64, blocks := [3, 4, 5, 6])]))
+    broken_copies(monkeypatch, "load")
+    worker.side.ensure_loaded("target")
+    assert worker.side.take_transfers() == (set(), set())
+    assert worker.side.outcome.take_invalid_blocks() == set(blocks)
+    worker.side.end_step(meta)
+    assert worker.side.outcome.take_invalid_blocks() == set(), "reported twice"
+    assert dict(report(worker).loaded) == {"r": 1}
+
+
+def test_no_copy_is_under_way_when_a_step_is_reported_also_after_an_error(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CUDA device copies end later: the slots of reported ones are given to others."""
+    waits: list[str] = []
+    monkeypatch.setattr(worker.side._device, "finish", lambda: waits.append("finish"))
+    broken_copies(monkeypatch, "save")
+    worker.begin(
+        meta := StepMetadata(loads=[load(64, [3, 4, 5, 6])], saves=[save(1, [1, 2, 7, 8])])
+    )
+    worker.side.end_step(meta)
+    reported = report(worker)
+    assert (dict(reported.loaded), dict(reported.unsaved)) == ({"r": 1}, {1: 1})
+    assert waits == ["finish"]
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_pages_are_saved_once_the_last_microbatch_has_written_them(known: bool) -> None:
     """vLLM calls every layer hook once per microbatch, whether microbatches are known or not."""

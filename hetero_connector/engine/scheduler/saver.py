@@ -108,6 +108,11 @@ class Reservations:
             self._unreported -= 1
             self._settle(save_id)
 
+    def distrust(self) -> None:
+        """Seal none of the present reservations: their pages may not hold what they should."""
+        for reserved in self._reserved.values():
+            reserved.whole = False
+
     def decide(self, save_id: int, verdict: Verdict) -> None:
         """Decide about an undecided reservation."""
         reserved = self._reserved.get(save_id)
@@ -277,6 +282,10 @@ class Saver:
     def on_report(self, save_id: int, ranks: int, *, copied: bool = True) -> None:
         """Count `ranks` more ranks that are done; seal the save when all have copied."""
         self._reservations.on_report(save_id, ranks, copied=copied)
+
+    def distrust(self) -> None:
+        """Seal nothing that was ordered so far: its pages may not hold what they should."""
+        self._reservations.distrust()
 
     def abandon(self, save: Save) -> None:
         """Give up a save whose pages are overwritten before they can be copied."""

@@ -237,6 +237,15 @@ class SchedulerSide:
             self._admissions.on_loaded(request_id, ranks)
         self._learner.on_report(report)
 
+    def on_invalid_blocks(self) -> None:
+        """Seal nothing of the present requests: vLLM was told of pages that were not loaded.
+
+        Requests share pages, and steps that are under way have computed from them.
+        """
+        self._saver.distrust()
+        for tracker in self._trackers.values():
+            tracker.outdated = True
+
     def on_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> int:
         """`request_finished_all_groups`: order the save of the request's end.
 
@@ -250,9 +259,10 @@ class SchedulerSide:
         self._queue.remove(request.request_id)
         self._predictions.on_progress(request.request_id, request.num_tokens)
         self._predictions.forget(request.request_id)
-        unloaded = self._parked and request.request_id in self._admissions.loading
         self._admissions.forget(tracker)
-        has_wrong_pages = unloaded or tracker.outdated or self._broken
+        # Without a step since its admission, a load may still fill its pages: this connector's, or
+        # that of another one in a MultiConnector.
+        has_wrong_pages = tracker.admitting or tracker.outdated or self._broken
         if not (has_wrong_pages or self.identifier.uses_distrusted_name(request)):
             try:
                 with self._saver.all_or_none():

@@ -23,7 +23,7 @@ class WorkerStep:
 
     def __init__(self, meta: StepMetadata) -> None:
         self.meta = meta
-        self.begun = self.loading = self.ended = False
+        self.begun = self.loading = self.loaded = self.ended = False
         self.plans: list[LayerCopies] | None = None
         """The plans of the saves; None until a layer's copies are needed."""
         self.copied: set[str] = set()

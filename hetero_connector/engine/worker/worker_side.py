@@ -221,6 +221,16 @@ class WorkerSide:
                 step.copied.add(layer)
             self._save_s += time.perf_counter() - started
 
+    def take_transfers(self) -> tuple[set[str], set[str]]:
+        """Take the requests whose parked load has ended, and those of them whose load failed.
+
+        vLLM asks after the forward. With a drafter it has not ended the step yet, but takes the
+        step's errors now: later it would have answered. So no load may be left to fail.
+        """
+        if self._step is not None and not self._step.ended:
+            self._finish_loads(self._step)
+        return self.outcome.take_transfers()
+
     def end_step(self, meta: StepMetadata) -> None:
         """End the step after the forward: finish its copies.
 
@@ -265,22 +275,29 @@ class WorkerSide:
     def _end(self, step: WorkerStep) -> None:
         step.ended = True
         meta = step.meta
-        if meta.loads:
-            with self.outcome.loading(meta.loads):
-                self._pipeline.drain()
-                if not step.loading:
-                    raise StoreError("the step ended without its loads")
+        self._finish_loads(step)
         with self.outcome.saving(step):
             if self._timer:
                 self._timer.end()
             if meta.saves and not step.broken:
                 self._copy_remaining_layers(step)
+        with self.outcome.saving(step):  # also after an error: what is reported is not in use
             if meta.saves or meta.loads or meta.early_saves:
                 self._get_device().finish()
         self.outcome.on_loads_ended(meta.loads)
         copied = not (step.broken or self.outcome.broken)
         self.outcome.on_saves_ended(meta.early_saves, copied=copied and step.begun)
         self.outcome.on_saves_ended(meta.saves, copied=copied)
+
+    def _finish_loads(self, step: WorkerStep) -> None:
+        """Run the loads that no layer has asked for, once; errors of the step's loads are known."""
+        if step.loaded or not step.meta.loads:
+            return
+        step.loaded = True
+        with self.outcome.loading(step.meta.loads):
+            self._pipeline.drain()
+            if not step.loading:
+                raise StoreError("the step ended without its loads")
 
     def _copy_early_saves(self, meta: StepMetadata) -> None:
         """Copy pages of finished requests before this step overwrites them."""

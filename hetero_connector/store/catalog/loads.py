@@ -7,7 +7,7 @@ wants it waits for the same load. The life of a load:
     take            its device reads; its slots are in quarantine until the transfer has ended
     finish_...      the device is done, with or without success
     give_up         its deadline passes before that: the waiters are told, `finish_...` comes later
-    withdraw        nobody waits any more, and no device has taken it
+    withdraw        no waiter is left, and no device has taken it
     fail_all        its device cannot read at present
 
 All but `give_up` end in `_settle`, which tells the waiters and unpins the artifact.
