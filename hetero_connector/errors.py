@@ -100,8 +100,9 @@ class LoadLostError(HeteroCacheError, RuntimeError):
     def __init__(self, request_id: str) -> None:
         super().__init__(
             f"the pages of request {request_id!r} were not loaded, see the error logged before. "
-            "vLLM accepts block-level load errors only for models with one KV cache group, so the "
-            "engine ends: its answer would be wrong. Set planner to 'never_load' and report this"
+            "vLLM accepts block-level load errors only for models with one KV cache group, and "
+            "recomputes correctly only without async scheduling, so the engine ends: its answer "
+            "would be wrong. Set planner to 'never_load' and report this"
         )
 
 

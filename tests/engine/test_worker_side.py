@@ -44,14 +44,12 @@ class Worker:
     """A worker side whose second thread is busy, so that every load that may be late is late."""
 
     def __init__(
-        self, layerwise: str = "on", *, microbatches: bool = False, model: ModelSpec = MODEL
+        self, layerwise: str = "on", *, model: ModelSpec = MODEL, **settings: bool
     ) -> None:
         self.arena = Arena.create(4 * SIZE, shared=False)
         self.recorder = Recorder()
         layout = ArtifactLayout(model, CHUNK)
-        self.side = WorkerSide(
-            layout, 0, NUM_BLOCKS, layerwise, self.recorder, microbatches=microbatches
-        )
+        self.side = WorkerSide(layout, 0, NUM_BLOCKS, layerwise, self.recorder, **settings)
         self.caches = {
             x.layer: torch.full((NUM_BLOCKS, BLOCK, 16), OLD, dtype=torch.uint8)
             for x in model.layers
@@ -315,6 +313,17 @@ def test_a_lost_load_with_several_groups_ends_the_engine(
 ) -> None:
     """vLLM takes block ids of one group only; without the error the answer would be wrong."""
     worker = Worker(model=ModelSpec((*MODEL.layers, layer("swa", 1)), alignment=BLOCK))
+    broken_copies(monkeypatch, "load")
+    with pytest.raises(LoadLostError, match="'r'"):
+        worker.step(StepMetadata(loads=[load(64, [3, 4, 5, 6])]))
+    worker.close()
+
+
+def test_a_lost_load_from_which_vllm_does_not_recover_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under async scheduling vLLM recomputes wrongly: the next step has used the pages."""
+    worker = Worker(recovers=False)
     broken_copies(monkeypatch, "load")
     with pytest.raises(LoadLostError, match="'r'"):
         worker.step(StepMetadata(loads=[load(64, [3, 4, 5, 6])]))

@@ -104,7 +104,19 @@ def open_worker_side(
         recorder,
         any_tp=_uses_any_tp(config, model),
         microbatches=vllm_config.parallel_config.use_ubatching,
+        recovers=_recovers(vllm_config),
     )
+
+
+def _recovers(config: VllmConfig) -> bool:
+    """Return False if vLLM would compute blocks again that the next step has already used.
+
+    With async scheduling that step is under way. vLLM 0.32 takes its tokens for those of the step
+    before.
+    """
+    assert config.kv_transfer_config is not None
+    recomputes = config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    return not (recomputes and config.scheduler_config.async_scheduling)
 
 
 def open_scheduler_side(

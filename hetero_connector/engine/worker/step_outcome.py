@@ -35,9 +35,10 @@ class WorkerStep:
 class StepOutcome:
     """Collects one worker's results until they are reported."""
 
-    def __init__(self, recorder: Recorder, model: ModelSpec) -> None:
+    def __init__(self, recorder: Recorder, model: ModelSpec, *, recovers: bool = True) -> None:
         self._errors = HookErrors(recorder)
-        self._one_group = len({layer.group for layer in model.layers}) == 1
+        self._takes_blocks = recovers and len({layer.group for layer in model.layers}) == 1
+        """True if vLLM takes a report of blocks that were not loaded."""
         self._report = WorkerReport()
         self._finished_recving: set[str] = set()
         self._failed_recving: set[str] = set()
@@ -70,7 +71,7 @@ class StepOutcome:
         if load.parked:
             self._finished_recving.add(load.request_id)
             self._failed_recving.add(load.request_id)
-        elif self._one_group:
+        elif self._takes_blocks:
             self._invalid_blocks.update(filter(None, load.block_ids))
         else:
             raise LoadLostError(load.request_id)

@@ -65,8 +65,11 @@ class WorkerSide:
         *,
         any_tp: bool = False,
         microbatches: bool = False,
+        recovers: bool = True,
     ) -> None:
         """`any_tp`: engines of other TP sizes use the state that this one stores.
+
+        `recovers`: vLLM goes on without blocks that it is told were not loaded.
 
         `microbatches`: a step may run as several forwards at a time, so a layer hook does not mean
         that a layer's pages are complete.
@@ -85,7 +88,7 @@ class WorkerSide:
         self._arena: Arena | None = None
         self._pipeline = LayerPipeline()
         self._hooks = LayerHooks()
-        self.outcome = StepOutcome(recorder, layout.model)
+        self.outcome = StepOutcome(recorder, layout.model, recovers=recovers)
         self._step: WorkerStep | None = None
         self._saving = threading.Lock()
         self._save_s = 0.0
