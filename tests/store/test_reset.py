@@ -241,12 +241,12 @@ print("open", flush=True)
 i = int(sys.argv[2])
 while True:
     put(store, chain(f"c{i}", 2))
-    print("put", i, flush=True)
+    print(f"put {i}\\n", end="", flush=True)  # in one piece: the parent kills at any moment
     if i % 3 == 0:
         store.flush(10)
     if i % 4 == 3:
         assert store.reset()
-        print("reset", i, flush=True)
+        print(f"reset {i}\\n", end="", flush=True)
     i += 1
 """
 
