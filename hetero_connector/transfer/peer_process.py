@@ -18,6 +18,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from types import ModuleType
 
 from hetero_connector.errors import StoreError, TransferError
@@ -169,7 +170,8 @@ def main() -> None:
             return
         metadata = AgentMetadata(agent.name, tuple(regions), agent.metadata).encode()
         engine.sendall(Frame(Kind.READY, 0, metadata).encode())
-        PeerServer(engine, agent, regions).run(parent)
+        with suppress(ConnectionError):  # the engine was killed
+            PeerServer(engine, agent, regions).run(parent)
         # Exit without cleanup: everything UCX still does ends with the process.
         os._exit(0)
 
