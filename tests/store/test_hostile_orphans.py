@@ -111,7 +111,7 @@ def test_a_pipe_is_not_waited_for(
         path.unlink(missing_ok=True)
         os.mkfifo(path)
     assert misses(survivor, left) <= LOST
-    assert not [t for t in threading.enumerate() if t.name == "heterocache-adopt" and t.is_alive()]
+    until(lambda: "heterocache-adopt" not in {t.name for t in threading.enumerate()})
 
 
 ENDLESS = (
