@@ -31,6 +31,8 @@ class Soak:
         self.restored = 0
         self.faults: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
+        self.session = CHAINS[0]
+        """The session of this round's turns."""
         self.adopted = 0.0
         self.alone: list[list[ChunkRange]] = []
         """Sessions of one worker each."""
@@ -54,6 +56,9 @@ class Soak:
         owner, reader = self.rng.sample(self.fleet.workers, 2)
         kind = self.rng.choice(list(self._kinds))
         self.faults[kind] += 1
+        # Of an old session every worker soon has a copy of its own, of a new one only the owner.
+        new = prompt(f"new {self.faults.total()}", 5)
+        self.session = self.rng.choice([self.rng.choice(CHAINS), new])
         self.turn(owner)
         self._kinds[kind](owner, reader)
         for worker in self.fleet.workers:
@@ -74,10 +79,10 @@ class Soak:
             self._adopted_by[worker.name] = adopted
 
     def turn(self, worker: WorkerProcess) -> None:
-        self.count(worker.turn(self.rng.choice(CHAINS)))
+        self.count(worker.turn(self.session))
 
     def ask(self, worker: WorkerProcess) -> None:
-        worker.ask("turn", self.rng.choice(CHAINS))
+        worker.ask("turn", self.session)
         time.sleep(self.rng.random() * 0.03)
 
     def answered(self, worker: WorkerProcess) -> None:
