@@ -21,9 +21,8 @@ _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MADV_COLLAPSE = 25  # Linux 6.1
 _COLLAPSE_SINCE = (6, 1)
-_ATTEMPTS = 8
-_GAP = 64 << 20
-"""Address space, not memory: it is never touched."""
+_ATTEMPTS = 64
+_NO_ACCESS = 0
 
 
 @dataclass(frozen=True)
@@ -62,14 +61,16 @@ def map_aligned(fd: int, size_bytes: int) -> mmap.mmap:
     """Map a memfd at an address where a huge page may start, if the kernel offers one."""
     others = []
     mapping = mmap.mmap(fd, size_bytes)
-    for attempt in range(_ATTEMPTS):
+    for _ in range(_ATTEMPTS):
         at = np.frombuffer(mapping, np.uint8).ctypes.data
         if at % _HUGE == 0 or size_bytes < _HUGE:
             break
-        # The kernel puts the next mapping below the last one. A filler, too large for any gap
-        # above, occupies the space in between, so that the next mapping starts on a boundary.
-        between = (at - size_bytes) % _HUGE + (_GAP << attempt)
-        others += [mapping, mmap.mmap(-1, between, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)]
+        # The kernel takes the highest gap that is large enough. A filler as large as the mapping
+        # goes below it, in the same gap if it fits there, and leaves a boundary for the next one.
+        # It takes address space, never memory.
+        filler = size_bytes + (at - 2 * size_bytes) % _HUGE
+        anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        others += [mapping, mmap.mmap(-1, filler, anonymous, _NO_ACCESS)]
         mapping = mmap.mmap(fd, size_bytes)
     for other in others:
         other.close()

@@ -41,10 +41,13 @@ def test_shared_memory_cannot_shrink() -> None:
     os.close(memory.fd)
 
 
-def test_large_mappings_start_where_a_huge_page_may() -> None:
-    """The process has many mappings with gaps between them."""
+@pytest.mark.parametrize("largest", [3 << 20, 60 << 20])
+def test_large_mappings_start_where_a_huge_page_may(largest: int) -> None:
+    """The process has many mappings with gaps between them, large enough for others or not."""
     anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    pages = [mmap.mmap(-1, mmap.PAGESIZE * (1 + i % 700), anonymous) for i in range(2000)]
+    step = largest // 16
+    sizes = [mmap.PAGESIZE * (1 + i % 7) + i % 16 * step for i in range(100)]
+    pages = [mmap.mmap(-1, size, anonymous) for size in sizes]
     for page in pages[::2]:
         page.close()
     memory = create_shared("test", SIZE)
