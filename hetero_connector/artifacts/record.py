@@ -18,7 +18,7 @@ ROOT = ChunkKey(bytes(16))
 
 
 class Tier(StrEnum):
-    """A place for artifacts' bytes."""
+    """A place for artifacts' bytes. The nearest is first."""
 
     DRAM = "dram"
     SSD = "ssd"

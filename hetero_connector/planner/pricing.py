@@ -32,7 +32,7 @@ from hetero_connector.planner.load_model import TierRates
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.units import GIB
 
-_TIERS = (Tier.DRAM, Tier.SSD, Tier.PEER)
+_TIERS = tuple(Tier)
 
 
 @dataclass(frozen=True)

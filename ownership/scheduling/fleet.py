@@ -168,9 +168,7 @@ class FleetView:
         Raises KeyError for an unknown worker.
         """
         costs = worker.costs
-        dram, ssd, peer = (
-            self.footprint.pace(costs.load.rates(tier)) for tier in (Tier.DRAM, Tier.SSD, Tier.PEER)
-        )
+        dram, ssd, peer = (self.footprint.pace(costs.load.rates(tier)) for tier in Tier)
         paces = (*dram[:3], *ssd, *peer)  # copies to pages do not queue
         compute = costs.compute.coefficients
         step_tokens = costs.step_tokens or _ONE_STEP

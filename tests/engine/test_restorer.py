@@ -68,7 +68,7 @@ class OneLost:
     def __init__(self, store: ArtifactStore, losing: set[int]) -> None:
         self.begun = 0
         self.limits_s: list[float] = []
-        """What each restore was given."""
+        """The seconds that each restore was given."""
         self.on_lost: Callable[[], None] = lambda: None
         self._begin = store.begin_restore
         self._losing = losing

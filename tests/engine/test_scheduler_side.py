@@ -191,7 +191,7 @@ def test_a_request_that_ends_while_another_connector_loads_it_is_not_saved(dense
     assert dense.ask(FakeRequest("b", tokens(130))) == 0
 
 
-def test_nothing_computed_beside_pages_that_were_not_loaded_is_sealed(dense: Engine) -> None:
+def test_nothing_is_sealed_that_may_rest_on_pages_that_were_not_loaded(dense: Engine) -> None:
     """Another request may share them, also one that ends at once, or in a step under way."""
     ended, running = FakeRequest("a", tokens(130)), FakeRequest("b", tokens(130, seed=1))
     for request in (ended, running):

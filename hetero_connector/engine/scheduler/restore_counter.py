@@ -13,7 +13,7 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.planner.plan import RestorePlan
 from hetero_connector.spec import StateType
 
-_NEAREST_FIRST = (Tier.DRAM, Tier.SSD, Tier.PEER)
+_NEAREST_FIRST = tuple(Tier)
 
 
 class RestoreCounter:

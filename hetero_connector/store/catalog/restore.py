@@ -54,7 +54,7 @@ class Restore:
         self._started_s = now_s
         self._deadline_s = now_s + limit_s
         self._congested = catalog.loads.is_congested
-        self._released = False
+        self._ended = False
 
     def poll(self) -> bool:
         """Return whether every artifact has arrived or failed. Never blocks.
@@ -91,14 +91,14 @@ class Restore:
 
     def release(self) -> None:
         """Count the uses and drop the pins: the artifacts have been copied. Idempotent."""
-        if not self._released:
-            self._released = True
+        if not self._ended:
+            self._ended = True
             self._catalog.end_restore(self)
 
     def abandon(self) -> None:
         """Drop the pins without a copy. Reads under way go on, and their artifacts stay stored."""
-        if not self._released:
-            self._released = True
+        if not self._ended:
+            self._ended = True
             self._catalog.abandon_restore(self)
 
     # --- called by the catalog --------------------------------------------------------------------
@@ -180,7 +180,7 @@ class Restore:
         """Yield (column, position) of artifacts that have no place in DRAM yet."""
         for column, offsets in enumerate(self._columns):
             if -1 in offsets:
-                yield from ((column, at) for at, offset in enumerate(offsets) if offset < 0)
+                yield from ((column, at) for at, offset in enumerate(offsets) if offset == -1)
 
     def _begins_at(self, place: tuple[int, int]) -> int:
         """Return the first token of the artifact of a place."""
