@@ -43,7 +43,7 @@ test-engine: venv  ## Tests on the real engine
 
 test-second-runner: venv  ## Engine tests on vLLM's second model runner, the default on CUDA
 	PYTHONPATH=tests/second_runner $(RUN) -m pytest -q $(ON_ENGINE) -p second_runner -m "engine and not slow" \
-		-k "not (deepseek_v4 or gptoss)" $(addprefix tests/engine/test_,exactness.py async_scheduling.py situations.py)
+		-k "not (deepseek_v4 or gptoss)" $(addprefix tests/engine/test_,exactness.py async_scheduling.py situations.py full_steps.py)
 
 test-search: venv  ## The fast tests, property tests with new examples
 	$(RUN) -m pytest -q -n 2 --dist worksteal -m "not engine and not slow" --hypothesis-profile=search

@@ -27,6 +27,7 @@ _Planner = Literal["cost", "always_load", "never_load"]
 _TpSizes = Literal["own", "any"]
 _Eviction = Literal["leaf_lru", "lru", "value"]
 _Prefetch = Literal["auto", "hint", "off"]
+_Replay = Literal["auto", "on", "off"]
 _Verify = Literal["ssd", "sample", "all"]
 
 
@@ -112,6 +113,13 @@ class HeteroConfig:
     """`planner.checkpoints.policy_named` takes it."""
     planner: _Planner = _choice(
         _Planner, "cost", "What to restore: what is predicted to be fastest, all, or nothing"
+    )
+    replay: _Replay = _choice(
+        _Replay,
+        "auto",
+        "Rebuild windows that are not stored by computing tokens before the boundary again: on "
+        "attention backends where tests have shown it exact, also where vLLM's source says it is, "
+        "or never",
     )
     planner_profile: Path | None = _key(
         "path",

@@ -42,6 +42,7 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         "layerwise": "off",
         "checkpoints": "periodic:4",
         "planner": "always_load",
+        "replay": "on",
         "planner_profile": str(tmp_path / "profile.json"),
         "load_deadline_s": 0.25,
         "directory": "redis://host:6379/0?fleet=a",

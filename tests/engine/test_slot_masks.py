@@ -53,6 +53,26 @@ def test_a_layer_that_compresses_has_slots_for_its_states() -> None:
     assert states.tolist() == [-1, -1, -1, 3, -1, -1, -1, 8]
 
 
+def test_in_a_full_graph_the_captured_buffers_are_masked_through_the_metadata() -> None:
+    """The runner gives no mappings then, and the graph reads the buffers it was captured with.
+
+    They are longer than the step: what pads it is masked already.
+    """
+    csa = replace(layer("csa", 0, StateType.COMPRESSED_CSA_MAIN), tokens_per_state=4)
+    tokens, states = (torch.full((48,), -1) for _ in range(2))
+    captured_tokens, captured_states = tokens[:40], states[:40]
+    tokens[:32] = torch.arange(32)
+    states[:8] = torch.arange(8)
+    metadata = {
+        "full.0": SimpleNamespace(slot_mapping=tokens[:32]),
+        "full.1": SimpleNamespace(slot_mapping=tokens[:32]),
+        "csa": SimpleNamespace(slot_mapping=states[:8]),
+    }
+    protect([*FULL, csa], {0: [1]}, {}, metadata)
+    assert captured_tokens.tolist() == [*range(16), *[-1] * 24]
+    assert captured_states.tolist() == [*range(4), *[-1] * 36]
+
+
 def test_a_layer_without_a_mapping_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"full\.1.*no slot mapping"):
         protect(FULL, {0: [0]}, {"full.0": torch.arange(32)}, {})

@@ -12,12 +12,14 @@ import pytest
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.config import HeteroConfig
+from hetero_connector.engine.startup.rendezvous import WorkerGeometry
 from hetero_connector.engine.startup.start import (
     _checkpoint_policy,
     _planner,
     _store_config,
     _uses_any_tp,
     _warnings,
+    _window_replay,
 )
 from hetero_connector.errors import ConfigError
 from hetero_connector.planner.checkpoints import (
@@ -35,9 +37,40 @@ from hetero_connector.planner.profile import CostProfile, ProfileSubject
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.store.base import StoreConfig
 from hetero_connector.units import GIB
-from tests.engine.fakes import HYBRID, layer
+from tests.engine.fakes import DENSE, HYBRID, layer
 
 LAYOUT = ArtifactLayout(HYBRID, 64)
+
+
+def geometry_of(model: ModelSpec, refusal: str | None) -> WorkerGeometry:
+    return WorkerGeometry(0, model, ("CPU_ATTN",), "cpu", 1, replay_refusal=refusal)
+
+
+@pytest.mark.parametrize(
+    ("replay", "refusal", "level", "line"),
+    [
+        ("auto", None, "INFO", "window replay: a boundary whose windows are not stored costs 32"),
+        ("auto", "it is odd", "INFO", "no window replay: it is odd"),
+        ("on", "it is odd", "WARNING", "no window replay: it is odd"),
+    ],
+)
+def test_the_decision_about_replays_is_one_line(
+    replay: Any, refusal: str | None, level: str, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "vllm.heterocache")
+    made = _window_replay(geometry_of(HYBRID, refusal), HeteroConfig(dram_gib=1.0, replay=replay))
+    assert (made is None) == (refusal is not None)
+    (record,) = caplog.records
+    assert (record.levelname, line in record.message) == (level, True)
+
+
+def test_a_model_without_windows_has_no_line_about_replays(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "vllm.heterocache")
+    config = HeteroConfig(dram_gib=1.0, replay="on")
+    assert _window_replay(geometry_of(DENSE, "no windows"), config) is None
+    assert not caplog.records
 
 
 def test_sensible_settings_bring_no_warning() -> None:

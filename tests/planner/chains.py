@@ -46,7 +46,10 @@ def layout_of(model: ModelSpec) -> ArtifactLayout:
 
 
 def chain_of(
-    mappings: Sequence[Mapping[StateType, Tier]], tail_tokens: int = 0, shared: bool = True
+    mappings: Sequence[Mapping[StateType, Tier]],
+    tail_tokens: int = 0,
+    shared: bool = True,
+    chunk_tokens: int = CHUNK,
 ) -> list[StoredChunk]:
     """One chunk per mapping, the last cut to `tail_tokens` if given.
 
@@ -55,10 +58,10 @@ def chain_of(
     known = SharedTiers()
     stored = []
     for index, tiers in enumerate(mappings):
-        start = index * CHUNK
+        start = index * chunk_tokens
         last = index == len(mappings) - 1
-        end = start + (tail_tokens if tail_tokens and last else CHUNK)
-        chunk = ChunkRange(ChunkKey(bytes([index + 1] * 16)), ChunkKey(bytes(16)), start, end)
+        end = start + (tail_tokens if tail_tokens and last else chunk_tokens)
+        chunk = ChunkRange(ChunkKey((index + 1).to_bytes(16)), ChunkKey(bytes(16)), start, end)
         one, number = known.share(tiers) if shared else (dict(tiers), UNNUMBERED)
         stored.append(StoredChunk(chunk, one, number=number))
     return stored

@@ -10,14 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import StoredChunk, Tier
 from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
 from hetero_connector.planner.cost_model import CostModel, CostTerms, CostWeights
-from hetero_connector.planner.decision import RestoreAction, RestoreDecision
+from hetero_connector.planner.decision import RestoreAction, RestoreCandidate, RestoreDecision
 from hetero_connector.planner.load_model import LoadModel, TierRates
+from hetero_connector.planner.plan import WindowReplay
 from hetero_connector.planner.planner import RestorePlanner
 from hetero_connector.planner.pricing import EngineLoad, Prices, Pricing
 from hetero_connector.spec import ModelSpec, StateType
+from hetero_connector.spec.presets import PRESETS
 from tests.planner.chains import (
     CHUNK,
     DENSE,
@@ -374,6 +377,41 @@ def test_replay_restores_where_no_checkpoint_is_near() -> None:
         RestoreAction.RECOMPUTE_SWA,
         RestoreAction.RECOMPUTE_TAIL,
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "replayed"),
+    [
+        ("gpt-oss-120b", 2_288),  # 18 windows of 128 tokens, on a grid of 16
+        ("deepseek-v4-flash", 5_632),  # 43 windows of 128 tokens, on a grid of 256
+        ("deepseek-v4-pro", 7_936),  # 61 of them
+        ("gemma-3-27b", 53_200),  # 52 windows of 1,024 tokens
+    ],
+)
+def test_a_replay_is_priced_as_the_sum_of_all_windows(name: str, replayed: int) -> None:
+    """Not as one window: each window layer passes the missing tokens of the one below on."""
+    model = PRESETS[name]()
+    rule = WindowReplay.of(model)
+    layout = ArtifactLayout(model, model.default_chunk_tokens())
+    token_s, num_chunks = 1e-4, 256
+    stored = chain_of(
+        [in_tier(Tier.DRAM, *model.prefix_types)] * num_chunks, chunk_tokens=layout.chunk_tokens
+    )
+    costs = costs_of(model, (0.0, token_s, 0.0), load={Tier.DRAM: rates(0.0, 0.0)})
+    planner = RestorePlanner(layout, costs, replay_tokens=rule.tokens)
+
+    def candidates(chunks: int) -> dict[int, RestoreCandidate]:
+        end = chunks * layout.chunk_tokens
+        found = planner.plan(stored[:chunks], 0, end, end + 1, IDLE).candidates()
+        return {candidate.boundary: candidate for candidate in found}
+
+    assert rule.tokens == replayed
+    end = num_chunks * layout.chunk_tokens
+    last = candidates(num_chunks)[end]
+    assert (last.resume_tokens, last.chosen) == (end - replayed, True)
+    assert last.terms.compute_s == pytest.approx((replayed + 1) * token_s)
+    within = replayed // layout.chunk_tokens  # a prompt shorter than the replay
+    assert candidates(within).keys() == {0}
 
 
 def test_a_replay_is_priced_only_if_its_lower_bound_allows_it(

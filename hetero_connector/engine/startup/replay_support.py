@@ -1,8 +1,9 @@
-"""Decide if a window replay is exact on this engine, or why it is refused.
+"""Decide if this engine rebuilds windows by a replay, and why not if it does not.
 
 A replay computes tokens whose prefix-proportional state is loaded and protected. That is exact only
-if attention reads every key and value of the prompt from its page. A backend that takes those of
-this step from the layer's fresh output would read values that the replay computes inexactly.
+if attention reads every key and value of the prompt from its page, and if no kernel writes a token
+whose slot is masked. vLLM's source says so of some backends; only a run of the tests shows it
+(docs/decisions/0048-replays-by-backend.md).
 """
 
 from __future__ import annotations
@@ -16,27 +17,37 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _FRESH = "attends to this step's fresh keys and values, not to the loaded ones"
-_UNTRIED = "has not been shown to skip masked slots and to read the prompt from its pages only"
+_DECODER = "decoder"
+"""vLLM's `AttentionType.DECODER`."""
+_UNREAD = "is not known to skip masked slots and to read the prompt from its pages only"
 
-BACKENDS: Mapping[str, str | None] = {
-    "CPU_ATTN": None,
-    "CPU_V4_MLA_SPARSE": None,
-    "CPU_V4_INDEXER": None,
-    "DEEPSEEK_SPARSE_SWA": None,
-    "CompressorBackend": None,
-    "CPU_MLA": _FRESH,
-    "FLASH_ATTN_MLA": _FRESH,
-    "FLASHINFER_MLA": _FRESH,
-    "FLASHMLA": _FRESH,
-    "CUTLASS_MLA": _FRESH,
-    "TRITON_MLA": _FRESH,
-    "ROCM_AITER_MLA": _FRESH,
-    "ROCM_AITER_FA": _FRESH,
+
+_ON_CPU = "2026-11-23, AMD EPYC with AVX-512, vLLM 0.32.0"
+
+BACKENDS: Mapping[str, Mapping[str, str | None]] = {
+    "cpu": {
+        "CPU_ATTN": _ON_CPU,
+        "CPU_V4_MLA_SPARSE": _ON_CPU,
+        "CPU_V4_INDEXER": _ON_CPU,
+        "DEEPSEEK_SPARSE_SWA": _ON_CPU,
+        "CompressorBackend": _ON_CPU,
+    },
+    "cuda": {
+        "FLASH_ATTN": None,
+        "FLASHINFER": None,
+        "TRITON_ATTN": None,
+        "FLASHMLA_SPARSE_DSV4": None,
+        "FLASHINFER_MLA_SPARSE_DSV4": None,
+        "DEEPSEEK_SPARSE_SWA": None,
+        "DEEPSEEK_V4_INDEXER": None,
+        "CompressorBackend": None,
+    },
 }
-"""Attention backends by vLLM's name: None if a replay is exact, else why it is not.
+"""Platforms and attention backends, by vLLM's names, on which vLLM's source says that a replay is
+exact. The value is the newest run of `tests/engine/test_replay.py` there; None if there was none.
 
-DeepSeek-V4's windows and compressors have the same backends everywhere, so the backend of its
-compressed layers decides.
+A name may stand for other kernels on another platform: on ROCm AITER's, which attend to fresh
+keys, are `FLASH_ATTN` too.
 """
 
 _PREFIX_TYPES = frozenset(
@@ -50,24 +61,45 @@ _PREFIX_TYPES = frozenset(
 
 
 def refusal(
-    model: ModelSpec, backends: Collection[str], *, shares_kv: bool, config: VllmConfig
+    replay: str, model: ModelSpec, platform: str, backends: Collection[str], config: VllmConfig
 ) -> str | None:
-    """Return why this engine does not rebuild windows by a replay; None if it can.
+    """Return why this engine does not rebuild windows by a replay; None if it does.
 
-    `backends`: of all attention layers; `shares_kv`: some layers read another layer's keys and
-    values.
+    `replay`: the configuration's; `platform`, `backends`: vLLM's name of the platform and those of
+    the backends of all attention layers.
     """
-    if (reason := _model_refusal(model)) is not None:
+    if replay == "off":
+        return "replay is 'off'"
+    if (reason := _model_refusal(model) or _engine_refusal(config)) is not None:
         return reason
-    if shares_kv:
+    known = BACKENDS.get(platform, {})
+    for name in sorted(backends):
+        if name not in known:
+            return f"the attention backend {name} on {platform} {_UNREAD}"
+    untested = [name for name in sorted(backends) if known[name] is None]
+    if untested and replay != "on":
+        return (
+            f"no test has run on {', '.join(untested)} on {platform}, although vLLM's source says "
+            "that a replay is exact there; replay='on' enables it"
+        )
+    return None
+
+
+def _engine_refusal(config: VllmConfig) -> str | None:
+    layers = config.compilation_config.static_forward_context.values()
+    if any(getattr(layer, "kv_sharing_target_layer_name", None) for layer in layers):
         return "layers share keys and values, so errors in a window reach other layers"
-    for backend in backends:
-        if (reason := BACKENDS.get(backend, _UNTRIED)) is not None:
-            return f"the attention backend {backend} {reason}"
+    if any(getattr(layer, "attn_type", _DECODER) != _DECODER for layer in layers):
+        return f"encoder attention {_FRESH}"
     if config.speculative_config is not None:
         return "with speculative decoding the draft's state would be replayed from inexact input"
-    if config.parallel_config.use_ubatching:
+    parallel = config.parallel_config
+    if parallel.use_ubatching:
         return "microbatches have slot mappings of their own"
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return f"context-parallel attention {_FRESH}"
+    if config.cache_config.cache_dtype.startswith("nvfp4"):
+        return "the kernel that writes nvfp4 pages is not known to skip masked slots"
     return None
 
 

@@ -72,6 +72,7 @@ def open_worker_side(
 ) -> WorkerSide | None:
     """Return the worker side of this rank; None if this engine is not supported."""
     from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.platforms import current_platform
 
     engine_identity.check_supported(vllm_config)
     model = model_spec(
@@ -88,7 +89,7 @@ def open_worker_side(
         pid=os.getpid(),
         rounding=rounding(vllm_config),
         replay_refusal=replay_support.refusal(
-            model, backends, shares_kv=_shares_kv(vllm_config), config=vllm_config
+            config.replay, model, current_platform.device_name, backends, vllm_config
         ),
     )
     assert vllm_config.kv_transfer_config is not None
@@ -137,7 +138,7 @@ def open_scheduler_side(
         vllm_config, kv_cache, geometry, chunk_tokens, any_tp=_uses_any_tp(config, geometry.model)
     )
     layout = ArtifactLayout(geometry.model, chunk_tokens)
-    window_replay = _window_replay(geometry)
+    window_replay = _window_replay(geometry, config)
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     settings = _settings(config, layout, step_tokens, microbatches=parallel.use_ubatching)
     subject = engine_identity.profile_subject(vllm_config)
@@ -322,18 +323,21 @@ def _attention_backends(vllm_config: VllmConfig) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def _shares_kv(vllm_config: VllmConfig) -> bool:
-    context = vllm_config.compilation_config.static_forward_context
-    return any(getattr(x, "kv_sharing_target_layer_name", None) for x in context.values())
-
-
-def _window_replay(geometry: WorkerGeometry) -> WindowReplay | None:
+def _window_replay(geometry: WorkerGeometry, config: HeteroConfig) -> WindowReplay | None:
+    """Return the replay of this engine, and log the decision if the model has windows."""
     if StateType.WINDOW_SWA not in geometry.model.state_types:
         return None
-    if geometry.replay_refusal is not None:
-        logger.info("HeteroConnector: no window replay: %s", geometry.replay_refusal)
+    if (reason := geometry.replay_refusal) is not None:
+        level = logging.WARNING if config.replay == "on" else logging.INFO
+        logger.log(level, "HeteroConnector: no window replay: %s", reason)
         return None
-    return WindowReplay.of(geometry.model)
+    replay = WindowReplay.of(geometry.model)
+    logger.info(
+        "HeteroConnector: window replay: a boundary whose windows are not stored costs %s tokens "
+        "that are computed again",
+        f"{replay.tokens:,}",
+    )
+    return replay
 
 
 def _warnings(layout: ArtifactLayout, config: HeteroConfig, max_model_len: int) -> list[str]:
