@@ -14,7 +14,10 @@ export HF_HUB_OFFLINE := 1
 # Two processes; tests that share an engine run in the same one, see tests/engine/conftest.py.
 ON_ENGINE := -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help venv demo check test test-fast test-engine test-second-runner test-search test-slow test-faults lint format bench docs clean
+ON_SECOND_RUNNER := $(addprefix tests/engine/test_,exactness.py async_scheduling.py situations.py full_steps.py)
+NEWER_VLLM := $(RUN) scripts/with_vllm.py 0.33.0
+
+.PHONY: help venv demo check test test-fast test-engine test-second-runner test-newer-vllm test-search test-slow test-faults lint format bench docs clean
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,7 +46,13 @@ test-engine: venv  ## Tests on the real engine
 
 test-second-runner: venv  ## Engine tests on vLLM's second model runner, the default on CUDA
 	PYTHONPATH=tests/second_runner $(RUN) -m pytest -q $(ON_ENGINE) -p second_runner -m "engine and not slow" \
-		-k "not (deepseek_v4 or gptoss)" $(addprefix tests/engine/test_,exactness.py async_scheduling.py situations.py full_steps.py)
+		-k "not (deepseek_v4 or gptoss)" $(ON_SECOND_RUNNER)
+
+test-newer-vllm: venv  ## Engine tests on vLLM 0.33, its Python files over the CPU kernels here
+	$(NEWER_VLLM) pytest -q tests/test_vllm_api.py tests/test_vllm_types.py
+	$(NEWER_VLLM) pytest -q $(ON_ENGINE) -m "engine and not slow"
+	PYTHONPATH=tests/second_runner $(NEWER_VLLM) pytest -q $(ON_ENGINE) -p second_runner -m "engine and not slow" \
+		-k "not (deepseek_v4 or gptoss)" $(ON_SECOND_RUNNER) tests/engine/test_draft_models.py
 
 test-search: venv  ## The fast tests, property tests with new examples
 	$(RUN) -m pytest -q -n 2 --dist worksteal -m "not engine and not slow" --hypothesis-profile=search

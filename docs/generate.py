@@ -47,6 +47,7 @@ def pages() -> dict[Path, str]:
     """Return the text of every page that is made, by its path."""
     return {
         ROOT / "README.md": _readme(),
+        DOCS / "guides/limits.md": _limits(),
         DOCS / "reference/config.md": _config(),
         DOCS / "reference/metrics.md": _metrics(),
         DOCS / "reference/cli.md": _cli(),
@@ -71,10 +72,18 @@ def _readme() -> str:
     return _replaced(text, "keys", _six_keys())
 
 
+def _limits() -> str:
+    from hetero_connector.supported_vllm import SUPPORTED_VLLM
+
+    rows = [(version, tested) for version, tested in SUPPORTED_VLLM.items()]
+    text = (DOCS / "guides/limits.md").read_text()
+    return _replaced(text, "vllm", _table(("vLLM", "tested"), rows))
+
+
 def _replaced(text: str, name: str, body: str) -> str:
     """Return the text with the region between the two marks of that name replaced."""
     region = re.compile(rf"(<!-- {name}:begin [^\n]*-->\n).*?(<!-- {name}:end -->)", re.DOTALL)
-    assert region.search(text), f"README has no region {name!r}"
+    assert region.search(text), f"the page has no region {name!r}"
     return region.sub(lambda found: f"{found[1]}\n{body}\n\n{found[2]}", text)
 
 

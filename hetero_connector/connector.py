@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -29,7 +30,7 @@ from hetero_connector.supported_vllm import check_version
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -84,6 +85,12 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         """
         return bool(extra_config.get("layerwise", HeteroConfig.layerwise) != "off")
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Return True: the engine's memory comes back at the same addresses, and only worker
+        processes hold them. vLLM asks from 0.33 on."""
+        return True
+
     # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -101,6 +108,15 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker and arena:
             self._worker.attach(arena)
 
+    def unregister_kv_caches(self) -> None:
+        """Let every copy end: vLLM (from 0.33) is about to release the memory of the pages.
+
+        It maps it again at the same addresses, so `restore_kv_caches` has nothing to do. Raises if
+        a copy cannot be waited for: vLLM must not release the memory then.
+        """
+        if self._worker:
+            self._worker.finish_copies()
+
     @is_a_miss(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Begin the step. This is its first hook: freed pages still hold their state."""
@@ -111,10 +127,13 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
     @is_a_miss(lambda: None)
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._worker:
-            step, attention = self._step(), kwargs.get("attn_metadata")
+            step = self._step()
+            attention: Any = kwargs.get("attn_metadata")
             if step.protected:
+                # Both are by layer: only microbatches have lists of them, and then no replays.
                 attention = attention or forward_context.attn_metadata
-                self._worker.protect_replays(step, forward_context.slot_mapping, attention)
+                slots = cast("Mapping[str, torch.Tensor]", forward_context.slot_mapping)
+                self._worker.protect_replays(step, slots, attention)
             self._worker.start_loads(step, hooks_called=calls_layer_hooks(forward_context))
 
     @is_a_miss(lambda: None)

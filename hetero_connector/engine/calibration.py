@@ -227,13 +227,15 @@ class _Engine:
 
     def _run(self, prompt: list[int]) -> _Computed:
         """Generate two tokens and time the first, also by vLLM's clock in the engine core."""
-        from vllm import SamplingParams
+        from vllm import SamplingParams, TokensPrompt
 
         started_s = time.perf_counter()
         parameters = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-        (output,) = self._llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
+        inputs = [TokensPrompt(prompt_token_ids=prompt)]
+        (output,) = self._llm.generate(inputs, parameters, use_tqdm=False)
         total_s = time.perf_counter() - started_s
         times, cached = output.metrics, int(output.num_cached_tokens or 0)
+        assert times is not None, "the engine logs its statistics"
         frontend_s = total_s - (times.last_token_ts - times.queued_ts)
         core_s = times.first_token_ts - times.queued_ts
         return _Computed(len(prompt) - cached, cached, frontend_s, core_s)

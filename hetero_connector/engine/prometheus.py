@@ -83,7 +83,8 @@ class HeteroPromMetrics(KVConnectorPromMetrics):
         labels = [*self._labelnames, *metric.labels]
         if name in METRICS_BY_KIND[TIMINGS]:
             buckets = _BENEFIT_BUCKETS if "benefit" in name else _BUCKETS
-            return self._histogram_cls(name, metric.help, labels, buckets=buckets)
+            histogram: Any = self._histogram_cls
+            return histogram(name, metric.help, labels, buckets=buckets)
         if name in METRICS_BY_KIND[GAUGES]:
             return self._gauge_cls(name, metric.help, labels)
         return self._counter_cls(name, metric.help, labels)

