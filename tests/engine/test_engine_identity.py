@@ -332,3 +332,18 @@ def test_hisparse_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(config.attention_config, "hisparse_config", object())
     with pytest.raises(UnsupportedModelError, match="hisparse_config"):
         check_supported(config)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_kv_formats_of_plugins_are_refused(
+    config: Any, monkeypatch: pytest.MonkeyPatch, drafted: bool
+) -> None:
+    """vLLM 0.33 lets a platform's plugin name a KV dtype of its own."""
+    monkeypatch.setattr(config.cache_config, "cache_dtype", "auto" if drafted else "plugin_2bit")
+    draft = SimpleNamespace(kv_cache_dtype="plugin_2bit" if drafted else None)
+    monkeypatch.setattr(config, "speculative_config", draft)
+    with pytest.raises(UnsupportedModelError, match="--kv-cache-dtype plugin_2bit"):
+        check_supported(config)
+    monkeypatch.setattr(config.cache_config, "cache_dtype", "fp8")
+    monkeypatch.setattr(draft, "kv_cache_dtype", None)
+    check_supported(config)

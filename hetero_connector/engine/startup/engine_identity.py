@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import vllm
+from vllm.config.cache import CacheDType
 from vllm.platforms import current_platform
 
 from hetero_connector import machine
@@ -127,6 +128,15 @@ def check_supported(config: VllmConfig) -> None:
             "HiSparse keeps part of the KV cache in host memory, in blocks of its own, which "
             "HeteroConnector cannot copy: set hisparse_config in --attention-config to null"
         )
+    dtypes = [config.cache_config.cache_dtype]
+    if config.speculative_config is not None and config.speculative_config.kv_cache_dtype:
+        dtypes.append(config.speculative_config.kv_cache_dtype)
+    for dtype in dtypes:
+        if dtype not in get_args(CacheDType):
+            raise UnsupportedModelError(
+                f"--kv-cache-dtype {dtype}: a plugin of vLLM brings this format, which may keep "
+                "part of its state outside the pages: set --kv-cache-dtype to auto or fp8"
+            )
 
 
 def _dtype(config: VllmConfig) -> str:
