@@ -22,6 +22,7 @@ from hetero_connector.engine.prometheus import HeteroPromMetrics, HeteroStats
 from hetero_connector.engine.scheduler.handoff import handoff_answer
 from hetero_connector.engine.startup import rendezvous
 from hetero_connector.engine.startup.engine_identity import engine_version
+from hetero_connector.engine.startup.heads import preferred_layout
 from hetero_connector.engine.startup.parent_watch import watch_parent
 from hetero_connector.engine.startup.start import open_scheduler_side, open_worker_side
 from hetero_connector.engine.worker.layer_hooks import calls_layer_hooks
@@ -90,6 +91,11 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         """Return True: the engine's memory comes back at the same addresses, and only worker
         processes hold them. vLLM asks from 0.33 on."""
         return True
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Return the layout that vLLM should use if it can; None for no preference."""
+        return preferred_layout(vllm_config)
 
     # Worker side
 

@@ -11,7 +11,7 @@ from pathlib import PurePath
 MODELS = ("dense", "gemma3", "gptoss", "deepseek_v4", "qwen3_next", "mla")
 _SHARED_ENGINE = {
     **dict.fromkeys(("test_exactness", "test_exact_matrix", "test_replay"), "shared"),
-    **dict.fromkeys(("test_situations", "test_bytes"), "shared"),
+    **dict.fromkeys(("test_situations", "test_bytes", "test_full_steps"), "shared"),
     **dict.fromkeys(("test_power", "test_presets_match_engine"), "stock"),
 }
 """Modules whose tests use `shared_llm` or `stock_llm`."""

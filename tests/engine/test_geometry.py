@@ -214,6 +214,13 @@ def test_what_cannot_be_restored_exactly_stops_the_engine_with_the_layer_s_name(
         only("layers.7.attn", spec)
 
 
+def test_attention_to_later_tokens_stops_the_engine_with_the_layer_s_name() -> None:
+    """A prefix language model: vLLM turns its own prefix cache off, but asks a connector."""
+    spec = kvi.FullAttentionSpec(block_size=16, non_causal=True, **HEADS)
+    with pytest.raises(UnsupportedModelError, match=r"'layers\.7\.attn' attends to later tokens"):
+        only("layers.7.attn", spec)
+
+
 def test_reference_sliding_window_stores_prompt_tokens_only() -> None:
     spec = kvi.RSWASpec(block_size=16, rswa_window=64, **HEADS)
     layer = only("a", spec)

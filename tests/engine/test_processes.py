@@ -17,6 +17,7 @@ from tests.engine.harness import (
     generate,
     no_restores,
     prompt_tokens,
+    scheduler_side,
     settle,
 )
 from tests.engine.process_group import run_apart
@@ -40,6 +41,24 @@ def test_two_tensor_parallel_workers(model: str) -> None:
         assert restored.num_cached_tokens == 1376
         assert restored.tokens == reference.tokens
         assert delta(restored, reference) <= 1e-4
+
+
+@pytest.mark.slow
+def test_four_ranks_with_two_heads_restore_their_own_bits() -> None:
+    """Each pair of ranks has the same KV head; on a CPU their sums differ in the last digits."""
+    workers = {"tensor_parallel_size": 4, "distributed_executor_backend": "mp"}
+    with engine("dense", {"dram_gib": 0.1}, **workers) as llm:
+        generate(llm, PROMPT)
+        settle(llm)
+        (layer, *_) = scheduler_side(llm).layout.model.layers
+        assert layer.parts == 4
+        with no_restores(llm):
+            reference = generate(llm, PROMPT, max_tokens=8)
+        forget_local(llm)
+        restored = generate(llm, PROMPT, max_tokens=8)
+        assert restored.num_cached_tokens == 1376
+        assert restored.tokens == reference.tokens
+        assert delta(restored, reference) == 0.0
 
 
 def test_a_server_with_an_engine_core_of_its_own(tmp_path: Path) -> None:

@@ -8,13 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1 import kv_cache_interface as kvi
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.config import HeteroConfig
+from hetero_connector.engine.startup.geometry import model_spec
+from hetero_connector.engine.startup.heads import DeltaNetHeads, ModelHeads
 from hetero_connector.engine.startup.rendezvous import WorkerGeometry
 from hetero_connector.engine.startup.start import (
     _checkpoint_policy,
+    _heads,
     _planner,
     _store_config,
     _uses_any_tp,
@@ -35,6 +40,7 @@ from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.planner.profile import CostProfile, ProfileSubject
 from hetero_connector.spec import ModelSpec, StateType
+from hetero_connector.spec.presets import PRESETS
 from hetero_connector.store.base import StoreConfig
 from hetero_connector.units import GIB
 from tests.engine.fakes import DENSE, HYBRID, layer
@@ -116,6 +122,72 @@ def test_a_layer_that_cannot_be_cut_for_other_tp_sizes_is_named() -> None:
     assert _warnings(ArtifactLayout(model, 64), config, max_model_len=4096) == []
     assert _uses_any_tp(config, model)
     assert not _uses_any_tp(replace(config, tp_sizes="own"), model)
+
+
+QWEN3_30B = {"num_key_value_heads": 4}
+QWEN3_NEXT = {
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+
+
+def engine_with(
+    text: dict[str, int], quantization: str | None = None, *, is_stored_so: bool = False
+) -> Any:
+    """Return the part of a `VllmConfig` that has the model's heads and quantisation."""
+    arch = SimpleNamespace(per_layer_overrides=None)
+    model = SimpleNamespace(
+        quantization=quantization,
+        is_quantized=lambda: is_stored_so,
+        hf_text_config=SimpleNamespace(to_dict=lambda: text),
+        get_total_num_kv_heads=lambda: text["num_key_value_heads"],
+        model_arch_config=arch,
+    )
+    return SimpleNamespace(model_config=model, speculative_config=None)
+
+
+@pytest.mark.parametrize(
+    ("tp_sizes", "platform"), [("own", "cuda"), ("any", "cuda"), ("any", "cpu")]
+)
+def test_a_head_that_several_ranks_have_is_stored_once(tp_sizes: Any, platform: str) -> None:
+    """Eight ranks with four KV heads store what one rank stores, as the presets say."""
+    spec = kvi.FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=128, dtype=torch.bfloat16)
+    groups = [kvi.KVCacheGroupSpec([f"model.layers.{i}.self_attn.attn" for i in range(48)], spec)]
+    kv_cache = kvi.KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+    heads = _heads(engine_with(QWEN3_30B), HeteroConfig(dram_gib=1.0, tp_sizes=tp_sizes), platform)
+    model = model_spec(kv_cache, 8, heads)
+    assert model.layers == PRESETS["qwen3-coder-30b-a3b"](tp_size=8).layers
+    eight = ArtifactLayout(model, 256)
+    assert eight.max_bytes == ArtifactLayout(PRESETS["qwen3-coder-30b-a3b"](), 256).max_bytes
+    writers = [rank for rank in range(8) if eight.is_writer(model.layers[0], rank)]
+    assert writers == [0, 2, 4, 6]
+    places = [eight.page_runs(model.layers[0], rank)[0].whole_start for rank in range(8)]
+    assert places == [rank // 2 * spec.page_size_bytes for rank in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("config", "platform", "kv"),
+    [
+        (engine_with(QWEN3_30B, "fp8", is_stored_so=True), "cuda", 4),
+        (engine_with(QWEN3_30B, "fp8"), "cuda", None),
+        (engine_with(QWEN3_30B), "cpu", None),
+    ],
+    ids=["quantised in the checkpoint", "quantised by each rank", "a sum of each rank's own"],
+)
+def test_heads_whose_bits_ranks_may_not_share_are_stored_by_each(
+    config: Any, platform: str, kv: int | None
+) -> None:
+    assert _heads(config, HeteroConfig(dram_gib=1.0), platform) == ModelHeads(kv)
+
+
+def test_recurrent_pages_are_cut_by_heads_for_other_tp_sizes_only() -> None:
+    own = _heads(engine_with(QWEN3_NEXT), HeteroConfig(dram_gib=1.0), "cuda")
+    for_all = _heads(engine_with(QWEN3_NEXT), HeteroConfig(dram_gib=1.0, tp_sizes="any"), "cuda")
+    assert (own.kv, own.delta_net) == (2, None)
+    assert (for_all.kv, for_all.delta_net) == (2, DeltaNetHeads(16, 32, 128, 128))
 
 
 def test_a_write_budget_smaller_than_a_chunk_brings_a_warning() -> None:

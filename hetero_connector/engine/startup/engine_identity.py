@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+PLATFORMS = ("cpu", "cuda")
+"""vLLM's names of the platforms that the connector works on."""
 _UNFAITHFUL_BACKENDS = {
     "CPU_MLA": (
         "vLLM's CPU_MLA backend decodes with other results than it prefills, so state it "
@@ -105,6 +107,11 @@ def unsupported_reason(geometry: WorkerGeometry) -> str | None:
 
 def check_supported(config: VllmConfig) -> None:
     """Raise UnsupportedModelError for settings under which a restore is not shown to be exact."""
+    if (platform := current_platform.device_name) not in PLATFORMS:
+        raise UnsupportedModelError(
+            f"HeteroConnector works on {' and '.join(PLATFORMS)}, not on vLLM's platform "
+            f"{platform!r}: drop --kv-transfer-config there"
+        )
     role = None if config.kv_transfer_config is None else config.kv_transfer_config.kv_role
     if role not in (None, "kv_both"):
         raise UnsupportedModelError(

@@ -20,7 +20,7 @@ from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
-UNKNOWN_HEADS = ModelHeads()
+_UNKNOWN_HEADS = ModelHeads()
 _HCA_RATIO = 128
 _INDEXER_SUFFIX = ".indexer.k_cache"
 
@@ -37,12 +37,12 @@ class _Role:
 
 
 def model_spec(
-    config: KVCacheConfig, tp_size: int = 1, heads: ModelHeads = UNKNOWN_HEADS
+    config: KVCacheConfig, tp_size: int = 1, heads: ModelHeads = _UNKNOWN_HEADS
 ) -> ModelSpec:
     """Return the geometry of every cache layer of this rank.
 
-    `heads`: the model's heads as far as known, for engines of other TP sizes. Raises
-    UnsupportedModelError, which names the layer, for an unknown class of spec.
+    `heads`: the model's heads as far as known, so that one that several ranks have is stored once.
+    Raises UnsupportedModelError, which names the layer, for an unknown class of spec.
     """
     ratios = {
         name: int(spec.tokens_per_state)
@@ -90,6 +90,12 @@ def _role(name: str, spec: KVCacheSpec, transferred: bool, ratios: dict[str, int
         )
     if isinstance(spec, kvi.HiddenStateCacheSpec | kvi.SinkFullAttentionSpec):
         raise _unsupported(name, spec)
+    if getattr(spec, "non_causal", False):
+        raise UnsupportedModelError(
+            f"layer {name!r} attends to later tokens of a prompt too, so the state of a prefix "
+            "depends on what follows it. Serve this model without the connector (drop "
+            "--kv-transfer-config)"
+        )
     if isinstance(spec, kvi.MLAAttentionSpec):
         return _Role(_mla_type(name, spec), RestoreRule.EVERY_TOKEN)
     if isinstance(spec, kvi.RSWASpec):

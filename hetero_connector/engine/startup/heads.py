@@ -98,6 +98,33 @@ class ModelHeads:
         )
 
 
+def equal_on_all_ranks(config: VllmConfig, platform: str) -> bool:
+    """Return True if all ranks that have a KV head compute the same bits for it.
+
+    Their input is the same if the all-reduce adds up in the same order on every rank: NCCL and
+    vLLM's own on CUDA do (csrc/custom_all_reduce.cuh), those of the CPU build do not. Their weights
+    are the same unless a rank quantises them itself: the scale then depends on its other heads.
+    """
+    model = config.model_config
+    return platform == "cuda" and (model.quantization is None or model.is_quantized())
+
+
+def preferred_layout(config: VllmConfig) -> str | None:
+    """Return vLLM's layout in which a page has its KV heads outermost; None for no preference.
+
+    Such a page is one piece of the whole page. vLLM takes it where all attention backends can and
+    `VLLM_KV_CACHE_LAYOUT` is not set. MLA has one head, and of the connectors in a MultiConnector
+    all that prefer a layout must agree, so there is none with one that needs another: HiSparse, and
+    the extraction of hidden states.
+    """
+    model, speculative = config.model_config, config.speculative_config
+    if model is None or model.use_mla or config.attention_config.hisparse_config is not None:
+        return None
+    if speculative is not None and speculative.method == "extract_hidden_states":
+        return None
+    return "LBHNC"
+
+
 def _replicated(spec: KVCacheSpec) -> bool:
     return getattr(spec, "max_tp_shards", None) == 1 or getattr(spec, "tp_replicated", False)
 

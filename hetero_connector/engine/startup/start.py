@@ -21,8 +21,8 @@ from hetero_connector.engine.scheduler.media import media_ids
 from hetero_connector.engine.scheduler.request_identifier import RequestIdentifier
 from hetero_connector.engine.scheduler.scheduler_side import Policies, SchedulerSide
 from hetero_connector.engine.startup import engine_identity, rendezvous, replay_support
-from hetero_connector.engine.startup.geometry import UNKNOWN_HEADS, model_spec
-from hetero_connector.engine.startup.heads import ModelHeads
+from hetero_connector.engine.startup.geometry import model_spec
+from hetero_connector.engine.startup.heads import ModelHeads, equal_on_all_ranks
 from hetero_connector.engine.startup.rendezvous import WorkerGeometry
 from hetero_connector.engine.startup.rounding import rounding
 from hetero_connector.engine.worker.worker_side import WorkerSide
@@ -75,9 +75,9 @@ def open_worker_side(
     from vllm.platforms import current_platform
 
     engine_identity.check_supported(vllm_config)
-    model = model_spec(
-        kv_cache, vllm_config.parallel_config.tensor_parallel_size, _heads(vllm_config, config)
-    )
+    platform = current_platform.device_name
+    heads = _heads(vllm_config, config, platform)
+    model = model_spec(kv_cache, vllm_config.parallel_config.tensor_parallel_size, heads)
     model = replace(model, exact_handoffs=config.exact_handoffs)
     rank = get_tensor_model_parallel_rank()
     backends = _attention_backends(vllm_config)
@@ -89,7 +89,7 @@ def open_worker_side(
         pid=os.getpid(),
         rounding=rounding(vllm_config),
         replay_refusal=replay_support.refusal(
-            config.replay, model, current_platform.device_name, backends, vllm_config
+            config.replay, model, platform, backends, vllm_config
         ),
     )
     assert vllm_config.kv_transfer_config is not None
@@ -305,8 +305,16 @@ def _store_config(config: HeteroConfig, vllm_config: VllmConfig, *, shared: bool
     )
 
 
-def _heads(vllm_config: VllmConfig, config: HeteroConfig) -> ModelHeads:
-    return ModelHeads.of(vllm_config) if config.tp_sizes == "any" else UNKNOWN_HEADS
+def _heads(vllm_config: VllmConfig, config: HeteroConfig, platform: str) -> ModelHeads:
+    """Return the heads by which pages are cut over ranks.
+
+    For engines of this TP size only, a head is stored once if that changes no bit of it, and the
+    pages of a recurrent state are stored as they are, in one run.
+    """
+    heads = ModelHeads.of(vllm_config)
+    if config.tp_sizes == "any":
+        return heads
+    return ModelHeads(heads.kv if equal_on_all_ranks(vllm_config, platform) else None)
 
 
 def _uses_any_tp(config: HeteroConfig, model: ModelSpec) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 
 from hetero_connector.engine.worker.pages import ByteArray, DevicePages, HostPages, Pages
-from hetero_connector.errors import StoreError
+from hetero_connector.errors import StoreError, UnsupportedModelError
 from hetero_connector.spec import LayerSpec
 
 
@@ -201,6 +201,25 @@ class CudaDevice:
         return CudaStopwatch(self._stream)
 
 
-def device_of(tensor: torch.Tensor) -> Device:
-    """Return the device of the pages: CUDA, or else the host."""
-    return CudaDevice(tensor.device) if tensor.is_cuda else HostDevice()
+def device_of(caches: Mapping[str, torch.Tensor]) -> Device:
+    """Return the device of the pages of all layers, given by layer.
+
+    Raises UnsupportedModelError, which names the layer, if they are on several devices, or on one
+    that is neither a CPU nor an NVIDIA GPU.
+    """
+    (first, cache), *_ = caches.items()
+    for layer, other in caches.items():
+        if other.device != cache.device:
+            raise UnsupportedModelError(
+                f"layer {layer!r} has its pages on {other.device}, {first!r} on {cache.device}: "
+                "HeteroConnector copies to one device only"
+            )
+    if cache.device.type == "cpu":
+        return HostDevice()
+    if cache.device.type == "cuda" and torch.version.hip is None:
+        return CudaDevice(cache.device)
+    raise UnsupportedModelError(
+        f"layer {first!r} has its pages on {cache.device}: HeteroConnector copies to the "
+        "memory of CPUs and NVIDIA GPUs only. Serve this model without the connector (drop "
+        "--kv-transfer-config)"
+    )

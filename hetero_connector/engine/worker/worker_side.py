@@ -101,7 +101,7 @@ class WorkerSide:
         """
         layers = self._layout.model.stored_layers
         if layers:
-            self._device = device_of(kv_caches[layers[0].layer])
+            self._device = device_of({x.layer: kv_caches[x.layer] for x in layers})
             self._timer = StepTimer(self._device)
         for spec in layers:
             assert self._device is not None
