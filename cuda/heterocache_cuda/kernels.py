@@ -30,18 +30,17 @@ def move_pages(
 ):
     """Copy, or clear, the pages of one job per `program_id(1)`.
 
-    Programs with the same job take its pages in turn. A tile has ROWS rows of WORDS elements.
+    Programs with the same job take its tiles in turn. A tile is ROWS rows of WORDS elements: a
+    piece of one large page, or many small pages.
     """
     job = jobs + tl.program_id(1) * FIELDS
-    base = tl.load(job)
-    block_stride = tl.load(job + 1)
     offset = tl.load(job + 2)
     pitch = tl.load(job + 3)
     ids = block_ids + tl.load(job + 4)
     sources = artifacts + tl.load(job + 5)
     num_pages = tl.load(job + 6)
     artifact_pages = tl.load(job + 7)
-    num_rows = tl.load(job + 9).to(tl.int32)
+    num_rows = tl.load(job + 9)
     second = tl.load(job + 10).to(tl.int32)
     third = tl.load(job + 11).to(tl.int32)
 
@@ -49,76 +48,95 @@ def move_pages(
     element_bytes: tl.constexpr = ELEMENT.primitive_bitwidth // 8
     multiple: tl.constexpr = ALIGNMENT // element_bytes
     pointer: tl.constexpr = tl.pointer_type(ELEMENT)
+    pages = tl.multiple_of(tl.load(job).to(pointer), ALIGNMENT)
+    block_stride = tl.multiple_of(tl.load(job + 1) // element_bytes, multiple)
     row_words = tl.multiple_of((tl.load(job + 8) // element_bytes).to(tl.int32), multiple)
     first_stride = tl.multiple_of(tl.load(job + 12) // element_bytes, multiple)
     second_stride = tl.multiple_of(tl.load(job + 13) // element_bytes, multiple)
     third_stride = tl.multiple_of(tl.load(job + 14) // element_bytes, multiple)
-    row_of_tile = tl.arange(0, ROWS)[:, None]
-    word_of_tile = tl.arange(0, WORDS)[None, :]
 
-    index = tl.program_id(0).to(tl.int64)
-    while index < num_pages:
-        block = tl.load(ids + index)
-        if block != 0:
-            page = tl.multiple_of((base + block * block_stride).to(pointer), ALIGNMENT)
-            stored = tl.load(sources + index // artifact_pages) + offset
-            stored += (index % artifact_pages) * pitch
-            stored = tl.multiple_of(stored.to(pointer), ALIGNMENT)
-            for first_row in range(0, num_rows, ROWS):
-                row = first_row + row_of_tile
-                outer = row // third
-                in_page = page + (row % third) * third_stride
-                in_page += (outer % second) * second_stride + (outer // second) * first_stride
-                in_artifact = stored + row.to(tl.int64) * row_words
-                for first_word in range(0, row_words, WORDS):
-                    word = first_word + word_of_tile
-                    mask = (row < num_rows) & (word < row_words)
-                    if MODE == LOAD:
-                        value = tl.load(in_artifact + word, mask=mask, cache_modifier=".cg")
-                        tl.store(in_page + word, value, mask=mask)
-                    elif MODE == SAVE:
-                        value = tl.load(in_page + word, mask=mask)
-                        tl.store(in_artifact + word, value, mask=mask)
-                    else:
-                        zero = tl.full((ROWS, WORDS), 0, ELEMENT)
-                        tl.store(in_page + word, zero, mask=mask)
-        index += tl.num_programs(0)
+    tiles_of_row = (row_words + WORDS - 1) // WORDS
+    num_tiles = (num_pages * num_rows + ROWS - 1) // ROWS * tiles_of_row
+    tile = tl.program_id(0).to(tl.int64)
+    while tile < num_tiles:
+        number = (tile // tiles_of_row) * ROWS + tl.arange(0, ROWS)
+        word = (tile % tiles_of_row).to(tl.int32) * WORDS + tl.arange(0, WORDS)[None, :]
+        index = number // num_rows
+        row = (number % num_rows).to(tl.int32)
+        block = tl.load(ids + index, mask=index < num_pages, other=0)
+        mask = (block != 0)[:, None] & (word < row_words)
+        outer = row // third
+        in_page = pages + block * block_stride + (row % third) * third_stride
+        in_page += (outer % second) * second_stride + (outer // second) * first_stride
+        page_words = in_page[:, None] + word
+        if MODE == CLEAR:
+            tl.store(page_words, tl.full((ROWS, WORDS), 0, ELEMENT), mask=mask)
+        else:
+            stored = tl.load(sources + index // artifact_pages, mask=block != 0, other=0)
+            stored += offset + (index % artifact_pages) * pitch
+            in_artifact = tl.multiple_of(stored.to(pointer), ALIGNMENT) + row * row_words
+            stored_words = in_artifact[:, None] + word
+            if MODE == LOAD:
+                value = tl.load(stored_words, mask=mask, cache_modifier=".cg")
+                tl.store(page_words, value, mask=mask)
+            else:
+                tl.store(stored_words, tl.load(page_words, mask=mask), mask=mask)
+        tile += tl.num_programs(0)
 
 
-@triton.jit
+# Numbers are not specialized: a launch with other numbers must not be compiled again.
+@triton.jit(
+    do_not_specialize=[
+        *("source", "page_stride", "row_stride", "table_stride"),
+        *("target", "target_stride", "num_indices", "indices_per_request", "row_bytes"),
+    ],
+    do_not_specialize_on_alignment=["indices", "block_table"],
+)
 def gather_rows(
-    source,  # address of row 0, int64
-    source_stride,  # bytes, int64
-    rows,  # [num_rows] int32 or int64; negative: the row becomes zeros
-    target,  # address, int64
-    target_stride,  # bytes, int64
-    num_rows,
-    row_bytes,
+    source: tl.int64,  # address of row 0
+    page_stride: tl.int64,  # bytes
+    row_stride: tl.int64,  # bytes
+    indices,  # [num_indices] int32 or int64; negative: the row becomes zeros
+    block_table,  # [requests, ...] int32 or int64
+    table_stride: tl.int64,  # entries
+    target: tl.int64,  # address
+    target_stride: tl.int64,  # bytes
+    num_indices: tl.int64,
+    indices_per_request: tl.int64,
+    row_bytes: tl.int64,
+    PAGE_ROWS: tl.constexpr,  # rows of a page; 0: the source has no pages
     ELEMENT: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,  # of every address, in bytes
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Copy rows by an index list on the device. A tile has ROWS rows of WORDS elements."""
+    """Copy the rows at a list of indices, one tile of ROWS rows per program.
+
+    A page is found in the row of the block table that belongs to the index's request.
+    """
     element_bytes: tl.constexpr = ELEMENT.primitive_bitwidth // 8
     multiple: tl.constexpr = ALIGNMENT // element_bytes
     pointer: tl.constexpr = tl.pointer_type(ELEMENT)
-    row_words = tl.multiple_of(row_bytes // element_bytes, multiple)
-    source_words = tl.multiple_of(source_stride // element_bytes, multiple)
+    row_words = tl.multiple_of((row_bytes // element_bytes).to(tl.int32), multiple)
+    page_words = tl.multiple_of(page_stride // element_bytes, multiple)
+    source_words = tl.multiple_of(row_stride // element_bytes, multiple)
     target_words = tl.multiple_of(target_stride // element_bytes, multiple)
-    source_row = tl.multiple_of(source.to(pointer), ALIGNMENT)
-    target_row = tl.multiple_of(target.to(pointer), ALIGNMENT)
-    word_of_tile = tl.arange(0, WORDS)[None, :]
-    first_row = tl.program_id(0) * ROWS
-    while first_row < num_rows:
-        row = first_row + tl.arange(0, ROWS)
-        wanted = tl.load(rows + row, mask=row < num_rows, other=-1).to(tl.int64)[:, None]
-        row = row[:, None]
-        in_source = source_row + wanted * source_words
-        in_target = target_row + row.to(tl.int64) * target_words
-        for first_word in range(0, row_words, WORDS):
-            word = first_word + word_of_tile
-            mask = (row < num_rows) & (word < row_words)
-            value = tl.load(in_source + word, mask=mask & (wanted >= 0), other=0)
-            tl.store(in_target + word, value, mask=mask)
-        first_row += tl.num_programs(0) * ROWS
+    first_source = tl.multiple_of(source.to(pointer), ALIGNMENT)
+    first_target = tl.multiple_of(target.to(pointer), ALIGNMENT)
+
+    number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    index = tl.load(indices + number, mask=number < num_indices, other=-1).to(tl.int64)
+    wanted = index >= 0
+    if PAGE_ROWS == 0:
+        in_source = first_source + index[:, None] * source_words
+    else:
+        table = block_table + number // indices_per_request * table_stride
+        page = tl.load(table + index // PAGE_ROWS, mask=wanted, other=0).to(tl.int64)
+        in_page = (index % PAGE_ROWS)[:, None] * source_words
+        in_source = first_source + page[:, None] * page_words + in_page
+    in_target = first_target + number[:, None] * target_words
+    for first_word in range(0, row_words, WORDS):
+        word = first_word + tl.arange(0, WORDS)[None, :]
+        mask = (number[:, None] < num_indices) & (word < row_words)
+        value = tl.load(in_source + word, mask=mask & wanted[:, None], other=0)
+        tl.store(in_target + word, value, mask=mask)

@@ -25,13 +25,35 @@ Int64Array = npt.NDArray[np.int64]
 
 FIELDS = int(kernels.FIELDS.value)
 _FIRST_ID, _FIRST_ARTIFACT, _NUM_PAGES = 4, 5, 6
-_TILE_WORDS = 1024
-NUM_WARPS = 8
+TILE_WORDS = 1024
 ELEMENTS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
-PROGRAMS = 96
-"""Programs of a launch, if it has fewer jobs. Each has one tile of 8 KiB under way, and a link of
-50 GB/s with a latency of 2 us needs 100 KB."""
-_MOST_PROGRAMS_PER_JOB = 16
+
+
+@dataclass(frozen=True)
+class LaunchSizes:
+    """The share of the GPU that a launch takes. A benchmark compares others with these."""
+
+    programs: int = 96
+    """Of a launch, if it has fewer jobs. Each has one tile of 8 KiB under way, and a link of
+    50 GB/s with a latency of 2 us needs 100 KB."""
+    most_programs_per_job: int = 16
+    num_warps: int = 8
+    """Of each program."""
+    max_registers: int = 128
+    """Of a thread. Without a limit ptxas aims at more programs on a multiprocessor than there
+    are, and spills registers for it."""
+
+    def programs_per_job(self, num_jobs: int) -> int:
+        """Return the first dimension of the grid."""
+        return max(1, min(self.most_programs_per_job, self.programs // num_jobs))
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Options of Triton that belong to the variant of a kernel."""
+        return {"num_warps": self.num_warps, "maxnreg": self.max_registers}
+
+
+LAUNCH_SIZES = LaunchSizes()
 
 
 class Mode(IntEnum):
@@ -57,10 +79,10 @@ class Tile(NamedTuple):
         return min(8, self.alignment)
 
     @classmethod
-    def of(cls, row_bytes: int, num_rows: int, alignment: int) -> Tile:
-        """Return the variant for pages with such rows."""
-        words = min(_TILE_WORDS, _power_of_two(row_bytes // min(8, alignment)))
-        return cls(alignment, min(_TILE_WORDS // words, _power_of_two(num_rows)), words)
+    def of(cls, row_bytes: int, alignment: int, num_words: int = TILE_WORDS) -> Tile:
+        """Return the variant for such rows. `num_words`: elements of the tile."""
+        words = min(num_words, _power_of_two(row_bytes // min(8, alignment)))
+        return cls(alignment, num_words // words, words)
 
 
 @dataclass(frozen=True)
@@ -78,7 +100,7 @@ class Job:
     def tile(self, addresses_alignment: int) -> Tile:
         """Return the variant, for artifacts at addresses of this alignment."""
         alignment = gcd(self.pages.alignment, self.offset, self.pitch, addresses_alignment)
-        return Tile.of(self.pages.row_bytes, self.pages.num_rows, alignment)
+        return Tile.of(self.pages.row_bytes, alignment)
 
     def row(self) -> list[int]:
         """Return the job's values for the kernel, without its place in the index arrays."""
@@ -160,10 +182,16 @@ def plan_moves(parts: Iterable[Part], num_batches: int = 1) -> Moves:
 class PageMover:
     """Launches moves on one device, on torch's current stream."""
 
-    def __init__(self, device: torch.device, kernel: Any = kernels.move_pages) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        kernel: Any = kernels.move_pages,
+        sizes: LaunchSizes = LAUNCH_SIZES,
+    ) -> None:
         """`kernel`: another way to run it, such as Triton's interpreter."""
         self._device = device
         self._kernel = kernel
+        self._sizes = sizes
 
     def upload(self, moves: Moves) -> torch.Tensor:
         """Copy the moves' data to the device, without waiting."""
@@ -176,7 +204,7 @@ class PageMover:
         """Issue the launches of one batch. `data` is what `upload` returned."""
         for tile, first, stop in moves.batches[batch]:
             self._run(
-                (_programs_per_job(stop - first), stop - first),
+                (self._sizes.programs_per_job(stop - first), stop - first),
                 data[first * FIELDS :],
                 data[moves.ids_at :],
                 data[moves.addresses_at :],
@@ -202,17 +230,13 @@ class PageMover:
             ALIGNMENT=tile.alignment,
             ROWS=tile.rows,
             WORDS=tile.words,
-            num_warps=NUM_WARPS,
+            **self._sizes.options,
         )
 
 
 def alignment_of(addresses: Int64Array) -> int:
     """Return the largest power of two up to 16 that divides all addresses."""
     return gcd(16, int(np.bitwise_or.reduce(addresses, initial=0)))
-
-
-def _programs_per_job(jobs: int) -> int:
-    return max(1, min(_MOST_PROGRAMS_PER_JOB, PROGRAMS // jobs))
 
 
 def _padded(arrays: Sequence[Int64Array]) -> Int64Array:
