@@ -29,7 +29,6 @@ LEFT_TO_VLLM = {
     "get_finished_count": "every rank reports",
     "get_loaded_kv_cache_group_ids": "a restore is complete in all groups",
     "get_mem_pool_context": "vLLM's own memory is used",
-    "get_required_kvcache_layout": "every layout is taken",
     "has_pending_block_frees": "no block is kept after its request",
     "register_finished_partial_tail": "the last page is copied, not kept",
     "restore_kv_caches": "pages come back at the same addresses",

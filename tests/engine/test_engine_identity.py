@@ -23,6 +23,7 @@ from hetero_connector import machine
 from hetero_connector.artifacts.identity import Fingerprint
 from hetero_connector.engine.startup import rounding as rounding_module
 from hetero_connector.engine.startup.engine_identity import check_supported, fingerprint
+from hetero_connector.engine.startup.heads import equal_on_all_ranks
 from hetero_connector.engine.startup.rendezvous import WorkerGeometry
 from hetero_connector.engine.startup.rounding import SHARED, rounding
 from hetero_connector.errors import UnsupportedModelError
@@ -325,6 +326,18 @@ def test_half_a_role_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch, ro
             check_supported(config)
     with pytest.raises(UnsupportedModelError, match=f'\'{role}\'.*set "kv_role": "kv_both"'):
         check_supported(config)
+
+
+def test_weights_that_each_rank_quantises_differ_between_ranks(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert equal_on_all_ranks(config, "cuda")
+    monkeypatch.setattr(config.model_config, "quantization", "fp8")
+    assert not equal_on_all_ranks(config, "cuda")
+    stored = {"quant_method": "fp8"}
+    monkeypatch.setattr(config.model_config.hf_config, "quantization_config", stored, raising=False)
+    assert equal_on_all_ranks(config, "cuda")
+    assert not equal_on_all_ranks(config, "cpu")
 
 
 def test_hisparse_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ def engine_with(
     arch = SimpleNamespace(per_layer_overrides=None)
     model = SimpleNamespace(
         quantization=quantization,
-        is_quantized=lambda: is_stored_so,
+        is_quantized=is_stored_so,
         hf_text_config=SimpleNamespace(to_dict=lambda: text),
         get_total_num_kv_heads=lambda: text["num_key_value_heads"],
         model_arch_config=arch,

@@ -106,7 +106,7 @@ def equal_on_all_ranks(config: VllmConfig, platform: str) -> bool:
     are the same unless a rank quantises them itself: the scale then depends on its other heads.
     """
     model = config.model_config
-    return platform == "cuda" and (model.quantization is None or model.is_quantized())
+    return platform == "cuda" and (model.quantization is None or model.is_quantized)
 
 
 def preferred_layout(config: VllmConfig) -> str | None:
