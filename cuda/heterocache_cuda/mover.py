@@ -113,6 +113,18 @@ class Job:
         ]
 
 
+class Field(IntEnum):
+    """The place of a value in `Job.row`."""
+
+    ADDRESS = 0
+    BLOCK_STRIDE = 1
+    OFFSET = 2
+    PITCH = 3
+    ARTIFACT_PAGES = 7
+    ROW_BYTES = 8
+    NUM_ROWS = 9
+
+
 class Part(NamedTuple):
     """Jobs that share artifacts, with their pages."""
 
