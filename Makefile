@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE := 1
 # Two processes; tests that share an engine run in the same one, see tests/engine/conftest.py.
 ON_ENGINE := -n 2 --dist loadgroup --no-loadscope-reorder
 
-ON_SECOND_RUNNER := $(addprefix tests/engine/test_,exactness.py async_scheduling.py situations.py full_steps.py)
+ON_SECOND_RUNNER := $(addprefix tests/engine/test_,exactness.py async_scheduling.py situations.py full_steps.py draft_models.py)
 NEWER_VLLM := $(RUN) scripts/with_vllm.py 0.33.0
 
 .PHONY: help venv demo check test test-fast test-engine test-second-runner test-newer-vllm test-search test-slow test-faults lint format bench docs clean
@@ -52,7 +52,7 @@ test-newer-vllm: venv  ## Engine tests on vLLM 0.33, its Python files over the C
 	$(NEWER_VLLM) pytest -q tests/test_vllm_api.py tests/test_vllm_types.py
 	$(NEWER_VLLM) pytest -q $(ON_ENGINE) -m "engine and not slow"
 	PYTHONPATH=tests/second_runner $(NEWER_VLLM) pytest -q $(ON_ENGINE) -p second_runner -m "engine and not slow" \
-		-k "not (deepseek_v4 or gptoss)" $(ON_SECOND_RUNNER) tests/engine/test_draft_models.py
+		-k "not (deepseek_v4 or gptoss)" $(ON_SECOND_RUNNER)
 
 test-search: venv  ## The fast tests, property tests with new examples
 	$(RUN) -m pytest -q -n 2 --dist worksteal -m "not engine and not slow" --hypothesis-profile=search

@@ -10,9 +10,9 @@ SUPPORTED_VLLM = {
         "which is the default on CUDA."
     ),
     "0.33": (
-        "The same engine tests with both model runners, on the Python files of the CUDA wheel of "
-        "0.33.0 over the CPU kernels of 0.32 (`make test-newer-vllm`): it has no CPU build. Its "
-        "CUDA kernels have not run."
+        "The engine tests, some of them with the second model runner, too, on the Python files of "
+        "the CUDA wheel of 0.33.0 over the CPU kernels of 0.32 (`make test-newer-vllm`): it has no "
+        "CPU build. Its CUDA kernels have not run."
     ),
 }
 """The supported versions, oldest first, and what was tested on each."""

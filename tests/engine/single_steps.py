@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
+
+import pytest
 
 from hetero_connector.connector import HeteroConnector
 
@@ -35,3 +38,30 @@ def worker_connector() -> HeteroConnector:
     connector = get_kv_transfer_group()
     assert isinstance(connector, HeteroConnector)
     return connector
+
+
+WORKER_HOOKS = (
+    "handle_preemptions",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "wait_for_save",
+    "get_transfer_results",
+    "get_block_ids_with_load_errors",
+    "build_connector_worker_meta",
+)
+
+
+def hooks_of_next_step(llm: Any) -> list[str]:
+    """Run a step; return the worker's hooks in the order in which each was called first."""
+    connector, called = worker_connector(), list[str]()
+
+    def call(name: str, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        called.append(name)
+        return hook(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in WORKER_HOOKS:
+            patch.setattr(connector, name, partial(call, name, getattr(connector, name)))
+        step(llm)
+    return list(dict.fromkeys(called))

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
 from safetensors.torch import load_file, save_file
 
 from examples.checkpoints import write_checkpoint
@@ -33,7 +34,7 @@ from tests.engine.harness import (
     scheduler_side,
     sealed,
 )
-from tests.engine.single_steps import add, step
+from tests.engine.single_steps import add, hooks_of_next_step, step
 
 pytestmark = pytest.mark.engine
 
@@ -138,3 +139,19 @@ def test_a_step_without_the_drafter_may_load(llm: Any) -> None:
     assert len(finished) == 2
     assert metric("heterocache_hit_tokens_total") - hits >= 992
     assert_no_leaks(llm)
+
+
+def test_the_order_of_the_workers_hooks(llm: Any) -> None:
+    """As in `docs/internals/hooks.md`: when vLLM takes a step's results, and when it ends it."""
+    is_second = llm.llm_engine.vllm_config.use_v2_model_runner
+    ends_first = is_second and vllm.__version__.startswith("0.32.")
+    add(llm, prompt_tokens(100, seed=8), max_tokens=2)
+    called = hooks_of_next_step(llm)
+    step(llm, 4)
+    results = called.index("get_transfer_results"), called.index("build_connector_worker_meta")
+    if ends_first:
+        assert called.index("wait_for_save") < min(results)
+    else:
+        assert called[-1] == "wait_for_save"
+    assert called[0] == "handle_preemptions"
+    assert called.index("save_kv_layer") < called.index("start_load_kv") < min(results)

@@ -28,7 +28,7 @@ from tests.engine.harness import (
     settle,
     shared_arguments,
 )
-from tests.engine.single_steps import add, step, worker_connector
+from tests.engine.single_steps import add, hooks_of_next_step, step, worker_connector
 
 pytestmark = pytest.mark.engine
 
@@ -259,3 +259,21 @@ def test_several_samples_of_one_prompt(llm: Any, reference: Completion) -> None:
     with no_restores(llm):
         assert samples() == restored
     assert len({tuple(sample) for sample in restored}) == 3
+
+
+def test_the_order_of_the_workers_hooks(llm: Any, model: str, reference: Completion) -> None:
+    """As in `docs/internals/hooks.md`, in a step that loads and in one that does not."""
+    ends = ["start_load_kv", "wait_for_save", "get_transfer_results"]
+    ends += ["get_block_ids_with_load_errors", "build_connector_worker_meta"]
+    add(llm, prompt_tokens(100, seed=8), max_tokens=4)
+    without = [x for x in hooks_of_next_step(llm) if "layer" not in x]
+    assert without == ["handle_preemptions", *ends]
+    add(llm, PROMPT, max_tokens=2)
+    loading = hooks_of_next_step(llm)
+    if model == "qwen3_next":  # loads between steps
+        assert loading[-5:] == ends
+    else:
+        assert loading[:2] == ["handle_preemptions", "start_load_kv"]
+        assert loading[-4:] == ends[1:]
+    while llm.llm_engine.has_unfinished_requests():
+        step(llm)
