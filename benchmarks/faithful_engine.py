@@ -50,7 +50,7 @@ class EngineFacts:
         return cls(
             layout.model,
             layout.chunk_tokens,
-            TierBytes(hbm, tiers.dram.geometry.count * slot_bytes, ssd * slot_bytes),
+            TierBytes(hbm, tiers.dram.geometry.num_chunks * slot_bytes, ssd * slot_bytes),
             EngineLimits(
                 config.max_num_batched_tokens,
                 config.max_num_seqs,

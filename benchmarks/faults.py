@@ -31,7 +31,7 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig, Wanted
-from hetero_connector.store.catalog.slots import SlotGeometry
+from hetero_connector.store.catalog.slot_geometry import SlotGeometry
 from hetero_connector.store.catalog.tiers import Tiers
 from hetero_connector.store.garbage import Freezer
 from hetero_connector.store.ssd.journal import Journal

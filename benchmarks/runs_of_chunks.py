@@ -24,7 +24,7 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Save, StoreConfig, Wanted
 from hetero_connector.store.catalog.catalog import Catalog
 from hetero_connector.store.catalog.eviction import LeafLru
-from hetero_connector.store.catalog.slots import SlotGeometry
+from hetero_connector.store.catalog.slot_geometry import SlotGeometry
 from hetero_connector.store.catalog.tiers import Tiers
 from ownership.simulator.state.resident import ResidentChunks
 from ownership.simulator.state.runs import ChunkSizes

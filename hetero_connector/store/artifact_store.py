@@ -30,7 +30,7 @@ from hetero_connector.store.catalog.prefetch_schedule import (
 )
 from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved, default_seconds_saved
-from hetero_connector.store.catalog.slots import SlotGeometry, dram_geometry
+from hetero_connector.store.catalog.slot_geometry import SlotGeometry, dram_geometry
 from hetero_connector.store.catalog.tiers import Tiers
 from hetero_connector.store.catalog.write_budget import WriteBudget
 from hetero_connector.store.garbage import Freezer

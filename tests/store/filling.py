@@ -36,6 +36,15 @@ CHUNK_BYTES = sum(SLOTS.values())
 FINGERPRINT = b"f" * 16
 
 
+def room_for(num_dense: int, num_windows: int) -> float:
+    """Return the chunks' worth of DRAM that holds so many artifacts of each type and no more.
+
+    One of each has a slot of its own; a zone holds one of dense state or three windows.
+    """
+    zones = num_dense - 1 + math.ceil((num_windows - 1) / 3)
+    return 1 + zones * SLOTS[DENSE] / CHUNK_BYTES
+
+
 def chain(name: str, count: int, parent: ChunkRange | None = None) -> list[ChunkRange]:
     """Return `count` full chunks after `parent`; their keys derive from `name`."""
     chunks = []
@@ -189,7 +198,7 @@ class Bench:
 
     def open(
         self,
-        dram_chunks: int = 8,
+        dram_chunks: float = 8,
         ssd_chunks: int = 16,
         prefetch_costs: PrefetchCosts = DEFAULT_COSTS,
         seconds_saved: SecondsSaved = default_seconds_saved,
@@ -203,7 +212,7 @@ class Bench:
         values: dict[str, object] = {"spill_delay_s": 0.0, **config}
         return ArtifactStore.open(
             SIZES,
-            StoreConfig(dram_chunks * CHUNK_BYTES, self.root, ssd_bytes, **values),  # type: ignore[arg-type]
+            StoreConfig(int(dram_chunks * CHUNK_BYTES), self.root, ssd_bytes, **values),  # type: ignore[arg-type]
             self.recorder,
             chunk_tokens=CHUNK,
             fingerprint=FINGERPRINT,

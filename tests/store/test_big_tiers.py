@@ -11,7 +11,7 @@ from pathlib import Path
 from hetero_connector.artifacts.record import ROOT, Tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.store.catalog.nodes import Artifact, Node, index_bytes
-from hetero_connector.store.catalog.slots import SlotGeometry
+from hetero_connector.store.catalog.slot_geometry import SlotGeometry
 from hetero_connector.store.catalog.tiers import Tiers
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.directory_lock import is_locked

@@ -28,6 +28,7 @@ from tests.store.filling import (
     ids_of,
     intact,
     put,
+    room_for,
     stored,
     until,
     wait,
@@ -134,15 +135,18 @@ def test_tools_accept_a_directory_with_missing_ranges(
     assert told.tokens == OURS[-1].end - OURS[0].start
 
 
-def test_replicas_leave_a_full_dram_and_what_rests_on_them_stays(store: ArtifactStore) -> None:
+def test_replicas_leave_a_full_dram_and_what_rests_on_them_stays(engines: Engines) -> None:
+    store = engines.open(dram_chunks=room_for(9, 7))
     hold(store)
     store.leave_to_ssd()
-    others = chain("others", 8)
-    put(store, others)
-    assert stored(store, others) == 8, "no replica is kept in place"
+    others = chain("others", 9)
+    put(store, others[:7])
+    put(store, others[7:], {DENSE: SIZES[DENSE]})
+    assert stored(store, others) == 9, "no replica is kept in place"
     assert held(store, CHAIN) == [False] * 3 + [True] * 3
     assert on_ssd(store) >= set(ids_of(OURS))
     store.check_integrity()
+    store.close()
 
 
 def test_an_expired_replica_leaves_before_all_else_though_something_on_ssd_rests_on_it(

@@ -17,7 +17,7 @@ from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, StoreConfig, Wanted
 from hetero_connector.store.catalog.restore import Restore
-from hetero_connector.store.catalog.slots import SlotGeometry
+from hetero_connector.store.catalog.slot_geometry import SlotGeometry
 from hetero_connector.store.peers.card import PeerCard
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.store.peers.slot_table import SlotTable, table_bytes
@@ -425,16 +425,48 @@ def test_without_peers_to_be_had_the_store_says_so_once_and_works(
     store.close()
 
 
+def test_a_slot_whose_bytes_another_type_has_is_known_by_its_generation(
+    fleet: Fleet, owner: ArtifactStore, reader: ArtifactStore
+) -> None:
+    copies = exports(owner, 8)
+    put(owner, chain("b", 10), {DENSE: SIZES[DENSE]})
+    pool = owner.catalog.tiers.dram
+    assert pool.num_used(DENSE) == 10, "every zone has dense state now"
+    restore = wait(fetch(reader, copies))
+    windows = ids_of(CHUNKS[2:], [WINDOW])  # two others are where dense state does not fit
+    assert [restore.failed[x] for x in windows] == [Failure.REUSED] * 2
+    restore.release()
+
+
 GEOMETRY = SlotGeometry(5, {DENSE: 12_288, WINDOW: 4_096})
+ZONES = SlotGeometry(1, {DENSE: 12_288, WINDOW: 4_096}, 12_288, 40_960)
 
 
-def test_a_card_comes_back_as_it_was_and_nothing_else_is_one() -> None:
-    card = PeerCard(GEOMETRY, b"agent")
+def test_a_card_finds_a_slot_by_its_place() -> None:
+    card = PeerCard(ZONES, b"agent")
+    for kind, stride in ZONES.stride_bytes.items():
+        for slot in range(ZONES.num_slots(kind)):
+            copy = PeerCopy(OWNER, ZONES.offset(kind, slot), 1, stride, b"")
+            assert card.slot_of(kind, copy) == slot
+            for wrong in (replace(copy, size_bytes=stride + 1), replace(copy, size_bytes=0)):
+                with pytest.raises(PeerError):
+                    card.slot_of(kind, wrong)
+        for at in (-4_096, 2_048, ZONES.size_bytes, 1 << 62):
+            with pytest.raises(PeerError):
+                card.slot_of(kind, PeerCopy(OWNER, at, 1, stride, b""))
+
+
+@pytest.mark.parametrize("geometry", [GEOMETRY, ZONES])
+def test_a_card_comes_back_as_it_was_and_nothing_else_is_one(geometry: SlotGeometry) -> None:
+    card = PeerCard(geometry, b"agent")
     data = card.encode()
     assert PeerCard.decode(data) == card
-    hostile = [b"", data[:5], data[:-5], b"XXXX" + data[4:], data[:4] + b"\2" + data[5:]]
+    hostile = [b"", data[:5], data[:-5], b"XXXX" + data[4:], data[:4] + b"\1" + data[5:]]
     hostile += [PeerCard(SlotGeometry(n, {DENSE: 4_096}), b"a").encode() for n in (0, 1 << 60)]
     hostile += [PeerCard(SlotGeometry(1, {DENSE: n}), b"a").encode() for n in (0, 4_095)]
+    strides = {DENSE: 12_288, WINDOW: 4_096}
+    zones = [(0, 40_960), (8_192, 40_960), (12_289, 40_960), (12_288, 40_961), (12_288, 1 << 60)]
+    hostile += [PeerCard(SlotGeometry(1, strides, *cut), b"a").encode() for cut in zones]
     for wrong in hostile:
         with pytest.raises(PeerError):
             PeerCard.decode(wrong)

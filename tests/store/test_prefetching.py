@@ -28,6 +28,7 @@ from tests.store.filling import (
     ids_of,
     intact,
     put,
+    room_for,
     until,
     wait,
 )
@@ -48,7 +49,7 @@ class Stage:
         self.used_within: Callable[[float, float], float] = lambda idle_s, within_s: 0.0
         self.store: ArtifactStore
 
-    def open(self, dram_chunks: int = 8, **config: object) -> "Stage":
+    def open(self, dram_chunks: float = 8, **config: object) -> "Stage":
         costs = PrefetchCosts(
             used_within=lambda idle_s, within_s: self.used_within(idle_s, within_s)
         )
@@ -275,7 +276,7 @@ def in_dram(stage: Stage, chunks: list[ChunkRange]) -> None:
 
 
 def test_what_is_worth_more_is_not_displaced(stage: Stage) -> None:
-    stage = reopened(stage, dram_chunks=4)
+    stage = reopened(stage, dram_chunks=room_for(4, 1))
     stage.on_ssd_only(A, B)
     in_dram(stage, B)
     stage.used_within = lambda idle_s, within_s: 0.9
@@ -292,7 +293,7 @@ def test_what_is_worth_more_is_not_displaced(stage: Stage) -> None:
 
 
 def test_free_slots_are_taken_whatever_the_rest_is_worth(stage: Stage) -> None:
-    stage = reopened(stage, dram_chunks=6)
+    stage = reopened(stage, dram_chunks=room_for(6, 1))
     stage.used_within = lambda idle_s, within_s: 1.0
     stage.on_ssd_only(A, B)
     in_dram(stage, B)
@@ -378,7 +379,7 @@ def test_a_chain_does_not_displace_itself(stage: Stage) -> None:
 
 
 def test_one_staged_session_does_not_displace_a_likelier_one(stage: Stage) -> None:
-    stage = reopened(stage, dram_chunks=4)
+    stage = reopened(stage, dram_chunks=room_for(4, 1))
     stage.on_ssd_only(A, B)
     stage.expect(A, 0.0, 10.0, probability=0.8)
     stage.rounds()
@@ -393,7 +394,7 @@ def test_one_staged_session_does_not_displace_a_likelier_one(stage: Stage) -> No
 
 
 def test_who_does_not_come_is_counted_and_leaves_first(stage: Stage) -> None:
-    stage = reopened(stage, dram_chunks=8)
+    stage = reopened(stage, dram_chunks=room_for(8, 4))
     stage.on_ssd_only(A, B)
     in_dram(stage, B)
     stage.expect(A, 0.0, 10.0)

@@ -1,4 +1,6 @@
 import itertools
+from array import array
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import settings
@@ -7,9 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hetero_connector.artifacts.record import SlotRef, Tier
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.catalog.slots import SlotGeometry, SlotPool
+from hetero_connector.store.catalog.slot_geometry import SlotGeometry
+from hetero_connector.store.catalog.slots import SlotPool
 
-A, B = StateType.DENSE_KV, StateType.WINDOW_SWA
+A, B, C = StateType.DENSE_KV, StateType.WINDOW_SWA, StateType.MLA_LATENT
 
 
 def test_geometry_rounds_slots_up_and_gives_every_type_the_same_number() -> None:
@@ -134,3 +137,107 @@ class SlotMachine(RuleBasedStateMachine):
 
 SlotMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestSlotMachine = SlotMachine.TestCase
+
+
+class ZoneMachine(RuleBasedStateMachine):
+    """Zones against a model: bytes have one user, and a slot that lost its bytes says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.geometry = SlotGeometry.by_use({A: 8192, C: 4096, B: 20_000}, 36_864 + 110_000)
+        words = {t: memoryview(array("Q", [0] * self.geometry.num_slots(t))) for t in (A, B, C)}
+        self.words = words
+        self.pool = SlotPool(Tier.DRAM, self.geometry, words.__getitem__)
+        self.used: list[SlotRef] = []
+        self.holds: list[SlotRef] = []
+        self.last: dict[tuple[StateType, int], int] = {}
+        self.gone: list[SlotRef] = []
+        """Released slots whose bytes another slot has been given since."""
+
+    def span(self, kind: StateType, slot: int) -> tuple[int, int]:
+        start = self.geometry.offset(kind, slot)
+        return start, start + self.geometry.stride_bytes[kind]
+
+    def overlapping(self, ref: SlotRef, others: Iterable[tuple[StateType, int]]) -> list[object]:
+        start, end = self.span(ref.state_type, ref.slot)
+        spans = ((other, self.span(*other)) for other in others)
+        return [other for other, (low, high) in spans if low < end and start < high]
+
+    def busy(self) -> set[tuple[StateType, int]]:
+        return {(r.state_type, r.slot) for r in (*self.used, *self.holds)}
+
+    def possible(self, kind: StateType) -> bool:
+        """Return whether a slot of the type is free, by the model."""
+        busy, geometry = self.busy(), self.geometry
+        bundle = geometry.bundle_with(kind)
+        in_zones: dict[int, set[StateType]] = {}
+        for other, slot in busy:
+            in_zones.setdefault(geometry.zone_of(other, slot), set()).add(other)
+        return any(
+            (kind, slot) not in busy and (zone < 0 or in_zones.get(zone, set()) <= set(bundle))
+            for slot in range(geometry.num_slots(kind))
+            for zone in (geometry.zone_of(kind, slot),)
+        )
+
+    @rule(kind=st.sampled_from([A, B, C]), data=st.data())
+    def take(self, kind: StateType, data: st.DataObject) -> None:
+        own = [r for r in self.used if r.state_type is kind]
+        after = data.draw(st.sampled_from([None, *own]))
+        possible, busy = self.possible(kind), self.busy()
+        ref = self.pool.take(kind, after)
+        assert (ref is not None) == possible
+        if ref is None:
+            return
+        assert not self.overlapping(ref, busy), "two users of the same bytes"
+        assert ref.generation > self.last.get((kind, ref.slot), 0)
+        assert self.words[kind][ref.slot] == ref.generation
+        if after is not None:
+            zone = self.geometry.zone_of(kind, after.slot)
+            following = (kind, after.slot + 1)
+            slots = self.geometry.slots_in_zone(kind, zone)
+            is_in_zone = 0 <= after.slot + 1 - self.geometry.first_slot(kind, zone) < slots
+            if zone >= 0 and is_in_zone and following not in busy:
+                assert ref.slot == after.slot + 1, "neighbours in a chain are neighbours here"
+        others = [key for key in self.last if key != (kind, ref.slot)]
+        self.gone += [
+            SlotRef(Tier.DRAM, *key, self.last[key]) for key in self.overlapping(ref, others)
+        ]
+        self.last[kind, ref.slot] = ref.generation
+        self.used.append(ref)
+
+    @precondition(lambda self: self.used)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        ref = data.draw(st.sampled_from(self.used))
+        self.used.remove(ref)
+        self.pool.release(ref)
+
+    @precondition(lambda self: self.used)
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        ref = data.draw(st.sampled_from(self.used))
+        self.holds.append(ref)
+        self.pool.begin_transfer(ref)
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def unhold(self, data: st.DataObject) -> None:
+        ref = data.draw(st.sampled_from(self.holds))
+        self.holds.remove(ref)
+        self.pool.end_transfer(ref)
+
+    @invariant()
+    def whoever_knows_an_old_generation_sees_another(self) -> None:
+        for ref in self.gone:
+            assert self.words[ref.state_type][ref.slot] > ref.generation
+
+    @invariant()
+    def counts_agree(self) -> None:
+        self.pool.check_integrity()
+        for kind in (A, B, C):
+            assert self.pool.num_used(kind) == sum(r.state_type is kind for r in self.used)
+            assert (self.pool.num_free(kind) > 0) == self.possible(kind)
+
+
+ZoneMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
+TestZoneMachine = ZoneMachine.TestCase

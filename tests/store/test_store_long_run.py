@@ -16,7 +16,7 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.store import io_thread
 from hetero_connector.store.base import StoreConfig
 from hetero_connector.store.catalog.catalog import Catalog
-from hetero_connector.store.catalog.slots import SlotGeometry
+from hetero_connector.store.catalog.slot_geometry import SlotGeometry
 from hetero_connector.store.catalog.tiers import Tiers
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.health import WriteHealth

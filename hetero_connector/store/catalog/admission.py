@@ -20,7 +20,7 @@ from itertools import groupby
 
 from hetero_connector.spec.state_types import Family
 from hetero_connector.store.catalog.nodes import Artifact, Node
-from hetero_connector.store.catalog.slots import padded
+from hetero_connector.store.catalog.slot_geometry import padded
 from hetero_connector.store.catalog.write_budget import WriteBudget
 
 _FREE_FROM = 0.5

@@ -219,7 +219,7 @@ class Catalog:
         for artifact in artifacts:
             artifact.pins = 1
         for artifact in artifacts:
-            ref = self.tiers.take_dram(artifact.state_type)
+            ref = self.tiers.take_dram(artifact)
             if ref is None:
                 self.loads.count_failure(Failure.NO_SLOT, Tier.DRAM)
                 self._undo(artifacts)

@@ -191,7 +191,7 @@ class LeafFirst:
 
     def soon(self, count: int) -> list[Artifact]:
         """See `EvictionPolicy.soon`."""
-        return self._leaves.low(count)
+        return self._leaves.low(count) or self._backed.low(count)
 
     def clear(self) -> None:
         """Forget every artifact."""
@@ -313,6 +313,11 @@ class UsersLast:
         """See `EvictionPolicy.soon`. Without what has been set aside."""
         return self._first.soon(count)
 
+    @property
+    def lowest(self) -> Artifact | None:
+        """Return about the next victim, which may be blocked; None if there is none."""
+        return next(iter(self._first.soon(1) or self._last.soon(1)), None)
+
     def clear(self) -> None:
         """See `EvictionPolicy.clear`."""
         self._first.clear()
@@ -350,6 +355,10 @@ class EvictFirst:
         for artifact in artifacts:
             for tier in (Tier.DRAM, Tier.SSD):
                 self._places[tier, artifact.state_type].pop(artifact, None)
+
+    def has_any(self, tier: Tier, state_type: StateType) -> bool:
+        """Return whether anything is to leave first, though it may be blocked by now."""
+        return bool(self._places.get((tier, state_type)))
 
     def pop(
         self,

@@ -228,7 +228,7 @@ class Prefetcher:
         gain_s = job.expected.probability * job.worth_s[artifact.state_type]
         within_s = job.expected.latest_s - self._clock()
         target = self._tiers.take_dram(
-            artifact.state_type, lambda victim: self._loss_s(victim, within_s) >= gain_s
+            artifact, lambda victim: self._loss_s(victim, within_s) >= gain_s
         )
         if target is None:
             self._tiers.unpin(artifact)

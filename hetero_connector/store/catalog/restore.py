@@ -232,7 +232,7 @@ class Restore:
         artifact = tiers.index.add(chunk, kind, copy.size_bytes)
         artifact.replica = not copy.storage  # what a dead engine left becomes ours
         artifact.pins = 1
-        target = tiers.take_dram(kind)
+        target = tiers.take_dram(artifact)
         if target is None:
             tiers.forget(artifact)
             tiers.unpin(artifact)
@@ -255,7 +255,7 @@ class Restore:
         artifact.pins += 1
         target = None
         if is_on_ssd_alone:
-            target = tiers.take_dram(artifact.state_type)
+            target = tiers.take_dram(artifact)
             if target is None:
                 tiers.unpin(artifact)
                 return Failure.NO_SLOT, Tier.DRAM

@@ -11,23 +11,28 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 
 from hetero_connector.artifacts.record import ArtifactId, SlotRef, StoredChunk, Tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import Family, StateType
 from hetero_connector.store.base import EvictionName
 from hetero_connector.store.catalog.evictability import Evictability
-from hetero_connector.store.catalog.eviction import EvictFirst, UsersLast, make_policy
+from hetero_connector.store.catalog.eviction import EvictFirst, UsersLast, make_policy, recency
 from hetero_connector.store.catalog.exports import ExportFeed
 from hetero_connector.store.catalog.index import PrefixIndex
 from hetero_connector.store.catalog.nodes import Artifact, Node
 from hetero_connector.store.catalog.pins import ChainPin, ChainPins
 from hetero_connector.store.catalog.prefetch_schedule import Prefetched
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved, default_seconds_saved
-from hetero_connector.store.catalog.slots import Generations, SlotGeometry, SlotPool
+from hetero_connector.store.catalog.slot_geometry import SlotGeometry
+from hetero_connector.store.catalog.slots import Generations, SlotPool
 
 _SHORT = 8
 """A tier with less than one in so many slots free is about to evict."""
+_MAX_EVICTED = 64
+"""Artifacts of other types that leave for one slot at most: a millisecond of the engine's time."""
 
 
 @dataclass(frozen=True)
@@ -87,23 +92,37 @@ class Tiers:
         return self._tick
 
     def take_dram(
-        self, state_type: StateType, spares: Callable[[Artifact], bool] | None = None
+        self, artifact: Artifact, spares: Callable[[Artifact], bool] | None = None
     ) -> SlotRef | None:
-        """Take a DRAM slot, evicting as needed; None if all artifacts of the type are blocked.
+        """Take a DRAM slot for an artifact, evicting as needed; None if all others are blocked.
 
-        `spares`: asked about the next victim; if it returns True the victim stays and the result
-        is None.
+        What was used longest ago leaves: of the artifact's own type, or of others until a zone is
+        free. `spares`: asked about the next victim of its own type, the only one that may leave
+        then; if it returns True the victim stays and the result is None.
         """
-        while (ref := self.dram.take(state_type)) is None:
-            victim = self._pop(Tier.DRAM, state_type, spares)
+        kind, parent = artifact.state_type, artifact.node.parent
+        above = None if parent is None else parent.artifacts.get(kind)
+        after = None if above is None else above.dram
+        while (ref := self.dram.take(kind, after)) is None:
+            victim = self._pop_first(Tier.DRAM, kind)
+            if victim is None:
+                victim = self._pop_ranked(Tier.DRAM, kind)
+                if victim is not None and spares is not None and spares(victim):
+                    self._offer(victim)
+                    return None
+                if spares is None and self._evict_others(kind, victim):
+                    if victim is not None:
+                        self._offer(victim)
+                    continue
             if victim is None:
                 return None
-            self._evict(victim, Tier.DRAM)
+            if victim.sealed:  # else it was forgotten with the last of its chunk
+                self._evict(victim, Tier.DRAM)
         return ref
 
     def evict_ssd(self, state_type: StateType) -> bool:
         """Evict from SSD; False if nothing can be. The slot is free once its row is forgotten."""
-        victim = self._pop(Tier.SSD, state_type)
+        victim = self._pop_first(Tier.SSD, state_type) or self._pop_ranked(Tier.SSD, state_type)
         if victim is not None:
             self._evict(victim, Tier.SSD)
         return victim is not None
@@ -209,7 +228,7 @@ class Tiers:
         """Return our own chunks among the next to leave a full DRAM tier, about `count` a type."""
         found: dict[Node, None] = {}
         for kind in self.dram.geometry.stride_bytes:
-            if self.dram.num_free(kind) * _SHORT <= self.dram.geometry.count:
+            if self.dram.num_free(kind) * _SHORT <= self.dram.geometry.num_slots(kind):
                 for artifact in self._policies[Tier.DRAM, kind].soon(count):
                     is_leaf = self.index.evictability(artifact, Tier.DRAM) is Evictability.FREE
                     if is_leaf and not artifact.replica:
@@ -288,18 +307,9 @@ class Tiers:
             self.dram.release(artifact.dram)
             artifact.dram = None
 
-    def _pop(
-        self,
-        tier: Tier,
-        state_type: StateType,
-        spares: Callable[[Artifact], bool] | None = None,
-    ) -> Artifact | None:
-        def evictability(artifact: Artifact) -> Evictability:
-            if self._pins.pass_over(artifact):
-                return Evictability.BLOCKED
-            return self.index.evictability(artifact, tier)
-
-        victim = self.evict_first.pop(tier, state_type, evictability)
+    def _pop_first(self, tier: Tier, state_type: StateType) -> Artifact | None:
+        """Take out the next artifact that leaves before all others."""
+        victim = self.evict_first.pop(tier, state_type, partial(self._evictability, tier))
         if victim is not None:
             self._recorder.add(
                 "heterocache_evicted_first_bytes",
@@ -307,12 +317,51 @@ class Tiers:
                 tier=tier.value,
                 state_type=state_type.value,
             )
-            return victim
-        victim = self._policies[tier, state_type].pop(evictability)
-        if victim is not None and spares is not None and spares(victim):
-            self._offer(victim)
-            return None
         return victim
+
+    def _pop_ranked(self, tier: Tier, state_type: StateType) -> Artifact | None:
+        """Take out the next victim of the eviction policy."""
+        return self._policies[tier, state_type].pop(partial(self._evictability, tier))
+
+    def _evictability(self, tier: Tier, artifact: Artifact) -> Evictability:
+        if self._pins.pass_over(artifact):
+            return Evictability.BLOCKED
+        return self.index.evictability(artifact, tier)
+
+    def _next_rank(self, state_type: StateType) -> tuple[bool, float, int]:
+        """Return about the rank of the type's next victim in DRAM; the highest without one."""
+        if self.evict_first.has_any(Tier.DRAM, state_type):
+            return (False, -1, 0)
+        lowest = self._policies[Tier.DRAM, state_type].lowest
+        return (True, inf, 0) if lowest is None else _rank(lowest)
+
+    def _evict_others(self, kind: StateType, than: Artifact | None) -> bool:
+        """Evict from DRAM what other types used before `than` (None: ever), until a zone is free.
+
+        Return whether there is a slot for `kind` now. What left in vain, because its zones have
+        newer state too, has made free slots for its own types, and a start for the next call.
+        """
+        geometry = self.dram.geometry
+        if not geometry.num_zones:
+            return False
+        others = [t for t in geometry.stride_bytes if t not in geometry.bundle_with(kind)]
+        left = _MAX_EVICTED
+        while others and left and not self.dram.num_free(kind):
+            other = min(others, key=self._next_rank)
+            if than is not None and self._next_rank(other) >= _rank(than):
+                return False
+            victim = self._pop_first(Tier.DRAM, other)
+            if victim is None:
+                victim = self._pop_ranked(Tier.DRAM, other)
+                if victim is None:
+                    others.remove(other)
+                    continue
+                if than is not None and _rank(victim) >= _rank(than):
+                    self._offer(victim)  # the one that was expected is blocked
+                    continue
+            self._evict(victim, Tier.DRAM)
+            left -= 1
+        return self.dram.num_free(kind) > 0
 
     def _evict(self, victim: Artifact, tier: Tier) -> None:
         self._count_eviction(tier, victim.state_type)
@@ -346,3 +395,8 @@ class Tiers:
     def _account(self, artifact: Artifact, tier: Tier, step: int) -> None:
         self._bytes[tier, artifact.state_type] += step * artifact.size_bytes
         self._count[tier, artifact.state_type] += step
+
+
+def _rank(artifact: Artifact) -> tuple[bool, float, int]:
+    """Order artifacts of different types by what leaves first: see `eviction.recency`."""
+    return artifact.node.users > 0, *recency(artifact)

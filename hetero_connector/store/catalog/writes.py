@@ -88,7 +88,7 @@ class Writes:
         self._unsummed = ArtifactQueue[Pending]()
         """Sealed artifacts without a checksum; all of them are in `_queue` too."""
         self._queue = ArtifactQueue[Pending]()
-        self._most_chunks = max(1, tiers.dram.geometry.count // _DRAM_SHARE)
+        self._most_chunks = max(1, tiers.dram.geometry.num_chunks // _DRAM_SHARE)
 
     def __len__(self) -> int:
         """Return how many artifacts wait for their write."""

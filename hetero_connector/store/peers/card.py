@@ -2,10 +2,12 @@
 
 offset  bytes  little-endian
 0       4      b"HCPC"
-4       1      version, 1
+4       1      version, 2
 5       1      number of state types, n
-6       8      slots of each type
-14      10 n   state type's position, stride in bytes
+6       8      slots of each type outside zones
+14      8      bytes of a zone
+22      8      bytes of all zones
+30      10 n   state type's position, stride in bytes
 ...     ...    the transfer agent's metadata
 """
 
@@ -17,11 +19,11 @@ from dataclasses import dataclass
 from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.errors import PeerError
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.catalog.slots import SLOT_ALIGNMENT, SlotGeometry
+from hetero_connector.store.catalog.slot_geometry import SLOT_ALIGNMENT, SlotGeometry
 
-_HEAD = struct.Struct("<4sBBQ")
+_HEAD = struct.Struct("<4sBBQQQ")
 _TYPE = struct.Struct("<HQ")
-_MAGIC, _VERSION = b"HCPC", 1
+_MAGIC, _VERSION = b"HCPC", 2
 _MAX_BYTES = 1 << 46
 _TYPES = {t.position: t for t in StateType}
 
@@ -38,8 +40,9 @@ class PeerCard:
 
     def encode(self) -> bytes:
         """The bytes for the directory."""
-        strides = self.geometry.stride_bytes
-        head = _HEAD.pack(_MAGIC, _VERSION, len(strides), self.geometry.count)
+        cut = self.geometry
+        strides, zones = cut.stride_bytes, (cut.zone_bytes, cut.zones_bytes)
+        head = _HEAD.pack(_MAGIC, _VERSION, len(strides), cut.count, *zones)
         return head + b"".join(_TYPE.pack(t.position, n) for t, n in strides.items()) + self.agent
 
     @classmethod
@@ -47,7 +50,7 @@ class PeerCard:
         """Inverse of `encode`; PeerError for anything else."""
         if len(data) < _HEAD.size:
             raise PeerError("a peer's card is cut short")
-        magic, version, num_types, count = _HEAD.unpack_from(data)
+        magic, version, num_types, count, zone_bytes, zones_bytes = _HEAD.unpack_from(data)
         if (magic, version) != (_MAGIC, _VERSION):
             raise PeerError(f"not a peer's card of version {_VERSION}: {data[:5]!r}")
         agent_at = _HEAD.size + num_types * _TYPE.size
@@ -59,9 +62,9 @@ class PeerCard:
             if kind is None or kind in strides or not stride or stride % SLOT_ALIGNMENT:
                 raise PeerError(f"a peer's card has impossible slots: {position}, {stride} bytes")
             strides[kind] = stride
-        geometry = SlotGeometry(count, strides)
-        if not 0 < geometry.size_bytes <= _MAX_BYTES:
-            raise PeerError(f"a peer's card has {count} slots of {sum(strides.values())} bytes")
+        geometry = SlotGeometry(count, strides, zone_bytes, zones_bytes)
+        if not (0 < geometry.size_bytes <= _MAX_BYTES and geometry.has_whole_zones):
+            raise PeerError(f"a peer's card has impossible slots: {geometry}")
         return cls(geometry, data[agent_at:])
 
     def slot_of(self, state_type: StateType, copy: PeerCopy) -> int:
@@ -69,8 +72,7 @@ class PeerCard:
         stride = self.geometry.stride_bytes.get(state_type)
         if stride is None:
             raise PeerError(f"the peer has no slots for {state_type.value}")
-        first = self.geometry.region_offsets[state_type]
-        slot, rest = divmod(copy.dram_offset - first, stride)
-        if rest or not 0 <= slot < self.geometry.count or not 0 < copy.size_bytes <= stride:
+        slot = self.geometry.slot_at(state_type, copy.dram_offset)
+        if slot is None or not 0 < copy.size_bytes <= stride:
             raise PeerError(f"the peer has no such slot: {state_type.value}, {copy}")
         return slot

@@ -30,7 +30,7 @@ from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.errors import StoreError, StoreInUseError
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Failure
-from hetero_connector.store.catalog.slots import padded
+from hetero_connector.store.catalog.slot_geometry import padded
 from hetero_connector.store.ssd.directory_lock import holder, is_locked, shared
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.journal_connection import connect

@@ -15,7 +15,7 @@ from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.errors import StoreError
 from hetero_connector.store.arena import Arena
 from hetero_connector.store.catalog.exports import ExportFeed
-from hetero_connector.store.catalog.slots import SlotGeometry
+from hetero_connector.store.catalog.slot_geometry import SlotGeometry
 from hetero_connector.store.peers.card import PeerCard
 from hetero_connector.store.peers.slot_table import SlotTable
 from hetero_connector.transfer.nixl_peers import NixlPeers

@@ -31,7 +31,7 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.store.base import Failure
 from hetero_connector.store.catalog.catalog import Catalog
 from hetero_connector.store.catalog.loads import Load, Source
-from hetero_connector.store.catalog.slots import padded
+from hetero_connector.store.catalog.slot_geometry import padded
 from hetero_connector.store.peers.card import PeerCard
 from hetero_connector.store.peers.ports import PeerPort
 from hetero_connector.store.peers.slot_table import (

@@ -24,7 +24,7 @@ import struct
 
 from hetero_connector.artifacts.record import SlotRef
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.catalog.slots import SlotGeometry
+from hetero_connector.store.catalog.slot_geometry import SlotGeometry
 from hetero_connector.transfer.shared_memory import SharedMemory, create_shared
 
 WORD_BYTES = 8
@@ -37,7 +37,7 @@ class SlotTable:
 
     def __init__(self, geometry: SlotGeometry) -> None:
         self._geometry = geometry
-        count = geometry.count * len(geometry.stride_bytes)
+        count = _num_slots(geometry)
         self._landing = _GENERATIONS + WORD_BYTES * count
         self._serving_landing = self._landing + WORD_BYTES * count
         self._closed = False
@@ -58,7 +58,7 @@ class SlotTable:
     def generations(self, state_type: StateType) -> memoryview:
         """The words of one type's slots, where `SlotPool` publishes. Indexed by slot number."""
         first = (_GENERATIONS // WORD_BYTES) + _first(self._geometry, state_type)
-        return self._words[first : first + self._geometry.count]
+        return self._words[first : first + self._geometry.num_slots(state_type)]
 
     def landing(self, ref: SlotRef) -> tuple[int, int]:
         """Byte offsets at which a read into `ref` lands the peer's generation and serving word."""
@@ -84,7 +84,7 @@ def serving_word(epoch: int, generation: bytes) -> int:
 
 def table_bytes(geometry: SlotGeometry) -> int:
     """Size of the table of a geometry."""
-    return _GENERATIONS + 3 * WORD_BYTES * geometry.count * len(geometry.stride_bytes)
+    return _GENERATIONS + 3 * WORD_BYTES * _num_slots(geometry)
 
 
 def generation_offset(geometry: SlotGeometry, state_type: StateType, slot: int) -> int:
@@ -93,4 +93,9 @@ def generation_offset(geometry: SlotGeometry, state_type: StateType, slot: int) 
 
 
 def _first(geometry: SlotGeometry, state_type: StateType) -> int:
-    return geometry.count * list(geometry.stride_bytes).index(state_type)
+    types = list(geometry.stride_bytes)
+    return sum(map(geometry.num_slots, types[: types.index(state_type)]))
+
+
+def _num_slots(geometry: SlotGeometry) -> int:
+    return sum(map(geometry.num_slots, geometry.stride_bytes))

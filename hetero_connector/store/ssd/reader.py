@@ -11,7 +11,7 @@ from hetero_connector.store.base import Failure
 from hetero_connector.store.catalog.catalog import Catalog
 from hetero_connector.store.catalog.loads import Load, Source
 from hetero_connector.store.catalog.nodes import Artifact
-from hetero_connector.store.catalog.slots import padded
+from hetero_connector.store.catalog.slot_geometry import padded
 from hetero_connector.store.checksums import Checksums
 from hetero_connector.store.ssd.health import ReadHealth
 from hetero_connector.store.ssd.tier import Ssd

@@ -15,7 +15,7 @@ from enum import Enum, auto
 from hetero_connector.metrics import Recorder
 from hetero_connector.store.catalog.catalog import Catalog
 from hetero_connector.store.catalog.nodes import Artifact
-from hetero_connector.store.catalog.slots import padded
+from hetero_connector.store.catalog.slot_geometry import padded
 from hetero_connector.store.catalog.writes import Write
 from hetero_connector.store.ssd.health import WriteHealth
 from hetero_connector.store.ssd.journal_format import JournalRow

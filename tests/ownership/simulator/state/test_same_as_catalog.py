@@ -17,7 +17,7 @@ from hetero_connector.store.base import EvictionName, Save, StoreConfig, Wanted
 from hetero_connector.store.catalog.catalog import Catalog
 from hetero_connector.store.catalog.eviction import make_policy
 from hetero_connector.store.catalog.seconds_saved import default_seconds_saved
-from hetero_connector.store.catalog.slots import SlotGeometry
+from hetero_connector.store.catalog.slot_geometry import SlotGeometry
 from hetero_connector.store.catalog.tiers import Tiers
 from ownership.simulator.state.resident import ResidentChunks
 from tests.ownership.simulator.state.few_chunks import SIZES, names, prompts
