@@ -39,7 +39,8 @@ def main() -> int:
     if not command:
         print(tree)
         return 0
-    return subprocess.run([sys.executable, "-m", *command], env=environment, check=False).returncode
+    # It replaces this process, so that a signal reaches it.
+    os.execve(sys.executable, [sys.executable, "-m", *command], environment)
 
 
 def fetch(version: str) -> Path:
