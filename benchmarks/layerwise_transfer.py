@@ -123,7 +123,8 @@ class _TypeCopies:
         import torch
 
         from hetero_connector.engine.messages import ArtifactCopy
-        from hetero_connector.engine.worker.pages import HostPages
+        from hetero_connector.engine.worker.copy_plan import CopyPlanner
+        from hetero_connector.engine.worker.host_device import HostDevice
 
         self._layout, self._type = layout, state_type
         size = layout.chunk_tokens
@@ -141,16 +142,20 @@ class _TypeCopies:
         self._ranges = {
             x.group: x.pages_needed(start, last.end) for x in layout.model.page_groups[state_type]
         }
-        self._pages = {}
+        self._planner = CopyPlanner(layout, 0)
+        self._device = HostDevice()
+        self._device.attach(self._arena)
+        self._layers = [x.layer for x in layout.model.layers_of(state_type)]
         for layer in layout.model.layers_of(state_type):
             blocks = len(self._ranges[layer.group]) + 2
             memory = touched(blocks * layer.page_stride_bytes)
             view = torch.from_numpy(memory).view(blocks, layer.page_stride_bytes)
-            self._pages[layer.layer] = HostPages(view[:, : layer.page_bytes])
+            runs = layout.page_runs(layer, 0)
+            self._device.add_layer(layer, view[:, : layer.page_bytes], runs)
 
     def order(self, order: str) -> Any:
-        """Return the complete copy with block ids in that order."""
-        from hetero_connector.engine.messages import Blocks, PageCopy
+        """Return the complete load with block ids in that order."""
+        from hetero_connector.engine.messages import ArtifactSpan, Blocks, Load
 
         blocks = {}
         for group, pages in self._ranges.items():
@@ -160,20 +165,25 @@ class _TypeCopies:
             elif order == "scattered":
                 ids = np.random.default_rng(0).permutation(ids)
             blocks[self._type, group] = Blocks(pages.start, ids.tolist())
-        return PageCopy(self._artifacts, blocks)
+        first, last = self._artifacts[0], self._artifacts[-1]
+        offsets = [a.offset for a in self._artifacts]
+        span = ArtifactSpan(self._type, first.start, last.end, first.end - first.start, offsets)
+        return Load("benchmark", [span], blocks, parked=False)
 
-    def plan(self, copy: Any) -> Any:
-        from hetero_connector.engine.worker.copy_plan import plan_loads
+    def plan(self, load: Any) -> Any:
+        return self._planner.plan_load(load)
 
-        return plan_loads(self._layout, 0, copy)
-
-    def move(self, copy: Any, direction: str) -> float:
+    def move(self, load: Any, direction: str) -> float:
         """Return the seconds of all layers' copies, without their planning."""
-        plan = self.plan(copy)
+        plan = self.plan(load)
+        if direction == "save":
+            started = time.perf_counter()
+            self._device.save(plan, self._layers)
+            return time.perf_counter() - started
+        waits = self._device.load(plan, [self._layers], lambda: lambda: None)
         started = time.perf_counter()
-        for layer, copies in plan.items():
-            for rows, ids in copies:
-                getattr(self._pages[layer], direction)(self._arena, rows, ids)
+        for wait in waits:
+            wait()
         return time.perf_counter() - started
 
 

@@ -79,12 +79,8 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return True if layers load one by one: full CUDA graphs would skip the layer hooks.
-
-        vLLM calls this in every process that reads the configuration, also on machines without
-        the SSD directory, so only the one key is read.
-        """
-        return bool(extra_config.get("layerwise", HeteroConfig.layerwise) != "off")
+        """False: a full CUDA graph calls no layer hooks, and its step is loaded before it runs."""
+        return False
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:

@@ -90,9 +90,9 @@ class ArtifactLayout:
             known = self._runs[layer.layer, rank] = page_runs(layer, self.model.tp_size, rank)
         return known
 
-    def is_writer(self, layer: LayerSpec, rank: int) -> bool:
-        """True if the rank stores its bytes of a layer; else another rank stores the same bytes."""
-        return is_writer(layer, self.model.tp_size, rank)
+    def is_writer(self, layer: LayerSpec, rank: int, chunk: int) -> bool:
+        """True if the rank stores its bytes of a layer in a chunk; else another rank does."""
+        return is_writer(layer, self.model.tp_size, rank, chunk)
 
     @cached_property
     def max_bytes(self) -> dict[StateType, int]:

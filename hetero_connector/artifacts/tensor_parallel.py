@@ -50,9 +50,13 @@ def page_runs(layer: LayerSpec, tp_size: int, rank: int) -> tuple[PageRun, ...]:
     return tuple(runs)
 
 
-def is_writer(layer: LayerSpec, tp_size: int, rank: int) -> bool:
-    """True if the rank stores its part: the first of those that have it."""
-    return rank == _part(layer, tp_size, rank) * tp_size // layer.parts
+def is_writer(layer: LayerSpec, tp_size: int, rank: int, chunk: int) -> bool:
+    """True if it is the rank's turn to store its part of a chunk, by the chunk's number.
+
+    Ranks that have the same part take turns, so that none of them carries all the bytes.
+    """
+    sharers = tp_size // layer.parts
+    return chunk % sharers == rank % sharers
 
 
 def whole_model(model: ModelSpec) -> ModelSpec:

@@ -38,13 +38,13 @@ def layers(draw: st.DrawFn) -> Layer:
     )
 
 
-def joined(layer: Layer, tp_size: int, parts: list[Bytes]) -> Bytes:
+def joined(layer: Layer, tp_size: int, parts: list[Bytes], chunk: int = 0) -> Bytes:
     """`[pages, whole bytes]` as the ranks' saves make them; what nobody wrote is 0xEE."""
     spec = layer.spec(tp_size)
     whole = np.full((len(parts[0]), spec.whole_page_bytes), 0xEE, np.uint8)
     written = np.zeros(spec.whole_page_bytes, int)
     for rank, part in enumerate(parts):
-        if is_writer(spec, tp_size, rank):
+        if is_writer(spec, tp_size, rank, chunk):
             for run in page_runs(spec, tp_size, rank):
                 end, whole_end = run.start + run.size_bytes, run.whole_start + run.size_bytes
                 whole[:, run.whole_start : whole_end] = part[:, run.start : end]
@@ -67,7 +67,8 @@ def test_pages_saved_at_one_tp_size_are_loaded_at_any_other(
 ) -> None:
     rng = np.random.default_rng(seed)
     page = rng.integers(0, 256, (3, layer.whole_bytes), dtype=np.uint8)
-    stored = joined(layer, producer, [layer.part(page, producer, r) for r in range(producer)])
+    parts = [layer.part(page, producer, r) for r in range(producer)]
+    stored = joined(layer, producer, parts, chunk=seed)
     assert (stored == page).all(), "an artifact's bytes are those of one rank alone"
     loaded = [cut(layer, consumer, rank, stored) for rank in range(consumer)]
     for rank, part in enumerate(loaded):

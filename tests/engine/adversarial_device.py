@@ -1,24 +1,32 @@
 """A device whose copies run as late, or as early, as the ordering calls allow.
 
-Work is issued to two streams, the forward's and the copies', as on a GPU. It runs only when a call
-waits for it. Work that no call has ordered may run in any order, and each copy is randomly early or
-late. So a missing wait shows at once, also on a CPU, whatever the timing is.
+Work is issued to three streams, the forward's, the loads' and the saves', as on a GPU. It runs only
+when a call waits for it, or when somebody asks if it has ended. Work that no call has ordered may
+run in any order, and each copy is randomly early or late. So a missing wait shows at once, also on
+a CPU, whatever the timing is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum, auto
+from functools import partial
 from itertools import count
 
-import torch
-
-from hetero_connector.engine.worker.devices import HostDevice
-from hetero_connector.engine.worker.pages import ArenaRows, ByteArray, HostPages, IndexArray
-from hetero_connector.spec import LayerSpec
+from hetero_connector.engine.worker.copy_plan import Copies
+from hetero_connector.engine.worker.devices import StartTimer, Wait
+from hetero_connector.engine.worker.host_device import HostDevice
 
 Run = Callable[[], None]
+
+
+class Stream(Enum):
+    """A sequence of work; each piece runs after the one before."""
+
+    FORWARD = auto()
+    LOADS = auto()
+    SAVES = auto()
 
 
 class _Turn(IntEnum):
@@ -40,6 +48,7 @@ class AdversarialDevice(HostDevice):
     """Host memory that orders copies like a device: see `worker.devices.Device`."""
 
     overlaps_by_thread = False
+    layers_per_copy = 2
 
     def __init__(self, early: Callable[[], bool], *, eager_forward: bool = False) -> None:
         """`early` decides for each copy. `eager_forward`: the forward is a real one on this
@@ -50,19 +59,17 @@ class AdversarialDevice(HostDevice):
         self._numbers = count()
         self._issued: dict[int, _Work] = {}
         """Work that has not run."""
-        self._last_forward: frozenset[int] = frozenset()
-        self._copies_wait: frozenset[int] = frozenset()
-        self._forward_waits: frozenset[int] = frozenset()
+        self._tails: dict[Stream, frozenset[int]] = dict.fromkeys(Stream, frozenset())
+        """The work that a stream's next piece runs after."""
 
     def forward(self, run: Run) -> None:
         """Issue a piece of the forward, after the earlier pieces."""
-        number = self._issue(run, self._last_forward | self._forward_waits, _Turn.FORWARD)
-        self._last_forward = frozenset({number})
+        self._issue(Stream.FORWARD, run, _Turn.FORWARD)
 
-    def copy(self, run: Run) -> None:
+    def copy(self, stream: Stream, run: Run) -> None:
         """Issue a copy."""
         turn = _Turn.EARLY_COPY if self._early() else _Turn.LATE_COPY
-        number = self._issue(run, self._copies_wait, turn)
+        number = self._issue(stream, run, turn)
         if self._eager_forward and turn is _Turn.EARLY_COPY:
             self._complete({number})
 
@@ -72,38 +79,61 @@ class AdversarialDevice(HostDevice):
 
     # As `Device`
 
-    def pages(self, spec: LayerSpec, view: torch.Tensor) -> _Pages:
-        """Pages whose copies are issued here."""
-        return _Pages(self, HostPages(view))
+    def detach(self) -> None:
+        self.synchronize()
+        super().detach()
 
-    def unpin(self) -> None:
-        self.finish()
+    def load(
+        self, copies: Sequence[Copies], batches: Sequence[Sequence[str]], time: StartTimer
+    ) -> list[Wait]:
+        self.make_copies_wait(Stream.LOADS)
+        waits = []
+        for run in super().load(copies, batches, time):
+            self.copy(Stream.LOADS, run)
+            waits.append(partial(self.make_forward_wait, self._tails[Stream.LOADS]))
+        return waits
 
-    def make_copies_wait(self) -> None:
-        self._copies_wait = self._last_forward | self._copies()
+    def save(self, copies: Sequence[Copies], layers: Sequence[str]) -> None:
+        self.make_copies_wait(Stream.SAVES)
+        self.copy(Stream.SAVES, partial(super().save, copies, list(layers)))
 
-    def make_forward_wait(self) -> None:
-        self._let_forward_wait(self._copies())
+    def make_forward_wait_for_saves(self) -> None:
+        self.make_forward_wait(self._tails[Stream.SAVES])
 
-    def mark(self) -> Run:
-        marked = self._copies()
-        return lambda: self._let_forward_wait(marked)
+    def clear(self, blocks: Mapping[int, Sequence[int]]) -> None:
+        if self._eager_forward:
+            super().clear(blocks)
+        else:
+            self.forward(partial(super().clear, blocks))
 
-    def finish(self) -> None:
-        self._complete(self._copies())
+    def fence(self) -> Callable[[], bool]:
+        copies = self._tails[Stream.LOADS] | self._tails[Stream.SAVES]
 
-    def _let_forward_wait(self, copies: frozenset[int]) -> None:
+        def has_ended() -> bool:
+            if self._early():
+                self._complete(copies)
+            return copies.isdisjoint(self._issued)
+
+        return has_ended
+
+    # The ordering calls
+
+    def make_copies_wait(self, stream: Stream) -> None:
+        """Run a stream's later copies after the forward's work so far."""
+        self._tails[stream] |= self._tails[Stream.FORWARD]
+
+    def make_forward_wait(self, copies: frozenset[int]) -> None:
+        """Run the forward's later work after some copies."""
         if self._eager_forward:
             self._complete(copies)
         else:
-            self._forward_waits |= copies
+            self._tails[Stream.FORWARD] |= copies
 
-    def _copies(self) -> frozenset[int]:
-        return frozenset(n for n, work in self._issued.items() if work.turn is not _Turn.FORWARD)
-
-    def _issue(self, run: Run, after: Collection[int], turn: _Turn) -> int:
+    def _issue(self, stream: Stream, run: Run, turn: _Turn) -> int:
         number = next(self._numbers)
-        self._issued[number] = _Work(run, frozenset(after).intersection(self._issued), turn)
+        after = self._tails[stream].intersection(self._issued)
+        self._issued[number] = _Work(run, after, turn)
+        self._tails[stream] = frozenset({number})
         return number
 
     def _complete(self, wanted: Collection[int]) -> None:
@@ -116,20 +146,3 @@ class AdversarialDevice(HostDevice):
             )
             left.discard(number)
             self._issued.pop(number).run()
-
-
-class _Pages:
-    """`Pages` whose copies run when the device allows."""
-
-    def __init__(self, device: AdversarialDevice, pages: HostPages) -> None:
-        self._device = device
-        self._pages = pages
-
-    def load(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
-        self._device.copy(lambda: self._pages.load(arena, rows, block_ids))
-
-    def save(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
-        self._device.copy(lambda: self._pages.save(arena, rows, block_ids))
-
-    def clear(self, block_ids: IndexArray) -> None:
-        self._device.copy(lambda: self._pages.clear(block_ids))

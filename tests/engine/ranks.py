@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import groupby
 
 import numpy as np
 import torch
 
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.engine.messages import ArtifactCopy, Blocks, PageCopy
-from hetero_connector.engine.worker.copy_plan import plan_loads, plan_saves
-from hetero_connector.engine.worker.pages import DevicePages, HostPages, Pages, page_view, run_views
+from hetero_connector.engine.messages import (
+    ArtifactCopy,
+    ArtifactSpan,
+    Blocks,
+    Load,
+    PageCopy,
+)
+from hetero_connector.engine.worker.copy_plan import CopyPlanner
+from hetero_connector.engine.worker.devices import Device
+from hetero_connector.engine.worker.host_device import HostDevice
+from hetero_connector.engine.worker.pages import page_view
 from hetero_connector.spec import LayerSpec
 from tests.artifacts.whole_pages import Bytes, Layer, model_of
+from tests.engine.cuda_stand_ins import cuda_device_on_cpu
 
 CHUNK, NUM_BLOCKS = 64, 24
+
+
+@contextmanager
+def host_device() -> Iterator[HostDevice]:
+    yield HostDevice()
+
+
+DEVICES: dict[str, Callable[[], AbstractContextManager[Device]]] = {
+    "host": host_device,
+    "cuda": cuda_device_on_cpu,
+}
 
 
 class Ranks:
@@ -23,7 +45,7 @@ class Ranks:
     def __init__(self, layers: tuple[Layer, ...], tp_size: int, kind: str = "host") -> None:
         self.layout = ArtifactLayout(model_of(tp_size, layers), CHUNK)
         self._layers = layers
-        self._kind = kind
+        self._device = DEVICES[kind]
         self._caches = [
             {spec.layer: _cache(spec) for spec in self.layout.model.layers} for _ in range(tp_size)
         ]
@@ -55,18 +77,31 @@ class Ranks:
         model = self.layout.model
         tables = {(x.state_type, x.group): Blocks(0, blocks) for x in model.layers}
         for rank, caches in enumerate(self._caches):
-            plan = (plan_saves if save else plan_loads)(
-                self.layout, rank, PageCopy(artifacts, tables)
-            )
-            for spec in model.layers:
-                pages = self._pages(spec, caches[spec.layer], rank)
-                for rows, ids in plan.get(spec.layer, ()):
-                    (pages[rows.run].save if save else pages[rows.run].load)(arena, rows, ids)
+            with self._device() as device:
+                for spec in model.layers:
+                    view = page_view(spec, caches[spec.layer], NUM_BLOCKS)
+                    device.add_layer(spec, view, self.layout.page_runs(spec, rank))
+                device.attach(arena)
+                copy_pages(device, self.layout, rank, PageCopy(artifacts, tables), save=save)
 
-    def _pages(self, spec: LayerSpec, cache: torch.Tensor, rank: int) -> list[Pages]:
-        view = page_view(spec, cache, NUM_BLOCKS)
-        views = run_views(spec, view, self.layout.page_runs(spec, rank))
-        return [HostPages(v) if self._kind == "host" else DevicePages(v, None) for v in views]
+
+def copy_pages(
+    device: Device, layout: ArtifactLayout, rank: int, copy: PageCopy, *, save: bool
+) -> None:
+    """Save or load on one rank."""
+    planner = CopyPlanner(layout, rank)
+    layers = [x.layer for x in layout.model.layers]
+    if save:
+        device.save(planner.plan_saves([copy]), layers)
+        return
+    spans = [
+        ArtifactSpan(kind, some[0].start, some[-1].end, CHUNK, [x.offset for x in some])
+        for kind, group in groupby(copy.artifacts, lambda x: x.state_type)
+        for some in [list(group)]
+    ]
+    load = Load("a", spans, copy.blocks, parked=False)
+    for wait in device.load(planner.plan_load(load), [layers], lambda: lambda: None):
+        wait()
 
 
 _UNTOUCHED = 7

@@ -11,11 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.engine.messages import ArtifactCopy, Blocks, PageCopy
-from hetero_connector.engine.worker.copy_plan import plan_loads, plan_saves
-from hetero_connector.engine.worker.pages import DevicePages, HostPages, Pages, page_view
+from hetero_connector.engine.messages import (
+    ArtifactCopy,
+    ArtifactSpan,
+    Blocks,
+    Load,
+    PageCopy,
+)
+from hetero_connector.engine.worker.copy_plan import CopyPlanner
+from hetero_connector.engine.worker.host_device import _evenly_spaced
+from hetero_connector.engine.worker.pages import page_view
 from hetero_connector.errors import UnsupportedModelError
 from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
+from tests.engine.ranks import DEVICES, copy_pages
 
 CHUNK, NUM_BLOCKS = 64, 96
 KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
@@ -59,11 +67,6 @@ def strided_cache(layer: LayerSpec, fill: int) -> torch.Tensor:
     return raw.as_strided((NUM_BLOCKS, 2, half), (layer.page_stride_bytes, half, 1))
 
 
-def make_pages(kind: str, layer: LayerSpec, cache: torch.Tensor) -> Pages:
-    view = page_view(layer, cache, NUM_BLOCKS)
-    return HostPages(view) if kind == "host" else DevicePages(view, None)
-
-
 def chunk_copies(num_chunks: int, offsets: list[int]) -> list[ArtifactCopy]:
     return [ArtifactCopy(KV, i * CHUNK, (i + 1) * CHUNK, offsets[i]) for i in range(num_chunks)]
 
@@ -78,12 +81,12 @@ def run(
     save: bool,
     layout: ArtifactLayout = LAYOUT,
 ) -> None:
-    plan = (plan_saves if save else plan_loads)(layout, rank, copy)
-    for name, copies in plan.items():
-        layer = next(x for x in MODEL.layers if x.layer == name)
-        pages = make_pages(kind, layer, caches[name])
-        for rows, ids in copies:
-            (pages.save if save else pages.load)(arena, rows, ids)
+    with DEVICES[kind]() as device:
+        for layer in layout.model.layers:
+            view = page_view(layer, caches[layer.layer], NUM_BLOCKS)
+            device.add_layer(layer, view, layout.page_runs(layer, rank))
+        device.attach(arena)
+        copy_pages(device, layout, rank, copy, save=save)
 
 
 def random_caches(rng: np.random.Generator) -> dict[str, torch.Tensor]:
@@ -93,8 +96,8 @@ def random_caches(rng: np.random.Generator) -> dict[str, torch.Tensor]:
     return caches
 
 
-@pytest.mark.parametrize("kind", ["host", "device"])
-@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("kind", DEVICES)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_saved_and_loaded_pages_are_equal_for_both_ranks(kind: str, data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -130,12 +133,13 @@ def test_saved_and_loaded_pages_are_equal_for_both_ranks(kind: str, data: st.Dat
             assert bool((target[others] == 7).all()), "a page that was not asked for was written"
 
 
-def test_saving_writes_exactly_the_artifact_s_bytes() -> None:
+@pytest.mark.parametrize("kind", DEVICES)
+def test_saving_writes_exactly_the_artifact_s_bytes(kind: str) -> None:
     arena = np.full(1 << 16, 0xEE, np.uint8)
     caches = {x.layer: strided_cache(x, 1) for x in MODEL.layers}
     copy = PageCopy(chunk_copies(1, [4096]), {(KV, 0): Blocks(0, [1, 2, 3, 4])})
     for rank in range(2):
-        run("host", rank, copy, caches, arena, save=True)
+        run(kind, rank, copy, caches, arena, save=True)
     size = LAYOUT.artifact_bytes(KV, 0, CHUNK)
     assert size == 2 * 4 * (96 + 40)
     assert bool((arena[4096 : 4096 + size] == 1).all())
@@ -143,37 +147,51 @@ def test_saving_writes_exactly_the_artifact_s_bytes() -> None:
     assert bool((arena[4096 + size :] == 0xEE).all())
 
 
-def test_state_that_all_ranks_share_is_stored_once_and_read_by_all() -> None:
+@pytest.mark.parametrize("kind", DEVICES)
+def test_state_that_all_ranks_share_is_saved_by_turns_and_read_by_all(kind: str) -> None:
     model = replace(MODEL, layers=tuple(replace(x, parts=1) for x in MODEL.layers))
     layout = ArtifactLayout(model, CHUNK)
-    assert layout.artifact_bytes(KV, 0, CHUNK) == 4 * (96 + 40)
-    copy = PageCopy(chunk_copies(1, [0]), {(KV, 0): Blocks(0, [1, 2, 3, 4])})
+    size = layout.artifact_bytes(KV, 0, CHUNK)
+    assert size == 4 * (96 + 40)
+    copy = PageCopy(chunk_copies(2, [0, 4096]), {(KV, 0): Blocks(0, list(range(1, 9)))})
     arena = np.zeros(1 << 16, np.uint8)
     source = [{x.layer: strided_cache(x, 5 + rank) for x in MODEL.layers} for rank in range(2)]
     target = [{x.layer: strided_cache(x, 0) for x in MODEL.layers} for rank in range(2)]
     for rank in (0, 1):
-        run("host", rank, copy, source[rank], arena, save=True, layout=layout)
-    assert bool((arena[: 4 * 136] == 5).all()), "rank 1 wrote what is rank 0's to write"
+        run(kind, rank, copy, source[rank], arena, save=True, layout=layout)
+    assert bool((arena[:size] == 5).all()), "rank 1 wrote what is rank 0's to write"
+    assert bool((arena[4096 : 4096 + size] == 6).all()), "the second chunk is rank 1's to write"
     for rank in (0, 1):
-        run("host", rank, copy, target[rank], arena, save=False, layout=layout)
+        run(kind, rank, copy, target[rank], arena, save=False, layout=layout)
         assert bool((target[rank]["full.b"][1:5] == 5).all())
+        assert bool((target[rank]["full.b"][5:9] == 6).all())
 
 
-def test_null_pages_and_pages_outside_the_table_are_left_alone() -> None:
+@pytest.mark.parametrize("kind", DEVICES)
+def test_null_pages_and_pages_outside_the_table_are_left_alone(kind: str) -> None:
     arena = np.full(1 << 16, 9, np.uint8)
     caches = {x.layer: strided_cache(x, 7) for x in MODEL.layers}
     # Pages 0 and 1 belong to the local hit (outside), page 3 is null.
     copy = PageCopy(chunk_copies(2, [0, 8192]), {(KV, 0): Blocks(2, [11, 0, 13, 14, 15, 16])})
-    run("host", 0, copy, caches, arena, save=False)
+    run(kind, 0, copy, caches, arena, save=False)
     written = {b for b in range(NUM_BLOCKS) if bool((caches["full.a"][b] == 9).all())}
     assert written == {11, 13, 14, 15, 16}
 
 
-def test_neighbouring_slots_and_blocks_become_one_copy() -> None:
+def test_all_whole_chunks_of_a_prompt_are_one_plan() -> None:
     slot = LAYOUT.max_bytes[KV]
-    copy = PageCopy(chunk_copies(3, [0, slot, 2 * slot]), {(KV, 0): Blocks(0, list(range(1, 13)))})
-    plan = plan_loads(LAYOUT, 0, copy)
-    assert {name: len(copies) for name, copies in plan.items()} == {"full.a": 1, "full.b": 1}
+    span = ArtifactSpan(KV, 0, 3 * CHUNK, CHUNK, [0, slot, 2 * slot])
+    load = Load("a", [span], {(KV, 0): Blocks(0, list(range(1, 13)))}, parked=False)
+    (plan,) = CopyPlanner(LAYOUT, 0).plan_load(load)
+    assert [x.layer.layer for x in plan.segments] == ["full.a", "full.b"]
+    assert plan.offsets.tolist() == [0, slot, 2 * slot]
+    (ids,) = plan.block_ids
+    assert ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+
+
+def test_neighbouring_slots_are_copied_at_a_time() -> None:
+    offsets = np.array([0, 96, 192, 500, 400, 300, 400, 500])
+    assert list(_evenly_spaced(offsets)) == [(0, 3, 96), (3, 4, 0), (4, 5, 0), (5, 8, 100)]
 
 
 def test_a_page_of_another_size_than_the_spec_says_is_refused() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from hetero_connector.engine.messages import StepTiming, WorkerReport
-from hetero_connector.engine.worker.devices import HostDevice, HostStopwatch
+from hetero_connector.engine.worker.host_device import HostDevice, HostStopwatch
 from hetero_connector.engine.worker.step_timer import StepTimer
 
 

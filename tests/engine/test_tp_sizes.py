@@ -44,7 +44,7 @@ def artifacts(ranks: Ranks, offset_of: Callable[[int], int]) -> list[ArtifactCop
     return [ArtifactCopy(*span, offset_of(i)) for i, span in enumerate(spans)]
 
 
-@pytest.mark.parametrize("kind", ["host", "device"])
+@pytest.mark.parametrize("kind", ["host", "cuda"])
 @settings(max_examples=25, deadline=None)
 @given(
     producer=st.sampled_from(TP_SIZES),

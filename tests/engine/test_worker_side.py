@@ -22,7 +22,7 @@ from hetero_connector.engine.messages import (
     WorkerReport,
 )
 from hetero_connector.engine.worker import worker_side
-from hetero_connector.engine.worker.devices import HostDevice
+from hetero_connector.engine.worker.host_device import HostDevice
 from hetero_connector.engine.worker.pages import HostPages
 from hetero_connector.engine.worker.worker_side import WorkerSide
 from hetero_connector.errors import LoadLostError, StoreError
@@ -184,20 +184,30 @@ def test_a_failed_load_is_known_when_a_step_with_a_drafter_gives_its_results(
     assert dict(report(worker).loaded) == {"r": 1}
 
 
-def test_no_copy_is_under_way_when_a_step_is_reported_also_after_an_error(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_reported_before_its_copies_have_ended_also_after_an_error(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     """On a CUDA device copies end later: the slots of reported ones are given to others."""
-    waits: list[str] = []
-    monkeypatch.setattr(worker.side._device, "finish", lambda: waits.append("finish"))
-    broken_copies(monkeypatch, "save")
+    ended: list[bool] = []
+    monkeypatch.setattr(worker.side._device, "fence", lambda: lambda: bool(ended))
+    if fails:
+        broken_copies(monkeypatch, "save")
+    parked = replace(load(64, [11, 12, 13, 14]), request_id="p", parked=True)
     worker.begin(
-        meta := StepMetadata(loads=[load(64, [3, 4, 5, 6])], saves=[save(1, [1, 2, 7, 8])])
+        meta := StepMetadata(loads=[load(64, [3, 4, 5, 6]), parked], saves=[save(1, [1, 2, 7, 8])])
     )
     worker.side.end_step(meta)
+    assert worker.side.take_transfers() == (set(), set())
+    assert worker.side.take_report() is None
+    worker.step(StepMetadata())
+    assert worker.side.take_report() is None
+    ended.append(True)
+    assert worker.side.take_transfers() == ({"p"}, set())
     reported = report(worker)
-    assert (dict(reported.loaded), dict(reported.unsaved)) == ({"r": 1}, {1: 1})
-    assert waits == ["finish"]
+    assert dict(reported.loaded) == {"r": 1, "p": 1}
+    assert dict(reported.unsaved if fails else reported.saved) == {1: 1}
+    assert worker.side.take_report() is None
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -353,7 +363,7 @@ def test_an_arena_that_cannot_be_mapped_at_start_is_an_error(
     def refused(*_: object) -> None:
         raise StoreError("cudaHostRegister failed")
 
-    monkeypatch.setattr(HostDevice, "pin", refused)
+    monkeypatch.setattr(HostDevice, "attach", refused)
     users = worker.arena._users
     with pytest.raises(StoreError, match="cudaHostRegister"):
         fresh.side.attach(worker.arena.handle)

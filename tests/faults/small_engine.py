@@ -40,7 +40,7 @@ from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.planner.planner import RestorePlanner
 from hetero_connector.spec import LayerSpec
 from hetero_connector.store.artifact_store import ArtifactStore
-from tests.engine.adversarial_device import AdversarialDevice
+from tests.engine.adversarial_device import AdversarialDevice, Stream
 from tests.engine.fakes import FakeBlockTables, FakeRequest, scheduled
 from tests.engine.small_pages import (
     CHUNK,
@@ -102,12 +102,12 @@ class FailingDevice(AdversarialDevice):
         self.fails_next = False
         self.has_failed = False
 
-    def copy(self, run: Callable[[], None]) -> None:
+    def copy(self, stream: Stream, run: Callable[[], None]) -> None:
         """Issue a copy, or fail."""
         if self.fails_next:
             self.fails_next, self.has_failed = False, True
             raise RuntimeError("the device fails")
-        super().copy(run)
+        super().copy(stream, run)
 
 
 class Share(NamedTuple):

@@ -119,7 +119,11 @@ def test_state_of_another_tenant_in_a_page_is_found() -> None:
 
 
 def test_pages_that_are_reported_before_they_are_copied_are_found() -> None:
-    with patch.object(AdversarialDevice, "finish", lambda _: None):
+    """Neither the scheduler nor later work waits for a save: its slot's next user may read it."""
+    with (
+        patch.object(AdversarialDevice, "fence", lambda _: lambda: True),
+        patch.object(AdversarialDevice, "make_forward_wait_for_saves", lambda _: None),
+    ):
         assert "wrong_answers" in found(EngineRound)
 
 

@@ -1,169 +1,204 @@
-"""Plan the copies of artifacts to or from pages: as few as possible for each layer.
+"""Plan the copies of artifacts to or from pages, as arrays over all artifacts of one shape.
 
-Neighbouring chunks are usually in neighbouring slots, and their pages follow each other in the
-block table. So one strided assignment copies a layer's pages of many chunks.
+Chunks of equal length have equally many pages of each layer, and the layers of a KV cache group
+have the same pages. So the plan of a hundred thousand tokens takes hardly longer than that of one
+chunk.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from hetero_connector.artifacts.layout import ArtifactLayout, Segment
-from hetero_connector.engine.messages import ArtifactCopy, Blocks, Load, PageCopy
-from hetero_connector.engine.worker.pages import ArenaRows, IndexArray
-from hetero_connector.spec import StateType
+from hetero_connector.engine.messages import ArtifactCopy, ArtifactSpan, Blocks, Load, PageCopy
+from hetero_connector.spec import Family, LayerSpec, StateType
 
-LayerCopies = dict[str, list[tuple[ArenaRows, IndexArray]]]
+IndexArray = npt.NDArray[np.int64]
+_Tables = Mapping[tuple[StateType, int], Blocks]
+
+
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """Copies between pages and artifacts of one shape."""
+
+    shape: Hashable
+    """Equal for artifacts whose segments have equal page counts and offsets."""
+    segments: tuple[Segment, ...]
+    """Each layer's pages in the first of the artifacts."""
+    pages_of: tuple[int, ...]
+    """The index in `block_ids` of each segment: layers of a group share their pages."""
+    block_ids: tuple[IndexArray, ...]
+    """Each `[artifacts, pages]`; id 0 is not copied."""
+    offsets: IndexArray
+    """`[artifacts]`: bytes from the arena's start to the artifact."""
+
+
+class CopyPlanner:
+    """Plans one rank's copies. Null pages and pages outside the given blocks are left out."""
+
+    def __init__(self, layout: ArtifactLayout, rank: int) -> None:
+        self._layout = layout
+        self._rank = rank
+
+    def plan_load(self, load: Load) -> list[Copies]:
+        """Return every copy of a load."""
+        shapes = self._by_shape(load.spans)
+        return [copies for x in shapes for copies in x.copies(x.block_ids(load.blocks))]
+
+    def plan_layerwise(self, load: Load) -> tuple[list[Copies], list[Copies]]:
+        """Plan a load in two parts: copies before the forward, and copies that may overlap with it.
+
+        A layer writes the state of the tokens from `Load.resume_tokens` on before it calls its load
+        hook. A page that holds such tokens and loaded ones must be complete by then.
+        """
+        before: list[Copies] = []
+        overlapped: list[Copies] = []
+        for artifacts in self._by_shape(load.spans):
+            ids = artifacts.block_ids(load.blocks)
+            whole = [x.end_by(load.resume_tokens) for x in artifacts.pages]
+            before += artifacts.copies([np.where(w, 0, x) for w, x in zip(whole, ids, strict=True)])
+            overlapped += artifacts.copies(
+                [np.where(w, x, 0) for w, x in zip(whole, ids, strict=True)]
+            )
+        return before, overlapped
+
+    def plan_saves(self, copies: Iterable[PageCopy]) -> list[Copies]:
+        """Return every copy of some saves. Ranks that have the same bytes save them by turns."""
+        planned: defaultdict[Hashable, list[Copies]] = defaultdict(list)
+        for copy in copies:
+            for artifact in copy.artifacts:
+                for one in self._plan_save(artifact, copy.blocks):
+                    planned[one.shape].append(one)
+        return [_join(some) for some in planned.values()]
+
+    def _plan_save(self, artifact: ArtifactCopy, tables: _Tables) -> Iterator[Copies]:
+        state_type, start, end, offset = artifact
+        found = self._one(ArtifactSpan(state_type, start, end, end - start, [offset]), 0)
+        ids = found.block_ids(tables)
+        if self._layout.model.tp_size > 1:
+            chunk = start // self._layout.chunk_tokens
+            own = [self._layout.is_writer(x.layer, self._rank, chunk) for x in found.pages]
+            ids = [x if w else np.zeros_like(x) for w, x in zip(own, ids, strict=True)]
+        return found.copies(ids)
+
+    def _by_shape(self, spans: Iterable[ArtifactSpan]) -> Iterator[_Artifacts]:
+        """Yield the artifacts of the spans, together where they have one shape."""
+        for span in spans:
+            whole = (span.end - span.start) // span.chunk_tokens
+            if span.state_type.family is Family.PREFIX and whole:
+                yield self._chunks(span, whole)
+                rest = range(whole, len(span.offsets))
+            else:
+                rest = range(len(span.offsets))
+            for index in rest:
+                yield self._one(span, index)
+
+    def _chunks(self, span: ArtifactSpan, count: int) -> _Artifacts:
+        """Return the first chunks of a span, which are whole."""
+        first = self._one(span, 0)
+        steps = np.arange(count)[:, None] * span.chunk_tokens
+        pages = [_Pages(x.layer, x.positions + steps // x.layer.block_tokens) for x in first.pages]
+        offsets = np.asarray(span.offsets[:count], np.int64)
+        return replace(first, pages=pages, offsets=offsets)
+
+    def _one(self, span: ArtifactSpan, index: int) -> _Artifacts:
+        start = span.start + index * span.chunk_tokens
+        end = min(start + span.chunk_tokens, span.end)
+        segments = tuple(
+            x for x in self._layout.segments(span.state_type, start, end) if x.num_pages
+        )
+        known: dict[tuple[int, int, int, int], int] = {}
+        pages: list[_Pages] = []
+        pages_of = []
+        for segment in segments:
+            layer = segment.layer
+            key = (layer.group, segment.first_page, segment.num_pages, layer.parts)
+            if key not in known:
+                known[key] = len(pages)
+                positions = segment.first_page + np.arange(segment.num_pages)[None, :]
+                pages.append(_Pages(layer, positions))
+            pages_of.append(known[key])
+        is_prefix = span.state_type.family is Family.PREFIX
+        size: Hashable = end - start if is_prefix else tuple(x.num_pages for x in segments)
+        offsets = np.array([span.offsets[index]], np.int64)
+        return _Artifacts((span.state_type, size), segments, tuple(pages_of), pages, offsets)
 
 
 @dataclass(frozen=True)
-class _Run:
-    """Artifacts of one shape in evenly spaced slots."""
+class _Pages:
+    """The pages that some layers of a group have in artifacts."""
 
-    artifacts: Sequence[ArtifactCopy]
-    stride: int
+    layer: LayerSpec
+    """One of the layers."""
+    positions: IndexArray
+    """`[artifacts, pages]`: indices into the request's block table."""
+
+    def block_ids(self, tables: _Tables) -> IndexArray:
+        """Return the block of each page; 0 if it is outside the tables."""
+        blocks = tables[self.layer.state_type, self.layer.group]
+        ids = np.asarray(blocks.ids, np.int64)
+        positions = self.positions - blocks.first_page
+        if not len(ids):
+            return np.zeros_like(positions)
+        is_inside = (positions >= 0) & (positions < len(ids))
+        return np.where(is_inside, ids[np.clip(positions, 0, len(ids) - 1)], 0)
+
+    def end_by(self, tokens: int) -> npt.NDArray[np.bool_]:
+        """Return which pages end at or before a token."""
+        return self.positions < tokens // self.layer.block_tokens
 
 
-def plan_loads(layout: ArtifactLayout, rank: int, copy: PageCopy) -> LayerCopies:
-    """Return every copy of a load on this rank, by layer name.
+@dataclass(frozen=True)
+class _Artifacts:
+    """Artifacts of one shape, and their pages. The fields are those of `Copies`."""
 
-    Null pages (block id 0) and pages outside the given blocks are left out.
-    """
-    return _plan(layout, rank, copy)
+    shape: Hashable
+    segments: tuple[Segment, ...]
+    pages_of: tuple[int, ...]
+    pages: Sequence[_Pages]
+    offsets: IndexArray
+
+    def block_ids(self, tables: _Tables) -> list[IndexArray]:
+        return [x.block_ids(tables) for x in self.pages]
+
+    def copies(self, block_ids: Sequence[IndexArray]) -> Iterator[Copies]:
+        """Yield these copies without the artifacts that have no page to copy."""
+        is_copied = np.zeros(len(self.offsets), np.bool_)
+        for ids in block_ids:
+            is_copied |= ids.any(axis=1)
+        if not is_copied.any():
+            return
+        kept, offsets = tuple(block_ids), self.offsets
+        if not is_copied.all():
+            kept, offsets = tuple(x[is_copied] for x in block_ids), offsets[is_copied]
+        yield Copies(self.shape, self.segments, self.pages_of, kept, offsets)
 
 
-def plan_layerwise(
-    layout: ArtifactLayout, rank: int, copy: PageCopy, resume: int
-) -> tuple[LayerCopies, LayerCopies]:
-    """Plan a load in two parts: copies before the forward, and copies that may overlap with it.
-
-    A layer writes the state of the tokens from `resume` on before it calls its load hook. A page
-    that holds such tokens and loaded ones must be complete by then.
-    """
-    block_tokens = {(x.state_type, x.group): x.block_tokens for x in layout.model.stored_layers}
-    whole, shared = {}, {}
-    for key, blocks in copy.blocks.items():
-        pages = max(0, resume // block_tokens[key] - blocks.first_page)
-        whole[key] = Blocks(blocks.first_page, blocks.ids[:pages])
-        shared[key] = Blocks(blocks.first_page + pages, blocks.ids[pages:])
-    if not any(blocks.ids for blocks in shared.values()):
-        return {}, _plan(layout, rank, copy)
-    # Chunks end where pages do: only the last artifacts reach into a shared page.
-    last = [x for x in copy.artifacts if x.end >= resume]
-    overlapped = _plan(
-        layout, rank, replace(copy, artifacts=[x for x in copy.artifacts if x.end < resume])
+def _join(copies: Sequence[Copies]) -> Copies:
+    """Join copies of one shape."""
+    if len(copies) == 1:
+        return copies[0]
+    ids = zip(*(x.block_ids for x in copies), strict=True)
+    return replace(
+        copies[0],
+        block_ids=tuple(np.concatenate(x) for x in ids),
+        offsets=np.concatenate([x.offsets for x in copies]),
     )
-    for layer, copies in _plan(layout, rank, PageCopy(last, whole)).items():
-        overlapped.setdefault(layer, []).extend(copies)
-    return _plan(layout, rank, PageCopy(last, shared)), overlapped
-
-
-def plan_saves(layout: ArtifactLayout, rank: int, copy: PageCopy) -> LayerCopies:
-    """Return every copy of a save on this rank. The first rank saves what several ranks share."""
-    plan = _plan(layout, rank, copy)
-    if layout.model.tp_size == 1:
-        return plan
-    own = {x.layer for x in layout.model.stored_layers if layout.is_writer(x, rank)}
-    return {layer: copies for layer, copies in plan.items() if layer in own}
 
 
 def size_bytes(layout: ArtifactLayout, loads: Iterable[Load]) -> int:
     """Return the bytes of all artifacts on one rank."""
-    return sum(
-        layout.rank_bytes(artifact.state_type, artifact.start, artifact.end)
-        for load in loads
-        for artifact in load.copy.artifacts
-    )
+    return sum(_span_bytes(layout, span) for load in loads for span in load.spans)
 
 
-def _plan(layout: ArtifactLayout, rank: int, copy: PageCopy) -> LayerCopies:
-    plan: LayerCopies = defaultdict(list)
-    by_type: dict[StateType, list[ArtifactCopy]] = defaultdict(list)
-    for artifact in copy.artifacts:
-        by_type[artifact.state_type].append(artifact)
-    for state_type, artifacts in by_type.items():
-        tables = {
-            group: (blocks.first_page, np.asarray(blocks.ids, dtype=np.int64))
-            for (t, group), blocks in copy.blocks.items()
-            if t is state_type
-        }
-        for run in _runs(layout, artifacts):
-            _plan_run(layout, rank, run, tables, plan)
-    return dict(plan)
-
-
-def _runs(layout: ArtifactLayout, artifacts: list[ArtifactCopy]) -> Iterator[_Run]:
-    """Split the artifacts into runs of equal page counts and equal distances in the arena."""
-    start = 0
-    while start < len(artifacts):
-        shape = _shape(layout, artifacts[start])
-        end, stride = start + 1, 0
-        while end < len(artifacts) and _shape(layout, artifacts[end]) == shape:
-            step = artifacts[end].offset - artifacts[end - 1].offset
-            if step <= 0 or (stride and step != stride):
-                break
-            stride, end = step, end + 1
-        yield _Run(artifacts[start:end], stride)
-        start = end
-
-
-def _shape(layout: ArtifactLayout, artifact: ArtifactCopy) -> tuple[int, ...]:
-    return tuple(segment.num_pages for segment in _segments(layout, artifact))
-
-
-def _segments(layout: ArtifactLayout, artifact: ArtifactCopy) -> tuple[Segment, ...]:
-    return layout.segments(artifact.state_type, artifact.start, artifact.end)
-
-
-def _plan_run(
-    layout: ArtifactLayout,
-    rank: int,
-    run: _Run,
-    tables: dict[int, tuple[int, IndexArray]],
-    plan: LayerCopies,
-) -> None:
-    first = run.artifacts[0]
-    segments = _segments(layout, first)
-    ids_of_group: dict[tuple[int, int, int], IndexArray] = {}
-    for index, segment in enumerate(segments):
-        if not segment.num_pages:
-            continue
-        key = (segment.layer.group, segment.first_page, segment.num_pages)
-        if key not in ids_of_group:
-            firsts = [_segments(layout, a)[index].first_page for a in run.artifacts]
-            ids_of_group[key] = _block_ids(firsts, segment.num_pages, tables[key[0]])
-        ids = ids_of_group[key]
-        copies = plan[segment.layer.layer]
-        for number, part in enumerate(layout.page_runs(segment.layer, rank)):
-            offset = first.offset + segment.offset + part.whole_start
-            count, pages = ids.shape
-            pitch = segment.layer.whole_page_bytes
-            rows = ArenaRows(offset, run.stride, count, pages, pitch, number)
-            copies.extend(_valid_copies(rows, ids))
-
-
-def _block_ids(firsts: list[int], pages: int, table: tuple[int, IndexArray]) -> IndexArray:
-    """Return block ids `[artifacts, pages]`; 0 if the page is outside the table."""
-    table_start, ids = table
-    positions = np.asarray(firsts)[:, None] - table_start + np.arange(pages)[None, :]
-    inside = (positions >= 0) & (positions < len(ids))
-    clipped = np.clip(positions, 0, max(0, len(ids) - 1))
-    return np.where(inside, ids[clipped] if len(ids) else 0, 0)
-
-
-def _valid_copies(rows: ArenaRows, ids: IndexArray) -> Iterator[tuple[ArenaRows, IndexArray]]:
-    """Yield one copy if no page is null, else one for each stretch of pages that are not null."""
-    if ids.all():
-        yield rows, ids.reshape(-1)
-        return
-    for row in range(rows.count):
-        valid = np.flatnonzero(ids[row])
-        for stretch in np.split(valid, np.flatnonzero(np.diff(valid) > 1) + 1):
-            if len(stretch):
-                start = rows.offset + row * rows.stride + int(stretch[0]) * rows.pitch
-                part = replace(rows, offset=start, stride=0, count=1, pages=len(stretch))
-                yield part, ids[row, stretch]
+def _span_bytes(layout: ArtifactLayout, span: ArtifactSpan) -> int:
+    if span.state_type.family is Family.PREFIX:
+        whole, rest = divmod(span.end - span.start, span.chunk_tokens)
+        size = whole * layout.rank_bytes(span.state_type, 0, span.chunk_tokens)
+        return size + (layout.rank_bytes(span.state_type, 0, rest) if rest else 0)
+    return sum(layout.rank_bytes(span.state_type, x.start, x.end) for x in span.artifacts())

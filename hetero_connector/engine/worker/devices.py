@@ -1,16 +1,21 @@
-"""Order copies against the forward pass: with streams on a CUDA device, with nothing on a CPU."""
+"""The port between a worker's orders and the memory of its pages."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
-from hetero_connector.engine.worker.pages import ByteArray, DevicePages, HostPages, Pages
-from hetero_connector.errors import StoreError, UnsupportedModelError
+from hetero_connector.artifacts.tensor_parallel import PageRun
+from hetero_connector.engine.worker.copy_plan import Copies
+from hetero_connector.engine.worker.pages import ByteArray
+from hetero_connector.errors import UnsupportedModelError
 from hetero_connector.spec import LayerSpec
+
+Wait = Callable[[], None]
+StartTimer = Callable[[], Callable[[], None]]
+"""Begins a stretch of work to be timed; its result ends it."""
 
 
 class Stopwatch(Protocol):
@@ -26,37 +31,52 @@ class Stopwatch(Protocol):
 
 
 class Device(Protocol):
-    """The memory of the pages, and the order of copies and forward passes in it."""
+    """Copies between pages and the arena, in order with the forward pass.
+
+    No method blocks until a copy has ended, except where copies run on the calling thread.
+    """
 
     overlaps_by_thread: bool
     """True if copies run on the calling thread, so that overlap needs a second thread."""
+    layers_per_copy: int
+    """Layers that are worth one copy, if they are copied while the forward runs."""
 
-    def pages(self, spec: LayerSpec, view: torch.Tensor) -> Pages:
-        """Return the pages of one layer, ready to be copied."""
+    def add_layer(self, spec: LayerSpec, view: torch.Tensor, runs: Sequence[PageRun]) -> None:
+        """Take the pages of a layer, `[num_blocks, ...] uint8`, that this rank copies by runs."""
         ...
 
-    def pin(self, arena: ByteArray) -> None:
-        """Prepare the arena for asynchronous copies, once per process."""
+    def attach(self, arena: ByteArray) -> None:
+        """Use this arena. Raises StoreError if it cannot be prepared for copies."""
         ...
 
-    def unpin(self) -> None:
-        """Undo `pin`, before the arena is unmapped."""
+    def detach(self) -> None:
+        """End all copies, and use the arena no more: it may be unmapped."""
         ...
 
-    def make_copies_wait(self) -> None:
-        """Run later copies after the forward's work so far, and after earlier copies."""
+    def load(
+        self, copies: Sequence[Copies], batches: Sequence[Sequence[str]], time: StartTimer
+    ) -> list[Wait]:
+        """Load the pages of some layers, batch by batch, after the forward's work so far.
+
+        Each result, called once or more, makes the forward's later work wait for a batch. On a
+        device without streams it is the copy itself, and is called once.
+        """
         ...
 
-    def make_forward_wait(self) -> None:
-        """Run the forward's later work after the copies so far."""
+    def save(self, copies: Sequence[Copies], layers: Sequence[str]) -> None:
+        """Save the pages of some layers, as the forward's work so far leaves them."""
         ...
 
-    def mark(self) -> Callable[[], None]:
-        """Return a function that makes the forward wait for the copies so far."""
+    def make_forward_wait_for_saves(self) -> None:
+        """Run the forward's later work after the saves so far: it may overwrite their pages."""
         ...
 
-    def finish(self) -> None:
-        """Block until every copy has ended."""
+    def clear(self, blocks: Mapping[int, Sequence[int]]) -> None:
+        """Fill pages with zeros before the forward's later work; blocks by KV cache group."""
+        ...
+
+    def fence(self) -> Callable[[], bool]:
+        """Return a function that tells if all copies so far have ended."""
         ...
 
     def time_forward(self) -> Stopwatch:
@@ -64,141 +84,8 @@ class Device(Protocol):
         ...
 
     def time_copies(self) -> Stopwatch:
-        """Return a stopwatch for copies."""
+        """Return a stopwatch for loads."""
         ...
-
-
-class HostStopwatch:
-    """Measures work that has ended when its call returns."""
-
-    def __init__(self) -> None:
-        self._stretches: list[float] = []
-
-    def start(self) -> Callable[[], None]:
-        started_s = time.perf_counter()
-        return lambda: self._stretches.append(time.perf_counter() - started_s)
-
-    def seconds(self) -> float | None:
-        return sum(self._stretches)
-
-
-class CudaStopwatch:
-    """Measures work on a stream (None: the current one) by two events around each stretch."""
-
-    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
-        self._stream = stream
-        self._stretches: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def start(self) -> Callable[[], None]:
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._record(first)
-
-        def stop() -> None:
-            self._record(last)
-            self._stretches.append((first, last))
-
-        return stop
-
-    def seconds(self) -> float | None:
-        if not all(last.query() for _, last in self._stretches):
-            return None
-        return 1e-3 * sum(float(first.elapsed_time(last)) for first, last in self._stretches)
-
-    def _record(self, event: torch.cuda.Event) -> None:
-        (self._stream or torch.cuda.current_stream()).record_event(event)
-
-
-class HostDevice:
-    """Pages in host memory. Copies are synchronous, so they are always in order.
-
-    It also asks the kernel for the CPU's AMX tiles, if there are any. vLLM 0.32.0 asks only at its
-    first large matrix product. A process that begins with the few tokens after a restored prefix
-    uses the tiles earlier, and would end with an illegal instruction.
-    """
-
-    overlaps_by_thread = True
-
-    def __init__(self) -> None:
-        torch.cpu._init_amx()
-
-    def pages(self, spec: LayerSpec, view: torch.Tensor) -> Pages:
-        return HostPages(view)
-
-    def pin(self, arena: ByteArray) -> None:
-        pass
-
-    def unpin(self) -> None:
-        pass
-
-    def make_copies_wait(self) -> None:
-        pass
-
-    def make_forward_wait(self) -> None:
-        pass
-
-    def mark(self) -> Callable[[], None]:
-        return lambda: None
-
-    def finish(self) -> None:
-        pass
-
-    def time_forward(self) -> Stopwatch:
-        return HostStopwatch()
-
-    def time_copies(self) -> Stopwatch:
-        return HostStopwatch()
-
-
-class CudaDevice:
-    """Pages on a CUDA device. Copies run on a side stream, through the pinned arena."""
-
-    overlaps_by_thread = False
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._pinned: int | None = None
-
-    def pages(self, spec: LayerSpec, view: torch.Tensor) -> Pages:
-        return DevicePages(view, self._stream)
-
-    def pin(self, arena: ByteArray) -> None:
-        """Page-lock the arena (cudaHostRegister), so that copies are asynchronous."""
-        address = arena.__array_interface__["data"][0]
-        if self._pinned == address:
-            return
-        status = torch.cuda.cudart().cudaHostRegister(address, arena.nbytes, 0)
-        if int(status) != 0:
-            raise StoreError(
-                f"cudaHostRegister of the {arena.nbytes >> 20} MiB DRAM arena failed with "
-                f"{status}; lower dram_gib or raise the locked-memory limit (ulimit -l)"
-            )
-        self._pinned = address
-
-    def unpin(self) -> None:
-        """Unlock the arena after all copies: the driver keeps locked pages."""
-        if self._pinned is not None:
-            self._stream.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(self._pinned)
-            self._pinned = None
-
-    def make_copies_wait(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream())
-
-    def make_forward_wait(self) -> None:
-        torch.cuda.current_stream().wait_stream(self._stream)
-
-    def mark(self) -> Callable[[], None]:
-        event = self._stream.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(event)
-
-    def finish(self) -> None:
-        self._stream.synchronize()
-
-    def time_forward(self) -> Stopwatch:
-        return CudaStopwatch()
-
-    def time_copies(self) -> Stopwatch:
-        return CudaStopwatch(self._stream)
 
 
 def device_of(caches: Mapping[str, torch.Tensor]) -> Device:
@@ -215,8 +102,12 @@ def device_of(caches: Mapping[str, torch.Tensor]) -> Device:
                 "HeteroConnector copies to one device only"
             )
     if cache.device.type == "cpu":
+        from hetero_connector.engine.worker.host_device import HostDevice
+
         return HostDevice()
     if cache.device.type == "cuda" and torch.version.hip is None:
+        from hetero_connector.engine.worker.cuda_device import CudaDevice
+
         return CudaDevice(cache.device)
     raise UnsupportedModelError(
         f"layer {first!r} has its pages on {cache.device}: HeteroConnector copies to the "

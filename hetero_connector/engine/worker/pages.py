@@ -1,27 +1,24 @@
-"""Views of the engine's KV pages, and copies between them and the arena.
+"""Views of the engine's KV pages, and copies on a CPU between them and the arena.
 
 A layer's pages are `[num_blocks, ...]`, with strides that the engine chooses. Padding of a page is
-never read or written. `HostPages` copies with numpy, which releases the GIL, so that a second
-thread can run ahead of the forward pass. `DevicePages` copies through pinned memory on a side
-stream.
+never read or written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from hetero_connector.artifacts.tensor_parallel import PageRun
+from hetero_connector.engine.worker.copy_plan import IndexArray
 from hetero_connector.errors import ConfigError, UnsupportedModelError
 from hetero_connector.spec import LayerSpec
 
 ByteArray = npt.NDArray[np.uint8]
-IndexArray = npt.NDArray[np.int64]
 
 _KERNEL_BLOCK_DIMS = 5
 """`[block, kernel block, head, token, content]`"""
@@ -42,24 +39,6 @@ class ArenaRows:
     pages: int
     pitch: int
     """Bytes of a whole page. A rank may copy only its part of it."""
-    run: int = 0
-    """Index of the page's run (`artifacts.tensor_parallel.PageRun`)."""
-
-
-class Pages(Protocol):
-    """One layer's pages, or one run of each. Block ids are the engine's."""
-
-    def load(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
-        """Copy from the arena to pages. `block_ids` has `rows.count * rows.pages` entries."""
-        ...
-
-    def save(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
-        """Copy from pages to the arena."""
-        ...
-
-    def clear(self, block_ids: IndexArray) -> None:
-        """Fill pages with zeros."""
-        ...
 
 
 def page_view(spec: LayerSpec, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
@@ -116,7 +95,11 @@ def run_views(
 
 
 class HostPages:
-    """Pages in host memory (the CPU backend)."""
+    """Pages in host memory, or one run of each. Block ids are the engine's.
+
+    It copies with numpy, which releases the GIL, so that a second thread can run ahead of the
+    forward pass.
+    """
 
     def __init__(self, view: torch.Tensor) -> None:
         pages: ByteArray = view.numpy()
@@ -133,6 +116,7 @@ class HostPages:
         self._page_bytes = int(np.prod(page_shape))
 
     def load(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
+        """Copy from the arena to pages. `block_ids` has `rows.count * rows.pages` entries."""
         source = self._arena_view(arena, rows)
         window = _window(block_ids)
         if window is not None:
@@ -142,6 +126,7 @@ class HostPages:
             self._pages[block_ids.reshape(rows.count, rows.pages)] = source
 
     def save(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
+        """Copy from pages to the arena."""
         target = self._arena_view(arena, rows)
         window = _window(block_ids)
         if window is not None:
@@ -168,59 +153,6 @@ class HostPages:
             (rows.stride, rows.pitch, 1),
         )
         return view.view(self._dtype).reshape(rows.count, rows.pages, *self._page_shape)
-
-
-class DevicePages:
-    """Pages in device memory, copied on a side stream.
-
-    The arena is pinned, so the copies are asynchronous. The caller orders them against the forward
-    pass by the stream.
-    """
-
-    def __init__(self, view: torch.Tensor, stream: torch.Stream | None) -> None:
-        self._view = view
-        self._stream = stream
-        self._page_bytes = view[0].numel()
-
-    def load(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
-        with torch.inference_mode(), _on(self._stream):
-            ids = torch.from_numpy(block_ids).to(self._view.device, non_blocking=True)
-            for run in range(rows.count):
-                host = self._host_rows(arena, rows, run)
-                rows_on_device = host.to(self._view.device, non_blocking=True)
-                part = ids[run * rows.pages : (run + 1) * rows.pages]
-                self._view.index_copy_(0, part, rows_on_device.view(-1, *self._view.shape[1:]))
-
-    def save(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
-        with torch.inference_mode(), _on(self._stream):
-            ids = torch.from_numpy(block_ids).to(self._view.device, non_blocking=True)
-            for run in range(rows.count):
-                part = ids[run * rows.pages : (run + 1) * rows.pages]
-                gathered = self._view.index_select(0, part).view(rows.pages, self._page_bytes)
-                self._host_rows(arena, rows, run).copy_(gathered, non_blocking=True)
-
-    def clear(self, block_ids: IndexArray) -> None:
-        """Fill pages with zeros."""
-        with torch.inference_mode(), _on(self._stream):
-            ids = torch.from_numpy(block_ids).to(self._view.device, non_blocking=True)
-            self._view.index_fill_(0, ids, 0)
-
-    def _host_rows(self, arena: ByteArray, rows: ArenaRows, run: int) -> torch.Tensor:
-        start = rows.offset + run * rows.stride
-        flat = arena[start : start + (rows.pages - 1) * rows.pitch + self._page_bytes]
-        return torch.from_numpy(flat).as_strided((rows.pages, self._page_bytes), (rows.pitch, 1))
-
-
-def _on(stream: torch.Stream | None) -> torch.Stream | _NoStream:
-    return stream if stream is not None else _NoStream()
-
-
-class _NoStream:
-    """Replaces a stream for CPU tensors, in tests."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 def _window(block_ids: IndexArray) -> slice | None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from hetero_connector.engine.hook_errors import HookErrors
 from hetero_connector.engine.messages import Load, LostLoad, Save, StepMetadata, WorkerReport
-from hetero_connector.engine.worker.copy_plan import LayerCopies
+from hetero_connector.engine.worker.copy_plan import Copies
 from hetero_connector.engine.worker.step_timer import StepTimer
 from hetero_connector.errors import LoadLostError, StoreError
 from hetero_connector.metrics import Recorder
@@ -24,10 +24,12 @@ class WorkerStep:
     def __init__(self, meta: StepMetadata) -> None:
         self.meta = meta
         self.begun = self.loading = self.loaded = self.ended = False
-        self.plans: list[LayerCopies] | None = None
-        """The plans of the saves; None until a layer's copies are needed."""
-        self.copied: set[str] = set()
-        """Layers that have been copied in their hook."""
+        self.saves: list[Copies] | None = None
+        """The copies of the saves; None until a layer is saved."""
+        self.written: dict[str, None] = {}
+        """Layers that the forward has written since they were last saved, in order."""
+        self.saved: set[str] = set()
+        """Layers that have been saved while the forward ran."""
         self.broken = False
         """True if a copy of the saves has failed."""
 
@@ -43,6 +45,8 @@ class StepOutcome:
         self._finished_recving: set[str] = set()
         self._failed_recving: set[str] = set()
         self._invalid_blocks: set[int] = set()
+        self._lost: set[str] = set()
+        """Requests of which a parked load was lost."""
         self.broken = False
         """True once a load has failed."""
 
@@ -55,8 +59,9 @@ class StepOutcome:
         self._report.loaded.update(load.request_id for load in loads)
 
     def on_parked_load(self, load: Load) -> None:
-        """Report a load between steps to vLLM."""
-        self._finished_recving.add(load.request_id)
+        """Report a load between steps to vLLM, unless it has been reported as lost."""
+        if load.request_id not in self._lost:
+            self._finished_recving.add(load.request_id)
 
     def on_saves_ended(self, saves: Iterable[Save], *, copied: bool) -> None:
         """Report saves that were copied, or ended without a complete copy."""
@@ -71,6 +76,7 @@ class StepOutcome:
         if load.parked:
             self._finished_recving.add(load.request_id)
             self._failed_recving.add(load.request_id)
+            self._lost.add(load.request_id)
         elif self._takes_blocks:
             self._invalid_blocks.update(filter(None, load.block_ids))
         else:

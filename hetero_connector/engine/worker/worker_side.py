@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from hetero_connector.artifacts.layout import ArtifactLayout
@@ -23,25 +23,11 @@ from hetero_connector.engine.messages import (
     WorkerReport,
 )
 from hetero_connector.engine.worker import slot_masks
-from hetero_connector.engine.worker.copy_plan import (
-    LayerCopies,
-    plan_layerwise,
-    plan_loads,
-    plan_saves,
-    size_bytes,
-)
-from hetero_connector.engine.worker.devices import Device, device_of
+from hetero_connector.engine.worker.copy_plan import Copies, CopyPlanner, size_bytes
+from hetero_connector.engine.worker.devices import Device, Wait, device_of
 from hetero_connector.engine.worker.layer_hooks import LayerHooks
-from hetero_connector.engine.worker.layer_pipeline import Job, LayerPipeline
-from hetero_connector.engine.worker.pages import (
-    ArenaRows,
-    ByteArray,
-    IndexArray,
-    Pages,
-    check_cut_by_heads,
-    page_view,
-    run_views,
-)
+from hetero_connector.engine.worker.layer_pipeline import LayerPipeline
+from hetero_connector.engine.worker.pages import check_cut_by_heads, page_view
 from hetero_connector.engine.worker.step_outcome import StepOutcome, WorkerStep
 from hetero_connector.engine.worker.step_timer import StepTimer
 from hetero_connector.errors import StoreError
@@ -81,8 +67,9 @@ class WorkerSide:
         self._layerwise = "off" if microbatches else layerwise
         self._microbatches = microbatches
         self._any_tp = any_tp
-        self._pages: dict[str, list[Pages]] = {}
-        """Pages of each layer, one entry per run."""
+        self._planner = CopyPlanner(layout, rank)
+        self._layers = dict.fromkeys(x.layer for x in layout.model.stored_layers)
+        """The layers with state to store, in order."""
         self._device: Device | None = None
         self._timer: StepTimer | None = None
         self._arena: Arena | None = None
@@ -90,6 +77,8 @@ class WorkerSide:
         self._hooks = LayerHooks()
         self.outcome = StepOutcome(recorder, layout.model, recovers=recovers)
         self._step: WorkerStep | None = None
+        self._under_way: deque[tuple[Callable[[], bool], Callable[[], None]]] = deque()
+        """For copies that a device has not ended: a test if it has, and what reports them."""
         self._saving = threading.Lock()
         self._save_s = 0.0
 
@@ -108,10 +97,7 @@ class WorkerSide:
             view = page_view(spec, kv_caches[spec.layer], self._num_blocks)
             if self._any_tp:
                 check_cut_by_heads(spec, view)
-            runs = self._layout.page_runs(spec, self._rank)
-            self._pages[spec.layer] = [
-                self._device.pages(spec, part) for part in run_views(spec, view, runs)
-            ]
+            self._device.add_layer(spec, view, self._layout.page_runs(spec, self._rank))
 
     def attach(self, handle: ArenaHandle) -> None:
         """Map and pin the arena, once. Pinning takes seconds, so vLLM calls this at start.
@@ -121,7 +107,7 @@ class WorkerSide:
         if self._arena is None and self._device is not None:
             arena = Arena.attach(handle)
             try:
-                self._device.pin(arena.view)
+                self._device.attach(arena.view)
             except BaseException:
                 arena.close()
                 raise
@@ -162,15 +148,9 @@ class WorkerSide:
             self.outcome.check_loads()
             assert self._timer is not None
             end_wait = self._timer.start_wait()
-            self._get_device().make_copies_wait()
-            for load in meta.loads:
-                if load.parked:
-                    plan = plan_loads(self._layout, self._rank, load.copy)
-                    for layer in plan:
-                        self._load_layer(meta, layer, [plan])
-                    self.outcome.on_parked_load(load)
-            sync = [load for load in meta.loads if not load.parked]
-            self._start_layerwise(meta, sync, hooks_called)
+            self._find_arena(meta)
+            self._start_parked([load for load in meta.loads if load.parked])
+            self._start_layerwise([x for x in meta.loads if not x.parked], hooks_called)
             end_wait()
         self._recorder.observe("heterocache_load_seconds", time.perf_counter() - started)
 
@@ -183,16 +163,12 @@ class WorkerSide:
         """Clear and protect the pages of replays, before the forward (see `slot_masks`)."""
         self._enter_step(meta)
         with self.outcome.loading(meta.loads):
-            layers = self._layout.model.stored_layers
             if meta.cleared:
-                self._get_device().make_copies_wait()
-                for spec in layers:
-                    if blocks := meta.cleared.get(spec.group):
-                        for pages in self._pages[spec.layer]:
-                            pages.clear(np.array(blocks, dtype=np.int64))
-                self._get_device().make_forward_wait()
+                self._get_device().clear(meta.cleared)
             if meta.protected:
-                slot_masks.protect(layers, meta.protected, slot_mapping, attention)
+                slot_masks.protect(
+                    self._layout.model.stored_layers, meta.protected, slot_mapping, attention
+                )
 
     def ensure_loaded(self, layer: str) -> None:
         """Return when the layer's pages are loaded: the forward is about to read them."""
@@ -205,7 +181,7 @@ class WorkerSide:
                 end_wait()
 
     def on_layer_written(self, meta: StepMetadata, layer: str) -> None:
-        """Copy the pages of a layer that the forward has written in this step.
+        """Save the pages of a layer that the forward has written in this step.
 
         A second call for a layer means that the first was too early: the pages are copied again.
         """
@@ -213,16 +189,16 @@ class WorkerSide:
             return
         with self._saving:
             step = self._enter_step(meta)
-            if step.ended or step.broken:
+            if step.ended or step.broken or layer not in self._layers:
                 return
-            started = time.perf_counter()
-            with self.outcome.saving(step):
-                for copies in self._save_plans(step):
-                    if layer in copies:
-                        self._get_device().make_copies_wait()
-                        self._save_layer(meta, layer, copies[layer])
-                step.copied.add(layer)
-            self._save_s += time.perf_counter() - started
+            step.written[layer] = None
+            if len(step.written) >= self._get_device().layers_per_copy:
+                started = time.perf_counter()
+                with self.outcome.saving(step):
+                    self._save_layers(step, list(step.written))
+                    step.saved.update(step.written)
+                    step.written.clear()
+                self._save_s += time.perf_counter() - started
 
     def take_transfers(self) -> tuple[set[str], set[str]]:
         """Take the requests whose parked load has ended, and those of them whose load failed.
@@ -232,6 +208,7 @@ class WorkerSide:
         """
         if self._step is not None and not self._step.ended:
             self._finish_loads(self._step)
+        self._report_ended_copies()
         return self.outcome.take_transfers()
 
     def end_step(self, meta: StepMetadata) -> None:
@@ -249,13 +226,14 @@ class WorkerSide:
             self._device.finish()
 
     def take_report(self) -> WorkerReport | None:
+        self._report_ended_copies()
         return self.outcome.take_report(self._timer)
 
     def close(self) -> None:
         """Stop the loading thread and release the arena."""
         self._pipeline.close()
         if self._arena is not None:
-            self._get_device().unpin()
+            self._get_device().detach()
             arena, self._arena = self._arena, None
             arena.close()
 
@@ -263,12 +241,11 @@ class WorkerSide:
         assert self._device is not None, "register_kv_caches was not called"
         return self._device
 
-    def _arena_view(self, meta: StepMetadata) -> ByteArray:
-        if self._arena is None:  # inside a MultiConnector vLLM may not have called `attach`
+    def _find_arena(self, meta: StepMetadata) -> None:
+        """Attach the arena if vLLM has not called `attach`: inside a MultiConnector it may not."""
+        if self._arena is None:
             assert meta.arena is not None, "every step's metadata carries the arena"
             self.attach(meta.arena)
-        assert self._arena is not None
-        return self._arena.view
 
     def _enter_step(self, meta: StepMetadata) -> WorkerStep:
         """Return the step of `meta`. If it is new, end the one before, without its copies."""
@@ -288,14 +265,23 @@ class WorkerSide:
             if self._timer:
                 self._timer.end()
             if meta.saves and not step.broken:
-                self._copy_remaining_layers(step)
-        with self.outcome.saving(step):  # also after an error: what is reported is not in use
-            if meta.saves or meta.loads or meta.early_saves:
-                self._get_device().finish()
-        self.outcome.on_loads_ended(meta.loads)
+                self._save_remaining_layers(step)
         copied = not (step.broken or self.outcome.broken)
-        self.outcome.on_saves_ended(meta.early_saves, copied=copied and step.begun)
-        self.outcome.on_saves_ended(meta.saves, copied=copied)
+        early_copied = copied and step.begun
+
+        def report() -> None:
+            self.outcome.on_loads_ended(meta.loads)
+            self.outcome.on_saves_ended(meta.early_saves, copied=early_copied)
+            self.outcome.on_saves_ended(meta.saves, copied=copied)
+
+        if meta.saves or meta.loads or meta.early_saves:
+            # Also after an error: memory that is reported must not be in use.
+            self._under_way.append((self._get_device().fence(), report))
+
+    def _report_ended_copies(self) -> None:
+        while self._under_way and self._under_way[0][0]():
+            _, report = self._under_way.popleft()
+            report()
 
     def _finish_loads(self, step: WorkerStep) -> None:
         """Run the loads that no layer has asked for, once; errors of the step's loads are known."""
@@ -309,72 +295,76 @@ class WorkerSide:
 
     def _copy_early_saves(self, meta: StepMetadata) -> None:
         """Copy pages of finished requests before this step overwrites them."""
-        self._get_device().make_copies_wait()
-        for save in meta.early_saves:
-            for layer, copies in plan_saves(self._layout, self._rank, save.copy).items():
-                self._save_layer(meta, layer, copies)
-        self._get_device().make_forward_wait()
+        self._find_arena(meta)
+        copies = self._planner.plan_saves(save.copy for save in meta.early_saves)
+        self._get_device().save(copies, list(self._layers))
+        self._get_device().make_forward_wait_for_saves()
 
-    def _start_layerwise(self, meta: StepMetadata, loads: list[Load], hooks_called: bool) -> None:
+    def _start_parked(self, loads: list[Load]) -> None:
+        """Load for requests that wait between steps. No forward waits for these copies."""
+        if not loads:
+            return
+        device = self._get_device()
+        copies = [x for load in loads for x in self._planner.plan_load(load)]
+        waits = self._start_copies(copies, [list(self._layers)])
+        if device.overlaps_by_thread:
+            for wait in waits:
+                wait()
+
+        def report() -> None:
+            for load in loads:
+                self.outcome.on_parked_load(load)
+
+        self._under_way.append((device.fence(), report))
+
+    def _start_layerwise(self, loads: list[Load], hooks_called: bool) -> None:
+        device = self._get_device()
         is_auto = self._layerwise == "auto"
         is_large = is_auto and size_bytes(self._layout, loads) >= OVERLAP_FROM_BYTES
         overlap = hooks_called and (self._layerwise == "on" or is_large)
-        plans = [
-            plan_layerwise(self._layout, self._rank, load.copy, load.resume_tokens)
-            if overlap
-            else (plan_loads(self._layout, self._rank, load.copy), {})
-            for load in loads
-        ]
-        before, overlapped = [x for x, _ in plans], [x for _, x in plans]
-        pipelined: list[str] = []
-        for spec in self._layout.model.stored_layers:
-            if spec.layer in self._hooks:
-                pipelined.append(spec.layer)
-                self._load_layer(meta, spec.layer, before)
+        before: list[Copies] = []
+        overlapped: list[Copies] = []
+        for load in loads:
+            if overlap:
+                first, later = self._planner.plan_layerwise(load)
+                before += first
+                overlapped += later
             else:
-                self._load_layer(meta, spec.layer, before + overlapped)
-        self._get_device().make_forward_wait()
-        if any(overlapped):
-            jobs = [(layer, self._load_job(meta, layer, overlapped)) for layer in pipelined]
-            self._pipeline.start(jobs, overlap=self._get_device().overlaps_by_thread)
+                before += self._planner.plan_load(load)
+        hooked = [x for x in self._layers if x in self._hooks]
+        unhooked = [x for x in self._layers if x not in self._hooks]
+        waits = self._start_copies(before, [list(self._layers)])
+        waits += self._start_copies(overlapped, [unhooked])
+        for wait in waits:
+            wait()
+        if overlapped:
+            size = device.layers_per_copy
+            batches = [hooked[i : i + size] for i in range(0, len(hooked), size)]
+            waits = self._start_copies(overlapped, batches)
+            jobs = [
+                (layer, wait) for batch, wait in zip(batches, waits, strict=True) for layer in batch
+            ]
+            self._pipeline.start(jobs, overlap=device.overlaps_by_thread)
 
-    def _load_job(self, meta: StepMetadata, layer: str, copies: list[LayerCopies]) -> Job:
-        """Return the pipeline's job for a layer: when it has run, the pages are complete."""
-        device = self._get_device()
-        if device.overlaps_by_thread:
-            return lambda: self._load_layer(meta, layer, copies)
-        self._load_layer(meta, layer, copies)
-        return device.mark()
-
-    def _load_layer(self, meta: StepMetadata, layer: str, plans: list[LayerCopies]) -> None:
-        arena = self._arena_view(meta)
+    def _start_copies(
+        self, copies: Sequence[Copies], batches: Sequence[Sequence[str]]
+    ) -> list[Wait]:
+        if not copies or not any(batches):
+            return []
         assert self._timer is not None
-        end_copies = self._timer.start_copies()
-        for plan in plans:
-            for rows, block_ids in plan.get(layer, ()):
-                self._pages[layer][rows.run].load(arena, rows, block_ids)
-        end_copies()
+        return self._get_device().load(copies, batches, self._timer.start_copies)
 
-    def _save_plans(self, step: WorkerStep) -> list[LayerCopies]:
-        if step.plans is None:
-            saves = step.meta.saves
-            step.plans = [plan_saves(self._layout, self._rank, save.copy) for save in saves]
-        return step.plans
+    def _save_layers(self, step: WorkerStep, layers: Sequence[str]) -> None:
+        self._find_arena(step.meta)
+        if step.saves is None:
+            step.saves = self._planner.plan_saves(save.copy for save in step.meta.saves)
+        self._get_device().save(step.saves, layers)
 
-    def _copy_remaining_layers(self, step: WorkerStep) -> None:
+    def _save_remaining_layers(self, step: WorkerStep) -> None:
         started = time.perf_counter()
-        self._get_device().make_copies_wait()
-        for copies in self._save_plans(step):
-            for layer, layer_copies in copies.items():
-                if layer not in step.copied:
-                    self._save_layer(step.meta, layer, layer_copies)
+        layers = [x for x in self._layers if x in step.written or x not in step.saved]
+        self._save_layers(step, layers)
+        self._get_device().make_forward_wait_for_saves()
         self._save_s += time.perf_counter() - started
         self._recorder.observe("heterocache_save_seconds", self._save_s)
         self._save_s = 0.0
-
-    def _save_layer(
-        self, meta: StepMetadata, layer: str, copies: list[tuple[ArenaRows, IndexArray]]
-    ) -> None:
-        arena = self._arena_view(meta)
-        for rows, block_ids in copies:
-            self._pages[layer][rows.run].save(arena, rows, block_ids)

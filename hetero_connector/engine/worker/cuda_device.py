@@ -1,0 +1,208 @@
+"""Pages on a CUDA device: two streams copy through the pinned arena, beside the forward's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from heterocache_cuda.layout import PageLayout
+from heterocache_cuda.mover import (
+    Int64Array,
+    Job,
+    Mode,
+    Moves,
+    PageMover,
+    Part,
+    Tile,
+    alignment_of,
+    plan_moves,
+)
+
+from hetero_connector.artifacts.layout import Segment
+from hetero_connector.artifacts.tensor_parallel import PageRun
+from hetero_connector.engine.worker.copy_plan import Copies
+from hetero_connector.engine.worker.devices import StartTimer, Wait
+from hetero_connector.engine.worker.pages import ByteArray, run_views
+from hetero_connector.errors import StoreError
+from hetero_connector.spec import LayerSpec
+
+
+class _Pages(NamedTuple):
+    """A layer's pages, run by run."""
+
+    spec: LayerSpec
+    layouts: list[PageLayout]
+    runs: Sequence[PageRun]
+
+
+class _Jobs(NamedTuple):
+    """The jobs of one shape of artifacts."""
+
+    rows: Int64Array
+    tiles: list[Tile]
+    layers: list[str]
+    """The layer of each job."""
+    segments: Int64Array
+    """The segment of each job, by its index."""
+
+
+class CudaDevice:
+    """Pages on a CUDA device.
+
+    Loads and saves have a stream each, of the default priority, which is CUDA's lowest. The
+    forward's stream waits for them by events; the CPU never does.
+    """
+
+    overlaps_by_thread = False
+    layers_per_copy = 8
+
+    def __init__(self, device: torch.device) -> None:
+        self._mover = PageMover(device)
+        self._loads = torch.cuda.Stream(device)
+        self._saves = torch.cuda.Stream(device)
+        self._pages: dict[str, _Pages] = {}
+        self._jobs: dict[tuple[Hashable, int], _Jobs] = {}
+        self._address = 0
+        """Of the pinned arena; 0 without one."""
+
+    def add_layer(self, spec: LayerSpec, view: torch.Tensor, runs: Sequence[PageRun]) -> None:
+        layouts = [PageLayout.of(x) for x in run_views(spec, view, runs)]
+        self._pages[spec.layer] = _Pages(spec, layouts, runs)
+
+    def attach(self, arena: ByteArray) -> None:
+        """Page-lock the arena (cudaHostRegister), so that the device can read and write it."""
+        address = arena.__array_interface__["data"][0]
+        status = torch.cuda.cudart().cudaHostRegister(address, arena.nbytes, 0)
+        if int(status) != 0:
+            raise StoreError(
+                f"cudaHostRegister of the {arena.nbytes >> 20} MiB DRAM arena failed with "
+                f"{status}; lower dram_gib or raise the locked-memory limit (ulimit -l)"
+            )
+        self._address = address
+
+    def detach(self) -> None:
+        if self._address:
+            self._loads.synchronize()
+            self._saves.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self._address)
+            self._address = 0
+
+    def load(
+        self, copies: Sequence[Copies], batches: Sequence[Sequence[str]], time: StartTimer
+    ) -> list[Wait]:
+        self._loads.wait_stream(torch.cuda.current_stream())
+        moves = self._plan(copies, batches)
+        waits = []
+        with torch.cuda.stream(self._loads):
+            data = self._mover.upload(moves)
+            for batch in range(len(batches)):
+                end = time()
+                self._mover.launch(Mode.LOAD, moves, data, batch)
+                end()
+                waits.append(_wait_for(self._loads.record_event()))
+        return waits
+
+    def save(self, copies: Sequence[Copies], layers: Sequence[str]) -> None:
+        self._saves.wait_stream(torch.cuda.current_stream())
+        moves = self._plan(copies, [layers])
+        with torch.cuda.stream(self._saves):
+            self._mover.launch(Mode.SAVE, moves, self._mover.upload(moves))
+
+    def make_forward_wait_for_saves(self) -> None:
+        torch.cuda.current_stream().wait_stream(self._saves)
+
+    def clear(self, blocks: Mapping[int, Sequence[int]]) -> None:
+        parts = []
+        for pages in self._pages.values():
+            if ids := blocks.get(pages.spec.group):
+                jobs = [Job(layout, 0, 0, len(ids)) for layout in pages.layouts]
+                parts.append(_part(jobs, np.array([ids], np.int64)))
+        moves = plan_moves(parts)
+        self._mover.launch(Mode.CLEAR, moves, self._mover.upload(moves))
+
+    def fence(self) -> Callable[[], bool]:
+        events = [stream.record_event() for stream in (self._loads, self._saves)]
+        return lambda: all(event.query() for event in events)
+
+    def time_forward(self) -> CudaStopwatch:
+        return CudaStopwatch()
+
+    def time_copies(self) -> CudaStopwatch:
+        return CudaStopwatch(self._loads)
+
+    def _plan(self, copies: Sequence[Copies], batches: Sequence[Sequence[str]]) -> Moves:
+        batch_of = {layer: n for n, layers in enumerate(batches) for layer in layers}
+        parts = []
+        for some in copies:
+            addresses = some.offsets + self._address
+            jobs = self._jobs_of(some, alignment_of(addresses))
+            batch = np.array([batch_of.get(layer, -1) for layer in jobs.layers], np.int64)
+            chosen = np.flatnonzero(batch >= 0)
+            if len(chosen):
+                ids_of_job = np.array(some.pages_of, np.int64)[jobs.segments[chosen]]
+                tiles = [jobs.tiles[i] for i in chosen.tolist()]
+                rows = jobs.rows[chosen]
+                parts.append(
+                    Part(rows, tiles, ids_of_job, some.block_ids, addresses, batch[chosen])
+                )
+        return plan_moves(parts, len(batches))
+
+    def _jobs_of(self, copies: Copies, alignment: int) -> _Jobs:
+        key = (copies.shape, alignment)
+        known = self._jobs.get(key)
+        if known is None:
+            known = self._jobs[key] = self._make_jobs(copies.segments, alignment)
+        return known
+
+    def _make_jobs(self, segments: Sequence[Segment], alignment: int) -> _Jobs:
+        jobs, layers, indices = [], [], []
+        for index, segment in enumerate(segments):
+            spec, layouts, runs = self._pages[segment.layer.layer]
+            for layout, run in zip(layouts, runs, strict=True):
+                offset = segment.offset + run.whole_start
+                jobs.append(Job(layout, offset, spec.whole_page_bytes, segment.num_pages))
+                layers.append(spec.layer)
+                indices.append(index)
+        rows = np.array([job.row() for job in jobs], np.int64)
+        tiles = [job.tile(alignment) for job in jobs]
+        return _Jobs(rows, tiles, layers, np.array(indices, np.int64))
+
+
+class CudaStopwatch:
+    """Measures work on a stream (None: the current one) by two events around each stretch."""
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        self._stream = stream
+        self._stretches: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def start(self) -> Callable[[], None]:
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._record(first)
+
+        def stop() -> None:
+            self._record(last)
+            self._stretches.append((first, last))
+
+        return stop
+
+    def seconds(self) -> float | None:
+        if not all(last.query() for _, last in self._stretches):
+            return None
+        return 1e-3 * sum(float(first.elapsed_time(last)) for first, last in self._stretches)
+
+    def _record(self, event: torch.cuda.Event) -> None:
+        (self._stream or torch.cuda.current_stream()).record_event(event)
+
+
+def _part(jobs: Sequence[Job], block_ids: Int64Array) -> Part:
+    """Return jobs that use no artifact."""
+    none = np.zeros(len(jobs), np.int64)
+    rows = np.array([job.row() for job in jobs], np.int64)
+    tiles = [job.tile(0) for job in jobs]
+    return Part(rows, tiles, none, [block_ids], np.zeros(1, np.int64), none)
+
+
+def _wait_for(event: torch.cuda.Event) -> Wait:
+    return lambda: torch.cuda.current_stream().wait_event(event)

@@ -1,0 +1,151 @@
+"""Pages in host memory (the CPU backend): numpy copies them on the thread that asks."""
+
+from __future__ import annotations
+
+import time as clock
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from hetero_connector.artifacts.tensor_parallel import PageRun
+from hetero_connector.engine.worker.copy_plan import Copies, IndexArray
+from hetero_connector.engine.worker.devices import StartTimer, Wait
+from hetero_connector.engine.worker.pages import ArenaRows, ByteArray, HostPages, run_views
+from hetero_connector.spec import LayerSpec
+
+LayerCopies = list[tuple[HostPages, ArenaRows, IndexArray]]
+
+
+class HostDevice:
+    """Pages in host memory. Copies are synchronous, so they are always in order.
+
+    It also asks the kernel for the CPU's AMX tiles, if there are any. vLLM 0.32.0 asks only at its
+    first large matrix product. A process that begins with the few tokens after a restored prefix
+    uses the tiles earlier, and would end with an illegal instruction.
+    """
+
+    overlaps_by_thread = True
+    layers_per_copy = 1
+
+    def __init__(self) -> None:
+        torch.cpu._init_amx()
+        self._layers: dict[str, tuple[LayerSpec, list[tuple[HostPages, PageRun]]]] = {}
+        self._arena: ByteArray | None = None
+
+    def add_layer(self, spec: LayerSpec, view: torch.Tensor, runs: Sequence[PageRun]) -> None:
+        views = run_views(spec, view, runs)
+        pages = [(HostPages(v), run) for v, run in zip(views, runs, strict=True)]
+        self._layers[spec.layer] = spec, pages
+
+    def attach(self, arena: ByteArray) -> None:
+        self._arena = arena
+
+    def detach(self) -> None:
+        self._arena = None
+
+    def load(
+        self, copies: Sequence[Copies], batches: Sequence[Sequence[str]], time: StartTimer
+    ) -> list[Wait]:
+        by_layer = self._by_layer(copies)
+        return [partial(self._load, by_layer, batch, time) for batch in batches]
+
+    def save(self, copies: Sequence[Copies], layers: Sequence[str]) -> None:
+        assert self._arena is not None
+        by_layer = self._by_layer(copies, layers)
+        for layer in layers:
+            for pages, rows, block_ids in by_layer.get(layer, ()):
+                pages.save(self._arena, rows, block_ids)
+
+    def make_forward_wait_for_saves(self) -> None:
+        pass
+
+    def clear(self, blocks: Mapping[int, Sequence[int]]) -> None:
+        for spec, pages_of_runs in self._layers.values():
+            if ids := blocks.get(spec.group):
+                for pages, _ in pages_of_runs:
+                    pages.clear(np.array(ids, dtype=np.int64))
+
+    def fence(self) -> Callable[[], bool]:
+        return lambda: True
+
+    def time_forward(self) -> HostStopwatch:
+        return HostStopwatch()
+
+    def time_copies(self) -> HostStopwatch:
+        return HostStopwatch()
+
+    def _load(
+        self, by_layer: Mapping[str, LayerCopies], layers: Sequence[str], time: StartTimer
+    ) -> None:
+        assert self._arena is not None
+        end = time()
+        for layer in layers:
+            for pages, rows, block_ids in by_layer.get(layer, ()):
+                pages.load(self._arena, rows, block_ids)
+        end()
+
+    def _by_layer(
+        self, copies: Sequence[Copies], layers: Sequence[str] | None = None
+    ) -> Mapping[str, LayerCopies]:
+        """Return the copies of some layers, or of all, as few as strides can express."""
+        found: defaultdict[str, LayerCopies] = defaultdict(list)
+        for some in copies:
+            even = list(_evenly_spaced(some.offsets))
+            for segment, index in zip(some.segments, some.pages_of, strict=True):
+                name = segment.layer.layer
+                if layers is not None and name not in layers:
+                    continue
+                pitch = segment.layer.whole_page_bytes
+                for pages, run in self._layers[name][1]:
+                    for first, stop, stride in even:
+                        ids = some.block_ids[index][first:stop]
+                        offset = int(some.offsets[first]) + segment.offset + run.whole_start
+                        rows = ArenaRows(offset, stride, len(ids), ids.shape[1], pitch)
+                        found[name] += ((pages, *x) for x in _valid_copies(rows, ids))
+        return found
+
+
+class HostStopwatch:
+    """Measures work that has ended when its call returns."""
+
+    def __init__(self) -> None:
+        self._stretches: list[float] = []
+
+    def start(self) -> Callable[[], None]:
+        started_s = clock.perf_counter()
+        return lambda: self._stretches.append(clock.perf_counter() - started_s)
+
+    def seconds(self) -> float | None:
+        return sum(self._stretches)
+
+
+def _evenly_spaced(offsets: IndexArray) -> Iterator[tuple[int, int, int]]:
+    """Yield (first, stop, stride) of artifacts at rising offsets with one distance."""
+    steps = np.diff(offsets).tolist()
+    first = 0
+    while first < len(offsets):
+        stop = first + 1
+        stride = steps[first] if first < len(steps) and steps[first] > 0 else 0
+        while stride and stop < len(offsets) and steps[stop - 1] == stride:
+            stop += 1
+        yield first, stop, stride
+        first = stop
+
+
+def _valid_copies(rows: ArenaRows, ids: IndexArray) -> Iterator[tuple[ArenaRows, IndexArray]]:
+    """Yield one copy if every page is copied, else one for each stretch of pages that are.
+
+    `ids` is `[artifacts, pages]`.
+    """
+    if ids.all():
+        yield rows, ids.reshape(-1)
+        return
+    for row in range(rows.count):
+        valid = np.flatnonzero(ids[row])
+        for stretch in np.split(valid, np.flatnonzero(np.diff(valid) > 1) + 1):
+            if len(stretch):
+                start = rows.offset + row * rows.stride + int(stretch[0]) * rows.pitch
+                yield ArenaRows(start, 0, 1, len(stretch), rows.pitch), ids[row, stretch]

@@ -1,0 +1,128 @@
+"""`CudaDevice` without a GPU: streams that run work at once, and Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from heterocache_cuda import kernels
+from heterocache_cuda.mover import PageMover
+from triton.runtime.interpreter import InterpretedFunction
+
+from hetero_connector.engine.worker import cuda_device
+from hetero_connector.engine.worker.cuda_device import CudaDevice
+
+
+class Event:
+    """An event of a stream. `calls` of all streams are in one list, in order."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.fired = True
+        self.enable_timing = enable_timing
+
+    def query(self) -> bool:
+        return self.fired
+
+    def elapsed_time(self, other: Event) -> float:
+        assert self.enable_timing
+        assert other.enable_timing
+        return 1.0
+
+
+class Stream:
+    """A stream: it notes its calls."""
+
+    def __init__(self, cuda: Cuda, name: str) -> None:
+        self._cuda = cuda
+        self.name = name
+
+    def wait_stream(self, other: Stream) -> None:
+        self._cuda.calls.append((self.name, "waits for", other.name))
+
+    def wait_event(self, event: Event) -> None:
+        self._cuda.calls.append((self.name, "waits for", "an event"))
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.fired = not self._cuda.is_busy
+        self._cuda.events.append(event)
+        return event
+
+    def synchronize(self) -> None:
+        self._cuda.calls.append(("cpu", "waits for", self.name))
+
+
+class Cuda:
+    """What the stand-ins of one test have been asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str, str]] = []
+        self.events: list[Event] = []
+        self.is_busy = False
+        """True: events do not fire before `finish`."""
+        self.status = 0
+        """What cudaHostRegister returns."""
+        self.current = Stream(self, "forward")
+        self._names = iter(("loads", "saves"))
+
+    def finish(self) -> None:
+        """Let all work end."""
+        self.is_busy = False
+        for event in self.events:
+            event.fired = True
+
+    def new_stream(self, device: torch.device) -> Stream:
+        return Stream(self, next(self._names))
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    # As cudart
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        self.calls.append(("cpu", "pins", str(size)))
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.calls.append(("cpu", "unpins", ""))
+        return 0
+
+
+class NotedMover(PageMover):
+    """A mover that notes its launches, and runs them in the interpreter."""
+
+    def __init__(self, cuda: Cuda, device: torch.device) -> None:
+        super().__init__(device, InterpretedFunction(kernels.move_pages.fn))
+        self._cuda = cuda
+
+    def _run(self, grid: Any, *arguments: Any) -> None:
+        self._cuda.calls.append((self._cuda.current.name, "moves", f"{grid[1]} jobs"))
+        super()._run(grid, *arguments)
+
+
+@contextmanager
+def cuda_stand_ins() -> Iterator[Cuda]:
+    """Replace torch.cuda for `CudaDevice`."""
+    cuda = Cuda()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "Stream", cuda.new_stream)
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "current_stream", lambda: cuda.current)
+        patch.setattr(torch.cuda, "stream", cuda.on)
+        patch.setattr(torch.cuda, "cudart", lambda: cuda)
+        patch.setattr(cuda_device, "PageMover", partial(NotedMover, cuda))
+        yield cuda
+
+
+@contextmanager
+def cuda_device_on_cpu() -> Iterator[CudaDevice]:
+    """A `CudaDevice` whose pages are in host memory."""
+    with cuda_stand_ins():
+        yield CudaDevice(torch.device("cpu"))

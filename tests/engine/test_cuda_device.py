@@ -1,0 +1,174 @@
+"""A worker on `CudaDevice`: its streams wait for each other, the CPU for none, and bytes are right.
+
+Kernels run in Triton's interpreter, at once. That copies are late is the business of
+`adversarial_device`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.engine.messages import (
+    ArtifactCopy,
+    ArtifactSpan,
+    Blocks,
+    Load,
+    PageCopy,
+    Save,
+    StepMetadata,
+)
+from hetero_connector.engine.worker import worker_side
+from hetero_connector.engine.worker.cuda_device import CudaDevice
+from hetero_connector.engine.worker.worker_side import WorkerSide
+from hetero_connector.errors import StoreError
+from hetero_connector.metrics import Recorder
+from hetero_connector.spec import ModelSpec, StateType
+from hetero_connector.store.arena import Arena
+from tests.engine.cuda_stand_ins import Cuda, cuda_stand_ins
+from tests.engine.fakes import layer
+
+KV = StateType.DENSE_KV
+CHUNK, BLOCK, NUM_BLOCKS, NUM_LAYERS = 64, 16, 24, 10
+MODEL = ModelSpec(tuple(layer(f"layer {i}", 0) for i in range(NUM_LAYERS)), alignment=BLOCK)
+LAYOUT = ArtifactLayout(MODEL, CHUNK)
+SIZE = LAYOUT.artifact_bytes(KV, 0, CHUNK)
+FIRST, SECOND = [1, 2, 3, 4], [9, 8, 7, 6]
+
+
+class Worker:
+    """A worker side whose pages are on a stand-in of a CUDA device."""
+
+    def __init__(self, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(worker_side, "device_of", lambda x: CudaDevice(x.device))
+        self.cuda = cuda
+        self.arena = Arena.create(4 * SIZE, shared=False)
+        self.side = WorkerSide(LAYOUT, 0, NUM_BLOCKS, "on", Recorder())
+        rng = np.random.default_rng(3)
+        self.caches = {
+            x.layer: torch.from_numpy(rng.integers(1, 256, (NUM_BLOCKS, BLOCK, 16), np.uint8))
+            for x in MODEL.layers
+        }
+        self.side.register(self.caches)
+        self.side.attach(self.arena.handle)
+        self.step(StepMetadata())
+
+    def step(self, meta: StepMetadata, *, hooks: bool = True) -> list[tuple[str, str, str]]:
+        """Run a step; return what the streams and the CPU did."""
+        self.cuda.calls.clear()
+        self.side.begin_step(meta)
+        self.side.start_loads(meta, hooks_called=hooks)
+        for name in self.caches if hooks else ():
+            self.side.ensure_loaded(name)
+            self.side.on_layer_written(meta, name)
+        self.side.end_step(meta)
+        return self.cuda.calls
+
+    def pages(self, blocks: list[int]) -> list[torch.Tensor]:
+        return [cache[blocks].clone() for cache in self.caches.values()]
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    with cuda_stand_ins() as cuda:
+        worker = Worker(cuda, monkeypatch)
+        yield worker
+        worker.side.close()
+        worker.arena.close()
+
+
+def load(blocks: list[int], *, parked: bool = False, resume: int | None = None) -> Load:
+    span = ArtifactSpan(KV, 0, CHUNK, CHUNK, [SIZE])
+    return Load("r", [span], {(KV, 0): Blocks(0, blocks)}, parked, resume=resume)
+
+
+def save(blocks: list[int]) -> Save:
+    return Save([1], PageCopy([ArtifactCopy(KV, 0, CHUNK, SIZE)], {(KV, 0): Blocks(0, blocks)}))
+
+
+@pytest.mark.parametrize("hooks", [True, False], ids=["layer by layer", "full graph"])
+def test_what_is_saved_is_loaded(worker: Worker, hooks: bool) -> None:
+    saved, others = worker.pages(FIRST), worker.pages([5, 10, 11])
+    worker.step(StepMetadata(saves=[save(FIRST)]), hooks=hooks)
+    worker.step(StepMetadata(loads=[load(SECOND)]), hooks=hooks)
+    for before, after in zip(saved, worker.pages(SECOND), strict=True):
+        assert torch.equal(before, after)
+    for before, after in zip(others, worker.pages([5, 10, 11]), strict=True):
+        assert torch.equal(before, after)
+
+
+def test_a_save_waits_for_the_forward_and_later_work_for_the_save(worker: Worker) -> None:
+    assert worker.step(StepMetadata(saves=[save(FIRST)])) == [
+        ("saves", "waits for", "forward"),
+        ("saves", "moves", "8 jobs"),
+        ("saves", "waits for", "forward"),
+        ("saves", "moves", "2 jobs"),
+        ("forward", "waits for", "saves"),
+    ]
+
+
+def test_a_page_that_is_computed_too_is_loaded_before_the_forward(worker: Worker) -> None:
+    calls = worker.step(StepMetadata(loads=[load(SECOND, resume=CHUNK - 5)]))
+    assert calls[:6] == [
+        ("loads", "waits for", "forward"),
+        ("loads", "moves", "10 jobs"),
+        ("forward", "waits for", "an event"),
+        ("loads", "waits for", "forward"),
+        ("loads", "moves", "8 jobs"),
+        ("loads", "moves", "2 jobs"),
+    ]
+    assert set(calls[6:]) == {("forward", "waits for", "an event")}
+
+
+def test_no_forward_waits_for_a_parked_load(worker: Worker) -> None:
+    worker.cuda.is_busy = True
+    calls = worker.step(StepMetadata(loads=[load(SECOND, parked=True)]))
+    assert calls == [("loads", "waits for", "forward"), ("loads", "moves", "10 jobs")]
+    assert worker.side.take_transfers() == (set(), set())
+    worker.cuda.finish()
+    assert worker.side.take_transfers() == ({"r"}, set())
+
+
+def test_the_cpu_never_waits_while_serving(worker: Worker) -> None:
+    worker.cuda.is_busy = True
+    early = StepMetadata(loads=[load(SECOND)], saves=[save(FIRST)], early_saves=[save([12] * 4)])
+    for meta in (early, StepMetadata(cleared={0: [1, 2]}), StepMetadata()):
+        assert not [call for call in worker.step(meta) if call[0] == "cpu"]
+    assert worker.side.take_report() is None
+    worker.cuda.finish()
+    report = worker.side.take_report()
+    assert report is not None
+    assert (dict(report.saved), dict(report.loaded)) == ({1: 2}, {"r": 1})
+
+
+def test_pages_are_cleared_in_the_forwards_stream(worker: Worker) -> None:
+    kept = worker.pages([3])
+    worker.cuda.calls.clear()
+    worker.side.protect_replays(StepMetadata(cleared={0: [1, 2]}), {}, None)
+    assert worker.cuda.calls == [("forward", "moves", "10 jobs")]
+    assert not any(pages.any() for pages in worker.pages([1, 2]))
+    assert all(map(torch.equal, kept, worker.pages([3])))
+
+
+def test_the_arena_is_unpinned_after_all_copies(worker: Worker) -> None:
+    worker.cuda.calls.clear()
+    worker.side.close()
+    assert worker.cuda.calls == [
+        ("cpu", "waits for", "loads"),
+        ("cpu", "waits for", "saves"),
+        ("cpu", "unpins", ""),
+    ]
+
+
+def test_an_arena_that_cannot_be_pinned_is_an_error_at_start(worker: Worker) -> None:
+    other = WorkerSide(LAYOUT, 0, NUM_BLOCKS, "on", Recorder())
+    worker.cuda._names = iter(("loads", "saves"))
+    other.register(worker.caches)
+    worker.cuda.status = 2
+    with pytest.raises(StoreError, match="dram_gib"):
+        other.attach(worker.arena.handle)
+    other.close()
