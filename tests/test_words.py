@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCES = [
     path
-    for package in ("hetero_connector", "ownership", "examples", "benchmarks", "scripts")
+    for package in ("hetero_connector", "ownership", "cuda", "examples", "benchmarks", "scripts")
     for path in sorted((ROOT / package).rglob("*.py"))
 ]
 RIDDLE = re.compile(r"(What|Of|Whether|Where|When|How|Those|As|Whose|Who)\b")

@@ -21,7 +21,7 @@ class PageLayout:
     """
 
     address: int
-    """Of block 0."""
+    """The address of block 0."""
     block_stride: int
     """Bytes from one block to the next."""
     rows: tuple[int, int, int]

@@ -68,7 +68,7 @@ class Tile(NamedTuple):
     """The variant of the kernel: the bytes that a program moves at a time."""
 
     alignment: int
-    """Of all addresses, in bytes; 16 where possible."""
+    """Bytes that divide all addresses; 16 where possible."""
     rows: int
     words: int
     """Elements of `min(8, alignment)` bytes in a row."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -19,6 +18,7 @@ import pytest
 
 from hetero_connector.engine.scheduler import replays
 from hetero_connector.engine.worker import slot_masks
+from hetero_connector.engine.worker.host_device import HostDevice
 from hetero_connector.engine.worker.pages import HostPages
 from hetero_connector.planner.plan import WindowReplay
 from hetero_connector.spec import StateType
@@ -300,8 +300,9 @@ def test_power_of_clearing(llm: Any, case: Case, reference: Completion) -> None:
     forget(llm)
     worker = worker_connector()._worker
     assert worker is not None
-    for pages in chain.from_iterable(worker._pages.values()):
-        cast(HostPages, pages)._pages[:] = 0  # the engine itself clears no window pages
+    for _, pages_of_runs in cast(HostDevice, worker._device)._layers.values():
+        for pages, _ in pages_of_runs:
+            pages._pages[:] = 0  # the engine itself clears no window pages
 
 
 def test_the_engine_holds_a_part(llm: Any, reference: Completion, case: Case) -> None:

@@ -1,4 +1,4 @@
-"""Pages on a CUDA device: two streams copy through the pinned arena, beside the forward's."""
+"""Pages on a CUDA device: two streams copy between them and the pinned arena."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class CudaDevice:
         self._pages: dict[str, _Pages] = {}
         self._jobs: dict[tuple[Hashable, int], _Jobs] = {}
         self._address = 0
-        """Of the pinned arena; 0 without one."""
+        """The address of the pinned arena; 0 without one."""
 
     def add_layer(self, spec: LayerSpec, view: torch.Tensor, runs: Sequence[PageRun]) -> None:
         layouts = [PageLayout.of(x) for x in run_views(spec, view, runs)]
