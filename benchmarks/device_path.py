@@ -86,18 +86,19 @@ class _Launches:
         self._counts.launches += 1
 
 
-class _Cudart:
-    def cudaHostRegister(self, *_: int) -> int:  # noqa: N802
-        return 0
+class _Driver:
+    can_use_host_pointers = True
 
-    def cudaHostUnregister(self, *_: int) -> int:  # noqa: N802
-        return 0
+    def register(self, *_: int) -> None: ...
+
+    def unregister(self, *_: int) -> None: ...
 
 
 @contextmanager
 def worker_on_stand_ins(layout: ArtifactLayout) -> Iterator[tuple[Any, Any, Counts]]:
     """Yield a worker side with its arena, whose device copies nothing and counts."""
     import torch
+    from heterocache_cuda.driver import Driver
     from heterocache_cuda.mover import Moves, PageMover
 
     from hetero_connector.engine.worker import cuda_device, worker_side
@@ -128,7 +129,7 @@ def worker_on_stand_ins(layout: ArtifactLayout) -> Iterator[tuple[Any, Any, Coun
         patch.object(torch.cuda, "current_stream", lambda: _Stream(counts)),
         patch.object(torch.cuda, "stream", on),
         patch.object(torch.cuda, "synchronize", lambda: _Stream(counts).synchronize()),
-        patch.object(torch.cuda, "cudart", _Cudart),
+        patch.object(Driver, "open", lambda _: _Driver()),
         patch.object(cuda_device, "PageMover", Mover),
         patch.object(worker_side, "device_of", lambda _: cuda_device.CudaDevice(cpu)),
     ):

@@ -144,7 +144,7 @@ class _TypeCopies:
         }
         self._planner = CopyPlanner(layout, 0)
         self._device = HostDevice()
-        self._device.attach(self._arena)
+        self._device.attach(self._arena, 0)
         self._layers = [x.layer for x in layout.model.layers_of(state_type)]
         for layer in layout.model.layers_of(state_type):
             blocks = len(self._ranges[layer.group]) + 2

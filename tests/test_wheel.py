@@ -20,7 +20,9 @@ FOR_A_ROUTER = {
     "ownership.scheduling.replication",
 }
 """Modules that nothing in the wheel imports: a router needs them."""
-FOR_CHECKS_OF_A_GPU = {"heterocache_cuda.ahead_of_time", "heterocache_cuda.reference"}
+FOR_CHECKS_OF_A_GPU = {
+    f"heterocache_cuda.{name}" for name in ("ahead_of_time", "batched", "gather", "reference")
+}
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """The calls of the CUDA driver that torch does not offer.
 
-They go to the driver's library itself. Unlike the runtime library it keeps no error until somebody
-asks for it, so a call that failed leaves nothing that a later kernel launch would report.
+They go to the driver's library itself. Unlike the runtime library it keeps no error until it is
+asked for, so a call that failed leaves nothing that a later kernel launch would report.
 """
 
 from __future__ import annotations

@@ -34,14 +34,14 @@ class LaunchSizes:
     """The share of the GPU that a launch takes. A benchmark compares others with these."""
 
     programs: int = 96
-    """Of a launch, if it has fewer jobs. Each has one tile of 8 KiB under way, and a link of
-    50 GB/s with a latency of 2 us needs 100 KB."""
+    """Programs of a launch, if it has fewer jobs. Each has one tile of 8 KiB under way, and a link
+    of 50 GB/s with a latency of 2 us needs 100 KB."""
     most_programs_per_job: int = 16
     num_warps: int = 8
-    """Of each program."""
+    """Warps of each program."""
     max_registers: int = 128
-    """Of a thread. Without a limit ptxas aims at more programs on a multiprocessor than there
-    are, and spills registers for it."""
+    """Registers of a thread. Without a limit ptxas aims at more programs on a multiprocessor than
+    there are, and spills registers for it."""
 
     def programs_per_job(self, num_jobs: int) -> int:
         """Return the first dimension of the grid."""

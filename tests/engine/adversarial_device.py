@@ -80,8 +80,11 @@ class AdversarialDevice(HostDevice):
     # As `Device`
 
     def detach(self) -> None:
-        self.synchronize()
+        self.finish()
         super().detach()
+
+    def finish(self) -> None:
+        self._complete(self._tails[Stream.LOADS] | self._tails[Stream.SAVES])
 
     def load(
         self, copies: Sequence[Copies], batches: Sequence[Sequence[str]], time: StartTimer

@@ -7,9 +7,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from heterocache_cuda import kernels
+from heterocache_cuda.bounce import BounceBuffer
+from heterocache_cuda.driver import CudaError, Driver
 from heterocache_cuda.mover import PageMover
 from triton.runtime.interpreter import InterpretedFunction
 
@@ -64,8 +68,7 @@ class Cuda:
         self.events: list[Event] = []
         self.is_busy = False
         """True: events do not fire before `finish`."""
-        self.status = 0
-        """What cudaHostRegister returns."""
+        self.refuses_to_pin = False
         self.current = Stream(self, "forward")
         self._names = iter(("loads", "saves"))
 
@@ -74,6 +77,12 @@ class Cuda:
         self.is_busy = False
         for event in self.events:
             event.fired = True
+
+    def open_bounce(
+        self, mover: PageMover, arena: npt.NDArray[np.uint8], largest_artifact_bytes: int
+    ) -> BounceBuffer:
+        buffer = torch.empty(largest_artifact_bytes, dtype=torch.uint8)
+        return BounceBuffer(mover, arena, buffer, lambda: self.current.synchronize())
 
     def new_stream(self, device: torch.device) -> Stream:
         return Stream(self, next(self._names))
@@ -84,15 +93,17 @@ class Cuda:
         yield
         self.current = before
 
-    # As cudart
+    # As the driver
 
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
-        self.calls.append(("cpu", "pins", str(size)))
-        return self.status
+    can_use_host_pointers = True
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def register(self, address: int, size_bytes: int) -> None:
+        self.calls.append(("cpu", "pins", str(size_bytes)))
+        if self.refuses_to_pin:
+            raise CudaError("cuMemHostRegister failed")
+
+    def unregister(self, address: int) -> None:
         self.calls.append(("cpu", "unpins", ""))
-        return 0
 
 
 class NotedMover(PageMover):
@@ -116,7 +127,8 @@ def cuda_stand_ins() -> Iterator[Cuda]:
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "current_stream", lambda: cuda.current)
         patch.setattr(torch.cuda, "stream", cuda.on)
-        patch.setattr(torch.cuda, "cudart", lambda: cuda)
+        patch.setattr(Driver, "open", lambda _: cuda)
+        patch.setattr(BounceBuffer, "open", cuda.open_bounce)
         patch.setattr(cuda_device, "PageMover", partial(NotedMover, cuda))
         yield cuda
 

@@ -81,7 +81,7 @@ class Ranks:
                 for spec in model.layers:
                     view = page_view(spec, caches[spec.layer], NUM_BLOCKS)
                     device.add_layer(spec, view, self.layout.page_runs(spec, rank))
-                device.attach(arena)
+                device.attach(arena, 0)
                 copy_pages(device, self.layout, rank, PageCopy(artifacts, tables), save=save)
 
 

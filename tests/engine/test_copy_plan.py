@@ -85,7 +85,7 @@ def run(
         for layer in layout.model.layers:
             view = page_view(layer, caches[layer.layer], NUM_BLOCKS)
             device.add_layer(layer, view, layout.page_runs(layer, rank))
-        device.attach(arena)
+        device.attach(arena, 0)
         copy_pages(device, layout, rank, copy, save=save)
 
 

@@ -7,10 +7,12 @@ Kernels run in Triton's interpreter, at once. That copies are late is the busine
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from heterocache_cuda.driver import Driver
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.engine.messages import (
@@ -44,7 +46,7 @@ class Worker:
     """A worker side whose pages are on a stand-in of a CUDA device."""
 
     def __init__(self, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(worker_side, "device_of", lambda x: CudaDevice(x.device))
+        monkeypatch.setattr(worker_side, "device_of", lambda _: CudaDevice(torch.device("cpu")))
         self.cuda = cuda
         self.arena = Arena.create(4 * SIZE, shared=False)
         self.side = WorkerSide(LAYOUT, 0, NUM_BLOCKS, "on", Recorder())
@@ -164,11 +166,28 @@ def test_the_arena_is_unpinned_after_all_copies(worker: Worker) -> None:
     ]
 
 
-def test_an_arena_that_cannot_be_pinned_is_an_error_at_start(worker: Worker) -> None:
-    other = WorkerSide(LAYOUT, 0, NUM_BLOCKS, "on", Recorder())
+def test_an_arena_that_cannot_be_pinned_is_copied_through_a_buffer(worker: Worker) -> None:
+    worker.cuda.refuses_to_pin = True
     worker.cuda._names = iter(("loads", "saves"))
+    other = WorkerSide(LAYOUT, 0, NUM_BLOCKS, "on", Recorder())
     other.register(worker.caches)
-    worker.cuda.status = 2
-    with pytest.raises(StoreError, match="dram_gib"):
+    other.attach(worker.arena.handle)
+    worker.side, pinned = other, worker.side
+    saved = worker.pages(FIRST)
+    assert ("cpu", "waits for", "saves") in worker.step(StepMetadata(saves=[save(FIRST)]))
+    assert ("cpu", "waits for", "loads") in worker.step(StepMetadata(loads=[load(SECOND)]))
+    assert all(map(torch.equal, saved, worker.pages(SECOND)))
+    pinned.close()
+
+
+def test_a_machine_without_a_driver_is_an_error_at_start(worker: Worker) -> None:
+    worker.cuda._names = iter(("loads", "saves"))
+    other = WorkerSide(LAYOUT, 0, NUM_BLOCKS, "on", Recorder())
+    other.register(worker.caches)
+    missing = OSError("libcuda.so.1: cannot open shared object file")
+    with (
+        patch.object(Driver, "open", side_effect=missing),
+        pytest.raises(StoreError, match=r"DRAM tier.*libcuda"),
+    ):
         other.attach(worker.arena.handle)
     other.close()

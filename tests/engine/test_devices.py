@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from hetero_connector.engine.startup import engine_identity
-from hetero_connector.engine.worker import devices
-from hetero_connector.engine.worker.devices import HostDevice, device_of
+from hetero_connector.engine.worker import cuda_device
+from hetero_connector.engine.worker.devices import device_of
+from hetero_connector.engine.worker.host_device import HostDevice
 from hetero_connector.errors import UnsupportedModelError
 
 
@@ -25,7 +26,7 @@ def test_pages_in_host_memory_are_copied_by_the_host() -> None:
 
 def test_pages_on_a_gpu_get_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[torch.device] = []
-    monkeypatch.setattr(devices, "CudaDevice", made.append)
+    monkeypatch.setattr(cuda_device, "CudaDevice", made.append)
     device_of({"a": on("cuda:3"), "b": on("cuda:3")})
     assert made == [torch.device("cuda:3")]
 

@@ -7,18 +7,20 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from heterocache_cuda.bounce import BounceBuffer
+from heterocache_cuda.driver import Driver
 from heterocache_cuda.layout import PageLayout
 from heterocache_cuda.mover import (
     Int64Array,
     Job,
     Mode,
-    Moves,
     PageMover,
     Part,
     Tile,
     alignment_of,
     plan_moves,
 )
+from heterocache_cuda.pinned import PinnedArena
 
 from hetero_connector.artifacts.layout import Segment
 from hetero_connector.artifacts.tensor_parallel import PageRun
@@ -52,51 +54,64 @@ class CudaDevice:
     """Pages on a CUDA device.
 
     Loads and saves have a stream each, of the default priority, which is CUDA's lowest. The
-    forward's stream waits for them by events; the CPU never does.
+    forward's stream waits for them by events; the CPU never does, unless the arena cannot be
+    pinned.
     """
 
     overlaps_by_thread = False
     layers_per_copy = 8
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._mover = PageMover(device)
         self._loads = torch.cuda.Stream(device)
         self._saves = torch.cuda.Stream(device)
         self._pages: dict[str, _Pages] = {}
         self._jobs: dict[tuple[Hashable, int], _Jobs] = {}
+        self._pinned: PinnedArena | None = None
+        self._bounce: BounceBuffer | None = None
+        """None if the arena is pinned."""
         self._address = 0
-        """The address of the pinned arena; 0 without one."""
+        """The arena's address, on the host and on the device."""
 
     def add_layer(self, spec: LayerSpec, view: torch.Tensor, runs: Sequence[PageRun]) -> None:
         layouts = [PageLayout.of(x) for x in run_views(spec, view, runs)]
         self._pages[spec.layer] = _Pages(spec, layouts, runs)
 
-    def attach(self, arena: ByteArray) -> None:
-        """Page-lock the arena (cudaHostRegister), so that the device can read and write it."""
-        address = arena.__array_interface__["data"][0]
-        status = torch.cuda.cudart().cudaHostRegister(address, arena.nbytes, 0)
-        if int(status) != 0:
-            raise StoreError(
-                f"cudaHostRegister of the {arena.nbytes >> 20} MiB DRAM arena failed with "
-                f"{status}; lower dram_gib or raise the locked-memory limit (ulimit -l)"
-            )
-        self._address = address
+    def attach(self, arena: ByteArray, largest_artifact_bytes: int) -> None:
+        """Page-lock the arena, so that the device reads and writes it by itself.
+
+        If that fails, copies go through a small buffer, and block.
+        """
+        try:
+            driver = Driver.open(self._device.index or 0)
+            pinned = PinnedArena.pin(arena, driver)
+            if not pinned.is_complete:
+                self._bounce = BounceBuffer.open(self._mover, arena, largest_artifact_bytes)
+        except (OSError, RuntimeError) as error:
+            raise StoreError(f"the GPU cannot use the DRAM tier's memory: {error}") from error
+        self._pinned, self._address = pinned, arena.ctypes.data
 
     def detach(self) -> None:
-        if self._address:
-            self._loads.synchronize()
-            self._saves.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(self._address)
-            self._address = 0
+        self.finish()
+        if self._pinned is not None:
+            self._pinned.close()
+        self._pinned = self._bounce = None
 
     def load(
         self, copies: Sequence[Copies], batches: Sequence[Sequence[str]], time: StartTimer
     ) -> list[Wait]:
         self._loads.wait_stream(torch.cuda.current_stream())
-        moves = self._plan(copies, batches)
-        waits = []
+        parts = self._parts(copies, batches)
         with torch.cuda.stream(self._loads):
+            if self._bounce is not None:
+                end = time()
+                self._bounce_all(Mode.LOAD, parts)
+                end()
+                return [_nothing] * len(batches)
+            moves = plan_moves(parts, len(batches))
             data = self._mover.upload(moves)
+            waits = []
             for batch in range(len(batches)):
                 end = time()
                 self._mover.launch(Mode.LOAD, moves, data, batch)
@@ -106,8 +121,12 @@ class CudaDevice:
 
     def save(self, copies: Sequence[Copies], layers: Sequence[str]) -> None:
         self._saves.wait_stream(torch.cuda.current_stream())
-        moves = self._plan(copies, [layers])
+        parts = self._parts(copies, [layers])
         with torch.cuda.stream(self._saves):
+            if self._bounce is not None:
+                self._bounce_all(Mode.SAVE, parts)
+                return
+            moves = plan_moves(parts)
             self._mover.launch(Mode.SAVE, moves, self._mover.upload(moves))
 
     def make_forward_wait_for_saves(self) -> None:
@@ -122,6 +141,10 @@ class CudaDevice:
         moves = plan_moves(parts)
         self._mover.launch(Mode.CLEAR, moves, self._mover.upload(moves))
 
+    def finish(self) -> None:
+        self._loads.synchronize()
+        self._saves.synchronize()
+
     def fence(self) -> Callable[[], bool]:
         events = [stream.record_event() for stream in (self._loads, self._saves)]
         return lambda: all(event.query() for event in events)
@@ -132,7 +155,12 @@ class CudaDevice:
     def time_copies(self) -> CudaStopwatch:
         return CudaStopwatch(self._loads)
 
-    def _plan(self, copies: Sequence[Copies], batches: Sequence[Sequence[str]]) -> Moves:
+    def _bounce_all(self, mode: Mode, parts: Sequence[Part]) -> None:
+        assert self._bounce is not None
+        for part in parts:
+            self._bounce.move(mode, part)
+
+    def _parts(self, copies: Sequence[Copies], batches: Sequence[Sequence[str]]) -> list[Part]:
         batch_of = {layer: n for n, layers in enumerate(batches) for layer in layers}
         parts = []
         for some in copies:
@@ -147,7 +175,7 @@ class CudaDevice:
                 parts.append(
                     Part(rows, tiles, ids_of_job, some.block_ids, addresses, batch[chosen])
                 )
-        return plan_moves(parts, len(batches))
+        return parts
 
     def _jobs_of(self, copies: Copies, alignment: int) -> _Jobs:
         key = (copies.shape, alignment)
@@ -202,6 +230,10 @@ def _part(jobs: Sequence[Job], block_ids: Int64Array) -> Part:
     rows = np.array([job.row() for job in jobs], np.int64)
     tiles = [job.tile(0) for job in jobs]
     return Part(rows, tiles, none, [block_ids], np.zeros(1, np.int64), none)
+
+
+def _nothing() -> None:
+    """The copies have ended already."""
 
 
 def _wait_for(event: torch.cuda.Event) -> Wait:

@@ -33,7 +33,7 @@ class Stopwatch(Protocol):
 class Device(Protocol):
     """Copies between pages and the arena, in order with the forward pass.
 
-    No method blocks until a copy has ended, except where copies run on the calling thread.
+    Only `finish` and `detach` wait for copies, except where copies run on the calling thread.
     """
 
     overlaps_by_thread: bool
@@ -45,7 +45,7 @@ class Device(Protocol):
         """Take the pages of a layer, `[num_blocks, ...] uint8`, that this rank copies by runs."""
         ...
 
-    def attach(self, arena: ByteArray) -> None:
+    def attach(self, arena: ByteArray, largest_artifact_bytes: int) -> None:
         """Use this arena. Raises StoreError if it cannot be prepared for copies."""
         ...
 
@@ -73,6 +73,10 @@ class Device(Protocol):
 
     def clear(self, blocks: Mapping[int, Sequence[int]]) -> None:
         """Fill pages with zeros before the forward's later work; blocks by KV cache group."""
+        ...
+
+    def finish(self) -> None:
+        """Block until every copy has ended: the memory of the pages is about to be released."""
         ...
 
     def fence(self) -> Callable[[], bool]:

@@ -40,7 +40,7 @@ class HostDevice:
         pages = [(HostPages(v), run) for v, run in zip(views, runs, strict=True)]
         self._layers[spec.layer] = spec, pages
 
-    def attach(self, arena: ByteArray) -> None:
+    def attach(self, arena: ByteArray, largest_artifact_bytes: int) -> None:
         self._arena = arena
 
     def detach(self) -> None:
@@ -67,6 +67,9 @@ class HostDevice:
             if ids := blocks.get(spec.group):
                 for pages, _ in pages_of_runs:
                     pages.clear(np.array(ids, dtype=np.int64))
+
+    def finish(self) -> None:
+        pass
 
     def fence(self) -> Callable[[], bool]:
         return lambda: True

@@ -107,7 +107,8 @@ class WorkerSide:
         if self._arena is None and self._device is not None:
             arena = Arena.attach(handle)
             try:
-                self._device.attach(arena.view)
+                largest = max(self._layout.max_bytes.values(), default=0)
+                self._device.attach(arena.view, largest)
             except BaseException:
                 arena.close()
                 raise
