@@ -84,6 +84,12 @@ bench: venv  ## Figures and plots
 	$(RUN) -m benchmarks.xpyd --json
 	$(RUN) docs/generate.py
 
+gpu-check:  ## Check the device path on one GPU, without vLLM: GPU_PYTHON=python3
+	PYTHONPATH=.:cuda $(GPU_PYTHON) -m benchmarks.gpu_check
+
+gpu-serve:  ## Exactness and restores with vLLM on one GPU: GPU_PYTHON=python3
+	PYTHONPATH=.:cuda $(GPU_PYTHON) -m benchmarks.gpu_serve
+
 docs: $(DOCS)/.stamp  ## The documentation as a site in build/docs; warnings are errors
 	$(DOCS)/bin/python -m sphinx --fail-on-warning --keep-going --quiet --builder html docs build/docs
 

@@ -1,0 +1,175 @@
+"""Copies on their own streams: events order them, graphs and products run beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from heterocache_cuda.gather import gather_rows
+from heterocache_cuda.mover import LAUNCH_SIZES, LaunchSizes, Mode
+
+from benchmarks.gpu_check.setting import (
+    KIB,
+    Result,
+    Setting,
+    random_bytes,
+    time_on,
+    times_by_turns,
+    verdict,
+)
+from benchmarks.gpu_check.speed import Restore
+from benchmarks.measure import table
+
+_PIECE = 16 * KIB
+_LARGE_UPLOAD = 1 << 20
+"""Numbers: more than any upload before, so new memory must be page-locked."""
+GOAL_SLOWDOWN = 1.1
+"""Of a matrix product beside the mover, over the same beside a copy of the copy engine."""
+
+
+def check_events(setting: Setting) -> Result:
+    """Order a save after a spinning kernel: the stream waits, the CPU goes on."""
+    restore = Restore.of(setting, _PIECE)
+    mover = setting.mover()
+    forward, saves = torch.cuda.current_stream(), torch.cuda.Stream()
+    with torch.cuda.stream(saves):  # compiles, and fills the cache of pinned memory
+        mover.launch(Mode.SAVE, restore.moves, mover.upload(restore.moves))
+    torch.cuda.synchronize()
+    pages = random_bytes(restore.pages.numel(), 9)
+    restore.pages.copy_(torch.from_numpy(pages).view(restore.pages.shape))
+    restore.arena.zero_()
+    torch.cuda.synchronize()
+
+    torch.cuda._sleep(setting.sizes.spin_cycles)
+    spun = forward.record_event()
+    saves.wait_event(spun)
+    with torch.cuda.stream(saves):
+        mover.launch(Mode.SAVE, restore.moves, mover.upload(restore.moves))
+        saved = saves.record_event()
+    facts = {
+        "nothing is saved while the kernel spins": not restore.arena.any(),
+        "the save's event has not fired": not saved.query(),
+        "the CPU has gone on": not spun.query(),
+    }
+    saved.synchronize()
+    facts["the save came after the kernel"] = spun.query()
+    facts["the saved bytes are right"] = restore.is_exact()
+
+    larger = restore.moves._replace(data=np.zeros(_LARGE_UPLOAD, np.int64))
+    torch.cuda._sleep(setting.sizes.spin_cycles)
+    spun = forward.record_event()
+    with torch.cuda.stream(saves):
+        mover.upload(larger)
+    waited = spun.query()
+    torch.cuda.synchronize()
+    result = _result(facts)
+    note = f"; a first upload of its size {'waits' if waited else 'does not wait'} for the device"
+    figures = {"first_upload_waits": float(waited)}
+    return replace(result, summary=result.summary + note, figures=figures)
+
+
+def check_graph(setting: Setting) -> Result:
+    """Replay a captured graph, a product and a gather, while loads run on another stream."""
+    restore = Restore.of(setting, _PIECE)
+    restore.arena.copy_(
+        torch.from_numpy(random_bytes(restore.size_bytes, 10)).view(restore.arena.shape)
+    )
+    side = min(1024, setting.sizes.matrix)
+    left, right = (_matrix(setting, side, seed) for seed in (1, 2))
+    source = setting.host[restore.size_bytes :][: 640 * 32].view(32, 640)
+    source.copy_(torch.from_numpy(random_bytes(source.numel(), 11)).view(source.shape))
+    index = torch.zeros(64, dtype=torch.int64, device=setting.device)
+    rows = torch.zeros((64, 640), dtype=torch.uint8, device=setting.device)
+    product = left @ right
+    gather_rows(source, index, rows, kernel=setting.gather_kernel)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = left @ right
+        gather_rows(source, index, rows, kernel=setting.gather_kernel)
+    mover, loads = setting.mover(), torch.cuda.Stream()
+    restore.pages.zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(loads):
+        for _ in range(setting.sizes.copies):
+            mover.launch(Mode.LOAD, restore.moves, mover.upload(restore.moves))
+    right_rows = True
+    for number in range(setting.sizes.replays):
+        row = number % len(source)
+        index.fill_(row)
+        graph.replay()
+        torch.cuda.current_stream().synchronize()
+        right_rows &= torch.equal(rows.cpu(), source[row].expand_as(rows))
+    torch.cuda.synchronize()
+    return _result(
+        {
+            "rows gathered by the graph follow its indices": right_rows,
+            "the graph's product is right": torch.equal(captured, product),
+            "loads beside it are right": restore.is_exact(),
+        }
+    )
+
+
+def check_overlap(setting: Setting) -> Result:
+    """Time matrix products alone, beside a pinned copy, and beside the mover."""
+    restore = Restore.of(setting, _PIECE)
+    left, right = (_matrix(setting, setting.sizes.matrix, seed) for seed in (3, 4))
+    out = left @ right
+    side = torch.cuda.Stream()
+
+    def products() -> None:
+        for _ in range(setting.sizes.products):
+            torch.mm(left, right, out=out)
+
+    def beside(copies: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            with torch.cuda.stream(side):
+                for _ in range(setting.sizes.copies):
+                    copies()
+            products()
+
+        return run
+
+    def copy_bytes() -> None:
+        flat = restore.arena.view(-1)
+        restore.pages.view(-1)[: len(flat)].copy_(flat, non_blocking=True)
+
+    def move(programs: int) -> Callable[[], None]:
+        sizes = LaunchSizes(programs=programs, most_programs_per_job=programs)
+        mover = setting.mover(sizes)
+        return lambda: mover.launch(Mode.LOAD, restore.moves, restore.data)
+
+    jobs: dict[str, Callable[[], None]] = {"alone": products, "beside a copy": beside(copy_bytes)}
+    counts = sorted({*setting.sizes.programs, LAUNCH_SIZES.programs})
+    jobs |= {f"beside {count} programs": beside(move(count)) for count in counts}
+    stream = torch.cuda.Stream()
+    samples = times_by_turns(jobs, setting.sizes.turns, stream)
+    default = move(LAUNCH_SIZES.programs)
+    lasted = time_on(side, lambda: [default() for _ in range(setting.sizes.copies)])
+    slowdown = {name: samples.paired_ratio(name, "alone") for name in jobs if name != "alone"}
+    relative = samples.paired_ratio(f"beside {LAUNCH_SIZES.programs} programs", "beside a copy")
+    outlasted = lasted >= samples.median("alone")
+    rows = [[name, f"{x:.3f}"] for name, x in slowdown.items()]
+    summary = f"{relative:.3f} of a product beside a copy (goal {GOAL_SLOWDOWN})"
+    if not outlasted:
+        summary += "; the copies ended before the products, so it means little"
+    figures = {name.replace(" ", "_"): x for name, x in slowdown.items()}
+    return Result(
+        verdict(relative <= GOAL_SLOWDOWN and outlasted),
+        summary,
+        [table(["matrix product", "slow-down"], rows)],
+        figures | {"product_beside_mover_over_beside_copy": relative},
+    )
+
+
+def _matrix(setting: Setting, side: int, seed: int) -> torch.Tensor:
+    values = torch.randn((side, side), generator=torch.Generator().manual_seed(seed))
+    return values.to(setting.device, torch.bfloat16)
+
+
+def _result(facts: dict[str, bool]) -> Result:
+    wrong = [fact for fact, holds in facts.items() if not holds]
+    summary = f"not so: {'; '.join(wrong)}" if wrong else "; ".join(facts)
+    return Result(verdict(not wrong), summary)

@@ -1,0 +1,310 @@
+"""Bandwidth of the mover and of gathers against a pinned copy of the same bytes; pinning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from heterocache_cuda.gather import gather_rows
+from heterocache_cuda.layout import PageLayout
+from heterocache_cuda.mover import (
+    LAUNCH_SIZES,
+    TILE_WORDS,
+    Job,
+    LaunchSizes,
+    Mode,
+    Moves,
+    Part,
+    Tile,
+    plan_moves,
+)
+
+from benchmarks.gpu_check.exactness import moves_of
+from benchmarks.gpu_check.setting import (
+    KIB,
+    CudaError,
+    Result,
+    Setting,
+    Verdict,
+    pin,
+    random_bytes,
+    size_name,
+    times_by_turns,
+    unpin,
+    verdict,
+)
+from benchmarks.measure import table, timed
+from hetero_connector import machine
+from hetero_connector.store.arena import Arena
+from hetero_connector.units import GIB, MIB, size_text
+
+GOAL_LARGE, GOAL_SMALL = 0.9, 0.5
+"""Parts of a pinned copy's bandwidth, for pieces of at least 16 KiB and for smaller ones."""
+_LARGE = 16 * KIB
+_PIN_THREADS = 4
+_PIN_PIECE = 64 * MIB
+_PIN_EDGE = 2 * MIB
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Pages of one size in scattered blocks, and artifacts in scattered slots."""
+
+    pages: torch.Tensor
+    """`[layers, blocks, bytes] uint8`; block 0 is not used."""
+    ids: torch.Tensor
+    """Blocks of every layer, in the order of the artifacts."""
+    slots: torch.Tensor
+    arena: torch.Tensor
+    """`[slots, layers, pages, bytes]`: the pinned memory."""
+    moves: Moves
+    data: torch.Tensor
+
+    @classmethod
+    def of(cls, setting: Setting, piece: int, tile_words: int = TILE_WORDS) -> Restore:
+        layers, in_artifact = setting.sizes.layers, setting.sizes.artifact_pages
+        artifact = layers * in_artifact * piece
+        count = max(1, setting.sizes.copy_bytes // artifact)
+        num_pages = count * in_artifact
+        shape = (layers, num_pages + 1, piece)
+        pages = torch.empty(shape, dtype=torch.uint8, device=setting.device)
+        rng = np.random.default_rng(piece)
+        slots = rng.permutation(count)
+        ids = 1 + rng.permutation(num_pages).reshape(count, in_artifact)
+        jobs = [
+            Job(PageLayout.of(layer), i * in_artifact * piece, piece, in_artifact)
+            for i, layer in enumerate(pages)
+        ]
+        none = np.zeros(layers, np.int64)
+        part = Part(
+            np.array([job.row() for job in jobs], np.int64),
+            [Tile.of(piece, 16, tile_words)] * layers,
+            none,
+            [ids.astype(np.int64)],
+            setting.arena.address + slots.astype(np.int64) * artifact,
+            none,
+        )
+        moves = plan_moves([part])
+        arena = setting.host[: count * artifact].view(count, layers, in_artifact, piece)
+        data = setting.mover().upload(moves)
+        return cls(pages, torch.from_numpy(ids), torch.from_numpy(slots), arena, moves, data)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.arena.numel()
+
+    def is_exact(self) -> bool:
+        """Return whether each page has the bytes of its artifact."""
+        for layer, pages in enumerate(self.pages):
+            stored = self.arena[self.slots, layer].flatten(0, 1)
+            if not torch.equal(pages[self.ids.view(-1).to(pages.device)].cpu(), stored):
+                return False
+        return True
+
+
+def check_bandwidth(setting: Setting) -> Result:
+    """Compare the mover with a pinned copy by piece, direction and the sizes of a launch."""
+    sizes = setting.sizes
+    setting.host[: sizes.copy_bytes].copy_(torch.from_numpy(random_bytes(sizes.copy_bytes, 5)))
+    figures: dict[str, float] = {}
+    rows, slow, wrong = [], [], []
+    for piece in sizes.pieces:
+        restore = Restore.of(setting, piece)
+        row = [size_name(piece)]
+        for mode in (Mode.LOAD, Mode.SAVE):
+            ratios, gbps = _by_programs(setting, restore, mode, piece >= sizes.piecewise_from)
+            name = f"{mode.name.lower()}_{size_name(piece)}"
+            figures[name] = ratios["default"]
+            if ratios["default"] < (GOAL_LARGE if piece >= _LARGE else GOAL_SMALL):
+                slow.append(f"{name} {ratios['default']:.2f}")
+            if not _stays_exact(setting, restore, mode):
+                wrong.append(name)
+            piecewise = ratios.pop("one by one", None)
+            row += [f"{gbps:.1f}", *(f"{x:.2f}" for x in ratios.values())]
+            row.append("" if piecewise is None else f"{piecewise:.2f}")
+        rows.append(row)
+    header = ["GB/s", "default", *(str(x) for x in sizes.programs), "one by one"]
+    ends = [f"load {x}" for x in header] + [f"save {x}" for x in header]
+    problems = [*(f"wrong bytes: {x}" for x in wrong), *(f"slow: {x}" for x in slow)]
+    summary = "; ".join(problems) or f"all at or above {GOAL_LARGE} and {GOAL_SMALL} of a copy"
+    tables = [table(["piece", *ends], rows), _by_tile(setting)]
+    return Result(verdict(not problems), summary, tables, figures)
+
+
+def _by_programs(
+    setting: Setting, restore: Restore, mode: Mode, piecewise: bool
+) -> tuple[dict[str, float], float]:
+    """Return bandwidths over that of one copy, by number of programs, and that copy's GB/s."""
+    jobs = {"copy": _copy(restore, mode), "default": _launch(setting, restore, mode, LAUNCH_SIZES)}
+    for programs in setting.sizes.programs:
+        sizes = LaunchSizes(programs=programs, most_programs_per_job=programs)
+        jobs[str(programs)] = _launch(setting, restore, mode, sizes)
+    if piecewise:
+        jobs["one by one"] = _copy_pages(restore, mode)
+    samples = times_by_turns(jobs, setting.sizes.turns, torch.cuda.Stream())
+    ratios = {x: samples.paired_ratio("copy", x) for x in jobs if x != "copy"}
+    return ratios, restore.size_bytes / samples.median("copy") / 1e9
+
+
+def _by_tile(setting: Setting) -> str:
+    """Compare tiles and warps at the default number of programs, for loads."""
+    rows = []
+    for words in setting.sizes.tile_words:
+        restores = {piece: Restore.of(setting, piece, words) for piece in setting.sizes.pieces[::3]}
+        for warps in setting.sizes.num_warps:
+            row = [f"{words} words, {warps} warps"]
+            for restore in restores.values():
+                jobs = {
+                    "copy": _copy(restore, Mode.LOAD),
+                    "move": _launch(setting, restore, Mode.LOAD, LaunchSizes(num_warps=warps)),
+                }
+                samples = times_by_turns(jobs, setting.sizes.turns, torch.cuda.Stream())
+                row.append(f"{samples.paired_ratio('copy', 'move'):.2f}")
+            rows.append(row)
+    return table(["loads", *map(size_name, setting.sizes.pieces[::3])], rows)
+
+
+def _launch(
+    setting: Setting, restore: Restore, mode: Mode, sizes: LaunchSizes
+) -> Callable[[], object]:
+    mover = setting.mover(sizes)
+    return lambda: mover.launch(mode, restore.moves, restore.data)
+
+
+def _copy(restore: Restore, mode: Mode) -> Callable[[], object]:
+    host = restore.arena.view(-1)
+    device = restore.pages.view(-1)[: len(host)]
+    if mode is Mode.LOAD:
+        return lambda: device.copy_(host, non_blocking=True)
+    return lambda: host.copy_(device, non_blocking=True)
+
+
+def _copy_pages(restore: Restore, mode: Mode) -> Callable[[], object]:
+    """Copy page by page, as copy engines would have to."""
+    host = restore.arena.flatten(0, 2)
+    device = restore.pages.flatten(0, 1)[: len(host)]
+    pairs = list(zip(*((device, host) if mode is Mode.LOAD else (host, device)), strict=True))
+
+    def copy() -> None:
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+
+    return copy
+
+
+def _stays_exact(setting: Setting, restore: Restore, mode: Mode) -> bool:
+    """Move once more, after the target was overwritten, and compare."""
+    target = restore.pages if mode is Mode.LOAD else restore.arena
+    source = restore.arena if mode is Mode.LOAD else restore.pages
+    source.copy_(torch.from_numpy(random_bytes(source.numel(), 6)).view(source.shape))
+    target.zero_()
+    torch.cuda.synchronize()
+    _launch(setting, restore, mode, LAUNCH_SIZES)()
+    torch.cuda.synchronize()
+    return restore.is_exact()
+
+
+def check_gather_speed(setting: Setting) -> Result:
+    """Compare gathers of 656-byte rows with one copy of as many bytes from the same place."""
+    row_bytes, rows, figures, slow = 656, [], {}, []
+    num_rows = setting.sizes.copy_bytes // row_bytes
+    host = setting.host[: num_rows * row_bytes].view(num_rows, row_bytes)
+    host.copy_(torch.from_numpy(random_bytes(host.numel(), 7)).view(host.shape))
+    sources = {"pinned": host, "device": host.to(setting.device, copy=True)}
+    for count in setting.sizes.gathered_rows:
+        drawn = torch.from_numpy(np.random.default_rng(8).integers(0, num_rows, count))
+        index = drawn.to(setting.device)
+        target = torch.zeros((count, row_bytes), dtype=torch.uint8, device=setting.device)
+        for place, source in sources.items():
+            gather = partial(gather_rows, source, index, target, kernel=setting.gather_kernel)
+            copy = partial(target.copy_, source[:count], True)
+            jobs: dict[str, Callable[[], object]] = {"copy": copy, "gather": gather}
+            times = times_by_turns(jobs, setting.sizes.turns, torch.cuda.Stream())
+            ratio = times.paired_ratio("copy", "gather")
+            figures[f"gather_{place}_{count}"] = ratio
+            exact = torch.equal(target.cpu(), host[drawn])
+            if not exact or (place == "pinned" and ratio < GOAL_SMALL):
+                slow.append(f"{place} {count}: {ratio:.2f}" + ("" if exact else ", wrong bytes"))
+            us = times.median("gather") * 1e6
+            rows.append([f"{count} rows, {place}", f"{us:.0f}", f"{ratio:.2f}"])
+    summary = "; ".join(slow) or f"all exact, from pinned memory at or above {GOAL_SMALL} of a copy"
+    return Result(verdict(not slow), summary, [table(["gather", "us", "of a copy"], rows)], figures)
+
+
+def check_pinning(setting: Setting) -> Result:
+    """Page-lock new arenas in one call, in pieces, and in pieces on several threads."""
+    rows, figures = [], {}
+    for size_bytes in setting.sizes.pinned_bytes:
+        if size_bytes > machine.memory().available_bytes // 2:
+            rows.append([size_text(size_bytes), "", "", "", "too little free memory"])
+            continue
+        row = [size_text(size_bytes)]
+        for name, piece, threads in (
+            ("one call", size_bytes, 1),
+            ("pieces", _PIN_PIECE, 1),
+            ("threads", _PIN_PIECE, _PIN_THREADS),
+        ):
+            try:
+                reserved, pinned = _time_pinning(size_bytes, piece, threads)
+            except CudaError as error:
+                return Result(Verdict.FAIL, f"{size_text(size_bytes)} {name}: {error}")
+            figures[f"pin_{name.replace(' ', '_')}_s_per_gib"] = pinned * GIB / size_bytes
+            row.append(f"{pinned * GIB / size_bytes:.3f}")
+        rows.append([*row, f"{reserved * GIB / size_bytes:.3f}"])
+    header = ["arena", "one call", "pieces", f"{_PIN_THREADS} threads", "reserving it"]
+    text = table(header, rows)
+    return Result(Verdict.PASS, "every call succeeded; seconds per GiB", [text], figures)
+
+
+def _time_pinning(size_bytes: int, piece: int, threads: int) -> tuple[float, float]:
+    """Return the seconds of reserving a new arena and of page-locking it. Raises CudaError."""
+    made: list[Arena] = []
+    reserved = timed(lambda: made.append(Arena.create(size_bytes)))
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            base = made[0].address
+            starts = range(0, size_bytes, piece)
+            jobs = [(base + start, min(piece, size_bytes - start)) for start in starts]
+            pinned = timed(lambda: list(pool.map(lambda job: pin(*job), jobs)))
+            for address, _ in jobs:
+                unpin(address)
+        finally:
+            made[0].close()
+    return reserved, pinned
+
+
+def check_pinned_edge(setting: Setting) -> Result:
+    """Move a page across the edge of two page-locked pieces, and copy across it."""
+    arena = Arena.create(2 * _PIN_EDGE)
+    try:
+        for start in (0, _PIN_EDGE):
+            pin(arena.address + start, _PIN_EDGE)
+        try:
+            arena.view[:] = random_bytes(2 * _PIN_EDGE, 13)
+            page = 64 * KIB
+            first = _PIN_EDGE - page // 2
+            stored = torch.from_numpy(arena.view[first : first + page])
+            pages = torch.zeros((2, page), dtype=torch.uint8, device=setting.device)
+            addresses = np.array([arena.address + first], np.int64)
+            moves, _ = moves_of([pages], np.array([[1]], np.int64), addresses)
+            mover = setting.mover()
+            mover.launch(Mode.LOAD, moves, mover.upload(moves))
+            torch.cuda.synchronize()
+            exact = torch.equal(pages[1].cpu(), stored)
+            copied = "also works"
+            try:
+                pages[1].copy_(stored, non_blocking=True)
+                torch.cuda.synchronize()
+            except RuntimeError as error:
+                copied = f"fails ({error})".partition("\n")[0]
+        finally:
+            for start in (0, _PIN_EDGE):
+                unpin(arena.address + start)
+    finally:
+        arena.close()
+    summary = f"the mover {'is exact' if exact else 'moved other bytes'}; a copy across it {copied}"
+    return Result(verdict(exact), summary)

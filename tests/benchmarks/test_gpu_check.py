@@ -1,0 +1,159 @@
+"""`make gpu-check` without a GPU: its logic on stand-ins, and that it notices what is wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from heterocache_cuda.mover import Moves, PageMover
+
+from benchmarks.gpu_check import processes, stand_ins
+from benchmarks.gpu_check.__main__ import FAILED, NOTHING_TO_CHECK_ON, PASSED, main
+from benchmarks.gpu_check.order import check_events
+from benchmarks.gpu_check.running import CHECKS, setting_of
+from benchmarks.gpu_check.setting import SMALL, Setting, Verdict
+from benchmarks.gpu_check.speed import check_bandwidth, check_pinning
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def setting() -> Iterator[Setting]:
+    with setting_of(SMALL, dry_run=True) as made:
+        yield made
+
+
+@pytest.mark.long
+def test_every_check_passes_on_stand_ins(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [name for name in CHECKS if name != "sanitizer"]
+    assert main(["--dry-run", *(x for name in names for x in ("--only", name))]) == PASSED
+    printed = capsys.readouterr().out
+    assert printed.count("PASS ") == len(names), printed
+
+
+def test_without_a_gpu_it_says_so_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not torch.cuda.is_available()
+    assert main([]) == NOTHING_TO_CHECK_ON
+    assert capsys.readouterr().err.splitlines() == [
+        f"gpu_check: no GPU: torch {torch.__version__}, without CUDA, finds none"
+    ]
+
+
+def test_it_needs_no_vllm() -> None:
+    code = "import sys, benchmarks.gpu_check.running; sys.exit('vllm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_wrong_bytes_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lossy(mover: PageMover, moves: Moves) -> torch.Tensor:
+        """Leave a page out."""
+        data = torch.from_numpy(moves.data.copy())
+        data[moves.ids_at + 1] = 0
+        return data
+
+    monkeypatch.setattr(PageMover, "upload", lossy)
+    assert main(["--dry-run", "--only", "layouts"]) == FAILED
+    assert "WRONG" in capsys.readouterr().out
+
+
+def test_a_missing_wait_is_noticed(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stand_ins.Stream, "wait_event", lambda stream, event: None)
+    result = check_events(setting)
+    assert result.verdict is Verdict.FAIL
+    assert "not so: the save came after the kernel" in result.summary
+
+
+def test_a_cpu_that_waits_is_noticed(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = stand_ins.Stream.record_event
+
+    def blocking(stream: stand_ins.Stream, event: Any = None) -> stand_ins.Event:
+        made = record(stream, event)
+        made.synchronize()
+        return made
+
+    monkeypatch.setattr(stand_ins.Stream, "record_event", blocking)
+    assert "the CPU has gone on" in check_events(setting).summary.partition("not so: ")[2]
+
+
+def test_a_slow_mover_fails(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch takes as long as two copies: enough for small pieces, not for large ones."""
+    issue = stand_ins.Gpu.issue
+
+    def slow(gpu: stand_ins.Gpu, work: Callable[[], object]) -> None:
+        issue(gpu, work)
+        gpu.current.record_event()
+
+    monkeypatch.setattr(stand_ins.Gpu, "issue", slow)
+    result = check_bandwidth(setting)
+    assert result.verdict is Verdict.FAIL
+    assert result.summary == "slow: load_16K 0.50; slow: save_16K 0.50"
+
+
+def test_memory_that_cannot_be_pinned_is_a_failure(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stand_ins.Gpu, "cudaHostRegister", lambda *_: 2)
+    result = check_pinning(setting)
+    assert result.verdict is Verdict.FAIL
+    assert result.summary.endswith("cudaHostRegister of 2097152 bytes: 2")
+
+
+def test_a_check_that_raises_is_a_failure_of_that_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(CHECKS, "events", lambda setting: 1 / 0)
+    assert main(["--dry-run", "--only", "events", "--only", "pinned-edge"]) == FAILED
+    printed = capsys.readouterr()
+    assert "FAIL    events" in printed.out
+    assert "ZeroDivisionError: division by zero" in printed.out
+    assert "PASS    pinned-edge" in printed.out
+    assert "Traceback" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("script", "verdict", "summary"),
+    [
+        ("exit 0", Verdict.PASS, "memcheck and racecheck: clean"),
+        (
+            "echo '========= ERROR SUMMARY: 1 error'; exit 99",
+            Verdict.FAIL,
+            "memcheck: ERROR SUMMARY: 1 error; racecheck: ERROR SUMMARY: 1 error",
+        ),
+        ("exit 3", Verdict.FAIL, "memcheck: exit status 3; racecheck: exit status 3"),
+    ],
+)
+def test_what_compute_sanitizer_finds(
+    setting: Setting,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    verdict: Verdict,
+    summary: str,
+) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    arguments = tmp_path / "arguments"
+    tool.write_text(f'#!/bin/sh\necho "$@" >> {arguments}\n{script}\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = processes.check_sanitizer(setting)
+    assert (found.verdict, found.summary) == (verdict, summary)
+    calls = arguments.read_text().splitlines()
+    assert [call.split()[1] for call in calls] == ["memcheck", "racecheck"]
+    assert calls[0].endswith("--small --no-files --only layouts --only gather")
+
+
+def test_the_second_process_s_error_is_told(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    found = processes.check_two_processes(setting)
+    assert found.verdict is Verdict.FAIL
+    assert "the second process failed" in found.summary
