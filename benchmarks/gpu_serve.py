@@ -116,7 +116,7 @@ def measure_public(
 
 
 def public_report(samples: Samples, lengths: Sequence[int]) -> tuple[str, dict[str, float]]:
-    """Return a table beside the published times, and the figures."""
+    """Return a table with the published times, and the figures."""
     medians = {name: 1e3 * seconds for name, seconds in samples.medians().items()}
     rows = []
     for length in lengths:

@@ -1,4 +1,4 @@
-"""Copies on their own streams: events order them, graphs and products run beside them."""
+"""Copies on their own streams: events order them, graphs and products run at the same time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PIECE = 16 * KIB
 _LARGE_UPLOAD = 1 << 20
 """Numbers: more than any upload before, so new memory must be page-locked."""
 GOAL_SLOWDOWN = 1.1
-"""Of a matrix product beside the mover, over the same beside a copy of the copy engine."""
+"""A matrix product while the mover works, over one during a copy by the copy engine."""
 
 
 def check_events(setting: Setting) -> Result:
@@ -107,13 +107,13 @@ def check_graph(setting: Setting) -> Result:
         {
             "rows gathered by the graph follow its indices": right_rows,
             "the graph's product is right": torch.equal(captured, product),
-            "loads beside it are right": restore.is_exact(),
+            "loads meanwhile are right": restore.is_exact(),
         }
     )
 
 
 def check_overlap(setting: Setting) -> Result:
-    """Time matrix products alone, beside a pinned copy, and beside the mover."""
+    """Time matrix products alone, during a pinned copy, and while the mover works."""
     restore = Restore.of(setting, _PIECE)
     left, right = (_matrix(setting, setting.sizes.matrix, seed) for seed in (3, 4))
     out = left @ right
@@ -123,7 +123,7 @@ def check_overlap(setting: Setting) -> Result:
         for _ in range(setting.sizes.products):
             torch.mm(left, right, out=out)
 
-    def beside(copies: Callable[[], object]) -> Callable[[], None]:
+    def during(copies: Callable[[], object]) -> Callable[[], None]:
         def run() -> None:
             with torch.cuda.stream(side):
                 for _ in range(setting.sizes.copies):
@@ -141,26 +141,26 @@ def check_overlap(setting: Setting) -> Result:
         mover = setting.mover(sizes)
         return lambda: mover.launch(Mode.LOAD, restore.moves, restore.data)
 
-    jobs: dict[str, Callable[[], None]] = {"alone": products, "beside a copy": beside(copy_bytes)}
+    jobs: dict[str, Callable[[], None]] = {"alone": products, "during a copy": during(copy_bytes)}
     counts = sorted({*setting.sizes.programs, LAUNCH_SIZES.programs})
-    jobs |= {f"beside {count} programs": beside(move(count)) for count in counts}
+    jobs |= {f"with {count} programs": during(move(count)) for count in counts}
     stream = torch.cuda.Stream()
     samples = times_by_turns(jobs, setting.sizes.turns, stream)
     default = move(LAUNCH_SIZES.programs)
     lasted = time_on(side, lambda: [default() for _ in range(setting.sizes.copies)])
     slowdown = {name: samples.paired_ratio(name, "alone") for name in jobs if name != "alone"}
-    relative = samples.paired_ratio(f"beside {LAUNCH_SIZES.programs} programs", "beside a copy")
+    relative = samples.paired_ratio(f"with {LAUNCH_SIZES.programs} programs", "during a copy")
     outlasted = lasted >= samples.median("alone")
     rows = [[name, f"{x:.3f}"] for name, x in slowdown.items()]
-    summary = f"{relative:.3f} of a product beside a copy (goal {GOAL_SLOWDOWN})"
+    summary = f"{relative:.3f} of a product during a copy (goal {GOAL_SLOWDOWN})"
     if not outlasted:
         summary += "; the copies ended before the products, so it means little"
-    figures = {name.replace(" ", "_"): x for name, x in slowdown.items()}
+    figures = {f"product_{name.replace(' ', '_')}": x for name, x in slowdown.items()}
     return Result(
         verdict(relative <= GOAL_SLOWDOWN and outlasted),
         summary,
         [table(["matrix product", "slow-down"], rows)],
-        figures | {"product_beside_mover_over_beside_copy": relative},
+        figures | {"product_with_mover_over_with_copy": relative},
     )
 
 

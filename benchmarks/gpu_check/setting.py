@@ -1,4 +1,4 @@
-"""What the checks share: sizes, the pinned arena, movers, results, and times on a stream."""
+"""The common parts of the checks: sizes, the pinned arena, movers, results, and times on a stream."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ KIB = 1 << 10
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much a check copies and computes."""
+    """The bytes that a check copies, and the work that it computes."""
 
     copy_bytes: int
-    """Of one measured copy: several times the cache of the GPU."""
+    """A measured copy: several times the cache of the GPU."""
     layers: int
     artifact_pages: int
     pieces: tuple[int, ...]
@@ -46,7 +46,7 @@ class Sizes:
     copies: int
     """Launches that together outlast these products."""
     replays: int
-    """Of a captured graph."""
+    """Replays of a captured graph."""
     spin_cycles: int
     gathered_rows: tuple[int, ...]
     pinned_bytes: tuple[int, ...]
@@ -107,7 +107,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Result:
-    """What one check found."""
+    """The findings of one check."""
 
     verdict: Verdict
     summary: str
