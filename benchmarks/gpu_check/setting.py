@@ -1,4 +1,4 @@
-"""The common parts of the checks: sizes, the pinned arena, movers, results, and times on a stream."""
+"""Common parts of the checks: sizes, the pinned arena, movers, results, times on a stream."""
 
 from __future__ import annotations
 

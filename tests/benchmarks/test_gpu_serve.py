@@ -110,5 +110,5 @@ def test_a_restore_from_another_tier_is_an_error() -> None:
     def from_ssd(*arguments: Any, **options: Any) -> Any:
         return FakeEngine(*arguments, **options, tier="ssd")
 
-    with pytest.raises(RuntimeError, match="100 tokens were restored from .*ssd"):
+    with pytest.raises(RuntimeError, match="100 tokens were restored from"):
         gpu_serve.measure_public("model", 1.0, [100], from_ssd)
