@@ -47,7 +47,11 @@ def protect(
 
 
 def _mask(mapping: torch.Tensor, slots_per_block: int, blocks: list[int]) -> None:
-    """`mapping` has shape `[num_tokens]`."""
-    protected = torch.tensor(blocks, dtype=mapping.dtype, device=mapping.device)
+    """Mask the slots of blocks. `mapping` has shape `[num_tokens]`. Never waits for the device."""
+    ids = torch.tensor(blocks, pin_memory=mapping.is_cuda).to(mapping.device, non_blocking=True)
+    last = max(blocks) + 1
+    is_masked = torch.zeros(last + 1, dtype=torch.bool, device=mapping.device)
+    is_masked.index_fill_(0, ids, True)
     block_of_token = torch.div(mapping, slots_per_block, rounding_mode="floor")
-    mapping.masked_fill_(torch.isin(block_of_token, protected), -1)
+    # Other blocks, and -1, get the last entry, which is false.
+    mapping.masked_fill_(is_masked[block_of_token.clamp_(max=last).long()], -1)
