@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
+_NODE_ROOT = Path("/sys/devices/system/node")
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,16 @@ def processor_name() -> str:
         if key.strip() == "model name":
             return value.strip()
     return platform.machine()
+
+
+def processors_by_node(root: Path = _NODE_ROOT) -> list[set[int]]:
+    """The processors that this process may use, of each NUMA node that has memory.
+
+    A node without processors, such as a GPU's memory, is left out. One set if nodes are unknown.
+    """
+    usable = os.sched_getaffinity(0)
+    nodes = [_number_list(root / f"node{n}/cpulist") for n in _number_list(root / "has_memory")]
+    return [node & usable for node in nodes if node & usable] or [usable]
 
 
 def addresses() -> dict[str, str]:
@@ -109,6 +120,16 @@ def _number(path: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def _number_list(path: Path) -> set[int]:
+    """Return the numbers of a list such as `0-3,8`; none if there is no such file."""
+    try:
+        ranges = path.read_text().strip().split(",")
+    except OSError:
+        return set()
+    limits = (part.split("-") for part in ranges if part)
+    return {n for limit in limits for n in range(int(limit[0]), int(limit[-1]) + 1)}
 
 
 def _stat(path: Path, name: str) -> int:

@@ -93,3 +93,34 @@ def test_bytes_under_counts_blocks_not_holes(tmp_path: Path) -> None:
         file.write(os.urandom(1 << 20))
         os.fsync(file.fileno())
     assert 1 << 20 <= machine.bytes_under(tmp_path) < 1 << 22
+
+
+NODES: dict[str, object] = {
+    "has_memory": "0-1,4",
+    "node0/cpulist": "0-2,6",
+    "node1/cpulist": "3-5,7",
+    "node4/cpulist": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("usable", "nodes"),
+    [
+        ({0, 1, 2, 3, 6, 7}, [{0, 1, 2, 6}, {3, 7}]),
+        ({0, 6}, [{0, 6}]),
+        ({9}, [{9}]),
+    ],
+)
+def test_nodes_are_those_whose_processors_may_be_used(
+    usable: set[int], nodes: list[set[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: usable)
+    assert machine.processors_by_node(write(tmp_path, NODES)) == nodes
+
+
+def test_unknown_nodes_are_one(tmp_path: Path) -> None:
+    assert machine.processors_by_node(tmp_path) == [os.sched_getaffinity(0)]
+
+
+def test_this_machine_has_nodes() -> None:
+    assert set.union(*machine.processors_by_node()) <= os.sched_getaffinity(0)

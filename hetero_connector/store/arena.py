@@ -15,6 +15,8 @@ import itertools
 import mmap
 import os
 import threading
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,14 +28,16 @@ from hetero_connector.transfer.shared_memory import (
     SharedMemory,
     make_memfd,
     map_aligned,
+    populate,
     take_huge_pages,
 )
 from hetero_connector.units import GIB
 
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
-_MADV_POPULATE_WRITE = 23  # Linux 5.14: reserve and map pages now, report failure as an errno
-_POPULATE_STEP = GIB
+_PIECE_BYTES = GIB // 4
+_MOST_THREADS = 8
+"""Beyond that the page cache of a single memfd is the limit."""
 
 
 @dataclass(frozen=True)
@@ -166,14 +170,9 @@ def _too_big(asked: int, available: int) -> ConfigError:
 
 def _reserve(mapping: mmap.mmap, fd: int | None) -> None:
     """Take every page now: a page that cannot be had later would kill the process."""
-    size = len(mapping)
     _ask_huge_pages(mapping)
     try:
-        for start in range(0, size, _POPULATE_STEP):
-            step = min(_POPULATE_STEP, size - start)
-            if fd is not None:
-                take_huge_pages(mapping, start, step)
-            mapping.madvise(_MADV_POPULATE_WRITE, start, step)
+        _populate(np.frombuffer(mapping, np.uint8), fd, machine.processors_by_node())
     except OSError as e:
         if e.errno != errno.EINVAL:
             raise
@@ -181,7 +180,32 @@ def _reserve(mapping: mmap.mmap, fd: int | None) -> None:
         if fd is None:
             np.frombuffer(mapping, dtype=np.uint8)[:: mmap.PAGESIZE] = 0
         else:
-            os.posix_fallocate(fd, 0, size)
+            os.posix_fallocate(fd, 0, len(mapping))
+
+
+def _populate(
+    memory: npt.NDArray[np.uint8], fd: int | None, nodes: Sequence[Collection[int]]
+) -> None:
+    """Populate pieces in several threads, spread over the NUMA nodes.
+
+    A page lies on the node whose processor touches it first. On a single node every GPU of another
+    one would read through the link between them.
+    """
+    starts = range(0, memory.nbytes, _PIECE_BYTES)
+    most = max(len(nodes), min(_MOST_THREADS, sum(map(len, nodes))))
+    num_threads = min(most, len(starts))
+
+    def run(thread: int) -> None:
+        if len(nodes) > 1:
+            os.sched_setaffinity(0, nodes[thread % len(nodes)])  # of this thread only
+        for start in starts[thread::num_threads]:
+            address, size = memory.ctypes.data + start, min(_PIECE_BYTES, memory.nbytes - start)
+            if fd is not None:
+                take_huge_pages(address, size)
+            populate(address, size)
+
+    with ThreadPoolExecutor(num_threads, "heterocache-arena") as pool:
+        list(pool.map(run, range(num_threads)))
 
 
 def _map(handle: ArenaHandle) -> tuple[int, mmap.mmap]:

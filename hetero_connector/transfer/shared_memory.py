@@ -7,6 +7,7 @@ process asks for them explicitly (MADV_COLLAPSE, Linux 6.1), for a mapping on th
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -23,6 +24,7 @@ _MADV_COLLAPSE = 25  # Linux 6.1
 _COLLAPSE_SINCE = (6, 1)
 _ATTEMPTS = 64
 _NO_ACCESS = 0
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -77,16 +79,28 @@ def map_aligned(fd: int, size_bytes: int) -> mmap.mmap:
     return mapping
 
 
-def take_huge_pages(mapping: mmap.mmap, start: int, size_bytes: int) -> None:
+def advise(address: int, size_bytes: int, advice: int) -> None:
+    """Call madvise without the GIL, which `mmap.madvise` holds for seconds. Raises OSError."""
+    if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), advice):
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
+def populate(address: int, size_bytes: int) -> None:
+    """Take all pages of a part of a mapping now. Raises OSError; EINVAL before Linux 5.14."""
+    advise(address, size_bytes, _MADV_POPULATE_WRITE)
+
+
+def take_huge_pages(address: int, size_bytes: int) -> None:
     """Back a part of a memfd's mapping with huge pages, as far as the kernel has any.
 
     They only make it faster, so an older kernel or fragmented memory is no error. Raises OSError
     if there is no memory at all.
     """
-    for at in range(start, start + size_bytes, _HUGE):  # only populated pages can be collapsed
-        mapping.madvise(_MADV_POPULATE_WRITE, at, mmap.PAGESIZE)
+    for at in range(address, address + size_bytes, _HUGE):  # only populated pages can be collapsed
+        populate(at, mmap.PAGESIZE)
     with contextlib.suppress(OSError):
-        mapping.madvise(_MADV_COLLAPSE, start, size_bytes)
+        advise(address, size_bytes, _MADV_COLLAPSE)
 
 
 def collapses_shared(release: str) -> bool:
@@ -97,8 +111,8 @@ def collapses_shared(release: str) -> bool:
 
 def map_whole(fd: int, size_bytes: int) -> npt.NDArray[np.uint8]:
     """Map another process's memory, and fill the page table before the first transfer."""
-    mapping = map_aligned(fd, size_bytes)
+    view = np.frombuffer(map_aligned(fd, size_bytes), np.uint8)
     with contextlib.suppress(OSError):  # an older kernel maps pages when they are touched
-        mapping.madvise(_MADV_HUGEPAGE)
-        mapping.madvise(_MADV_POPULATE_WRITE)
-    return np.frombuffer(mapping, np.uint8)
+        advise(view.ctypes.data, size_bytes, _MADV_HUGEPAGE)
+        populate(view.ctypes.data, size_bytes)
+    return view

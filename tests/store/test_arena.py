@@ -10,6 +10,7 @@ from hetero_connector import machine
 from hetero_connector.errors import ConfigError, StoreError
 from hetero_connector.store import arena as arena_module
 from hetero_connector.store.arena import Arena, ArenaHandle
+from hetero_connector.transfer import shared_memory
 
 SIZE = 1 << 20
 
@@ -101,10 +102,58 @@ def test_a_kernel_without_huge_pages_or_populate_still_reserves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(arena_module, "_MADV_HUGEPAGE", 9999)
-    monkeypatch.setattr(arena_module, "_MADV_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(shared_memory, "_MADV_POPULATE_WRITE", 9999)
     arena = Arena.create(SIZE)
     assert os.stat(arena.handle.path).st_blocks * 512 >= SIZE
     arena.close()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_pieces_alternate_between_the_nodes_of_the_host(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usable = sorted(os.sched_getaffinity(0))
+    nodes = [{usable[0]}, {usable[-1]}]
+    ran: dict[int, set[int]] = {}
+    real = arena_module.populate
+
+    def populate(address: int, size_bytes: int) -> None:
+        ran[address] = os.sched_getaffinity(0)
+        real(address, size_bytes)
+
+    monkeypatch.setattr(machine, "processors_by_node", lambda: nodes)
+    monkeypatch.setattr(arena_module, "_PIECE_BYTES", SIZE)
+    monkeypatch.setattr(arena_module, "populate", populate)
+    arena = Arena.create(5 * SIZE - 4096, shared=shared)
+    assert ran == {arena.address + n * SIZE: nodes[n % 2] for n in range(5)}
+    assert os.sched_getaffinity(0) == set(usable)
+    arena.close()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_on_one_node_no_thread_is_bound(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "processors_by_node", lambda: [os.sched_getaffinity(0)])
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("bound"))
+    monkeypatch.setattr(arena_module, "_PIECE_BYTES", SIZE)
+    Arena.create(3 * SIZE, shared=shared).close()
+
+
+def test_one_piece_that_cannot_be_had_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = arena_module.populate, []
+
+    def populate(address: int, size_bytes: int) -> None:
+        calls.append(address)
+        if len(calls) == 3:
+            raise OSError(12, "Cannot allocate memory")
+        real(address, size_bytes)
+
+    monkeypatch.setattr(arena_module, "_PIECE_BYTES", SIZE)
+    monkeypatch.setattr(arena_module, "populate", populate)
+    gc.collect()
+    before = _open_arenas()
+    with pytest.raises(ConfigError, match="dram_gib"):
+        Arena.create(6 * SIZE)
+    assert _open_arenas() == before
 
 
 @pytest.mark.parametrize("size", [0, -1])
@@ -146,9 +195,9 @@ def test_two_private_arenas_are_two() -> None:
     second.close()
 
 
-@pytest.mark.parametrize("populate", [arena_module._MADV_POPULATE_WRITE, 9999])
+@pytest.mark.parametrize("populate", [shared_memory._MADV_POPULATE_WRITE, 9999])
 def test_private_pages_are_reserved_at_once(populate: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena_module, "_MADV_POPULATE_WRITE", populate)
+    monkeypatch.setattr(shared_memory, "_MADV_POPULATE_WRITE", populate)
     before = psutil.Process().memory_info().rss
     arena = Arena.create(64 * SIZE, shared=False)
     assert psutil.Process().memory_info().rss - before >= 60 * SIZE

@@ -12,6 +12,7 @@ import pytest
 
 from hetero_connector.store.arena import Arena
 from hetero_connector.transfer.shared_memory import (
+    advise,
     collapses_shared,
     create_shared,
     map_aligned,
@@ -82,14 +83,13 @@ def huge_bytes(address: int) -> int:
 def gives_huge_pages() -> bool:
     """Return whether the kernel has some to give now: it has none where memory is in pieces."""
     memory = create_shared("probe", 2 * SIZE)
-    with mmap.mmap(memory.fd, 2 * SIZE) as mapping:
-        try:
-            take_huge_pages(mapping, 0, 2 * SIZE)
-            mapping.madvise(MADV_COLLAPSE, 0, 2 * SIZE)
-        except OSError:
-            return False
-        finally:
-            os.close(memory.fd)
+    try:
+        take_huge_pages(memory.view.ctypes.data, 2 * SIZE)
+        advise(memory.view.ctypes.data, 2 * SIZE, MADV_COLLAPSE)
+    except OSError:
+        return False
+    finally:
+        os.close(memory.fd)
     return True
 
 
