@@ -11,18 +11,28 @@ from contextlib import ExitStack, contextmanager
 import torch
 import triton
 from heterocache_cuda import kernels
+from heterocache_cuda.driver import Driver
 
 from benchmarks.gpu_check.exactness import check_gather, check_layouts
 from benchmarks.gpu_check.order import check_events, check_graph, check_overlap
 from benchmarks.gpu_check.processes import check_sanitizer, check_two_processes
-from benchmarks.gpu_check.setting import Result, Setting, Sizes, Verdict, pinned_arena
+from benchmarks.gpu_check.setting import (
+    GpuDriver,
+    Result,
+    Setting,
+    Sizes,
+    Verdict,
+    pinned_arena,
+)
 from benchmarks.gpu_check.speed import (
     check_bandwidth,
+    check_bounce,
+    check_copy_table,
     check_gather_speed,
     check_pinned_edge,
     check_pinning,
 )
-from benchmarks.gpu_check.stand_ins import Kernel, gpu_stand_ins
+from benchmarks.gpu_check.stand_ins import Kernel, StandInDriver, gpu_stand_ins
 from benchmarks.measure import machine_line, publish, rounded
 from hetero_connector.store.arena import ArenaHandle
 
@@ -33,6 +43,8 @@ CHECKS: dict[str, Callable[[Setting], Result]] = {
     "events": check_events,
     "graph": check_graph,
     "bandwidth": check_bandwidth,
+    "copy-table": check_copy_table,
+    "bounce": check_bounce,
     "gather-speed": check_gather_speed,
     "overlap": check_overlap,
     "pinning": check_pinning,
@@ -47,12 +59,16 @@ def setting_of(
 ) -> Iterator[Setting]:
     """Yield the GPU's setting, or one of stand-ins. `handle`: another process's arena."""
     with ExitStack() as stack:
-        device, move, gather = torch.device("cuda"), kernels.move_pages, kernels.gather_rows
+        move, gather = kernels.move_pages, kernels.gather_rows
+        driver: GpuDriver
         if dry_run:
             gpu = stack.enter_context(gpu_stand_ins())
-            device, move, gather = torch.device("cpu"), Kernel(gpu, move), Kernel(gpu, gather)
-        arena = stack.enter_context(pinned_arena(sizes.arena_bytes, handle))
-        yield Setting(device, sizes, arena, move, gather)
+            device, driver = torch.device("cpu"), StandInDriver(gpu)
+            move, gather = Kernel(gpu, move), Kernel(gpu, gather)
+        else:
+            device, driver = torch.device("cuda"), Driver.open(torch.cuda.current_device())
+        arena = stack.enter_context(pinned_arena(sizes.arena_bytes, driver, handle))
+        yield Setting(device, sizes, arena, driver, move, gather)
 
 
 def run(

@@ -6,17 +6,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from heterocache_cuda import kernels
+from heterocache_cuda.batched import BatchCopier
+from heterocache_cuda.driver import CudaError
 from heterocache_cuda.mover import LAUNCH_SIZES, LaunchSizes, PageMover
+from heterocache_cuda.pinned import PIECE_BYTES, HostRegistration, PinnedArena
 
 from benchmarks.measure import Samples
 from hetero_connector.store.arena import Arena, ArenaHandle
-from hetero_connector.units import GIB, MIB
+from hetero_connector.units import GIB, MIB, size_text
 
 KIB = 1 << 10
 
@@ -31,8 +34,8 @@ class Sizes:
     artifact_pages: int
     pieces: tuple[int, ...]
     """Bytes of a page."""
-    piecewise_from: int
-    """Pages from this size on are also copied one by one; smaller ones would be too many."""
+    engines_from: int
+    """Pages from this size on are also moved by copy engines; smaller ones would be too many."""
     programs: tuple[int, ...]
     tile_words: tuple[int, ...]
     num_warps: tuple[int, ...]
@@ -61,7 +64,7 @@ FULL = Sizes(
     layers=8,
     artifact_pages=16,
     pieces=(512, KIB, 2 * KIB, 4 * KIB, 8 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 256 * KIB),
-    piecewise_from=64 * KIB,
+    engines_from=4 * KIB,
     programs=(12, 24, 48, 96, 192, 384),
     tile_words=(512, 1024, 2048),
     num_warps=(4, 8, 16),
@@ -80,7 +83,7 @@ SMALL = Sizes(
     layers=2,
     artifact_pages=2,
     pieces=(512, 16 * KIB),
-    piecewise_from=16 * KIB,
+    engines_from=16 * KIB,
     programs=(4, 96),
     tile_words=(1024,),
     num_warps=(8,),
@@ -120,8 +123,11 @@ def verdict(passed: bool) -> Verdict:
     return Verdict.PASS if passed else Verdict.FAIL
 
 
-class CudaError(RuntimeError):
-    """The CUDA runtime refused a call."""
+class GpuDriver(BatchCopier, HostRegistration, Protocol):
+    """The calls of `heterocache_cuda.driver.Driver`."""
+
+    @property
+    def can_copy_batches(self) -> bool: ...
 
 
 class Setting:
@@ -132,12 +138,14 @@ class Setting:
         device: torch.device,
         sizes: Sizes,
         arena: Arena,
+        driver: GpuDriver,
         move_kernel: Any = kernels.move_pages,
         gather_kernel: Any = kernels.gather_rows,
     ) -> None:
         self.device = device
         self.sizes = sizes
         self.arena = arena
+        self.driver = driver
         self.gather_kernel = gather_kernel
         self._move_kernel = move_kernel
 
@@ -160,30 +168,26 @@ def random_bytes(size_bytes: int, seed: int) -> npt.NDArray[np.uint8]:
 
 
 @contextmanager
-def pinned_arena(size_bytes: int, handle: ArenaHandle | None = None) -> Iterator[Arena]:
-    """Make an arena, or attach the one of `handle`, and page-lock it."""
+def pinned_arena(
+    size_bytes: int, driver: GpuDriver, handle: ArenaHandle | None = None
+) -> Iterator[Arena]:
+    """Make an arena, or attach the one of `handle`, and pin it. Raises CudaError."""
     arena = Arena.attach(handle) if handle else Arena.create(size_bytes)
     try:
-        pin(arena.address, arena.view.nbytes)
+        pinned = pin(arena, driver)
         yield arena
         torch.cuda.synchronize()
-        unpin(arena.address)
+        pinned.close()
     finally:
         arena.close()
 
 
-def pin(address: int, size_bytes: int) -> None:
-    """Page-lock host memory. Raises CudaError."""
-    status = torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)
-    if int(status):
-        raise CudaError(f"cudaHostRegister of {size_bytes} bytes: {status}")
-
-
-def unpin(address: int) -> None:
-    """Undo `pin` of that address. Raises CudaError."""
-    status = torch.cuda.cudart().cudaHostUnregister(address)
-    if int(status):
-        raise CudaError(f"cudaHostUnregister: {status}")
+def pin(arena: Arena, driver: GpuDriver, piece_bytes: int = PIECE_BYTES) -> PinnedArena:
+    """Pin an arena in pieces. Raises CudaError."""
+    pinned = PinnedArena.pin(arena.view, driver, piece_bytes=piece_bytes)
+    if not pinned.is_complete:
+        raise CudaError(f"an arena of {size_text(arena.view.nbytes)} cannot be pinned")
+    return pinned
 
 
 def times_by_turns(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 
 import numpy as np
 import torch
+from heterocache_cuda.batched import compare, copy_pages, plan_copies
+from heterocache_cuda.bounce import BounceBuffer
 from heterocache_cuda.gather import gather_rows
 from heterocache_cuda.layout import PageLayout
 from heterocache_cuda.mover import (
@@ -22,11 +24,11 @@ from heterocache_cuda.mover import (
     Tile,
     plan_moves,
 )
+from heterocache_cuda.pinned import PIECE_BYTES, PinnedArena
 
 from benchmarks.gpu_check.exactness import moves_of
 from benchmarks.gpu_check.setting import (
     KIB,
-    CudaError,
     Result,
     Setting,
     Verdict,
@@ -34,7 +36,6 @@ from benchmarks.gpu_check.setting import (
     random_bytes,
     size_name,
     times_by_turns,
-    unpin,
     verdict,
 )
 from benchmarks.measure import table, timed
@@ -45,8 +46,7 @@ from hetero_connector.units import GIB, MIB, size_text
 GOAL_LARGE, GOAL_SMALL = 0.9, 0.5
 """Parts of a pinned copy's bandwidth, for pieces of at least 16 KiB and for smaller ones."""
 _LARGE = 16 * KIB
-_PIN_THREADS = 4
-_PIN_PIECE = 64 * MIB
+_PIN_PIECES = (64 * MIB, PIECE_BYTES)
 _PIN_EDGE = 2 * MIB
 
 
@@ -61,6 +61,7 @@ class Restore:
     slots: torch.Tensor
     arena: torch.Tensor
     """`[slots, layers, pages, bytes]`: the pinned memory."""
+    part: Part
     moves: Moves
     data: torch.Tensor
 
@@ -91,7 +92,7 @@ class Restore:
         moves = plan_moves([part])
         arena = setting.host[: count * artifact].view(count, layers, in_artifact, piece)
         data = setting.mover().upload(moves)
-        return cls(pages, torch.from_numpy(ids), torch.from_numpy(slots), arena, moves, data)
+        return cls(pages, torch.from_numpy(ids), torch.from_numpy(slots), arena, part, moves, data)
 
     @property
     def size_bytes(self) -> int:
@@ -116,18 +117,22 @@ def check_bandwidth(setting: Setting) -> Result:
         restore = Restore.of(setting, piece)
         row = [size_name(piece)]
         for mode in (Mode.LOAD, Mode.SAVE):
-            ratios, gbps = _by_programs(setting, restore, mode, piece >= sizes.piecewise_from)
+            ratios, gbps = _by_programs(setting, restore, mode)
             name = f"{mode.name.lower()}_{size_name(piece)}"
+            engines = ratios.get("engines")
+            best = max(ratios["default"], engines or 0)
             figures[name] = ratios["default"]
-            if ratios["default"] < (GOAL_LARGE if piece >= _LARGE else GOAL_SMALL):
-                slow.append(f"{name} {ratios['default']:.2f}")
-            if not _stays_exact(setting, restore, mode):
-                wrong.append(name)
-            piecewise = ratios.pop("one by one", None)
-            row += [f"{gbps:.1f}", *(f"{x:.2f}" for x in ratios.values())]
-            row.append("" if piecewise is None else f"{piecewise:.2f}")
+            if engines:
+                figures[f"{name}_engines"] = engines
+            if best < (GOAL_LARGE if piece >= _LARGE else GOAL_SMALL):
+                slow.append(f"{name} {best:.2f}")
+            for way, move in _ways(setting, restore, mode).items():
+                if not _is_exact(restore, mode, move):
+                    wrong.append(f"{name} by {way}")
+            cells = [ratios.get(x) for x in ("default", *map(str, sizes.programs), "engines")]
+            row += [f"{gbps:.1f}", *("" if x is None else f"{x:.2f}" for x in cells)]
         rows.append(row)
-    header = ["GB/s", "default", *(str(x) for x in sizes.programs), "one by one"]
+    header = ["GB/s", "default", *(str(x) for x in sizes.programs), "engines"]
     ends = [f"load {x}" for x in header] + [f"save {x}" for x in header]
     problems = [*(f"wrong bytes: {x}" for x in wrong), *(f"slow: {x}" for x in slow)]
     summary = "; ".join(problems) or f"all at or above {GOAL_LARGE} and {GOAL_SMALL} of a copy"
@@ -135,19 +140,30 @@ def check_bandwidth(setting: Setting) -> Result:
     return Result(verdict(not problems), summary, tables, figures)
 
 
-def _by_programs(
-    setting: Setting, restore: Restore, mode: Mode, piecewise: bool
-) -> tuple[dict[str, float], float]:
+def _by_programs(setting: Setting, restore: Restore, mode: Mode) -> tuple[dict[str, float], float]:
     """Return bandwidths over that of one copy, by number of programs, and that copy's GB/s."""
-    jobs = {"copy": _copy(restore, mode), "default": _launch(setting, restore, mode, LAUNCH_SIZES)}
+    jobs = {"copy": _copy(restore, mode), **_ways(setting, restore, mode)}
     for programs in setting.sizes.programs:
         sizes = LaunchSizes(programs=programs, most_programs_per_job=programs)
         jobs[str(programs)] = _launch(setting, restore, mode, sizes)
-    if piecewise:
-        jobs["one by one"] = _copy_pages(restore, mode)
     samples = times_by_turns(jobs, setting.sizes.turns, torch.cuda.Stream())
     ratios = {x: samples.paired_ratio("copy", x) for x in jobs if x != "copy"}
     return ratios, restore.size_bytes / samples.median("copy") / 1e9
+
+
+def _ways(setting: Setting, restore: Restore, mode: Mode) -> dict[str, Callable[[], object]]:
+    """Return the kernel, and the copy engines where they can and may move such pages."""
+    ways = {"default": _launch(setting, restore, mode, LAUNCH_SIZES)}
+    piece = restore.pages.shape[2]
+    if piece >= setting.sizes.engines_from and setting.driver.can_copy_batches:
+        (copies,) = plan_copies([restore.part], setting.arena.address)
+
+        def copy() -> None:
+            stream = torch.cuda.current_stream().cuda_stream
+            copy_pages(setting.driver, mode, copies, stream)
+
+        ways["engines"] = copy
+    return ways
 
 
 def _by_tile(setting: Setting) -> str:
@@ -183,29 +199,67 @@ def _copy(restore: Restore, mode: Mode) -> Callable[[], object]:
     return lambda: host.copy_(device, non_blocking=True)
 
 
-def _copy_pages(restore: Restore, mode: Mode) -> Callable[[], object]:
-    """Copy page by page, as copy engines would have to."""
-    host = restore.arena.flatten(0, 2)
-    device = restore.pages.flatten(0, 1)[: len(host)]
-    pairs = list(zip(*((device, host) if mode is Mode.LOAD else (host, device)), strict=True))
-
-    def copy() -> None:
-        for target, source in pairs:
-            target.copy_(source, non_blocking=True)
-
-    return copy
-
-
-def _stays_exact(setting: Setting, restore: Restore, mode: Mode) -> bool:
+def _is_exact(restore: Restore, mode: Mode, move: Callable[[], object]) -> bool:
     """Move once more, after the target was overwritten, and compare."""
     target = restore.pages if mode is Mode.LOAD else restore.arena
     source = restore.arena if mode is Mode.LOAD else restore.pages
     source.copy_(torch.from_numpy(random_bytes(source.numel(), 6)).view(source.shape))
     target.zero_()
     torch.cuda.synchronize()
-    _launch(setting, restore, mode, LAUNCH_SIZES)()
+    with torch.cuda.stream(torch.cuda.Stream()):  # copy engines need one that is not the default
+        move()
     torch.cuda.synchronize()
     return restore.is_exact()
+
+
+def check_copy_table(setting: Setting) -> Result:
+    """Measure from which page on copy engines are faster, as an engine would."""
+    if not setting.driver.can_copy_batches:
+        return Result(Verdict.NOT_RUN, "the driver has no cuMemcpyBatchAsync (CUDA 12.8)")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        found = compare(
+            setting.mover(),
+            setting.driver,
+            setting.device,
+            stream.cuda_stream,
+            stream.synchronize,
+            page_sizes=[x for x in setting.sizes.pieces if x >= setting.sizes.engines_from],
+            total_bytes=setting.sizes.copy_bytes // 4,
+        )
+    sizes = {"loads": found.load_from_bytes, "saves": found.save_from_bytes}
+    figures = {f"engines_{way}_from_bytes": x for way, x in sizes.items() if isfinite(x)}
+    texts = [f"{way}: {size_text(x) if isfinite(x) else 'never'}" for way, x in sizes.items()]
+    return Result(Verdict.PASS, f"faster from, {', '.join(texts)}", figures=figures)
+
+
+def check_bounce(setting: Setting) -> Result:
+    """Save and load by way of a small pinned buffer, as where the arena cannot be pinned."""
+    restore = Restore.of(setting, setting.sizes.pieces[-1])
+    arena = np.zeros(restore.size_bytes, np.uint8)
+    addresses = restore.part.addresses - setting.arena.address + arena.ctypes.data
+    part = restore.part._replace(addresses=addresses)
+    buffer = torch.empty(
+        2 * restore.size_bytes // len(addresses),
+        dtype=torch.uint8,
+        pin_memory=setting.device.type == "cuda",
+    )
+    finish = torch.cuda.synchronize
+    bounce = BounceBuffer(setting.mover(), arena, buffer, finish)
+    restore.pages.copy_(
+        torch.from_numpy(random_bytes(restore.pages.numel(), 14)).view_as(restore.pages)
+    )
+    torch.cuda.synchronize()
+    seconds = timed(lambda: bounce.move(Mode.SAVE, part))
+    restore.arena.copy_(torch.from_numpy(arena).view_as(restore.arena))
+    exact = restore.is_exact()
+    restore.pages.zero_()
+    torch.cuda.synchronize()
+    bounce.move(Mode.LOAD, part)
+    exact &= restore.is_exact()
+    gbps = restore.size_bytes / seconds / 1e9
+    summary = f"{'exact' if exact else 'WRONG bytes'}; saves at {gbps:.1f} GB/s"
+    return Result(verdict(exact), summary, figures={"bounce_save_gbps": gbps})
 
 
 def check_gather_speed(setting: Setting) -> Result:
@@ -236,44 +290,34 @@ def check_gather_speed(setting: Setting) -> Result:
 
 
 def check_pinning(setting: Setting) -> Result:
-    """Page-lock new arenas in one call, in pieces, and in pieces on several threads."""
+    """Pin new arenas in one call, and in pieces on several threads."""
     rows, figures = [], {}
     for size_bytes in setting.sizes.pinned_bytes:
         if size_bytes > machine.memory().available_bytes // 2:
             rows.append([size_text(size_bytes), "", "", "", "too little free memory"])
             continue
-        row = [size_text(size_bytes)]
-        for name, piece, threads in (
-            ("one call", size_bytes, 1),
-            ("pieces", _PIN_PIECE, 1),
-            ("threads", _PIN_PIECE, _PIN_THREADS),
-        ):
-            try:
-                reserved, pinned = _time_pinning(size_bytes, piece, threads)
-            except CudaError as error:
-                return Result(Verdict.FAIL, f"{size_text(size_bytes)} {name}: {error}")
-            figures[f"pin_{name.replace(' ', '_')}_s_per_gib"] = pinned * GIB / size_bytes
-            row.append(f"{pinned * GIB / size_bytes:.3f}")
-        rows.append([*row, f"{reserved * GIB / size_bytes:.3f}"])
-    header = ["arena", "one call", "pieces", f"{_PIN_THREADS} threads", "reserving it"]
+        row, gib = [size_text(size_bytes)], size_bytes / GIB
+        for piece in (size_bytes, *_PIN_PIECES):
+            reserved, pinned = _time_pinning(setting, size_bytes, piece)
+            way = "one_call" if piece == size_bytes else size_name(piece)
+            figures[f"pin_{way}_s_per_gib"] = pinned / gib
+            row.append(f"{pinned / gib:.3f}")
+        rows.append([*row, f"{reserved / gib:.3f}"])
+    header = ["arena", "one call", *map(size_text, _PIN_PIECES), "reserving it"]
     text = table(header, rows)
     return Result(Verdict.PASS, "every call succeeded; seconds per GiB", [text], figures)
 
 
-def _time_pinning(size_bytes: int, piece: int, threads: int) -> tuple[float, float]:
-    """Return the seconds of reserving a new arena and of page-locking it. Raises CudaError."""
+def _time_pinning(setting: Setting, size_bytes: int, piece: int) -> tuple[float, float]:
+    """Return the seconds of reserving a new arena and of pinning it. Raises CudaError."""
     made: list[Arena] = []
+    held: list[PinnedArena] = []
     reserved = timed(lambda: made.append(Arena.create(size_bytes)))
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            base = made[0].address
-            starts = range(0, size_bytes, piece)
-            jobs = [(base + start, min(piece, size_bytes - start)) for start in starts]
-            pinned = timed(lambda: list(pool.map(lambda job: pin(*job), jobs)))
-            for address, _ in jobs:
-                unpin(address)
-        finally:
-            made[0].close()
+    try:
+        pinned = timed(lambda: held.append(pin(made[0], setting.driver, piece)))
+        held[0].close()
+    finally:
+        made[0].close()
     return reserved, pinned
 
 
@@ -281,8 +325,7 @@ def check_pinned_edge(setting: Setting) -> Result:
     """Move a page across the edge of two page-locked pieces, and copy across it."""
     arena = Arena.create(2 * _PIN_EDGE)
     try:
-        for start in (0, _PIN_EDGE):
-            pin(arena.address + start, _PIN_EDGE)
+        pinned = pin(arena, setting.driver, _PIN_EDGE)
         try:
             arena.view[:] = random_bytes(2 * _PIN_EDGE, 13)
             page = 64 * KIB
@@ -302,8 +345,7 @@ def check_pinned_edge(setting: Setting) -> Result:
             except RuntimeError as error:
                 copied = f"fails ({error})".partition("\n")[0]
         finally:
-            for start in (0, _PIN_EDGE):
-                unpin(arena.address + start)
+            pinned.close()
     finally:
         arena.close()
     summary = f"the mover {'is exact' if exact else 'moved other bytes'}; a copy across it {copied}"

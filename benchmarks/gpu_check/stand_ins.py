@@ -7,15 +7,19 @@ event costs a millisecond.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from heterocache_cuda.driver import CudaError
+from heterocache_cuda.mover import Int64Array
 from triton.runtime.interpreter import InterpretedFunction
 
 _RECORD_MS = 1.0
@@ -55,6 +59,8 @@ class Stream:
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self.queue: deque[Work] = deque()
+        self.cuda_stream = len(gpu.streams)
+        """0: the default stream."""
         gpu.streams.append(self)
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -107,8 +113,6 @@ class Gpu:
         self.now_ms = 0.0
         self.current = Stream(self)
         self._capture: Graph | None = None
-        self.pinned: dict[int, int] = {}
-        """Bytes by address."""
 
     def issue(self, work: Callable[[], object]) -> None:
         if self._capture:
@@ -146,20 +150,43 @@ class Gpu:
         finally:
             self._capture = None
 
-    # As cudart
 
-    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:  # noqa: N802
-        overlaps = any(
+class StandInDriver:
+    """The driver: copies of a batch are queued on the current stream, one entry for each."""
+
+    can_use_host_pointers = True
+    can_copy_batches = True
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._pinned: dict[int, int] = {}
+        """Bytes by address."""
+
+    def register(self, address: int, size_bytes: int) -> None:
+        if any(
             address < start + size and start < address + size_bytes
-            for start, size in self.pinned.items()
-        )
-        if overlaps or address % 4096 or flags:
-            return 712  # cudaErrorHostMemoryAlreadyRegistered
-        self.pinned[address] = size_bytes
-        return 0
+            for start, size in self._pinned.items()
+        ):
+            raise CudaError("registered twice")
+        self._pinned[address] = size_bytes
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        return 0 if self.pinned.pop(address, None) else 713
+    def unregister(self, address: int) -> None:
+        if self._pinned.pop(address, None) is None:
+            raise CudaError("not registered")
+
+    def copy_batch(
+        self,
+        targets: Int64Array,
+        sources: Int64Array,
+        sizes: Int64Array,
+        stream: int,
+        *,
+        is_source_stable: bool,
+    ) -> None:
+        assert stream == self._gpu.current.cuda_stream
+        assert stream, "the default stream takes no batches"
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            self._gpu.issue(partial(ctypes.memmove, int(target), int(source), int(size)))
 
 
 def _may_run(work: Work) -> bool:
@@ -181,7 +208,6 @@ def gpu_stand_ins() -> Iterator[Gpu]:
         "graph": gpu.captured,
         "current_stream": lambda device=None: gpu.current,
         "synchronize": gpu.synchronize,
-        "cudart": lambda: gpu,
         "get_device_properties": lambda device=None: properties,
         "_sleep": lambda cycles: gpu.issue(lambda: time.sleep(0)),
     }

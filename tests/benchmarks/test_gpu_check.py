@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from heterocache_cuda.driver import CudaError
 from heterocache_cuda.mover import Moves, PageMover
 
 from benchmarks.gpu_check import processes, stand_ins
@@ -97,13 +98,15 @@ def test_a_slow_mover_fails(setting: Setting, monkeypatch: pytest.MonkeyPatch) -
     assert result.summary == "slow: load_16K 0.50; slow: save_16K 0.50"
 
 
-def test_memory_that_cannot_be_pinned_is_a_failure(
+def test_memory_that_cannot_be_pinned_is_an_error(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stand_ins.Gpu, "cudaHostRegister", lambda *_: 2)
-    result = check_pinning(setting)
-    assert result.verdict is Verdict.FAIL
-    assert result.summary.endswith("cudaHostRegister of 2097152 bytes: 2")
+    def refuse(driver: stand_ins.StandInDriver, address: int, size_bytes: int) -> None:
+        raise CudaError("out of memory")
+
+    monkeypatch.setattr(stand_ins.StandInDriver, "register", refuse)
+    with pytest.raises(CudaError, match="an arena of 2 MiB cannot be pinned"):
+        check_pinning(setting)
 
 
 def test_a_check_that_raises_is_a_failure_of_that_check(
