@@ -18,9 +18,7 @@ from hetero_connector import machine
 from hetero_connector.errors import ConfigError
 from hetero_connector.units import GIB
 
-_MAX_DEFAULT_DRAM_GIB = 32.0
 _MAX_DEFAULT_SSD_GIB = 64.0
-_MIN_DEFAULT_DRAM_GIB = 1 / 16
 
 _Layerwise = Literal["auto", "on", "off"]
 _Planner = Literal["cost", "always_load", "never_load"]
@@ -70,12 +68,15 @@ def _choice(choices: object, default: str, meaning: str) -> Any:
 class HeteroConfig:
     """A checked configuration, defaults filled in."""
 
-    dram_gib: float = _key(
+    dram_gib: float | None = _key(
         "number > 0",
         values.capacity,
         "GiB of host memory for the DRAM tier",
-        unset="a quarter of the free memory, at most 32",
+        None,
+        unset="without GPUs a quarter of the free memory, at most 32; with GPUs the engine's part "
+        "of half of it, at most 256, and the longest request's size at least",
     )
+    """None until the model is known, unless it is given: `engine.startup.dram_tier`."""
     ssd_dir: Path | None = _key(
         "path",
         values.directory_path,
@@ -228,7 +229,8 @@ class HeteroConfig:
 
     @property
     def dram_bytes(self) -> int:
-        """Capacity of the DRAM tier."""
+        """Capacity of the DRAM tier, which must be known by now."""
+        assert self.dram_gib is not None
         return int(self.dram_gib * GIB)
 
     @property
@@ -256,7 +258,8 @@ class HeteroConfig:
             for key in ("lease_s", "replica_ttl_s", "worker_name", "peer_host", "adopt_from"):
                 if key in given:
                     raise ConfigError(key, "only valid together with 'directory'")
-        given["dram_gib"] = _dram_gib(given.get("dram_gib"))
+        if "dram_gib" in given:
+            _check_dram_gib(given["dram_gib"])
         if "ssd_dir" in given:
             given["ssd_gib"] = _ssd_gib(given.get("ssd_gib"), given["ssd_dir"])
         else:
@@ -281,15 +284,10 @@ def _refuse_unknown(extra_config: Mapping[str, Any]) -> None:
             raise ConfigError(name, f"unknown key; {hint}")
 
 
-def _dram_gib(given: float | None) -> float:
-    memory = machine.memory()
-    if given is None:
-        quarter = memory.available_bytes / 4 / GIB
-        return min(_MAX_DEFAULT_DRAM_GIB, max(_MIN_DEFAULT_DRAM_GIB, quarter))
-    if given * GIB > memory.total_bytes:
-        total = memory.total_bytes / GIB
+def _check_dram_gib(given: float) -> None:
+    total = machine.memory().total_bytes / GIB
+    if given > total:
         raise ConfigError("dram_gib", f"{given:g} GiB is more than this machine's {total:.1f} GiB")
-    return given
 
 
 def _ssd_gib(given: float | None, directory: Path) -> float:

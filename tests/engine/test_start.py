@@ -102,7 +102,9 @@ def test_an_engine_that_other_hosts_cannot_read_from_brings_a_warning(
 def test_a_dram_tier_smaller_than_one_request_brings_a_warning() -> None:
     config = HeteroConfig.from_extra_config({"dram_gib": 0.0001})
     (warning,) = _warnings(LAYOUT, config, max_model_len=4096)
-    assert "holds 13 chunks, fewer than the 64" in warning
+    assert "dram_gib=0.0001 holds 1,600 tokens, fewer than the 4,096" in warning
+    raised = HeteroConfig(dram_gib=float(warning.split("Raise it to ")[1].split(",")[0]))
+    assert _warnings(LAYOUT, raised, max_model_len=4096) == []
 
 
 def test_a_chunk_longer_than_any_request_brings_a_warning() -> None:

@@ -21,6 +21,7 @@ from hetero_connector.engine.scheduler.media import media_ids
 from hetero_connector.engine.scheduler.request_identifier import RequestIdentifier
 from hetero_connector.engine.scheduler.scheduler_side import Policies, SchedulerSide
 from hetero_connector.engine.startup import engine_identity, rendezvous, replay_support
+from hetero_connector.engine.startup.dram_tier import bytes_of_prompt, tokens_in, with_dram
 from hetero_connector.engine.startup.geometry import model_spec
 from hetero_connector.engine.startup.heads import ModelHeads, equal_on_all_ranks
 from hetero_connector.engine.startup.rendezvous import WorkerGeometry
@@ -47,10 +48,12 @@ from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
 from hetero_connector.store.catalog.prefetch_schedule import PrefetchCosts
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved
+from hetero_connector.store.catalog.slot_geometry import padded
 from hetero_connector.store.catalog.write_budget import burst_bytes
 from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.store.ssd.journal_format import REPLAY_EXACT, WINDOW_REPLAY
 from hetero_connector.transfer.nixl_peers import NixlPeers
+from hetero_connector.units import GIB
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -138,6 +141,7 @@ def open_scheduler_side(
         vllm_config, kv_cache, geometry, chunk_tokens, any_tp=_uses_any_tp(config, geometry.model)
     )
     layout = ArtifactLayout(geometry.model, chunk_tokens)
+    config = with_dram(config, layout, vllm_config)
     window_replay = _window_replay(geometry, config)
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     settings = _settings(config, layout, step_tokens, microbatches=parallel.use_ubatching)
@@ -356,13 +360,15 @@ def _warnings(layout: ArtifactLayout, config: HeteroConfig, max_model_len: int) 
             f"chunk_tokens={layout.chunk_tokens} exceeds the {max_model_len} tokens a request may "
             "have: only the ends of requests are stored"
         )
-    chunk_bytes = sum(-(-size // 4096) * 4096 for size in layout.max_bytes.values())
-    in_dram = config.dram_bytes // chunk_bytes if chunk_bytes else 0
-    longest = max_model_len // layout.chunk_tokens
+    chunk_bytes = sum(map(padded, layout.max_bytes.values()))
+    in_dram = tokens_in(layout, config.dram_bytes)
+    longest = max_model_len // layout.chunk_tokens * layout.chunk_tokens
     if in_dram < longest:
+        needed = bytes_of_prompt(layout, longest) / GIB
         warnings.append(
-            f"dram_gib={config.dram_gib:g} holds {in_dram} chunks, fewer than the {longest} of the "
-            "longest request, which cannot be restored completely. Raise dram_gib"
+            f"dram_gib={config.dram_gib:g} holds {in_dram:,} tokens, fewer than the {longest:,} of "
+            "the longest request, which cannot be restored completely. Raise it to "
+            f"{needed:.4g}, or lower max_model_len"
         )
     if config.tp_sizes == "any" and (reason := refusal(layout.model)) is not None:
         warnings.append(f"tp_sizes='any' has the effect of 'own' for this model: {reason}")
@@ -393,7 +399,8 @@ def _summary(layout: ArtifactLayout, config: HeteroConfig) -> str:
         + ("/chunk" if t in model.prefix_types else "/checkpoint")
         for t in model.state_types
     )
-    tiers = f"DRAM {config.dram_gib:g} GiB"
+    tokens = tokens_in(layout, config.dram_bytes)
+    tiers = f"DRAM {config.dram_gib:.4g} GiB, which hold up to {tokens:,} tokens"
     if config.ssd_dir is not None:
         tiers += f", SSD {config.ssd_dir}"
     return f"chunks of {layout.chunk_tokens} tokens: {types}; {tiers}"
