@@ -121,6 +121,22 @@ def test_nothing_is_saved_twice(hybrid: Engine) -> None:
     assert hybrid.step(b=8).saves == []
 
 
+def test_an_engine_that_only_waits_for_reports_pauses(
+    dense: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA a report comes when the copies have ended; vLLM steps without a pause until then."""
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    dense.admit(FakeRequest("a", tokens(64)))
+    meta = dense.order(a=64)
+    assert not pauses, "the step computes"
+    dense.order()
+    assert len(pauses) == 1
+    dense.report(meta)
+    dense.order()
+    assert len(pauses) == 1, "nothing is awaited"
+
+
 def test_two_requests_at_once_save_a_shared_chunk_once(dense: Engine) -> None:
     for name in "ab":
         dense.admit(FakeRequest(name, tokens(64)))

@@ -210,7 +210,7 @@ class SchedulerSide:
             self.root.adopt_fleet_reset()
         except Exception as error:  # the loads that vLLM counts on are ordered already
             self._errors.count("build_connector_meta", error)
-        self._yield_if_idle(output)
+        self._yield_if_idle(output, meta)
         return meta
 
     def _order_saves(self, output: SchedulerOutput, meta: StepMetadata) -> None:
@@ -305,13 +305,16 @@ class SchedulerSide:
     def _has_outdated_requests(self) -> bool:
         return any(tracker.outdated for tracker in self._trackers.values())
 
-    def _yield_if_idle(self, output: SchedulerOutput) -> None:
-        """Give the interpreter to the I/O thread if the step computes nothing.
+    def _yield_if_idle(self, output: SchedulerOutput, meta: StepMetadata) -> None:
+        """Pause if the step computes and copies nothing, and the engine steps only to ask again.
 
-        An engine core inside the caller's process steps without a pause while a request waits for
-        the SSD. It would keep the interpreter's lock from the thread that reads.
+        It would keep a core busy until a device has ended its copies. An engine core inside the
+        caller's process would also keep the interpreter's lock from the I/O thread.
         """
-        if self._has_unanswered and not output.num_scheduled_tokens:
+        awaits_device = bool(self._saver.awaits_reports or self._admissions.loading)
+        if meta.loads or meta.early_saves:
+            awaits_device = False
+        if (self._has_unanswered or awaits_device) and not output.num_scheduled_tokens:
             time.sleep(_IDLE_STEP_S)
         self._has_unanswered = False
 
