@@ -205,6 +205,16 @@ class PageMover:
         self._kernel = kernel
         self._sizes = sizes
 
+    def warm_up(self, tiles: Iterable[Tile]) -> None:
+        """Compile the variants of these tiles by launches without pages. It takes seconds.
+
+        Else the first request with such pages would wait for the compiler.
+        """
+        no_pages = torch.zeros(FIELDS, dtype=torch.int64, device=self._device)
+        for tile in set(tiles):
+            for mode in Mode:
+                self._run((1, 1), no_pages, no_pages, no_pages, mode, tile)
+
     def upload(self, moves: Moves) -> torch.Tensor:
         """Copy the moves' data to the device, without waiting."""
         data = torch.from_numpy(moves.data)

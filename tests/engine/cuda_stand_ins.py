@@ -66,6 +66,8 @@ class Cuda:
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, str]] = []
         self.events: list[Event] = []
+        self.variants: list[tuple[Any, ...]] = []
+        """The mode and the tile of each launch."""
         self.is_busy = False
         """True: events do not fire before `finish`."""
         self.refuses_to_pin = False
@@ -115,6 +117,7 @@ class NotedMover(PageMover):
 
     def _run(self, grid: Any, *arguments: Any) -> None:
         self._cuda.calls.append((self._cuda.current.name, "moves", f"{grid[1]} jobs"))
+        self._cuda.variants.append(arguments[-2:])
         super()._run(grid, *arguments)
 
 

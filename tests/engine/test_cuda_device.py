@@ -156,6 +156,14 @@ def test_pages_are_cleared_in_the_forwards_stream(worker: Worker) -> None:
     assert all(map(torch.equal, kept, worker.pages([3])))
 
 
+def test_no_kernel_is_compiled_while_serving(worker: Worker) -> None:
+    warm = set(worker.cuda.variants)
+    worker.step(StepMetadata(loads=[load(SECOND)], saves=[save(FIRST)]))
+    worker.side.protect_replays(StepMetadata(cleared={0: [1, 2]}), {}, None)
+    assert len(warm) > 0
+    assert set(worker.cuda.variants) == warm
+
+
 def test_the_arena_is_unpinned_after_all_copies(worker: Worker) -> None:
     worker.cuda.calls.clear()
     worker.side.close()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from math import gcd
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from heterocache_cuda.bounce import BounceBuffer
 from heterocache_cuda.driver import Driver
-from heterocache_cuda.layout import PageLayout
+from heterocache_cuda.layout import WIDEST_ACCESS, PageLayout
 from heterocache_cuda.mover import (
     Int64Array,
     Job,
@@ -91,6 +92,7 @@ class CudaDevice:
         except (OSError, RuntimeError) as error:
             raise StoreError(f"the GPU cannot use the DRAM tier's memory: {error}") from error
         self._pinned, self._address = pinned, arena.ctypes.data
+        self._mover.warm_up(self._tiles())
 
     def detach(self) -> None:
         self.finish()
@@ -154,6 +156,18 @@ class CudaDevice:
 
     def time_copies(self) -> CudaStopwatch:
         return CudaStopwatch(self._loads)
+
+    def _tiles(self) -> Iterator[Tile]:
+        """Yield the variants of the kernel that moves of these pages need.
+
+        The offset of a layer in an artifact is a sum of other layers' pages.
+        """
+        page_bytes = gcd(*(pages.spec.whole_page_bytes for pages in self._pages.values()))
+        for pages in self._pages.values():
+            for layout, run in zip(pages.layouts, pages.runs, strict=True):
+                job = Job(layout, run.whole_start, pages.spec.whole_page_bytes, 1)
+                for alignment in (WIDEST_ACCESS, page_bytes):
+                    yield job.tile(alignment)
 
     def _bounce_all(self, mode: Mode, parts: Sequence[Part]) -> None:
         assert self._bounce is not None
