@@ -219,7 +219,7 @@ def _filled_store(
     slot_bytes = sum(-(-n // 4096) * 4096 for n in layout.max_bytes.values())
     store = ArtifactStore.open(
         layout.max_bytes,
-        StoreConfig(dram_bytes=(chunks + 1) * slot_bytes),
+        StoreConfig(dram_bytes=(chunks + 1) * slot_bytes * 5 // 4),  # some is in unfilled zones
         recorder,
         chunk_tokens=layout.chunk_tokens,
         fingerprint=_FINGERPRINT,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -138,6 +139,6 @@ def cuda_stand_ins() -> Iterator[Cuda]:
 
 @contextmanager
 def cuda_device_on_cpu() -> Iterator[CudaDevice]:
-    """A `CudaDevice` whose pages are in host memory."""
-    with cuda_stand_ins():
+    """A `CudaDevice` whose pages are in host memory, and whose kernel needs no warming up."""
+    with cuda_stand_ins(), patch.object(PageMover, "warm_up"):
         yield CudaDevice(torch.device("cpu"))

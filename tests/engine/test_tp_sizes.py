@@ -32,6 +32,8 @@ TOKENS = 2 * CHUNK
 PRODUCER, CONSUMER = 7, 8
 ANY = whole_model(model_of(1))
 
+Engines = tuple[int, int, list[int], int]
+
 
 def artifacts(ranks: Ranks, offset_of: Callable[[int], int]) -> list[ArtifactCopy]:
     """Return the artifacts of two chunks and a checkpoint, placed one after another."""
@@ -44,15 +46,28 @@ def artifacts(ranks: Ranks, offset_of: Callable[[int], int]) -> list[ArtifactCop
     return [ArtifactCopy(*span, offset_of(i)) for i, span in enumerate(spans)]
 
 
-@pytest.mark.parametrize("kind", ["host", "cuda"])
-@settings(max_examples=25, deadline=None)
-@given(
-    producer=st.sampled_from(TP_SIZES),
-    consumer=st.sampled_from(TP_SIZES),
-    blocks=st.permutations(range(1, NUM_BLOCKS)),
-    seed=st.integers(0, 2**32),
+ENGINES = st.tuples(
+    st.sampled_from(TP_SIZES),
+    st.sampled_from(TP_SIZES),
+    st.permutations(range(1, NUM_BLOCKS)),
+    st.integers(0, 2**32),
 )
-def test_ranks_load_state_that_other_ranks_saved(
+"""The TP sizes of producer and consumer, block ids, a seed."""
+
+
+@settings(max_examples=25, deadline=None)
+@given(ENGINES)
+def test_ranks_load_state_that_other_ranks_saved(engines: Engines) -> None:
+    check_that_ranks_load_what_others_saved("host", *engines)
+
+
+@settings(max_examples=3, deadline=None)
+@given(ENGINES)
+def test_ranks_load_state_that_other_ranks_saved_on_cuda(engines: Engines) -> None:
+    check_that_ranks_load_what_others_saved("cuda", *engines)
+
+
+def check_that_ranks_load_what_others_saved(
     kind: str, producer: int, consumer: int, blocks: list[int], seed: int
 ) -> None:
     whole = whole_pages(LAYERS, TOKENS, seed)
