@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 from heterocache_cuda.driver import CudaError
 from heterocache_cuda.mover import Moves, PageMover
 
-from benchmarks.gpu_check import processes, stand_ins
+from benchmarks.gpu_check import processes, running, stand_ins
 from benchmarks.gpu_check.__main__ import FAILED, NOTHING_TO_CHECK_ON, PASSED, main
 from benchmarks.gpu_check.order import check_events
 from benchmarks.gpu_check.running import CHECKS, setting_of
@@ -36,6 +37,20 @@ def test_every_check_passes_on_stand_ins(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["--dry-run", *(x for name in names for x in ("--only", name))]) == PASSED
     printed = capsys.readouterr().out
     assert printed.count("PASS ") == len(names), printed
+
+
+def test_a_run_writes_one_dated_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("benchmarks.measure.RESULTS", tmp_path)
+    running.run(["events", "copy-table"], SMALL, dry_run=True, as_json=True, write=True)
+    (path,) = tmp_path.glob("gpu_check-*.json")
+    written = json.loads(path.read_text())
+    assert written["details"]["verdicts"] == {"events": "PASS", "copy-table": "PASS"}
+    assert written["details"]["gpu"].startswith("stand-in, sm_00")
+    assert written["figures"]["first_upload_waits"] == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == written["figures"]
+    assert "PASS    events" in path.with_suffix(".txt").read_text()
 
 
 def test_without_a_gpu_it_says_so_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
