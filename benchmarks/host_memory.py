@@ -40,7 +40,7 @@ from hetero_connector.units import GIB, MIB
 
 SIZE_BYTES = GIB // 4
 PIECES = 8
-"""Of the memory to be reserved."""
+"""Memory is reserved in so many pieces."""
 ARTIFACT_BYTES = MIB
 BATCHES = (4 * MIB, 16 * MIB)
 """The store checks 4 MiB at a time."""
