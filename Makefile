@@ -15,9 +15,13 @@ export HF_HUB_OFFLINE := 1
 ON_ENGINE := -n 2 --dist loadgroup --no-loadscope-reorder
 
 ON_SECOND_RUNNER := $(addprefix tests/engine/test_,exactness.py async_scheduling.py situations.py full_steps.py draft_models.py)
+# With torch for CUDA and Triton; for gpu-serve with vLLM for CUDA and this package, too.
+GPU_PYTHON ?= python3
+ON_GPU := env -u OMP_NUM_THREADS PYTHONPATH=.:cuda $(GPU_PYTHON)
+
 NEWER_VLLM := $(RUN) scripts/with_vllm.py 0.33.0
 
-.PHONY: help venv demo check test test-fast test-engine test-second-runner test-newer-vllm test-search test-slow test-faults lint format bench docs clean
+.PHONY: help venv demo check test test-fast test-engine test-second-runner test-newer-vllm test-search test-slow test-faults lint format bench gpu-check gpu-serve docs clean
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -85,10 +89,10 @@ bench: venv  ## Figures and plots
 	$(RUN) docs/generate.py
 
 gpu-check:  ## Check the device path on one GPU, without vLLM: GPU_PYTHON=python3
-	PYTHONPATH=.:cuda $(GPU_PYTHON) -m benchmarks.gpu_check
+	$(ON_GPU) -m benchmarks.gpu_check
 
 gpu-serve:  ## Exactness and restores with vLLM on one GPU: GPU_PYTHON=python3
-	PYTHONPATH=.:cuda $(GPU_PYTHON) -m benchmarks.gpu_serve
+	$(ON_GPU) -m benchmarks.gpu_serve
 
 docs: $(DOCS)/.stamp  ## The documentation as a site in build/docs; warnings are errors
 	$(DOCS)/bin/python -m sphinx --fail-on-warning --keep-going --quiet --builder html docs build/docs

@@ -61,6 +61,13 @@ def test_without_a_gpu_it_says_so_in_a_line(capsys: pytest.CaptureFixture[str]) 
     ]
 
 
+@pytest.mark.parametrize("name", ["check", "serve"])
+def test_make_runs_it_with_the_python_of_the_gpu(name: str) -> None:
+    command = ["make", "--dry-run", f"gpu-{name}"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert printed.endswith(f"PYTHONPATH=.:cuda python3 -m benchmarks.gpu_{name}\n")
+
+
 def test_it_needs_no_vllm() -> None:
     code = "import sys, benchmarks.gpu_check.running; sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
