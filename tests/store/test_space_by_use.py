@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hetero_connector.artifacts.generation import FIRST
 from hetero_connector.artifacts.layout import ArtifactLayout
@@ -211,3 +213,46 @@ def test_evict_first_counts_for_other_types_too(small: Catalog) -> None:
     put(small, chain("more", 1), {DENSE: 9_000})
     assert has(small, new, WINDOW) == [True, False, False]
     assert has(small, old, DENSE) == [True] * 5
+
+
+def test_a_checkpoint_does_not_evict_the_chunk_that_it_belongs_to(small: Catalog) -> None:
+    """The chunk is the oldest of all, and a checkpoint without its chunk is forgotten."""
+    others = chain("others", 8)
+    put(small, chain("old", 1), {DENSE: 9_000})
+    put(small, others, {DENSE: 9_000})
+    put(small, chain("windows", 1), {WINDOW: 3_000})
+    held = small.begin_restore([Wanted(WINDOW, small.match(chain("windows", 1)))], {})
+    put(small, chain("old", 1), {WINDOW: 3_000})
+    assert has(small, chain("old", 1), DENSE) == has(small, chain("old", 1), WINDOW) == [True]
+    assert has(small, others, DENSE) == [True] * 7 + [False]
+    small.end_restore(held)
+    small.check_integrity()
+
+
+SAVES = st.tuples(
+    st.integers(0, 5),  # session
+    st.integers(0, 1),  # chunk of its chain
+    st.sampled_from([{DENSE: 9_000}, {WINDOW: 3_000}, SIZES]),
+    st.booleans(),  # restored afterwards
+    st.booleans(),  # sealed, or abandoned
+)
+
+
+@given(saves=st.lists(SAVES, min_size=20, max_size=80))
+def test_whatever_is_saved_no_slot_is_lost(
+    saves: list[tuple[int, int, Mapping[StateType, int], bool, bool]],
+) -> None:
+    catalog = catalog_of(SlotGeometry(1, {DENSE: 12_288, WINDOW: 4_096}, 12_288, 2 * 12_288))
+    for session, at, sizes, is_used, is_sealed in saves:
+        chunks = chain(f"s{session}", 2)
+        missing = {t: n for t, n in sizes.items() if t in catalog.missing(chunks[at], [t])}
+        save = catalog.reserve(chunks[at], missing) if missing else None
+        if isinstance(save, Save):
+            (catalog.seal if is_sealed else catalog.abandon)(save)
+        if is_used and (found := catalog.match(chunks)):
+            held = [x for x in found if DENSE in x.tiers]
+            catalog.end_restore(catalog.begin_restore([Wanted(DENSE, held)], {}))
+        catalog.check_integrity()
+        for kind in (DENSE, WINDOW):
+            stored = sum(a.state_type is kind for a in catalog.tiers.index.artifacts())
+            assert catalog.tiers.dram.num_used(kind) == stored

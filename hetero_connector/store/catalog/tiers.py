@@ -110,7 +110,7 @@ class Tiers:
                 if victim is not None and spares is not None and spares(victim):
                     self._offer(victim)
                     return None
-                if spares is None and self._evict_others(kind, victim):
+                if spares is None and self._evict_others(artifact, victim):
                     if victim is not None:
                         self._offer(victim)
                     continue
@@ -335,12 +335,23 @@ class Tiers:
         lowest = self._policies[Tier.DRAM, state_type].lowest
         return (True, inf, 0) if lowest is None else _rank(lowest)
 
-    def _evict_others(self, kind: StateType, than: Artifact | None) -> bool:
+    def _evict_others(self, wanting: Artifact, than: Artifact | None) -> bool:
         """Evict from DRAM what other types used before `than` (None: ever), until a zone is free.
 
-        Return whether there is a slot for `kind` now. What left in vain, because its zones have
-        newer state too, has made free slots for its own types, and a start for the next call.
+        Return whether there is a slot for `wanting` now. What left in vain, because its zones have
+        newer state too, has made free slots for its own types, and a start for the next call. The
+        rest of its own chunk stays: a checkpoint is of no use without it.
         """
+        chunk = list(wanting.node.artifacts.values())
+        for artifact in chunk:
+            artifact.pins += 1
+        has_slot = self._evict_older(wanting.state_type, than)
+        for artifact in chunk:
+            self.unpin(artifact)
+        return has_slot
+
+    def _evict_older(self, kind: StateType, than: Artifact | None) -> bool:
+        """Evict what other types used before `than`; return whether there is a slot for `kind`."""
         geometry = self.dram.geometry
         if not geometry.num_zones:
             return False
