@@ -171,7 +171,7 @@ class _TypeCopies:
         return Load("benchmark", [span], blocks, parked=False)
 
     def plan(self, load: Any) -> Any:
-        return self._planner.plan_load(load)
+        return self._planner.plan_loads([load])
 
     def move(self, load: Any, direction: str) -> float:
         """Return the seconds of all layers' copies, without their planning."""

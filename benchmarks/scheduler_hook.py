@@ -147,8 +147,9 @@ def _one_request(side: Any, request_id: str, tokens: list[int], samples: Samples
     request.num_computed_tokens = PROMPT_TOKENS
     block_ids = side._kv_cache_manager.get_block_ids(request_id)  # vLLM calls it, too
     output = _output([SimpleNamespace(req_id=request_id, block_ids=block_ids)], {request_id: 1})
-    samples.add("step", timed(lambda: side.order_step(output)))
-    report = WorkerReport(loaded=Counter({request_id: 1}))
+    meta: list[Any] = []
+    samples.add("step", timed(lambda: meta.append(side.order_step(output))))
+    report = WorkerReport(loaded=Counter(x.load_id for x in meta[0].loads))
     samples.add("release", timed(lambda: side.on_report(report)))
     side._trackers.pop(request_id)
     side._queue.remove(request_id)

@@ -6,7 +6,7 @@ the artifacts' addresses reach the device by one copy; each launch then takes a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import groupby
@@ -26,6 +26,7 @@ Int64Array = npt.NDArray[np.int64]
 FIELDS = int(kernels.FIELDS.value)
 _FIRST_ID, _FIRST_ARTIFACT, _NUM_PAGES = 4, 5, 6
 TILE_WORDS = 1024
+_MOST_JOBS = 65_535
 ELEMENTS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
@@ -33,9 +34,9 @@ ELEMENTS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 class LaunchSizes:
     """The share of the GPU that a launch takes. A benchmark compares others with these."""
 
-    programs: int = 96
-    """Programs of a launch, if it has fewer jobs. Each has one tile of 8 KiB under way, and a link
-    of 50 GB/s with a latency of 2 us needs 100 KB."""
+    programs: int = 32
+    """Programs of a launch, if it has fewer jobs. Each has one tile of 8 KiB under way, about 2.5
+    GB/s, and a link of 50 GB/s needs twenty. More would take multiprocessors from the model."""
     most_programs_per_job: int = 16
     num_warps: int = 8
     """Warps of each program."""
@@ -224,7 +225,7 @@ class PageMover:
 
     def launch(self, mode: Mode, moves: Moves, data: torch.Tensor, batch: int = 0) -> None:
         """Issue the launches of one batch. `data` is what `upload` returned."""
-        for tile, first, stop in moves.batches[batch]:
+        for tile, first, stop in _within_a_grid(moves.batches[batch]):
             self._run(
                 (self._sizes.programs_per_job(stop - first), stop - first),
                 data[first * FIELDS :],
@@ -254,6 +255,13 @@ class PageMover:
             WORDS=tile.words,
             **self._sizes.options,
         )
+
+
+def _within_a_grid(launches: Iterable[Launch]) -> Iterator[Launch]:
+    """Yield the launches, cut where they have more jobs than a grid's second dimension."""
+    for tile, first, stop in launches:
+        for start in range(first, stop, _MOST_JOBS):
+            yield Launch(tile, start, min(stop, start + _MOST_JOBS))
 
 
 def alignment_of(addresses: Int64Array) -> int:

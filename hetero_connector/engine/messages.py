@@ -83,6 +83,8 @@ class Load:
     parked: bool
     resume: int | None = None
     """First token that the step computes; None: the end of the spans."""
+    load_id: int = 0
+    """The number under which ranks report it. A request may have two loads under way."""
 
     @property
     def resume_tokens(self) -> int:
@@ -152,7 +154,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """
 
     saved: Counter[int] = field(default_factory=Counter)
-    loaded: Counter[str] = field(default_factory=Counter)
+    loaded: Counter[int] = field(default_factory=Counter)
     timings: list[StepTiming] = field(default_factory=list)
     """Times measured by one rank: all ranks do the same work."""
     timed_step: int | None = None

@@ -11,10 +11,13 @@ from heterocache_cuda import kernels, reference
 from heterocache_cuda.layout import PageLayout
 from heterocache_cuda.mover import (
     Job,
+    Launch,
     LaunchSizes,
     Mode,
     PageMover,
     Part,
+    Tile,
+    _within_a_grid,
     alignment_of,
     plan_moves,
 )
@@ -112,6 +115,12 @@ def test_one_launch_moves_all_layers_of_a_batch() -> None:
     assert [[(x.first, x.stop) for x in b] for b in moves.batches] == [
         [(i, i + 20)] for i in (0, 20, 40, 60)
     ]
+
+
+def test_a_launch_has_no_more_jobs_than_a_grid() -> None:
+    launches = [Launch(Tile(16, 1, 64), 0, 100_000), Launch(Tile(8, 1, 64), 100_000, 100_001)]
+    cut = [(x.first, x.stop) for x in _within_a_grid(launches)]
+    assert cut == [(0, 65_535), (65_535, 100_000), (100_000, 100_001)]
 
 
 def test_pages_with_too_many_dimensions_of_rows_are_refused() -> None:

@@ -100,7 +100,7 @@ def copy_pages(
         for some in [list(group)]
     ]
     load = Load("a", spans, copy.blocks, parked=False)
-    for wait in device.load(planner.plan_load(load), [layers], lambda: lambda: None):
+    for wait in device.load(planner.plan_loads([load]), [layers], lambda: lambda: None):
         wait()
 
 

@@ -126,7 +126,7 @@ class Engine:
         saved: Counter[int] = Counter()
         for save in [*meta.saves, *meta.early_saves]:
             saved.update(save.save_ids)
-        loaded = Counter(load.request_id for load in meta.loads)
+        loaded = Counter(load.load_id for load in meta.loads)
         self.side.on_report(WorkerReport(saved, loaded))
 
     def run(self, request: FakeRequest) -> int:

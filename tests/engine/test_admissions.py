@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -187,4 +188,27 @@ def test_an_error_between_two_reservations_reserves_nothing(
     assert engine.step(b=200).saves == []
     assert in_use(engine) == []
     assert engine.counters()["heterocache_hook_errors{hook=save}"] == 1
+    end(engine, request)
+
+
+def test_a_rank_may_report_a_second_load_before_another_reports_the_first(
+    engine_of: Engines,
+) -> None:
+    """On CUDA reports come when copies have ended; the request was preempted in between."""
+    engine, request = engine_of(DENSE), FakeRequest("b", tokens(200))
+    engine.side._admissions._tp_size = 2
+    numbers = []
+    for _ in range(2):
+        request.num_computed_tokens = 0
+        assert engine.admit(request) == 192
+        (load,) = engine.order(b=8).loads
+        numbers.append(load.load_id)
+    first, second = numbers
+    pinned = in_use(engine)
+    engine.side.on_report(WorkerReport(loaded=Counter({first: 1, second: 1})))
+    assert in_use(engine) == pinned, "the other rank may still read it"
+    engine.side.on_report(WorkerReport(loaded=Counter({first: 1})))
+    engine.side.on_report(WorkerReport(loaded=Counter({second: 1})))
+    assert in_use(engine) == []
+    assert not engine.side._admissions.loading
     end(engine, request)

@@ -182,11 +182,23 @@ def test_all_whole_chunks_of_a_prompt_are_one_plan() -> None:
     slot = LAYOUT.max_bytes[KV]
     span = ArtifactSpan(KV, 0, 3 * CHUNK, CHUNK, [0, slot, 2 * slot])
     load = Load("a", [span], {(KV, 0): Blocks(0, list(range(1, 13)))}, parked=False)
-    (plan,) = CopyPlanner(LAYOUT, 0).plan_load(load)
+    (plan,) = CopyPlanner(LAYOUT, 0).plan_loads([load])
     assert [x.layer.layer for x in plan.segments] == ["full.a", "full.b"]
     assert plan.offsets.tolist() == [0, slot, 2 * slot]
     (ids,) = plan.block_ids
     assert ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+
+
+def test_loads_of_one_shape_are_one_plan() -> None:
+    def load(name: str, offset: int, blocks: list[int]) -> Load:
+        span = ArtifactSpan(KV, 0, CHUNK, CHUNK, [offset])
+        return Load(name, [span], {(KV, 0): Blocks(0, blocks)}, parked=False)
+
+    (plan,) = CopyPlanner(LAYOUT, 0).plan_loads(
+        [load("a", 4096, [1, 2, 3, 4]), load("b", 0, [8, 7, 6, 5])]
+    )
+    assert plan.offsets.tolist() == [4096, 0]
+    assert plan.block_ids[0].tolist() == [[1, 2, 3, 4], [8, 7, 6, 5]]
 
 
 def test_neighbouring_slots_are_copied_at_a_time() -> None:

@@ -85,7 +85,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
 
 def load(blocks: list[int], *, parked: bool = False, resume: int | None = None) -> Load:
     span = ArtifactSpan(KV, 0, CHUNK, CHUNK, [SIZE])
-    return Load("r", [span], {(KV, 0): Blocks(0, blocks)}, parked, resume=resume)
+    return Load("r", [span], {(KV, 0): Blocks(0, blocks)}, parked, resume=resume, load_id=5)
 
 
 def save(blocks: list[int]) -> Save:
@@ -144,7 +144,7 @@ def test_the_cpu_never_waits_while_serving(worker: Worker) -> None:
     worker.cuda.finish()
     report = worker.side.take_report()
     assert report is not None
-    assert (dict(report.saved), dict(report.loaded)) == ({1: 2}, {"r": 1})
+    assert (dict(report.saved), dict(report.loaded)) == ({1: 2}, {5: 1})
 
 
 def test_pages_are_cleared_in_the_forwards_stream(worker: Worker) -> None:

@@ -40,6 +40,14 @@ def test_a_layer_that_was_left_out_once_is_never_reliable_again() -> None:
     assert reliable(hooks) == {"target"}
 
 
+def test_a_step_in_which_only_the_drafter_calls_hooks_changes_nothing() -> None:
+    """The model runs as a full graph, and its drafter does not."""
+    hooks = LayerHooks()
+    ran(hooks, ["target", "draft"])
+    ran(hooks, ["draft"])
+    assert reliable(hooks) == {"target", "draft"}
+
+
 def test_a_step_without_hooks_changes_nothing() -> None:
     hooks = LayerHooks()
     ran(hooks, ["target", "draft"])

@@ -106,7 +106,7 @@ class World:
         self.wrong: list[str] = []
         self._seeds = iter(range(10**6))
         self._saves: dict[int, list[tuple[ArtifactCopy, Request]]] = {}
-        self._loads: dict[str, list[int]] = {}
+        self._loads: dict[int, list[int]] = {}
         self._step = 0
 
     def close(self) -> None:
@@ -222,8 +222,9 @@ class World:
             pages = x.pages_needed(0, boundary)
             ids = request.tables[x.group][pages.start : pages.stop]
             blocks[x.state_type, x.group] = Blocks(pages.start, ids)
-        meta.loads.append(Load(name, spans, blocks, request.parked, resume=boundary))
-        self._loads[name] = used
+        load = Load(name, spans, blocks, request.parked, resume=boundary, load_id=request.seed)
+        meta.loads.append(load)
+        self._loads[request.seed] = used
         request.computed = boundary
         for layer, known in request.known.items():
             tokens = SPECS[layer].tokens_needed(0, boundary)
@@ -285,8 +286,8 @@ class World:
             for copy, request in self._saves.pop(save_id):
                 self._compare(copy, request)
                 self._give_back(copy.offset // SLOT_BYTES)
-        for name in report.loaded if report else ():
-            for slot in self._loads.pop(name):
+        for load_id in report.loaded if report else ():
+            for slot in self._loads.pop(load_id):
                 self._give_back(slot)
 
     def _give_back(self, slot: int) -> None:
@@ -359,8 +360,8 @@ def _first_hook_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def _pages_split_nowhere(patch: pytest.MonkeyPatch) -> None:
-    def all_overlapped(self: CopyPlanner, load: Load) -> tuple[list[Copies], list[Copies]]:
-        return [], self.plan_load(load)
+    def all_overlapped(self: CopyPlanner, loads: list[Load]) -> tuple[list[Copies], list[Copies]]:
+        return [], self.plan_loads(loads)
 
     patch.setattr(CopyPlanner, "plan_layerwise", all_overlapped)
 

@@ -94,7 +94,7 @@ def load(tokens: int, blocks: list[int]) -> Load:
     """Return a load of the first `tokens` tokens, in chunks that follow each other."""
     offsets = range(0, -(-tokens // CHUNK) * SIZE, SIZE)
     span = ArtifactSpan(KV, 0, tokens, CHUNK, offsets)
-    return Load("r", [span], {(KV, 0): Blocks(0, blocks)}, parked=False)
+    return Load("r", [span], {(KV, 0): Blocks(0, blocks)}, parked=False, load_id=5)
 
 
 def save(save_id: int, blocks: list[int]) -> Save:
@@ -152,7 +152,7 @@ def test_a_drafter_that_is_left_out_finds_its_pages_loaded_in_the_next_step(
         assert values(worker.caches[name][blocks]) == {STORED}
     report = worker.side.take_report()
     assert report is not None
-    assert report.loaded["r"] == 1
+    assert report.loaded[5] == 1
 
 
 def test_a_load_is_reported_once_all_layers_are_copied(worker: Worker) -> None:
@@ -166,7 +166,7 @@ def test_a_load_is_reported_once_all_layers_are_copied(worker: Worker) -> None:
     worker.begin(StepMetadata())  # the drafter was left out, and so was the step's end
     report = worker.side.take_report()
     assert report is not None
-    assert report.loaded["r"] == 1
+    assert report.loaded[5] == 1
     assert values(worker.caches["draft"][blocks]) == {STORED}
 
 
@@ -181,7 +181,7 @@ def test_a_failed_load_is_known_when_a_step_with_a_drafter_gives_its_results(
     assert worker.side.outcome.take_invalid_blocks() == set(blocks)
     worker.side.end_step(meta)
     assert worker.side.outcome.take_invalid_blocks() == set(), "reported twice"
-    assert dict(report(worker).loaded) == {"r": 1}
+    assert dict(report(worker).loaded) == {5: 1}
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -193,7 +193,7 @@ def test_nothing_is_reported_before_its_copies_have_ended_also_after_an_error(
     monkeypatch.setattr(worker.side._device, "fence", lambda: lambda: bool(ended))
     if fails:
         broken_copies(monkeypatch, "save")
-    parked = replace(load(64, [11, 12, 13, 14]), request_id="p", parked=True)
+    parked = replace(load(64, [11, 12, 13, 14]), request_id="p", parked=True, load_id=6)
     worker.begin(
         meta := StepMetadata(loads=[load(64, [3, 4, 5, 6]), parked], saves=[save(1, [1, 2, 7, 8])])
     )
@@ -205,7 +205,7 @@ def test_nothing_is_reported_before_its_copies_have_ended_also_after_an_error(
     ended.append(True)
     assert worker.side.take_transfers() == ({"p"}, set())
     reported = report(worker)
-    assert dict(reported.loaded) == {"r": 1, "p": 1}
+    assert dict(reported.loaded) == {5: 1, 6: 1}
     assert dict(reported.unsaved if fails else reported.saved) == {1: 1}
     assert worker.side.take_report() is None
 
@@ -302,13 +302,13 @@ def test_a_failed_load_is_reported_and_the_worker_copies_nothing_more(
     reported = report(worker)
     assert (reported.broken, dict(reported.loaded), dict(reported.unsaved)) == (
         True,
-        {"r": 1},
+        {5: 1},
         {1: 1},
     )
     worker.step(StepMetadata(loads=[load(64, blocks)], early_saves=[save(2, [1, 2, 3, 4])]))
     assert worker.side.outcome.take_invalid_blocks() == set(blocks)
     reported = report(worker)
-    assert (dict(reported.loaded), dict(reported.unsaved)) == ({"r": 1}, {2: 1})
+    assert (dict(reported.loaded), dict(reported.unsaved)) == ({5: 1}, {2: 1})
 
 
 def test_a_failed_load_between_steps_is_reported_as_failed(
@@ -382,7 +382,7 @@ def test_hooks_called_twice_report_once(worker: Worker) -> None:
         for _ in range(2):
             call(meta)
     reported = report(worker)
-    assert (dict(reported.saved), dict(reported.loaded)) == ({1: 1, 2: 1}, {"r": 1})
+    assert (dict(reported.saved), dict(reported.loaded)) == ({1: 1, 2: 1}, {5: 1})
 
 
 def test_a_step_that_is_never_ended_saves_nothing_and_the_next_one_goes_on(
@@ -400,7 +400,7 @@ def test_loads_that_no_hook_starts_are_lost(worker: Worker) -> None:
     worker.side.begin_step(meta)
     worker.side.end_step(meta)
     assert worker.side.outcome.take_invalid_blocks() == {3, 4, 5, 6}
-    assert dict(report(worker).loaded) == {"r": 1}
+    assert dict(report(worker).loaded) == {5: 1}
 
 
 def test_a_load_lost_by_the_scheduler_side_is_reported_and_others_go_on(worker: Worker) -> None:

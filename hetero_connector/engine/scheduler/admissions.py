@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hetero_connector.artifacts.layout import ArtifactLayout
@@ -27,6 +28,15 @@ if TYPE_CHECKING:
 _ALL_PAGES = 1 << 40
 
 
+@dataclass
+class _OrderedLoad:
+    """A load on its way, and the restore that it belongs to."""
+
+    request_id: str
+    pending: PendingRestore
+    ranks_left: int
+
+
 class Admissions:
     """Orders the loads of admitted restores and releases them when all ranks have loaded."""
 
@@ -44,6 +54,7 @@ class Admissions:
     ) -> None:
         """`tables` returns a request's block table; `parked`: loads run between steps."""
         self._block_tokens = layout.model.layers[0].block_tokens
+        self._tp_size = layout.model.tp_size
         self._restorer = restorer
         self._replays = replays
         self._saver = saver
@@ -56,6 +67,8 @@ class Admissions:
         self.loading: defaultdict[str, list[PendingRestore]] = defaultdict(list)
         """Restores that ranks have not reported yet, oldest first. A request has two if it was
         preempted and admitted again before the first was reported."""
+        self._ordered: dict[int, _OrderedLoad] = {}
+        """Loads that some rank has not reported yet, by number."""
         self.lost: list[LostLoad] = []
         """Loads that the next step reports to vLLM as lost."""
 
@@ -98,18 +111,26 @@ class Admissions:
                 # vLLM sets this only for the step that admits a request. Without it vLLM calls
                 # the load hook, which loads and masks, after the forward.
                 output.has_sync_kv_loads = True
+        for load in meta.loads:
+            pending = self.loading[load.request_id][-1]
+            self._ordered[load.load_id] = _OrderedLoad(load.request_id, pending, self._tp_size)
         meta.lost, self.lost = self.lost, []
 
-    def on_loaded(self, request_id: str, ranks: int) -> None:
-        """Count `ranks` more ranks that have ended a load of the request."""
-        if request_id in self.loading:  # else it was reported twice
-            self.loading[request_id][0].ranks_left -= ranks
-            self._release_if_loaded(request_id)
+    def on_loaded(self, load_id: int, ranks: int) -> None:
+        """Count `ranks` more ranks that have ended a load."""
+        load = self._ordered.get(load_id)
+        if load is None:  # reported twice
+            return
+        load.ranks_left -= ranks
+        if load.ranks_left <= 0:
+            del self._ordered[load_id]
+            load.pending.loads_left -= 1
+            self._release_loaded(load.request_id)
 
     def end_replay(self, request_id: str) -> None:
         """End the request's replay, if it has one."""
         if self._replays.end(request_id):
-            self._release_if_loaded(request_id)
+            self._release_loaded(request_id)
 
     def forget(self, tracker: RequestTracker) -> None:
         """Drop a request that has ended."""
@@ -159,15 +180,15 @@ class Admissions:
         if self._replays.order_step(tracker, num_tokens, self._tables(request_id), meta):
             self.end_replay(request_id)
 
-    def _release_if_loaded(self, request_id: str) -> None:
-        """Release the request's oldest restore if all ranks have made its loads."""
-        loading = self.loading[request_id]
-        # A replay belongs to the newest restore, and orders a load in each of its steps.
-        replayed = len(loading) == 1 and request_id in self._replays
-        if replayed or loading[0].ranks_left > 0:
-            return
-        pending = loading.pop(0)
-        if not loading:
+    def _release_loaded(self, request_id: str) -> None:
+        """Release the request's restores of which all ranks have made the loads."""
+        restores = self.loading[request_id]
+        for pending in list(restores):
+            # A replay belongs to the newest restore, and orders a load in each of its steps.
+            is_replayed = pending is restores[-1] and request_id in self._replays
+            if not is_replayed and pending.loads_left <= 0:
+                restores.remove(pending)
+                self._counter.count(pending)
+                pending.handle.release()
+        if not restores:
             del self.loading[request_id]
-        self._counter.count(pending)
-        pending.handle.release()

@@ -24,8 +24,8 @@ class PendingRestore:
     plan: RestorePlan
     handle: Restore
     local_tokens: int
-    ranks_left: int = 0
-    """Reports still to come: one from each tensor-parallel rank for each ordered load."""
+    loads_left: int = 0
+    """Ordered loads that some rank has not reported yet."""
     cut: int | None = None
     """First token to compute, if vLLM admitted fewer tokens than the plan has."""
 

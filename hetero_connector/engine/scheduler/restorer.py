@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, count
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import (
@@ -70,6 +70,7 @@ class Restorer:
         self._predictions = predictions
         self._peers = peers
         self._deadline_s = deadline_s
+        self._load_ids = count(1)
         self._clock = clock
         self.may_replay = True
         """True if plans may rebuild windows by a replay."""
@@ -175,8 +176,9 @@ class Restorer:
         types = plan.prefix_types if pending.cut else plan.prefix_types + plan.boundary_types
         blocks = self._blocks(types, table, tokens)
         spans = [_within(x, tokens) for x in self._spans(pending) if x.state_type in types]
-        pending.ranks_left += self._model.tp_size
-        return Load(request_id, spans, blocks, parked, resume=tokens.stop)
+        pending.loads_left += 1
+        load_id = next(self._load_ids)
+        return Load(request_id, spans, blocks, parked, resume=tokens.stop, load_id=load_id)
 
     def _begin(
         self, tracker: RequestTracker, local_tokens: int, known: int

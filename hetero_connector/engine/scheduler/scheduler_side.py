@@ -233,8 +233,8 @@ class SchedulerSide:
             self._saver.on_report(save_id, ranks)
         for save_id, ranks in report.unsaved.items():
             self._saver.on_report(save_id, ranks, copied=False)
-        for request_id, ranks in report.loaded.items():
-            self._admissions.on_loaded(request_id, ranks)
+        for load_id, ranks in report.loaded.items():
+            self._admissions.on_loaded(load_id, ranks)
         self._learner.on_report(report)
 
     def on_invalid_blocks(self) -> None:

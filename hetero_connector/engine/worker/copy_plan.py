@@ -45,36 +45,38 @@ class CopyPlanner:
         self._layout = layout
         self._rank = rank
 
-    def plan_load(self, load: Load) -> list[Copies]:
-        """Return every copy of a load."""
-        shapes = self._by_shape(load.spans)
-        return [copies for x in shapes for copies in x.copies(x.block_ids(load.blocks))]
+    def plan_loads(self, loads: Iterable[Load]) -> list[Copies]:
+        """Return every copy of some loads."""
+        planned: list[Copies] = []
+        for load in loads:
+            for artifacts in self._by_shape(load.spans):
+                planned += artifacts.copies(artifacts.block_ids(load.blocks))
+        return _joined(planned)
 
-    def plan_layerwise(self, load: Load) -> tuple[list[Copies], list[Copies]]:
-        """Plan a load in two parts: copies before the forward, and copies that may overlap with it.
+    def plan_layerwise(self, loads: Iterable[Load]) -> tuple[list[Copies], list[Copies]]:
+        """Plan loads in two parts: copies before the forward, and copies that may overlap with it.
 
         A layer writes the state of the tokens from `Load.resume_tokens` on before it calls its load
         hook. A page that holds such tokens and loaded ones must be complete by then.
         """
         before: list[Copies] = []
         overlapped: list[Copies] = []
-        for artifacts in self._by_shape(load.spans):
-            ids = artifacts.block_ids(load.blocks)
-            whole = [x.end_by(load.resume_tokens) for x in artifacts.pages]
-            before += artifacts.copies([np.where(w, 0, x) for w, x in zip(whole, ids, strict=True)])
-            overlapped += artifacts.copies(
-                [np.where(w, x, 0) for w, x in zip(whole, ids, strict=True)]
-            )
-        return before, overlapped
+        for load in loads:
+            for artifacts in self._by_shape(load.spans):
+                ids = artifacts.block_ids(load.blocks)
+                whole = [x.end_by(load.resume_tokens) for x in artifacts.pages]
+                pairs = list(zip(whole, ids, strict=True))
+                before += artifacts.copies([np.where(w, 0, x) for w, x in pairs])
+                overlapped += artifacts.copies([np.where(w, x, 0) for w, x in pairs])
+        return _joined(before), _joined(overlapped)
 
     def plan_saves(self, copies: Iterable[PageCopy]) -> list[Copies]:
         """Return every copy of some saves. Ranks that have the same bytes save them by turns."""
-        planned: defaultdict[Hashable, list[Copies]] = defaultdict(list)
+        planned: list[Copies] = []
         for copy in copies:
             for artifact in copy.artifacts:
-                for one in self._plan_save(artifact, copy.blocks):
-                    planned[one.shape].append(one)
-        return [_join(some) for some in planned.values()]
+                planned += self._plan_save(artifact, copy.blocks)
+        return _joined(planned)
 
     def _plan_save(self, artifact: ArtifactCopy, tables: _Tables) -> Iterator[Copies]:
         state_type, start, end, offset = artifact
@@ -109,9 +111,8 @@ class CopyPlanner:
     def _one(self, span: ArtifactSpan, index: int) -> _Artifacts:
         start = span.start + index * span.chunk_tokens
         end = min(start + span.chunk_tokens, span.end)
-        segments = tuple(
-            x for x in self._layout.segments(span.state_type, start, end) if x.num_pages
-        )
+        all_segments = self._layout.segments(span.state_type, start, end)
+        segments = tuple(x for x in all_segments if x.num_pages)
         known: dict[tuple[int, int, int, int], int] = {}
         pages: list[_Pages] = []
         pages_of = []
@@ -124,7 +125,7 @@ class CopyPlanner:
                 pages.append(_Pages(layer, positions))
             pages_of.append(known[key])
         is_prefix = span.state_type.family is Family.PREFIX
-        size: Hashable = end - start if is_prefix else tuple(x.num_pages for x in segments)
+        size: Hashable = end - start if is_prefix else tuple(x.num_pages for x in all_segments)
         offsets = np.array([span.offsets[index]], np.int64)
         return _Artifacts((span.state_type, size), segments, tuple(pages_of), pages, offsets)
 
@@ -179,8 +180,15 @@ class _Artifacts:
         yield Copies(self.shape, self.segments, self.pages_of, kept, offsets)
 
 
+def _joined(copies: Iterable[Copies]) -> list[Copies]:
+    """Join copies of equal shape."""
+    by_shape: defaultdict[Hashable, list[Copies]] = defaultdict(list)
+    for some in copies:
+        by_shape[some.shape].append(some)
+    return [_join(alike) for alike in by_shape.values()]
+
+
 def _join(copies: Sequence[Copies]) -> Copies:
-    """Join copies of one shape."""
     if len(copies) == 1:
         return copies[0]
     ids = zip(*(x.block_ids for x in copies), strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from math import gcd
 from typing import NamedTuple
@@ -30,6 +31,11 @@ from hetero_connector.engine.worker.devices import StartTimer, Wait
 from hetero_connector.engine.worker.pages import ByteArray, run_views
 from hetero_connector.errors import StoreError
 from hetero_connector.spec import LayerSpec
+
+logger = logging.getLogger("vllm.heterocache")
+
+_MOST_SHAPES = 64
+"""Shapes of which the jobs are kept. A prompt's last chunk may have any length."""
 
 
 class _Pages(NamedTuple):
@@ -79,6 +85,10 @@ class CudaDevice:
         layouts = [PageLayout.of(x) for x in run_views(spec, view, runs)]
         self._pages[spec.layer] = _Pages(spec, layouts, runs)
 
+    def warm_up(self) -> None:
+        """Compile the kernel. vLLM calls this before it begins to watch for late compilations."""
+        self._mover.warm_up(self._tiles())
+
     def attach(self, arena: ByteArray, largest_artifact_bytes: int) -> None:
         """Page-lock the arena, so that the device reads and writes it by itself.
 
@@ -92,12 +102,15 @@ class CudaDevice:
         except (OSError, RuntimeError) as error:
             raise StoreError(f"the GPU cannot use the DRAM tier's memory: {error}") from error
         self._pinned, self._address = pinned, arena.ctypes.data
-        self._mover.warm_up(self._tiles())
 
     def detach(self) -> None:
-        self.finish()
-        if self._pinned is not None:
-            self._pinned.close()
+        try:
+            self.finish()
+        except RuntimeError as error:  # an earlier error of the device: its copies may go on
+            logger.warning("the arena stays pinned until exit: %s", error)
+        else:
+            if self._pinned is not None:
+                self._pinned.close()
         self._pinned = self._bounce = None
 
     def load(
@@ -166,8 +179,10 @@ class CudaDevice:
         for pages in self._pages.values():
             for layout, run in zip(pages.layouts, pages.runs, strict=True):
                 job = Job(layout, run.whole_start, pages.spec.whole_page_bytes, 1)
-                for alignment in (WIDEST_ACCESS, page_bytes):
+                alignment = WIDEST_ACCESS
+                while alignment >= gcd(WIDEST_ACCESS, page_bytes):
                     yield job.tile(alignment)
+                    alignment //= 2
 
     def _bounce_all(self, mode: Mode, parts: Sequence[Part]) -> None:
         assert self._bounce is not None
@@ -195,6 +210,8 @@ class CudaDevice:
         key = (copies.shape, alignment)
         known = self._jobs.get(key)
         if known is None:
+            if len(self._jobs) >= _MOST_SHAPES:
+                self._jobs.clear()
             known = self._jobs[key] = self._make_jobs(copies.segments, alignment)
         return known
 

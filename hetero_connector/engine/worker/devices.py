@@ -45,6 +45,10 @@ class Device(Protocol):
         """Take the pages of a layer, `[num_blocks, ...] uint8`, that this rank copies by runs."""
         ...
 
+    def warm_up(self) -> None:
+        """Prepare what the first copy would wait for, once all layers are known."""
+        ...
+
     def attach(self, arena: ByteArray, largest_artifact_bytes: int) -> None:
         """Use this arena. Raises StoreError if it cannot be prepared for copies."""
         ...

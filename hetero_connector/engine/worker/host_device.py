@@ -40,6 +40,9 @@ class HostDevice:
         pages = [(HostPages(v), run) for v, run in zip(views, runs, strict=True)]
         self._layers[spec.layer] = spec, pages
 
+    def warm_up(self) -> None:
+        pass
+
     def attach(self, arena: ByteArray, largest_artifact_bytes: int) -> None:
         self._arena = arena
 

@@ -1,8 +1,9 @@
 """Learn which layers call vLLM's layer hooks: only these can be loaded while the forward runs.
 
 Without the hook, a layer would read its pages before they are loaded. So a layer is reliable only
-if it called its hook in every step in which any layer did. Recurrent layers and auxiliary caches
-never do, and vLLM leaves a drafter's layers out of a step near the end of a request.
+if it called its hook in every step in which the model's first layer did. Recurrent layers and
+auxiliary caches never do, and vLLM leaves a drafter's layers out of a step near the end of a
+request.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ class LayerHooks:
         """Layers that have called their hook in the present step."""
         self._reliable: set[str] = set()
         self._skipped: set[str] = set()
+        self._first: str | None = None
+        """The first layer that has ever called its hook: one of the model that a drafter serves."""
 
     def __contains__(self, layer: str) -> bool:
         return layer in self._reliable
@@ -28,13 +31,15 @@ class LayerHooks:
     def begin_step(self) -> None:
         """Learn from the last step."""
         called = self._called
-        if not called:
+        if self._first not in called:  # a full graph, perhaps of the model without the drafter
+            self._called = set()
             return
         self._skipped |= self._reliable - called
         self._reliable = (self._reliable | called) - self._skipped
         self._called = set()
 
     def on_called(self, layer: str) -> None:
+        self._first = self._first or layer
         self._called.add(layer)
 
 

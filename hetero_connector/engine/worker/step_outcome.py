@@ -56,7 +56,7 @@ class StepOutcome:
 
     def on_loads_ended(self, loads: Iterable[Load]) -> None:
         """Report loads that were made or lost: their artifacts may leave DRAM."""
-        self._report.loaded.update(load.request_id for load in loads)
+        self._report.loaded.update(load.load_id for load in loads)
 
     def on_parked_load(self, load: Load) -> None:
         """Report a load between steps to vLLM, unless it has been reported as lost."""

@@ -98,6 +98,8 @@ class WorkerSide:
             if self._any_tp:
                 check_cut_by_heads(spec, view)
             self._device.add_layer(spec, view, self._layout.page_runs(spec, self._rank))
+        if self._device is not None:
+            self._device.warm_up()
 
     def attach(self, handle: ArenaHandle) -> None:
         """Map and pin the arena, once. Pinning takes seconds, so vLLM calls this at start.
@@ -150,8 +152,12 @@ class WorkerSide:
             assert self._timer is not None
             end_wait = self._timer.start_wait()
             self._find_arena(meta)
-            self._start_parked([load for load in meta.loads if load.parked])
-            self._start_layerwise([x for x in meta.loads if not x.parked], hooks_called)
+            try:
+                self._start_parked([load for load in meta.loads if load.parked])
+                self._start_layerwise([x for x in meta.loads if not x.parked], hooks_called)
+            except BaseException:
+                self._get_device().finish()  # the pages of lost loads are about to be used
+                raise
             end_wait()
         self._recorder.observe("heterocache_load_seconds", time.perf_counter() - started)
 
@@ -306,8 +312,7 @@ class WorkerSide:
         if not loads:
             return
         device = self._get_device()
-        copies = [x for load in loads for x in self._planner.plan_load(load)]
-        waits = self._start_copies(copies, [list(self._layers)])
+        waits = self._start_copies(self._planner.plan_loads(loads), [list(self._layers)])
         if device.overlaps_by_thread:
             for wait in waits:
                 wait()
@@ -323,15 +328,11 @@ class WorkerSide:
         is_auto = self._layerwise == "auto"
         is_large = is_auto and size_bytes(self._layout, loads) >= OVERLAP_FROM_BYTES
         overlap = hooks_called and (self._layerwise == "on" or is_large)
-        before: list[Copies] = []
         overlapped: list[Copies] = []
-        for load in loads:
-            if overlap:
-                first, later = self._planner.plan_layerwise(load)
-                before += first
-                overlapped += later
-            else:
-                before += self._planner.plan_load(load)
+        if overlap:
+            before, overlapped = self._planner.plan_layerwise(loads)
+        else:
+            before = self._planner.plan_loads(loads)
         hooked = [x for x in self._layers if x in self._hooks]
         unhooked = [x for x in self._layers if x not in self._hooks]
         waits = self._start_copies(before, [list(self._layers)])
