@@ -63,7 +63,7 @@ def test_without_a_gpu_it_says_so_in_a_line(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize("name", ["check", "serve"])
 def test_make_runs_it_with_the_python_of_the_gpu(name: str) -> None:
-    command = ["make", "--dry-run", f"gpu-{name}"]
+    command = ["make", "--no-print-directory", "--dry-run", f"gpu-{name}"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert printed.endswith(f"PYTHONPATH=.:cuda python3 -m benchmarks.gpu_{name}\n")
 
