@@ -90,7 +90,7 @@ class AdversarialDevice(HostDevice):
         self, copies: Sequence[Copies], batches: Sequence[Sequence[str]], time: StartTimer
     ) -> list[Wait]:
         self.make_copies_wait(Stream.LOADS)
-        waits = []
+        waits: list[Wait] = []
         for run in super().load(copies, batches, time):
             self.copy(Stream.LOADS, run)
             waits.append(partial(self.make_forward_wait, self._tails[Stream.LOADS]))
