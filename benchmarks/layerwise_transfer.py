@@ -177,8 +177,9 @@ class _TypeCopies:
         """Return the seconds of all layers' copies, without their planning."""
         plan = self.plan(load)
         if direction == "save":
+            save = self._device.prepare_saves(plan)
             started = time.perf_counter()
-            self._device.save(plan, self._layers)
+            save(self._layers)
             return time.perf_counter() - started
         waits = self._device.load(plan, [self._layers], lambda: lambda: None)
         started = time.perf_counter()

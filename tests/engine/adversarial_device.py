@@ -15,7 +15,7 @@ from functools import partial
 from itertools import count
 
 from hetero_connector.engine.worker.copy_plan import Copies
-from hetero_connector.engine.worker.devices import StartTimer, Wait
+from hetero_connector.engine.worker.devices import SaveLayers, StartTimer, Wait
 from hetero_connector.engine.worker.host_device import HostDevice
 
 Run = Callable[[], None]
@@ -96,9 +96,14 @@ class AdversarialDevice(HostDevice):
             waits.append(partial(self.make_forward_wait, self._tails[Stream.LOADS]))
         return waits
 
-    def save(self, copies: Sequence[Copies], layers: Sequence[str]) -> None:
-        self.make_copies_wait(Stream.SAVES)
-        self.copy(Stream.SAVES, partial(super().save, copies, list(layers)))
+    def prepare_saves(self, copies: Sequence[Copies]) -> SaveLayers:
+        save = super().prepare_saves(copies)
+
+        def save_later(layers: Sequence[str]) -> None:
+            self.make_copies_wait(Stream.SAVES)
+            self.copy(Stream.SAVES, partial(save, list(layers)))
+
+        return save_later
 
     def make_forward_wait_for_saves(self) -> None:
         self.make_forward_wait(self._tails[Stream.SAVES])

@@ -92,7 +92,7 @@ def copy_pages(
     planner = CopyPlanner(layout, rank)
     layers = [x.layer for x in layout.model.layers]
     if save:
-        device.save(planner.plan_saves([copy]), layers)
+        device.prepare_saves(planner.plan_saves([copy]))(layers)
         return
     spans = [
         ArtifactSpan(kind, some[0].start, some[-1].end, CHUNK, [x.offset for x in some])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from math import gcd
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from heterocache_cuda.pinned import PinnedArena
 from hetero_connector.artifacts.layout import Segment
 from hetero_connector.artifacts.tensor_parallel import PageRun
 from hetero_connector.engine.worker.copy_plan import Copies
-from hetero_connector.engine.worker.devices import StartTimer, Wait
+from hetero_connector.engine.worker.devices import SaveLayers, StartTimer, Wait
 from hetero_connector.engine.worker.pages import ByteArray, run_views
 from hetero_connector.errors import StoreError
 from hetero_connector.spec import LayerSpec
@@ -134,15 +135,8 @@ class CudaDevice:
                 waits.append(_wait_for(self._loads.record_event()))
         return waits
 
-    def save(self, copies: Sequence[Copies], layers: Sequence[str]) -> None:
-        self._saves.wait_stream(torch.cuda.current_stream())
-        parts = self._parts(copies, [layers])
-        with torch.cuda.stream(self._saves):
-            if self._bounce is not None:
-                self._bounce_all(Mode.SAVE, parts)
-                return
-            moves = plan_moves(parts)
-            self._mover.launch(Mode.SAVE, moves, self._mover.upload(moves))
+    def prepare_saves(self, copies: Sequence[Copies]) -> SaveLayers:
+        return partial(self._save, copies)
 
     def make_forward_wait_for_saves(self) -> None:
         torch.cuda.current_stream().wait_stream(self._saves)
@@ -169,6 +163,16 @@ class CudaDevice:
 
     def time_copies(self) -> CudaStopwatch:
         return CudaStopwatch(self._loads)
+
+    def _save(self, copies: Sequence[Copies], layers: Sequence[str]) -> None:
+        self._saves.wait_stream(torch.cuda.current_stream())
+        parts = self._parts(copies, [layers])
+        with torch.cuda.stream(self._saves):
+            if self._bounce is not None:
+                self._bounce_all(Mode.SAVE, parts)
+                return
+            moves = plan_moves(parts)
+            self._mover.launch(Mode.SAVE, moves, self._mover.upload(moves))
 
     def _tiles(self) -> Iterator[Tile]:
         """Yield the variants of the kernel that moves of these pages need.

@@ -14,6 +14,7 @@ from hetero_connector.errors import UnsupportedModelError
 from hetero_connector.spec import LayerSpec
 
 Wait = Callable[[], None]
+SaveLayers = Callable[[Sequence[str]], None]
 StartTimer = Callable[[], Callable[[], None]]
 """Begins a stretch of work to be timed; its result ends it."""
 
@@ -67,8 +68,11 @@ class Device(Protocol):
         """
         ...
 
-    def save(self, copies: Sequence[Copies], layers: Sequence[str]) -> None:
-        """Save the pages of some layers, as the forward's work so far leaves them."""
+    def prepare_saves(self, copies: Sequence[Copies]) -> SaveLayers:
+        """Return a function that saves the pages of some layers.
+
+        It saves them as the forward's work leaves them that comes before its call.
+        """
         ...
 
     def make_forward_wait_for_saves(self) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from hetero_connector.artifacts.tensor_parallel import PageRun
 from hetero_connector.engine.worker.copy_plan import Copies, IndexArray
-from hetero_connector.engine.worker.devices import StartTimer, Wait
+from hetero_connector.engine.worker.devices import SaveLayers, StartTimer, Wait
 from hetero_connector.engine.worker.pages import ArenaRows, ByteArray, HostPages, run_views
 from hetero_connector.spec import LayerSpec
 
@@ -55,12 +55,8 @@ class HostDevice:
         by_layer = self._by_layer(copies)
         return [partial(self._load, by_layer, batch, time) for batch in batches]
 
-    def save(self, copies: Sequence[Copies], layers: Sequence[str]) -> None:
-        assert self._arena is not None
-        by_layer = self._by_layer(copies, layers)
-        for layer in layers:
-            for pages, rows, block_ids in by_layer.get(layer, ()):
-                pages.save(self._arena, rows, block_ids)
+    def prepare_saves(self, copies: Sequence[Copies]) -> SaveLayers:
+        return partial(self._save, self._by_layer(copies))
 
     def make_forward_wait_for_saves(self) -> None:
         pass
@@ -93,17 +89,19 @@ class HostDevice:
                 pages.load(self._arena, rows, block_ids)
         end()
 
-    def _by_layer(
-        self, copies: Sequence[Copies], layers: Sequence[str] | None = None
-    ) -> Mapping[str, LayerCopies]:
-        """Return the copies of some layers, or of all, as few as strides can express."""
+    def _save(self, by_layer: Mapping[str, LayerCopies], layers: Sequence[str]) -> None:
+        assert self._arena is not None
+        for layer in layers:
+            for pages, rows, block_ids in by_layer.get(layer, ()):
+                pages.save(self._arena, rows, block_ids)
+
+    def _by_layer(self, copies: Sequence[Copies]) -> Mapping[str, LayerCopies]:
+        """Return the copies of each layer, as few as strides can express."""
         found: defaultdict[str, LayerCopies] = defaultdict(list)
         for some in copies:
             even = list(_evenly_spaced(some.offsets))
             for segment, index in zip(some.segments, some.pages_of, strict=True):
                 name = segment.layer.layer
-                if layers is not None and name not in layers:
-                    continue
                 pitch = segment.layer.whole_page_bytes
                 for pages, run in self._layers[name][1]:
                     for first, stop, stride in even:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from hetero_connector.engine.hook_errors import HookErrors
 from hetero_connector.engine.messages import Load, LostLoad, Save, StepMetadata, WorkerReport
-from hetero_connector.engine.worker.copy_plan import Copies
+from hetero_connector.engine.worker.devices import SaveLayers
 from hetero_connector.engine.worker.step_timer import StepTimer
 from hetero_connector.errors import LoadLostError, StoreError
 from hetero_connector.metrics import Recorder
@@ -24,8 +24,8 @@ class WorkerStep:
     def __init__(self, meta: StepMetadata) -> None:
         self.meta = meta
         self.begun = self.loading = self.loaded = self.ended = False
-        self.saves: list[Copies] | None = None
-        """The copies of the saves; None until a layer is saved."""
+        self.save_layers: SaveLayers | None = None
+        """Saves the pages of some layers; None until a layer is saved."""
         self.written: dict[str, None] = {}
         """Layers that the forward has written since they were last saved, in order."""
         self.saved: set[str] = set()

@@ -304,7 +304,7 @@ class WorkerSide:
         """Copy pages of finished requests before this step overwrites them."""
         self._find_arena(meta)
         copies = self._planner.plan_saves(save.copy for save in meta.early_saves)
-        self._get_device().save(copies, list(self._layers))
+        self._get_device().prepare_saves(copies)(list(self._layers))
         self._get_device().make_forward_wait_for_saves()
 
     def _start_parked(self, loads: list[Load]) -> None:
@@ -358,9 +358,10 @@ class WorkerSide:
 
     def _save_layers(self, step: WorkerStep, layers: Sequence[str]) -> None:
         self._find_arena(step.meta)
-        if step.saves is None:
-            step.saves = self._planner.plan_saves(save.copy for save in step.meta.saves)
-        self._get_device().save(step.saves, layers)
+        if step.save_layers is None:
+            copies = self._planner.plan_saves(save.copy for save in step.meta.saves)
+            step.save_layers = self._get_device().prepare_saves(copies)
+        step.save_layers(layers)
 
     def _save_remaining_layers(self, step: WorkerStep) -> None:
         started = time.perf_counter()
