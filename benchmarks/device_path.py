@@ -59,6 +59,8 @@ class _Event:
 
 
 class _Stream:
+    cuda_stream = 1
+
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
 
@@ -131,7 +133,7 @@ def worker_on_stand_ins(layout: ArtifactLayout) -> Iterator[tuple[Any, Any, Coun
         patch.object(torch.cuda, "synchronize", lambda: _Stream(counts).synchronize()),
         patch.object(Driver, "open", lambda _: _Driver()),
         patch.object(cuda_device, "PageMover", Mover),
-        patch.object(worker_side, "device_of", lambda _: cuda_device.CudaDevice(cpu)),
+        patch.object(worker_side, "device_of", lambda *_: cuda_device.CudaDevice(cpu)),
     ):
         pages = {}
         for layer in layout.model.stored_layers:

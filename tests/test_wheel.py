@@ -21,7 +21,7 @@ FOR_A_ROUTER = {
 }
 """Modules that nothing in the wheel imports: a router needs them."""
 FOR_CHECKS_OF_A_GPU = {
-    f"heterocache_cuda.{name}" for name in ("ahead_of_time", "batched", "gather", "reference")
+    f"heterocache_cuda.{name}" for name in ("ahead_of_time", "gather", "reference")
 }
 
 

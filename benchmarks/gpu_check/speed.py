@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite
 
 import numpy as np
 import torch
@@ -227,9 +226,9 @@ def check_copy_table(setting: Setting) -> Result:
             page_sizes=[x for x in setting.sizes.pieces if x >= setting.sizes.engines_from],
             total_bytes=setting.sizes.copy_bytes // 4,
         )
-    sizes = {"loads": found.load_from_bytes, "saves": found.save_from_bytes}
-    figures = {f"engines_{way}_from_bytes": x for way, x in sizes.items() if isfinite(x)}
-    texts = [f"{way}: {size_text(x) if isfinite(x) else 'never'}" for way, x in sizes.items()]
+    ways = {"loads": Mode.LOAD, "saves": Mode.SAVE}
+    figures = {f"engines_{w}_from_bytes": float(found[x]) for w, x in ways.items() if x in found}
+    texts = [f"{w}: {size_text(found[x]) if x in found else 'never'}" for w, x in ways.items()]
     return Result(Verdict.PASS, f"faster from, {', '.join(texts)}", figures=figures)
 
 

@@ -1,15 +1,15 @@
 """Copy contiguous pages by the GPU's copy engines, which leave its processors to the model.
 
 The driver takes two addresses and a size for each page, on the CPU, so few large pages pay and many
-small ones do not: `CopyTable` says which. Not for a stream that is being captured into a graph.
+small ones do not: a `CopyTable` says which. It is measured, because links and drivers differ. Not
+for a stream that is being captured into a graph.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -60,28 +60,16 @@ class BatchCopier(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class CopyTable:
-    """The smallest pages that the copy engines move faster than the kernel does.
+CopyTable = Mapping[Mode, int]
+"""The smallest pages, in bytes, that the copy engines move faster than the kernel does. In a
+direction that is not in it the kernel moves all pages."""
 
-    By default those of vLLM's kernel on an H100 over PCIe 5.
-    """
 
-    load_from_bytes: float = 28 << 10
-    save_from_bytes: float = 28 << 10
-
-    def is_copied(self, mode: Mode, rows: Int64Array) -> npt.NDArray[np.bool_]:
-        """Return, for each job, whether the copy engines move its pages."""
-        if mode is Mode.CLEAR:
-            return np.zeros(len(rows), np.bool_)
-        from_bytes = self.load_from_bytes if mode is Mode.LOAD else self.save_from_bytes
-        is_copied = (rows[:, Field.NUM_ROWS] == 1) & (rows[:, Field.ROW_BYTES] >= from_bytes)
-        return np.asarray(is_copied, np.bool_)
-
-    def split(self, mode: Mode, part: Part) -> tuple[Part, Part]:
-        """Return the part for the kernel and the part for the copy engines."""
-        is_copied = self.is_copied(mode, part.rows)
-        return _of_jobs(part, ~is_copied), _of_jobs(part, is_copied)
+def split(table: CopyTable, mode: Mode, part: Part) -> tuple[Part, Part]:
+    """Return the part for the kernel and the part for the copy engines, which may have no jobs."""
+    is_copied = part.rows[:, Field.NUM_ROWS] == 1
+    is_copied &= part.rows[:, Field.ROW_BYTES] >= table.get(mode, math.inf)
+    return _of_jobs(part, ~is_copied), _of_jobs(part, is_copied)
 
 
 def plan_copies(
@@ -110,9 +98,14 @@ def copy_pages(copier: BatchCopier, mode: Mode, copies: Copies, stream: int) -> 
 
 
 def measure_copy_table(device: torch.device) -> CopyTable:
-    """Measure the table of a CUDA device; takes about a second and 128 MiB there."""
+    """Measure the table of a CUDA device; takes about a second and 128 MiB there.
+
+    It is empty if the driver copies no batches. Raises RuntimeError, as CUDA's calls do.
+    """
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     driver = Driver.open(torch.cuda.current_device() if device.index is None else device.index)
+    if not driver.can_copy_batches:
+        return {}
     with torch.cuda.stream(stream):
         return compare(PageMover(device), driver, device, stream.cuda_stream, stream.synchronize)
 
@@ -159,15 +152,13 @@ def compare(
 
         return seconds(by_copies) < seconds(by_kernel)
 
-    def smallest(mode: Mode) -> float:
-        from_bytes = math.inf
+    table: dict[Mode, int] = {}
+    for mode in (Mode.LOAD, Mode.SAVE):
         for page_bytes in sorted(page_sizes, reverse=True):
             if not is_copy_faster(mode, page_bytes):
                 break
-            from_bytes = page_bytes
-        return from_bytes
-
-    return CopyTable(smallest(Mode.LOAD), smallest(Mode.SAVE))
+            table[mode] = page_bytes
+    return table
 
 
 _NONE = Copies(*(np.empty(0, np.int64) for _ in Copies._fields))

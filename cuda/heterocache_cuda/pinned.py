@@ -45,10 +45,14 @@ class HostRegistration(Protocol):
 class PinnedArena:
     """Host memory that is pinned as a whole, or not at all."""
 
-    def __init__(self, registration: HostRegistration, addresses: list[int]) -> None:
+    def __init__(
+        self, registration: HostRegistration, addresses: list[int], piece_bytes: int
+    ) -> None:
         self._registration = registration
         self._addresses = addresses
         """The pieces; none if the memory could not be pinned."""
+        self.piece_bytes = piece_bytes
+        """Pieces end at multiples of this, counted from the start of the memory."""
 
     @property
     def is_complete(self) -> bool:
@@ -81,9 +85,9 @@ class PinnedArena:
                 gib,
                 error,
             )
-            return cls(registration, [])
+            return cls(registration, [], piece_bytes)
         logger.info("pinned %.1f GiB of host memory in %.1f s", gib, clock() - started_s)
-        return cls(registration, pinning.addresses)
+        return cls(registration, pinning.addresses, piece_bytes)
 
     def close(self) -> None:
         """Unpin, after the last copy and before the memory is unmapped. Idempotent."""

@@ -4,11 +4,12 @@ A stock engine with HeteroConnector runs prompts of many lengths in three ways: 
 from the engine's own prefix cache (which varies the context), and restored from DRAM and, with an
 SSD directory, from SSD. Then prompts are computed while batches decode, which shows how much a
 prefill delays decodes. The connector learns from all of it as in service; the profile is what it
-has learned.
+has learned. On a GPU the profile also has the pages that copy engines move faster than the kernel.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import tempfile
@@ -21,7 +22,9 @@ from typing import Any, NamedTuple
 from hetero_connector.errors import EngineStartError, HeteroCacheError, UnsupportedModelError
 from hetero_connector.planner.cost_fit import RelativeErrors
 from hetero_connector.planner.cost_model import CostModel, OverheadSample, RequestOverhead
-from hetero_connector.planner.profile import CostProfile, FitError
+from hetero_connector.planner.profile import CopyEngines, CostProfile, FitError
+
+logger = logging.getLogger("vllm.heterocache")
 
 _SHORTEST = 64
 _ROUNDS = 4
@@ -98,9 +101,27 @@ def calibrate(
                 interference=costs.interference.coefficients,
                 interference_error=FitError.of(costs.interference.errors),
             )
-            return _with_overhead(profile, computed, costs.num_steps)
+            calibration = _with_overhead(profile, computed, costs.num_steps)
         finally:
             engine.close()
+    if engine.is_on_cuda:  # now that nothing else uses the GPU
+        profile = replace(calibration.profile, copy_engines=measured_copy_engines())
+        calibration = replace(calibration, profile=profile)
+    return calibration
+
+
+def measured_copy_engines() -> CopyEngines | None:
+    """Return from which page on copy engines are faster on this GPU; None if that fails."""
+    import torch
+    from heterocache_cuda.batched import measure_copy_table
+    from heterocache_cuda.mover import Mode
+
+    try:
+        table = measure_copy_table(torch.device("cuda", torch.cuda.current_device()))
+    except (OSError, RuntimeError) as error:
+        logger.warning("the GPU's copy engines could not be measured: %s", error)
+        return None
+    return CopyEngines(table.get(Mode.LOAD), table.get(Mode.SAVE))
 
 
 class _Computed(NamedTuple):
@@ -170,7 +191,9 @@ class _Engine:
             self.close()
             raise UnsupportedModelError(f"HeteroConnector stores nothing for {model}")
         self.costs: CostModel = side.costs
-        self.subject = profile_subject(self._llm.llm_engine.vllm_config)
+        config = self._llm.llm_engine.vllm_config
+        self.subject = profile_subject(config)
+        self.is_on_cuda = config.device_config.device_type == "cuda"
         self._store = side.store
         self._longest = int(self._llm.llm_engine.model_config.max_model_len) - 8
         self._rng = random.Random(0)

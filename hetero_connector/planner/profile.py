@@ -107,6 +107,22 @@ class FitError:
         return cls(errors.count, errors.median, errors.p95) if errors.count else None
 
 
+_Bytes = Annotated[int, msgspec.Meta(gt=0)]
+
+
+@dataclass(frozen=True)
+class CopyEngines:
+    """The smallest pages that a GPU's copy engines move faster than a kernel; None: none."""
+
+    load_from_bytes: _Bytes | None = None
+    save_from_bytes: _Bytes | None = None
+
+    def __str__(self) -> str:
+        """Describe it in words, for people."""
+        sizes = {"loads": self.load_from_bytes, "saves": self.save_from_bytes}
+        return ", ".join(f"{x} from {n} bytes" if n else f"no {x}" for x, n in sizes.items())
+
+
 @dataclass(frozen=True)
 class CostProfile:
     """Coefficients of a `CostModel`, and how well they fitted. None: not measured."""
@@ -126,6 +142,8 @@ class CostProfile:
     """The error of the whole time to first token, steps and overhead together."""
     handoff: HandoffCost | None = None
     """One engine alone cannot measure it."""
+    copy_engines: CopyEngines | None = None
+    """None on a machine without a GPU, too."""
 
     @classmethod
     def of(cls, costs: CostModel, model: str, subject: ProfileSubject) -> CostProfile:
@@ -198,6 +216,7 @@ class CostProfile:
             None if delays is None else _Interference(*delays, fit=self.interference_error),
             None if overhead is None else _Request(*overhead, fit=self.overhead_error),
             None if self.handoff is None else _Handoff(*self.handoff),
+            self.copy_engines,
         )
         content: dict[str, Any] = msgspec.to_builtins(file)
         return content
@@ -225,6 +244,7 @@ class CostProfile:
             request.coefficients(RequestOverhead) if request else None,
             request.fit if request else None,
             handoff.coefficients(HandoffCost) if handoff else None,
+            file.copy_engines,
         )
 
     @classmethod
@@ -319,6 +339,7 @@ class _File(msgspec.Struct, omit_defaults=True, rename={"handoff": "handover"}):
     interference: _Interference | None = None
     request: _Request | None = None
     handoff: _Handoff | None = None
+    copy_engines: CopyEngines | None = None
 
 
 def _decode(content: bytes, kind: type[_Kind]) -> _Kind:

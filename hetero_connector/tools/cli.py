@@ -240,6 +240,8 @@ def _calibrate(args: argparse.Namespace) -> int:
         print(f"written: {args.out}" + (f", {picture}" if picture else ""))
         for name, error in found.profile.fits():
             print(f"{name}: median error {error.median:.0%}, 95% within {error.p95:.0%}")
+        if found.profile.copy_engines is not None:
+            print(f"pages moved by copy engines: {found.profile.copy_engines}")
     return EXIT_OK
 
 

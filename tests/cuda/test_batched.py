@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from heterocache_cuda import reference
-from heterocache_cuda.batched import CopyTable, compare, copy_pages, plan_copies
+from heterocache_cuda.batched import compare, copy_pages, measure_copy_table, plan_copies, split
 from heterocache_cuda.driver import CudaError, Driver
 from heterocache_cuda.layout import PageLayout
 from heterocache_cuda.mover import Int64Array, Job, Mode, PageMover, Part, alignment_of
@@ -113,14 +113,17 @@ def test_an_older_driver_cannot_copy_batches() -> None:
     library = StandInLibrary()
     assert driver(library).can_copy_batches
     del library.cuMemcpyBatchAsync  # type: ignore[attr-defined]
-    assert not driver(library).can_copy_batches
+    old = driver(library)
+    assert not old.can_copy_batches
+    with patch.object(Driver, "open", lambda _: old), patch.object(torch.cuda, "Stream"):
+        assert measure_copy_table(torch.device("cuda", 0)) == {}
 
 
 def test_strided_pages_are_for_the_kernel() -> None:
     view = torch.zeros(3, 2, 64 << 10, dtype=torch.uint8)[:, :, : 32 << 10]
     job = Job(PageLayout.of(view), 0, 64 << 10, 1)
     part = make_part([job], [np.ones((1, 1), np.int64)], np.array([0]))
-    by_kernel, by_copies = CopyTable().split(Mode.SAVE, part)
+    by_kernel, by_copies = split({Mode.SAVE: 4096}, Mode.SAVE, part)
     assert (len(by_kernel.rows), len(by_copies.rows)) == (1, 0)
     with pytest.raises(ValueError, match="contiguous"):
         plan_copies([part], 0)
@@ -128,9 +131,9 @@ def test_strided_pages_are_for_the_kernel() -> None:
 
 def test_the_table_splits_jobs_by_size_and_direction() -> None:
     part = pages_part([8 << 10, 28 << 10, 64 << 10])
-    table = CopyTable(load_from_bytes=math.inf)
+    table = {Mode.SAVE: 28 << 10}
     for mode, copied in ((Mode.LOAD, []), (Mode.SAVE, [28, 64]), (Mode.CLEAR, [])):
-        by_kernel, by_copies = table.split(mode, part)
+        by_kernel, by_copies = split(table, mode, part)
         assert [row[8] >> 10 for row in by_copies.rows] == copied
         assert len(by_kernel.rows) == len(by_kernel.tiles) == 3 - len(copied)
         assert len(by_copies.tiles) == len(by_copies.ids_of_job) == len(copied)
@@ -169,12 +172,12 @@ class Ways:
         ([False, False, True, True], 1024),
         ([True, True, True, True], 256),
         ([True, False, True, True], 1024),
-        ([False, False, False, False], math.inf),
-        ([True, True, True, False], math.inf),
+        ([False, False, False, False], None),
+        ([True, True, True, False], None),
     ],
 )
 def test_the_table_begins_where_copies_are_faster_from_then_on(
-    load_wins: list[bool], from_bytes: float
+    load_wins: list[bool], from_bytes: int | None
 ) -> None:
     sizes = [256, 512, 1024, 2048]
     wins = {(Mode.LOAD, size): win for size, win in zip(sizes, load_wins, strict=True)}
@@ -189,4 +192,4 @@ def test_the_table_begins_where_copies_are_faster_from_then_on(
         total_bytes=8192,
         clock=lambda: ways.now_s,
     )
-    assert table == CopyTable(from_bytes, 2048)
+    assert table == ({Mode.LOAD: from_bytes} if from_bytes else {}) | {Mode.SAVE: 2048}

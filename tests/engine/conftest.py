@@ -42,7 +42,7 @@ def _adversarial_device(request: pytest.FixtureRequest) -> Iterator[None]:
         patch.setattr(
             worker_side,
             "device_of",
-            lambda _: AdversarialDevice(lambda: rng.random() < 0.3, eager_forward=True),
+            lambda *_: AdversarialDevice(lambda: rng.random() < 0.3, eager_forward=True),
         )
         yield
 

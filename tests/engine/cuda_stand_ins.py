@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 from heterocache_cuda import kernels
 from heterocache_cuda.bounce import BounceBuffer
 from heterocache_cuda.driver import CudaError, Driver
-from heterocache_cuda.mover import PageMover
+from heterocache_cuda.mover import Int64Array, PageMover
 from triton.runtime.interpreter import InterpretedFunction
 
 from hetero_connector.engine.worker import cuda_device
@@ -28,6 +29,8 @@ class Event:
     def __init__(self, enable_timing: bool = False) -> None:
         self.fired = True
         self.enable_timing = enable_timing
+        self.after: tuple[str, str, str] | None = None
+        """The last call before it was recorded."""
 
     def query(self) -> bool:
         return self.fired
@@ -44,6 +47,8 @@ class Stream:
     def __init__(self, cuda: Cuda, name: str) -> None:
         self._cuda = cuda
         self.name = name
+        self.cuda_stream = 0 if name == "forward" else 1
+        """0: the default stream."""
 
     def wait_stream(self, other: Stream) -> None:
         self._cuda.calls.append((self.name, "waits for", other.name))
@@ -54,6 +59,7 @@ class Stream:
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
         event.fired = not self._cuda.is_busy
+        event.after = self._cuda.calls[-1] if self._cuda.calls else None
         self._cuda.events.append(event)
         return event
 
@@ -72,6 +78,9 @@ class Cuda:
         self.is_busy = False
         """True: events do not fire before `finish`."""
         self.refuses_to_pin = False
+        self.can_copy_batches = True
+        self.pinned: dict[int, int] = {}
+        """Bytes of each pinned piece, by its address."""
         self.current = Stream(self, "forward")
         self._names = iter(("loads", "saves"))
 
@@ -104,9 +113,31 @@ class Cuda:
         self.calls.append(("cpu", "pins", str(size_bytes)))
         if self.refuses_to_pin:
             raise CudaError("cuMemHostRegister failed")
+        self.pinned[address] = size_bytes
 
     def unregister(self, address: int) -> None:
         self.calls.append(("cpu", "unpins", ""))
+        del self.pinned[address]
+
+    def copy_batch(
+        self,
+        targets: Int64Array,
+        sources: Int64Array,
+        sizes: Int64Array,
+        stream: int,
+        *,
+        is_source_stable: bool,
+    ) -> None:
+        assert stream == self.current.cuda_stream != 0
+        order = "in any order" if is_source_stable else "in stream order"
+        self.calls.append((self.current.name, "copies", order))
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            in_arena = source if is_source_stable else target
+            assert any(
+                first <= in_arena and in_arena + size <= first + length
+                for first, length in self.pinned.items()
+            ), "a copy must lie in one pinned piece"
+            ctypes.memmove(int(target), int(source), int(size))
 
 
 class NotedMover(PageMover):

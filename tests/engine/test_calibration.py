@@ -8,14 +8,25 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
+from heterocache_cuda import batched
+from heterocache_cuda.mover import Mode
 
 from examples.checkpoints import write_checkpoint
 from examples.serving import engine_arguments, engine_environment
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.profile import CostProfile
+from hetero_connector.engine import calibration
+from hetero_connector.engine.calibration import _Computed
+from hetero_connector.planner.compute_model import ComputeRegression
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.load_model import LoadModel
+from hetero_connector.planner.profile import CopyEngines, CostProfile, ProfileSubject
+from hetero_connector.spec import StateType
 from hetero_connector.tools import cli
 from tests.engine.harness import engine, generate, prompt_tokens, scheduler_side
 
@@ -63,6 +74,7 @@ def test_a_profile_has_the_cost_of_prefills_for_decodes(out: Path) -> None:
     profile = CostProfile.read(out)
     assert profile.compute_error is not None
     assert Tier.DRAM in profile.load
+    assert profile.copy_engines is None, "a CPU has none"
     assert profile.interference is not None
     assert profile.interference_error is not None
     assert profile.interference_error.samples >= 50
@@ -107,3 +119,52 @@ def test_a_path_without_a_model_is_one_clear_error(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert f"heterocache: vLLM starts no engine for {tmp_path}: " in done.stderr.splitlines()[-1]
+
+
+class FakeEngine:
+    """An engine that has learned something, on a CPU or on a GPU."""
+
+    is_on_cuda = True
+    subject = ProfileSubject("A", "config", "bfloat16", "", "auto", 1, "a machine")
+
+    def __init__(self, *_: object) -> None:
+        self.costs = CostModel(ComputeRegression(), LoadModel([StateType.DENSE_KV]))
+
+    def teach(self, on_ssd: bool) -> Iterator[_Computed]:
+        return (_Computed(n, 0, 1e-3, 1e-3 + 1e-5 * n) for n in (64, 128, 256))
+
+    def teach_interference(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_on_cuda", [True, False])
+def test_copy_engines_are_measured_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, is_on_cuda: bool
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as calibrating does itself
+    monkeypatch.setattr(calibration, "_Engine", FakeEngine)
+    monkeypatch.setattr(FakeEngine, "is_on_cuda", is_on_cuda)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    measured = []
+
+    def measure(device: torch.device) -> dict[Mode, int]:
+        measured.append(device)
+        return {Mode.SAVE: 65536}
+
+    monkeypatch.setattr(batched, "measure_copy_table", measure)
+    found = calibration.calibrate("a-model", {}, None, 1.0).profile.copy_engines
+    assert found == (CopyEngines(None, 65536) if is_on_cuda else None)
+    assert measured == ([torch.device("cuda", 3)] if is_on_cuda else [])
+
+
+def test_a_gpu_that_cannot_be_measured_does_not_cost_the_profile(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    error = RuntimeError("out of memory")
+    monkeypatch.setattr(batched, "measure_copy_table", Mock(side_effect=error))
+    assert calibration.measured_copy_engines() is None
+    assert "out of memory" in caplog.text

@@ -7,12 +7,14 @@ Kernels run in Triton's interpreter, at once. That copies are late is the busine
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from heterocache_cuda.driver import Driver
+from heterocache_cuda.pinned import PinnedArena
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.engine.messages import (
@@ -29,6 +31,7 @@ from hetero_connector.engine.worker.cuda_device import CudaDevice
 from hetero_connector.engine.worker.worker_side import WorkerSide
 from hetero_connector.errors import StoreError
 from hetero_connector.metrics import Recorder
+from hetero_connector.planner.profile import CopyEngines
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.store.arena import Arena
 from tests.engine.cuda_stand_ins import Cuda, cuda_stand_ins
@@ -45,15 +48,22 @@ FIRST, SECOND = [1, 2, 3, 4], [9, 8, 7, 6]
 class Worker:
     """A worker side whose pages are on a stand-in of a CUDA device."""
 
-    def __init__(self, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(worker_side, "device_of", lambda _: CudaDevice(torch.device("cpu")))
+    def __init__(
+        self,
+        cuda: Cuda,
+        monkeypatch: pytest.MonkeyPatch,
+        layout: ArtifactLayout = LAYOUT,
+        copy_engines: CopyEngines | None = None,
+    ) -> None:
+        cpu = torch.device("cpu")
+        monkeypatch.setattr(worker_side, "device_of", lambda _, x: CudaDevice(cpu, x))
         self.cuda = cuda
-        self.arena = Arena.create(4 * SIZE, shared=False)
-        self.side = WorkerSide(LAYOUT, 0, NUM_BLOCKS, "on", Recorder())
+        self.arena = Arena.create(4 * layout.artifact_bytes(KV, 0, CHUNK), shared=False)
+        self.side = WorkerSide(layout, 0, NUM_BLOCKS, "on", Recorder(), copy_engines=copy_engines)
         rng = np.random.default_rng(3)
         self.caches = {
-            x.layer: torch.from_numpy(rng.integers(1, 256, (NUM_BLOCKS, BLOCK, 16), np.uint8))
-            for x in MODEL.layers
+            x.layer: torch.from_numpy(rng.integers(1, 256, (NUM_BLOCKS, x.page_bytes), np.uint8))
+            for x in layout.model.layers
         }
         self.side.register(self.caches)
         self.side.attach(self.arena.handle)
@@ -73,14 +83,17 @@ class Worker:
     def pages(self, blocks: list[int]) -> list[torch.Tensor]:
         return [cache[blocks].clone() for cache in self.caches.values()]
 
+    def close(self) -> None:
+        self.side.close()
+        self.arena.close()
+
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     with cuda_stand_ins() as cuda:
         worker = Worker(cuda, monkeypatch)
         yield worker
-        worker.side.close()
-        worker.arena.close()
+        worker.close()
 
 
 def load(blocks: list[int], *, parked: bool = False, resume: int | None = None) -> Load:
@@ -147,6 +160,76 @@ def test_the_cpu_never_waits_while_serving(worker: Worker) -> None:
     assert (dict(report.saved), dict(report.loaded)) == ({1: 2}, {5: 1})
 
 
+TWO_SIZES = ArtifactLayout(
+    ModelSpec(
+        tuple(layer(f"layer {i}", 0, page_bytes=256 if i % 2 else 512) for i in range(NUM_LAYERS)),
+        alignment=BLOCK,
+    ),
+    CHUNK,
+)
+"""Every second layer has large pages."""
+LARGE = CopyEngines(load_from_bytes=512, save_from_bytes=512)
+COPIED, IN_ORDER = ("loads", "copies", "in any order"), ("saves", "copies", "in stream order")
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 30, 1000], ids=["one piece", "edges in pages"])
+def test_large_pages_are_moved_by_copy_engines_on_the_same_stream(
+    monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    pin = partial(PinnedArena.pin, piece_bytes=piece_bytes)
+    monkeypatch.setattr(PinnedArena, "pin", pin)
+    with cuda_stand_ins() as cuda:
+        worker = Worker(cuda, monkeypatch, TWO_SIZES, LARGE)
+        saved, others = worker.pages(FIRST), worker.pages([5, 10, 11])
+        calls = worker.step(StepMetadata(saves=[save(FIRST)]))
+        assert calls == [
+            ("saves", "waits for", "forward"),
+            ("saves", "moves", "4 jobs"),
+            IN_ORDER,
+            ("saves", "waits for", "forward"),
+            ("saves", "moves", "1 jobs"),
+            IN_ORDER,
+            ("forward", "waits for", "saves"),
+        ]
+        cuda.events.clear()
+        calls = worker.step(StepMetadata(loads=[load(SECOND)]))
+        batches = [("loads", "moves", "4 jobs"), COPIED, ("loads", "moves", "1 jobs"), COPIED]
+        assert calls[:5] == [("loads", "waits for", "forward"), *batches]
+        assert [event.after for event in cuda.events[:2]] == [COPIED, COPIED]
+        assert all(map(torch.equal, saved, worker.pages(SECOND)))
+        assert all(map(torch.equal, others, worker.pages([5, 10, 11])))
+        worker.close()
+
+
+@pytest.mark.parametrize(
+    ("copy_engines", "can_copy_batches", "copied"),
+    [
+        (LARGE, True, {"loads", "saves"}),
+        (CopyEngines(load_from_bytes=256), True, {"loads"}),
+        (CopyEngines(save_from_bytes=512), True, {"saves"}),
+        (CopyEngines(load_from_bytes=513), True, set()),
+        (CopyEngines(), True, set()),
+        (None, True, set()),
+        (LARGE, False, set()),
+    ],
+)
+def test_copy_engines_are_used_where_they_were_measured_to_be_faster(
+    monkeypatch: pytest.MonkeyPatch,
+    copy_engines: CopyEngines | None,
+    can_copy_batches: bool,
+    copied: set[str],
+) -> None:
+    with cuda_stand_ins() as cuda:
+        cuda.can_copy_batches = can_copy_batches
+        worker = Worker(cuda, monkeypatch, TWO_SIZES, copy_engines)
+        saved = worker.pages(FIRST)
+        calls = list(worker.step(StepMetadata(saves=[save(FIRST)])))
+        calls += worker.step(StepMetadata(loads=[load(SECOND)]))
+        assert {stream for stream, does, _ in calls if does == "copies"} == copied
+        assert all(map(torch.equal, saved, worker.pages(SECOND)))
+        worker.close()
+
+
 def test_pages_are_cleared_in_the_forwards_stream(worker: Worker) -> None:
     kept = worker.pages([3])
     worker.cuda.calls.clear()
@@ -177,7 +260,8 @@ def test_the_arena_is_unpinned_after_all_copies(worker: Worker) -> None:
 def test_an_arena_that_cannot_be_pinned_is_copied_through_a_buffer(worker: Worker) -> None:
     worker.cuda.refuses_to_pin = True
     worker.cuda._names = iter(("loads", "saves"))
-    other = WorkerSide(LAYOUT, 0, NUM_BLOCKS, "on", Recorder())
+    every_page = CopyEngines(load_from_bytes=1, save_from_bytes=1)
+    other = WorkerSide(LAYOUT, 0, NUM_BLOCKS, "on", Recorder(), copy_engines=every_page)
     other.register(worker.caches)
     other.attach(worker.arena.handle)
     worker.side, pinned = other, worker.side

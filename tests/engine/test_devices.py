@@ -13,6 +13,7 @@ from hetero_connector.engine.worker import cuda_device
 from hetero_connector.engine.worker.devices import device_of
 from hetero_connector.engine.worker.host_device import HostDevice
 from hetero_connector.errors import UnsupportedModelError
+from hetero_connector.planner.profile import CopyEngines
 
 
 def on(device: str) -> Any:
@@ -25,10 +26,11 @@ def test_pages_in_host_memory_are_copied_by_the_host() -> None:
 
 
 def test_pages_on_a_gpu_get_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[torch.device] = []
-    monkeypatch.setattr(cuda_device, "CudaDevice", made.append)
-    device_of({"a": on("cuda:3"), "b": on("cuda:3")})
-    assert made == [torch.device("cuda:3")]
+    made: list[object] = []
+    monkeypatch.setattr(cuda_device, "CudaDevice", lambda *x: made.append(x))
+    measured = CopyEngines(load_from_bytes=4096)
+    device_of({"a": on("cuda:3"), "b": on("cuda:3")}, measured)
+    assert made == [(torch.device("cuda:3"), measured)]
 
 
 @pytest.mark.parametrize("kind", ["xpu:0", "hpu", "meta"])

@@ -14,11 +14,13 @@ from vllm.v1 import kv_cache_interface as kvi
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.config import HeteroConfig
+from hetero_connector.engine.startup import engine_identity
 from hetero_connector.engine.startup.geometry import model_spec
 from hetero_connector.engine.startup.heads import DeltaNetHeads, ModelHeads
 from hetero_connector.engine.startup.rendezvous import WorkerGeometry
 from hetero_connector.engine.startup.start import (
     _checkpoint_policy,
+    _copy_engines,
     _heads,
     _planner,
     _store_config,
@@ -38,7 +40,7 @@ from hetero_connector.planner.checkpoints import (
 from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.load_model import LoadModel
-from hetero_connector.planner.profile import CostProfile, ProfileSubject
+from hetero_connector.planner.profile import CopyEngines, CostProfile, ProfileSubject
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.spec.presets import PRESETS
 from hetero_connector.store.base import StoreConfig
@@ -50,6 +52,26 @@ LAYOUT = ArtifactLayout(HYBRID, 64)
 
 def geometry_of(model: ModelSpec, refusal: str | None) -> WorkerGeometry:
     return WorkerGeometry(0, model, ("CPU_ATTN",), "cpu", 1, replay_refusal=refusal)
+
+
+def test_copy_engines_come_from_the_profile_on_cuda_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = ProfileSubject("A", "config", "bfloat16", "", "auto", 1, "one GPU")
+    monkeypatch.setattr(engine_identity, "profile_subject", lambda _: here)
+    path = tmp_path / "profile.json"
+    measured, compute = CopyEngines(load_from_bytes=4096), ComputeCoefficients(1e-3, 1e-6, 0.0)
+    CostProfile("m", here, compute, copy_engines=measured).write(path)
+    cpu, cuda = (
+        SimpleNamespace(device_config=SimpleNamespace(device_type=x)) for x in ("cpu", "cuda")
+    )
+    config = HeteroConfig(dram_gib=1.0, planner_profile=path)
+    assert _copy_engines(config, cuda) == measured
+    assert _copy_engines(config, cpu) is None
+    assert _copy_engines(HeteroConfig(dram_gib=1.0), cuda) is None
+    CostProfile("m", replace(here, machine="another GPU"), compute).write(path)
+    with pytest.raises(ConfigError, match=r"planner_profile.*'another GPU' there, 'one GPU' here"):
+        _copy_engines(config, cuda)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ class World:
         )
         self.caches = page_caches()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(worker_side, "device_of", lambda _: self.device)
+            patch.setattr(worker_side, "device_of", lambda *_: self.device)
             self.side.register(self.caches)
         self.free = list(range(1, NUM_BLOCKS))
         self.slots = list(range(SLOTS))

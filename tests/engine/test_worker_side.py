@@ -413,7 +413,7 @@ def test_a_load_lost_by_the_scheduler_side_is_reported_and_others_go_on(worker: 
 
 def test_no_copy_is_left_when_vllm_releases_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that falls asleep says so first; a later copy would find other bytes, or none."""
-    monkeypatch.setattr(worker_side, "device_of", lambda _: AdversarialDevice(lambda: False))
+    monkeypatch.setattr(worker_side, "device_of", lambda *_: AdversarialDevice(lambda: False))
     worker = Worker()
     early = StepMetadata(arena=worker.arena.handle, early_saves=[save(1, [7, 8, 9, 10])])
     worker.side.begin_step(early)

@@ -177,7 +177,7 @@ class SmallEngine:
         with (
             patch.object(connector_module, "open_scheduler_side", lambda *_: self.side),
             patch.object(connector_module, "open_worker_side", lambda *_: worker),
-            patch.object(worker_side, "device_of", lambda _: self.device),
+            patch.object(worker_side, "device_of", lambda *_: self.device),
         ):
             self.scheduler = HeteroConnector(config, KVConnectorRole.SCHEDULER, none)
             self.worker = HeteroConnector(config, KVConnectorRole.WORKER, none)

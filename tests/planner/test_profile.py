@@ -25,7 +25,7 @@ from hetero_connector.planner.cost_model import (
     RequestOverhead,
 )
 from hetero_connector.planner.load_model import LoadModel, TierRates
-from hetero_connector.planner.profile import CostProfile, FitError, ProfileSubject
+from hetero_connector.planner.profile import CopyEngines, CostProfile, FitError, ProfileSubject
 from hetero_connector.spec import StateType
 
 KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
@@ -59,6 +59,8 @@ subjects = st.builds(
 )
 delays = st.none() | st.builds(InterferenceCoefficients, *[numbers] * 6)
 overheads = st.none() | st.builds(RequestOverhead, *[numbers] * 4)
+page_sizes = st.none() | st.integers(1, 1 << 40)
+copy_engines = st.none() | st.builds(CopyEngines, page_sizes, page_sizes)
 
 
 @st.composite
@@ -77,6 +79,7 @@ def profiles(draw: st.DrawFn) -> CostProfile:
         overhead := draw(overheads),
         draw(errors) if overhead else None,
         draw(st.none() | st.builds(HandoffCost, numbers, numbers)),
+        draw(copy_engines),
     )
 
 
@@ -189,6 +192,8 @@ def damaged(*path: str, value: Any = None, remove: bool = False) -> str:
         (damaged("request", value=[]), "`$.request`"),
         (damaged("request", "scheduling_s", remove=True), "`scheduling_s` - at `$.request`"),
         (damaged("load", value=[]), "`$.load`"),
+        (damaged("copy_engines", value=[]), "`$.copy_engines`"),
+        (damaged("copy_engines", value={"load_from_bytes": 0}), "`$.copy_engines.load_from_bytes`"),
         (damaged("load", "tape", value={}), "'tape'"),
         (damaged("load", "ssd", "latency_s", value=None), "`$.load[...].latency_s`"),
         (damaged("load", "ssd", "seconds_per_byte", "kv", value=1.0), "'kv'"),
@@ -236,6 +241,14 @@ def test_a_profile_of_the_same_model_and_machine_is_taken(tmp_path: Path, machin
     journaled = json.loads(json.dumps(DESCRIPTION, sort_keys=True))
     profile = CostProfile.read(path, ProfileSubject.of(journaled, machine))
     assert profile.subject == SUBJECT
+
+
+def test_a_profile_of_a_cpu_does_not_mention_copy_engines() -> None:
+    assert "copy_engines" not in good()
+
+
+def test_copy_engines_are_described_in_words() -> None:
+    assert str(CopyEngines(32768, None)) == "loads from 32768 bytes, no saves"
 
 
 def test_a_profile_with_free_computing_is_refused() -> None:

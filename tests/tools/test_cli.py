@@ -12,7 +12,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,7 +22,11 @@ import pytest
 from examples.embedded_redis import EmbeddedRedis
 from hetero_connector import machine
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkRange
+from hetero_connector.engine import calibration
+from hetero_connector.engine.calibration import Calibration, Sample
 from hetero_connector.errors import StoreError
+from hetero_connector.planner.compute_model import ComputeCoefficients
+from hetero_connector.planner.profile import CopyEngines, CostProfile, ProfileSubject
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.journal import Journal
@@ -555,6 +561,20 @@ def test_calibrate_reports_that_vllm_is_missing(
     assert cli.main(["calibrate", str(tmp_path), "--out", str(tmp_path / "profile.json")]) == 2
     message = capsys.readouterr().err
     assert message == "heterocache: vllm is missing: pip install 'heterocache[cpu]', or [gpu]\n"
+
+
+def test_calibrate_prints_what_copy_engines_are_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = ProfileSubject("A", "config", "bfloat16", "", "auto", 1, "one GPU")
+    profile = CostProfile("m", subject, ComputeCoefficients(1e-3, 1e-6, 0.0))
+    for engines, printed in ((None, False), (CopyEngines(save_from_bytes=4096), True)):
+        found = Calibration(replace(profile, copy_engines=engines), (Sample(64, 0, 1.0, 1.0),))
+        monkeypatch.setattr(calibration, "calibrate", Mock(return_value=found))
+        assert cli.main(["calibrate", "m", "--out", str(tmp_path / "profile.json")]) == 0
+        line = "pages moved by copy engines: no loads, saves from 4096 bytes\n"
+        assert (line in capsys.readouterr().out) == printed
+        assert CostProfile.read(tmp_path / "profile.json").copy_engines == engines
 
 
 @pytest.mark.parametrize("option", ["--engine-args", "--connector-args"])

@@ -41,7 +41,7 @@ from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.planner.plan import WindowReplay
 from hetero_connector.planner.planner import EngineSettings, RestorePlanner
-from hetero_connector.planner.profile import CostProfile, ProfileSubject
+from hetero_connector.planner.profile import CopyEngines, CostProfile, ProfileSubject
 from hetero_connector.planner.sessions import ThinkTimes
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.store.artifact_store import ArtifactStore
@@ -109,7 +109,19 @@ def open_worker_side(
         any_tp=_uses_any_tp(config, model),
         microbatches=vllm_config.parallel_config.use_ubatching,
         recovers=_recovers(vllm_config),
+        copy_engines=_copy_engines(config, vllm_config),
     )
+
+
+def _copy_engines(config: HeteroConfig, vllm_config: VllmConfig) -> CopyEngines | None:
+    """Return the use of a GPU's copy engines that was measured; None: they are not used.
+
+    Raises ConfigError for the profile of another model or machine.
+    """
+    if config.planner_profile is None or vllm_config.device_config.device_type != "cuda":
+        return None
+    subject = engine_identity.profile_subject(vllm_config)
+    return CostProfile.read(config.planner_profile, subject).copy_engines
 
 
 def _recovers(config: VllmConfig) -> bool:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from heterocache_cuda.batched import CopyTable, copy_pages, plan_copies, split
 from heterocache_cuda.bounce import BounceBuffer
 from heterocache_cuda.driver import Driver
 from heterocache_cuda.layout import WIDEST_ACCESS, PageLayout
@@ -31,6 +32,7 @@ from hetero_connector.engine.worker.copy_plan import Copies
 from hetero_connector.engine.worker.devices import SaveLayers, StartTimer, Wait
 from hetero_connector.engine.worker.pages import ByteArray, run_views
 from hetero_connector.errors import StoreError
+from hetero_connector.planner.profile import CopyEngines
 from hetero_connector.spec import LayerSpec
 
 logger = logging.getLogger("vllm.heterocache")
@@ -63,19 +65,21 @@ class CudaDevice:
 
     Loads and saves have a stream each, of the default priority, which is CUDA's lowest. The
     forward's stream waits for them by events; the CPU never does, unless the arena cannot be
-    pinned.
+    pinned. A kernel moves pages, or the copy engines do: those that a table names.
     """
 
     overlaps_by_thread = False
     layers_per_copy = 8
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, copy_engines: CopyEngines | None = None) -> None:
         self._device = device
+        self._copy_table = _copy_table(copy_engines)
         self._mover = PageMover(device)
         self._loads = torch.cuda.Stream(device)
         self._saves = torch.cuda.Stream(device)
         self._pages: dict[str, _Pages] = {}
         self._jobs: dict[tuple[Hashable, int], _Jobs] = {}
+        self._driver: Driver | None = None
         self._pinned: PinnedArena | None = None
         self._bounce: BounceBuffer | None = None
         """None if the arena is pinned."""
@@ -102,7 +106,10 @@ class CudaDevice:
                 self._bounce = BounceBuffer.open(self._mover, arena, largest_artifact_bytes)
         except (OSError, RuntimeError) as error:
             raise StoreError(f"the GPU cannot use the DRAM tier's memory: {error}") from error
-        self._pinned, self._address = pinned, arena.ctypes.data
+        self._driver, self._pinned, self._address = driver, pinned, arena.ctypes.data
+        if self._copy_table and not driver.can_copy_batches:
+            logger.info("the CUDA driver is older than 12.8, so no pages are moved by copy engines")
+            self._copy_table = {}
 
     def detach(self) -> None:
         try:
@@ -125,12 +132,11 @@ class CudaDevice:
                 self._bounce_all(Mode.LOAD, parts)
                 end()
                 return [_nothing] * len(batches)
-            moves = plan_moves(parts, len(batches))
-            data = self._mover.upload(moves)
+            issue = self._plan(Mode.LOAD, parts, len(batches))
             waits = []
             for batch in range(len(batches)):
                 end = time()
-                self._mover.launch(Mode.LOAD, moves, data, batch)
+                issue(batch)
                 end()
                 waits.append(_wait_for(self._loads.record_event()))
         return waits
@@ -171,8 +177,7 @@ class CudaDevice:
             if self._bounce is not None:
                 self._bounce_all(Mode.SAVE, parts)
                 return
-            moves = plan_moves(parts)
-            self._mover.launch(Mode.SAVE, moves, self._mover.upload(moves))
+            self._plan(Mode.SAVE, parts, 1)(0)
 
     def _tiles(self) -> Iterator[Tile]:
         """Yield the variants of the kernel that moves of these pages need.
@@ -187,6 +192,28 @@ class CudaDevice:
                 while alignment >= gcd(WIDEST_ACCESS, page_bytes):
                     yield job.tile(alignment)
                     alignment //= 2
+
+    def _plan(self, mode: Mode, parts: Sequence[Part], num_batches: int) -> Callable[[int], None]:
+        """Return a function that issues a batch, by number, on the stream that is current now."""
+        assert self._driver is not None
+        assert self._pinned is not None
+        driver, stream = self._driver, torch.cuda.current_stream().cuda_stream
+        by_engines: list[Part] = []
+        if mode in self._copy_table:
+            pairs = [split(self._copy_table, mode, part) for part in parts]
+            parts = [x for x, _ in pairs if len(x.rows)]
+            by_engines = [x for _, x in pairs if len(x.rows)]
+        moves = plan_moves(parts, num_batches)
+        data = self._mover.upload(moves)
+        piece_bytes = self._pinned.piece_bytes
+        copied = by_engines and plan_copies(by_engines, self._address, num_batches, piece_bytes)
+
+        def issue(batch: int) -> None:
+            self._mover.launch(mode, moves, data, batch)
+            if copied:
+                copy_pages(driver, mode, copied[batch], stream)
+
+        return issue
 
     def _bounce_all(self, mode: Mode, parts: Sequence[Part]) -> None:
         assert self._bounce is not None
@@ -265,6 +292,16 @@ def _part(jobs: Sequence[Job], block_ids: Int64Array) -> Part:
     rows = np.array([job.row() for job in jobs], np.int64)
     tiles = [job.tile(0) for job in jobs]
     return Part(rows, tiles, none, [block_ids], np.zeros(1, np.int64), none)
+
+
+def _copy_table(copy_engines: CopyEngines | None) -> CopyTable:
+    if copy_engines is None:
+        return {}
+    sizes = {
+        Mode.LOAD: copy_engines.load_from_bytes,
+        Mode.SAVE: copy_engines.save_from_bytes,
+    }
+    return {mode: size for mode, size in sizes.items() if size is not None}
 
 
 def _nothing() -> None:

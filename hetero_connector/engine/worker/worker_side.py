@@ -32,6 +32,7 @@ from hetero_connector.engine.worker.step_outcome import StepOutcome, WorkerStep
 from hetero_connector.engine.worker.step_timer import StepTimer
 from hetero_connector.errors import StoreError
 from hetero_connector.metrics import Recorder
+from hetero_connector.planner.profile import CopyEngines
 from hetero_connector.store.arena import Arena, ArenaHandle
 
 OVERLAP_FROM_BYTES = 4 << 20
@@ -52,6 +53,7 @@ class WorkerSide:
         any_tp: bool = False,
         microbatches: bool = False,
         recovers: bool = True,
+        copy_engines: CopyEngines | None = None,
     ) -> None:
         """`any_tp`: engines of other TP sizes use the state that this one stores.
 
@@ -59,6 +61,8 @@ class WorkerSide:
 
         `microbatches`: a step may run as several forwards at a time, so a layer hook does not mean
         that a layer's pages are complete.
+
+        `copy_engines`: the pages that a GPU's copy engines move; None: none.
         """
         self._layout = layout
         self._rank = rank
@@ -67,6 +71,7 @@ class WorkerSide:
         self._layerwise = "off" if microbatches else layerwise
         self._microbatches = microbatches
         self._any_tp = any_tp
+        self._copy_engines = copy_engines
         self._planner = CopyPlanner(layout, rank)
         self._layers = dict.fromkeys(x.layer for x in layout.model.stored_layers)
         """The layers with state to store, in order."""
@@ -90,7 +95,8 @@ class WorkerSide:
         """
         layers = self._layout.model.stored_layers
         if layers:
-            self._device = device_of({x.layer: kv_caches[x.layer] for x in layers})
+            stored = {x.layer: kv_caches[x.layer] for x in layers}
+            self._device = device_of(stored, self._copy_engines)
             self._timer = StepTimer(self._device)
         for spec in layers:
             assert self._device is not None
