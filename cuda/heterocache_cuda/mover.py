@@ -27,6 +27,10 @@ FIELDS = int(kernels.FIELDS.value)
 _FIRST_ID, _FIRST_ARTIFACT, _NUM_PAGES = 4, 5, 6
 TILE_WORDS = 1024
 _MOST_JOBS = 65_535
+UPLOADS = {1 << n: min(32, max(2, 1 << 20 >> n)) for n in range(7, 21)}
+"""Uploads that may be under way at a time, by their bytes, which torch rounds up to powers of two.
+Small ones are a save of eight layers each, in several steps; the largest has the block ids of two
+million tokens."""
 ELEMENTS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
@@ -215,6 +219,20 @@ class PageMover:
         for tile in set(tiles):
             for mode in Mode:
                 self._run((1, 1), no_pages, no_pages, no_pages, mode, tile)
+
+    def reserve_uploads(self) -> None:
+        """Reserve memory for uploads on the current stream: 8 MiB here and on the device.
+
+        Torch would ask the driver for it at the first upload of each size, which may wait for the
+        device. It keeps what is released here.
+        """
+        if self._device.type == "cpu":
+            return
+        sizes = [size for size, count in UPLOADS.items() for _ in range(count)]
+        places: list[dict[str, Any]] = [{"pin_memory": True}, {"device": self._device}]
+        for place in places:
+            # All at a time, so that each is memory of its own.
+            _ = [torch.empty(size, dtype=torch.uint8, **place) for size in sizes]
 
     def upload(self, moves: Moves) -> torch.Tensor:
         """Copy the moves' data to the device, without waiting."""

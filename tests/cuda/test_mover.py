@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from math import prod
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,6 +14,7 @@ import torch
 from heterocache_cuda import kernels, reference
 from heterocache_cuda.layout import PageLayout
 from heterocache_cuda.mover import (
+    UPLOADS,
     Job,
     Launch,
     LaunchSizes,
@@ -127,3 +132,39 @@ def test_pages_with_too_many_dimensions_of_rows_are_refused() -> None:
     raw = torch.zeros(2, 2, 2, 2, 2, 3, 8, dtype=torch.uint8)
     with pytest.raises(ValueError, match="4 dimensions of rows"):
         PageLayout.of(raw[:, :, :, :, :, 0].permute(0, 4, 3, 2, 1, 5))
+
+
+class Tensor:
+    pass
+
+
+class TorchCache:
+    """The memory that torch has asked the driver for: it keeps what is released, by size."""
+
+    def __init__(self) -> None:
+        self.free: Counter[tuple[int, str]] = Counter()
+        self.asked: Counter[tuple[int, str]] = Counter()
+
+    def empty(self, size: int, *, dtype: torch.dtype, **place: Any) -> object:
+        assert (dtype, place) in [
+            (torch.uint8, {"pin_memory": True}),
+            (torch.uint8, {"device": torch.device("cuda", 1)}),
+        ]
+        key = size, *place
+        self.asked[key] += not self.free[key]
+        self.free[key] -= self.free[key] > 0
+        tensor = Tensor()
+        weakref.finalize(tensor, self.release, key)
+        return tensor
+
+    def release(self, key: tuple[int, str]) -> None:
+        self.free[key] += 1
+
+
+def test_reserved_uploads_ask_the_driver_for_nothing_later() -> None:
+    cache = TorchCache()
+    with patch.object(torch, "empty", cache.empty):
+        PageMover(torch.device("cuda", 1)).reserve_uploads()
+    wanted = {(n, x): count for n, count in UPLOADS.items() for x in ("pin_memory", "device")}
+    assert cache.asked == cache.free == wanted
+    assert sum(n * count for n, count in UPLOADS.items()) <= 8 << 20

@@ -16,7 +16,7 @@ import torch
 from heterocache_cuda import kernels
 from heterocache_cuda.bounce import BounceBuffer
 from heterocache_cuda.driver import CudaError, Driver
-from heterocache_cuda.mover import Int64Array, PageMover
+from heterocache_cuda.mover import Int64Array, Moves, PageMover
 from triton.runtime.interpreter import InterpretedFunction
 
 from hetero_connector.engine.worker import cuda_device
@@ -75,6 +75,8 @@ class Cuda:
         self.events: list[Event] = []
         self.variants: list[tuple[Any, ...]] = []
         """The mode and the tile of each launch."""
+        self.uploads: list[tuple[str, int]] = []
+        """The stream and the bytes of each upload."""
         self.is_busy = False
         """True: events do not fire before `finish`."""
         self.refuses_to_pin = False
@@ -146,6 +148,13 @@ class NotedMover(PageMover):
     def __init__(self, cuda: Cuda, device: torch.device) -> None:
         super().__init__(device, InterpretedFunction(kernels.move_pages.fn))
         self._cuda = cuda
+
+    def upload(self, moves: Moves) -> torch.Tensor:
+        self._cuda.uploads.append((self._cuda.current.name, moves.data.nbytes))
+        return super().upload(moves)
+
+    def reserve_uploads(self) -> None:
+        self._cuda.calls.append((self._cuda.current.name, "reserves", "uploads"))
 
     def _run(self, grid: Any, *arguments: Any) -> None:
         self._cuda.calls.append((self._cuda.current.name, "moves", f"{grid[1]} jobs"))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from heterocache_cuda.driver import Driver
+from heterocache_cuda.mover import UPLOADS
 from heterocache_cuda.pinned import PinnedArena
 
 from hetero_connector.artifacts.layout import ArtifactLayout
@@ -67,6 +68,7 @@ class Worker:
         }
         self.side.register(self.caches)
         self.side.attach(self.arena.handle)
+        self.at_start = list(cuda.calls)
         self.step(StepMetadata())
 
     def step(self, meta: StepMetadata, *, hooks: bool = True) -> list[tuple[str, str, str]]:
@@ -245,6 +247,15 @@ def test_no_kernel_is_compiled_while_serving(worker: Worker) -> None:
     worker.side.protect_replays(StepMetadata(cleared={0: [1, 2]}), {}, None)
     assert len(warm) > 0
     assert set(worker.cuda.variants) == warm
+
+
+def test_no_upload_is_the_first_of_its_stream_while_serving(worker: Worker) -> None:
+    reserved = [stream for stream, does, _ in worker.at_start if does == "reserves"]
+    assert reserved == ["loads", "saves"]
+    worker.cuda.uploads.clear()
+    worker.step(StepMetadata(loads=[load(SECOND)], saves=[save(FIRST)]))
+    assert {stream for stream, _ in worker.cuda.uploads} == {"loads", "saves"}
+    assert all(min(UPLOADS) <= size_bytes <= max(UPLOADS) for _, size_bytes in worker.cuda.uploads)
 
 
 def test_the_arena_is_unpinned_after_all_copies(worker: Worker) -> None:

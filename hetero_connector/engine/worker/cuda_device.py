@@ -97,13 +97,18 @@ class CudaDevice:
     def attach(self, arena: ByteArray, largest_artifact_bytes: int) -> None:
         """Page-lock the arena, so that the device reads and writes it by itself.
 
-        If that fails, copies go through a small buffer, and block.
+        If that fails, copies go through a small buffer, and block. It also reserves the memory that
+        the first copies would wait for.
         """
         try:
             driver = Driver.open(self._device.index or 0)
             pinned = PinnedArena.pin(arena, driver)
             if not pinned.is_complete:
                 self._bounce = BounceBuffer.open(self._mover, arena, largest_artifact_bytes)
+            # Not before: vLLM has torch release unused memory when it has captured its graphs.
+            for stream in (self._loads, self._saves):
+                with torch.cuda.stream(stream):
+                    self._mover.reserve_uploads()
         except (OSError, RuntimeError) as error:
             raise StoreError(f"the GPU cannot use the DRAM tier's memory: {error}") from error
         self._driver, self._pinned, self._address = driver, pinned, arena.ctypes.data
