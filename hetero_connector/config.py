@@ -248,24 +248,32 @@ class HeteroConfig:
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> HeteroConfig:
         """Check vLLM's `kv_connector_extra_config`, which may be empty.
 
-        Raises ConfigError for the first key that is unknown, of the wrong type or out of range.
+        Raises ConfigError, with a line for every key that is unknown, of the wrong type or out of
+        range: each start of an engine takes minutes.
         """
-        _refuse_unknown(extra_config)
-        given = {
-            k.name: k.parse(k.name, extra_config[k.name]) for k in KEYS if k.name in extra_config
-        }
-        if not given.get("directory"):
-            for key in ("lease_s", "replica_ttl_s", "worker_name", "peer_host", "adopt_from"):
-                if key in given:
-                    raise ConfigError(key, "only valid together with 'directory'")
-        if "dram_gib" in given:
-            _check_dram_gib(given["dram_gib"])
-        if "ssd_dir" in given:
-            given["ssd_gib"] = _ssd_gib(given.get("ssd_gib"), given["ssd_dir"])
-        else:
-            for key in ("ssd_gib", "ssd_write_gib_per_day"):
-                if key in given:
-                    raise ConfigError(key, "only valid together with 'ssd_dir'")
+        parsers = {key.name: key.parse for key in KEYS}
+        given: dict[str, Any] = {}
+        errors: list[ConfigError] = []
+        for name, value in extra_config.items():
+            try:
+                if name not in parsers:
+                    raise ConfigError(name, f"unknown key; {_advice(name)}")
+                given[name] = parsers[name](name, value)
+                if name == "dram_gib":
+                    _check_dram_gib(given[name])
+            except ConfigError as error:
+                errors.append(error)
+        for needed, names in _ONLY_WITH.items():
+            if not extra_config.get(needed):
+                problem = f"only valid together with {needed!r}"
+                errors += [ConfigError(name, problem) for name in names if name in given]
+        if "ssd_dir" in given and ("ssd_gib" in given or "ssd_gib" not in extra_config):
+            try:
+                given["ssd_gib"] = _ssd_gib(given.get("ssd_gib"), given["ssd_dir"])
+            except ConfigError as error:
+                errors.append(error)
+        if errors:
+            raise ConfigError.joined(errors)
         if "adopt_from" not in given and "ssd_dir" in given:
             folder = given["ssd_dir"].parent
             given["adopt_from"] = None if folder == folder.parent else folder
@@ -275,13 +283,47 @@ class HeteroConfig:
 KEYS: tuple[Key, ...] = tuple(Key(f.name, **f.metadata) for f in dataclasses.fields(HeteroConfig))
 
 
-def _refuse_unknown(extra_config: Mapping[str, Any]) -> None:
+_ONLY_WITH = {
+    "directory": ("lease_s", "replica_ttl_s", "worker_name", "peer_host", "adopt_from"),
+    "ssd_dir": ("ssd_gib", "ssd_write_gib_per_day"),
+}
+"""Keys that mean something only if another one is set, by that one."""
+_OTHER_NAMES = {
+    "LMCache": {
+        "chunk_size": "chunk_tokens",
+        "local_cpu": "dram_gib",
+        "max_local_cpu_size": "dram_gib",
+        "local_disk": "ssd_dir",
+        "max_local_disk_size": "ssd_gib",
+        "remote_url": "directory",
+        "lmcache_instance_id": "worker_name",
+        "p2p_host": "peer_host",
+    },
+    "Mooncake": {
+        "global_segment_size": "dram_gib",
+        "local_hostname": "peer_host",
+        "master_server_address": "directory",
+        "metadata_server": "directory",
+    },
+    "vLLM's offloading": {
+        "cpu_bytes_to_use": "dram_gib",
+        "num_cpu_blocks": "dram_gib",
+        "block_size": "chunk_tokens",
+        "eviction_policy": "eviction",
+    },
+}
+"""Keys of other connectors, with the key here that means nearly the same."""
+
+
+def _advice(name: str) -> str:
+    """Return what to write in place of an unknown key."""
+    plain = str(name).lower().removeprefix("lmcache.")
+    for product, keys in _OTHER_NAMES.items():
+        if plain in keys:
+            return f"it belongs to {product}; the key here is {keys[plain]!r}"
     names = [key.name for key in KEYS]
-    for name in extra_config:
-        if name not in names:
-            close = difflib.get_close_matches(str(name).lower(), names, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"the keys are {', '.join(names)}"
-            raise ConfigError(name, f"unknown key; {hint}")
+    close = difflib.get_close_matches(plain, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"the keys are {', '.join(names)}"
 
 
 def _check_dram_gib(given: float) -> None:

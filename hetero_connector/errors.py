@@ -1,7 +1,7 @@
 """The errors that the package raises on purpose.
 
 HeteroCacheError
-├── ConfigError            a configuration key is wrong; names the key
+├── ConfigError            configuration keys are wrong; names each
 ├── UnsupportedModelError  a layer or parallel layout whose state cannot be stored; names the layer
 ├── IdentityError          the model's files cannot be found or read: no identity, no caching
 ├── EngineStartError       vLLM refuses the model or its arguments; says which
@@ -30,7 +30,7 @@ Only LoadLostError ends an engine, because the answer would be wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -51,11 +51,19 @@ def _unpickle(
 
 
 class ConfigError(HeteroCacheError, ValueError):
-    """A configuration value is wrong; the text names the key, the value and what is accepted."""
+    """Configuration values are wrong; the text names each key, its value and what is accepted."""
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(f"kv_connector_extra_config[{key!r}]: {problem}")
         self.key = key
+
+    @classmethod
+    def joined(cls, errors: Sequence[ConfigError]) -> ConfigError:
+        """Return one error with a line for each of several. Its key is the first one's."""
+        first, *others = errors
+        if others:
+            first.args = ("\n".join(map(str, errors)),)
+        return first
 
 
 class UnsupportedModelError(HeteroCacheError, ValueError):

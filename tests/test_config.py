@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_connector import machine
-from hetero_connector.config import KEYS, HeteroConfig, markdown_table
+from hetero_connector.config import _OTHER_NAMES, KEYS, HeteroConfig, markdown_table
 from hetero_connector.errors import ConfigError
 from hetero_connector.machine import Disk, Memory
 from hetero_connector.units import GIB
@@ -228,7 +228,11 @@ def test_keys_of_a_fleet_need_a_directory(given: dict[str, object]) -> None:
         ("dram_gb", "did you mean 'dram_gib'"),
         ("SSD_DIR", "did you mean 'ssd_dir'"),
         ("layer_wise", "did you mean 'layerwise'"),
-        ("cpu_bytes_to_use", "the keys are dram_gib, ssd_dir"),
+        ("cpu_bytes_to_use", "it belongs to vLLM's offloading; the key here is 'dram_gib'"),
+        ("max_local_cpu_size", "it belongs to LMCache; the key here is 'dram_gib'"),
+        ("lmcache.chunk_size", "it belongs to LMCache; the key here is 'chunk_tokens'"),
+        ("metadata_server", "it belongs to Mooncake; the key here is 'directory'"),
+        ("colour", "the keys are dram_gib, ssd_dir"),
         (7, "the keys are"),
     ],
 )
@@ -318,3 +322,20 @@ def test_the_table_has_a_row_of_four_cells_for_every_key() -> None:
     rows = markdown_table().splitlines()[2:]
     assert [re.match(r"\| `(\w+)` \|", row)[1] for row in rows] == [k.name for k in KEYS]  # type: ignore[index]
     assert all(row.count(" | ") == 3 for row in rows)
+
+
+def test_all_wrong_keys_are_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(dram_gb=1, ssd_dir=str(tmp_path), ssd_gib=-1, lease_s=3.0, chunk_tokens=0)
+    lines = str(caught.value).splitlines()
+    assert [re.findall(r"\['(\w+)'\]", line) for line in lines] == [
+        ["dram_gb"], ["ssd_gib"], ["chunk_tokens"], ["lease_s"]
+    ]  # fmt: skip
+    assert caught.value.key == "dram_gb"
+
+
+def test_other_connectors_keys_are_answered_with_keys_that_exist() -> None:
+    names = {key.name for key in KEYS}
+    for product, keys in _OTHER_NAMES.items():
+        assert set(keys.values()) <= names, product
+        assert not set(keys) & names, product

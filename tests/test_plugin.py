@@ -36,3 +36,22 @@ def test_the_entry_point_registers_the_connector_once() -> None:
     assert KVConnectorFactory.get_connector_class_by_name("HeteroConnector").__name__ == (
         "HeteroConnector"
     )
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside a MultiConnector"])
+def test_wrong_keys_are_refused_before_anything_is_loaded(inside: bool) -> None:
+    """vLLM makes the connector after it has loaded the weights."""
+    from vllm.config import KVTransferConfig, VllmConfig
+
+    register()
+    keys = {"dram_gb": 1, "chunk_tokens": 0}
+    own = {"kv_connector": "HeteroConnector", "kv_role": "kv_both"}
+    own["kv_connector_extra_config"] = keys
+    if inside:
+        children = [{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}, own]
+        own = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+        own["kv_connector_extra_config"] = {"connectors": children}
+    with pytest.raises(ValueError, match=r"dram_gb.*did you mean 'dram_gib'.*\n.*chunk_tokens"):
+        VllmConfig(kv_transfer_config=KVTransferConfig(**own))
+    keys.clear()
+    assert VllmConfig(kv_transfer_config=KVTransferConfig(**own)).kv_transfer_config
