@@ -46,7 +46,10 @@ class UcxAgent:
             nixl = import_nixl()
             from nixl import _bindings as bindings
         except ImportError as e:
-            raise StoreError(f"nixl cannot be imported: {e}") from e
+            raise StoreError(
+                f"nixl cannot be imported ({e}): pip install nixl==1.5.1 (without a GPU: "
+                "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1)"
+            ) from e
         self.name = name
         self._bindings: Any = bindings
         config = bindings.nixlAgentConfig()

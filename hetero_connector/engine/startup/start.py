@@ -180,10 +180,9 @@ def open_scheduler_side(
         peers=None if fleet is None else _peer_access(fleet, config),
         size_of=layout.artifact_bytes,
     )
-    if fleet is not None and store.sharing is not None:
+    if fleet is not None:
+        assert store.sharing is not None
         fleet.start(store.sharing)
-    else:
-        fleet = None  # peers could not read from this engine, so it must not claim anything
     logger.info("HeteroConnector: %s", _summary(layout, config))
     for warning in _warnings(layout, config, vllm_config.model_config.max_model_len):
         logger.warning("HeteroConnector: %s", warning)

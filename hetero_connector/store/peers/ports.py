@@ -95,16 +95,21 @@ class PeerPort:
     def open(
         cls, access: PeerAccess | None, arena: Arena, geometry: SlotGeometry
     ) -> PeerPort | None:
-        """Export the arena; None, with one line in the log, if that cannot be done here."""
+        """Export the arena; None for an engine by itself.
+
+        Raises StoreError if peers could not read from this engine: it would own state that no
+        other engine can use.
+        """
         if access is None:
             return None
         table = SlotTable(geometry)
         try:
             transfers = access.open_transfers([arena.shared, table.shared])
-        except StoreError as e:
-            logger.warning("no peer tier: %s", e)
+        except StoreError as error:
             table.close()
-            return None
+            raise StoreError(
+                f"this engine cannot join the fleet of 'directory': {error}"
+            ) from error
         logger.info("the DRAM tier can be read by peers through %s", transfers.name)
         feed = ExportFeed(access.changed)
         return cls(access.peers, table, transfers, feed, geometry, access.changed)
