@@ -141,6 +141,18 @@ def test_a_page_that_is_computed_too_is_loaded_before_the_forward(worker: Worker
     assert set(calls[6:]) == {("forward", "waits for", "an event")}
 
 
+def test_the_forwards_time_stops_once_for_each_batch_of_layers(worker: Worker) -> None:
+    worker.cuda.events.clear()
+    calls = worker.step(StepMetadata(loads=[load(SECOND)], timed_as=7))
+    assert calls.count(("forward", "waits for", "an event")) == NUM_LAYERS
+    stretches = sum(event.enable_timing for event in worker.cuda.events) / 2
+    batches = 2
+    assert stretches == batches + (1 + 1 + batches), "copies, and the forward between its waits"
+    report = worker.side.take_report()
+    assert report is not None
+    assert [timing.step for timing in report.timings] == [7]
+
+
 def test_no_forward_waits_for_a_parked_load(worker: Worker) -> None:
     worker.cuda.is_busy = True
     calls = worker.step(StepMetadata(loads=[load(SECOND, parked=True)]))

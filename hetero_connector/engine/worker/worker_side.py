@@ -79,6 +79,8 @@ class WorkerSide:
         self._timer: StepTimer | None = None
         self._arena: Arena | None = None
         self._pipeline = LayerPipeline()
+        self._timed_waits: set[str] = set()
+        """The first layer of each batch of this step's layer-wise loads."""
         self._hooks = LayerHooks()
         self.outcome = StepOutcome(recorder, layout.model, recovers=recovers)
         self._step: WorkerStep | None = None
@@ -188,6 +190,9 @@ class WorkerSide:
         self._hooks.on_called(layer)
         if self._pipeline.active and self._step is not None:
             with self.outcome.loading(self._step.meta.loads):
+                if layer not in self._timed_waits:  # the forward waits for its batch already
+                    self._pipeline.ensure(layer)
+                    return
                 assert self._timer is not None
                 end_wait = self._timer.start_wait()
                 self._pipeline.ensure(layer)
@@ -352,6 +357,7 @@ class WorkerSide:
             jobs = [
                 (layer, wait) for batch, wait in zip(batches, waits, strict=True) for layer in batch
             ]
+            self._timed_waits = {batch[0] for batch in batches}
             self._pipeline.start(jobs, overlap=device.overlaps_by_thread)
 
     def _start_copies(
