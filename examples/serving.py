@@ -256,9 +256,10 @@ class Server:
             if key.partition("{")[0] == name
         ]
 
-    def reset_prefix_cache(self) -> None:
-        """Empty the engine's own prefix cache, not the connector's store."""
-        self._send("/reset_prefix_cache", b"").read()
+    def reset_prefix_cache(self, *, external: bool = False) -> None:
+        """Empty the engine's own prefix cache; the connector's store too if `external`."""
+        query = "?reset_external=true" if external else ""
+        self._send(f"/reset_prefix_cache{query}", b"").read()
 
     def kill(self) -> None:
         """Kill the whole process group with SIGKILL. Idempotent."""

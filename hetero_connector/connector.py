@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -264,6 +264,11 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         """Store under another name from now on. `weight_updates` calls this, not vLLM."""
         if self._scheduler:
             self._scheduler.root.on_weights_changed(version)
+
+    def on_loop_started(self, wake: Callable[[], None]) -> None:
+        """Wake an idle engine when there is something to report. `idle_steps` calls this."""
+        if self._scheduler:
+            self._scheduler.idle_steps.start(wake)
 
     # Both
 

@@ -172,6 +172,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._drained_gauges: dict[str, float] = {}
         self._reset()
 
     def _reset(self) -> None:
@@ -198,6 +199,12 @@ class Recorder:
             if len(samples) < _MAX_SAMPLES:
                 samples.append(seconds)
 
+    def has_news(self) -> bool:
+        """Return True if a drain would return more than gauges that have not changed."""
+        with self._lock:
+            is_counted = bool(self._counters or self._timings)
+            return is_counted or not self._gauges.items() <= self._drained_gauges.items()
+
     def drain(self) -> Payload | None:
         """Return everything recorded since the last drain; None if there is nothing."""
         with self._lock:
@@ -208,6 +215,7 @@ class Recorder:
                 GAUGES: dict(self._gauges),
                 TIMINGS: dict(self._timings),
             }
+            self._drained_gauges |= self._gauges
             self._reset()
         return payload
 

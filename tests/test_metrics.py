@@ -48,3 +48,14 @@ def test_merging_adds_counters_and_lets_the_newer_gauge_win() -> None:
         recorder.observe("t", value)
     merged = merge(one.drain() or {}, other.drain() or {})
     assert merged == {"counters": {"c{}": 3}, "gauges": {"g{}": 2}, "timings": {"t{}": [1, 2]}}
+
+
+def test_a_gauge_that_has_not_changed_is_no_news() -> None:
+    """Else an idle engine would step every second to report what is known."""
+    recorder = Recorder()
+    for value, is_news in ((1.0, True), (1.0, False), (2.0, True), (2.0, False)):
+        recorder.set("heterocache_io_alive", value)
+        assert recorder.has_news() is is_news
+        assert recorder.drain() is not None
+    recorder.add("heterocache_hits")
+    assert recorder.has_news()

@@ -12,7 +12,7 @@ import pytest
 
 from examples.checkpoints import write_checkpoint
 from examples.serving import Server
-from tests.engine.harness import CHECKPOINTS, prompt_tokens
+from tests.engine.harness import CHECKPOINTS, prompt_tokens, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]  # a server start
 
@@ -41,6 +41,11 @@ class ReadmeServer(Server):
         return [vllm, *model, *settings]
 
 
+def stored(server: Server, tier: str) -> float:
+    """Return the bytes in a tier by `/metrics`."""
+    return sum(x for labels, x in server.series("heterocache_bytes") if labels["tier"] == tier)
+
+
 def test_a_prompt_sent_again_is_restored(tmp_path: Path) -> None:
     model = write_checkpoint("dense", CHECKPOINTS)
     log, ssd_dir = tmp_path / "server.log", tmp_path / "ssd"
@@ -50,6 +55,10 @@ def test_a_prompt_sent_again_is_restored(tmp_path: Path) -> None:
         server.reset_prefix_cache()
         second = server.complete(prompt, max_tokens=4)
         restored = server.series("heterocache_hit_tokens_total")
+        # No request follows: the engine is idle, and the gauges still show what is stored.
+        until(lambda: stored(server, "dram") > 0 and stored(server, "ssd") > 0, deadline_s=20)
+        server.reset_prefix_cache(external=True)
+        until(lambda: stored(server, "dram") == stored(server, "ssd") == 0, deadline_s=20)
     assert second.tokens == first.tokens
     assert second.cached_tokens is not None
     assert second.cached_tokens >= 1024

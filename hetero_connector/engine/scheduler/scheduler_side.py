@@ -29,6 +29,7 @@ from hetero_connector.engine.scheduler.chain_root import ChainRoot
 from hetero_connector.engine.scheduler.cost_learner import CostLearner
 from hetero_connector.engine.scheduler.early_saves import EarlySaves
 from hetero_connector.engine.scheduler.fleet import Fleet
+from hetero_connector.engine.scheduler.idle_steps import IdleSteps
 from hetero_connector.engine.scheduler.peer_matcher import PeerMatcher
 from hetero_connector.engine.scheduler.predictions import Predictions
 from hetero_connector.engine.scheduler.replays import Replays, can_hide
@@ -138,6 +139,7 @@ class SchedulerSide:
             self._table,
             parked=self._parked,
         )
+        self.idle_steps = IdleSteps(recorder.has_news)
         self._early = EarlySaves(self._saver, recorder, layout.model)
         self._broken = False
         """True once a load has failed on a worker, which loads and saves nothing from then on, or
@@ -202,6 +204,7 @@ class SchedulerSide:
 
     def order_step(self, output: SchedulerOutput) -> StepMetadata:
         """`build_connector_meta`: order this step's loads and saves."""
+        self.idle_steps.on_step()
         meta = StepMetadata(arena=self.store.arena.handle)
         self._admissions.order_loads(output, self._trackers, meta)
         try:
@@ -280,8 +283,8 @@ class SchedulerSide:
 
     @property
     def has_work(self) -> bool:
-        """True while the engine must keep stepping so that a worker's report arrives."""
-        return self._saver.awaits_reports or bool(self._early)
+        """True while the engine must step: a worker's report is to arrive, or news to leave."""
+        return self._saver.awaits_reports or bool(self._early) or self.idle_steps.is_due
 
     def close(self) -> None:
         """Leave the fleet, write sealed artifacts to SSD and release the tiers. Idempotent.
@@ -290,6 +293,7 @@ class SchedulerSide:
         admitted is still loaded: it counts on the tokens.
         """
         self._broken = True
+        self.idle_steps.close()
         self.identifier.close()
         self._peers.close()
         self.store.close()

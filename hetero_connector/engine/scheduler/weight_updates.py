@@ -136,16 +136,16 @@ def _method(core: type, name: str) -> Callable[..., Any]:
 
 
 def _notify(core: Any, version: str | None) -> None:
-    for connector in _connectors(core):
-        connector.on_weights_changed(version)
+    for connector in connectors_of(core):
+        if isinstance(connector, WeightsListener):
+            connector.on_weights_changed(version)
 
 
-def _connectors(core: Any) -> Iterator[WeightsListener]:
-    """Yield the engine's connector, also inside a `MultiConnector`; none during start-up."""
+def connectors_of(core: Any) -> Iterator[object]:
+    """Yield an engine core's connector, also those in a `MultiConnector`; none at its start."""
     scheduler = getattr(core, "scheduler", None)
     found = [] if scheduler is None else [scheduler.get_kv_connector()]
     while found:
         connector = found.pop()
         found += getattr(connector, "_connectors", ())
-        if isinstance(connector, WeightsListener):
-            yield connector
+        yield connector

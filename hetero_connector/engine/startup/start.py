@@ -15,7 +15,7 @@ from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.artifacts.tensor_parallel import refusal
 from hetero_connector.config import HeteroConfig
-from hetero_connector.engine.scheduler import weight_updates
+from hetero_connector.engine.scheduler import idle_steps, weight_updates
 from hetero_connector.engine.scheduler.fleet import Fleet
 from hetero_connector.engine.scheduler.media import media_ids
 from hetero_connector.engine.scheduler.request_identifier import RequestIdentifier
@@ -187,6 +187,7 @@ def open_scheduler_side(
     for warning in _warnings(layout, config, vllm_config.model_config.max_model_len):
         logger.warning("HeteroConnector: %s", warning)
     weight_updates.observe()
+    idle_steps.observe()
     hasher = ChainHasher(identity.digest, chunk_tokens)
     return SchedulerSide(
         layout,

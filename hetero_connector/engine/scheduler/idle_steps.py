@@ -1,0 +1,118 @@
+"""Let an idle engine step when it has something to report.
+
+vLLM takes a connector's metrics at the end of a step, and an idle engine takes none: its gauges
+would show for hours what was stored before the last request ended. vLLM gives a connector no way to
+ask for a step, so `observe` wraps the method in which the loop of its `EngineCoreProc` waits. At
+its first call the connector gets a function that ends the wait; later calls are not wrapped.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+from hetero_connector.engine.scheduler.weight_updates import connectors_of
+from hetero_connector.errors import UnsupportedVersionError
+
+_WAIT = "_process_input_queue"
+_OBSERVED = "heterocache_observes_waits"
+_INTERVAL_S = 1.0
+
+
+class IdleSteps:
+    """Wakes an engine that has been idle for an interval and has news.
+
+    `is_due` and `on_step` belong to the scheduler's thread; a thread of its own looks for news.
+    """
+
+    def __init__(
+        self,
+        has_news: Callable[[], bool],
+        interval_s: float = _INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`has_news` is called by the thread; `clock` is monotonic."""
+        self._has_news = has_news
+        self._interval_s = interval_s
+        self._clock = clock
+        self._stepped_s = clock()
+        self._is_due = False
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """True if the engine was woken and has not stepped since."""
+        return self._is_due
+
+    def start(self, wake: Callable[[], None]) -> None:
+        """Begin to look for news. `wake` ends the engine's wait; any thread may call it."""
+        if self._thread is None and not self._closed.is_set():
+            run = functools.partial(self._run, wake)
+            self._thread = threading.Thread(target=run, name="heterocache-idle", daemon=True)
+            self._thread.start()
+
+    def on_step(self) -> None:
+        """Note that a step begins; at its end vLLM takes the news."""
+        self._stepped_s = self._clock()
+        self._is_due = False
+
+    def look(self, wake: Callable[[], None]) -> None:
+        """Wake the engine if it is idle and has news."""
+        if self._has_news() and self._clock() - self._stepped_s >= self._interval_s:
+            self._is_due = True
+            wake()
+
+    def close(self) -> None:
+        """End the thread. Does not wait for it."""
+        self._closed.set()
+
+    def _run(self, wake: Callable[[], None]) -> None:
+        while not self._closed.wait(self._interval_s):
+            self.look(wake)
+
+
+@runtime_checkable
+class WakeListener(Protocol):
+    """A connector that may wake its engine."""
+
+    def on_loop_started(self, wake: Callable[[], None]) -> None:
+        """Take the function that ends the engine's wait for requests."""
+        ...
+
+
+def observe() -> None:
+    """Wrap vLLM's method so that connectors in this process can wake their engine. Idempotent.
+
+    Raises UnsupportedVersionError if vLLM lacks the method: metrics would not be true.
+    """
+    from vllm.v1.engine import EngineCoreRequestType
+    from vllm.v1.engine.core import EngineCoreProc
+
+    if hasattr(EngineCoreProc, _OBSERVED):
+        return
+    original: Any = getattr(EngineCoreProc, _WAIT, None)
+    if original is None or not hasattr(EngineCoreRequestType, "WAKEUP"):
+        raise UnsupportedVersionError(
+            f"this vLLM's EngineCoreProc has no {_WAIT}, or no message that ends it: install a "
+            "vLLM version that the README names, or a heterocache release that supports this one"
+        )
+    setattr(EngineCoreProc, _OBSERVED, True)
+    message = (EngineCoreRequestType.WAKEUP, None)
+
+    @functools.wraps(original)
+    def wait(self: Any) -> Any:
+        def wake() -> None:
+            if not self.model_executor.is_sleeping:
+                self.input_queue.put_nowait(message)
+
+        vars(self)[_WAIT] = functools.partial(original, self)
+        for connector in connectors_of(self):
+            if isinstance(connector, WakeListener):
+                connector.on_loop_started(wake)
+        return original(self)
+
+    setattr(EngineCoreProc, _WAIT, wait)
