@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from heterocache_cuda.gather import gather_rows
-from heterocache_cuda.mover import LAUNCH_SIZES, LaunchSizes, Mode
+from heterocache_cuda.mover import LAUNCH_SIZES, UPLOADS, LaunchSizes, Mode
 
 from benchmarks.gpu_check.setting import (
     KIB,
@@ -23,8 +23,8 @@ from benchmarks.gpu_check.speed import Restore
 from benchmarks.measure import table
 
 _PIECE = 16 * KIB
-_LARGE_UPLOAD = 1 << 20
-"""Numbers: more than any upload before, so new memory must be page-locked."""
+_LARGE_UPLOAD = 8 << 20
+"""More than any upload before, so new memory must be page-locked."""
 GOAL_SLOWDOWN = 1.1
 """A matrix product while the mover works, over one during a copy by the copy engine."""
 
@@ -57,13 +57,20 @@ def check_events(setting: Setting) -> Result:
     facts["the save came after the kernel"] = spun.query()
     facts["the saved bytes are right"] = restore.is_exact()
 
-    larger = restore.moves._replace(data=np.zeros(_LARGE_UPLOAD, np.int64))
-    torch.cuda._sleep(setting.sizes.spin_cycles)
-    spun = forward.record_event()
+    def waits(size_bytes: int) -> bool:
+        """Upload while the kernel spins, and return whether it has ended then."""
+        torch.cuda._sleep(setting.sizes.spin_cycles)
+        spun = forward.record_event()
+        with torch.cuda.stream(saves):
+            mover.upload(restore.moves._replace(data=np.zeros(size_bytes // 8, np.int64)))
+        waited: bool = spun.query()
+        torch.cuda.synchronize()
+        return waited
+
     with torch.cuda.stream(saves):
-        mover.upload(larger)
-    waited = spun.query()
-    torch.cuda.synchronize()
+        mover.reserve_uploads()
+    facts["an upload of a reserved size does not wait"] = not waits(max(UPLOADS))
+    waited = waits(_LARGE_UPLOAD)
     result = _result(facts)
     note = f"; a first upload of its size {'waits' if waited else 'does not wait'} for the device"
     figures = {"first_upload_waits": float(waited)}

@@ -33,6 +33,7 @@ from heterocache_cuda.pinned import PIECE_BYTES
 PAGE_SIZES = tuple(1 << n for n in range(12, 21))
 """4 KiB to 1 MiB: what `measure_copy_table` tries."""
 _TOTAL_BYTES = 64 << 20
+_LAYERS = 8
 _ROUNDS = 5
 
 
@@ -140,7 +141,7 @@ def compare(
         return min(times)
 
     def is_copy_faster(mode: Mode, page_bytes: int) -> bool:
-        part = _scattered(memory.view(-1, page_bytes), arena, page_bytes)
+        part = _scattered(memory, arena, page_bytes)
 
         def by_kernel() -> None:
             moves = plan_moves([part])
@@ -203,12 +204,18 @@ def _cut(copies: Copies, arena_address: int, cut_bytes: int) -> Copies:
     )
 
 
-def _scattered(pages: torch.Tensor, arena: torch.Tensor, page_bytes: int) -> Part:
-    """Return a part with one page in each artifact; half of the pages, in random order."""
-    num_pages = arena.numel() // page_bytes
-    ids = 1 + np.random.default_rng(0).permutation(len(pages) - 1)[:num_pages]
-    addresses = arena.data_ptr() + page_bytes * np.arange(num_pages)
-    job = Job(PageLayout.of(pages), 0, page_bytes, 1)
-    one = np.zeros(1, np.int64)
-    tiles = [job.tile(alignment_of(addresses))]
-    return Part(np.array([job.row()]), tiles, one, [ids[:, None]], addresses, one)
+def _scattered(memory: torch.Tensor, arena: torch.Tensor, page_bytes: int) -> Part:
+    """Return a page of each layer for each artifact, in random order; half of `memory` is used.
+
+    There are as many layers as one launch has while a forward runs: with fewer, the kernel has
+    fewer programs.
+    """
+    num_layers = min(_LAYERS, arena.numel() // page_bytes)
+    count = arena.numel() // page_bytes // num_layers
+    layers = memory.view(num_layers, -1, page_bytes)
+    ids = 1 + np.random.default_rng(0).permutation(layers.shape[1] - 1)[:count]
+    addresses = arena.data_ptr() + num_layers * page_bytes * np.arange(count)
+    jobs = [Job(PageLayout.of(x), n * page_bytes, page_bytes, 1) for n, x in enumerate(layers)]
+    none = np.zeros(num_layers, np.int64)
+    tiles = [job.tile(alignment_of(addresses)) for job in jobs]
+    return Part(np.array([x.row() for x in jobs]), tiles, none, [ids[:, None]], addresses, none)

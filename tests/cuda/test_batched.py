@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 import torch
 from heterocache_cuda import reference
-from heterocache_cuda.batched import compare, copy_pages, measure_copy_table, plan_copies, split
+from heterocache_cuda.batched import (
+    _scattered,
+    compare,
+    copy_pages,
+    measure_copy_table,
+    plan_copies,
+    split,
+)
 from heterocache_cuda.driver import CudaError, Driver
 from heterocache_cuda.layout import PageLayout
-from heterocache_cuda.mover import Int64Array, Job, Mode, PageMover, Part, alignment_of
+from heterocache_cuda.mover import Int64Array, Job, Mode, PageMover, Part, alignment_of, plan_moves
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -137,6 +144,22 @@ def test_the_table_splits_jobs_by_size_and_direction() -> None:
         assert [row[8] >> 10 for row in by_copies.rows] == copied
         assert len(by_kernel.rows) == len(by_kernel.tiles) == 3 - len(copied)
         assert len(by_copies.tiles) == len(by_copies.ids_of_job) == len(copied)
+
+
+@pytest.mark.parametrize("page_bytes", [64, 4096])
+def test_what_is_measured_is_a_launch_of_eight_layers(page_bytes: int) -> None:
+    size_bytes = 64 << 10
+    arena = torch.arange(size_bytes // 4, dtype=torch.int32).view(torch.uint8)
+    memory = torch.zeros(2 * size_bytes, dtype=torch.uint8)
+    part = _scattered(memory, arena, page_bytes)
+    ((launch,),) = plan_moves([part]).batches
+    assert launch.stop - launch.first == 8
+    (copies,) = plan_copies([part], arena.data_ptr())
+    assert len(np.unique(copies.in_pages)) == len(copies.sizes) == size_bytes // page_bytes
+    copy_pages(driver(), Mode.LOAD, copies, STREAM)
+    moved = memory.view(-1, page_bytes)
+    moved = moved[moved.bool().any(1)]
+    assert sorted(moved.tolist()) == sorted(arena.view(-1, page_bytes).tolist())
 
 
 class Ways:
