@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -264,4 +266,17 @@ def test_what_would_leave_next_is_asked_also_when_much_is_read_elsewhere() -> No
     asked = sharing(store).next_victims(4)
     assert len(asked) == 8
     assert asked[:4] == [c.key for c in trunks[:4]], "those asked longest ago"
+    store.close()
+
+
+@pytest.mark.parametrize("has_ssd", [True, False])
+def test_the_io_thread_of_an_idle_store_rests(tmp_path: Path, has_ssd: bool) -> None:
+    store = open_store(tmp_path if has_ssd else None)
+    put_summed(store, CHUNKS)
+    sharing(store).resolve_claims(dict.fromkeys(ids_of(CHUNKS), 4), ())
+    until(lambda: not store.snapshot().writes_queued)
+    assert store.catalog.writes.next_due_s == math.inf
+    with patch.object(store.io_thread, "step", return_value=False) as step:
+        time.sleep(0.3)
+    assert step.call_count < 10
     store.close()

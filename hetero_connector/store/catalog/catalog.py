@@ -232,7 +232,7 @@ class Catalog:
     def seal(self, save: Save) -> None:
         """Make a save's artifacts visible, and queue their writes."""
         now, due_s = self._tick(), self.clock() + self.config.spill_delay_s
-        was_idle = not len(self.writes)
+        was_idle = self.writes.next_due_s == math.inf
         for artifact in _end_save(save):
             if not artifact.forgotten:
                 artifact.last_used = now
@@ -245,7 +245,7 @@ class Catalog:
                 if self.writes.is_active:
                     self.writes.queue(artifact, due_s)
             self.tiers.unpin(artifact)
-        if was_idle and len(self.writes):
+        if was_idle and self.writes.next_due_s < math.inf:
             self._lock.notify_all()
         self._refresh_gauges()
 

@@ -75,7 +75,7 @@ class Writes:
         self.claims = PendingClaims(clock, self.offer)
         """Artifacts whose write waits for the fleet's answer."""
         self.is_writable = tiers.ssd is not None
-        """False while the SSD is not written to."""
+        """False while the SSD is not written to. Then nothing is queued for it."""
         self.admission = Admission(None, tiers.seconds_saved.in_prefills)
         self.num_writing = 0
         """Artifacts that were taken for a write and are not finished."""
@@ -86,7 +86,7 @@ class Writes:
         self._clock = clock
         self._sums = sums
         self._unsummed = ArtifactQueue[Pending]()
-        """Sealed artifacts without a checksum; all of them are in `_queue` too."""
+        """Sealed artifacts without a checksum; what is written gets one before."""
         self._queue = ArtifactQueue[Pending]()
         self._most_chunks = max(1, tiers.dram.geometry.num_chunks // _DRAM_SHARE)
 
@@ -114,10 +114,11 @@ class Writes:
 
     @property
     def next_due_s(self) -> float:
-        """Return when the next write is due, in seconds of the clock; infinite without one."""
-        if not self._queue:
+        """Return when the next checksum or write is due by the clock; infinite without one."""
+        waiting = [queue.first.due_s for queue in (self._queue, self._unsummed) if queue]
+        if not waiting:
             return float("inf")
-        return 0.0 if self.flushing else self._queue.first.due_s
+        return 0.0 if self.flushing else min(waiting)
 
     @property
     def waits_too_long(self) -> bool:
@@ -127,14 +128,15 @@ class Writes:
     # --- queueing -----------------------------------------------------------------------------
 
     def queue(self, artifact: Artifact, due_s: float) -> None:
-        """Have a sealed artifact summed and written, from `due_s` on."""
+        """Have a sealed artifact summed, and written if anything is, from `due_s` on."""
         pending = Pending(artifact, due_s)
-        self._queue.append(artifact, pending)
+        if self.is_writable:
+            self._queue.append(artifact, pending)
         if artifact.checksum is None:
             self._unsummed.append(artifact, pending)
 
     def offer(self, artifact: Artifact) -> None:
-        """Queue a write that is due now, if anything is written at all."""
+        """Queue an artifact that is due now, if anything is summed or written at all."""
         if self.is_active:
             self.queue(artifact, self._clock())
 
@@ -154,8 +156,8 @@ class Writes:
         """Write nothing of what is queued."""
         self.is_writable = False
         self.claims.clear()
+        self._queue.clear()
         if not self.is_active:
-            self._queue.clear()
             self._unsummed.clear()
 
     def end(self) -> None:
@@ -198,11 +200,7 @@ class Writes:
         `Tiers.forgotten`; then `place` gives each artifact its slot.
         """
         self.claims.offer_overdue(at_once=self.flushing)
-        due = self._take_due()
-        if self._tiers.ssd is None or not self.is_writable:
-            self._release(due)
-            return []
-        admitted = self._admit(due)
+        admitted = self._admit(self._take_due())
         self._make_room(admitted)
         return admitted
 
@@ -338,7 +336,7 @@ class Writes:
 
     def _put_back(self, artifacts: Sequence[Artifact]) -> None:
         """Return artifacts to the head of the queue: chunks below depend on them."""
-        if self.is_active:
+        if self.is_writable:
             due_s = self._clock() + _RETRY_S
             for artifact in reversed(artifacts):
                 if not artifact.forgotten:

@@ -185,12 +185,11 @@ class SsdWrites:
         return moved
 
     def may_begin(self, active: Sequence[WriteBatch], late: Sequence[WriteBatch]) -> bool:
-        """See `Device.may_begin`. While nothing is written, what is queued is dropped."""
+        """See `Device.may_begin`."""
         if active:
             return False
         yields = self._is_reading() and not self.catalog.has_overdue_write()
-        waits = bool(late) or self.rows.is_pending or self.rows.is_busy or yields
-        return not (waits and self.catalog.writes.is_writable)
+        return not (late or self.rows.is_pending or self.rows.is_busy or yields)
 
     def begin(self) -> list[WriteBatch]:
         """See `Device.begin`."""
