@@ -21,6 +21,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="engines in this process copy as late or as early as may be, drawn for each copy",
     )
+    parser.addoption(
+        "--full-decodes",
+        action="store_true",
+        help="engines in this process run decodes as FULL graphs (second model runner only)",
+    )
 
 
 class GroupScheduling(LoadScopeScheduling):

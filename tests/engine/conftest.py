@@ -47,6 +47,19 @@ def _adversarial_device(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _full_decodes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With `--full-decodes` steps are graphs as on CUDA by default; see `full_steps`."""
+    if not request.config.getoption("--full-decodes"):
+        yield
+        return
+    from tests.engine.full_steps import full_decodes
+
+    with full_decodes() as steps:
+        yield
+    assert steps, "no step was a FULL graph"
+
+
 @pytest.fixture
 def shared_llm(model: str) -> Iterator[Any]:
     """The engine that several modules share, with empty caches and its settings as at its start.

@@ -8,17 +8,22 @@ from unittest.mock import patch
 
 import pytest
 
-from hetero_connector.engine.worker import slot_masks
-from tests.engine.full_steps import full_steps
+from hetero_connector.engine.worker import slot_masks, worker_side
+from tests.engine.full_steps import full_decodes, full_steps
 from tests.engine.harness import (
+    delta,
     forget,
     forget_checkpoints,
     forget_local,
     generate,
+    generate_batch,
+    no_restores,
+    prompt_tokens,
     scheduler_side,
     settle,
 )
 from tests.engine.replays import CASES, CLEAR, PROMPT, Case, error, own_hits, params, steps_of
+from tests.engine.soaking import tolerance
 
 pytestmark = pytest.mark.engine
 
@@ -80,3 +85,37 @@ def test_power_a_full_step_without_masks_is_seen(llm: Any, case: Case) -> None:
         wrong = generate(llm, PROMPT, max_tokens=8)
     assert wrong.num_cached_tokens == case.resume
     assert error(wrong, right) > CLEAR
+
+
+def dispatched(model: str) -> Any:
+    """Run steps as vLLM's dispatcher chooses; DeepSeek-V4's CPU kernels take no padding."""
+    return full_decodes(range(1, 513)) if model == "deepseek_v4" else full_decodes()
+
+
+@pytest.mark.parametrize(
+    "model", ["dense", "gemma3", "qwen3_next", pytest.param("deepseek_v4", marks=pytest.mark.slow)]
+)
+def test_a_session_is_exact_when_only_decodes_are_full_graphs(shared_llm: Any, model: str) -> None:
+    """Full graphs fill the chunks, which hooks have saved in the steps before and load after."""
+    llm = shared_llm
+    case = Case(model, grid=scheduler_side(llm).layout.model.alignment, replayed=0)
+    others = [prompt_tokens(600, seed=seed) for seed in (31, 32)]
+    with dispatched(model) as steps, patch.object(worker_side, "OVERLAP_FROM_BYTES", 0):
+        reply = generate(llm, PROMPT, max_tokens=300).tokens
+        assert len(steps) == 299, "each token but the first is a full graph's"
+        turn = [*PROMPT, *reply, *prompt_tokens(60, seed=33)]
+        forget_local(llm)
+        restored = generate(llm, turn, max_tokens=8)
+        assert restored.num_cached_tokens == case.boundary(len(PROMPT) + len(reply))
+        forget_local(llm)
+        in_batch, *cold = generate_batch(llm, [turn, *others], max_tokens=8)
+        assert in_batch.num_cached_tokens == restored.num_cached_tokens
+        with no_restores(llm):
+            forget_local(llm)
+            assert generate(llm, PROMPT, max_tokens=300).tokens == reply
+            own = generate(llm, turn, max_tokens=8)
+            forget_local(llm)
+            right = generate_batch(llm, others, max_tokens=8)
+    case.same(restored, own)
+    for answer, expected in zip([in_batch, *cold], [own, *right], strict=True):
+        assert delta(answer, expected) <= tolerance(model)
