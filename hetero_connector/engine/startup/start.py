@@ -116,12 +116,12 @@ def open_worker_side(
 def _copy_engines(config: HeteroConfig, vllm_config: VllmConfig) -> CopyEngines | None:
     """Return the use of a GPU's copy engines that was measured; None: they are not used.
 
-    Raises ConfigError for the profile of another model or machine.
+    The scheduler side refuses the profile of another model or machine. Here the model may have
+    changed its config while it was loaded.
     """
     if config.planner_profile is None or vllm_config.device_config.device_type != "cuda":
         return None
-    subject = engine_identity.profile_subject(vllm_config)
-    return CostProfile.read(config.planner_profile, subject).copy_engines
+    return CostProfile.read(config.planner_profile).copy_engines
 
 
 def _recovers(config: VllmConfig) -> bool:
