@@ -174,7 +174,7 @@ class Boundaries:
                 break
         return cls(grid, chunks, tiers) if chunks else None
 
-    def plan(self, index: int, replay_tokens: int = 0) -> RestorePlan:
+    def plan(self, index: int, replay_tokens: int = 0, *, parked: bool = False) -> RestorePlan:
         """The plan to restore up to the end of a chunk, by its checkpoint or by a replay."""
         model, chunks = self.grid.model, self.chunks[: index + 1]
         boundary = chunk_end(chunks[-1])
@@ -185,6 +185,7 @@ class Boundaries:
             () if replay_tokens else model.boundary_types_at(boundary),
             self.tiers.distinct_up_to(index + 1),
             replay_tokens,
+            parked,
         )
 
     def tiers_after(self, tokens: int) -> set[Tier]:

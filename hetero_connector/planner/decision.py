@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.boundaries import Floats
+from hetero_connector.planner.boundaries import Boundaries, Floats
 from hetero_connector.planner.cost_model import CostTerms
 from hetero_connector.planner.plan import RestorePlan, chunk_end
 from hetero_connector.planner.pricing import LoadTimes, Prices, Pricing
@@ -46,6 +46,10 @@ class Strategy(NamedTuple):
     """The chunk whose end is the cheapest boundary that is staged in time; the last of equals."""
     best_s: float
     """The total of that boundary; infinite if none is possible in time."""
+
+    def plan(self, boundaries: Boundaries, index: int) -> RestorePlan:
+        """Return the plan to resume at the end of one chunk."""
+        return boundaries.plan(index, self.replay_tokens, parked=bool(self.prices.parked[index]))
 
     def resumes_after(self, resume: int) -> bool:
         """True if a possible candidate resumes after this token."""
@@ -98,8 +102,7 @@ class CandidateSet:
                 best = min(best, self._strategy(times, self._replay_tokens), key=_order)
         if best.best_s > nothing_s:
             return None, self.nothing
-        plan = times.boundaries.plan(best.best, best.replay_tokens)
-        return plan, self.pricing.terms(best.prices, best.best)
+        return best.plan(times.boundaries, best.best), self.pricing.terms(best.prices, best.best)
 
     def deepest(self, *, may_replay: bool) -> tuple[RestorePlan | None, CostTerms]:
         """The candidate that leaves the least to compute, whatever it costs.
@@ -111,7 +114,7 @@ class CandidateSet:
             possible = np.flatnonzero(strategy.prices.exposed_s < math.inf)
             if self.boundaries and len(possible) and (may_replay or not strategy.replay_tokens):
                 last = int(possible[-1])
-                found = self.boundaries.plan(last, strategy.replay_tokens)
+                found = strategy.plan(self.boundaries, last)
                 if plan is None or found.resume_tokens > plan.resume_tokens:
                     plan, terms = found, self.pricing.terms(strategy.prices, last)
         return plan, terms

@@ -30,6 +30,8 @@ class RestorePlan:
     replay_tokens: int = 0
     """Above 0, `boundary_types` is empty: the engine rebuilds boundary state by computing so many
     tokens before the boundary again. It must not write to the state loaded for them."""
+    parked: bool = False
+    """True: it is loaded between steps, while the request waits. Never with a replay."""
 
     @property
     def resume_tokens(self) -> int:

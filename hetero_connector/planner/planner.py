@@ -13,7 +13,7 @@ from hetero_connector.planner.boundaries import Boundaries, ChunkGrid
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.decision import CandidateSet, RestoreDecision
 from hetero_connector.planner.plan import chunks_between
-from hetero_connector.planner.pricing import EngineLoad, Pricing, TierTable
+from hetero_connector.planner.pricing import EngineLoad, Parking, Pricing, TierTable
 
 Mode = Literal["cost", "always_load", "never_load"]
 ENGINE_SETTINGS = "engine_settings"
@@ -33,6 +33,7 @@ class EngineSettings:
     layerwise: bool = True
     """`EngineLoad.layerwise`."""
     load_deadline_s: float = 10.0
+    parking: Parking = "never"
 
     @classmethod
     def of(cls, description: Mapping[str, Any]) -> EngineSettings | None:
@@ -49,7 +50,9 @@ class EngineSettings:
 
     def __str__(self) -> str:
         steps = f"steps of {self.step_tokens} tokens" if self.step_tokens else "one step"
-        loads = "layer by layer" if self.layerwise else "between steps"
+        loads = "layer by layer" if self.layerwise else "before the forward"
+        if self.parking != "never":
+            loads = "between steps" if self.parking == "always" else f"{loads} or between steps"
         return (
             f"planner={self.planner}, {steps}, loads {loads}, "
             f"load_deadline_s={self.load_deadline_s:g}"

@@ -10,7 +10,9 @@ of their own are computed first; a request without a load to wait for overtakes 
 
 What is in DRAM then goes to pages. Layer by layer, compute of the first step hides that, except
 for the first layer, which has nothing to overlap with: max(load, first step) + load / layers
-instead of their sum. A parked load comes before compute. The part not hidden is *exposed*.
+instead of their sum. The part not hidden is *exposed*, and delays running decodes as well. If that
+is longer than one of their steps, the request is *parked*: they go on while it is loaded. All of a
+parked load is exposed, and its end is noticed between two steps, like that of staging.
 
 `LoadTimes` works out the seconds of loads, `Pricing` the whole sum.
 """
@@ -20,9 +22,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.boundaries import Boundaries, ChunkGrid, Floats, tiers_of
@@ -33,6 +36,10 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.units import GIB
 
 _TIERS = tuple(Tier)
+
+Parking = Literal["never", "long", "always"]
+"""The loads that park their request: none, those that would delay running decodes by more than one
+of their steps, or all."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +53,12 @@ class EngineLoad:
     in_flight_bytes: Mapping[Tier, int] = field(default_factory=dict)
     """Bytes that earlier restores are still reading, by source tier."""
     layerwise: bool = True
-    """True: loads from DRAM to pages run layer by layer during the forward pass. False: the
-    request is parked and loaded before it."""
+    """True: loads from DRAM to pages run layer by layer during the forward pass. False: before it.
+    Parked ones need no forward pass."""
     waiting_tokens: int = 0
     """Prompt tokens of earlier requests that wait for their own loads. They are computed before
     this request if it waits for a load too, else after it."""
+    parking: Parking = "never"
 
     @property
     def is_computing(self) -> bool:
@@ -193,10 +201,12 @@ class Prices(NamedTuple):
     staged_s: Floats | None
     """Seconds until everything is in DRAM; None if it is there already."""
     waited_s: Floats
-    """Seconds until the request is admitted; [1] if nothing is staged."""
+    """Seconds until the request is admitted; [1] if they are the same for all chunks."""
     exposed_s: Floats
     """Seconds from DRAM to pages that compute does not hide; infinite where the request cannot
     resume."""
+    parked: NDArray[np.bool_]
+    """True where the request is parked while it is loaded."""
     compute_s: Floats
     total_s: Floats
     """All terms together."""
@@ -228,15 +238,17 @@ class Pricing:
         """Seconds until a request that waits for a load is admitted at the earliest."""
         if load.waiting_tokens:
             self._behind_s = costs.queue_s(load.queued_tokens + load.waiting_tokens)
-        # A request that is parked for its load waits even if everything is in DRAM.
-        self._least_wait_s = self._queue_s if load.layerwise else self._behind_s
         self._decode_step_s = 0.0
         if load.running_decodes:
             self._decode_step_s = costs.delays().decode_step_s(load.running_decodes, 0.0)
         self._staging_delay_s = costs.staging_delay_steps * self._decode_step_s
+        self._park_above_s = math.inf
+        """A load of which more is exposed parks its request."""
+        if load.parking == "always":
+            self._park_above_s = -math.inf
+        elif load.parking == "long" and load.running_decodes:
+            self._park_above_s = self._decode_step_s
         self._stall = costs.weights.stall * load.running_decodes
-        # A parked load runs during the steps of others; a layer-wise load may delay them.
-        self._load_stall = self._stall if load.layerwise else 0.0
         self._hbm = costs.weights.hbm_s_per_gib_s * grid.page_bytes_per_token * prompt_tokens / GIB
         self._num_layers = len(grid.model.stored_layers)
 
@@ -253,7 +265,7 @@ class Pricing:
         that equals are compared by their prices.
         """
         compute_s = self._prompt_s(resume)
-        total_s = self._least_wait_s + compute_s * (1.0 + self._hbm + self._stall)
+        total_s = self._queue_s + compute_s * (1.0 + self._hbm + self._stall)
         return total_s * (1.0 - 1e-9)
 
     def load_times(self, boundaries: Boundaries) -> LoadTimes:
@@ -264,7 +276,8 @@ class Pricing:
 
     def with_checkpoints(self, times: LoadTimes) -> Prices:
         """Prices of restoring up to the end of each chunk by the checkpoint stored there."""
-        return self._prices(times.boundaries.ends, *times.with_checkpoints())
+        ends = times.boundaries.ends
+        return self._prices(ends, *times.with_checkpoints(), self._park_above_s)
 
     def with_replay(self, times: LoadTimes, replay_tokens: int, local_tokens: int) -> Prices:
         """Prices of restoring up to the end of each chunk by a replay of so many tokens.
@@ -279,9 +292,12 @@ class Pricing:
         to_pages_s[: resume.searchsorted(local_tokens, side="right")] = math.inf
         if ends[-1] % self._grid.model.alignment:
             to_pages_s[-1] = math.inf
-        return self._prices(resume, to_pages_s, staged_s)
+        # Each step of a replay loads what it needs, so it is never parked.
+        return self._prices(resume, to_pages_s, staged_s, math.inf)
 
-    def _prices(self, resume: Floats, to_pages_s: Floats, staged_s: Floats | None) -> Prices:
+    def _prices(
+        self, resume: Floats, to_pages_s: Floats, staged_s: Floats | None, park_above_s: float
+    ) -> Prices:
         if staged_s is not None and self._decode_step_s:
             noticed_s = np.maximum(staged_s, self._decode_step_s / 2) + self._staging_delay_s
             staged_s = noticed_s * (staged_s > 0.0)
@@ -291,31 +307,40 @@ class Pricing:
         if self._load.layerwise:
             exposed_s = to_pages_s * (1.0 + 1.0 / self._num_layers)
             exposed_s -= np.minimum(to_pages_s, self._first_step_s(resume, compute_s))
-        total_s = exposed_s + compute_s
-        total_s *= 1.0 + self._hbm + self._load_stall
+        parked = exposed_s > park_above_s
+        delays_s = exposed_s + compute_s
+        """Seconds by which running decodes are delayed."""
+        total_s = delays_s
+        if parked.any():
+            delays_s = np.where(parked, compute_s, delays_s)
+            exposed_s = np.where(parked, to_pages_s + self._staging_delay_s, exposed_s)
+            waited_s = np.where(parked, np.maximum(waited_s, self._behind_s), waited_s)
+            total_s = exposed_s + compute_s
+        total_s = total_s * (1.0 + self._hbm)
         total_s += waited_s
-        if self._load_stall != self._stall:
-            total_s += compute_s * self._stall
-        return Prices(resume, staged_s, waited_s, exposed_s, compute_s, total_s)
+        if self._stall:
+            total_s += self._stall * delays_s
+        return Prices(resume, staged_s, waited_s, exposed_s, parked, compute_s, total_s)
 
     def terms(self, prices: Prices, index: int) -> CostTerms:
         """The cost of resuming at the end of one chunk."""
         exposed_s, compute_s = float(prices.exposed_s[index]), float(prices.compute_s[index])
-        waited_s = float(prices.waited_s[index if prices.staged_s is not None else 0])
+        waited_s = float(prices.waited_s[index if len(prices.waited_s) > 1 else 0])
+        delays_s = compute_s if prices.parked[index] else exposed_s + compute_s
         return CostTerms(
             self._queue_s,
             waited_s - self._queue_s + exposed_s,
             compute_s,
-            self._stall * compute_s + self._load_stall * exposed_s,
+            self._stall * delays_s,
             self._hbm * (exposed_s + compute_s),
         )
 
     def _waited_s(self, staged_s: Floats | None) -> Floats:
         """Seconds until the request is admitted."""
         if staged_s is None:
-            return np.array([self._least_wait_s])
-        waited_s: Floats = np.maximum(staged_s, self._least_wait_s)
-        if self._behind_s > self._least_wait_s:
+            return np.array([self._queue_s])
+        waited_s: Floats = np.maximum(staged_s, self._queue_s)
+        if self._behind_s > self._queue_s:
             waited_s = np.maximum(waited_s, self._behind_s * (staged_s > 0.0))
         return waited_s
 

@@ -101,8 +101,9 @@ def decide(
         replay_tokens=_replay_tokens(layout.model, description),
         deadline_s=settings.load_deadline_s,
     )
+    load = EngineLoad(layerwise=settings.layerwise, parking=settings.parking)
     return Explanation(
-        planner.plan(stored, 0, known - 1, known, EngineLoad(layerwise=settings.layerwise)),
+        planner.plan(stored, 0, known - 1, known, load),
         settings,
         "recorded by its last engine" if recorded else "defaults: its last engine recorded none",
         f"{profile}" if profile else "built-in defaults; name measured ones with --profile",

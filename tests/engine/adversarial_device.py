@@ -1,9 +1,9 @@
 """A device whose copies run as late, or as early, as the ordering calls allow.
 
-Work is issued to three streams, the forward's, the loads' and the saves', as on a GPU. It runs only
-when a call waits for it, or when somebody asks if it has ended. Work that no call has ordered may
-run in any order, and each copy is randomly early or late. So a missing wait shows at once, also on
-a CPU, whatever the timing is.
+Work is issued to four streams, for the forward, loads, parked loads and saves, as on a GPU. It runs
+only when a call waits for it, or asks if it has ended. Work that no call has ordered may run in any
+order, and each copy is randomly early or late. So a missing wait shows at once, also on a CPU,
+whatever the timing is.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Stream(Enum):
 
     FORWARD = auto()
     LOADS = auto()
+    PARKED_LOADS = auto()
     SAVES = auto()
 
 
@@ -84,7 +85,7 @@ class AdversarialDevice(HostDevice):
         super().detach()
 
     def finish(self) -> None:
-        self._complete(self._tails[Stream.LOADS] | self._tails[Stream.SAVES])
+        self._complete(self._ends_of(Stream.LOADS, Stream.PARKED_LOADS, Stream.SAVES))
 
     def load(
         self, copies: Sequence[Copies], batches: Sequence[Sequence[str]], time: StartTimer
@@ -95,6 +96,12 @@ class AdversarialDevice(HostDevice):
             self.copy(Stream.LOADS, run)
             waits.append(partial(self.make_forward_wait, self._tails[Stream.LOADS]))
         return waits
+
+    def load_parked(self, copies: Sequence[Copies], time: StartTimer) -> Callable[[], bool]:
+        self.make_copies_wait(Stream.PARKED_LOADS)
+        (run,) = super().load(copies, [list(self._layers)], time)
+        self.copy(Stream.PARKED_LOADS, run)
+        return self._fence(Stream.PARKED_LOADS)
 
     def prepare_saves(self, copies: Sequence[Copies]) -> SaveLayers:
         save = super().prepare_saves(copies)
@@ -115,7 +122,10 @@ class AdversarialDevice(HostDevice):
             self.forward(partial(super().clear, blocks))
 
     def fence(self) -> Callable[[], bool]:
-        copies = self._tails[Stream.LOADS] | self._tails[Stream.SAVES]
+        return self._fence(Stream.LOADS, Stream.SAVES)
+
+    def _fence(self, *streams: Stream) -> Callable[[], bool]:
+        copies = self._ends_of(*streams)
 
         def has_ended() -> bool:
             if self._early():
@@ -123,6 +133,9 @@ class AdversarialDevice(HostDevice):
             return copies.isdisjoint(self._issued)
 
         return has_ended
+
+    def _ends_of(self, *streams: Stream) -> frozenset[int]:
+        return frozenset[int]().union(*(self._tails[stream] for stream in streams))
 
     # The ordering calls
 

@@ -31,6 +31,7 @@ class Event:
         self.enable_timing = enable_timing
         self.after: tuple[str, str, str] | None = None
         """The last call before it was recorded."""
+        self.stream = ""
 
     def query(self) -> bool:
         return self.fired
@@ -60,6 +61,7 @@ class Stream:
         event = event or Event()
         event.fired = not self._cuda.is_busy
         event.after = self._cuda.calls[-1] if self._cuda.calls else None
+        event.stream = self.name
         self._cuda.events.append(event)
         return event
 
@@ -84,7 +86,7 @@ class Cuda:
         self.pinned: dict[int, int] = {}
         """Bytes of each pinned piece, by its address."""
         self.current = Stream(self, "forward")
-        self._names = iter(("loads", "saves"))
+        self._names = iter(("loads", "parked loads", "saves"))
 
     def finish(self) -> None:
         """Let all work end."""

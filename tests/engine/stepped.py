@@ -21,6 +21,7 @@ from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.planner.plan import WindowReplay
 from hetero_connector.planner.planner import Mode, RestorePlanner
+from hetero_connector.planner.pricing import Parking
 from hetero_connector.spec import ModelSpec
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
@@ -46,8 +47,11 @@ class Engine:
         peers: PeerAccess | None = None,
         clock: Callable[[], float] = time.monotonic,
         run_io: bool = True,
+        parking: Parking = "never",
         **store: Any,
     ) -> None:
+        """`parking`: "never" or "always"."""
+        self.parking = parking
         self.asks_again = fleet is not None
         self.layout = ArtifactLayout(model, CHUNK)
         self.recorder = Recorder()
@@ -71,7 +75,8 @@ class Engine:
         self.side = SchedulerSide(
             self.layout, ChainHasher(b"f" * 32, CHUNK), self.store, self.recorder,
             Policies(planner, checkpoints or Full(), window_replay),
-            layerwise=True, load_deadline_s=LOAD_DEADLINE_S, fleet=fleet, clock=clock,
+            layerwise=True, parking=parking, load_deadline_s=LOAD_DEADLINE_S, fleet=fleet,
+            clock=clock,
         )  # fmt: skip
         self.tables = FakeBlockTables()
         self.side.bind(self.tables)  # type: ignore[arg-type]
@@ -96,7 +101,7 @@ class Engine:
     def ask(self, request: FakeRequest, local: int = 0) -> int | None:
         """Return the restorable tokens; None while they are being staged."""
         tokens, parked = self.side.match(request, local)  # type: ignore[arg-type]
-        assert not parked
+        assert parked == bool(tokens and self.parking == "always")
         return tokens
 
     def grow_table(self, request: FakeRequest) -> None:
@@ -139,7 +144,8 @@ class Engine:
 
     def finish(self, request: FakeRequest) -> int:
         """Finish the request; return the token at which a decoder may resume."""
-        return self.side.on_finished(request, self.tables.ids[request.request_id])  # type: ignore[arg-type]
+        blocks = self.tables.ids.get(request.request_id, ([], []))
+        return self.side.on_finished(request, blocks)  # type: ignore[arg-type]
 
     def counters(self) -> dict[str, float]:
         payload = self.recorder.drain()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from hetero_connector.engine.messages import LostLoad, StepMetadata, WorkerReport
 from hetero_connector.planner.plan import WindowReplay
@@ -88,6 +89,122 @@ def test_tokens_without_boundary_state_are_reported_lost_and_not_saved(
     assert counted["heterocache_hook_errors{hook=admission}"] == 1
     assert "heterocache_hits{}" not in counted
     assert end(engine, request).early_saves == []
+
+
+def park(engine: Engine, request: FakeRequest) -> StepMetadata:
+    """Admit a request whose load parks it, and return the step that orders the load."""
+    assert engine.ask(request) == 192
+    engine.requests[request.request_id] = request
+    engine.grow_table(request)
+    engine.side.on_allocated(request, 192)  # type: ignore[arg-type]
+    request.num_computed_tokens = 192
+    return engine.order()
+
+
+def unpark(engine: Engine, request: FakeRequest) -> None:
+    """Admit a parked request whose load has ended, and compute the rest."""
+    engine.side.on_allocated(request, 0)  # type: ignore[arg-type]
+    request.status = RequestStatus.RUNNING
+    engine.step(**{request.request_id: request.num_tokens - 192})
+
+
+def test_a_parked_load_runs_before_the_forward_that_does_not_wait_for_it(
+    engine_of: Engines,
+) -> None:
+    engine = engine_of(DENSE, parking="always")
+    request = FakeRequest("b", tokens(200))
+    engine.ask(request)
+    engine.grow_table(request)
+    engine.side.on_allocated(request, 192)  # type: ignore[arg-type]
+    output = scheduled()
+    (load,) = engine.side.order_step(output).loads  # type: ignore[arg-type]
+    assert load.parked
+    assert output.has_sync_kv_loads, "else vLLM starts it after the forward"
+    engine.side.on_report(WorkerReport(loaded=Counter({load.load_id: 1})))
+    end(engine, request)
+
+
+def test_an_idle_engine_goes_on_until_the_load_of_an_aborted_request_is_reported(
+    engine_of: Engines,
+) -> None:
+    """vLLM keeps its blocks until then."""
+    engine, request = engine_of(DENSE, parking="always"), FakeRequest("b", tokens(200))
+    meta = park(engine, request)
+    assert end(engine, request).early_saves == [], "its pages may not be loaded yet"
+    assert engine.side.has_work
+    assert in_use(engine)
+    engine.report(meta)
+    assert not engine.side.has_work
+
+
+def test_a_request_waits_for_a_parked_one_that_loads_the_same(engine_of: Engines) -> None:
+    """vLLM shares the pages when the load has ended."""
+    engine = engine_of(DENSE, parking="always")
+    first, same = FakeRequest("b", tokens(200)), FakeRequest("c", tokens(210))
+    meta = park(engine, first)
+    assert engine.ask(same) is None
+    engine.report(meta)
+    assert engine.ask(same) is None, "vLLM has not published the pages yet"
+    unpark(engine, first)
+    assert engine.ask(same, local=192) == 0
+    end(engine, first)
+    end(engine, same)
+
+
+@pytest.mark.parametrize("how", ["admitted", "aborted"])
+def test_a_request_waits_once_whether_pages_are_shared_or_not(engine_of: Engines, how: str) -> None:
+    engine = engine_of(DENSE, parking="always")
+    requests = [FakeRequest(name, tokens(200)) for name in "bcd"]
+    first, second, third = requests
+    meta = park(engine, first)
+    assert [engine.ask(x) for x in (second, third)] == [None, None]
+    engine.report(meta)
+    if how == "admitted":
+        unpark(engine, first)
+    else:
+        engine.finish(first)
+    later = park(engine, second)
+    assert engine.ask(third) == 192
+    engine.report(later)
+    for request in requests:
+        end(engine, request)
+
+
+def test_a_parked_request_that_vllm_asks_about_again_does_not_wait_for_itself(
+    engine_of: Engines,
+) -> None:
+    """vLLM does so after a failed load."""
+    engine, request = engine_of(DENSE, parking="always"), FakeRequest("b", tokens(200))
+    for _ in range(2):
+        engine.report(park(engine, request))
+    end(engine, request)
+
+
+def test_a_request_that_loads_something_else_does_not_wait(engine_of: Engines) -> None:
+    engine = engine_of(DENSE, parking="always")
+    first, other = FakeRequest("b", tokens(200)), FakeRequest("c", tokens(150))
+    meta = park(engine, first)
+    assert engine.ask(other) == 128
+    engine.report(meta)
+    for request in (first, other):
+        end(engine, request)
+
+
+@pytest.mark.parametrize("hook", ["admit", "build_load"])
+def test_a_parked_load_that_cannot_be_made_is_reported_as_lost(
+    engine_of: Engines, monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:
+    engine, request = engine_of(DENSE, parking="always"), FakeRequest("b", tokens(200))
+
+    def broken(*_: object) -> None:
+        raise KeyError("broken")
+
+    monkeypatch.setattr(engine.side._restorer, hook, broken)
+    meta = park(engine, request)
+    assert (meta.loads, [x.parked for x in meta.lost]) == ([], [True])
+    assert engine.ask(FakeRequest("c", tokens(200))) == 192, "nothing is awaited"
+    end(engine, FakeRequest("c", []))
+    end(engine, request)
 
 
 def test_a_replay_that_begins_earlier_is_as_exact(engine_of: Engines) -> None:

@@ -7,6 +7,7 @@ Kernels run in Triton's interpreter, at once. That copies are late is the busine
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -43,7 +44,7 @@ CHUNK, BLOCK, NUM_BLOCKS, NUM_LAYERS = 64, 16, 24, 10
 MODEL = ModelSpec(tuple(layer(f"layer {i}", 0) for i in range(NUM_LAYERS)), alignment=BLOCK)
 LAYOUT = ArtifactLayout(MODEL, CHUNK)
 SIZE = LAYOUT.artifact_bytes(KV, 0, CHUNK)
-FIRST, SECOND = [1, 2, 3, 4], [9, 8, 7, 6]
+FIRST, SECOND, THIRD = [1, 2, 3, 4], [9, 8, 7, 6], [12, 13, 14, 15]
 
 
 class Worker:
@@ -153,13 +154,46 @@ def test_the_forwards_time_stops_once_for_each_batch_of_layers(worker: Worker) -
     assert [timing.step for timing in report.timings] == [7]
 
 
-def test_no_forward_waits_for_a_parked_load(worker: Worker) -> None:
+def test_nothing_waits_for_a_parked_load(worker: Worker) -> None:
     worker.cuda.is_busy = True
-    calls = worker.step(StepMetadata(loads=[load(SECOND, parked=True)]))
-    assert calls == [("loads", "waits for", "forward"), ("loads", "moves", "10 jobs")]
-    assert worker.side.take_transfers() == (set(), set())
+    parked = replace(load(SECOND, parked=True), request_id="p", load_id=6)
+    calls = worker.step(StepMetadata(loads=[parked]))
+    assert calls == [
+        ("parked loads", "waits for", "forward"),
+        ("parked loads", "moves", "8 jobs"),
+        ("parked loads", "moves", "2 jobs"),
+    ]
+    end = worker.cuda.events[-1]
+    worker.step(StepMetadata(loads=[load(THIRD)], saves=[save(FIRST)]))
+    assert worker.side.take_report() is None
     worker.cuda.finish()
-    assert worker.side.take_transfers() == ({"r"}, set())
+    end.fired = False
+    report = worker.side.take_report()
+    assert report is not None
+    assert (dict(report.saved), dict(report.loaded)) == ({1: 1}, {5: 1}), "they have ended"
+    assert worker.side.take_transfers() == (set(), set())
+    end.fired = True
+    assert worker.side.take_transfers() == ({"p"}, set())
+    report = worker.side.take_report()
+    assert report is not None
+    assert dict(report.loaded) == {6: 1}
+
+
+def test_parked_loads_are_timed_where_they_run(worker: Worker) -> None:
+    worker.step(StepMetadata(loads=[load(SECOND, parked=True)], timed_as=3))
+    report = worker.side.take_report()
+    assert report is not None
+    assert [(x.step, x.load_s) for x in report.timings] == [(3, 2e-3)], "two batches"
+    timed = [event.stream for event in worker.cuda.events if event.enable_timing]
+    assert timed.count("parked loads") == 4
+    assert set(timed) == {"forward", "parked loads"}
+
+
+def test_a_parked_load_brings_what_was_saved(worker: Worker) -> None:
+    saved = worker.pages(FIRST)
+    worker.step(StepMetadata(saves=[save(FIRST)]))
+    worker.step(StepMetadata(loads=[load(SECOND, parked=True)]))
+    assert all(map(torch.equal, saved, worker.pages(SECOND)))
 
 
 def test_the_cpu_never_waits_while_serving(worker: Worker) -> None:
@@ -263,10 +297,11 @@ def test_no_kernel_is_compiled_while_serving(worker: Worker) -> None:
 
 def test_no_upload_is_the_first_of_its_stream_while_serving(worker: Worker) -> None:
     reserved = [stream for stream, does, _ in worker.at_start if does == "reserves"]
-    assert reserved == ["loads", "saves"]
+    assert reserved == ["loads", "parked loads", "saves"]
     worker.cuda.uploads.clear()
-    worker.step(StepMetadata(loads=[load(SECOND)], saves=[save(FIRST)]))
-    assert {stream for stream, _ in worker.cuda.uploads} == {"loads", "saves"}
+    loads = [load(SECOND), load(THIRD, parked=True)]
+    worker.step(StepMetadata(loads=loads, saves=[save(FIRST)]))
+    assert {stream for stream, _ in worker.cuda.uploads} == set(reserved)
     assert all(min(UPLOADS) <= size_bytes <= max(UPLOADS) for _, size_bytes in worker.cuda.uploads)
 
 
@@ -275,6 +310,7 @@ def test_the_arena_is_unpinned_after_all_copies(worker: Worker) -> None:
     worker.side.close()
     assert worker.cuda.calls == [
         ("cpu", "waits for", "loads"),
+        ("cpu", "waits for", "parked loads"),
         ("cpu", "waits for", "saves"),
         ("cpu", "unpins", ""),
     ]
@@ -282,7 +318,7 @@ def test_the_arena_is_unpinned_after_all_copies(worker: Worker) -> None:
 
 def test_an_arena_that_cannot_be_pinned_is_copied_through_a_buffer(worker: Worker) -> None:
     worker.cuda.refuses_to_pin = True
-    worker.cuda._names = iter(("loads", "saves"))
+    worker.cuda._names = iter(("loads", "parked loads", "saves"))
     every_page = CopyEngines(load_from_bytes=1, save_from_bytes=1)
     other = WorkerSide(LAYOUT, 0, NUM_BLOCKS, "on", Recorder(), copy_engines=every_page)
     other.register(worker.caches)
@@ -292,11 +328,14 @@ def test_an_arena_that_cannot_be_pinned_is_copied_through_a_buffer(worker: Worke
     assert ("cpu", "waits for", "saves") in worker.step(StepMetadata(saves=[save(FIRST)]))
     assert ("cpu", "waits for", "loads") in worker.step(StepMetadata(loads=[load(SECOND)]))
     assert all(map(torch.equal, saved, worker.pages(SECOND)))
+    parked = StepMetadata(loads=[load(THIRD, parked=True)])
+    assert ("cpu", "waits for", "parked loads") in worker.step(parked)
+    assert all(map(torch.equal, saved, worker.pages(THIRD)))
     pinned.close()
 
 
 def test_a_machine_without_a_driver_is_an_error_at_start(worker: Worker) -> None:
-    worker.cuda._names = iter(("loads", "saves"))
+    worker.cuda._names = iter(("loads", "parked loads", "saves"))
     other = WorkerSide(LAYOUT, 0, NUM_BLOCKS, "on", Recorder())
     other.register(worker.caches)
     missing = OSError("libcuda.so.1: cannot open shared object file")

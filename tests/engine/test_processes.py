@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -36,11 +37,13 @@ def test_two_tensor_parallel_workers(model: str) -> None:
         settle(llm)
         with no_restores(llm):
             reference = generate(llm, PROMPT, max_tokens=8)
-        forget_local(llm)
-        restored = generate(llm, PROMPT, max_tokens=8)
-        assert restored.num_cached_tokens == 1376
-        assert restored.tokens == reference.tokens
-        assert delta(restored, reference) <= 1e-4
+        for parking in ("never", "always"):
+            forget_local(llm)
+            with patch.object(scheduler_side(llm), "_parking", parking):
+                restored = generate(llm, PROMPT, max_tokens=8)
+            assert restored.num_cached_tokens == 1376
+            assert restored.tokens == reference.tokens
+            assert delta(restored, reference) <= 1e-4
 
 
 @pytest.mark.slow

@@ -270,10 +270,7 @@ def test_the_order_of_the_workers_hooks(llm: Any, model: str, reference: Complet
     assert without == ["handle_preemptions", *ends]
     add(llm, PROMPT, max_tokens=2)
     loading = hooks_of_next_step(llm)
-    if model == "qwen3_next":  # loads between steps
-        assert loading[-5:] == ends
-    else:
-        assert loading[:2] == ["handle_preemptions", "start_load_kv"]
-        assert loading[-4:] == ends[1:]
+    assert loading[:2] == ["handle_preemptions", "start_load_kv"]
+    assert loading[-4:] == ends[1:]
     while llm.llm_engine.has_unfinished_requests():
         step(llm)

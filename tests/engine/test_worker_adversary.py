@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -133,7 +133,7 @@ class World:
         shares = self._shares() if rng.random() < 0.9 else []
         self._order_saves(meta, shares)
         calls_hooks = rng.random() < 0.8
-        sync = any(not x.parked for x in meta.loads)
+        sync = any(not x.parked for x in meta.loads) or rng.random() < 0.5
         self.side.begin_step(meta)
         if sync:
             self.side.start_loads(meta, hooks_called=calls_hooks)
@@ -379,6 +379,16 @@ def _no_fence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AdversarialDevice, "fence", lambda _: lambda: True)
 
 
+def _no_fence_of_parked_loads(patch: pytest.MonkeyPatch) -> None:
+    load = AdversarialDevice.load_parked
+
+    def unfenced(device: AdversarialDevice, *arguments: Any) -> Callable[[], bool]:
+        load(device, *arguments)
+        return lambda: True
+
+    patch.setattr(AdversarialDevice, "load_parked", unfenced)
+
+
 @pytest.mark.parametrize(
     "broken",
     [
@@ -393,6 +403,7 @@ def _no_fence(patch: pytest.MonkeyPatch) -> None:
         pytest.param(_without("make_forward_wait"), id="the forward overtakes copies"),
         pytest.param(_without("make_forward_wait_for_saves"), id="the forward overtakes saves"),
         pytest.param(_no_fence, id="reports overtake copies"),
+        pytest.param(_no_fence_of_parked_loads, id="a request goes on before its parked load"),
     ],
 )
 def test_the_adversary_finds(

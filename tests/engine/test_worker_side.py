@@ -190,7 +190,9 @@ def test_nothing_is_reported_before_its_copies_have_ended_also_after_an_error(
 ) -> None:
     """On a CUDA device copies end later: the slots of reported ones are given to others."""
     ended: list[bool] = []
-    monkeypatch.setattr(worker.side._device, "fence", lambda: lambda: bool(ended))
+    device = worker.side._device
+    monkeypatch.setattr(device, "fence", lambda: lambda: bool(ended))
+    monkeypatch.setattr(device, "load_parked", lambda *_: lambda: bool(ended))
     if fails:
         broken_copies(monkeypatch, "save")
     parked = replace(load(64, [11, 12, 13, 14]), request_id="p", parked=True, load_id=6)

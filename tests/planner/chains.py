@@ -145,18 +145,20 @@ class SlowPlanner:
                     by_type[t] = by_type.get(t, 0) + size
         queue_s = self.costs.queue_s(self.load.queued_tokens)
         staging_s = max([self._seconds(tier, sizes) for tier, sizes in staged.items()], default=0.0)
-        if staging_s and self.load.running_decodes:  # its end shows between two steps
-            step_s = self.costs.delays().decode_step_s(self.load.running_decodes, 0.0)
+        if staging_s:  # its end shows between two steps
+            step_s = self._decode_step_s()
             staging_s = max(staging_s, step_s / 2) + step_s / 2
         exposed_s = dram_s = self._seconds(Tier.DRAM, to_pages)
         if self.load.layerwise:
             layers = len(self.layout.model.stored_layers)
             exposed_s = max(dram_s - first_s, 0.0) + dram_s / layers
+        held_s = exposed_s + compute_s
+        if parked := bool(chunks) and not replay_tokens and self._parks(exposed_s):
+            exposed_s, held_s = dram_s + self._decode_step_s() / 2, compute_s
         waited_s = max(staging_s, queue_s)
-        if staging_s or (chunks and not self.load.layerwise):  # it waits, so others go first
+        if staging_s or parked:  # it waits, so others go first
             ahead = self.load.queued_tokens + self.load.waiting_tokens
             waited_s = max(waited_s, self.costs.queue_s(ahead))
-        held_s = exposed_s + compute_s if self.load.layerwise else compute_s
         weights = self.costs.weights
         page_bytes = sum(
             x.page_stride_bytes / x.block_tokens
@@ -171,6 +173,15 @@ class SlowPlanner:
             weights.stall * self.load.running_decodes * held_s,
             weights.hbm_s_per_gib_s * gib * (exposed_s + compute_s),
         )
+
+    def _parks(self, exposed_s: float) -> bool:
+        if self.load.parking == "long" and self.load.running_decodes:
+            return exposed_s > self._decode_step_s()
+        return self.load.parking == "always"
+
+    def _decode_step_s(self) -> float:
+        decodes = self.load.running_decodes
+        return self.costs.delays().decode_step_s(decodes, 0.0) if decodes else 0.0
 
     def _seconds(self, tier: Tier, sizes: Mapping[StateType, float]) -> float:
         ahead_bytes = self.load.in_flight_bytes.get(tier, 0)

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hetero_connector.artifacts.layout import ArtifactLayout
@@ -88,6 +88,7 @@ loads = st.builds(
     st.dictionaries(st.sampled_from(list(Tier)), st.integers(0, 10_000)),
     st.booleans(),
     st.sampled_from([0, 0, 60]),
+    st.sampled_from(["never", "long", "always"]),
 )
 models = st.sampled_from([DENSE, HYBRID, LLAMA4, TWO_WINDOWS, WINDOWS_ONLY])
 
@@ -181,7 +182,9 @@ def test_a_plan_does_not_depend_on_the_mode_that_chose_it(case: Case) -> None:
     plan = case.decide().plan
     if plan is not None:
         shorter = dataclasses.replace(case, prompt_tokens=plan.boundary + 1)
-        assert shorter.decide("always_load").plan == plan
+        always = shorter.decide("always_load").plan
+        assert always is not None
+        assert dataclasses.replace(always, parked=plan.parked) == plan
 
 
 @given(cases())
@@ -205,6 +208,8 @@ def test_never_load_computes_everything(case: Case) -> None:
 
 @given(cases(), st.floats(1.0, 100.0))
 def test_a_slower_tier_never_makes_the_best_cost_less(case: Case, factor: float) -> None:
+    # A slower load may be parked, which spares the decodes.
+    assume(case.load.parking != "long")
     slower = {}
     for tier in Tier:
         now = case.costs.load.rates(tier)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.cost_model import CostModel, CostTerms, CostWeights
-from hetero_connector.planner.decision import RestoreCandidate
+from hetero_connector.planner.decision import RestoreCandidate, RestoreDecision
 from hetero_connector.planner.planner import RestorePlanner
-from hetero_connector.planner.pricing import EngineLoad
-from hetero_connector.spec import ModelSpec
+from hetero_connector.planner.pricing import EngineLoad, Parking
+from hetero_connector.spec import ModelSpec, StateType
 from tests.planner.chains import (
     CHUNK,
     DENSE,
@@ -65,7 +67,7 @@ def test_each_step_pays_its_fixed_part_and_attention_adds_up() -> None:
 
 
 def test_a_parked_load_comes_before_the_compute() -> None:
-    two = candidates(costs_of(DENSE, load=DRAM), [Tier.DRAM] * 2, EngineLoad(layerwise=False))[2]
+    two = candidates(costs_of(DENSE, load=DRAM), [Tier.DRAM] * 2, EngineLoad(parking="always"))[2]
     rest = 1000 - 2 * CHUNK
     compute_s = 0.01 + rest * 1e-3 + 1e-6 * rest * (2 * CHUNK + rest / 2)
     assert two.terms == approx(0, 0.001 + 2 * DRAM_CHUNK_S, compute_s, 0, 0)
@@ -89,7 +91,7 @@ def test_layerwise_a_long_load_is_exposed_beyond_the_first_step() -> None:
 def test_ssd_is_staged_first_and_then_goes_from_dram_to_pages() -> None:
     load = DRAM | {Tier.SSD: rates(0.1, 1e-5)}
     mixed = candidates(
-        costs_of(DENSE, load=load), [Tier.DRAM, Tier.SSD, Tier.SSD], EngineLoad(layerwise=False)
+        costs_of(DENSE, load=load), [Tier.DRAM, Tier.SSD, Tier.SSD], EngineLoad(parking="always")
     )
     in_dram, one_staged, two_staged = mixed[1:]
     assert in_dram.terms.load_s == pytest.approx(0.001 + DRAM_CHUNK_S)
@@ -106,7 +108,7 @@ def test_boundary_state_costs_at_its_own_boundary_only_by_its_own_rate() -> None
         [in_tier(Tier.DRAM, KV) | in_tier(Tier.SSD, SWA), in_tier(Tier.DRAM, KV, SWA)] * 2
     )
     planner = RestorePlanner(layout_of(HYBRID), costs_of(HYBRID, load=load))
-    found = planner.plan(chain, 0, 999, 1000, EngineLoad(layerwise=False)).candidates()
+    found = planner.plan(chain, 0, 999, 1000, EngineLoad(parking="always")).candidates()
     # Four pages of window at 64 tokens, five from 80 on.
     expected = [0.0, 4000 * 1e-4, 0.0, 5000 * 1e-4, 0.0]
     assert [c.terms.load_s for c in found] == pytest.approx(expected, abs=1e-6)
@@ -115,14 +117,14 @@ def test_boundary_state_costs_at_its_own_boundary_only_by_its_own_rate() -> None
 def test_tiers_are_staged_in_parallel() -> None:
     load = DRAM | {Tier.SSD: rates(0.0, 1e-5), Tier.PEER: rates(0.0, 2e-5)}
     three = candidates(
-        costs_of(DENSE, load=load), [Tier.PEER, Tier.SSD, Tier.SSD], EngineLoad(layerwise=False)
+        costs_of(DENSE, load=load), [Tier.PEER, Tier.SSD, Tier.SSD], EngineLoad(parking="always")
     )[3]
     assert three.terms.load_s == pytest.approx(max(0.08, 0.08) + 0.001 + 3 * DRAM_CHUNK_S)
 
 
 def test_bytes_in_flight_go_first() -> None:
     load = DRAM | {Tier.SSD: rates(0.1, 1e-5)}
-    busy = EngineLoad(in_flight_bytes={Tier.SSD: 50_000}, layerwise=False)
+    busy = EngineLoad(in_flight_bytes={Tier.SSD: 50_000}, parking="always")
     one = candidates(costs_of(DENSE, load=load), [Tier.SSD], busy)[1]
     assert one.terms.load_s == pytest.approx(0.1 + 0.5 + 0.04 + 0.001 + DRAM_CHUNK_S)
 
@@ -130,42 +132,45 @@ def test_bytes_in_flight_go_first() -> None:
 def test_the_queue_is_waited_for_and_hides_staging() -> None:
     load = DRAM | {Tier.SSD: rates(0.1, 1e-5)}
     for queued, hidden_s in ((0, 0.0), (100, 0.11), (1000, 0.14)):
-        busy = EngineLoad(queued_tokens=queued, layerwise=False)
+        busy = EngineLoad(queued_tokens=queued, parking="always")
         one = candidates(costs_of(DENSE, load=load), [Tier.SSD], busy)[1]
         assert one.terms.queue_s == pytest.approx((0.01 + queued * 1e-3) if queued else 0.0)
         assert one.terms.load_s == pytest.approx(0.14 - hidden_s + 0.001 + DRAM_CHUNK_S)
 
 
-@pytest.mark.parametrize("layerwise", [True, False])
-def test_waiting_requests_go_first_only_if_this_one_waits_too(layerwise: bool) -> None:
+@pytest.mark.parametrize("parking", ["never", "always"])
+def test_waiting_requests_go_first_only_if_this_one_waits_too(parking: Parking) -> None:
     """400 tokens, 0.41 s, of requests that wait for loads."""
     load = DRAM | {Tier.SSD: rates(0.1, 1e-5)}
     costs = costs_of(DENSE, load=load)
     idle, busy = (
-        candidates(costs, [Tier.DRAM, Tier.SSD], EngineLoad(waiting_tokens=n, layerwise=layerwise))
+        candidates(costs, [Tier.DRAM, Tier.SSD], EngineLoad(waiting_tokens=n, parking=parking))
         for n in (0, 400)
     )
     assert busy[0].terms == idle[0].terms, "computing at once overtakes them"
     assert [c.terms.queue_s for c in busy] == [0.0] * 3
     delays = [b.terms.load_s - i.terms.load_s for b, i in zip(busy, idle, strict=True)]
-    from_dram_s = 0.0 if layerwise else 0.41
+    from_dram_s = 0.41 if parking == "always" else 0.0
     assert delays == [0.0, pytest.approx(from_dram_s), pytest.approx(0.41 - 0.14)]
 
 
 @pytest.mark.parametrize("layerwise", [True, False])
-def test_decodes_are_delayed_by_compute_and_by_layerwise_loads(layerwise: bool) -> None:
+@pytest.mark.parametrize("parking", ["never", "long", "always"])
+def test_decodes_are_delayed_by_compute_and_by_loads_that_do_not_park(
+    layerwise: bool, parking: Parking
+) -> None:
     costs = costs_of(DENSE, load={Tier.DRAM: rates(5.0, 0.0)}, weights=CostWeights(0.02, 0.0))
-    busy = EngineLoad(running_decodes=3, layerwise=layerwise)
+    busy = EngineLoad(running_decodes=3, layerwise=layerwise, parking=parking)
     nothing, one = candidates(costs, [Tier.DRAM], busy)
     assert nothing.terms.stall_s == pytest.approx(0.06 * nothing.terms.compute_s)
-    held_s = one.terms.compute_s + (one.terms.load_s if layerwise else 0.0)
+    held_s = one.terms.compute_s + (one.terms.load_s if parking == "never" else 0.0)
     assert one.terms.stall_s == pytest.approx(0.06 * held_s)
     assert one.terms.load_s > 4.9
 
 
 def test_kv_pages_cost_by_gib_and_second() -> None:
     costs = costs_of(DENSE, load=DRAM, weights=CostWeights(0.0, 3.0))
-    nothing, one = candidates(costs, [Tier.DRAM], EngineLoad(layerwise=False))
+    nothing, one = candidates(costs, [Tier.DRAM], EngineLoad(parking="always"))
     gib = 1000 * 1024 / 16 / 2**30
     assert nothing.terms.hbm_s == pytest.approx(3 * gib * nothing.terms.compute_s)
     assert one.terms.hbm_s == pytest.approx(3 * gib * (one.terms.compute_s + one.terms.load_s))
@@ -208,3 +213,29 @@ def test_while_decoding_staging_takes_half_a_step_and_is_noticed_half_a_step_lat
     short = costs_of(DENSE, load={Tier.SSD: rates(0.001, 1e-12), **DRAM})
     busy = candidates(short, [Tier.SSD], EngineLoad(running_decodes=4))[-1].terms.load_s
     assert busy - in_dram[1] == pytest.approx(0.014, abs=1e-6), "no sooner than a whole step"
+
+
+def test_a_load_that_delays_decodes_by_more_than_a_step_parks_the_request() -> None:
+    """A step of 4 decodes takes 14 ms, one of the prompt 11 ms."""
+    costs = costs_of(HYBRID, (0.01, 1e-3, 0.0), load={Tier.DRAM: rates(0.0, 2e-6)}, step_tokens=1)
+    costs.staging_delay_steps = 1.0
+
+    def found(chunks: int, load: EngineLoad, *types: StateType, **options: int) -> RestoreDecision:
+        planner = RestorePlanner(layout_of(HYBRID), costs, "always_load", **options)
+        planner.replay_when_missing = True
+        stored = chain_of([in_tier(Tier.DRAM, *types)] * chunks)
+        return planner.plan(stored, 0, 999, 1000, load)
+
+    def is_parked(*arguments: Any, **options: int) -> bool:
+        plan = found(*arguments, **options).plan
+        assert plan is not None
+        return plan.parked
+
+    busy = EngineLoad(running_decodes=4, parking="long")
+    assert not is_parked(1, busy, KV, SWA), "16 ms, of which 16 x 3/2 - 11 delay the decodes"
+    assert is_parked(2, busy, KV, SWA), "26 ms, of which 26 x 3/2 - 11 would"
+    assert found(1, busy, KV, SWA).predicted.load_s == pytest.approx(0.013)
+    assert found(2, busy, KV, SWA).predicted.load_s == pytest.approx(0.026 + 0.014)
+    assert not is_parked(9, EngineLoad(running_decodes=4), KV, SWA)
+    assert not is_parked(9, EngineLoad(queued_tokens=99, parking="long"), KV, SWA), "no decodes"
+    assert not is_parked(9, busy, KV, replay_tokens=48), "each step of a replay loads"

@@ -173,9 +173,13 @@ def test_explain_uses_the_settings_of_the_stores_engine(
     assert "(recorded by its last engine)" in line
 
     layerwise, _ = shown("layer by layer", EngineSettings(), HYBRID)
-    parked, line = shown("parked", EngineSettings(layerwise=False), HYBRID)
+    parked, line = shown("parked", EngineSettings(parking="always"), HYBRID)
     assert parked["predicted"]["load_s"] > layerwise["predicted"]["load_s"]
     assert "loads between steps" in line
+    _, line = shown("may park", EngineSettings(parking="long"), HYBRID)
+    assert "loads layer by layer or between steps" in line
+    _, line = shown("at once", EngineSettings(layerwise=False), HYBRID)
+    assert "loads before the forward" in line
     late, _ = shown("late", EngineSettings(load_deadline_s=1e-9))
     assert late["boundary"] == 0
     never, _ = shown("never", EngineSettings(planner="never_load"))

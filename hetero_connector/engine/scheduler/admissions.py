@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.artifacts.record import ChunkKey
 from hetero_connector.engine.hook_errors import HookErrors
 from hetero_connector.engine.messages import LostLoad, StepMetadata
 from hetero_connector.engine.scheduler.block_tables import BlockTable, table_of
@@ -49,10 +50,8 @@ class Admissions:
         counter: RestoreCounter,
         errors: HookErrors,
         tables: Callable[[str], BlockTable],
-        *,
-        parked: bool,
     ) -> None:
-        """`tables` returns a request's block table; `parked`: loads run between steps."""
+        """`tables` returns a request's block table."""
         self._block_tokens = layout.model.layers[0].block_tokens
         self._tp_size = layout.model.tp_size
         self._restorer = restorer
@@ -61,7 +60,8 @@ class Admissions:
         self._counter = counter
         self._errors = errors
         self._tables = tables
-        self._parked = parked
+        self._parked: dict[str, ChunkKey] = {}
+        """The last chunk that is loaded for each parked request, by the request's id."""
         self.admitted: list[RequestTracker] = []
         """Requests admitted since the last step."""
         self.loading: defaultdict[str, list[PendingRestore]] = defaultdict(list)
@@ -75,8 +75,13 @@ class Admissions:
     def admit(self, tracker: RequestTracker, tokens: int, manager: KVCacheManager) -> None:
         """Admit the request: vLLM has allocated its blocks and counts `tokens` as restored.
 
-        They may be fewer than the restorer answered.
+        They may be fewer than the restorer answered. A parked request is admitted once more, with 0
+        tokens, when its load has ended.
         """
+        request_id = tracker.request.request_id
+        self.end_parking(request_id)
+        if tokens and tracker.restore is not None and tracker.restore.plan.parked:
+            self._parked[request_id] = tracker.restore.plan.chunks[-1].chunk.key
         if not tokens:
             self._restorer.forget(tracker)
         else:
@@ -88,6 +93,18 @@ class Admissions:
             self._replays.on_admitted(tracker, manager)
         except Exception as error:  # vLLM may have published windows that are not exact
             self._report_lost(tracker, "replay", error)
+
+    def is_parked(self, request_id: str) -> bool:
+        """True while vLLM waits for the end of the request's load."""
+        return request_id in self._parked
+
+    def parked_for(self, last: ChunkKey) -> str | None:
+        """Return the id of a parked request that loads the prefix up to this chunk, if any."""
+        return next((name for name, key in self._parked.items() if key == last), None)
+
+    def end_parking(self, request_id: str) -> None:
+        """Note that vLLM does not wait for the request's load, or not any more."""
+        self._parked.pop(request_id, None)
 
     def order_loads(
         self, output: SchedulerOutput, trackers: Mapping[str, RequestTracker], meta: StepMetadata
@@ -108,9 +125,11 @@ class Admissions:
                     self._replay(trackers[request_id], num_tokens, meta)
                 except Exception as error:
                     self._report_lost(trackers[request_id], "replay", error)
-                # vLLM sets this only for the step that admits a request. Without it vLLM calls
-                # the load hook, which loads and masks, after the forward.
-                output.has_sync_kv_loads = True
+        if meta.loads:
+            # Without this vLLM calls the load hook after the forward: too late to mask a replay's
+            # slots, and a parked load would begin after the forward, which does not need it. vLLM
+            # sets it only for a step that admits a request whose load is not parked.
+            output.has_sync_kv_loads = True
         for load in meta.loads:
             pending = self.loading[load.request_id][-1]
             self._ordered[load.load_id] = _OrderedLoad(load.request_id, pending, self._tp_size)
@@ -137,6 +156,7 @@ class Admissions:
         request_id = tracker.request.request_id
         self.end_replay(request_id)
         self._restorer.forget(tracker)
+        self.end_parking(request_id)
         if tracker in self.admitted:
             self.admitted.remove(tracker)
         self.lost = [x for x in self.lost if x.request_id != request_id]
@@ -151,12 +171,13 @@ class Admissions:
     def _report_lost(self, tracker: RequestTracker, hook: str, error: Exception) -> None:
         """Let the workers report to vLLM that the request's tokens will not be loaded."""
         self._errors.count(hook, error)
+        request_id = tracker.request.request_id
+        parked = self.is_parked(request_id)
         self.forget(tracker)
         tracker.outdated = True
-        request_id = tracker.request.request_id
         first = tracker.local_tokens // self._block_tokens
         blocks = self._tables(request_id)(0, range(first, _ALL_PAGES))
-        self.lost.append(LostLoad(request_id, blocks, self._parked))
+        self.lost.append(LostLoad(request_id, blocks, parked))
 
     def _load(
         self, tracker: RequestTracker, block_ids: Sequence[list[int]] | None, meta: StepMetadata
@@ -170,7 +191,7 @@ class Admissions:
         else:
             # The ids save a walk over the thousands of block objects of a long prompt.
             table = self._tables(request_id) if block_ids is None else table_of(block_ids)
-            meta.loads.append(self._restorer.build_load(tracker, table, self._parked))
+            meta.loads.append(self._restorer.build_load(tracker, table))
         self.loading[request_id].append(pending)
         tracker.restore = None
         self._saver.on_restored(pending.plan)

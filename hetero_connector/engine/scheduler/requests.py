@@ -81,6 +81,8 @@ class RequestTracker:
     session: Hashable | None = None
     """The session that the request is a turn of; None until it has been matched."""
     restore: PendingRestore | None = None
+    awaits: str | None = None
+    """A parked request whose load this one has waited for, by id; it waits for one at most."""
     attempts: Attempts | None = None
     """None if no restore was tried."""
     admitting: bool = False

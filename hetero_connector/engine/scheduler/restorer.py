@@ -135,7 +135,14 @@ class Restorer:
         needed = self._model.boundary_types_at(end)
         if not set(needed) <= chunks[-1].tiers.keys():
             return False
-        plan = RestorePlan(end, chunks, pending.plan.prefix_types, needed, distinct_tiers(chunks))
+        plan = RestorePlan(
+            end,
+            chunks,
+            pending.plan.prefix_types,
+            needed,
+            distinct_tiers(chunks),
+            parked=pending.plan.parked,
+        )
         handle = self._store.begin_restore(_wanted(plan), self._peers.copies(tracker))
         if not handle.poll() or handle.failed:
             handle.abandon()
@@ -153,23 +160,17 @@ class Restorer:
             tracker.restore.handle.abandon()
             tracker.restore = None
 
-    def build_load(self, tracker: RequestTracker, table: BlockTable, parked: bool) -> Load:
+    def build_load(self, tracker: RequestTracker, table: BlockTable) -> Load:
         """Return the order to load an admitted restore."""
         pending = tracker.restore
         assert pending is not None
         end = pending.plan.boundary if pending.cut is None else pending.cut
         tokens = range(pending.local_tokens, end)
         request_id = tracker.request.request_id
-        return self.build_partial_load(request_id, pending, table, tokens, parked=parked)
+        return self.build_partial_load(request_id, pending, table, tokens)
 
     def build_partial_load(
-        self,
-        request_id: str,
-        pending: PendingRestore,
-        table: BlockTable,
-        tokens: range,
-        *,
-        parked: bool = False,
+        self, request_id: str, pending: PendingRestore, table: BlockTable, tokens: range
     ) -> Load:
         """Return the order to load the range `tokens` of an admitted restore."""
         plan = pending.plan
@@ -178,7 +179,7 @@ class Restorer:
         spans = [_within(x, tokens) for x in self._spans(pending) if x.state_type in types]
         pending.loads_left += 1
         load_id = next(self._load_ids)
-        return Load(request_id, spans, blocks, parked, resume=tokens.stop, load_id=load_id)
+        return Load(request_id, spans, blocks, plan.parked, resume=tokens.stop, load_id=load_id)
 
     def _begin(
         self, tracker: RequestTracker, local_tokens: int, known: int

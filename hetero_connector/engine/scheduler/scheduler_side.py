@@ -48,7 +48,7 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.planner.checkpoints import CheckpointPolicy
 from hetero_connector.planner.plan import WindowReplay
 from hetero_connector.planner.planner import RestorePlanner
-from hetero_connector.planner.pricing import EngineLoad
+from hetero_connector.planner.pricing import EngineLoad, Parking
 from hetero_connector.planner.sessions import ThinkTimes
 from hetero_connector.spec import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
@@ -90,6 +90,7 @@ class SchedulerSide:
         policies: Policies,
         *,
         layerwise: bool,
+        parking: Parking = "never",
         load_deadline_s: float,
         fleet: Fleet | None = None,
         identifier: RequestIdentifier | None = None,
@@ -102,10 +103,9 @@ class SchedulerSide:
         self.root = ChainRoot(hasher, store, self._on_new_root, self._has_outdated_requests)
         self._recorder = recorder
         self._tp_size = layout.model.tp_size
-        # vLLM copies recurrent state before the first layer runs, so it must be in place before
-        # the step that admits the request: such models load between steps.
-        self._parked = StateType.RECURRENT in layout.model.state_types
-        self._layerwise = layerwise and not self._parked
+        self._is_recurrent = StateType.RECURRENT in layout.model.state_types
+        self._layerwise = layerwise
+        self._parking: Parking = parking
         self._predictions = Predictions(recorder, self.costs.load, store, clock)
         self._peers = PeerMatcher(layout, store, fleet, recorder, clock, load_deadline_s)
         self._restorer = Restorer(
@@ -137,7 +137,6 @@ class SchedulerSide:
             RestoreCounter(layout, recorder),
             self._errors,
             self._table,
-            parked=self._parked,
         )
         self.idle_steps = IdleSteps(recorder.has_news)
         self._early = EarlySaves(self._saver, recorder, layout.model)
@@ -168,6 +167,7 @@ class SchedulerSide:
         if tracker is UnidentifiedReason.NEVER or request.skip_reading_prefix_cache:
             return 0, False
         tracker.local_tokens = local_tokens
+        self._admissions.end_parking(request.request_id)  # if its load was lost, vLLM asks again
         if self._broken:
             self._restorer.forget(tracker)
             return 0, False
@@ -178,8 +178,11 @@ class SchedulerSide:
             raise
         self._queue.enqueue(tracker)
         self._sessions.on_matched(tracker)
+        parked = bool(tokens and tracker.restore and tracker.restore.plan.parked)
+        if parked and self._loads_the_same(tracker):
+            tokens, parked = None, False
         self._has_unanswered |= tokens is None
-        return tokens, bool(tokens) and self._parked
+        return tokens, parked
 
     def on_allocated(self, request: Request, num_external_tokens: int) -> None:
         """`update_state_after_alloc`: admit the request with that many restored tokens, or 0."""
@@ -192,7 +195,7 @@ class SchedulerSide:
         assert self._kv_cache_manager is not None
         self._admissions.admit(tracker, num_external_tokens, self._kv_cache_manager)
         self._peers.forget(tracker)
-        if not (num_external_tokens and self._parked):
+        if not self._admissions.is_parked(request.request_id):
             self._queue.on_admitted(tracker)
 
     def hit_sources(self, request: Request) -> dict[CacheHitSource, int]:
@@ -284,7 +287,8 @@ class SchedulerSide:
     @property
     def has_work(self) -> bool:
         """True while the engine must step: a worker's report is to arrive, or news to leave."""
-        return self._saver.awaits_reports or bool(self._early) or self.idle_steps.is_due
+        awaits_reports = self._saver.awaits_reports or bool(self._admissions.loading)
+        return awaits_reports or bool(self._early) or self.idle_steps.is_due
 
     def close(self) -> None:
         """Leave the fleet, write sealed artifacts to SSD and release the tiers. Idempotent.
@@ -326,7 +330,17 @@ class SchedulerSide:
         """Return the tracked work that the engine has before the request `new`."""
         queued, decodes, waiting = self._queue.work_ahead_of(new)
         reading = self.store.reading_bytes
-        return EngineLoad(queued, decodes, reading, self._layerwise, waiting)
+        return EngineLoad(queued, decodes, reading, self._layerwise, waiting, self._parking)
+
+    def _loads_the_same(self, tracker: RequestTracker) -> bool:
+        """True while a parked request loads all that this one would.
+
+        vLLM shares the pages of a parked load when it has ended, those of others at once.
+        """
+        assert tracker.restore is not None
+        if tracker.awaits is None:
+            tracker.awaits = self._admissions.parked_for(tracker.restore.plan.chunks[-1].chunk.key)
+        return tracker.awaits is not None and self._admissions.is_parked(tracker.awaits)
 
     def _track(self, request: Request) -> RequestTracker | UnidentifiedReason:
         tracker = self._trackers.get(request.request_id)
@@ -357,7 +371,7 @@ class SchedulerSide:
         if tracker.admitting:
             tracker.admitting = False
             self._saver.on_admitted(tracker, computed)
-        recurrent = recurrent_states(output, request_id) if self._parked else ()
+        recurrent = recurrent_states(output, request_id) if self._is_recurrent else ()
         table = self._table(request_id)
         meta.saves += self._saver.save_step(tracker, computed + num_tokens, table, recurrent)
 

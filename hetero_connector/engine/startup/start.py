@@ -41,6 +41,7 @@ from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.planner.plan import WindowReplay
 from hetero_connector.planner.planner import EngineSettings, RestorePlanner
+from hetero_connector.planner.pricing import Parking
 from hetero_connector.planner.profile import CopyEngines, CostProfile, ProfileSubject
 from hetero_connector.planner.sessions import ThinkTimes
 from hetero_connector.spec import ModelSpec, StateType
@@ -156,7 +157,7 @@ def open_scheduler_side(
     config = with_dram(config, layout, vllm_config)
     window_replay = _window_replay(geometry, config)
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-    settings = _settings(config, layout, step_tokens, microbatches=parallel.use_ubatching)
+    settings = _settings(config, geometry, step_tokens, microbatches=parallel.use_ubatching)
     subject = engine_identity.profile_subject(vllm_config)
     planner = _planner(config, layout, step_tokens, window_replay, subject)
     think_times = ThinkTimes()
@@ -202,6 +203,7 @@ def open_scheduler_side(
             "off" if config.planner == "never_load" else config.prefetch,
         ),
         layerwise=settings.layerwise,
+        parking=settings.parking,
         load_deadline_s=config.load_deadline_s,
         fleet=fleet,
         identifier=RequestIdentifier(
@@ -260,11 +262,23 @@ def _planner(
 
 
 def _settings(
-    config: HeteroConfig, layout: ArtifactLayout, step_tokens: int, *, microbatches: bool
+    config: HeteroConfig, geometry: WorkerGeometry, step_tokens: int, *, microbatches: bool
 ) -> EngineSettings:
-    parked = StateType.RECURRENT in layout.model.state_types
-    layerwise = config.layerwise != "off" and not parked and not microbatches
-    return EngineSettings(config.planner, step_tokens, layerwise, config.load_deadline_s)
+    layerwise = config.layerwise != "off" and not microbatches
+    parking = _parking(geometry)
+    return EngineSettings(config.planner, step_tokens, layerwise, config.load_deadline_s, parking)
+
+
+def _parking(geometry: WorkerGeometry) -> Parking:
+    """Return the loads that park their request.
+
+    A CPU copies on the thread that computes, so decodes wait for a load in any case.
+    """
+    if StateType.RECURRENT in geometry.model.state_types:
+        # vLLM copies recurrent state before the first layer runs, so it must be in place before the
+        # step that computes the request.
+        return "always"
+    return "never" if geometry.device == "cpu" else "long"
 
 
 def _checkpoint_policy(

@@ -1,4 +1,4 @@
-"""Pages on a CUDA device: two streams copy between them and the pinned arena."""
+"""Pages on a CUDA device: three streams copy between them and the pinned arena."""
 
 from __future__ import annotations
 
@@ -63,9 +63,10 @@ class _Jobs(NamedTuple):
 class CudaDevice:
     """Pages on a CUDA device.
 
-    Loads and saves have a stream each, of the default priority, which is CUDA's lowest. The
-    forward's stream waits for them by events; the CPU never does, unless the arena cannot be
-    pinned. A kernel moves pages, or the copy engines do: those that a table names.
+    Loads, parked loads and saves have a stream each, of the default priority, which is CUDA's
+    lowest. The forward's stream waits for loads and saves by events; the CPU never does, unless the
+    arena cannot be pinned. A kernel moves pages, or the copy engines do: those that a table
+    names.
     """
 
     overlaps_by_thread = False
@@ -76,7 +77,9 @@ class CudaDevice:
         self._copy_table = _copy_table(copy_engines)
         self._mover = PageMover(device)
         self._loads = torch.cuda.Stream(device)
+        self._parked_loads = torch.cuda.Stream(device)
         self._saves = torch.cuda.Stream(device)
+        self._streams = self._loads, self._parked_loads, self._saves
         self._pages: dict[str, _Pages] = {}
         self._jobs: dict[tuple[Hashable, int], _Jobs] = {}
         self._driver: Driver | None = None
@@ -106,7 +109,7 @@ class CudaDevice:
             if not pinned.is_complete:
                 self._bounce = BounceBuffer.open(self._mover, arena, largest_artifact_bytes)
             # Not before: vLLM has torch release unused memory when it has captured its graphs.
-            for stream in (self._loads, self._saves):
+            for stream in self._streams:
                 with torch.cuda.stream(stream):
                     self._mover.reserve_uploads()
         except (OSError, RuntimeError) as error:
@@ -129,22 +132,14 @@ class CudaDevice:
     def load(
         self, copies: Sequence[Copies], batches: Sequence[Sequence[str]], time: StartTimer
     ) -> list[Wait]:
-        self._loads.wait_stream(torch.cuda.current_stream())
-        parts = self._parts(copies, batches)
-        with torch.cuda.stream(self._loads):
-            if self._bounce is not None:
-                end = time()
-                self._bounce_all(Mode.LOAD, parts)
-                end()
-                return [_nothing] * len(batches)
-            issue = self._plan(Mode.LOAD, parts, len(batches))
-            waits = []
-            for batch in range(len(batches)):
-                end = time()
-                issue(batch)
-                end()
-                waits.append(_wait_for(self._loads.record_event()))
-        return waits
+        return [_wait_for(event) for event in self._load(self._loads, copies, batches, time)]
+
+    def load_parked(self, copies: Sequence[Copies], time: StartTimer) -> Callable[[], bool]:
+        # A launch for all layers would take most of the multiprocessors from the others' decodes.
+        layers, size = list(self._pages), self.layers_per_copy
+        batches = [layers[i : i + size] for i in range(0, len(layers), size)]
+        *_, last = self._load(self._parked_loads, copies, batches, time)
+        return last.query
 
     def prepare_saves(self, copies: Sequence[Copies]) -> SaveLayers:
         return partial(self._save, copies)
@@ -162,8 +157,8 @@ class CudaDevice:
         self._mover.launch(Mode.CLEAR, moves, self._mover.upload(moves))
 
     def finish(self) -> None:
-        self._loads.synchronize()
-        self._saves.synchronize()
+        for stream in self._streams:
+            stream.synchronize()
 
     def fence(self) -> Callable[[], bool]:
         events = [stream.record_event() for stream in (self._loads, self._saves)]
@@ -173,7 +168,7 @@ class CudaDevice:
         return CudaStopwatch()
 
     def time_copies(self) -> CudaStopwatch:
-        return CudaStopwatch(self._loads)
+        return CudaStopwatch()
 
     def _save(self, copies: Sequence[Copies], layers: Sequence[str]) -> None:
         self._saves.wait_stream(torch.cuda.current_stream())
@@ -219,6 +214,31 @@ class CudaDevice:
                 copy_pages(driver, mode, copied[batch], stream)
 
         return issue
+
+    def _load(
+        self,
+        stream: torch.cuda.Stream,
+        copies: Sequence[Copies],
+        batches: Sequence[Sequence[str]],
+        time: StartTimer,
+    ) -> list[torch.cuda.Event]:
+        """Load batch by batch on a stream; return an event after each batch."""
+        stream.wait_stream(torch.cuda.current_stream())
+        parts = self._parts(copies, batches)
+        with torch.cuda.stream(stream):
+            if self._bounce is not None:
+                end = time()
+                self._bounce_all(Mode.LOAD, parts)
+                end()
+                return [stream.record_event()] * len(batches)
+            issue = self._plan(Mode.LOAD, parts, len(batches))
+            events = []
+            for batch in range(len(batches)):
+                end = time()
+                issue(batch)
+                end()
+                events.append(stream.record_event())
+        return events
 
     def _bounce_all(self, mode: Mode, parts: Sequence[Part]) -> None:
         assert self._bounce is not None
@@ -266,18 +286,17 @@ class CudaDevice:
 
 
 class CudaStopwatch:
-    """Measures work on a stream (None: the current one) by two events around each stretch."""
+    """Measures work on the current stream by two events around each stretch."""
 
-    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
-        self._stream = stream
+    def __init__(self) -> None:
         self._stretches: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def start(self) -> Callable[[], None]:
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._record(first)
+        torch.cuda.current_stream().record_event(first)
 
         def stop() -> None:
-            self._record(last)
+            torch.cuda.current_stream().record_event(last)
             self._stretches.append((first, last))
 
         return stop
@@ -286,9 +305,6 @@ class CudaStopwatch:
         if not all(last.query() for _, last in self._stretches):
             return None
         return 1e-3 * sum(float(first.elapsed_time(last)) for first, last in self._stretches)
-
-    def _record(self, event: torch.cuda.Event) -> None:
-        (self._stream or torch.cuda.current_stream()).record_event(event)
 
 
 def _part(jobs: Sequence[Job], block_ids: Int64Array) -> Part:
@@ -307,10 +323,6 @@ def _copy_table(copy_engines: CopyEngines | None) -> CopyTable:
         Mode.SAVE: copy_engines.save_from_bytes,
     }
     return {mode: size for mode, size in sizes.items() if size is not None}
-
-
-def _nothing() -> None:
-    """The copies have ended already."""
 
 
 def _wait_for(event: torch.cuda.Event) -> Wait:

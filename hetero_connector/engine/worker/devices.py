@@ -69,6 +69,13 @@ class Device(Protocol):
         """
         ...
 
+    def load_parked(self, copies: Sequence[Copies], time: StartTimer) -> Callable[[], bool]:
+        """Load pages of all layers after the forward's work so far; no other work waits for it.
+
+        Return a function that tells if these copies have ended.
+        """
+        ...
+
     def prepare_saves(self, copies: Sequence[Copies]) -> SaveLayers:
         """Return a function that saves the pages of some layers.
 
@@ -89,7 +96,10 @@ class Device(Protocol):
         ...
 
     def fence(self) -> Callable[[], bool]:
-        """Return a function that tells if all copies so far have ended."""
+        """Return a function that tells if all loads and saves so far have ended.
+
+        Parked loads have functions of their own.
+        """
         ...
 
     def time_forward(self) -> Stopwatch:

@@ -55,6 +55,10 @@ class HostDevice:
         by_layer = self._by_layer(copies)
         return [partial(self._load, by_layer, batch, time) for batch in batches]
 
+    def load_parked(self, copies: Sequence[Copies], time: StartTimer) -> Callable[[], bool]:
+        self._load(self._by_layer(copies), list(self._layers), time)
+        return _has_ended
+
     def prepare_saves(self, copies: Sequence[Copies]) -> SaveLayers:
         return partial(self._save, self._by_layer(copies))
 
@@ -71,7 +75,7 @@ class HostDevice:
         pass
 
     def fence(self) -> Callable[[], bool]:
-        return lambda: True
+        return _has_ended
 
     def time_forward(self) -> HostStopwatch:
         return HostStopwatch()
@@ -124,6 +128,10 @@ class HostStopwatch:
 
     def seconds(self) -> float | None:
         return sum(self._stretches)
+
+
+def _has_ended() -> bool:
+    return True
 
 
 def _evenly_spaced(offsets: IndexArray) -> Iterator[tuple[int, int, int]]:

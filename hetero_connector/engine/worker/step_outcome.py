@@ -32,6 +32,8 @@ class WorkerStep:
         """Layers that have been saved while the forward ran."""
         self.broken = False
         """True if a copy of the saves has failed."""
+        self.parked = False
+        """True if its parked loads have been started; they are reported by themselves."""
 
 
 class StepOutcome:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -84,7 +83,7 @@ class WorkerSide:
         self._hooks = LayerHooks()
         self.outcome = StepOutcome(recorder, layout.model, recovers=recovers)
         self._step: WorkerStep | None = None
-        self._under_way: deque[tuple[Callable[[], bool], Callable[[], None]]] = deque()
+        self._under_way: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         """For copies that a device has not ended: a test if it has, and what reports them."""
         self._saving = threading.Lock()
         self._save_s = 0.0
@@ -161,7 +160,7 @@ class WorkerSide:
             end_wait = self._timer.start_wait()
             self._find_arena(meta)
             try:
-                self._start_parked([load for load in meta.loads if load.parked])
+                self._start_parked(step)
                 self._start_layerwise([x for x in meta.loads if not x.parked], hooks_called)
             except BaseException:
                 self._get_device().finish()  # the pages of lost loads are about to be used
@@ -286,20 +285,24 @@ class WorkerSide:
                 self._save_remaining_layers(step)
         copied = not (step.broken or self.outcome.broken)
         early_copied = copied and step.begun
+        loads = [x for x in meta.loads if not (x.parked and step.parked)]
 
         def report() -> None:
-            self.outcome.on_loads_ended(meta.loads)
+            self.outcome.on_loads_ended(loads)
             self.outcome.on_saves_ended(meta.early_saves, copied=early_copied)
             self.outcome.on_saves_ended(meta.saves, copied=copied)
 
-        if meta.saves or meta.loads or meta.early_saves:
+        if meta.saves or loads or meta.early_saves:
             # Also after an error: memory that is reported must not be in use.
             self._under_way.append((self._get_device().fence(), report))
 
     def _report_ended_copies(self) -> None:
-        while self._under_way and self._under_way[0][0]():
-            _, report = self._under_way.popleft()
-            report()
+        under_way, self._under_way = self._under_way, []
+        for has_ended, report in under_way:
+            if has_ended():
+                report()
+            else:
+                self._under_way.append((has_ended, report))
 
     def _finish_loads(self, step: WorkerStep) -> None:
         """Run the loads that no layer has asked for, once; errors of the step's loads are known."""
@@ -318,21 +321,22 @@ class WorkerSide:
         self._get_device().prepare_saves(copies)(list(self._layers))
         self._get_device().make_forward_wait_for_saves()
 
-    def _start_parked(self, loads: list[Load]) -> None:
+    def _start_parked(self, step: WorkerStep) -> None:
         """Load for requests that wait between steps. No forward waits for these copies."""
+        loads = [load for load in step.meta.loads if load.parked]
         if not loads:
             return
-        device = self._get_device()
-        waits = self._start_copies(self._planner.plan_loads(loads), [list(self._layers)])
-        if device.overlaps_by_thread:
-            for wait in waits:
-                wait()
+        assert self._timer is not None
+        copies = self._planner.plan_loads(loads)
+        has_ended = self._get_device().load_parked(copies, self._timer.start_copies)
 
         def report() -> None:
+            self.outcome.on_loads_ended(loads)
             for load in loads:
                 self.outcome.on_parked_load(load)
 
-        self._under_way.append((device.fence(), report))
+        self._under_way.append((has_ended, report))
+        step.parked = True
 
     def _start_layerwise(self, loads: list[Load], hooks_called: bool) -> None:
         device = self._get_device()
