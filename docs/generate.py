@@ -8,7 +8,6 @@ fails if one of them differs from what this script would write.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import inspect
 import json
@@ -434,44 +433,44 @@ def _metrics() -> str:
 
 
 def _cli() -> str:
-    from hetero_connector.tools.cli import build_parser
+    from typer.main import get_command
+
+    from hetero_connector.tools.cli import app
 
     parts = [
         f"{_NOTE}# Commands\n\n"
-        "The package installs one command, `heterocache`. Exit codes: 0 if all is well, 1 if a "
-        "problem was found, 2 if the input cannot be used. `simulate` needs the extra "
+        "The package installs one command, `heterocache`. `heterocache --install-completion` "
+        "completes commands in your shell. Exit status: 0 if all is well, 1 if a problem was "
+        "found, 2 if the arguments or the input cannot be used. `simulate` needs the extra "
         "`sim`, `reset` the extra `redis`."
     ]
-    for name, about, command in _commands(build_parser(), ""):
-        title = f"## {name}\n\n{about[:1].upper()}{about[1:]}."
-        usage = " ".join(command.format_usage().removeprefix("usage: ").split())
-        usage = re.sub(r"\[-h\] ", "", usage)
-        rows = [
-            [_option(a), (a.help or "").replace("|", "\\|")]
-            for a in command._actions
-            if a.dest != "help"
+    for name, command in _commands(get_command(app), ""):
+        examples = [
+            line for line in command.epilog.split("\n\n") if line.startswith("heterocache ")
         ]
+        rows = [[_parameter(x), (x.help or "").replace("|", "\\|")] for x in command.params]
         table = _table(["argument", "meaning"], rows)
-        parts.append(f"{title}\n\n```text\n{usage}\n```\n\n{table}")
+        shown = "\n".join(examples)
+        parts.append(f"## {name}\n\n{command.help}\n\n```text\n{shown}\n```\n\n{table}")
     return "\n\n".join(parts) + "\n"
 
 
-def _commands(
-    parser: argparse.ArgumentParser, prefix: str
-) -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
-    """Yield name, help and parser of every command that does something."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            about = {choice.dest: choice.help or "" for choice in action._choices_actions}
-            for name, command in action.choices.items():
-                inner = list(_commands(command, f"{prefix}{name} "))
-                yield from inner or [(f"{prefix}{name}", about[name], command)]
+def _commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the object of every command that does something."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", command
 
 
-def _option(action: argparse.Action) -> str:
-    name = ", ".join(action.option_strings) or action.dest
-    takes = action.metavar or action.dest.upper()
-    return f"`{name} {takes}`" if action.option_strings and action.nargs != 0 else f"`{name}`"
+def _parameter(parameter: Any) -> str:
+    """Return an argument, or an option with what it takes."""
+    if parameter.param_type_name == "argument":
+        return f"`{parameter.metavar}`"
+    name = parameter.opts[0]
+    takes = parameter.metavar or name.removeprefix("--").upper().replace("-", "_")
+    return f"`{name}`" if parameter.is_flag else f"`{name} {takes}`"
 
 
 def _errors() -> str:

@@ -23,11 +23,12 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from typer.main import get_command
 
 from hetero_connector.config import KEYS
 from hetero_connector.errors import ConfigError
 from hetero_connector.metrics import METRICS
-from hetero_connector.tools.cli import build_parser
+from hetero_connector.tools.cli import app
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -217,7 +218,12 @@ def check_make(arguments: list[str]) -> None:
 
 
 def check_heterocache(arguments: list[str]) -> None:
-    build_parser().parse_args(arguments)  # a wrong argument ends with SystemExit
+    command: Any = get_command(app)
+    context = None
+    while hasattr(command, "commands"):
+        name, *arguments = arguments
+        command, context = command.commands[name], command.make_context("heterocache", [name])
+    command.make_context(name, arguments, parent=context)  # raises for a wrong argument
 
 
 def check_vllm(arguments: list[str]) -> None:

@@ -75,6 +75,13 @@ def test_nothing_imports_the_command_line() -> None:
             assert not any(n.startswith("hetero_connector.tools") for n in imports(path)), path
 
 
+def test_only_the_command_line_and_the_simulator_draw_on_a_terminal() -> None:
+    """An engine's process must not load what only people at a terminal need."""
+    for path in SOURCES:
+        if not relative(path).startswith(("hetero_connector/tools/", "ownership/simulator/")):
+            assert not {"typer", "rich"} & {x.split(".")[0] for x in imports(path)}, path
+
+
 def test_the_two_sides_of_the_connector_share_only_messages() -> None:
     """They run in different processes; `engine/startup` alone builds both."""
     sides = {side: f"hetero_connector.engine.{side}" for side in ("scheduler", "worker", "startup")}

@@ -1,157 +1,177 @@
-"""The `heterocache` command: parses arguments, calls a module, prints text or JSON."""
+"""The `heterocache` command: declares arguments, calls a module, prints text or JSON.
+
+Each command imports its modules when it runs, so `--help` is quick and needs no extra.
+"""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import functools
+import importlib.metadata
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ParamSpec, TypeVar
 
-from tqdm import tqdm
+import typer
 
 from hetero_connector.errors import HeteroCacheError, StoreError
-from hetero_connector.planner.explain import explain
-from hetero_connector.store.ssd.journal_format import JournalRow
-from hetero_connector.tools import doctor, explanation, inspection, verification
 
-EXIT_OK, EXIT_BAD, EXIT_UNUSABLE = 0, 1, 2
+EXIT_OK, EXIT_BAD, EXIT_UNUSABLE, EXIT_INTERRUPTED = 0, 1, 2, 130
+_STATUS = (
+    "Exit status: 0 if all is well, 1 if a problem was found, 2 if the arguments or the input "
+    "cannot be used."
+)
+_STATE, _FLEET, _SIMULATION = "State on this machine", "Fleet", "Simulation"
+_DISTRIBUTION = "heterocache"
+_ROWS = 24
+
+_Row = TypeVar("_Row")
+_Arguments = ParamSpec("_Arguments")
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON value to stdout.")]
+_Stored = Annotated[
+    Path, typer.Argument(metavar="DIR", help="An ssd_dir, or one model's directory in it.")
+]
+_Format = Annotated[
+    str | None, typer.Option(help="Format of the trace. Its first line tells if this is not set.")
+]
+
+app = typer.Typer(
+    help="Examine and manage HeteroCache's state on this machine.",
+    epilog=_STATUS,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+_trace = typer.Typer(help="Analyse recorded requests.", no_args_is_help=True)
+app.add_typer(_trace, name="trace", rich_help_panel=_SIMULATION)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `heterocache ARGV`. 0: all is well; 1: a problem was found; 2: the input is unusable."""
-    args = build_parser().parse_args(argv)
     try:
-        code: int = args.run(args)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `heterocache inspect DIR | head`
-        sys.stdout = None
-        return EXIT_OK
-    except KeyboardInterrupt:
-        return 130
+        app(args=argv, prog_name="heterocache")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else EXIT_OK
+    return EXIT_OK
+
+
+def _command(
+    of: typer.Typer, panel: str, *examples: str, name: str | None = None
+) -> Callable[[Callable[_Arguments, int]], Callable[_Arguments, None]]:
+    """Register a function that returns its exit status. Its docstring is the command's help."""
+    epilog = "\n\n".join(["Examples:", *(f"heterocache {x}" for x in examples), _STATUS])
+
+    def register(function: Callable[_Arguments, int]) -> Callable[_Arguments, None]:
+        @of.command(name, rich_help_panel=panel, epilog=epilog)
+        @functools.wraps(function)
+        def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+            try:
+                code = function(*args, **kwargs)
+                sys.stdout.flush()
+            except BrokenPipeError:  # `heterocache inspect DIR | head`
+                sys.stdout = None
+                code = EXIT_OK
+            except KeyboardInterrupt:
+                code = EXIT_INTERRUPTED
+            raise typer.Exit(code)
+
+        return run
+
+    return register
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"heterocache {importlib.metadata.version(_DISTRIBUTION)}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+@_command(app, _STATE, "doctor --ssd-dir /nvme/kv", "doctor --directory redis://host:6379")
+def doctor(
+    ssd_dir: Annotated[Path, typer.Option(help="Directory to examine.")] = Path(),
+    directory: Annotated[
+        str, typer.Option(metavar="URL", help="Examine this directory of a fleet, too.")
+    ] = "",
+    as_json: _Json = False,
+) -> int:
+    """Examine this machine and advise what to change."""
+    from hetero_connector.tools import doctor as examiner
+
+    findings = []
+    for finding in examiner.examine(ssd_dir, directory):
+        findings.append(finding)
+        if not as_json:
+            print(finding.as_text(), flush=True)
+    if as_json:
+        print(json.dumps([f.as_json() for f in findings], indent=2))
+    failed = any(f.status is examiner.Status.FAIL for f in findings)
+    return EXIT_BAD if failed else EXIT_OK
+
+
+@_command(app, _STATE, "inspect /nvme/kv", "inspect /nvme/kv --json")
+def inspect(dir: _Stored, as_json: _Json = False) -> int:
+    """List what is stored, by model and state type."""
+    from hetero_connector.tools import inspection
+
+    reports, code = [], EXIT_OK
+    try:
+        for path in inspection.find_models(dir):
+            try:
+                reports.append(inspection.inspect_model(path))
+            except HeteroCacheError as e:
+                code = _complain(e)
+    except HeteroCacheError as e:
+        return _complain(e)
+    if as_json:
+        print(json.dumps([r.as_json() for r in reports], indent=2))
+    elif reports:
+        print("\n\n".join(map(inspection.as_text, reports)))
     return code
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line. Reference pages are made from it."""
-    parser = argparse.ArgumentParser(
-        prog="heterocache", description="Examine and manage HeteroCache's state on this machine."
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+@_command(app, _STATE, "verify /nvme/kv", "verify /nvme/kv --repair")
+def verify(
+    dir: _Stored,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Remove bad artifacts; they become misses.")
+    ] = False,
+    as_json: _Json = False,
+) -> int:
+    """Read and check every stored artifact."""
+    from hetero_connector.tools import inspection, verification
 
-    command = commands.add_parser("doctor", help="examine this machine and advise what to change")
-    command.add_argument(
-        "--ssd-dir", type=Path, default=Path(), help="directory to examine (default: current)"
-    )
-    command.add_argument(
-        "--directory", default="", metavar="URL", help="also examine the fleet's directory"
-    )
-    command.set_defaults(run=_doctor)
-
-    command = commands.add_parser("inspect", help="list what is stored, by model and state type")
-    command.add_argument("dir", type=Path, help="an ssd_dir, or one model's directory in it")
-    command.set_defaults(run=_inspect)
-
-    command = commands.add_parser("verify", help="read and check every stored artifact")
-    command.add_argument("dir", type=Path, help="an ssd_dir, or one model's directory in it")
-    command.add_argument(
-        "--repair", action="store_true", help="remove bad artifacts (they become misses)"
-    )
-    command.set_defaults(run=_verify)
-
-    command = commands.add_parser("calibrate", help="measure a model's costs on this machine")
-    command.add_argument("model", help="a path or repository, as for vLLM")
-    command.add_argument(
-        "--out",
-        type=Path,
-        default=Path("heterocache-profile.json"),
-        help="profile to write (default heterocache-profile.json)",
-    )
-    command.add_argument("--ssd-dir", type=Path, help="also measure restores from SSD, here")
-    command.add_argument(
-        "--dram-gib", type=float, default=1.0, help="size of the DRAM tier (default 1)"
-    )
-    command.add_argument(
-        "--engine-args", type=_json_object, default={}, help="arguments for vLLM, a JSON object"
-    )
-    command.add_argument(
-        "--connector-args",
-        type=_json_object,
-        default={},
-        help="configuration of HeteroConnector, a JSON object",
-    )
-    command.set_defaults(run=_calibrate)
-
-    command = commands.add_parser(
-        "explain", help="show what would be restored of a prompt, and why"
-    )
-    command.add_argument("dir", type=Path, help="one model's directory in an ssd_dir")
-    command.add_argument("prompt", type=Path, help="a file: a JSON list of token ids, or text")
-    command.add_argument("--profile", type=Path, help="costs from `heterocache calibrate`")
-    command.add_argument(
-        "--in-dram", action="store_true", help="assume that all state is in DRAM, not on SSD"
-    )
-    length = command.add_mutually_exclusive_group()
-    length.add_argument("--rows", type=int, default=24, help="candidates to show (default 24)")
-    length.add_argument("--all", action="store_true", help="show every candidate")
-    command.set_defaults(run=_explain)
-
-    command = commands.add_parser("reset", help="make all engines of a fleet drop what they stored")
-    command.add_argument(
-        "--directory", required=True, metavar="URL", help="the fleet's directory, redis://…"
-    )
-    command.add_argument(
-        "--wait", type=float, nargs="?", const=60.0, default=0.0, metavar="SECONDS",
-        help="wait until every engine has done so (default 60); exit code 1 if one has not",
-    )  # fmt: skip
-    command.set_defaults(run=_reset)
-
-    trace = commands.add_parser("trace", help="analyse recorded requests")
-    actions = trace.add_subparsers(required=True, metavar="ACTION")
-    command = actions.add_parser("stats", help="print prefix reuse statistics")
-    command.add_argument(
-        "file", type=Path, help="a trace, plain or gzip, or a directory of its files"
-    )
-    command.add_argument("--format", help="format of the trace (default: by its first line)")
-    command.set_defaults(run=_trace_stats)
-
-    command = commands.add_parser("simulate", help="simulate a fleet on a recorded trace")
-    command.add_argument(
-        "--trace", type=Path, required=True, help="a trace file, or a directory of them"
-    )
-    command.add_argument("--format", help="format of the trace (default: by its first line)")
-    command.add_argument(
-        "--fleet", type=Path, required=True, help="YAML file, see docs/internals/simulator.md"
-    )
-    command.add_argument(
-        "--policies",
-        default="ownerserve",
-        metavar="A,B,...",
-        help="scheduling policies to compare, e.g. ownerserve,dynamo_kv",
-    )
-    command.add_argument(
-        "--sweep", action="append", default=[], metavar="NAME=A,B,...",
-        help="values of rate, sharing, sessions, seed or workers; may be repeated",
-    )  # fmt: skip
-    command.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        help="output directory (an interrupted sweep in it is resumed)",
-    )
-    command.add_argument(
-        "--processes", type=int, default=1, help="simulations to run in parallel (default 1)"
-    )
-    command.set_defaults(run=_simulate)
-
-    for command in (*commands.choices.values(), *actions.choices.values()):
-        if command is not trace:
-            command.add_argument(
-                "--json", action="store_true", help="print one JSON value to stdout"
-            )
-    return parser
+    reports, code = [], EXIT_OK
+    try:
+        for path in inspection.find_models(dir):
+            try:
+                report = verification.verify_model(path, repair, _progress)
+            except HeteroCacheError as e:
+                code = _complain(e)
+                continue
+            reports.append(report)
+            if not as_json:
+                print(verification.as_text(report))
+    except HeteroCacheError as e:
+        return _complain(e)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(r) for r in reports], indent=2))
+    if code == EXIT_OK and any(r.bad for r in reports):
+        return EXIT_BAD
+    return code
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -160,84 +180,59 @@ def _json_object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"not a JSON object: {text}")
+        raise typer.BadParameter(f"not a JSON object: {text}")
     return value
 
 
-def _doctor(args: argparse.Namespace) -> int:
-    findings = []
-    for finding in doctor.examine(args.ssd_dir, args.directory):
-        findings.append(finding)
-        if not args.json:
-            print(finding.as_text(), flush=True)
-    if args.json:
-        print(json.dumps([f.as_json() for f in findings], indent=2))
-    failed = any(f.status is doctor.Status.FAIL for f in findings)
-    return EXIT_BAD if failed else EXIT_OK
-
-
-def _inspect(args: argparse.Namespace) -> int:
-    reports, code = [], EXIT_OK
-    try:
-        for path in inspection.find_models(args.dir):
-            try:
-                reports.append(inspection.inspect_model(path))
-            except HeteroCacheError as e:
-                code = _complain(e)
-    except HeteroCacheError as e:
-        return _complain(e)
-    if args.json:
-        print(json.dumps([r.as_json() for r in reports], indent=2))
-    elif reports:
-        print("\n\n".join(map(inspection.as_text, reports)))
-    return code
-
-
-def _verify(args: argparse.Namespace) -> int:
-    reports, code = [], EXIT_OK
-    try:
-        for path in inspection.find_models(args.dir):
-            try:
-                report = verification.verify_model(path, args.repair, _progress)
-            except HeteroCacheError as e:
-                code = _complain(e)
-                continue
-            reports.append(report)
-            if not args.json:
-                print(verification.as_text(report))
-    except HeteroCacheError as e:
-        return _complain(e)
-    if args.json:
-        print(json.dumps([dataclasses.asdict(r) for r in reports], indent=2))
-    if code == EXIT_OK and any(r.bad for r in reports):
-        return EXIT_BAD
-    return code
-
-
-def _calibrate(args: argparse.Namespace) -> int:
-    if args.out.is_dir() or not args.out.parent.is_dir():  # check before minutes of measuring
-        return _complain(f"--out {args.out} is not a file in a directory that exists")
-    from hetero_connector.engine.calibration import calibrate  # starts vLLM
+@_command(
+    app,
+    _STATE,
+    "calibrate Qwen/Qwen3-8B --out qwen.json",
+    """calibrate MODEL --engine-args '{"max_model_len": 32768}'""",
+)
+def calibrate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A path or repository, as for vLLM.")
+    ],
+    out: Annotated[Path, typer.Option(help="Profile to write.")] = Path("heterocache-profile.json"),
+    ssd_dir: Annotated[
+        Path | None, typer.Option(help="Measure restores from SSD, too, in this directory.")
+    ] = None,
+    dram_gib: Annotated[float, typer.Option(help="Size of the DRAM tier.")] = 1.0,
+    engine_args: Annotated[
+        Any,
+        typer.Option(parser=_json_object, metavar="JSON", help="Arguments for vLLM, an object."),
+    ] = "{}",
+    connector_args: Annotated[
+        Any,
+        typer.Option(
+            parser=_json_object, metavar="JSON", help="Keys of HeteroConnector, an object."
+        ),
+    ] = "{}",
+    as_json: _Json = False,
+) -> int:
+    """Measure a model's costs on this machine."""
+    if out.is_dir() or not out.parent.is_dir():  # check before minutes of measuring
+        return _complain(f"--out {out} is not a file in a directory that exists")
+    from hetero_connector.engine.calibration import calibrate as measure  # starts vLLM
     from hetero_connector.tools.profile_plot import plot
 
     try:
-        if args.ssd_dir is not None:
-            args.ssd_dir.mkdir(parents=True, exist_ok=True)
-        found = calibrate(
-            args.model, args.engine_args, args.ssd_dir, args.dram_gib, args.connector_args
-        )
-        found.profile.write(args.out)
-        picture = plot(found, args.out.with_name(f"{args.out.name}.png"))
+        if ssd_dir is not None:
+            ssd_dir.mkdir(parents=True, exist_ok=True)
+        found = measure(model, engine_args, ssd_dir, dram_gib, connector_args)
+        found.profile.write(out)
+        picture = plot(found, out.with_name(f"{out.name}.png"))
     except ModuleNotFoundError as e:
         return _complain(f"{e.name} is missing: pip install 'heterocache[cpu]', or [gpu]")
     except (HeteroCacheError, OSError) as e:
         return _complain(e)
     if picture is None:
         _note("no plot, because matplotlib is missing: pip install 'heterocache[sim]'")
-    if args.json:
+    if as_json:
         print(json.dumps(found.profile.as_json()))
     else:
-        print(f"written: {args.out}" + (f", {picture}" if picture else ""))
+        print(f"written: {out}" + (f", {picture}" if picture else ""))
         for name, error in found.profile.fits():
             print(f"{name}: median error {error.median:.0%}, 95% within {error.p95:.0%}")
         if found.profile.copy_engines is not None:
@@ -245,67 +240,142 @@ def _calibrate(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _explain(args: argparse.Namespace) -> int:
+@_command(app, _STATE, "explain /nvme/kv/MODEL prompt.txt", "explain DIR ids.json --all --json")
+def explain(
+    dir: Annotated[
+        Path, typer.Argument(metavar="DIR", help="One model's directory in an ssd_dir.")
+    ],
+    prompt: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PROMPT", help="A file with a JSON list of token ids, or with text."
+        ),
+    ],
+    profile: Annotated[
+        Path | None, typer.Option(help="Costs, from `heterocache calibrate`.")
+    ] = None,
+    in_dram: Annotated[
+        bool, typer.Option("--in-dram", help="Assume that all state is in DRAM, not on SSD.")
+    ] = False,
+    rows: Annotated[
+        int | None, typer.Option(help=f"Candidates to show; {_ROWS} if this is not set.")
+    ] = None,
+    show_all: Annotated[bool, typer.Option("--all", help="Show every candidate.")] = False,
+    as_json: _Json = False,
+) -> int:
+    """Show what would be restored of a prompt, and why."""
+    if show_all and rows is not None:
+        raise typer.BadParameter("--rows and --all exclude each other")
+    from hetero_connector.planner.explain import explain as as_text
+    from hetero_connector.tools import explanation
+
     try:
-        directory = _one_model(args.dir)
-        tokens = explanation.read_tokens(args.prompt, lambda: explanation.tokenizer(directory))
-        found = explanation.decide(directory, tokens, args.profile, in_dram=args.in_dram)
+        directory = _one_model(dir)
+        tokens = explanation.read_tokens(prompt, lambda: explanation.tokenizer(directory))
+        found = explanation.decide(directory, tokens, profile, in_dram=in_dram)
     except (HeteroCacheError, ValueError) as e:
         return _complain(e)
-    if args.json:
+    if as_json:
         print(json.dumps(found.as_json(), indent=2))
     else:
-        print(explain(found.decision, None if args.all else args.rows))
+        print(as_text(found.decision, None if show_all else rows or _ROWS))
         print(found.assumptions())
     return EXIT_OK
 
 
-def _reset(args: argparse.Namespace) -> int:
+@_command(app, _FLEET, "reset --directory redis://host:6379 --wait 60")
+def reset(
+    directory: Annotated[str, typer.Option(metavar="URL", help="The fleet's directory, redis://…")],
+    wait: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Wait so long until every engine has done so; exit status 1 if one has not.",
+        ),
+    ] = 0.0,
+    as_json: _Json = False,
+) -> int:
+    """Make all engines of a fleet drop what they stored."""
     from ownership.directory.fleet_reset import reset_fleet
     from ownership.directory.opening import open_directory
 
     try:
-        directory = open_directory(args.directory)
+        opened = open_directory(directory)
     except ValueError as e:
         return _complain(e)
     try:
-        reset = reset_fleet(directory, args.wait)
+        done = reset_fleet(opened, wait)
     except HeteroCacheError as e:
         return _complain(e)
     finally:
-        directory.close()
-    if args.json:
-        print(json.dumps(dataclasses.asdict(reset)))
+        opened.close()
+    if as_json:
+        print(json.dumps(dataclasses.asdict(done)))
     else:
-        print(f"generation {reset.number}")
-        for name in reset.adopted:
+        print(f"generation {done.number}")
+        for name in done.adopted:
             print(f"{name}: adopted")
-        for name in reset.missing:
+        for name in done.missing:
             print(f"{name}: not yet")
-    if not (reset.adopted or reset.missing):
+    if not (done.adopted or done.missing):
         _note("no engine is registered in this directory: do the engines use this URL?")
         return EXIT_BAD
-    return EXIT_OK if reset.is_complete or not args.wait else EXIT_BAD
+    return EXIT_OK if done.is_complete or not wait else EXIT_BAD
 
 
-def _trace_stats(args: argparse.Namespace) -> int:
+@_command(_trace, _SIMULATION, "trace stats conversation_trace.jsonl", name="stats")
+def trace_stats(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="A trace, plain or gzip, or a directory of its files."),
+    ],
+    format: _Format = None,
+    as_json: _Json = False,
+) -> int:
+    """Print statistics of the prefixes that a trace uses again."""
     from ownership.simulator.traces.tables import print_stats
 
     try:
-        print_stats(args.file, args.format, as_json=args.json)
+        print_stats(file, format, as_json=as_json)
     except (HeteroCacheError, OSError) as e:
         return _complain(e)
     return EXIT_OK
 
 
-def _simulate(args: argparse.Namespace) -> int:
+@_command(
+    app,
+    _SIMULATION,
+    "simulate --trace T.jsonl --fleet fleet.yaml --out results --policies ownerserve,dynamo_kv",
+    "simulate --trace T.jsonl --fleet fleet.yaml --out results --sweep rate=0.2,0.4",
+)
+def simulate(
+    trace: Annotated[Path, typer.Option(help="A trace file, or a directory of them.")],
+    fleet: Annotated[Path, typer.Option(help="YAML file, see docs/internals/simulator.md.")],
+    out: Annotated[
+        Path, typer.Option(help="Output directory; an interrupted sweep in it is resumed.")
+    ],
+    format: _Format = None,
+    policies: Annotated[
+        str, typer.Option(metavar="A,B,...", help="Scheduling policies to compare.")
+    ] = "ownerserve",
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=A,B,...",
+            help="Values of rate, sharing, sessions, seed or workers. May be repeated.",
+        ),
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Simulations to run in parallel.")] = 1,
+    as_json: _Json = False,
+) -> int:
+    """Simulate a fleet on a recorded trace."""
     try:
-        from ownership.simulator.sweeps.command import sweep
+        from ownership.simulator.sweeps import command
         from ownership.simulator.sweeps.running import Inputs
 
-        inputs = Inputs(args.trace, args.format, args.fleet)
-        policies = [name for name in args.policies.split(",") if name]
-        sweep(inputs, policies, args.sweep, args.out, max(1, args.processes), as_json=args.json)
+        inputs = Inputs(trace, format, fleet)
+        names = [name for name in policies.split(",") if name]
+        command.sweep(inputs, names, sweep or [], out, processes, as_json=as_json)
     except ImportError as e:  # msgspec raises its own where PyYAML is missing
         return _complain(f"{e.name or e} is missing: pip install 'heterocache[sim]'")
     except (HeteroCacheError, OSError) as e:
@@ -314,6 +384,8 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _one_model(path: Path) -> Path:
+    from hetero_connector.tools import inspection
+
     found = inspection.find_models(path)
     if len(found) > 1:
         names = ", ".join(str(model) for model in found)
@@ -321,8 +393,14 @@ def _one_model(path: Path) -> Path:
     return found[0]
 
 
-def _progress(rows: list[JournalRow]) -> tqdm[JournalRow]:
-    return tqdm(rows, unit=" artifacts", desc="verify", leave=False)
+def _progress(rows: Sequence[_Row]) -> Iterable[_Row]:
+    """Return the rows, with a bar on stderr if that is a terminal."""
+    if not sys.stderr.isatty():
+        return rows
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(rows, "verify", console=Console(stderr=True), transient=True)
 
 
 def _complain(error: Exception | str) -> int:

@@ -21,7 +21,7 @@ from hetero_connector.transfer.base import BLOCK_BYTES, open_direct
 from hetero_connector.transfer.checksum import checksum
 
 Progress = Callable[[list[JournalRow]], Iterable[JournalRow]]
-"""Passes the rows through and shows the progress (tqdm)."""
+"""Passes the rows through and shows the progress."""
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import Progress
 
 from hetero_connector.errors import SimulationError
 from ownership.simulator.fleet_file import FleetSpec, read_fleet
@@ -45,11 +45,10 @@ def sweep(
     out.mkdir(parents=True, exist_ok=True)
     results = ResultFile(out / "results.jsonl", inputs.digest())
     done = sum(point in results for point in wanted)
-    with tqdm(
-        total=len(wanted), initial=done, unit=" runs", desc="simulate", file=sys.stderr,
-        disable=not sys.stderr.isatty(),
-    ) as bar:  # fmt: skip
-        run(inputs, wanted, results, processes, lambda point: _progress(bar, point))
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("simulate", total=len(wanted), completed=done)
+        run(inputs, wanted, results, processes, lambda _: bar.advance(task))
     found = results.ordered(wanted)
     markdown = as_markdown(rows(found), about(found, _command(inputs, policies, sweeps)))
     (out / "report.md").write_text(markdown)
@@ -74,11 +73,6 @@ def _check_trace(inputs: Inputs, wanted: Sequence[Point], fleet: FleetSpec) -> N
     if any(p.rate is None and (p.sharing is not None or not trace.starts_recorded) for p in wanted):
         problem = "no starts are recorded, or sessions are drawn: add --sweep rate=..."
         raise SimulationError(trace.source, problem)
-
-
-def _progress(bar: tqdm[NoReturn], point: Point) -> None:
-    bar.set_postfix_str(point.policy, refresh=False)
-    bar.update()
 
 
 def _command(inputs: Inputs, policies: Sequence[str], sweeps: Sequence[str]) -> str:

@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from ownership.simulator.traces.readers import open_trace
 from ownership.simulator.traces.session import Trace, Trigger
 from ownership.simulator.traces.statistics import Samples, TraceStatistics, measure
@@ -36,7 +34,10 @@ def _with_progress(trace: Trace) -> Trace:
     """Add a progress bar, if stderr is a terminal."""
     if not sys.stderr.isatty():
         return trace
-    bar = partial(tqdm, trace, unit=" sessions", desc="read", leave=False)
+    from rich.console import Console
+    from rich.progress import track
+
+    bar = partial(track, trace, "read", console=Console(stderr=True), transient=True)
     return replace(trace, sessions=lambda: iter(bar()))
 
 
