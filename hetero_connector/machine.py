@@ -67,6 +67,23 @@ def processors_by_node(root: Path = _NODE_ROOT) -> list[set[int]]:
     return [node & usable for node in nodes if node & usable] or [usable]
 
 
+def file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """The type of the file system that holds an existing path, such as `ext4`; "" if unknown."""
+    found, longest = "", -1
+    path = path.resolve()
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        _, point, kind, *_ = line.split()
+        mount = Path(point.encode().decode("unicode_escape"))  # a space is written as \\040
+        is_above = mount == path or mount in path.parents
+        if is_above and len(mount.parts) >= longest:  # a later mount covers an earlier one
+            found, longest = kind, len(mount.parts)
+    return found
+
+
 def addresses() -> dict[str, str]:
     """The network interface's name, by each address of this machine."""
     internet = (socket.AF_INET, socket.AF_INET6)

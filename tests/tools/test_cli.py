@@ -6,6 +6,7 @@ import errno
 import importlib.metadata
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -361,6 +362,9 @@ def test_doctor_on_this_machine(small: None, tmp_path: Path, run: Run) -> None:
     assert set(findings) == {
         "vLLM",
         "NIXL",
+        "GPU",
+        "file system",
+        "asynchronous I/O",
         "memory",
         "huge pages",
         "DRAM copy",
@@ -461,6 +465,76 @@ def test_doctor_on_huge_pages(
     assert expected in finding.detail
     assert ("echo advise" in finding.detail) == ("echo advise" in expected)
     assert ("echo madvise" in finding.advice) == (status == "WARN")
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "expected"),
+    [
+        ("tmpfs", Status.WARN, "in memory"),
+        ("nfs4", Status.WARN, "over a network"),
+        ("fuse.sshfs", Status.WARN, "over a network"),
+        ("ext4", Status.OK, "ext4"),
+        ("overlay", Status.OK, "overlay"),
+        ("", Status.OK, "unknown"),
+    ],
+)
+def test_doctor_on_file_systems(kind: str, status: Status, expected: str) -> None:
+    finding = doctor.check_file_system(Path("/kv"), kind)
+    assert finding.status is status
+    assert expected in finding.detail
+    assert bool(finding.advice) == (status is not Status.OK)
+
+
+def test_a_file_system_is_that_of_the_nearest_mount(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    inner = tmp_path / "a b"
+    (inner / "kv").mkdir(parents=True)
+    escaped = str(inner).replace(" ", "\\040")
+    mounts.write_text(
+        f"disk / ext4 rw 0 0\nserver:/x {escaped} nfs4 rw 0 0\nnone {tmp_path}/other tmpfs rw 0 0\n"
+    )
+    assert machine.file_system(inner / "kv", mounts) == "nfs4"
+    assert machine.file_system(tmp_path, mounts) == "ext4"
+    with mounts.open("a") as file:
+        file.write(f"none {escaped} tmpfs rw 0 0\n")
+    assert machine.file_system(inner, mounts) == "tmpfs", "the later mount covers the earlier one"
+    assert machine.file_system(inner, tmp_path / "missing") == ""
+    assert machine.file_system(Path("/proc/self")) == "proc"
+
+
+@pytest.mark.parametrize(
+    ("used", "most", "status"), [(0, 65536, "OK"), (65000, 65536, "WARN"), ("?", "?", "OK")]
+)
+def test_doctor_on_asynchronous_reads(
+    tmp_path: Path, used: object, most: object, status: str
+) -> None:
+    (tmp_path / "aio-nr").write_text(f"{used}\n")
+    (tmp_path / "aio-max-nr").write_text(f"{most}\n")
+    finding = doctor.check_asynchronous_reads(tmp_path)
+    assert finding.status == status
+    assert ("fs.aio-max-nr" in finding.advice) == (status == "WARN")
+
+
+def test_doctor_on_locked_memory(tmp_path: Path) -> None:
+    assert doctor.check_locked_memory(tmp_path / "none", 1 << 16).status is Status.OK
+    assert doctor.check_locked_memory(tmp_path, 1 << 16).status is Status.OK
+    (tmp_path / "mlx5_0").mkdir()
+    assert doctor.check_locked_memory(tmp_path, resource.RLIM_INFINITY).status is Status.OK
+    limited = doctor.check_locked_memory(tmp_path, 1 << 16)
+    assert limited.status is Status.WARN
+    assert "ulimit" in limited.advice
+
+
+def test_doctor_on_gpus(tmp_path: Path) -> None:
+    assert "no NVIDIA driver" in doctor.check_gpus(tmp_path).detail
+    (tmp_path / "version").write_text("NVRM version: 570.10\nGCC version: 12\n")
+    assert doctor.check_gpus(tmp_path).status is Status.WARN
+    gpu = tmp_path / "gpus/0000:01:00.0"
+    gpu.mkdir(parents=True)
+    (gpu / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 1\n")
+    finding = doctor.check_gpus(tmp_path)
+    assert finding.status is Status.OK
+    assert finding.detail == "NVIDIA H200; NVRM version: 570.10"
 
 
 def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -646,7 +720,7 @@ def test_doctor_warns_of_peers_over_tcp(tmp_path: Path) -> None:
     assert rdma.status is Status.OK
     assert "mlx5_0" in rdma.detail
     asked = doctor.examine(tmp_path, "memory://")
-    assert [f.name for f in asked][-2:] == ["directory", "peers"]
+    assert [f.name for f in asked][-3:] == ["directory", "peers", "locked memory"]
 
 
 def test_doctor_warns_of_an_ssd_dir_that_others_can_write_to(tmp_path: Path) -> None:
