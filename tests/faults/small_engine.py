@@ -38,6 +38,7 @@ from hetero_connector.planner.compute_model import ComputeRegression
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.planner.planner import RestorePlanner
+from hetero_connector.planner.pricing import Parking
 from hetero_connector.spec import LayerSpec
 from hetero_connector.store.artifact_store import ArtifactStore
 from tests.engine.adversarial_device import AdversarialDevice, Stream
@@ -56,6 +57,8 @@ LOAD_DEADLINE_S = 10.0
 PATIENCE_S = 3 * LOAD_DEADLINE_S
 """By then a request is answered: each of its reads has a deadline."""
 _NULL_BLOCK = 0
+_PARKING: Sequence[Sequence[Parking]] = (("never",), ("always",), ("never", "always"))
+"""Of the loads of one engine: each is by one of these, chosen anew."""
 States = npt.NDArray[np.uint8]
 """`[tokens, layers, TOKEN_BYTES]`."""
 
@@ -93,9 +96,14 @@ class Request(FakeRequest):
     asked_late: int = 0
     """How often it was told so although everything's deadline had passed."""
 
+    @property
+    def is_parked(self) -> bool:
+        """Return whether it waits for the end of its load, or for a step after it."""
+        return self.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+
 
 class FailingDevice(AdversarialDevice):
-    """A device of which copies fail on demand."""
+    """A device of which copies fail on demand, but for parked loads: those end no engine."""
 
     def __init__(self, early: Callable[[], bool]) -> None:
         super().__init__(early)
@@ -104,7 +112,7 @@ class FailingDevice(AdversarialDevice):
 
     def copy(self, stream: Stream, run: Callable[[], None]) -> None:
         """Issue a copy, or fail."""
-        if self.fails_next:
+        if self.fails_next and stream is not Stream.PARKED_LOADS:
             self.fails_next, self.has_failed = False, True
             raise RuntimeError("the device fails")
         super().copy(stream, run)
@@ -154,6 +162,11 @@ class SmallEngine:
         self._layers = layout.model.layers
         self._is_async = rng.random() < 0.5
         self._full_graphs = rng.random() < 0.2
+        self._parking: Sequence[Parking] = rng.choice(_PARKING)
+        self._received = set[str]()
+        """Parked requests whose load has ended."""
+        self._aborted: dict[str, tuple[list[int], ...]] = {}
+        """Blocks of requests that ended while parked: vLLM frees them when the load has ended."""
         self._frees_first = rng.random() < 0.5
         self._caches = page_caches(layout.model)
         self.device = FailingDevice(lambda: rng.random() < 0.5)
@@ -242,8 +255,13 @@ class SmallEngine:
         self.ended.append(list(request.all_token_ids))
         tables = self._tables.ids.pop(request.request_id, tuple([] for _ in self._groups))
         self.scheduler.request_finished_all_groups(request, tables)
+        if request.is_parked and request.request_id not in self._received:
+            self._aborted[request.request_id] = tables
+            self._tell_of_prefixes()
+            return
+        self._received.discard(request.request_id)
         whole = request.num_computed_tokens // self._grid * self._grid
-        if whole and self.rng.random() < 0.7:
+        if whole and not request.is_parked and self.rng.random() < 0.7:
             kept = [t[: whole // g.block_tokens] for t, g in zip(tables, self._groups, strict=True)]
             self._use(kept)
             known = request.all_token_ids[:whole]
@@ -257,7 +275,7 @@ class SmallEngine:
         """New weights, of which only a reset tells; vLLM drops its own pages if nothing runs."""
         self._tell_of_prefixes()
         is_kept = bool(self.scheduler.reset_cache())
-        if not self.running:
+        if not self.running and not any(request.is_parked for request in self.waiting):
             self.forget_prefixes()
         for request in self.waiting:
             request.asked_again_s, request.asked_late = None, 0
@@ -326,16 +344,20 @@ class SmallEngine:
 
     def _admit(self, request: Request, now_s: float) -> Share | None:
         """Ask what can be restored, and begin if there is room."""
+        if request.is_parked:
+            return self._admit_parked(request)
         local, tables, truth = self._local_hit(request)
+        self.side._parking = self.rng.choice(self._parking)
         restored, parked = self.scheduler.get_num_new_matched_tokens(request, local)
-        assert not parked, "these models load in the step"
         if restored is None:
             request.asked_again_s = request.asked_again_s or now_s
             request.asked_late += now_s > request.asked_again_s + PATIENCE_S
             return None
         request.asked_again_s, request.asked_late = None, 0
         first = local + restored
-        stop = min(request.num_tokens, first + self.rng.choice((1, 7, 40, MAX_TOKENS)))
+        # Parked requests have room for their whole prompt, so that none waits for another's pages.
+        size = MAX_TOKENS if parked else self.rng.choice((1, 7, 40, MAX_TOKENS))
+        stop = min(request.num_tokens, first + size)
         self._use(tables)
         self._tables.ids[request.request_id] = tables
         if not self._grow(request, stop, computed=first):
@@ -346,12 +368,30 @@ class SmallEngine:
         request.truth[:local] = truth[:local]
         request.truth[local:first] = self._states(request)[local:first]
         request.num_computed_tokens = first
+        self.restored += restored
+        if parked:
+            request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+            return None
+        return self._run(request, stop)
+
+    def _admit_parked(self, request: Request) -> Share | None:
+        """Run a parked request if its load has ended."""
+        if request.request_id not in self._received:
+            return None
+        first = request.num_computed_tokens
+        stop = min(request.num_tokens, first + self.rng.choice((1, 7, 40, MAX_TOKENS)))
+        if not self._grow(request, stop):
+            return None
+        self._received.remove(request.request_id)
+        self.scheduler.update_state_after_alloc(request, None, 0)
+        return self._run(request, stop)
+
+    def _run(self, request: Request, stop: int) -> Share:
         request.status = RequestStatus.RUNNING
         request.lives += 1
-        self.restored += restored
         self.waiting.remove(request)
         self.running.append(request)
-        return Share(request, first, stop, request.lives)
+        return Share(request, request.num_computed_tokens, stop, request.lives)
 
     def _preempt(self) -> str:
         request = self.running.pop()
@@ -383,6 +423,7 @@ class SmallEngine:
         results = worker.get_transfer_results(set())
         told = KVConnectorOutput(
             finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
             invalid_block_ids=worker.get_block_ids_with_load_errors(),
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )
@@ -393,13 +434,25 @@ class SmallEngine:
 
     def _hear(self, told: KVConnectorOutput, shares: list[Share]) -> None:
         assert not told.invalid_block_ids, "a lost load ends this engine"
+        assert not told.failed_recving
         self.scheduler.update_connector_output(told)
+        for request_id in told.finished_recving or ():
+            self._on_received(request_id)
         for request, _, stop, life in shares:
             if request.lives != life or stop < request.num_tokens:
                 continue
             request.all_token_ids.append(self.rng.randrange(3))
             if request.num_tokens >= request.ends_at:
                 self.finish(request)
+
+    def _on_received(self, request_id: str) -> None:
+        """A parked load has ended, of a request that waits for it or has ended meanwhile."""
+        if request_id in self._aborted:
+            self._disuse(self._aborted.pop(request_id))
+            return
+        assert request_id not in self._received, "reported twice"
+        assert any(x.is_parked and x.request_id == request_id for x in self.waiting)
+        self._received.add(request_id)
 
     # --- the forward -----------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
@@ -124,6 +125,18 @@ def test_pages_that_are_reported_before_they_are_copied_are_found() -> None:
         patch.object(AdversarialDevice, "fence", lambda _: lambda: True),
         patch.object(AdversarialDevice, "make_forward_wait_for_saves", lambda _: None),
     ):
+        assert "wrong_answers" in found(EngineRound)
+
+
+def test_a_parked_request_that_goes_on_too_early_is_found() -> None:
+    """Before its load has ended."""
+    load = AdversarialDevice.load_parked
+
+    def unfenced(device: AdversarialDevice, *arguments: Any) -> Callable[[], bool]:
+        load(device, *arguments)
+        return lambda: True
+
+    with patch.object(AdversarialDevice, "load_parked", unfenced):
         assert "wrong_answers" in found(EngineRound)
 
 
