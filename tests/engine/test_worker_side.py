@@ -184,6 +184,25 @@ def test_a_failed_load_is_known_when_a_step_with_a_drafter_gives_its_results(
     assert dict(report(worker).loaded) == {5: 1}
 
 
+def test_a_failed_load_leaves_a_parked_one_alone(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copy may still be under way, so its pages must not be freed."""
+    ended: list[bool] = []
+    monkeypatch.setattr(worker.side._device, "load_parked", lambda *_: lambda: bool(ended))
+    parked = replace(load(64, [11, 12, 13, 14]), request_id="p", parked=True, load_id=6)
+    worker.begin(meta := StepMetadata(loads=[load(64, [3, 4, 5, 6]), parked]))
+    broken_copies(monkeypatch, "load")
+    worker.side.ensure_loaded("target")
+    worker.side.end_step(meta)
+    assert worker.side.outcome.take_invalid_blocks() == {3, 4, 5, 6}
+    assert worker.side.take_transfers() == (set(), set())
+    assert dict(report(worker).loaded) == {5: 1}
+    ended.append(True)
+    assert worker.side.take_transfers() == ({"p"}, set())
+    assert dict(report(worker).loaded) == {6: 1}
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_is_reported_before_its_copies_have_ended_also_after_an_error(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, fails: bool

@@ -33,7 +33,12 @@ class WorkerStep:
         self.broken = False
         """True if a copy of the saves has failed."""
         self.parked = False
-        """True if its parked loads have been started; they are reported by themselves."""
+        """True if its parked loads have been started."""
+
+    @property
+    def loads(self) -> list[Load]:
+        """The step's loads, without parked ones under way: those end by themselves."""
+        return [load for load in self.meta.loads if not (load.parked and self.parked)]
 
 
 class StepOutcome:

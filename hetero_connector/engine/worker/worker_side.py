@@ -175,8 +175,8 @@ class WorkerSide:
         attention: Mapping[str, Any] | None,
     ) -> None:
         """Clear and protect the pages of replays, before the forward (see `slot_masks`)."""
-        self._enter_step(meta)
-        with self.outcome.loading(meta.loads):
+        step = self._enter_step(meta)
+        with self.outcome.loading(step.loads):
             if meta.cleared:
                 self._get_device().clear(meta.cleared)
             if meta.protected:
@@ -188,7 +188,7 @@ class WorkerSide:
         """Return when the layer's pages are loaded: the forward is about to read them."""
         self._hooks.on_called(layer)
         if self._pipeline.active and self._step is not None:
-            with self.outcome.loading(self._step.meta.loads):
+            with self.outcome.loading(self._step.loads):
                 if layer not in self._timed_waits:  # the forward waits for its batch already
                     self._pipeline.ensure(layer)
                     return
@@ -285,7 +285,7 @@ class WorkerSide:
                 self._save_remaining_layers(step)
         copied = not (step.broken or self.outcome.broken)
         early_copied = copied and step.begun
-        loads = [x for x in meta.loads if not (x.parked and step.parked)]
+        loads = step.loads
 
         def report() -> None:
             self.outcome.on_loads_ended(loads)
@@ -309,7 +309,7 @@ class WorkerSide:
         if step.loaded or not step.meta.loads:
             return
         step.loaded = True
-        with self.outcome.loading(step.meta.loads):
+        with self.outcome.loading(step.loads):
             self._pipeline.drain()
             if not step.loading:
                 raise StoreError("the step ended without its loads")
