@@ -49,7 +49,7 @@ class Strategy(NamedTuple):
 
     def plan(self, boundaries: Boundaries, index: int) -> RestorePlan:
         """Return the plan to resume at the end of one chunk."""
-        return boundaries.plan(index, self.replay_tokens, parked=bool(self.prices.parked[index]))
+        return boundaries.plan(index, self.replay_tokens, parked=self.prices.is_parked(index))
 
     def resumes_after(self, resume: int) -> bool:
         """True if a possible candidate resumes after this token."""

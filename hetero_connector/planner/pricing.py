@@ -205,11 +205,15 @@ class Prices(NamedTuple):
     exposed_s: Floats
     """Seconds from DRAM to pages that compute does not hide; infinite where the request cannot
     resume."""
-    parked: NDArray[np.bool_]
-    """True where the request is parked while it is loaded."""
+    parked: NDArray[np.bool_] | None
+    """[chunks] True where the request is parked while it is loaded; None if nowhere."""
     compute_s: Floats
     total_s: Floats
     """All terms together."""
+
+    def is_parked(self, index: int) -> bool:
+        """True if the request is parked while it is loaded up to the end of one chunk."""
+        return self.parked is not None and bool(self.parked[index])
 
 
 class Pricing:
@@ -307,26 +311,26 @@ class Pricing:
         if self._load.layerwise:
             exposed_s = to_pages_s * (1.0 + 1.0 / self._num_layers)
             exposed_s -= np.minimum(to_pages_s, self._first_step_s(resume, compute_s))
-        parked = exposed_s > park_above_s
-        delays_s = exposed_s + compute_s
-        """Seconds by which running decodes are delayed."""
-        total_s = delays_s
-        if parked.any():
+        delays_s = total_s = exposed_s + compute_s
+        """`delays_s`: the seconds by which running decodes are delayed."""
+        parked = None
+        if park_above_s < math.inf:
+            parked = exposed_s > park_above_s
             delays_s = np.where(parked, compute_s, delays_s)
             exposed_s = np.where(parked, to_pages_s + self._staging_delay_s, exposed_s)
             waited_s = np.where(parked, np.maximum(waited_s, self._behind_s), waited_s)
             total_s = exposed_s + compute_s
         total_s = total_s * (1.0 + self._hbm)
-        total_s += waited_s
         if self._stall:
             total_s += self._stall * delays_s
+        total_s += waited_s
         return Prices(resume, staged_s, waited_s, exposed_s, parked, compute_s, total_s)
 
     def terms(self, prices: Prices, index: int) -> CostTerms:
         """The cost of resuming at the end of one chunk."""
         exposed_s, compute_s = float(prices.exposed_s[index]), float(prices.compute_s[index])
         waited_s = float(prices.waited_s[index if len(prices.waited_s) > 1 else 0])
-        delays_s = compute_s if prices.parked[index] else exposed_s + compute_s
+        delays_s = compute_s if prices.is_parked(index) else exposed_s + compute_s
         return CostTerms(
             self._queue_s,
             waited_s - self._queue_s + exposed_s,
