@@ -549,8 +549,8 @@ def _requests() -> str:
 
 A request needs no parameters. These are read from `kv_transfer_params` in the request's body, or in
 Python from `SamplingParams.extra_args["kv_transfer_params"]`. Unknown fields are ignored, because
-they may be another connector's. A value of the wrong type or range is ignored, with one warning in
-the log for sessions.
+they may be another connector's; one that is nearly a name of this page is logged once. A value of
+the wrong type or range is ignored, with one warning in the log for sessions.
 
 ## Sessions
 

@@ -14,7 +14,7 @@ from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.engine.scheduler import sessions
 from hetero_connector.engine.scheduler.scheduler_side import Policies, SchedulerSide
-from hetero_connector.engine.scheduler.sessions import Mode, SessionHint
+from hetero_connector.engine.scheduler.sessions import Mode, SessionHint, misspelt
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.checkpoints import Full
 from hetero_connector.planner.compute_model import ComputeRegression
@@ -220,6 +220,23 @@ def test_a_wrong_hint_is_logged_once_and_ignored(
     assert len(lines) == 1
     assert "'soon'" in lines[0]
     assert not turns.expected
+
+
+def test_a_misspelt_hint_is_logged_once(turns: Turns, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("vllm.heterocache").propagate = True
+    with caplog.at_level(logging.WARNING):
+        for number in range(3):
+            params = {"session_id": "s", "expcted_back_s": 5}
+            turns.turn(asking(f"a{number}", tokens(200), kv_transfer_params=params))
+    (line,) = [r.message for r in caplog.records if "expcted_back_s" in r.message]
+    assert "did you mean 'expected_back_s'?" in line
+
+
+@pytest.mark.parametrize(
+    "name", ["do_remote_prefill", "remote_engine_id", "remote_block_ids", "max_load_tokens", "x", 7]
+)
+def test_other_connectors_fields_are_not_taken_for_misspelt_ones(name: Any) -> None:
+    assert misspelt({name: 1, "session_id": "s"}) == ""
 
 
 @pytest.mark.parametrize(

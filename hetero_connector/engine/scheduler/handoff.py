@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 TO_DECODE = "do_remote_decode"
 PREFILLED = "do_remote_prefill"
 PREFILLED_TOKENS = "prefilled_tokens"
+FIELDS = frozenset({TO_DECODE, PREFILLED, PREFILLED_TOKENS})
 
 
 def is_prefill(request: Request) -> bool:

@@ -11,14 +11,16 @@ share.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from hetero_connector.artifacts.canonical import encode
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ChunkKey, Tier
+from hetero_connector.engine.scheduler import handoff
 from hetero_connector.engine.scheduler.requests import RequestTracker
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.sessions import Conversations, ThinkTimes
@@ -66,6 +68,22 @@ class SessionHint(NamedTuple):
                 )
             back_s = float(back_s)
         return cls(session_id or None, back_s)
+
+
+_FIELDS = frozenset(SessionHint._fields) | handoff.FIELDS
+_NEAR = 0.8
+"""Share of equal characters from which on a name is taken for a misspelt one."""
+
+
+def misspelt(params: Mapping[str, object]) -> str:
+    """Return a sentence about a field that is nearly one of ours; "" if there is none.
+
+    Fields that resemble none of ours belong to other connectors.
+    """
+    for name in params.keys() - _FIELDS:
+        if close := difflib.get_close_matches(str(name), _FIELDS, n=1, cutoff=_NEAR):
+            return f"unknown field {name!r}; did you mean {close[0]!r}?"
+    return ""
 
 
 class Sessions:
@@ -138,13 +156,21 @@ class Sessions:
             )
 
     def _hint(self, request: Request) -> SessionHint:
+        params = request.kv_transfer_params
         try:
-            return SessionHint.of(request.kv_transfer_params)
+            hint = SessionHint.of(params)
         except ValueError as error:
-            if not self._has_warned:  # once, since it may come with every request
-                self._has_warned = True
-                logger.warning("kv_transfer_params of request %s: %s", request.request_id, error)
+            self._warn_once(request, str(error))
             return SessionHint()
+        if params and not self._has_warned and (problem := misspelt(params)):
+            self._warn_once(request, problem)
+        return hint
+
+    def _warn_once(self, request: Request, problem: str) -> None:
+        """Log the first problem: the same one may come with every request."""
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("kv_transfer_params of request %s: %s", request.request_id, problem)
 
     def _leaves(self, tracker: RequestTracker, known: int) -> tuple[ChunkKey, ...]:
         """Return the chunks at which the session may resume: tail, last chunk, prompt's last."""
