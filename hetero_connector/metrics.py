@@ -62,6 +62,9 @@ _COUNTERS = {
     "heterocache_read_bytes": Metric(
         "Bytes that restores and prefetches took from a tier, without padding.", _TIER_AND_TYPE
     ),
+    "heterocache_lost_restores": Metric(
+        "Restores that were predicted to be faster than computing, and were slower."
+    ),
     "heterocache_evictions": Metric("Artifacts evicted from a tier.", _TIER_AND_TYPE),
     "heterocache_evicted_first_bytes": Metric(
         "Bytes evicted before all others because computing them again costs less.",

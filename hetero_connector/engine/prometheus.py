@@ -25,8 +25,8 @@ from hetero_connector.metrics import (
     split_key,
 )
 
-_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-_BENEFIT_BUCKETS = (-1, -0.1, -0.01, -0.001, 0, 0.001, 0.01, 0.1, 1, 10, 100)
+BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 100)
+"""Bounds of all histograms, in seconds. Ray refuses bounds that are not positive."""
 
 
 @dataclass
@@ -82,9 +82,8 @@ class HeteroPromMetrics(KVConnectorPromMetrics):
         metric = METRICS[name]
         labels = [*self._labelnames, *metric.labels]
         if name in METRICS_BY_KIND[TIMINGS]:
-            buckets = _BENEFIT_BUCKETS if "benefit" in name else _BUCKETS
             histogram: Any = self._histogram_cls
-            return histogram(name, metric.help, labels, buckets=buckets)
+            return histogram(name, metric.help, labels, buckets=BUCKETS)
         if name in METRICS_BY_KIND[GAUGES]:
             return self._gauge_cls(name, metric.help, labels)
         return self._counter_cls(name, metric.help, labels)

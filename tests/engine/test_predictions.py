@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hetero_connector.metrics import TIMINGS
+from hetero_connector.metrics import TIMINGS, Payload
 from hetero_connector.planner.decision import RestoreDecision
 from tests.engine.fakes import DENSE, FakeRequest
 from tests.engine.stepped import Engine, tokens
@@ -36,8 +36,8 @@ class Watched:
         assert self.engine.admit(request) == 192
         return request
 
-    def timings(self) -> dict[str, list[float]]:
-        payload = self.engine.recorder.drain() or {}
+    def timings(self, payload: Payload | None = None) -> dict[str, list[float]]:
+        payload = payload or self.engine.recorder.drain() or {}
         return {
             name.removeprefix("heterocache_"): values
             for name, values in payload.get(TIMINGS, {}).items()
@@ -61,7 +61,9 @@ def test_the_observed_benefit_is_the_predicted_one_minus_the_delay(
     request.all_token_ids.append(7)
     watched.engine.step(b=1)
     (decision,) = watched.made
-    timings = watched.timings()
+    recorded = watched.engine.recorder.drain() or {}
+    assert recorded["counters"]["heterocache_lost_restores{}"] == 1, "three seconds are too long"
+    timings = watched.timings(recorded)
     assert timings["ttft_seconds{kind=observed}"] == [3.0]
     assert timings["ttft_seconds{kind=predicted}"] == [decision.predicted.ttft_s]
     assert timings["reuse_benefit_seconds{kind=predicted}"] == [decision.reuse_benefit_s]
@@ -71,6 +73,14 @@ def test_the_observed_benefit_is_the_predicted_one_minus_the_delay(
     ]
     watched.engine.step(b=1)
     assert watched.timings() == {}, "once a request"
+
+
+def test_a_restore_that_is_faster_than_computing_is_not_lost(watched: Watched) -> None:
+    request = watched.admitted()
+    watched.engine.step(b=8)
+    request.all_token_ids.append(7)
+    watched.engine.step(b=1)
+    assert "heterocache_lost_restores{}" not in (watched.engine.recorder.drain() or {})["counters"]
 
 
 def test_a_reset_does_not_delay_the_record_of_the_first_token(watched: Watched) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from hetero_connector.engine.prometheus import HeteroPromMetrics, HeteroStats
+from hetero_connector.engine.prometheus import BUCKETS, HeteroPromMetrics, HeteroStats
 from hetero_connector.metrics import METRICS, Recorder
 
 ROOT = Path(__file__).parents[2]
@@ -87,3 +87,9 @@ def test_every_recorded_metric_is_exported_with_its_labels(
 
 def test_every_exported_metric_is_recorded() -> None:
     assert {name for name, _ in recorded()} == set(METRICS)
+
+
+def test_ray_takes_the_bounds_of_every_histogram() -> None:
+    """Its metrics refuse a bound that is not positive, and with them the start of a server."""
+    assert all(bound > 0 for bound in BUCKETS)
+    assert sorted(set(BUCKETS)) == list(BUCKETS)

@@ -103,9 +103,10 @@ class Predictions:
         self._recorder.observe("heterocache_ttft_seconds", took_s, kind="observed")
         late_s = took_s - predicted_s
         self._recorder.observe("heterocache_reuse_benefit_seconds", benefit_s, kind="predicted")
-        self._recorder.observe(
-            "heterocache_reuse_benefit_seconds", benefit_s - late_s, kind="observed"
-        )
+        observed_s = benefit_s - late_s
+        self._recorder.observe("heterocache_reuse_benefit_seconds", observed_s, kind="observed")
+        if observed_s < 0 < benefit_s:
+            self._recorder.add("heterocache_lost_restores")
 
     def forget(self, request_id: str) -> None:
         """Drop the decision: the request ended before its first token."""
